@@ -1,0 +1,254 @@
+"""The public functions: validation, choice of backend and what travels, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn import validation as check
+from ring_attn.backends import BackendChoice, choose_backend
+from ring_attn.cost import choose_traveller
+from ring_attn.debug import check_agreement, debug_enabled
+from ring_attn.layout import SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.spec import AttentionSpec
+from ring_attn.strategies.ring import RingAttention, RingCall
+from ring_attn.transport.base import TransportOptions
+from ring_attn.transport.p2p import open_p2p
+
+Group = dist.ProcessGroup | DeviceMesh | None
+Layout = str | SequenceLayout | tuple[SequenceLayout, SequenceLayout]
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    window_size: Sequence[int] = ...,
+    softmax_scale: float | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    cu_seqlens_k: Tensor | None = ...,
+    group: Group = ...,
+    layout: Layout = ...,
+    backend: str = ...,
+    return_lse: Literal[False] = ...,
+    dropout_p: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    transport: TransportOptions = ...,
+) -> Tensor: ...
+
+
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    window_size: Sequence[int] = ...,
+    softmax_scale: float | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    cu_seqlens_k: Tensor | None = ...,
+    group: Group = ...,
+    layout: Layout = ...,
+    backend: str = ...,
+    return_lse: Literal[True],
+    dropout_p: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    transport: TransportOptions = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softmax_scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    group: Group = None,
+    layout: Layout = "contiguous",
+    backend: str = "auto",
+    return_lse: bool = False,
+    dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    transport: TransportOptions = TransportOptions(),  # noqa: B008 - frozen
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention over a sequence that is split across the ranks of a group.
+
+    Every rank passes its own shard and gets the output of its own queries. Gradients are those of
+    dense attention; differentiating them again is refused.
+
+    Args:
+        q: (batch, rows, nheads, headdim), or packed (rows, nheads, headdim) with `cu_seqlens`;
+            float16, bfloat16, float32 or float64; any strides.
+        k: (batch, rows_kv, nheads_kv, headdim); `nheads` is a multiple of `nheads_kv` (GQA, MQA).
+        v: (batch, rows_kv, nheads_kv, headdim_v).
+        causal: query i sees key j only if `j <= i + seqlen_k - seqlen_q` (bottom-right aligned,
+            as in flash-attention), in global positions.
+        window_size: `(left, right)` keys seen on either side of that diagonal; -1 is unbounded.
+        softmax_scale: factor of the scores; `headdim ** -0.5` by default.
+        cu_seqlens: int32 boundaries of documents in the global sequence, from 0 to its length; each
+            attends only to itself. They need not divide by anything. The same on every rank.
+        cu_seqlens_k: those of the keys, where they differ from the queries'.
+        group: the ring: a process group, a mesh with one axis, or None for the default group.
+        layout: which positions the ranks hold: "contiguous", "zigzag", "striped", a
+            `SequenceLayout`, or a pair for queries and keys. With a name every rank holds as many
+            rows, unless `cu_seqlens` tells the length.
+        backend: "auto", or the name of one that then runs or raises; see `select_backend`.
+        return_lse: also return lse.
+        dropout_p: must be 0.
+        alibi_slopes: must be None.
+        transport: timeout and NCCL's share of the device.
+
+    Returns:
+        `out` (batch, rows, nheads, headdim_v) like q; with `return_lse` also `lse` (batch, nheads,
+        rows), (nheads, rows) if packed, float32 natural logarithm, not differentiable. A row that
+        sees nothing has out 0, lse -inf and zero gradients.
+
+    Raises:
+        ValueError: shapes, layout, window or documents that do not fit.
+        TypeError: a dtype or type that is not taken.
+        NotImplementedError: dropout, ALiBi, or what the named backend does not support.
+        ImportError: the named backend's package is not installed.
+        RuntimeError: no process group, or a peer that died or stalled.
+
+    Example:
+        >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
+        >>> layout = ring_attn.SequenceLayout.zigzag(seqlen=1000, world_size=2)
+        >>> q, k, v = (layout.shard(torch.randn(1, 1000, 8, 64), rank) for _ in range(3))
+        >>> ring_attn.ring_attention(q, k, v, causal=True, layout=layout).shape
+        torch.Size([1, 500, 8, 64])
+    """
+    check.check_unsupported(dropout_p, alibi_slopes)
+    check.check_tensors(q, k, v, packed=cu_seqlens is not None)
+    softmax_scale = check.check_scale(softmax_scale, q.size(-1))
+    window = check.check_window(window_size, causal)
+    cu_q = check.check_cu_seqlens("cu_seqlens", cu_seqlens)
+    cu_k = check.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k)
+    check.check_documents(cu_q, cu_k)
+    if cu_k is None:
+        cu_k = cu_q
+    process_group = check.check_group(group)
+    check.check_group_device(process_group, q.device)
+    check.check_transport(transport, process_group)
+    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    rows = (q.size(-3), k.size(-3))
+    totals = (cu_q[-1] if cu_q else None, cu_k[-1] if cu_k else None)
+    layouts = check.resolve_layouts(layout, rows, totals, rank, world_size)
+    mask = check.check_mask(Mask(layouts[0].seqlen, layouts[1].seqlen, causal, window, cu_q, cu_k))
+    spec = _spec_of(q, k, v)
+    name = choose_backend(spec, backend).name
+    call = RingCall(
+        spec, layouts, mask, rank, softmax_scale, name, choose_traveller(spec, *layouts, mask)
+    )
+    if debug_enabled():
+        check_agreement(_described(call, transport), process_group)
+
+    packed = q.ndim == 3
+    if packed:
+        q, k, v = q[None], k[None], v[None]
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    out, lse = RingAttention.apply(q, k, v, call, open_p2p(process_group, transport))
+    if packed:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_lse else out
+
+
+def select_backend(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto") -> BackendChoice:
+    """Which backend `ring_attention` would use for such tensors, and why not the others.
+
+    Args:
+        q: (batch, rows, nheads, headdim) or (rows, nheads, headdim); only shape, dtype and device
+            are looked at.
+        k: likewise.
+        v: likewise.
+        backend: "auto" or a name.
+
+    Returns:
+        `name`, and `reasons`: for every backend None where it could run, else the reason why not.
+
+    Raises:
+        ValueError: no backend of that name, or shapes that do not fit.
+        NotImplementedError: the named backend does not support the call.
+        ImportError: the named backend's package is not installed.
+
+    Example:
+        >>> q = torch.randn(1, 128, 8, 64)
+        >>> select_backend(q, q, q).name
+        'aten'
+    """
+    check.check_tensors(q, k, v, packed=True)
+    return choose_backend(_spec_of(q, k, v), backend)
+
+
+def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int = 1) -> Tensor:
+    """The whole tensor on every rank, from each rank's shard; for evaluation, without gradient.
+
+    Args:
+        x: this rank's shard, `layout.shard_len(rank)` rows in `dim`.
+        layout: how the sequence is split.
+        group: as for `ring_attention`.
+        dim: the sequence dim.
+
+    Returns:
+        `x` with `layout.seqlen` rows in `dim`.
+
+    Raises:
+        ValueError: a shard with a wrong number of rows.
+        RuntimeError: no process group.
+    """
+    process_group = check.check_group(group)
+    check.check_group_device(process_group, x.device)
+    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    check.check_layout("x", layout, x.size(dim), None, rank, world_size)
+    # Collectives want equal sizes: short shards are sent with rows that are cut off again.
+    longest = max(layout.shard_lens)
+    rows = torch.zeros(longest, *x.movedim(dim, 0).shape[1:], dtype=x.dtype, device=x.device)
+    rows[: x.size(dim)] = x.detach().movedim(dim, 0)
+    gathered = [torch.empty_like(rows) for _ in range(world_size)]
+    dist.all_gather(gathered, rows, group=process_group)
+    shards = [part[:n].movedim(0, dim) for part, n in zip(gathered, layout.shard_lens, strict=True)]
+    return layout.unshard(shards, dim)
+
+
+def _spec_of(q: Tensor, k: Tensor, v: Tensor) -> AttentionSpec:
+    batch = q.size(0) if q.ndim == 4 else 1
+    return AttentionSpec(
+        q.device.type, q.dtype, batch, q.size(-2), k.size(-2), q.size(-1), v.size(-1)
+    )
+
+
+def _described(call: RingCall, transport: TransportOptions) -> dict[str, object]:
+    """Everything of a call that must be the same on all ranks, by the names of the arguments."""
+    spec, mask = call.spec, call.mask
+    return {
+        "batch": spec.batch,
+        "nheads": spec.nheads,
+        "nheads_kv": spec.nheads_kv,
+        "headdim": spec.headdim,
+        "headdim_v": spec.headdim_v,
+        "dtype": spec.dtype,
+        "device": spec.device_type,
+        "seqlen_q": mask.seqlen_q,
+        "seqlen_k": mask.seqlen_k,
+        "causal": mask.causal,
+        "window_size": mask.window_size,
+        "cu_seqlens": mask.cu_seqlens_q,
+        "cu_seqlens_k": mask.cu_seqlens_k,
+        "softmax_scale": call.softmax_scale,
+        "layout": tuple(str(layout) for layout in call.layouts),
+        "backend": call.backend,
+        "transport": transport,
+    }

@@ -1,0 +1,67 @@
+"""The backends by name, and the choice among them.
+
+`auto` takes the first of `PREFERENCE` that supports the call, the same on every rank because it
+depends on the call alone. A named backend runs or raises with its reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+
+from ring_attn.backends.base import Backend
+from ring_attn.spec import AttentionSpec
+
+# name -> (module, class), the preferred first.
+PREFERENCE = {
+    "aten": ("aten", "AtenBackend"),
+    "cudnn": ("aten", "CudnnBackend"),
+    "flash_attn": ("flash_attn", "FlashAttnBackend"),
+    "reference": ("reference", "ReferenceBackend"),
+}
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """What was chosen and why not the others.
+
+    Attributes:
+        name: the backend that runs.
+        reasons: for every backend, None where it could run the call, else the reason why not.
+    """
+
+    name: str
+    reasons: dict[str, str | None]
+
+
+@lru_cache
+def get_backend(name: str) -> Backend:
+    """The backend of that name; ValueError names the valid ones."""
+    if name not in PREFERENCE:
+        raise ValueError(f"backend must be 'auto' or one of {list(PREFERENCE)}, got {name!r}")
+    module, cls = PREFERENCE[name]
+    backend: Backend = getattr(import_module(f"ring_attn.backends.{module}"), cls)()
+    return backend
+
+
+@lru_cache(maxsize=1024)
+def choose_backend(spec: AttentionSpec, backend: str = "auto") -> BackendChoice:
+    """The backend for a call.
+
+    Raises:
+        ValueError: no backend of that name.
+        ImportError: the named backend's package is not installed.
+        NotImplementedError: the named backend does not support the call.
+    """
+    if backend != "auto":
+        get_backend(backend)
+    reasons = {name: get_backend(name).supports(spec) for name in PREFERENCE}
+    if backend == "auto":
+        return BackendChoice(next(n for n, reason in reasons.items() if reason is None), reasons)
+    reason = reasons[backend]
+    if reason is not None:
+        usable = [name for name, why in reasons.items() if why is None]
+        kind = ImportError if "not installed" in reason else NotImplementedError
+        raise kind(f"backend={backend!r} cannot run this: {reason}; usable here: {usable}")
+    return BackendChoice(backend, reasons)

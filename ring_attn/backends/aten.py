@@ -1,0 +1,363 @@
+"""Torch's own fused attention operators that return lse: flash on CPU, flash and cuDNN on CUDA.
+
+What each takes decides how a tile is cut into operator calls:
+
+    operator        mask it knows                        so a tile becomes
+    CPU flash       none, top-left causal, a dense mask  full and causal pieces; window edges masked
+                                                         in blocks of EDGE rows
+    CUDA flash      any band, as a window counted from   one call
+                    the bottom right corner
+    CUDA cuDNN      none, top-left causal                full and square causal pieces; a window's
+                                                         tile goes to flash
+
+Every row of a tile sees something (`plan.make_tile`), so the operators' values for rows that see
+nothing (lse 0 on CPU, +inf in flash) are never met; `-inf` comes from the state alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ring_attn.backends.base import (
+    TileBackend,
+    band_mask,
+    equal_headdims,
+    flash_window,
+    out_from_delta,
+)
+from ring_attn.plan import Band, MaskKind, Tile, make_tile
+from ring_attn.spec import AttentionSpec
+from ring_attn.state import State
+
+aten = torch.ops.aten
+
+# Rows per piece of a window's tile on CPU: its two edges are computed masked, EDGE x EDGE each.
+EDGE = 256
+
+QSide = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class AtenBackend(TileBackend):
+    """Flash attention as torch has it, on CPU and CUDA."""
+
+    name = "aten"
+
+    def supports(self, spec: AttentionSpec) -> str | None:
+        """CPU in every dtype up to float64; CUDA in float16 and bfloat16 with headdim up to 256."""
+        if spec.device_type == "cpu":
+            return None
+        return _cuda_reason(spec, "flash")
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Sequence[Tile],
+        state: State,
+        *,
+        softmax_scale: float,
+    ) -> State:
+        """Folds the tiles of one step; on CPU 16-bit inputs are computed in float32.
+
+        The CPU operator is no faster in bfloat16 forward, and its output in float32 keeps the error
+        of a ring that of one pass.
+        """
+        if not tiles:
+            return state
+        q, k, v = (_computable(x) for x in (q, k, v))
+        return super().forward(q, k, v, tiles, state, softmax_scale=softmax_scale)
+
+    def q_side(
+        self, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None
+    ) -> QSide:
+        """q, dout, lse and an `out` for the operator to form delta from."""
+        q, dout = _computable(q), _computable(dout)
+        out = out_from_delta(dout, delta) if out is None else _computable(out)
+        return q, dout, lse, out
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        tiles: Sequence[Tile],
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        *,
+        softmax_scale: float,
+        out: Tensor | None = None,
+    ) -> None:
+        """Adds the tiles' gradients to dq, dk, dv."""
+        if not tiles:
+            return
+        super().backward(
+            q, _computable(k), _computable(v), dout, lse, delta, tiles, dq, dk, dv,
+            softmax_scale=softmax_scale, out=out,
+        )  # fmt: skip
+
+    def forward_tile(
+        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, softmax_scale: float
+    ) -> None:
+        """One operator call for each piece of the tile."""
+        for piece in self.pieces(tile, q.device.type):
+            out, lse = self._forward(
+                q[:, piece.q], k[:, piece.kv], v[:, piece.kv], piece, softmax_scale
+            )
+            state.fold(piece.q, out, lse)
+
+    def backward_tile(
+        self,
+        side: QSide,
+        k: Tensor,
+        v: Tensor,
+        tile: Tile,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        softmax_scale: float,
+    ) -> None:
+        """One operator call for each piece of the tile."""
+        q, dout, lse, out = side
+        for piece in self.pieces(tile, q.device.type):
+            grads = self._backward(
+                dout[:, piece.q],
+                q[:, piece.q],
+                k[:, piece.kv],
+                v[:, piece.kv],
+                out[:, piece.q],
+                lse[:, :, piece.q].contiguous(),
+                piece,
+                softmax_scale,
+            )
+            for total, grad, rows in zip(
+                (dq, dk, dv), grads, (piece.q, piece.kv, piece.kv), strict=True
+            ):
+                total[:, rows] += grad
+
+    def pieces(self, tile: Tile, device_type: str) -> Iterator[Tile]:
+        """The tile as rectangles that the operator of that device takes in one call each."""
+        if device_type != "cpu":
+            yield tile
+        elif tile.kind is MaskKind.WINDOW:
+            yield from _window_pieces(tile, EDGE)
+        else:
+            yield from _causal_pieces(tile)
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """`out` (batch, rows, nheads, headdim_v) and `lse` (batch, nheads, rows) of one piece."""
+        headdim_v = v.size(-1)
+        if q.device.type == "cpu":
+            q, k, v = equal_headdims(q, k, v, multiple=1)
+            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+                *_heads_first(q, k, v), 0.0, piece.kind is MaskKind.CAUSAL,
+                attn_mask=_dense_mask(piece, q), scale=scale,
+            )  # fmt: skip
+            return out.transpose(1, 2)[..., :headdim_v], lse
+        q, k, v = equal_headdims(q, k, v, multiple=8)
+        left, right = flash_window(piece)
+        out, lse, *_ = aten._flash_attention_forward(
+            q, k, v, None, None, q.size(1), k.size(1), 0.0, False, False,
+            scale=scale, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+        return out[..., :headdim_v], lse
+
+    def _backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        piece: Tile,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of one piece, (batch, rows, heads, dim)."""
+        headdim, headdim_v = q.size(-1), v.size(-1)
+        cpu = q.device.type == "cpu"
+        q, k, v, dout, out = equal_headdims(q, k, v, dout, out, multiple=1 if cpu else 8)
+        if cpu:
+            grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *_heads_first(dout, q, k, v, out), lse, 0.0, piece.kind is MaskKind.CAUSAL,
+                attn_mask=_dense_mask(piece, q), scale=scale,
+            )  # fmt: skip
+            dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+        else:
+            left, right = flash_window(piece)
+            rng_state = torch.zeros(2, dtype=torch.int64, device=q.device)  # read for dropout only
+            dq, dk, dv = aten._flash_attention_backward(
+                dout, q, k, v, out, lse, None, None, q.size(1), k.size(1), 0.0, False,
+                rng_state, rng_state,
+                scale=scale, window_size_left=left, window_size_right=right,
+            )  # fmt: skip
+        return dq[..., :headdim], dk[..., :headdim], dv[..., :headdim_v]
+
+    def workspace_bytes(self, spec: AttentionSpec, tiles: Sequence[Tile], backward: bool) -> int:
+        """Outputs of the greatest piece, and float32 copies of 16-bit inputs on CPU."""
+        cpu = spec.device_type == "cpu"
+        item = spec.accum_dtype.itemsize if cpu else spec.dtype.itemsize
+        dim = max(spec.headdim, spec.headdim_v)
+        most = 0
+        for tile in tiles:
+            for piece in self.pieces(tile, spec.device_type):
+                q_rows, kv_rows = piece.rows * spec.nheads, piece.cols * spec.nheads_kv
+                rows = q_rows + 2 * kv_rows if backward else q_rows
+                most = max(most, rows * dim * item + q_rows * spec.accum_dtype.itemsize)
+        copies = 0
+        if cpu and spec.dtype.itemsize < item and tiles:
+            q_rows = max(t.q.stop for t in tiles) * spec.nheads
+            kv_rows = max(t.kv.stop for t in tiles) * spec.nheads_kv
+            sides = (3 if backward else 1) * q_rows + 2 * kv_rows
+            copies = sides * dim * item
+        return (most + copies) * spec.batch
+
+
+class CudnnBackend(AtenBackend):
+    """cuDNN's attention as torch has it; tiles with a window's lower edge go to flash."""
+
+    name = "cudnn"
+
+    def supports(self, spec: AttentionSpec) -> str | None:
+        """CUDA in float16 and bfloat16 with headdim up to 128."""
+        reason = _cuda_reason(spec, "cuDNN")
+        if reason is None and not torch.backends.cudnn.is_available():
+            return "this torch has no cuDNN"
+        if reason is None and max(spec.headdim, spec.headdim_v) > 128:
+            return f"cuDNN takes headdim up to 128, got {max(spec.headdim, spec.headdim_v)}"
+        return reason
+
+    def pieces(self, tile: Tile, device_type: str) -> Iterator[Tile]:
+        """Full and square causal pieces: on a square, top-left and bottom-right are the same."""
+        if tile.kind is MaskKind.WINDOW:
+            yield tile
+        else:
+            yield from _square_causal_pieces(tile)
+
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        if piece.kind is MaskKind.WINDOW:
+            return super()._forward(q, k, v, piece, scale)
+        headdim_v = v.size(-1)
+        q, k, v = equal_headdims(q, k, v, multiple=8)
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            *_heads_first(q, k, v), None, True, 0.0, piece.kind is MaskKind.CAUSAL, False,
+            scale=scale,
+        )  # fmt: skip
+        return out.transpose(1, 2)[..., :headdim_v], lse.reshape(q.size(0), q.size(2), q.size(1))
+
+    def _backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        piece: Tile,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if piece.kind is MaskKind.WINDOW:
+            return super()._backward(dout, q, k, v, out, lse, piece, scale)
+        headdim, headdim_v = q.size(-1), v.size(-1)
+        q, k, v, dout, out = equal_headdims(q, k, v, dout, out, multiple=8)
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)  # read for dropout only
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            *_heads_first(dout, q, k, v, out), lse.unsqueeze(-1), seed, seed, None, None, None,
+            q.size(1), k.size(1), 0.0, piece.kind is MaskKind.CAUSAL,
+            scale=scale,
+        )  # fmt: skip
+        dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+        return dq[..., :headdim], dk[..., :headdim], dv[..., :headdim_v]
+
+
+def _causal_pieces(tile: Tile) -> Iterator[Tile]:
+    """FULL and top-left CAUSAL rectangles, the diagonal first.
+
+    hi = 2:   k 0 1 2 3 4         # # \\ . .
+                                  # # # \\ .       columns before hi are seen by every row
+                                  # # # # \\
+    """
+    hi = tile.corner_band.hi
+    if hi is None or hi == 0:
+        yield tile
+        return
+    split = tile.kv.start + hi
+    yield from _present(tile, tile.q, slice(split, tile.kv.stop))
+    yield from _present(tile, tile.q, slice(tile.kv.start, split))
+
+
+def _square_causal_pieces(tile: Tile) -> Iterator[Tile]:
+    """As `_causal_pieces`, and rows below the diagonal's end, which see every column, apart."""
+    for piece in _causal_pieces(tile):
+        if piece.kind is MaskKind.CAUSAL and piece.rows > piece.cols:
+            corner = piece.q.start + piece.cols
+            yield from _present(piece, slice(piece.q.start, corner), piece.kv)
+            yield from _present(piece, slice(corner, piece.q.stop), piece.kv)
+        else:
+            yield piece
+
+
+def _window_pieces(tile: Tile, edge: int) -> Iterator[Tile]:
+    """Runs of `edge` rows, each as right edge, unmasked middle and left edge.
+
+    A band that is narrower than a run of rows has no middle: it is one masked piece.
+    """
+    lo, hi = tile.band
+    assert lo is not None, "a tile without a lower bound has no window's edge"
+    for start in range(tile.q.start, tile.q.stop, edge):
+        rows = slice(start, min(start + edge, tile.q.stop))
+        left, right = rows.stop - 1 + lo, tile.kv.stop
+        if hi is not None:
+            right = min(right, rows.start + hi + 1)
+        left = max(left, tile.kv.start)
+        if left >= right:
+            yield from _present(tile, rows, tile.kv)
+            continue
+        yield from _present(tile, rows, slice(right, tile.kv.stop))
+        yield from _present(tile, rows, slice(left, right))
+        yield from _present(tile, rows, slice(tile.kv.start, left))
+
+
+def _present(tile: Tile, q: slice, kv: slice) -> Iterator[Tile]:
+    """The part of the tile in a rectangle, if there is any."""
+    part = make_tile(q, kv, *tile.band)
+    if part is not None:
+        yield part
+
+
+def _dense_mask(piece: Tile, q: Tensor) -> Tensor | None:
+    """The additive mask of a piece that is neither FULL nor top-left CAUSAL."""
+    if piece.corner_band in (Band(None, None), Band(None, 0)):
+        return None
+    hidden = ~band_mask(piece, q.device)
+    return torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
+
+
+def _computable(x: Tensor) -> Tensor:
+    """On CPU, 16-bit inputs in float32."""
+    return x.float() if x.device.type == "cpu" and x.dtype.itemsize == 2 else x
+
+
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
+    return [x.transpose(1, 2) for x in tensors]
+
+
+def _cuda_reason(spec: AttentionSpec, operator: str) -> str | None:
+    if spec.device_type != "cuda":
+        return f"torch's {operator} attention runs on cuda, got {spec.device_type}"
+    if spec.dtype not in (torch.float16, torch.bfloat16):
+        return f"torch's {operator} attention on cuda takes float16 and bfloat16, got {spec.dtype}"
+    if max(spec.headdim, spec.headdim_v) > 256:
+        return f"headdim must be at most 256, got {max(spec.headdim, spec.headdim_v)}"
+    return None

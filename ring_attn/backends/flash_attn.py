@@ -1,0 +1,114 @@
+"""The operators of the installed flash-attn package (FlashAttention 2); optional.
+
+One call a tile: a tile's band is flash-attention's window, counted from the bottom right corner.
+Only `torch.ops.flash_attn._flash_attn_forward` and `_backward`, the operators that the package
+registers for torch.compile, are used, with every argument by name. Needs CUDA and 16-bit inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from ring_attn.backends.base import TileBackend, equal_headdims, flash_window, out_from_delta
+from ring_attn.plan import Tile
+from ring_attn.spec import AttentionSpec
+from ring_attn.state import State
+
+QSide = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class FlashAttnBackend(TileBackend):
+    """FlashAttention 2 from the package flash-attn."""
+
+    name = "flash_attn"
+
+    def supports(self, spec: AttentionSpec) -> str | None:
+        """CUDA, float16 or bfloat16, one headdim up to 256, and the package installed."""
+        if find_spec("flash_attn") is None:
+            return "the package flash-attn is not installed: pip install 'ring-attn[flash]'"
+        if spec.device_type != "cuda":
+            return f"flash-attn runs on cuda, got {spec.device_type}"
+        if spec.dtype not in (torch.float16, torch.bfloat16):
+            return f"flash-attn takes float16 and bfloat16, got {spec.dtype}"
+        if spec.headdim > 256 or spec.headdim_v > 256:
+            return f"flash-attn takes headdim up to 256, got {max(spec.headdim, spec.headdim_v)}"
+        return None
+
+    def q_side(
+        self, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None
+    ) -> QSide:
+        """q, dout, lse and an `out` for the operator to form delta from."""
+        return q, dout, lse, out_from_delta(dout, delta) if out is None else out
+
+    def forward_tile(
+        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, softmax_scale: float
+    ) -> None:
+        """One call; flash-attention's +inf of rows that see nothing becomes -inf here."""
+        headdim_v = v.size(-1)
+        left, right = flash_window(tile)
+        out, lse, *_ = _operators()._flash_attn_forward(
+            *equal_headdims(q[:, tile.q], k[:, tile.kv], v[:, tile.kv], multiple=8),
+            dropout_p=0.0,
+            softmax_scale=softmax_scale,
+            causal=False,
+            window_size_left=left,
+            window_size_right=right,
+            softcap=0.0,
+            alibi_slopes=None,
+            return_softmax=False,
+        )
+        lse = lse.masked_fill(lse == torch.inf, -torch.inf)
+        state.fold(tile.q, out[..., :headdim_v], lse)
+
+    def backward_tile(
+        self,
+        side: QSide,
+        k: Tensor,
+        v: Tensor,
+        tile: Tile,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        softmax_scale: float,
+    ) -> None:
+        """One call, deterministic."""
+        q, dout, lse, out = side
+        tensors = equal_headdims(
+            dout[:, tile.q], q[:, tile.q], k[:, tile.kv], v[:, tile.kv], out[:, tile.q], multiple=8
+        )
+        grads = [torch.empty_like(x) for x in tensors[1:4]]
+        left, right = flash_window(tile)
+        _operators()._flash_attn_backward(
+            *tensors,
+            lse[:, :, tile.q].contiguous(),
+            *grads,
+            dropout_p=0.0,
+            softmax_scale=softmax_scale,
+            causal=False,
+            window_size_left=left,
+            window_size_right=right,
+            softcap=0.0,
+            alibi_slopes=None,
+            deterministic=True,
+        )
+        for total, grad, rows in zip((dq, dk, dv), grads, (tile.q, tile.kv, tile.kv), strict=True):
+            total[:, rows] += grad[..., : total.size(-1)]
+
+    def workspace_bytes(self, spec: AttentionSpec, tiles: Sequence[Tile], backward: bool) -> int:
+        """Outputs of the greatest tile."""
+        dim, most = max(spec.headdim, spec.headdim_v), 0
+        for tile in tiles:
+            q_rows, kv_rows = tile.rows * spec.nheads, tile.cols * spec.nheads_kv
+            rows = 2 * q_rows + 2 * kv_rows if backward else q_rows
+            most = max(most, rows * dim * spec.dtype.itemsize + q_rows * 4)
+        return most * spec.batch
+
+
+def _operators() -> torch._ops._OpNamespace:
+    import flash_attn.flash_attn_interface  # noqa: F401 - registers the operators
+
+    return torch.ops.flash_attn

@@ -1,0 +1,91 @@
+"""Dense attention tile by tile in plain torch: the specification of every option.
+
+It runs on any device and dtype up to float64 and materialises the scores of a tile, so it is for
+testing and for what the other backends refuse. 16-bit inputs are computed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from ring_attn.backends.base import TileBackend, band_mask
+from ring_attn.plan import Tile
+from ring_attn.spec import AttentionSpec
+from ring_attn.state import State
+
+
+class ReferenceBackend(TileBackend):
+    """Scores, mask, exponentials and sums as the equations have them."""
+
+    name = "reference"
+
+    def supports(self, spec: AttentionSpec) -> str | None:
+        """Everything."""
+        return None
+
+    def forward_tile(
+        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, softmax_scale: float
+    ) -> None:
+        """Folds one tile: s = scale q k^T, m = max s, p = exp(s - m), acc = p v."""
+        s = _scores(q[:, tile.q], k[:, tile.kv], tile, softmax_scale, state.dtype)
+        m = s.amax(-1)  # every row of a tile sees something, so this is finite
+        p = (s - m.unsqueeze(-1)).exp_()
+        acc = torch.einsum("bgnij,bjgd->bignd", p, v[:, tile.kv].to(state.dtype))
+        state.fold(
+            tile.q,
+            rearrange(acc, "b i g n d -> b i (g n) d"),
+            rearrange(m, "b g n i -> b (g n) i"),
+            rearrange(p.sum(-1), "b g n i -> b (g n) i"),
+        )
+
+    def backward_tile(
+        self,
+        side: tuple[Tensor, Tensor, Tensor, Tensor],
+        k: Tensor,
+        v: Tensor,
+        tile: Tile,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        softmax_scale: float,
+    ) -> None:
+        """p = exp(s - lse), ds = p (do v^T - delta) scale; dv = p^T do, dq = ds k, dk = ds^T q."""
+        q, dout, lse, delta = side
+        dtype, groups = dq.dtype, k.size(2)
+        q, k, v = q[:, tile.q], k[:, tile.kv].to(dtype), v[:, tile.kv].to(dtype)
+        lse, delta = (
+            rearrange(x[:, :, tile.q], "b (g n) i -> b g n i 1", g=groups) for x in (lse, delta)
+        )
+        dout = _grouped(dout[:, tile.q], groups).to(dtype)
+        p = (_scores(q, k, tile, softmax_scale, dtype) - lse).exp_()
+        dv[:, tile.kv] += torch.einsum("bgnij,bignd->bjgd", p, dout)
+        ds = p * (torch.einsum("bignd,bjgd->bgnij", dout, v) - delta) * softmax_scale
+        dq[:, tile.q] += rearrange(
+            torch.einsum("bgnij,bjgd->bignd", ds, k), "b i g n d -> b i (g n) d"
+        )
+        dk[:, tile.kv] += torch.einsum("bgnij,bignd->bjgd", ds, _grouped(q, groups).to(dtype))
+
+    def workspace_bytes(self, spec: AttentionSpec, tiles: Sequence[Tile], backward: bool) -> int:
+        """Three matrices of the greatest tile's scores forward, five backward."""
+        area = max((tile.rows * tile.cols for tile in tiles), default=0)
+        matrices = 5 if backward else 3
+        return matrices * area * spec.batch * spec.nheads * spec.accum_dtype.itemsize
+
+
+def _grouped(x: Tensor, groups: int) -> Tensor:
+    """(batch, rows, nheads, dim) -> (batch, rows, kv heads, heads of each, dim)."""
+    return rearrange(x, "b i (g n) d -> b i g n d", g=groups)
+
+
+def _scores(q: Tensor, k: Tensor, tile: Tile, softmax_scale: float, dtype: torch.dtype) -> Tensor:
+    """(batch, kv heads, heads of each, rows, cols), -inf where masked."""
+    s = torch.einsum("bignd,bjgd->bgnij", _grouped(q, k.size(2)).to(dtype), k.to(dtype))
+    s *= softmax_scale
+    lo, hi = tile.corner_band
+    if lo is None and hi is None:
+        return s
+    return s.masked_fill_(~band_mask(tile, s.device), -torch.inf)

@@ -1,0 +1,285 @@
+"""Which global positions each rank holds: contiguous, zigzag, striped, and boundaries.
+
+A layout is a value. Per rank it is a short list of segments (runs of positions with a stride), and
+everything else - plans, shards, position ids - follows from those.
+
+    seqlen 8 on 2 ranks           rank 0         rank 1
+    contiguous                    0 1 2 3        4 5 6 7
+    zigzag                        0 1 6 7        2 3 4 5        chunks r and 2P-1-r
+    striped                       0 2 4 6        1 3 5 7
+    boundaries (0, 5, 8)          0 1 2 3 4      5 6 7
+
+Nothing has to divide: where a length does not, the first parts are one position longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from ring_attn.mask import Mask
+
+LAYOUTS = ("contiguous", "zigzag", "striped")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`length` positions `start, start + stride, ...`: rows of a shard, one after another."""
+
+    start: int
+    length: int
+    stride: int = 1
+
+    def positions(self) -> Tensor:
+        """(length,) int64 global positions."""
+        return torch.arange(self.start, self.start + self.length * self.stride, self.stride)
+
+    def rows_between(self, start: int, stop: int) -> tuple[int, int]:
+        """Rows `[first, last)` of the segment whose positions lie in `[start, stop)`."""
+        first = max(0, -((self.start - start) // self.stride))
+        last = min(self.length, -((self.start - stop) // self.stride))
+        return first, max(first, last)
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """How a sequence is split over ranks: a value, made by one of the four constructors.
+
+    Example:
+        >>> layout = SequenceLayout.zigzag(seqlen=8, world_size=2)
+        >>> layout.position_ids(rank=0).tolist()
+        [0, 1, 6, 7]
+        >>> layout.shard(torch.arange(8) * 10, rank=1, dim=0).tolist()
+        [20, 30, 40, 50]
+    """
+
+    kind: str
+    seqlen: int
+    world_size: int
+    cuts: tuple[int, ...] | None = None
+
+    @classmethod
+    def contiguous(cls, seqlen: int, world_size: int) -> SequenceLayout:
+        """Rank r holds the r-th of `world_size` equal runs."""
+        return cls("contiguous", *_checked(seqlen, world_size))
+
+    @classmethod
+    def zigzag(cls, seqlen: int, world_size: int) -> SequenceLayout:
+        """Rank r holds chunks r and 2P-1-r of 2P: the work of a causal mask is equal on all ranks.
+
+        Where `seqlen` divides by 2P the order is that of torch's `_HeadTailLoadBalancer`.
+        """
+        return cls("zigzag", *_checked(seqlen, world_size))
+
+    @classmethod
+    def striped(cls, seqlen: int, world_size: int) -> SequenceLayout:
+        """Rank r holds positions r, r+P, r+2P, ... (Striped Attention, arXiv 2311.09431)."""
+        return cls("striped", *_checked(seqlen, world_size))
+
+    @classmethod
+    def boundaries(cls, cuts: Sequence[int]) -> SequenceLayout:
+        """Rank r holds `[cuts[r], cuts[r + 1])`; equal neighbours give that rank an empty shard.
+
+        Args:
+            cuts: world_size + 1 positions, from 0 to the length, never decreasing.
+
+        Raises:
+            ValueError: the cuts do not start at 0, decrease, or are fewer than two.
+        """
+        cuts = tuple(int(cut) for cut in cuts)
+        if len(cuts) < 2 or cuts[0] != 0:
+            raise ValueError(
+                f"cuts must be world_size + 1 positions that start at 0, got {list(cuts)}"
+            )
+        for rank, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
+            if b < a:
+                raise ValueError(
+                    f"cuts must not decrease, got {a} then {b} for rank {rank} in {list(cuts)}"
+                )
+        return cls("boundaries", cuts[-1], len(cuts) - 1, cuts)
+
+    @classmethod
+    def from_name(cls, name: str, seqlen: int, world_size: int) -> SequenceLayout:
+        """The layout of that name; ValueError names the valid ones."""
+        if name not in LAYOUTS:
+            raise ValueError(
+                f"layout must be one of {list(LAYOUTS)} or a SequenceLayout, got {name!r}"
+            )
+        return cls(name, *_checked(seqlen, world_size))
+
+    def segments(self, rank: int) -> tuple[Segment, ...]:
+        """The rank's runs of positions, in the order of its rows; empty runs are left out."""
+        return _segments(self)[self._rank(rank)]
+
+    def shard_len(self, rank: int) -> int:
+        """Number of rows that the rank holds."""
+        return self.shard_lens[self._rank(rank)]
+
+    @cached_property
+    def shard_lens(self) -> tuple[int, ...]:
+        """Rows per rank."""
+        return tuple(sum(s.length for s in segments) for segments in _segments(self))
+
+    def position_ids(self, rank: int, device: torch.device | str | None = None) -> Tensor:
+        """(shard_len,) int64: the global position of each of the rank's rows, for RoPE."""
+        parts = [segment.positions() for segment in self.segments(rank)]
+        return torch.cat(parts or [torch.arange(0)]).to(device)
+
+    def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
+        """The rank's rows of a whole tensor.
+
+        Args:
+            x: any tensor with `seqlen` rows in `dim`.
+            rank: whose rows.
+            dim: the sequence dim.
+
+        Returns:
+            A contiguous tensor with `shard_len(rank)` rows in `dim`.
+
+        Raises:
+            ValueError: `x` has another number of rows.
+        """
+        self._check_rows(x, dim)
+        parts = []
+        for segment in self.segments(rank):
+            stop = segment.start + (segment.length - 1) * segment.stride + 1
+            rows = [slice(None)] * x.ndim
+            rows[dim] = slice(segment.start, stop, segment.stride)
+            parts.append(x[tuple(rows)])
+        if not parts:
+            return x.narrow(dim, 0, 0)
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
+
+    def unshard(self, shards: Sequence[Tensor], dim: int = 1) -> Tensor:
+        """The whole tensor again, from every rank's rows in the order of the ranks.
+
+        Raises:
+            ValueError: a wrong number of shards, or one with a wrong number of rows.
+        """
+        if len(shards) != self.world_size:
+            raise ValueError(f"unshard needs {self.world_size} shards, got {len(shards)}")
+        for rank, (x, rows) in enumerate(zip(shards, self.shard_lens, strict=True)):
+            if x.size(dim) != rows:
+                raise ValueError(
+                    f"shard of rank {rank} must have {rows} rows in dim {dim} for {self}, "
+                    f"got {tuple(x.shape)}"
+                )
+        return torch.cat(list(shards), dim).index_select(dim, self._restore.to(shards[0].device))
+
+    def mask_area(self, mask: Mask) -> tuple[int, ...]:
+        """Visible (query, key) pairs of each rank's queries: the rank's share of the work."""
+        areas = []
+        for rank in range(self.world_size):
+            start, stop = mask.visible_runs(self.position_ids(rank))
+            areas.append(int((stop - start).sum()))
+        return tuple(areas)
+
+    def __str__(self) -> str:
+        if self.cuts is not None:
+            return f"boundaries({list(self.cuts)})"
+        return f"{self.kind}(seqlen={self.seqlen}, world_size={self.world_size})"
+
+    @cached_property
+    def _restore(self) -> Tensor:
+        order = torch.cat([self.position_ids(rank) for rank in range(self.world_size)])
+        return torch.argsort(order)
+
+    def _rank(self, rank: int) -> int:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank must be in [0, {self.world_size}) for {self}, got {rank}")
+        return rank
+
+    def _check_rows(self, x: Tensor, dim: int) -> None:
+        if x.size(dim) != self.seqlen:
+            raise ValueError(
+                f"x must have {self.seqlen} rows in dim {dim} for {self}, got {tuple(x.shape)}"
+            )
+
+
+def shard_batch(
+    batch: Mapping[str, Tensor],
+    layout: SequenceLayout,
+    rank: int,
+    *,
+    dim: int = 1,
+    ignore_index: int = -100,
+) -> dict[str, Tensor]:
+    """The rank's part of a training batch, labels shifted *before* they are cut.
+
+    Shifting inside a shard would pair the last row of each segment with the wrong token, or lose
+    it; here row i of the shard is predicted to be `labels[position_ids[i] + 1]`.
+
+    Args:
+        batch: tensors with `layout.seqlen` rows in `dim`, such as `input_ids` (batch, seqlen). With
+            `labels` (unshifted, as Hugging Face has them) the result has `shift_labels` instead,
+            whose last position is `ignore_index`.
+        layout: how the sequence is split.
+        rank: whose part.
+        dim: the sequence dim of every tensor.
+        ignore_index: the label of the position that has no next token.
+
+    Returns:
+        The shards by the same names, `shift_labels` for `labels`, and `position_ids` of shape
+        (1, shard_len), unless the batch brings its own (packed documents that restart at 0).
+
+    Raises:
+        ValueError: a tensor without `layout.seqlen` rows, or a batch that has `shift_labels`
+            already.
+
+    Example:
+        >>> layout = SequenceLayout.contiguous(4, 2)
+        >>> part = shard_batch({"input_ids": torch.tensor([[5, 6, 7, 8]]),
+        ...                     "labels": torch.tensor([[5, 6, 7, 8]])}, layout, rank=0)
+        >>> part["shift_labels"].tolist(), part["position_ids"].tolist()
+        ([[6, 7]], [[0, 1]])
+    """
+    whole = dict(batch)
+    if "labels" in whole:
+        if "shift_labels" in whole:
+            raise ValueError("batch has both labels and shift_labels; give one of them")
+        labels = whole.pop("labels")
+        layout._check_rows(labels, dim)
+        shifted = labels.roll(-1, dim)
+        shifted.narrow(dim, layout.seqlen - 1, 1).fill_(ignore_index)
+        whole["shift_labels"] = shifted
+    part = {name: layout.shard(x, rank, dim) for name, x in whole.items()}
+    if "position_ids" not in part:
+        device = next(iter(part.values())).device if part else None
+        part["position_ids"] = layout.position_ids(rank, device)[None]
+    return part
+
+
+def _checked(seqlen: int, world_size: int) -> tuple[int, int]:
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if seqlen < 0:
+        raise ValueError(f"seqlen must not be negative, got {seqlen}")
+    return int(seqlen), int(world_size)
+
+
+def _equal_cuts(seqlen: int, parts: int) -> list[int]:
+    size, longer = divmod(seqlen, parts)
+    return [part * size + min(part, longer) for part in range(parts + 1)]
+
+
+@lru_cache(maxsize=1024)
+def _segments(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]:
+    """Segments of every rank: the one place where the four kinds differ."""
+    seqlen, world_size = layout.seqlen, layout.world_size
+
+    def runs(cuts: Sequence[int], *chunks: int) -> tuple[Segment, ...]:
+        found = [Segment(cuts[c], cuts[c + 1] - cuts[c]) for c in chunks]
+        return tuple(segment for segment in found if segment.length)
+
+    if layout.kind == "striped":
+        lens = [len(range(rank, seqlen, world_size)) for rank in range(world_size)]
+        return tuple((Segment(r, n, world_size),) if n else () for r, n in enumerate(lens))
+    if layout.kind == "zigzag":
+        cuts = _equal_cuts(seqlen, 2 * world_size)
+        return tuple(runs(cuts, rank, 2 * world_size - 1 - rank) for rank in range(world_size))
+    cuts = list(layout.cuts) if layout.cuts is not None else _equal_cuts(seqlen, world_size)
+    return tuple(runs(cuts, rank) for rank in range(world_size))

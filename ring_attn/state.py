@@ -1,0 +1,113 @@
+"""The running state of online softmax and its merge, in plain torch: the specification.
+
+For scores s_j of a query and values v_j, a state over a set of keys is
+
+    m = max_j s_j        l = sum_j exp(s_j - m)        acc = sum_j exp(s_j - m) v_j
+
+un-normalised and in float32, so `out = acc / l` and `lse = m + log(l)` (natural logarithm) are
+rounded once, at the end. Two states merge by moving both to the greater maximum:
+
+    m' = max(m, m2)      l' = l exp(m - m') + l2 exp(m2 - m')      (acc likewise)
+
+Both exponents are at most 0, so a gap of 1e4 underflows to weight 0 and never overflows. An empty
+set is (0, -inf, 0) and gives `out = 0`, `lse = -inf`. Any finished (out, lse) is the state
+(out, lse, 1). (Milakov and Gimelshein, arXiv 1805.02867; ring use: arXiv 2310.01889.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class State:
+    """(acc, m, l) for the q rows of one rank.
+
+    Attributes:
+        acc: (batch, rows, nheads, headdim_v) float32, float64 for float64 inputs.
+        m: (batch, nheads, rows) running maximum, -inf where a row has seen nothing.
+        l: (batch, nheads, rows) running sum.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        """An empty state; memory is taken when the first rows are folded.
+
+        Args:
+            shape: (batch, rows, nheads, headdim_v).
+            dtype: of the state.
+            device: where it lives.
+        """
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+        self._parts: tuple[Tensor, Tensor, Tensor] | None = None
+
+    @property
+    def acc(self) -> Tensor:
+        """(batch, rows, nheads, headdim_v)."""
+        return self._filled()[0]
+
+    @property
+    def m(self) -> Tensor:
+        """(batch, nheads, rows)."""
+        return self._filled()[1]
+
+    @property
+    def l(self) -> Tensor:  # noqa: E743 - the field's name for it
+        """(batch, nheads, rows)."""
+        return self._filled()[2]
+
+    def fold(self, rows: slice, acc: Tensor, m: Tensor, l: Tensor | None = None) -> None:
+        """Merges the state of some more keys into some rows, in place.
+
+        Args:
+            rows: which q rows.
+            acc: (batch, n, nheads, headdim_v); taken over where it is the first of all rows.
+            m: (batch, nheads, n).
+            l: (batch, nheads, n); None is 1, which makes (acc, m) an (out, lse) pair.
+        """
+        acc, m = acc.to(self.dtype), m.to(self.dtype)
+        if self._parts is None and acc.shape == self.shape:
+            self._parts = (acc, m, torch.ones_like(m) if l is None else l.to(self.dtype))
+            return
+        mine, m_mine, l_mine = self.acc[:, rows], self.m[:, :, rows], self.l[:, :, rows]
+        m_new = torch.maximum(m_mine, m)
+        # exp(-inf - -inf) is NaN: rows that both sides have not seen move to a pivot of 0.
+        pivot = m_new.masked_fill(m_new == -torch.inf, 0.0)
+        keep, add = (m_mine - pivot).exp_(), (m - pivot).exp_()
+        mine.mul_(_to_rows(keep)).addcmul_(acc, _to_rows(add))
+        l_mine.mul_(keep).add_(add if l is None else add.mul_(l))
+        m_mine.copy_(m_new)
+
+    def finalize(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Normalises and rounds once; the state is used up.
+
+        Args:
+            dtype: of `out`.
+
+        Returns:
+            `out` (batch, rows, nheads, headdim_v) and `lse` (batch, nheads, rows).
+        """
+        acc, m, l = self._filled()
+        self._parts = None
+        lse = m + l.log()
+        out = acc.div_(_to_rows(l.masked_fill_(l == 0.0, 1.0)))
+        return out.to(dtype), lse
+
+    def _filled(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self._parts is None:
+            batch, rows, nheads, _ = self.shape
+            m = torch.full((batch, nheads, rows), -torch.inf, dtype=self.dtype, device=self.device)
+            acc = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            self._parts = (acc, m, torch.zeros_like(m))
+        return self._parts
+
+
+def _to_rows(x: Tensor) -> Tensor:
+    """(batch, nheads, rows) -> (batch, rows, nheads, 1), to weigh rows of acc."""
+    return x.transpose(1, 2).unsqueeze(-1)

@@ -1,0 +1,1 @@
+"""Plan + transport + backend + state as forward and backward: one file for each strategy."""

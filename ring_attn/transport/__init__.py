@@ -1,0 +1,1 @@
+"""How shards travel: `p2p` between processes, `local` between ranks of one process."""

@@ -1,0 +1,138 @@
+"""Point-to-point transport between processes: torch.distributed over NCCL or gloo.
+
+Each step is one batch of one send and one receive on every rank, idle ranks too: an asymmetric
+batch is undefined in NCCL, and an unbatched pair can deadlock. Shards and gradients have a process
+group each, apart from the caller's, so that neither waits for the other nor for unrelated traffic.
+
+On CUDA a group runs its copies on a stream of its own. Posting makes that stream wait for what the
+compute stream has been given so far, which is the last reader of the buffer that is received into;
+waiting makes the compute stream wait for the copies. The host waits for neither.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+import weakref
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_attn.plan import Hop
+from ring_attn.transport.base import CHANNELS, Channel, TransportOptions, TransportStats
+
+
+@dataclass
+class _Pending:
+    """One exchange under way."""
+
+    step: int
+    hop: Hop
+    works: list[dist.Work]
+
+
+class P2PTransport:
+    """One batched, symmetric send and receive a step."""
+
+    def __init__(self, group: dist.ProcessGroup, options: TransportOptions) -> None:
+        """Makes the ring's own groups; every rank of `group` calls it together."""
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.stats = TransportStats()
+        self._ranks = dist.get_process_group_ranks(group)
+        timeout = options.timeout or _timeout_of(group)
+        self._timeout = datetime.timedelta(seconds=timeout)
+        self._nccl = "nccl" in dist.get_backend(group)
+        self._groups = {
+            channel: dist.new_group(
+                self._ranks,
+                timeout=self._timeout,
+                backend=dist.get_backend_config(group),
+                pg_options=_nccl_options(options),
+                use_local_synchronization=True,
+                group_desc=f"ring_attn_{channel}",
+            )
+            for channel in CHANNELS
+            if self.world_size > 1
+        }
+        self._pending: dict[Channel, _Pending] = {}
+
+    def post(self, channel: Channel, step: int, hop: Hop, send: Tensor, recv: Tensor) -> None:
+        """Starts one exchange of uint8 buffers; neither may be touched before `wait`."""
+        group = self._groups[channel]
+        # The receive first: the order of the works in `wait`, where it is what compute needs.
+        ops = [
+            dist.P2POp(dist.irecv, recv, self._ranks[hop.recv_from], group),
+            dist.P2POp(dist.isend, send, self._ranks[hop.send_to], group),
+        ]
+        try:
+            works = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            raise self._error(step, hop, "exchange with", hop.recv_from, 0.0, error) from error
+        self._pending[channel] = _Pending(step, hop, works)
+        self.stats.bytes_sent += send.numel()
+        self.stats.messages += 1
+
+    def wait(self, channel: Channel) -> None:
+        """Until the exchange is complete; RuntimeError names step, peer and timeout if it fails."""
+        pending = self._pending.pop(channel)
+        start = time.perf_counter()
+        for index, work in enumerate(pending.works):
+            try:
+                # With a timeout NCCL's wait would block the host; its watchdog has the timeout.
+                done = work.wait() if self._nccl else work.wait(self._timeout)
+                if not done and not self._nccl:
+                    raise RuntimeError("timed out")
+            except RuntimeError as error:
+                receives = index == 0
+                what = "receive from" if receives else "send to"
+                peer = pending.hop.recv_from if receives else pending.hop.send_to
+                elapsed = time.perf_counter() - start
+                raise self._error(pending.step, pending.hop, what, peer, elapsed, error) from error
+        self.stats.wait_s += time.perf_counter() - start
+
+    def _error(
+        self, step: int, hop: Hop, what: str, peer: int, elapsed: float, error: Exception
+    ) -> RuntimeError:
+        return RuntimeError(
+            f"ring step {step}: rank {self.rank} could not {what} rank {peer} "
+            f"(global rank {self._ranks[peer]}) after {elapsed:.1f} s, timeout "
+            f"{self._timeout.total_seconds():g} s: the peer died, stalled, or called with other "
+            f"shapes (RING_ATTN_DEBUG=1 tells). Nothing is kept between calls: restart from a "
+            f"checkpoint. Cause: {str(error).splitlines()[0] if str(error) else error!r}"
+        )
+
+
+_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[TransportOptions, P2PTransport]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def open_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTransport:
+    """The transport of a group, made at its first call: every rank of the group takes part then."""
+    by_options = _transports.setdefault(group, {})
+    if options not in by_options:
+        by_options[options] = P2PTransport(group, options)
+    return by_options[options]
+
+
+def _timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds of the group's own timeout."""
+    for device in ("cuda", "cpu"):
+        try:
+            backend = group._get_backend(torch.device(device))
+        except RuntimeError:
+            continue
+        timeout: datetime.timedelta = backend.options._timeout
+        return timeout.total_seconds()
+    raise RuntimeError("the process group has no backend for cpu or cuda")
+
+
+def _nccl_options(options: TransportOptions) -> object | None:
+    if options.nccl_max_ctas is None:
+        return None
+    nccl = dist.ProcessGroupNCCL.Options()
+    nccl.config.max_ctas = options.nccl_max_ctas
+    return nccl

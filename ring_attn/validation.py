@@ -1,0 +1,296 @@
+"""Every check of what a user passes, and its message. Nothing here communicates.
+
+`ValueError` for shapes and options, `TypeError` for dtypes and types, `NotImplementedError` for a
+combination that is known and not built, `RuntimeError` for the state of the process group. Each
+message says what is needed, what was given, and what to do. A check depends only on arguments that
+all ranks share, or on a rank's own shard; so a bad argument on every rank raises on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn.layout import LAYOUTS, SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.transport.base import TransportOptions
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_unsupported(dropout_p: float, alibi_slopes: object) -> None:
+    """Options that flash-attention has and this package does not."""
+    if dropout_p != 0.0:
+        raise NotImplementedError(
+            f"dropout_p must be 0, got {dropout_p}: attention dropout is not built"
+        )
+    if alibi_slopes is not None:
+        raise NotImplementedError("alibi_slopes must be None: ALiBi is not built")
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
+    """Types, dtypes, devices and shapes of q, k, v against each other."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if hasattr(x, "placements"):
+            raise TypeError(
+                f"{name} must be a plain tensor, the rank's shard, got {type(x).__name__}; pass "
+                f"{name}.to_local()"
+            )
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"q, k, v must have one dtype, got q {q.dtype} and {name} {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(
+                f"q, k, v must be on one device, got q on {q.device} and {name} on {x.device}"
+            )
+    if q.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"q must be on cpu or cuda, got {q.device}")
+    _check_shapes(q, k, v, packed=packed)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    dims = {x.ndim for x in (q, k, v)}
+    if dims == {3} and not packed:
+        raise ValueError(
+            "q, k, v of shape (rows, nheads, headdim) are packed and need cu_seqlens; without it "
+            f"pass (batch, rows, nheads, headdim); got {shapes}"
+        )
+    if dims not in ({3}, {4}):
+        raise ValueError(
+            "q, k, v must all be (batch, rows, nheads, headdim), or (rows, nheads, headdim) with "
+            f"cu_seqlens; got {shapes}"
+        )
+    if q.ndim == 4 and not q.size(0) == k.size(0) == v.size(0):
+        raise ValueError(f"q, k, v must have one batch size, got {shapes}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"k and v must have the same rows and heads, got {shapes}")
+    if q.size(-1) != k.size(-1):
+        raise ValueError(f"q and k must have one headdim, got {shapes}")
+    nheads, nheads_kv = q.size(-2), k.size(-2)
+    if 0 in (nheads, nheads_kv, q.size(-1), v.size(-1)) or (q.ndim == 4 and q.size(0) == 0):
+        raise ValueError(f"batch, heads and headdim must not be 0, got {shapes}")
+    if nheads % nheads_kv:
+        raise ValueError(
+            f"nheads must be a multiple of nheads_kv, got {nheads} and {nheads_kv} ({shapes})"
+        )
+
+
+def check_scale(softmax_scale: float | None, headdim: int) -> float:
+    """The factor of the scores, 1 / sqrt(headdim) by default."""
+    if softmax_scale is None:
+        return 1.0 / math.sqrt(headdim)
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+        raise TypeError(f"softmax_scale must be a float, got {type(softmax_scale).__name__}")
+    if not math.isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
+    return float(softmax_scale)
+
+
+def check_window(window_size: Sequence[int], causal: bool) -> tuple[int, int]:
+    """(left, right), each at least 0 or -1 for unbounded."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}")
+    for size in window_size:
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"window_size must hold ints, got {window_size!r}")
+        if size < -1:
+            raise ValueError(
+                f"window_size must hold sizes from 0, or -1 for unbounded, got {window_size!r}"
+            )
+    left, right = window_size
+    if causal and right > 0:
+        raise ValueError(
+            f"causal=True sees nothing to the right, got window_size={tuple(window_size)}; pass "
+            f"({left}, 0) or causal=False"
+        )
+    return left, right
+
+
+def check_cu_seqlens(name: str, cu_seqlens: Tensor | None) -> tuple[int, ...] | None:
+    """Document boundaries on the host: from 0, never decreasing; read from a device only once."""
+    if cu_seqlens is None:
+        return None
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"{name} must be an int32 tensor, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 (or int64), got {cu_seqlens.dtype}")
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
+        raise ValueError(
+            f"{name} must be 1-D with at least two boundaries, got shape {tuple(cu_seqlens.shape)}"
+        )
+    boundaries = _on_host(cu_seqlens)
+    if boundaries[0] != 0:
+        raise ValueError(f"{name} must start at 0, got {boundaries[0]}")
+    for before, after in zip(boundaries, boundaries[1:], strict=False):
+        if after < before:
+            raise ValueError(f"{name} must not decrease, got {before} then {after}")
+    return boundaries
+
+
+# id -> (the tensor, its version, its values): a device tensor is not read again at every call.
+_host_values: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}
+
+
+def _on_host(x: Tensor) -> tuple[int, ...]:
+    if x.device.type == "cpu":
+        return tuple(x.tolist())
+    key = id(x)
+    known = _host_values.get(key)
+    if known is not None and known[0]() is x and known[1] == x._version:
+        return known[2]
+    values = tuple(x.tolist())
+    ref = weakref.ref(x, lambda _: _host_values.pop(key, None))
+    _host_values[key] = (ref, x._version, values)
+    return values
+
+
+def check_documents(cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None) -> None:
+    """As many documents of queries as of keys."""
+    if cu_k is not None and cu_q is None:
+        raise ValueError("cu_seqlens_k needs cu_seqlens, the boundaries of the queries")
+    if cu_q is not None and cu_k is not None and len(cu_q) != len(cu_k):
+        raise ValueError(
+            f"cu_seqlens and cu_seqlens_k must have as many documents, got {len(cu_q) - 1} and "
+            f"{len(cu_k) - 1}"
+        )
+
+
+def check_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """The ring's process group: given, of a 1-D mesh, or the default one."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "no process group: call torch.distributed.init_process_group, or run under "
+            "torchrun --nproc-per-node N (one process is a ring of 1)"
+        )
+    if group is None:
+        world = dist.group.WORLD
+        assert world is not None, "an initialised process has a default group"
+        return world
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            axes: tuple[object, ...] = group.mesh_dim_names or tuple(range(group.ndim))
+            raise ValueError(
+                f"group must be a mesh with one axis, got axes {axes} of sizes "
+                f"{tuple(group.shape)}; pass one axis of it, such as mesh[{axes[0]!r}]"
+            )
+        return group.get_group()
+    # torch hands ranks outside a new group a plain integer in its place.
+    if isinstance(group, int):
+        raise RuntimeError("this rank is not a member of group; only members may call")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "group must be a torch.distributed ProcessGroup, a 1-D DeviceMesh or None, got "
+            f"{type(group).__name__}"
+        )
+    return group
+
+
+def check_group_device(group: dist.ProcessGroup, device: torch.device) -> None:
+    """The group must be able to send tensors of that device."""
+    if dist.get_world_size(group) == 1:
+        return
+    backend = dist.get_backend_config(group)
+    names = dict(part.split(":") for part in backend.split(",") if ":" in part)
+    name = names.get(device.type, backend)
+    if (device.type == "cuda") != ("nccl" in name):
+        need = "nccl" if device.type == "cuda" else "gloo"
+        raise RuntimeError(
+            f"the group's backend {name!r} cannot send {device.type} tensors; initialise it with "
+            f"{need}, or 'cpu:gloo,cuda:nccl' for both"
+        )
+
+
+def check_transport(options: object, group: dist.ProcessGroup) -> None:
+    """Options of the transport against the group."""
+    if not isinstance(options, TransportOptions):
+        raise TypeError(f"transport must be TransportOptions, got {type(options).__name__}")
+    if options.timeout is not None and not options.timeout > 0:
+        raise ValueError(f"timeout must be positive seconds, got {options.timeout}")
+    if options.nccl_max_ctas is not None:
+        if options.nccl_max_ctas < 1:
+            raise ValueError(f"nccl_max_ctas must be at least 1, got {options.nccl_max_ctas}")
+        if "nccl" not in dist.get_backend_config(group):
+            raise ValueError(
+                f"nccl_max_ctas is for NCCL, the group has {dist.get_backend_config(group)}"
+            )
+
+
+def resolve_layouts(
+    layout: str | SequenceLayout | tuple[SequenceLayout, SequenceLayout],
+    rows: tuple[int, int],
+    totals: tuple[int | None, int | None],
+    rank: int,
+    world_size: int,
+) -> tuple[SequenceLayout, SequenceLayout]:
+    """The layouts of queries and keys, checked against this rank's rows.
+
+    Args:
+        layout: a name, a layout of both, or a pair.
+        rows: this rank's q rows and kv rows.
+        totals: global lengths where cu_seqlens tells them.
+        rank: of this process.
+        world_size: ranks of the ring.
+    """
+    if isinstance(layout, str):
+        lens = [n * world_size if t is None else t for n, t in zip(rows, totals, strict=True)]
+        layouts = tuple(SequenceLayout.from_name(layout, n, world_size) for n in lens)
+    elif isinstance(layout, SequenceLayout):
+        layouts = (layout, layout)
+    elif (
+        isinstance(layout, (tuple, list))
+        and len(layout) == 2
+        and all(isinstance(x, SequenceLayout) for x in layout)
+    ):
+        layouts = tuple(layout)
+    else:
+        raise TypeError(
+            f"layout must be one of {list(LAYOUTS)}, a SequenceLayout or a pair of them, got "
+            f"{layout!r}"
+        )
+    for name, one, n, total in zip(("q", "k"), layouts, rows, totals, strict=True):
+        check_layout(name, one, n, total, rank, world_size)
+    return layouts[0], layouts[1]
+
+
+def check_layout(
+    name: str, layout: SequenceLayout, rows: int, total: int | None, rank: int, world_size: int
+) -> None:
+    """One side's layout against the group, cu_seqlens and this rank's rows."""
+    if layout.world_size != world_size:
+        raise ValueError(
+            f"layout {layout} has another number of ranks than the group, {world_size}"
+        )
+    if total is not None and layout.seqlen != total:
+        raise ValueError(
+            f"layout {layout} has another length than cu_seqlens, which ends at {total}"
+        )
+    if layout.shard_len(rank) != rows:
+        raise ValueError(
+            f"{name} of rank {rank} must have {layout.shard_len(rank)} rows for layout {layout}, "
+            f"got {rows}: pass this rank's shard (layout.shard), and where the ranks' lengths "
+            f"differ the layout itself, such as SequenceLayout.{layout.kind}(seqlen, {world_size})"
+        )
+
+
+def check_mask(mask: Mask) -> Mask:
+    """Document boundaries must end at the lengths."""
+    for name, cu, total in (
+        ("cu_seqlens", mask.cu_seqlens_q, mask.seqlen_q),
+        ("cu_seqlens_k", mask.cu_seqlens_k, mask.seqlen_k),
+    ):
+        if cu is not None and cu[-1] != total:
+            raise ValueError(f"{name} must end at the global length {total}, got {cu[-1]}")
+    return mask
