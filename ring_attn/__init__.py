@@ -2,7 +2,7 @@
 
 from ring_attn.api import ring_attention, select_backend, unshard
 from ring_attn.layout import SequenceLayout, shard_batch
-from ring_attn.transport.base import TransportOptions
+from ring_attn.spec import TransportOptions
 
 __version__ = "0.1.0"
 

@@ -12,13 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn import validation as check
 from ring_attn.backends import BackendChoice, choose_backend
-from ring_attn.cost import choose_traveller
 from ring_attn.debug import check_agreement, debug_enabled
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
-from ring_attn.spec import AttentionSpec
-from ring_attn.strategies.ring import RingAttention, RingCall
-from ring_attn.transport.base import TransportOptions
+from ring_attn.spec import AttentionSpec, TransportOptions
+from ring_attn.strategies.ring import RingAttention, RingCall, make_call
 from ring_attn.transport.p2p import open_p2p
 
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -133,7 +131,7 @@ def ring_attention(
     """
     check.check_unsupported(dropout_p, alibi_slopes)
     check.check_tensors(q, k, v, packed=cu_seqlens is not None)
-    softmax_scale = check.check_scale(softmax_scale, q.size(-1))
+    check.check_scale(softmax_scale)
     window = check.check_window(window_size, causal)
     cu_q = check.check_cu_seqlens("cu_seqlens", cu_seqlens)
     cu_k = check.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k)
@@ -148,10 +146,8 @@ def ring_attention(
     totals = (cu_q[-1] if cu_q else None, cu_k[-1] if cu_k else None)
     layouts = check.resolve_layouts(layout, rows, totals, rank, world_size)
     mask = check.check_mask(Mask(layouts[0].seqlen, layouts[1].seqlen, causal, window, cu_q, cu_k))
-    spec = _spec_of(q, k, v)
-    name = choose_backend(spec, backend).name
-    call = RingCall(
-        spec, layouts, mask, rank, softmax_scale, name, choose_traveller(spec, *layouts, mask)
+    call = make_call(
+        _spec_of(q, k, v), layouts, mask, rank, softmax_scale=softmax_scale, backend=backend
     )
     if debug_enabled():
         check_agreement(_described(call, transport), process_group)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
-from ring_attn.plan import Plan, Traveller, needed_distances
+from ring_attn.plan import MaskKind, Plan, Tile, Traveller, needed_distances
 from ring_attn.spec import AttentionSpec, Packet
 
 
@@ -72,6 +73,80 @@ def num_messages(plan: Plan, *, backward: bool) -> int:
     """Messages that each rank sends in one call, in one direction."""
     hops = plan.num_hops
     return 2 * hops + 1 if backward and hops else hops
+
+
+def peak_bytes(
+    forward: Plan,
+    backward: Plan | None,
+    spec: AttentionSpec,
+    layouts: tuple[SequenceLayout, SequenceLayout],
+    workspace: Callable[[Sequence[Tile], bool, bool], int],
+) -> int:
+    """Most bytes that a call holds at a time beyond its inputs, on the plan's rank.
+
+        forward     2 shard buffers + state + workspace of a step
+        backward    out, lse + delta + 2 shard buffers + 3 gradient buffers
+                    + gradients that stay + workspace of a step
+
+    Nothing in it grows with the whole length or the number of steps.
+
+    Args:
+        forward: the plan of the forward.
+        backward: that of the backward; None for a forward alone.
+        spec: sizes and types of the call.
+        layouts: of the queries and of the keys.
+        workspace: the backend's own bytes for a step's tiles, whether it is the backward, and
+            whether that has to do without `out`.
+    """
+    rank = forward.rank
+    statistics = spec.batch * layouts[0].shard_len(rank) * spec.nheads * spec.accum_dtype.itemsize
+    out = (
+        spec.batch * layouts[0].shard_len(rank) * spec.nheads * spec.headdim_v * spec.dtype.itemsize
+    )
+    acc = statistics * spec.headdim_v
+    most = 0
+    for step in forward.steps:
+        # The state takes over the first tile's output where it has all rows; every later merge has
+        # four more statistics than the state's own two.
+        first = (
+            step.index == 0 and len(step.tiles) == 1 and step.tiles[0].kind is not MaskKind.WINDOW
+        )
+        state = statistics if first else acc + 6 * statistics
+        most = max(most, state + workspace(step.tiles, False, False))
+    rounded = out if spec.dtype != spec.accum_dtype else 0
+    most = max(most, acc + 4 * statistics + rounded) + _shard_buffers(forward, spec, layouts)
+    if backward is None:
+        return most
+    sides = {
+        "q": gradient_packet(spec, layouts, "q", rank).nbytes,
+        "kv": gradient_packet(spec, layouts, "kv", rank).nbytes,
+    }
+    moving = max(
+        gradient_packet(spec, layouts, backward.travels, step.source).nbytes
+        for step in backward.steps
+    )
+    held = (
+        out
+        + 2 * statistics
+        + _shard_buffers(backward, spec, layouts)
+        + (3 if backward.home else 1) * moving
+        + sides["q" if backward.travels == "kv" else "kv"]
+        + max(
+            workspace(step.tiles, True, backward.travels == "q" and step.index > 0)
+            for step in backward.steps
+        )
+    )
+    return max(most, held)
+
+
+def _shard_buffers(
+    plan: Plan, spec: AttentionSpec, layouts: tuple[SequenceLayout, SequenceLayout]
+) -> int:
+    if not plan.num_hops:
+        return 0
+    return 2 * max(
+        shard_packet(spec, layouts, plan.travels, step.source).nbytes for step in plan.steps
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn.layout import LAYOUTS, SequenceLayout
 from ring_attn.mask import Mask
-from ring_attn.transport.base import TransportOptions
+from ring_attn.spec import TransportOptions
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -86,15 +86,14 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
         )
 
 
-def check_scale(softmax_scale: float | None, headdim: int) -> float:
-    """The factor of the scores, 1 / sqrt(headdim) by default."""
+def check_scale(softmax_scale: float | None) -> None:
+    """A finite factor of the scores, or None for the default."""
     if softmax_scale is None:
-        return 1.0 / math.sqrt(headdim)
+        return
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
         raise TypeError(f"softmax_scale must be a float, got {type(softmax_scale).__name__}")
     if not math.isfinite(softmax_scale):
         raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
-    return float(softmax_scale)
 
 
 def check_window(window_size: Sequence[int], causal: bool) -> tuple[int, int]:

@@ -51,66 +51,25 @@ class AtenBackend(TileBackend):
             return None
         return _cuda_reason(spec, "flash")
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tiles: Sequence[Tile],
-        state: State,
-        *,
-        softmax_scale: float,
-    ) -> State:
-        """Folds the tiles of one step; on CPU 16-bit inputs are computed in float32.
-
-        The CPU operator is no faster in bfloat16 forward, and its output in float32 keeps the error
-        of a ring that of one pass.
-        """
-        if not tiles:
-            return state
-        q, k, v = (_computable(x) for x in (q, k, v))
-        return super().forward(q, k, v, tiles, state, softmax_scale=softmax_scale)
-
     def q_side(
         self, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None
     ) -> QSide:
         """q, dout, lse and an `out` for the operator to form delta from."""
-        q, dout = _computable(q), _computable(dout)
-        out = out_from_delta(dout, delta) if out is None else _computable(out)
+        if out is None:
+            out = out_from_delta(dout, delta, _compute_dtype(dout))
         return q, dout, lse, out
-
-    def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        tiles: Sequence[Tile],
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        *,
-        softmax_scale: float,
-        out: Tensor | None = None,
-    ) -> None:
-        """Adds the tiles' gradients to dq, dk, dv."""
-        if not tiles:
-            return
-        super().backward(
-            q, _computable(k), _computable(v), dout, lse, delta, tiles, dq, dk, dv,
-            softmax_scale=softmax_scale, out=out,
-        )  # fmt: skip
 
     def forward_tile(
         self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, softmax_scale: float
     ) -> None:
-        """One operator call for each piece of the tile."""
+        """One operator call for each piece of the tile; on CPU 16-bit inputs in float32.
+
+        The CPU operator is no faster in bfloat16 forward, and its output in float32 keeps the error
+        of a ring that of one pass.
+        """
         for piece in self.pieces(tile, q.device.type):
-            out, lse = self._forward(
-                q[:, piece.q], k[:, piece.kv], v[:, piece.kv], piece, softmax_scale
-            )
+            q_piece, k_piece, v_piece = _computable(q[:, piece.q], k[:, piece.kv], v[:, piece.kv])
+            out, lse = self._forward(q_piece, k_piece, v_piece, piece, softmax_scale)
             state.fold(piece.q, out, lse)
 
     def backward_tile(
@@ -127,15 +86,12 @@ class AtenBackend(TileBackend):
         """One operator call for each piece of the tile."""
         q, dout, lse, out = side
         for piece in self.pieces(tile, q.device.type):
+            q_piece, k_piece, v_piece, dout_piece, out_piece = _computable(
+                q[:, piece.q], k[:, piece.kv], v[:, piece.kv], dout[:, piece.q], out[:, piece.q]
+            )
+            lse_piece = lse[:, :, piece.q].contiguous()
             grads = self._backward(
-                dout[:, piece.q],
-                q[:, piece.q],
-                k[:, piece.kv],
-                v[:, piece.kv],
-                out[:, piece.q],
-                lse[:, :, piece.q].contiguous(),
-                piece,
-                softmax_scale,
+                dout_piece, q_piece, k_piece, v_piece, out_piece, lse_piece, piece, softmax_scale
             )
             for total, grad, rows in zip(
                 (dq, dk, dv), grads, (piece.q, piece.kv, piece.kv), strict=True
@@ -202,24 +158,24 @@ class AtenBackend(TileBackend):
             )  # fmt: skip
         return dq[..., :headdim], dk[..., :headdim], dv[..., :headdim_v]
 
-    def workspace_bytes(self, spec: AttentionSpec, tiles: Sequence[Tile], backward: bool) -> int:
-        """Outputs of the greatest piece, and float32 copies of 16-bit inputs on CPU."""
-        cpu = spec.device_type == "cpu"
-        item = spec.accum_dtype.itemsize if cpu else spec.dtype.itemsize
-        dim = max(spec.headdim, spec.headdim_v)
+    def workspace_bytes(
+        self,
+        spec: AttentionSpec,
+        tiles: Sequence[Tile],
+        *,
+        backward: bool = False,
+        rebuilds_out: bool = False,
+    ) -> int:
+        """Outputs and copies of the greatest piece, and what the CPU operator takes itself."""
         most = 0
         for tile in tiles:
             for piece in self.pieces(tile, spec.device_type):
-                q_rows, kv_rows = piece.rows * spec.nheads, piece.cols * spec.nheads_kv
-                rows = q_rows + 2 * kv_rows if backward else q_rows
-                most = max(most, rows * dim * item + q_rows * spec.accum_dtype.itemsize)
-        copies = 0
-        if cpu and spec.dtype.itemsize < item and tiles:
-            q_rows = max(t.q.stop for t in tiles) * spec.nheads
-            kv_rows = max(t.kv.stop for t in tiles) * spec.nheads_kv
-            sides = (3 if backward else 1) * q_rows + 2 * kv_rows
-            copies = sides * dim * item
-        return (most + copies) * spec.batch
+                most = max(most, _piece_bytes(spec, piece, backward))
+        if rebuilds_out and tiles:
+            rows = max(tile.q.stop for tile in tiles) * spec.nheads * spec.batch
+            cpu = spec.device_type == "cpu"
+            most += rows * spec.headdim_v * (spec.accum_dtype if cpu else spec.dtype).itemsize
+        return most
 
 
 class CudnnBackend(AtenBackend):
@@ -344,9 +300,37 @@ def _dense_mask(piece: Tile, q: Tensor) -> Tensor | None:
     return torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
 
 
-def _computable(x: Tensor) -> Tensor:
-    """On CPU, 16-bit inputs in float32."""
-    return x.float() if x.device.type == "cpu" and x.dtype.itemsize == 2 else x
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """On CPU, float32 for 16-bit inputs."""
+    return torch.float32 if x.device.type == "cpu" and x.dtype.itemsize == 2 else x.dtype
+
+
+def _computable(*tensors: Tensor) -> list[Tensor]:
+    return [x.to(_compute_dtype(x)) for x in tensors]
+
+
+def _piece_bytes(spec: AttentionSpec, piece: Tile, backward: bool) -> int:
+    """Most bytes of one operator call: outputs, padded or widened inputs, masks, scratch."""
+    cpu = spec.device_type == "cpu"
+    item = (spec.accum_dtype if cpu else spec.dtype).itemsize
+    dim = max(spec.headdim, spec.headdim_v)
+    q_rows, kv_rows = piece.rows * spec.nheads, piece.cols * spec.nheads_kv
+    outputs = (q_rows + 2 * kv_rows if backward else q_rows) * dim * item
+    statistics = q_rows * spec.accum_dtype.itemsize
+    copies = 0
+    if spec.dtype.itemsize < item:
+        copies = ((3 if backward else 1) * q_rows + 2 * kv_rows) * dim * item
+    masks = scratch = 0
+    if cpu:
+        if piece.corner_band not in (Band(None, None), Band(None, 0)):
+            masks = piece.rows * piece.cols * (2 * item + 1)  # ours, and the operator's copy
+        # The operator's own: a block of scores (two in the backward) for each thread.
+        block_q = 256 if piece.rows >= 768 else 64 if piece.rows >= 192 else 32
+        block = min(block_q, piece.rows) * min(512, piece.cols)
+        scratch = block * (2 if backward else 1) * item * torch.get_num_threads()
+        if not backward:
+            scratch += min(block_q, piece.rows) * (dim + 2) * item * torch.get_num_threads()
+    return (outputs + statistics + copies) * spec.batch + masks + scratch
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:

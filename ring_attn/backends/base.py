@@ -71,8 +71,18 @@ class Backend(Protocol):
         """
         ...
 
-    def workspace_bytes(self, spec: AttentionSpec, tiles: Sequence[Tile], backward: bool) -> int:
-        """Most bytes that this backend allocates at a time beside the arguments, for one step."""
+    def workspace_bytes(
+        self,
+        spec: AttentionSpec,
+        tiles: Sequence[Tile],
+        *,
+        backward: bool = False,
+        rebuilds_out: bool = False,
+    ) -> int:
+        """Most bytes that this backend allocates at a time beside the arguments, for one step.
+
+        `rebuilds_out` is a backward that is not given `out`.
+        """
         ...
 
 
@@ -154,7 +164,7 @@ class TileBackend:
         raise NotImplementedError
 
 
-def out_from_delta(dout: Tensor, delta: Tensor) -> Tensor:
+def out_from_delta(dout: Tensor, delta: Tensor, dtype: torch.dtype) -> Tensor:
     """A stand-in for `out` that has the same `delta = rowsum(dout * out)`.
 
     Operators of flash-attention take `out` in the backward only to form delta. Where the Q side
@@ -164,16 +174,17 @@ def out_from_delta(dout: Tensor, delta: Tensor) -> Tensor:
     Args:
         dout: (batch, rows, nheads, headdim_v).
         delta: (batch, nheads, rows) float32.
+        dtype: of the result.
 
     Returns:
-        As dout, in its dtype.
+        As dout in shape.
     """
     wide = dout.to(delta.dtype)
-    largest = wide.abs().amax(-1, keepdim=True)
+    largest = torch.linalg.vector_norm(wide, torch.inf, -1, keepdim=True)
     unit = wide / largest.masked_fill(largest == 0.0, 1.0)
-    norm = unit.square().sum(-1, keepdim=True) * largest
+    norm = torch.linalg.vector_norm(unit, 2, -1, keepdim=True).square_().mul_(largest)
     norm.masked_fill_(norm == 0.0, 1.0)
-    return (unit * (delta.transpose(1, 2).unsqueeze(-1) / norm)).to(dout.dtype)
+    return unit.mul_(delta.transpose(1, 2).unsqueeze(-1) / norm).to(dtype)
 
 
 def band_mask(tile: Tile, device: torch.device) -> Tensor:

@@ -42,7 +42,7 @@ class FlashAttnBackend(TileBackend):
         self, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None
     ) -> QSide:
         """q, dout, lse and an `out` for the operator to form delta from."""
-        return q, dout, lse, out_from_delta(dout, delta) if out is None else out
+        return q, dout, lse, out_from_delta(dout, delta, dout.dtype) if out is None else out
 
     def forward_tile(
         self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, softmax_scale: float
@@ -98,12 +98,20 @@ class FlashAttnBackend(TileBackend):
         for total, grad, rows in zip((dq, dk, dv), grads, (tile.q, tile.kv, tile.kv), strict=True):
             total[:, rows] += grad[..., : total.size(-1)]
 
-    def workspace_bytes(self, spec: AttentionSpec, tiles: Sequence[Tile], backward: bool) -> int:
-        """Outputs of the greatest tile."""
+    def workspace_bytes(
+        self,
+        spec: AttentionSpec,
+        tiles: Sequence[Tile],
+        *,
+        backward: bool = False,
+        rebuilds_out: bool = False,
+    ) -> int:
+        """Outputs of the greatest tile, and the `out` that is rebuilt."""
         dim, most = max(spec.headdim, spec.headdim_v), 0
         for tile in tiles:
             q_rows, kv_rows = tile.rows * spec.nheads, tile.cols * spec.nheads_kv
-            rows = 2 * q_rows + 2 * kv_rows if backward else q_rows
+            rows = q_rows + 2 * kv_rows if backward else q_rows
+            rows += max(t.q.stop for t in tiles) * spec.nheads if rebuilds_out else 0
             most = max(most, rows * dim * spec.dtype.itemsize + q_rows * 4)
         return most * spec.batch
 

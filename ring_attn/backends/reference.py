@@ -69,7 +69,14 @@ class ReferenceBackend(TileBackend):
         )
         dk[:, tile.kv] += torch.einsum("bgnij,bignd->bjgd", ds, _grouped(q, groups).to(dtype))
 
-    def workspace_bytes(self, spec: AttentionSpec, tiles: Sequence[Tile], backward: bool) -> int:
+    def workspace_bytes(
+        self,
+        spec: AttentionSpec,
+        tiles: Sequence[Tile],
+        *,
+        backward: bool = False,
+        rebuilds_out: bool = False,
+    ) -> int:
         """Three matrices of the greatest tile's scores forward, five backward."""
         area = max((tile.rows * tile.cols for tile in tiles), default=0)
         matrices = 5 if backward else 3

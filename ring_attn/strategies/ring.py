@@ -15,19 +15,20 @@ al., arXiv 2310.01889; the travelling Q side, BurstAttention, arXiv 2403.09347.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ring_attn.backends import get_backend
-from ring_attn.cost import gradient_packet, shard_packet
+from ring_attn.backends import choose_backend, get_backend
+from ring_attn.cost import choose_traveller, gradient_packet, peak_bytes, shard_packet
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
-from ring_attn.plan import Plan, Step, Traveller, plan_ring
-from ring_attn.spec import AttentionSpec, Packet, to_rows
+from ring_attn.plan import Plan, Step, Tile, Traveller, plan_ring
+from ring_attn.spec import AttentionSpec, Packet
 from ring_attn.transport.base import Transport
 
 
@@ -57,6 +58,38 @@ class RingCall:
         """This rank's steps in one direction."""
         travels = self.travels_back if backward else "kv"
         return plan_ring(*self.layouts, self.mask, self.rank, travels)
+
+
+def make_call(
+    spec: AttentionSpec,
+    layouts: tuple[SequenceLayout, SequenceLayout],
+    mask: Mask,
+    rank: int,
+    *,
+    softmax_scale: float | None = None,
+    backend: str = "auto",
+) -> RingCall:
+    """The call with its choices made: backend, and what travels back; the same on every rank."""
+    return RingCall(
+        spec,
+        layouts,
+        mask,
+        rank,
+        1.0 / math.sqrt(spec.headdim) if softmax_scale is None else softmax_scale,
+        choose_backend(spec, backend).name,
+        choose_traveller(spec, *layouts, mask),
+    )
+
+
+def predicted_peak_bytes(call: RingCall, *, backward: bool) -> int:
+    """Most bytes that a call holds beyond its inputs: see `cost.peak_bytes`."""
+    backend = get_backend(call.backend)
+
+    def workspace(tiles: Sequence[Tile], back: bool, rebuilds_out: bool) -> int:
+        return backend.workspace_bytes(call.spec, tiles, backward=back, rebuilds_out=rebuilds_out)
+
+    plans = (call.plan(backward=False), call.plan(backward=True) if backward else None)
+    return peak_bytes(*plans, call.spec, call.layouts, workspace)
 
 
 def ring_forward(
@@ -120,10 +153,11 @@ def ring_backward(
             q_held, dout_held, lse_held, delta_held = home_side if kv_travels else shards.held
             k_held, v_held = shards.held if kv_travels else (k, v)
             moving_grads = gradients.cleared(step)
+            out_held = out if kv_travels or step.index == 0 else None
             dq, dk, dv = (*at_home, *moving_grads) if kv_travels else (*moving_grads, *at_home)
             backend.backward(
                 q_held, k_held, v_held, dout_held, lse_held, delta_held, step.tiles, dq, dk, dv,
-                softmax_scale=call.softmax_scale, out=out if kv_travels else None,
+                softmax_scale=call.softmax_scale, out=out_held,
             )  # fmt: skip
         gradients.pass_on(step)
         shards.receive(step)
@@ -191,7 +225,7 @@ class _Shards:
         self._buffers = []
         if plan.num_hops:
             self._buffers = _buffers(self._packets, 2, own[0].device)
-            views = to_rows(self._packets[plan.rank].views(self._buffers[0]))
+            views = self._packets[plan.rank].views(self._buffers[0])
             for view, x in zip(views, own, strict=True):
                 view.copy_(x)
             self.held = views
@@ -210,7 +244,7 @@ class _Shards:
         if step.hop is not None:
             self._transport.wait("shards")
             self._buffers.reverse()
-            self.held = to_rows(self._at(step.index + 1).views(self._buffers[0]))
+            self.held = self._at(step.index + 1).views(self._buffers[0])
 
     def _at(self, index: int) -> Packet:
         return self._packets[self._plan.steps[index].source]
@@ -238,7 +272,7 @@ class _Gradients:
         self._computed = self._free.pop()
         packet = self._packets[step.source]
         self._computed[: packet.nbytes].zero_()
-        return to_rows(packet.views(self._computed))
+        return packet.views(self._computed)
 
     def pass_on(self, step: Step) -> None:
         """Adds what earlier ranks have sent along and sends the sum on, at the end homewards."""
@@ -265,7 +299,7 @@ class _Gradients:
         if self._plan.home is not None:
             self._transport.wait("gradients")
         assert self._received is not None, "a plan has at least one step"
-        return to_rows(self._packets[self._plan.rank].views(self._received))
+        return self._packets[self._plan.rank].views(self._received)
 
     def _take(self, packet: Packet) -> Tensor:
         """This step's gradients with those received; a step without tiles carries them along."""

@@ -15,22 +15,6 @@ Channel = Literal["shards", "gradients"]
 CHANNELS: tuple[Channel, ...] = ("shards", "gradients")
 
 
-@dataclass(frozen=True)
-class TransportOptions:
-    """How the ring's own process groups are made; equal on every rank.
-
-    Attributes:
-        timeout: seconds that a rank waits for a peer before it raises; None is the timeout of the
-            group that is passed in. On NCCL it is the timeout of torch's watchdog.
-        nccl_max_ctas: at most so many thread blocks (each takes an SM) for NCCL's copies, so that
-            they do not starve the attention kernel; None leaves it to NCCL. Refused on other
-            backends.
-    """
-
-    timeout: float | None = None
-    nccl_max_ctas: int | None = None
-
-
 @dataclass
 class TransportStats:
     """What a transport has done since it was made or `reset`.

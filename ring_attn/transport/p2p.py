@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn.plan import Hop
-from ring_attn.transport.base import CHANNELS, Channel, TransportOptions, TransportStats
+from ring_attn.spec import TransportOptions
+from ring_attn.transport.base import CHANNELS, Channel, TransportStats
 
 
 @dataclass

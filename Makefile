@@ -1,0 +1,65 @@
+# The contributor's menu: `make` or `make help` lists it.
+#
+# Every target that needs Python packages makes its own environment first, from the pinned versions in
+# .ci/constraints.txt. VENV=path puts it elsewhere, PYTHON=path picks the interpreter, ARGS="..." is
+# handed on to pytest or to the ring-attn command.
+
+VENV ?= .venv
+PYTHON ?= python3
+ARGS ?=
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# A distributed test runs several ranks on the same few cores: more threads a rank only fight.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup test test-slow test-all lint format type run verify bench wheel clean
+
+help:  ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## make the environment: .venv, or VENV=path
+$(READY): pyproject.toml setup.py .ci/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[dev,bench]'
+	@touch $@
+
+test: $(READY)  ## run the tests, without the slow ones
+	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+
+# pytest ends with 5 where ARGS select no slow test.
+test-slow: $(READY)  ## run only the slow tests
+	$(PYTEST) -m "slow and not gpu" $(ARGS) || test $$? -eq 5
+
+test-all: test test-slow  ## run every test that needs no GPU
+
+lint: $(READY)  ## check style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)  ## put the code into shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+type: $(READY)  ## check types
+	$(BIN)/mypy
+
+run: $(READY)  ## see it work: ring-attn demo
+	$(BIN)/ring-attn demo $(ARGS)
+
+verify: $(READY)  ## check every strategy against dense attention
+	$(BIN)/ring-attn verify $(ARGS)
+
+bench: $(READY)  ## time and memory of the ring: ring-attn bench ring
+	$(BIN)/ring-attn bench ring $(ARGS)
+
+wheel: $(READY)  ## build the sdist and, from it, the wheel into dist/
+	$(BIN)/python -m build --no-isolation
+
+clean:  ## remove what builds and tools leave; the environment stays
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find ring_attn kernels bench tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,621 @@
+"""Time, waiting, bytes and memory of a ring against dense attention and torch's own ring.
+
+All implementations run in turn within every repetition, so that drift of the machine hits them
+alike. A time is that of the slowest rank; medians, p20 and p80 are over the repetitions. `wait_ms`
+is the host's time in waits for transfers, `peak_bytes` the most that a call holds beyond its
+inputs, `max_error` the greatest difference of out, dq, dk, dv from attention in float64.
+
+    ours             ring_attn.ring_attention on the ranks
+    dense            torch's scaled_dot_product_attention in one process with all the ranks' threads
+    torch-template   torch's private _templated_ring_attention and its backward on the same ranks
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import ring_attn
+from ring_attn.arguments import add_common, dtype_name, parse_dtype, parse_size, write_json
+from ring_attn.cost import bytes_sent, flops
+from ring_attn.env import machine
+from ring_attn.launch import rank_device, run_ranks
+from ring_attn.layout import LAYOUTS, SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.profiling import peak_bytes
+from ring_attn.spec import AttentionSpec, TransportOptions
+from ring_attn.strategies.ring import RingCall, make_call, predicted_peak_bytes
+from ring_attn.testing import Verdict, check
+from ring_attn.transport.base import TransportStats
+from ring_attn.transport.p2p import open_p2p
+from ring_attn.validation import check_group
+
+BASELINES = ("dense", "torch-template")
+MODES = {"fwd": ("fwd",), "fwd_bwd": ("fwd", "bwd", "fwd_bwd")}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured."""
+
+    world_size: int
+    seqlen: int
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    causal: bool
+    layout: str
+    mode: str
+    backend: str
+    threads: int
+    iters: int
+    warmup: int
+    baselines: tuple[str, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch has it."""
+        return parse_dtype(self.dtype)
+
+    @property
+    def sequence(self) -> SequenceLayout:
+        """The layout over the whole sequence."""
+        return SequenceLayout.from_name(self.layout, self.seqlen, self.world_size)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation in one mode; None where it does not apply."""
+
+    impl: str
+    mode: str
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    wait_ms: float | None = None
+    bytes_sent: int | None = None
+    planned_bytes: int | None = None
+    peak_bytes: int | None = None
+    planned_peak_bytes: int | None = None
+    max_error: float | None = None
+    tflops: float | None = None
+    note: str = ""
+
+
+class Impl(Protocol):
+    """One way to attention: forward, then backward of that forward."""
+
+    name: str
+    stats: TransportStats
+
+    def forward(self) -> None:
+        """Computes `out`."""
+        ...
+
+    def backward(self) -> None:
+        """Computes the gradients of the last forward."""
+        ...
+
+    def results(self) -> list[Tensor] | None:
+        """out, dq, dk, dv of the whole sequence on rank 0; None on ranks that hold none."""
+        ...
+
+    def release(self) -> None:
+        """Lets go of the last results, so that a measurement starts from the inputs alone."""
+        ...
+
+
+class Ours:
+    """`ring_attention` and autograd."""
+
+    name = "ours"
+
+    def __init__(self, setting: Setting, inputs: Sequence[Tensor]) -> None:
+        self._setting, self._layout = setting, setting.sequence
+        rank = dist.get_rank()
+        q, k, v, self._dout = (self._layout.shard(x, rank) for x in inputs)
+        self.inputs = [x.requires_grad_(setting.mode != "fwd") for x in (q, k, v)]
+        self.stats = open_p2p(check_group(None), TransportOptions()).stats
+        self._grads: Sequence[Tensor] = ()
+
+    def forward(self) -> None:
+        """Computes `out`."""
+        self._out = ring_attn.ring_attention(
+            *self.inputs,
+            causal=self._setting.causal,
+            layout=self._layout,
+            backend=self._setting.backend,
+        )
+
+    def backward(self) -> None:
+        """Computes the gradients of the last forward."""
+        self._grads = torch.autograd.grad(self._out, self.inputs, self._dout)
+
+    def results(self) -> list[Tensor] | None:
+        """The shards gathered."""
+        whole = [ring_attn.unshard(x, self._layout) for x in (self._out, *self._grads)]
+        return whole if dist.get_rank() == 0 else None
+
+    def release(self) -> None:
+        """Lets go of the last results, so that a measurement starts from the inputs alone."""
+        del self._out
+        self._grads = ()
+
+
+class TorchTemplate:
+    """torch's private ring over its own flash operators, as its context_parallel calls it."""
+
+    name = "torch-template"
+
+    def __init__(self, setting: Setting, inputs: Sequence[Tensor]) -> None:
+        self.stats = TransportStats()
+        from torch.distributed.tensor.experimental._context_parallel import _attention as private
+
+        self._private, self._setting, self._layout = private, setting, setting.sequence
+        self._group, rank = check_group(None), dist.get_rank()
+        self._shards = [self._layout.shard(x, rank).transpose(1, 2).contiguous() for x in inputs]
+        private._cp_options.enable_load_balance = setting.layout == "zigzag"
+        aten = torch.ops.aten
+        if inputs[0].device.type == "cuda":
+            self._ops = (
+                aten._scaled_dot_product_flash_attention,
+                aten._scaled_dot_product_flash_attention_backward.default,
+            )
+        else:
+            self._ops = (
+                aten._scaled_dot_product_flash_attention_for_cpu,
+                aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+            )
+        self._grads: Sequence[Tensor] = ()
+
+    @staticmethod
+    def reason_against(setting: Setting) -> str | None:
+        """Why torch's ring cannot run this, by its own source."""
+        if setting.layout not in ("contiguous", "zigzag"):
+            return f"has no {setting.layout} order"
+        if setting.layout == "zigzag" and not setting.causal:
+            return "balances only causal attention"
+        if setting.seqlen % (2 * setting.world_size):
+            return "needs a length that divides by 2 x ranks"
+        return None
+
+    def forward(self) -> None:
+        """Computes `out`."""
+        q, k, v, _ = self._shards
+        self._forward_result = self._private._templated_ring_attention(
+            self._group, 2, self._ops[0], q, k, v,
+            is_causal=self._setting.causal, dropout_p=0.0, scale=None,
+        )  # fmt: skip
+        self._out = self._forward_result[0]
+
+    def backward(self) -> None:
+        """Computes the gradients of the last forward."""
+        q, k, v, dout = self._shards
+        out, lse, *rest = self._forward_result
+        extra: dict[str, Any] = {}
+        if q.device.type == "cuda":
+            names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
+            extra = dict(zip(names, rest, strict=False))
+        self._grads = self._private._templated_ring_attention_backward(
+            self._group, 2, self._ops[1], dout, "grad_out", q, k, v, out, lse,
+            is_causal=self._setting.causal, dropout_p=0.0, scale=None, **extra,
+        )[:3]  # fmt: skip
+
+    def results(self) -> list[Tensor] | None:
+        """The shards gathered."""
+        parts = [x.transpose(1, 2) for x in (self._out, *self._grads)]
+        whole = [ring_attn.unshard(x, self._layout) for x in parts]
+        return whole if dist.get_rank() == 0 else None
+
+    def release(self) -> None:
+        """Lets go of the last results."""
+        del self._out, self._forward_result
+        self._grads = ()
+
+
+class Dense:
+    """One process with the threads of all ranks; the other ranks sleep in a barrier."""
+
+    name = "dense"
+
+    def __init__(self, setting: Setting, inputs: Sequence[Tensor]) -> None:
+        self.stats = TransportStats()
+        self._setting = setting
+        self._mine = dist.get_rank() == 0
+        if self._mine:
+            q, k, v, self._dout = (x.transpose(1, 2).contiguous() for x in inputs)
+            self.inputs = [x.requires_grad_(setting.mode != "fwd") for x in (q, k, v)]
+        self._grads: Sequence[Tensor] = ()
+
+    def forward(self) -> None:
+        """Computes `out`."""
+        if self._mine:
+            with _threads(self._setting.threads * self._setting.world_size):
+                self._out = _sdpa(self.inputs, self._setting)
+
+    def backward(self) -> None:
+        """Computes the gradients of the last forward."""
+        if self._mine:
+            with _threads(self._setting.threads * self._setting.world_size):
+                self._grads = torch.autograd.grad(self._out, self.inputs, self._dout)
+
+    def results(self) -> list[Tensor] | None:
+        """What rank 0 has."""
+        if not self._mine:
+            return None
+        return [x.transpose(1, 2) for x in (self._out, *self._grads)]
+
+    def release(self) -> None:
+        """Lets go of the last results."""
+        if self._mine:
+            del self._out
+            self._grads = ()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `ring-attn bench ring`."""
+    parser.add_argument("--world-size", type=int, default=2, help="ranks (default 2)")
+    parser.add_argument("--seqlen", type=parse_size, default=8192, help="whole length (8k)")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, help="default: as many as --heads")
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--dtype", type=parse_dtype, default=torch.float32)
+    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--layout", choices=LAYOUTS, default="zigzag")
+    parser.add_argument("--mode", choices=tuple(MODES), default="fwd_bwd")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank (1)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where possible")
+    parser.add_argument("--iters", type=int, default=9, help="timed repetitions (9)")
+    parser.add_argument("--warmup", type=int, default=2, help="untimed repetitions (2)")
+    parser.add_argument(
+        "--baseline",
+        default="dense,torch-template",
+        help=f"comma-separated, of {', '.join(BASELINES)}; empty for none",
+    )
+    add_common(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints the table, and writes the JSON; 1 if a result is wrong."""
+    baselines = tuple(name for name in args.baseline.split(",") if name)
+    for name in baselines:
+        if name not in BASELINES:
+            raise ValueError(f"--baseline must be of {list(BASELINES)}, got {name!r}")
+    quick = args.quick
+    setting = Setting(
+        args.world_size, 1024 if quick else args.seqlen, args.batch, args.heads,
+        args.kv_heads or args.heads, args.head_dim, dtype_name(args.dtype), args.causal,
+        args.layout, args.mode, args.backend, args.threads, 3 if quick else args.iters,
+        1 if quick else args.warmup, baselines,
+    )  # fmt: skip
+    rows, failures = run_ranks(
+        measure, args.world_size, setting, threads=args.threads, device=args.device
+    )[0]
+    payload = {
+        "machine": machine(),
+        "command": " ".join(["ring-attn", *sys.argv[1:]]),
+        "setting": asdict(setting),
+        "rows": [asdict(row) for row in rows],
+    }
+    if args.json:
+        write_json(args.json, payload)
+    console = Console()
+    if not args.quiet:
+        console.print(_table(setting, rows))
+    for failure in failures:
+        console.print(f"[red]{failure}")
+    return 1 if failures else 0
+
+
+def measure(setting: Setting) -> tuple[list[Row], list[str]]:
+    """Runs within every rank; rank 0 has the rows, and what was wrong."""
+    inputs = _inputs(setting)
+    rows: list[Row] = []
+    impls: list[Impl] = [Ours(setting, inputs)]
+    for name in setting.baselines:
+        reason = TorchTemplate.reason_against(setting) if name == "torch-template" else None
+        if reason:
+            rows.append(Row(name, setting.mode, note=f"cannot run: {reason}"))
+        else:
+            impls.append(
+                Dense(setting, inputs) if name == "dense" else TorchTemplate(setting, inputs)
+            )
+    judge = Judge(setting, inputs)
+    verdicts = {impl.name: judge.verdicts(impl, setting) for impl in impls}
+    times = _timed(impls, setting)
+    for impl in impls:
+        peaks = {mode: _peak(impl, mode) for mode in MODES[setting.mode] if mode != "bwd"}
+        for mode in MODES[setting.mode]:
+            rows.append(_row(impl, mode, setting, times, peaks.get(mode), verdicts[impl.name]))
+    rows.append(_step_overhead(setting))
+    return rows, _failures(rows, verdicts["ours"])
+
+
+def _inputs(setting: Setting) -> list[Tensor]:
+    """q, k, v and dout of the whole sequence, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    device = rank_device()
+
+    def normal(heads: int) -> Tensor:
+        shape = (setting.batch, setting.seqlen, heads, setting.head_dim)
+        return torch.randn(shape, generator=generator).to(device, setting.torch_dtype)
+
+    heads, kv_heads = setting.heads, setting.kv_heads
+    return [normal(heads), normal(kv_heads), normal(kv_heads), normal(heads)]
+
+
+def _timed(impls: Sequence[Impl], setting: Setting) -> dict[str, dict[str, list[Any]]]:
+    """Per implementation and mode: times of the slowest rank; stats of one repetition."""
+    found: dict[str, dict[str, list[Any]]] = {impl.name: {} for impl in impls}
+    for repetition in range(setting.warmup + setting.iters):
+        # The order turns, so that none always runs after the same other.
+        turn = repetition % len(impls)
+        for impl in (*impls[turn:], *impls[:turn]):
+            sample = _one(impl, setting.mode)
+            if repetition >= setting.warmup:
+                for mode, figures in sample.items():
+                    found[impl.name].setdefault(mode, []).append(figures)
+    return found
+
+
+def _one(impl: Impl, mode: str) -> dict[str, tuple[float, float, int]]:
+    """(ms, wait ms, bytes sent) of one repetition in each mode, the greatest over the ranks."""
+    marks = [_mark(impl)]
+    impl.forward()
+    marks.append(_mark(impl, barrier=False))
+    if mode != "fwd":
+        impl.backward()
+        marks.append(_mark(impl, barrier=False))
+    spans = {"fwd": (0, 1)} if mode == "fwd" else {"fwd": (0, 1), "bwd": (1, 2), "fwd_bwd": (0, 2)}
+    figures = torch.tensor(
+        [[marks[b][i] - marks[a][i] for i in range(3)] for a, b in spans.values()],
+        dtype=torch.float64,
+        device=rank_device(),
+    )
+    dist.all_reduce(figures, op=dist.ReduceOp.MAX)
+    return {
+        name: (1e3 * s, 1e3 * wait, int(sent))
+        for name, (s, wait, sent) in zip(spans, figures.tolist(), strict=True)
+    }
+
+
+def _mark(impl: Impl, barrier: bool = True) -> tuple[float, float, int]:
+    if torch.cuda.is_available() and rank_device().type == "cuda":
+        torch.cuda.synchronize()
+    if barrier:
+        dist.barrier()
+    return time.perf_counter(), impl.stats.wait_s, impl.stats.bytes_sent
+
+
+def _peak(impl: Impl, mode: str) -> int:
+    """Most bytes held beyond the inputs, on the rank that holds most."""
+
+    def call() -> None:
+        impl.forward()
+        if mode != "fwd":
+            impl.backward()
+
+    impl.release()
+    most = torch.tensor([peak_bytes(call, rank_device())], device=rank_device())
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
+
+
+def _sdpa(qkv: Sequence[Tensor], setting: Setting) -> Tensor:
+    q, k, v = qkv
+    grouped = setting.kv_heads != setting.heads
+    return F.scaled_dot_product_attention(q, k, v, is_causal=setting.causal, enable_gqa=grouped)
+
+
+class Judge:
+    """Attention in float64 and in the inputs' dtype, by torch's fused operator, on rank 0.
+
+    The fused operator does not hold the scores, so this works at the lengths that are measured.
+    """
+
+    def __init__(self, setting: Setting, inputs: Sequence[Tensor]) -> None:
+        self._mine = dist.get_rank() == 0
+        if self._mine:
+            with _threads(setting.threads * setting.world_size):
+                self._oracle = self._dense(setting, [x.double() for x in inputs])
+                self._plain = self._dense(setting, inputs)
+
+    def verdicts(self, impl: Impl, setting: Setting) -> list[Verdict]:
+        """Of out and the gradients of one run; the same on every rank."""
+        impl.forward()
+        if setting.mode != "fwd":
+            impl.backward()
+        got = impl.results()
+        found: list[list[Verdict]] = [[]]
+        if got is not None:
+            names = ("out", "dq", "dk", "dv")
+            found[0] = [
+                check(*one) for one in zip(names, got, self._oracle, self._plain, strict=False)
+            ]
+        dist.broadcast_object_list(found, 0)
+        return found[0]
+
+    @staticmethod
+    def _dense(setting: Setting, inputs: Sequence[Tensor]) -> list[Tensor]:
+        q, k, v, dout = (x.detach().transpose(1, 2) for x in inputs)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = _sdpa(leaves, setting)
+        grads = torch.autograd.grad(out, leaves, dout)
+        return [x.detach().transpose(1, 2) for x in (out, *grads)]
+
+
+def _row(
+    impl: Impl,
+    mode: str,
+    setting: Setting,
+    times: dict[str, dict[str, list[Any]]],
+    peak: int | None,
+    verdicts: Sequence[Verdict],
+) -> Row:
+    ms, waits, sent = (list(x) for x in zip(*times[impl.name][mode], strict=True))
+    p20, median, p80 = _quantiles(ms)
+    ours = impl.name == "ours"
+    area = sum(setting.sequence.mask_area(_mask(setting)))
+    call = _call(setting)
+    forward = flops(area, call.spec, backward=False)
+    backward = flops(area, call.spec, backward=True)
+    work = {"fwd": forward, "bwd": backward, "fwd_bwd": forward + backward}[mode]
+    return Row(
+        impl.name,
+        mode,
+        median_ms=median,
+        p20_ms=p20,
+        p80_ms=p80,
+        wait_ms=statistics.median(waits) if ours else None,
+        bytes_sent=sent[0] if ours else None,
+        planned_bytes=_planned_bytes(setting, mode) if ours else None,
+        peak_bytes=peak,
+        planned_peak_bytes=_planned_peak(setting, mode) if ours and mode != "bwd" else None,
+        max_error=max(verdict.error for verdict in verdicts[: 1 if mode == "fwd" else None]),
+        tflops=work / median / 1e9,
+    )
+
+
+def _mask(setting: Setting) -> Mask:
+    return Mask(setting.seqlen, setting.seqlen, setting.causal)
+
+
+def _call(setting: Setting, rank: int = 0) -> RingCall:
+    """The plain data of our call on one rank."""
+    spec = AttentionSpec(
+        rank_device().type, setting.torch_dtype, setting.batch, setting.heads, setting.kv_heads,
+        setting.head_dim, setting.head_dim,
+    )  # fmt: skip
+    layout = setting.sequence
+    return make_call(spec, (layout, layout), _mask(setting), rank, backend=setting.backend)
+
+
+def _planned_bytes(setting: Setting, mode: str) -> int:
+    """By the plan, of the rank that sends most."""
+
+    def planned(rank: int) -> int:
+        call = _call(setting, rank)
+        directions = {"fwd": (False,), "bwd": (True,), "fwd_bwd": (False, True)}[mode]
+        return sum(
+            bytes_sent(call.plan(backward=back), call.spec, call.layouts, backward=back)
+            for back in directions
+        )
+
+    return max(planned(rank) for rank in range(setting.world_size))
+
+
+def _planned_peak(setting: Setting, mode: str) -> int:
+    return max(
+        predicted_peak_bytes(_call(setting, rank), backward=mode != "fwd")
+        for rank in range(setting.world_size)
+    )
+
+
+def _step_overhead(setting: Setting) -> Row:
+    """Host time of a step that has next to nothing to compute or send: 16 rows, 1 head of 16."""
+    rows, steps = 16, setting.world_size
+    x = torch.randn(1, rows, 1, 16, device=rank_device(), dtype=setting.torch_dtype)
+    layout = SequenceLayout.contiguous(rows * setting.world_size, setting.world_size)
+    samples = []
+    for repetition in range(300):
+        if repetition % 50 == 0:
+            dist.barrier()
+        start = time.perf_counter()
+        ring_attn.ring_attention(x, x, x, layout=layout, backend=setting.backend)
+        samples.append(1e3 * (time.perf_counter() - start) / steps)
+    if rank_device().type == "cuda":
+        torch.cuda.synchronize()
+    p20, median, p80 = _quantiles(samples[50:])
+    worst = torch.tensor([median, p20, p80], dtype=torch.float64, device=rank_device())
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    median, p20, p80 = worst.tolist()
+    note = "one step of a forward of 16 rows, 1 head of 16"
+    return Row("ours", "step_overhead", median, p20, p80, note=note)
+
+
+def _failures(rows: Iterable[Row], verdicts: Iterable[Verdict]) -> list[str]:
+    """What makes a measurement of ours worthless: a wrong result, or bytes that are not planned."""
+    wrong = [f"ours: {verdict}" for verdict in verdicts if not verdict.ok]
+    return wrong + [
+        f"ours, {row.mode}: sent {row.bytes_sent} bytes, the plan has {row.planned_bytes}"
+        for row in rows
+        if row.impl == "ours" and row.bytes_sent != row.planned_bytes
+    ]
+
+
+def _quantiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """p20, median, p80."""
+    if len(samples) == 1:
+        return samples[0], samples[0], samples[0]
+    cuts = statistics.quantiles(samples, n=10, method="inclusive")
+    return cuts[1], statistics.median(samples), cuts[7]
+
+
+class _threads:
+    """So many CPU threads within the block."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __enter__(self) -> None:
+        self._before = torch.get_num_threads()
+        torch.set_num_threads(self._count)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._before)
+
+
+def _table(setting: Setting, rows: Iterable[Row]) -> Table:
+    title = (
+        f"{setting.world_size} ranks x {setting.threads} threads, seqlen {setting.seqlen}, "
+        f"{setting.heads}/{setting.kv_heads} heads of {setting.head_dim}, {setting.dtype}, "
+        f"{'causal' if setting.causal else 'full'}, {setting.layout}"
+    )
+    table = Table(title=title)
+    for name in ("impl", "mode", "median ms", "p20", "p80", "x dense", "wait ms", "MB sent"):
+        table.add_column(name, justify="left" if name in ("impl", "mode") else "right")
+    for name in ("peak MB", "planned", "max error", "TFLOP/s"):
+        table.add_column(name, justify="right")
+    rows = list(rows)
+    dense = {row.mode: row.median_ms for row in rows if row.impl == "dense"}
+    for row in rows:
+        table.add_row(row.impl, row.mode, *_cells(row, dense.get(row.mode)))
+    return table
+
+
+def _cells(row: Row, dense_ms: float | None) -> list[str]:
+    if row.median_ms is None:
+        return [row.note]
+
+    def show(value: float | None, form: str, scale: float = 1.0) -> str:
+        return "" if value is None else format(value * scale, form)
+
+    ratio = row.median_ms / dense_ms if dense_ms else None
+    return [
+        show(row.median_ms, ".1f" if row.mode != "step_overhead" else ".3f"),
+        show(row.p20_ms, ".1f" if row.mode != "step_overhead" else ".3f"),
+        show(row.p80_ms, ".1f" if row.mode != "step_overhead" else ".3f"),
+        show(ratio, ".3f"),
+        show(row.wait_ms, ".2f"),
+        show(row.bytes_sent, ".2f", 1e-6),
+        show(row.peak_bytes, ".2f", 1e-6),
+        show(row.planned_peak_bytes, ".2f", 1e-6),
+        show(row.max_error, ".2g"),
+        show(row.tflops, ".3f"),
+    ]

@@ -1,0 +1,98 @@
+"""Blockwise online softmax: the @triton.jit primitives that the attention kernels are made of.
+
+A row of scores s = softmax_scale * q k^T is seen one block at a time. The state over the keys seen
+so far is kept in base 2, because the hardware's exponential is exp2 and so softmax_scale and
+log2(e) become one factor `qk_scale = softmax_scale * log2(e)` on the raw product x = q k^T:
+
+    m   = max_j x_j * qk_scale                       running maximum, base 2
+    l   = sum_j exp2(x_j * qk_scale - m)             running sum
+    acc = sum_j exp2(x_j * qk_scale - m) v_j         un-normalised output
+
+A block with scores x and values v moves the state to the new maximum and adds its share:
+
+    m'    = max(m, max_j x_j * qk_scale)
+    alpha = exp2(m - m')                             <= 1: no gap overflows, 1e4 underflows to 0
+    p     = exp2(x * qk_scale - m')
+    l'    = l * alpha + sum_j p_j
+    acc'  = acc * alpha + p v
+
+A masked score is -inf. A row that has seen nothing is (acc, m, l) = (0, -inf, 0); for it the
+difference m - m' would be -inf - -inf = NaN, so exponents are taken against a pivot that is 0
+there. A NaN in the scores reaches `l`, and from there `out` and `lse`.
+
+At the end, and only there, the state is normalised:
+
+    out = acc / l            0 where nothing was seen
+    lse = (m + log2 l) ln 2  natural logarithm, float32, -inf where nothing was seen
+
+Any finished (out, lse) is again a state, (out, lse * log2(e), 1).
+
+Milakov and Gimelshein, arXiv 1805.02867; Dao, arXiv 2307.08691.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def softmax_pivot(m):
+    """What exponents are taken against: m, and 0 for rows that have seen nothing."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def online_softmax_rescale(acc, m_i, l_i, m_new):
+    """Moves a state from its maximum `m_i` to `m_new >= m_i`.
+
+    acc (M, D), m_i l_i m_new (M,), all float32. Returns acc and l_i.
+    """
+    alpha = tl.exp2(m_i - softmax_pivot(m_new))
+    return acc * alpha[:, None], l_i * alpha
+
+
+@triton.jit
+def online_softmax_update(
+    acc,
+    m_i,
+    l_i,
+    qk,
+    v,
+    qk_scale,
+    MASKED: tl.constexpr = True,
+    INPUT_PRECISION: tl.constexpr = "ieee",
+):
+    """Folds one block of keys into the state.
+
+    acc (M, D) float32, m_i l_i (M,) float32, qk (M, N) float32 raw products with -inf where masked,
+    v (N, D). Returns acc, m_i, l_i.
+
+    `qk_scale` must be positive: it is applied after the maximum is taken, where it becomes part of
+    one fused multiply-add per score. `MASKED=False` leaves out the guard for unseen rows, for
+    blocks without a -inf. The weights are rounded to v's dtype for the product, the sum is not.
+    """
+    m_new = tl.maximum(m_i, tl.max(qk, 1) * qk_scale)
+    pivot = softmax_pivot(m_new) if MASKED else m_new
+    alpha = tl.exp2(m_i - pivot)
+    p = tl.exp2(qk * qk_scale - pivot[:, None])
+    l_i = l_i * alpha + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=INPUT_PRECISION)
+    return acc, m_new, l_i
+
+
+@triton.jit
+def online_softmax_merge(acc, m_i, l_i, acc_other, m_other, l_other):
+    """The state over the keys of both: acc (M, D), m_i l_i (M,), all float32."""
+    m_new = tl.maximum(m_i, m_other)
+    acc, l_i = online_softmax_rescale(acc, m_i, l_i, m_new)
+    acc_other, l_other = online_softmax_rescale(acc_other, m_other, l_other, m_new)
+    return acc + acc_other, m_new, l_i + l_other
+
+
+@triton.jit
+def online_softmax_finalize(acc, m_i, l_i):
+    """Normalises: returns out (M, D) float32 and lse (M,) natural logarithm."""
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)
+    return acc / l_safe[:, None], (m_i + tl.log2(l_safe)) * LN2

@@ -1,0 +1,8 @@
+"""`python -m ring_attn` is the `ring-attn` command."""
+
+import sys
+
+from ring_attn.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

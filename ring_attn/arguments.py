@@ -1,0 +1,94 @@
+"""What the subcommands of `ring-attn` share: sizes such as 8k, dtypes by name, --json, --quiet."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+SHORT_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+
+
+def parse_size(text: str) -> int:
+    """A positive number of rows, bytes or the like: "113", "8k" (8192), "1M" (1048576), "1.5k".
+
+    Raises:
+        argparse.ArgumentTypeError: anything else; argparse shows the text.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)", text.strip().lower())
+    size = float(match[1]) * SUFFIXES[match[2]] if match else 0.0
+    if size < 1 or size != int(size):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size: give a positive number such as 113, 8k (8192) or 1M (1048576)"
+        )
+    return int(size)
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Several sizes with commas between: "1k,8k"."""
+    return tuple(parse_size(part) for part in text.split(","))
+
+
+def parse_dtype(text: str) -> torch.dtype:
+    """A dtype by its name in torch, or fp16, bf16, fp32, fp64.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else; argparse shows the text.
+    """
+    name = SHORT_DTYPES.get(text, text)
+    if name not in DTYPES:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a dtype: give one of {', '.join([*DTYPES, *SHORT_DTYPES])}"
+        )
+    return DTYPES[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def format_size(size: int) -> str:
+    """The shortest text that `parse_size` reads as `size`: 8192 -> "8k", 113 -> "113"."""
+    for suffix in ("g", "m", "k"):
+        if size and size % SUFFIXES[suffix] == 0:
+            return f"{size // SUFFIXES[suffix]}{suffix if suffix == 'k' else suffix.upper()}"
+    return str(size)
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """The options that every subcommand has."""
+    parser.add_argument("--json", metavar="PATH", type=Path, help="write all results here")
+    parser.add_argument("--quick", action="store_true", help="a smaller run that takes seconds")
+    parser.add_argument("--quiet", action="store_true", help="print the summary only")
+
+
+def write_json(path: Path | str, payload: dict[str, Any]) -> None:
+    """Writes a report; a folder that does not exist is an error, not made.
+
+    Infinities and NaN, which JSON does not have, are written as null.
+    """
+    text = json.dumps(_finite(payload), indent=2, allow_nan=False)
+    Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value

@@ -1,0 +1,119 @@
+"""The `ring-attn` command: a table of subcommands, each a module with `add_arguments` and `run`.
+
+A subcommand's module is imported when that subcommand is chosen, and not before. What a user can
+put right is one line on stderr and exit status 2; RING_ATTN_DEBUG=1 shows where it was raised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple, NoReturn
+
+from ring_attn import __version__
+from ring_attn.debug import debug_enabled
+
+PROG = "ring-attn"
+
+
+class Command(NamedTuple):
+    """A subcommand: its words, the module that does it, and its line of help."""
+
+    name: str
+    module: str
+    help: str
+
+
+COMMANDS = (
+    Command("env", "ring_attn.env", "what is installed here and which backends can run"),
+    Command("verify", "ring_attn.verify", "check every result against dense attention in float64"),
+    Command("demo", "ring_attn.bench.demo", "see a ring at work"),
+    Command("bench ring", "ring_attn.bench.ring", "time and memory of ring attention"),
+)
+
+EXIT_USAGE = 2
+
+# What the package raises for arguments that cannot be; anything else is a failure and keeps its
+# traceback.
+USER_ERRORS = (ValueError, TypeError, NotImplementedError, ImportError, OSError)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one line for an error, and the way to more."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program."""
+        self.exit(EXIT_USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand.
+
+    Args:
+        argv: the words after `ring-attn`; those of the command line by default.
+
+    Returns:
+        The exit status: 0, 1 where a check failed, 2 where the command cannot be done as asked.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = _find(words)
+    if command is None:
+        return _without_command(words)
+    try:
+        module = import_module(command.module)
+        parser = Parser(
+            prog=f"{PROG} {command.name}",
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(parser)
+        status: int = module.run(parser.parse_args(words[len(command.name.split()) :]))
+    except USER_ERRORS as error:
+        if debug_enabled():
+            raise
+        text = " ".join(str(error).split()) or type(error).__name__
+        print(f"{PROG} {command.name}: {text}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _find(words: list[str]) -> Command | None:
+    for command in COMMANDS:
+        parts = command.name.split()
+        if words[: len(parts)] == parts:
+            return command
+    return None
+
+
+def _without_command(words: list[str]) -> int:
+    """Help and version; else a line that says what the words should have been."""
+    parser = Parser(
+        prog=PROG,
+        description=_usage_text(),
+        usage=f"{PROG} COMMAND [options]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
+    options, rest = parser.parse_known_args(words)
+    names = ", ".join(command.name for command in COMMANDS)
+    given = f", got {' '.join(rest)!r}" if rest else ""
+    parser.error(f"needs a command: one of {names}{given}")
+
+
+def _usage_text() -> str:
+    width = max(len(command.name) for command in COMMANDS)
+    lines = [f"  {command.name:<{width}}  {command.help}" for command in COMMANDS]
+    return "\n".join(
+        [
+            "Exact attention over a sequence that is split across ranks.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            f"{PROG} COMMAND --help shows a command's options.",
+        ]
+    )

@@ -1,0 +1,230 @@
+"""`ring-attn env`: what is installed here, what the machine has, and which backends can run.
+
+`machine()` is the part of it that every JSON report carries, so that a figure can be told from
+another machine's. It names no host, user or path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ring_attn import __version__, select_backend
+from ring_attn.arguments import DTYPES, add_common, write_json
+from ring_attn.launch import num_cores
+
+# Not imported to be asked: importing triton or flash-attn may fail, or take seconds.
+PACKAGES = ("numpy", "triton", "flash-attn", "einops", "rich", "transformers")
+
+VARIABLES = (
+    "RING_ATTN_DEBUG",
+    "RING_ATTN_NVTX",
+    "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "TRITON_INTERPRET",
+    "NCCL_DEBUG",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+)
+
+# Heads and head dim of the sample that backends are asked about; every backend takes these sizes.
+SAMPLE_HEADS, SAMPLE_HEADDIM = 4, 64
+
+
+def machine() -> dict[str, Any]:
+    """Versions and hardware, ready for JSON.
+
+    Returns:
+        `versions` (name -> version or None), `os`, `cpu`, `cores` (that this process may use),
+        `threads` (of torch), `memory_bytes`, `devices` (GPUs), `distributed` (backends built in).
+    """
+    return {
+        "versions": _versions(),
+        "os": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": _cpu_model(),
+        "cores": num_cores(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "devices": _gpus(),
+        "distributed": _distributed_backends(),
+    }
+
+
+def backend_reasons() -> dict[str, dict[str, str | None]]:
+    """Backend -> "device dtype" -> None where it can run here, else the reason why not."""
+    found: dict[str, dict[str, str | None]] = {}
+    for device in device_types():
+        for name, dtype in DTYPES.items():
+            sample = torch.empty(1, 1, SAMPLE_HEADS, SAMPLE_HEADDIM, dtype=dtype, device=device)
+            reasons = select_backend(sample, sample, sample).reasons
+            for backend, reason in reasons.items():
+                found.setdefault(backend, {})[f"{device} {name}"] = reason
+    return found
+
+
+def device_types() -> tuple[str, ...]:
+    """The device types that this machine has tensors on."""
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+def report() -> dict[str, Any]:
+    """Everything that `ring-attn env` shows."""
+    return {
+        "machine": machine(),
+        "backends": backend_reasons(),
+        "variables": {name: os.environ.get(name) for name in VARIABLES},
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `ring-attn env`."""
+    add_common(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Shows the report; 0 always."""
+    found = report()
+    if args.json:
+        write_json(args.json, {"command": "env", **found})
+    if args.quiet:
+        print(" ".join(f"{n}={v}" for n, v in found["machine"]["versions"].items() if v))
+    else:
+        _show(found, all_variables=not args.quick)
+    return 0
+
+
+def _show(found: dict[str, Any], all_variables: bool) -> None:
+    from rich.console import Console
+
+    # Reports are pasted into issues: wide enough for a line of each, wherever they are made.
+    console = Console(highlight=False)
+    here = found["machine"]
+    console.print(
+        _pairs("versions", {n: v or "not installed" for n, v in here["versions"].items()})
+    )
+    console.print(
+        _pairs(
+            "machine",
+            {
+                "os": here["os"],
+                "cpu": here["cpu"],
+                "cores": f"{here['cores']} (torch uses {here['threads']} threads)",
+                "memory": _gib(here["memory_bytes"]),
+                "devices": "\n".join(_gpu_text(gpu) for gpu in here["devices"]) or "no GPU",
+                "distributed": ", ".join(here["distributed"]) or "not built into this torch",
+            },
+        )
+    )
+    console.print(_backend_table(found["backends"]))
+    variables = found["variables"]
+    if not all_variables:
+        variables = {name: value for name, value in variables.items() if value is not None}
+    if variables:
+        shown = {n: "not set" if v is None else v for n, v in variables.items()}
+        console.print(_pairs("environment", shown))
+
+
+def _pairs(title: str, pairs: dict[str, str]) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", show_header=False, box=None)
+    for name, value in pairs.items():
+        table.add_row(name, Text(str(value)))
+    return table
+
+
+def _backend_table(backends: dict[str, dict[str, str | None]]) -> Any:
+    """One row for each backend and answer: the dtypes that share a reason stand together."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("backend", "usable", "device dtype", "reason", title="backends", box=None)
+    table.title_justify = "left"
+    for backend, answers in backends.items():
+        by_reason: dict[str | None, list[str]] = {}
+        for where, reason in answers.items():
+            by_reason.setdefault(reason, []).append(where)
+        for reason, where_all in by_reason.items():
+            usable = Text("no", "yellow") if reason else Text("yes", "green")
+            table.add_row(backend, usable, _grouped(where_all), Text(reason or ""))
+    return table
+
+
+def _grouped(where_all: list[str]) -> str:
+    """["cpu float32", "cpu float64"] -> "cpu float32 float64"."""
+    by_device: dict[str, list[str]] = {}
+    for where in where_all:
+        device, dtype = where.split()
+        by_device.setdefault(device, []).append(dtype)
+    return "\n".join(f"{device} {' '.join(dtypes)}" for device, dtypes in by_device.items())
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {
+        "ring_attn": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+    }
+    for package in PACKAGES:
+        try:
+            versions[package.replace("-", "_")] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package.replace("-", "_")] = None
+    return versions
+
+
+def _cpu_model() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "name": properties.name,
+                "memory_bytes": properties.total_memory,
+                "multiprocessors": properties.multi_processor_count,
+                "capability": f"{properties.major}.{properties.minor}",
+            }
+        )
+    return found
+
+
+def _gpu_text(gpu: dict[str, Any]) -> str:
+    return f"{gpu['name']}, {_gib(gpu['memory_bytes'])}, compute capability {gpu['capability']}"
+
+
+def _distributed_backends() -> list[str]:
+    if not dist.is_available():
+        return []
+    available = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    return [name for name, there in available.items() if there]
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

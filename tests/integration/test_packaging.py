@@ -1,0 +1,231 @@
+"""The package works from a wheel, an sdist, an editable install and uninstalled from the root.
+
+Everything is built from a copy of the sources and installed into an environment of its own, without
+the network. That environment sees the packages of this one, and a stand-in for Hugging Face's
+package `kernels`, which our folder of that name must leave alone.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from dataclasses import dataclass
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LINKS = {"ring_attn/kernels": "../kernels", "ring_attn/bench": "../bench"}
+SOURCES = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "ring_attn", "kernels", "bench"]
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """Runs a command to its end; what it wrote is in the error if it fails."""
+    # PYTHONPATH would make the checkout importable, where the installed package is meant.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    result = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def python_files(root: Path) -> set[str]:
+    """The package's Python files below a root, through links."""
+    return {
+        str(Path(folder, name).relative_to(root))
+        for folder, _, names in os.walk(root / "ring_attn", followlinks=True)
+        for name in names
+        if name.endswith(".py")
+    }
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is built from, links kept, so that nothing is left in the checkout."""
+    copy = tmp_path_factory.mktemp("sources")
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
+        else:
+            shutil.copy(ROOT / name, copy / name)
+    return copy
+
+
+@dataclass
+class Built:
+    """An sdist, and the wheel that was built from it."""
+
+    sdist: Path
+    wheel: Path
+
+
+@pytest.fixture(scope="session")
+def built(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """The sdist, and the wheel from the sdist: what `make wheel` makes."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, cwd=sources)
+    (sdist,) = folder.glob("*.tar.gz")
+    (wheel,) = folder.glob("*.whl")
+    return Built(sdist, wheel)
+
+
+@dataclass
+class Environment:
+    """A bare virtual environment that sees this one's packages behind its own."""
+
+    bin: Path
+    site_packages: Path
+
+    def install(self, *what: str | Path) -> None:
+        pip = [self.bin / "python", "-m", "pip", "install", "--quiet", "--no-index"]
+        flags = ["--no-deps", "--no-build-isolation", "--ignore-installed"]
+        run(*pip, *flags, *what, cwd=self.site_packages)
+
+    def probe(self, cwd: Path) -> dict[str, str]:
+        """Imports the package, finds every module of `kernels` and `bench`, and says from where."""
+        return json.loads(run(self.bin / "python", "-c", PROBE, cwd=cwd))
+
+
+PROBE = """
+import json
+from importlib.util import find_spec
+from pathlib import Path
+import kernels
+import ring_attn
+found = {"ring_attn": ring_attn.__file__, "kernels": kernels.__file__}
+for part in ("kernels", "bench"):
+    for folder in __import__(f"ring_attn.{part}", fromlist=["__path__"]).__path__:
+        for file in Path(folder).glob("*.py"):
+            name = f"ring_attn.{part}.{file.stem}"
+            found[name] = find_spec(name).origin
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Environment:
+    venv.create(tmp_path / "venv", symlinks=True)
+    binaries = tmp_path / "venv" / "bin"
+    site_packages = tmp_path / "venv" / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
+    # Folders named in a .pth file are searched, but their own .pth files are not read: the editable
+    # install of this checkout stays out of sight.
+    parents = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (site_packages / "parent.pth").write_text("\n".join(sorted(parents)))
+    hugging_face = site_packages / "kernels"
+    hugging_face.mkdir()
+    (hugging_face / "__init__.py").write_text("def get_kernel(): ...\n")
+    return Environment(binaries, site_packages)
+
+
+def check_works(environment: Environment, sources: Path, cwd: Path, home: Path) -> None:
+    """Every module of ours is found and lies under `home`, and `kernels` is not ours."""
+    found = environment.probe(cwd)
+    foreign = Path(found.pop("kernels"))
+    assert foreign == environment.site_packages / "kernels" / "__init__.py"
+    assert "get_kernel" in foreign.read_text()
+    linked = ("ring_attn/kernels/", "ring_attn/bench/")
+    expected = {name for name in python_files(sources) if name.startswith(linked)}
+    modules = {name.removesuffix(".py").replace("/", ".") for name in expected}
+    assert set(found) == modules | {"ring_attn"}
+    for name, path in found.items():
+        assert Path(path).is_relative_to(home), f"{name} was imported from {path}"
+
+
+def test_links_are_relative_and_lead_to_the_folders() -> None:
+    for link, target in LINKS.items():
+        assert os.readlink(ROOT / link) == target
+        assert (ROOT / link).resolve() == ROOT / Path(link).name
+        assert not (ROOT / link / "__init__.py").exists(), "it would shadow Hugging Face's kernels"
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
+def test_git_keeps_the_links_as_links() -> None:
+    modes = {
+        line.split("\t")[1]: line.split()[0]
+        for line in run("git", "ls-files", "-s", *LINKS, cwd=ROOT).splitlines()
+    }
+    assert modes == dict.fromkeys(LINKS, "120000")
+
+
+def test_wheel_holds_the_package_and_nothing_else(sources: Path, built: Built) -> None:
+    with zipfile.ZipFile(built.wheel) as wheel:
+        names = [name for name in wheel.namelist() if not name.endswith("/")]
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        info = metadata.rpartition("/")[0]
+        fields = Parser().parsestr(wheel.read(metadata).decode())
+        licence = wheel.read(f"{info}/licenses/LICENSE")
+    assert {name for name in names if name.endswith(".py")} == python_files(sources)
+    others = {name for name in names if not name.endswith(".py") and not name.startswith(info)}
+    assert others == {"ring_attn/py.typed"}
+    assert fields["Name"] == "ring-attn"
+    assert fields["License-Expression"] == "Apache-2.0"
+    assert fields["Requires-Python"] == ">=3.11"
+    assert {"flash", "hf", "bench", "test", "dev"} == set(fields.get_all("Provides-Extra"))
+    assert licence == (ROOT / "LICENSE").read_bytes()
+    assert built.wheel.name.endswith("-py3-none-any.whl")
+
+
+def test_sdist_holds_the_sources_as_files(sources: Path, built: Built) -> None:
+    with tarfile.open(built.sdist) as sdist:
+        members = {member.name.partition("/")[2]: member for member in sdist.getmembers()}
+    assert python_files(sources) | {"pyproject.toml", "setup.py", "LICENSE"} <= set(members)
+    assert not [name for name, member in members.items() if member.issym()]
+    assert not [name for name in members if name.split("/")[0] in ("kernels", "bench")]
+
+
+def test_works_from_a_wheel(
+    sources: Path, built: Built, environment: Environment, tmp_path: Path
+) -> None:
+    environment.install(built.wheel)
+    check_works(environment, sources, cwd=tmp_path, home=environment.site_packages)
+    usage = run(environment.bin / "ring-attn", "--help", cwd=tmp_path)
+    assert "usage: ring-attn" in usage.lower()
+
+
+def test_works_uninstalled_from_the_root(sources: Path, environment: Environment) -> None:
+    check_works(environment, sources, cwd=sources, home=sources)
+
+
+def test_works_as_an_editable_install(
+    sources: Path, environment: Environment, tmp_path: Path
+) -> None:
+    editable = tmp_path / "sources"
+    shutil.copytree(sources, editable, symlinks=True)
+    environment.install("--editable", editable)
+    check_works(environment, sources, cwd=tmp_path, home=editable)
+    (editable / "kernels" / "new_kernel.py").write_text("answer = 42\n")
+    script = "from ring_attn.kernels.new_kernel import answer; print(answer)"
+    assert run(environment.bin / "python", "-c", script, cwd=tmp_path).strip() == "42"
+
+
+def test_works_from_an_sdist(
+    sources: Path, built: Built, environment: Environment, tmp_path: Path
+) -> None:
+    environment.install(built.sdist)
+    check_works(environment, sources, cwd=tmp_path, home=environment.site_packages)
+
+
+def test_wheel_from_the_tree_equals_the_wheel_from_the_sdist(
+    sources: Path, built: Built, tmp_path: Path
+) -> None:
+    copy = tmp_path / "sources"
+    shutil.copytree(sources, copy, symlinks=True)
+    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, cwd=copy)
+    (direct,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(direct) as tree, zipfile.ZipFile(built.wheel) as sdist:
+        assert sorted(tree.namelist()) == sorted(sdist.namelist())
+        for name in tree.namelist():
+            assert tree.read(name) == sdist.read(name), name

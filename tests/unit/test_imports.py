@@ -1,0 +1,289 @@
+"""Imports go one way, `import ring_attn` needs nothing optional, and it is quick."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "ring_attn"
+
+# The one table of who may import whom, from the bottom. A unit is a module or folder of the
+# package. It may import its own siblings (SIBLINGS restricts that) and the units named here, and
+# nothing else of ours. Imports inside functions count.
+DATA = {"mask", "layout", "plan", "cost", "state", "spec"}
+ENGINE = DATA | {"validation", "profiling", "backends", "transport", "strategies"}
+API = ENGINE | {"ops", "debug", "tensor_parallel", "api"}
+PUBLIC = API | {"parallel_style", "__init__", "integrations"}
+TOOLS = PUBLIC | {"launch", "arguments", "env", "testing"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "kernels": set(),
+    "mask": set(),
+    "spec": set(),
+    "state": set(),
+    "profiling": set(),
+    "layout": {"mask"},
+    "plan": {"mask", "layout"},
+    "cost": {"mask", "layout", "plan", "spec"},
+    "validation": DATA,
+    "transport": DATA | {"profiling", "kernels"},
+    "backends": DATA | {"profiling", "kernels"},
+    "strategies": DATA | {"validation", "profiling", "transport", "backends"},
+    "debug": DATA | {"validation"},
+    "tensor_parallel": DATA | {"validation"},
+    "ops": ENGINE,
+    "api": ENGINE | {"ops", "debug"},
+    "parallel_style": API,
+    # `import ring_attn` itself: whoever imports it imports all that it exports.
+    "__init__": API | {"parallel_style"},
+    "integrations": PUBLIC - {"integrations"},
+    # The command line and what only it, the benchmarks and the tests use.
+    "launch": set(),
+    "arguments": set(),
+    "testing": PUBLIC | {"launch"},
+    "env": PUBLIC | {"launch", "arguments"},
+    "verify": TOOLS,
+    "bench": TOOLS | {"verify"},
+    "cli": TOOLS | {"verify", "bench"},
+    "__main__": {"cli"},
+}
+
+# Folders in which siblings do not know each other: only these modules may be imported by all.
+SIBLINGS = {"backends": {"base"}, "transport": {"base"}}
+
+# What may be imported outside a function: the base dependencies, and triton by kernels.
+BASE_DEPENDENCIES = {"torch", "einops", "rich"}
+EXTRA_DEPENDENCIES = {"kernels": {"triton"}}
+
+# Names that our folders would have if they were imported past the package.
+NEVER_TOP_LEVEL = {"kernels", "bench", "tests"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module: its full name, and whether it is imported with the module itself."""
+
+    name: str
+    line: int
+    at_import: bool
+
+
+def find_modules(root: Path) -> dict[str, Path]:
+    """Every module of the package by its dotted name, through the links to kernels and bench."""
+    folders = [root / PACKAGE]
+    modules = {}
+    while folders:
+        folder = folders.pop()
+        for path in sorted(folder.iterdir()):
+            if path.is_dir() and path.name != "__pycache__":
+                folders.append(path)
+            elif path.suffix == ".py":
+                parts = path.relative_to(root).with_suffix("").parts
+                modules[".".join(parts).removesuffix(".__init__")] = path
+    return modules
+
+
+def find_imports(module: str, is_package: bool, source: str, known: set[str]) -> Iterator[Import]:
+    """Imports of every form: absolute, relative, inside functions, import_module("...")."""
+    package = module if is_package else module.rpartition(".")[0]
+
+    def absolute(name: str, level: int) -> str:
+        if level == 0:
+            return name
+        base = package.split(".")[: len(package.split(".")) - (level - 1)]
+        return ".".join([*base, name] if name else base)
+
+    def visit(node: ast.AST, at_import: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, at_import)
+        elif isinstance(node, ast.ImportFrom):
+            source_module = absolute(node.module or "", node.level)
+            for alias in node.names:
+                submodule = f"{source_module}.{alias.name}"
+                name = submodule if submodule in known else source_module
+                yield Import(name, node.lineno, at_import)
+        elif isinstance(node, ast.Call):
+            function = node.func
+            called = getattr(function, "attr", getattr(function, "id", ""))
+            first = node.args[0] if node.args else None
+            if (
+                called in ("import_module", "__import__")
+                and isinstance(first, ast.Constant)
+                and isinstance(first.value, str)
+            ):
+                name = first.value.lstrip(".")
+                yield Import(absolute(name, len(first.value) - len(name)), node.lineno, at_import)
+        type_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or type_only
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, at_import and not later)
+
+    yield from visit(ast.parse(source), True)
+
+
+def unit_of(module: str) -> str:
+    """`ring_attn.backends.aten` -> `backends`; the package itself is `__init__`."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def violations(module: str, is_package: bool, source: str, known: set[str]) -> list[str]:
+    """What is wrong with one module's imports, in words."""
+    unit = unit_of(module)
+    if unit not in MAY_IMPORT:
+        return [f"{module}: not in MAY_IMPORT: say there what it may import"]
+    wrong = []
+    for imported in find_imports(module, is_package, source, known):
+        where = f"{module}:{imported.line}"
+        top = imported.name.split(".")[0]
+        if top in NEVER_TOP_LEVEL:
+            wrong.append(f"{where}: {imported.name}: import it as {PACKAGE}.{imported.name}")
+        elif top != PACKAGE:
+            allowed = (
+                sys.stdlib_module_names | BASE_DEPENDENCIES | EXTRA_DEPENDENCIES.get(unit, set())
+            )
+            if imported.at_import and top not in allowed:
+                wrong.append(f"{where}: {imported.name}: import it in the function that uses it")
+            elif unit == "kernels" and top not in allowed:
+                wrong.append(f"{where}: {imported.name}: kernels import torch and triton only")
+        elif (target := unit_of(imported.name)) != unit:
+            if target not in MAY_IMPORT[unit]:
+                wrong.append(f"{where}: {unit} may not import {target}")
+        elif unit in SIBLINGS and imported.name != module:
+            sibling = imported.name.split(".")[2:3]
+            if is_package:
+                if imported.at_import and sibling and sibling[0] not in SIBLINGS[unit]:
+                    wrong.append(f"{where}: {imported.name}: select it inside a function")
+            elif not sibling or sibling[0] not in SIBLINGS[unit]:
+                wrong.append(f"{where}: {imported.name}: {unit} do not import one another")
+    return wrong
+
+
+MODULES = find_modules(ROOT)
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_go_one_way(module: str) -> None:
+    path = MODULES[module]
+    wrong = violations(module, path.name == "__init__.py", path.read_text(), set(MODULES))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_table_has_no_cycle() -> None:
+    def below(unit: str, path: tuple[str, ...]) -> None:
+        assert unit not in path, " -> ".join((*path, unit))
+        for other in MAY_IMPORT[unit]:
+            below(other, (*path, unit))
+
+    for unit in MAY_IMPORT:
+        below(unit, ())
+
+
+KNOWN = {
+    "ring_attn",
+    "ring_attn.api",
+    "ring_attn.backends",
+    "ring_attn.backends.aten",
+    "ring_attn.backends.base",
+    "ring_attn.backends.triton",
+    "ring_attn.kernels.flash_fwd",
+    "ring_attn.kernels.online_softmax",
+    "ring_attn.layout",
+    "ring_attn.plan",
+    "ring_attn.testing",
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("ring_attn.layout", "from ring_attn.plan import Plan"),
+        ("ring_attn.layout", "from .plan import Plan"),
+        ("ring_attn.layout", "from . import plan"),
+        ("ring_attn.layout", "def f():\n    from ring_attn import plan"),
+        ("ring_attn.layout", "import importlib\nimportlib.import_module('ring_attn.plan')"),
+        ("ring_attn.layout", "import ring_attn"),
+        ("ring_attn.api", "from ring_attn.testing import attend"),
+        ("ring_attn.plan", "from ring_attn.backends import select"),
+        ("ring_attn.backends.aten", "from ring_attn.backends import triton"),
+        ("ring_attn.backends.aten", "def f():\n    from .triton import Triton"),
+        ("ring_attn.backends.aten", "from ring_attn.backends import select"),
+        ("ring_attn.backends", "from ring_attn.backends import triton"),
+        ("ring_attn.backends.triton", "import triton"),
+        ("ring_attn.backends.triton", "try:\n    import triton\nexcept ImportError:\n    pass"),
+        ("ring_attn.kernels.flash_fwd", "from ring_attn.plan import Plan"),
+        ("ring_attn.kernels.flash_fwd", "def f():\n    import einops.layers\n    import numpy"),
+        ("ring_attn.kernels.flash_fwd", "from kernels.online_softmax import LOG2E"),
+        ("ring_attn.unheard_of", "import torch"),
+    ],
+)
+def test_a_wrong_import_is_found(module: str, source: str) -> None:
+    assert violations(module, module == "ring_attn.backends", source, KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("ring_attn.plan", "from ring_attn.layout import Segment"),
+        ("ring_attn.backends.aten", "from .base import TileBackend"),
+        ("ring_attn.backends.triton", "def f():\n    from ring_attn.kernels import flash_fwd"),
+        ("ring_attn.backends.triton", "def f():\n    import triton"),
+        ("ring_attn.backends", "def select():\n    from . import triton"),
+        ("ring_attn.kernels.flash_fwd", "import triton\nfrom .online_softmax import LOG2E"),
+        ("ring_attn.testing", "import ring_attn"),
+    ],
+)
+def test_a_right_import_is_left_alone(module: str, source: str) -> None:
+    assert not violations(module, module == "ring_attn.backends", source, KNOWN)
+
+
+OPTIONAL = ["triton", "flash_attn", "flash_attn_interface", "transformers", "matplotlib"]
+
+COLD_IMPORT = """
+import json, sys, time
+for name in json.loads(sys.argv[1]):
+    sys.modules[name] = None
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import ring_attn
+seconds = time.perf_counter() - start
+print(json.dumps({"seconds": seconds, "loaded": sorted(set(sys.modules) - before)}))
+"""
+
+
+def cold_import(blocked: list[str]) -> tuple[float, list[str]]:
+    """Imports the package after torch in a new interpreter: the time it adds, and the modules."""
+    result = subprocess.run(
+        [sys.executable, "-c", COLD_IMPORT, json.dumps(blocked)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    return report["seconds"], report["loaded"]
+
+
+def test_import_needs_nothing_optional() -> None:
+    cold_import(OPTIONAL)
+
+
+def test_import_loads_nothing_heavy_and_is_quick() -> None:
+    heavy = {*OPTIONAL, "rich", "torch.distributed.tensor", "torch._dynamo", "torch._inductor"}
+    seconds = []
+    # The machine may be busy: the least of a few tries is what the import costs.
+    while len(seconds) < 5 and min(seconds, default=1.0) > 0.5:
+        took, loaded = cold_import([])
+        seconds.append(took)
+        assert PACKAGE in loaded
+        found = {name for name in loaded if any(f"{name}.".startswith(f"{h}.") for h in heavy)}
+        assert not found
+    assert min(seconds) < 0.5, f"import ring_attn adds {min(seconds):.2f} s to import torch"
