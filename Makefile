@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test test-slow test-all lint format type run verify bench wheel clean
+.PHONY: help setup test test-slow test-all lint format run verify bench wheel clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,16 +37,14 @@ test-slow: $(READY)  ## run only the slow tests
 
 test-all: test test-slow  ## run every test that needs no GPU
 
-lint: $(READY)  ## check style and format
+lint: $(READY)  ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: $(READY)  ## put the code into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-
-type: $(READY)  ## check types
-	$(BIN)/mypy
 
 run: $(READY)  ## see it work: ring-attn demo
 	$(BIN)/ring-attn demo $(ARGS)

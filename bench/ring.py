@@ -13,6 +13,7 @@ inputs, `max_error` the greatest difference of out, dq, dk, dv from attention in
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -304,6 +305,8 @@ def run(args: argparse.Namespace) -> int:
         args.layout, args.mode, args.backend, args.threads, 3 if quick else args.iters,
         1 if quick else args.warmup, baselines,
     )  # fmt: skip
+    # The profiler that counts memory greets on stderr, unless it is told before torch is imported.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     rows, failures = run_ranks(
         measure, args.world_size, setting, threads=args.threads, device=args.device
     )[0]
@@ -317,7 +320,7 @@ def run(args: argparse.Namespace) -> int:
         write_json(args.json, payload)
     console = Console()
     if not args.quiet:
-        console.print(_table(setting, rows))
+        console.print(*_tables(setting, rows))
     for failure in failures:
         console.print(f"[red]{failure}")
     return 1 if failures else 0
@@ -581,41 +584,41 @@ class _threads:
         torch.set_num_threads(self._before)
 
 
-def _table(setting: Setting, rows: Iterable[Row]) -> Table:
-    title = (
-        f"{setting.world_size} ranks x {setting.threads} threads, seqlen {setting.seqlen}, "
+def _tables(setting: Setting, rows: Sequence[Row]) -> list[Table]:
+    """Times, and what was held and sent: two tables that fit a terminal."""
+    dense = {row.mode: row.median_ms for row in rows if row.impl == "dense"}
+    times = Table(
+        title=f"{setting.world_size} ranks x {setting.threads} threads, seqlen {setting.seqlen}, "
         f"{setting.heads}/{setting.kv_heads} heads of {setting.head_dim}, {setting.dtype}, "
         f"{'causal' if setting.causal else 'full'}, {setting.layout}"
     )
-    table = Table(title=title)
-    for name in ("impl", "mode", "median ms", "p20", "p80", "x dense", "wait ms", "MB sent"):
-        table.add_column(name, justify="left" if name in ("impl", "mode") else "right")
-    for name in ("peak MB", "planned", "max error", "TFLOP/s"):
-        table.add_column(name, justify="right")
-    rows = list(rows)
-    dense = {row.mode: row.median_ms for row in rows if row.impl == "dense"}
+    for name in ("impl", "mode", "ms", "p20 .. p80", "x dense", "wait ms"):
+        times.add_column(name, justify="left" if name in ("impl", "mode") else "right")
+    sizes = Table(title="bytes of a call beyond its inputs, and correctness")
+    for name in ("impl", "mode", "peak MB", "planned", "sent MB", "planned", "max error"):
+        sizes.add_column(name, justify="left" if name in ("impl", "mode") else "right")
     for row in rows:
-        table.add_row(row.impl, row.mode, *_cells(row, dense.get(row.mode)))
-    return table
+        if row.median_ms is None:
+            times.add_row(row.impl, row.mode, row.note)
+            continue
+        form = ".3f" if row.mode == "step_overhead" else ".1f"
+        whole = dense.get(row.mode)
+        ratio = row.median_ms / whole if whole else None
+        spread = f"{_show(row.p20_ms, form)} .. {_show(row.p80_ms, form)}"
+        times.add_row(
+            row.impl, row.mode, _show(row.median_ms, form), spread, _show(ratio, ".3f"),
+            _show(row.wait_ms, ".2f"),
+        )  # fmt: skip
+        if row.peak_bytes is not None or row.bytes_sent is not None:
+            megabytes = (
+                row.peak_bytes, row.planned_peak_bytes, row.bytes_sent, row.planned_bytes
+            )  # fmt: skip
+            sizes.add_row(
+                row.impl, row.mode, *(_show(x, ".2f", 1e-6) for x in megabytes),
+                _show(row.max_error, ".1e"),
+            )  # fmt: skip
+    return [times, sizes]
 
 
-def _cells(row: Row, dense_ms: float | None) -> list[str]:
-    if row.median_ms is None:
-        return [row.note]
-
-    def show(value: float | None, form: str, scale: float = 1.0) -> str:
-        return "" if value is None else format(value * scale, form)
-
-    ratio = row.median_ms / dense_ms if dense_ms else None
-    return [
-        show(row.median_ms, ".1f" if row.mode != "step_overhead" else ".3f"),
-        show(row.p20_ms, ".1f" if row.mode != "step_overhead" else ".3f"),
-        show(row.p80_ms, ".1f" if row.mode != "step_overhead" else ".3f"),
-        show(ratio, ".3f"),
-        show(row.wait_ms, ".2f"),
-        show(row.bytes_sent, ".2f", 1e-6),
-        show(row.peak_bytes, ".2f", 1e-6),
-        show(row.planned_peak_bytes, ".2f", 1e-6),
-        show(row.max_error, ".2g"),
-        show(row.tflops, ".3f"),
-    ]
+def _show(value: float | None, form: str, scale: float = 1.0) -> str:
+    return "" if value is None else format(value * scale, form)

@@ -111,17 +111,18 @@ def plain_attention(
 ) -> tuple[Tensor, Tensor]:
     """The yardstick: the same mathematics as plain PyTorch does it in the inputs' own dtype.
 
-    Every sum runs in another order than in the oracle (queries, keys and dims reversed): in float64
-    the two would otherwise share their rounding errors, and plain PyTorch would seem to have none.
+    In float64, where it would be the oracle itself, every sum runs in another order (queries, keys
+    and dims reversed), so that the two share no rounding errors.
 
     Returns:
         As `dense_attention`; `out` in q's dtype. `lse` in float32 (float64 for float64), from
         scores in that dtype: what a matmul of 16-bit inputs that accumulates in float32 has before
         it rounds, so that the yardstick of a float32 result has a float32 error.
     """
-    out, lse = _attention(
-        q.flip(1, 3), k.flip(1, 3), v.flip(1, 3), mask, softmax_scale, backwards=True
-    )
+    if q.dtype != torch.float64:
+        return _attention(q, k, v, mask, softmax_scale)
+    q, k, v = (x.flip(1, 3) for x in (q, k, v))
+    out, lse = _attention(q, k, v, mask, softmax_scale, backwards=True)
     return out.flip(1, 3), lse.flip(2)
 
 
@@ -325,13 +326,13 @@ def _attention(
     scale = _scale(q, softmax_scale)
 
     def scores_in(dtype: torch.dtype) -> Tensor:
-        # (batch, kv heads, heads of each, seqlen_q, seqlen_k). Rows that see nothing are made finite
-        # before the softmax and zero after it: a row of -inf is NaN there, forward and backward.
+        # (batch, kv heads, heads of each, seqlen_q, seqlen_k). Rows that see nothing are made
+        # finite before the softmax and zero after it: a row of -inf is NaN there, both ways.
         x = torch.einsum("bignd,bjgd->bgnij", _grouped(q, k).to(dtype), k.to(dtype)) * scale
         return x.masked_fill(~visible, -math.inf).masked_fill(alone, 0.0)
 
-    # Heads stay grouped, so that the gradients of k and v are one sum over a group's heads and rows,
-    # as in any kernel that does not copy kv heads: copies, added up later, round less.
+    # Heads stay grouped, so that gradients of k and v are one sum over a group's heads and rows, as
+    # in any kernel that does not copy kv heads: sums by head, added up later, can round less.
     p = scores_in(q.dtype).softmax(-1).masked_fill(alone, 0.0)
     out = torch.einsum("bgnij,bjgd->bignd", p, v).flatten(2, 3)
     lse = scores_in(_accumulation_dtype(q.dtype)).logsumexp(-1).flatten(1, 2)
@@ -372,22 +373,22 @@ def _terms(
 ) -> dict[str, Tensor]:
     """The equations of forward and backward with the absolute value of every term in its place.
 
-    A probability is `exp(s - lse)`, so a rounding of the exponent's terms is a relative error of that
-    size in it: p enters as `p * (1 + |s| + |lse|)`, |s| being the sum of |q_d k_d| softmax_scale.
+    A probability is exp(s - lse), and rounding s and lse to their dtype is a relative error of
+    that size in it: p enters as `p (1 + |s| + |lse|)`. With logits of some hundreds that is all of
+    the error of dv in float32; with ordinary ones it is of the order of the sums' error.
     """
     scale, groups = _scale(q, softmax_scale), q.size(2) // k.size(2)
     hidden = ~mask.dense().to(q.device)
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
     k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
-    p = (scores - expected.lse.unsqueeze(-1)).masked_fill(hidden, -math.inf).exp()
+    s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    p = (s - expected.lse.unsqueeze(-1)).masked_fill(hidden, -math.inf).exp()
+    lse = expected.lse.abs().masked_fill(expected.lse.isneginf(), 0.0)
 
     q, k, v, dout, out = (x.abs() for x in (q, k, v, dout, expected.out))
-    s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    lse_terms = (p * torch.einsum("bihd,bjhd->bhij", q, k) * scale).sum(-1) + lse
+    p = p * (1.0 + s.abs() + lse.unsqueeze(-1))
     delta = torch.einsum("bihd,bihd->bhi", out, dout).unsqueeze(-1)
-    lse = expected.lse.abs().masked_fill(expected.lse.isneginf(), 0.0)
-    lse_terms = (p * s).sum(-1) + lse
-    p = p * (1.0 + s + lse.unsqueeze(-1))
     ds = p * (torch.einsum("bihd,bjhd->bhij", dout, v) + delta) * scale
 
     def to_kv_heads(x: Tensor) -> Tensor:

@@ -1,0 +1,258 @@
+"""The command line: what it prints, how it ends, and the parsing that the subcommands share."""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring_attn import __version__, cli, env, verify
+from ring_attn.arguments import (
+    add_common,
+    dtype_name,
+    format_size,
+    parse_dtype,
+    parse_size,
+    parse_sizes,
+    write_json,
+)
+from ring_attn.launch import run_ranks
+from ring_attn.testing import RESULTS, Verdict
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("113", 113), ("8k", 8192), ("8K", 8192), ("1M", 1 << 20), ("1.5k", 1536), (" 2g ", 2 << 30)],
+)
+def test_parse_size(text: str, size: int) -> None:
+    assert parse_size(text) == size
+    assert parse_size(format_size(size)) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "k", "8kb", "1.3", "1e3", "0.1k", "8 192"])
+def test_parse_size_refuses(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
+        parse_size(text)
+
+
+def test_parse_sizes_and_dtypes() -> None:
+    assert parse_sizes("1k,113") == (1024, 113)
+    assert parse_dtype("bf16") is parse_dtype("bfloat16") is torch.bfloat16
+    assert dtype_name(torch.float16) == "float16"
+    with pytest.raises(argparse.ArgumentTypeError, match="float16, bfloat16"):
+        parse_dtype("int8")
+
+
+def test_write_json_has_no_infinities(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    write_json(path, {"a": (1, math.inf), "b": {"c": math.nan}})
+    assert json.loads(path.read_text()) == {"a": [1, None], "b": {"c": None}}
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("--help", "--version"):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([word])
+        assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert all(command.name in text and command.help in text for command in cli.COMMANDS)
+    assert __version__ in text
+
+
+def test_help_loads_no_subcommand() -> None:
+    code = (
+        "import sys\nfrom ring_attn import cli\n"
+        "try:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "loaded = {'rich', *(c.module for c in cli.COMMANDS)} & set(sys.modules)\n"
+        "assert not loaded, loaded"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "needs a command: one of env, verify"),
+        (["bench"], "got 'bench'"),
+        (["nothing", "here"], "got 'nothing here'"),
+        (["env", "--nope"], "unrecognized arguments: --nope"),
+        (["env", "--json", "/nowhere/at/all.json"], "/nowhere/at/all.json"),
+        (["verify", "--backend", "magic"], "--backend must be one of"),
+        (["verify", "--layout", "magic"], "invalid choice: 'magic'"),
+        (["verify", "--world-size", "0"], "at least 1, got 0"),
+        (["verify", "--world-size", "2", "--threads", "0"], "threads must be at least 1"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status: object = cli.main(words)
+    except SystemExit as stop:
+        status = stop.code
+    said = capsys.readouterr().err
+    assert status == 2
+    assert text in said and said.count("\n") == 1, said
+
+
+def test_errors_keep_their_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RING_ATTN_DEBUG", "1")
+    with pytest.raises(ValueError, match="--backend must be one of"):
+        cli.main(["verify", "--backend", "magic"])
+
+
+def test_a_failure_is_not_taken_for_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("broken")
+    module.add_arguments = add_common
+
+    def run(_: argparse.Namespace) -> int:
+        raise RuntimeError("rank 1 of 2 failed")
+
+    module.run = run
+    monkeypatch.setattr(cli, "import_module", lambda _: module)
+    with pytest.raises(RuntimeError, match="rank 1 of 2"):
+        cli.main(["env"])
+
+
+def test_env(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "env.json"
+    assert cli.main(["env", "--json", str(path)]) == 0
+    shown, report = capsys.readouterr().out, json.loads(path.read_text())
+    assert report["machine"]["versions"]["torch"] == str(torch.__version__)
+    assert report["machine"]["cores"] >= 1
+    assert report["backends"]["reference"]["cpu bfloat16"] is None
+    assert set(env.VARIABLES) == set(report["variables"])
+    for word in ("ring_attn", "reference", "gloo", "RING_ATTN_DEBUG"):
+        assert word in shown
+
+
+def test_cases_cover_what_they_say() -> None:
+    backends = ("reference", "aten")
+    everything, quick = verify.cases(backends=backends), verify.cases(True, backends=backends)
+    assert len(set(everything)) == len(everything)
+    for found in (everything, quick):
+        assert {(c.layout, c.mask) for c in found} == {
+            (layout, mask) for layout in verify.LAYOUTS for mask in verify.MASKS
+        }
+        assert {c.heads for c in found} == set(verify.HEADS)
+        assert {c.backend for c in found} == set(backends)
+    assert {(c.backend, c.dtype) for c in everything} >= {
+        (backend, dtype) for backend in backends for dtype in ("float16", "bfloat16", "float32")
+    } | {("reference", "float64")}
+    assert {1, 63, 113, 257} <= {c.seqlen for c in everything}
+    assert any(c.large_logits for c in everything) and any(c.noncontiguous for c in everything)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_layouts_of_cases_hold_every_row(world_size: int) -> None:
+    for case in verify.cases(backends=("reference",)):
+        mask, layouts = case.build_mask(), case.build_layouts(world_size)
+        assert [layout.seqlen for layout in layouts] == [mask.seqlen_q, mask.seqlen_k]
+        if case.layout == "boundaries" and world_size > 1:
+            assert all(0 in layout.shard_lens for layout in layouts)
+
+
+def test_a_case_result_tells_failed_from_refused() -> None:
+    case = verify.cases(True, backends=("reference",))[0]
+    good = tuple(Verdict(name, 0.5, 1.0, True) for name in RESULTS)
+    bad = (*good[:4], Verdict("dv", 2.0, 1.0, False))
+    assert verify.CaseResult(case, good).status == "passed"
+    assert verify.CaseResult(case, bad).status == "failed"
+    assert verify.CaseResult(case, error="died").status == "failed"
+    assert verify.CaseResult(case).status == "failed"
+    assert verify.CaseResult(case, refused="only on cuda").status == "refused"
+
+
+@pytest.mark.dist
+def test_verify_in_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "verify.json"
+    words = ["--world-size", "2", "--quick", "--layout", "zigzag", "--json", str(path)]
+    assert cli.main(["verify", *words]) == 0
+    report = json.loads(path.read_text())
+    assert report["summary"] == {"passed": len(verify.MASKS), "failed": 0, "refused": 0}
+    assert set(report["cases"][0]["results"]) == set(RESULTS)
+    assert "0 failed" in capsys.readouterr().out
+
+
+@pytest.mark.dist
+def test_verify_of_a_backend_that_cannot_run_is_no_success(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["verify", "--world-size", "1", "--quick", "--device", "cpu", "--backend", "flash_attn"]
+    assert cli.main(words) == 1
+    assert "refused: flash_attn" in capsys.readouterr().out
+
+
+def wrong_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ring attention of which rank 0's values are a thousandth too large."""
+    q, k, v = args
+    out, lse = verify.ring_attention(q, k, v * (1.001 if dist.get_rank() == 0 else 1.0), **kwargs)
+    return out, lse
+
+
+def raising_attention(*_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    raise ArithmeticError("made to fail")
+
+
+def run_wrong_cases() -> list[tuple[str, str | None]]:
+    case = verify.Case("reference", "contiguous", "causal")
+    results = []
+    for attention in (wrong_attention, raising_attention):
+        verify.STRATEGIES["ring"] = attention
+        results.append(verify.run_case(case))
+    return [(result.status, result.error) for result in results]
+
+
+@pytest.mark.dist
+def test_verify_sees_a_wrong_rank_and_an_error() -> None:
+    for rank_results in run_ranks(run_wrong_cases, 2, threads=1, device="cpu"):
+        (wrong, _), (raised, text) = rank_results
+        assert wrong == raised == "failed"
+        assert text is not None and "rank 0" in text and "made to fail" in text
+
+
+def rank_and_threads() -> tuple[int, int, int]:
+    return dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
+
+
+def fail_in_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("the shard of rank 1 is wrong")
+    time.sleep(60)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_run_ranks(nproc: int) -> None:
+    results = run_ranks(rank_and_threads, nproc, threads=1, device="cpu")
+    assert results == [(rank, nproc, 1) for rank in range(nproc)]
+
+
+@pytest.mark.dist
+def test_run_ranks_tells_which_rank_failed() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 of 2 failed.*the shard of rank 1 is wrong"):
+        run_ranks(fail_in_rank_1, 2, threads=1, device="cpu")
+
+
+def test_run_ranks_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="nproc must be at least 1"):
+        run_ranks(rank_and_threads, 0)
+    with pytest.raises(ValueError, match="device must be one of"):
+        run_ranks(rank_and_threads, 1, device="tpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="need as many GPUs"):
+        run_ranks(rank_and_threads, 2, device="cuda")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="torchrun started 2 ranks, but 3"):
+        run_ranks(rank_and_threads, 3)

@@ -1,0 +1,259 @@
+"""The oracle against torch; the bound against defects, which it sees, and mere rounding."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ring_attn.mask import Mask
+from ring_attn.testing import (
+    RESULTS,
+    Expected,
+    Inputs,
+    check,
+    check_all,
+    dense_attention,
+    dense_gradients,
+    plain_attention,
+    plain_gradients,
+    poisoned_empty,
+    random_qkv,
+)
+
+MASKS = {
+    "full": Mask(33, 33),
+    "causal": Mask(33, 33, causal=True),
+    "window": Mask(33, 33, window_size=(5, 2)),
+    "own key only": Mask(33, 33, causal=True, window_size=(0, -1)),
+    "longer kv": Mask(33, 50, causal=True),
+    "empty rows": Mask(33, 20, causal=True),
+    "documents": Mask(33, 33, True, (-1, -1), (0, 7, 7, 32, 33), (0, 7, 7, 32, 33)),
+    "no keys": Mask(33, 0),
+}
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def inputs_for(mask: Mask, dtype: torch.dtype = torch.float32, **options: object) -> Inputs:
+    sizes: dict[str, object] = {"nheads": 4, "nheads_kv": 2, "headdim": 16, "headdim_v": 24}
+    return random_qkv(
+        batch=2,
+        seqlen_q=mask.seqlen_q,
+        seqlen_k=mask.seqlen_k,
+        dtype=dtype,
+        **(sizes | options),  # type: ignore[arg-type]
+    )
+
+
+def textbook(inputs: Inputs, mask: Mask) -> Expected:
+    """The backward of flash-attention's paper, p = exp(s - lse) and delta, in float32 at least."""
+    wide = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
+    q, k, v, dout = (x.to(wide) for x in inputs)
+    groups = q.size(2) // k.size(2)
+    q, dout = (x.unflatten(2, (-1, groups)) for x in (q, dout))
+    scale = q.size(-1) ** -0.5
+    s = torch.einsum("bignd,bjgd->bgnij", q, k) * scale
+    s = s.masked_fill(~mask.dense(), -math.inf)
+    lse = s.logsumexp(-1, keepdim=True)
+    p = (s - lse.masked_fill(lse.isneginf(), 0.0)).exp()
+    out = torch.einsum("bgnij,bjgd->bignd", p, v)
+    delta = (out.to(inputs.q.dtype).to(wide) * dout).sum(-1).permute(0, 2, 3, 1).unsqueeze(-1)
+    ds = p * (torch.einsum("bignd,bjgd->bgnij", dout, v) - delta) * scale
+    results = (
+        torch.einsum("bgnij,bjgd->bignd", ds, k).flatten(2, 3),
+        torch.einsum("bgnij,bignd->bjgd", ds, q),
+        torch.einsum("bgnij,bignd->bjgd", p, dout),
+    )
+    out, dq, dk, dv = (x.to(inputs.q.dtype) for x in (out.flatten(2, 3), *results))
+    return Expected(out, lse.squeeze(-1).flatten(1, 2), dq, dk, dv)
+
+
+def failed(got: Expected, inputs: Inputs, mask: Mask) -> set[str]:
+    verdicts = check_all(got, dense_gradients(*inputs, mask), plain_gradients(*inputs, mask))
+    return {verdict.name for verdict in verdicts if not verdict.ok}
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "window", "longer kv", "documents"])
+def test_the_oracle_is_torch_sdpa(name: str) -> None:
+    mask = MASKS[name]
+    inputs = inputs_for(mask, torch.float64)
+    q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask.dense(), enable_gqa=True)
+    grads = torch.autograd.grad(out.transpose(1, 2), (q, k, v), inputs.dout)
+    lse = dense_attention(q, k, v, mask)[1].detach()
+    assert not failed(Expected(out.transpose(1, 2).detach(), lse, *grads), inputs, mask)
+
+
+def test_the_oracle_passes_gradcheck() -> None:
+    mask = Mask(5, 3, causal=True)
+    leaves = [x.requires_grad_() for x in inputs_for(mask, torch.float64, headdim=3)[:3]]
+
+    def seen(*x: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = dense_attention(*x, mask)
+        return out, lse[:, :, 2:]  # the rows before see nothing: lse is -inf
+
+    assert torch.autograd.gradcheck(seen, leaves)
+
+
+@pytest.mark.parametrize("attention", [dense_attention, plain_attention])
+def test_rows_that_see_nothing(attention: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    mask = MASKS["empty rows"]
+    inputs = inputs_for(mask)
+    q, k, v = (x.requires_grad_() for x in inputs[:3])
+    out, lse = attention(q, k, v, mask)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), inputs.dout.to(out.dtype))
+    alone = 13
+    assert (lse[:, :, :alone] == -math.inf).all() and lse[:, :, alone:].isfinite().all()
+    assert (out[:, :alone] == 0).all() and (dq[:, :alone] == 0).all()
+    assert all(x.isfinite().all() for x in (out, dq, dk, dv))
+
+
+def test_no_keys_at_all() -> None:
+    mask = MASKS["no keys"]
+    expected = dense_gradients(*inputs_for(mask), mask)
+    assert (expected.out == 0).all() and (expected.lse == -math.inf).all()
+    assert expected.dk.shape == (2, 0, 2, 16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plain_has_the_dtypes_that_results_have(dtype: torch.dtype) -> None:
+    plain = plain_gradients(*inputs_for(MASKS["causal"], dtype), MASKS["causal"])
+    assert {plain.out.dtype, plain.dq.dtype, plain.dk.dtype, plain.dv.dtype} == {dtype}
+    assert plain.lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize("large_logits", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MASKS)
+def test_a_right_algorithm_holds(name: str, dtype: torch.dtype, large_logits: bool) -> None:
+    mask = MASKS[name]
+    inputs = inputs_for(mask, dtype, large_logits=large_logits)
+    assert not failed(textbook(inputs, mask), inputs, mask)
+
+
+def ten_bits(x: Tensor) -> Tensor:
+    """float32 as TF32 tensor cores read it."""
+    return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+def without_head_0(dout: Tensor) -> Tensor:
+    return dout.index_fill(2, torch.tensor([0]), 0.0)
+
+
+DEFECTS: dict[str, Callable[[Inputs, Mask], tuple[Expected, set[str]]]] = {
+    "TF32 products": lambda i, m: (
+        textbook(Inputs(ten_bits(i.q), ten_bits(i.k), ten_bits(i.v), i.dout), m),
+        set(RESULTS),
+    ),
+    "a key too few": lambda i, m: (textbook(i, replace(m, window_size=(31, -1))), set(RESULTS)),
+    "lse in base 2": lambda i, m: (
+        replace(textbook(i, m), lse=textbook(i, m).lse / math.log(2.0)),
+        {"lse"},
+    ),
+    "out accumulated in bfloat16": lambda i, m: (
+        replace(textbook(i, m), out=textbook(i, m).out.bfloat16().float()),
+        {"out"},
+    ),
+    "one NaN": lambda i, m: (
+        replace(textbook(i, m), dv=textbook(i, m).dv.index_fill(1, torch.tensor([3]), math.nan)),
+        {"dv"},
+    ),
+    "a head's gradient left out": lambda i, m: (
+        replace(textbook(i, m), dk=textbook(i._replace(dout=without_head_0(i.dout)), m).dk),
+        {"dk"},
+    ),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_is_seen(defect: str) -> None:
+    mask = MASKS["causal"]
+    inputs = inputs_for(mask)
+    got, wrong = DEFECTS[defect](inputs, mask)
+    assert failed(got, inputs, mask) == wrong
+
+
+def test_zero_must_be_exact_where_nothing_is_summed() -> None:
+    mask = MASKS["empty rows"]
+    inputs = inputs_for(mask)
+    got = textbook(inputs, mask)
+    assert not failed(got, inputs, mask)
+    got.dq[:, 0] = torch.finfo(torch.float32).tiny
+    assert failed(got, inputs, mask) == {"dq"}
+
+
+def test_lse_of_an_empty_row_must_be_minus_infinity() -> None:
+    mask = MASKS["empty rows"]
+    inputs = inputs_for(mask)
+    for wrong in (0.0, math.inf, math.nan, torch.finfo(torch.float32).min):
+        got = textbook(inputs, mask)
+        got.lse[:, :, 0] = wrong
+        assert failed(got, inputs, mask) == {"lse"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_floor_is_that_of_the_dtype_at_the_values_scale(dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    for scale in (1.0, 2.0**-9, 2.0**6):
+        oracle = torch.tensor([scale, -scale / 3], dtype=torch.float64)
+        plain = oracle.to(dtype)
+        rounding = (plain.double() - oracle).abs().max().item()
+        bound = check("out", plain, oracle, plain).bound - 2 * rounding
+        assert bound == pytest.approx(scale * info.eps)  # 1.3 is below 2: one ulp of `scale`
+
+
+def test_the_floor_is_never_below_what_flash_attention_allows_at_order_1() -> None:
+    oracle = torch.randn(4096, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for dtype in DTYPES[:3]:
+        x = oracle.to(dtype)
+        theirs = 2 * (x + 0.3 - 0.3 - x).abs().max().item()
+        assert check("out", x, x.double(), x).bound >= theirs
+
+
+def test_no_bound_of_zero_but_for_zeros() -> None:
+    tiny = torch.tensor([1e-300], dtype=torch.float64)
+    assert check("out", tiny.half(), tiny, tiny.half()).bound > 0
+    zero = torch.zeros(3, dtype=torch.float64)
+    verdict = check("out", zero.float(), zero, zero.float())
+    assert (verdict.bound, verdict.ok, verdict.ratio) == (0.0, True, 0.0)
+    assert check("out", zero.float() + 1e-30, zero, zero.float()).ratio == math.inf
+
+
+def test_results_of_another_shape_or_dtype_raise() -> None:
+    x = torch.zeros(2, 3, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"dq must have shape \(2, 3\)"):
+        check("dq", x.float()[:1], x, x.float())
+    with pytest.raises(TypeError, match="dq must be torch.float32"):
+        check("dq", x.half(), x, x.float())
+
+
+def test_random_qkv() -> None:
+    options: dict[str, object] = {"nheads": 4, "nheads_kv": 2, "headdim": 16, "headdim_v": 8}
+    a = random_qkv(seqlen_q=5, seqlen_k=7, seed=3, **options)  # type: ignore[arg-type]
+    b = random_qkv(seqlen_q=5, seqlen_k=7, seed=3, noncontiguous=True, **options)  # type: ignore[arg-type]
+    assert [tuple(x.shape) for x in a] == [(1, 5, 4, 16), (1, 7, 2, 16), (1, 7, 2, 8), (1, 5, 4, 8)]
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert all(y.stride(-1) == 2 and not y.is_contiguous() for y in b)
+    assert not torch.equal(a.q, random_qkv(seqlen_q=5, seed=4, nheads=4, headdim=16).q)
+    large = random_qkv(seqlen_q=64, large_logits=True)
+    lse = dense_attention(large.q, large.k, large.v, Mask(64, 64))[1]
+    assert lse.max() > 89  # exp overflows float32 there
+
+
+def test_poisoned_empty() -> None:
+    with poisoned_empty():
+        assert torch.empty(3).isnan().all()
+        assert torch.empty_like(torch.ones(2, dtype=torch.bfloat16)).isnan().all()
+        assert torch.ones(2).new_empty(4, dtype=torch.float16).isnan().all()
+        assert torch.empty_strided((2, 2), (1, 2)).isnan().all()
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            assert torch.empty(16, dtype=torch.uint8).view(dtype).isnan().all()
+        assert (torch.empty(3, dtype=torch.int32) == -1).all()
+    before = torch.empty
+    with pytest.raises(KeyError), poisoned_empty():
+        raise KeyError
+    assert torch.empty is before
