@@ -155,6 +155,7 @@ def ring_attention(
     packed = q.ndim == 3
     if packed:
         q, k, v = q[None], k[None], v[None]
+    # Once here rather than at every step: no operator takes a strided last dim.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out, lse = RingAttention.apply(q, k, v, call, open_p2p(process_group, transport))
     if packed:

@@ -244,7 +244,7 @@ def shard_batch(
         labels = whole.pop("labels")
         layout._check_rows(labels, dim)
         shifted = labels.roll(-1, dim)
-        shifted.narrow(dim, layout.seqlen - 1, 1).fill_(ignore_index)
+        shifted.narrow(dim, max(layout.seqlen - 1, 0), min(layout.seqlen, 1)).fill_(ignore_index)
         whole["shift_labels"] = shifted
     part = {name: layout.shard(x, rank, dim) for name, x in whole.items()}
     if "position_ids" not in part:

@@ -5,8 +5,8 @@ What each takes decides how a tile is cut into operator calls:
     operator        mask it knows                        so a tile becomes
     CPU flash       none, top-left causal, a dense mask  full and causal pieces; window edges masked
                                                          in blocks of EDGE rows
-    CUDA flash      any band, as a window counted from   one call
-                    the bottom right corner
+    CUDA flash      any band, as a window counted from   one call, or few where it has more rows
+                    the bottom right corner              than columns
     CUDA cuDNN      none, top-left causal                full and square causal pieces; a window's
                                                          tile goes to flash
 
@@ -25,10 +25,12 @@ from ring_attn.backends.base import (
     TileBackend,
     band_mask,
     equal_headdims,
+    flash_pieces,
     flash_window,
     out_from_delta,
+    tile_within,
 )
-from ring_attn.plan import Band, MaskKind, Tile, make_tile
+from ring_attn.plan import Band, MaskKind, Tile
 from ring_attn.spec import AttentionSpec
 from ring_attn.state import State
 
@@ -101,7 +103,7 @@ class AtenBackend(TileBackend):
     def pieces(self, tile: Tile, device_type: str) -> Iterator[Tile]:
         """The tile as rectangles that the operator of that device takes in one call each."""
         if device_type != "cpu":
-            yield tile
+            yield from flash_pieces(tile)
         elif tile.kind is MaskKind.WINDOW:
             yield from _window_pieces(tile, EDGE)
         else:
@@ -195,7 +197,7 @@ class CudnnBackend(AtenBackend):
     def pieces(self, tile: Tile, device_type: str) -> Iterator[Tile]:
         """Full and square causal pieces: on a square, top-left and bottom-right are the same."""
         if tile.kind is MaskKind.WINDOW:
-            yield tile
+            yield from flash_pieces(tile)
         else:
             yield from _square_causal_pieces(tile)
 
@@ -249,19 +251,14 @@ def _causal_pieces(tile: Tile) -> Iterator[Tile]:
         yield tile
         return
     split = tile.kv.start + hi
-    yield from _present(tile, tile.q, slice(split, tile.kv.stop))
-    yield from _present(tile, tile.q, slice(tile.kv.start, split))
+    yield from tile_within(tile, tile.q, slice(split, tile.kv.stop))
+    yield from tile_within(tile, tile.q, slice(tile.kv.start, split))
 
 
 def _square_causal_pieces(tile: Tile) -> Iterator[Tile]:
     """As `_causal_pieces`, and rows below the diagonal's end, which see every column, apart."""
     for piece in _causal_pieces(tile):
-        if piece.kind is MaskKind.CAUSAL and piece.rows > piece.cols:
-            corner = piece.q.start + piece.cols
-            yield from _present(piece, slice(piece.q.start, corner), piece.kv)
-            yield from _present(piece, slice(corner, piece.q.stop), piece.kv)
-        else:
-            yield piece
+        yield from flash_pieces(piece)
 
 
 def _window_pieces(tile: Tile, edge: int) -> Iterator[Tile]:
@@ -278,18 +275,11 @@ def _window_pieces(tile: Tile, edge: int) -> Iterator[Tile]:
             right = min(right, rows.start + hi + 1)
         left = max(left, tile.kv.start)
         if left >= right:
-            yield from _present(tile, rows, tile.kv)
+            yield from tile_within(tile, rows, tile.kv)
             continue
-        yield from _present(tile, rows, slice(right, tile.kv.stop))
-        yield from _present(tile, rows, slice(left, right))
-        yield from _present(tile, rows, slice(tile.kv.start, left))
-
-
-def _present(tile: Tile, q: slice, kv: slice) -> Iterator[Tile]:
-    """The part of the tile in a rectangle, if there is any."""
-    part = make_tile(q, kv, *tile.band)
-    if part is not None:
-        yield part
+        yield from tile_within(tile, rows, slice(right, tile.kv.stop))
+        yield from tile_within(tile, rows, slice(left, right))
+        yield from tile_within(tile, rows, slice(tile.kv.start, left))
 
 
 def _dense_mask(piece: Tile, q: Tensor) -> Tensor | None:
@@ -306,7 +296,12 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def _computable(*tensors: Tensor) -> list[Tensor]:
-    return [x.to(_compute_dtype(x)) for x in tensors]
+    """In the type of the computation, and with a contiguous last dim.
+
+    The CPU operator does not look at the stride of the last dim: it would read other elements.
+    """
+    widened = (x.to(_compute_dtype(x)) for x in tensors)
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in widened]
 
 
 def _piece_bytes(spec: AttentionSpec, piece: Tile, backward: bool) -> int:

@@ -6,14 +6,14 @@ A backend is given the whole local tensors and the tiles of a step; it may take 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_attn.plan import Tile
+from ring_attn.plan import MaskKind, Tile, make_tile
 from ring_attn.spec import AttentionSpec
 from ring_attn.state import State
 
@@ -201,11 +201,38 @@ def band_mask(tile: Tile, device: torch.device) -> Tensor:
 def flash_window(piece: Tile) -> tuple[int, int]:
     """The band as flash-attention's window, counted from the bottom right corner; -1 is unbounded.
 
-    The corner lies within the band, because the tile's last row and last column see something.
+    For the pieces of `flash_pieces`, which the package's rules for large windows do not touch.
     """
     corner = piece.cols - piece.rows
     lo, hi = piece.corner_band
     return (-1 if lo is None else corner - lo, -1 if hi is None else hi - corner)
+
+
+def flash_pieces(tile: Tile) -> Iterator[Tile]:
+    """The tile as masked pieces with no more rows than columns, and full ones of any shape.
+
+    FlashAttention 2 takes a side of at least seqlen_k as unbounded, and an unbounded side next to a
+    bounded one as seqlen_k, both counted from the bottom right corner: with more rows than columns
+    a bound that cuts something could be dropped, or one that cuts nothing could cut.
+    """
+    if tile.kind is MaskKind.FULL or tile.rows <= tile.cols:
+        yield tile
+    elif tile.kind is MaskKind.CAUSAL:
+        corner = tile.q.start + tile.cols
+        yield from tile_within(tile, slice(tile.q.start, corner), tile.kv)
+        yield from tile_within(tile, slice(corner, tile.q.stop), tile.kv)
+    else:
+        for start in range(tile.q.start, tile.q.stop, tile.cols):
+            rows = slice(start, min(start + tile.cols, tile.q.stop))
+            for piece in tile_within(tile, rows, tile.kv):
+                yield from flash_pieces(piece)
+
+
+def tile_within(tile: Tile, q: slice, kv: slice) -> Iterator[Tile]:
+    """The part of the tile in a rectangle, if there is any."""
+    part = make_tile(q, kv, *tile.band)
+    if part is not None:
+        yield part
 
 
 def equal_headdims(*tensors: Tensor, multiple: int) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """The operators of the installed flash-attn package (FlashAttention 2); optional.
 
-One call a tile: a tile's band is flash-attention's window, counted from the bottom right corner.
+A tile's band is flash-attention's window, counted from the bottom right corner: one call a tile, or
+few where it has more rows than columns.
 Only `torch.ops.flash_attn._flash_attn_forward` and `_backward`, the operators that the package
 registers for torch.compile, are used, with every argument by name. Needs CUDA and 16-bit inputs.
 """
@@ -13,7 +14,13 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from ring_attn.backends.base import TileBackend, equal_headdims, flash_window, out_from_delta
+from ring_attn.backends.base import (
+    TileBackend,
+    equal_headdims,
+    flash_pieces,
+    flash_window,
+    out_from_delta,
+)
 from ring_attn.plan import Tile
 from ring_attn.spec import AttentionSpec
 from ring_attn.state import State
@@ -47,11 +54,17 @@ class FlashAttnBackend(TileBackend):
     def forward_tile(
         self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, softmax_scale: float
     ) -> None:
-        """One call; flash-attention's +inf of rows that see nothing becomes -inf here."""
+        """One call a piece; flash-attention's +inf of rows that see nothing becomes -inf here."""
+        for piece in flash_pieces(tile):
+            self._forward_piece(q, k, v, piece, state, softmax_scale)
+
+    def _forward_piece(
+        self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, state: State, softmax_scale: float
+    ) -> None:
         headdim_v = v.size(-1)
-        left, right = flash_window(tile)
+        left, right = flash_window(piece)
         out, lse, *_ = _operators()._flash_attn_forward(
-            *equal_headdims(q[:, tile.q], k[:, tile.kv], v[:, tile.kv], multiple=8),
+            *equal_headdims(q[:, piece.q], k[:, piece.kv], v[:, piece.kv], multiple=8),
             dropout_p=0.0,
             softmax_scale=softmax_scale,
             causal=False,
@@ -62,7 +75,7 @@ class FlashAttnBackend(TileBackend):
             return_softmax=False,
         )
         lse = lse.masked_fill(lse == torch.inf, -torch.inf)
-        state.fold(tile.q, out[..., :headdim_v], lse)
+        state.fold(piece.q, out[..., :headdim_v], lse)
 
     def backward_tile(
         self,
@@ -75,16 +88,35 @@ class FlashAttnBackend(TileBackend):
         dv: Tensor,
         softmax_scale: float,
     ) -> None:
-        """One call, deterministic."""
+        """One call a piece, deterministic."""
+        for piece in flash_pieces(tile):
+            self._backward_piece(side, k, v, piece, dq, dk, dv, softmax_scale)
+
+    def _backward_piece(
+        self,
+        side: QSide,
+        k: Tensor,
+        v: Tensor,
+        piece: Tile,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        softmax_scale: float,
+    ) -> None:
         q, dout, lse, out = side
         tensors = equal_headdims(
-            dout[:, tile.q], q[:, tile.q], k[:, tile.kv], v[:, tile.kv], out[:, tile.q], multiple=8
+            dout[:, piece.q],
+            q[:, piece.q],
+            k[:, piece.kv],
+            v[:, piece.kv],
+            out[:, piece.q],
+            multiple=8,
         )
         grads = [torch.empty_like(x) for x in tensors[1:4]]
-        left, right = flash_window(tile)
+        left, right = flash_window(piece)
         _operators()._flash_attn_backward(
             *tensors,
-            lse[:, :, tile.q].contiguous(),
+            lse[:, :, piece.q].contiguous(),
             *grads,
             dropout_p=0.0,
             softmax_scale=softmax_scale,
@@ -95,7 +127,9 @@ class FlashAttnBackend(TileBackend):
             alibi_slopes=None,
             deterministic=True,
         )
-        for total, grad, rows in zip((dq, dk, dv), grads, (tile.q, tile.kv, tile.kv), strict=True):
+        for total, grad, rows in zip(
+            (dq, dk, dv), grads, (piece.q, piece.kv, piece.kv), strict=True
+        ):
             total[:, rows] += grad[..., : total.size(-1)]
 
     def workspace_bytes(

@@ -1,0 +1,42 @@
+"""Fixtures of all tests: processes for the distributed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.distributed.pool import Pool, Pools
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Pools]:
+    """`ranks(world_size).run(fn, *args)` runs fn in so many processes, which the tests share."""
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def fresh_ranks() -> Iterator[Callable[..., Pool]]:
+    """Makes a pool like those of `ranks` for one test, which may stop or kill its processes."""
+    pools: list[Pool] = []
+
+    def start(world_size: int, **options: float) -> Pool:
+        pools.append(Pool(world_size, **options))
+        return pools[-1]
+
+    yield start
+    for pool in pools:
+        if not pool.closed:
+            pool.close(now=True)
+
+
+@pytest.fixture(scope="session")
+def one_thread() -> Iterator[None]:
+    """One thread for torch, as in the ranks: operators add up in another order with more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

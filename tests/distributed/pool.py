@@ -1,0 +1,241 @@
+"""Ranks for the distributed tests: processes with a gloo group, started once for many tests.
+
+A `Pool` is `world_size` processes, forked from a server that has torch loaded, so that one starts
+in well under a second. `pool.run(fn, *args)` calls a function of a test module on every rank and
+returns what the ranks returned. A rank that raises, dies or hangs ends in a `RankError` with what
+is known of every rank, and the pool is not used again: messages of half a ring may still be under
+way in it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PRELOAD = ["torch", "torch.distributed", "torch.distributed.device_mesh", "ring_attn"]
+
+# Seconds for a call, of which a rank that waits for another one gives up somewhat earlier.
+TIMEOUT = 60.0
+GROUP_TIMEOUT = 45.0
+# Once a rank has failed the others soon fail too, or wait for it: no use in waiting with them.
+GRACE = 5.0
+# From the order to stop to the signal that makes a process stop.
+STOP = 5.0
+
+
+class RankError(AssertionError):
+    """A rank raised, died, or did not answer in time; has each such rank's traceback."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank sends back: a value, or a traceback."""
+
+    value: Any = None
+    error: str | None = None
+
+
+class Pool:
+    """`world_size` processes with a default process group over gloo."""
+
+    def __init__(self, world_size: int, *, group_timeout: float = GROUP_TIMEOUT) -> None:
+        """Starts the processes; returns before they are ready.
+
+        Args:
+            world_size: number of ranks.
+            group_timeout: of the default process group, in seconds.
+        """
+        self.world_size = world_size
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        # The store lives here: its port is known before any rank starts, and it outlives them all.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            args = (rank, world_size, self._store.port, group_timeout, theirs)
+            process = context.Process(target=_work, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self.closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids in the order of the ranks."""
+        return [process.pid or 0 for process in self._processes]
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+        """Calls `fn(*args)` on every rank.
+
+        Args:
+            fn: a function on the top level of a module; asks torch.distributed for its rank.
+            *args: the same for every rank.
+            timeout: seconds for all of it.
+
+        Returns:
+            What the ranks returned, in their order.
+
+        Raises:
+            RankError: with the tracebacks; the pool is closed then.
+        """
+        self.start(fn, *args)
+        return self.results(timeout=timeout)
+
+    def start(self, fn: Callable[..., Any], *args: Any) -> None:
+        """The first half of `run`."""
+        source = sys.modules[fn.__module__].__file__
+        message = (fn.__module__, source, pickle.dumps((fn, args)))
+        for pipe in self._pipes:
+            pipe.send(message)
+
+    def results(self, lost: Collection[int] = (), *, timeout: float = TIMEOUT) -> list[Any]:
+        """The second half of `run`.
+
+        Args:
+            lost: ranks that are not to be waited for, because the test stops or kills them; their
+                results are None.
+            timeout: seconds for all of it.
+        """
+        answers = self.answers(lost, timeout=timeout)
+        failed = {rank: a.error for rank, a in answers.items() if a.error is not None}
+        if failed:
+            self.close(now=True)
+            text = "\n".join(f"--- rank {rank}: {failed[rank]}" for rank in sorted(failed))
+            raise RankError(f"ranks {sorted(failed)} of {self.world_size} failed\n{text}")
+        return [answers.get(rank, Answer()).value for rank in range(self.world_size)]
+
+    def answers(self, lost: Collection[int] = (), *, timeout: float = TIMEOUT) -> dict[int, Answer]:
+        """As `results`, but an error is an answer, too: for tests in which ranks are to fail."""
+        answers: dict[int, Answer] = {}
+        waiting = set(range(self.world_size)) - set(lost)
+        deadline = time.monotonic() + timeout
+        while waiting:
+            left = deadline - time.monotonic()
+            ready = wait([self._pipes[rank] for rank in waiting], timeout=max(0.0, left))
+            if not ready:
+                break
+            for rank in [rank for rank in waiting if self._pipes[rank] in ready]:
+                waiting.remove(rank)
+                answers[rank] = self._answer(rank)
+                if answers[rank].error is not None:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        return answers | {rank: Answer(error="no answer in time") for rank in waiting}
+
+    def _answer(self, rank: int) -> Answer:
+        try:
+            answer: Answer = pickle.loads(self._pipes[rank].recv_bytes())
+        except (EOFError, ConnectionError):
+            process = self._processes[rank]
+            process.join(GRACE)
+            return Answer(error=f"the process ended, exit code {process.exitcode}")
+        return answer
+
+    def close(self, *, now: bool = False, lost: Collection[int] = ()) -> list[int | None]:
+        """Ends the processes: each at the end of its loop, by a signal where it does not come.
+
+        Args:
+            now: the signal at once.
+            lost: ranks that are not waited for, because they are stopped.
+
+        Returns:
+            The exit codes in the order of the ranks; negative where a signal was needed.
+        """
+        self.closed = True
+        if not now:
+            for pipe in self._pipes:
+                try:
+                    pipe.send(None)
+                except OSError:  # the process is gone
+                    continue
+            deadline = time.monotonic() + STOP
+            for rank, process in enumerate(self._processes):
+                if rank not in lost:
+                    process.join(max(0.0, deadline - time.monotonic()))
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()  # ends a stopped process too
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.join()
+            pipe.close()
+        return [process.exitcode for process in self._processes]
+
+
+class Pools:
+    """One pool for each world size, started when first asked for."""
+
+    def __init__(self) -> None:
+        """No processes yet."""
+        self._pools: dict[int, Pool] = {}
+
+    def __call__(self, world_size: int) -> Pool:
+        """The pool of that size; a new one where a failed test closed the last."""
+        pool = self._pools.get(world_size)
+        if pool is None or pool.closed:
+            pool = self._pools[world_size] = Pool(world_size)
+        return pool
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for pool in self._pools.values():
+            if not pool.closed:
+                pool.close()
+
+
+def _work(rank: int, world_size: int, port: int, group_timeout: float, pipe: Connection) -> None:
+    """A rank's process: joins the group, then does what it is sent until it is sent None."""
+    torch.set_num_threads(1)
+    # The host's name need not resolve to an address that reaches this machine.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo",
+        store=dist.TCPStore("127.0.0.1", port, is_master=False),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=group_timeout),
+    )
+    while True:
+        try:
+            message = pipe.recv()
+        except EOFError:  # the tests were killed
+            return
+        if message is None:
+            return
+        try:
+            _provide(*message[:2])
+            fn, args = pickle.loads(message[2])
+            answer = pickle.dumps(Answer(fn(*args)))
+        except BaseException:
+            answer = pickle.dumps(Answer(error=traceback.format_exc()))
+        # Bytes, not objects: multiprocessing would send tensors as shared memory.
+        pipe.send_bytes(answer)
+
+
+def _provide(name: str, path: str) -> None:
+    """Makes a test module importable by the name that pytest gave it, wherever pytest found it."""
+    if name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise

@@ -1,0 +1,235 @@
+"""RING_ATTN_DEBUG=1: ranks that disagree are told so, all of them, by rank and argument."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_attn import SequenceLayout, TransportOptions, ring_attention
+from ring_attn.transport.p2p import open_p2p
+
+pytestmark = pytest.mark.dist
+
+WORLD_SIZE = 3
+ODD = 1
+ROWS = 8
+SEQLEN = WORLD_SIZE * ROWS
+
+Arguments = dict[str, Any]
+
+
+def tensors(
+    batch: int = 1,
+    rows: int = ROWS,
+    nheads: int = 4,
+    nheads_kv: int = 2,
+    headdim: int = 8,
+    headdim_v: int = 8,
+    dtype: torch.dtype = torch.float32,
+) -> Arguments:
+    """q, k, v of a rank."""
+    return {
+        "q": torch.zeros(batch, rows, nheads, headdim, dtype=dtype),
+        "k": torch.zeros(batch, rows, nheads_kv, headdim, dtype=dtype),
+        "v": torch.zeros(batch, rows, nheads_kv, headdim_v, dtype=dtype),
+    }
+
+
+def documents(*boundaries: int) -> Tensor:
+    """cu_seqlens over the whole sequence."""
+    return torch.tensor((0, *boundaries, SEQLEN), dtype=torch.int32)
+
+
+def shorter(rows: int) -> SequenceLayout:
+    """A layout in which the odd rank holds so many rows."""
+    return SequenceLayout.boundaries([0, ROWS, ROWS + rows, 2 * ROWS + rows])
+
+
+# name -> what one rank calls with in place of `USUAL`, and what each rank must then be told.
+USUAL: Arguments = {**tensors(), "causal": True, "softmax_scale": 0.25, "layout": "zigzag"}
+DIFFERENT: dict[str, tuple[Arguments, tuple[str, ...]]] = {
+    "batch": (tensors(batch=2), ("batch: rank 1 has 2, the other 2 have 1",)),
+    "rows": (
+        tensors(rows=ROWS - 2),
+        ("seqlen_q: rank 1 has 18, the other 2 have 24", "seqlen_k: rank 1 has 18"),
+    ),
+    "nheads": (tensors(nheads=2), ("nheads: rank 1 has 2, the other 2 have 4",)),
+    "nheads_kv": (tensors(nheads_kv=4), ("nheads_kv: rank 1 has 4, the other 2 have 2",)),
+    "headdim": (tensors(headdim=16), ("headdim: rank 1 has 16, the other 2 have 8",)),
+    "headdim_v": (tensors(headdim_v=16), ("headdim_v: rank 1 has 16, the other 2 have 8",)),
+    "dtype": (
+        tensors(dtype=torch.bfloat16),
+        ("dtype: rank 1 has torch.bfloat16, the other 2 have torch.float32",),
+    ),
+    "scale": ({"softmax_scale": 0.5}, ("softmax_scale: rank 1 has 0.5, the other 2 have 0.25",)),
+    "causal": ({"causal": False}, ("causal: rank 1 has False, the other 2 have True",)),
+    "window": (
+        {"window_size": (4, 0)},
+        ("window_size: rank 1 has (4, 0), the other 2 have (-1, -1)",),
+    ),
+    "layout": (
+        {"layout": "contiguous"},
+        ("layout: rank 1 has", "contiguous(seqlen=24", "the other 2 have", "zigzag(seqlen=24"),
+    ),
+    "boundaries": (
+        {**tensors(rows=ROWS - 3), "layout": shorter(ROWS - 3)},
+        ("layout: rank 1 has", "boundaries([0, 8, 13, 21])", "seqlen_q: rank 1 has 21"),
+    ),
+    "documents": (
+        {"cu_seqlens": documents(5)},
+        ("cu_seqlens: rank 1 has (0, 5, 24), the other 2 have None",),
+    ),
+    "documents of keys": (
+        {"cu_seqlens": documents(), "cu_seqlens_k": documents()},
+        ("cu_seqlens: rank 1 has (0, 24)", "cu_seqlens_k: rank 1 has (0, 24)"),
+    ),
+    "backend": (
+        {"backend": "reference"},
+        ("backend: rank 1 has 'reference', the other 2 have 'aten'",),
+    ),
+    "timeout": ({"transport": TransportOptions(timeout=20)}, ("transport: rank 1 has", "20")),
+    "two things": (
+        {"causal": False, "softmax_scale": 0.5},
+        ("causal: rank 1 has False", "softmax_scale: rank 1 has 0.5"),
+    ),
+}
+
+
+@contextmanager
+def debug(value: str | None) -> Iterator[None]:
+    """Sets or unsets the environment variable."""
+    with mock.patch.dict(os.environ):
+        os.environ.pop("RING_ATTN_DEBUG", None)
+        if value is not None:
+            os.environ["RING_ATTN_DEBUG"] = value
+        yield
+
+
+def run_different(name: str) -> tuple[str, str, int]:
+    """The odd rank calls differently; what each rank is told, and what was sent by then."""
+    arguments = {**USUAL, **(DIFFERENT[name][0] if dist.get_rank() == ODD else {})}
+    stats = open_p2p(dist.group.WORLD, TransportOptions()).stats  # type: ignore[arg-type]
+    before = stats.messages
+    with debug("1"):
+        try:
+            ring_attention(**arguments)
+        except Exception as error:
+            return type(error).__name__, str(error), stats.messages - before
+    return "", "it ran", stats.messages - before
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_every_rank_is_told_who_differs_in_what(ranks: Any, name: str) -> None:
+    for rank, (error, text, messages) in enumerate(ranks(WORLD_SIZE).run(run_different, name)):
+        assert (error, messages) == ("ValueError", 0), (rank, error, text)
+        for part in DIFFERENT[name][1]:
+            assert part in text, (rank, part, text)
+        for innocent in {0, 1, 2} - {ODD}:
+            assert f"rank {innocent} has" not in text, (rank, text)
+
+
+def run_nothing_else(name: str) -> list[str]:
+    """What the message lists, by its names."""
+    _, text, _ = run_different(name)
+    return [part.partition(":")[0] for part in text.split("; ")[1:]]
+
+
+@pytest.mark.parametrize("name", ["scale", "causal", "dtype", "headdim_v", "layout"])
+def test_only_what_differs_is_named(ranks: Any, name: str) -> None:
+    named = DIFFERENT[name][1][0].partition(":")[0]
+    assert ranks(WORLD_SIZE).run(run_nothing_else, name) == [[named]] * WORLD_SIZE
+
+
+def run_all_different() -> str:
+    """Every rank has another scale."""
+    with debug("1"), pytest.raises(ValueError) as caught:
+        ring_attention(**{**USUAL, "softmax_scale": 1.0 + dist.get_rank()})
+    return str(caught.value)
+
+
+def test_all_ranks_differ(ranks: Any) -> None:
+    texts = ranks(WORLD_SIZE).run(run_all_different)
+    assert len(set(texts)) == 1
+    assert all(scale in texts[0] for scale in ("1.0", "2.0", "3.0")), texts[0]
+
+
+def run_agreeing(value: str | None) -> tuple[int, bool]:
+    """Calls of ranks that agree; how often they have compared notes, and whether all ran."""
+    layout = SequenceLayout.boundaries([0, 3, 3, SEQLEN])
+    uneven = tensors(rows=layout.shard_len(dist.get_rank()))
+    calls: list[Arguments] = [
+        USUAL,
+        {**USUAL, **uneven, "layout": layout},
+        {**USUAL, "cu_seqlens": documents(5, 11)},
+        {**USUAL, "transport": TransportOptions(timeout=20)},
+    ]
+    with (
+        debug(value),
+        mock.patch.object(dist, "all_gather_object", side_effect=dist.all_gather_object) as compare,
+    ):
+        outs = [ring_attention(**arguments) for arguments in calls]
+    ran = all(bool(out.isfinite().all()) for out in outs)
+    return compare.call_count, ran
+
+
+@pytest.mark.parametrize(("value", "times"), [("1", 4), ("yes", 4), (None, 0), ("0", 0), ("", 0)])
+def test_ranks_that_agree_run(ranks: Any, value: str | None, times: int) -> None:
+    """With the check they compare once a call; without it, which is the default, never."""
+    assert ranks(WORLD_SIZE).run(run_agreeing, value) == [(times, True)] * WORLD_SIZE
+
+
+def run_same_bits() -> None:
+    """The check changes nothing of the result; gradients need no comparing of their own."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    q, k, v = (
+        torch.randn(x.shape, generator=generator).requires_grad_() for x in tensors().values()
+    )
+
+    def results() -> tuple[Tensor, ...]:
+        out = ring_attention(q, k, v, causal=True)
+        return (out, *torch.autograd.grad(out.sum(), (q, k, v)))
+
+    with debug(None):
+        usual = results()
+    with debug("1"):
+        checked = results()
+    assert all(torch.equal(x, y) for x, y in zip(usual, checked, strict=True))
+
+
+def run_without_other_collectives() -> int:
+    """By default a call makes nothing but its exchanges."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a collective that nobody asked for")
+
+    names = ("all_gather", "all_gather_object", "all_reduce", "broadcast", "barrier", "new_group")
+    ring_attention(**USUAL)  # the ring's groups are made
+    stats = open_p2p(dist.group.WORLD, TransportOptions()).stats  # type: ignore[arg-type]
+    before = stats.messages
+    patches = [mock.patch.object(dist, name, refuse) for name in names]
+    with debug(None):
+        for patch in patches:
+            patch.start()
+        try:
+            ring_attention(**USUAL)
+        finally:
+            for patch in patches:
+                patch.stop()
+    return stats.messages - before
+
+
+def test_off_by_default(ranks: Any) -> None:
+    assert ranks(WORLD_SIZE).run(run_without_other_collectives) == [2] * WORLD_SIZE
+
+
+@pytest.mark.parametrize("check_on_ranks", [run_same_bits], ids=lambda fn: fn.__name__)
+def test_debug_changes_no_result(ranks: Any, check_on_ranks: Callable[[], None]) -> None:
+    ranks(WORLD_SIZE).run(check_on_ranks)

@@ -1,0 +1,258 @@
+"""A peer that dies, stops, is late or calls with other shapes: an error in time, never a hang.
+
+Each test has processes of its own, since it ends with a broken ring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_attn import SequenceLayout, TransportOptions, ring_attention
+from ring_attn.plan import Hop
+from ring_attn.transport.base import Channel
+from ring_attn.transport.p2p import open_p2p
+
+pytestmark = pytest.mark.dist
+
+TIMEOUT = 3
+OPTIONS = TransportOptions(timeout=TIMEOUT)
+
+# A rank waits for at most one peer for all of the timeout, and for another one that does the same.
+IN_TIME = 2 * TIMEOUT
+
+MESSAGE = re.compile(
+    r"ring step (?P<step>\d+): rank (?P<rank>\d+) could not "
+    r"(?P<what>receive from|send to|exchange with) rank (?P<peer>\d+) "
+    rf"\(global rank (?P=peer)\) after \d+\.\d s, timeout {TIMEOUT} s: "
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank's call ended."""
+
+    error: type[BaseException] | None
+    text: str
+    seconds: float
+
+
+def layer(rows: int = 16) -> Tensor:
+    """Forward and backward with this rank's shard; the gradient of the keys."""
+    q, k, v = (torch.ones(1, rows, 2, 8, requires_grad=True) for _ in range(3))
+    out = ring_attention(q, k, v, transport=OPTIONS)
+    (dk,) = torch.autograd.grad(out.sum(), k)
+    return dk
+
+
+def ended(call: Callable[[], object]) -> Ended:
+    """Runs the call and says how it ended."""
+    start = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return Ended(type(error), str(error), time.monotonic() - start)
+    return Ended(None, "it ran", time.monotonic() - start)
+
+
+def with_a_victim(victim: int, sent: signal.Signals, when: tuple[int, Channel, int]) -> Ended:
+    """A good call, and one in which the victim sends itself a signal.
+
+    Args:
+        victim: the rank.
+        sent: the signal.
+        when: in place of which message: the number of calls of `post` on a channel at a step that
+            are let through, the channel, the step.
+    """
+    layer()
+    transport = open_p2p(dist.group.WORLD, OPTIONS)  # type: ignore[arg-type]
+    if dist.get_rank() == victim:
+        post, (let_through, *at) = transport.post, when
+        seen = 0
+
+        def post_or_signal(channel: Channel, step: int, hop: Hop, *buffers: Tensor) -> None:
+            nonlocal seen
+            if [channel, step] == at:
+                seen += 1
+                if seen == let_through + 1:
+                    os.kill(os.getpid(), sent)
+            post(channel, step, hop, *buffers)
+
+        transport.post = post_or_signal  # type: ignore[method-assign]
+    return ended(layer)
+
+
+def with_a_victim_and_again(*victim: Any) -> tuple[Ended, Ended, int]:
+    """The same, then another call, and how many exchanges that one has started."""
+    first = with_a_victim(*victim)
+    with mock.patch.object(
+        dist, "batch_isend_irecv", side_effect=dist.batch_isend_irecv
+    ) as exchange:
+        second = ended(layer)
+    return first, second, exchange.call_count
+
+
+# When the victim goes: before anything of the forward is sent, in the middle of it, in the backward
+# before a shard (the forward's is let through), and before a gradient.
+MOMENTS: dict[str, tuple[int, Channel, int]] = {
+    "forward, first": (0, "shards", 0),
+    "forward, middle": (0, "shards", 1),
+    "backward, shard": (1, "shards", 1),
+    "backward, gradient": (0, "gradients", 1),
+}
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("world_size", "when"),
+    [(3, "forward, first"), (3, "backward, gradient"), (4, "forward, middle")]
+    + [(4, "backward, shard")],
+)
+def test_a_peer_that_is_gone(
+    fresh_ranks: Callable[..., Any], world_size: int, when: str, sent: signal.Signals
+) -> None:
+    victim = 0
+    pool = fresh_ranks(world_size)
+    pool.start(with_a_victim, victim, sent, MOMENTS[when])
+    results = pool.results(lost=[victim], timeout=30)
+    for rank in range(1, world_size):
+        first = results[rank]
+        assert first.error is RuntimeError, (rank, first)
+        assert first.seconds < IN_TIME, (rank, first)
+        found = MESSAGE.match(first.text)
+        assert found, (rank, first.text)
+        assert int(found["rank"]) == rank
+        neighbours = {(rank - 1) % world_size, (rank + 1) % world_size}
+        assert int(found["peer"]) in neighbours, (rank, first.text)
+        assert "RING_ATTN_DEBUG=1" in first.text and "restart" in first.text
+    # The rank that would have received says whom it has missed.
+    heir = MESSAGE.match(results[1].text)
+    assert heir is not None and int(heir["peer"]) == victim
+    # The survivors come to their end by themselves.
+    codes = pool.close(lost=[victim])
+    assert codes[victim] == -signal.SIGKILL
+    assert [codes[rank] for rank in range(1, world_size)] == [0] * (world_size - 1)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_ring_that_has_failed_stays_so(
+    fresh_ranks: Callable[..., Any], sent: signal.Signals
+) -> None:
+    """Messages of the call that failed are under way: a later call would take them for its own."""
+    pool = fresh_ranks(3)
+    pool.start(with_a_victim_and_again, 0, sent, MOMENTS["backward, gradient"])
+    for rank, result in enumerate(pool.results(lost=[0], timeout=30)[1:], 1):
+        first, second, exchanges = result
+        assert first.error is RuntimeError and second.error is RuntimeError, (rank, first, second)
+        assert exchanges == 0, (rank, exchanges, second)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0] == "T"
+
+
+def test_a_late_peer_is_waited_for(fresh_ranks: Callable[..., Any]) -> None:
+    pool = fresh_ranks(3)
+    pool.start(with_a_victim, 0, signal.SIGSTOP, MOMENTS["forward, first"])
+    pid = pool.pids[0]
+    deadline = time.monotonic() + 20
+    while not is_stopped(pid):
+        assert time.monotonic() < deadline, "the victim has not stopped itself"
+        time.sleep(0.02)
+    stopped = TIMEOUT / 3
+    time.sleep(stopped)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+    for rank, got in enumerate(pool.results(timeout=30)):
+        assert got.error is None, (rank, got)
+        # Nobody has gone on without the victim's shard.
+        assert got.seconds >= stopped, (rank, got)
+
+
+def with_absent_rank(absent: int) -> Ended:
+    """The first call of a group, which one rank does not make."""
+    if dist.get_rank() == absent:
+        time.sleep(TIMEOUT + 1)
+        return Ended(None, "absent", 0.0)
+    return ended(layer)
+
+
+def test_a_peer_that_never_calls(fresh_ranks: Callable[..., Any]) -> None:
+    """At the first call the ring makes its groups: that, too, ends in time and says what it was."""
+    results = fresh_ranks(3).run(with_absent_rank, 1, timeout=30)
+    for rank in (0, 2):
+        assert issubclass(results[rank].error, RuntimeError), results[rank]
+        assert results[rank].seconds < IN_TIME, results[rank]
+        assert "ring" in results[rank].text, results[rank]
+        assert f"timeout {TIMEOUT} s" in results[rank].text, results[rank]
+
+
+def with_other_rows(odd: int, rows: int, backward: bool) -> Ended:
+    """One rank has another number of rows; without RING_ATTN_DEBUG nobody can know."""
+    assert "RING_ATTN_DEBUG" not in os.environ
+    layer()
+    mine = rows if dist.get_rank() == odd else 16
+    if backward:
+        return ended(lambda: layer(mine))
+    x = torch.ones(1, mine, 2, 8)
+    return ended(lambda: ring_attention(x, x, x, transport=OPTIONS))
+
+
+@pytest.mark.parametrize("rows", [8, 40])
+@pytest.mark.parametrize(("world_size", "backward"), [(2, False), (3, True)])
+def test_other_rows_on_one_rank(
+    fresh_ranks: Callable[..., Any], world_size: int, backward: bool, rows: int
+) -> None:
+    """An error on every rank, and never a result."""
+    pool = fresh_ranks(world_size)
+    pool.start(with_other_rows, 1, rows, backward)
+    aborted = []
+    for rank, answer in pool.answers(timeout=30).items():
+        if answer.error is not None:
+            # gloo ends the process that receives more than it has room for.
+            assert f"exit code {-signal.SIGABRT}" in answer.error, (rank, answer)
+            aborted.append(rank)
+            continue
+        got = answer.value
+        assert got.error is RuntimeError, (rank, got)
+        assert got.seconds < IN_TIME, (rank, got)
+        assert MESSAGE.match(got.text) and "RING_ATTN_DEBUG=1" in got.text, (rank, got.text)
+    assert len(aborted) < world_size
+
+
+def after_a_new_start() -> None:
+    """The process group is destroyed and made again: the ring makes new groups of its own."""
+    layout = SequenceLayout.zigzag(31, dist.get_world_size())
+    x = torch.randn(1, 31, 2, 8, generator=torch.Generator().manual_seed(0))
+    shard = layout.shard(x, dist.get_rank())
+    first = ring_attention(shard, shard, shard, causal=True, layout=layout)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="torchrun"):
+        ring_attention(shard, shard, shard, causal=True, layout=layout)
+    again = dist.PrefixStore("again", store)
+    dist.init_process_group("gloo", store=again, rank=rank, world_size=world_size)
+    second = ring_attention(shard, shard, shard, causal=True, layout=layout)
+    assert torch.equal(first, second)
+
+
+def test_a_new_process_group_in_the_same_processes(fresh_ranks: Callable[..., Any]) -> None:
+    pool = fresh_ranks(3)
+    pool.run(after_a_new_start, timeout=30)
+    assert pool.close() == [0, 0, 0]

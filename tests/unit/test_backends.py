@@ -1,0 +1,901 @@
+"""Backends: every kind of tile, size, dtype and stride against dense attention in float64.
+
+The operators that need CUDA are stood in for by emulations of their documented behaviour, so that
+the arithmetic around them (windows from the bottom right corner, padding, conversions) is checked
+without a GPU.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ring_attn.backends import PREFERENCE, aten, choose_backend, flash_attn, get_backend
+from ring_attn.backends.base import (
+    Backend,
+    band_mask,
+    equal_headdims,
+    flash_window,
+    out_from_delta,
+)
+from ring_attn.layout import SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.plan import Band, MaskKind, Tile, make_tile, pair_tiles
+from ring_attn.spec import AttentionSpec
+from ring_attn.testing import (
+    Expected,
+    Inputs,
+    check,
+    check_all,
+    dense_gradients,
+    plain_gradients,
+    poisoned_empty,
+    random_qkv,
+)
+
+CPU_BACKENDS = ("reference", "aten")
+
+# -- what runs a backend, and what its results are held against
+
+Config = tuple[tuple[str, Any], ...]
+
+
+@cache
+def case(mask: Mask, config: Config) -> tuple[Inputs, Expected, Expected]:
+    """Inputs, the oracle and plain PyTorch."""
+    inputs = random_qkv(seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, **dict(config))
+    return inputs, dense_gradients(*inputs, mask), plain_gradients(*inputs, mask)
+
+
+def config(**sizes: Any) -> Config:
+    return tuple(sorted({"nheads": 2, "headdim": 16, **sizes}.items()))
+
+
+def whole(mask: Mask) -> tuple[Tile, ...]:
+    """The tiles of one rank that holds everything."""
+    layouts = (SequenceLayout.contiguous(n, 1) for n in (mask.seqlen_q, mask.seqlen_k))
+    return pair_tiles(*layouts, mask, 0, 0)
+
+
+def grid(mask: Mask, rows: int, cols: int) -> tuple[Tile, ...]:
+    """The same pairs in rectangles of so many rows and columns at most, as of many ranks."""
+    tiles = []
+    for tile in whole(mask):
+        for q in range(0, mask.seqlen_q, rows):
+            for kv in reversed(range(0, mask.seqlen_k, cols)):
+                part = make_tile(
+                    slice(max(q, tile.q.start), min(q + rows, tile.q.stop)),
+                    slice(max(kv, tile.kv.start), min(kv + cols, tile.kv.stop)),
+                    *tile.band,
+                )
+                if part is not None:
+                    tiles.append(part)
+    return tuple(tiles)
+
+
+def run(
+    backend: Backend,
+    inputs: Inputs,
+    steps: Sequence[Sequence[Tile]],
+    *,
+    rebuild_out: bool = False,
+    scale: float | None = None,
+) -> Expected:
+    """Forward and backward of one rank, with the tiles dealt over some steps."""
+    q, k, v, dout = inputs
+    scale = q.size(-1) ** -0.5 if scale is None else scale
+    accum = torch.float64 if q.dtype == torch.float64 else torch.float32
+    state = backend.new_state(q, v.size(-1))
+    for tiles in steps:
+        state = backend.forward(q, k, v, tiles, state, softmax_scale=scale)
+    out, lse = backend.finalize(state, q.dtype)
+    delta = (out.to(accum) * dout.to(accum)).sum(-1).transpose(1, 2).contiguous()
+    grads = [torch.zeros(x.shape, dtype=accum) for x in (q, k, v)]
+    for tiles in steps:
+        backend.backward(
+            *(q, k, v, dout, lse, delta, tiles, *grads),
+            softmax_scale=scale,
+            out=None if rebuild_out else out,
+        )
+    return Expected(out, lse, *(grad.to(q.dtype) for grad in grads))
+
+
+def assert_holds(got: Expected, oracle: Expected, plain: Expected) -> None:
+    failed = [str(verdict) for verdict in check_all(got, oracle, plain) if not verdict.ok]
+    assert not failed, "\n".join(failed)
+
+
+def exercise(backend: Backend, mask: Mask, sizes: Config, steps: Sequence[Sequence[Tile]]) -> None:
+    """With `out` at hand and rebuilt from delta, from memory that starts as NaN."""
+    inputs, oracle, plain = case(mask, sizes)
+    for rebuild_out in (False, True):
+        with poisoned_empty():
+            got = run(backend, inputs, steps, rebuild_out=rebuild_out)
+        assert_holds(got, oracle, plain)
+
+
+DOCUMENTS = (0, 20, 20, 21, 70, 97)
+
+MASKS = {
+    "full": Mask(97, 97),
+    "causal": Mask(97, 97, causal=True),
+    "longer kv": Mask(63, 113, causal=True),
+    "rows that see nothing": Mask(113, 63, causal=True),
+    "narrow window": Mask(97, 97, window_size=(3, 2)),
+    "wide window": Mask(97, 97, window_size=(60, 40)),
+    "causal window": Mask(97, 97, causal=True, window_size=(13, -1)),
+    "left window": Mask(97, 97, window_size=(13, -1)),
+    "right window": Mask(97, 63, window_size=(-1, 5)),
+    "diagonal": Mask(63, 63, window_size=(0, 0)),
+    "documents": Mask(97, 97, True, (-1, -1), DOCUMENTS, DOCUMENTS),
+    "documents of other lengths": Mask(97, 60, True, (30, -1), DOCUMENTS, (0, 0, 5, 20, 50, 60)),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+def test_masks(name: str, mask: Mask) -> None:
+    backend, sizes = get_backend(name), config()
+    exercise(backend, mask, sizes, [whole(mask)])
+    exercise(backend, mask, sizes, [[tile] for tile in grid(mask, 32, 25)])
+    exercise(backend, mask, sizes, [(), grid(mask, 15, 50), ()])
+    exercise(backend, mask, sizes, [grid(mask, 50, 15)])
+
+
+SIZES = {
+    "gqa": config(nheads=4, nheads_kv=2),
+    "mqa": config(nheads=3, nheads_kv=1),
+    "headdim_v less": config(headdim=24, headdim_v=8),
+    "headdim_v more": config(headdim=8, headdim_v=24),
+    "odd headdims": config(headdim=13, headdim_v=5),
+    "batch": config(batch=3, nheads=4, nheads_kv=2),
+    "noncontiguous": config(batch=2, nheads=4, nheads_kv=2, noncontiguous=True),
+    "large logits": config(large_logits=True),
+    "float64": config(dtype=torch.float64),
+    "bfloat16": config(dtype=torch.bfloat16, nheads=4, nheads_kv=2),
+    "float16": config(dtype=torch.float16, headdim_v=8),
+    "bfloat16 noncontiguous": config(dtype=torch.bfloat16, noncontiguous=True),
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+def test_sizes_and_dtypes(name: str, sizes: Config) -> None:
+    backend = get_backend(name)
+    for mask in (MASKS["causal"], MASKS["causal window"], MASKS["rows that see nothing"]):
+        exercise(backend, mask, sizes, [whole(mask)])
+        exercise(backend, mask, sizes, [[tile] for tile in grid(mask, 40, 33)])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 63, 97, 113, 257])
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+def test_odd_lengths(name: str, rows: int) -> None:
+    backend = get_backend(name)
+    for mask in (Mask(rows, rows), Mask(rows, rows, causal=True), Mask(rows, rows + 30, True)):
+        exercise(backend, mask, config(), [whole(mask)])
+
+
+@pytest.mark.parametrize(
+    "window", [(5, 0), (255, -1), (256, 0), (300, 10), (400, 300), (599, 0)], ids=str
+)
+def test_aten_windows_about_the_size_of_a_masked_edge(window: tuple[int, int]) -> None:
+    assert 2 * aten.EDGE < 600 < 3 * aten.EDGE
+    mask = Mask(600, 600, window_size=window)
+    exercise(get_backend("aten"), mask, config(nheads=1, headdim=8), [whole(mask)])
+
+
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+def test_a_given_scale(name: str) -> None:
+    mask = MASKS["causal"]
+    inputs, _, _ = case(mask, config())
+    got = run(get_backend(name), inputs, [whole(mask)], scale=0.7)
+    oracle, plain = (f(*inputs, mask, 0.7) for f in (dense_gradients, plain_gradients))
+    assert_holds(got, oracle, plain)
+
+
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+def test_no_tiles_is_no_attention(name: str) -> None:
+    inputs, _, _ = case(MASKS["full"], config())
+    got = run(get_backend(name), inputs, [(), ()])
+    assert bool((got.lse == -torch.inf).all())
+    for zeros in (got.out, got.dq, got.dk, got.dv):
+        assert bool((zeros == 0.0).all())
+
+
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+def test_inputs_are_left_as_they_were(name: str) -> None:
+    mask = MASKS["wide window"]
+    inputs = random_qkv(seqlen_q=97, nheads=2, headdim=16)
+    before = [x.clone() for x in inputs]
+    run(get_backend(name), inputs, [[tile] for tile in grid(mask, 32, 25)])
+    assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
+
+
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+def test_gradients_are_added(name: str) -> None:
+    mask = MASKS["causal"]
+    inputs, _, _ = case(mask, config())
+    backend, tiles = get_backend(name), whole(mask)
+    once = run(backend, inputs, [tiles])
+    q, k, v, dout = inputs
+    delta = (once.out * dout).sum(-1).transpose(1, 2).contiguous()
+    grads = [torch.full_like(x, 3.0) for x in (q, k, v)]
+    args = (q, k, v, dout, once.lse, delta, tiles, *grads)
+    backend.backward(*args, softmax_scale=0.25, out=once.out)
+    for got, alone in zip(grads, (once.dq, once.dk, once.dv), strict=True):
+        assert torch.equal(got, alone + 3.0)
+
+
+# -- how the aten backends cut tiles for operators that know fewer masks
+
+
+def all_tiles() -> Iterator[Tile]:
+    """Every tile of small rectangles, away from the origin so that offsets show."""
+    bounds = (None, *range(-6, 9))
+    for rows, cols in product((1, 2, 5, 7), (1, 3, 6)):
+        seen = set()
+        for lo, hi in product(bounds, bounds):
+            shifted = (None if b is None else b - 2 for b in (lo, hi))
+            tile = make_tile(slice(5, 5 + rows), slice(3, 3 + cols), *shifted)
+            key = None if tile is None else (tile.q.start, tile.q.stop, str(tile))
+            if tile is not None and key not in seen:
+                seen.add(key)
+                yield tile
+
+
+def visible(tile: Tile) -> Tensor:
+    """(16, 16) counts of the tile's pairs, by the words of the definition."""
+    i, j = torch.arange(16)[:, None], torch.arange(16)[None]
+    lo, hi = tile.band
+    inside = (tile.q.start <= i) & (i < tile.q.stop) & (tile.kv.start <= j) & (j < tile.kv.stop)
+    if lo is not None:
+        inside &= j - i >= lo
+    if hi is not None:
+        inside &= j - i <= hi
+    return inside.long()
+
+
+def assert_partition(tile: Tile, pieces: Sequence[Tile]) -> None:
+    total = sum((visible(piece) for piece in pieces), torch.zeros(16, 16, dtype=torch.int64))
+    assert torch.equal(total, visible(tile)), (tile, pieces)
+
+
+def test_band_mask_is_the_band() -> None:
+    for tile in all_tiles():
+        expected = visible(tile)[tile.q, tile.kv].bool()
+        assert torch.equal(band_mask(tile, torch.device("cpu")), expected), tile
+
+
+def test_causal_pieces_are_full_or_top_left_causal() -> None:
+    backend = aten.AtenBackend()
+    for tile in all_tiles():
+        if tile.kind is MaskKind.WINDOW:
+            continue
+        pieces = list(backend.pieces(tile, "cpu"))
+        assert_partition(tile, pieces)
+        assert len(pieces) <= 2
+        for piece in pieces:
+            assert piece.corner_band in (Band(None, None), Band(None, 0))
+
+
+@pytest.mark.parametrize("edge", [1, 2, 3, 4, 16])
+def test_window_pieces_hold_each_pair_once(edge: int) -> None:
+    for tile in all_tiles():
+        if tile.kind is not MaskKind.WINDOW:
+            continue
+        pieces = list(aten._window_pieces(tile, edge))
+        assert_partition(tile, pieces)
+        for piece in pieces:
+            assert piece.rows <= edge
+            # The CPU operator takes a mask or top-left causal, never both.
+            if piece.kind is MaskKind.CAUSAL:
+                assert piece.corner_band == Band(None, 0)
+            if piece.kind is MaskKind.WINDOW:
+                assert piece.cols < 2 * edge + max(0, window_width(tile) - edge) + 1
+
+
+def window_width(tile: Tile) -> int:
+    lo, hi = tile.band
+    assert lo is not None
+    return (tile.kv.stop - tile.q.start if hi is None else hi) - lo + 1
+
+
+def test_window_pieces_are_masked_at_the_edges_alone() -> None:
+    tile = make_tile(slice(0, 1024), slice(0, 2048), 0, 1024)
+    assert tile is not None
+    masked = [p for p in aten._window_pieces(tile, 256) if p.kind is MaskKind.WINDOW]
+    assert [(piece.rows, piece.cols) for piece in masked] == [(255, 255)] * 4
+    full = [p for p in aten._window_pieces(tile, 256) if p.kind is MaskKind.FULL]
+    assert sum(piece.area for piece in full) > tile.area // 2
+
+
+def test_square_causal_pieces_are_square() -> None:
+    backend = aten.CudnnBackend()
+    for tile in all_tiles():
+        pieces = list(backend.pieces(tile, "cuda"))
+        assert_partition(tile, pieces)
+        for piece in pieces:
+            if piece.kind is MaskKind.CAUSAL:
+                assert piece.rows == piece.cols
+                assert piece.corner_band == Band(None, 0)
+
+
+def test_flash_window_is_the_band_from_the_bottom_right_corner() -> None:
+    for tile in all_tiles():
+        left, right = flash_window(tile)
+        assert left >= -1
+        assert right >= -1
+        i = torch.arange(tile.rows)[:, None] + tile.cols - tile.rows
+        j = torch.arange(tile.cols)[None]
+        seen = torch.ones(tile.rows, tile.cols, dtype=torch.bool)
+        if left >= 0:
+            seen &= j >= i - left
+        if right >= 0:
+            seen &= j <= i + right
+        assert torch.equal(seen, visible(tile)[tile.q, tile.kv].bool()), tile
+
+
+# -- conventions of other people's operators that the backends rely on
+
+
+def test_torchs_cpu_operator_aligns_causal_at_the_top_left() -> None:
+    q, k, v, _ = (x.transpose(1, 2) for x in random_qkv(seqlen_q=4, seqlen_k=6, headdim=8))
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = op(q, k, v, 0.0, True, scale=1.0)
+    top_left = torch.ones(4, 6, dtype=torch.bool).tril()
+    masked = (q.double() @ k.double().mT).masked_fill(~top_left, -torch.inf)
+    plain = (q @ k.mT).masked_fill(~top_left, -torch.inf)
+    verdict = check("lse", lse, masked.logsumexp(-1), plain.logsumexp(-1))
+    assert verdict.ok, str(verdict)
+    assert torch.equal(out[:, :, 0], v[:, :, 0])  # the first row sees the first key alone
+
+
+def test_torchs_cpu_operator_gives_lse_0_where_nothing_is_seen() -> None:
+    q, k, v, _ = (x.transpose(1, 2) for x in random_qkv(seqlen_q=4, seqlen_k=6, headdim=8))
+    mask = torch.zeros(4, 6)
+    mask[1] = -torch.inf
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = op(q, k, v, 0.0, False, attn_mask=mask, scale=1.0)
+    assert bool((lse[:, :, 1] == 0.0).all())
+    assert bool((out[:, :, 1] == 0.0).all())
+    assert bool((lse[:, :, 0] != 0.0).all())
+
+
+# -- emulations of the operators that need CUDA
+
+
+def dense_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(batch, rows, heads, dim) and lse as FlashAttention 2 has it: +inf where nothing is seen."""
+    k, v = (x.repeat_interleave(q.size(2) // k.size(2), 2).float() for x in (k, v))
+    s = torch.einsum("bihd,bjhd->bhij", q.float(), k) * scale
+    s = s.masked_fill(~seen, -torch.inf)
+    lse = s.logsumexp(-1)
+    p = (s - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp()
+    out = torch.einsum("bhij,bjhd->bihd", p, v)
+    return out.to(q.dtype), lse.masked_fill(lse == -torch.inf, torch.inf)
+
+
+def dense_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    seen: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype, groups = q.dtype, q.size(2) // k.size(2)
+    dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
+    k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
+    s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    p = (s.masked_fill(~seen, -torch.inf) - lse.unsqueeze(-1)).exp()
+    delta = (dout * out).sum(-1).transpose(1, 2).unsqueeze(-1)
+    ds = p * (torch.einsum("bihd,bjhd->bhij", dout, v) - delta) * scale
+    dq = torch.einsum("bhij,bjhd->bihd", ds, k)
+    dk = torch.einsum("bhij,bihd->bjhd", ds, q).unflatten(2, (-1, groups)).sum(3)
+    dv = torch.einsum("bhij,bihd->bjhd", p, dout).unflatten(2, (-1, groups)).sum(3)
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+
+
+def flash_2_visible(rows: int, cols: int, left: int, right: int) -> Tensor:
+    """The mask of FlashAttention 2's kernels, with the rules of its C++ (flash_api.cpp).
+
+    A side of at least seqlen_k counts as unbounded. Where one side alone is unbounded it becomes
+    seqlen_k, which is counted from the diagonal like any other.
+    """
+    left, right = (-1 if side >= cols else side for side in (left, right))
+    if left < 0 <= right:
+        left = cols
+    elif right < 0 <= left:
+        right = cols
+    i = torch.arange(rows)[:, None] + cols - rows
+    j = torch.arange(cols)[None]
+    seen = torch.ones(rows, cols, dtype=torch.bool)
+    return seen if left < 0 else (j >= i - left) & (j <= i + right)
+
+
+def require_kernel_shapes(*tensors: Tensor) -> None:
+    """What the CUDA kernels insist on."""
+    assert len({x.size(-1) for x in tensors}) == 1, "one headdim"
+    assert tensors[0].size(-1) % 8 == 0, "headdim in multiples of 8"
+    assert all(x.stride(-1) == 1 for x in tensors), "a contiguous headdim"
+
+
+class FlashAttn2:
+    """`torch.ops.flash_attn`: arguments by the names and in the order of flash-attn 2.8."""
+
+    @staticmethod
+    def _flash_attn_forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int,
+        window_size_right: int,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        return_softmax: bool,
+    ) -> tuple[Tensor, ...]:
+        # The package makes the headdim contiguous itself.
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        require_kernel_shapes(q, k, v)
+        assert (dropout_p, causal, softcap, alibi_slopes, return_softmax) == (
+            (0.0, False, 0.0, None, False)
+        )
+        seen = flash_2_visible(q.size(1), k.size(1), window_size_left, window_size_right)
+        empty = torch.zeros(0)
+        return *dense_forward(q, k, v, softmax_scale, seen), empty, empty
+
+    @staticmethod
+    def _flash_attn_backward(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        softmax_lse: Tensor,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int,
+        window_size_right: int,
+        softcap: float,
+        alibi_slopes: Tensor | None,
+        deterministic: bool,
+        rng_state: Tensor | None = None,
+    ) -> Tensor:
+        dout, q, k, v, out = (
+            x if x.stride(-1) == 1 else x.contiguous() for x in (dout, q, k, v, out)
+        )
+        require_kernel_shapes(dout, q, k, v, out, dq, dk, dv)
+        assert softmax_lse.is_contiguous()
+        assert (dropout_p, causal, softcap, alibi_slopes) == (0.0, False, 0.0, None)
+        assert deterministic
+        seen = flash_2_visible(q.size(1), k.size(1), window_size_left, window_size_right)
+        grads = dense_backward(dout, q, k, v, out, softmax_lse, softmax_scale, seen)
+        for into, grad in zip((dq, dk, dv), grads, strict=True):
+            into.copy_(grad)
+        return torch.zeros(0)
+
+
+class TorchOnCuda:
+    """The operators of `torch.ops.aten` that the backends call on CUDA."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def _flash_attention_forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cum_seq_q: Tensor | None,
+        cum_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        return_debug_mask: bool,
+        *,
+        scale: float | None = None,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
+    ) -> tuple[Tensor, ...]:
+        self.called.append("flash")
+        require_kernel_shapes(query, key, value)
+        assert (cum_seq_q, cum_seq_k) == (None, None)
+        assert (max_q, max_k) == (query.size(1), key.size(1))
+        assert (dropout_p, is_causal, return_debug_mask) == (0.0, False, False)
+        assert scale is not None
+        assert window_size_left is not None
+        assert window_size_right is not None
+        seen = flash_2_visible(max_q, max_k, window_size_left, window_size_right)
+        empty = torch.zeros(0)
+        return *dense_forward(query, key, value, scale, seen), empty, empty, empty
+
+    def _flash_attention_backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        cum_seq_q: Tensor | None,
+        cum_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        rng_state: Tensor,
+        unused: Tensor,
+        *,
+        scale: float | None = None,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
+    ) -> tuple[Tensor, ...]:
+        self.called.append("flash backward")
+        require_kernel_shapes(grad_out, query, key, value, out)
+        assert logsumexp.is_contiguous()
+        assert (dropout_p, is_causal) == (0.0, False)
+        assert scale is not None
+        assert window_size_left is not None
+        assert window_size_right is not None
+        seen = flash_2_visible(max_q, max_k, window_size_left, window_size_right)
+        return dense_backward(grad_out, query, key, value, out, logsumexp, scale, seen)
+
+    def _scaled_dot_product_cudnn_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_bias: Tensor | None,
+        compute_log_sumexp: bool,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        return_debug_mask: bool = False,
+        *,
+        scale: float | None = None,
+    ) -> tuple[Tensor, ...]:
+        self.called.append("cudnn")
+        require_kernel_shapes(query, key, value)
+        assert (attn_bias, compute_log_sumexp) == (None, True)
+        assert (dropout_p, return_debug_mask) == (0.0, False)
+        assert scale is not None
+        seen = torch.ones(query.size(2), key.size(2), dtype=torch.bool)
+        seen = seen.tril() if is_causal else seen  # top left
+        out, lse = dense_forward(*(x.transpose(1, 2) for x in (query, key, value)), scale, seen)
+        return out.transpose(1, 2), lse.unsqueeze(-1), None, None, None, None, None, None, None
+
+    def _scaled_dot_product_cudnn_attention_backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        philox_seed: Tensor,
+        philox_offset: Tensor,
+        attn_bias: Tensor | None,
+        cum_seq_q: Tensor | None,
+        cum_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        *,
+        scale: float | None = None,
+    ) -> tuple[Tensor, ...]:
+        self.called.append("cudnn backward")
+        require_kernel_shapes(grad_out, query, key, value, out)
+        assert logsumexp.shape == (*query.shape[:3], 1)
+        assert (attn_bias, cum_seq_q, cum_seq_k, dropout_p) == (None, None, None, 0.0)
+        assert (max_q, max_k) == (query.size(2), key.size(2))
+        assert scale is not None
+        seen = torch.ones(max_q, max_k, dtype=torch.bool)
+        seen = seen.tril() if is_causal else seen
+        rows = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+        grads = dense_backward(*rows, logsumexp.squeeze(-1), scale, seen)
+        return tuple(grad.transpose(1, 2) for grad in grads)
+
+
+class PretendCuda(TorchFunctionMode):
+    """Tensors say that they are on CUDA; what is made on CUDA is made on the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+            return torch.device("cuda")
+        args = tuple(self._here(x) for x in args)
+        return func(*args, **{name: self._here(x) for name, x in (kwargs or {}).items()})
+
+    @staticmethod
+    def _here(x: Any) -> Any:
+        return torch.device("cpu") if isinstance(x, torch.device) else x
+
+
+@pytest.mark.parametrize(
+    "backend", [aten.AtenBackend(), aten.CudnnBackend()], ids=["aten", "cudnn"]
+)
+def test_pieces_for_flash_are_windows_that_it_can_state(backend: aten.AtenBackend) -> None:
+    wrong = []
+    for tile in all_tiles():
+        pieces = list(backend.pieces(tile, "cuda"))
+        assert_partition(tile, pieces)
+        for piece in pieces:
+            if backend.name == "cudnn" and piece.kind is not MaskKind.WINDOW:
+                continue  # cuDNN takes it
+            seen = flash_2_visible(piece.rows, piece.cols, *flash_window(piece))
+            if not torch.equal(seen, band_mask(piece, torch.device("cpu"))):
+                wrong.append(piece)
+    assert not wrong
+
+
+EMULATED = {
+    "gqa": config(nheads=4, nheads_kv=2),
+    "odd headdims": config(headdim=13, headdim_v=21),
+}
+
+
+def exercise_emulated(backend: Backend, mask: Mask, sizes: Config) -> None:
+    """The tiles of one rank, and those of ranks with equal shards."""
+    exercise(backend, mask, sizes, [whole(mask)])
+    exercise(backend, mask, sizes, [[tile] for tile in grid(mask, 32, 32)])
+
+
+def exercise_unequal(backend: Backend, mask: Mask) -> None:
+    """Tiles that are wide or high, as of unequal shards or q and kv of different lengths.
+
+    FlashAttention 2 counts a bound of at least seqlen_k as none, though a tile with more rows than
+    columns may need it, and cannot leave one side alone unbounded there.
+    """
+    exercise(backend, mask, EMULATED["gqa"], [grid(mask, 15, 50)])
+    exercise(backend, mask, EMULATED["gqa"], [grid(mask, 90, 20)])
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attn, "_operators", FlashAttn2)
+
+
+@pytest.fixture
+def operators(monkeypatch: pytest.MonkeyPatch) -> TorchOnCuda:
+    operators = TorchOnCuda()
+    monkeypatch.setattr(aten, "aten", operators)
+    return operators
+
+
+@pytest.mark.parametrize("sizes", EMULATED.values(), ids=EMULATED)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_flash_attn_on_an_emulated_package(mask: Mask, sizes: Config, package: None) -> None:
+    exercise_emulated(flash_attn.FlashAttnBackend(), mask, sizes)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_flash_attn_on_unequal_shards(mask: Mask, package: None) -> None:
+    exercise_unequal(flash_attn.FlashAttnBackend(), mask)
+
+
+@pytest.mark.parametrize("sizes", EMULATED.values(), ids=EMULATED)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_aten_on_emulated_cuda(mask: Mask, sizes: Config, operators: TorchOnCuda) -> None:
+    case(mask, sizes)
+    with PretendCuda():
+        exercise_emulated(aten.AtenBackend(), mask, sizes)
+    assert set(operators.called) == {"flash", "flash backward"}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_aten_on_cuda_with_unequal_shards(mask: Mask, operators: TorchOnCuda) -> None:
+    case(mask, EMULATED["gqa"])
+    with PretendCuda():
+        exercise_unequal(aten.AtenBackend(), mask)
+    assert set(operators.called) == {"flash", "flash backward"}
+
+
+@pytest.mark.parametrize("sizes", EMULATED.values(), ids=EMULATED)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_cudnn_on_emulated_cuda(mask: Mask, sizes: Config, operators: TorchOnCuda) -> None:
+    case(mask, sizes)
+    with PretendCuda():
+        exercise_emulated(aten.CudnnBackend(), mask, sizes)
+    kinds = {tile.kind for tile in (*whole(mask), *grid(mask, 32, 32))}
+    if MaskKind.WINDOW in kinds:
+        assert {"flash", "flash backward"} <= set(operators.called)
+    else:
+        assert set(operators.called) == {"cudnn", "cudnn backward"}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_cudnn_on_cuda_with_unequal_shards(mask: Mask, operators: TorchOnCuda) -> None:
+    case(mask, EMULATED["gqa"])
+    with PretendCuda():
+        exercise_unequal(aten.CudnnBackend(), mask)
+    assert {"cudnn", "cudnn backward"} <= set(operators.called) or mask.left is not None
+
+
+def test_flash_attns_inf_becomes_minus_inf(package: None) -> None:
+    q, k, v, _ = random_qkv(seqlen_q=6, seqlen_k=4, headdim=8)
+    # No plan makes such a tile: its first two rows see nothing.
+    tile = Tile(slice(0, 6), slice(0, 4), Band(None, -2))
+    operator = FlashAttn2._flash_attn_forward(q, k, v, 0.0, 1.0, False, -1, 0, 0.0, None, False)
+    assert bool((operator[1][:, :, :2] == torch.inf).all())
+    backend = flash_attn.FlashAttnBackend()
+    state = backend.new_state(q, 8)
+    backend.forward(q, k, v, [tile], state, softmax_scale=1.0)
+    out, lse = backend.finalize(state, q.dtype)
+    assert bool((lse[:, :, :2] == -torch.inf).all())
+    assert bool(lse[:, :, 2:].isfinite().all())
+    assert bool((out[:, :2] == 0.0).all())
+
+
+# -- what stands in for `out` where only delta travels
+
+
+@pytest.mark.parametrize("size", [1e-20, 1e-3, 1.0, 1e15])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_out_from_delta_has_that_delta(dtype: torch.dtype, size: float) -> None:
+    inputs = random_qkv(batch=2, nheads=3, headdim=24, dtype=torch.float64)
+    dout, out = (inputs.dout * size).to(dtype), inputs.q.to(dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    delta = (dout.to(wide) * out.to(wide)).sum(-1).transpose(1, 2).contiguous()
+    stand_in = out_from_delta(dout, delta, wide)
+    assert stand_in.dtype == wide
+    assert stand_in.shape == dout.shape
+    got = (dout.to(wide) * stand_in).sum(-1).transpose(1, 2)
+    # What the sum of |dout| |out| bounds is how well delta itself is known.
+    exact = (dout.double() * out.double()).sum(-1).transpose(1, 2)
+    terms = (dout.double() * out.double()).abs().sum(-1).transpose(1, 2)
+    verdict = check("delta", got, exact, delta, terms)
+    assert verdict.ok, str(verdict)
+
+
+def test_out_from_delta_is_exact_where_nothing_rounds() -> None:
+    # Powers of two and one non-zero element, from the smallest rows to the largest.
+    for exponent in (-120, -66, -1, 0, 1, 66, 120):
+        dout = torch.zeros(1, 4, 1, 8)
+        for row in range(4):
+            dout[0, row, 0, row] = math.ldexp(-1.0 if row == 2 else 1.0, exponent)
+        delta = torch.tensor([[[1.0, -2.0, 0.5, 0.0]]])
+        stand_in = out_from_delta(dout, delta, torch.float32)
+        assert torch.equal((dout * stand_in).sum(-1).transpose(1, 2), delta), exponent
+
+
+def test_out_from_delta_of_zero_rows_is_zero() -> None:
+    dout = torch.zeros(1, 3, 2, 8)
+    dout[0, 1, 0, :4] = 1.0
+    delta = torch.zeros(1, 2, 3)
+    delta[0, 0, 1] = 4.0
+    stand_in = out_from_delta(dout, delta, torch.float32)
+    assert stand_in[0, 1, 0].tolist() == [1.0] * 4 + [0.0] * 4
+    stand_in[0, 1, 0] = 0.0
+    assert bool((stand_in == 0.0).all())
+
+
+def test_equal_headdims_pads_with_zeros_to_a_multiple() -> None:
+    a, b = torch.ones(2, 5), torch.ones(2, 3)
+    padded = equal_headdims(a, b, multiple=1)
+    assert padded[0] is a
+    assert padded[1].tolist() == [[1.0, 1.0, 1.0, 0.0, 0.0]] * 2
+    assert [x.size(-1) for x in equal_headdims(a, b, multiple=8)] == [8, 8]
+
+
+# -- which backend runs
+
+
+def spec_of(
+    device: str = "cpu", dtype: torch.dtype = torch.float32, headdim: int = 64, headdim_v: int = 64
+) -> AttentionSpec:
+    return AttentionSpec(device, dtype, 1, 4, 2, headdim, headdim_v)
+
+
+def test_backends_know_their_names() -> None:
+    assert list(PREFERENCE) == ["aten", "cudnn", "flash_attn", "reference"]
+    for name in PREFERENCE:
+        assert get_backend(name).name == name
+        assert get_backend(name) is get_backend(name)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
+)
+def test_on_cpu_aten_and_the_reference_run_everything(dtype: torch.dtype) -> None:
+    choice = choose_backend(spec_of(dtype=dtype))
+    assert choice.name == "aten"
+    assert list(choice.reasons) == list(PREFERENCE)
+    assert {name for name, reason in choice.reasons.items() if reason is None} == {
+        "aten",
+        "reference",
+    }
+    assert choose_backend(spec_of(dtype=dtype), "reference").name == "reference"
+
+
+def test_supports_says_why_not() -> None:
+    cuda, half = torch.float32, torch.bfloat16
+    aten_backend, cudnn = get_backend("aten"), get_backend("cudnn")
+    assert aten_backend.supports(spec_of("cuda", half)) is None
+    assert "takes float16 and bfloat16, got torch.float32" in str(
+        aten_backend.supports(spec_of("cuda", cuda))
+    )
+    assert aten_backend.supports(spec_of("cuda", half, headdim=256)) is None
+    assert "at most 256, got 257" in str(aten_backend.supports(spec_of("cuda", half, 257)))
+    assert "at most 256, got 300" in str(
+        aten_backend.supports(spec_of("cuda", half, headdim_v=300))
+    )
+    assert "runs on cuda, got cpu" in str(cudnn.supports(spec_of(dtype=half)))
+    assert "takes float16 and bfloat16" in str(cudnn.supports(spec_of("cuda", cuda)))
+    assert get_backend("reference").supports(spec_of("cuda", cuda, 999)) is None
+
+
+def test_cudnn_has_limits_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudnn, half = get_backend("cudnn"), torch.float16
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    assert cudnn.supports(spec_of("cuda", half, 128, 128)) is None
+    assert "up to 128, got 136" in str(cudnn.supports(spec_of("cuda", half, 136, 64)))
+    assert "up to 128, got 136" in str(cudnn.supports(spec_of("cuda", half, 64, 136)))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
+    assert "no cuDNN" in str(cudnn.supports(spec_of("cuda", half)))
+
+
+def test_flash_attn_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = flash_attn.FlashAttnBackend()
+    monkeypatch.setattr(flash_attn, "find_spec", lambda name: None)
+    assert "pip install 'ring-attn[flash]'" in str(backend.supports(spec_of("cuda")))
+    monkeypatch.setattr(flash_attn, "find_spec", lambda name: SimpleNamespace(name=name))
+    half = torch.bfloat16
+    assert backend.supports(spec_of("cuda", half)) is None
+    assert "runs on cuda, got cpu" in str(backend.supports(spec_of("cpu", half)))
+    assert "takes float16 and bfloat16, got torch.float32" in str(
+        backend.supports(spec_of("cuda", torch.float32))
+    )
+    assert "up to 256, got 264" in str(backend.supports(spec_of("cuda", half, 264)))
+
+
+def test_auto_takes_the_first_that_can() -> None:
+    assert choose_backend(spec_of("cuda", torch.bfloat16)).name == "aten"
+    # Nothing but the reference takes float32 on CUDA, or headdims beyond 256.
+    assert choose_backend(spec_of("cuda", torch.float32)).name == "reference"
+    assert choose_backend(spec_of("cuda", torch.bfloat16, 512)).name == "reference"
+
+
+def test_an_unknown_backend_is_named_with_the_known() -> None:
+    with pytest.raises(ValueError, match="'auto' or one of .*'aten'.*'reference'.*, got 'fast'"):
+        choose_backend(spec_of(), "fast")
+    with pytest.raises(ValueError, match="got 'fast'"):
+        get_backend("fast")
+
+
+def test_a_named_backend_runs_or_raises_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = spec_of(dtype=torch.bfloat16)
+    with pytest.raises(
+        NotImplementedError,
+        match=r"backend='cudnn' cannot run this: .*on cuda, got cpu; "
+        r"usable here: \['aten', 'reference'\]",
+    ):
+        choose_backend(half, "cudnn")
+    with pytest.raises(NotImplementedError, match="backend='aten'.*float16 and bfloat16"):
+        choose_backend(spec_of("cuda", torch.float64), "aten")
+    # The package is optional: a spec that no other test asks for, for choices are cached.
+    monkeypatch.setattr(flash_attn, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"not installed: pip install 'ring-attn\[flash\]'"):
+        choose_backend(spec_of("cuda", torch.bfloat16, 72), "flash_attn")
+    monkeypatch.setattr(flash_attn, "find_spec", lambda name: SimpleNamespace(name=name))
+    with pytest.raises(NotImplementedError, match="flash-attn runs on cuda, got cpu"):
+        choose_backend(spec_of("cpu", torch.bfloat16, 72), "flash_attn")

@@ -1,0 +1,232 @@
+"""Costs: what is predicted is what a ring then sends, and the cheaper side travels."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from ring_attn.cost import (
+    bytes_sent,
+    choose_traveller,
+    flops,
+    gradient_packet,
+    memory_saving,
+    num_messages,
+    shard_packet,
+)
+from ring_attn.layout import SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.plan import Plan, Traveller, plan_ring
+from ring_attn.spec import AttentionSpec
+from ring_attn.strategies.ring import RingCall, ring_backward, ring_forward
+from ring_attn.testing import random_qkv
+from ring_attn.transport.base import TransportStats
+from ring_attn.transport.local import LocalTransport, run_local
+
+TRAVELLERS: tuple[Traveller, ...] = ("kv", "q")
+
+
+def spec_of(
+    dtype: torch.dtype = torch.bfloat16, nheads: int = 8, nheads_kv: int = 8, headdim: int = 64
+) -> AttentionSpec:
+    return AttentionSpec("cpu", dtype, 1, nheads, nheads_kv, headdim, headdim)
+
+
+def zigzag(seqlen: int, world_size: int) -> tuple[SequenceLayout, SequenceLayout]:
+    layout = SequenceLayout.zigzag(seqlen, world_size)
+    return layout, layout
+
+
+@pytest.mark.parametrize("travels", TRAVELLERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask(37, 37, causal=True),
+        Mask(37, 37, causal=True, window_size=(5, -1)),
+        Mask(37, 37, False, (-1, -1), (0, 9, 37), (0, 9, 37)),
+        Mask(37, 23, causal=True),
+        Mask(37, 0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_predicted_bytes_and_messages_are_those_sent(
+    world_size: int, mask: Mask, dtype: torch.dtype, travels: Traveller
+) -> None:
+    spec = AttentionSpec("cpu", dtype, 2, 4, 2, 8, 16)
+    inputs = random_qkv(
+        batch=2,
+        seqlen_q=mask.seqlen_q,
+        seqlen_k=mask.seqlen_k,
+        nheads=4,
+        nheads_kv=2,
+        headdim=8,
+        headdim_v=16,
+        dtype=dtype,
+    )
+    # Shards of every length, none at all among them.
+    cuts = {37: [0, 20, 20, 30, 37], 23: [0, 4, 9, 9, 23], 0: [0] * 5}
+    layouts = (
+        SequenceLayout.boundaries([0] + cuts[mask.seqlen_q][5 - world_size :]),
+        SequenceLayout.boundaries([0] + cuts[mask.seqlen_k][5 - world_size :]),
+    )
+
+    def rank_of_ring(rank: int, transport: LocalTransport) -> tuple[TransportStats, ...]:
+        call = RingCall(spec, layouts, mask, rank, 0.5, "reference", travels)
+        q, dout = (layouts[0].shard(x, rank) for x in (inputs.q, inputs.dout))
+        k, v = (layouts[1].shard(x, rank) for x in (inputs.k, inputs.v))
+        out, lse = ring_forward(q, k, v, call, transport)
+        forward = TransportStats(transport.stats.bytes_sent, transport.stats.messages)
+        transport.stats.reset()
+        ring_backward(q, k, v, out, lse, dout, call, transport)
+        return forward, transport.stats
+
+    for rank, (forward, backward) in enumerate(run_local(world_size, rank_of_ring)):
+        for stats, direction, backwards in ((forward, "kv", False), (backward, travels, True)):
+            plan = plan_ring(*layouts, mask, rank, direction)
+            assert stats.bytes_sent == bytes_sent(plan, spec, layouts, backward=backwards)
+            assert stats.messages == num_messages(plan, backward=backwards)
+
+
+def test_a_ring_of_one_sends_nothing() -> None:
+    layouts = zigzag(64, 1)
+    plan = plan_ring(*layouts, Mask(64, 64, causal=True), 0)
+    for backward in (False, True):
+        assert bytes_sent(plan, spec_of(), layouts, backward=backward) == 0
+        assert num_messages(plan, backward=backward) == 0
+
+
+def test_bytes_of_a_send_vector() -> None:
+    # Specification A: local 1024, head_dim 64, 4 kv heads, P = 2, 24 blocks, 4-byte items.
+    layout = SequenceLayout.contiguous(2048, 2)
+    spec = AttentionSpec("cpu", torch.float32, 1, 16, 4, 1024 // 16, 1024 // 16)
+    send = 2 * 1024 * 64 * 4 * 4
+    assert spec.kv_packet(1024).nbytes == send
+    for rank in range(2):
+        plan = plan_ring(layout, layout, Mask(2048, 2048), rank)
+        total = bytes_sent(plan, spec, (layout, layout), backward=False)
+        assert total == send * 1
+        assert 24 * total == 24 * 2 * 1024 * 64 * 4 * 4
+        assert num_messages(plan, backward=False) == 1
+
+
+def test_bytes_are_counted_step_by_step() -> None:
+    spec, layouts = spec_of(nheads_kv=2), zigzag(96, 3)
+    mask = Mask(96, 96, causal=True)
+    rows, kv, grad = 32, 2 * 64 * 2 * 2, 2 * 64 * 2 * 4
+    plan = plan_ring(*layouts, mask, 1)
+    assert bytes_sent(plan, spec, layouts, backward=False) == 2 * rows * kv
+    # The gradients make one hop more than the shards: the one that brings them home.
+    assert bytes_sent(plan, spec, layouts, backward=True) == rows * (2 * kv + 3 * grad)
+    assert num_messages(plan, backward=True) == 5
+    q, dq = 8 * (2 * 64 * 2 + 2 * 4), 8 * 64 * 4
+    plan = plan_ring(*layouts, mask, 1, "q")
+    assert bytes_sent(plan, spec, layouts, backward=True) == rows * (2 * q + 3 * dq)
+
+
+def test_packets_are_those_of_the_travelling_side() -> None:
+    spec = spec_of(nheads_kv=2)
+    layouts = (SequenceLayout.boundaries([0, 3, 10]), SequenceLayout.boundaries([0, 8, 20]))
+    for rank, rows, rows_kv in ((0, 3, 8), (1, 7, 12)):
+        assert shard_packet(spec, layouts, "kv", rank) == spec.kv_packet(rows_kv)
+        assert shard_packet(spec, layouts, "q", rank) == spec.q_packet(rows)
+        assert gradient_packet(spec, layouts, "kv", rank) == spec.kv_grad_packet(rows_kv)
+        assert gradient_packet(spec, layouts, "q", rank) == spec.q_grad_packet(rows)
+
+
+# -- which side travels in the backward
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_traveller_with_16_bit_tensors(dtype: torch.dtype, world_size: int) -> None:
+    n = 1024 * world_size
+    layouts, mask = zigzag(n, world_size), Mask(n, n, causal=True)
+    assert choose_traveller(spec_of(dtype, 8, 8, 128), *layouts, mask) == "q"
+    assert choose_traveller(spec_of(dtype, 8, 2, 128), *layouts, mask) == "kv"
+    assert choose_traveller(spec_of(dtype, 8, 1, 128), *layouts, mask) == "kv"
+
+
+def test_few_queries_travel() -> None:
+    layout_q, layout_kv = SequenceLayout.contiguous(64, 4), SequenceLayout.contiguous(4096, 4)
+    spec = spec_of(nheads=8, nheads_kv=1)
+    assert choose_traveller(spec, layout_q, layout_kv, Mask(64, 4096, causal=True)) == "q"
+    assert choose_traveller(spec, layout_kv, layout_kv, Mask(4096, 4096, causal=True)) == "kv"
+
+
+def test_kv_travels_where_it_is_equal() -> None:
+    # Without hops nothing is sent by either side.
+    layouts = zigzag(64, 1)
+    spec = spec_of(nheads=1, nheads_kv=1)
+    mask = Mask(64, 64)
+    total = {
+        travels: bytes_sent(plan_ring(*layouts, mask, 0, travels), spec, layouts, backward=True)
+        for travels in TRAVELLERS
+    }
+    assert total == {"kv": 0, "q": 0}
+
+
+def total_bytes(
+    spec: AttentionSpec,
+    layouts: tuple[SequenceLayout, SequenceLayout],
+    mask: Mask,
+    travels: Traveller,
+) -> int:
+    plans: list[Plan] = [
+        plan_ring(*layouts, mask, rank, travels) for rank in range(layouts[0].world_size)
+    ]
+    return sum(bytes_sent(plan, spec, layouts, backward=True) for plan in plans)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_the_traveller_is_the_cheaper_side(dtype: torch.dtype) -> None:
+    chosen = set()
+    for (seqlen_q, seqlen_k), (nheads, nheads_kv), headdim, window in product(
+        ((256, 256), (32, 256), (256, 32), (96, 160)),
+        ((8, 8), (8, 4), (8, 2), (8, 1)),
+        (8, 128),
+        (-1, 20),
+    ):
+        layouts = (SequenceLayout.zigzag(seqlen_q, 4), SequenceLayout.zigzag(seqlen_k, 4))
+        mask = Mask(seqlen_q, seqlen_k, True, (window, -1))
+        spec = spec_of(dtype, nheads, nheads_kv, headdim)
+        kv, q = (total_bytes(spec, layouts, mask, travels) for travels in TRAVELLERS)
+        travels = choose_traveller(spec, *layouts, mask)
+        assert travels == ("q" if q < kv else "kv"), (spec, layouts, mask)
+        chosen.add(travels)
+    assert chosen == {"kv", "q"}
+
+
+# -- floating point operations and memory
+
+
+def test_flops_of_known_sizes() -> None:
+    n = 1024
+    spec = AttentionSpec("cpu", torch.float32, 2, 8, 2, 64, 64)
+    # The rule of flash-attention's benchmarks: 4 n^2 d h b forward, 2.5 times that backward.
+    forward = 4 * n * n * 64 * 8 * 2
+    assert flops(n * n, spec, backward=False) == forward
+    assert flops(n * n, spec, backward=True) * 2 == forward * 5
+
+
+def test_flops_count_each_headdim() -> None:
+    spec = AttentionSpec("cpu", torch.float32, 1, 1, 1, 10, 3)
+    # q k^T and p v; then q k^T, do v^T, ds k, ds^T q and p^T do.
+    assert flops(7, spec, backward=False) == 7 * 2 * (10 + 3)
+    assert flops(7, spec, backward=True) == 7 * 2 * (10 + 3 + 10 + 10 + 3)
+
+
+def test_flops_of_a_plan_are_those_of_its_area() -> None:
+    layouts, mask = zigzag(64, 4), Mask(64, 64, causal=True)
+    areas = [plan_ring(*layouts, mask, rank).area for rank in range(4)]
+    spec = spec_of()
+    total = sum(flops(area, spec, backward=False) for area in areas)
+    assert total == flops(sum(layouts[0].mask_area(mask)), spec, backward=False)
+
+
+def test_memory_saving() -> None:
+    assert memory_saving(1) == 0.0
+    assert memory_saving(2) == 0.5
+    assert memory_saving(4) == 0.75
+    assert all(0.0 < memory_saving(world_size) < 1.0 for world_size in range(2, 100))

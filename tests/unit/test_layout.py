@@ -1,0 +1,314 @@
+"""Layouts: who holds which positions, what shards look like, and batches cut for training."""
+
+import re
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor.experimental._context_parallel._load_balancer import (
+    _HeadTailLoadBalancer,
+)
+
+from ring_attn.layout import LAYOUTS, Segment, SequenceLayout, shard_batch
+from ring_attn.mask import Mask
+
+reproducible = settings(deadline=None, derandomize=True, max_examples=150)
+
+
+@st.composite
+def layouts(
+    draw: st.DrawFn, min_seqlen: int = 0, max_seqlen: int = 90, max_ranks: int = 9
+) -> SequenceLayout:
+    """Any layout, with lengths that do not divide, fewer rows than ranks, and empty shards."""
+    seqlen = draw(st.integers(min_seqlen, max_seqlen))
+    world_size = draw(st.integers(1, max_ranks))
+    kind = draw(st.sampled_from((*LAYOUTS, "boundaries")))
+    if kind != "boundaries":
+        return SequenceLayout.from_name(kind, seqlen, world_size)
+    inner = draw(st.lists(st.integers(0, seqlen), min_size=world_size - 1, max_size=world_size - 1))
+    return SequenceLayout.boundaries([0, *sorted(inner), seqlen])
+
+
+def positions(layout: SequenceLayout) -> list[list[int]]:
+    return [layout.position_ids(rank).tolist() for rank in range(layout.world_size)]
+
+
+@reproducible
+@given(layouts())
+def test_every_position_is_on_exactly_one_rank(layout: SequenceLayout) -> None:
+    held = positions(layout)
+    assert sorted(sum(held, [])) == list(range(layout.seqlen))
+    assert tuple(len(one) for one in held) == layout.shard_lens
+    assert layout.shard_lens == tuple(layout.shard_len(r) for r in range(layout.world_size))
+
+
+@reproducible
+@given(layouts())
+def test_segments_are_the_rows_in_order(layout: SequenceLayout) -> None:
+    for rank, held in enumerate(positions(layout)):
+        segments = layout.segments(rank)
+        assert all(segment.length > 0 for segment in segments)
+        assert sum((segment.positions().tolist() for segment in segments), []) == held
+        assert len(segments) <= (2 if layout.kind == "zigzag" else 1)
+        # The rows of a shard are in the order of their positions: local causality is global's.
+        assert held == sorted(held)
+
+
+@reproducible
+@given(st.integers(0, 200), st.integers(1, 12))
+def test_named_layouts_hold_equal_numbers_of_rows(seqlen: int, world_size: int) -> None:
+    for name in ("contiguous", "striped"):
+        lens = SequenceLayout.from_name(name, seqlen, world_size).shard_lens
+        assert max(lens) - min(lens) <= 1, name
+    # Zigzag deals 2P chunks that differ by at most one.
+    lens = SequenceLayout.zigzag(seqlen, world_size).shard_lens
+    assert max(lens) - min(lens) <= (0 if seqlen % (2 * world_size) == 0 else 1)
+
+
+@reproducible
+@given(layouts(), st.integers(0, 2), st.booleans(), st.booleans())
+def test_shard_and_unshard_are_inverse(
+    layout: SequenceLayout, dim: int, negative: bool, noncontiguous: bool
+) -> None:
+    shape = [2, 3, 2]
+    shape[dim] = layout.seqlen
+    x = torch.arange(prod(shape)).view(shape)
+    if noncontiguous:
+        x = x.flip(0).transpose(0, 2).contiguous().transpose(0, 2)
+    along = dim - 3 if negative else dim
+    shards = [layout.shard(x, rank, along) for rank in range(layout.world_size)]
+    for rank, shard in enumerate(shards):
+        assert shard.is_contiguous()
+        assert torch.equal(shard, x.index_select(dim, layout.position_ids(rank)))
+    assert torch.equal(layout.unshard(shards, along), x)
+
+
+@reproducible
+@given(layouts())
+def test_position_ids_are_the_shard_of_arange(layout: SequenceLayout) -> None:
+    everything = torch.arange(layout.seqlen)
+    for rank in range(layout.world_size):
+        ids = layout.position_ids(rank)
+        assert ids.dtype == torch.int64
+        assert torch.equal(ids, layout.shard(everything, rank, dim=0))
+
+
+def test_shard_dim_is_one_by_default() -> None:
+    layout = SequenceLayout.zigzag(8, 2)
+    x = torch.arange(3 * 8).view(3, 8)
+    assert torch.equal(layout.shard(x, 1), x[:, 2:6])
+    assert torch.equal(layout.unshard([layout.shard(x, 0), layout.shard(x, 1)]), x)
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_zigzag_is_torchs_head_tail_order(world_size: int) -> None:
+    for chunk in (1, 2, 5):
+        seqlen = 2 * world_size * chunk
+        torchs = _HeadTailLoadBalancer(seqlen, world_size, "cpu")
+        layout = SequenceLayout.zigzag(seqlen, world_size)
+        order = torch.cat([layout.position_ids(rank) for rank in range(world_size)])
+        assert torch.equal(order, torchs._generate_indices().view(-1))
+        x = torch.randn(2, seqlen)
+        shards = list(x[:, order].chunk(world_size, dim=1))
+        restored = torchs._generate_indices(restore=True).view(-1)
+        assert torch.equal(layout.unshard(shards), x[:, order][:, restored])
+
+
+def test_the_figure_of_the_module() -> None:
+    assert positions(SequenceLayout.contiguous(8, 2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert positions(SequenceLayout.zigzag(8, 2)) == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert positions(SequenceLayout.striped(8, 2)) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert positions(SequenceLayout.boundaries((0, 5, 8))) == [[0, 1, 2, 3, 4], [5, 6, 7]]
+
+
+def test_uneven_lengths_make_the_first_parts_longer() -> None:
+    assert SequenceLayout.contiguous(1000, 3).shard_lens == (334, 333, 333)
+    assert SequenceLayout.striped(1000, 3).shard_lens == (334, 333, 333)
+    assert SequenceLayout.contiguous(2, 4).shard_lens == (1, 1, 0, 0)
+    assert SequenceLayout.boundaries([0, 0, 5, 5, 7]).shard_lens == (0, 5, 0, 2)
+    assert SequenceLayout.boundaries([0, 0, 5, 5, 7]).segments(2) == ()
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "seqlen", "local"),
+    [(0, 2, 2048, range(0, 1024)), (2, 4, 8192, range(4096, 6144))],
+)
+def test_contiguous_ranges(rank: int, world_size: int, seqlen: int, local: range) -> None:
+    layout = SequenceLayout.contiguous(seqlen, world_size)
+    assert layout.segments(rank) == (Segment(local.start, len(local)),)
+    assert layout.shard_len(rank) == len(local)
+
+
+def test_rows_between() -> None:
+    for start, length, stride in product((0, 3, 5), (1, 2, 4), (1, 2, 3)):
+        segment = Segment(start, length, stride)
+        held = segment.positions().tolist()
+        for first, stop in product(range(0, 20), range(0, 20)):
+            a, b = segment.rows_between(first, stop)
+            assert 0 <= a <= b, (segment, first, stop)
+            expected = [row for row, position in enumerate(held) if first <= position < stop]
+            assert list(range(a, b)) == expected, (segment, first, stop)
+
+
+@reproducible
+@given(
+    layouts(max_seqlen=40, max_ranks=5),
+    st.integers(0, 40),
+    st.booleans(),
+    st.sampled_from([(-1, -1), (3, -1), (2, 4), (0, 0), (-1, 1)]),
+    st.booleans(),
+)
+def test_mask_area_is_the_sum_of_the_dense_rows(
+    layout: SequenceLayout,
+    seqlen_k: int,
+    causal: bool,
+    window: tuple[int, int],
+    documents: bool,
+) -> None:
+    n = layout.seqlen
+    cu_q = (0, n // 3, n // 3, n) if documents else None
+    cu_k = (0, seqlen_k // 2, seqlen_k, seqlen_k) if documents else None
+    mask = Mask(n, seqlen_k, causal, window, cu_q, cu_k)
+    dense = mask.dense()
+    expected = [int(dense[layout.position_ids(rank)].sum()) for rank in range(layout.world_size)]
+    assert list(layout.mask_area(mask)) == expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_zigzag_balances_a_causal_mask_exactly(world_size: int) -> None:
+    for chunk in (1, 2, 7, 64):
+        n = 2 * world_size * chunk
+        areas = SequenceLayout.zigzag(n, world_size).mask_area(Mask(n, n, causal=True))
+        assert len(set(areas)) == 1
+        assert sum(areas) == n * (n + 1) // 2
+
+
+def test_contiguous_does_not_balance_a_causal_mask() -> None:
+    areas = SequenceLayout.contiguous(64, 4).mask_area(Mask(64, 64, causal=True))
+    assert areas == (136, 392, 648, 904)
+
+
+@reproducible
+@given(layouts(min_seqlen=1, max_seqlen=40), st.booleans())
+def test_shard_batch_shifts_labels_before_it_cuts(layout: SequenceLayout, first: bool) -> None:
+    n = layout.seqlen
+    tokens = torch.arange(100, 100 + 2 * n).view(2, n)
+    dim = 0 if first else 1
+    batch = {"input_ids": tokens, "labels": tokens.clone()}
+    batch = {name: x.movedim(1, dim) for name, x in batch.items()}
+    before = {name: x.clone() for name, x in batch.items()}
+    parts = [
+        shard_batch(batch, layout, rank, dim=dim, ignore_index=-7)
+        for rank in range(layout.world_size)
+    ]
+
+    expected = torch.full_like(tokens, -7)
+    expected[:, :-1] = tokens[:, 1:]
+    whole = layout.unshard([part["shift_labels"] for part in parts], dim)
+    assert torch.equal(whole, expected.movedim(1, dim))
+    inputs = layout.unshard([part["input_ids"] for part in parts], dim)
+    assert torch.equal(inputs, batch["input_ids"])
+    for rank, part in enumerate(parts):
+        assert set(part) == {"input_ids", "shift_labels", "position_ids"}
+        assert torch.equal(part["position_ids"], layout.position_ids(rank)[None])
+    for name, x in batch.items():
+        assert torch.equal(x, before[name]), "the caller's batch was changed"
+
+
+def test_shard_batch_ignores_the_last_position_by_default() -> None:
+    layout = SequenceLayout.zigzag(8, 2)
+    labels = torch.arange(8)[None]
+    parts = [shard_batch({"labels": labels}, layout, rank) for rank in range(2)]
+    assert parts[0]["shift_labels"].tolist() == [[1, 2, 7, -100]]
+    assert parts[1]["shift_labels"].tolist() == [[3, 4, 5, 6]]
+
+
+def test_shard_batch_keeps_what_is_already_there() -> None:
+    layout = SequenceLayout.striped(6, 2)
+    restarted = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    shift_labels = torch.tensor([[1, 2, -100, 4, 5, -100]])
+    part = shard_batch({"position_ids": restarted, "shift_labels": shift_labels}, layout, 1)
+    assert part["position_ids"].tolist() == [[1, 0, 2]]
+    assert part["shift_labels"].tolist() == [[2, 4, -100]]
+
+
+def test_shard_batch_of_nothing_has_position_ids() -> None:
+    part = shard_batch({}, SequenceLayout.contiguous(4, 2), 1)
+    assert part["position_ids"].tolist() == [[2, 3]]
+
+
+def test_shard_batch_of_an_empty_sequence() -> None:
+    empty = torch.zeros(2, 0, dtype=torch.int64)
+    batch = {"input_ids": empty, "labels": empty}
+    part = shard_batch(batch, SequenceLayout.contiguous(0, 2), 0)
+    assert part["shift_labels"].shape == part["input_ids"].shape == (2, 0)
+    assert part["position_ids"].shape == (1, 0)
+
+
+def test_shard_batch_errors() -> None:
+    layout = SequenceLayout.contiguous(8, 2)
+    tokens = torch.arange(8)[None]
+    with pytest.raises(ValueError, match="both labels and shift_labels"):
+        shard_batch({"labels": tokens, "shift_labels": tokens}, layout, 0)
+    with pytest.raises(ValueError, match=r"8 rows in dim 1 .*seqlen=8.*got \(1, 7\)"):
+        shard_batch({"input_ids": tokens[:, :7]}, layout, 0)
+    with pytest.raises(ValueError, match=r"8 rows in dim 1 .*got \(1, 7\)"):
+        shard_batch({"labels": tokens[:, :7]}, layout, 0)
+    with pytest.raises(ValueError, match=r"rank must be in \[0, 2\).*got 2"):
+        shard_batch({"input_ids": tokens}, layout, 2)
+
+
+def test_from_name_is_the_constructor() -> None:
+    for name in LAYOUTS:
+        assert SequenceLayout.from_name(name, 13, 3) == getattr(SequenceLayout, name)(13, 3)
+
+
+def test_equal_layouts_are_one_key() -> None:
+    assert len({SequenceLayout.zigzag(8, 2), SequenceLayout.zigzag(8, 2)}) == 1
+    assert len({SequenceLayout.boundaries([0, 4, 8]), SequenceLayout.boundaries((0, 4, 8))}) == 1
+    assert SequenceLayout.zigzag(8, 2) != SequenceLayout.contiguous(8, 2)
+
+
+def test_str_says_what_it_is() -> None:
+    assert str(SequenceLayout.zigzag(8, 2)) == "zigzag(seqlen=8, world_size=2)"
+    assert str(SequenceLayout.boundaries([0, 3, 8])) == "boundaries([0, 3, 8])"
+
+
+def raises(message: str) -> pytest.RaisesExc[ValueError]:
+    return pytest.raises(ValueError, match=re.escape(message))
+
+
+def test_constructor_errors_name_the_numbers() -> None:
+    with raises(
+        "layout must be one of ['contiguous', 'zigzag', 'striped'] or a SequenceLayout, got 'ring'"
+    ):
+        SequenceLayout.from_name("ring", 8, 2)
+    for name in LAYOUTS:
+        with raises("world_size must be at least 1, got 0"):
+            SequenceLayout.from_name(name, 8, 0)
+        with raises("seqlen must not be negative, got -1"):
+            SequenceLayout.from_name(name, -1, 2)
+    with raises("world_size + 1 positions that start at 0, got [0]"):
+        SequenceLayout.boundaries([0])
+    with raises("start at 0, got [1, 8]"):
+        SequenceLayout.boundaries([1, 8])
+    with raises("must not decrease, got 5 then 4 for rank 1 in [0, 5, 4]"):
+        SequenceLayout.boundaries([0, 5, 4])
+
+
+def test_shard_errors_name_the_numbers() -> None:
+    layout = SequenceLayout.contiguous(9, 2)
+    x = torch.zeros(1, 8)
+    with raises("x must have 9 rows in dim 1 for contiguous(seqlen=9, world_size=2), got (1, 8)"):
+        layout.shard(x, 0)
+    for call in (layout.segments, layout.shard_len, layout.position_ids):
+        for rank in (-1, 2):
+            with raises(f"rank must be in [0, 2) for {layout}, got {rank}"):
+                call(rank)
+    with raises("unshard needs 2 shards, got 1"):
+        layout.unshard([x])
+    with raises("shard of rank 1 must have 4 rows in dim 1"):
+        layout.unshard([torch.zeros(1, 5), torch.zeros(1, 5)])

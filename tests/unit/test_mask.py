@@ -1,0 +1,171 @@
+"""Mask: every derived form of it against the predicate of the design, pair by pair."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from ring_attn.mask import Document, Mask
+
+WINDOWS = [(-1, -1), (0, 0), (2, -1), (-1, 1), (1, 2), (9, 9), (0, 3), (3, 0)]
+
+# Document boundaries of 7 queries and of keys: alike, unlike, with empty documents on either side.
+DOCUMENTS = [
+    ((0, 7), (0, 7)),
+    ((0, 3, 7), (0, 3, 7)),
+    ((0, 0, 3, 3, 7, 7), (0, 0, 3, 3, 7, 7)),
+    ((0, 3, 7), (0, 5, 6)),
+    ((0, 3, 7), (0, 0, 6)),
+    ((0, 3, 3, 7), (0, 2, 5, 9)),
+    ((0, 0, 7, 7), (0, 4, 4, 8)),
+    ((0, 1, 2, 3, 4, 5, 6, 7), (0, 2, 3, 3, 4, 6, 9, 9)),
+]
+
+
+def sees(mask: Mask, i: int, j: int) -> bool:
+    """The design's predicate, document by document, in positions that count from its start."""
+    cu_q = mask.cu_seqlens_q or (0, mask.seqlen_q)
+    cu_k = mask.cu_seqlens_k or (0, mask.seqlen_k)
+    for d in range(len(cu_q) - 1):
+        if not (cu_q[d] <= i < cu_q[d + 1] and cu_k[d] <= j < cu_k[d + 1]):
+            continue
+        len_q, len_k = cu_q[d + 1] - cu_q[d], cu_k[d + 1] - cu_k[d]
+        offset = (j - cu_k[d]) - (i - cu_q[d] + len_k - len_q)
+        left, right = mask.window_size
+        return (
+            (not mask.causal or offset <= 0)
+            and (left == -1 or -left <= offset)
+            and (right == -1 or offset <= right)
+        )
+    return False
+
+
+def brute_force(mask: Mask) -> list[list[bool]]:
+    return [[sees(mask, i, j) for j in range(mask.seqlen_k)] for i in range(mask.seqlen_q)]
+
+
+def masks_of_documents() -> list[Mask]:
+    return [
+        Mask(cu_q[-1], cu_k[-1], causal, window, cu_q, cu_k)
+        for (cu_q, cu_k), causal, window in product(DOCUMENTS, (False, True), WINDOWS)
+    ]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_dense_is_the_predicate(causal: bool, window: tuple[int, int]) -> None:
+    for seqlen_q, seqlen_k in product(range(7), range(7)):
+        mask = Mask(seqlen_q, seqlen_k, causal, window)
+        dense = mask.dense()
+        assert dense.dtype == torch.bool
+        assert dense.shape == (seqlen_q, seqlen_k)
+        assert dense.tolist() == brute_force(mask), mask
+
+
+@pytest.mark.parametrize("mask", masks_of_documents(), ids=str)
+def test_dense_of_documents_is_the_predicate(mask: Mask) -> None:
+    assert mask.dense().tolist() == brute_force(mask)
+
+
+def test_dense_of_chosen_positions() -> None:
+    for mask in masks_of_documents():
+        dense = mask.dense()
+        rows = torch.arange(mask.seqlen_q).flip(0)
+        cols = torch.arange(mask.seqlen_k)[1::2]
+        assert torch.equal(mask.dense(rows, cols), dense[rows][:, cols]), mask
+        assert torch.equal(mask.dense(rows), dense[rows]), mask
+        assert torch.equal(mask.dense(k_positions=cols), dense[:, cols]), mask
+
+
+def test_bottom_right_alignment() -> None:
+    # The figure of the module, and the one of flash-attention's README for more queries than keys.
+    assert Mask(2, 5, causal=True).dense().int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert Mask(5, 2, causal=True).dense().int().tolist() == [
+        [0, 0],
+        [0, 0],
+        [0, 0],
+        [1, 0],
+        [1, 1],
+    ]
+
+
+def test_causal_is_a_right_window_of_zero() -> None:
+    for left, (seqlen_q, seqlen_k) in product((-1, 0, 2), ((5, 5), (3, 6), (6, 3))):
+        causal = Mask(seqlen_q, seqlen_k, causal=True, window_size=(left, -1))
+        window = Mask(seqlen_q, seqlen_k, window_size=(left, 0))
+        assert torch.equal(causal.dense(), window.dense())
+        assert causal.right == window.right == 0
+
+
+def test_sides_are_none_where_unbounded() -> None:
+    assert (Mask(4, 4).left, Mask(4, 4).right) == (None, None)
+    assert (Mask(4, 4, window_size=(3, 2)).left, Mask(4, 4, window_size=(3, 2)).right) == (3, 2)
+    assert Mask(4, 4, True, (3, -1)).right == 0
+
+
+def test_visible_runs_are_the_dense_rows() -> None:
+    masks = masks_of_documents() + [
+        Mask(n, m, causal, window)
+        for n, m, causal, window in product((1, 4, 6), (0, 1, 5), (False, True), WINDOWS)
+    ]
+    for mask in masks:
+        positions = torch.arange(mask.seqlen_q)
+        start, stop = mask.visible_runs(positions)
+        assert start.dtype == stop.dtype == torch.int64
+        assert bool((start <= stop).all()), mask
+        for i, (first, last, row) in enumerate(
+            zip(start.tolist(), stop.tolist(), brute_force(mask), strict=True)
+        ):
+            seen = [j for j, visible in enumerate(row) if visible]
+            assert seen == list(range(first, last)), (mask, i)
+
+
+def test_visible_runs_of_no_positions() -> None:
+    start, stop = Mask(0, 5).visible_runs(torch.arange(0))
+    assert start.shape == stop.shape == (0,)
+
+
+@pytest.mark.parametrize("cu", DOCUMENTS, ids=str)
+def test_documents_overlapping(cu: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    cu_q, cu_k = cu
+    mask = Mask(cu_q[-1], cu_k[-1], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
+    for start, stop in product(range(8), range(8)):
+        if start >= stop:
+            continue
+        expected = [
+            doc
+            for doc in mask.documents
+            if doc.k_start < doc.k_end
+            and set(range(doc.q_start, doc.q_end)) & set(range(start, stop))
+        ]
+        assert list(mask.documents_overlapping(start, stop)) == expected, (start, stop)
+
+
+def test_documents_tile_the_sequences() -> None:
+    for mask in masks_of_documents():
+        docs = mask.documents
+        assert [doc.q_start for doc in docs[1:]] == [doc.q_end for doc in docs[:-1]]
+        assert [doc.k_start for doc in docs[1:]] == [doc.k_end for doc in docs[:-1]]
+        assert (docs[0].q_start, docs[-1].q_end) == (0, mask.seqlen_q)
+        assert (docs[0].k_start, docs[-1].k_end) == (0, mask.seqlen_k)
+    assert Mask(3, 8).documents == (Document(0, 3, 0, 8),)
+    assert Mask(3, 8).documents[0].diagonal == 5
+
+
+def test_equal_masks_are_one_key() -> None:
+    cu = tuple(range(0, 2001, 2))
+    one = Mask(2000, 2000, True, (5, -1), cu, cu)
+    again = tuple(range(0, 2001, 2))
+    other = Mask(2000, 2000, True, (5, -1), again, again)
+    assert one == other
+    assert hash(one) == hash(other)
+    assert len({one, other}) == 1
+    for different in (
+        Mask(2000, 2000, False, (5, -1), cu, cu),
+        Mask(2000, 2000, True, (6, -1), cu, cu),
+        Mask(2000, 2000, True, (5, -1), (0, 2000), cu),
+        Mask(2000, 2000, True, (5, -1), cu, None),
+        Mask(2001, 2000, True, (5, -1), cu, cu),
+    ):
+        assert different != one
+        assert hash(different) != hash(one)

@@ -1,0 +1,426 @@
+"""Plans: every visible pair computed once, every message received by whom it was sent to.
+
+The plan is pure data, so it is held against the dense mask for every rank of every layout.
+"""
+
+import time
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_attn.layout import SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.plan import (
+    Band,
+    Hop,
+    MaskKind,
+    Plan,
+    Step,
+    Tile,
+    Traveller,
+    make_tile,
+    needed_distances,
+    pair_tiles,
+    plan_ring,
+)
+
+KINDS = ("contiguous", "zigzag", "striped", "boundaries")
+WORLD_SIZES = (1, 2, 3, 4, 5)
+LENGTHS = ((0, 0), (1, 1), (13, 13), (20, 20), (7, 13), (13, 7), (11, 0), (3, 3))
+WINDOWS = ((-1, -1), (0, -1), (4, -1), (7, 2), (-1, 3), (0, 0), (2, 20))
+
+
+def cuts(seqlen: int, world_size: int) -> list[int]:
+    """Boundaries with short, long and empty shards."""
+    return (
+        [0]
+        + [(seqlen * (rank // 2 * 2)) // (world_size + 1) for rank in range(1, world_size)]
+        + [seqlen]
+    )
+
+
+def layout_of(kind: str, seqlen: int, world_size: int) -> SequenceLayout:
+    if kind == "boundaries":
+        return SequenceLayout.boundaries(cuts(seqlen, world_size))
+    return SequenceLayout.from_name(kind, seqlen, world_size)
+
+
+def masks(seqlen_q: int, seqlen_k: int) -> Iterator[Mask]:
+    """Every combination of causal, window and documents (unequal and empty ones too)."""
+    cu_q = (0, seqlen_q // 3, seqlen_q // 3, seqlen_q // 2, seqlen_q)
+    cu_k = (0, seqlen_k // 4, seqlen_k // 2, seqlen_k // 2, seqlen_k)
+    for causal, window in product((False, True), WINDOWS):
+        if causal and window[1] >= 0:
+            continue
+        yield Mask(seqlen_q, seqlen_k, causal, window)
+        yield Mask(seqlen_q, seqlen_k, causal, window, cu_q, cu_k)
+
+
+def band(tile: Tile) -> Tensor:
+    """(rows, cols) booleans, by the words of the definition."""
+    diff = torch.arange(tile.kv.start, tile.kv.stop) - torch.arange(
+        tile.q.start, tile.q.stop
+    ).unsqueeze(1)
+    lo, hi = tile.band
+    visible = torch.ones_like(diff, dtype=torch.bool)
+    if lo is not None:
+        visible &= diff >= lo
+    if hi is not None:
+        visible &= diff <= hi
+    return visible
+
+
+def painted(tiles: tuple[Tile, ...], rows: int, cols: int) -> Tensor:
+    """How often each pair is computed."""
+    count = torch.zeros(rows, cols, dtype=torch.int64)
+    for tile in tiles:
+        count[tile.q, tile.kv] += band(tile)
+    return count
+
+
+def check_tile(tile: Tile) -> None:
+    """Nothing of a tile is idle, and what is said of it is so."""
+    visible = band(tile)
+    assert bool(visible.any(0).all()), f"a column without a visible pair: {tile}"
+    assert bool(visible.any(1).all()), f"a row without a visible pair: {tile}"
+    assert tile.area == int(visible.sum())
+    assert (tile.rows, tile.cols) == visible.shape
+    lo, hi = tile.band
+    for looser in (Band(None, hi), Band(lo, None)):
+        if looser != tile.band:
+            assert not bool(band(Tile(tile.q, tile.kv, looser)).equal(visible)), "an idle bound"
+    if bool(visible.all()):
+        assert tile.kind is MaskKind.FULL
+    elif lo is None:
+        assert tile.kind is MaskKind.CAUSAL
+    else:
+        assert tile.kind is MaskKind.WINDOW
+
+
+def step_kind(visible: Tensor) -> MaskKind:
+    if not bool(visible.any()):
+        return MaskKind.NO_ATTENTION
+    return MaskKind.FULL if bool(visible.all()) else MaskKind.CAUSAL
+
+
+def plans(
+    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, travels: Traveller = "kv"
+) -> list[Plan]:
+    ranks = range(layout_q.world_size)
+    return [plan_ring(layout_q, layout_kv, mask, rank, travels) for rank in ranks]
+
+
+def check_hops(ring: list[Plan]) -> None:
+    """What a rank sends is what its receiver expects, and all shards come back in the end."""
+    num_steps = {len(plan.steps) for plan in ring}
+    assert len(num_steps) == 1, "ranks make different numbers of hops"
+    held = [plan.rank for plan in ring]
+    for index in range(num_steps.pop()):
+        steps = [plan.steps[index] for plan in ring]
+        assert [step.index for step in steps] == [index] * len(ring)
+        assert [step.source for step in steps] == held
+        assert sorted(held) == list(range(len(ring))), "a shard is lost or held twice"
+        if index + 1 == len(ring[0].steps):
+            assert all(step.hop is None for step in steps)
+        else:
+            held = after([step.hop for step in steps], held)
+    homes = [plan.home for plan in ring]
+    if ring[0].num_hops == 0:
+        assert homes == [None] * len(ring)
+    else:
+        assert after(homes, held) == [plan.rank for plan in ring], "gradients end at a wrong rank"
+
+
+def after(hops: list[Hop | None], held: list[int]) -> list[int]:
+    """Whose shards the ranks hold after everyone's hop."""
+    received = []
+    for rank, hop in enumerate(hops):
+        assert hop is not None
+        assert hop.send_to != rank
+        sender = hops[hop.recv_from]
+        assert sender is not None
+        assert sender.send_to == rank, "a receive without its send"
+        received.append(held[hop.recv_from])
+    return received
+
+
+def check_everything(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> None:
+    world_size, dense = layout_q.world_size, mask.dense()
+    q_rows = [layout_q.position_ids(rank) for rank in range(world_size)]
+    kv_rows = [layout_kv.position_ids(rank) for rank in range(world_size)]
+    visible = {
+        (r, s): dense[q_rows[r]][:, kv_rows[s]] for r, s in product(range(world_size), repeat=2)
+    }
+    needed = {0} | {(r - s) % world_size for (r, s), pairs in visible.items() if bool(pairs.any())}
+    assert needed_distances(layout_q, layout_kv, mask) == tuple(sorted(needed))
+
+    for (r, s), pairs in visible.items():
+        tiles = pair_tiles(layout_q, layout_kv, mask, r, s)
+        assert torch.equal(painted(tiles, *pairs.shape), pairs.long()), (r, s, tiles)
+        keys = [(tile.q.start, -tile.kv.start) for tile in tiles]
+        assert keys == sorted(keys), "tiles of the same rows together, kv descending"
+        for tile in tiles:
+            check_tile(tile)
+
+    travellers: tuple[Traveller, ...] = ("kv", "q")
+    for travels in travellers:
+        ring = plans(layout_q, layout_kv, mask, travels)
+        check_hops(ring)
+        done = set()
+        for plan in ring:
+            assert plan.travels == travels
+            assert plan.world_size == world_size
+            assert plan.num_hops == len(needed) - 1
+            for step in plan.steps:
+                pair = (plan.rank, step.source) if travels == "kv" else (step.source, plan.rank)
+                assert pair not in done
+                done.add(pair)
+                check_step(step, pair_tiles(layout_q, layout_kv, mask, *pair), visible[pair])
+        assert all(pair in done for pair, pairs in visible.items() if bool(pairs.any()))
+        assert sum(plan.area for plan in ring) == int(dense.sum())
+        if travels == "kv":
+            assert tuple(plan.area for plan in ring) == layout_q.mask_area(mask)
+
+
+def check_step(step: Step, tiles: tuple[Tile, ...], visible: Tensor) -> None:
+    assert step.tiles == tiles
+    assert step.area == int(visible.sum())
+    assert step.kind is step_kind(visible)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_visible_pair_once(kind: str, lengths: tuple[int, int], world_size: int) -> None:
+    layouts = [layout_of(kind, seqlen, world_size) for seqlen in lengths]
+    for mask in masks(*lengths):
+        check_everything(layouts[0], layouts[1], mask)
+
+
+@pytest.mark.parametrize(
+    ("kind_q", "kind_kv"),
+    [(q, kv) for q, kv in product(("contiguous", "zigzag", "boundaries"), repeat=2) if q != kv],
+)
+def test_mixed_layouts(kind_q: str, kind_kv: str) -> None:
+    for world_size, lengths in product((2, 3), ((12, 12), (9, 14))):
+        layout_q = layout_of(kind_q, lengths[0], world_size)
+        layout_kv = layout_of(kind_kv, lengths[1], world_size)
+        for mask in masks(*lengths):
+            check_everything(layout_q, layout_kv, mask)
+
+
+def test_one_document_a_row_and_long_documents_over_ranks() -> None:
+    every = tuple(range(17))
+    for kind, world_size in product(KINDS, (1, 2, 4)):
+        layout = layout_of(kind, 16, world_size)
+        for cu in (every, (0, 1, 15, 16), (0, 16), (0, 5, 6, 16)):
+            check_everything(layout, layout, Mask(16, 16, True, (-1, -1), cu, cu))
+            check_everything(layout, layout, Mask(16, 16, False, (3, -1), cu, cu))
+
+
+def test_make_tile_is_the_band_in_its_bounding_box() -> None:
+    bounds = (None, *range(-7, 8))
+    for rows, cols, q0, k0 in product((0, 1, 3, 5), (0, 1, 4), (0, 2), (0, 3)):
+        q, kv = slice(q0, q0 + rows), slice(k0, k0 + cols)
+        for lo, hi in product(bounds, bounds):
+            visible = band(Tile(q, kv, Band(lo, hi)))
+            tile = make_tile(q, kv, lo, hi)
+            if not bool(visible.any()):
+                assert tile is None, (q, kv, lo, hi)
+                continue
+            assert tile is not None, (q, kv, lo, hi)
+            check_tile(tile)
+            count = painted((tile,), q.stop, kv.stop)[q, kv]
+            assert torch.equal(count, visible.long()), (q, kv, lo, hi)
+
+
+def test_corner_band_counts_from_the_tiles_corner() -> None:
+    tile = Tile(slice(4, 9), slice(2, 10), Band(-1, 3))
+    assert tile.corner_band == Band(1, 5)
+    assert Tile(slice(4, 9), slice(2, 10), Band(None, None)).corner_band == Band(None, None)
+
+
+# -- what the design promises of particular layouts
+
+
+@cache
+def causal(n: int) -> Mask:
+    return Mask(n, n, causal=True)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 7, 8])
+def test_zigzag_balances_every_step(world_size: int) -> None:
+    chunk = 6
+    n = 2 * world_size * chunk
+    layout = SequenceLayout.zigzag(n, world_size)
+    ring = plans(layout, layout, causal(n))
+    for plan in ring:
+        assert plan.num_hops == world_size - 1
+        (own,) = plan.steps[0].tiles
+        assert own.kind is MaskKind.CAUSAL
+        assert (own.rows, own.cols) == (2 * chunk, 2 * chunk)
+        assert own.area == 2 * chunk * (2 * chunk + 1) // 2
+        for step in plan.steps[1:]:
+            (tile,) = step.tiles
+            assert tile.kind is MaskKind.FULL
+            assert tile.area == 2 * chunk * chunk
+            # All q against the first half of an earlier kv, or the second half of q against all.
+            earlier = step.source < plan.rank
+            expected = (2 * chunk, chunk) if earlier else (chunk, 2 * chunk)
+            assert (tile.rows, tile.cols) == expected
+            assert tile.kv.start == 0
+            assert tile.q.stop == 2 * chunk
+    for steps in zip(*(plan.steps for plan in ring), strict=True):
+        assert len({step.area for step in steps}) == 1, "a rank waits for another"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_steps_have_one_tile_where_one_is_enough(world_size: int) -> None:
+    n = 12 * world_size
+    for kind in ("contiguous", "striped", "zigzag"):
+        layout = SequenceLayout.from_name(kind, n, world_size)
+        one_tile = [Mask(n, n), causal(n)]
+        if kind != "zigzag":
+            one_tile += [Mask(n, n, True, (9, -1)), Mask(n, n, False, (5, 7))]
+        for mask in one_tile:
+            for plan in plans(layout, layout, mask):
+                assert max(len(step.tiles) for step in plan.steps) == 1, (kind, mask)
+
+
+def test_striped_steps_are_all_causal() -> None:
+    layout = SequenceLayout.striped(32, 4)
+    for plan in plans(layout, layout, causal(32)):
+        assert [step.tiles[0].kind for step in plan.steps] == [MaskKind.CAUSAL] * 4
+        for step in plan.steps:
+            # A later stripe's row i does not see its own position: the diagonal is one off.
+            assert step.tiles[0].band.hi == (0 if step.source <= plan.rank else -1)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 6])
+@pytest.mark.parametrize("chunk", [1, 4, 5])
+def test_a_window_makes_as_many_hops_as_it_is_shards_wide(world_size: int, chunk: int) -> None:
+    n = world_size * chunk
+    layout = SequenceLayout.contiguous(n, world_size)
+    for window in range(n + 3):
+        hops = min(-(-window // chunk), world_size - 1)
+        mask = Mask(n, n, causal=True, window_size=(window, -1))
+        for travels in ("kv", "q"):
+            for plan in plans(layout, layout, mask, travels):
+                assert plan.num_hops == hops
+        both = Mask(n, n, window_size=(window, window))
+        expected = min(2 * -(-window // chunk), world_size - 1)
+        assert plan_ring(layout, layout, both, 0).num_hops == expected
+
+
+def test_distances_that_nobody_needs_are_jumped_over() -> None:
+    # Two documents of two shards each: neighbours talk, and nobody beyond them.
+    layout = SequenceLayout.contiguous(16, 4)
+    mask = Mask(16, 16, False, (-1, -1), (0, 8, 16), (0, 8, 16))
+    assert needed_distances(layout, layout, mask) == (0, 1, 3)
+    plan = plan_ring(layout, layout, mask, 0)
+    assert [step.source for step in plan.steps] == [0, 3, 1]
+    assert [step.hop for step in plan.steps] == [Hop(1, 3), Hop(2, 2), None]
+    assert plan.home == Hop(send_to=1, recv_from=3)
+    backward = plan_ring(layout, layout, mask, 0, "q")
+    assert [step.source for step in backward.steps] == [0, 3, 1]
+
+    alone = Mask(16, 16, False, (-1, -1), (0, 4, 8, 12, 16), (0, 4, 8, 12, 16))
+    plan = plan_ring(layout, layout, alone, 2)
+    assert (plan.num_hops, plan.home, plan.steps[0].hop) == (0, None, None)
+
+
+# -- the vectors of the project's specification, section A
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rank", "send_to", "recv_from", "sources"),
+    [(2, 0, 1, 1, [1]), (4, 0, 1, 3, [3, 2, 1]), (4, 2, 3, 1, [1, 0, 3])],
+)
+def test_schedule_vectors(
+    world_size: int, rank: int, send_to: int, recv_from: int, sources: list[int]
+) -> None:
+    n = 256 * world_size
+    layout = SequenceLayout.contiguous(n, world_size)
+    for mask in (Mask(n, n), causal(n)):
+        plan = plan_ring(layout, layout, mask, rank)
+        assert plan.num_hops == world_size - 1
+        assert [step.source for step in plan.steps] == [rank, *sources]
+        hops = [step.hop for step in plan.steps[:-1]]
+        assert hops == [Hop(send_to, recv_from)] * (world_size - 1)
+
+
+@pytest.mark.parametrize("world_size", range(1, 12))
+def test_every_rank_sees_every_chunk_once(world_size: int) -> None:
+    layout = SequenceLayout.contiguous(4 * world_size, world_size)
+    for plan in plans(layout, layout, Mask(4 * world_size, 4 * world_size)):
+        expected = [(plan.rank - step) % world_size for step in range(world_size)]
+        assert [step.source for step in plan.steps] == expected
+
+
+def test_mask_kind_vectors() -> None:
+    layout = SequenceLayout.contiguous(1024, 4)
+    steps = plan_ring(layout, layout, causal(1024), 2).steps
+    assert steps[0].kind is MaskKind.CAUSAL
+    # Those of the specification count from the first exchange: its step 0 is our step 1.
+    assert (steps[1].source, steps[1].kind) == (1, MaskKind.FULL)
+    assert (steps[3].source, steps[3].kind) == (3, MaskKind.NO_ATTENTION)
+    assert steps[3].tiles == ()
+    for plan in plans(layout, layout, causal(1024)):
+        for step in plan.steps[1:]:
+            before = step.source < plan.rank
+            assert step.kind is (MaskKind.FULL if before else MaskKind.NO_ATTENTION)
+
+
+# -- refusals, the cache, and the time it takes
+
+
+def test_striped_goes_with_striped_only() -> None:
+    striped = SequenceLayout.striped(8, 2)
+    for kind in ("contiguous", "zigzag", "boundaries"):
+        other = layout_of(kind, 8, 2)
+        for layouts in ((striped, other), (other, striped)):
+            with pytest.raises(
+                NotImplementedError, match="both be striped or neither, got .*strip"
+            ):
+                plan_ring(*layouts, Mask(8, 8), 0)
+
+
+def test_layouts_and_mask_must_fit() -> None:
+    layout = SequenceLayout.contiguous(8, 2)
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=rf"rank must be in \[0, 2\), got {rank}"):
+            plan_ring(layout, layout, Mask(8, 8), rank)
+    with pytest.raises(ValueError, match="same ranks, got .*world_size=2.*world_size=4"):
+        plan_ring(layout, SequenceLayout.contiguous(8, 4), Mask(8, 8), 0)
+    for mask in (Mask(8, 9), Mask(9, 8)):
+        with pytest.raises(ValueError, match=r"positions, the layouts over \(8, 8\)"):
+            plan_ring(layout, layout, mask, 0)
+
+
+def test_equal_arguments_give_the_same_plan() -> None:
+    cu = (0, 100, 1024)
+    made = [
+        plan_ring(
+            SequenceLayout.zigzag(1024, 4),
+            SequenceLayout.zigzag(1024, 4),
+            Mask(1024, 1024, True, (-1, -1), tuple(cu), tuple(cu)),
+            rank=1,
+        )
+        for _ in range(2)
+    ]
+    assert made[0] is made[1]
+
+
+def test_a_plan_is_made_quickly() -> None:
+    # One rank needs to know which distances all 64 need. Process time: other work does not count.
+    n, world_size = 2**20, 64
+    layout = SequenceLayout.zigzag(n, world_size)
+    start = time.process_time()
+    plan = plan_ring(layout, layout, Mask(n, n, causal=True), rank=17)
+    assert time.process_time() - start < 1.0
+    assert plan.area == n * (n + 1) // 2 // world_size
+    assert plan.num_hops == world_size - 1

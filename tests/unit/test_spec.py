@@ -1,0 +1,140 @@
+"""Messages: tensors side by side in one buffer, aligned, and none in another's bytes."""
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ring_attn.spec import ALIGNMENT, AttentionSpec, Packet
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8)
+
+reproducible = settings(deadline=None, derandomize=True, max_examples=100)
+
+packets = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 5), min_size=0, max_size=4).map(tuple), st.sampled_from(DTYPES)
+    ),
+    min_size=1,
+    max_size=5,
+).map(lambda parts: Packet(tuple(p[0] for p in parts), tuple(p[1] for p in parts)))
+
+
+def ranges(packet: Packet) -> list[range]:
+    return [
+        range(start, start + prod(shape) * dtype.itemsize)
+        for start, shape, dtype in zip(
+            packet.offsets[:-1], packet.shapes, packet.dtypes, strict=True
+        )
+    ]
+
+
+@reproducible
+@given(packets)
+def test_offsets_are_aligned_and_nothing_overlaps(packet: Packet) -> None:
+    assert all(offset % 16 == 0 for offset in packet.offsets)
+    assert packet.nbytes >= 16
+    assert packet.nbytes % 16 == 0
+    end = 0
+    for taken in ranges(packet):
+        assert taken.start >= end
+        assert taken.start - end < 16, "more padding than alignment needs"
+        end = taken.stop
+    assert end <= packet.nbytes
+
+
+@reproducible
+@given(packets, st.integers(0, 40))
+def test_what_is_written_is_read_back(packet: Packet, spare: int) -> None:
+    buffer = torch.full((packet.nbytes + spare,), 0xFF, dtype=torch.uint8)
+    views = packet.views(buffer)
+    values = [
+        torch.randint(0, 100, shape).to(dtype)
+        for shape, dtype in zip(packet.shapes, packet.dtypes, strict=True)
+    ]
+    for view, value in zip(views, values, strict=True):
+        assert (view.shape, view.dtype) == (value.shape, value.dtype)
+        assert view.is_contiguous()
+        view.copy_(value)
+    # As a message: only nbytes arrive, in another buffer.
+    received = torch.zeros(packet.nbytes, dtype=torch.uint8)
+    received.copy_(buffer[: packet.nbytes])
+    for view, value in zip(packet.views(received), values, strict=True):
+        assert torch.equal(view, value)
+    written = {byte for taken in ranges(packet) for byte in taken}
+    rest = [byte for byte in range(len(buffer)) if byte not in written]
+    assert bool((buffer[rest] == 0xFF).all()), "bytes outside the tensors were written"
+
+
+def test_views_are_views() -> None:
+    packet = Packet(((2, 3), (4,)), (torch.float32, torch.int64))
+    buffer = torch.zeros(packet.nbytes, dtype=torch.uint8)
+    first, second = packet.views(buffer)
+    first.fill_(1.0)
+    second.fill_(7)
+    assert packet.views(buffer)[0].sum() == 6
+    assert packet.views(buffer)[1].tolist() == [7] * 4
+    for view in (first, second):
+        assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+
+def test_an_empty_message_has_bytes() -> None:
+    spec = AttentionSpec("cpu", torch.float32, 1, 4, 2, 8, 8)
+    for packet in (
+        spec.kv_packet(0),
+        spec.kv_grad_packet(0),
+        spec.q_packet(0),
+        spec.q_grad_packet(0),
+    ):
+        assert packet.nbytes == ALIGNMENT
+        assert all(0 in view.shape for view in packet.views(torch.zeros(16, dtype=torch.uint8)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "accum"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+    ids=str,
+)
+def test_packets_of_a_call(dtype: torch.dtype, accum: torch.dtype) -> None:
+    spec = AttentionSpec("cpu", dtype, batch=2, nheads=6, nheads_kv=3, headdim=8, headdim_v=5)
+    assert spec.accum_dtype == accum
+    k, v, q, dout, lse = (2, 7, 3, 8), (2, 7, 3, 5), (2, 7, 6, 8), (2, 7, 6, 5), (2, 6, 7)
+    for packet, expected in (
+        (spec.kv_packet(7), [(k, dtype), (v, dtype)]),
+        (spec.kv_grad_packet(7), [(k, accum), (v, accum)]),
+        (spec.q_packet(7), [(q, dtype), (dout, dtype), (lse, accum), (lse, accum)]),
+        (spec.q_grad_packet(7), [(q, accum)]),
+    ):
+        size = sum(-(-prod(shape) * one.itemsize // 16) * 16 for shape, one in expected)
+        assert packet.nbytes == size
+        views = packet.views(torch.zeros(packet.nbytes, dtype=torch.uint8))
+        assert [(tuple(view.shape), view.dtype) for view in views] == expected
+
+
+def test_heads_first_is_an_order_in_memory_alone() -> None:
+    shapes, dtypes = ((2, 7, 3, 8), (2, 7, 3, 5)), (torch.float32, torch.bfloat16)
+    rows_first, heads_first = Packet(shapes, dtypes), Packet(shapes, dtypes, heads_first=True)
+    assert rows_first.nbytes == heads_first.nbytes
+    buffer = torch.zeros(heads_first.nbytes, dtype=torch.uint8)
+    values = [torch.randn(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    for view, value in zip(heads_first.views(buffer), values, strict=True):
+        assert view.transpose(1, 2).is_contiguous()
+        view.copy_(value)
+    for view, value in zip(heads_first.views(buffer), values, strict=True):
+        assert torch.equal(view, value)
+    for view in rows_first.views(buffer):
+        assert view.is_contiguous()
+
+
+def test_kv_of_a_head_lies_together() -> None:
+    spec = AttentionSpec("cpu", torch.float32, 2, 6, 3, 8, 5)
+    packet = spec.kv_packet(7)
+    for view in packet.views(torch.zeros(packet.nbytes, dtype=torch.uint8)):
+        assert view.transpose(1, 2).is_contiguous()
