@@ -58,8 +58,8 @@ QUICK_SEQLEN, QUICK_STEPS = 512, 10
 WARM_UP_SEQLEN = 128
 JUDGED_BATCHES = 3
 
-# For dim 128; wider layers take smaller steps. Thrice as much, or no clipping, trains no better in so
-# few steps, and feeds roundings back a hundred times as strongly.
+# For dim 128; wider layers take smaller steps. Twice as much, or no clipping, trains no better in
+# so few steps, and the optimizer then feeds roundings back tens of times as strongly.
 LEARNING_RATE = 1e-3
 CLIP_NORM = 1.0
 

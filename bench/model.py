@@ -45,7 +45,6 @@ class ModelConfig:
     hidden_dim: int = 384
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
-    init_std: float = 0.02
 
     def __post_init__(self) -> None:
         if self.dim % self.nheads or self.headdim % 2:
@@ -92,8 +91,12 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights; those that write to the residual stream shrink with its depth."""
-        std = self.config.init_std
+        """Normal weights that keep the size of rows; what ends in the residual stream is smaller.
+
+        The customary 0.02 is for wide models: here it would leave the logits of attention so close
+        together that the gradients of q and k are mostly rounding.
+        """
+        std = self.config.dim**-0.5
         for name, parameter in self.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 nn.init.normal_(parameter, std=std / (2 * self.config.num_layers) ** 0.5)

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn import validation as check
 from ring_attn.backends import BackendChoice, choose_backend
-from ring_attn.debug import check_agreement, debug_enabled
+from ring_attn.debug import check_agreement, debug_enabled, tell_error
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.spec import AttentionSpec, TransportOptions
@@ -112,7 +112,8 @@ def ring_attention(
 
     Returns:
         `out` (batch, rows, nheads, headdim_v) like q; with `return_lse` also `lse` (batch, nheads,
-        rows), (nheads, rows) if packed, float32 natural logarithm, not differentiable. A row that
+        rows), (nheads, rows) if packed, natural logarithm in float32 (float64 for float64), not
+        differentiable. A row that
         sees nothing has out 0, lse -inf and zero gradients.
 
     Raises:
@@ -129,28 +130,34 @@ def ring_attention(
         >>> ring_attn.ring_attention(q, k, v, causal=True, layout=layout).shape
         torch.Size([1, 500, 8, 64])
     """
-    check.check_unsupported(dropout_p, alibi_slopes)
-    check.check_tensors(q, k, v, packed=cu_seqlens is not None)
-    check.check_scale(softmax_scale)
-    window = check.check_window(window_size, causal)
-    cu_q = check.check_cu_seqlens("cu_seqlens", cu_seqlens)
-    cu_k = check.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k)
-    check.check_documents(cu_q, cu_k)
-    if cu_k is None:
-        cu_k = cu_q
-    process_group = check.check_group(group)
-    check.check_group_device(process_group, q.device)
-    check.check_transport(transport, process_group)
-    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    rows = (q.size(-3), k.size(-3))
-    totals = (cu_q[-1] if cu_q else None, cu_k[-1] if cu_k else None)
-    layouts = check.resolve_layouts(layout, rows, totals, rank, world_size)
-    mask = check.check_mask(Mask(layouts[0].seqlen, layouts[1].seqlen, causal, window, cu_q, cu_k))
-    call = make_call(
-        _spec_of(q, k, v), layouts, mask, rank, softmax_scale=softmax_scale, backend=backend
-    )
+    try:
+        check.check_unsupported(dropout_p, alibi_slopes)
+        check.check_tensors(q, k, v, packed=cu_seqlens is not None)
+        process_group = check.check_group(group)
+        check.check_scale(softmax_scale)
+        window = check.check_window(window_size, causal)
+        cu_q = check.check_cu_seqlens("cu_seqlens", cu_seqlens)
+        cu_k = check.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k)
+        check.check_documents(cu_q, cu_k)
+        cu_k = cu_q if cu_k is None else cu_k
+        check.check_group_device(process_group, q.device)
+        check.check_transport(transport, process_group)
+        rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        rows = (q.size(-3), k.size(-3))
+        totals = (cu_q[-1] if cu_q else None, cu_k[-1] if cu_k else None)
+        layouts = check.resolve_layouts(layout, rows, totals, rank, world_size)
+        mask = check.check_mask(
+            Mask(layouts[0].seqlen, layouts[1].seqlen, causal, window, cu_q, cu_k)
+        )
+        spec = _spec_of(q, k, v)
+        call = make_call(spec, layouts, mask, rank, softmax_scale=softmax_scale, backend=backend)
+    except Exception as error:
+        if debug_enabled() and dist.is_initialized():
+            tell_error(error, check.check_group(group))
+        raise
     if debug_enabled():
-        check_agreement(_described(call, transport), process_group)
+        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        check_agreement(_described(call, transport, differentiated), process_group)
 
     packed = q.ndim == 3
     if packed:
@@ -227,7 +234,9 @@ def _spec_of(q: Tensor, k: Tensor, v: Tensor) -> AttentionSpec:
     )
 
 
-def _described(call: RingCall, transport: TransportOptions) -> dict[str, object]:
+def _described(
+    call: RingCall, transport: TransportOptions, differentiated: bool
+) -> dict[str, object]:
     """Everything of a call that must be the same on all ranks, by the names of the arguments."""
     spec, mask = call.spec, call.mask
     return {
@@ -248,4 +257,5 @@ def _described(call: RingCall, transport: TransportOptions) -> dict[str, object]
         "layout": tuple(str(layout) for layout in call.layouts),
         "backend": call.backend,
         "transport": transport,
+        "requires_grad": differentiated,
     }

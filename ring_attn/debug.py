@@ -27,10 +27,12 @@ def check_agreement(described: Mapping[str, object], group: dist.ProcessGroup) -
     Raises:
         ValueError: on every rank, naming what differs, on which ranks, and how.
     """
-    gathered: list[Mapping[str, object]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, dict(described), group=group)
-    differences = []
-    for name in sorted({name for one in gathered for name in one}):
+    gathered = _gather(described, group)
+    differences = [
+        f"rank {rank} raised {one['error']}" for rank, one in enumerate(gathered) if "error" in one
+    ]
+    names = set() if differences else {name for one in gathered for name in one}
+    for name in sorted(names):
         values = [repr(one.get(name)) for one in gathered]
         usual, count = Counter(values).most_common(1)[0]
         if count == len(values):
@@ -41,3 +43,19 @@ def check_agreement(described: Mapping[str, object], group: dist.ProcessGroup) -
         differences.append(f"{name}: {odd}, the other {count} have {usual}")
     if differences:
         raise ValueError("ranks disagree on the call; " + "; ".join(differences))
+
+
+def tell_error(error: Exception, group: dist.ProcessGroup) -> None:
+    """Takes part in the comparison for a rank whose own arguments have raised.
+
+    The other ranks then raise as well, and name this one, instead of waiting for it.
+    """
+    _gather({"error": f"{type(error).__name__}: {error}"}, group)
+
+
+def _gather(
+    described: Mapping[str, object], group: dist.ProcessGroup
+) -> list[Mapping[str, object]]:
+    gathered: list[Mapping[str, object]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, dict(described), group=group)
+    return gathered

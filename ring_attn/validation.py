@@ -87,13 +87,14 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
 
 
 def check_scale(softmax_scale: float | None) -> None:
-    """A finite factor of the scores, or None for the default."""
+    """A positive factor of the scores, or None for the default."""
     if softmax_scale is None:
         return
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
         raise TypeError(f"softmax_scale must be a float, got {type(softmax_scale).__name__}")
-    if not math.isfinite(softmax_scale):
-        raise ValueError(f"softmax_scale must be finite, got {softmax_scale}")
+    # Fused operators mask before they scale: -inf times 0 or a negative factor would be seen.
+    if not (math.isfinite(softmax_scale) and softmax_scale > 0):
+        raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}")
 
 
 def check_window(window_size: Sequence[int], causal: bool) -> tuple[int, int]:
@@ -216,10 +217,16 @@ def check_transport(options: object, group: dist.ProcessGroup) -> None:
     """Options of the transport against the group."""
     if not isinstance(options, TransportOptions):
         raise TypeError(f"transport must be TransportOptions, got {type(options).__name__}")
-    if options.timeout is not None and not options.timeout > 0:
-        raise ValueError(f"timeout must be positive seconds, got {options.timeout}")
-    if options.nccl_max_ctas is not None:
-        if options.nccl_max_ctas < 1:
+    timeout, max_ctas = options.timeout, options.nccl_max_ctas
+    if timeout is not None:
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+            raise TypeError(f"timeout must be seconds, got {type(timeout).__name__}")
+        if not (math.isfinite(timeout) and timeout > 0):
+            raise ValueError(f"timeout must be positive, finite seconds, got {timeout}")
+    if max_ctas is not None:
+        if isinstance(max_ctas, bool) or not isinstance(max_ctas, int):
+            raise TypeError(f"nccl_max_ctas must be an int, got {type(max_ctas).__name__}")
+        if max_ctas < 1:
             raise ValueError(f"nccl_max_ctas must be at least 1, got {options.nccl_max_ctas}")
         if "nccl" not in dist.get_backend_config(group):
             raise ValueError(

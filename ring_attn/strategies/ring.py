@@ -28,7 +28,7 @@ from ring_attn.cost import choose_traveller, gradient_packet, peak_bytes, shard_
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.plan import Plan, Step, Tile, Traveller, plan_ring
-from ring_attn.spec import AttentionSpec, Packet
+from ring_attn.spec import ALIGNMENT, AttentionSpec, Packet
 from ring_attn.transport.base import Transport
 
 
@@ -225,7 +225,10 @@ class _Shards:
         self._buffers = []
         if plan.num_hops:
             self._buffers = _buffers(self._packets, 2, own[0].device)
-            views = self._packets[plan.rank].views(self._buffers[0])
+            packet = self._packets[plan.rank]
+            # Padding is sent too; it must not hold what the transport marks buffers with.
+            self._buffers[0][: packet.nbytes][-ALIGNMENT:].zero_()
+            views = packet.views(self._buffers[0])
             for view, x in zip(views, own, strict=True):
                 view.copy_(x)
             self.held = views

@@ -157,6 +157,9 @@ OPTIONS: dict[str, Bad] = {
     "scale nan": Bad(
         lambda: {"softmax_scale": float("nan")}, ValueError, ("softmax_scale", "finite", "nan")
     ),
+    # Operators that mask scores before they scale them make NaN of -inf * 0, +inf of -inf * -0.2.
+    "scale 0": Bad(lambda: {"softmax_scale": 0.0}, ValueError, ("softmax_scale", "positive", "0")),
+    "scale negative": Bad(lambda: {"softmax_scale": -0.2}, ValueError, ("positive", "-0.2")),
     "scale inf": Bad(lambda: {"softmax_scale": float("inf")}, ValueError, ("finite", "inf")),
     "scale str": Bad(
         lambda: {"softmax_scale": "auto"}, TypeError, ("softmax_scale", "float", "str")

@@ -155,6 +155,16 @@ def test_few_queries_travel() -> None:
     assert choose_traveller(spec, layout_kv, layout_kv, Mask(4096, 4096, causal=True)) == "kv"
 
 
+def test_the_hop_home_counts() -> None:
+    # 16-bit, headdim 128, one hop: a row of KV costs 512 + 2 x 1024 bytes a head, one of Q 520 +
+    # 2 x 512. Without the hop home KV would be the cheaper side here.
+    layout_q, layout_kv = SequenceLayout.contiguous(250, 2), SequenceLayout.contiguous(160, 2)
+    spec = spec_of(torch.bfloat16, 1, 1, 128)
+    assert 125 * (520 + 2 * 512) < 80 * (512 + 2 * 1024)
+    assert 125 * (520 + 512) > 80 * (512 + 1024)
+    assert choose_traveller(spec, layout_q, layout_kv, Mask(250, 160)) == "q"
+
+
 def test_kv_travels_where_it_is_equal() -> None:
     # Without hops nothing is sent by either side.
     layouts = zigzag(64, 1)
