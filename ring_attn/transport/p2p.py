@@ -4,6 +4,8 @@ Each step is one batch of one send and one receive on every rank, idle ranks too
 batch is undefined in NCCL, and an unbatched pair can deadlock. Shards and gradients have a process
 group each, apart from the caller's, so that neither waits for the other nor for unrelated traffic.
 
+On CUDA a group runs its copies on a stream of its own. Posting makes that stream wait for what the
+compute stream has been given so far, which is the last reader of the buffer that is received into;
 waiting makes the compute stream wait for the copies. The host waits for neither.
 """
 
