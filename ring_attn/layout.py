@@ -138,7 +138,7 @@ class SequenceLayout:
             dim: the sequence dim.
 
         Returns:
-            A contiguous tensor with `shard_len(rank)` rows in `dim`.
+            `shard_len(rank)` rows in `dim`, contiguous; it may share memory with `x`.
 
         Raises:
             ValueError: `x` has another number of rows.
@@ -171,7 +171,13 @@ class SequenceLayout:
         return torch.cat(list(shards), dim).index_select(dim, self._restore.to(shards[0].device))
 
     def mask_area(self, mask: Mask) -> tuple[int, ...]:
-        """Visible (query, key) pairs of each rank's queries: the rank's share of the work."""
+        """Visible (query, key) pairs of each rank's queries: the rank's share of the work.
+
+        Raises:
+            ValueError: a mask over another number of queries.
+        """
+        if mask.seqlen_q != self.seqlen:
+            raise ValueError(f"mask has {mask.seqlen_q} queries, layout {self} has {self.seqlen}")
         areas = []
         for rank in range(self.world_size):
             start, stop = mask.visible_runs(self.position_ids(rank))

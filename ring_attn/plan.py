@@ -109,7 +109,7 @@ class Step:
     Attributes:
         index: 0 for the rank's own shard, then upwards.
         source: whose shard is held during this step (kv, or the q side where that travels).
-        tiles: in folding order: those of the same q rows together, kv from the diagonal down.
+        tiles: in folding order: by first q row, then kv from the last row down.
         hop: brings the next step's shard; None at the last step.
         area: visible pairs of all tiles.
         kind: FULL / CAUSAL / NO_ATTENTION of the whole rectangle of this step.

@@ -196,10 +196,11 @@ class CudnnBackend(AtenBackend):
 
     def pieces(self, tile: Tile, device_type: str) -> Iterator[Tile]:
         """Full and square causal pieces: on a square, top-left and bottom-right are the same."""
-        if tile.kind is MaskKind.WINDOW:
-            yield from flash_pieces(tile)
-        else:
-            yield from _square_causal_pieces(tile)
+        for piece in flash_pieces(tile):
+            if piece.kind is MaskKind.WINDOW:
+                yield piece
+            else:
+                yield from _square_causal_pieces(piece)
 
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, scale: float

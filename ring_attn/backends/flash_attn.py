@@ -9,7 +9,7 @@ registers for torch.compile, are used, with every argument by name. Needs CUDA a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from ring_attn.plan import Tile
 from ring_attn.spec import AttentionSpec
 from ring_attn.state import State
 
+# Before it the operators had other names and arguments.
+OLDEST = (2, 8)
+
 QSide = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -35,8 +38,11 @@ class FlashAttnBackend(TileBackend):
 
     def supports(self, spec: AttentionSpec) -> str | None:
         """CUDA, float16 or bfloat16, one headdim up to 256, and the package installed."""
-        if find_spec("flash_attn") is None:
+        found = _installed()
+        if found is None:
             return "the package flash-attn is not installed: pip install 'ring-attn[flash]'"
+        if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+            return f"flash-attn must be at least {OLDEST[0]}.{OLDEST[1]}, got {found}"
         if spec.device_type != "cuda":
             return f"flash-attn runs on cuda, got {spec.device_type}"
         if spec.dtype not in (torch.float16, torch.bfloat16):
@@ -148,6 +154,14 @@ class FlashAttnBackend(TileBackend):
             rows += max(t.q.stop for t in tiles) * spec.nheads if rebuilds_out else 0
             most = max(most, rows * dim * spec.dtype.itemsize + q_rows * 4)
         return most * spec.batch
+
+
+def _installed() -> str | None:
+    """The version of the package, None without it."""
+    try:
+        return version("flash-attn")
+    except PackageNotFoundError:
+        return None
 
 
 def _operators() -> torch._ops._OpNamespace:

@@ -1,8 +1,8 @@
 """All ranks of a ring in one process: the oracle for the drivers, and a ring on one GPU.
 
 Every rank is a thread, and one runs at a time: the lock is held while a rank computes and given up
-only where it waits for a message. So the order of the work, its memory and its results are the same
-at every run, and nothing of torch.distributed is needed.
+only where it waits for a message. So the results are the same at every run, the memory is that of
+one rank's work at a time, and nothing of torch.distributed is needed.
 """
 
 from __future__ import annotations

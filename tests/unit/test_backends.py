@@ -856,9 +856,11 @@ def test_cudnn_has_limits_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_flash_attn_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = flash_attn.FlashAttnBackend()
-    monkeypatch.setattr(flash_attn, "find_spec", lambda name: None)
+    monkeypatch.setattr(flash_attn, "_installed", lambda: None)
     assert "pip install 'ring-attn[flash]'" in str(backend.supports(spec_of("cuda")))
-    monkeypatch.setattr(flash_attn, "find_spec", lambda name: SimpleNamespace(name=name))
+    monkeypatch.setattr(flash_attn, "_installed", lambda: "2.7.4.post1")
+    assert "must be at least 2.8, got 2.7.4.post1" in str(backend.supports(spec_of("cuda")))
+    monkeypatch.setattr(flash_attn, "_installed", lambda: "2.8.3.post2")
     half = torch.bfloat16
     assert backend.supports(spec_of("cuda", half)) is None
     assert "runs on cuda, got cpu" in str(backend.supports(spec_of("cpu", half)))
@@ -893,9 +895,9 @@ def test_a_named_backend_runs_or_raises_its_reason(monkeypatch: pytest.MonkeyPat
     with pytest.raises(NotImplementedError, match="backend='aten'.*float16 and bfloat16"):
         choose_backend(spec_of("cuda", torch.float64), "aten")
     # The package is optional: a spec that no other test asks for, for choices are cached.
-    monkeypatch.setattr(flash_attn, "find_spec", lambda name: None)
+    monkeypatch.setattr(flash_attn, "_installed", lambda: None)
     with pytest.raises(ImportError, match=r"not installed: pip install 'ring-attn\[flash\]'"):
         choose_backend(spec_of("cuda", torch.bfloat16, 72), "flash_attn")
-    monkeypatch.setattr(flash_attn, "find_spec", lambda name: SimpleNamespace(name=name))
+    monkeypatch.setattr(flash_attn, "_installed", lambda: "2.8.3.post2")
     with pytest.raises(NotImplementedError, match="flash-attn runs on cuda, got cpu"):
         choose_backend(spec_of("cpu", torch.bfloat16, 72), "flash_attn")

@@ -1,0 +1,137 @@
+"""`ring-attn demo` from its options to its report, on ranks of its own."""
+
+import argparse
+import json
+import math
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+import torch
+
+from ring_attn.bench import demo
+from ring_attn.launch import run_ranks
+from ring_attn.testing import Verdict, check
+
+TINY = "--seqlen 97 --dim 32 --layers 2 --quiet"
+
+
+def parsed(options: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    return parser.parse_args(options.split())
+
+
+def dense_losses(settings: demo.Settings, dtype: torch.dtype) -> torch.Tensor:
+    """Losses of the same training in one process."""
+    trainer = demo.Trainer(replace(settings, dtype=dtype), torch.device("cpu"))
+    batches = demo.sample_batches(demo.standard_library_text(), settings.seqlen, settings.seed)
+    next(batches)  # the one that warms up
+    losses = [trainer.step(batch) for batch in islice(batches, settings.steps)]
+    return torch.tensor(losses, dtype=dtype)
+
+
+@pytest.mark.dist
+def test_ring_trains_as_one_process_does(tmp_path, capfd):
+    path = tmp_path / "demo.json"
+    args = parsed(f"{TINY} --steps 4 --layout zigzag --json {path}")
+    assert demo.run(args) == 0
+    report = json.loads(path.read_text())
+    assert report["ok"] and report["machine"]["versions"]["torch"]
+    assert [row["step"] for row in report["rows"]] == [0, 1, 2, 3]
+
+    settings = demo.settings_of(args)
+    oracle, plain = (dense_losses(settings, t) for t in (torch.float64, torch.float32))
+    for side in ("ring_loss", "dense_loss"):
+        losses = torch.tensor([row[side] for row in report["rows"]])
+        verdict = check(side, losses, oracle, plain)
+        assert verdict.ok, str(verdict)
+        assert losses[-1] < losses[0]
+    differences = [abs(row["ring_loss"] - row["dense_loss"]) for row in report["rows"]]
+    assert report["greatest_difference"] == max(differences)
+    for row in report["rows"]:
+        assert row["ring_tokens_per_s"] > 0 and row["dense_tokens_per_s"] > 0
+        assert row["ring_peak_bytes"] > 0 and row["dense_peak_bytes"] > 0
+
+    printed = capfd.readouterr().out.splitlines()
+    assert len(printed) == 5 and printed[-1].startswith("greatest loss difference")
+
+
+def train_with_a_mistake(settings: demo.Settings) -> demo.Report:
+    """Three rows do not see the first key."""
+    correct = demo.ring_attention
+
+    def mistaken(*args, **kwargs):
+        return correct(*args, window_size=(settings.seqlen - 5, 0), **kwargs)
+
+    demo.ring_attention = mistaken
+    return demo.train(settings)
+
+
+@pytest.mark.dist
+def test_a_few_missing_keys_fail_the_demo():
+    settings = demo.settings_of(parsed(f"{TINY} --steps 1 --nproc 1"))
+    report = run_ranks(train_with_a_mistake, 2, settings, threads=1, device="cpu")[0]
+    assert not report.ok
+    assert not any(verdict.ok for verdict in report.verdicts)
+
+
+def test_report_fails_where_a_loss_is_not_finite():
+    row = demo.Row(0, 5.5, 5.5, 0.0, 1.0, 1.0, 1, 1)
+    verdicts = [Verdict("losses", 0.0, 1.0, ok=True)]
+    assert demo.Report([row], verdicts).ok
+    assert not demo.Report([replace(row, ring_loss=math.nan)], verdicts).ok
+
+
+def test_batches_are_windows_of_the_text_and_repeat_by_seed():
+    text = demo.standard_library_text()
+    assert b"import argparse" in bytes(text.tolist()[: 1 << 20])
+    first, second, other = (
+        next(demo.sample_batches(text, 300, seed))["input_ids"] for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, second) and not torch.equal(first, other)
+    assert bytes(first[0].tolist()) in bytes(memoryview(text.numpy()))
+
+
+def test_peak_memory_sees_what_was_held_and_is_gone():
+    memory = demo.PeakMemory(torch.device("cpu"))
+    size = 64 << 20
+    torch.ones(size // 4)
+    held = memory.read()
+    # The kernel counts pages in batches, so a few may be missing.
+    assert size // 2 < held < 2 * size
+    assert memory.read() >= held
+
+
+def test_quick_is_smaller_unless_sizes_are_given():
+    quick, given = (
+        demo.settings_of(parsed("--quick")),
+        demo.settings_of(parsed("--quick --steps 3")),
+    )
+    assert (quick.seqlen, quick.steps) == (demo.QUICK_SEQLEN, demo.QUICK_STEPS)
+    assert (given.seqlen, given.steps) == (demo.QUICK_SEQLEN, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ("--seqlen 1", ValueError, "seqlen must be at least 2, a byte for each rank"),
+        ("--seqlen 3 --nproc 4", ValueError, "seqlen must be at least 4"),
+        ("--dtype float16", TypeError, "dtype must be float32 or bfloat16, got float16"),
+        ("--dim 12", ValueError, "even headdim"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        demo.run(parsed(options))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU")
+def test_cuda_without_a_gpu_is_refused():
+    with pytest.raises(ValueError, match="2 ranks on device 'cuda' need as many GPUs"):
+        demo.run(parsed("--device cuda"))
+
+
+def test_text_shorter_than_a_sequence_is_refused():
+    with pytest.raises(ValueError, match="seqlen must be at most 5"):
+        next(demo.sample_batches(torch.zeros(5, dtype=torch.uint8), 6, seed=0))
