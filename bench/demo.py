@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 import resource
 import statistics
 import sys
@@ -149,14 +150,16 @@ def run(args: argparse.Namespace) -> int:
         TypeError: a dtype that is not trained in.
     """
     settings = settings_of(args)
-    if not settings.quiet:
+    is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts this on every rank
+    if is_first and not settings.quiet:
         print(heading(settings), flush=True)
     # gloo is the default group on every device: it carries figures between ring and twin, which may
     # share a GPU. The ring has its own group.
     reports = run_ranks(train, settings.nproc + 1, settings, threads=1, device="cpu")
     report = reports[0]
-    print(summary(settings, report), flush=True)
-    if args.json:
+    if is_first:
+        print(summary(settings, report), flush=True)
+    if is_first and args.json:
         write_json(args.json, to_json(settings, report))
     return 0 if report.ok else 1
 
@@ -375,8 +378,8 @@ class Display:
         """Adds a row."""
         self._rows.append(row)
         if self._live is not None:
-            # What does not fit is cut off by rich at the bottom, where the newest rows are.
-            fitting = max(1, self._console.height - 6)
+            # Of what does not fit rich leaves out the bottom, where the newest rows are.
+            fitting = max(1, self._console.height - 2)
             self._live.update(_table(self._rows[-fitting:]), refresh=True)
         if self._lines:
             print("  ".join(f"{cell(row):>{width}}" for _, width, cell in COLUMNS), flush=True)
@@ -390,7 +393,7 @@ COLUMNS: tuple[tuple[str, int, Callable[[Row], str]], ...] = (
     ("difference", 10, lambda row: f"{row.difference:.1e}"),
     ("ring tok/s", 10, lambda row: f"{row.ring_tokens_per_s:,.0f}"),
     ("dense tok/s", 11, lambda row: f"{row.dense_tokens_per_s:,.0f}"),
-    ("ring MiB/rank", 13, lambda row: f"{row.ring_peak_bytes / 2**20:.1f}"),
+    ("MiB/rank", 8, lambda row: f"{row.ring_peak_bytes / 2**20:.1f}"),
     ("dense MiB", 9, lambda row: f"{row.dense_peak_bytes / 2**20:.1f}"),
 )
 
@@ -578,9 +581,10 @@ def _peak_resident_bytes() -> int:
 
 
 def _table(rows: list[Row]) -> Table:
-    table = Table()
-    for title, _, _ in COLUMNS:
-        table.add_column(title, justify="right")
+    # Narrow enough for a terminal of 80 columns.
+    table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False)
+    for title, width, _ in COLUMNS:
+        table.add_column(title, justify="right", min_width=width)
     for row in rows:
         table.add_row(*(cell(row) for _, _, cell in COLUMNS))
     return table

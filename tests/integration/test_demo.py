@@ -4,11 +4,15 @@ import argparse
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import islice
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from ring_attn import ring_attention
 from ring_attn.bench import demo
 from ring_attn.launch import run_ranks
 from ring_attn.testing import Verdict, check
@@ -32,7 +36,7 @@ def dense_losses(settings: demo.Settings, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.dist
-def test_ring_trains_as_one_process_does(tmp_path, capfd):
+def test_ring_trains_as_one_process_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "demo.json"
     args = parsed(f"{TINY} --steps 4 --layout zigzag --json {path}")
     assert demo.run(args) == 0
@@ -59,41 +63,38 @@ def test_ring_trains_as_one_process_does(tmp_path, capfd):
 
 def train_with_a_mistake(settings: demo.Settings) -> demo.Report:
     """Three rows do not see the first key."""
-    correct = demo.ring_attention
-
-    def mistaken(*args, **kwargs):
-        return correct(*args, window_size=(settings.seqlen - 5, 0), **kwargs)
-
-    demo.ring_attention = mistaken
-    return demo.train(settings)
+    window_size = (settings.seqlen - 5, 0)
+    mistaken = partial(ring_attention, window_size=window_size)
+    with mock.patch.object(demo, "ring_attention", mistaken):
+        return demo.train(settings)
 
 
 @pytest.mark.dist
-def test_a_few_missing_keys_fail_the_demo():
+def test_a_few_missing_keys_fail_the_demo() -> None:
     settings = demo.settings_of(parsed(f"{TINY} --steps 1 --nproc 1"))
     report = run_ranks(train_with_a_mistake, 2, settings, threads=1, device="cpu")[0]
     assert not report.ok
     assert not any(verdict.ok for verdict in report.verdicts)
 
 
-def test_report_fails_where_a_loss_is_not_finite():
+def test_report_fails_where_a_loss_is_not_finite() -> None:
     row = demo.Row(0, 5.5, 5.5, 0.0, 1.0, 1.0, 1, 1)
     verdicts = [Verdict("losses", 0.0, 1.0, ok=True)]
     assert demo.Report([row], verdicts).ok
     assert not demo.Report([replace(row, ring_loss=math.nan)], verdicts).ok
 
 
-def test_batches_are_windows_of_the_text_and_repeat_by_seed():
+def test_batches_are_windows_of_the_text_and_repeat_by_seed() -> None:
     text = demo.standard_library_text()
     assert b"import argparse" in bytes(text.tolist()[: 1 << 20])
     first, second, other = (
         next(demo.sample_batches(text, 300, seed))["input_ids"] for seed in (0, 0, 1)
     )
     assert torch.equal(first, second) and not torch.equal(first, other)
-    assert bytes(first[0].tolist()) in bytes(memoryview(text.numpy()))
+    assert bytes(first[0].tolist()) in text.numpy().tobytes()
 
 
-def test_peak_memory_sees_what_was_held_and_is_gone():
+def test_peak_memory_sees_what_was_held_and_is_gone() -> None:
     memory = demo.PeakMemory(torch.device("cpu"))
     size = 64 << 20
     torch.ones(size // 4)
@@ -103,7 +104,7 @@ def test_peak_memory_sees_what_was_held_and_is_gone():
     assert memory.read() >= held
 
 
-def test_quick_is_smaller_unless_sizes_are_given():
+def test_quick_is_smaller_unless_sizes_are_given() -> None:
     quick, given = (
         demo.settings_of(parsed("--quick")),
         demo.settings_of(parsed("--quick --steps 3")),
@@ -121,17 +122,19 @@ def test_quick_is_smaller_unless_sizes_are_given():
         ("--dim 12", ValueError, "even headdim"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, error, message):
+def test_options_that_cannot_be_are_refused(
+    options: str, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         demo.run(parsed(options))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU")
-def test_cuda_without_a_gpu_is_refused():
+def test_cuda_without_a_gpu_is_refused() -> None:
     with pytest.raises(ValueError, match="2 ranks on device 'cuda' need as many GPUs"):
         demo.run(parsed("--device cuda"))
 
 
-def test_text_shorter_than_a_sequence_is_refused():
+def test_text_shorter_than_a_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match="seqlen must be at most 5"):
         next(demo.sample_batches(torch.zeros(5, dtype=torch.uint8), 6, seed=0))

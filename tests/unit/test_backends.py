@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest

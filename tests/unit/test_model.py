@@ -38,7 +38,7 @@ def reversed_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return plain_attention(q, k, v, Mask(q.size(1), k.size(1), causal=True))[0]
 
 
-def test_rope_turns_pairs_by_position_times_frequency():
+def test_rope_turns_pairs_by_position_times_frequency() -> None:
     x = random_qkv(seqlen_q=SEQLEN, headdim=8).q
     positions = torch.randint(1 << 20, (1, SEQLEN), generator=torch.Generator().manual_seed(2))
     got = apply_rope(x, rope_rotation(positions, CONFIG, torch.float32))
@@ -55,7 +55,7 @@ def test_rope_turns_pairs_by_position_times_frequency():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rope_of_a_shard_is_the_shard_of_rope(layout):
+def test_rope_of_a_shard_is_the_shard_of_rope(layout: str) -> None:
     x = random_qkv(seqlen_q=SEQLEN, headdim=8).q
     whole = apply_rope(x, rope_rotation(torch.arange(SEQLEN)[None], CONFIG, x.dtype))
     cut = SequenceLayout.from_name(layout, SEQLEN, 3)
@@ -64,21 +64,21 @@ def test_rope_of_a_shard_is_the_shard_of_rope(layout):
         assert torch.equal(apply_rope(cut.shard(x, rank), rotation), cut.shard(whole, rank))
 
 
-def test_rope_keeps_the_dtype_of_heads_under_autocast():
+def test_rope_keeps_the_dtype_of_heads_under_autocast() -> None:
     x = random_qkv(seqlen_q=4, headdim=8, dtype=torch.bfloat16).q
     rotation = rope_rotation(torch.arange(4)[None], CONFIG, torch.float32)
     assert apply_rope(x, rotation).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("nheads_kv", [1, 2, 4])
-def test_dense_attention_is_causal_and_shares_kv_heads(nheads_kv):
+def test_dense_attention_is_causal_and_shares_kv_heads(nheads_kv: int) -> None:
     q, k, v, _ = random_qkv(seqlen_q=SEQLEN, nheads_kv=nheads_kv)
     mask = Mask(SEQLEN, SEQLEN, causal=True)
     oracle, plain = oracle_attention(q, k, v, mask)[0], plain_attention(q, k, v, mask)[0]
     assert check("out", dense_attention(q, k, v), oracle, plain).ok
 
 
-def test_a_later_byte_changes_no_earlier_logit():
+def test_a_later_byte_changes_no_earlier_logit() -> None:
     model, ids, positions = make_model(), random_bytes(), torch.arange(SEQLEN)[None]
     changed = ids.clone()
     changed[:, 20] = 255 - changed[:, 20]
@@ -88,7 +88,7 @@ def test_a_later_byte_changes_no_earlier_logit():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_in_any_order_have_the_logits_of_the_whole_sequence(layout):
+def test_rows_in_any_order_have_the_logits_of_the_whole_sequence(layout: str) -> None:
     ids, positions = random_bytes(), torch.arange(SEQLEN)[None]
     cut = SequenceLayout.from_name(layout, SEQLEN, 3)
     order = torch.cat([cut.position_ids(rank) for rank in range(3)])
@@ -104,7 +104,7 @@ def test_rows_in_any_order_have_the_logits_of_the_whole_sequence(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_of_shards_add_up_to_the_whole_loss(layout):
+def test_losses_of_shards_add_up_to_the_whole_loss(layout: str) -> None:
     ids = random_bytes()
     batch = {"input_ids": ids, "labels": ids}
     logits = make_model()(ids, torch.arange(SEQLEN)[None])
@@ -121,13 +121,13 @@ def test_losses_of_shards_add_up_to_the_whole_loss(layout):
     assert check("loss", torch.stack(parts).sum().float(), whole, plain).ok
 
 
-def test_a_row_without_label_has_no_loss():
+def test_a_row_without_label_has_no_loss() -> None:
     labels = torch.tensor([[7, IGNORE_INDEX]])
     losses = token_losses(torch.zeros(1, 2, 256), labels)
     assert losses[0, 0] > 0 and losses[0, 1] == 0
 
 
-def test_one_seed_gives_one_model():
+def test_one_seed_gives_one_model() -> None:
     first, second = make_model(), make_model()
     for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b), name
@@ -141,6 +141,6 @@ def test_one_seed_gives_one_model():
         ({"nheads_kv": 3}, "nheads must be a multiple of nheads_kv=3, got 8"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(sizes, message):
+def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig(**sizes)
