@@ -516,8 +516,7 @@ def _planned_bytes(setting: Setting, mode: str) -> int:
         call = _call(setting, rank)
         directions = {"fwd": (False,), "bwd": (True,), "fwd_bwd": (False, True)}[mode]
         return sum(
-            bytes_sent(call.plan(backward=back), call.spec, call.layouts, backward=back)
-            for back in directions
+            bytes_sent(call.plan(backward=back), call.spec, backward=back) for back in directions
         )
 
     return max(planned(rank) for rank in range(setting.world_size))

@@ -7,48 +7,21 @@ from functools import lru_cache
 
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
-from ring_attn.plan import MaskKind, Plan, Tile, Traveller, needed_distances
+from ring_attn.plan import MaskKind, Plan, Tile, Traveller, plan_ring
 from ring_attn.spec import AttentionSpec, Packet
 
 
-def shard_packet(
-    spec: AttentionSpec,
-    layouts: tuple[SequenceLayout, SequenceLayout],
-    travels: Traveller,
-    rank: int,
-) -> Packet:
-    """The message with the travelling side of one rank: K and V, or Q, dO, lse and delta.
-
-    Args:
-        spec: sizes and types of the call.
-        layouts: of the queries and of the keys.
-        travels: which side.
-        rank: whose shard.
-    """
-    if travels == "kv":
-        return spec.kv_packet(layouts[1].shard_len(rank))
-    return spec.q_packet(layouts[0].shard_len(rank))
+def shard_packet(spec: AttentionSpec, travels: Traveller, rows: int) -> Packet:
+    """The message with so many rows of the travelling side: K and V, or Q, dO, lse and delta."""
+    return spec.kv_packet(rows) if travels == "kv" else spec.q_packet(rows)
 
 
-def gradient_packet(
-    spec: AttentionSpec,
-    layouts: tuple[SequenceLayout, SequenceLayout],
-    travels: Traveller,
-    rank: int,
-) -> Packet:
+def gradient_packet(spec: AttentionSpec, travels: Traveller, rows: int) -> Packet:
     """The message with that side's gradients, in the accumulation type."""
-    if travels == "kv":
-        return spec.kv_grad_packet(layouts[1].shard_len(rank))
-    return spec.q_grad_packet(layouts[0].shard_len(rank))
+    return spec.kv_grad_packet(rows) if travels == "kv" else spec.q_grad_packet(rows)
 
 
-def bytes_sent(
-    plan: Plan,
-    spec: AttentionSpec,
-    layouts: tuple[SequenceLayout, SequenceLayout],
-    *,
-    backward: bool,
-) -> int:
+def bytes_sent(plan: Plan, spec: AttentionSpec, *, backward: bool) -> int:
     """Bytes that the plan's rank sends in one call, in one direction.
 
     Example:
@@ -57,22 +30,22 @@ def bytes_sent(
         >>> layout = SequenceLayout.contiguous(2048, 2)
         >>> spec = AttentionSpec("cpu", torch.float32, 1, 16, 4, 64, 64)
         >>> plan = plan_ring(layout, layout, Mask(2048, 2048, causal=True), rank=0)
-        >>> bytes_sent(plan, spec, (layout, layout), backward=False) == 2 * 1024 * 64 * 4 * 4
+        >>> bytes_sent(plan, spec, backward=False) == 2 * 1024 * 64 * 4 * 4
         True
     """
     total = 0
     for step in plan.steps:
+        rows = plan.rows_moving(step.index)
         if step.hop is not None:
-            total += shard_packet(spec, layouts, plan.travels, step.source).nbytes
-        if backward and plan.home is not None:
-            total += gradient_packet(spec, layouts, plan.travels, step.source).nbytes
+            total += shard_packet(spec, plan.travels, rows).nbytes
+        if backward and step.index:
+            total += gradient_packet(spec, plan.travels, rows).nbytes
     return total
 
 
 def num_messages(plan: Plan, *, backward: bool) -> int:
     """Messages that each rank sends in one call, in one direction."""
-    hops = plan.num_hops
-    return 2 * hops + 1 if backward and hops else hops
+    return (2 if backward else 1) * plan.num_hops
 
 
 def peak_bytes(
@@ -85,8 +58,8 @@ def peak_bytes(
     """Most bytes that a call holds at a time beyond its inputs, on the plan's rank.
 
         forward     2 shard buffers + state + workspace of a step
-        backward    out, lse + delta + 2 shard buffers + 3 gradient buffers
-                    + gradients that stay + workspace of a step
+        backward    out, lse + delta + 2 shard buffers + own gradients
+                    + 3 buffers of travelling gradients (2 if P = 2) + workspace of a step
 
     Nothing in it grows with the whole length or the number of steps.
 
@@ -114,39 +87,41 @@ def peak_bytes(
         state = statistics if first else acc + 6 * statistics
         most = max(most, state + workspace(step.tiles, False, False))
     rounded = out if spec.dtype != spec.accum_dtype else 0
-    most = max(most, acc + 4 * statistics + rounded) + _shard_buffers(forward, spec, layouts)
+    most = max(most, acc + 4 * statistics + rounded) + _shard_buffers(forward, spec)
     if backward is None:
         return most
-    sides = {
-        "q": gradient_packet(spec, layouts, "q", rank).nbytes,
-        "kv": gradient_packet(spec, layouts, "kv", rank).nbytes,
-    }
-    moving = max(
-        gradient_packet(spec, layouts, backward.travels, step.source).nbytes
+    own = (
+        spec.q_grad_packet(layouts[0].shard_len(rank)).nbytes
+        + spec.kv_grad_packet(layouts[1].shard_len(rank)).nbytes
+    )
+    workspaces = (
+        workspace(step.tiles, True, backward.travels == "q" and step.index > 0)
         for step in backward.steps
     )
-    held = (
-        out
-        + 2 * statistics
-        + _shard_buffers(backward, spec, layouts)
-        + (3 if backward.home else 1) * moving
-        + sides["q" if backward.travels == "kv" else "kv"]
-        + max(
-            workspace(step.tiles, True, backward.travels == "q" and step.index > 0)
-            for step in backward.steps
-        )
-    )
+    held = out + 2 * statistics + own + max(workspaces)
+    held += _shard_buffers(backward, spec) + _gradient_buffers(backward, spec)
     return max(most, held)
 
 
-def _shard_buffers(
-    plan: Plan, spec: AttentionSpec, layouts: tuple[SequenceLayout, SequenceLayout]
-) -> int:
+def _shard_buffers(plan: Plan, spec: AttentionSpec) -> int:
     if not plan.num_hops:
         return 0
-    return 2 * max(
-        shard_packet(spec, layouts, plan.travels, step.source).nbytes for step in plan.steps
+    sizes = (shard_packet(spec, plan.travels, plan.rows_moving(s.index)).nbytes for s in plan.steps)
+    return 2 * max(sizes)
+
+
+def _gradient_buffers(plan: Plan, spec: AttentionSpec) -> int:
+    if not plan.num_hops:
+        return 0
+    sizes = (
+        gradient_packet(spec, plan.travels, plan.rows_moving(s.index)).nbytes for s in plan.steps
     )
+    return num_gradient_buffers(plan) * max(sizes)
+
+
+def num_gradient_buffers(plan: Plan) -> int:
+    """One to compute into, one to receive, and from the second passing on one that is sent."""
+    return min(plan.num_hops + 1, 3) if plan.num_hops else 0
 
 
 @lru_cache(maxsize=1024)
@@ -158,14 +133,11 @@ def choose_traveller(
     With 16-bit tensors and float32 gradients KV costs 12 bytes a row, KV head and element, the Q
     side 8 a row and head: KV travels with grouped heads, Q with few queries or one head each.
     """
-    layouts = (layout_q, layout_kv)
-    hops = len(needed_distances(layout_q, layout_kv, mask)) - 1
     ranks = range(layout_q.world_size)
 
     def total(travels: Traveller) -> int:
-        shards = sum(shard_packet(spec, layouts, travels, r).nbytes for r in ranks)
-        gradients = sum(gradient_packet(spec, layouts, travels, r).nbytes for r in ranks)
-        return hops * shards + (hops + 1) * gradients
+        plans = (plan_ring(layout_q, layout_kv, mask, rank, travels) for rank in ranks)
+        return sum(bytes_sent(plan, spec, backward=True) for plan in plans)
 
     return "q" if total("q") < total("kv") else "kv"
 

@@ -109,7 +109,9 @@ class Step:
     Attributes:
         index: 0 for the rank's own shard, then upwards.
         source: whose shard is held during this step (kv, or the q side where that travels).
-        tiles: in folding order: by first q row, then kv from the last row down.
+        rows: which rows of that shard are held: all of one's own, then those that travel.
+        tiles: in folding order: by first q row, then kv from the last row down; the travelling
+            side is counted from the first row that is held.
         hop: brings the next step's shard; None at the last step.
         area: visible pairs of all tiles.
         kind: FULL / CAUSAL / NO_ATTENTION of the whole rectangle of this step.
@@ -117,6 +119,7 @@ class Step:
 
     index: int
     source: int
+    rows: slice
     tiles: tuple[Tile, ...]
     hop: Hop | None
     area: int
@@ -131,6 +134,7 @@ class Plan:
         rank: whose plan.
         world_size: number of ranks.
         travels: "kv" (always so in the forward) or "q", the side that is sent round.
+        sends: the rows of the rank's own shard that travel.
         steps: at least one, the rank's own shard.
         home: the last exchange of the backward, which brings the travelling gradients back to
             their owner; None where nothing travelled.
@@ -139,6 +143,7 @@ class Plan:
     rank: int
     world_size: int
     travels: Traveller
+    sends: slice
     steps: tuple[Step, ...]
     home: Hop | None
 
@@ -146,6 +151,11 @@ class Plan:
     def area(self) -> int:
         """Visible pairs that this rank computes."""
         return sum(step.area for step in self.steps)
+
+    def rows_moving(self, index: int) -> int:
+        """Rows in the message that is passed on at a step: of the shard that is held then."""
+        rows = self.steps[index].rows if index else self.sends
+        return int(rows.stop - rows.start)
 
     @property
     def num_hops(self) -> int:
@@ -165,7 +175,8 @@ def plan_ring(
 
     Shards that no rank of the ring needs at some distance are jumped over, by every rank alike, so
     sends and receives match by construction: a window of w positions over contiguous shards of c
-    makes ceil(w / c) hops, in either direction.
+    makes ceil(w / c) hops, in either direction. Of a shard only those rows travel that any other
+    rank needs: of a window its halo, of a causal zigzag's rank 0 the first half.
 
     Args:
         layout_q: where the queries are.
@@ -196,7 +207,12 @@ def plan_ring(
     for index, distance in enumerate(distances):
         source = (rank - distance) % world_size
         q_rank, kv_rank = (rank, source) if travels == "kv" else (source, rank)
+        moving = layout_kv if travels == "kv" else layout_q
+        rows = slice(0, moving.shard_len(source))
         tiles = pair_tiles(layout_q, layout_kv, mask, q_rank, kv_rank)
+        if index:
+            rows = travelling_rows(layout_q, layout_kv, mask, source, travels)
+            tiles = tuple(_counted_from(rows.start, tile, travels) for tile in tiles)
         area = sum(tile.area for tile in tiles)
         hop = None
         if index + 1 < len(distances):
@@ -204,10 +220,11 @@ def plan_ring(
             hop = Hop((rank + jump) % world_size, (rank - jump) % world_size)
         rectangle = layout_q.shard_len(q_rank) * layout_kv.shard_len(kv_rank)
         kind = _kind_of(area, rectangle)
-        steps.append(Step(index, source, tiles, hop, area, kind))
+        steps.append(Step(index, source, rows, tiles, hop, area, kind))
     last = distances[-1]
     home = Hop((rank - last) % world_size, (rank + last) % world_size) if last else None
-    return Plan(rank, world_size, travels, tuple(steps), home)
+    sends = travelling_rows(layout_q, layout_kv, mask, rank, travels)
+    return Plan(rank, world_size, travels, sends, tuple(steps), home)
 
 
 @lru_cache(maxsize=1024)
@@ -228,6 +245,26 @@ def needed_distances(
             )
         ),
     )
+
+
+@lru_cache(maxsize=16384)
+def travelling_rows(
+    layout_q: SequenceLayout,
+    layout_kv: SequenceLayout,
+    mask: Mask,
+    source: int,
+    travels: Traveller = "kv",
+) -> slice:
+    """The rows of a rank's shard that any other rank needs: one run, empty if there are none."""
+    needed = []
+    for other in range(layout_q.world_size):
+        if other != source:
+            ranks = (other, source) if travels == "kv" else (source, other)
+            tiles = pair_tiles(layout_q, layout_kv, mask, *ranks)
+            needed += [tile.kv if travels == "kv" else tile.q for tile in tiles]
+    if not needed:
+        return slice(0, 0)
+    return slice(min(rows.start for rows in needed), max(rows.stop for rows in needed))
 
 
 @lru_cache(maxsize=16384)
@@ -262,6 +299,16 @@ def make_tile(q: slice, kv: slice, lo: int | None, hi: int | None) -> Tile | Non
     if hi is not None and hi >= (k1 - 1) - q0:
         hi = None
     return Tile(slice(q0, q1), slice(k0, k1), Band(lo, hi))
+
+
+def _counted_from(first: int, tile: Tile, travels: Traveller) -> Tile:
+    """The tile with its travelling side counted from that row."""
+    lo, hi = tile.band
+    moved = tile.kv if travels == "kv" else tile.q
+    moved = slice(moved.start - first, moved.stop - first)
+    shift = -first if travels == "kv" else first  # of j - i
+    band = Band(None if lo is None else lo + shift, None if hi is None else hi + shift)
+    return Tile(tile.q, moved, band) if travels == "kv" else Tile(moved, tile.kv, band)
 
 
 def _raw_tiles(

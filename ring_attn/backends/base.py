@@ -180,8 +180,9 @@ def out_from_delta(dout: Tensor, delta: Tensor, dtype: torch.dtype) -> Tensor:
         As dout in shape.
     """
     wide = dout.to(delta.dtype)
-    largest = torch.linalg.vector_norm(wide, torch.inf, -1, keepdim=True)
-    unit = wide / largest.masked_fill(largest == 0.0, 1.0)
+    unit = wide.abs()
+    largest = unit.amax(-1, keepdim=True)  # vector_norm(inf) takes 18 times as long on CPU
+    torch.div(wide, largest.masked_fill(largest == 0.0, 1.0), out=unit)
     norm = torch.linalg.vector_norm(unit, 2, -1, keepdim=True).square_().mul_(largest)
     norm.masked_fill_(norm == 0.0, 1.0)
     return unit.mul_(delta.transpose(1, 2).unsqueeze(-1) / norm).to(dtype)

@@ -3,11 +3,12 @@
     step i    |  post hop i+1  |  compute tiles of step i  |  wait for hop i+1
     rank r       shard ------> r+1                            shard of r-i-1 <------ r-1
 
-Forward: KV travels, the state (acc, m, l) stays and is normalised and rounded once, at the end.
-Backward: delta = rowsum(dO * O) once, global lse; either KV or the Q side travels, whichever costs
-fewer bytes, and its float32 gradients follow one step behind in a channel of their own, until a
-last hop brings them home. A step computes into a cleared buffer while the gradients of the step
-before are on their way, and adds the two when both are there: so that transfer is hidden as well.
+Of a shard those rows travel that another rank needs. Forward: KV travels, the state (acc, m, l)
+stays and is normalised and rounded once, at the end. Backward: delta = rowsum(dO * O) once, global
+lse; either KV or the Q side travels, whichever costs fewer bytes. What the ranks on its way add to
+its float32 gradients follows one step behind, in a channel of its own, and a last hop brings it
+home to what the owner has computed itself. A step computes into a cleared buffer while the gradients of
+the step before are on their way, and adds the two when both are there: so that transfer is hidden.
 
 `ring_forward` and `ring_backward` are functions of tensors and plain data. (Ring Attention, Liu et
 al., arXiv 2310.01889; the travelling Q side, BurstAttention, arXiv 2403.09347.)
@@ -24,7 +25,13 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends import choose_backend, get_backend
-from ring_attn.cost import choose_traveller, gradient_packet, peak_bytes, shard_packet
+from ring_attn.cost import (
+    choose_traveller,
+    gradient_packet,
+    num_gradient_buffers,
+    peak_bytes,
+    shard_packet,
+)
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.plan import Plan, Step, Tile, Traveller, plan_ring
@@ -145,24 +152,27 @@ def ring_backward(
     kv_travels = plan.travels == "kv"
     home_side: tuple[Tensor, ...] = (q, dout, lse, _delta(out, dout))
     shards = _Shards(plan, call, transport, (k, v) if kv_travels else home_side)
-    gradients = _Gradients(plan, call, transport, q.device)
-    at_home = [_zeros_like(x, call.spec.accum_dtype) for x in ((q,) if kv_travels else (k, v))]
+    travelling = _TravellingGradients(plan, call, transport, q.device)
+    own = [_zeros_like(x, call.spec.accum_dtype) for x in (q, k, v)]
+    staying, moving = (own[:1], own[1:]) if kv_travels else (own[1:], own[:1])
     for step in plan.steps:
         shards.post(step)
         if step.tiles:
             q_held, dout_held, lse_held, delta_held = home_side if kv_travels else shards.held
             k_held, v_held = shards.held if kv_travels else (k, v)
-            moving_grads = gradients.cleared(step)
+            grads = travelling.cleared(step) if step.index else moving
+            dq, dk, dv = (*staying, *grads) if kv_travels else (*grads, *staying)
             out_held = out if kv_travels or step.index == 0 else None
-            dq, dk, dv = (*at_home, *moving_grads) if kv_travels else (*moving_grads, *at_home)
             backend.backward(
                 q_held, k_held, v_held, dout_held, lse_held, delta_held, step.tiles, dq, dk, dv,
                 softmax_scale=call.softmax_scale, out=out_held,
             )  # fmt: skip
-        gradients.pass_on(step)
+        if step.index:
+            travelling.pass_on(step)
         shards.receive(step)
-    returned = gradients.returned()
-    dq, dk, dv = (*at_home, *returned) if kv_travels else (*returned, *at_home)
+    for mine, returned in zip(moving, travelling.returned(), strict=False):
+        mine[:, plan.sends] += returned
+    dq, dk, dv = own
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -220,23 +230,19 @@ class _Shards:
         self, plan: Plan, call: RingCall, transport: Transport, own: tuple[Tensor, ...]
     ) -> None:
         self.held = own
-        self._plan, self._transport = plan, transport
+        self._transport = transport
         self._packets = _packets(plan, call, shard_packet)
-        self._buffers = []
-        if plan.num_hops:
-            self._buffers = _buffers(self._packets, 2, own[0].device)
-            packet = self._packets[plan.rank]
+        self._buffers = _buffers(self._packets, 2 if plan.num_hops else 0, own[0].device)
+        if self._buffers:
             # Padding is sent too; it must not hold what the transport marks buffers with.
-            self._buffers[0][: packet.nbytes][-ALIGNMENT:].zero_()
-            views = packet.views(self._buffers[0])
-            for view, x in zip(views, own, strict=True):
-                view.copy_(x)
-            self.held = views
+            self._buffers[0][: self._packets[0].nbytes][-ALIGNMENT:].zero_()
+            for view, x in zip(self._packets[0].views(self._buffers[0]), own, strict=True):
+                view.copy_(x[:, plan.sends] if x.ndim == 4 else x[:, :, plan.sends])
 
     def post(self, step: Step) -> None:
         """Sends on what is held and makes ready for what comes."""
         if step.hop is not None:
-            held, coming = self._at(step.index), self._at(step.index + 1)
+            held, coming = self._packets[step.index], self._packets[step.index + 1]
             send, recv = self._buffers
             self._transport.post(
                 "shards", step.index, step.hop, send[: held.nbytes], recv[: coming.nbytes]
@@ -247,16 +253,13 @@ class _Shards:
         if step.hop is not None:
             self._transport.wait("shards")
             self._buffers.reverse()
-            self.held = self._at(step.index + 1).views(self._buffers[0])
-
-    def _at(self, index: int) -> Packet:
-        return self._packets[self._plan.steps[index].source]
+            self.held = self._packets[step.index + 1].views(self._buffers[0])
 
 
-class _Gradients:
-    """The travelling side's gradients, one step behind it, in three buffers.
+class _TravellingGradients:
+    """What this rank adds to the gradients of others, passed on one step behind their shards.
 
-    While one is sent and one received, the third is computed into.
+    While one buffer is sent and one received, a third is computed into.
     """
 
     def __init__(
@@ -265,81 +268,68 @@ class _Gradients:
         self._plan, self._transport = plan, transport
         self._packets = _packets(plan, call, gradient_packet)
         self._dtype = call.spec.accum_dtype
-        self._free = _buffers(self._packets, 3 if plan.home else 1, device)
+        self._free = _buffers(self._packets, num_gradient_buffers(plan), device)
         self._computed: Tensor | None = None
-        self._sent: Tensor | None = None
-        self._received: Tensor | None = None
+        self._under_way: tuple[Tensor, Tensor] | None = None  # sent, received
 
     def cleared(self, step: Step) -> tuple[Tensor, ...]:
         """Zeros, (batch, rows, heads, dim) each, for this step's gradients."""
         self._computed = self._free.pop()
-        packet = self._packets[step.source]
+        packet = self._packets[step.index]
         self._computed[: packet.nbytes].zero_()
         return packet.views(self._computed)
 
     def pass_on(self, step: Step) -> None:
         """Adds what earlier ranks have sent along and sends the sum on, at the end homewards."""
         hop = step.hop or self._plan.home
-        packet = self._packets[step.source]
-        carried = self._take(packet)
-        if hop is None:
-            self._received = carried
-            return
-        last = step.hop is None
-        source = self._plan.rank if last else self._plan.steps[step.index + 1].source
-        recv = self._free.pop()
+        assert hop is not None, "a plan with a second step has a way home"
+        coming = 0 if step.hop is None else step.index + 1
+        carried, recv = self._carried(step), self._free.pop()
         self._transport.post(
             "gradients",
             step.index,
             hop,
-            carried[: packet.nbytes],
-            recv[: self._packets[source].nbytes],
+            carried[: self._packets[step.index].nbytes],
+            recv[: self._packets[coming].nbytes],
         )
-        self._sent, self._received = carried, recv
+        self._under_way = carried, recv
 
     def returned(self) -> tuple[Tensor, ...]:
-        """This rank's own gradients, complete."""
-        if self._plan.home is not None:
-            self._transport.wait("gradients")
-        assert self._received is not None, "a plan has at least one step"
-        return self._packets[self._plan.rank].views(self._received)
-
-    def _take(self, packet: Packet) -> Tensor:
-        """This step's gradients with those received; a step without tiles carries them along."""
-        if self._sent is None:
-            if self._computed is None:
-                self._computed = self._free.pop()
-                self._computed.zero_()
-            carried, self._computed = self._computed, None
-            return carried
+        """What the other ranks have added to this rank's rows that travelled; nothing if none."""
+        if self._under_way is None:
+            return ()
         self._transport.wait("gradients")
-        assert self._received is not None, "what is sent is received as well"
-        self._free.append(self._sent)
-        if self._computed is None:
-            return self._received
-        carried, self._computed = self._computed, None
-        sums, received = (
-            buffer[: packet.nbytes].view(self._dtype) for buffer in (carried, self._received)
-        )
-        sums.add_(received)
-        self._free.append(self._received)
-        return carried
+        return self._packets[0].views(self._under_way[1])
+
+    def _carried(self, step: Step) -> Tensor:
+        """This step's gradients with those received; a step without tiles carries them along."""
+        computed, self._computed = self._computed, None
+        if self._under_way is None:
+            if computed is None:
+                self.cleared(step)
+                computed, self._computed = self._computed, None
+            assert computed is not None, "cleared has just made it"
+            return computed
+        self._transport.wait("gradients")
+        sent, received = self._under_way
+        self._free.append(sent)
+        if computed is None:
+            return received
+        nbytes = self._packets[step.index].nbytes
+        computed[:nbytes].view(self._dtype).add_(received[:nbytes].view(self._dtype))
+        self._free.append(received)
+        return computed
 
 
 def _packets(
-    plan: Plan,
-    call: RingCall,
-    packet_of: Callable[..., Packet],
-) -> dict[int, Packet]:
-    """The messages of all sources of a plan."""
-    return {
-        step.source: packet_of(call.spec, call.layouts, plan.travels, step.source)
-        for step in plan.steps
-    }
+    plan: Plan, call: RingCall, packet_of: Callable[[AttentionSpec, Traveller, int], Packet]
+) -> list[Packet]:
+    """The message of every step: what is passed on of the shard that is held then."""
+    return [packet_of(call.spec, plan.travels, plan.rows_moving(step.index)) for step in plan.steps]
 
 
-def _buffers(packets: dict[int, Packet], count: int, device: torch.device) -> list[Tensor]:
-    size = max(packet.nbytes for packet in packets.values())
+def _buffers(packets: Sequence[Packet], count: int, device: torch.device) -> list[Tensor]:
+    size = max(packet.nbytes for packet in packets)
     return [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
 
 
