@@ -179,17 +179,41 @@ def check_everything(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: 
                 pair = (plan.rank, step.source) if travels == "kv" else (step.source, plan.rank)
                 assert pair not in done
                 done.add(pair)
-                check_step(step, pair_tiles(layout_q, layout_kv, mask, *pair), visible[pair])
+                check_step(step, visible[pair], travels)
+            check_rows_that_travel(plan, visible)
         assert all(pair in done for pair, pairs in visible.items() if bool(pairs.any()))
         assert sum(plan.area for plan in ring) == int(dense.sum())
         if travels == "kv":
             assert tuple(plan.area for plan in ring) == layout_q.mask_area(mask)
 
 
-def check_step(step: Step, tiles: tuple[Tile, ...], visible: Tensor) -> None:
-    assert step.tiles == tiles
+def check_step(step: Step, visible: Tensor, travels: Traveller) -> None:
+    """The tiles, counted from the first row that is held, cover what is visible, and no more."""
+    held = visible[:, step.rows] if travels == "kv" else visible[step.rows]
+    assert int(held.sum()) == int(visible.sum()), "a row that is needed does not travel"
+    assert torch.equal(painted(step.tiles, *held.shape), held.long())
+    for tile in step.tiles:
+        check_tile(tile)
     assert step.area == int(visible.sum())
     assert step.kind is step_kind(visible)
+    if step.index == 0:
+        side = visible.size(1 if travels == "kv" else 0)
+        assert step.rows == slice(0, side), "a rank's own rows are all there"
+
+
+def check_rows_that_travel(plan: Plan, visible: dict[tuple[int, int], Tensor]) -> None:
+    """From the first to the last row that any other rank needs, of each source alike."""
+    for source, rows in ((plan.rank, plan.sends), *((s.source, s.rows) for s in plan.steps[1:])):
+        needed = torch.zeros(0, dtype=torch.bool)
+        for (r, s), pairs in visible.items():
+            if r != s and source == (s if plan.travels == "kv" else r):
+                seen = pairs.any(0 if plan.travels == "kv" else 1)
+                needed = needed | seen if needed.numel() else seen
+        found = needed.nonzero().flatten().tolist()
+        assert rows == (slice(found[0], found[-1] + 1) if found else slice(0, 0))
+    for index, step in enumerate(plan.steps):
+        rows = step.rows if index else plan.sends
+        assert plan.rows_moving(index) == rows.stop - rows.start
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

@@ -116,25 +116,3 @@ def test_packets_of_a_call(dtype: torch.dtype, accum: torch.dtype) -> None:
         assert packet.nbytes == size
         views = packet.views(torch.zeros(packet.nbytes, dtype=torch.uint8))
         assert [(tuple(view.shape), view.dtype) for view in views] == expected
-
-
-def test_heads_first_is_an_order_in_memory_alone() -> None:
-    shapes, dtypes = ((2, 7, 3, 8), (2, 7, 3, 5)), (torch.float32, torch.bfloat16)
-    rows_first, heads_first = Packet(shapes, dtypes), Packet(shapes, dtypes, heads_first=True)
-    assert rows_first.nbytes == heads_first.nbytes
-    buffer = torch.zeros(heads_first.nbytes, dtype=torch.uint8)
-    values = [torch.randn(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    for view, value in zip(heads_first.views(buffer), values, strict=True):
-        assert view.transpose(1, 2).is_contiguous()
-        view.copy_(value)
-    for view, value in zip(heads_first.views(buffer), values, strict=True):
-        assert torch.equal(view, value)
-    for view in rows_first.views(buffer):
-        assert view.is_contiguous()
-
-
-def test_kv_of_a_head_lies_together() -> None:
-    spec = AttentionSpec("cpu", torch.float32, 2, 6, 3, 8, 5)
-    packet = spec.kv_packet(7)
-    for view in packet.views(torch.zeros(packet.nbytes, dtype=torch.uint8)):
-        assert view.transpose(1, 2).is_contiguous()
