@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -71,6 +70,18 @@ class Setting:
     def torch_dtype(self) -> torch.dtype:
         """`dtype` as torch has it."""
         return parse_dtype(self.dtype)
+
+    @property
+    def command(self) -> str:
+        """The words that measure this again."""
+        causal = "--causal" if self.causal else "--no-causal"
+        return (
+            f"ring-attn bench ring --world-size {self.world_size} --seqlen {self.seqlen} "
+            f"--batch {self.batch} --heads {self.heads} --kv-heads {self.kv_heads} "
+            f"--head-dim {self.head_dim} --dtype {self.dtype} {causal} --layout {self.layout} "
+            f"--mode {self.mode} --backend {self.backend} --threads {self.threads} "
+            f"--iters {self.iters} --warmup {self.warmup} --baseline {','.join(self.baselines)}"
+        )
 
     @property
     def sequence(self) -> SequenceLayout:
@@ -312,7 +323,7 @@ def run(args: argparse.Namespace) -> int:
     )[0]
     payload = {
         "machine": machine(),
-        "command": " ".join(["ring-attn", *sys.argv[1:]]),
+        "command": setting.command,
         "setting": asdict(setting),
         "rows": [asdict(row) for row in rows],
     }

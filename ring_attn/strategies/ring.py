@@ -7,9 +7,9 @@ Of a shard those rows travel that another rank needs. Forward: KV travels, the s
 stays and is normalised and rounded once, at the end. Backward: delta = rowsum(dO * O) once, global
 lse; either KV or the Q side travels, whichever costs fewer bytes. What the ranks on its way add to
 its float32 gradients follows one step behind, in a channel of its own, and a last hop brings it
-home to what the owner has computed itself. A step computes into a cleared buffer while the gradients
-of the step before are on their way, and adds the two when both are there: so that transfer is
-hidden.
+home to what the owner has computed itself. A step computes into a cleared buffer while the
+gradients of the step before are on their way, and adds the two when both are there: so that
+transfer is hidden.
 
 `ring_forward` and `ring_backward` are functions of tensors and plain data. (Ring Attention, Liu et
 al., arXiv 2310.01889; the travelling Q side, BurstAttention, arXiv 2403.09347.)

@@ -1,0 +1,74 @@
+"""`ring-attn bench ring`: the report has what it promises, and is checked before it is believed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ring_attn.cli import main
+
+FIELDS = [
+    "impl",
+    "mode",
+    "median_ms",
+    "p20_ms",
+    "p80_ms",
+    "wait_ms",
+    "bytes_sent",
+    "peak_bytes",
+    "max_error",
+    "planned_bytes",
+]
+
+
+@pytest.mark.dist
+def test_bench_ring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ring.json"
+    words = [
+        "bench",
+        "ring",
+        "--quick",
+        "--heads",
+        "4",
+        "--kv-heads",
+        "2",
+        "--head-dim",
+        "32",
+        "--iters",
+        "3",
+        "--json",
+    ]
+    assert main([*words, str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert {"machine", "command", "rows", "setting"} <= set(report)
+    assert report["command"].startswith("ring-attn bench ring")
+    rows = {(row["impl"], row["mode"]): row for row in report["rows"]}
+    for impl in ("ours", "dense", "torch-template"):
+        for mode in ("fwd", "bwd", "fwd_bwd"):
+            row = rows[impl, mode]
+            assert set(FIELDS) <= set(row)
+            assert 0 < row["p20_ms"] <= row["median_ms"] <= row["p80_ms"]
+            assert row["max_error"] > 0
+    ours = rows["ours", "fwd_bwd"]
+    assert ours["bytes_sent"] == ours["planned_bytes"] > 0
+    assert rows["ours", "fwd"]["peak_bytes"] < ours["peak_bytes"]
+    assert rows["ours", "step_overhead"]["median_ms"] > 0
+    assert "x dense" in capsys.readouterr().out
+
+
+@pytest.mark.dist
+def test_a_baseline_that_cannot_run_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "ring.json"
+    words = "bench ring --quick --layout striped --heads 1 --head-dim 16 --mode fwd --quiet --json"
+    assert main([*words.split(), str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    (refused,) = (row for row in rows if row["impl"] == "torch-template")
+    assert refused["median_ms"] is None
+    assert refused["note"] == "cannot run: has no striped order"
+
+
+def test_an_unknown_baseline_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "ring", "--baseline", "sparse"]) == 2
+    assert "--baseline must be of" in capsys.readouterr().err

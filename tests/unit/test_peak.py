@@ -1,0 +1,95 @@
+"""Peak memory of a call: what is measured is what the plan predicts, and it does not grow."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ring_attn.layout import SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.plan import Traveller
+from ring_attn.profiling import peak_bytes
+from ring_attn.spec import AttentionSpec
+from ring_attn.strategies.ring import (
+    RingCall,
+    predicted_peak_bytes,
+    ring_backward,
+    ring_forward,
+)
+
+# What the issue asks: within 5 % of the prediction.
+SHARE = 0.05
+ROWS = 512
+
+
+def echo() -> Any:
+    """A transport that brings zeros: memory is measured on one rank alone."""
+
+    def post(channel: str, step: int, hop: object, send: object, recv: torch.Tensor) -> None:
+        recv.zero_()
+
+    return SimpleNamespace(post=post, wait=lambda channel: None)
+
+
+def call_of(
+    world_size: int,
+    layout: str = "zigzag",
+    dtype: torch.dtype = torch.float32,
+    nheads_kv: int = 8,
+    travels: Traveller = "kv",
+    causal: bool = True,
+) -> RingCall:
+    seqlen, rank = ROWS * world_size, world_size - 1
+    one = SequenceLayout.from_name(layout, seqlen, world_size)
+    spec = AttentionSpec("cpu", dtype, 1, 8, nheads_kv, 64, 64)
+    mask = Mask(seqlen, seqlen, causal)
+    return RingCall(spec, (one, one), mask, rank, 0.125, "aten", travels)
+
+
+def measured(call: RingCall, *, backward: bool) -> int:
+    spec, rows = call.spec, call.layouts[0].shard_len(call.rank)
+    q, dout = (torch.randn(1, rows, spec.nheads, 64).to(spec.dtype) for _ in range(2))
+    k, v = (torch.randn(1, rows, spec.nheads_kv, 64).to(spec.dtype) for _ in range(2))
+
+    def run() -> object:
+        out, lse = ring_forward(q, k, v, call, echo())
+        return ring_backward(q, k, v, out, lse, dout, call, echo()) if backward else (out, lse)
+
+    return peak_bytes(run)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["fwd", "fwd_bwd"])
+@pytest.mark.parametrize("travels", ["kv", "q"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("nheads_kv", [8, 2])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_call_holds_what_is_predicted(
+    world_size: int,
+    layout: str,
+    nheads_kv: int,
+    dtype: torch.dtype,
+    travels: Traveller,
+    backward: bool,
+) -> None:
+    call = call_of(world_size, layout, dtype, nheads_kv, travels)
+    predicted = predicted_peak_bytes(call, backward=backward)
+    assert abs(measured(call, backward=backward) - predicted) <= SHARE * predicted
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["fwd", "fwd_bwd"])
+@pytest.mark.parametrize("travels", ["kv", "q"])
+def test_nothing_grows_with_the_ranks(travels: Traveller, backward: bool) -> None:
+    """Eight times the length and the steps, with the same rows on each rank."""
+    predicted = {
+        predicted_peak_bytes(call_of(p, travels=travels, causal=False), backward=backward)
+        for p in (4, 8, 32)
+    }
+    assert len(predicted) == 1
+    few, many = (
+        measured(call_of(p, travels=travels, causal=False), backward=backward) for p in (4, 16)
+    )
+    assert few == many
