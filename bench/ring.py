@@ -321,20 +321,27 @@ def run(args: argparse.Namespace) -> int:
     rows, failures = run_ranks(
         measure, args.world_size, setting, threads=args.threads, device=args.device
     )[0]
-    payload = {
-        "machine": machine(),
-        "command": setting.command,
-        "setting": asdict(setting),
-        "rows": [asdict(row) for row in rows],
-    }
+    if int(os.environ.get("RANK", 0)) == 0:  # torchrun runs this in every rank
+        _report(args, setting, rows, failures)
+    return 1 if failures else 0
+
+
+def _report(
+    args: argparse.Namespace, setting: Setting, rows: list[Row], failures: list[str]
+) -> None:
     if args.json:
+        payload = {
+            "machine": machine(),
+            "command": setting.command,
+            "setting": asdict(setting),
+            "rows": [asdict(row) for row in rows],
+        }
         write_json(args.json, payload)
     console = Console()
     if not args.quiet:
         console.print(*_tables(setting, rows))
     for failure in failures:
         console.print(f"[red]{failure}")
-    return 1 if failures else 0
 
 
 def measure(setting: Setting) -> tuple[list[Row], list[str]]:
