@@ -113,8 +113,7 @@ def ring_attention(
     Returns:
         `out` (batch, rows, nheads, headdim_v) like q; with `return_lse` also `lse` (batch, nheads,
         rows), (nheads, rows) if packed, natural logarithm in float32 (float64 for float64), not
-        differentiable. A row that
-        sees nothing has out 0, lse -inf and zero gradients.
+        differentiable. A row that sees nothing has out 0, lse -inf and zero gradients.
 
     Raises:
         ValueError: shapes, layout, window or documents that do not fit.

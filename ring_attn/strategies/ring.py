@@ -304,11 +304,10 @@ class _TravellingGradients:
 
     def _carried(self, step: Step) -> Tensor:
         """This step's gradients with those received; a step without tiles carries them along."""
+        if self._computed is None and self._under_way is None:
+            self.cleared(step)
         computed, self._computed = self._computed, None
         if self._under_way is None:
-            if computed is None:
-                self.cleared(step)
-                computed, self._computed = self._computed, None
             assert computed is not None, "cleared has just made it"
             return computed
         self._transport.wait("gradients")
