@@ -63,7 +63,6 @@ class P2PTransport:
         self._ranks = dist.get_process_group_ranks(group)
         timeout = options.timeout or _timeout_of(group)
         self._timeout = datetime.timedelta(seconds=timeout)
-        self._nccl = "nccl" in dist.get_backend(group)
         self._failed: RuntimeError | None = None
         self._pending: dict[Channel, _Pending] = {}
         self._groups: dict[Channel, dist.ProcessGroup] = {}
@@ -91,7 +90,7 @@ class P2PTransport:
             # Messages of the broken call may still be on their way.
             raise RuntimeError("this ring has failed before and cannot go on") from self._failed
         group = self._groups[channel]
-        if not self._nccl:
+        if not recv.is_cuda:
             recv[-len(UNWRITTEN) :] = UNWRITTEN
         # The receive first: the order of the works in `wait`, where it is what compute needs.
         ops = [
@@ -109,14 +108,14 @@ class P2PTransport:
     def wait(self, channel: Channel) -> None:
         """Until the exchange is complete; RuntimeError names step, peer and timeout if it fails."""
         pending = self._pending.pop(channel)
-        start = time.perf_counter()
+        start, on_cuda = time.perf_counter(), pending.recv.is_cuda
         for index, work in enumerate(pending.works):
             try:
                 # With a timeout NCCL's wait would block the host; its watchdog has the timeout.
-                done = work.wait() if self._nccl else work.wait(self._timeout)
-                if not done and not self._nccl:
+                done = work.wait() if on_cuda else work.wait(self._timeout)
+                if not done and not on_cuda:
                     raise RuntimeError("timed out")
-                if index == 0 and not self._nccl:
+                if index == 0 and not on_cuda:
                     _check_whole(pending.recv)
             except RuntimeError as error:
                 receives = index == 0
