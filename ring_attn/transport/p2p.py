@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -179,9 +178,12 @@ def _group_name(name: str) -> Iterator[None]:
     that have made different numbers of them, for pipeline stages or embeddings, would wait for each
     other under different names.
     """
-    named = mock.patch.object(distributed_c10d, "_process_group_name", lambda *_, **__: name)
-    with named:
+    torchs_own = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = lambda *_, **__: distributed_c10d.GroupName(name)
+    try:
         yield
+    finally:
+        distributed_c10d._process_group_name = torchs_own
 
 
 def _check_whole(recv: Tensor) -> None:
