@@ -42,6 +42,9 @@ from ring_attn.transport.base import TransportStats
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.validation import check_group
 
+SEQLEN, ITERS, WARMUP = 8192, 9, 2
+QUICK = (1024, 3, 1)
+
 BASELINES = ("dense", "torch-template")
 MODES = {"fwd": ("fwd",), "fwd_bwd": ("fwd", "bwd", "fwd_bwd")}
 
@@ -281,7 +284,7 @@ class Dense:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ring-attn bench ring`."""
     parser.add_argument("--world-size", type=int, default=2, help="ranks (default 2)")
-    parser.add_argument("--seqlen", type=parse_size, default=8192, help="whole length (8k)")
+    parser.add_argument("--seqlen", type=parse_size, help=f"whole length ({SEQLEN})")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, help="default: as many as --heads")
@@ -293,8 +296,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank (1)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where possible")
-    parser.add_argument("--iters", type=int, default=9, help="timed repetitions (9)")
-    parser.add_argument("--warmup", type=int, default=2, help="untimed repetitions (2)")
+    parser.add_argument("--iters", type=int, help=f"timed repetitions ({ITERS})")
+    parser.add_argument("--warmup", type=int, help=f"untimed repetitions ({WARMUP})")
     parser.add_argument(
         "--baseline",
         default="dense,torch-template",
@@ -309,13 +312,7 @@ def run(args: argparse.Namespace) -> int:
     for name in baselines:
         if name not in BASELINES:
             raise ValueError(f"--baseline must be of {list(BASELINES)}, got {name!r}")
-    quick = args.quick
-    setting = Setting(
-        args.world_size, 1024 if quick else args.seqlen, args.batch, args.heads,
-        args.kv_heads or args.heads, args.head_dim, dtype_name(args.dtype), args.causal,
-        args.layout, args.mode, args.backend, args.threads, 3 if quick else args.iters,
-        1 if quick else args.warmup, baselines,
-    )  # fmt: skip
+    setting = setting_of(args, baselines)
     # The profiler that counts memory greets on stderr, unless it is told before torch is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     rows, failures = run_ranks(
@@ -324,6 +321,34 @@ def run(args: argparse.Namespace) -> int:
     if int(os.environ.get("RANK", 0)) == 0:  # torchrun runs this in every rank
         _report(args, setting, rows, failures)
     return 1 if failures else 0
+
+
+def setting_of(args: argparse.Namespace, baselines: tuple[str, ...]) -> Setting:
+    """What the options describe; --quick changes what is not given."""
+    seqlen, iters, warmup = QUICK if args.quick else (SEQLEN, ITERS, WARMUP)
+    return Setting(
+        world_size=args.world_size,
+        seqlen=seqlen if args.seqlen is None else args.seqlen,
+        batch=args.batch,
+        heads=args.heads,
+        kv_heads=args.heads if args.kv_heads is None else args.kv_heads,
+        head_dim=args.head_dim,
+        dtype=dtype_name(args.dtype),
+        causal=args.causal,
+        layout=args.layout,
+        mode=args.mode,
+        backend=args.backend,
+        threads=args.threads,
+        iters=_at_least("--iters", iters if args.iters is None else args.iters, 1),
+        warmup=_at_least("--warmup", warmup if args.warmup is None else args.warmup, 0),
+        baselines=baselines,
+    )
+
+
+def _at_least(option: str, value: int, least: int) -> int:
+    if value < least:
+        raise ValueError(f"{option} must be at least {least}, got {value}")
+    return value
 
 
 def _report(

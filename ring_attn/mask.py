@@ -55,7 +55,7 @@ class Mask:
         window_size: `(left, right)` keys on either side of the diagonal; -1 is unbounded.
         cu_seqlens_q: document boundaries of the queries, from 0 to `seqlen_q`; None is one
             document.
-        cu_seqlens_k: the same for the keys.
+        cu_seqlens_k: the same for the keys, of as many documents.
 
     Example:
         >>> Mask(4, 4, causal=True, window_size=(1, -1)).dense().int().tolist()
@@ -85,6 +85,11 @@ class Mask:
         """The documents in order; the whole sequence is one where no `cu_seqlens` is given."""
         cu_q = self.cu_seqlens_q or (0, self.seqlen_q)
         cu_k = self.cu_seqlens_k or (0, self.seqlen_k)
+        if len(cu_q) != len(cu_k):
+            raise ValueError(
+                f"queries and keys must have as many documents, got {len(cu_q) - 1} and "
+                f"{len(cu_k) - 1}"
+            )
         return tuple(
             Document(cu_q[d], cu_q[d + 1], cu_k[d], cu_k[d + 1]) for d in range(len(cu_q) - 1)
         )

@@ -286,8 +286,8 @@ def check_layout(
     if layout.shard_len(rank) != rows:
         raise ValueError(
             f"{name} of rank {rank} must have {layout.shard_len(rank)} rows for layout {layout}, "
-            f"got {rows}: pass this rank's shard (layout.shard), and where the ranks' lengths "
-            f"differ the layout itself, such as SequenceLayout.{layout.kind}(seqlen, {world_size})"
+            f"got {rows}: pass this rank's shard (layout.shard); where the ranks' lengths differ "
+            "pass a SequenceLayout, not its name"
         )
 
 

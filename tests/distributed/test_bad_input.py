@@ -262,7 +262,9 @@ DOCUMENTS: dict[str, Bad] = {
     ),
     # With a name the length is cu_seqlens' own: what does not fit is this rank's number of rows.
     "end with a name": Bad(
-        lambda: packed(0, SEQLEN + 4), ValueError, ("must have 8 rows", "got 6", "SequenceLayout.")
+        lambda: packed(0, SEQLEN + 4),
+        ValueError,
+        ("must have 8 rows", "got 6", "pass a SequenceLayout, not its name"),
     ),
     "end with a layout": Bad(
         lambda: packed(0, SEQLEN + 4, layout=zigzag(SEQLEN)),
@@ -315,7 +317,7 @@ LAYOUTS: dict[str, Bad] = {
             "must have 10 rows",
             "got 6",
             "layout.shard",
-            "SequenceLayout.zigzag(seqlen, 2)",
+            "pass a SequenceLayout, not its name",
         ),
     ),
     "rows of k": Bad(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
+from ring_attn.bench import ring
 from ring_attn.cli import main
 
 FIELDS = [
@@ -72,3 +74,16 @@ def test_a_baseline_that_cannot_run_says_why(tmp_path: Path) -> None:
 def test_an_unknown_baseline_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "ring", "--baseline", "sparse"]) == 2
     assert "--baseline must be of" in capsys.readouterr().err
+
+
+def test_quick_is_smaller_unless_sizes_are_given() -> None:
+    def setting(words: str) -> ring.Setting:
+        parser = argparse.ArgumentParser()
+        ring.add_arguments(parser)
+        return ring.setting_of(parser.parse_args(words.split()), ())
+
+    quick, given = setting("--quick"), setting("--quick --seqlen 2k --iters 5 --warmup 0")
+    assert (quick.seqlen, quick.iters, quick.warmup) == ring.QUICK
+    assert (given.seqlen, given.iters, given.warmup) == (2048, 5, 0)
+    with pytest.raises(ValueError, match="--iters must be at least 1, got 0"):
+        setting("--iters 0")

@@ -169,3 +169,8 @@ def test_equal_masks_are_one_key() -> None:
     ):
         assert different != one
         assert hash(different) != hash(one)
+
+
+def test_both_sides_have_as_many_documents() -> None:
+    with pytest.raises(ValueError, match="as many documents, got 2 and 1"):
+        _ = Mask(4, 4, cu_seqlens_q=(0, 1, 4)).documents
