@@ -7,6 +7,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 ARGS ?=
+TRITON ?=
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -16,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test test-slow test-all lint format run verify bench wheel clean
+.PHONY: help setup test test-slow test-all lint format run verify bench aot gpu wheel clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +55,18 @@ verify: $(READY)  ## check every strategy against dense attention
 
 bench: $(READY)  ## time and memory of the ring: ring-attn bench ring
 	$(BIN)/ring-attn bench ring $(ARGS)
+
+# TRITON=3.6.0 puts that version beside the environment, and before it.
+aot: $(READY) $(TRITON:%=.aot/%/.ready)  ## compile every kernel without a GPU; TRITON=3.6.0 for another
+	$(TRITON:%=PYTHONPATH=.aot/%) $(BIN)/ring-attn aot $(ARGS)
+
+.aot/%/.ready: | $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) triton==$*
+	@touch $@
+
+# Where there is a GPU there is a torch for it: it is used as it is, and no environment is made.
+gpu:  ## on a machine with a GPU: its tests, checks and benchmarks, into gpu-results/
+	$(PYTHON) -m ring_attn.bench.gpu $(ARGS)
 
 wheel: $(READY)  ## build the sdist and, from it, the wheel into dist/
 	$(BIN)/python -m build --no-isolation

@@ -29,6 +29,7 @@ from torch import Tensor
 
 import ring_attn
 from ring_attn.arguments import add_common, dtype_name, parse_dtype, parse_size, write_json
+from ring_attn.bench.timing import quantiles
 from ring_attn.cost import bytes_sent, flops
 from ring_attn.env import machine
 from ring_attn.launch import rank_device, run_ranks
@@ -515,7 +516,7 @@ def _row(
     verdicts: Sequence[Verdict],
 ) -> Row:
     ms, waits, sent = (list(x) for x in zip(*times[impl.name][mode], strict=True))
-    p20, median, p80 = _quantiles(ms)
+    p20, median, p80 = quantiles(ms)
     ours = impl.name == "ours"
     area = sum(setting.sequence.mask_area(_mask(setting)))
     call = _call(setting)
@@ -559,7 +560,8 @@ def _planned_bytes(setting: Setting, mode: str) -> int:
         call = _call(setting, rank)
         directions = {"fwd": (False,), "bwd": (True,), "fwd_bwd": (False, True)}[mode]
         return sum(
-            bytes_sent(call.plan(backward=back), call.spec, backward=back) for back in directions
+            bytes_sent(call.plan(backward=back), call.spec, backward=back, same_bits=call.same_bits)
+            for back in directions
         )
 
     return max(planned(rank) for rank in range(setting.world_size))
@@ -586,7 +588,7 @@ def _step_overhead(setting: Setting) -> Row:
         samples.append(1e3 * (time.perf_counter() - start) / steps)
     if rank_device().type == "cuda":
         torch.cuda.synchronize()
-    p20, median, p80 = _quantiles(samples[50:])
+    p20, median, p80 = quantiles(samples[50:])
     worst = torch.tensor([median, p20, p80], dtype=torch.float64, device=rank_device())
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     median, p20, p80 = worst.tolist()
@@ -602,14 +604,6 @@ def _failures(rows: Iterable[Row], verdicts: Iterable[Verdict]) -> list[str]:
         for row in rows
         if row.impl == "ours" and row.bytes_sent != row.planned_bytes
     ]
-
-
-def _quantiles(samples: Sequence[float]) -> tuple[float, float, float]:
-    """p20, median, p80."""
-    if len(samples) == 1:
-        return samples[0], samples[0], samples[0]
-    cuts = statistics.quantiles(samples, n=10, method="inclusive")
-    return cuts[1], statistics.median(samples), cuts[7]
 
 
 class _threads:

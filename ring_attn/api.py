@@ -32,11 +32,14 @@ def ring_attention(
     causal: bool = ...,
     window_size: Sequence[int] = ...,
     softmax_scale: float | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
     cu_seqlens: Tensor | None = ...,
     cu_seqlens_k: Tensor | None = ...,
     group: Group = ...,
     layout: Layout = ...,
     backend: str = ...,
+    same_bits: bool | None = ...,
     return_lse: Literal[False] = ...,
     dropout_p: float = ...,
     alibi_slopes: Tensor | None = ...,
@@ -53,11 +56,14 @@ def ring_attention(
     causal: bool = ...,
     window_size: Sequence[int] = ...,
     softmax_scale: float | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
     cu_seqlens: Tensor | None = ...,
     cu_seqlens_k: Tensor | None = ...,
     group: Group = ...,
     layout: Layout = ...,
     backend: str = ...,
+    same_bits: bool | None = ...,
     return_lse: Literal[True],
     dropout_p: float = ...,
     alibi_slopes: Tensor | None = ...,
@@ -73,11 +79,14 @@ def ring_attention(
     causal: bool = False,
     window_size: Sequence[int] = (-1, -1),
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     group: Group = None,
     layout: Layout = "contiguous",
     backend: str = "auto",
+    same_bits: bool | None = None,
     return_lse: bool = False,
     dropout_p: float = 0.0,
     alibi_slopes: Tensor | None = None,
@@ -97,6 +106,12 @@ def ring_attention(
             as in flash-attention), in global positions.
         window_size: `(left, right)` keys seen on either side of that diagonal; -1 is unbounded.
         softmax_scale: factor of the scores; `headdim ** -0.5` by default.
+        softcap: caps the scores: where it is not 0 they are `softcap * tanh(score / softcap)`,
+            before the mask.
+        sinks: (nheads,) of any floating point dtype, used in float32: a logit of each head that
+            joins the denominator of the softmax and has no value. The same on every rank; its
+            gradient is the share of this rank's rows, to be summed over the ranks as that of any
+            replicated parameter.
         cu_seqlens: int32 boundaries of documents in the global sequence, from 0 to its length; each
             attends only to itself. They need not divide by anything. The same on every rank.
         cu_seqlens_k: those of the keys, where they differ from the queries'.
@@ -105,6 +120,11 @@ def ring_attention(
             `SequenceLayout`, or a pair for queries and keys. With a name every rank holds as many
             rows, unless `cu_seqlens` tells the length.
         backend: "auto", or the name of one that then runs or raises; see `select_backend`.
+        same_bits: whether out, lse, dq, dk and dv have the same bits at every world size. That
+            needs a backend that folds in order (triton), `causal` without window and documents, and
+            contiguous shards that start at multiples of its block, 128. KV travels in the backward
+            then, even where the Q side would cost fewer bytes. None is on where it can be had; True
+            is on or refused with the reason.
         return_lse: also return lse.
         dropout_p: must be 0.
         alibi_slopes: must be None.
@@ -113,12 +133,14 @@ def ring_attention(
     Returns:
         `out` (batch, rows, nheads, headdim_v) like q; with `return_lse` also `lse` (batch, nheads,
         rows), (nheads, rows) if packed, natural logarithm in float32 (float64 for float64), not
-        differentiable. A row that sees nothing has out 0, lse -inf and zero gradients.
+        differentiable; the sink is in it. A row that sees nothing has out 0, lse -inf (or its
+        sink) and zero gradients.
 
     Raises:
-        ValueError: shapes, layout, window or documents that do not fit.
+        ValueError: shapes, layout, window, documents or sinks that do not fit.
         TypeError: a dtype or type that is not taken.
-        NotImplementedError: dropout, ALiBi, or what the named backend does not support.
+        NotImplementedError: dropout, ALiBi, what the named backend does not support, or
+            `same_bits=True` where it cannot be had.
         ImportError: the named backend's package is not installed.
         RuntimeError: no process group, or a peer that died or stalled.
 
@@ -134,6 +156,9 @@ def ring_attention(
         check.check_tensors(q, k, v, packed=cu_seqlens is not None)
         process_group = check.check_group(group)
         check.check_scale(softmax_scale)
+        check.check_softcap(softcap)
+        check.check_sinks(sinks, q)
+        check.check_same_bits(same_bits)
         window = check.check_window(window_size, causal)
         cu_q = check.check_cu_seqlens("cu_seqlens", cu_seqlens)
         cu_k = check.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k)
@@ -148,14 +173,24 @@ def ring_attention(
         mask = check.check_mask(
             Mask(layouts[0].seqlen, layouts[1].seqlen, causal, window, cu_q, cu_k)
         )
-        spec = _spec_of(q, k, v)
-        call = make_call(spec, layouts, mask, rank, softmax_scale=softmax_scale, backend=backend)
+        spec = _spec_of(q, k, v, softcap, sinks)
+        call = make_call(
+            spec,
+            layouts,
+            mask,
+            rank,
+            softmax_scale=softmax_scale,
+            backend=backend,
+            same_bits=same_bits,
+        )
     except Exception as error:
         if debug_enabled() and dist.is_initialized():
             tell_error(error, check.check_group(group))
         raise
     if debug_enabled():
-        differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        differentiated = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (q, k, v, sinks)
+        )
         check_agreement(_described(call, transport, differentiated), process_group)
 
     packed = q.ndim == 3
@@ -163,13 +198,21 @@ def ring_attention(
         q, k, v = q[None], k[None], v[None]
     # Once here rather than at every step: no operator takes a strided last dim.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    out, lse = RingAttention.apply(q, k, v, call, open_p2p(process_group, transport))
+    out, lse = RingAttention.apply(q, k, v, sinks, call, open_p2p(process_group, transport))
     if packed:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
 
 
-def select_backend(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto") -> BackendChoice:
+def select_backend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    backend: str = "auto",
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> BackendChoice:
     """Which backend `ring_attention` would use for such tensors, and why not the others.
 
     Args:
@@ -178,12 +221,15 @@ def select_backend(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto") ->
         k: likewise.
         v: likewise.
         backend: "auto" or a name.
+        softcap: as for `ring_attention`.
+        sinks: likewise.
 
     Returns:
         `name`, and `reasons`: for every backend None where it could run, else the reason why not.
 
     Raises:
-        ValueError: no backend of that name, or shapes that do not fit.
+        ValueError: no backend of that name, shapes that do not fit, or a bad softcap.
+        TypeError: a dtype or type that is not taken.
         NotImplementedError: the named backend does not support the call.
         ImportError: the named backend's package is not installed.
 
@@ -193,7 +239,9 @@ def select_backend(q: Tensor, k: Tensor, v: Tensor, *, backend: str = "auto") ->
         'aten'
     """
     check.check_tensors(q, k, v, packed=True)
-    return choose_backend(_spec_of(q, k, v), backend)
+    check.check_softcap(softcap)
+    check.check_sinks(sinks, q)
+    return choose_backend(_spec_of(q, k, v, softcap, sinks), backend)
 
 
 def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int = 1) -> Tensor:
@@ -226,10 +274,19 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
     return layout.unshard(shards, dim)
 
 
-def _spec_of(q: Tensor, k: Tensor, v: Tensor) -> AttentionSpec:
-    batch = q.size(0) if q.ndim == 4 else 1
+def _spec_of(
+    q: Tensor, k: Tensor, v: Tensor, softcap: float, sinks: Tensor | None
+) -> AttentionSpec:
     return AttentionSpec(
-        q.device.type, q.dtype, batch, q.size(-2), k.size(-2), q.size(-1), v.size(-1)
+        device_type=q.device.type,
+        dtype=q.dtype,
+        batch=q.size(0) if q.ndim == 4 else 1,
+        nheads=q.size(-2),
+        nheads_kv=k.size(-2),
+        headdim=q.size(-1),
+        headdim_v=v.size(-1),
+        softcap=softcap,
+        sinks=sinks is not None,
     )
 
 
@@ -253,8 +310,11 @@ def _described(
         "cu_seqlens": mask.cu_seqlens_q,
         "cu_seqlens_k": mask.cu_seqlens_k,
         "softmax_scale": call.softmax_scale,
+        "softcap": spec.softcap,
+        "sinks": spec.sinks,
         "layout": tuple(str(layout) for layout in call.layouts),
         "backend": call.backend,
+        "same_bits": call.same_bits,
         "transport": transport,
         "requires_grad": differentiated,
     }

@@ -31,6 +31,9 @@ COMMANDS = (
     Command("verify", "ring_attn.verify", "check every result against dense attention in float64"),
     Command("demo", "ring_attn.bench.demo", "see a ring at work"),
     Command("bench ring", "ring_attn.bench.ring", "time and memory of ring attention"),
+    Command("bench kernel", "ring_attn.bench.kernel", "TFLOP/s of attention on one device"),
+    Command("gpu", "ring_attn.bench.gpu", "all tests, checks and benchmarks that need a GPU"),
+    Command("aot", "ring_attn.bench.aot", "compile every kernel without a GPU, and judge it"),
 )
 
 EXIT_USAGE = 2

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
-from ring_attn.plan import MaskKind, Plan, Tile, Traveller, plan_ring
+from ring_attn.plan import Plan, Tile, Traveller, plan_ring
 from ring_attn.spec import AttentionSpec, Packet
 
 
@@ -21,8 +21,14 @@ def gradient_packet(spec: AttentionSpec, travels: Traveller, rows: int) -> Packe
     return spec.kv_grad_packet(rows) if travels == "kv" else spec.q_grad_packet(rows)
 
 
-def bytes_sent(plan: Plan, spec: AttentionSpec, *, backward: bool) -> int:
+def bytes_sent(plan: Plan, spec: AttentionSpec, *, backward: bool, same_bits: bool = False) -> int:
     """Bytes that the plan's rank sends in one call, in one direction.
+
+    Args:
+        plan: of that direction.
+        spec: sizes and types of the call.
+        backward: whether gradients travel too.
+        same_bits: whether they start at their owner: see `strategies.ring`.
 
     Example:
         >>> import torch
@@ -38,14 +44,15 @@ def bytes_sent(plan: Plan, spec: AttentionSpec, *, backward: bool) -> int:
         rows = plan.rows_moving(step.index)
         if step.hop is not None:
             total += shard_packet(spec, plan.travels, rows).nbytes
-        if backward and step.index:
+        if backward and (step.index or (same_bits and plan.num_hops)):
             total += gradient_packet(spec, plan.travels, rows).nbytes
     return total
 
 
-def num_messages(plan: Plan, *, backward: bool) -> int:
-    """Messages that each rank sends in one call, in one direction."""
-    return (2 if backward else 1) * plan.num_hops
+def num_messages(plan: Plan, *, backward: bool, same_bits: bool = False) -> int:
+    """Messages that each rank sends in one call, in one direction; arguments as `bytes_sent`."""
+    hops = plan.num_hops
+    return hops if not backward else 2 * hops + (1 if same_bits and hops else 0)
 
 
 def peak_bytes(
@@ -53,13 +60,18 @@ def peak_bytes(
     backward: Plan | None,
     spec: AttentionSpec,
     layouts: tuple[SequenceLayout, SequenceLayout],
-    workspace: Callable[[Sequence[Tile], bool, bool], int],
+    forward_bytes: int,
+    workspace: Callable[[Sequence[Tile], bool], int],
+    *,
+    same_bits: bool = False,
 ) -> int:
     """Most bytes that a call holds at a time beyond its inputs, on the plan's rank.
 
-        forward     2 shard buffers + state + workspace of a step
+        forward     2 shard buffers + state and workspace of a step
         backward    out, lse + delta + 2 shard buffers + own gradients
-                    + 3 buffers of travelling gradients (2 if P = 2) + workspace of a step
+                    + 3 buffers of travelling gradients (2 if P = 2, or with same_bits)
+                    + workspace of a step
+        at its end  out, lse + delta + own gradients, rounded one by one
 
     Nothing in it grows with the whole length or the number of steps.
 
@@ -68,39 +80,31 @@ def peak_bytes(
         backward: that of the backward; None for a forward alone.
         spec: sizes and types of the call.
         layouts: of the queries and of the keys.
-        workspace: the backend's own bytes for a step's tiles, whether it is the backward, and
-            whether that has to do without `out`.
+        forward_bytes: most that the backend takes in the forward: `Backend.forward_bytes`.
+        workspace: the backend's own bytes for a step's tiles in the backward, and whether that has
+            to do without `out`.
+        same_bits: as for `bytes_sent`.
     """
     rank = forward.rank
     statistics = spec.batch * layouts[0].shard_len(rank) * spec.nheads * spec.accum_dtype.itemsize
     out = (
         spec.batch * layouts[0].shard_len(rank) * spec.nheads * spec.headdim_v * spec.dtype.itemsize
     )
-    acc = statistics * spec.headdim_v
-    most = 0
-    for step in forward.steps:
-        # The state takes over the first tile's output where it has all rows; every later merge has
-        # four more statistics than the state's own two.
-        first = (
-            step.index == 0 and len(step.tiles) == 1 and step.tiles[0].kind is not MaskKind.WINDOW
-        )
-        state = statistics if first else acc + 6 * statistics
-        most = max(most, state + workspace(step.tiles, False, False))
-    rounded = out if spec.dtype != spec.accum_dtype else 0
-    most = max(most, acc + 4 * statistics + rounded) + _shard_buffers(forward, spec)
+    most = forward_bytes + _shard_buffers(forward, spec)
     if backward is None:
         return most
-    own = (
-        spec.q_grad_packet(layouts[0].shard_len(rank)).nbytes
-        + spec.kv_grad_packet(layouts[1].shard_len(rank)).nbytes
-    )
     workspaces = (
-        workspace(step.tiles, True, backward.travels == "q" and step.index > 0)
-        for step in backward.steps
+        workspace(step.tiles, backward.travels == "q" and step.index > 0) for step in backward.steps
     )
-    held = out + 2 * statistics + own + max(workspaces)
-    held += _shard_buffers(backward, spec) + _gradient_buffers(backward, spec)
-    return max(most, held)
+    beside = _shard_buffers(backward, spec) + _gradient_buffers(backward, spec, same_bits)
+    beside += max(workspaces)
+    rows_kv = spec.batch * layouts[1].shard_len(rank) * spec.nheads_kv
+    dq = statistics * spec.headdim
+    dk, dv = (rows_kv * dim * spec.accum_dtype.itemsize for dim in (spec.headdim, spec.headdim_v))
+    if spec.dtype != spec.accum_dtype:
+        # dv, dk, dq in turn: each takes half of what it gives back.
+        beside = max(beside, dv // 2, (dq - dk - dv) // 2)
+    return max(most, out + 2 * statistics + dq + dk + dv + beside)
 
 
 def _shard_buffers(plan: Plan, spec: AttentionSpec) -> int:
@@ -110,18 +114,23 @@ def _shard_buffers(plan: Plan, spec: AttentionSpec) -> int:
     return 2 * max(sizes)
 
 
-def _gradient_buffers(plan: Plan, spec: AttentionSpec) -> int:
+def _gradient_buffers(plan: Plan, spec: AttentionSpec, same_bits: bool) -> int:
     if not plan.num_hops:
         return 0
     sizes = (
         gradient_packet(spec, plan.travels, plan.rows_moving(s.index)).nbytes for s in plan.steps
     )
-    return num_gradient_buffers(plan) * max(sizes)
+    return num_gradient_buffers(plan, same_bits=same_bits) * max(sizes)
 
 
-def num_gradient_buffers(plan: Plan) -> int:
-    """One to compute into, one to receive, and from the second passing on one that is sent."""
-    return min(plan.num_hops + 1, 3) if plan.num_hops else 0
+def num_gradient_buffers(plan: Plan, *, same_bits: bool = False) -> int:
+    """One to compute into, one to receive, and from the second passing on one that is sent.
+
+    With `same_bits` two: what is received is computed into.
+    """
+    if not plan.num_hops:
+        return 0
+    return 2 if same_bits else min(plan.num_hops + 1, 3)
 
 
 @lru_cache(maxsize=1024)

@@ -48,6 +48,17 @@ class Packet:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """How a raw product x = q k^T becomes a score, `softmax_scale * x`, and where it is capped.
+
+    With softcap > 0 the score is `softcap * tanh(softmax_scale * x / softcap)`.
+    """
+
+    softmax_scale: float
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """What a backend, a message and a cost need to know of a call, apart from lengths and mask."""
 
@@ -58,6 +69,8 @@ class AttentionSpec:
     nheads_kv: int
     headdim: int
     headdim_v: int
+    softcap: float = 0.0
+    sinks: bool = False
 
     @property
     def accum_dtype(self) -> torch.dtype:

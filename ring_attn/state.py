@@ -11,7 +11,8 @@ rounded once, at the end. Two states merge by moving both to the greater maximum
 
 Both exponents are at most 0, so a gap of 1e4 underflows to weight 0 and never overflows. An empty
 set is (0, -inf, 0) and gives `out = 0`, `lse = -inf`. Any finished (out, lse) is the state
-(out, lse, 1). (Milakov and Gimelshein, arXiv 1805.02867; ring use: arXiv 2310.01889.)
+(out, lse, 1), and a sink, a logit that has no value, is (0, sink, 1). (Milakov and Gimelshein,
+arXiv 1805.02867; ring use: arXiv 2310.01889.)
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class State:
         shape: tuple[int, int, int, int],
         dtype: torch.dtype,
         device: torch.device | str,
+        sinks: Tensor | None = None,
     ) -> None:
         """An empty state; memory is taken when the first rows are folded.
 
@@ -41,10 +43,13 @@ class State:
             shape: (batch, rows, nheads, headdim_v).
             dtype: of the state.
             device: where it lives.
+            sinks: (nheads,) in that type, a logit for each head that joins the denominators when
+                the state is finalised.
         """
         self.shape = shape
         self.dtype = dtype
         self.device = device
+        self.sinks = sinks
         self._parts: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
@@ -76,10 +81,7 @@ class State:
             self._parts = (acc, m, torch.ones_like(m) if l is None else l.to(self.dtype))
             return
         mine, m_mine, l_mine = self.acc[:, rows], self.m[:, :, rows], self.l[:, :, rows]
-        m_new = torch.maximum(m_mine, m)
-        # exp(-inf - -inf) is NaN: rows that both sides have not seen move to a pivot of 0.
-        pivot = m_new.masked_fill(m_new == -torch.inf, 0.0)
-        keep, add = (m_mine - pivot).exp_(), (m - pivot).exp_()
+        m_new, keep, add = _weights(m_mine, m)
         mine.mul_(_to_rows(keep)).addcmul_(acc, _to_rows(add))
         l_mine.mul_(keep).add_(add if l is None else add.mul_(l))
         m_mine.copy_(m_new)
@@ -95,6 +97,10 @@ class State:
         """
         acc, m, l = self._filled()
         self._parts = None
+        if self.sinks is not None:
+            m, keep, add = _weights(m, self.sinks.view(1, -1, 1))
+            acc.mul_(_to_rows(keep))
+            l.mul_(keep).add_(add)
         lse = m + l.log()
         out = acc.div_(_to_rows(l.masked_fill_(l == 0.0, 1.0)))
         return out.to(dtype), lse
@@ -106,6 +112,14 @@ class State:
             acc = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             self._parts = (acc, m, torch.zeros_like(m))
         return self._parts
+
+
+def _weights(m: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The greater of two maxima, and what the sums that go with each are multiplied by."""
+    m_new = torch.maximum(m, other)
+    # exp(-inf - -inf) is NaN: rows that both sides have not seen move to a pivot of 0.
+    pivot = m_new.masked_fill(m_new == -torch.inf, 0.0)
+    return m_new, (m - pivot).exp_(), (other - pivot).exp_()
 
 
 def _to_rows(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -27,6 +27,7 @@ from torch import Tensor
 from ring_attn.mask import Mask
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
+RESULTS_WITH_SINKS = (*RESULTS, "dsinks")
 
 # Puts logits some hundreds apart: rows become one-hot, and exp(s) without its maximum overflows.
 LARGE_LOGITS = 64.0
@@ -54,6 +55,7 @@ class Expected:
         dq: as q.
         dk: as k.
         dv: as v.
+        dsinks: (nheads,), None without sinks.
         terms: from the oracle only, by result: how much is summed, in absolute values, for each
             element. It shows what cancels, and is 0 where nothing is summed.
     """
@@ -63,6 +65,7 @@ class Expected:
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dsinks: Tensor | None = None
     terms: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -88,7 +91,14 @@ class Verdict:
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    softmax_scale: float | None = None,
+    *,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The oracle: dense attention in float64, differentiable.
 
@@ -98,16 +108,26 @@ def dense_attention(
         v: (batch, seqlen_k, nheads_kv, headdim_v).
         mask: what sees what.
         softmax_scale: 1 / sqrt(headdim) by default.
+        softcap: where it is not 0, scores are `softcap * tanh(score / softcap)`.
+        sinks: (nheads,), a logit of each head in the denominator, without a value.
 
     Returns:
         `out` (batch, seqlen_q, nheads, headdim_v) and `lse` (batch, nheads, seqlen_q), float64. A
-        row that sees nothing has out 0, lse -inf and zero gradients.
+        row that sees nothing has out 0, lse -inf (or its sink) and zero gradients.
     """
-    return _attention(q.double(), k.double(), v.double(), mask, softmax_scale)
+    sinks = None if sinks is None else sinks.double()
+    return _attention(q.double(), k.double(), v.double(), mask, softmax_scale, softcap, sinks)
 
 
 def plain_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    softmax_scale: float | None = None,
+    *,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The yardstick: the same mathematics as plain PyTorch does it in the inputs' own dtype.
 
@@ -120,9 +140,9 @@ def plain_attention(
         it rounds, so that the yardstick of a float32 result has a float32 error.
     """
     if q.dtype != torch.float64:
-        return _attention(q, k, v, mask, softmax_scale)
+        return _attention(q, k, v, mask, softmax_scale, softcap, sinks)
     q, k, v = (x.flip(1, 3) for x in (q, k, v))
-    out, lse = _attention(q, k, v, mask, softmax_scale, backwards=True)
+    out, lse = _attention(q, k, v, mask, softmax_scale, softcap, sinks, backwards=True)
     return out.flip(1, 3), lse.flip(2)
 
 
@@ -133,11 +153,17 @@ def dense_gradients(
     dout: Tensor,
     mask: Mask,
     softmax_scale: float | None = None,
+    *,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Expected:
     """The oracle's results and gradients in float64, with their `terms`."""
-    expected = _gradients(dense_attention, q, k, v, dout, mask, softmax_scale, torch.float64)
-    terms = _terms(q, k, v, dout, expected, mask, softmax_scale)
-    return Expected(expected.out, expected.lse, expected.dq, expected.dk, expected.dv, terms)
+    dtype = q.dtype
+    q, k, v, dout = (x.double() for x in (q, k, v, dout))
+    sinks = None if sinks is None else sinks.double()
+    expected = _gradients(dense_attention, q, k, v, dout, mask, softmax_scale, softcap, sinks)
+    terms = _terms(q, k, v, dout, expected, mask, softmax_scale, softcap, sinks, dtype)
+    return replace(expected, terms=terms)
 
 
 def plain_gradients(
@@ -147,9 +173,12 @@ def plain_gradients(
     dout: Tensor,
     mask: Mask,
     softmax_scale: float | None = None,
+    *,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Expected:
-    """Plain PyTorch's results and autograd's gradients in the inputs' own dtype."""
-    return _gradients(plain_attention, q, k, v, dout, mask, softmax_scale, q.dtype)
+    """Plain PyTorch's results and autograd's gradients in the inputs' own dtypes."""
+    return _gradients(plain_attention, q, k, v, dout, mask, softmax_scale, softcap, sinks)
 
 
 def check(
@@ -203,7 +232,15 @@ def check(
 
 
 def check_all(got: Expected, oracle: Expected, plain: Expected) -> tuple[Verdict, ...]:
-    """`check` of out, lse, dq, dk and dv, with the oracle's terms."""
+    """`check` of out, lse, dq, dk, dv, and dsinks where there is one, with the oracle's terms.
+
+    Raises:
+        ValueError: only some have dsinks, or as `check`.
+        TypeError: as `check`.
+    """
+    there = [one.dsinks is not None for one in (got, oracle, plain)]
+    if any(there) != all(there):
+        raise ValueError(f"dsinks must be in all or none of got, oracle and plain, are in {there}")
     return tuple(
         check(
             name,
@@ -212,7 +249,7 @@ def check_all(got: Expected, oracle: Expected, plain: Expected) -> tuple[Verdict
             getattr(plain, name),
             oracle.terms.get(name),
         )
-        for name in RESULTS
+        for name in (RESULTS_WITH_SINKS if all(there) else RESULTS)
     )
 
 
@@ -273,6 +310,23 @@ def random_qkv(
     )
 
 
+def random_sinks(
+    nheads: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Tensor:
+    """(nheads,) sinks: of the size of ordinary scores, the first so low that it takes no weight.
+
+    The values are those of a bfloat16 in every dtype, so that no dtype of a call rounds them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sinks = 2.0 * torch.randn(nheads, generator=generator, dtype=torch.float64)
+    sinks[0] = -1e4
+    return sinks.to(torch.bfloat16).to(device, dtype)
+
+
 @contextmanager
 def poisoned_empty() -> Iterator[None]:
     """Within it, `torch.empty` and its relatives return NaN instead of whatever memory held.
@@ -313,11 +367,14 @@ def _attention(
     v: Tensor,
     mask: Mask,
     softmax_scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
     backwards: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Dense attention in the dtype of its inputs, with lse in at least float32.
 
-    `backwards` says that queries and keys are given from the last to the first.
+    `backwards` says that queries and keys are given from the last to the first: a sink, which is
+    one more column of the scores, then stands before them instead of behind.
     """
     visible = mask.dense().to(q.device)
     if backwards:
@@ -329,14 +386,23 @@ def _attention(
         # (batch, kv heads, heads of each, seqlen_q, seqlen_k). Rows that see nothing are made
         # finite before the softmax and zero after it: a row of -inf is NaN there, both ways.
         x = torch.einsum("bignd,bjgd->bgnij", _grouped(q, k).to(dtype), k.to(dtype)) * scale
-        return x.masked_fill(~visible, -math.inf).masked_fill(alone, 0.0)
+        x = softcap * torch.tanh(x / softcap) if softcap else x
+        x = x.masked_fill(~visible, -math.inf).masked_fill(alone, 0.0)
+        if sinks is None:
+            return x
+        column = sinks.to(dtype).view(k.size(2), -1, 1, 1).expand(*x.shape[:-1], 1)
+        return torch.cat((column, x) if backwards else (x, column), -1)
 
     # Heads stay grouped, so that gradients of k and v are one sum over a group's heads and rows, as
     # in any kernel that does not copy kv heads: sums by head, added up later, can round less.
-    p = scores_in(q.dtype).softmax(-1).masked_fill(alone, 0.0)
+    p = scores_in(q.dtype).softmax(-1)
+    if sinks is not None:
+        p = p[..., 1:] if backwards else p[..., :-1]
+    p = p.masked_fill(alone, 0.0)
     out = torch.einsum("bgnij,bjgd->bignd", p, v).flatten(2, 3)
     lse = scores_in(_accumulation_dtype(q.dtype)).logsumexp(-1).flatten(1, 2)
-    return out, lse.masked_fill(alone.squeeze(-1), -math.inf)
+    of_none = lse.new_tensor([-math.inf]) if sinks is None else sinks.to(lse.dtype)
+    return out, torch.where(alone.squeeze(-1), of_none.unsqueeze(-1), lse)
 
 
 def _grouped(q: Tensor, k: Tensor) -> Tensor:
@@ -352,13 +418,15 @@ def _gradients(
     dout: Tensor,
     mask: Mask,
     softmax_scale: float | None,
-    dtype: torch.dtype,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> Expected:
-    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+    wanted = [x.detach().requires_grad_() for x in (q, k, v, sinks) if x is not None]
     with torch.enable_grad():
-        out, lse = attention(*leaves, mask, softmax_scale)
-        dq, dk, dv = torch.autograd.grad(out, leaves, dout.detach().to(dtype))
-    return Expected(out.detach(), lse.detach(), dq, dk, dv)
+        given = None if sinks is None else wanted[3]
+        out, lse = attention(*wanted[:3], mask, softmax_scale, softcap=softcap, sinks=given)
+        dq, dk, dv, *dsinks = torch.autograd.grad(out, wanted, dout.detach())
+    return Expected(out.detach(), lse.detach(), dq, dk, dv, dsinks[0] if dsinks else None)
 
 
 @torch.no_grad()
@@ -370,37 +438,57 @@ def _terms(
     expected: Expected,
     mask: Mask,
     softmax_scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+    dtype: torch.dtype,
 ) -> dict[str, Tensor]:
     """The equations of forward and backward with the absolute value of every term in its place.
 
     A probability is exp(s - lse), and rounding s and lse to their dtype is a relative error of
     that size in it: p enters as `p (1 + |s| + |lse|)`. With logits of some hundreds that is all of
     the error of dv in float32; with ordinary ones it is of the order of the sums' error.
+
+    With softcap s is rounded once more, as the argument of tanh: an error in s of the slope's
+    share, `1 - t^2` with t = s / softcap. That slope, whose terms are 1 and t^2, is a factor of ds.
+
+    The gradient of a sink sums delta, which is made of an `out` that has been rounded to `dtype`.
     """
     scale, groups = _scale(q, softmax_scale), q.size(2) // k.size(2)
     hidden = ~mask.dense().to(q.device)
-    q, k, v, dout = (x.double() for x in (q, k, v, dout))
     k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
     s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    t = torch.tanh(s / softcap) if softcap else s.new_zeros(())
+    slope, slope_terms = 1.0 - t**2, 1.0 + t**2
+    s_terms = softcap * t.abs() + slope * s.abs()
+    s = softcap * t if softcap else s
     p = (s - expected.lse.unsqueeze(-1)).masked_fill(hidden, -math.inf).exp()
     lse = expected.lse.abs().masked_fill(expected.lse.isneginf(), 0.0)
 
     q, k, v, dout, out = (x.abs() for x in (q, k, v, dout, expected.out))
-    lse_terms = (p * torch.einsum("bihd,bjhd->bhij", q, k) * scale).sum(-1) + lse
-    p = p * (1.0 + s.abs() + lse.unsqueeze(-1))
-    delta = torch.einsum("bihd,bihd->bhi", out, dout).unsqueeze(-1)
-    ds = p * (torch.einsum("bihd,bjhd->bhij", dout, v) + delta) * scale
+    products = torch.einsum("bihd,bjhd->bhij", q, k) * scale * slope
+    lse_terms = (p * (products + softcap * t.abs())).sum(-1) + lse
+    p = p * (1.0 + s_terms + lse.unsqueeze(-1))
+    delta = torch.einsum("bihd,bihd->bhi", out, dout)
+    ds = p * (torch.einsum("bihd,bjhd->bhij", dout, v) + delta.unsqueeze(-1)) * scale * slope_terms
 
     def to_kv_heads(x: Tensor) -> Tensor:
         return x.unflatten(2, (-1, groups)).sum(3)
 
-    return {
+    terms = {
         "out": torch.einsum("bhij,bjhd->bihd", p, v),
         "lse": lse_terms,
         "dq": torch.einsum("bhij,bjhd->bihd", ds, k),
         "dk": to_kv_heads(torch.einsum("bhij,bihd->bjhd", ds, q)),
         "dv": to_kv_heads(torch.einsum("bhij,bihd->bjhd", p, dout)),
     }
+    if sinks is not None:
+        sinks = sinks.view(-1, 1)
+        p_sink = (sinks - expected.lse.masked_fill(expected.lse.isneginf(), 0.0)).exp()
+        size = sinks.abs().masked_fill(sinks.isneginf(), 0.0)
+        terms["lse"] = lse_terms + p_sink * size
+        rounding = torch.finfo(dtype).eps / torch.finfo(_accumulation_dtype(dtype)).eps
+        terms["dsinks"] = (p_sink * (rounding + size + lse) * delta).sum((0, 2))
+    return terms
 
 
 def _rounding_floor(x: Tensor, dtype: torch.dtype) -> float:

@@ -90,11 +90,49 @@ def check_scale(softmax_scale: float | None) -> None:
     """A positive factor of the scores, or None for the default."""
     if softmax_scale is None:
         return
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
-        raise TypeError(f"softmax_scale must be a float, got {type(softmax_scale).__name__}")
+    _check_float("softmax_scale", softmax_scale)
     # Fused operators mask before they scale: -inf times 0 or a negative factor would be seen.
     if not (math.isfinite(softmax_scale) and softmax_scale > 0):
         raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}")
+
+
+def check_softcap(softcap: float) -> None:
+    """What the scores stay below in size; 0 is no cap."""
+    _check_float("softcap", softcap)
+    if not (math.isfinite(softcap) and softcap >= 0):
+        raise ValueError(f"softcap must be positive and finite, or 0 for none, got {softcap}")
+
+
+def _check_float(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a float, got {type(value).__name__}")
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """A logit for each query head, or None."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks must be a torch.Tensor or None, got {type(sinks).__name__}")
+    if hasattr(sinks, "placements"):
+        raise TypeError(
+            f"sinks must be a plain tensor, got {type(sinks).__name__}; pass sinks.to_local()"
+        )
+    if sinks.dtype not in DTYPES:
+        raise TypeError(f"sinks must be float16, bfloat16, float32 or float64, got {sinks.dtype}")
+    if sinks.shape != (q.size(-2),):
+        raise ValueError(
+            f"sinks must have one logit for each query head, shape ({q.size(-2)},), got "
+            f"{tuple(sinks.shape)}"
+        )
+    if sinks.device != q.device:
+        raise ValueError(f"sinks must be on q's device {q.device}, got {sinks.device}")
+
+
+def check_same_bits(same_bits: bool | None) -> None:
+    """True, False, or None for where it can be had."""
+    if same_bits is not None and not isinstance(same_bits, bool):
+        raise TypeError(f"same_bits must be a bool or None, got {type(same_bits).__name__}")
 
 
 def check_window(window_size: Sequence[int], causal: bool) -> tuple[int, int]:

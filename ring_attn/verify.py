@@ -1,9 +1,9 @@
 """`ring-attn verify`: ring attention on this machine's ranks against dense attention in float64.
 
-A case is one call: strategy, backend, layout, mask, dtype, heads, length. Each rank computes its
-shard, rank 0 puts the shards together and holds out, lse, dq, dk and dv against the bound of
-`ring_attn.testing`, which comes from plain PyTorch's error in the same dtype. The figures shown are
-error / bound: 1 is the most that passes. All buffers start as NaN.
+A case is one call: strategy, backend, layout, mask, dtype, heads, length, softcap and sinks. Each
+rank computes its shard, rank 0 puts the shards together and holds out, lse and every gradient
+against the bound of `ring_attn.testing`, which comes from plain PyTorch's error in the same dtype.
+The figures shown are error / bound: 1 is the most that passes. All buffers start as NaN.
 
     ring-attn verify --world-size 4
     torchrun --nproc-per-node 4 -m ring_attn verify
@@ -37,6 +37,7 @@ from ring_attn.layout import LAYOUTS as NAMED_LAYOUTS
 from ring_attn.mask import Mask
 from ring_attn.testing import (
     RESULTS,
+    RESULTS_WITH_SINKS,
     Expected,
     Inputs,
     Verdict,
@@ -45,6 +46,7 @@ from ring_attn.testing import (
     plain_gradients,
     poisoned_empty,
     random_qkv,
+    random_sinks,
 )
 
 STRATEGIES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"ring": ring_attention}
@@ -58,6 +60,11 @@ HEADS = {
     "mqa": (3, 1, 24, 24),
     "headdim_v": (2, 1, 32, 16),
 }
+
+# softcap and whether there are sinks, and the masks that they are tried with. The cap is of the
+# size of the scores, so that it bends most of them.
+SCORES = ((2.0, False), (0.0, True), (2.0, True))
+SCORES_MASKS = ("causal", "window causal", "documents", "longer kv", "empty rows")
 
 DEFAULT_SEQLEN = 113
 OTHER_SEQLENS = (1, 2, 63, 257)
@@ -112,6 +119,8 @@ class Case:
     large_logits: bool = False
     strategy: str = "ring"
     seed: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
 
     def build_mask(self) -> Mask:
         """The mask over the global sequence."""
@@ -148,11 +157,27 @@ class Case:
             large_logits=self.large_logits,
         )
 
+    def build_sinks(self, device: torch.device | str = "cpu") -> Tensor | None:
+        """(nheads,) float32, None without."""
+        if not self.sinks:
+            return None
+        return random_sinks(HEADS[self.heads][0], device=device, seed=self.seed)
+
+    @property
+    def options(self) -> list[str]:
+        """What is unusual about its inputs."""
+        options = {
+            "strided": self.noncontiguous,
+            "large logits": self.large_logits,
+            "sinks": self.sinks,
+            f"softcap={self.softcap:g}": self.softcap > 0.0,
+        }
+        return [name for name, there in options.items() if there]
+
     def __str__(self) -> str:
-        options = [n for n in ("noncontiguous", "large_logits") if getattr(self, n)]
         return " ".join(
             [self.strategy, self.backend, self.layout, self.mask, self.dtype, self.heads]
-            + [f"{self.build_mask().seqlen_q}x{self.build_mask().seqlen_k}", *options]
+            + [f"{self.build_mask().seqlen_q}x{self.build_mask().seqlen_k}", *self.options]
         )
 
 
@@ -162,7 +187,7 @@ class CaseResult:
 
     Attributes:
         case: the case.
-        verdicts: one for each of out, lse, dq, dk, dv, where it ran.
+        verdicts: one for each of out, lse, dq, dk, dv (and dsinks), where it ran.
         refused: the reason why the backend does not take it.
         error: the traceback where it raised.
         in_step: False where ranks failed in different ways, so that nothing can follow.
@@ -332,6 +357,22 @@ def _all_cases(
             yield Case(
                 backend, layout, "causal", dtype, "gqa", large_logits=True, strategy=strategy
             )
+    for (b, backend), (i, layout), (j, mask) in product(
+        *map(enumerate, (backends, layouts, SCORES_MASKS))
+    ):
+        for s, (softcap, sinks) in enumerate(SCORES):
+            turn = b + i + j + s
+            yield Case(
+                backend,
+                layout,
+                mask,
+                ("float32", "bfloat16", "float16")[turn % 3],
+                list(HEADS)[(turn + j) % len(HEADS)],
+                strategy=strategy,
+                seed=turn,
+                softcap=softcap,
+                sinks=sinks,
+            )
 
 
 def _quick_cases(
@@ -351,6 +392,18 @@ def _quick_cases(
             strategy=strategy,
             seed=turn,
         )
+    for (i, layout), (s, (softcap, sinks)) in product(enumerate(layouts), enumerate(SCORES)):
+        yield Case(
+            backends[(1 + 2 * i + s) % len(backends)],
+            layout,
+            SCORES_MASKS[(i + s) % len(SCORES_MASKS)],
+            dtypes[(i + 2 * s) % len(dtypes)],
+            list(HEADS)[(1 + i + s) % len(HEADS)],
+            strategy=strategy,
+            seed=i,
+            softcap=softcap,
+            sinks=sinks,
+        )
 
 
 def _uneven_cuts(seqlen: int, world_size: int, backwards: bool = False) -> list[int]:
@@ -363,21 +416,22 @@ def _uneven_cuts(seqlen: int, world_size: int, backwards: bool = False) -> list[
 
 
 def _attempt(case: Case, inputs: Inputs, rank: int, world_size: int) -> _Attempt:
-    # Asked with the whole tensors, so that every rank has the same answer.
-    reason = select_backend(*inputs[:3]).reasons.get(case.backend)
-    if reason is not None:
-        return _Attempt(refused=reason)
+    sinks = case.build_sinks(inputs.q.device)
     try:
+        # Asked with the whole tensors, so that every rank has the same answer.
+        select_backend(*inputs[:3], backend=case.backend, softcap=case.softcap, sinks=sinks)
         with poisoned_empty():
-            return _Attempt(_shards_of(case, inputs, rank, world_size))
-    except NotImplementedError as error:
+            return _Attempt(_shards_of(case, inputs, sinks, rank, world_size))
+    except (NotImplementedError, ImportError) as error:
         return _Attempt(refused=str(error))
     except Exception:
         return _Attempt(error=traceback.format_exc())
 
 
-def _shards_of(case: Case, inputs: Inputs, rank: int, world_size: int) -> tuple[Tensor, ...]:
-    """This rank's out, lse, dq, dk, dv with a batch dim, on the CPU."""
+def _shards_of(
+    case: Case, inputs: Inputs, sinks: Tensor | None, rank: int, world_size: int
+) -> tuple[Tensor, ...]:
+    """This rank's out, lse, dq, dk, dv with a batch dim, and dsinks where there is one, on CPU."""
     mask, (layout_q, layout_kv) = case.build_mask(), case.build_layouts(world_size)
     packed = mask.cu_seqlens_q is not None
     layouts = (layout_q, layout_kv, layout_kv, layout_q)
@@ -388,6 +442,7 @@ def _shards_of(case: Case, inputs: Inputs, rank: int, world_size: int) -> tuple[
     if case.noncontiguous:
         shards = [_strided(x) for x in shards]
     q, k, v = (x.requires_grad_() for x in shards[:3])
+    leaves = (q, k, v) if sinks is None else (q, k, v, sinks.requires_grad_())
     out, lse = STRATEGIES[case.strategy](
         q,
         k,
@@ -396,14 +451,16 @@ def _shards_of(case: Case, inputs: Inputs, rank: int, world_size: int) -> tuple[
         window_size=mask.window_size,
         cu_seqlens=_boundaries(mask.cu_seqlens_q),
         cu_seqlens_k=_boundaries(mask.cu_seqlens_k),
+        softcap=case.softcap,
+        sinks=sinks,
         layout=(layout_q, layout_kv),
         backend=case.backend,
         return_lse=True,
         transport=TransportOptions(timeout=TIMEOUT_SECONDS),
     )
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), shards[3])
+    dq, dk, dv, *dsinks = torch.autograd.grad(out, leaves, shards[3])
     results = (out.detach(), lse.detach(), dq, dk, dv)
-    return tuple((x[None] if packed else x).cpu() for x in results)
+    return tuple(x.cpu() for x in (*(x[None] if packed else x for x in results), *dsinks))
 
 
 def _strided(x: Tensor) -> Tensor:
@@ -434,13 +491,22 @@ def _judge(case: Case, inputs: Inputs, attempts: Sequence[_Attempt], world_size:
             zip(RESULTS, (layout_q, layout_q, layout_q, layout_kv, layout_kv), strict=True)
         )
     }
+    if case.sinks:
+        whole["dsinks"] = torch.stack([a.shards[len(RESULTS)] for a in attempts]).sum(0)
     on_cpu = Inputs(*(x.cpu() for x in inputs))
-    mask = case.build_mask()
+    mask, sinks = case.build_mask(), case.build_sinks()
     try:
         verdicts = check_all(
-            Expected(whole["out"], whole["lse"], whole["dq"], whole["dk"], whole["dv"]),
-            dense_gradients(*on_cpu, mask),
-            plain_gradients(*on_cpu, mask),
+            Expected(
+                whole["out"],
+                whole["lse"],
+                whole["dq"],
+                whole["dk"],
+                whole["dv"],
+                whole.get("dsinks"),
+            ),
+            dense_gradients(*on_cpu, mask, softcap=case.softcap, sinks=sinks),
+            plain_gradients(*on_cpu, mask, softcap=case.softcap, sinks=sinks),
         )
     except (TypeError, ValueError) as error:
         return CaseResult(case, error=str(error))
@@ -503,7 +569,7 @@ def _show(
     console.print(_summary(results, world_size, device, seconds), markup=False)
 
 
-TABLE_WIDTH = 130
+TABLE_WIDTH = 140
 
 
 def _table(results: Sequence[CaseResult]) -> Any:
@@ -513,17 +579,16 @@ def _table(results: Sequence[CaseResult]) -> Any:
     table = Table(box=None, title="error / bound", title_justify="left")
     for name in ("backend", "layout", "mask", "dtype", "heads", "rows", "input"):
         table.add_column(name, no_wrap=True)
-    for name in (*RESULTS, "verdict"):
+    for name in (*RESULTS_WITH_SINKS, "verdict"):
         table.add_column(name, justify="right", no_wrap=True)
     for result in results:
         if result.status == "refused":
             continue
         case, mask = result.case, result.case.build_mask()
-        options = (("strided", case.noncontiguous), ("large logits", case.large_logits))
-        ratios = [
-            Text(f"{verdict.ratio:.2f}", "" if verdict.ok else "bold red")
+        ratios = {
+            verdict.name: Text(f"{verdict.ratio:.2f}", "" if verdict.ok else "bold red")
             for verdict in result.verdicts
-        ] or [Text("-")] * len(RESULTS)
+        }
         passed = result.status == "passed"
         table.add_row(
             case.backend,
@@ -532,8 +597,8 @@ def _table(results: Sequence[CaseResult]) -> Any:
             case.dtype,
             case.heads,
             f"{mask.seqlen_q} x {mask.seqlen_k}",
-            ", ".join(name for name, there in options if there),
-            *ratios,
+            ", ".join(case.options),
+            *(ratios.get(name, Text("-")) for name in RESULTS_WITH_SINKS),
             Text("ok", "green") if passed else Text("FAILED", "bold red"),
         )
     return table

@@ -15,6 +15,7 @@ from ring_attn.spec import AttentionSpec
 
 # name -> (module, class), the preferred first.
 PREFERENCE = {
+    "triton": ("triton", "TritonBackend"),
     "aten": ("aten", "AtenBackend"),
     "cudnn": ("aten", "CudnnBackend"),
     "flash_attn": ("flash_attn", "FlashAttnBackend"),
@@ -56,7 +57,7 @@ def choose_backend(spec: AttentionSpec, backend: str = "auto") -> BackendChoice:
     """
     if backend != "auto":
         get_backend(backend)
-    reasons = {name: get_backend(name).supports(spec) for name in PREFERENCE}
+    reasons = {name: get_backend(name).supports(spec, named=name == backend) for name in PREFERENCE}
     if backend == "auto":
         return BackendChoice(next(n for n, reason in reasons.items() if reason is None), reasons)
     reason = reasons[backend]

@@ -31,7 +31,7 @@ from ring_attn.backends.base import (
     tile_within,
 )
 from ring_attn.plan import Band, MaskKind, Tile
-from ring_attn.spec import AttentionSpec
+from ring_attn.spec import AttentionSpec, Scores
 from ring_attn.state import State
 
 aten = torch.ops.aten
@@ -41,6 +41,8 @@ EDGE = 256
 
 CONTIGUOUS = torch.contiguous_format
 
+NO_SOFTCAP = "torch's fused attention has no softcap"
+
 QSide = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -49,10 +51,10 @@ class AtenBackend(TileBackend):
 
     name = "aten"
 
-    def supports(self, spec: AttentionSpec) -> str | None:
+    def supports(self, spec: AttentionSpec, *, named: bool = False) -> str | None:
         """CPU in every dtype up to float64; CUDA in float16 and bfloat16 with headdim up to 256."""
         if spec.device_type == "cpu":
-            return None
+            return NO_SOFTCAP if spec.softcap else None
         return _cuda_reason(spec, "flash")
 
     def q_side(
@@ -64,7 +66,7 @@ class AtenBackend(TileBackend):
         return q, dout, lse, out
 
     def forward_tile(
-        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, softmax_scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, scores: Scores
     ) -> None:
         """One operator call for each piece of the tile; on CPU 16-bit inputs in float32.
 
@@ -74,7 +76,7 @@ class AtenBackend(TileBackend):
         for piece in self.pieces(tile, q.device.type):
             (q_piece,) = _computable(q[:, piece.q])
             k_piece, v_piece = _computable_kv(k[:, piece.kv], v[:, piece.kv])
-            out, lse = self._forward(q_piece, k_piece, v_piece, piece, softmax_scale)
+            out, lse = self._forward(q_piece, k_piece, v_piece, piece, scores.softmax_scale)
             state.fold(piece.q, out, lse)
 
     def backward_tile(
@@ -86,7 +88,7 @@ class AtenBackend(TileBackend):
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
-        softmax_scale: float,
+        scores: Scores,
     ) -> None:
         """One operator call for each piece of the tile."""
         q, dout, lse, out = side
@@ -97,8 +99,9 @@ class AtenBackend(TileBackend):
             k_piece, v_piece = _computable_kv(k[:, piece.kv], v[:, piece.kv])
             lse_piece = lse[:, :, piece.q].contiguous()
             grads = self._backward(
-                dout_piece, q_piece, k_piece, v_piece, out_piece, lse_piece, piece, softmax_scale
-            )
+                dout_piece, q_piece, k_piece, v_piece, out_piece, lse_piece, piece,
+                scores.softmax_scale,
+            )  # fmt: skip
             for total, grad, rows in zip(
                 (dq, dk, dv), grads, (piece.q, piece.kv, piece.kv), strict=True
             ):
@@ -189,7 +192,7 @@ class CudnnBackend(AtenBackend):
 
     name = "cudnn"
 
-    def supports(self, spec: AttentionSpec) -> str | None:
+    def supports(self, spec: AttentionSpec, *, named: bool = False) -> str | None:
         """CUDA in float16 and bfloat16 with headdim up to 128."""
         reason = _cuda_reason(spec, "cuDNN")
         if reason is None and not torch.backends.cudnn.is_available():
@@ -361,4 +364,4 @@ def _cuda_reason(spec: AttentionSpec, operator: str) -> str | None:
         return f"torch's {operator} attention on cuda takes float16 and bfloat16, got {spec.dtype}"
     if max(spec.headdim, spec.headdim_v) > 256:
         return f"headdim must be at most 256, got {max(spec.headdim, spec.headdim_v)}"
-    return None
+    return NO_SOFTCAP if spec.softcap else None

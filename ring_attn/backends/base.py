@@ -7,28 +7,39 @@ A backend is given the whole local tensors and the tiles of a step; it may take 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attn.plan import MaskKind, Tile, make_tile
-from ring_attn.spec import AttentionSpec
+from ring_attn.spec import AttentionSpec, Scores
 from ring_attn.state import State
 
 
 class Backend(Protocol):
-    """What the strategies need; tensors are (batch, rows, heads, dim) with any strides."""
+    """What the strategies need; tensors are (batch, rows, heads, dim) with any strides.
+
+    The state is the backend's own: it is made by `new_state`, handed from step to step and used up
+    by `finalize`. `in_order` says that it is an `InOrderBackend`.
+    """
 
     name: str
+    in_order: bool
 
-    def supports(self, spec: AttentionSpec) -> str | None:
-        """None where this backend can run the call here, else the reason why not."""
+    def supports(self, spec: AttentionSpec, *, named: bool = False) -> str | None:
+        """None where this backend can run the call here, else the reason why not.
+
+        `named` says that the backend was asked for by its name: what is for testing runs only then.
+        """
         ...
 
-    def new_state(self, q: Tensor, headdim_v: int) -> State:
-        """The empty state of q's rows."""
+    def new_state(self, q: Tensor, headdim_v: int, sinks: Tensor | None = None) -> Any:
+        """The empty state of q's rows.
+
+        `sinks` (nheads,), in the type of the state, join the denominators once, at the end.
+        """
         ...
 
     def forward(
@@ -37,15 +48,26 @@ class Backend(Protocol):
         k: Tensor,
         v: Tensor,
         tiles: Sequence[Tile],
-        state: State,
+        state: Any,
         *,
-        softmax_scale: float,
-    ) -> State:
-        """Folds the tiles of one step into the state, in their order."""
+        scores: Scores,
+        last: bool = False,
+    ) -> Any:
+        """Folds the tiles of one step into the state, in their order.
+
+        `last` says that no more tiles follow, so that out and lse may be written right away.
+        """
         ...
 
-    def finalize(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`out` in dtype and `lse` (batch, nheads, rows); -inf where a row saw nothing."""
+    def finalize(self, state: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`out` in dtype and `lse` (batch, nheads, rows) with the sinks in it.
+
+        A row that saw nothing has lse -inf, or its sink.
+        """
+        ...
+
+    def delta(self, out: Tensor, dout: Tensor) -> Tensor:
+        """(batch, nheads, rows) rowsum(dO * O) in the type of the state."""
         ...
 
     def backward(
@@ -61,14 +83,23 @@ class Backend(Protocol):
         dk: Tensor,
         dv: Tensor,
         *,
-        softmax_scale: float,
+        scores: Scores,
         out: Tensor | None = None,
     ) -> None:
         """Adds the tiles' gradients to dq, dk, dv (float32), with the global lse and delta.
 
-        `out` is given where the q rows are at home. An operator that wants it rather than delta
-        and is not given it rebuilds what it needs with `out_from_delta`.
+        To dq and dk without the factor of `gradient_factor`. `out` is given where the q rows are at
+        home. An operator that wants it rather than delta and is not given it rebuilds what it needs
+        with `out_from_delta`.
         """
+        ...
+
+    def gradient_factor(self, scores: Scores) -> float:
+        """What the caller multiplies dq and dk by, once, when all steps are done."""
+        ...
+
+    def forward_bytes(self, spec: AttentionSpec, rows: int, steps: Sequence[Sequence[Tile]]) -> int:
+        """Most bytes that state, results and workspace take at a time, for so many q rows."""
         ...
 
     def workspace_bytes(
@@ -86,16 +117,65 @@ class Backend(Protocol):
         ...
 
 
+class InOrderBackend(Backend, Protocol):
+    """A backend that gives the same bits however the tiles are spread over calls.
+
+    As long as the calls come in folding order, state and gradients are continued in place, and
+    every cut is at a multiple of `bits_unit` positions. `backward` does what `backward_q` and then
+    `backward_kv` do.
+    """
+
+    bits_unit: int
+
+    def backward_q(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        tiles: Sequence[Tile],
+        dq: Tensor,
+        *,
+        scores: Scores,
+    ) -> None:
+        """Adds the tiles' gradients to dq."""
+        ...
+
+    def backward_kv(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        tiles: Sequence[Tile],
+        dk: Tensor,
+        dv: Tensor,
+        *,
+        scores: Scores,
+    ) -> None:
+        """Adds the tiles' gradients to dk and dv."""
+        ...
+
+
+def folds_in_order(backend: Backend) -> TypeGuard[InOrderBackend]:
+    """Whether the backend is an `InOrderBackend`."""
+    return backend.in_order
+
+
 class TileBackend:
     """A backend that takes the tiles one by one; it states `forward_tile` and `backward_tile`."""
 
     name: str
+    in_order = False
 
-    def new_state(self, q: Tensor, headdim_v: int) -> State:
+    def new_state(self, q: Tensor, headdim_v: int, sinks: Tensor | None = None) -> State:
         """The empty state of q's rows."""
         batch, rows, nheads, _ = q.shape
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        return State((batch, rows, nheads, headdim_v), dtype, q.device)
+        return State((batch, rows, nheads, headdim_v), _accum_dtype(q), q.device, sinks)
 
     def forward(
         self,
@@ -105,16 +185,22 @@ class TileBackend:
         tiles: Sequence[Tile],
         state: State,
         *,
-        softmax_scale: float,
+        scores: Scores,
+        last: bool = False,
     ) -> State:
         """Folds the tiles of one step into the state, in their order."""
         for tile in tiles:
-            self.forward_tile(q, k, v, tile, state, softmax_scale)
+            self.forward_tile(q, k, v, tile, state, scores)
         return state
 
     def finalize(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """`out` in dtype and `lse` (batch, nheads, rows)."""
         return state.finalize(dtype)
+
+    def delta(self, out: Tensor, dout: Tensor) -> Tensor:
+        """(batch, nheads, rows) rowsum(dO * O) in the type of the state."""
+        wide = _accum_dtype(out)
+        return (out.to(wide) * dout.to(wide)).sum(-1).transpose(1, 2).contiguous()
 
     def backward(
         self,
@@ -129,13 +215,42 @@ class TileBackend:
         dk: Tensor,
         dv: Tensor,
         *,
-        softmax_scale: float,
+        scores: Scores,
         out: Tensor | None = None,
     ) -> None:
         """Adds the tiles' gradients to dq, dk, dv."""
         side = self.q_side(q, dout, lse, delta, out)
         for tile in tiles:
-            self.backward_tile(side, k, v, tile, dq, dk, dv, softmax_scale)
+            self.backward_tile(side, k, v, tile, dq, dk, dv, scores)
+
+    def gradient_factor(self, scores: Scores) -> float:
+        """1: every tile's gradients have the scale in them."""
+        return 1.0
+
+    def forward_bytes(self, spec: AttentionSpec, rows: int, steps: Sequence[Sequence[Tile]]) -> int:
+        """Most bytes that `State`, its merges and a tile's results take at a time."""
+        statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
+        acc = statistics * spec.headdim_v
+        most = 0
+        for index, tiles in enumerate(steps):
+            # The state takes over the first tile's output where it has all rows; every later merge
+            # has four more statistics than the state's own two.
+            first = index == 0 and len(tiles) == 1 and tiles[0].kind is not MaskKind.WINDOW
+            state = statistics if first else acc + 6 * statistics
+            most = max(most, state + self.workspace_bytes(spec, tiles))
+        rounded = acc // 2 if spec.dtype != spec.accum_dtype else 0
+        return max(most, acc + 4 * statistics + rounded)
+
+    def workspace_bytes(
+        self,
+        spec: AttentionSpec,
+        tiles: Sequence[Tile],
+        *,
+        backward: bool = False,
+        rebuilds_out: bool = False,
+    ) -> int:
+        """Most bytes that one step takes beside the arguments."""
+        raise NotImplementedError
 
     def q_side(
         self, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None
@@ -144,7 +259,7 @@ class TileBackend:
         return q, dout, lse, delta
 
     def forward_tile(
-        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, softmax_scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, scores: Scores
     ) -> None:
         """Folds one tile."""
         raise NotImplementedError
@@ -158,10 +273,15 @@ class TileBackend:
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
-        softmax_scale: float,
+        scores: Scores,
     ) -> None:
         """Adds one tile's gradients."""
         raise NotImplementedError
+
+
+def _accum_dtype(x: Tensor) -> torch.dtype:
+    """Of the state: float32, float64 for float64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def out_from_delta(dout: Tensor, delta: Tensor, dtype: torch.dtype) -> Tensor:

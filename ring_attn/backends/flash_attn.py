@@ -22,7 +22,7 @@ from ring_attn.backends.base import (
     out_from_delta,
 )
 from ring_attn.plan import Tile
-from ring_attn.spec import AttentionSpec
+from ring_attn.spec import AttentionSpec, Scores
 from ring_attn.state import State
 
 # Before it the operators had other names and arguments.
@@ -36,7 +36,7 @@ class FlashAttnBackend(TileBackend):
 
     name = "flash_attn"
 
-    def supports(self, spec: AttentionSpec) -> str | None:
+    def supports(self, spec: AttentionSpec, *, named: bool = False) -> str | None:
         """CUDA, float16 or bfloat16, one headdim up to 256, and the package installed."""
         found = _installed()
         if found is None:
@@ -58,25 +58,25 @@ class FlashAttnBackend(TileBackend):
         return q, dout, lse, out_from_delta(dout, delta, dout.dtype) if out is None else out
 
     def forward_tile(
-        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, softmax_scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, scores: Scores
     ) -> None:
         """One call a piece; flash-attention's +inf of rows that see nothing becomes -inf here."""
         for piece in flash_pieces(tile):
-            self._forward_piece(q, k, v, piece, state, softmax_scale)
+            self._forward_piece(q, k, v, piece, state, scores)
 
     def _forward_piece(
-        self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, state: State, softmax_scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, state: State, scores: Scores
     ) -> None:
         headdim_v = v.size(-1)
         left, right = flash_window(piece)
         out, lse, *_ = _operators()._flash_attn_forward(
             *equal_headdims(q[:, piece.q], k[:, piece.kv], v[:, piece.kv], multiple=8),
             dropout_p=0.0,
-            softmax_scale=softmax_scale,
+            softmax_scale=scores.softmax_scale,
             causal=False,
             window_size_left=left,
             window_size_right=right,
-            softcap=0.0,
+            softcap=scores.softcap,
             alibi_slopes=None,
             return_softmax=False,
         )
@@ -92,11 +92,11 @@ class FlashAttnBackend(TileBackend):
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
-        softmax_scale: float,
+        scores: Scores,
     ) -> None:
         """One call a piece, deterministic."""
         for piece in flash_pieces(tile):
-            self._backward_piece(side, k, v, piece, dq, dk, dv, softmax_scale)
+            self._backward_piece(side, k, v, piece, dq, dk, dv, scores)
 
     def _backward_piece(
         self,
@@ -107,7 +107,7 @@ class FlashAttnBackend(TileBackend):
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
-        softmax_scale: float,
+        scores: Scores,
     ) -> None:
         q, dout, lse, out = side
         tensors = equal_headdims(
@@ -125,11 +125,11 @@ class FlashAttnBackend(TileBackend):
             lse[:, :, piece.q].contiguous(),
             *grads,
             dropout_p=0.0,
-            softmax_scale=softmax_scale,
+            softmax_scale=scores.softmax_scale,
             causal=False,
             window_size_left=left,
             window_size_right=right,
-            softcap=0.0,
+            softcap=scores.softcap,
             alibi_slopes=None,
             deterministic=True,
         )

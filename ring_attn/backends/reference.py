@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ring_attn.backends.base import TileBackend, band_mask
 from ring_attn.plan import Tile
-from ring_attn.spec import AttentionSpec
+from ring_attn.spec import AttentionSpec, Scores
 from ring_attn.state import State
 
 
@@ -23,15 +23,15 @@ class ReferenceBackend(TileBackend):
 
     name = "reference"
 
-    def supports(self, spec: AttentionSpec) -> str | None:
+    def supports(self, spec: AttentionSpec, *, named: bool = False) -> str | None:
         """Everything."""
         return None
 
     def forward_tile(
-        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, softmax_scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, scores: Scores
     ) -> None:
-        """Folds one tile: s = scale q k^T, m = max s, p = exp(s - m), acc = p v."""
-        s = _scores(q[:, tile.q], k[:, tile.kv], tile, softmax_scale, state.dtype)
+        """Folds one tile: s = the scores of q k^T, m = max s, p = exp(s - m), acc = p v."""
+        s = _masked(_scores(q[:, tile.q], k[:, tile.kv], scores, state.dtype), tile)
         m = s.amax(-1)  # every row of a tile sees something, so this is finite
         p = (s - m.unsqueeze(-1)).exp_()
         acc = torch.einsum("bgnij,bjgd->bignd", p, v[:, tile.kv].to(state.dtype))
@@ -51,9 +51,12 @@ class ReferenceBackend(TileBackend):
         dq: Tensor,
         dk: Tensor,
         dv: Tensor,
-        softmax_scale: float,
+        scores: Scores,
     ) -> None:
-        """p = exp(s - lse), ds = p (do v^T - delta) scale; dv = p^T do, dq = ds k, dk = ds^T q."""
+        """p = exp(s - lse), ds = p (do v^T - delta) scale; dv = p^T do, dq = ds k, dk = ds^T q.
+
+        With softcap, ds is multiplied by the slope of the cap, 1 - (s / softcap)^2.
+        """
         q, dout, lse, delta = side
         dtype, groups = dq.dtype, k.size(2)
         q, k, v = q[:, tile.q], k[:, tile.kv].to(dtype), v[:, tile.kv].to(dtype)
@@ -61,9 +64,11 @@ class ReferenceBackend(TileBackend):
             rearrange(x[:, :, tile.q], "b (g n) i -> b g n i 1", g=groups) for x in (lse, delta)
         )
         dout = _grouped(dout[:, tile.q], groups).to(dtype)
-        p = (_scores(q, k, tile, softmax_scale, dtype) - lse).exp_()
+        s = _scores(q, k, scores, dtype)
+        slope = scores.softmax_scale * (1.0 - (s / scores.softcap) ** 2 if scores.softcap else 1.0)
+        p = (_masked(s, tile) - lse).exp_()
         dv[:, tile.kv] += torch.einsum("bgnij,bignd->bjgd", p, dout)
-        ds = p * (torch.einsum("bignd,bjgd->bgnij", dout, v) - delta) * softmax_scale
+        ds = p * (torch.einsum("bignd,bjgd->bgnij", dout, v) - delta) * slope
         dq[:, tile.q] += rearrange(
             torch.einsum("bgnij,bjgd->bignd", ds, k), "b i g n d -> b i (g n) d"
         )
@@ -77,9 +82,9 @@ class ReferenceBackend(TileBackend):
         backward: bool = False,
         rebuilds_out: bool = False,
     ) -> int:
-        """Three matrices of the greatest tile's scores forward, five backward."""
+        """Three matrices of the greatest tile's scores forward, five backward, and the slope's."""
         area = max((tile.rows * tile.cols for tile in tiles), default=0)
-        matrices = 5 if backward else 3
+        matrices = 3 if not backward else 7 if spec.softcap else 5
         return matrices * area * spec.batch * spec.nheads * spec.accum_dtype.itemsize
 
 
@@ -88,10 +93,17 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
     return rearrange(x, "b i (g n) d -> b i g n d", g=groups)
 
 
-def _scores(q: Tensor, k: Tensor, tile: Tile, softmax_scale: float, dtype: torch.dtype) -> Tensor:
-    """(batch, kv heads, heads of each, rows, cols), -inf where masked."""
+def _scores(q: Tensor, k: Tensor, scores: Scores, dtype: torch.dtype) -> Tensor:
+    """(batch, kv heads, heads of each, rows, cols), not masked."""
     s = torch.einsum("bignd,bjgd->bgnij", _grouped(q, k.size(2)).to(dtype), k.to(dtype))
-    s *= softmax_scale
+    s *= scores.softmax_scale
+    if scores.softcap:
+        s.div_(scores.softcap).tanh_().mul_(scores.softcap)
+    return s
+
+
+def _masked(s: Tensor, tile: Tile) -> Tensor:
+    """The scores with -inf outside the tile's band, in place."""
     lo, hi = tile.corner_band
     if lo is None and hi is None:
         return s

@@ -168,6 +168,45 @@ OPTIONS: dict[str, Bad] = {
     "scale tensor": Bad(
         lambda: {"softmax_scale": x()}, TypeError, ("softmax_scale must be a float", "Tensor")
     ),
+    "softcap negative": Bad(
+        lambda: {"softcap": -30.0}, ValueError, ("softcap must be positive", "0 for none", "-30.0")
+    ),
+    "softcap nan": Bad(lambda: {"softcap": float("nan")}, ValueError, ("softcap", "nan")),
+    "softcap inf": Bad(lambda: {"softcap": float("inf")}, ValueError, ("softcap", "finite", "inf")),
+    "softcap None": Bad(lambda: {"softcap": None}, TypeError, ("softcap must be a float", "None")),
+    "softcap bool": Bad(lambda: {"softcap": True}, TypeError, ("softcap must be a float", "bool")),
+    "softcap tensor": Bad(lambda: {"softcap": x()}, TypeError, ("softcap", "Tensor")),
+    "softcap of aten": Bad(
+        lambda: {"softcap": 30.0, "backend": "aten"},
+        NotImplementedError,
+        ("backend='aten'", "no softcap", "'reference'"),
+    ),
+    "sinks list": Bad(
+        lambda: {"sinks": [0.0] * 4}, TypeError, ("sinks must be a torch.Tensor or None", "list")
+    ),
+    "sinks int": Bad(
+        lambda: {"sinks": ints(0, 0, 0, 0)}, TypeError, ("sinks must be float16", "torch.int32")
+    ),
+    "sinks DTensor": Bad(
+        lambda: {"sinks": distribute_tensor(x(4), mesh(2), [Replicate()])},
+        TypeError,
+        ("sinks must be a plain tensor", "sinks.to_local()"),
+    ),
+    "sinks of kv heads": Bad(
+        lambda: {"sinks": x(2)}, ValueError, ("one logit for each query head", "(4,), got (2,)")
+    ),
+    "sinks 2-D": Bad(lambda: {"sinks": x(4, 1)}, ValueError, ("shape (4,), got (4, 1)",)),
+    "sinks elsewhere": Bad(
+        lambda: {"sinks": x(4, device="meta")}, ValueError, ("sinks", "q's device cpu", "meta")
+    ),
+    "same_bits int": Bad(
+        lambda: {"same_bits": 1}, TypeError, ("same_bits must be a bool or None", "int")
+    ),
+    "same_bits of aten": Bad(
+        lambda: {"same_bits": True, "causal": True},
+        NotImplementedError,
+        ("same_bits=True cannot be had", "backend 'aten'", "triton"),
+    ),
     "causal int": Bad(lambda: {"causal": 1}, TypeError, ("causal must be a bool", "int")),
     "causal None": Bad(lambda: {"causal": None}, TypeError, ("causal must be a bool", "NoneType")),
     "window of 3": Bad(
@@ -201,7 +240,7 @@ OPTIONS: dict[str, Bad] = {
     "cudnn on cpu": Bad(
         lambda: {"backend": "cudnn"}, NotImplementedError, ("backend='cudnn'", "cpu", "usable here")
     ),
-    "unknown argument": Bad(lambda: {"softcap": 30.0}, TypeError, ("softcap",)),
+    "unknown argument": Bad(lambda: {"scale": 0.5}, TypeError, ("scale",)),
     "transport type": Bad(
         lambda: {"transport": "nccl"}, TypeError, ("transport must be TransportOptions", "str")
     ),

@@ -70,6 +70,15 @@ DIFFERENT: dict[str, tuple[Arguments, tuple[str, ...]]] = {
         ("dtype: rank 1 has torch.bfloat16, the other 2 have torch.float32",),
     ),
     "scale": ({"softmax_scale": 0.5}, ("softmax_scale: rank 1 has 0.5, the other 2 have 0.25",)),
+    "softcap": (
+        {"softcap": 2.0, "backend": "reference"},
+        ("softcap: rank 1 has 2.0, the other 2 have 0.0",),
+    ),
+    "sinks": ({"sinks": torch.zeros(4)}, ("sinks: rank 1 has True, the other 2 have False",)),
+    "gradient of the sinks": (
+        {"sinks": torch.zeros(4, requires_grad=True)},
+        ("requires_grad: rank 1 has True, the other 2 have False",),
+    ),
     "causal": ({"causal": False}, ("causal: rank 1 has False, the other 2 have True",)),
     "window": (
         {"window_size": (4, 0)},

@@ -6,7 +6,7 @@ bits of a second run and of the ring in one process, and what was sent is what t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -26,6 +26,7 @@ from ring_attn.spec import AttentionSpec
 from ring_attn.strategies.ring import RingCall, ring_backward, ring_forward
 from ring_attn.testing import (
     RESULTS,
+    RESULTS_WITH_SINKS,
     Expected,
     Inputs,
     check_all,
@@ -33,6 +34,7 @@ from ring_attn.testing import (
     plain_gradients,
     poisoned_empty,
     random_qkv,
+    random_sinks,
 )
 from ring_attn.transport.local import LocalTransport, run_local
 from ring_attn.transport.p2p import P2PTransport, open_p2p
@@ -58,6 +60,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     backend: str = "aten"
     softmax_scale: float | None = None
+    softcap: float = 0.0
+    sinks: bool = False
     packed: bool = False
     noncontiguous: bool = False
     large_logits: bool = False
@@ -82,8 +86,9 @@ class Case:
     def spec(self) -> AttentionSpec:
         """Sizes and types."""
         return AttentionSpec(
-            "cpu", self.dtype, self.batch, self.nheads, self.nheads_kv, self.headdim, self.headdim_v
-        )
+            "cpu", self.dtype, self.batch, self.nheads, self.nheads_kv, self.headdim,
+            self.headdim_v, self.softcap, self.sinks,
+        )  # fmt: skip
 
     def inputs(self) -> Inputs:
         """The whole tensors, the same in every process."""
@@ -93,6 +98,15 @@ class Case:
             nheads_kv=self.nheads_kv, headdim=self.headdim, headdim_v=self.headdim_v,
             dtype=self.dtype, noncontiguous=self.noncontiguous, large_logits=self.large_logits,
         )  # fmt: skip
+
+    def build_sinks(self) -> Tensor | None:
+        """(nheads,), the same in every process."""
+        return random_sinks(self.nheads, seed=1) if self.sinks else None
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Their names."""
+        return RESULTS_WITH_SINKS if self.sinks else RESULTS
 
 
 def _documents(n: int) -> tuple[int, ...]:
@@ -177,6 +191,15 @@ def _cases() -> Iterator[Case]:
         yield Case(mask, "zigzag", noncontiguous=True, nheads=4)
         yield Case(mask, "contiguous", noncontiguous=True, nheads=4, nheads_kv=1)
     yield replace(causal, softmax_scale=0.3)
+    for mask in ("causal", "left", "documents", "fewer_keys"):
+        for layout in LAYOUTS:
+            yield Case(mask, layout, nheads=4, sinks=True)
+        yield Case(mask, "zigzag", nheads=4, softcap=2.0, backend="reference")
+        yield Case(
+            mask, "contiguous", nheads=4, softcap=2.0, sinks=True, backend="auto",
+            dtype=torch.bfloat16,
+        )  # fmt: skip
+    yield Case("documents", "zigzag", packed=True, sinks=True)
     yield replace(causal, large_logits=True)
     yield Case("full", "contiguous", large_logits=True, backend="reference")
     yield Case("causal", "contiguous", backend="auto")
@@ -199,7 +222,7 @@ def run_case(case: Case) -> dict[str, Any] | None:
     stats.reset()
     grads = torch.autograd.grad(out, leaves, dout)
     sent.append((stats.bytes_sent, stats.messages))
-    first = dict(zip(RESULTS, (out, lse, *grads), strict=True))
+    first = dict(zip(case.results, (out, lse, *grads), strict=True))
 
     with poisoned_empty():
         out, lse, leaves, dout = _forward(case, layouts, rank)
@@ -207,7 +230,8 @@ def run_case(case: Case) -> dict[str, Any] | None:
     same = {n: bool(torch.equal(x, y)) for (n, x), y in zip(first.items(), again, strict=True)}
 
     by_rank: list[Any] = [None] * world_size
-    dist.all_gather_object(by_rank, {"sent": sent, "same": same})
+    dsinks = first.pop("dsinks", None)
+    dist.all_gather_object(by_rank, {"sent": sent, "same": same, "dsinks": dsinks})
     rows = -2 if case.packed else 1
     whole = {}
     for name, x in first.items():
@@ -216,6 +240,8 @@ def run_case(case: Case) -> dict[str, Any] | None:
         whole[name] = unshard(x, layout, dim=dim)
     if case.packed:
         whole = {name: x[None] for name, x in whole.items()}
+    if case.sinks:
+        whole["dsinks"] = _sum([one["dsinks"] for one in by_rank])
     return {"whole": Expected(**whole), "by_rank": by_rank} if rank == 0 else None
 
 
@@ -227,7 +253,8 @@ def _forward(
         _shard(x, layout, rank, case)
         for x, layout in zip(case.inputs(), (layouts[0], *layouts[1:] * 2, layouts[0]), strict=True)
     )
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    sinks = case.build_sinks()
+    leaves = [x.requires_grad_() for x in (q, k, v, sinks) if x is not None]
     cu_q, cu_k = (
         None if cu is None else torch.tensor(cu, dtype=torch.int32)
         for cu in (mask.cu_seqlens_q, mask.cu_seqlens_k)
@@ -235,7 +262,8 @@ def _forward(
     out, lse = ring_attention(
         q, k, v, causal=mask.causal, window_size=mask.window_size, cu_seqlens=cu_q,
         cu_seqlens_k=None if cu_k is None or torch.equal(cu_q, cu_k) else cu_k,
-        softmax_scale=case.softmax_scale, layout=layouts, backend=case.backend, return_lse=True,
+        softmax_scale=case.softmax_scale, softcap=case.softcap, sinks=sinks, layout=layouts,
+        backend=case.backend, return_lse=True,
     )  # fmt: skip
     return out, lse, leaves, dout
 
@@ -247,6 +275,10 @@ def _shard(x: Tensor, layout: SequenceLayout, rank: int, case: Case) -> Tensor:
         spread[..., ::2] = shard.transpose(1, 2)
         shard = spread[..., ::2].transpose(1, 2)
     return shard[0] if case.packed else shard
+
+
+def _sum(shares: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(shares)).sum(0)
 
 
 def _world() -> dist.ProcessGroup:
@@ -287,7 +319,8 @@ def ran(request: pytest.FixtureRequest, ranks: Any, one_thread: None) -> Ran:
 def _oracle(case: Case) -> tuple[Expected, Expected]:
     """Dense attention in float64 and plain PyTorch in the case's dtype."""
     args = (*case.inputs(), case.attention_mask(), case.softmax_scale)
-    return dense_gradients(*args), plain_gradients(*args)
+    scores: dict[str, Any] = {"softcap": case.softcap, "sinks": case.build_sinks()}
+    return dense_gradients(*args, **scores), plain_gradients(*args, **scores)
 
 
 def test_results_are_within_the_bound(ran: Ran) -> None:
@@ -301,7 +334,9 @@ def test_rows_that_see_nothing_are_exactly_zero(ran: Ran) -> None:
     whole = ran.whole
     assert not whole.out[:, lonely_q].any() and not whole.dq[:, lonely_q].any()
     assert not whole.dk[:, lonely_k].any() and not whole.dv[:, lonely_k].any()
-    assert whole.lse[:, :, lonely_q].isneginf().all()
+    sinks = ran.case.build_sinks()
+    of_none = torch.tensor(-torch.inf) if sinks is None else sinks.unsqueeze(1)
+    assert (whole.lse[:, :, lonely_q] == of_none).all()
     assert whole.lse[:, :, ~lonely_q].isfinite().all()
 
 
@@ -313,7 +348,7 @@ def test_runs_are_bit_equal_and_read_no_unwritten_memory(ran: Ran) -> None:
 
 def test_same_bits_as_the_ring_in_one_process(ran: Ran) -> None:
     local = _local(ran.case, ran.world_size)
-    for name in RESULTS:
+    for name in ran.case.results:
         assert torch.equal(getattr(ran.whole, name), getattr(local, name)), name
 
 
@@ -332,7 +367,9 @@ def test_sends_what_the_cost_model_says(ran: Ran) -> None:
 def _call(case: Case, world_size: int, rank: int) -> RingCall:
     layouts, mask, spec = case.layouts(world_size), case.attention_mask(), case.spec()
     scale = case.headdim**-0.5 if case.softmax_scale is None else case.softmax_scale
-    backend = "aten" if case.backend == "auto" else case.backend
+    backend = case.backend
+    if backend == "auto":
+        backend = "reference" if case.softcap else "aten"
     travels = choose_traveller(spec, *layouts, mask)
     return RingCall(spec, layouts, mask, rank, scale, backend, travels)
 
@@ -345,15 +382,16 @@ def _local(case: Case, world_size: int) -> Expected:
         sides = (layouts[0], layouts[1], layouts[1], layouts[0])
         q, k, v, dout = (layout.shard(x, rank) for x, layout in zip(inputs, sides, strict=True))
         call = _call(case, world_size, rank)
-        out, lse = ring_forward(q, k, v, call, transport)
-        return (out, lse, *ring_backward(q, k, v, out, lse, dout, call, transport))
+        sinks = case.build_sinks()
+        out, lse = ring_forward(q, k, v, call, transport, sinks)
+        return out, lse, *ring_backward(q, k, v, out, lse, dout, call, transport, sinks)
 
-    shards = zip(*run_local(world_size, work), strict=True)
+    *shards, dsinks = zip(*run_local(world_size, work), strict=True)
     whole = {}
     for name, parts in zip(RESULTS, shards, strict=True):
         layout = layouts[name in ("dk", "dv")]
         whole[name] = layout.unshard(parts, dim=2 if name == "lse" else 1)
-    return Expected(**whole)
+    return Expected(**whole, dsinks=_sum(dsinks) if case.sinks else None)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
@@ -597,6 +635,48 @@ ON_RANKS = [
 @pytest.mark.parametrize("check_on_ranks", ON_RANKS, ids=lambda fn: fn.__name__)
 def test_autograd(ranks: Any, check_on_ranks: Callable[[], None], world_size: int) -> None:
     ranks(world_size).run(check_on_ranks)
+
+
+# --- gradients that are continued rank by rank
+
+
+CONTINUED = (
+    Case("causal", "contiguous", nheads=4),
+    Case("causal", "boundaries", nheads=4, nheads_kv=2, dtype=torch.bfloat16),
+    Case("left", "contiguous"),
+    Case("full", "zigzag"),
+    Case("documents_unequal", "boundaries"),
+)
+
+
+def continued_gradients(case: Case) -> None:
+    """Bits and messages are those of the ring in one process, and of the cost model."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    layouts, inputs = case.layouts(world_size), case.inputs()
+    transport = open_p2p(_world(), TransportOptions())
+
+    def work(rank: int, transport: LocalTransport | P2PTransport) -> tuple[Tensor | None, ...]:
+        call = replace(_call(case, world_size, rank), travels_back="kv", same_bits=True)
+        sides = (layouts[0], layouts[1], layouts[1], layouts[0])
+        q, k, v, dout = (side.shard(x, rank) for side, x in zip(sides, inputs, strict=True))
+        out, lse = ring_forward(q, k, v, call, transport)
+        transport.stats.reset()
+        return ring_backward(q, k, v, out, lse, dout, call, transport)
+
+    with poisoned_empty():
+        got = work(rank, transport)
+    plan = replace(_call(case, world_size, rank), travels_back="kv").plan(backward=True)
+    options = {"backward": True, "same_bits": True}
+    assert transport.stats.bytes_sent == bytes_sent(plan, case.spec(), **options)
+    assert transport.stats.messages == num_messages(plan, **options)
+    for x, y in zip(got[:3], run_local(world_size, work)[rank][:3], strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("case", CONTINUED, ids=str)
+def test_continued_gradients(ranks: Any, one_thread: None, case: Case, world_size: int) -> None:
+    ranks(world_size).run(continued_gradients, case)
 
 
 # --- gathering

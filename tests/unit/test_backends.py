@@ -6,7 +6,8 @@ without a GPU.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -27,7 +28,7 @@ from ring_attn.backends.base import (
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.plan import Band, MaskKind, Tile, make_tile, pair_tiles
-from ring_attn.spec import AttentionSpec
+from ring_attn.spec import AttentionSpec, Scores
 from ring_attn.testing import (
     Expected,
     Inputs,
@@ -37,6 +38,7 @@ from ring_attn.testing import (
     plain_gradients,
     poisoned_empty,
     random_qkv,
+    random_sinks,
 )
 
 CPU_BACKENDS = ("reference", "aten")
@@ -47,10 +49,23 @@ Config = tuple[tuple[str, Any], ...]
 
 
 @cache
-def case(mask: Mask, config: Config) -> tuple[Inputs, Expected, Expected]:
-    """Inputs, the oracle and plain PyTorch."""
+def case(
+    mask: Mask, config: Config, softcap: float = 0.0, with_sinks: bool = False
+) -> tuple[Inputs, Expected, Expected]:
+    """Inputs, the oracle and plain PyTorch; the gradient of the sinks is the ring's affair."""
     inputs = random_qkv(seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, **dict(config))
-    return inputs, dense_gradients(*inputs, mask), plain_gradients(*inputs, mask)
+    sinks = sinks_of(inputs) if with_sinks else None
+    oracle, plain = (
+        replace(expect(*inputs, mask, softcap=softcap, sinks=sinks), dsinks=None)
+        for expect in (dense_gradients, plain_gradients)
+    )
+    return inputs, oracle, plain
+
+
+def sinks_of(inputs: Inputs) -> Tensor:
+    """In the type of the state."""
+    double = inputs.q.dtype == torch.float64
+    return random_sinks(inputs.q.size(2), dtype=torch.float64 if double else torch.float32)
 
 
 def config(**sizes: Any) -> Config:
@@ -86,21 +101,23 @@ def run(
     *,
     rebuild_out: bool = False,
     scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Expected:
     """Forward and backward of one rank, with the tiles dealt over some steps."""
     q, k, v, dout = inputs
-    scale = q.size(-1) ** -0.5 if scale is None else scale
+    scores = Scores(q.size(-1) ** -0.5 if scale is None else scale, softcap)
     accum = torch.float64 if q.dtype == torch.float64 else torch.float32
-    state = backend.new_state(q, v.size(-1))
+    state = backend.new_state(q, v.size(-1), sinks)
     for tiles in steps:
-        state = backend.forward(q, k, v, tiles, state, softmax_scale=scale)
+        state = backend.forward(q, k, v, tiles, state, scores=scores)
     out, lse = backend.finalize(state, q.dtype)
-    delta = (out.to(accum) * dout.to(accum)).sum(-1).transpose(1, 2).contiguous()
+    delta = backend.delta(out, dout)
     grads = [torch.zeros(x.shape, dtype=accum) for x in (q, k, v)]
     for tiles in steps:
         backend.backward(
             *(q, k, v, dout, lse, delta, tiles, *grads),
-            softmax_scale=scale,
+            scores=scores,
             out=None if rebuild_out else out,
         )
     return Expected(out, lse, *(grad.to(q.dtype) for grad in grads))
@@ -111,12 +128,20 @@ def assert_holds(got: Expected, oracle: Expected, plain: Expected) -> None:
     assert not failed, "\n".join(failed)
 
 
-def exercise(backend: Backend, mask: Mask, sizes: Config, steps: Sequence[Sequence[Tile]]) -> None:
+def exercise(
+    backend: Backend,
+    mask: Mask,
+    sizes: Config,
+    steps: Sequence[Sequence[Tile]],
+    softcap: float = 0.0,
+    with_sinks: bool = False,
+) -> None:
     """With `out` at hand and rebuilt from delta, from memory that starts as NaN."""
-    inputs, oracle, plain = case(mask, sizes)
+    inputs, oracle, plain = case(mask, sizes, softcap, with_sinks)
+    sinks = sinks_of(inputs) if with_sinks else None
     for rebuild_out in (False, True):
         with poisoned_empty():
-            got = run(backend, inputs, steps, rebuild_out=rebuild_out)
+            got = run(backend, inputs, steps, rebuild_out=rebuild_out, softcap=softcap, sinks=sinks)
         assert_holds(got, oracle, plain)
 
 
@@ -199,11 +224,38 @@ def test_a_given_scale(name: str) -> None:
     assert_holds(got, oracle, plain)
 
 
+# Some scores bent, and nearly all of them flat at the cap, where the slope is next to nothing.
+SOFTCAPS = (2.0, 0.1)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("softcap", SOFTCAPS)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_softcap_of_the_reference(mask: Mask, softcap: float, with_sinks: bool) -> None:
+    backend = get_backend("reference")
+    for sizes in (SIZES["gqa"], SIZES["bfloat16"], SIZES["float64"]):
+        steps = [[tile] for tile in grid(mask, 40, 33)]
+        exercise(backend, mask, sizes, steps, softcap, with_sinks)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("name", CPU_BACKENDS)
+def test_sinks(name: str, mask: Mask) -> None:
+    # aten's backward knows of no sinks: the lse that it is given has them in it.
+    for sizes in (SIZES["gqa"], SIZES["float16"], SIZES["float64"], SIZES["large logits"]):
+        exercise(get_backend(name), mask, sizes, [whole(mask)], with_sinks=True)
+        steps = [[tile] for tile in grid(mask, 40, 33)]
+        exercise(get_backend(name), mask, sizes, steps, with_sinks=True)
+
+
 @pytest.mark.parametrize("name", CPU_BACKENDS)
 def test_no_tiles_is_no_attention(name: str) -> None:
     inputs, _, _ = case(MASKS["full"], config())
     got = run(get_backend(name), inputs, [(), ()])
     assert bool((got.lse == -torch.inf).all())
+    sunk = run(get_backend(name), inputs, [(), ()], sinks=torch.tensor([-3.0, 5.0]))
+    assert torch.equal(sunk.lse[0, :, 0], torch.tensor([-3.0, 5.0]))
+    assert bool((sunk.out == 0.0).all())
     for zeros in (got.out, got.dq, got.dk, got.dv):
         assert bool((zeros == 0.0).all())
 
@@ -227,7 +279,7 @@ def test_gradients_are_added(name: str) -> None:
     delta = (once.out * dout).sum(-1).transpose(1, 2).contiguous()
     grads = [torch.full_like(x, 3.0) for x in (q, k, v)]
     args = (q, k, v, dout, once.lse, delta, tiles, *grads)
-    backend.backward(*args, softmax_scale=0.25, out=once.out)
+    backend.backward(*args, scores=Scores(0.25), out=once.out)
     for got, alone in zip(grads, (once.dq, once.dk, once.dv), strict=True):
         assert torch.equal(got, alone + 3.0)
 
@@ -371,11 +423,12 @@ def test_torchs_cpu_operator_gives_lse_0_where_nothing_is_seen() -> None:
 
 
 def dense_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor
+    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """(batch, rows, heads, dim) and lse as FlashAttention 2 has it: +inf where nothing is seen."""
     k, v = (x.repeat_interleave(q.size(2) // k.size(2), 2).float() for x in (k, v))
     s = torch.einsum("bihd,bjhd->bhij", q.float(), k) * scale
+    s = softcap * torch.tanh(s / softcap) if softcap else s
     s = s.masked_fill(~seen, -torch.inf)
     lse = s.logsumexp(-1)
     p = (s - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp()
@@ -392,14 +445,19 @@ def dense_backward(
     lse: Tensor,
     scale: float,
     seen: Tensor,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype, groups = q.dtype, q.size(2) // k.size(2)
     dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
     k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
     s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    slope = torch.tensor(scale)
+    if softcap:
+        t = torch.tanh(s / softcap)
+        s, slope = softcap * t, scale * (1.0 - t * t)
     p = (s.masked_fill(~seen, -torch.inf) - lse.unsqueeze(-1)).exp()
     delta = (dout * out).sum(-1).transpose(1, 2).unsqueeze(-1)
-    ds = p * (torch.einsum("bihd,bjhd->bhij", dout, v) - delta) * scale
+    ds = p * (torch.einsum("bihd,bjhd->bhij", dout, v) - delta) * slope
     dq = torch.einsum("bhij,bjhd->bihd", ds, k)
     dk = torch.einsum("bhij,bihd->bjhd", ds, q).unflatten(2, (-1, groups)).sum(3)
     dv = torch.einsum("bhij,bihd->bjhd", p, dout).unflatten(2, (-1, groups)).sum(3)
@@ -450,12 +508,10 @@ class FlashAttn2:
         # The package makes the headdim contiguous itself.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         require_kernel_shapes(q, k, v)
-        assert (dropout_p, causal, softcap, alibi_slopes, return_softmax) == (
-            (0.0, False, 0.0, None, False)
-        )
+        assert (dropout_p, causal, alibi_slopes, return_softmax) == (0.0, False, None, False)
         seen = flash_2_visible(q.size(1), k.size(1), window_size_left, window_size_right)
         empty = torch.zeros(0)
-        return *dense_forward(q, k, v, softmax_scale, seen), empty, empty
+        return *dense_forward(q, k, v, softmax_scale, seen, softcap), empty, empty
 
     @staticmethod
     def _flash_attn_backward(
@@ -483,10 +539,10 @@ class FlashAttn2:
         )
         require_kernel_shapes(dout, q, k, v, out, dq, dk, dv)
         assert softmax_lse.is_contiguous()
-        assert (dropout_p, causal, softcap, alibi_slopes) == (0.0, False, 0.0, None)
+        assert (dropout_p, causal, alibi_slopes) == (0.0, False, None)
         assert deterministic
         seen = flash_2_visible(q.size(1), k.size(1), window_size_left, window_size_right)
-        grads = dense_backward(dout, q, k, v, out, softmax_lse, softmax_scale, seen)
+        grads = dense_backward(dout, q, k, v, out, softmax_lse, softmax_scale, seen, softcap)
         for into, grad in zip((dq, dk, dv), grads, strict=True):
             into.copy_(grad)
         return torch.zeros(0)
@@ -687,6 +743,15 @@ def test_flash_attn_on_an_emulated_package(mask: Mask, sizes: Config, package: N
     exercise_emulated(flash_attn.FlashAttnBackend(), mask, sizes)
 
 
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("softcap", [0.0, *SOFTCAPS])
+def test_flash_attn_with_softcap_and_sinks(softcap: float, with_sinks: bool, package: None) -> None:
+    for name in ("causal", "wide window", "rows that see nothing", "documents"):
+        steps = [[tile] for tile in grid(MASKS[name], 32, 32)]
+        backend = flash_attn.FlashAttnBackend()
+        exercise(backend, MASKS[name], EMULATED["gqa"], steps, softcap, with_sinks)
+
+
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_flash_attn_on_unequal_shards(mask: Mask, package: None) -> None:
     exercise_unequal(flash_attn.FlashAttnBackend(), mask)
@@ -738,7 +803,7 @@ def test_flash_attns_inf_becomes_minus_inf(package: None) -> None:
     assert bool((operator[1][:, :, :2] == torch.inf).all())
     backend = flash_attn.FlashAttnBackend()
     state = backend.new_state(q, 8)
-    backend.forward(q, k, v, [tile], state, softmax_scale=1.0)
+    backend.forward(q, k, v, [tile], state, scores=Scores(1.0))
     out, lse = backend.finalize(state, q.dtype)
     assert bool((lse[:, :, :2] == -torch.inf).all())
     assert bool(lse[:, :, 2:].isfinite().all())
@@ -806,7 +871,7 @@ def spec_of(
 
 
 def test_backends_know_their_names() -> None:
-    assert list(PREFERENCE) == ["aten", "cudnn", "flash_attn", "reference"]
+    assert list(PREFERENCE) == ["triton", "aten", "cudnn", "flash_attn", "reference"]
     for name in PREFERENCE:
         assert get_backend(name).name == name
         assert get_backend(name) is get_backend(name)
@@ -843,6 +908,22 @@ def test_supports_says_why_not() -> None:
     assert get_backend("reference").supports(spec_of("cuda", cuda, 999)) is None
 
 
+def test_torchs_operators_have_no_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(flash_attn, "_installed", lambda: "2.8.3.post2")
+    for device, names in (("cpu", ("aten",)), ("cuda", ("aten", "cudnn"))):
+        capped = replace(spec_of(device, torch.bfloat16), softcap=30.0)
+        for name in names:
+            assert get_backend(name).supports(replace(capped, softcap=0.0)) is None
+            assert "no softcap" in str(get_backend(name).supports(capped))
+        assert get_backend("reference").supports(capped) is None
+    assert get_backend("flash_attn").supports(capped) is None
+    assert get_backend("aten").supports(replace(spec_of(), sinks=True)) is None
+    assert choose_backend(replace(spec_of(), softcap=30.0)).name == "reference"
+    with pytest.raises(NotImplementedError, match="backend='aten' cannot run this: .*no softcap"):
+        choose_backend(replace(spec_of(), softcap=30.0), "aten")
+
+
 def test_cudnn_has_limits_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     cudnn, half = get_backend("cudnn"), torch.float16
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
@@ -869,11 +950,29 @@ def test_flash_attn_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "up to 256, got 264" in str(backend.supports(spec_of("cuda", half, 264)))
 
 
-def test_auto_takes_the_first_that_can() -> None:
-    assert choose_backend(spec_of("cuda", torch.bfloat16)).name == "aten"
-    # Nothing but the reference takes float32 on CUDA, or headdims beyond 256.
-    assert choose_backend(spec_of("cuda", torch.float32)).name == "reference"
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
+    """Has torch say that there is a GPU of that compute capability."""
+
+    def pretend(major: int, minor: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
+        choose_backend.cache_clear()
+
+    yield pretend
+    choose_backend.cache_clear()
+
+
+def test_auto_takes_the_first_that_can(gpu: Callable[[int, int], None]) -> None:
+    gpu(9, 0)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert choose_backend(spec_of("cuda", dtype)).name == "triton"
+    assert choose_backend(replace(spec_of("cuda", torch.bfloat16), softcap=30.0)).name == "triton"
+    # Nothing but the reference takes float64 on CUDA, or headdims beyond 256.
+    assert choose_backend(spec_of("cuda", torch.float64)).name == "reference"
     assert choose_backend(spec_of("cuda", torch.bfloat16, 512)).name == "reference"
+    gpu(7, 5)
+    assert choose_backend(spec_of("cuda", torch.bfloat16)).name == "aten"
 
 
 def test_an_unknown_backend_is_named_with_the_known() -> None:
@@ -883,7 +982,10 @@ def test_an_unknown_backend_is_named_with_the_known() -> None:
         get_backend("fast")
 
 
-def test_a_named_backend_runs_or_raises_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_backend_runs_or_raises_its_reason(
+    monkeypatch: pytest.MonkeyPatch, gpu: Callable[[int, int], None]
+) -> None:
+    gpu(9, 0)
     half = spec_of(dtype=torch.bfloat16)
     with pytest.raises(
         NotImplementedError,

@@ -25,7 +25,7 @@ from ring_attn.arguments import (
     write_json,
 )
 from ring_attn.launch import run_ranks
-from ring_attn.testing import RESULTS, Verdict
+from ring_attn.testing import RESULTS, RESULTS_WITH_SINKS, Verdict
 
 ROOT = Path(__file__).parents[2]
 
@@ -146,6 +146,10 @@ def test_cases_cover_what_they_say() -> None:
         }
         assert {c.heads for c in found} == set(verify.HEADS)
         assert {c.backend for c in found} == set(backends)
+        for layout in verify.LAYOUTS:
+            assert {(c.softcap > 0.0, c.sinks) for c in found if c.layout == layout} == {
+                *((False, False), (False, True), (True, False), (True, True))
+            }
     assert {(c.backend, c.dtype) for c in everything} >= {
         (backend, dtype) for backend in backends for dtype in ("float16", "bfloat16", "float32")
     } | {("reference", "float64")}
@@ -179,8 +183,10 @@ def test_verify_in_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     words = ["--world-size", "2", "--quick", "--layout", "zigzag", "--json", str(path)]
     assert cli.main(["verify", *words]) == 0
     report = json.loads(path.read_text())
-    assert report["summary"] == {"passed": len(verify.MASKS), "failed": 0, "refused": 0}
-    assert set(report["cases"][0]["results"]) == set(RESULTS)
+    count = len(verify.MASKS) + len(verify.SCORES)
+    assert report["summary"] == {"passed": count, "failed": 0, "refused": 0}
+    for case in report["cases"]:
+        assert set(case["results"]) == set(RESULTS_WITH_SINKS if case["sinks"] else RESULTS)
     assert "0 failed" in capsys.readouterr().out
 
 

@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "testing": PUBLIC | {"launch"},
     "env": PUBLIC | {"launch", "arguments"},
     "verify": TOOLS,
-    "bench": TOOLS | {"verify"},
+    "bench": TOOLS | {"verify", "kernels"},
     "cli": TOOLS | {"verify", "bench"},
     "__main__": {"cli"},
 }

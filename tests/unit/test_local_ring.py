@@ -29,6 +29,7 @@ from ring_attn.testing import (
     plain_gradients,
     poisoned_empty,
     random_qkv,
+    random_sinks,
 )
 from ring_attn.transport.local import LocalTransport, run_local
 
@@ -62,10 +63,18 @@ def config(**sizes: Any) -> Config:
 
 
 @cache
-def case(mask: Mask, sizes: Config) -> tuple[Inputs, Expected, Expected]:
+def case(
+    mask: Mask, sizes: Config, softcap: float = 0.0, with_sinks: bool = False
+) -> tuple[Inputs, Expected, Expected]:
     """Inputs, the oracle and plain PyTorch."""
     inputs = random_qkv(seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, **dict(sizes))
-    return inputs, dense_gradients(*inputs, mask), plain_gradients(*inputs, mask)
+    scores = {"softcap": softcap, "sinks": sinks_of(inputs) if with_sinks else None}
+    oracle, plain = (f(*inputs, mask, **scores) for f in (dense_gradients, plain_gradients))
+    return inputs, oracle, plain
+
+
+def sinks_of(inputs: Inputs) -> Tensor:
+    return random_sinks(inputs.q.size(2), seed=1)
 
 
 def layout_of(kind: str, seqlen: int, world_size: int) -> SequenceLayout:
@@ -83,10 +92,18 @@ def layouts_of(kind: str, mask: Mask, world_size: int) -> Layouts:
 
 
 def call_of(
-    inputs: Inputs, layouts: Layouts, mask: Mask, rank: int, backend: str, travels: Traveller
+    inputs: Inputs,
+    layouts: Layouts,
+    mask: Mask,
+    rank: int,
+    backend: str,
+    travels: Traveller,
+    softcap: float = 0.0,
 ) -> RingCall:
     q, k, v, _ = inputs
-    spec = AttentionSpec("cpu", q.dtype, q.size(0), q.size(2), k.size(2), q.size(3), v.size(3))
+    spec = AttentionSpec(
+        "cpu", q.dtype, q.size(0), q.size(2), k.size(2), q.size(3), v.size(3), softcap
+    )
     return RingCall(
         spec=spec,
         layouts=layouts,
@@ -117,17 +134,19 @@ def rank_of_ring(
     travels: Traveller,
     rank: int,
     transport: LocalTransport,
-) -> Shards:
-    """One rank's out, lse, dq, dk, dv."""
-    call = call_of(inputs, layouts, mask, rank, backend, travels)
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """One rank's out, lse, dq, dk, dv, dsinks."""
+    call = call_of(inputs, layouts, mask, rank, backend, travels, softcap)
     q, k, v, dout = shards_of(inputs, layouts, rank)
-    out, lse = ring_forward(q, k, v, call, transport)
-    return out, lse, *ring_backward(q, k, v, out, lse, dout, call, transport)
+    out, lse = ring_forward(q, k, v, call, transport, sinks)
+    return out, lse, *ring_backward(q, k, v, out, lse, dout, call, transport, sinks)
 
 
-def together(results: list[Shards], layouts: Layouts) -> Expected:
-    """The ranks' results as those of one process."""
-    out, lse, dq, dk, dv = zip(*results, strict=True)
+def together(results: list[tuple[Any, ...]], layouts: Layouts) -> Expected:
+    """The ranks' results as those of one process; the gradient of the sinks is their sum."""
+    out, lse, dq, dk, dv, dsinks = zip(*results, strict=True)
     layout_q, layout_kv = layouts
     return Expected(
         layout_q.unshard(out),
@@ -135,13 +154,19 @@ def together(results: list[Shards], layouts: Layouts) -> Expected:
         layout_q.unshard(dq),
         layout_kv.unshard(dk),
         layout_kv.unshard(dv),
+        None if dsinks[0] is None else torch.stack(dsinks).sum(0),
     )
 
 
 def ring(
-    inputs: Inputs, mask: Mask, layouts: Layouts, backend: str, travels: Traveller = "kv"
+    inputs: Inputs,
+    mask: Mask,
+    layouts: Layouts,
+    backend: str,
+    travels: Traveller = "kv",
+    **scores: Any,
 ) -> Expected:
-    fn = partial(rank_of_ring, inputs, layouts, mask, backend, travels)
+    fn = partial(rank_of_ring, inputs, layouts, mask, backend, travels, **scores)
     with poisoned_empty():
         return together(run_local(layouts[0].world_size, fn), layouts)
 
@@ -211,6 +236,76 @@ def test_layouts_of_q_and_kv_may_differ(backend: str) -> None:
 def test_every_combination(kind: str, world_size: int, sizes: Config) -> None:
     for mask, backend in product(MASKS.values(), BACKENDS):
         exercise(mask, kind, world_size, backend, sizes)
+
+
+# -- softcap and sinks
+
+
+SCORES = (
+    ("reference", 2.0, False),
+    ("reference", 2.0, True),
+    ("reference", 0.0, True),
+    ("aten", 0.0, True),
+)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("scores", SCORES, ids=str)
+def test_softcap_and_sinks(scores: tuple[str, float, bool], kind: str, world_size: int) -> None:
+    backend, softcap, with_sinks = scores
+    for name in ("causal", "causal window", "documents", "rows that see nothing", "no keys"):
+        for sizes in (config(), config(dtype=torch.bfloat16, nheads_kv=1)):
+            inputs, oracle, plain = case(MASKS[name], sizes, softcap, with_sinks)
+            sinks = sinks_of(inputs) if with_sinks else None
+            layouts = layouts_of(kind, MASKS[name], world_size)
+            for travels in TRAVELLERS:
+                got = ring(
+                    inputs, MASKS[name], layouts, backend, travels, softcap=softcap, sinks=sinks
+                )
+                assert_holds(got, oracle, plain)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_that_see_nothing_have_their_sinks(backend: str) -> None:
+    mask = MASKS["rows that see nothing"]
+    inputs, _, _ = case(mask, config())
+    sinks = torch.tensor([-torch.inf, -1e4, 0.0, 3.0])
+    got = ring(inputs, mask, layouts_of("contiguous", mask, 4), backend, sinks=sinks)
+    without = ring(inputs, mask, layouts_of("contiguous", mask, 4), backend)
+    alone = ~mask.dense().any(-1)
+    assert bool((got.lse[:, :, alone] == sinks.view(1, 4, 1)).all())
+    assert bool((got.out[:, alone] == 0.0).all()) and bool((got.dq[:, alone] == 0.0).all())
+    assert got.dsinks is not None and bool(got.dsinks.isfinite().all())
+    assert got.dsinks[:2].tolist() == [0.0, 0.0] and bool((got.dsinks[2:] != 0.0).all())
+    # A sink of -inf is none.
+    assert torch.equal(got.out[:, :, 0], without.out[:, :, 0])
+    assert torch.equal(got.lse[:, 0], without.lse[:, 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_the_gradient_of_sinks_under_autograd(dtype: torch.dtype) -> None:
+    mask = MASKS["causal"]
+    inputs, oracle, plain = case(mask, config(), 0.0, True)
+    layouts = layouts_of("zigzag", mask, 3)
+    sinks = sinks_of(inputs).to(dtype)
+
+    def under_autograd(rank: int, transport: LocalTransport) -> tuple[Tensor, Tensor]:
+        call = call_of(inputs, layouts, mask, rank, "aten", "kv")
+        q, k, v, dout = shards_of(inputs, layouts, rank)
+        leaf = sinks.clone().requires_grad_()
+        out, _ = RingAttention.apply(q, k, v, leaf, call, transport)
+        (dsinks,) = torch.autograd.grad(out, leaf, dout)
+        assert dsinks.dtype == dtype and dsinks.shape == sinks.shape
+        return out.detach(), dsinks
+
+    results = run_local(3, under_autograd)
+    expected = ring(inputs, mask, layouts, "aten", sinks=sinks)
+    assert torch.equal(layouts[0].unshard([out for out, _ in results]), expected.out)
+    total = torch.stack([dsinks for _, dsinks in results]).sum(0)
+    assert expected.dsinks is not None and torch.equal(total, expected.dsinks)
+    if dtype == torch.float32:
+        assert_holds(expected, oracle, plain)
 
 
 # -- rows that see nothing
@@ -329,11 +424,11 @@ def test_autograd_gives_the_same_bits(travels: Traveller) -> None:
         call = call_of(inputs, layouts, mask, rank, "aten", travels)
         q, k, v, dout = shards_of(inputs, layouts, rank)
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out, lse = RingAttention.apply(*leaves, call, transport)
+        out, lse = RingAttention.apply(*leaves, None, call, transport)
         assert not lse.requires_grad
         # A gradient with other strides, as a transpose in the caller makes it.
         strided = dout.transpose(1, 2).contiguous().transpose(1, 2)
-        return out.detach(), lse, *torch.autograd.grad(out, leaves, strided)
+        return out.detach(), lse, *torch.autograd.grad(out, leaves, strided), None
 
     got = together(run_local(3, under_autograd), layouts)
     expected = ring(inputs, mask, layouts, "aten", travels)
@@ -341,7 +436,8 @@ def test_autograd_gives_the_same_bits(travels: Traveller) -> None:
         assert torch.equal(getattr(got, name), getattr(expected, name)), name
 
 
-def test_a_gradient_of_the_gradient_is_refused() -> None:
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+def test_a_gradient_of_the_gradient_is_refused(with_sinks: bool) -> None:
     mask = MASKS["causal"]
     inputs, _, _ = case(mask, config())
     layouts = layouts_of("zigzag", mask, 2)
@@ -349,10 +445,12 @@ def test_a_gradient_of_the_gradient_is_refused() -> None:
     def twice(rank: int, transport: LocalTransport) -> None:
         call = call_of(inputs, layouts, mask, rank, "aten", "kv")
         q, k, v, _ = (x.requires_grad_() for x in shards_of(inputs, layouts, rank))
-        out, _ = RingAttention.apply(q, k, v, call, transport)
-        (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        sinks = sinks_of(inputs).requires_grad_() if with_sinks else None
+        out, _ = RingAttention.apply(q, k, v, sinks, call, transport)
+        wanted = q if sinks is None else sinks
+        (grad,) = torch.autograd.grad(out.sum(), wanted, create_graph=True)
         with pytest.raises(NotImplementedError, match="differentiable once"):
-            dq.sum().backward()
+            grad.sum().backward()
 
     run_local(2, twice)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ring_attn.backends.aten import AtenBackend
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.plan import Traveller
@@ -24,6 +25,13 @@ from ring_attn.strategies.ring import (
 SHARE = 0.05
 ROWS = 512
 
+# What travels back, and whether its gradients are continued rank by rank.
+ORDERS: dict[str, tuple[Traveller, bool]] = {
+    "kv": ("kv", False),
+    "q": ("q", False),
+    "continued": ("kv", True),
+}
+
 
 def echo() -> Any:
     """A transport that brings zeros: memory is measured on one rank alone."""
@@ -39,14 +47,14 @@ def call_of(
     layout: str = "zigzag",
     dtype: torch.dtype = torch.float32,
     nheads_kv: int = 8,
-    travels: Traveller = "kv",
+    order: str = "kv",
     causal: bool = True,
 ) -> RingCall:
     seqlen, rank = ROWS * world_size, world_size - 1
     one = SequenceLayout.from_name(layout, seqlen, world_size)
     spec = AttentionSpec("cpu", dtype, 1, 8, nheads_kv, 64, 64)
     mask = Mask(seqlen, seqlen, causal)
-    return RingCall(spec, (one, one), mask, rank, 0.125, "aten", travels)
+    return RingCall(spec, (one, one), mask, rank, 0.125, "aten", *ORDERS[order])
 
 
 def measured(call: RingCall, *, backward: bool) -> int:
@@ -62,7 +70,7 @@ def measured(call: RingCall, *, backward: bool) -> int:
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["fwd", "fwd_bwd"])
-@pytest.mark.parametrize("travels", ["kv", "q"])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("nheads_kv", [8, 2])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
@@ -72,24 +80,57 @@ def test_a_call_holds_what_is_predicted(
     layout: str,
     nheads_kv: int,
     dtype: torch.dtype,
-    travels: Traveller,
+    order: str,
     backward: bool,
 ) -> None:
-    call = call_of(world_size, layout, dtype, nheads_kv, travels)
+    call = call_of(world_size, layout, dtype, nheads_kv, order)
     predicted = predicted_peak_bytes(call, backward=backward)
     assert abs(measured(call, backward=backward) - predicted) <= SHARE * predicted
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["fwd", "fwd_bwd"])
-@pytest.mark.parametrize("travels", ["kv", "q"])
-def test_nothing_grows_with_the_ranks(travels: Traveller, backward: bool) -> None:
+@pytest.mark.parametrize("order", ORDERS)
+def test_nothing_grows_with_the_ranks(order: str, backward: bool) -> None:
     """Eight times the length and the steps, with the same rows on each rank."""
     predicted = {
-        predicted_peak_bytes(call_of(p, travels=travels, causal=False), backward=backward)
+        predicted_peak_bytes(call_of(p, order=order, causal=False), backward=backward)
         for p in (4, 8, 32)
     }
     assert len(predicted) == 1
     few, many = (
-        measured(call_of(p, travels=travels, causal=False), backward=backward) for p in (4, 16)
+        measured(call_of(p, order=order, causal=False), backward=backward) for p in (4, 16)
     )
     assert few == many
+
+
+class Idle(AtenBackend):
+    """Computes nothing and takes no memory: what is left is the ring's own."""
+
+    def forward(self, *args: Any, **_: Any) -> Any:
+        return args[4]
+
+    def delta(self, out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(out.size(0), out.size(2), out.size(1))
+
+    def backward(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def workspace_bytes(self, *_: Any, **__: Any) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("nheads_kv", [8, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_rings_own_memory_is_what_is_predicted(
+    world_size: int,
+    nheads_kv: int,
+    dtype: torch.dtype,
+    order: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ring_attn.strategies.ring.get_backend", lambda _: Idle())
+    call = call_of(world_size, "contiguous", dtype, nheads_kv, order)
+    predicted = predicted_peak_bytes(call, backward=True)
+    assert abs(measured(call, backward=True) - predicted) <= SHARE * predicted

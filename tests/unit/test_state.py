@@ -16,8 +16,8 @@ DTYPES = [torch.float32, torch.float64]
 Part = tuple[Tensor, Tensor, Tensor]
 
 
-def new_state(dtype: torch.dtype = torch.float32) -> State:
-    return State((BATCH, ROWS, HEADS, DIM), dtype, "cpu")
+def new_state(dtype: torch.dtype = torch.float32, sinks: Tensor | None = None) -> State:
+    return State((BATCH, ROWS, HEADS, DIM), dtype, "cpu", sinks)
 
 
 def scores_and_values(dtype: torch.dtype, spread: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -70,8 +70,10 @@ def chunks(s: Tensor, v: Tensor, *sizes: int) -> list[Part]:
     return [partial(part_s, part_v) for part_s, part_v in pairs]
 
 
-def folded(parts: list[Part], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    state = new_state(dtype)
+def folded(
+    parts: list[Part], dtype: torch.dtype, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    state = new_state(dtype, sinks)
     for acc, m, l in parts:
         state.fold(ALL, acc.clone(), m.clone(), l.clone())
     return state.finalize(dtype)
@@ -221,6 +223,55 @@ def test_16_bit_partials_are_folded_in_float32() -> None:
     assert got[0].dtype == torch.bfloat16
     assert torch.equal(got[0], expected[0].bfloat16())  # rounded once, at the end
     assert torch.equal(got[1], expected[1])
+
+
+# -- sinks
+
+
+def with_sinks(s: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """The same softmax with one more key for each head, of that score and of value 0."""
+    column = sinks.view(1, -1, 1, 1).expand(*s.shape[:-1], 1)
+    return torch.cat([s, column], -1), torch.cat([v, torch.zeros_like(v[:, :1])], 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(24,), (8, 8, 8)], ids=str)
+def test_a_sink_is_a_key_without_value(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    s, v = scores_and_values(dtype)
+    s[:, :, 1, 4:] = -torch.inf
+    sinks = torch.tensor([-2.0, 0.5, 4.0], dtype=dtype)
+    got = folded(chunks(s, v, *sizes), dtype, sinks)
+    assert_softmax(got, *with_sinks(s, v, sinks))
+
+
+@pytest.mark.parametrize("gap", [1e3, 1e4, 1e30])
+def test_a_sink_far_off_takes_all_or_nothing(gap: float) -> None:
+    s, v = scores_and_values(torch.float32)
+    sinks = torch.tensor([gap, -gap, 0.0])
+    got, alone = (
+        folded(chunks(s, v, 24), torch.float32, sinks),
+        folded(chunks(s, v, 24), torch.float32),
+    )
+    assert bool((got[0][:, :, 0] == 0.0).all()) and bool((got[1][:, 0] == gap).all())
+    assert torch.equal(got[0][:, :, 1], alone[0][:, :, 1])
+    assert torch.equal(got[1][:, 1], alone[1][:, 1])
+    assert bool(got[0].isfinite().all()) and bool(got[1].isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sinks_of_rows_that_saw_nothing(dtype: torch.dtype) -> None:
+    s, v = scores_and_values(dtype)
+    s[:, :, 0] = -torch.inf
+    sinks = torch.tensor([-torch.inf, -1e4, 3.0], dtype=dtype)
+    for got in (folded(chunks(s, v, 8, 16), dtype, sinks), new_state(dtype, sinks).finalize(dtype)):
+        assert bool((got[0][:, 0] == 0.0).all())
+        assert torch.equal(got[1][:, :, 0], sinks.expand(BATCH, HEADS))
+    out, lse = folded(chunks(s, v, 8, 16), dtype, sinks)
+    without = folded(chunks(s, v, 8, 16), dtype)
+    # A sink of -inf is none.
+    assert torch.equal(out[:, :, 0], without[0][:, :, 0])
+    assert torch.equal(lse[:, 0], without[1][:, 0])
+    assert not bool(out.isnan().any())
 
 
 # -- what a fold owns

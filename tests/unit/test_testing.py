@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from ring_attn.mask import Mask
 from ring_attn.testing import (
     RESULTS,
+    RESULTS_WITH_SINKS,
     Expected,
     Inputs,
     check,
@@ -22,6 +24,7 @@ from ring_attn.testing import (
     plain_gradients,
     poisoned_empty,
     random_qkv,
+    random_sinks,
 )
 
 MASKS = {
@@ -36,6 +39,14 @@ MASKS = {
 }
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+# softcap and sinks. The cap is of the size of the scores, so that it bends most of them.
+SCORES: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": random_sinks(4, seed=1)},
+    "both": {"softcap": 2.0, "sinks": random_sinks(4, seed=1)},
+}
+
 
 def inputs_for(mask: Mask, dtype: torch.dtype = torch.float32, **options: object) -> Inputs:
     sizes: dict[str, object] = {"nheads": 4, "nheads_kv": 2, "headdim": 16, "headdim_v": 24}
@@ -48,7 +59,9 @@ def inputs_for(mask: Mask, dtype: torch.dtype = torch.float32, **options: object
     )
 
 
-def textbook(inputs: Inputs, mask: Mask) -> Expected:
+def textbook(
+    inputs: Inputs, mask: Mask, softcap: float = 0.0, sinks: Tensor | None = None
+) -> Expected:
     """The backward of flash-attention's paper, p = exp(s - lse) and delta, in float32 at least."""
     wide = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
     q, k, v, dout = (x.to(wide) for x in inputs)
@@ -56,23 +69,34 @@ def textbook(inputs: Inputs, mask: Mask) -> Expected:
     q, dout = (x.unflatten(2, (-1, groups)) for x in (q, dout))
     scale = q.size(-1) ** -0.5
     s = torch.einsum("bignd,bjgd->bgnij", q, k) * scale
+    slope = torch.ones_like(s)
+    if softcap:
+        t = torch.tanh(s / softcap)
+        s, slope = softcap * t, 1.0 - t * t
     s = s.masked_fill(~mask.dense(), -math.inf)
     lse = s.logsumexp(-1, keepdim=True)
+    if sinks is not None:
+        sink = sinks.to(wide).view(k.size(2), groups, 1, 1)
+        lse = torch.logaddexp(lse, sink)
     p = (s - lse.masked_fill(lse.isneginf(), 0.0)).exp()
     out = torch.einsum("bgnij,bjgd->bignd", p, v)
     delta = (out.to(inputs.q.dtype).to(wide) * dout).sum(-1).permute(0, 2, 3, 1).unsqueeze(-1)
-    ds = p * (torch.einsum("bignd,bjgd->bgnij", dout, v) - delta) * scale
+    ds = p * (torch.einsum("bignd,bjgd->bgnij", dout, v) - delta) * scale * slope
     results = (
         torch.einsum("bgnij,bjgd->bignd", ds, k).flatten(2, 3),
         torch.einsum("bgnij,bignd->bjgd", ds, q),
         torch.einsum("bgnij,bignd->bjgd", p, dout),
     )
     out, dq, dk, dv = (x.to(inputs.q.dtype) for x in (out.flatten(2, 3), *results))
-    return Expected(out, lse.squeeze(-1).flatten(1, 2), dq, dk, dv)
+    dsinks = None
+    if sinks is not None:
+        dsinks = -((sink - lse).exp() * delta).sum((0, 3, 4)).flatten().to(sinks.dtype)
+    return Expected(out, lse.squeeze(-1).flatten(1, 2), dq, dk, dv, dsinks)
 
 
-def failed(got: Expected, inputs: Inputs, mask: Mask) -> set[str]:
-    verdicts = check_all(got, dense_gradients(*inputs, mask), plain_gradients(*inputs, mask))
+def failed(got: Expected, inputs: Inputs, mask: Mask, **scores: Any) -> set[str]:
+    oracle, plain = (f(*inputs, mask, **scores) for f in (dense_gradients, plain_gradients))
+    verdicts = check_all(got, oracle, plain)
     return {verdict.name for verdict in verdicts if not verdict.ok}
 
 
@@ -88,15 +112,78 @@ def test_the_oracle_is_torch_sdpa(name: str) -> None:
     assert not failed(Expected(out.transpose(1, 2).detach(), lse, *grads), inputs, mask)
 
 
-def test_the_oracle_passes_gradcheck() -> None:
+def test_the_oracle_of_capped_scores_and_sinks_is_the_equation() -> None:
+    mask = MASKS["window"]
+    inputs, sinks, softcap = inputs_for(mask, torch.float64), SCORES["both"]["sinks"], 2.0
+    out, lse = dense_attention(*inputs[:3], mask, softcap=softcap, sinks=sinks)
+    k, v = (x.repeat_interleave(2, 2) for x in inputs[1:3])
+    b, h, i = 1, 3, 20
+    seen = range(15, 23)
+    scores = [float(inputs.q[b, i, h] @ k[b, j, h]) / math.sqrt(16) for j in seen]
+    weights = [math.exp(softcap * math.tanh(score / softcap)) for score in scores]
+    total = sum(weights) + math.exp(float(sinks[h]))
+    assert float(lse[b, h, i]) == pytest.approx(math.log(total), rel=1e-12)
+    value = sum(w * v[b, j, h] for w, j in zip(weights, seen, strict=True)) / total
+    torch.testing.assert_close(out[b, i, h], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scores", SCORES)
+def test_the_oracle_passes_gradcheck(scores: str) -> None:
     mask = Mask(5, 3, causal=True)
     leaves = [x.requires_grad_() for x in inputs_for(mask, torch.float64, headdim=3)[:3]]
+    softcap = SCORES[scores].get("softcap", 0.0)
+    if "sinks" in SCORES[scores]:
+        # Away from the sink that takes no weight, so that every difference shows.
+        leaves.append(torch.tensor([-1.0, 0.3, 0.7, 2.0], dtype=torch.float64, requires_grad=True))
 
     def seen(*x: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = dense_attention(*x, mask)
+        out, lse = dense_attention(*x[:3], mask, softcap=softcap, sinks=x[3] if x[3:] else None)
         return out, lse[:, :, 2:]  # the rows before see nothing: lse is -inf
 
     assert torch.autograd.gradcheck(seen, leaves)
+
+
+@pytest.mark.parametrize("scores", SCORES)
+def test_the_oracles_gradients_are_those_of_its_forward(scores: str) -> None:
+    """`dense_gradients`, dsinks among them, against differences along one direction each."""
+    mask, options = MASKS["documents"], SCORES[scores]
+    inputs = inputs_for(mask, torch.float64)
+    sinks = options.get("sinks")
+    named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": sinks}
+    expected = dense_gradients(*inputs, mask, **options)
+    for name, x in named.items():
+        if x is None:
+            assert expected.dsinks is None
+            continue
+        direction = torch.randn(x.shape, dtype=torch.float64, generator=torch.manual_seed(0))
+
+        def loss(step: float, name: str = name, along: Tensor = direction) -> Tensor:
+            moved = {**named, name: named[name] + step * along}
+            given = {**options, "sinks": moved.pop("sinks")}
+            return (dense_attention(*moved.values(), mask, **given)[0] * inputs.dout).sum()
+
+        slope = (loss(1e-5) - loss(-1e-5)) / 2e-5
+        torch.testing.assert_close(
+            slope, (getattr(expected, f"d{name}") * direction).sum(), rtol=1e-7, atol=1e-7
+        )
+
+
+@pytest.mark.parametrize("attention", [dense_attention, plain_attention])
+def test_a_row_that_sees_nothing_has_its_sink(
+    attention: Callable[..., tuple[Tensor, Tensor]],
+) -> None:
+    mask, sinks = MASKS["empty rows"], torch.tensor([-math.inf, -1e4, 0.0, 3.0])
+    inputs = inputs_for(mask)
+    leaves = [x.requires_grad_() for x in (*inputs[:3], sinks)]
+    out, lse = attention(*leaves[:3], mask, sinks=sinks)
+    grads = torch.autograd.grad(out, leaves, inputs.dout.to(out.dtype))
+    alone = 13
+    assert (lse[:, :, :alone] == sinks.view(1, 4, 1)).all()
+    assert (out[:, :alone] == 0).all() and (grads[0][:, :alone] == 0).all()
+    assert all(x.isfinite().all() for x in (out, *grads))
+    assert grads[3][0] == 0 and (grads[3][2:] != 0).all()
+    terms = dense_gradients(*inputs, mask, sinks=sinks).terms
+    assert all(x.isfinite().all() for x in terms.values())
 
 
 @pytest.mark.parametrize("attention", [dense_attention, plain_attention])
@@ -132,7 +219,8 @@ def test_plain_has_the_dtypes_that_results_have(dtype: torch.dtype) -> None:
 def test_a_right_algorithm_holds(name: str, dtype: torch.dtype, large_logits: bool) -> None:
     mask = MASKS[name]
     inputs = inputs_for(mask, dtype, large_logits=large_logits)
-    assert not failed(textbook(inputs, mask), inputs, mask)
+    for scores in SCORES.values():
+        assert not failed(textbook(inputs, mask, **scores), inputs, mask, **scores), scores
 
 
 def ten_bits(x: Tensor) -> Tensor:
@@ -175,6 +263,47 @@ def test_a_defect_is_seen(defect: str) -> None:
     inputs = inputs_for(mask)
     got, wrong = DEFECTS[defect](inputs, mask)
     assert failed(got, inputs, mask) == wrong
+
+
+SCORE_DEFECTS: dict[str, tuple[Callable[[Inputs, Mask, Expected], Expected], set[str]]] = {
+    "no cap": (
+        lambda i, m, got: textbook(i, m, sinks=SCORES["both"]["sinks"]),
+        set(RESULTS_WITH_SINKS),
+    ),
+    "no sinks": (
+        lambda i, m, got: replace(textbook(i, m, softcap=2.0), dsinks=got.dsinks),
+        set(RESULTS),
+    ),
+    "a sink without its gradient": (
+        lambda i, m, got: replace(got, dsinks=got.dsinks.index_fill(0, torch.tensor([2]), 0.0)),
+        {"dsinks"},
+    ),
+    "gradient of a sink without weight": (
+        lambda i, m, got: replace(got, dsinks=got.dsinks.index_fill(0, torch.tensor([0]), 1e-30)),
+        {"dsinks"},
+    ),
+    "sinks in the denominator and not in lse": (
+        lambda i, m, got: replace(got, lse=textbook(i, m, softcap=2.0).lse),
+        {"lse"},
+    ),
+}
+
+
+@pytest.mark.parametrize("defect", SCORE_DEFECTS)
+def test_a_defect_of_cap_or_sinks_is_seen(defect: str) -> None:
+    mask, scores = MASKS["causal"], SCORES["both"]
+    inputs = inputs_for(mask)
+    wrongly, wrong = SCORE_DEFECTS[defect]
+    got = wrongly(inputs, mask, textbook(inputs, mask, **scores))
+    assert failed(got, inputs, mask, **scores) == wrong
+
+
+def test_results_without_dsinks_are_not_taken_for_those_with() -> None:
+    mask, scores = MASKS["causal"], SCORES["sinks"]
+    inputs = inputs_for(mask)
+    got = replace(textbook(inputs, mask, **scores), dsinks=None)
+    with pytest.raises(ValueError, match="dsinks must be in all or none"):
+        failed(got, inputs, mask, **scores)
 
 
 def test_zero_must_be_exact_where_nothing_is_summed() -> None:
@@ -242,6 +371,16 @@ def test_random_qkv() -> None:
     large = random_qkv(seqlen_q=64, large_logits=True)
     lse = dense_attention(large.q, large.k, large.v, Mask(64, 64))[1]
     assert lse.max() > 89  # exp overflows float32 there
+
+
+def test_random_sinks() -> None:
+    sinks = random_sinks(6, seed=3)
+    assert sinks.shape == (6,) and sinks.dtype == torch.float32
+    assert torch.equal(sinks, random_sinks(6, seed=3))
+    assert not torch.equal(sinks, random_sinks(6, seed=4))
+    for dtype in DTYPES:
+        assert torch.equal(random_sinks(6, dtype=dtype, seed=3).double(), sinks.double())
+    assert sinks[0] < -9000 and sinks[1:].abs().max() < 20
 
 
 def test_poisoned_empty() -> None:

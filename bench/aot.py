@@ -1,0 +1,496 @@
+"""Compiles every kernel in every tile configuration without a GPU, and judges what came out.
+
+A cell is one kernel, variant, configuration, head dim, dtype and architecture. It fails where the
+compiled kernel spills registers, needs more shared memory than the architecture has, does without
+tensor cores, has wgmma instructions that ptxas serialised, is not warp-specialised though it was
+asked for, or lost an atomic on the way. Nothing is run: it says nothing of speed or of results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from ring_attn.arguments import SHORT_DTYPES, add_common, parse_dtype, write_json
+from ring_attn.bench.compiled import (
+    TENSOR_CORE,
+    TMA,
+    CompileError,
+    Report,
+    compile_launch,
+    interpreting,
+)
+from ring_attn.env import machine
+from ring_attn.kernels.launch import Launch
+
+if TYPE_CHECKING:
+    from ring_attn.kernels.configs import Config
+    from ring_attn.kernels.step_table import StepTable
+
+# Shared memory that one program can have, in bytes. sm_*: CUDA C++ Programming Guide, technical
+# specifications per compute capability, maximum per thread block (a KiB of each SM's is the
+# system's). gfx942: AMD Instinct MI300 ISA, 64 KiB of LDS for a work-group.
+SHARED_BYTES = {
+    "sm_80": 166_912,
+    "sm_86": 101_376,
+    "sm_89": 101_376,
+    "sm_90": 232_448,
+    "sm_100": 232_448,
+    "sm_120": 101_376,
+    "gfx942": 65_536,
+}
+
+# Columns of tensor memory of an SM of sm_100: PTX ISA, tcgen05.alloc.
+TENSOR_MEMORY = 512
+
+ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
+HEAD_DIMS = ("64", "128", "256")
+DTYPES = ("float16", "bfloat16")
+
+# Tensors of the launches: strides and numbers of rows and heads divide by 16, as they mostly do.
+ROWS, HEADS, KV_HEADS = 1024, 32, 16
+
+# (lo, hi): a row i sees the keys j with lo <= j - i <= hi.
+BANDS: dict[str, tuple[int | None, int | None]] = {
+    "full": (None, None),
+    "causal": (None, 0),
+    "window": (-ROWS // 4, 0),
+}
+
+# A report is pasted into issues: wide enough for a line of each cell, wherever it is made.
+WIDTH = 150
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A launch to compile, and what is expected of it.
+
+    Attributes:
+        kernel: its name.
+        variant: what it is compiled to do, in words.
+        launch: what is compiled.
+        note: of the configuration.
+        warp_specialize: the kernel asks for it, so it must come out specialised.
+        needs_tensor_cores: there are matrix products in it.
+    """
+
+    kernel: str
+    variant: str
+    launch: Launch
+    note: str = ""
+    warp_specialize: bool = False
+    needs_tensor_cores: bool = True
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a kernel is compiled to do.
+
+    Attributes:
+        kernel: "fwd", "dq", "dkdv" or "delta".
+        band: of BANDS.
+        ragged: keys end within a block.
+        first: the forward loads no state.
+        last: the forward writes out and lse.
+        softcap: scores are capped.
+        sinks: a sink joins the denominator.
+    """
+
+    kernel: str
+    band: str = "full"
+    ragged: bool = False
+    first: bool = False
+    last: bool = False
+    softcap: bool = False
+    sinks: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Its kind in the table of configurations."""
+        if self.kernel == "fwd":
+            return "fwd_whole" if self.band == "full" and not self.ragged else "fwd"
+        return f"{self.kernel}_softcap" if self.softcap else self.kernel
+
+    @property
+    def label(self) -> str:
+        """Such as "middle causal": for the forward, also which step of a ring it is."""
+        steps = {(True, True): "only", (True, False): "first", (False, True): "last"}
+        step = [steps.get((self.first, self.last), "middle")] if self.kernel == "fwd" else []
+        extras = [name for name in ("ragged", "softcap", "sinks") if getattr(self, name)]
+        return " ".join([*step, self.band, *extras])
+
+
+# Of all that the kernels can be told to do, what is used most and what needs the most registers.
+VARIANTS = (
+    Variant("fwd", "full"),
+    Variant("fwd", "full", first=True, last=True),
+    Variant("fwd", "causal"),
+    Variant("fwd", "window", ragged=True),
+    Variant("fwd", "causal", first=True, last=True),
+    Variant("fwd", "causal", last=True, softcap=True, sinks=True),
+    Variant("dkdv", "full"),
+    Variant("dkdv", "causal"),
+    Variant("dkdv", "window", ragged=True),
+    Variant("dkdv", "causal", softcap=True),
+    Variant("dq", "full"),
+    Variant("dq", "causal"),
+    Variant("dq", "window", ragged=True),
+    Variant("dq", "causal", softcap=True),
+    Variant("delta"),
+)
+KERNELS = tuple(dict.fromkeys(variant.kernel for variant in VARIANTS))
+
+
+@dataclass(frozen=True)
+class Key:
+    """Which cell: the `index`-th that `cells` gives for the rest."""
+
+    arch: str
+    head_dim: int
+    dtype: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """A cell that was compiled: `report` is None where it could not be."""
+
+    kernel: str
+    variant: str
+    arch: str
+    head_dim: int
+    dtype: str
+    tile: str
+    num_warps: int
+    num_stages: int
+    note: str
+    warp_specialize: bool
+    report: Report | None
+    failures: tuple[str, ...]
+
+
+def cells(arch: str, head_dim: int, dtype: torch.dtype) -> Iterator[Cell]:
+    """Every kernel and variant in the configurations that a GPU of `arch` is given by the table."""
+    for variant in VARIANTS:
+        for config in _configs(variant, arch, head_dim, dtype):
+            yield Cell(
+                variant.kernel,
+                variant.label,
+                variant_launch(variant, config, head_dim, dtype),
+                config.note,
+                warp_specialize=config.warp_specialize,
+                needs_tensor_cores=variant.kernel != "delta",
+            )
+
+
+def _configs(variant: Variant, arch: str, head_dim: int, dtype: torch.dtype) -> tuple[Config, ...]:
+    """The frozen one, and those that wait to be measured; not the rest of what is searched."""
+    from ring_attn.kernels import configs
+
+    column = arch if arch in configs.ARCHITECTURES else "sm_86"  # as `architecture` has it
+    return configs.candidates(variant.kind, column, head_dim, dtype)
+
+
+def variant_launch(variant: Variant, config: Config, head_dim: int, dtype: torch.dtype) -> Launch:
+    """The launch of a variant over tensors that have no memory."""
+    from ring_attn.kernels import flash_bwd, flash_fwd
+
+    def rows_of(heads: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(1, ROWS, heads, head_dim, dtype=dtype, device="meta")
+
+    def stats() -> Tensor:
+        return torch.empty(1, HEADS, ROWS, device="meta")
+
+    if variant.kernel == "delta":
+        return flash_bwd.delta_launch(rows_of(HEADS), rows_of(HEADS), stats(), config)
+    table = _table(variant, config)
+    qkv = (rows_of(HEADS), rows_of(KV_HEADS), rows_of(KV_HEADS))
+    options: dict[str, Any] = {
+        "softmax_scale": head_dim**-0.5,
+        "softcap": 50.0 if variant.softcap else 0.0,
+    }
+    if variant.kernel == "fwd":
+        state = flash_fwd.Carried(
+            sinks=torch.empty(HEADS, device="meta") if variant.sinks else None
+        )
+        if not (variant.first and variant.last):
+            state.acc, state.m, state.l = rows_of(HEADS, torch.float32), stats(), stats()
+        if variant.last:
+            state.out, state.lse = rows_of(HEADS), stats()
+        options |= {"first": variant.first, "last": variant.last}
+        return flash_fwd.forward_launch(*qkv, state, table, config, **options)
+    known = (*qkv, rows_of(HEADS), stats(), stats())
+    if variant.kernel == "dq":
+        return flash_bwd.dq_launch(*known, rows_of(HEADS, torch.float32), table, config, **options)
+    dk, dv = (rows_of(KV_HEADS, torch.float32) for _ in range(2))
+    return flash_bwd.dkdv_launch(*known, dk, dv, table, config, **options)
+
+
+def _table(variant: Variant, config: Config) -> StepTable:
+    """The step's table: one rectangle, which dk/dv sees transposed."""
+    from ring_attn.kernels.step_table import make_step_table, transposed
+
+    cpu, band, short = torch.device("cpu"), BANDS[variant.band], ROWS - variant.ragged
+    if variant.kernel == "dkdv":
+        seen = transposed([(0, short, 0, ROWS, *band)])
+        return make_step_table(seen, config.BLOCK_N, config.BLOCK_M, cpu, descending=False)
+    seen = [(0, ROWS, 0, short, *band)]
+    return make_step_table(seen, config.BLOCK_M, config.BLOCK_N, cpu, descending=True)
+
+
+def failures(cell: Cell, report: Report, arch: str) -> tuple[str, ...]:
+    """What is wrong with a compiled cell, in words."""
+    before, after = report.atomics
+    checks = (
+        (report.spill_bytes > 0, f"spills {report.spill_bytes} bytes per thread"),
+        (
+            report.shared_bytes > SHARED_BYTES[arch],
+            f"needs {report.shared_bytes} bytes of shared memory, {arch} has {SHARED_BYTES[arch]}",
+        ),
+        (
+            report.tensor_memory > TENSOR_MEMORY,
+            f"needs {report.tensor_memory} columns of tensor memory, {arch} has {TENSOR_MEMORY}",
+        ),
+        (
+            cell.needs_tensor_cores and not report.tensor_cores,
+            f"no tensor-core instruction (looked for {', '.join(TENSOR_CORE)})",
+        ),
+        (bool(report.advisories), "; ".join(report.advisories)),
+        (
+            cell.warp_specialize and not report.warp_specialized,
+            "warp specialisation was asked for and dropped (no USETMAXREG)",
+        ),
+        (after < before, f"{before - after} of {before} atomics lost between ttir and ttgir"),
+    )
+    return tuple(text for failed, text in checks if failed)
+
+
+def compile_cell(cell: Cell, key: Key) -> Row:
+    """Compiles a cell and judges it."""
+    try:
+        report = compile_launch(cell.launch, key.arch)
+    except CompileError as error:
+        return _row(cell, key, None, (f"does not compile: {error}",))
+    return _row(cell, key, report, failures(cell, report, key.arch))
+
+
+def _row(cell: Cell, key: Key, report: Report | None, wrong: tuple[str, ...]) -> Row:
+    options, constants = cell.launch.options, cell.launch.constants
+    return Row(
+        kernel=cell.kernel,
+        variant=cell.variant,
+        arch=key.arch,
+        head_dim=key.head_dim,
+        dtype=key.dtype,
+        tile="x".join(str(constants[n]) for n in ("BLOCK_M", "BLOCK_N") if n in constants),
+        num_warps=options["num_warps"],
+        num_stages=options["num_stages"],
+        note=cell.note,
+        warp_specialize=cell.warp_specialize,
+        report=report,
+        failures=wrong,
+    )
+
+
+@lru_cache
+def _cells(arch: str, head_dim: int, dtype: str) -> tuple[Cell, ...]:
+    return tuple(cells(arch, head_dim, parse_dtype(dtype)))
+
+
+def _cell(key: Key) -> Cell:
+    return _cells(key.arch, key.head_dim, key.dtype)[key.index]
+
+
+def compile_key(key: Key) -> Row:
+    """Compiles and judges in this process, which makes the launch: launches do not travel."""
+    return compile_cell(_cell(key), key)
+
+
+def compile_all(
+    keys: Sequence[Key], jobs: int, compile_key: Callable[[Key], Row] = compile_key
+) -> Iterator[Row]:
+    """The rows of `keys` in their order, from `jobs` processes.
+
+    A compiler that takes its process down fails its own cell, and no other.
+    """
+    local, opened = threading.local(), []
+
+    def compile_one(key: Key) -> Row:
+        # A thread has one process with one cell in it at a time, so it is clear whose end it was.
+        if not hasattr(local, "process"):
+            local.process = ProcessPoolExecutor(1, get_context("spawn"))
+            opened.append(local.process)
+        try:
+            return local.process.submit(compile_key, key).result()
+        except BrokenProcessPool:
+            del local.process
+            return _row(_cell(key), key, None, ("does not compile: the process died",))
+
+    threads = ThreadPoolExecutor(jobs)
+    try:
+        yield from threads.map(compile_one, keys)
+    finally:
+        threads.shutdown(cancel_futures=True)
+        for process in opened:
+            process.shutdown()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `ring-attn aot`."""
+    parser.add_argument("--arch", help=f"of {','.join(SHARED_BYTES)} (default {','.join(ARCHS)})")
+    parser.add_argument("--head-dim", help=f"of {','.join(HEAD_DIMS)} (default all)")
+    parser.add_argument("--dtype", help=f"of {','.join(DTYPES)} (default all)")
+    parser.add_argument("--kernel", help=f"of {','.join(KERNELS)} (default all)")
+    parser.add_argument("--jobs", type=int, default=2, help="processes that compile (default 2)")
+    add_common(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compiles, prints the table, writes the JSON, names what failed; 1 if anything did."""
+    import triton
+
+    if interpreting():
+        raise ValueError("TRITON_INTERPRET=1: kernels of the interpreter cannot be compiled")
+    if args.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, got {args.jobs}")
+    selection = Selection.of(args)
+    keys = selection.keys()
+    terminal = Console(stderr=True)
+    hidden = args.quiet or not terminal.is_terminal
+    start = time.perf_counter()
+    compiled = compile_all(keys, args.jobs)
+    rows = list(
+        track(compiled, "compiling", len(keys), console=terminal, transient=True, disable=hidden)
+    )
+    seconds = time.perf_counter() - start
+    if args.json:
+        payload = {
+            "machine": machine(),
+            "command": selection.command,
+            "seconds": seconds,
+            "rows": [asdict(row) for row in rows],
+        }
+        write_json(args.json, payload)
+    console = Console(width=WIDTH, highlight=False)
+    if not args.quiet:
+        console.print(*_tables(rows))
+    failed = [row for row in rows if row.failures]
+    for row in failed:
+        console.print(f"FAIL {_name(row)}: {'; '.join(row.failures)}", style="red", markup=False)
+    console.print(
+        f"triton {triton.__version__}: {len(rows)} cells in {seconds:.0f} s, {len(failed)} failed"
+    )
+    return 1 if failed else 0
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is compiled."""
+
+    archs: tuple[str, ...]
+    head_dims: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    kernels: tuple[str, ...]
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Selection:
+        """From the options; --quick changes what is not given."""
+        default = QUICK if args.quick else cls(ARCHS, HEAD_DIMS, DTYPES, KERNELS)
+        return cls(
+            _choices("--arch", args.arch, tuple(SHARED_BYTES), default.archs),
+            _choices("--head-dim", args.head_dim, HEAD_DIMS, default.head_dims),
+            _choices("--dtype", args.dtype, DTYPES, default.dtypes),
+            _choices("--kernel", args.kernel, KERNELS, default.kernels),
+        )
+
+    @property
+    def command(self) -> str:
+        """The words that compile this again."""
+        return (
+            f"ring-attn aot --arch {','.join(self.archs)} --head-dim {','.join(self.head_dims)} "
+            f"--dtype {','.join(self.dtypes)} --kernel {','.join(self.kernels)}"
+        )
+
+    def keys(self) -> list[Key]:
+        """Every cell of it."""
+        return [
+            Key(arch, int(head_dim), dtype, index)
+            for arch in self.archs
+            for head_dim in self.head_dims
+            for dtype in self.dtypes
+            for index, cell in enumerate(_cells(arch, int(head_dim), dtype))
+            if cell.kernel in self.kernels
+        ]
+
+
+QUICK = Selection(("sm_90",), ("64",), ("bfloat16",), KERNELS)
+
+
+def _choices(
+    option: str, text: str | None, known: tuple[str, ...], default: tuple[str, ...]
+) -> tuple[str, ...]:
+    if text is None:
+        return default
+    chosen = tuple(SHORT_DTYPES.get(name, name) for name in text.split(","))
+    for name in chosen:
+        if name not in known:
+            raise ValueError(f"{option} must be of {', '.join(known)}, got {name!r}")
+    return chosen
+
+
+def _name(row: Row) -> str:
+    return (
+        f"{row.arch} {row.kernel} {row.variant} head_dim {row.head_dim} {row.dtype} "
+        f"{row.tile} {row.num_warps} warps {row.num_stages} stages"
+    )
+
+
+def _tables(rows: Sequence[Row]) -> Iterator[Table]:
+    """One for each architecture."""
+    for arch in dict.fromkeys(row.arch for row in rows):
+        table = Table(title=f"{arch}: {SHARED_BYTES[arch]} bytes of shared memory", box=None)
+        for name in ("kernel", "variant", "dtype", "tile"):
+            table.add_column(name)
+        for name in ("dim", "warps", "stages", "regs", "spill", "shared"):
+            table.add_column(name, justify="right")
+        for name in ("tensor cores", "TMA", "specialised"):
+            table.add_column(name)
+        table.add_column("s", justify="right")
+        table.add_column("")
+        for row in rows:
+            if row.arch == arch:
+                table.add_row(*_texts(row), style="red" if row.failures else "")
+        yield table
+
+
+def _texts(row: Row) -> Iterator[str]:
+    yield from (row.kernel, row.variant, row.dtype, row.tile)
+    yield from map(str, (row.head_dim, row.num_warps, row.num_stages))
+    if row.report is None:
+        yield from [""] * 7
+    else:
+        report = row.report
+        yield from map(str, (report.registers, report.spill_bytes, report.shared_bytes))
+        yield _counted(report, TENSOR_CORE)
+        yield _counted(report, TMA)
+        yield "yes" if report.warp_specialized else "dropped" if row.warp_specialize else "-"
+        yield f"{report.seconds:.1f}"
+    yield "FAIL" if row.failures else ""
+
+
+def _counted(report: Report, names: Iterable[str]) -> str:
+    return " ".join(f"{n} {report.opcodes[n]}" for n in names if report.opcodes[n]) or "-"

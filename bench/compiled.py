@@ -1,0 +1,248 @@
+"""What the compiler makes of a kernel launch for a GPU that need not be here: `compile_launch`.
+
+The launch goes through triton's own launcher with a stand-in for the driver. So the kernel is
+specialised (alignment, divisibility by 16, arguments that are 1) as it would be on such a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ring_attn.kernels.launch import Launch
+
+# A wavefront of CDNA has 64 lanes.
+WARP_SIZE = {"cuda": 32, "hip": 64}
+
+# Instructions that are counted in the machine code.
+TENSOR_CORE = ("HGMMA", "HMMA", "UTCHMMA", "mfma")
+TMA = ("UTMALDG", "UTMASTG", "UTMAREDG")
+OPCODES = {
+    "HGMMA": re.compile(r"\bHGMMA\b"),
+    "HMMA": re.compile(r"\bHMMA\b"),
+    "UTCHMMA": re.compile(r"\bUTC\w*MMA\b"),
+    "mfma": re.compile(r"\bv_s?mfmac?_"),
+    **{name: re.compile(rf"\b{name}\b") for name in TMA},
+    "LDGSTS": re.compile(r"\bLDGSTS\b"),
+    "USETMAXREG": re.compile(r"\bUSETMAXREG\b"),
+}
+
+# In triton's IR before and after its passes for the GPU.
+ATOMICS = re.compile(
+    r"\b(?:tt\.(?:atomic_rmw|atomic_cas|descriptor_reduce)|ttng\.async_tma_reduce"
+    r"|amdg\w*\.buffer_atomic_\w+)\b"
+)
+
+# ptxas, codes C7510 to C7514.
+SERIALIZED = re.compile(r"\(C75\d\d\).*|wgmma\S* .*serialized.*")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a compiled kernel needs and consists of.
+
+    Attributes:
+        registers: per thread; on AMD vector registers with accumulation registers.
+        spill_bytes: memory per thread that registers did not hold: the stack frame or the spilled
+            bytes, whichever is more.
+        shared_bytes: shared memory per program.
+        tensor_memory: columns of it, sm_100 only.
+        opcodes: how often each of OPCODES stands in the machine code.
+        atomics: their number in triton's first IR, and in that for the GPU.
+        advisories: what ptxas says of wgmma instructions that it serialised.
+        seconds: compile time.
+    """
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    tensor_memory: int
+    opcodes: Mapping[str, int]
+    atomics: tuple[int, int]
+    advisories: tuple[str, ...]
+    seconds: float
+
+    @property
+    def tensor_cores(self) -> int:
+        """Number of tensor-core instructions."""
+        return sum(self.opcodes[name] for name in TENSOR_CORE)
+
+    @property
+    def warp_specialized(self) -> bool:
+        """Whether warps hand registers to one another, as only specialised ones do."""
+        return self.opcodes["USETMAXREG"] > 0
+
+
+class CompileError(RuntimeError):
+    """triton or ptxas gave up; the text is one line that says why."""
+
+
+def interpreting() -> bool:
+    """Whether kernels are the interpreter's (TRITON_INTERPRET=1) and so cannot be compiled."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def compile_launch(launch: Launch, arch: str) -> Report:
+    """Compiles for `arch` ("sm_90", "gfx942") what `launch.run()` would run there.
+
+    Raises:
+        CompileError: triton or ptxas gives up.
+        RuntimeError: with TRITON_INTERPRET=1.
+    """
+    from triton import knobs
+
+    if interpreting():
+        raise RuntimeError("kernels cannot be compiled with TRITON_INTERPRET=1: unset it")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        knobs.cache.scope(),
+        knobs.compilation.scope(),
+        knobs.nvidia.scope(),
+        _active_driver(_Target(arch)),
+    ):
+        # What comes out of a cache comes without the log of ptxas.
+        knobs.cache.dir = folder
+        knobs.compilation.always_compile = True
+        knobs.nvidia.dump_ptxas_log = True
+        start = time.perf_counter()
+        kernel, log = _compile(launch)
+        seconds = time.perf_counter() - start
+    return _report(kernel, log, seconds)
+
+
+class _Target:
+    """Stands in for triton's driver of a GPU, as far as compiling asks one."""
+
+    def __init__(self, arch: str) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        backend, name = ("cuda", int(arch[3:])) if arch.startswith("sm_") else ("hip", arch)
+        self._target = GPUTarget(backend, name, WARP_SIZE[backend])
+
+    def get_current_target(self) -> Any:
+        """What is compiled for."""
+        return self._target
+
+    def get_current_device(self) -> object:
+        """A new one each time: triton keeps what it has compiled for a device."""
+        return object()
+
+    def get_current_stream(self, device: object) -> int:
+        """Nothing is run on it."""
+        return 0
+
+
+@contextlib.contextmanager
+def _active_driver(driver: _Target) -> Iterator[None]:
+    """Makes `driver` triton's own for the block."""
+    from triton.runtime import driver as drivers
+
+    try:
+        before = drivers.active
+    except RuntimeError:  # there is no GPU
+        before = None
+    drivers.set_active(driver)
+    try:
+        yield
+    finally:
+        drivers.set_active(before)
+
+
+def _compile(launch: Launch) -> tuple[Any, str]:
+    """triton's compiled kernel, and what ptxas wrote."""
+    log = io.StringIO()
+    with _stderr_of_process() as errors, contextlib.redirect_stdout(log):
+        try:
+            kernel = launch.kernel.warmup(
+                grid=launch.grid, **launch.args, **launch.constants, **launch.options
+            )
+        except Exception as error:
+            raise CompileError(_reason(error, errors())) from error
+    return kernel, log.getvalue()
+
+
+@contextlib.contextmanager
+def _stderr_of_process() -> Iterator[Callable[[], str]]:
+    """Keeps what the compiler writes past Python to stderr; yields the function that reads it."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+
+        def read() -> str:
+            file.seek(0)
+            return file.read().decode(errors="replace")
+
+        os.dup2(file.fileno(), 2)
+        try:
+            yield read
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+def _reason(error: BaseException, output: str) -> str:
+    """One line: what was raised first, and what the compiler called an error before it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = re.sub(r" at 0x[0-9a-f]+", "", lines[-1]) if lines else type(error).__name__
+    found = re.findall(r"\berror: (.*)", output)
+    return f"{text}: {found[0]}" if found else text
+
+
+def _report(kernel: Any, log: str, seconds: float) -> Report:
+    if "cubin" in kernel.asm:
+        code = _sass(kernel.asm["cubin"])
+        registers, spill_bytes = _ptxas_figures(log)
+    else:
+        code = kernel.asm["amdgcn"]
+        registers, spill_bytes = _amd_figures(code)
+    first, last = (len(ATOMICS.findall(kernel.asm[ir])) for ir in ("ttir", "ttgir"))
+    return Report(
+        registers=registers,
+        spill_bytes=spill_bytes,
+        shared_bytes=kernel.metadata.shared,
+        tensor_memory=getattr(kernel.metadata, "tmem_size", None) or 0,
+        opcodes={name: len(pattern.findall(code)) for name, pattern in OPCODES.items()},
+        atomics=(first, last),
+        advisories=tuple(match[0] for match in SERIALIZED.finditer(log)),
+        seconds=seconds,
+    )
+
+
+def _sass(cubin: bytes) -> str:
+    """The machine code as text."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, check=True, text=True, capture_output=True).stdout
+
+
+def _ptxas_figures(log: str) -> tuple[int, int]:
+    """Registers, and bytes beyond them, of `ptxas -v`."""
+    registers = re.findall(r"Used (\d+) registers", log)
+    frames = re.findall(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log
+    )
+    return max(map(int, registers)), max(int(size) for frame in frames for size in frame)
+
+
+def _amd_figures(code: str) -> tuple[int, int]:
+    """Vector registers, and bytes beyond them, from the metadata at the end of the assembly."""
+    figures = dict(re.findall(r"\.(\w+):\s+(\d+)$", code, re.MULTILINE))
+    spilled = 4 * int(figures["vgpr_spill_count"])
+    return int(figures["vgpr_count"]), max(spilled, int(figures["private_segment_fixed_size"]))

@@ -1,0 +1,396 @@
+"""Everything that needs a GPU, in one command: tests, checks and benchmarks of the kernels.
+
+    make gpu                                   on a machine with a GPU, from a checkout
+    python -m ring_attn.bench.gpu --out DIR
+
+Each part runs as a process of its own within a time limit and writes what it finds as it goes, so
+that a run that is cut short leaves what it has. Nothing is installed and no setting of the GPU is
+changed. DIR holds
+
+    report.json      machine, versions, clocks, commit, and of each part: verdict, seconds, command
+    log.txt          what the parts printed
+    gpu.xml          tests with the mark `gpu`: every tile config against float64, repeats bit-equal
+    kernels.xml      the other tests of the kernels, which run on the GPU where there is one
+    kernel.json      `ring-attn bench kernel`, with the ring on one device
+    kernel.png       its plot
+
+Exit status 0 if every part passed or was skipped with a reason, 1 if one failed, 2 without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import ring_attn
+from ring_attn.arguments import write_json
+from ring_attn.bench.timing import gpu_state
+from ring_attn.env import machine
+from ring_attn.launch import num_cores
+
+OUT = "gpu-results"
+
+# Seconds of the whole run. The benchmark gets what the parts before it have left, and leaves so
+# much to each of those behind it.
+TOTAL = 460.0
+SANITIZER_SECONDS = 45.0
+
+# With less than that left a part is not begun.
+LEAST_SECONDS = 10.0
+
+# The benchmark's budget ends so long before its limit: to compile for its last cell, and to plot.
+BENCH_MARGIN = 30.0
+
+# Stands in a command for the seconds that a part has.
+BUDGET = "{budget}"
+
+# After an interrupt a part has so long to write down what it has.
+GRACE_SECONDS = 10.0
+
+# At most so many processes compile kernels for tests side by side, where pytest-xdist is there.
+TEST_PROCESSES = 12
+
+# Lines of a part's output that the report keeps.
+TAIL_LINES = 25
+
+BENCH_WORDS = (
+    "--seqlen 2k,8k,32k,128k --head-dim 128,64,256 --heads 32/8,64/8 --ring 8 --ring-seqlen 8k"
+)
+
+SANITIZER_PATHS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
+
+# What the sanitizer says where the driver or a virtual machine does not let it look.
+SANITIZER_REFUSED = re.compile(
+    r"Device not supported|not supported on this|Unable to initialize|ERR_NVGPUCTRPERM"
+    r"|Target application terminated before first instrumented API call",
+    re.IGNORECASE,
+)
+SANITIZER_SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (.*)")
+
+PASSED, FAILED, SKIPPED, TIMEOUT = "passed", "failed", "skipped", "timed out"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process of the run.
+
+    Attributes:
+        name: in the report.
+        command: words; BUDGET is replaced by its seconds, less BENCH_MARGIN.
+        seconds: its limit; less where less is left of the whole.
+        reserve: seconds of the whole that are kept for the parts behind it.
+        skip: why it cannot run here.
+        judge: turns exit status and output into (verdict, detail).
+        variables: of its environment, beside this process's.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    seconds: float = TOTAL
+    reserve: float = 0.0
+    skip: str = ""
+    judge: Callable[[int, str], tuple[str, str]] | None = None
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a part."""
+
+    name: str
+    verdict: str
+    seconds: float
+    detail: str = ""
+    command: str = ""
+    tail: tuple[str, ...] = ()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `ring-attn gpu`."""
+    parser.add_argument("--out", type=Path, default=Path(OUT), help=f"folder, made here ({OUT})")
+    parser.add_argument(
+        "--seconds", type=float, default=TOTAL, help=f"limit of the whole run ({TOTAL:g})"
+    )
+    parser.add_argument("--parts", help="comma-separated, of those that a run lists; all if absent")
+    parser.add_argument("--bench", default=BENCH_WORDS, help="options of the benchmark")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the parts and shows a table; 1 if one failed, 2 where there is no GPU."""
+    if not torch.cuda.is_available():
+        print("ring-attn gpu: this machine has no GPU that torch can use", file=sys.stderr)
+        return 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    chosen = chosen_parts(parts(args.out.resolve(), args.bench), args.parts)
+    outcomes = run_parts(chosen, args.out, args.seconds, facts(args))
+    Console(width=150).print(table(outcomes))
+    return 0 if all(outcome.verdict in (PASSED, SKIPPED) for outcome in outcomes) else 1
+
+
+def parts(out: Path, bench: str = BENCH_WORDS) -> list[Part]:
+    """The parts in their order: what is cheap and tells most comes first."""
+    python, root = sys.executable, source_root()
+    there = (root / "tests" / "kernels").is_dir()
+    no_tests = "" if there else "there are no tests beside the package"
+    sanitizer = find_sanitizer()
+    no_sanitizer = "" if sanitizer else "compute-sanitizer is not installed"
+    small = (python, "-m", "ring_attn.bench.sanitize")
+
+    def pytest(name: str, seconds: float, xml: str, *words: str) -> Part:
+        several = importlib.util.find_spec("xdist") is not None
+        processes = min(TEST_PROCESSES, num_cores()) if several else 1
+        spread = ("-n", str(processes)) if several else ()
+        command = (
+            python, "-m", "pytest", *words, "-q", "-p", "no:cacheprovider", "--durations=10",
+            f"--junit-xml={out / xml}", *spread,
+        )  # fmt: skip
+        # The oracles are computed on the CPU: as many threads as cores in all.
+        threads = (("OMP_NUM_THREADS", str(num_cores() // processes)),)
+        return Part(name, command, seconds, skip=no_tests, judge=tested, variables=threads)
+
+    def sanitized(tool: str) -> Part:
+        words = (sanitizer or "compute-sanitizer", "--tool", tool, "--error-exitcode", "86")
+        return Part(tool, (*words, *small), SANITIZER_SECONDS, skip=no_sanitizer, judge=sanity)
+
+    return [
+        Part("small shapes", small, 60.0),
+        pytest("gpu tests", 140.0, "gpu.xml", "tests", "-m", "gpu"),
+        pytest(
+            *("kernel tests", 120.0, "kernels.xml", "tests/kernels", "-m", "not gpu and not slow"),
+            "--ignore=tests/kernels/test_aot.py",  # compiles for GPUs that are not here
+        ),
+        Part(
+            "bench",
+            (
+                *(python, "-m", "ring_attn", "bench", "kernel", *bench.split()),
+                *("--budget", BUDGET),
+                *("--json", str(out / "kernel.json"), "--plot", str(out / "kernel.png")),
+            ),
+            reserve=2 * SANITIZER_SECONDS,
+        ),
+        sanitized("memcheck"),
+        sanitized("racecheck"),
+    ]
+
+
+def chosen_parts(all_parts: Sequence[Part], names: str | None) -> list[Part]:
+    """Those of the names, in their own order; ValueError names the valid ones."""
+    if names is None:
+        return list(all_parts)
+    known, wanted = [part.name for part in all_parts], names.split(",")
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"--parts must be of {known}, got {name!r}")
+    return [part for part in all_parts if part.name in wanted]
+
+
+def run_parts(
+    chosen: Sequence[Part], out: Path, seconds: float, facts: dict[str, Any]
+) -> list[Outcome]:
+    """Runs parts one after another and keeps `out/report.json` up to date.
+
+    Args:
+        chosen: the parts.
+        out: a folder that exists.
+        seconds: limit of all together.
+        facts: what the report says beside the parts.
+    """
+    start, outcomes = time.monotonic(), list[Outcome]()
+    (out / "log.txt").write_text("", encoding="utf-8")
+
+    def report() -> None:
+        payload = {
+            **facts,
+            "seconds": time.monotonic() - start,
+            "parts": [asdict(outcome) for outcome in outcomes],
+            "not_run": [part.name for part in chosen[len(outcomes) :]],
+        }
+        fresh = out / "report.json.part"
+        write_json(fresh, payload)
+        fresh.replace(out / "report.json")
+
+    report()
+    for part in chosen:
+        left = seconds - (time.monotonic() - start)
+        print(f"{part.name} ...", flush=True)
+        outcomes.append(run_part(part, out, left - part.reserve))
+        report()
+        shown = outcomes[-1]
+        print(f"  {shown.verdict} after {shown.seconds:.1f} s: {shown.detail}", flush=True)
+    return outcomes
+
+
+def run_part(part: Part, out: Path, left: float) -> Outcome:
+    """Runs one part within its limit and what is left; its output goes to `out/log.txt`."""
+    seconds = min(part.seconds, left)
+    budget = f"{max(seconds - BENCH_MARGIN, 0.0):.0f}"
+    words = tuple(budget if word == BUDGET else word for word in part.command)
+    command = " ".join(words)
+    if part.skip:
+        return Outcome(part.name, SKIPPED, 0.0, part.skip, command)
+    if left < LEAST_SECONDS:
+        return Outcome(part.name, TIMEOUT, 0.0, "the parts before it left no time", command)
+    start, path = time.monotonic(), out / "log.txt"
+    with path.open("ab") as log:
+        log.write(f"\n##### {part.name}: {command}\n".encode())
+        log.flush()
+        offset = log.tell()
+        status = run_within(words, seconds, log, dict(part.variables))
+    took = time.monotonic() - start
+    with path.open("rb") as log:
+        log.seek(offset)
+        output = log.read().decode(errors="replace")
+    if status is None:
+        verdict, detail = TIMEOUT, f"at its limit of {seconds:.0f} s"
+    else:
+        verdict, detail = (part.judge or by_status)(status, output)
+    tail = tuple(output.splitlines()[-TAIL_LINES:])
+    return Outcome(part.name, verdict, took, detail, command, tail)
+
+
+def run_within(
+    words: Sequence[str], seconds: float, output: Any, variables: dict[str, str]
+) -> int | None:
+    """The exit status; None where it was stopped: interrupted first, so that it can write."""
+    process = subprocess.Popen(
+        words,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        cwd=source_root(),
+        env={**environment(), **variables},
+        start_new_session=True,  # a group of its own, which is stopped whole
+    )
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        process.wait()
+
+
+def tested(status: int, output: str) -> tuple[str, str]:
+    """Of pytest: passed if nothing failed and something passed; skipping everything is neither."""
+    verdict, detail = by_status(status, output)
+    if verdict == PASSED and not re.search(r"\b[1-9]\d* passed", detail):
+        return FAILED, f"no test passed: {detail}"
+    return verdict, detail
+
+
+def by_status(status: int, output: str) -> tuple[str, str]:
+    """Passed if the exit status is 0; the detail is the last line of the output."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    last = lines[-1].strip() if lines else ""
+    return (PASSED, last) if status == 0 else (FAILED, f"exit status {status}: {last}")
+
+
+def sanity(status: int, output: str) -> tuple[str, str]:
+    """Of compute-sanitizer: skipped where it may not look, else by its summary."""
+    refused = SANITIZER_REFUSED.search(output)
+    if refused:
+        return SKIPPED, f"compute-sanitizer cannot look here: {refused[0]}"
+    summaries = SANITIZER_SUMMARY.findall(output)
+    if status == 0 and summaries:
+        return PASSED, summaries[-1]
+    return FAILED, f"exit status {status}: {summaries[-1] if summaries else 'no summary'}"
+
+
+def find_sanitizer() -> str | None:
+    """compute-sanitizer on the PATH or where CUDA's installer puts it."""
+    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    folders = [f"{home}/bin" for home in homes if home]
+    return shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path=os.pathsep.join([*folders, *SANITIZER_PATHS])
+    )
+
+
+def source_root() -> Path:
+    """The folder that holds the package: a checkout, or where it is installed."""
+    return Path(ring_attn.__file__).parents[1]
+
+
+def environment() -> dict[str, str]:
+    """This one's, for kernels that are compiled, and for output that comes at once."""
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return {**kept, "PYTHONUNBUFFERED": "1"}
+
+
+def facts(args: argparse.Namespace) -> dict[str, Any]:
+    """What the report says of the run itself."""
+    return {
+        "command": f"ring-attn gpu --seconds {args.seconds:g}",
+        "machine": machine(),
+        "gpu_state": gpu_state(),
+        "commit": commit(),
+    }
+
+
+def commit() -> str | None:
+    """Of the checkout, with "+" where files differ from it; None where there is none."""
+    git = ["git", "-C", str(source_root())]
+    try:
+        found = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=20
+        )
+        changed = subprocess.run(
+            [*git, "status", "--porcelain"], capture_output=True, text=True, check=True, timeout=20
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """A line for each part."""
+    colours = {PASSED: "green", SKIPPED: "yellow"}
+    found = Table("part", "verdict", "seconds", "", title="ring-attn gpu", title_justify="left")
+    for outcome in outcomes:
+        verdict = Text(outcome.verdict, colours.get(outcome.verdict, "red"))
+        found.add_row(outcome.name, verdict, f"{outcome.seconds:.1f}", Text(outcome.detail))
+    return found
+
+
+def main() -> int:
+    """`python -m ring_attn.bench.gpu`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ring_attn.bench.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,366 @@
+"""Attention on one device as several packages have it: ours, torch's, flash-attn's.
+
+    ours           ring_attn's forward and backward as a ring of one rank, with a backend of choice
+    torch-flash    scaled_dot_product_attention, SDPBackend.FLASH_ATTENTION: FlashAttention 2
+    cudnn          scaled_dot_product_attention, SDPBackend.CUDNN_ATTENTION
+    flex           flex_attention under torch.compile(dynamic=False), as its documentation has it; a
+                   BlockMask for causal, default kernel_options: its own table of tiles
+    flex-autotune  the same under mode="max-autotune-no-cudagraphs": minutes of compiling
+    flash-attn     the package flash_attn: FlashAttention 2
+    flash-attn-3   the package flash_attn_interface: FlashAttention 3
+    flash-attn-4   the package flash_attn.cute: FlashAttention 4
+
+Grouped heads are never repeated. Each gets inputs in the layout that its documentation states, made
+before anything is timed: torch's (batch, heads, seqlen, dim), ours and flash-attn's (batch, seqlen,
+heads, dim). Peers go through autograd, ours through the driver's two functions.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ring_attn.cost import flops
+from ring_attn.layout import SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.plan import Hop
+from ring_attn.spec import AttentionSpec
+from ring_attn.strategies.ring import make_call, ring_backward, ring_forward
+from ring_attn.testing import Inputs
+from ring_attn.transport.base import Channel, TransportStats
+
+FLASH_PACKAGES = {
+    "flash-attn": "flash_attn",
+    "flash-attn-3": "flash_attn_interface",
+    "flash-attn-4": "flash_attn.cute",
+}
+IMPLEMENTATIONS = ("ours", "torch-flash", "cudnn", "flex", "flex-autotune", *FLASH_PACKAGES)
+
+# A reason is shown in one line of a table.
+REASON_CHARS = 160
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call: sizes, type and mask."""
+
+    batch: int
+    seqlen: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """As a backend has it."""
+        sizes = (self.batch, self.heads, self.kv_heads, self.head_dim, self.head_dim)
+        return AttentionSpec(self.device.type, self.dtype, *sizes)
+
+    @property
+    def mask(self) -> Mask:
+        """Over the whole sequence."""
+        return Mask(self.seqlen, self.seqlen, self.causal)
+
+    @property
+    def area(self) -> int:
+        """Visible pairs of one head, exactly: a little more than half of the square if causal."""
+        return self.seqlen * (self.seqlen + 1) // 2 if self.causal else self.seqlen**2
+
+    def flops(self, mode: str) -> int:
+        """Of "fwd" (4 x area x head_dim for each head), "bwd" (2.5 times that) or "fwd_bwd"."""
+        backward = {"fwd": (False,), "bwd": (True,), "fwd_bwd": (False, True)}[mode]
+        return sum(flops(self.area, self.spec, backward=back) for back in backward)
+
+    def data(self, seed: int = 0) -> Data:
+        """Normally distributed q, k, v, dout, drawn on the device."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+
+        def draw(heads: int) -> Tensor:
+            shape = (self.batch, self.seqlen, heads, self.head_dim)
+            return torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
+
+        kv, q = self.kv_heads, self.heads
+        return Data(Inputs(draw(q), draw(kv), draw(kv), draw(q)))
+
+
+@dataclass(frozen=True)
+class Data:
+    """The inputs of a problem in both layouts.
+
+    Attributes:
+        rows_first: q, k, v, dout (batch, seqlen, heads, dim), contiguous.
+    """
+
+    rows_first: Inputs
+
+    @cached_property
+    def heads_first(self) -> Inputs:
+        """The same as (batch, heads, seqlen, dim), contiguous."""
+        return Inputs(*(x.transpose(1, 2).contiguous() for x in self.rows_first))
+
+
+class Attention(Protocol):
+    """One implementation on the inputs of one problem."""
+
+    name: str
+
+    def forward(self) -> None:
+        """Computes `out`."""
+        ...
+
+    def backward(self) -> None:
+        """Computes the gradients of the last forward."""
+        ...
+
+    def results(self) -> list[Tensor]:
+        """out, and after a backward dq, dk, dv: (batch, seqlen, heads, dim)."""
+        ...
+
+    def release(self) -> None:
+        """Lets go of the last results."""
+        ...
+
+
+class Alone:
+    """The transport of a ring of one rank, which sends nothing."""
+
+    rank = 0
+    world_size = 1
+
+    def __init__(self) -> None:
+        self.stats = TransportStats()
+
+    def post(self, channel: Channel, step: int, hop: Hop, send: Tensor, recv: Tensor) -> None:
+        """Never called."""
+        raise RuntimeError("a ring of one rank has nobody to send to")
+
+    def wait(self, channel: Channel) -> None:
+        """Never called."""
+        raise RuntimeError("a ring of one rank has nobody to wait for")
+
+
+class Ours:
+    """The ring's driver with one rank: a backend as the whole attention."""
+
+    name = "ours"
+
+    def __init__(self, problem: Problem, data: Data, backend: str) -> None:
+        layout = SequenceLayout.contiguous(problem.seqlen, 1)
+        self._call = make_call(problem.spec, (layout, layout), problem.mask, 0, backend=backend)
+        self._inputs, self._alone = data.rows_first, Alone()
+        self._results: list[Tensor] = []
+
+    @property
+    def backend(self) -> str:
+        """The backend that runs."""
+        return self._call.backend
+
+    def forward(self) -> None:
+        """Computes `out` and lse."""
+        q, k, v, _ = self._inputs
+        self._results = list(ring_forward(q, k, v, self._call, self._alone))
+
+    def backward(self) -> None:
+        """Computes the gradients of the last forward."""
+        q, k, v, dout = self._inputs
+        out, lse = self._results
+        dq, dk, dv, _ = ring_backward(q, k, v, out, lse, dout, self._call, self._alone)
+        self._results = [out, dq, dk, dv]
+
+    def results(self) -> list[Tensor]:
+        """out, and after a backward dq, dk, dv."""
+        return self._results if len(self._results) == 4 else self._results[:1]
+
+    def release(self) -> None:
+        """Lets go of the last results."""
+        self._results = []
+
+
+class Peer:
+    """A differentiable function of q, k, v under autograd."""
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Tensor],
+        data: Data,
+        *,
+        heads_first: bool,
+        backward: bool,
+    ) -> None:
+        """
+        Args:
+            name: of the implementation.
+            function: takes q, k, v and returns out.
+            data: the inputs.
+            heads_first: whether `function` takes and returns (batch, heads, seqlen, dim).
+            backward: whether gradients are wanted: the forward then keeps what they need.
+        """
+        self.name, self._function, self._heads_first = name, function, heads_first
+        q, k, v, self._dout = data.heads_first if heads_first else data.rows_first
+        self._leaves = [x.detach().requires_grad_(backward) for x in (q, k, v)]
+        self._out: Tensor | None = None
+        self._grads: Sequence[Tensor] = ()
+
+    def forward(self) -> None:
+        """Computes `out`."""
+        self._out = self._function(*self._leaves)
+
+    def backward(self) -> None:
+        """Computes the gradients of the last forward."""
+        assert self._out is not None, "forward comes first"
+        self._grads = torch.autograd.grad(self._out, self._leaves, self._dout)
+
+    def results(self) -> list[Tensor]:
+        """out, and after a backward dq, dk, dv."""
+        assert self._out is not None, "forward comes first"
+        found = [x.detach() for x in (self._out, *self._grads)]
+        return [x.transpose(1, 2) for x in found] if self._heads_first else found
+
+    def release(self) -> None:
+        """Lets go of the last results."""
+        self._out, self._grads = None, ()
+
+
+def unavailable(name: str, device: torch.device) -> str | None:
+    """Why an implementation can run nothing here; None where it can run something."""
+    package = FLASH_PACKAGES.get(name)
+    if package and not _installed(package):
+        return f"the package {package} is not installed"
+    if name != "ours" and device.type == "cpu" and name not in ("torch-flash", "flex"):
+        return f"runs on CUDA, got {device.type}"
+    return None
+
+
+def make(name: str, problem: Problem, data: Data, *, backend: str, backward: bool) -> Attention:
+    """One of IMPLEMENTATIONS on the data of a problem; raises what it raises."""
+    if name == "ours":
+        return Ours(problem, data, backend)
+    heads_first = name not in FLASH_PACKAGES
+    function = _function(name, problem)
+    return Peer(name, function, data, heads_first=heads_first, backward=backward)
+
+
+def _function(name: str, problem: Problem) -> Callable[..., Tensor]:
+    if name in FLASH_PACKAGES:
+        return _flash(FLASH_PACKAGES[name], problem.causal)
+    if name in ("flex", "flex-autotune"):
+        return _flex(problem, "max-autotune-no-cudagraphs" if name == "flex-autotune" else None)
+    return _sdpa("FLASH_ATTENTION" if name == "torch-flash" else "CUDNN_ATTENTION", problem)
+
+
+def _sdpa(backend: str, problem: Problem) -> Callable[..., Tensor]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    chosen = getattr(SDPBackend, backend)
+    grouped = problem.heads != problem.kv_heads
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(chosen):
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=problem.causal, enable_gqa=grouped
+            )
+
+    return run
+
+
+def _flex(problem: Problem, mode: str | None) -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    cuda = problem.device.type == "cuda"
+    attention = compiled_flex(mode) if cuda else _quiet(flex_attention)
+    block_mask = None
+    if problem.causal:
+        n = problem.seqlen
+        block_mask = create_block_mask(_sees, None, None, n, n, device=problem.device.type)
+    grouped = problem.heads != problem.kv_heads
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = attention(q, k, v, block_mask=block_mask, enable_gqa=grouped)
+        return out
+
+    return run
+
+
+def _sees(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i >= j
+
+
+@lru_cache
+def compiled_flex(mode: str | None) -> Callable[..., Any]:
+    """flex_attention under torch.compile, for one shape at a time.
+
+    Whole graphs only: past its limit of recompilations torch would run it uncompiled, in silence.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Callable[..., Any] = torch.compile(
+        flex_attention, dynamic=False, fullgraph=True, mode=mode
+    )
+    return compiled
+
+
+def forget_compiled() -> None:
+    """Drops what was compiled for other shapes, so that their number has no limit."""
+    compiled_flex.cache_clear()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
+def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Without warnings: flex uncompiled, on a CPU, says at every call that it is slow."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return function(*args, **options)
+
+    return run
+
+
+def _flash(package: str, causal: bool) -> Callable[..., Tensor]:
+    function = import_module(package).flash_attn_func
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found = function(q, k, v, causal=causal)
+        out: Tensor = found[0] if isinstance(found, tuple) else found  # some return lse too
+        return out
+
+    return run
+
+
+def _installed(package: str) -> bool:
+    parts = package.split(".")
+    try:
+        return all(find_spec(".".join(parts[: n + 1])) for n in range(len(parts)))
+    except (ImportError, ValueError):
+        return False
+
+
+def reason(error: Exception, warned: Sequence[str] = ()) -> str:
+    """One line that says why a call cannot run.
+
+    Args:
+        error: what it raised.
+        warned: what was warned of before: `scaled_dot_product_attention` says there why a backend
+            cannot run a call, and then raises only that there is none.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = "; ".join([" ".join(w.split("(Triggered")[0].split()) for w in warned] + [text])
+    text = f"{type(error).__name__}: {text}"
+    return text if len(text) <= REASON_CHARS else f"{text[: REASON_CHARS - 3]}..."

@@ -1,0 +1,157 @@
+"""Holds an implementation's results against float64, at any length, before it is timed.
+
+Dense attention in float64 cannot be had at the lengths that are measured. So there are two checks,
+both with the bound of `ring_attn.testing`, whose yardstick is plain PyTorch in the same dtype:
+
+    whole    all of out, dq, dk, dv of a short sequence with the same heads, type and mask
+    sampled  at the measured size: dout is zero but for some rows of every head and batch entry, so
+             that these rows alone make up the gradients, exactly; out and dq of those rows, dk and
+             dv of some keys, and that dq is 0 everywhere else
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ring_attn.bench.implementations import Attention, Data, Problem
+from ring_attn.mask import Mask
+from ring_attn.testing import Inputs, Verdict, check, dense_gradients, plain_gradients
+
+# Length of the whole check, and how much of the measured length the sampled one looks at.
+WHOLE_SEQLEN = 512
+SAMPLED_ROWS, SAMPLED_KEYS = 32, 256
+
+NAMES = ("out", "dq", "dk", "dv")
+
+# By result: what float64 gives, what plain PyTorch gives, and the terms of each sum.
+Figures = Mapping[str, tuple[Tensor, Tensor, Tensor]]
+
+Make = Callable[[Problem, Data], Attention]
+
+
+@dataclass(frozen=True)
+class _Rows(Mask):
+    """The mask of some of the queries, against all keys."""
+
+    rows: tuple[int, ...] = ()
+
+    def dense(self, q_positions: Tensor | None = None, k_positions: Tensor | None = None) -> Tensor:
+        """(len(rows), seqlen_k) booleans."""
+        return super().dense(torch.tensor(self.rows), k_positions)
+
+
+class Judge:
+    """What one problem's results have to be; every implementation is held against the same."""
+
+    def __init__(self, problem: Problem, data: Data, *, backward: bool, seed: int = 1) -> None:
+        """
+        Args:
+            problem: what is measured.
+            data: its inputs.
+            backward: whether gradients are judged too.
+            seed: of the rows, the keys and the short sequence.
+        """
+        self._problem, self._backward = problem, backward
+        self._short = replace(problem, batch=1, seqlen=min(problem.seqlen, WHOLE_SEQLEN))
+        self._short_data = self._short.data(seed)
+        generator = torch.Generator().manual_seed(seed)
+        self._rows = _sample(problem.seqlen, SAMPLED_ROWS, generator)
+        self._keys = _sample(problem.seqlen, SAMPLED_KEYS, generator)
+        self._sampled_data = _with_few_rows(data, self._rows)
+
+    def whole(self, make: Make) -> list[Verdict]:
+        """Runs what `make` builds on the short sequence."""
+        got = self._run(make, self._short, self._short_data)
+        return [
+            check(f"{name} of {self._short.seqlen}", x, *self._whole[name])
+            for name, x in zip(NAMES, got, strict=False)
+        ]
+
+    def sampled(self, make: Make) -> list[Verdict]:
+        """Runs what `make` builds at the measured size."""
+        got = self._run(make, self._problem, self._sampled_data)
+        found = []
+        for name, x in zip(NAMES, got, strict=False):
+            index = torch.tensor(self._keys if name in ("dk", "dv") else self._rows)
+            found.append(check(name, x[:, index.to(x.device)], *self._sampled[name]))
+        if self._backward:
+            found.append(_nothing_elsewhere(got[1], self._rows))
+        return found
+
+    def _run(self, make: Make, problem: Problem, data: Data) -> list[Tensor]:
+        attention = make(problem, data)
+        attention.forward()
+        if self._backward:
+            attention.backward()
+        return attention.results()
+
+    @cached_property
+    def _whole(self) -> Figures:
+        return _figures(self._short_data.rows_first, self._short.mask)
+
+    @cached_property
+    def _sampled(self) -> Figures:
+        """By batch entry and kv head, which bounds the memory that the scores take."""
+        problem, device = self._problem, self._problem.device
+        group = problem.heads // problem.kv_heads
+        mask = _Rows(problem.seqlen, problem.seqlen, problem.causal, rows=self._rows)
+        rows, keys = (torch.tensor(x).to(device) for x in (self._rows, self._keys))
+        q, k, v, dout = self._sampled_data.rows_first
+        q, dout = q[:, rows], dout[:, rows]
+        entries = []
+        for b in range(problem.batch):
+            parts = []
+            for g in range(problem.kv_heads):
+                heads = slice(g * group, (g + 1) * group)
+                q_side = (x[b : b + 1, :, heads] for x in (q, dout))
+                k_side = (x[b : b + 1, :, g : g + 1] for x in (k, v))
+                (q_part, dout_part), (k_part, v_part) = q_side, k_side
+                parts.append(_figures(Inputs(q_part, k_part, v_part, dout_part), mask, keys))
+            entries.append(_joined(parts, dim=2))
+        return _joined(entries, dim=0)
+
+
+def _figures(inputs: Inputs, mask: Mask, keys: Tensor | None = None) -> Figures:
+    """Of dk and dv those keys only, if any are given."""
+    oracle, plain = dense_gradients(*inputs, mask), plain_gradients(*inputs, mask)
+    found = {}
+    for name in NAMES:
+        three = (getattr(oracle, name), getattr(plain, name), oracle.terms[name])
+        if keys is not None and name in ("dk", "dv"):
+            three = (three[0][:, keys], three[1][:, keys], three[2][:, keys])
+        found[name] = three
+    return found
+
+
+def _joined(parts: Sequence[Figures], dim: int) -> Figures:
+    def cat(name: str, which: int) -> Tensor:
+        return torch.cat([part[name][which] for part in parts], dim)
+
+    return {name: (cat(name, 0), cat(name, 1), cat(name, 2)) for name in NAMES}
+
+
+def _sample(seqlen: int, count: int, generator: torch.Generator) -> tuple[int, ...]:
+    """First, last, and others by chance, in order; all where there are no more."""
+    chosen = torch.randperm(seqlen, generator=generator)[: max(count - 2, 0)]
+    return tuple(sorted({0, seqlen - 1, *chosen.tolist()}))
+
+
+def _with_few_rows(data: Data, rows: Sequence[int]) -> Data:
+    q, k, v, dout = data.rows_first
+    few = torch.zeros_like(dout)
+    index = torch.tensor(rows).to(dout.device)
+    few[:, index] = dout[:, index]
+    return Data(Inputs(q, k, v, few))
+
+
+def _nothing_elsewhere(dq: Tensor, rows: Sequence[int]) -> Verdict:
+    """A row without dout has no dq, not even by rounding."""
+    rest = dq.abs().amax((0, 2, 3))
+    rest[torch.tensor(rows).to(rest.device)] = 0.0
+    error = float(rest.max())
+    return Verdict("dq of rows without dout", error, 0.0, error == 0.0)

@@ -1,0 +1,165 @@
+"""What the benchmarks know of time on a device: peak rates, clocks, and how a call is timed.
+
+On CUDA a time is that between two events on the stream, and the host is given a head start: before
+a call the L2 cache is overwritten, and a kernel spins while the host enqueues the call. So what is
+measured is the device's time, unless the host is slower than the device for longer than the head
+start. On a CPU it is the host's time.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+# Dense rates in float16 and bfloat16 with float32 accumulation, TFLOP/s, by part of the device's
+# name, the longer names first. NVIDIA's datasheets state them with sparsity, which is twice that:
+# H100 and H200 SXM 1979, H100 NVL and H200 NVL 1671, H100 PCIe 1513, B200 4500; A100 312 dense.
+PEAK_TFLOPS = {
+    "H100 PCIe": 756.5,
+    "H100 NVL": 835.5,
+    "H200 NVL": 835.5,
+    "H100": 989.5,
+    "H200": 989.5,
+    "A100": 312.0,
+    "B200": 2250.0,
+}
+
+# Rows and columns of the matrices whose product is the measured ceiling.
+MATMUL_SIZE, MATMUL_REPEATS = 8192, 20
+
+# Written before every call: larger than any L2.
+FLUSH_BYTES = 256 << 20
+
+# Of the kernel that spins while the host enqueues: about a millisecond at 2 GHz.
+SPIN_CYCLES_PER_MS = 2_000_000
+
+# Of `nvidia-smi --query-gpu`.
+STATE_FIELDS = (
+    "name",
+    "driver_version",
+    "clocks.sm",
+    "clocks.max.sm",
+    "clocks.mem",
+    "power.draw",
+    "power.limit",
+    "temperature.gpu",
+)
+
+
+class Watch(Protocol):
+    """Marks moments on a device and tells the time between them."""
+
+    def ready(self, head_start_ms: float) -> None:
+        """Waits until the device is idle; what is enqueued next starts so much later."""
+        ...
+
+    def mark(self) -> Any:
+        """A moment in the order of what has been enqueued."""
+        ...
+
+    def ms(self, start: Any, stop: Any) -> float:
+        """Milliseconds between two marks, after `done`."""
+        ...
+
+    def done(self) -> None:
+        """Waits for all that has been enqueued."""
+        ...
+
+
+class HostWatch:
+    """The clock of the host, for CPUs."""
+
+    def ready(self, head_start_ms: float) -> None:
+        """Nothing: what a CPU is given it does at once."""
+
+    def mark(self) -> float:
+        """Now."""
+        return time.perf_counter()
+
+    def ms(self, start: float, stop: float) -> float:
+        """Milliseconds between two marks."""
+        return 1e3 * (stop - start)
+
+    def done(self) -> None:
+        """Nothing is under way."""
+
+
+class CudaWatch:
+    """Events on the current stream."""
+
+    def __init__(self) -> None:
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+    def ready(self, head_start_ms: float) -> None:
+        """Waits until the device is idle, empties its L2 cache and keeps it busy for a while."""
+        torch.cuda.synchronize()
+        self._flush.zero_()
+        torch.cuda._sleep(int(head_start_ms * SPIN_CYCLES_PER_MS))
+
+    def mark(self) -> torch.cuda.Event:
+        """An event on the current stream."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
+        """Milliseconds of the device between two events."""
+        return start.elapsed_time(stop)
+
+    def done(self) -> None:
+        """Waits for the device."""
+        torch.cuda.synchronize()
+
+
+def watch_for(device: torch.device) -> Watch:
+    """The watch that tells a device's time."""
+    return CudaWatch() if device.type == "cuda" else HostWatch()
+
+
+def peak_tflops(name: str, dtype: torch.dtype) -> float | None:
+    """The datasheet's dense rate of a device in 16 bits; None where the table has none."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        return None
+    return next((rate for part, rate in PEAK_TFLOPS.items() if part in name), None)
+
+
+def measured_tflops(device: torch.device, dtype: torch.dtype, size: int = MATMUL_SIZE) -> float:
+    """The rate of a large matrix product of random numbers, the ceiling that a device reaches."""
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    watch, samples = watch_for(device), []
+    for _ in range(MATMUL_REPEATS):
+        watch.ready(head_start_ms=1.0)
+        start = watch.mark()
+        a @ b
+        stop = watch.mark()
+        watch.done()
+        samples.append(watch.ms(start, stop))
+    return 2.0 * size**3 / statistics.median(samples) / 1e9
+
+
+def gpu_state() -> dict[str, str] | None:
+    """Driver, clocks, power and temperature as nvidia-smi has them now; None where it is not."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    words = [program, f"--query-gpu={','.join(STATE_FIELDS)}", "--format=csv,noheader"]
+    try:
+        run = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    values = run.stdout.splitlines()[0].split(", ") if run.stdout else []
+    return dict(zip(STATE_FIELDS, values, strict=False))
+
+
+def quantiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """p20, median, p80."""
+    if len(samples) == 1:
+        return samples[0], samples[0], samples[0]
+    cuts = statistics.quantiles(samples, n=10, method="inclusive")
+    return cuts[1], statistics.median(samples), cuts[7]

@@ -1,0 +1,547 @@
+"""Backward: delta, dq and dk/dv of every tile of a ring step, each in one launch.
+
+With the global lse, probabilities need no renormalisation, whatever part of the keys a step holds:
+
+    p  = exp(s - lse)         dv = sum_i p do           delta = rowsum(do * out)
+    dp = do v^T               ds = p (dp - delta)       dq = sum_j ds k,  dk = sum_i ds q
+
+    dk/dv   a program per block of kv rows and kv head: over the q blocks that see it, upwards, and
+            for each over the query heads of the group
+    dq      a program per block of q rows and head: over its keys, from the diagonal downwards
+
+Two kernels do 7 matrix products where one with atomics would do 5; in exchange nothing is added in
+an order that depends on time. dq, dk, dv are float32 and are continued: loaded in the prologue,
+stored in the epilogue, so that a ring's sums are those of a single pass, bit for bit, if its steps
+come in the folding order. dq and dk are left without softmax_scale, which the caller applies once,
+at the end: ds would lose bits of its 16-bit form to it.
+
+dk/dv forms the transposed scores k q^T at once. A register result of tl.dot is never transposed:
+triton 3.4 to 3.7.0 miscompile the product that follows.
+
+With softcap, s = c tanh(x scale / c) and ds gains the factor 1 - tanh^2.
+
+Dao, arXiv 2307.08691.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .configs import Config
+from .flash_fwd import block_dim, load_block, load_rows, score_scales, store_rows
+from .launch import Launch
+from .online_softmax import LOG2E, tanh
+from .step_table import StepTable, column_range, load_block_row, load_run, visible_pairs
+
+
+@triton.jit
+def delta_kernel(
+    out_ptr,
+    dout_ptr,
+    delta_ptr,
+    stride_ob,
+    stride_om,
+    stride_oh,
+    stride_db,
+    stride_dm,
+    stride_dh,
+    num_rows,
+    nheads,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """delta (batch, nheads, rows) = rowsum(out * dout), one block of rows of one head."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = tl.minimum(rows, num_rows - 1)
+    batch = (tl.program_id(1) // nheads).to(tl.int64)
+    head = (tl.program_id(1) % nheads).to(tl.int64)
+    out_ptr += batch * stride_ob + head * stride_oh
+    dout_ptr += batch * stride_db + head * stride_dh
+    out = load_rows(out_ptr, inside, stride_om, HEAD_DIM_V, BLOCK_DV).to(tl.float32)
+    dout = load_rows(dout_ptr, inside, stride_dm, HEAD_DIM_V, BLOCK_DV).to(tl.float32)
+    delta = tl.sum(out * dout, 1)
+    tl.store(delta_ptr + tl.program_id(1).to(tl.int64) * num_rows + rows, delta, rows < num_rows)
+
+
+@triton.jit
+def _probabilities(x, lse, inner_scale, outer_scale, SOFTCAP: tl.constexpr):
+    """p = exp(s - lse) of raw products x, and the factor that softcap gives ds.
+
+    lse, natural logarithm, broadcasts against x.
+    """
+    if SOFTCAP:
+        t = tanh(x * inner_scale)
+        return tl.exp2(tl.fma(t, outer_scale, lse * -LOG2E)), 1.0 - t * t
+    else:
+        return tl.exp2(tl.fma(x, inner_scale, lse * -LOG2E)), 1.0
+
+
+@triton.jit
+def _load_stats(ptrs, cols, run, MASKED: tl.constexpr):
+    """lse or delta of q rows `cols`; with MASKED 0 outside the run."""
+    if MASKED:
+        return tl.load(ptrs, (cols >= run[0]) & (cols < run[1]), 0.0)
+    return tl.load(ptrs)
+
+
+@triton.jit
+def _dkdv_blocks(
+    dk,
+    dv,
+    k,
+    v,
+    q_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    stride_qm,
+    stride_qh,
+    stride_dm,
+    stride_dh,
+    num_rows,
+    rows,
+    span,
+    run,
+    inner_scale,
+    outer_scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_LO: tl.constexpr,
+    HAS_HI: tl.constexpr,
+    RAGGED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Adds what the q blocks [first, last) of a run give, of every head of the group.
+
+    dk k (BLOCK_N, BLOCK_D), dv v (BLOCK_N, BLOCK_DV), rows (BLOCK_N,) of kv. Blocks outside, heads
+    inside: a ring brings its q rows in the same order.
+    """
+    first, full_first, full_last, last = span
+    for i in range((last - first) * GROUP):
+        t = first * GROUP + i
+        block = t // GROUP
+        start = block * BLOCK_M
+        head = t % GROUP
+        cols = start + tl.arange(0, BLOCK_M)
+        stats = head * num_rows + cols
+        q_head = q_ptr + head.to(tl.int64) * stride_qh
+        q = load_block(q_head, start, run, stride_qm, HEAD_DIM, BLOCK_D, BLOCK_M, RAGGED)
+        dout_head = dout_ptr + head.to(tl.int64) * stride_dh
+        dout = load_block(dout_head, start, run, stride_dm, HEAD_DIM_V, BLOCK_DV, BLOCK_M, RAGGED)
+        kq = tl.dot(k, tl.trans(q), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
+        lse = _load_stats(lse_ptr + stats, cols, run, RAGGED)
+        p, slope = _probabilities(kq, lse[None, :], inner_scale, outer_scale, SOFTCAP)
+        if HAS_LO or HAS_HI or RAGGED:
+            if (block < full_first) | (block >= full_last):
+                visible = visible_pairs(rows[:, None], cols[None, :], run, HAS_LO, HAS_HI)
+                p = tl.where(visible, p, 0.0)
+        # Row statistics are loaded late and dv is added last: with 64 x 128 blocks of 128 dims this
+        # order fits into the registers of sm_90, and others that were tried spill.
+        dp = tl.dot(v, tl.trans(dout), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
+        delta = _load_stats(delta_ptr + stats, cols, run, RAGGED)
+        ds = p * (dp - delta[None, :]) * slope
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit
+def flash_dkdv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    blocks_ptr,
+    runs_ptr,
+    stride_qb,
+    stride_qm,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_db,
+    stride_dm,
+    stride_dh,
+    num_rows,
+    num_rows_kv,
+    nheads_kv,
+    batch_heads,
+    inner_scale,
+    outer_scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_LO: tl.constexpr,
+    HAS_HI: tl.constexpr,
+    RAGGED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """dk and dv of one block of kv rows of one kv head; rows are kv rows here, columns q rows."""
+    pid = tl.program_id(0)
+    block = pid // batch_heads
+    kv_head = pid % nheads_kv
+    batch = (pid % batch_heads) // nheads_kv
+    row_start, row_stop, first_run, last_run = load_block_row(blocks_ptr, block)
+
+    head = (kv_head * GROUP).to(tl.int64)
+    q_ptr += batch.to(tl.int64) * stride_qb + head * stride_qh
+    dout_ptr += batch.to(tl.int64) * stride_db + head * stride_dh
+    k_ptr += batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
+    v_ptr += batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
+    stat_offset = (batch * nheads_kv * GROUP + head) * num_rows
+    lse_ptr += stat_offset
+    delta_ptr += stat_offset
+    # Gradients are contiguous: (batch, rows, nheads_kv, dim).
+    dk_ptr += (batch.to(tl.int64) * num_rows_kv * nheads_kv + kv_head) * HEAD_DIM
+    dv_ptr += (batch.to(tl.int64) * num_rows_kv * nheads_kv + kv_head) * HEAD_DIM_V
+
+    rows = row_start + tl.arange(0, BLOCK_N)
+    inside = tl.minimum(rows, row_stop - 1)
+    k = load_rows(k_ptr, inside, stride_kn, HEAD_DIM, BLOCK_D)  # (BLOCK_N, BLOCK_D)
+    v = load_rows(v_ptr, inside, stride_vn, HEAD_DIM_V, BLOCK_DV)
+    dk = load_rows(dk_ptr, inside, nheads_kv * HEAD_DIM, HEAD_DIM, BLOCK_D)
+    dv = load_rows(dv_ptr, inside, nheads_kv * HEAD_DIM_V, HEAD_DIM_V, BLOCK_DV)
+
+    for i in range(first_run, last_run):
+        run = load_run(runs_ptr, i)
+        span = column_range(row_start, row_stop, run, BLOCK_M)
+        dk, dv = _dkdv_blocks(
+            dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, stride_qm, stride_qh, stride_dm,
+            stride_dh, num_rows, rows, span, run, inner_scale, outer_scale, GROUP, HEAD_DIM,
+            HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, HAS_LO, HAS_HI, RAGGED, SOFTCAP,
+        )  # fmt: skip
+
+    store_rows(dk_ptr, dk, rows, row_stop, nheads_kv * HEAD_DIM, HEAD_DIM, BLOCK_D)
+    store_rows(dv_ptr, dv, rows, row_stop, nheads_kv * HEAD_DIM_V, HEAD_DIM_V, BLOCK_DV)
+
+
+@triton.jit
+def _dq_blocks(
+    dq,
+    q,
+    dout,
+    lse,
+    delta,
+    k_ptr,
+    v_ptr,
+    stride_kn,
+    stride_vn,
+    rows,
+    span,
+    run,
+    inner_scale,
+    outer_scale,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_LO: tl.constexpr,
+    HAS_HI: tl.constexpr,
+    RAGGED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Adds what the kv blocks [first, last) of a run give, from the last down.
+
+    dq q (BLOCK_M, BLOCK_D), dout (BLOCK_M, BLOCK_DV), lse delta rows (BLOCK_M,).
+    """
+    first, full_first, full_last, last = span
+    for i in range(last - first):
+        block = last - 1 - i
+        start = block * BLOCK_N
+        k = load_block(k_ptr, start, run, stride_kn, HEAD_DIM, BLOCK_D, BLOCK_N, RAGGED)
+        v = load_block(v_ptr, start, run, stride_vn, HEAD_DIM_V, BLOCK_DV, BLOCK_N, RAGGED)
+        qk = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
+        p, slope = _probabilities(qk, lse[:, None], inner_scale, outer_scale, SOFTCAP)
+        if HAS_LO or HAS_HI or RAGGED:
+            if (block < full_first) | (block >= full_last):
+                cols = start + tl.arange(0, BLOCK_N)
+                visible = visible_pairs(rows[:, None], cols[None, :], run, HAS_LO, HAS_HI)
+                p = tl.where(visible, p, 0.0)
+        dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+        ds = p * (dp - delta[:, None]) * slope
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit
+def flash_dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    blocks_ptr,
+    runs_ptr,
+    stride_qb,
+    stride_qm,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_db,
+    stride_dm,
+    stride_dh,
+    num_rows,
+    nheads,
+    batch_heads,
+    inner_scale,
+    outer_scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_LO: tl.constexpr,
+    HAS_HI: tl.constexpr,
+    RAGGED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """dq of one block of q rows of one head."""
+    pid = tl.program_id(0)
+    block = pid // batch_heads
+    head = pid % nheads
+    batch = (pid % batch_heads) // nheads
+    row_start, row_stop, first_run, last_run = load_block_row(blocks_ptr, block)
+
+    kv_head = (head // GROUP).to(tl.int64)
+    q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
+    dout_ptr += batch.to(tl.int64) * stride_db + head.to(tl.int64) * stride_dh
+    k_ptr += batch.to(tl.int64) * stride_kb + kv_head * stride_kh
+    v_ptr += batch.to(tl.int64) * stride_vb + kv_head * stride_vh
+    stat_offset = (batch * nheads + head).to(tl.int64) * num_rows
+    # Contiguous: (batch, rows, nheads, HEAD_DIM).
+    dq_ptr += (batch.to(tl.int64) * num_rows * nheads + head) * HEAD_DIM
+
+    rows = row_start + tl.arange(0, BLOCK_M)
+    inside = tl.minimum(rows, row_stop - 1)
+    q = load_rows(q_ptr, inside, stride_qm, HEAD_DIM, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+    dout = load_rows(dout_ptr, inside, stride_dm, HEAD_DIM_V, BLOCK_DV)
+    lse = tl.load(lse_ptr + stat_offset + inside)
+    delta = tl.load(delta_ptr + stat_offset + inside)
+    dq = load_rows(dq_ptr, inside, nheads * HEAD_DIM, HEAD_DIM, BLOCK_D)
+
+    for i in range(first_run, last_run):
+        run = load_run(runs_ptr, i)
+        span = column_range(row_start, row_stop, run, BLOCK_N)
+        dq = _dq_blocks(
+            dq, q, dout, lse, delta, k_ptr, v_ptr, stride_kn, stride_vn, rows, span, run,
+            inner_scale, outer_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, HAS_LO,
+            HAS_HI, RAGGED, SOFTCAP,
+        )  # fmt: skip
+
+    store_rows(dq_ptr, dq, rows, row_stop, nheads * HEAD_DIM, HEAD_DIM, BLOCK_D)
+
+
+def delta_launch(out: Tensor, dout: Tensor, delta: Tensor, config: Config) -> Launch:
+    """The launch that writes delta (batch, nheads, rows) float32.
+
+    Args:
+        out: (batch, rows, nheads, headdim_v), any strides with the last one 1.
+        dout: likewise.
+        delta: contiguous.
+        config: only BLOCK_M and the warps matter.
+    """
+    batch, num_rows, nheads, headdim_v = out.shape
+    return Launch(
+        delta_kernel,
+        (triton.cdiv(num_rows, config.BLOCK_M), batch * nheads),
+        {
+            "out_ptr": out,
+            "dout_ptr": dout,
+            "delta_ptr": delta,
+            **_strides("o", "m", out),
+            **_strides("d", "m", dout),
+            "num_rows": num_rows,
+            "nheads": nheads,
+        },
+        {
+            "HEAD_DIM_V": headdim_v,
+            "BLOCK_DV": block_dim(headdim_v),
+            "BLOCK_M": config.BLOCK_M,
+        },
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+    )
+
+
+def dkdv_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    table: StepTable,
+    config: Config,
+    *,
+    softmax_scale: float,
+    softcap: float = 0.0,
+) -> Launch:
+    """The launch that adds one step's dk (without softmax_scale) and dv.
+
+    Args:
+        q: (batch, rows, nheads, headdim), any strides with the last one 1; likewise k, v, dout.
+        k: (batch, rows_kv, nheads_kv, headdim).
+        v: (batch, rows_kv, nheads_kv, headdim_v).
+        dout: (batch, rows, nheads, headdim_v).
+        lse: (batch, nheads, rows) float32, contiguous, over all keys of all steps.
+        delta: likewise.
+        dk: as k, float32, contiguous; continued in place.
+        dv: as v, likewise.
+        table: of kv rows x q rows (`transposed`), ascending.
+        config: tile sizes, warps and stages.
+        softmax_scale: positive.
+        softcap: 0 is none.
+    """
+    batch, num_rows, nheads, _ = q.shape
+    nheads_kv = k.size(2)
+    args = {
+        "q_ptr": q,
+        "k_ptr": k,
+        "v_ptr": v,
+        "dout_ptr": dout,
+        "lse_ptr": lse,
+        "delta_ptr": delta,
+        "dk_ptr": dk,
+        "dv_ptr": dv,
+        "blocks_ptr": table.blocks,
+        "runs_ptr": table.runs,
+        **_qkv_strides(q, k, v, dout),
+        "num_rows": num_rows,
+        "num_rows_kv": k.size(1),
+        "nheads_kv": nheads_kv,
+        "batch_heads": batch * nheads_kv,
+        **_scales(softmax_scale, softcap),
+    }
+    return Launch(
+        flash_dkdv_kernel,
+        (table.num_blocks * batch * nheads_kv,),
+        args,
+        _constants(q, k, v, table, config, softcap),
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+    )
+
+
+def dq_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    table: StepTable,
+    config: Config,
+    *,
+    softmax_scale: float,
+    softcap: float = 0.0,
+) -> Launch:
+    """The launch that adds one step's dq (without softmax_scale); arguments as of `dkdv_launch`.
+
+    Args:
+        q: (batch, rows, nheads, headdim).
+        k: (batch, rows_kv, nheads_kv, headdim).
+        v: (batch, rows_kv, nheads_kv, headdim_v).
+        dout: (batch, rows, nheads, headdim_v).
+        lse: (batch, nheads, rows).
+        delta: (batch, nheads, rows).
+        dq: as q, float32, contiguous; continued in place.
+        table: of q rows x kv rows, descending.
+        config: tile sizes, warps and stages.
+        softmax_scale: positive.
+        softcap: 0 is none.
+    """
+    batch, num_rows, nheads, _ = q.shape
+    args = {
+        "q_ptr": q,
+        "k_ptr": k,
+        "v_ptr": v,
+        "dout_ptr": dout,
+        "lse_ptr": lse,
+        "delta_ptr": delta,
+        "dq_ptr": dq,
+        "blocks_ptr": table.blocks,
+        "runs_ptr": table.runs,
+        **_qkv_strides(q, k, v, dout),
+        "num_rows": num_rows,
+        "nheads": nheads,
+        "batch_heads": batch * nheads,
+        **_scales(softmax_scale, softcap),
+    }
+    return Launch(
+        flash_dq_kernel,
+        (table.num_blocks * batch * nheads,),
+        args,
+        _constants(q, k, v, table, config, softcap),
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+    )
+
+
+def _strides(name: str, row: str, x: Tensor) -> dict[str, int]:
+    return {
+        f"stride_{name}b": x.stride(0),
+        f"stride_{name}{row}": x.stride(1),
+        f"stride_{name}h": x.stride(2),
+    }
+
+
+def _qkv_strides(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, int]:
+    return {
+        **_strides("q", "m", q),
+        **_strides("k", "n", k),
+        **_strides("v", "n", v),
+        **_strides("d", "m", dout),
+    }
+
+
+def _scales(softmax_scale: float, softcap: float) -> dict[str, float]:
+    inner_scale, outer_scale = score_scales(softmax_scale, softcap)
+    return {"inner_scale": inner_scale, "outer_scale": outer_scale}
+
+
+def _constants(
+    q: Tensor, k: Tensor, v: Tensor, table: StepTable, config: Config, softcap: float
+) -> Mapping[str, Any]:
+    return {
+        "GROUP": q.size(2) // k.size(2),
+        "HEAD_DIM": q.size(3),
+        "HEAD_DIM_V": v.size(3),
+        "BLOCK_D": block_dim(q.size(3)),
+        "BLOCK_DV": block_dim(v.size(3)),
+        "BLOCK_M": config.BLOCK_M,
+        "BLOCK_N": config.BLOCK_N,
+        "HAS_LO": table.has_lo,
+        "HAS_HI": table.has_hi,
+        "RAGGED": table.ragged,
+        "SOFTCAP": softcap != 0.0,
+    }

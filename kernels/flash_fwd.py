@@ -1,0 +1,435 @@
+"""Forward: every tile of a ring step folded into the running state of the queries, in one launch.
+
+A program takes one block of q rows of one head. It loads the state (acc, m, l) that earlier steps
+left, folds the blocks of keys that its rows see, and stores the state un-normalised, so that a ring
+continues the very arithmetic of a single pass; see `online_softmax` for the equations. The first
+step loads nothing. The last adds the sink, normalises, writes `out` in the input type and lse, and
+stores no state.
+
+    for each run of kv rows, from the last down:              (step_table)
+        blocks that its upper bound or end cuts     masked
+        blocks that every row sees whole            not masked
+        blocks that its lower bound or start cuts   masked
+
+Blocks are folded from the diagonal downwards, each on a grid that does not depend on the step. So
+for a contiguous causal ring, whose shards come by in that order too, a row's sums are the same at
+every world size if shards begin at multiples of BLOCK_N. A step without bands and ragged ends, as
+are all but the own of a zigzag ring, is compiled without any masking code.
+
+Scores and m are in base 2 inside and between steps; the lse that is written is the natural
+logarithm, float32, -inf for rows that saw nothing. Softmax statistics and acc are float32. Keys are
+never repeated for grouped heads: query head h reads kv head h // GROUP.
+
+Dao et al., arXiv 2205.14135 and 2307.08691; ring use, Liu et al., arXiv 2310.01889.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .configs import Config
+from .launch import Launch
+from .online_softmax import (
+    LOG2E,
+    online_softmax_add_sink,
+    online_softmax_finalize,
+    online_softmax_update,
+    tanh,
+)
+from .step_table import StepTable, column_range, load_block_row, load_run, visible_pairs
+
+
+@triton.jit
+def load_rows(ptr, rows, stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(len(rows), BLOCK_D) from rows of HEAD_DIM elements, zero beyond; every row must exist."""
+    dims = tl.arange(0, BLOCK_D)
+    ptrs = ptr + rows.to(tl.int64)[:, None] * stride + dims[None, :]
+    if HEAD_DIM == BLOCK_D:
+        return tl.load(ptrs)
+    return tl.load(ptrs, dims[None, :] < HEAD_DIM, 0.0)
+
+
+@triton.jit
+def store_rows(ptr, x, rows, row_stop, stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Stores the rows below `row_stop` of x (len(rows), BLOCK_D)."""
+    dims = tl.arange(0, BLOCK_D)
+    ptrs = ptr + rows.to(tl.int64)[:, None] * stride + dims[None, :]
+    inside = rows[:, None] < row_stop
+    if HEAD_DIM != BLOCK_D:
+        inside = inside & (dims[None, :] < HEAD_DIM)
+    tl.store(ptrs, x.to(ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def load_block(
+    ptr,
+    start,
+    run,
+    stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """(BLOCK, BLOCK_D): rows start, start + 1, ...; with MASKED those outside the run are zero."""
+    offs = tl.arange(0, BLOCK)
+    dims = tl.arange(0, BLOCK_D)
+    ptrs = (ptr + start.to(tl.int64) * stride) + (offs[:, None] * stride + dims[None, :])
+    if MASKED:
+        rows = start + offs
+        inside = ((rows >= run[0]) & (rows < run[1]))[:, None]
+        if HEAD_DIM != BLOCK_D:
+            inside = inside & (dims[None, :] < HEAD_DIM)
+        return tl.load(ptrs, inside, 0.0)
+    if HEAD_DIM == BLOCK_D:
+        return tl.load(ptrs)
+    return tl.load(ptrs, dims[None, :] < HEAD_DIM, 0.0)
+
+
+@triton.jit
+def _fold_blocks(
+    acc,
+    m_i,
+    l_i,
+    q,
+    k_ptr,
+    v_ptr,
+    stride_kn,
+    stride_vn,
+    rows,
+    span,
+    run,
+    inner_scale,
+    outer_scale,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_LO: tl.constexpr,
+    HAS_HI: tl.constexpr,
+    RAGGED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Folds the blocks [first, last) of a run of keys, from the last down.
+
+    One loop with a branch for the blocks at either end, rather than three loops: the pipeline is
+    filled once a run, and on sm_90 with 128 x 128 blocks three bodies spilled where one does not.
+
+    acc (BLOCK_M, BLOCK_DV), m_i l_i (BLOCK_M,), q (BLOCK_M, BLOCK_D), rows (BLOCK_M,).
+    """
+    MASKED: tl.constexpr = HAS_LO or HAS_HI or RAGGED
+    first, full_first, full_last, last = span
+    for i in range(last - first):
+        block = last - 1 - i
+        start = block * BLOCK_N
+        k = load_block(k_ptr, start, run, stride_kn, HEAD_DIM, BLOCK_D, BLOCK_N, RAGGED)
+        qk = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
+        if SOFTCAP:
+            qk = outer_scale * tanh(qk * inner_scale)
+        if MASKED:
+            if (block < full_first) | (block >= full_last):
+                cols = start + tl.arange(0, BLOCK_N)
+                visible = visible_pairs(rows[:, None], cols[None, :], run, HAS_LO, HAS_HI)
+                qk = tl.where(visible, qk, float("-inf"))
+        v = load_block(v_ptr, start, run, stride_vn, HEAD_DIM_V, BLOCK_DV, BLOCK_N, RAGGED)
+        qk_scale = 1.0 if SOFTCAP else inner_scale
+        acc, m_i, l_i = online_softmax_update(acc, m_i, l_i, qk, v, qk_scale, MASKED=MASKED)
+    return acc, m_i, l_i
+
+
+@triton.jit
+def _fold_whole_blocks(
+    acc,
+    m_i,
+    l_i,
+    q,
+    k_ptr,
+    v_ptr,
+    stride_kn,
+    stride_vn,
+    span,
+    run,
+    qk_scale,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """`_fold_blocks` where nothing is masked, with one warp that loads for two groups that compute.
+
+    It has the one shape that triton specialises on Hopper: descriptors made on the device, 4 warps,
+    a single loop without a branch.
+    """
+    first, _, _, last = span
+    k_rows = tl.make_tensor_descriptor(
+        k_ptr, [run[1], HEAD_DIM], [stride_kn, 1], [BLOCK_N, HEAD_DIM]
+    )
+    v_rows = tl.make_tensor_descriptor(
+        v_ptr, [run[1], HEAD_DIM_V], [stride_vn, 1], [BLOCK_N, HEAD_DIM_V]
+    )
+    for i in tl.range(last - first, warp_specialize=True):
+        start = (last - 1 - i) * BLOCK_N
+        qk = tl.dot(q, tl.trans(k_rows.load([start, 0])), input_precision="ieee")
+        v = v_rows.load([start, 0])
+        acc, m_i, l_i = online_softmax_update(acc, m_i, l_i, qk, v, qk_scale, MASKED=False)
+    return acc, m_i, l_i
+
+
+@triton.jit
+def flash_fwd_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    acc_ptr,
+    m_ptr,
+    l_ptr,
+    out_ptr,
+    lse_ptr,
+    sinks_ptr,
+    blocks_ptr,
+    runs_ptr,
+    stride_qb,
+    stride_qm,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    num_rows,
+    nheads,
+    batch_heads,
+    inner_scale,
+    outer_scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    HAS_LO: tl.constexpr,
+    HAS_HI: tl.constexpr,
+    RAGGED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+):
+    """One block of q rows of one head; heads run fastest, so the longest blocks start first."""
+    pid = tl.program_id(0)
+    block = pid // batch_heads
+    head = pid % nheads
+    batch = (pid % batch_heads) // nheads
+    row_start, row_stop, first_run, last_run = load_block_row(blocks_ptr, block)
+
+    kv_head = (head // GROUP).to(tl.int64)
+    q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
+    k_ptr += batch.to(tl.int64) * stride_kb + kv_head * stride_kh
+    v_ptr += batch.to(tl.int64) * stride_vb + kv_head * stride_vh
+    # State and out are contiguous: (batch, rows, nheads, HEAD_DIM_V) and (batch, nheads, rows).
+    stride_row = nheads * HEAD_DIM_V
+    acc_offset = batch.to(tl.int64) * num_rows * stride_row + head * HEAD_DIM_V
+    stat_offset = (batch * nheads + head).to(tl.int64) * num_rows
+
+    rows = row_start + tl.arange(0, BLOCK_M)
+    # Rows beyond the block repeat its last one: their loads need no mask, and they are not stored.
+    inside = tl.minimum(rows, row_stop - 1)
+    # (BLOCK_M, BLOCK_D)
+    if WARP_SPECIALIZE:
+        q_rows = tl.make_tensor_descriptor(
+            q_ptr, [row_stop, HEAD_DIM], [stride_qm, 1], [BLOCK_M, HEAD_DIM]
+        )
+        q = q_rows.load([row_start, 0])
+    else:
+        q = load_rows(q_ptr, inside, stride_qm, HEAD_DIM, BLOCK_D)
+    if FIRST:
+        acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+        m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        l_i = tl.zeros((BLOCK_M,), tl.float32)
+    else:
+        acc = load_rows(acc_ptr + acc_offset, inside, stride_row, HEAD_DIM_V, BLOCK_DV)
+        m_i = tl.load(m_ptr + stat_offset + inside)
+        l_i = tl.load(l_ptr + stat_offset + inside)
+
+    # The two ways are apart, since a branch or a loop around it keeps triton from specialising.
+    if WARP_SPECIALIZE:
+        run = load_run(runs_ptr, 0)
+        first, full_first, full_last, last = column_range(row_start, row_stop, run, BLOCK_N)
+        last = tl.where(first_run == last_run, first, last)  # rows without a run see nothing
+        acc, m_i, l_i = _fold_whole_blocks(
+            acc, m_i, l_i, q, k_ptr, v_ptr, stride_kn, stride_vn,
+            (first, full_first, full_last, last), run, inner_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_N,
+        )  # fmt: skip
+    else:
+        for i in range(first_run, last_run):
+            run = load_run(runs_ptr, i)
+            span = column_range(row_start, row_stop, run, BLOCK_N)
+            acc, m_i, l_i = _fold_blocks(
+                acc, m_i, l_i, q, k_ptr, v_ptr, stride_kn, stride_vn, rows, span, run,
+                inner_scale, outer_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, HAS_LO,
+                HAS_HI, RAGGED, SOFTCAP,
+            )  # fmt: skip
+
+    if LAST:
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + head) * LOG2E
+            acc, m_i, l_i = online_softmax_add_sink(acc, m_i, l_i, sink)
+        acc, lse = online_softmax_finalize(acc, m_i, l_i)
+        store_rows(out_ptr + acc_offset, acc, rows, row_stop, stride_row, HEAD_DIM_V, BLOCK_DV)
+        tl.store(lse_ptr + stat_offset + rows, lse, rows < row_stop)
+    else:
+        store_rows(acc_ptr + acc_offset, acc, rows, row_stop, stride_row, HEAD_DIM_V, BLOCK_DV)
+        tl.store(m_ptr + stat_offset + rows, m_i, rows < row_stop)
+        tl.store(l_ptr + stat_offset + rows, l_i, rows < row_stop)
+
+
+@dataclass
+class Carried:
+    """The state between two launches, or the results of the last.
+
+    Attributes:
+        acc: (batch, rows, nheads, headdim_v) float32; None where one launch does all.
+        m: (batch, nheads, rows) float32, in base 2.
+        l: (batch, nheads, rows) float32.
+        out: (batch, rows, nheads, headdim_v) in the input type; None before the last launch.
+        lse: (batch, nheads, rows) float32, natural logarithm.
+        sinks: (nheads,) float32 or None.
+    """
+
+    acc: Tensor | None = None
+    m: Tensor | None = None
+    l: Tensor | None = None
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    sinks: Tensor | None = None
+
+    def copy(self) -> Carried:
+        """The same values in memory of their own."""
+        values = (self.acc, self.m, self.l, self.out, self.lse, self.sinks)
+        return Carried(*(None if x is None else x.clone() for x in values))
+
+
+def score_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
+    """What raw products are multiplied with before and after tanh; without softcap, once."""
+    if softcap:
+        return softmax_scale / softcap, softcap * LOG2E.value
+    return softmax_scale * LOG2E.value, 1.0
+
+
+def can_specialize(q: Tensor, k: Tensor, v: Tensor, table: StepTable, softcap: float) -> bool:
+    """Whether a config with warp_specialize can run a step.
+
+    It wants one run of whole blocks without a mask, head dims without padding, and what the bulk
+    copies of sm_90 do: addresses and strides of rows that are multiples of 16 bytes.
+    """
+    whole = table.num_runs == 1 and not (table.has_lo or table.has_hi or table.ragged)
+    padded = any(block_dim(x.size(-1)) != x.size(-1) for x in (q, v))
+    aligned = all(
+        x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in x.stride()[:-1])
+        for x in (q, k, v)
+    )
+    return whole and not padded and aligned and softcap == 0.0
+
+
+@cache
+def block_dim(headdim: int) -> int:
+    """The power of two that holds a head dim; tl.dot takes no less than 16."""
+    return max(16, triton.next_power_of_2(headdim))
+
+
+def forward_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Carried,
+    table: StepTable,
+    config: Config,
+    *,
+    softmax_scale: float,
+    softcap: float = 0.0,
+    first: bool,
+    last: bool,
+) -> Launch:
+    """The launch that folds one step.
+
+    Args:
+        q: (batch, rows, nheads, headdim), any strides with the last one 1.
+        k: (batch, rows_kv, nheads_kv, headdim), likewise.
+        v: (batch, rows_kv, nheads_kv, headdim_v), likewise.
+        state: allocated by the caller: acc, m, l unless first and last; out and lse if last.
+        table: of q rows x kv rows, descending, for this config's blocks; first and last need blocks
+            for all rows.
+        config: tile sizes, warps and stages.
+        softmax_scale: positive.
+        softcap: 0 is none.
+        first: nothing is loaded of the state.
+        last: out and lse are written instead of the state.
+    """
+    if config.warp_specialize:
+        # Descriptors are made on the device, in memory that the launch brings along. The allocator
+        # belongs to the calling context, which in a backward is one of autograd's threads.
+        triton.set_allocator(_descriptor_memory)
+    batch, num_rows, nheads, headdim = q.shape
+    inner_scale, outer_scale = score_scales(softmax_scale, softcap)
+    return Launch(
+        flash_fwd_kernel,
+        (table.num_blocks * batch * nheads,),
+        {
+            "q_ptr": q,
+            "k_ptr": k,
+            "v_ptr": v,
+            "acc_ptr": state.acc,
+            "m_ptr": state.m,
+            "l_ptr": state.l,
+            "out_ptr": state.out,
+            "lse_ptr": state.lse,
+            "sinks_ptr": state.sinks,
+            "blocks_ptr": table.blocks,
+            "runs_ptr": table.runs,
+            "stride_qb": q.stride(0),
+            "stride_qm": q.stride(1),
+            "stride_qh": q.stride(2),
+            "stride_kb": k.stride(0),
+            "stride_kn": k.stride(1),
+            "stride_kh": k.stride(2),
+            "stride_vb": v.stride(0),
+            "stride_vn": v.stride(1),
+            "stride_vh": v.stride(2),
+            "num_rows": num_rows,
+            "nheads": nheads,
+            "batch_heads": batch * nheads,
+            "inner_scale": inner_scale,
+            "outer_scale": outer_scale,
+        },
+        {
+            "GROUP": nheads // k.size(2),
+            "HEAD_DIM": headdim,
+            "HEAD_DIM_V": v.size(3),
+            "BLOCK_D": block_dim(headdim),
+            "BLOCK_DV": block_dim(v.size(3)),
+            "BLOCK_M": config.BLOCK_M,
+            "BLOCK_N": config.BLOCK_N,
+            "FIRST": first,
+            "LAST": last,
+            "HAS_LO": table.has_lo,
+            "HAS_HI": table.has_hi,
+            "RAGGED": table.ragged,
+            "SOFTCAP": softcap != 0.0,
+            "HAS_SINKS": state.sinks is not None,
+            "WARP_SPECIALIZE": config.warp_specialize,
+        },
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+    )
+
+
+def _descriptor_memory(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")

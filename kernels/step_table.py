@@ -1,0 +1,191 @@
+"""What a launch visits, as two small integer tables: blocks of rows, and the columns they see.
+
+A rectangle is (row_start, row_stop, col_start, col_stop, lo, hi): its rows see those of its columns
+with `lo <= col - row <= hi`; a bound of None cuts nothing off. Forward and dq take q rows and kv
+columns, dk/dv takes kv rows and q columns (`transposed`). Rows are cut where rectangles begin and
+end, so that all rows of a block see the same rectangles, then into blocks of BLOCK_ROWS:
+
+    runs    (num_runs, 4)   col_start, col_stop, lo, hi
+    blocks  (num_blocks, 4) row_start, row_stop, first_run, last_run (exclusive), most work first
+
+Columns are visited in blocks on a grid that begins at column 0, not at the run: so a row meets the
+same blocks of columns wherever a sequence is cut at multiples of BLOCK_COLS, and its sums have the
+same bits. Which blocks those are a program works out by itself, from `column_range`:
+
+    cols            first      full_first            full_last      last
+    row_start         .  [ masked ][    no mask needed     ][ masked ]  .
+    row_stop - 1      every block in [first, last) holds a visible pair
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+Rectangle = tuple[int, int, int, int, int | None, int | None]
+
+# A bound that no difference of rows reaches, with room to add a row to it in int32.
+UNBOUNDED = 1 << 30
+
+# Ragged columns at the end of a run, or at its start, need a mask as a band does.
+COLUMNS = 4
+
+
+@triton.jit
+def load_block_row(blocks_ptr, block):
+    """(row_start, row_stop, first_run, last_run) of a block."""
+    row = blocks_ptr + 4 * block
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+
+
+@triton.jit
+def load_run(runs_ptr, run):
+    """(col_start, col_stop, lo, hi) of a run."""
+    row = runs_ptr + 4 * run
+    return tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+
+
+@triton.jit
+def column_range(row_start, row_stop, run, BLOCK_COLS: tl.constexpr):
+    """(first, full_first, full_last, last): blocks [first, last) of a run hold a visible pair.
+
+    Of them [full_first, full_last) need no mask.
+    """
+    col_start, col_stop, lo, hi = run
+    first = tl.maximum(col_start, row_start + lo) // BLOCK_COLS
+    last = tl.cdiv(tl.minimum(col_stop, row_stop + hi), BLOCK_COLS)
+    full_first = tl.cdiv(tl.maximum(col_start, row_stop - 1 + lo), BLOCK_COLS)
+    full_last = tl.minimum(col_stop, row_start + hi + 1) // BLOCK_COLS
+    full_first = tl.minimum(tl.maximum(full_first, first), last)
+    full_last = tl.maximum(tl.minimum(full_last, last), full_first)
+    return first, full_first, full_last, last
+
+
+@triton.jit
+def visible_pairs(rows, cols, run, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr):
+    """Which pairs of `rows` and `cols`, broadcast together, lie in the run and its band."""
+    col_start, col_stop, lo, hi = run
+    visible = (cols >= col_start) & (cols < col_stop)
+    if HAS_LO:
+        visible = visible & (cols - rows >= lo)
+    if HAS_HI:
+        visible = visible & (cols - rows <= hi)
+    return visible
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """A launch's blocks and runs on a device, and what is known of them on the host.
+
+    Attributes:
+        blocks: (num_blocks, 4) int32.
+        runs: (num_runs, 4) int32.
+        num_blocks: programs per head.
+        num_runs: rows of `runs`.
+        has_lo: some run has a lower bound.
+        has_hi: some run has an upper bound.
+        ragged: some run begins or ends within a block of columns.
+        visits: pairs of a block of rows and a block of columns that a head's programs compute.
+    """
+
+    blocks: Tensor
+    runs: Tensor
+    num_blocks: int
+    num_runs: int
+    has_lo: bool
+    has_hi: bool
+    ragged: bool
+    visits: int
+
+
+def transposed(rectangles: Sequence[Rectangle]) -> list[Rectangle]:
+    """The rectangles with rows and columns exchanged."""
+    return [
+        (c0, c1, r0, r1, None if hi is None else -hi, None if lo is None else -lo)
+        for r0, r1, c0, c1, lo, hi in rectangles
+    ]
+
+
+def make_step_table(
+    rectangles: Sequence[Rectangle],
+    block_rows: int,
+    block_cols: int,
+    device: torch.device,
+    *,
+    descending: bool,
+    num_rows: int = 0,
+) -> StepTable:
+    """The table of a step.
+
+    Args:
+        rectangles: of the step, in local indices; those over the same rows have disjoint columns.
+        block_rows: rows that a program takes.
+        block_cols: columns that it takes at a time.
+        device: where the tables go.
+        descending: a row's runs are folded from the last column down, else from the first up.
+        num_rows: blocks are made for the rows [0, num_rows) that no rectangle holds, too, with no
+            runs: for launches that write something for every row.
+    """
+    runs: list[tuple[int, int, int, int]] = []
+    blocks: list[tuple[int, int, int, int, int]] = []
+    for start, stop, seen in _row_runs(rectangles, num_rows):
+        if not seen and not num_rows:
+            continue
+        first = len(runs)
+        runs += [_bounded(r) for r in (reversed(seen) if descending else seen)]
+        for row in range(start, stop, block_rows):
+            end = min(row + block_rows, stop)
+            work = sum(_visits(row, end, run, block_cols) for run in runs[first:])
+            blocks.append((row, end, first, len(runs), work))
+    # Programs start in this order: the longest first, so that none is left running alone.
+    blocks.sort(key=lambda block: -block[COLUMNS])
+    return StepTable(
+        blocks=_to_device([block[:COLUMNS] for block in blocks], device),
+        runs=_to_device(runs, device),
+        num_blocks=len(blocks),
+        num_runs=len(runs),
+        has_lo=any(r[4] is not None for r in rectangles),
+        has_hi=any(r[5] is not None for r in rectangles),
+        ragged=any(r[2] % block_cols or r[3] % block_cols for r in rectangles),
+        visits=sum(block[COLUMNS] for block in blocks),
+    )
+
+
+def _row_runs(
+    rectangles: Sequence[Rectangle], num_rows: int
+) -> Iterator[tuple[int, int, list[Rectangle]]]:
+    """Rows [start, stop) that see the same rectangles, and these by their columns."""
+    cuts = sorted(
+        {cut for r in rectangles for cut in r[:2]} | ({0, num_rows} if num_rows else set())
+    )
+    waiting = sorted(rectangles, key=lambda r: r[0], reverse=True)
+    seen: list[Rectangle] = []
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        seen = [r for r in seen if r[1] > start]
+        while waiting and waiting[-1][0] == start:
+            seen.append(waiting.pop())
+        seen.sort(key=lambda r: r[2])
+        yield start, stop, seen
+
+
+def _bounded(rectangle: Rectangle) -> tuple[int, int, int, int]:
+    _, _, start, stop, lo, hi = rectangle
+    return start, stop, -UNBOUNDED if lo is None else lo, UNBOUNDED if hi is None else hi
+
+
+def _visits(row_start: int, row_stop: int, run: tuple[int, int, int, int], block_cols: int) -> int:
+    """Blocks of columns that hold a visible pair: `column_range` on the host."""
+    start, stop, lo, hi = run
+    first = max(start, row_start + lo) // block_cols
+    last = -(-min(stop, row_stop + hi) // block_cols)
+    return max(last - first, 0)
+
+
+def _to_device(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    # A table without rows is never read, but a kernel wants a pointer.
+    return torch.tensor(rows or [(0,) * COLUMNS], dtype=torch.int32).to(device)

@@ -1,0 +1,366 @@
+"""Our own kernels: all tiles of a step in one launch, and the same bits however steps are cut.
+
+On CUDA (and ROCm) they are compiled at first use. On a CPU, when asked for by name, they run in
+Triton's interpreter: the same code, for tests, some thousand times slower, in float16 and float32.
+
+State and gradients are continued in place by one folding order, from the diagonal downwards for
+out and dq and upwards for dk and dv. So a row's sums do not depend on how the tiles were spread
+over steps, as long as the steps come in that order and cut at multiples of `bits_unit`; that is so
+of a causal ring over contiguous shards. Zigzag and striped rings, windows and documents fold in
+an order of their own: two runs are equal bit for bit, two world sizes are not.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ring_attn.plan import MaskKind, Tile
+from ring_attn.spec import AttentionSpec, Scores
+
+if TYPE_CHECKING:
+    from ring_attn.kernels.configs import Config
+    from ring_attn.kernels.flash_fwd import Carried
+    from ring_attn.kernels.launch import Launch
+    from ring_attn.kernels.step_table import StepTable
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEADDIM = 256
+
+# Steps whose tables are kept on the device: more than a few models' plans have.
+TABLES_KEPT = 1024
+
+
+@dataclass
+class TritonState:
+    """What the launches of a call carry on, and where the last one writes.
+
+    Attributes:
+        q: the queries, whose state this is.
+        headdim_v: of v.
+        carried: (acc, m in base 2, l), or out and lse after the last launch.
+        started: something has been folded.
+    """
+
+    q: Tensor
+    headdim_v: int
+    carried: Carried
+    started: bool = False
+
+
+class TritonBackend:
+    """Forward in one launch a step; backward in one for dq and one for dk and dv."""
+
+    name = "triton"
+    in_order = True
+    # No block of any config is longer; all divide it.
+    bits_unit = 128
+
+    def __init__(self) -> None:
+        """No kernel is imported before the first call."""
+        self._tables: OrderedDict[tuple[Any, ...], tuple[Any, StepTable]] = OrderedDict()
+
+    def supports(self, spec: AttentionSpec, *, named: bool = False) -> str | None:
+        """float16, bfloat16, float32 and head dims up to 256, on GPUs of compute capability 8.0."""
+        if find_spec("triton") is None:
+            return "triton is not installed (pip install triton)"
+        if spec.dtype not in DTYPES:
+            return f"takes float16, bfloat16 and float32, not {spec.dtype}"
+        if max(spec.headdim, spec.headdim_v) > MAX_HEADDIM:
+            dims = f"{spec.headdim} and {spec.headdim_v}"
+            return f"takes head dims up to {MAX_HEADDIM}, got {dims}"
+        if spec.device_type == "cpu":
+            return self._interpreter_supports(spec, named)
+        if spec.device_type != "cuda":
+            return f"runs on cuda, and in the interpreter on cpu, not on {spec.device_type}"
+        if not torch.cuda.is_available():
+            return "needs a GPU that torch can use"
+        if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
+            return "needs a GPU of compute capability 8.0 or newer"
+        return None
+
+    def new_state(self, q: Tensor, headdim_v: int, sinks: Tensor | None = None) -> TritonState:
+        """The empty state of q's rows."""
+        from ring_attn.kernels.flash_fwd import Carried
+
+        sinks = None if sinks is None else sinks.contiguous()
+        return TritonState(_unit_stride(q), headdim_v, Carried(sinks=sinks))
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Sequence[Tile],
+        state: TritonState,
+        *,
+        scores: Scores,
+        last: bool = False,
+    ) -> TritonState:
+        """Folds the tiles of one step into the state; the last step writes out and lse instead."""
+        from ring_attn.kernels.configs import select
+        from ring_attn.kernels.flash_fwd import can_specialize, forward_launch
+
+        if state.carried.out is not None and not tiles:
+            return state
+        q, k, v = (_unit_stride(x) for x in (q, k, v))
+        carried, first = state.carried, not state.started
+        batch, rows, nheads, _ = q.shape
+        if first and not last:
+            carried.acc = _float32(q, batch, rows, nheads, state.headdim_v)
+            carried.m, carried.l = (_float32(q, batch, nheads, rows) for _ in range(2))
+        if last:
+            carried.out = q.new_empty(batch, rows, nheads, state.headdim_v)
+            carried.lse = _float32(q, batch, nheads, rows)
+        # Every row is touched by the first launch and by the last, whether it sees a key or not.
+        num_rows = rows if first or last else 0
+
+        def launch(config: Config, carried: Carried) -> Launch:
+            table = self._table(tiles, config, q.device, num_rows=num_rows)
+            if config.warp_specialize and not can_specialize(q, k, v, table, scores.softcap):
+                return launch(select("fwd", q, state.headdim_v), carried)
+            return forward_launch(
+                q, k, v, carried, table, config, softmax_scale=scores.softmax_scale,
+                softcap=scores.softcap, first=first, last=last,
+            )  # fmt: skip
+
+        whole = len(tiles) == 1 and tiles[0].kind is MaskKind.FULL
+        kind = "fwd_whole" if whole else "fwd"
+        call = (q.shape, k.shape, tiles and tiles[0].kind, first, last, scores)
+        config = _config(kind, q, v, call, lambda config: launch(config, carried.copy()))
+        _run(launch(config, carried), q)
+        state.started = True
+        if last:
+            carried.acc = carried.m = carried.l = None
+        return state
+
+    def finalize(self, state: TritonState, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`out` and `lse` as the last launch wrote them."""
+        q, carried = state.q, state.carried
+        if carried.out is None:
+            # Nothing was the last step of this rank: it may have had no tiles at all.
+            none = q.new_empty(q.size(0), 0, q.size(2), state.headdim_v)
+            self.forward(q, none, none, (), state, scores=Scores(1.0), last=True)
+        assert carried.out is not None and carried.lse is not None, "the last launch makes both"
+        return carried.out.to(dtype), carried.lse
+
+    def delta(self, out: Tensor, dout: Tensor) -> Tensor:
+        """(batch, nheads, rows) float32 rowsum(dO * O)."""
+        from ring_attn.kernels.configs import select
+        from ring_attn.kernels.flash_bwd import delta_launch
+
+        out, dout = _unit_stride(out), _unit_stride(dout)
+        delta = _float32(out, out.size(0), out.size(2), out.size(1))
+        _run(delta_launch(out, dout, delta, select("delta", out, out.size(3))), out)
+        return delta
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        tiles: Sequence[Tile],
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        *,
+        scores: Scores,
+        out: Tensor | None = None,
+    ) -> None:
+        """Adds the tiles' gradients; to dq and dk without softmax_scale."""
+        self.backward_q(q, k, v, dout, lse, delta, tiles, dq, scores=scores)
+        self.backward_kv(q, k, v, dout, lse, delta, tiles, dk, dv, scores=scores)
+
+    def backward_q(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        tiles: Sequence[Tile],
+        dq: Tensor,
+        *,
+        scores: Scores,
+    ) -> None:
+        """Adds the tiles' gradients to dq."""
+        from ring_attn.kernels.flash_bwd import dq_launch
+
+        if not tiles:
+            return
+        q, k, v, dout = (_unit_stride(x) for x in (q, k, v, dout))
+
+        def launch(config: Config, dq: Tensor) -> Launch:
+            return dq_launch(
+                q, k, v, dout, lse, delta, dq, self._table(tiles, config, q.device), config,
+                softmax_scale=scores.softmax_scale, softcap=scores.softcap,
+            )  # fmt: skip
+
+        call = (q.shape, k.shape, tiles[0].kind, scores)
+        kind = "dq_softcap" if scores.softcap else "dq"
+        config = _config(kind, q, v, call, lambda config: launch(config, dq.clone()))
+        _run(launch(config, dq), q)
+
+    def backward_kv(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        tiles: Sequence[Tile],
+        dk: Tensor,
+        dv: Tensor,
+        *,
+        scores: Scores,
+    ) -> None:
+        """Adds the tiles' gradients to dk and dv."""
+        from ring_attn.kernels.flash_bwd import dkdv_launch
+
+        if not tiles:
+            return
+        q, k, v, dout = (_unit_stride(x) for x in (q, k, v, dout))
+
+        def launch(config: Config, dk: Tensor, dv: Tensor) -> Launch:
+            table = self._table(tiles, config, q.device, kv_rows=True)
+            return dkdv_launch(
+                q, k, v, dout, lse, delta, dk, dv, table, config,
+                softmax_scale=scores.softmax_scale, softcap=scores.softcap,
+            )  # fmt: skip
+
+        call = (q.shape, k.shape, tiles[0].kind, scores)
+        kind = "dkdv_softcap" if scores.softcap else "dkdv"
+        config = _config(kind, q, v, call, lambda config: launch(config, dk.clone(), dv.clone()))
+        _run(launch(config, dk, dv), q)
+
+    def gradient_factor(self, scores: Scores) -> float:
+        """dq and dk are summed without softmax_scale: 16-bit products keep more bits so."""
+        return scores.softmax_scale
+
+    def forward_bytes(self, spec: AttentionSpec, rows: int, steps: Sequence[Sequence[Tile]]) -> int:
+        """out and lse, and beside them acc, m and l where more than one step has tiles."""
+        statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
+        results = (
+            spec.batch * rows * spec.nheads * spec.headdim_v * spec.dtype.itemsize + statistics
+        )
+        carried = statistics * (spec.headdim_v + 2) if sum(map(bool, steps)) > 1 else 0
+        return results + carried
+
+    def workspace_bytes(
+        self,
+        spec: AttentionSpec,
+        tiles: Sequence[Tile],
+        *,
+        backward: bool = False,
+        rebuilds_out: bool = False,
+    ) -> int:
+        """None: kernels keep what they need on the chip."""
+        return 0
+
+    def _interpreter_supports(self, spec: AttentionSpec, named: bool) -> str | None:
+        if not named:
+            return "runs on a CPU only in Triton's interpreter, and so only when asked for by name"
+        if find_spec("numpy") is None:
+            return "Triton's interpreter needs numpy, which is not installed"
+        if spec.dtype == torch.bfloat16:
+            return "bfloat16 arithmetic is wrong in Triton's interpreter: use float16 or float32"
+        if not _use_interpreter():
+            return (
+                "triton has been imported for a GPU already: set TRITON_INTERPRET=1 before that "
+                "to run on a CPU"
+            )
+        return None
+
+    def _table(
+        self,
+        tiles: Sequence[Tile],
+        config: Config,
+        device: torch.device,
+        *,
+        kv_rows: bool = False,
+        num_rows: int = 0,
+    ) -> StepTable:
+        """The step's table for a config's blocks, kept by the identity of the plan's tiles."""
+        from ring_attn.kernels.step_table import make_step_table, transposed
+
+        blocks = (config.BLOCK_N, config.BLOCK_M) if kv_rows else (config.BLOCK_M, config.BLOCK_N)
+        key = (id(tiles), blocks, device, kv_rows, num_rows)
+        if key in self._tables:
+            self._tables.move_to_end(key)
+            return self._tables[key][1]
+        rectangles = [
+            (tile.q.start, tile.q.stop, tile.kv.start, tile.kv.stop, tile.band.lo, tile.band.hi)
+            for tile in tiles
+        ]
+        if kv_rows:
+            rectangles = transposed(rectangles)
+        table = make_step_table(
+            rectangles, *blocks, device, descending=not kv_rows, num_rows=num_rows
+        )
+        # The tiles are kept beside their table, so that no other tuple can take over their id.
+        self._tables[key] = tiles, table
+        if len(self._tables) > TABLES_KEPT:
+            self._tables.popitem(last=False)
+        return table
+
+
+def _config(
+    kind: str, q: Tensor, v: Tensor, call: object, scratch_launch: Callable[[Config], Launch]
+) -> Config:
+    """The frozen config of a kernel, or with RING_ATTN_AUTOTUNE=1 the fastest of its candidates."""
+    from ring_attn.kernels import configs
+
+    if configs.autotune_enabled():
+        return configs.search(kind, q, v.size(3), call, scratch_launch)
+    return configs.select(kind, q, v.size(3))
+
+
+def _run(launch: Launch, x: Tensor) -> None:
+    if x.device.type == "cpu":
+        _warn_of_interpreter()
+        launch.run()
+    else:
+        with torch.cuda.device(x.device):
+            launch.run()
+
+
+def _use_interpreter() -> bool:
+    """Whether kernels run in the interpreter, which triton settles when it is first imported."""
+    if "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+@cache
+def _warn_of_interpreter() -> None:
+    warnings.warn(
+        "backend='triton' on CPU tensors runs in Triton's interpreter: for tests, some thousand "
+        "times slower than the other backends",
+        stacklevel=2,
+    )
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    """x with adjacent elements in the last dim, which all kernels take for granted."""
+    return x if x.stride(-1) == 1 or x.size(-1) == 1 else x.contiguous()
+
+
+def _float32(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=like.device)

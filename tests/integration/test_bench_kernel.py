@@ -1,0 +1,397 @@
+"""`ring-attn bench kernel` on a CPU: its figures, its report, and what it says it cannot do."""
+
+import argparse
+import json
+import math
+import sys
+import threading
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ring_attn.backends import get_backend
+from ring_attn.bench import kernel, kernel_report, local_ring, timing
+from ring_attn.bench.implementations import Attention, Data, Ours, Problem, make, unavailable
+from ring_attn.bench.judge import Judge
+from ring_attn.bench.local_ring import LocalRing, Times, timed_calls
+from ring_attn.bench.timing import HostWatch
+from ring_attn.cli import main
+
+CPU = torch.device("cpu")
+TINY = "--device cpu --seqlen 64 --head-dim 16 --heads 4/2 --tokens 128 --iters 2 --quiet"
+
+
+def problem(**changes: Any) -> Problem:
+    sizes: dict[str, Any] = {
+        "batch": 2, "seqlen": 96, "heads": 4, "kv_heads": 2, "head_dim": 16, "causal": True,
+        "dtype": torch.float32, "device": CPU,
+    }  # fmt: skip
+    return Problem(**{**sizes, **changes})
+
+
+def report_of(words: str, path: Path, status: int = 0) -> dict[str, Any]:
+    """Runs the command and reads its report."""
+    assert main(["bench", "kernel", *words.split(), "--json", str(path)]) == status
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
+
+
+def setting(words: str) -> kernel.Setting:
+    parser = argparse.ArgumentParser()
+    kernel.add_arguments(parser)
+    return kernel.setting_of(parser.parse_args(words.split()))
+
+
+class Steps:
+    """A watch whose marks are a millisecond apart, then two, then three."""
+
+    def __init__(self) -> None:
+        self._next, self._gap = 0.0, 0.0
+
+    def ready(self, head_start_ms: float) -> None:
+        self._gap = 0.0
+
+    def mark(self) -> float:
+        self._next += self._gap
+        self._gap += 1.0
+        return self._next
+
+    def ms(self, start: float, stop: float) -> float:
+        return stop - start
+
+    def done(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_flops_by_hand(causal: bool) -> None:
+    one = problem(batch=2, seqlen=4, heads=3, kv_heads=1, head_dim=8, causal=causal)
+    # Of a head and batch entry: two products of 2 x 8 operations for each of 10 pairs (16 if full).
+    pairs = 10 if causal else 16
+    assert one.area == pairs
+    assert one.flops("fwd") == 4 * pairs * 8 * 3 * 2
+    assert one.flops("bwd") == 2.5 * one.flops("fwd")
+    assert one.flops("fwd_bwd") == 3.5 * one.flops("fwd")
+
+
+def test_figures_of_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "watch_for", lambda device: Steps())
+    words = "--device cpu --seqlen 64 --head-dim 16 --heads 4/2 --tokens 128 --ring 0 --no-causal"
+    run = kernel.Bench(setting(f"{words} --implementations ours"))
+    run.peak = 1e-3
+    run.run()
+    fwd, bwd, both = run.rows
+    assert (fwd.median_ms, bwd.median_ms, both.median_ms) == (1.0, 2.0, 3.0)
+    assert (fwd.p20_ms, fwd.p80_ms, fwd.samples) == (1.0, 1.0, 3)
+    assert fwd.batch == 2
+    # 4 x 64 x 64 pairs x 16 x 4 heads x 2 batch entries = 2097152 in a millisecond.
+    assert fwd.tflops == pytest.approx(2.097152e-3)
+    assert bwd.tflops == pytest.approx(2.5 * 2.097152e-3 / 2)
+    assert both.tflops == pytest.approx(3.5 * 2.097152e-3 / 3)
+    assert fwd.peak_share == pytest.approx(2.097152)
+
+
+def test_report_table_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = TINY.replace("--quiet", "--ring 2 --ring-seqlen 32 --plot ") + str(tmp_path / "x.png")
+    report = report_of(words, tmp_path / "x.json")
+    assert {"machine", "gpu_state", "command", "setting", "peak_tflops", "seconds"} <= set(report)
+    assert report["failures"] == []
+    again = setting(report["command"].removeprefix("ring-attn bench kernel "))
+    assert again == setting(words)
+    rows = {(row["impl"], row["mode"], row["causal"]): row for row in report["rows"]}
+    for impl in ("ours", "torch-flash"):
+        for mode in ("fwd", "bwd", "fwd_bwd"):
+            for causal in (True, False):
+                row = rows[impl, mode, causal]
+                assert 0 < row["p20_ms"] <= row["median_ms"] <= row["p80_ms"]
+                assert row["tflops"] > 0 and row["host_ms"] > 0
+                assert 0 < row["max_ratio"] <= 1
+                assert (row["seqlen"], row["batch"], row["samples"]) == (64, 2, 2)
+    assert {row["layout"] for row in report["ring"]} == {"zigzag", "contiguous"}
+    for row in report["ring"]:
+        assert row["world_size"] == 2 and row["seqlen"] == 64
+        assert len(row["kernels_ms"]) == len(row["rank_ms"]) == 2
+        kernels, ranks = row["kernels_ms"], row["rank_ms"]
+        assert all(0 < a < b for a, b in zip(kernels, ranks, strict=True))
+        assert row["share_ms"] == pytest.approx(row["whole_kernels_ms"] / 2)
+        assert row["efficiency"] == pytest.approx(row["share_ms"] / max(kernels))
+        assert row["overhead"] == pytest.approx(sum(kernels) / row["whole_kernels_ms"] - 1)
+        assert row["steps"] == (4 if row["mode"] == "fwd_bwd" else 2)
+        assert row["host_ms_per_step"] > 0 and 0 < row["max_ratio"] <= 1
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert "4/2 heads of 16, causal" in shown and "ring of 2 on one device, 64 in all" in shown
+
+
+def test_what_cannot_run_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of(f"{TINY} --ring 0 --causal", tmp_path / "x.json")
+    assert report["unavailable"]["cudnn"] == "runs on CUDA, got cpu"
+    assert report["unavailable"]["flash-attn-4"] == "the package flash_attn.cute is not installed"
+    (flex,) = (row for row in report["rows"] if row["impl"] == "flex")
+    assert flex["median_ms"] is None
+    assert flex["note"].startswith("cannot run: NotImplementedError: FlexAttention does not supp")
+    shown = capsys.readouterr().out
+    assert "flex: cannot run: NotImplementedError" in shown and "cudnn: runs on CUDA" in shown
+
+
+def test_flex_forward_runs_uncompiled_on_a_cpu(tmp_path: Path) -> None:
+    words = f"{TINY} --ring 0 --mode fwd --implementations flex,ours"
+    rows = report_of(words, tmp_path / "x.json")["rows"]
+    assert {(row["impl"], row["mode"]) for row in rows} == {("flex", "fwd"), ("ours", "fwd")}
+    assert all(row["max_ratio"] <= 1 and row["median_ms"] > 0 for row in rows)
+
+
+def test_a_budget_ends_the_run_and_says_what_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{TINY} --ring 0 --implementations ours --budget 0"
+    report = report_of(words, tmp_path / "x.json")
+    assert [row["note"] for row in report["rows"]] == ["not measured: beyond the budget of 0 s"] * 2
+    assert "2 cells not measured: beyond the budget of 0 s" in capsys.readouterr().out
+
+
+def test_a_cell_that_would_outlast_the_budget_is_left_out() -> None:
+    run = kernel.Bench(setting(f"{TINY} --ring 0 --budget 100"))
+    small, large = problem(seqlen=64), problem(seqlen=6400)
+    run._largest = small.flops("fwd_bwd"), 1.0 / small.flops("fwd_bwd")  # it took a second
+    assert run._not_measured(small) == ""
+    assert run._not_measured(large).startswith("not measured")
+
+
+def test_a_wrong_result_of_ours_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Ours, "results", lambda self: [1.01 * x for x in self._results])
+    report = report_of(f"{TINY} --ring 0 --causal --implementations ours", tmp_path / "x.json", 1)
+    assert report["rows"][0]["note"].startswith("wrong: out of 64: error")
+    assert report["rows"][0]["max_ratio"] > 1
+    assert "ours, 4/2 heads of 16, causal, 2 x 64: out of 64" in capsys.readouterr().out
+
+
+def test_an_error_of_ours_is_a_failure_and_of_a_peer_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def raising(name: str, *args: Any, **options: Any) -> Attention:
+        if name == "torch-flash":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        raise ArithmeticError("made to fail")
+
+    monkeypatch.setattr(kernel, "make", raising)
+    words = f"{TINY} --ring 0 --causal --implementations ours,torch-flash"
+    report = report_of(words, tmp_path / "x.json", status=1)
+    notes = {row["impl"]: row["note"] for row in report["rows"]}
+    assert notes == {
+        "ours": "cannot run: ArithmeticError: made to fail",
+        "torch-flash": "cannot run: out of memory",
+    }
+    (failure,) = report["failures"]
+    assert failure.startswith("ours, 4/2 heads of 16, causal, 2 x 64: ArithmeticError")
+    assert "made to fail" in capsys.readouterr().err  # the traceback
+
+
+def test_a_backend_that_refuses_is_no_failure(tmp_path: Path) -> None:
+    words = f"{TINY} --causal --ring 2 --ring-seqlen 32 --implementations ours --backend cudnn"
+    report = report_of(words, tmp_path / "x.json")
+    (row,) = report["rows"]
+    assert "cuDNN attention runs on cuda" in row["note"] and row["median_ms"] is None
+    assert all("cuDNN attention runs on cuda" in ring["note"] for ring in report["ring"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--implementations sparse", "--implementations must be of"),
+        ("--backend sparse", "backend must be 'auto' or one of"),
+        ("--heads 8/3", "kv heads must divide"),
+        ("--ring -1", "--ring must be at least 0"),
+        ("--json /nowhere/x.json", "there is no folder /nowhere"),
+    ],
+)
+def test_bad_options_are_refused(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(["bench", "kernel", "--device", "cpu", *words.split()])
+    except SystemExit as exit:  # argparse's own
+        status = int(exit.code or 0)
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sizes_by_device_and_option() -> None:
+    full, quick = kernel.FULL, kernel.QUICK
+    assert full.seqlens == tuple(1024 * 2**n for n in range(8))  # 1k to 128k
+    assert set(quick.seqlens) < set(full.seqlens)
+    given = setting("--device cpu --seqlen 1k,2k --heads 8 --causal --dtype fp16 --budget 3")
+    assert given.sizes.seqlens == (1024, 2048) and given.sizes.heads == ((8, 8),)
+    assert given.causal == (True,) and given.sizes.dtype == torch.float16
+    assert given.sizes.head_dims == kernel.ON_CPU.head_dims
+    cells = list(setting("--device cpu --seqlen 64,256 --tokens 128 --heads 4/2").problems())
+    assert [(c.seqlen, c.batch, c.causal) for c in cells] == [
+        (64, 2, True), (256, 1, True), (64, 2, False), (256, 1, False)
+    ]  # fmt: skip
+
+
+def test_peak_rates_by_name() -> None:
+    assert timing.peak_tflops("NVIDIA H200", torch.bfloat16) == 989.5
+    assert timing.peak_tflops("NVIDIA H100 80GB HBM3", torch.float16) == 989.5
+    assert timing.peak_tflops("NVIDIA H100 PCIe", torch.bfloat16) == 756.5
+    assert timing.peak_tflops("NVIDIA A100-SXM4-80GB", torch.bfloat16) == 312.0
+    assert timing.peak_tflops("NVIDIA B200", torch.bfloat16) == 2250.0
+    assert timing.peak_tflops("NVIDIA H200", torch.float32) is None
+    assert timing.peak_tflops("Radeon", torch.bfloat16) is None
+    assert timing.measured_tflops(CPU, torch.float32, size=64) > 0
+
+
+@pytest.mark.parametrize("name", ["ours", "torch-flash"])
+def test_the_judge_passes_what_is_right(name: str) -> None:
+    one = problem()
+    data = one.data()
+    judge = Judge(one, data, backward=True)
+
+    def build(problem: Problem, data: Data) -> Attention:
+        return make(name, problem, data, backend="reference", backward=True)
+
+    verdicts = judge.whole(build) + judge.sampled(build)
+    assert len(verdicts) == 9 and all(verdict.ok for verdict in verdicts)
+
+
+@pytest.mark.parametrize(
+    ("which", "place"),
+    [
+        (0, (1, 95, 3, 0)),
+        (1, (0, 95, 0, 0)),
+        (1, (1, 50, 3, 0)),  # a row without dout, or a sampled one: wrong either way
+        (2, (1, 40, 1, 3)),
+        (3, (0, 0, 0, 15)),
+    ],
+)
+@pytest.mark.parametrize("size", [0.1, math.nan])
+def test_the_judge_sees_one_wrong_element(which: int, place: tuple[int, ...], size: float) -> None:
+    one = problem()
+    data = one.data()
+
+    class Wrong(Ours):
+        def results(self) -> list[Tensor]:
+            found = [x.clone() for x in super().results()]
+            found[which][place] += size
+            return found
+
+    found = Judge(one, data, backward=True).sampled(lambda p, d: Wrong(p, d, "reference"))
+    assert not all(verdict.ok for verdict in found)
+
+
+def test_flash_attn_packages_are_called_with_rows_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in that has the signature of flash_attn_func, and returns lse too."""
+
+    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, None]:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        return out.transpose(1, 2), None
+
+    module = ModuleType("flash_attn_interface")
+    module.__spec__ = ModuleSpec("flash_attn_interface", None)
+    module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    assert unavailable("flash-attn-3", torch.device("cuda")) is None
+    assert unavailable("flash-attn-3", CPU) == "runs on CUDA, got cpu"
+    one = problem()
+
+    def build(problem: Problem, data: Data) -> Attention:
+        return make("flash-attn-3", problem, data, backend="", backward=True)
+
+    judge = Judge(one, one.data(), backward=True)
+    assert all(verdict.ok for verdict in judge.whole(build) + judge.sampled(build))
+
+
+@pytest.mark.parametrize("layout", kernel.RING_LAYOUTS)
+def test_a_timed_ring_computes_what_an_untimed_one_does(layout: str) -> None:
+    one = problem(batch=1, seqlen=75)
+    ring = LocalRing(one, one.data(), world_size=3, layout=layout, backend="reference")
+    expected = local_ring.results(ring, backward=True)
+    watch = HostWatch()
+    times = ring.timed_forward(watch) + ring.timed_backward(watch)
+    assert local_ring.same_bits(ring.results(), expected)
+    assert [x.shape for x in expected] == [(1, 75, 4, 16), (1, 75, 4, 16), *[(1, 75, 2, 16)] * 2]
+    for one_rank in times:
+        kernels, rank = one_rank.total_ms(one_rank.kernels), one_rank.total_ms(one_rank.spans)
+        assert 0 < kernels < rank
+        assert one_rank.host_s > 0
+    assert "forward" not in vars(get_backend("reference"))  # as it was
+
+
+def test_a_ring_of_one_is_judged_like_any_other() -> None:
+    one = problem(batch=1)
+    judge = Judge(one, one.data(), backward=True)
+    found = judge.sampled(
+        lambda p, d: LocalRing(p, d, world_size=4, layout="zigzag", backend="reference")
+    )
+    assert all(verdict.ok for verdict in found)
+
+
+def test_calls_within_calls_are_timed_once() -> None:
+    class Backend:
+        def forward(self) -> str:
+            return "done"
+
+        def backward(self) -> str:
+            return self.forward()
+
+    backend, current, times = Backend(), threading.local(), Times(HostWatch())
+    current.times = times
+    with timed_calls(backend, current):
+        assert backend.backward() == "done"
+        assert len(times.kernels) == 1
+        assert backend.forward() == "done"
+        assert len(times.kernels) == 2
+    assert backend.backward() == "done" and len(times.kernels) == 2
+
+
+def test_the_time_of_other_ranks_is_not_a_ranks_own() -> None:
+    times = Times(Steps())
+    times.resume()  # 0
+    times.pause()  # 1
+    times.resume()  # 3: two between were others'
+    times.pause()  # 6
+    assert times.total_ms(times.spans) == 1.0 + 3.0
+
+
+def test_ring_figures_by_hand() -> None:
+    one = problem(batch=1, seqlen=8)
+    ring = LocalRing(one, one.data(), world_size=2, layout="contiguous", backend="reference")
+    samples = {"fwd": [[(1.0, 2.0, 0.4), (4.0, 5.0, 0.6)]] * 3}
+    whole = {"fwd": [[(4.0, 4.5, 0.1)]] * 3}
+    row = local_ring.row("contiguous", "fwd", ring, samples, whole, True, 0.5)
+    assert row.share_ms == 2.0 and row.kernels_ms == (1.0, 4.0) and row.rank_ms == (2.0, 5.0)
+    assert row.efficiency == 0.5 and row.overhead == 0.25
+    assert row.efficiency_with_driver == pytest.approx(4.5 / 2 / 5)
+    assert row.steps == 2 and row.host_ms_per_step == pytest.approx(0.3)
+
+
+def test_a_table_shows_share_of_peak_and_reasons() -> None:
+    shape: dict[str, Any] = {
+        "heads": 8, "kv_heads": 2, "head_dim": 128, "causal": True, "seqlen": 8192, "batch": 2
+    }  # fmt: skip
+    timed = kernel.Row(
+        "ours", "fwd", **shape, median_ms=1.5, p20_ms=1.25, p80_ms=20.0, samples=3, tflops=484.86,
+        peak_share=0.49, max_ratio=0.7,
+    )  # fmt: skip
+    refused = kernel.Row("cudnn", "fwd", **shape, note="cannot run: RuntimeError: no")
+    (table,) = kernel_report.tables([timed, refused])
+    shown = [list(column.cells) for column in table.columns]
+    assert shown == [
+        ["2 x 8k"] * 2,
+        ["ours", "cudnn"],
+        ["1.500 (1.250-20.00)", "cannot run"],
+        ["485 (49%)", ""],
+        ["0.70", ""],
+    ]
+    assert kernel_report.notes([timed, refused]) == [
+        "cudnn: cannot run: RuntimeError: no (8/2 heads of 128, causal, 2 x 8k)"
+    ]

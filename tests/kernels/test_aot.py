@@ -1,0 +1,210 @@
+"""`ring-attn aot`: each rule fails the kernel that breaks it and no other; the command tells."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ring_attn.bench import aot
+from ring_attn.bench.compiled import OPCODES, TENSOR_CORE, Report
+from ring_attn.cli import main
+from ring_attn.kernels.launch import Launch
+from tests.kernels.toys import die_at_one
+
+ROOT = Path(__file__).parents[2]
+
+# What is wrong with each toy of toys.py.
+SERIALIZED = r"(C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+EXPECTED = {
+    "good sm_80": (),
+    "good sm_90": (),
+    "good sm_100": (),
+    "good gfx942": (),
+    "spills": ("spills ", SERIALIZED),
+    "spills sm_80": ("spills ",),
+    "spills gfx942": ("spills ",),
+    "too big": ("needs 262144 bytes of shared memory, sm_90 has 232448",),
+    "too big gfx942": ("needs 131072 bytes of shared memory, gfx942 has 65536",),
+    "no tensor cores": ("no tensor-core instruction",),
+    "no need of them": (),
+    "specialised, 4 warps": (),
+    "specialised, 8 warps": ("warp specialisation was asked for and dropped",),
+    "atomic sm_90": ("1 of 1 atomics lost between ttir and ttgir",),
+    "atomic sm_100": (),
+    "refused": ("does not compile: this toy wants a greater block",),
+    "strided": (),
+    "not aligned": (),
+}
+
+
+def compiling() -> dict[str, str]:
+    """The environment of a process in which kernels are compiled, not interpreted."""
+    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, Any]]:
+    """Every toy's row, as JSON has it."""
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.toys"],
+        cwd=ROOT,
+        env=compiling(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stderr
+    rows: dict[str, dict[str, Any]] = json.loads(result.stdout)["rows"]
+    return rows
+
+
+def test_every_toy_has_an_expectation(compiled: dict[str, Any]) -> None:
+    assert set(compiled) == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_cell_fails_for_its_reason_alone(name: str, compiled: dict[str, Any]) -> None:
+    failures = compiled[name]["failures"]
+    assert len(failures) == len(EXPECTED[name]), failures
+    for failure, start in zip(failures, EXPECTED[name], strict=True):
+        assert failure.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("name", "opcode"),
+    [
+        ("good sm_80", "HMMA"),
+        ("good sm_90", "HGMMA"),
+        ("good sm_100", "UTCHMMA"),
+        ("good gfx942", "mfma"),
+    ],
+)
+def test_instructions_are_those_of_the_architecture(
+    name: str, opcode: str, compiled: dict[str, Any]
+) -> None:
+    opcodes = compiled[name]["report"]["opcodes"]
+    assert {o for o in TENSOR_CORE if opcodes[o]} == {opcode}
+    assert compiled[name]["report"]["registers"] > 16
+    assert compiled[name]["report"]["shared_bytes"] > 0
+
+
+def test_kernels_are_specialised_as_a_launch_specialises_them(compiled: dict[str, Any]) -> None:
+    def async_copies(name: str) -> int:
+        copies: int = compiled[name]["report"]["opcodes"]["LDGSTS"]
+        return copies
+
+    # 16-byte copies need an aligned pointer, rows that divide by 16, and a stride known to be 1;
+    # the other operand has all of it.
+    assert async_copies("strided") == async_copies("not aligned")
+    assert async_copies("good sm_80") == 2 * async_copies("strided") > 0
+
+
+def test_warp_specialisation_is_seen_in_the_machine_code(compiled: dict[str, Any]) -> None:
+    asked = [compiled[f"specialised, {n} warps"] for n in (4, 8)]
+    assert all(row["warp_specialize"] for row in asked)
+    assert [row["report"]["opcodes"]["USETMAXREG"] > 0 for row in asked] == [True, False]
+    assert all(row["report"]["opcodes"]["UTMALDG"] for row in asked)
+
+
+def test_a_compiler_that_dies_fails_its_own_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aot, "_cell", lambda key: aot.Cell("toy", "", launch_of_nothing()))
+    keys = [aot.Key("sm_90", 64, "float16", index) for index in range(3)]
+    rows = list(aot.compile_all(keys, 1, die_at_one))
+    assert [row.failures for row in rows] == [(), ("does not compile: the process died",), ()]
+    assert [row.note for row in rows] == ["0", "", "2"]
+
+
+def launch_of_nothing() -> Any:
+    return Launch(None, (1,), {}, {"BLOCK_M": 64}, {"num_warps": 4, "num_stages": 2})
+
+
+def test_every_kernel_and_variant_has_a_cell_for_every_gpu() -> None:
+    for arch in aot.ARCHS:
+        for head_dim in aot.HEAD_DIMS:
+            for dtype in aot.DTYPES:
+                cells = aot.cells(arch, int(head_dim), getattr(torch, dtype))
+                found = {(cell.kernel, cell.variant) for cell in cells}
+                assert found == {(v.kernel, v.label) for v in aot.VARIANTS}
+
+
+def test_the_command_compiles_our_kernels(tmp_path: Path) -> None:
+    path = tmp_path / "aot.json"
+    words = ["aot", "--quick", "--kernel", "dq,delta", "--json", str(path)]
+    result = subprocess.run(
+        [sys.executable, "-m", "ring_attn", *words],
+        cwd=ROOT,
+        env=compiling(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    report = json.loads(path.read_text())
+    assert report["command"].startswith("ring-attn aot --arch sm_90 --head-dim 64 --dtype bfloat16")
+    assert {row["kernel"] for row in report["rows"]} == {"dq", "delta"}
+    for row in report["rows"]:
+        assert row["failures"] == [] and row["report"]["spill_bytes"] == 0
+        assert (row["report"]["opcodes"]["HGMMA"] > 0) == (row["kernel"] == "dq")
+        assert row["tile"] in result.stdout
+    assert f"{len(report['rows'])} cells" in result.stdout and "0 failed" in result.stdout
+
+
+@pytest.fixture
+def one_bad_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler gives two rows, of which one is wrong."""
+    report = Report(255, 24, 1024, 0, dict.fromkeys(OPCODES, 1), (0, 0), (), 1.0)
+    good = aot.Row(
+        "fwd", "middle full", "sm_90", 64, "float16", "64x64", 4, 2, "", False, report, ()
+    )  # fmt: skip
+    bad = replace(good, variant="only causal", failures=("spills 24 bytes per thread",))
+
+    def compile_all(keys: object, jobs: int) -> Iterator[aot.Row]:
+        yield from (good, bad)
+
+    monkeypatch.setattr(aot, "compile_all", compile_all)
+    monkeypatch.setattr(aot, "interpreting", lambda: False)
+
+
+@pytest.mark.usefixtures("one_bad_cell")
+def test_a_failure_is_named_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["aot", "--quick", "--quiet"]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert (
+        "FAIL sm_90 fwd only causal head_dim 64 float16 64x64 4 warps 2 stages: spills 24" in text
+    )
+    assert "middle full" not in text and "1 failed" in text
+
+
+def test_the_interpreter_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(aot, "interpreting", lambda: True)
+    assert main(["aot"]) == 2
+    assert "TRITON_INTERPRET=1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--arch", "sm_75"], "--arch must be of sm_80"),
+        (["--head-dim", "96"], "--head-dim must be of 64, 128, 256"),
+        (["--kernel", "fwd,bwd"], "--kernel must be of fwd, dkdv, dq, delta, got 'bwd'"),
+        (["--dtype", "float32"], "--dtype must be of float16, bfloat16"),
+        (["--jobs", "0"], "--jobs must be at least 1"),
+    ],
+)
+def test_what_cannot_be_is_told(
+    words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(aot, "interpreting", lambda: False)
+    assert main(["aot", *words]) == 2
+    assert told in capsys.readouterr().err

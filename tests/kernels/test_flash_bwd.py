@@ -1,0 +1,279 @@
+"""delta, dq and dk/dv: against float64, continued over launches, and their blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_attn.kernels import flash_bwd
+from ring_attn.kernels.configs import Config
+from ring_attn.mask import Mask
+from ring_attn.plan import Tile
+from ring_attn.testing import Inputs, random_qkv, random_sinks
+from tests.kernels.calls import (
+    DEVICE,
+    DTYPES,
+    LARGE,
+    MASKS,
+    SMALL,
+    STEPS,
+    assert_holds,
+    attend,
+    blocks,
+    blocks_of,
+    cut_keys,
+    cut_rows,
+    delta_of,
+    expect,
+    forward,
+    grad_kv,
+    grad_q,
+    in_interpreter,
+    inputs_for,
+    kv_table,
+    q_table,
+    record,
+    times,
+    whole,
+    without_sinks,
+)
+
+# Of numpy, in the interpreter: tanh of large scores, in the branch that is not taken, and the
+# exponentials of pairs that are masked after it.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow encountered:RuntimeWarning", "ignore:invalid value:RuntimeWarning"
+)
+
+
+def exercise(mask: Mask, config: Config, sizes: dict[str, object], **scores: object) -> None:
+    inputs = inputs_for(mask, **sizes)
+    got = attend(inputs, [whole(mask)], config, **scores)
+    assert_holds(got, *expect(inputs, mask, **scores))
+
+
+# -- against float64
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_masks(mask: Mask, dtype: torch.dtype) -> None:
+    config = blocks(32, 64) if dtype == torch.float16 else blocks(64, 32)
+    exercise(mask, config, {"dtype": dtype})
+
+
+@pytest.mark.parametrize("rows", [1, 63, 97, 113, 257])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_odd_lengths(rows: int, dtype: torch.dtype) -> None:
+    for mask in (Mask(rows, rows, True), Mask(rows, 63, True), Mask(63, rows)):
+        exercise(mask, LARGE, {"dtype": dtype})
+
+
+@pytest.mark.parametrize("dims", [(16, 40), (24, 16), (80, 80), (128, 5), (192, 256)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
+    sizes = {"dtype": dtype, "headdim": dims[0], "headdim_v": dims[1]}
+    exercise(Mask(63, 63, causal=True), blocks(32, 32), sizes)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_grouped_heads_and_batches(heads: tuple[int, int], dtype: torch.dtype) -> None:
+    sizes = {"dtype": dtype, "batch": 2, "nheads": heads[0], "nheads_kv": heads[1]}
+    exercise(Mask(63, 80, causal=True), LARGE, sizes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 25.0])
+def test_any_scale(scale: float, dtype: torch.dtype) -> None:
+    exercise(Mask(63, 97, causal=True), LARGE, {"dtype": dtype}, scale=scale)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logits_of_1e4(dtype: torch.dtype, softcap: float) -> None:
+    sizes = {"dtype": dtype, "large_logits": True}
+    exercise(Mask(63, 97, causal=True), SMALL, sizes, scale=10.0, softcap=softcap)
+
+
+@pytest.mark.parametrize("softcap", [0.05, 2.0, 50.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_softcap(dtype: torch.dtype, softcap: float) -> None:
+    for name in ("causal", "narrow window"):
+        exercise(MASKS[name], blocks(64, 32), {"dtype": dtype}, softcap=softcap)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["causal", "rows that see nothing", "no keys"])
+def test_the_backward_needs_of_sinks_but_their_lse(name: str, dtype: torch.dtype) -> None:
+    mask, sinks = MASKS[name], random_sinks(2, device=DEVICE)
+    inputs = inputs_for(mask, dtype=dtype, nheads=2)
+    got = attend(inputs, [whole(mask)], LARGE, sinks=sinks)
+    oracle, plain = expect(inputs, mask, sinks=sinks)
+    assert_holds(got, without_sinks(oracle), without_sinks(plain))
+
+
+def test_rows_and_keys_without_a_pair_have_no_gradient() -> None:
+    # The second document has queries and no keys, the fourth keys and no queries.
+    mask = Mask(97, 97, False, (-1, -1), (0, 20, 40, 70, 70, 97), (0, 20, 20, 60, 75, 97))
+    inputs = inputs_for(mask)
+    got = attend(inputs, [whole(mask)], SMALL)
+    assert_holds(got, *expect(inputs, mask))
+    assert not got.dq[:, 20:40].any()
+    assert not got.dk[:, 60:75].any() and not got.dv[:, 60:75].any()
+    for grad in (got.dq[:, 40:], got.dk[:, 75:], got.dv[:, 75:]):
+        assert bool((grad != 0.0).any())
+
+
+def test_what_a_step_does_not_hold_is_not_read() -> None:
+    """NaN in every row that lies in no rectangle, in q, k, v, dout, lse and delta."""
+    mask = Mask(97, 97, True, (-1, -1), (0, 40, 70, 97), (0, 40, 70, 97))
+    middle = whole(mask)[1:2]
+    assert (middle[0].q, middle[0].kv) == (slice(40, 70), slice(40, 70))
+    inputs = inputs_for(mask)
+    out, lse = forward(inputs, [middle], SMALL)
+    delta = delta_of(out, inputs.dout)
+    wanted = [grad_q(inputs, lse, delta, [middle], SMALL)]
+    wanted += grad_kv(inputs, lse, delta, [middle], SMALL)
+    outside = torch.ones(97, dtype=torch.bool)
+    outside[40:70] = False
+    poisoned = Inputs(*(x.clone() for x in inputs))
+    for x in poisoned:
+        x[:, outside] = torch.nan
+    lse, delta = lse.clone(), delta.clone()
+    lse[:, :, outside] = delta[:, :, outside] = torch.nan
+    got = [grad_q(poisoned, lse, delta, [middle], SMALL)]
+    got += grad_kv(poisoned, lse, delta, [middle], SMALL)
+    for x, y in zip(got, wanted, strict=True):
+        assert torch.equal(x, y)
+        assert bool(x[:, 40:70].any()) and not bool(x[:, outside].any())
+
+
+def test_any_strides() -> None:
+    mask = MASKS["causal"]
+    plain = inputs_for(mask, batch=2, nheads=2, headdim=24, headdim_v=40)
+    expected = attend(plain, [whole(mask)], LARGE)
+    heads_first = Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in plain))
+    cache = Inputs(*(torch.cat((x, x), 1)[:, : x.size(1)] for x in plain))
+    for inputs in (heads_first, cache):
+        assert not any(x.is_contiguous() for x in inputs)
+        got = attend(inputs, [whole(mask)], LARGE)
+        for name in ("dq", "dk", "dv"):
+            assert torch.equal(getattr(got, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 64, 97])
+def test_delta_is_rowsum(rows: int, dtype: torch.dtype) -> None:
+    inputs = random_qkv(batch=2, seqlen_q=rows, nheads=3, headdim_v=40, dtype=dtype, device=DEVICE)
+    out = inputs.dout.flip(1).transpose(1, 2).contiguous().transpose(1, 2)
+    delta = delta_of(out, inputs.dout, SMALL)
+    products = (out.double() * inputs.dout.double()).transpose(1, 2)
+    assert delta.shape == (2, 3, rows) and delta.dtype == torch.float32
+    # The products of two float16 are exact in float32; each of 40 sums rounds once.
+    bound = 41 * torch.finfo(torch.float32).eps * products.abs().sum(-1)
+    assert bool(((delta - products.sum(-1)).abs() <= bound).all())
+
+
+# -- continued over launches
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("name", ["full", "causal", "wide window", "longer kv", "documents"])
+def test_any_number_of_launches_gives_the_same_bits(name: str, softcap: float) -> None:
+    mask, config = MASKS[name], blocks(32, 32)
+    dtype = torch.float16 if softcap else torch.float32
+    inputs = inputs_for(mask, dtype=dtype, nheads=2, nheads_kv=1)
+    scores = {"softcap": softcap}
+    out, lse = forward(inputs, [whole(mask)], config, **scores)
+    args = (inputs, lse, delta_of(out, inputs.dout))
+    dq = grad_q(*args, [whole(mask)], config, **scores)
+    dk, dv = grad_kv(*args, [whole(mask)], config, **scores)
+    for cuts in ((32, 32, 64),):
+        assert torch.equal(grad_q(*args, cut_keys(mask, *cuts), config, **scores), dq)
+        again = grad_kv(*args, cut_rows(mask, *cuts), config, **scores)
+        assert torch.equal(again[0], dk) and torch.equal(again[1], dv)
+
+
+def test_cuts_within_blocks_and_another_order_hold_too() -> None:
+    mask = MASKS["wide window"]
+    inputs = inputs_for(mask, dtype=torch.float16)
+    oracle, plain = expect(inputs, mask)
+    for steps in (cut_keys(mask, 30, 31), cut_rows(mask, 7, 90)[::-1]):
+        assert_holds(attend(inputs, steps, LARGE), oracle, plain)
+
+
+def test_gradients_are_added() -> None:
+    mask = MASKS["documents"]
+    inputs = inputs_for(mask, nheads=2)
+    out, lse = forward(inputs, [whole(mask)], LARGE)
+    args = (inputs, lse, delta_of(out, inputs.dout))
+    steps = [whole(mask)] * 2
+    twice = (grad_q(*args, steps, LARGE), *grad_kv(*args, steps, LARGE))
+    once = (grad_q(*args, steps[:1], LARGE), *grad_kv(*args, steps[:1], LARGE))
+    for x, y in zip(twice, once, strict=True):
+        assert bool(y.any())
+        torch.testing.assert_close(x, 2.0 * y, rtol=1e-5, atol=1e-5)
+
+
+def test_no_tiles_is_no_gradient() -> None:
+    inputs = inputs_for(MASKS["full"])
+    lse = torch.full((1, 1, 97), -torch.inf, device=DEVICE)
+    dq = grad_q(inputs, lse, lse, [()], SMALL)
+    dk, dv = grad_kv(inputs, lse, lse, [()], SMALL)
+    assert not any(bool(x.any()) for x in (dq, dk, dv))
+
+
+# -- blocks
+
+
+@in_interpreter
+@pytest.mark.parametrize(("tiles", "dense"), STEPS.values(), ids=STEPS)
+def test_dq_takes_blocks_with_visible_pairs_and_masks_where_one_is_hidden(
+    tiles: tuple[Tile, ...], dense: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, statistics = inputs_of(dense)
+    config = blocks(64, 32)
+    seen, products = record(monkeypatch, flash_bwd), count(monkeypatch)
+    grad_q(inputs, *statistics, [tiles], config)
+    table = q_table(tiles, config)
+    wanted = blocks_of(table, dense, config.BLOCK_N, heads=2)
+    assert seen.loaded == times(wanted.loaded, 2)  # k and v
+    assert seen.masked == wanted.masked
+    assert products == [wanted.loaded.total()] == [2 * table.visits]
+
+
+@in_interpreter
+@pytest.mark.parametrize(("tiles", "dense"), STEPS.values(), ids=STEPS)
+def test_dkdv_takes_blocks_with_visible_pairs_and_masks_where_one_is_hidden(
+    tiles: tuple[Tile, ...], dense: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, statistics = inputs_of(dense)
+    config = blocks(32, 64)
+    seen, products = record(monkeypatch, flash_bwd), count(monkeypatch)
+    grad_kv(inputs, *statistics, [tiles], config)
+    table = kv_table(tiles, config)
+    wanted = blocks_of(table, dense.T, config.BLOCK_M, heads=1)
+    # q and dout of both heads of the group.
+    assert seen.loaded == times(wanted.loaded, 4)
+    assert seen.masked == times(wanted.masked, 2)
+    assert products == [2 * wanted.loaded.total()] == [2 * table.visits]
+
+
+def inputs_of(dense: Tensor) -> tuple[Inputs, tuple[Tensor, Tensor]]:
+    """One kv head of two query heads, and some lse and delta."""
+    rows, cols = dense.shape
+    inputs = random_qkv(seqlen_q=rows, seqlen_k=cols, nheads=2, nheads_kv=1, headdim=16)
+    return inputs, (torch.full((1, 2, rows), 9.0), torch.zeros(1, 2, rows))
+
+
+def count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many blocks of scores are computed from here on."""
+    counted, probabilities = [0], flash_bwd._probabilities
+
+    def wrapped(*args: object) -> object:
+        counted[0] += 1
+        return probabilities(*args)
+
+    monkeypatch.setattr(flash_bwd, "_probabilities", wrapped)
+    return counted

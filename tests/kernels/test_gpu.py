@@ -1,0 +1,257 @@
+"""What only a GPU can show: every tile config there, a hundred times, and the bits of a ring.
+
+The configs are those of the architecture that is here: the frozen ones, and those that wait to be
+measured. Where there is no GPU the tests are listed for sm_90 and skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_attn.backends.triton import TritonBackend
+from ring_attn.bench import sanitize
+from ring_attn.kernels import configs
+from ring_attn.kernels.configs import Config
+from ring_attn.kernels.flash_fwd import can_specialize
+from ring_attn.mask import Mask
+from ring_attn.testing import (
+    RESULTS,
+    Inputs,
+    check,
+    check_all,
+    dense_gradients,
+    plain_gradients,
+    random_qkv,
+)
+from tests.kernels.calls import (
+    assert_holds,
+    cut_keys,
+    cut_rows,
+    delta_of,
+    expect,
+    forward,
+    grad_kv,
+    grad_q,
+    q_table,
+    whole,
+)
+from tests.kernels.rings import layouts_of, ring
+
+CUDA = torch.cuda.is_available()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not CUDA, reason="needs a GPU that torch can use"),
+]
+
+ARCHITECTURE = configs.architecture(torch.device("cuda")) if CUDA else "sm_90"
+
+HEADDIMS = (64, 128, 256)
+KINDS = ("fwd", "fwd_whole", "dq", "dkdv")
+REPEATS = 100
+
+# Ragged lengths, whole blocks, and a window within them.
+CASES = {
+    "causal": Mask(1000, 1000, causal=True),
+    "full": Mask(1024, 1024),
+    "window": Mask(900, 1024, window_size=(100, 50)),
+}
+
+
+EVERY_CONFIG = [
+    (kind, headdim, config)
+    for kind in KINDS
+    for headdim in HEADDIMS
+    for config in configs.candidates(kind, ARCHITECTURE, headdim, torch.bfloat16)
+]
+
+
+def name_of(x: object) -> str:
+    """Of a parameter, for the test's name."""
+    if not isinstance(x, Config):
+        return str(x).removeprefix("torch.")
+    special = "-ws" if x.warp_specialize else ""
+    return f"{x.BLOCK_M}x{x.BLOCK_N}-w{x.num_warps}-s{x.num_stages}{special}"
+
+
+def masks_of(kind: str, dtype: torch.dtype) -> list[str]:
+    """Whole steps have one mask, none; the second type is tried with one."""
+    if kind == "fwd_whole":
+        return ["full"]
+    return list(CASES) if dtype == torch.bfloat16 else ["causal"]
+
+
+AGAINST_FLOAT64 = [
+    (*one, name, dtype)
+    for one in EVERY_CONFIG
+    for dtype in (torch.bfloat16, torch.float16)
+    for name in masks_of(one[0], dtype)
+]
+
+
+def runs(kind: str, config: Config, inputs: Inputs, mask: Mask) -> Iterator[dict[str, Tensor]]:
+    """What a kernel of that kind computes in one launch, and in two that continue each other.
+
+    Gradients take lse and delta of a forward by the frozen config.
+    """
+    q, k, v, dout = inputs
+    scale = q.size(3) ** -0.5
+    half = mask.seqlen_k // 2 // 128 * 128
+    if kind in ("fwd", "fwd_whole"):
+        for steps in ([whole(mask)], cut_keys(mask, half)):
+            out, lse = forward(inputs, steps, config)
+            yield {"out": out, "lse": lse}
+        return
+    frozen = configs.frozen("fwd", ARCHITECTURE, q.size(3), q.dtype)
+    out, lse = forward(inputs, [whole(mask)], frozen)
+    delta = delta_of(out, dout)
+    if kind == "dq":
+        for steps in ([whole(mask)], cut_keys(mask, half)):
+            dq = grad_q(inputs, lse, delta, steps, config)
+            yield {"dq": (scale * dq).to(q.dtype)}
+        return
+    for steps in ([whole(mask)], cut_rows(mask, half)):
+        dk, dv = grad_kv(inputs, lse, delta, steps, config)
+        yield {"dk": (scale * dk).to(q.dtype), "dv": dv.to(q.dtype)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "headdim", "config", "name", "dtype"), AGAINST_FLOAT64, ids=name_of
+)
+def test_every_config_against_float64(
+    kind: str, headdim: int, config: Config, name: str, dtype: torch.dtype
+) -> None:
+    mask = CASES[name]
+    inputs = random_qkv(
+        seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, nheads=8, nheads_kv=2, headdim=headdim,
+        dtype=dtype, device="cuda",
+    )  # fmt: skip
+    if config.warp_specialize:
+        table = q_table(whole(mask), config)
+        assert can_specialize(*inputs[:3], table, 0.0), "the case does not fit the config"
+    oracle, plain = expect(inputs, mask)
+    seen = list(runs(kind, config, inputs, mask))
+    for results in seen:
+        for result, got in results.items():
+            three = (getattr(oracle, result), getattr(plain, result), oracle.terms[result])
+            verdict = check(result, got, *three)
+            assert verdict.ok, str(verdict)
+    first, second = seen
+    assert all(torch.equal(first[result], second[result]) for result in first), "cut, other bits"
+
+
+@pytest.mark.parametrize(("kind", "headdim", "config"), EVERY_CONFIG, ids=name_of)
+def test_repeats_are_bit_equal(kind: str, headdim: int, config: Config) -> None:
+    """More programs than an H100 has places for, so that blocks meet others each time."""
+    mask = Mask(2048, 2048, causal=kind != "fwd_whole")
+    inputs = random_qkv(
+        seqlen_q=2048, nheads=32, nheads_kv=8, headdim=headdim, dtype=torch.bfloat16, device="cuda"
+    )
+    expected = next(runs(kind, config, inputs, mask))
+    differing = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(REPEATS):
+        got = next(runs(kind, config, inputs, mask))
+        for result, first in expected.items():
+            differing += (got[result] != first).any()
+    assert int(differing) == 0, f"{int(differing)} of {REPEATS} repeats differ"
+
+
+@pytest.mark.parametrize(("nheads", "nheads_kv"), [(8, 2), (4, 4)])
+@pytest.mark.parametrize("headdim", HEADDIMS)
+def test_a_contiguous_causal_ring_has_the_bits_of_one_rank(
+    headdim: int, nheads: int, nheads_kv: int
+) -> None:
+    mask = Mask(2048, 2048, causal=True)
+    inputs = random_qkv(
+        seqlen_q=2048, nheads=nheads, nheads_kv=nheads_kv, headdim=headdim, dtype=torch.bfloat16,
+        device="cuda",
+    )  # fmt: skip
+    alone = ring(inputs, mask, layouts_of("contiguous", mask, 1))
+    assert_holds(alone, dense_gradients(*inputs, mask), plain_gradients(*inputs, mask))
+    for world_size in (2, 4, 8):
+        got = ring(inputs, mask, layouts_of("contiguous", mask, world_size))
+        for name in RESULTS:
+            assert torch.equal(getattr(got, name), getattr(alone, name)), (name, world_size)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_other_rings_hold_and_repeat(layout: str, world_size: int) -> None:
+    mask = Mask(1999, 1999, causal=True)
+    inputs = random_qkv(
+        seqlen_q=1999, nheads=8, nheads_kv=2, headdim=128, dtype=torch.bfloat16, device="cuda"
+    )
+    got, again = (ring(inputs, mask, layouts_of(layout, mask, world_size)) for _ in range(2))
+    verdicts = check_all(got, dense_gradients(*inputs, mask), plain_gradients(*inputs, mask))
+    assert all(verdict.ok for verdict in verdicts), [str(verdict) for verdict in verdicts]
+    assert all(torch.equal(getattr(got, name), getattr(again, name)) for name in RESULTS)
+
+
+@pytest.mark.parametrize("case", sanitize.CASES, ids=str)
+def test_options(case: sanitize.Case) -> None:
+    verdicts = sanitize.verdicts(case, "triton", "cuda")
+    assert all(verdict.ok for verdict in verdicts), [str(verdict) for verdict in verdicts]
+
+
+def test_offsets_beyond_32_bits() -> None:
+    """q and out have more than 2^31 elements; a window keeps the work small.
+
+    The last queries and keys are held against dense attention among themselves.
+    """
+    seqlen, tail, left = 140_000, 512, 64
+    if torch.cuda.get_device_properties(0).total_memory < 60 << 30:
+        pytest.skip("needs a GPU with 60 GiB")
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(heads: int) -> Tensor:
+        shape = (1, seqlen, heads, 128)
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    inputs = Inputs(draw(128), draw(1), draw(1), draw(128))
+    assert inputs.q.numel() > 1 << 31
+    mask = Mask(seqlen, seqlen, causal=True, window_size=(left, -1))
+    got = ring(inputs, mask, layouts_of("contiguous", mask, 1))
+    ends = Inputs(*(x[:, -tail:] for x in inputs))
+    small = Mask(tail, tail, causal=True, window_size=(left, -1))
+    oracle, plain = dense_gradients(*ends, small), plain_gradients(*ends, small)
+    # The first rows of the tail see keys before it; the keys that they see get other gradients.
+    kept = {"out": (1, tail - left), "lse": (2, tail - left), "dq": (1, tail - left)}
+    kept |= {"dk": (1, tail - 2 * left), "dv": (1, tail - 2 * left)}
+    for name, (dim, rows) in kept.items():
+        three = (getattr(x, name) for x in (got, oracle, plain))
+        last = [x.narrow(dim, x.size(dim) - rows, rows) for x in three]
+        verdict = check(name, *last)
+        assert verdict.ok, str(verdict)
+
+
+def test_the_search_for_the_fastest_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RING_ATTN_AUTOTUNE=1 times candidates over scratch results, and what it takes is right."""
+    monkeypatch.setenv("RING_ATTN_AUTOTUNE", "1")
+    searched: list[str] = []
+    search: Callable[..., Config] = configs.search
+
+    def recorded(kind: str, *args: object) -> Config:
+        searched.append(kind)
+        return search(kind, *args)
+
+    monkeypatch.setattr(configs, "search", recorded)
+    few = {kind: tiles[:2] for kind, tiles in configs.SEARCHED.items()}
+    monkeypatch.setattr(configs, "SEARCHED", few)
+    mask = Mask(1024, 1024, causal=True)
+    inputs = random_qkv(
+        seqlen_q=1024, nheads=8, nheads_kv=2, headdim=128, dtype=torch.bfloat16, device="cuda"
+    )
+    got = ring(inputs, mask, layouts_of("contiguous", mask, 1))
+    assert_holds(got, dense_gradients(*inputs, mask), plain_gradients(*inputs, mask))
+    assert {"fwd", "dq", "dkdv"} <= set(searched)
+
+
+def test_a_rank_without_tiles() -> None:
+    """Out is 0 and lse -inf, by a launch that folds nothing."""
+    q = torch.randn(1, 128, 4, 64, dtype=torch.bfloat16, device="cuda")
+    backend = TritonBackend()
+    out, lse = backend.finalize(backend.new_state(q, 64), q.dtype)
+    assert out.shape == q.shape and not bool(out.any()) and bool(lse.isneginf().all())

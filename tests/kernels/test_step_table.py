@@ -1,0 +1,258 @@
+"""The tables that launches run on, against dense masks, over every kind of step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ring_attn.kernels.step_table import (
+    UNBOUNDED,
+    Rectangle,
+    StepTable,
+    column_range,
+    load_run,
+    make_step_table,
+    transposed,
+    visible_pairs,
+)
+from ring_attn.layout import SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.plan import plan_ring
+from tests.kernels.calls import rectangles
+
+BLOCKS = ((16, 16), (32, 16), (16, 64), (64, 32))
+DOCUMENTS = (0, 9, 9, 10, 40, 97)
+
+MASKS = {
+    "full": Mask(97, 97),
+    "causal": Mask(97, 97, causal=True),
+    "whole blocks": Mask(128, 128, causal=True),
+    "causal window": Mask(97, 97, causal=True, window_size=(31, -1)),
+    "window": Mask(97, 97, window_size=(5, 17)),
+    "left window": Mask(97, 97, window_size=(40, -1)),
+    "longer kv": Mask(63, 113, causal=True),
+    "rows that see nothing": Mask(97, 61, causal=True),
+    "documents": Mask(97, 97, True, (-1, -1), DOCUMENTS, DOCUMENTS),
+    "documents of other lengths": Mask(97, 60, False, (9, -1), DOCUMENTS, (0, 9, 12, 12, 30, 60)),
+    "no keys": Mask(7, 0),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step's rectangles, and its pairs as booleans (rows, cols)."""
+
+    name: str
+    rectangles: list[Rectangle]
+    dense: Tensor
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def cases() -> Iterator[Case]:
+    """Every step of every rank, for all kinds of layouts and masks."""
+    kinds = ("contiguous", "zigzag", "striped")
+    for (name, mask), kind, world_size in product(MASKS.items(), kinds, (1, 2, 3)):
+        layouts = [
+            SequenceLayout.from_name(kind, n, world_size) for n in (mask.seqlen_q, mask.seqlen_k)
+        ]
+        for rank in range(world_size):
+            for step in plan_ring(*layouts, mask, rank).steps:
+                keys = layouts[1].position_ids(step.source)[step.rows]
+                yield Case(
+                    f"{name}, {kind} {world_size}, rank {rank}, step {step.index}",
+                    rectangles(step.tiles),
+                    mask.dense(layouts[0].position_ids(rank), keys),
+                )
+
+
+CASES = list(cases())
+
+
+def table_of(
+    case: Case, blocks: tuple[int, int], *, descending: bool = True, num_rows: int = 0
+) -> StepTable:
+    device = torch.device("cpu")
+    return make_step_table(
+        case.rectangles, *blocks, device, descending=descending, num_rows=num_rows
+    )
+
+
+def rows_of(table: StepTable) -> list[tuple[int, int, int, int]]:
+    """(row_start, row_stop, first_run, last_run) of each block."""
+    return [tuple(row) for row in table.blocks.tolist()[: table.num_blocks]]
+
+
+def test_there_are_steps_of_every_kind() -> None:
+    assert len(CASES) > 150
+    tables = [table_of(case, (32, 16)) for case in CASES]
+    assert any(table.has_lo and table.has_hi for table in tables)
+    assert any(not (table.has_lo or table.has_hi or table.ragged) for table in tables)
+    assert any(not case.rectangles for case in CASES)
+    assert any(last - first == 2 for table in tables for _, _, first, last in rows_of(table))
+
+
+def test_blocks_are_the_rows_cut_where_rectangles_begin_and_end() -> None:
+    for case, (block_rows, block_cols) in product(CASES, BLOCKS):
+        table = table_of(case, (block_rows, block_cols))
+        assert table.blocks.dtype == table.runs.dtype == torch.int32
+        spans = sorted(row[:2] for row in rows_of(table))
+        seeing = case.dense.any(1).nonzero().flatten().tolist()
+        assert [row for start, stop in spans for row in range(start, stop)] == seeing, case
+        assert all(0 < stop - start <= block_rows for start, stop in spans), case
+        # A block ends early only where a rectangle begins or ends.
+        cuts = {cut for r in case.rectangles for cut in r[:2]}
+        assert all(stop - start == block_rows or stop in cuts for start, stop in spans), case
+
+
+def test_blocks_for_all_rows_where_every_row_is_written() -> None:
+    for case in CASES:
+        rows = case.dense.size(0)
+        table, some = table_of(case, (32, 16), num_rows=rows), table_of(case, (32, 16))
+        spans = sorted(row[:2] for row in rows_of(table))
+        assert [row for start, stop in spans for row in range(start, stop)] == list(range(rows))
+        idle = [row for row in rows_of(table) if row[2] == row[3]]
+        seeing = case.dense.any(1)
+        assert all(not bool(seeing[start:stop].any()) for start, stop, _, _ in idle), case
+        assert sum(stop - start for start, stop, _, _ in idle) == int((~seeing).sum()), case
+        assert table.visits == some.visits
+
+
+@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
+def test_visits_are_the_blocks_that_hold_a_visible_pair(blocks: tuple[int, int]) -> None:
+    block_rows, block_cols = blocks
+    for case in CASES:
+        table = table_of(case, blocks)
+        expected = shared = 0
+        for start, stop, first, last in rows_of(table):
+            columns = case.dense[start:stop].any(0)
+            expected += sum(bool(c.any()) for c in columns.split(block_cols))
+            # Two runs of the same rows that meet within a block of columns each visit it.
+            runs = sorted(table.runs[first:last, :2].tolist())
+            shared += sum((a[1] - 1) // block_cols == b[0] // block_cols for a, b in pairwise(runs))
+        assert table.visits == expected + shared, case
+
+
+def test_runs_are_the_visible_pairs_once_each() -> None:
+    for case, descending in product(CASES, (False, True)):
+        table = table_of(case, (32, 16), descending=descending)
+        count = torch.zeros(case.dense.shape, dtype=torch.int64)
+        for start, stop, first, last in rows_of(table):
+            runs = table.runs[first:last].tolist()
+            starts = [run[0] for run in runs]
+            assert starts == sorted(starts, reverse=descending), case
+            rows = torch.arange(start, stop)[:, None]
+            for col_start, col_stop, lo, hi in runs:
+                cols = torch.arange(col_start, col_stop)[None, :]
+                inside = (cols - rows >= lo) & (cols - rows <= hi)
+                count[start:stop, col_start:col_stop] += inside
+        assert torch.equal(count, case.dense.long()), case
+
+
+def test_the_longest_blocks_come_first() -> None:
+    unordered = 0
+    for case in CASES:
+        table = table_of(case, (16, 16))
+        work = [
+            sum(bool(c.any()) for c in case.dense[start:stop].any(0).split(16))
+            for start, stop, first, last in rows_of(table)
+            if last - first == 1
+        ]
+        assert work == sorted(work, reverse=True), case
+        starts = [row[0] for row in rows_of(table)]
+        unordered += starts != sorted(starts)
+    assert unordered, "in some case the rows alone would give another order"
+
+
+def test_flags_say_what_code_is_needed() -> None:
+    for case, (block_rows, block_cols) in product(CASES, BLOCKS):
+        table = table_of(case, (block_rows, block_cols))
+        assert table.has_lo == any(r[4] is not None for r in case.rectangles)
+        assert table.has_hi == any(r[5] is not None for r in case.rectangles)
+        ends = {end for r in case.rectangles for end in r[2:4]}
+        assert table.ragged == any(end % block_cols for end in ends), case
+
+
+def test_the_transposed_rectangles_hold_the_transposed_pairs() -> None:
+    for case in CASES:
+        assert transposed(transposed(case.rectangles)) == case.rectangles
+        count = torch.zeros(case.dense.shape, dtype=torch.int64).T
+        for row_start, row_stop, col_start, col_stop, lo, hi in transposed(case.rectangles):
+            rows = torch.arange(row_start, row_stop)[:, None]
+            cols = torch.arange(col_start, col_stop)[None, :]
+            lo, hi = -UNBOUNDED if lo is None else lo, UNBOUNDED if hi is None else hi
+            inside = (cols - rows >= lo) & (cols - rows <= hi)
+            count[row_start:row_stop, col_start:col_stop] += inside
+        assert torch.equal(count, case.dense.T.long()), case
+
+
+def test_nothing_to_do_is_no_blocks() -> None:
+    device = torch.device("cpu")
+    for num_rows, num_blocks in ((0, 0), (40, 2)):
+        table = make_step_table([], 32, 16, device, descending=True, num_rows=num_rows)
+        assert (table.num_blocks, table.visits) == (num_blocks, 0)
+        assert not (table.has_lo or table.has_hi or table.ragged)
+
+
+# -- what a program works out by itself
+
+
+@triton.jit
+def _ranges(
+    runs_ptr, rows_ptr, ranges_ptr, pairs_ptr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    MAX_COLS: tl.constexpr,
+):  # fmt: skip
+    """column_range of each case, and visible_pairs (BLOCK_ROWS, MAX_COLS) from column 0."""
+    i = tl.program_id(0)
+    run = load_run(runs_ptr, i)
+    row_start = tl.load(rows_ptr + 2 * i)
+    row_stop = tl.load(rows_ptr + 2 * i + 1)
+    first, full_first, full_last, last = column_range(row_start, row_stop, run, BLOCK_COLS)
+    tl.store(ranges_ptr + 4 * i, first)
+    tl.store(ranges_ptr + 4 * i + 1, full_first)
+    tl.store(ranges_ptr + 4 * i + 2, full_last)
+    tl.store(ranges_ptr + 4 * i + 3, last)
+    rows = row_start + tl.arange(0, BLOCK_ROWS)[:, None]
+    cols = tl.arange(0, MAX_COLS)[None, :]
+    visible = visible_pairs(rows, cols, run, True, True)
+    offsets = tl.arange(0, BLOCK_ROWS)[:, None] * MAX_COLS + cols
+    tl.store(pairs_ptr + i * BLOCK_ROWS * MAX_COLS + offsets, visible.to(tl.int8))
+
+
+@pytest.mark.parametrize(("block_rows", "block_cols"), [(32, 16), (16, 64)])
+def test_column_range_is_the_visible_blocks(block_rows: int, block_cols: int, device: str) -> None:
+    found: set[tuple[int, ...]] = set()
+    for case in CASES:
+        table = table_of(case, (block_rows, block_cols))
+        for start, stop, first, last in rows_of(table):
+            for run in table.runs[first:last].tolist():
+                found.add((*run, start, stop))
+    keys = sorted(found)[::5]
+    assert len(keys) > 60
+    tensor = torch.tensor(keys, dtype=torch.int32, device=device)
+    runs, rows = tensor[:, :4].contiguous(), tensor[:, 4:].contiguous()
+    ranges = torch.full((len(keys), 4), -1, dtype=torch.int32, device=device)
+    pairs = torch.full((len(keys), block_rows, 128), -1, dtype=torch.int8, device=device)
+    _ranges[(len(keys),)](
+        runs, rows, ranges, pairs, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, MAX_COLS=128
+    )
+    for key, got, visible in zip(keys, ranges.tolist(), pairs.cpu(), strict=True):
+        col_start, col_stop, lo, hi, start, stop = key
+        i, j = torch.arange(start, start + block_rows)[:, None], torch.arange(128)[None, :]
+        dense = (col_start <= j) & (j < col_stop) & (lo <= j - i) & (j - i <= hi)
+        assert torch.equal(visible.bool(), dense), key
+        tiles = dense[: stop - start].unflatten(1, (-1, block_cols))
+        seen = tiles.any(2).any(0).nonzero().flatten().tolist()
+        full = tiles.all(2).all(0).nonzero().flatten().tolist()
+        first, full_first, full_last, last = got
+        assert list(range(first, last)) == seen, key
+        assert list(range(full_first, full_last)) == full, key
+        assert first <= full_first <= full_last <= last, key

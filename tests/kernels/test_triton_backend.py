@@ -1,0 +1,422 @@
+"""The triton backend: what it takes, what it says, the tables it keeps, and shards at the edge."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from ring_attn.backends import choose_backend, get_backend
+from ring_attn.backends import triton as module
+from ring_attn.backends.base import Backend
+from ring_attn.backends.triton import TritonBackend
+from ring_attn.kernels import configs, flash_fwd
+from ring_attn.kernels.flash_fwd import Carried
+from ring_attn.mask import Mask
+from ring_attn.plan import Tile
+from ring_attn.spec import AttentionSpec, Scores
+from ring_attn.testing import Expected, Inputs, poisoned_empty, random_qkv
+from tests.kernels.calls import (
+    DEVICE,
+    DTYPES,
+    MASKS,
+    assert_holds,
+    blocks,
+    cut_keys,
+    expect,
+    in_interpreter,
+    inputs_for,
+    patched_select,
+    whole,
+)
+from tests.kernels.rings import layouts_of, ring
+
+pytestmark = pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
+
+SPEC = AttentionSpec(DEVICE, torch.float16, 1, 4, 2, 64, 64)
+
+
+def run(
+    backend: Backend, inputs: Inputs, steps: Sequence[Sequence[Tile]], *, say_last: bool = True
+) -> Expected:
+    """Forward and backward of one rank; with `say_last` the last step is told so."""
+    q, k, v, dout = inputs
+    scores = Scores(q.size(-1) ** -0.5)
+    grads = [torch.zeros(x.shape, device=DEVICE) for x in (q, k, v)]
+    with poisoned_empty():
+        state = backend.new_state(q, v.size(-1))
+        for tiles in steps:
+            last = say_last and tiles is steps[-1]
+            state = backend.forward(q, k, v, tiles, state, scores=scores, last=last)
+        out, lse = backend.finalize(state, q.dtype)
+        delta = backend.delta(out, dout)
+        for tiles in steps:
+            backend.backward(q, k, v, dout, lse, delta, tiles, *grads, scores=scores)
+    factor = backend.gradient_factor(scores)
+    dq, dk, dv = grads
+    return Expected(out, lse, *(x.to(q.dtype) for x in (dq * factor, dk * factor, dv)))
+
+
+def same(a: Expected, b: Expected) -> bool:
+    return all(
+        torch.equal(getattr(a, name), getattr(b, name)) for name in ("out", "lse", "dq", "dk", "dv")
+    )
+
+
+# -- what it takes
+
+
+def test_it_runs_by_name() -> None:
+    backend = get_backend("triton")
+    assert isinstance(backend, TritonBackend) and backend.name == "triton"
+    for dtype in DTYPES:
+        assert backend.supports(replace(SPEC, dtype=dtype), named=True) is None
+        assert choose_backend(replace(SPEC, dtype=dtype), "triton").name == "triton"
+    for dims in ({"headdim": 256}, {"headdim_v": 256}, {"headdim": 1, "headdim_v": 3}):
+        assert backend.supports(replace(SPEC, **dims), named=True) is None
+    assert backend.supports(replace(SPEC, softcap=30.0, sinks=True), named=True) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": torch.float64}, "takes float16, bfloat16 and float32, not torch.float64"),
+        ({"headdim": 257}, "takes head dims up to 256, got 257 and 64"),
+        ({"headdim_v": 300}, "takes head dims up to 256, got 64 and 300"),
+    ],
+)
+def test_what_it_does_not_take(changes: dict[str, object], reason: str) -> None:
+    assert reason in str(TritonBackend().supports(replace(SPEC, **changes), named=True))
+    with pytest.raises(NotImplementedError, match=f"backend='triton' cannot run this: {reason}"):
+        choose_backend(replace(SPEC, **changes), "triton")
+
+
+@in_interpreter
+def test_on_a_cpu_it_runs_only_by_name() -> None:
+    choice = choose_backend(SPEC)
+    assert choice.name == "aten"
+    assert "only when asked for by name" in str(choice.reasons["triton"])
+    # Softcap leaves no choice but the reference, and not the interpreter.
+    assert choose_backend(replace(SPEC, softcap=3.0)).name == "reference"
+
+
+@in_interpreter
+def test_bfloat16_is_refused_in_the_interpreter() -> None:
+    with pytest.raises(NotImplementedError, match="bfloat16 arithmetic is wrong in Triton's inter"):
+        choose_backend(replace(SPEC, dtype=torch.bfloat16), "triton")
+
+
+@in_interpreter
+def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = {"numpy"}
+    monkeypatch.setattr(module, "find_spec", lambda name: None if name in missing else object())
+    assert "needs numpy, which is not installed" in str(TritonBackend().supports(SPEC, named=True))
+    missing.add("triton")
+    # A spec that nothing else asks for: choices are cached.
+    spec = replace(SPEC, headdim=77)
+    with pytest.raises(ImportError, match=r"triton is not installed \(pip install triton\)"):
+        choose_backend(spec, "triton")
+    assert choose_backend(spec).name == "aten"
+
+
+@in_interpreter
+def test_a_compiler_cannot_become_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    reason = str(TritonBackend().supports(SPEC, named=True))
+    assert "imported for a GPU already: set TRITON_INTERPRET=1" in reason
+
+
+def test_gpus_that_are_too_old_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, spec = TritonBackend(), replace(SPEC, device_type="cuda", dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert backend.supports(spec) is not None
+    assert backend.supports(replace(spec, device_type="mps")) is not None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, taken in (((7, 5), False), ((8, 0), True), ((9, 0), True), ((12, 1), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
+        assert (backend.supports(spec) is None) == taken
+        if not taken:
+            assert "compute capability 8.0 or newer" in str(backend.supports(spec))
+
+
+@in_interpreter
+def test_it_says_once_that_it_is_the_interpreter() -> None:
+    module._warn_of_interpreter.cache_clear()
+    inputs = inputs_for(Mask(5, 5))
+    with pytest.warns(UserWarning, match="backend='triton' on CPU tensors runs in Triton's inter"):
+        run(get_backend("triton"), inputs, [whole(Mask(5, 5))])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(get_backend("triton"), inputs, [whole(Mask(5, 5))])
+
+
+@in_interpreter
+def test_in_a_new_process_it_asks_for_the_interpreter_itself() -> None:
+    program = """
+        import os, sys, warnings
+        warnings.simplefilter("ignore")
+        import torch
+        from ring_attn.backends import choose_backend, get_backend
+        from ring_attn.spec import AttentionSpec, Scores
+
+        spec = AttentionSpec("cpu", torch.float32, 1, 1, 1, 16, 16)
+        assert choose_backend(spec).name == "aten"
+        assert "triton" not in sys.modules, "nobody has asked for it"
+        backend = get_backend(choose_backend(spec, "triton").name)
+        q = torch.randn(1, 3, 1, 16)
+        out, lse = backend.finalize(backend.new_state(q, 16), q.dtype)
+        assert not out.any() and lse.isneginf().all()
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=environment, check=True)
+
+
+def test_scale_is_left_to_the_caller() -> None:
+    backend = get_backend("triton")
+    assert backend.gradient_factor(Scores(0.3, 5.0)) == 0.3
+    assert backend.workspace_bytes(SPEC, whole(MASKS["causal"]), backward=True) == 0
+
+
+# -- configs
+
+
+def every_config() -> list[tuple[str, configs.Config]]:
+    return [
+        (kind, config)
+        for arch in (*configs.ARCHITECTURES, "interpreter")
+        for kind in ("fwd", "fwd_whole", "dkdv", "dq", "delta")
+        for headdim in (16, 64, 80, 128, 256)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32)
+        for config in configs.candidates(kind, arch, headdim, dtype)
+    ]
+
+
+def test_blocks_of_all_configs_divide_the_unit_of_the_bits() -> None:
+    unit = TritonBackend.bits_unit
+    found = every_config()
+    assert len(found) > 100
+    for kind, config in found:
+        sizes = [config.BLOCK_M] if kind == "delta" else [config.BLOCK_M, config.BLOCK_N]
+        assert all(16 <= size <= unit and unit % size == 0 for size in sizes), (kind, config)
+
+
+def test_steps_with_and_without_a_mask_fold_blocks_of_one_size() -> None:
+    """Or a ring, most of whose steps have no mask, would not add up as one rank does."""
+    for arch in configs.ARCHITECTURES:
+        for headdim in (16, 64, 80, 128, 256):
+            for dtype in (torch.float16, torch.bfloat16, torch.float32):
+                args = (arch, headdim, dtype)
+                masked, bare = (configs.frozen(kind, *args) for kind in ("fwd", "fwd_whole"))
+                assert masked.BLOCK_N == bare.BLOCK_N, args
+
+
+@in_interpreter
+def test_autotune_has_nothing_to_search_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = MASKS["causal"]
+    usual = run(TritonBackend(), inputs_for(mask), [whole(mask)])
+    monkeypatch.setenv("RING_ATTN_AUTOTUNE", "1")
+    assert same(run(TritonBackend(), inputs_for(mask), [whole(mask)]), usual)
+
+
+# -- one rank
+
+
+@pytest.mark.parametrize("say_last", [True, False])
+@pytest.mark.parametrize("name", ["causal", "rows that see nothing", "documents", "no keys"])
+def test_steps_whether_or_not_the_last_is_told(name: str, say_last: bool) -> None:
+    mask = MASKS[name]
+    inputs = inputs_for(mask)
+    cuts = (16, 32) if mask.seqlen_k else ()
+    got = run(get_backend("triton"), inputs, cut_keys(mask, *cuts), say_last=say_last)
+    assert_holds(got, *expect(inputs, mask))
+
+
+@pytest.mark.parametrize("say_last", [True, False])
+def test_a_rank_without_tiles(say_last: bool) -> None:
+    inputs = inputs_for(MASKS["full"], nheads=2)
+    for steps in ([], [()], [(), ()]):
+        got = run(get_backend("triton"), inputs, steps, say_last=say_last)
+        assert bool((got.lse == -torch.inf).all())
+        assert not any(bool(x.any()) for x in (got.out, got.dq, got.dk, got.dv))
+
+
+def test_a_rank_without_tiles_has_its_sinks() -> None:
+    q = inputs_for(MASKS["full"], nheads=2).q
+    sinks = torch.tensor([-3.0, 5.0], device=DEVICE)
+    backend = get_backend("triton")
+    with poisoned_empty():
+        out, lse = backend.finalize(backend.new_state(q, 24, sinks), q.dtype)
+    assert out.shape == (1, 97, 2, 24) and not bool(out.any())
+    assert torch.equal(lse, sinks[None, :, None].expand(1, 2, 97))
+
+
+def test_sinks_of_any_strides() -> None:
+    """A column of a parameter is not in one piece."""
+    mask = MASKS["causal"]
+    inputs = inputs_for(mask, nheads=3)
+    column = torch.tensor([[1.0, 9.0], [2.0, 9.0], [-1.0, 9.0]], device=DEVICE)[:, 0]
+    assert not column.is_contiguous()
+    layouts = layouts_of("contiguous", mask, 1)
+    got, wanted = (ring(inputs, mask, layouts, sinks=x) for x in (column, column.contiguous()))
+    assert same(got, wanted)
+    assert torch.equal(got.dsinks, wanted.dsinks)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides_make_no_difference(dtype: torch.dtype) -> None:
+    mask = MASKS["causal"]
+    sizes = {"batch": 2, "nheads": 2, "headdim": 24, "headdim_v": 16, "dtype": dtype}
+    plain, strided = (inputs_for(mask, noncontiguous=x, **sizes) for x in (False, True))
+    assert all(x.stride(-1) == 2 for x in strided)
+    backend = get_backend("triton")
+    assert same(*(run(backend, x, [whole(mask)]) for x in (plain, strided)))
+
+
+def test_a_headdim_of_one_whatever_its_stride() -> None:
+    mask = MASKS["causal"]
+    plain = inputs_for(mask, headdim=1)
+    strided = Inputs(*(torch.cat((x, x), -1)[..., :1] for x in plain))
+    assert not any(x.is_contiguous() for x in strided)
+    backend = get_backend("triton")
+    assert same(*(run(backend, x, [whole(mask)]) for x in (plain, strided)))
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(0, 40), (40, 0), (0, 0)])
+def test_shards_without_rows(rows: int, keys: int) -> None:
+    inputs = random_qkv(seqlen_q=rows, seqlen_k=keys, nheads=2, headdim=16, device=DEVICE)
+    got = run(get_backend("triton"), inputs, [()])
+    assert got.out.shape == inputs.q.shape and got.lse.shape == (1, 2, rows)
+    assert got.dk.shape == inputs.k.shape
+    assert not any(bool(x.any()) for x in (got.out, got.dq, got.dk, got.dv))
+
+
+def test_no_batch_is_nothing_to_do() -> None:
+    inputs = random_qkv(batch=0, seqlen_q=40, nheads=2, headdim=16, device=DEVICE)
+    got = run(get_backend("triton"), inputs, [whole(Mask(40, 40))])
+    assert got.out.shape == (0, 40, 2, 16) and got.lse.shape == (0, 2, 40)
+
+
+def test_the_inputs_are_left_as_they_were() -> None:
+    mask = MASKS["wide window"]
+    inputs = inputs_for(mask)
+    before = [x.clone() for x in inputs]
+    run(get_backend("triton"), inputs, [whole(mask)])
+    assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
+
+
+def test_backward_is_its_two_halves_in_place() -> None:
+    mask = MASKS["causal"]
+    q, k, v, dout = inputs_for(mask)
+    backend, scores = get_backend("triton"), Scores(0.25)
+    state = backend.new_state(q, 16)
+    tiles = whole(mask)
+    state = backend.forward(q, k, v, tiles, state, scores=scores, last=True)
+    out, lse = backend.finalize(state, q.dtype)
+    args = (q, k, v, dout, lse, backend.delta(out, dout), tiles)
+
+    def threes() -> list[Tensor]:
+        return [torch.full(x.shape, 3.0, device=DEVICE) for x in (q, k, v)]
+
+    both, halves = threes(), threes()
+    backend.backward(*args, *both, scores=scores)
+    backend.backward_q(*args, halves[0], scores=scores)
+    assert all(bool((x == 3.0).all()) for x in halves[1:])
+    backend.backward_kv(*args, *halves[1:], scores=scores)
+    for x, y in zip(both, halves, strict=True):
+        assert torch.equal(x, y) and bool((x != 3.0).any())
+
+
+# -- tables
+
+
+def test_tables_are_made_once_for_a_plan() -> None:
+    mask, backend = MASKS["documents"], TritonBackend()
+    inputs, steps = inputs_for(mask), cut_keys(mask, 32, 64)
+    first = run(backend, inputs, steps)
+    kept = len(backend._tables)
+    # Three steps, of which the first and the last are for all rows; dq's; dk's and dv's.
+    assert kept <= 9
+    assert same(run(backend, inputs, steps), first)
+    assert same(run(backend, inputs_for(mask), steps), first)
+    assert len(backend._tables) == kept
+
+
+def test_the_tables_that_are_kept_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TABLES_KEPT", 4)
+    backend, config, device = TritonBackend(), blocks(32, 16), torch.device(DEVICE)
+    latest = whole(Mask(33, 33))
+    kept = backend._table(latest, config, device)
+    for seqlen in range(1, 40):
+        # Nobody else holds these tiles: another tuple may take over their place in memory.
+        table = backend._table(whole_again(seqlen), config, device)
+        assert int(table.blocks[:, 1].max()) == seqlen
+        assert backend._table(latest, config, device) is kept, "used again and again, it stays"
+        assert len(backend._tables) <= 4
+
+
+def whole_again(seqlen: int) -> tuple[Tile, ...]:
+    return (Tile(slice(0, seqlen), slice(0, seqlen), whole(Mask(1, 1))[0].band),)
+
+
+def test_a_table_is_for_one_config_one_side_and_one_number_of_rows() -> None:
+    backend, device, tiles = TritonBackend(), torch.device(DEVICE), whole(Mask(40, 80, True))
+    tables = [
+        backend._table(tiles, config, device, **options)
+        for config in (blocks(32, 16), blocks(16, 32))
+        for options in ({}, {"num_rows": 40}, {"num_rows": 60}, {"kv_rows": True})
+    ]
+    assert len({id(table) for table in tables}) == len(tables) == 8
+    rows = [int(table.blocks[:, 1].max()) for table in tables[:4]]
+    assert rows == [40, 40, 60, 80]
+
+
+# -- warp specialisation, as far as the interpreter goes
+
+
+@in_interpreter
+@pytest.mark.parametrize(
+    ("mask", "cuts", "specialised"),
+    [
+        (Mask(80, 64), (), [True]),
+        (Mask(80, 96), (32, 64), [True, True, True]),
+        (Mask(64, 64, True), (32,), [False, False]),
+        (Mask(64, 80), (64,), [False, True]),
+    ],
+    ids=["whole", "state", "masked", "ragged"],
+)
+def test_a_warp_specialised_step_has_the_bits_of_any_other(
+    mask: Mask, cuts: tuple[int, ...], specialised: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it can be had; a step with a mask or a ragged end takes the ordinary way."""
+    usual, chosen, forward_launch = blocks(32, 32), [], flash_fwd.forward_launch
+
+    def recorded(*args: object, **options: object) -> object:
+        chosen.append(args[5].warp_specialize)
+        return forward_launch(*args, **options)
+
+    inputs, steps = inputs_for(mask, nheads=2), cut_keys(mask, *cuts)
+    patched_select(monkeypatch, usual)
+    expected = run(TritonBackend(), inputs, steps)
+    monkeypatch.setattr(flash_fwd, "forward_launch", recorded)
+    monkeypatch.setattr(
+        configs, "select", lambda kind, *_: replace(usual, warp_specialize=kind == "fwd_whole")
+    )
+    assert same(run(TritonBackend(), inputs, steps), expected)
+    assert chosen == specialised
+
+
+def test_a_state_can_be_copied_for_a_trial() -> None:
+    state = Carried(acc=torch.ones(3), sinks=torch.ones(2))
+    copy = state.copy()
+    assert copy.out is None and copy.m is None
+    copy.acc.fill_(2.0)
+    assert bool((state.acc == 1.0).all())

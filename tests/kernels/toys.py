@@ -1,0 +1,175 @@
+"""Small kernels that the compile check must judge, each for one reason: run by test_aot.py.
+
+They are compiled, so this runs in a process without TRITON_INTERPRET:
+`python -m tests.kernels.toys` prints what was found as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ring_attn.bench.aot import Cell, Key, Row, compile_cell
+from ring_attn.kernels.launch import Launch
+
+SIZE = 1024
+
+
+@triton.jit
+def product(
+    a,
+    b,
+    c,
+    size,
+    stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One tile of c = a b; the columns of `a` are `stride` apart."""
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, size, BLOCK_K):
+        offs_k = start + tl.arange(0, BLOCK_K)
+        x = tl.load(a + offs_m[:, None] * size + offs_k[None, :] * stride)
+        y = tl.load(b + offs_k[:, None] * size + offs_n[None, :])
+        acc = tl.dot(x, y, acc, input_precision="ieee")
+    tl.store(c + offs_m[:, None] * size + offs_n[None, :], acc)
+
+
+@triton.jit
+def specialized(a, b, c, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The same from descriptors, in a loop that asks to be warp-specialised."""
+    a_rows = tl.make_tensor_descriptor(a, [size, size], [size, 1], [BLOCK_M, BLOCK_K])
+    b_rows = tl.make_tensor_descriptor(b, [size, size], [size, 1], [BLOCK_K, BLOCK_N])
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in tl.range(0, size, BLOCK_K, warp_specialize=True):
+        acc = tl.dot(a_rows.load([0, start]), b_rows.load([start, 0]), acc)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
+    tl.store(c + offs_m[:, None] * size + offs_n[None, :], acc)
+
+
+@triton.jit
+def reducing(a, b, c, d, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr):
+    """An atomic in a loop that asks to be warp-specialised: triton drops it for sm_90."""
+    a_rows = tl.make_tensor_descriptor(a, [size, DIM], [DIM, 1], [BLOCK_M, DIM])
+    b_rows = tl.make_tensor_descriptor(b, [size, DIM], [DIM, 1], [BLOCK_N, DIM])
+    y = b_rows.load([tl.program_id(0) * BLOCK_N, 0])
+    offs_m = tl.arange(0, BLOCK_M)
+    acc = tl.zeros((BLOCK_N, DIM), tl.float32)
+    for start in tl.range(0, size, BLOCK_M, warp_specialize=True):
+        x = a_rows.load([start, 0])
+        s = tl.dot(y, x.T)
+        acc = tl.dot(s.to(x.dtype), x, acc)
+        tl.atomic_add(d + start + offs_m, tl.sum(s, 0), sem="relaxed")
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, DIM)
+    tl.store(c + offs_n[:, None] * DIM + offs_d[None, :], acc)
+
+
+@triton.jit
+def refused(a, size, BLOCK: tl.constexpr):
+    """Does not compile."""
+    tl.static_assert(BLOCK > 64, "this toy wants a greater block")
+    tl.store(a + tl.arange(0, BLOCK), size)
+
+
+def product_launch(
+    tile: tuple[int, int, int],
+    num_warps: int,
+    num_stages: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    stride: int = 1,
+    offset: int = 0,
+) -> Launch:
+    """`a` begins `offset` elements after an aligned address."""
+    a = torch.empty(2 * SIZE * SIZE + offset, dtype=dtype)[offset:]
+    args = {"a": a, "b": empty(dtype), "c": empty(torch.float32), "size": SIZE, "stride": stride}
+    return launch(product, args, tile, num_warps, num_stages)
+
+
+def specialized_launch(num_warps: int) -> Launch:
+    """Three stages of 128 x 128 x 64."""
+    args = {"a": empty(), "b": empty(), "c": empty(torch.float32), "size": SIZE}
+    return launch(specialized, args, (128, 128, 64), num_warps, 3)
+
+
+def reducing_launch() -> Launch:
+    """64 x 64, head dim 64."""
+    args = {"a": empty(), "b": empty(), "c": empty(torch.float32), "d": empty(torch.float32)}
+    options = {"num_warps": 4, "num_stages": 2}
+    constants = {"BLOCK_M": 64, "BLOCK_N": 64, "DIM": 64}
+    return Launch(reducing, (1,), {**args, "size": SIZE}, constants, options)
+
+
+def refused_launch() -> Launch:
+    """A block of 64."""
+    options = {"num_warps": 4, "num_stages": 1}
+    return Launch(refused, (1,), {"a": empty(torch.int32), "size": SIZE}, {"BLOCK": 64}, options)
+
+
+def launch(
+    kernel: object, args: dict[str, object], tile: tuple[int, int, int], warps: int, stages: int
+) -> Launch:
+    """A launch of one program."""
+    constants = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tile, strict=True))
+    return Launch(kernel, (1,), args, constants, {"num_warps": warps, "num_stages": stages})
+
+
+def empty(dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Square."""
+    return torch.empty(SIZE, SIZE, dtype=dtype)
+
+
+def toys() -> Iterator[tuple[str, str, Cell]]:
+    """Name, architecture, cell."""
+    small = product_launch((64, 64, 64), 4, 3)
+    for arch in ("sm_80", "sm_90", "sm_100", "gfx942"):
+        yield f"good {arch}", arch, Cell("product", "", small)
+    yield "spills", "sm_90", Cell("product", "", product_launch((256, 128, 64), 4, 2))
+    yield "spills sm_80", "sm_80", Cell("product", "", product_launch((256, 128, 64), 4, 2))
+    yield "spills gfx942", "gfx942", Cell("product", "", product_launch((256, 256, 64), 2, 1))
+    yield "too big", "sm_90", Cell("product", "", product_launch((128, 128, 64), 8, 8))
+    yield "too big gfx942", "gfx942", Cell("product", "", product_launch((128, 128, 128), 8, 3))
+    scalar = product_launch((64, 64, 32), 8, 2, dtype=torch.float32)
+    yield "no tensor cores", "sm_90", Cell("product", "", scalar)
+    yield "no need of them", "sm_90", Cell("product", "", scalar, needs_tensor_cores=False)
+    for warps in (4, 8):
+        cell = Cell("specialized", "", specialized_launch(warps), warp_specialize=True)
+        yield f"specialised, {warps} warps", "sm_90", cell
+    for arch in ("sm_90", "sm_100"):
+        yield f"atomic {arch}", arch, Cell("reducing", "", reducing_launch(), warp_specialize=True)
+    yield "refused", "sm_90", Cell("refused", "", refused_launch(), needs_tensor_cores=False)
+    yield "strided", "sm_80", Cell("product", "", product_launch((64, 64, 64), 4, 3, stride=2))
+    yield "not aligned", "sm_80", Cell("product", "", product_launch((64, 64, 64), 4, 3, offset=1))
+
+
+def die_at_one(key: Key) -> Row:
+    """Takes its process down for the key with index 1; for others, a row that says which."""
+    if key.index == 1:
+        os._exit(3)
+    row = Row("toy", "", key.arch, key.head_dim, key.dtype, "", 4, 1, "", False, None, ())
+    return replace(row, note=str(key.index))
+
+
+def main() -> None:
+    """Compiles all."""
+    rows = {
+        name: asdict(compile_cell(cell, Key(arch, 0, "bfloat16", 0))) for name, arch, cell in toys()
+    }
+    json.dump({"triton": triton.__version__, "rows": rows}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
