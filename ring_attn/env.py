@@ -25,6 +25,7 @@ from ring_attn.launch import num_cores
 PACKAGES = ("numpy", "triton", "flash-attn", "einops", "rich", "transformers")
 
 VARIABLES = (
+    "RING_ATTN_AUTOTUNE",
     "RING_ATTN_DEBUG",
     "RING_ATTN_NVTX",
     "OMP_NUM_THREADS",

@@ -87,6 +87,8 @@ class TritonBackend:
             return "needs a GPU that torch can use"
         if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
             return "needs a GPU of compute capability 8.0 or newer"
+        if not named and os.environ.get("TRITON_INTERPRET") == "1":
+            return "TRITON_INTERPRET=1 is set: kernels are interpreted only when asked for by name"
         return None
 
     def new_state(self, q: Tensor, headdim_v: int, sinks: Tensor | None = None) -> TritonState:
@@ -281,8 +283,8 @@ class TritonBackend:
             return "bfloat16 arithmetic is wrong in Triton's interpreter: use float16 or float32"
         if not _use_interpreter():
             return (
-                "triton has been imported for a GPU already: set TRITON_INTERPRET=1 before that "
-                "to run on a CPU"
+                "Triton's interpreter is off, and triton is in use or there is a GPU to compile "
+                "for: set TRITON_INTERPRET=1 before the program starts to run on a CPU"
             )
         return None
 
@@ -340,8 +342,11 @@ def _run(launch: Launch, x: Tensor) -> None:
 
 
 def _use_interpreter() -> bool:
-    """Whether kernels run in the interpreter, which triton settles when it is first imported."""
-    if "triton" not in sys.modules:
+    """Whether kernels run in the interpreter, which triton settles when it is first imported.
+
+    It is turned on where that is without consequence for anybody else.
+    """
+    if "triton" not in sys.modules and not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
     from triton import knobs
 

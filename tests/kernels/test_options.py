@@ -13,7 +13,7 @@ from itertools import combinations, product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ring_attn.layout import SequenceLayout
@@ -22,6 +22,7 @@ from ring_attn.testing import random_qkv, random_sinks
 from tests.kernels.calls import (
     DEVICE,
     DTYPES,
+    MASKS,
     assert_holds,
     attend,
     blocks,
@@ -210,7 +211,7 @@ def exercise(call: dict[str, Any]) -> None:
     assert_holds(got, *expect(inputs, mask, **scores))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(calls())
 def test_any_shape(call: dict[str, Any]) -> None:
     exercise(call)
@@ -221,3 +222,47 @@ def test_any_shape(call: dict[str, Any]) -> None:
 @given(calls())
 def test_many_shapes(call: dict[str, Any]) -> None:
     exercise(call)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_every_mask_in_every_shape_of_blocks(
+    mask: Mask, dtype: Any, shape: tuple[int, int]
+) -> None:
+    inputs = inputs_for(mask, nheads=2, nheads_kv=1, headdim=20, dtype=dtype)
+    cuts = (mask.seqlen_k // 3, mask.seqlen_k // 2)
+    got = attend(inputs, cut_keys(mask, *cuts), blocks(*shape))
+    assert_holds(got, *expect(inputs, mask))
+
+
+@st.composite
+def layouts(draw: st.DrawFn, mask: Mask) -> Layouts:
+    """Any two of one number of ranks."""
+    world_size = draw(st.integers(1, 4))
+    if draw(st.booleans()):
+        q, k = (SequenceLayout.striped(n, world_size) for n in (mask.seqlen_q, mask.seqlen_k))
+        return q, k
+    found = []
+    for seqlen in (mask.seqlen_q, mask.seqlen_k):
+        size = world_size - 1
+        cuts = draw(st.lists(st.integers(0, seqlen), min_size=size, max_size=size))
+        uneven = SequenceLayout.boundaries([0, *sorted(cuts), seqlen])
+        zigzag = SequenceLayout.zigzag(seqlen, world_size)
+        found.append(draw(st.sampled_from((uneven, zigzag))))
+    return found[0], found[1]
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_many_rings(data: st.DataObject) -> None:
+    call = data.draw(calls())
+    mask, scores = call["mask"], {name: call[name] for name in ("scale", "softcap")}
+    inputs = inputs_for(mask, **call["sizes"])
+    travels = data.draw(st.sampled_from(("kv", "q")))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        patched_select(monkeypatch, call["config"])
+        got = ring(inputs, mask, data.draw(layouts(mask)), travels=travels, **scores)
+    assert_holds(got, *expect(inputs, mask, **scores))

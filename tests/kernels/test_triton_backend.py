@@ -132,7 +132,7 @@ def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_compiler_cannot_become_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     reason = str(TritonBackend().supports(SPEC, named=True))
-    assert "imported for a GPU already: set TRITON_INTERPRET=1" in reason
+    assert "set TRITON_INTERPRET=1 before the program starts" in reason
 
 
 def test_gpus_that_are_too_old_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,11 +141,15 @@ def test_gpus_that_are_too_old_or_not_there(monkeypatch: pytest.MonkeyPatch) -> 
     assert backend.supports(spec) is not None
     assert backend.supports(replace(spec, device_type="mps")) is not None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for capability, taken in (((7, 5), False), ((8, 0), True), ((9, 0), True), ((12, 1), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
         assert (backend.supports(spec) is None) == taken
         if not taken:
             assert "compute capability 8.0 or newer" in str(backend.supports(spec))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "only when asked for by name" in str(backend.supports(spec))
+    assert backend.supports(spec, named=True) is None
 
 
 @in_interpreter

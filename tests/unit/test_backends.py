@@ -957,6 +957,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]
     def pretend(major: int, minor: int) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         choose_backend.cache_clear()
 
     yield pretend
