@@ -42,7 +42,7 @@ ATOMICS = re.compile(
     r"|amdg\w*\.buffer_atomic_\w+)\b"
 )
 
-# ptxas, codes C7510 to C7514.
+# The advisories of ptxas: C7510 and its like, "wgmma.mma_async instructions are serialized due to".
 SERIALIZED = re.compile(r"\(C75\d\d\).*|wgmma\S* .*serialized.*")
 
 

@@ -232,8 +232,8 @@ def flash_dkdv_kernel(
             HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, HAS_LO, HAS_HI, RAGGED, SOFTCAP,
         )  # fmt: skip
 
-    store_rows(dk_ptr, dk, rows, row_stop, nheads_kv * HEAD_DIM, HEAD_DIM, BLOCK_D)
-    store_rows(dv_ptr, dv, rows, row_stop, nheads_kv * HEAD_DIM_V, HEAD_DIM_V, BLOCK_DV)
+    store_rows(dk_ptr, dk, row_start, row_stop, nheads_kv * HEAD_DIM, HEAD_DIM, BLOCK_D)
+    store_rows(dv_ptr, dv, row_start, row_stop, nheads_kv * HEAD_DIM_V, HEAD_DIM_V, BLOCK_DV)
 
 
 @triton.jit
@@ -358,7 +358,7 @@ def flash_dq_kernel(
             HAS_HI, RAGGED, SOFTCAP,
         )  # fmt: skip
 
-    store_rows(dq_ptr, dq, rows, row_stop, nheads * HEAD_DIM, HEAD_DIM, BLOCK_D)
+    store_rows(dq_ptr, dq, row_start, row_stop, nheads * HEAD_DIM, HEAD_DIM, BLOCK_D)
 
 
 def delta_launch(out: Tensor, dout: Tensor, delta: Tensor, config: Config) -> Launch:

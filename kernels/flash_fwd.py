@@ -56,14 +56,25 @@ def load_rows(ptr, rows, stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def store_rows(ptr, x, rows, row_stop, stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Stores the rows below `row_stop` of x (len(rows), BLOCK_D)."""
+def store_rows(ptr, x, row_start, row_stop, stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Stores x (BLOCK, BLOCK_D) to the rows row_start, row_start + 1, ... below `row_stop`.
+
+    Offsets are counted from the first row, so that over the loop before it only scalars are kept.
+    """
+    offs = tl.arange(0, x.shape[0])
     dims = tl.arange(0, BLOCK_D)
-    ptrs = ptr + rows.to(tl.int64)[:, None] * stride + dims[None, :]
-    inside = rows[:, None] < row_stop
+    ptrs = (ptr + row_start.to(tl.int64) * stride) + (offs[:, None] * stride + dims[None, :])
+    inside = offs[:, None] < row_stop - row_start
     if HEAD_DIM != BLOCK_D:
         inside = inside & (dims[None, :] < HEAD_DIM)
     tl.store(ptrs, x.to(ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def store_stats(ptr, x, row_start, row_stop):
+    """Stores x (BLOCK,) likewise."""
+    offs = tl.arange(0, x.shape[0])
+    tl.store(ptr + row_start + offs, x, offs < row_stop - row_start)
 
 
 @triton.jit
@@ -182,6 +193,16 @@ def _fold_whole_blocks(
 
 
 @triton.jit
+def _state_offsets(batch, head, num_rows, nheads, HEAD_DIM_V: tl.constexpr):
+    """Where a head begins in (batch, rows, nheads, HEAD_DIM_V) and in (batch, nheads, rows).
+
+    Formed where they are used, not once: over the loop they would take registers that it lacks.
+    """
+    row = batch.to(tl.int64) * num_rows * nheads * HEAD_DIM_V + head * HEAD_DIM_V
+    return row, (batch * nheads + head).to(tl.int64) * num_rows
+
+
+@triton.jit
 def flash_fwd_kernel(
     q_ptr,
     k_ptr,
@@ -235,10 +256,6 @@ def flash_fwd_kernel(
     q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
     k_ptr += batch.to(tl.int64) * stride_kb + kv_head * stride_kh
     v_ptr += batch.to(tl.int64) * stride_vb + kv_head * stride_vh
-    # State and out are contiguous: (batch, rows, nheads, HEAD_DIM_V) and (batch, nheads, rows).
-    stride_row = nheads * HEAD_DIM_V
-    acc_offset = batch.to(tl.int64) * num_rows * stride_row + head * HEAD_DIM_V
-    stat_offset = (batch * nheads + head).to(tl.int64) * num_rows
 
     rows = row_start + tl.arange(0, BLOCK_M)
     # Rows beyond the block repeat its last one: their loads need no mask, and they are not stored.
@@ -256,9 +273,10 @@ def flash_fwd_kernel(
         m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l_i = tl.zeros((BLOCK_M,), tl.float32)
     else:
-        acc = load_rows(acc_ptr + acc_offset, inside, stride_row, HEAD_DIM_V, BLOCK_DV)
-        m_i = tl.load(m_ptr + stat_offset + inside)
-        l_i = tl.load(l_ptr + stat_offset + inside)
+        row, stat = _state_offsets(batch, head, num_rows, nheads, HEAD_DIM_V)
+        acc = load_rows(acc_ptr + row, inside, nheads * HEAD_DIM_V, HEAD_DIM_V, BLOCK_DV)
+        m_i = tl.load(m_ptr + stat + inside)
+        l_i = tl.load(l_ptr + stat + inside)
 
     # The two ways are apart, since a branch or a loop around it keeps triton from specialising.
     if WARP_SPECIALIZE:
@@ -279,17 +297,19 @@ def flash_fwd_kernel(
                 HAS_HI, RAGGED, SOFTCAP,
             )  # fmt: skip
 
+    row, stat = _state_offsets(batch, head, num_rows, nheads, HEAD_DIM_V)
+    stride = nheads * HEAD_DIM_V
     if LAST:
         if HAS_SINKS:
             sink = tl.load(sinks_ptr + head) * LOG2E
             acc, m_i, l_i = online_softmax_add_sink(acc, m_i, l_i, sink)
         acc, lse = online_softmax_finalize(acc, m_i, l_i)
-        store_rows(out_ptr + acc_offset, acc, rows, row_stop, stride_row, HEAD_DIM_V, BLOCK_DV)
-        tl.store(lse_ptr + stat_offset + rows, lse, rows < row_stop)
+        store_rows(out_ptr + row, acc, row_start, row_stop, stride, HEAD_DIM_V, BLOCK_DV)
+        store_stats(lse_ptr + stat, lse, row_start, row_stop)
     else:
-        store_rows(acc_ptr + acc_offset, acc, rows, row_stop, stride_row, HEAD_DIM_V, BLOCK_DV)
-        tl.store(m_ptr + stat_offset + rows, m_i, rows < row_stop)
-        tl.store(l_ptr + stat_offset + rows, l_i, rows < row_stop)
+        store_rows(acc_ptr + row, acc, row_start, row_stop, stride, HEAD_DIM_V, BLOCK_DV)
+        store_stats(m_ptr + stat, m_i, row_start, row_stop)
+        store_stats(l_ptr + stat, l_i, row_start, row_stop)
 
 
 @dataclass

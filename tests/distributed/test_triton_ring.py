@@ -5,6 +5,7 @@ The ring itself, without processes, is tested in tests/kernels.
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,14 @@ from ring_attn.testing import (
     random_sinks,
 )
 
-pytestmark = pytest.mark.dist
+# Where there is a GPU the interpreter has to be asked for.
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
+        reason="CPU tensors need TRITON_INTERPRET=1 on a machine with a GPU",
+    ),
+]
 
 
 @dataclass(frozen=True)

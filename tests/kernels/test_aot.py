@@ -32,7 +32,7 @@ EXPECTED = {
     "spills": ("spills ", SERIALIZED),
     "spills sm_80": ("spills ",),
     "spills gfx942": ("spills ",),
-    "too big": ("needs 262144 bytes of shared memory, sm_90 has 232448",),
+    "too big": ("needs 294912 bytes of shared memory, sm_90 has 232448",),
     "too big gfx942": ("needs 131072 bytes of shared memory, gfx942 has 65536",),
     "no tensor cores": ("no tensor-core instruction",),
     "no need of them": (),
@@ -158,12 +158,21 @@ def test_the_command_compiles_our_kernels(tmp_path: Path) -> None:
     assert f"{len(report['rows'])} cells" in result.stdout and "0 failed" in result.stdout
 
 
+GOOD = Report(255, 0, 1024, 512, dict.fromkeys(OPCODES, 1), (1, 2), (), 1.0)
+
+
+def test_tensor_memory_has_a_limit() -> None:
+    cell = aot.Cell("toy", "", launch_of_nothing())
+    assert aot.failures(cell, GOOD, "sm_100") == ()
+    (failure,) = aot.failures(cell, replace(GOOD, tensor_memory=544), "sm_100")
+    assert failure == "needs 544 columns of tensor memory, sm_100 has 512"
+
+
 @pytest.fixture
 def one_bad_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler gives two rows, of which one is wrong."""
-    report = Report(255, 24, 1024, 0, dict.fromkeys(OPCODES, 1), (0, 0), (), 1.0)
     good = aot.Row(
-        "fwd", "middle full", "sm_90", 64, "float16", "64x64", 4, 2, "", False, report, ()
+        "fwd", "middle full", "sm_90", 64, "float16", "64x64", 4, 2, "", False, GOOD, ()
     )  # fmt: skip
     bad = replace(good, variant="only causal", failures=("spills 24 bytes per thread",))
 

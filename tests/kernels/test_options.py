@@ -56,7 +56,7 @@ OPTIONS: dict[str, Sequence[Any]] = {
         Mask(65, 65, True, (-1, -1), DOCUMENTS, DOCUMENTS),
         Mask(65, 47, False, (20, -1), DOCUMENTS, KEYS),
     ),
-    "headdim": (16, 20, 64, 80, 128, 256),
+    "headdim": (16, 40, 64, 128, 256),
     "headdim_v": ("same", "half", "other"),
     "heads": ((1, 1), (2, 1), (4, 2), (2, 2)),
     "ring": (
@@ -211,7 +211,7 @@ def exercise(call: dict[str, Any]) -> None:
     assert_holds(got, *expect(inputs, mask, **scores))
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(calls())
 def test_any_shape(call: dict[str, Any]) -> None:
     exercise(call)
@@ -255,7 +255,7 @@ def layouts(draw: st.DrawFn, mask: Mask) -> Layouts:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_many_rings(data: st.DataObject) -> None:
     call = data.draw(calls())

@@ -140,7 +140,7 @@ def toys() -> Iterator[tuple[str, str, Cell]]:
     yield "spills", "sm_90", Cell("product", "", product_launch((256, 128, 64), 4, 2))
     yield "spills sm_80", "sm_80", Cell("product", "", product_launch((256, 128, 64), 4, 2))
     yield "spills gfx942", "gfx942", Cell("product", "", product_launch((256, 256, 64), 2, 1))
-    yield "too big", "sm_90", Cell("product", "", product_launch((128, 128, 64), 8, 8))
+    yield "too big", "sm_90", Cell("product", "", product_launch((128, 256, 64), 8, 6))
     yield "too big gfx942", "gfx942", Cell("product", "", product_launch((128, 128, 128), 8, 3))
     scalar = product_launch((64, 64, 32), 8, 2, dtype=torch.float32)
     yield "no tensor cores", "sm_90", Cell("product", "", scalar)
