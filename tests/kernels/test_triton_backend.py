@@ -153,6 +153,16 @@ def test_gpus_that_are_too_old_or_not_there(monkeypatch: pytest.MonkeyPatch) -> 
     assert backend.supports(spec, named=True) is None
 
 
+def test_an_interpreter_and_a_numpy_that_do_not_go_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    versions = {"triton": "3.6.0", "numpy": "2.4.6"}
+    monkeypatch.setattr(module, "version", versions.__getitem__)
+    assert "numpy below 2.4" in str(TritonBackend().supports(SPEC, named=True))
+    versions["numpy"] = "2.3.5"
+    assert "numpy" not in str(TritonBackend().supports(SPEC, named=True))
+
+
 @in_interpreter
 def test_it_says_once_that_it_is_the_interpreter() -> None:
     module._warn_of_interpreter.cache_clear()
