@@ -445,13 +445,14 @@ def _terms(
     """The equations of forward and backward with the absolute value of every term in its place.
 
     A probability is exp(s - lse), and rounding s and lse to their dtype is a relative error of
-    that size in it: p enters as `p (1 + |s| + |lse|)`. With logits of some hundreds that is all of
-    the error of dv in float32; with ordinary ones it is of the order of the sums' error.
+    that size in it: p enters as `p (1 + |s| + |lse|)`, where s rounds at the size of the products
+    that it sums. With logits of some hundreds that is all of the error of dv in float32; with
+    ordinary ones it is of the order of the sums' error.
 
     With softcap s is rounded once more, as the argument of tanh: an error in s of the slope's
     share, `1 - t^2` with t = s / softcap. That slope, whose terms are 1 and t^2, is a factor of ds.
 
-    The gradient of a sink sums delta, which is made of an `out` that has been rounded to `dtype`.
+    delta is made of an `out` that has been rounded to `dtype`: it counts that much more.
     """
     scale, groups = _scale(q, softmax_scale), q.size(2) // k.size(2)
     hidden = ~mask.dense().to(q.device)
@@ -459,17 +460,19 @@ def _terms(
     s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
     t = torch.tanh(s / softcap) if softcap else s.new_zeros(())
     slope, slope_terms = 1.0 - t**2, 1.0 + t**2
-    s_terms = softcap * t.abs() + slope * s.abs()
     s = softcap * t if softcap else s
     p = (s - expected.lse.unsqueeze(-1)).masked_fill(hidden, -math.inf).exp()
     lse = expected.lse.abs().masked_fill(expected.lse.isneginf(), 0.0)
 
     q, k, v, dout, out = (x.abs() for x in (q, k, v, dout, expected.out))
-    products = torch.einsum("bihd,bjhd->bhij", q, k) * scale * slope
-    lse_terms = (p * (products + softcap * t.abs())).sum(-1) + lse
-    p = p * (1.0 + s_terms + lse.unsqueeze(-1))
+    s_terms = torch.einsum("bihd,bjhd->bhij", q, k) * scale * slope + softcap * t.abs()
+    lse_terms = (p * s_terms).sum(-1) + lse
+    rounding = torch.finfo(dtype).eps / torch.finfo(_accumulation_dtype(dtype)).eps
     delta = torch.einsum("bihd,bihd->bhi", out, dout)
-    ds = p * (torch.einsum("bihd,bjhd->bhij", dout, v) + delta.unsqueeze(-1)) * scale * slope_terms
+    of_out = p * delta.unsqueeze(-1) * rounding
+    p = p * (1.0 + s_terms + lse.unsqueeze(-1))
+    ds = p * (torch.einsum("bihd,bjhd->bhij", dout, v) + delta.unsqueeze(-1)) + of_out
+    ds = ds * scale * slope_terms
 
     def to_kv_heads(x: Tensor) -> Tensor:
         return x.unflatten(2, (-1, groups)).sum(3)
@@ -486,7 +489,6 @@ def _terms(
         p_sink = (sinks - expected.lse.masked_fill(expected.lse.isneginf(), 0.0)).exp()
         size = sinks.abs().masked_fill(sinks.isneginf(), 0.0)
         terms["lse"] = lse_terms + p_sink * size
-        rounding = torch.finfo(dtype).eps / torch.finfo(_accumulation_dtype(dtype)).eps
         terms["dsinks"] = (p_sink * (rounding + size + lse) * delta).sum((0, 2))
     return terms
 
