@@ -51,8 +51,8 @@ def assert_holds(out: Tensor, lse: Tensor, inputs: Inputs, mask: Mask, **options
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_masks(mask: Mask, dtype: torch.dtype) -> None:
     inputs = inputs_for(mask, dtype=dtype)
-    for config in (blocks(32, 32), blocks(16, 64)):
-        assert_holds(*forward(inputs, [whole(mask)], config), inputs, mask)
+    config = blocks(32, 32) if dtype == torch.float32 else blocks(16, 64)
+    assert_holds(*forward(inputs, [whole(mask)], config), inputs, mask)
 
 
 @pytest.mark.parametrize("rows", [1, 63, 97, 113, 257])

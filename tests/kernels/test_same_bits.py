@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.plan import Traveller
 from ring_attn.strategies.ring import make_call
-from ring_attn.testing import RESULTS, Expected, Inputs, random_qkv, random_sinks
+from ring_attn.testing import RESULTS, Expected, Inputs, random_qkv
 from tests.kernels.calls import DEVICE, DTYPES, blocks, patched_select
 from tests.kernels.rings import layouts_of, ring, spec_of
 
@@ -30,34 +29,33 @@ def sequence(world_size: int, seqlen: int) -> tuple[SequenceLayout, SequenceLayo
     return layout, layout
 
 
-USUAL = {"dtype": torch.float32, "nheads": 1, "softcap": 0.0, "sinks": False}
+USUAL = {"dtype": torch.float32, "nheads": 1, "softcap": 0.0, "with_sinks": False}
 
-# In the first all shards are as long, in the others the last one is short.
-CASES: dict[str, dict[str, Any]] = {
-    "float16, softcap, sinks": {
-        "seqlen": 1024, "dtype": torch.float16, "softcap": 2.0, "sinks": True,
-    },
-    "float32 gqa": {"seqlen": 1000, "nheads": 2},
+# By name: rows of the last shard and options.
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "float16, softcap, sinks": (
+        SHARD, {"dtype": torch.float16, "softcap": 2.0, "with_sinks": True},
+    ),
+    "float32 gqa": (104, {"nheads": 2}),
 }  # fmt: skip
-MORE_CASES: dict[str, dict[str, Any]] = {
-    "float16 gqa": {"seqlen": 1000, "dtype": torch.float16, "nheads": 4},
-    "float16 sinks": {"seqlen": 900, "dtype": torch.float16, "sinks": True},
-    "float32 mqa, softcap, sinks": {"seqlen": 1000, "nheads": 3, "softcap": 0.5, "sinks": True},
-    "float32 of a head": {"seqlen": 1024},
+MORE_CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "float16 gqa": (104, {"dtype": torch.float16, "nheads": 4}),
+    "float16 sinks": (4, {"dtype": torch.float16, "with_sinks": True}),
+    "float32 mqa, softcap, sinks": (1, {"nheads": 3, "softcap": 0.5, "with_sinks": True}),
+    "float32 of a head": (SHARD, {}),
 }
 
 
-def run(name: str, layouts: tuple[SequenceLayout, SequenceLayout], **options: object) -> Expected:
-    case = {"dtype": torch.float32, "nheads": 1, "softcap": 0.0, "sinks": False} | (
-        CASES | MORE_CASES
-    )[name]
-    seqlen, nheads = case["seqlen"], case["nheads"]
+def run(name: str, seqlen: int, world_size: int) -> Expected:
+    case = USUAL | (CASES | MORE_CASES)[name][1]
+    nheads = case["nheads"]
     inputs = random_qkv(
         seqlen_q=seqlen, nheads=nheads, nheads_kv=1, headdim=16, dtype=case["dtype"], device=DEVICE
     )
-    sinks = random_sinks(nheads, device=DEVICE) if case["sinks"] else None
+    sinks = torch.linspace(0.5, 2.0, nheads, device=DEVICE) if case["with_sinks"] else None
     mask = Mask(seqlen, seqlen, causal=True)
-    return ring(inputs, mask, layouts, softcap=case["softcap"], sinks=sinks, **options)
+    layouts = sequence(world_size, seqlen)
+    return ring(inputs, mask, layouts, softcap=case["softcap"], sinks=sinks, same_bits=True)
 
 
 @pytest.fixture(autouse=True)
@@ -65,12 +63,6 @@ def long_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter a block of 128 x 128 costs little more than one of 64 x 64."""
     if DEVICE == "cpu":
         patched_select(monkeypatch, blocks(128, 128))
-
-
-@cache
-def alone(name: str) -> Expected:
-    """Of one process."""
-    return run(name, sequence(1, (CASES | MORE_CASES)[name]["seqlen"]))
 
 
 def differing(a: Expected, b: Expected) -> list[str]:
@@ -83,18 +75,27 @@ def differing(a: Expected, b: Expected) -> list[str]:
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("name", CASES)
 def test_every_world_size_has_the_bits_of_one(name: str, world_size: int) -> None:
-    got = run(name, sequence(world_size, CASES[name]["seqlen"]), same_bits=True)
-    assert differing(got, alone(name)) == []
-    for result in RESULTS:
-        assert bool(getattr(got, result).isfinite().all()) and bool(getattr(got, result).any())
+    exercise(name, world_size)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("name", MORE_CASES)
 def test_every_world_size_in_more_cases(name: str, world_size: int) -> None:
-    got = run(name, sequence(world_size, MORE_CASES[name]["seqlen"]), same_bits=True)
-    assert differing(got, alone(name)) == []
+    exercise(name, world_size)
+
+
+def exercise(name: str, world_size: int) -> None:
+    seqlen = (world_size - 1) * SHARD + (CASES | MORE_CASES)[name][0]
+    got, alone = (run(name, seqlen, size) for size in (world_size, 1))
+    assert differing(got, alone) == []
+    for result in RESULTS:
+        assert bool(getattr(got, result).isfinite().all()) and bool(getattr(got, result).any())
+
+
+def test_one_sequence_on_any_number_of_ranks() -> None:
+    one, *others = (run("float32 of a head", 500, size) for size in (1, 2, 3, 4))
+    assert [differing(other, one) for other in others] == [[]] * 3
 
 
 @pytest.mark.slow
