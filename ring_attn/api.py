@@ -16,7 +16,8 @@ from ring_attn.debug import check_agreement, debug_enabled, tell_error
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.spec import AttentionSpec, TransportOptions
-from ring_attn.strategies.ring import RingAttention, RingCall, make_call
+from ring_attn.strategies.base import attend
+from ring_attn.strategies.ring import RingCall, make_call
 from ring_attn.transport.p2p import open_p2p
 
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -198,7 +199,7 @@ def ring_attention(
         q, k, v = q[None], k[None], v[None]
     # Once here rather than at every step: no operator takes a strided last dim.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    out, lse = RingAttention.apply(q, k, v, sinks, call, open_p2p(process_group, transport))
+    out, lse = attend(q, k, v, sinks, call, open_p2p(process_group, transport))
     if packed:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out

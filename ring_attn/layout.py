@@ -1,4 +1,4 @@
-"""Which global positions each rank holds: contiguous, zigzag, striped, and boundaries.
+"""Which global positions each rank holds: contiguous, zigzag, striped, boundaries, any segments.
 
 A layout is a value. Per rank it is a short list of segments (runs of positions with a stride), and
 everything else - plans, shards, position ids - follows from those.
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from torch import Tensor
 from ring_attn.mask import Mask
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
+
+# For each group and each member: the pairs (rows of the member, rows of the group).
+MergedRows = tuple[tuple[tuple[tuple[slice, slice], ...], ...], ...]
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How a sequence is split over ranks: a value, made by one of the four constructors.
+    """How a sequence is split over ranks: a value, made by one of the five constructors.
 
     Example:
         >>> layout = SequenceLayout.zigzag(seqlen=8, world_size=2)
@@ -61,6 +65,7 @@ class SequenceLayout:
     seqlen: int
     world_size: int
     cuts: tuple[int, ...] | None = None
+    parts: tuple[tuple[Segment, ...], ...] | None = None
 
     @classmethod
     def contiguous(cls, seqlen: int, world_size: int) -> SequenceLayout:
@@ -103,6 +108,42 @@ class SequenceLayout:
         return cls("boundaries", cuts[-1], len(cuts) - 1, cuts)
 
     @classmethod
+    def from_segments(cls, parts: Sequence[Sequence[Segment]]) -> SequenceLayout:
+        """Rank r holds the segments `parts[r]`, one after another.
+
+        Segments that follow one another are joined, and shards that are runs in the order of the
+        ranks are `boundaries`: equal layouts compare equal however they were made.
+
+        Args:
+            parts: the segments of each rank; together every position from 0 on, once, and all of
+                one stride.
+
+        Raises:
+            ValueError: no ranks, segments of different strides, or positions that are held twice or
+                by nobody.
+
+        Example:
+            >>> halves = [[Segment(0, 2), Segment(6, 2)], [Segment(2, 4)]]
+            >>> SequenceLayout.from_segments(halves).position_ids(rank=0).tolist()
+            [0, 1, 6, 7]
+        """
+        if not parts:
+            raise ValueError("from_segments needs the segments of at least one rank, got none")
+        strides = sorted({s.stride for segments in parts for s in segments if s.length > 1}) or [1]
+        if len(strides) > 1:
+            raise ValueError(f"all segments must have one stride, got {strides}")
+        joined = tuple(_joined(segments, strides[0]) for segments in parts)
+        seqlen = sum(s.length for segments in joined for s in segments)
+        _check_cover(joined, seqlen)
+        cuts = [0, *accumulate(sum(s.length for s in segments) for segments in joined)]
+        runs = tuple(
+            (Segment(a, b - a),) if b > a else () for a, b in zip(cuts, cuts[1:], strict=False)
+        )
+        if runs == joined:
+            return cls.boundaries(cuts)
+        return cls("segments", seqlen, len(joined), parts=joined)
+
+    @classmethod
     def from_name(cls, name: str, seqlen: int, world_size: int) -> SequenceLayout:
         """The layout of that name; ValueError names the valid ones."""
         if name not in LAYOUTS:
@@ -123,6 +164,49 @@ class SequenceLayout:
     def shard_lens(self) -> tuple[int, ...]:
         """Rows per rank."""
         return tuple(sum(s.length for s in segments) for segments in _segments(self))
+
+    @cached_property
+    def stride(self) -> int:
+        """What lies between the positions of neighbouring rows of a segment: 1 but for striped."""
+        if self.kind == "striped":
+            return self.world_size
+        return max((s.stride for part in self.parts or () for s in part), default=1)
+
+    def merged(self, groups: Sequence[Sequence[int]]) -> tuple[SequenceLayout, MergedRows]:
+        """The layout of groups of ranks that pool their rows, in the order of their positions.
+
+            zigzag, 4 ranks, in pairs     rank 0: chunks 0 7, rank 1: 1 6   ->   0 1 6 7
+
+        Args:
+            groups: the ranks of each group; every rank in one of them.
+
+        Returns:
+            The layout with a rank for each group, and for each group and each of its members the
+            pairs `(rows of the member, rows of the group)`, slices of equal length.
+
+        Raises:
+            ValueError: groups that leave a rank out or name one twice.
+        """
+        if sorted(rank for group in groups for rank in group) != list(range(self.world_size)):
+            raise ValueError(f"groups must hold each rank of {self} once, got {groups}")
+        parts, rows = [], []
+        for group in groups:
+            pieces = []
+            for member, rank in enumerate(group):
+                first = 0
+                for segment in self.segments(rank):
+                    pieces.append((segment, member, first))
+                    first += segment.length
+            pieces.sort(key=lambda piece: piece[0].start)
+            placed: list[list[tuple[slice, slice]]] = [[] for _ in group]
+            at = 0
+            for segment, member, first in pieces:
+                n = segment.length
+                placed[member].append((slice(first, first + n), slice(at, at + n)))
+                at += n
+            parts.append([segment for segment, _, _ in pieces])
+            rows.append(tuple(tuple(pairs) for pairs in placed))
+        return SequenceLayout.from_segments(parts), tuple(rows)
 
     def position_ids(self, rank: int, device: torch.device | str | None = None) -> Tensor:
         """(shard_len,) int64: the global position of each of the rank's rows, for RoPE."""
@@ -184,9 +268,19 @@ class SequenceLayout:
             areas.append(int((stop - start).sum()))
         return tuple(areas)
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.seqlen, self.world_size, self.cuts, self.parts))
+
+    def __hash__(self) -> int:
+        # The segments of thousands of ranks are hashed once, not at every look-up of a plan.
+        return self._hash
+
     def __str__(self) -> str:
         if self.cuts is not None:
             return f"boundaries({list(self.cuts)})"
+        if self.parts is not None:
+            return f"segments({[[tuple(vars(s).values()) for s in part] for part in self.parts]})"
         return f"{self.kind}(seqlen={self.seqlen}, world_size={self.world_size})"
 
     @cached_property
@@ -272,10 +366,43 @@ def _equal_cuts(seqlen: int, parts: int) -> list[int]:
     return [part * size + min(part, longer) for part in range(parts + 1)]
 
 
+def _joined(segments: Sequence[Segment], stride: int) -> tuple[Segment, ...]:
+    """Without empty segments, single positions in the stride of all, and neighbours as one."""
+    joined: list[Segment] = []
+    for segment in segments:
+        last = joined[-1] if joined else None
+        if last and last.start + last.length * stride == segment.start:
+            joined[-1] = Segment(last.start, last.length + segment.length, stride)
+        elif segment.length:
+            joined.append(Segment(segment.start, segment.length, stride))
+    return tuple(joined)
+
+
+def _check_cover(parts: Sequence[Sequence[Segment]], seqlen: int) -> None:
+    """Every position of `[0, seqlen)` once."""
+    times = torch.zeros(seqlen, dtype=torch.int32)
+    for rank, segments in enumerate(parts):
+        for s in segments:
+            last = s.start + (s.length - 1) * s.stride
+            if s.start < 0 or s.stride < 1 or last >= seqlen:
+                raise ValueError(
+                    f"segments must hold each position of 0..{seqlen - 1} once, as there are "
+                    f"{seqlen} rows in all; rank {rank} has {s}"
+                )
+            times[s.start : last + 1 : s.stride] += 1
+    if bool((times != 1).any()):
+        wrong = int((times != 1).nonzero()[0])
+        raise ValueError(
+            f"segments must hold each position once, {wrong} is held {int(times[wrong])} times"
+        )
+
+
 @lru_cache(maxsize=1024)
 def _segments(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]:
-    """Segments of every rank: the one place where the four kinds differ."""
+    """Segments of every rank: the one place where the five kinds differ."""
     seqlen, world_size = layout.seqlen, layout.world_size
+    if layout.parts is not None:
+        return layout.parts
 
     def runs(cuts: Sequence[int], *chunks: int) -> tuple[Segment, ...]:
         found = [Segment(cuts[c], cuts[c + 1] - cuts[c]) for c in chunks]

@@ -418,7 +418,7 @@ def _check(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> N
         raise ValueError(
             f"mask is over ({mask.seqlen_q}, {mask.seqlen_k}) positions, the layouts over {lens}"
         )
-    if (layout_q.kind == "striped") != (layout_kv.kind == "striped"):
+    if layout_q.stride != layout_kv.stride:
         raise NotImplementedError(
             f"q and kv must both be striped or neither, got {layout_q} and {layout_kv}: a mask "
             "between rows of different strides is not a band"

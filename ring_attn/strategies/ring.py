@@ -39,7 +39,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -57,7 +57,8 @@ from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.plan import Plan, Step, Tile, Traveller, plan_ring
 from ring_attn.spec import ALIGNMENT, AttentionSpec, Packet, Scores
-from ring_attn.transport.base import Transport
+from ring_attn.strategies.base import Forward, Gradients
+from ring_attn.transport.base import PointToPoint
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class RingCall:
     backend: str
     travels_back: Traveller
     same_bits: bool = False
+    keeps_inputs: ClassVar[bool] = True
 
     @property
     def scores(self) -> Scores:
@@ -93,6 +95,26 @@ class RingCall:
         """This rank's steps in one direction."""
         travels = self.travels_back if backward else "kv"
         return plan_ring(*self.layouts, self.mask, self.rank, travels)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, transport: PointToPoint, sinks: Tensor | None
+    ) -> Forward:
+        """`ring_forward`; saves its arguments, out and lse."""
+        out, lse = ring_forward(q, k, v, self, transport, sinks)
+        return Forward(out, lse, (q, k, v, out, lse))
+
+    def backward(
+        self,
+        saved: tuple[Tensor, ...],
+        dout: Tensor,
+        transport: PointToPoint,
+        sinks: Tensor | None,
+        *,
+        rounded: bool = True,
+    ) -> Gradients:
+        """`ring_backward`."""
+        q, k, v, out, lse = saved
+        return ring_backward(q, k, v, out, lse, dout, self, transport, sinks, rounded=rounded)
 
 
 def make_call(
@@ -176,7 +198,7 @@ def ring_forward(
     k: Tensor,
     v: Tensor,
     call: RingCall,
-    transport: Transport,
+    transport: PointToPoint,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries to all keys.
@@ -217,9 +239,11 @@ def ring_backward(
     lse: Tensor,
     dout: Tensor,
     call: RingCall,
-    transport: Transport,
+    transport: PointToPoint,
     sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    *,
+    rounded: bool = True,
+) -> Gradients:
     """Gradients of this rank's shards.
 
     Args:
@@ -230,10 +254,12 @@ def ring_backward(
         call: the forward's.
         transport: of this rank.
         sinks: as in the forward.
+        rounded: see below.
 
     Returns:
-        dq, dk, dv in the dtypes of q, k, v, accumulated in float32 and rounded once; and dsinks,
-        this rank's rows' share of the gradient of the sinks, None without them.
+        dq, dk, dv in the dtypes of q, k, v, accumulated in float32 and rounded once (with
+        `rounded=False` not at all); and dsinks, this rank's rows' share of the gradient of the
+        sinks, None without them.
     """
     backend = get_backend(call.backend)
     delta = backend.delta(out, dout)
@@ -241,9 +267,10 @@ def ring_backward(
     grads = _gradients((q, dout, lse, delta), (k, v), out, call, transport)
     # Rounded one by one, so that little is held twice.
     factor = backend.gradient_factor(call.scores)
-    dv = _rounded(grads.pop(), v.dtype, 1.0)
-    dk = _rounded(grads.pop(), k.dtype, factor)
-    return _rounded(grads.pop(), q.dtype, factor), dk, dv, dsinks
+    dtypes = [x.dtype if rounded else call.spec.accum_dtype for x in (q, k, v)]
+    dv = _rounded(grads.pop(), dtypes[2], 1.0)
+    dk = _rounded(grads.pop(), dtypes[1], factor)
+    return Gradients(_rounded(grads.pop(), dtypes[0], factor), dk, dv, dsinks)
 
 
 def _gradients(
@@ -251,7 +278,7 @@ def _gradients(
     kv: tuple[Tensor, ...],
     out: Tensor,
     call: RingCall,
-    transport: Transport,
+    transport: PointToPoint,
 ) -> list[Tensor]:
     """dq, dk, dv in the type of the state; what the ring needs beside them is freed on return."""
     plan, backend = call.plan(backward=True), get_backend(call.backend)
@@ -283,71 +310,11 @@ def _gradients(
     return own
 
 
-class RingAttention(torch.autograd.Function):
-    """`ring_forward` and `ring_backward` under autograd; its arguments, out and lse are saved."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        call: RingCall,
-        transport: Transport,
-    ) -> tuple[Tensor, Tensor]:
-        """`out` and `lse`; lse takes no gradient."""
-        out, lse = ring_forward(q, k, v, call, transport, sinks)
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.mark_non_differentiable(lse)
-        ctx.call, ctx.transport = call, transport
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
-        """dq, dk, dv, dsinks; differentiating them again raises."""
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        with torch.no_grad():
-            grads = ring_backward(
-                q, k, v, out, lse, dout.contiguous(), ctx.call, ctx.transport, sinks
-            )
-        if torch.is_grad_enabled():
-            grads = _OnceDifferentiable.apply(*grads, q, k, v, dout, sinks)
-        return (*grads, None, None)
-
-
-class _OnceDifferentiable(torch.autograd.Function):
-    """Passes gradients through under `create_graph=True` and raises if they are differentiated.
-
-    torch's `once_differentiable` does so only where dout itself requires a gradient, and else
-    returns gradients that look like constants: a second-order term would be left out in silence.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        dsinks: Tensor | None,
-        *inputs: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
-        """The gradients as they are."""
-        return tuple(None if x is None else x.view_as(x) for x in (dq, dk, dv, dsinks))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Always raises."""
-        raise NotImplementedError(
-            "ring_attention is differentiable once: the gradient of its gradient is not built"
-        )
-
-
 class _Shards:
     """The travelling side: this rank's own shard first, then those that come by in two buffers."""
 
     def __init__(
-        self, plan: Plan, call: RingCall, transport: Transport, own: tuple[Tensor, ...]
+        self, plan: Plan, call: RingCall, transport: PointToPoint, own: tuple[Tensor, ...]
     ) -> None:
         self.held = own
         self._transport = transport
@@ -377,7 +344,7 @@ class _TravellingGradients:
     """The gradients of the travelling side, passed on one step behind its shards."""
 
     def __init__(
-        self, plan: Plan, call: RingCall, transport: Transport, own: Sequence[Tensor]
+        self, plan: Plan, call: RingCall, transport: PointToPoint, own: Sequence[Tensor]
     ) -> None:
         self._plan, self._transport, self._own = plan, transport, own
         self._packets = _packets(plan, call, gradient_packet)
@@ -452,7 +419,7 @@ class _ContinuedGradients(_TravellingGradients):
     """Every rank computes into what it has received, from the owner on."""
 
     def __init__(
-        self, plan: Plan, call: RingCall, transport: Transport, own: Sequence[Tensor]
+        self, plan: Plan, call: RingCall, transport: PointToPoint, own: Sequence[Tensor]
     ) -> None:
         super().__init__(plan, call, transport, own)
         self._held = self._free.pop() if self._free else None

@@ -1,7 +1,12 @@
-"""The transport protocol: one symmetric exchange a step, posted before what hides it."""
+"""The transport protocol: exchanges that are posted before what hides them, and waited for after.
+
+One step of a ring is one symmetric exchange. The other strategies use the collectives of
+torch.distributed. All tensors are flat; at most one exchange is under way on a channel.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -10,18 +15,18 @@ from torch import Tensor
 from ring_attn.plan import Hop
 
 # Shards and gradients travel apart: a gradient is sent when its step is done, while the next shard
-# is already on its way.
-Channel = Literal["shards", "gradients"]
-CHANNELS: tuple[Channel, ...] = ("shards", "gradients")
+# is already on its way. So does what a double ring brings from another node, round for round.
+Channel = Literal["shards", "gradients", "outer"]
+CHANNELS: tuple[Channel, ...] = ("shards", "gradients", "outer")
 
 
 @dataclass
 class TransportStats:
-    """What a transport has done since it was made or `reset`.
+    """What a transport has done since it was made or `reset`; one with all of its `sub`s.
 
     Attributes:
-        bytes_sent: bytes of all messages sent.
-        messages: number of messages sent.
+        bytes_sent: bytes that have left this rank: of a collective what it has for the others.
+        messages: number of exchanges, a collective being one.
         wait_s: seconds of host time in `wait`, with everything that was not hidden by compute (on
             CUDA a wait is a wait of streams, and takes no host time).
     """
@@ -35,17 +40,54 @@ class TransportStats:
         self.bytes_sent, self.messages, self.wait_s = 0, 0, 0.0
 
 
-class Transport(Protocol):
-    """What the strategies need of a transport."""
+class PointToPoint(Protocol):
+    """What a ring needs of a transport.
+
+    No tensor of an exchange may be touched between its posting and the end of `wait`.
+    """
 
     rank: int
     world_size: int
     stats: TransportStats
 
     def post(self, channel: Channel, step: int, hop: Hop, send: Tensor, recv: Tensor) -> None:
-        """Starts one exchange of uint8 buffers; neither may be touched before `wait`."""
+        """Starts one exchange of uint8 buffers with one or two other ranks."""
         ...
 
     def wait(self, channel: Channel) -> None:
-        """Until the exchange posted on this channel is complete on both sides."""
+        """Until the exchange posted on this channel is complete on this rank.
+
+        Of a ring's exchange both sides are: so its buffers may be written to.
+        """
+        ...
+
+
+class Transport(PointToPoint, Protocol):
+    """What the other strategies need: collectives, and transports among some of the ranks."""
+
+    def all_gather(self, channel: Channel, step: int, send: Tensor, recv: Tensor) -> None:
+        """Starts to bring every rank's (n,) uint8 `send`, in their order, to (world_size * n,)."""
+        ...
+
+    def reduce_scatter(self, channel: Channel, step: int, send: Tensor, recv: Tensor) -> None:
+        """Starts to sum all ranks' (world_size * n,) `send`; rank r receives the r-th n of them."""
+        ...
+
+    def all_to_all(
+        self,
+        channel: Channel,
+        step: int,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv: Tensor,
+        recv_counts: Sequence[int],
+    ) -> None:
+        """Starts to bring from every rank its part for this one.
+
+        `send` and `recv` are uint8, cut by the counts (bytes) in the order of the ranks.
+        """
+        ...
+
+    def sub(self, ranks: tuple[int, ...]) -> Transport:
+        """The transport among some of these ranks, in that order; this rank is one of them."""
         ...

@@ -8,7 +8,10 @@ one rank's work at a time, and nothing of torch.distributed is needed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import contains
 from typing import TypeVar
 
 import torch
@@ -18,7 +21,8 @@ from ring_attn.plan import Hop
 from ring_attn.transport.base import Channel, TransportStats
 
 T = TypeVar("T")
-Key = tuple[Channel, int, int]  # channel, sender, receiver
+Ranks = tuple[int, ...]
+Key = tuple[Ranks, Channel, int, int]  # of the transport, channel, sender, receiver
 
 
 class _Exchange:
@@ -36,33 +40,111 @@ class _Exchange:
             raise RuntimeError("another rank of the local ring failed") from self.failed
 
 
+@dataclass
+class _Pending:
+    """One exchange under way: to whom it sends, and what becomes of each rank's message."""
+
+    receivers: Sequence[int]
+    senders: Sequence[int]
+    take: Callable[[int, Tensor], object]
+
+
 class LocalTransport:
     """One rank's end of a ring within a process."""
 
-    def __init__(self, rank: int, world_size: int, exchange: _Exchange) -> None:
+    def __init__(
+        self, rank: int, ranks: Ranks, exchange: _Exchange, stats: TransportStats | None = None
+    ) -> None:
         self.rank = rank
-        self.world_size = world_size
-        self.stats = TransportStats()
+        self.world_size = len(ranks)
+        self.stats = stats or TransportStats()
+        self._ranks = ranks
         self._exchange = exchange
-        self._pending: dict[Channel, tuple[Hop, Tensor]] = {}
+        self._pending: dict[Channel, _Pending] = {}
+        self._subs: dict[Ranks, LocalTransport] = {}
 
     def post(self, channel: Channel, step: int, hop: Hop, send: Tensor, recv: Tensor) -> None:
-        """Offers `send` to its receiver; neither buffer may be touched before `wait`."""
-        self._exchange.sent[channel, self.rank, hop.send_to] = send
-        self._exchange.turn.notify_all()
-        self._pending[channel] = (hop, recv)
-        self.stats.bytes_sent += send.numel()
-        self.stats.messages += 1
+        """Offers `send` to its receiver."""
+        pending = _Pending([hop.send_to], [hop.recv_from], lambda _, got: recv.copy_(got))
+        self._offer(channel, {hop.send_to: send}, pending)
+
+    def all_gather(self, channel: Channel, step: int, send: Tensor, recv: Tensor) -> None:
+        """Offers `send` to every other rank."""
+        parts = recv.view(self.world_size, -1)
+        parts[self.rank] = send
+        pending = _Pending(self._others, self._others, lambda r, got: parts[r].copy_(got))
+        self._offer(channel, dict.fromkeys(self._others, send), pending)
+
+    def reduce_scatter(self, channel: Channel, step: int, send: Tensor, recv: Tensor) -> None:
+        """Offers every other rank its part; summed in the order of the ranks."""
+        parts = send.view(self.world_size, -1)
+        recv.zero_()
+
+        def add(rank: int, got: Tensor) -> None:
+            recv.add_(got)
+            if rank + 1 == self.rank:
+                recv.add_(parts[self.rank])
+
+        if self.rank == 0:
+            recv.add_(parts[0])
+        pending = _Pending(self._others, self._others, add)
+        self._offer(channel, {r: parts[r] for r in self._others}, pending)
+
+    def all_to_all(
+        self,
+        channel: Channel,
+        step: int,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv: Tensor,
+        recv_counts: Sequence[int],
+    ) -> None:
+        """Offers every other rank its part."""
+        outgoing, incoming = send.split(list(send_counts)), recv.split(list(recv_counts))
+        incoming[self.rank].copy_(outgoing[self.rank])
+        pending = _Pending(self._others, self._others, lambda r, got: incoming[r].copy_(got))
+        self._offer(channel, {r: outgoing[r] for r in self._others}, pending)
 
     def wait(self, channel: Channel) -> None:
-        """Until the message has been copied in, and one's own has been taken."""
-        hop, recv = self._pending.pop(channel)
+        """Until all messages have been copied in, and one's own have been taken."""
+        pending = self._pending.pop(channel)
         sent, turn = self._exchange.sent, self._exchange.turn
-        incoming, outgoing = (channel, hop.recv_from, self.rank), (channel, self.rank, hop.send_to)
-        self._exchange.until(lambda: incoming in sent)
-        recv.copy_(sent.pop(incoming))
-        turn.notify_all()
-        self._exchange.until(lambda: outgoing not in sent)
+        for rank in pending.senders:
+            incoming = self._key(channel, rank, self.rank)
+            self._exchange.until(partial(contains, sent, incoming))
+            pending.take(rank, sent.pop(incoming))
+            turn.notify_all()
+        for rank in pending.receivers:
+            outgoing = self._key(channel, self.rank, rank)
+            self._exchange.until(partial(_lacks, sent, outgoing))
+
+    def sub(self, ranks: Ranks) -> LocalTransport:
+        """The transport among some of these ranks."""
+        if ranks not in self._subs:
+            members = tuple(self._ranks[rank] for rank in ranks)
+            self._subs[ranks] = LocalTransport(
+                ranks.index(self.rank), members, self._exchange, self.stats
+            )
+        return self._subs[ranks]
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank]
+
+    def _key(self, channel: Channel, sender: int, receiver: int) -> Key:
+        return self._ranks, channel, sender, receiver
+
+    def _offer(self, channel: Channel, messages: dict[int, Tensor], pending: _Pending) -> None:
+        for rank, message in messages.items():
+            self._exchange.sent[self._key(channel, self.rank, rank)] = message
+            self.stats.bytes_sent += message.nbytes
+        self._exchange.turn.notify_all()
+        self._pending[channel] = pending
+        self.stats.messages += 1
+
+
+def _lacks(sent: dict[Key, Tensor], key: Key) -> bool:
+    return key not in sent
 
 
 def run_local(world_size: int, fn: Callable[[int, LocalTransport], T]) -> list[T]:
@@ -92,13 +174,14 @@ def run_local(world_size: int, fn: Callable[[int, LocalTransport], T]) -> list[T
     exchange = _Exchange()
     results: dict[int, T] = {}
     settings = _thread_settings()
+    ranks = tuple(range(world_size))
 
     def work(rank: int) -> None:
         with exchange.turn:
             try:
                 if exchange.failed is None:
                     settings()
-                    results[rank] = fn(rank, LocalTransport(rank, world_size, exchange))
+                    results[rank] = fn(rank, LocalTransport(rank, ranks, exchange))
             except BaseException as error:
                 exchange.failed = exchange.failed or error
                 exchange.turn.notify_all()

@@ -14,9 +14,10 @@ from __future__ import annotations
 import datetime
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,102 +35,238 @@ UNWRITTEN = torch.tensor(list(b"\xffring_attn: end\xff"), dtype=torch.uint8)
 
 @dataclass
 class _Pending:
-    """One exchange under way."""
+    """One exchange under way.
+
+    Attributes:
+        step: of the ring, or which collective of the call.
+        works: as torch.distributed gave them, with what this rank could not do if one fails.
+        received: parts of the receive buffer whose ends are marked.
+    """
 
     step: int
-    hop: Hop
-    works: list[dist.Work]
-    recv: Tensor
+    works: list[tuple[dist.Work, str]]
+    received: Sequence[Tensor]
+    on_cuda: bool
 
 
 class P2PTransport:
-    """One batched, symmetric send and receive a step."""
+    """One batched, symmetric send and receive a step; and the collectives of torch.distributed."""
 
-    def __init__(self, group: dist.ProcessGroup, options: TransportOptions, count: int = 0) -> None:
-        """Makes the ring's own groups; every rank of `group` calls it together.
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        options: TransportOptions,
+        count: int = 0,
+        members: tuple[int, ...] | None = None,
+        stats: TransportStats | None = None,
+    ) -> None:
+        """Makes the ring's own groups; every rank of them calls it together.
 
         Args:
             group: the caller's.
             options: equal on every rank.
             count: how many transports this group has already, for names that all ranks agree on.
+            members: the ranks of the group that take part, all by default.
+            stats: counted into; new by default.
 
         Raises:
             RuntimeError: a rank did not take part in time.
         """
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
-        self.stats = TransportStats()
-        self._ranks = dist.get_process_group_ranks(group)
-        timeout = options.timeout or _timeout_of(group)
-        self._timeout = datetime.timedelta(seconds=timeout)
+        members = tuple(range(dist.get_world_size(group))) if members is None else members
+        self.rank = members.index(dist.get_rank(group))
+        self.world_size = len(members)
+        self.stats = stats or TransportStats()
+        everyone = dist.get_process_group_ranks(group)
+        self._ranks = [everyone[member] for member in members]
+        # Weakly: what the group's transports are kept by must not be kept by them.
+        self._parent = weakref.ref(group)
+        self._options, self._count = options, count
+        self._members = members
+        self._subs: dict[tuple[int, ...], P2PTransport] = {}
+        self._timeout = datetime.timedelta(seconds=options.timeout or _timeout_of(group))
         self._failed: RuntimeError | None = None
         self._pending: dict[Channel, _Pending] = {}
         self._groups: dict[Channel, dist.ProcessGroup] = {}
-        try:
-            for channel in CHANNELS if self.world_size > 1 else ():
-                with _group_name(f"ring_attn/{group.group_name}/{channel}/{count}"):
-                    self._groups[channel] = dist.new_group(
-                        self._ranks,
-                        timeout=self._timeout,
-                        backend=dist.get_backend_config(group),
-                        pg_options=_nccl_options(options),
-                        use_local_synchronization=True,
-                        group_desc=f"ring_attn_{channel}",
-                    )
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self.rank} could not form the ring of global ranks {self._ranks}, timeout "
-                f"{timeout:g} s: all ranks of the group must make their first call of "
-                f"ring_attention together. Cause: {_first_line(error)}"
-            ) from error
+        # The third channel is opened by the first double ring.
+        for channel in CHANNELS[:2] if self.world_size > 1 else ():
+            self._group(channel)
 
     def post(self, channel: Channel, step: int, hop: Hop, send: Tensor, recv: Tensor) -> None:
         """Starts one exchange of uint8 buffers; neither may be touched before `wait`."""
-        if self._failed is not None:
-            # Messages of the broken call may still be on their way.
-            raise RuntimeError("this ring has failed before and cannot go on") from self._failed
-        group = self._groups[channel]
-        if not recv.is_cuda:
-            recv[-len(UNWRITTEN) :] = UNWRITTEN
+        group = self._group(channel)
+        self._mark([recv])
         # The receive first: the order of the works in `wait`, where it is what compute needs.
         ops = [
             dist.P2POp(dist.irecv, recv, self._ranks[hop.recv_from], group),
             dist.P2POp(dist.isend, send, self._ranks[hop.send_to], group),
         ]
-        try:
-            works = dist.batch_isend_irecv(ops)
-        except RuntimeError as error:
-            raise self._error(step, "exchange with", hop.recv_from, 0.0, error) from error
-        self._pending[channel] = _Pending(step, hop, works, recv)
-        self.stats.bytes_sent += send.numel()
-        self.stats.messages += 1
+        whats = [
+            f"receive from rank {hop.recv_from} (global rank {self._ranks[hop.recv_from]})",
+            f"send to rank {hop.send_to} (global rank {self._ranks[hop.send_to]})",
+        ]
+        self._start(
+            channel, step, whats, [recv], send, send.nbytes, lambda: dist.batch_isend_irecv(ops)
+        )
+
+    def all_gather(self, channel: Channel, step: int, send: Tensor, recv: Tensor) -> None:
+        """Starts to bring every rank's (n,) uint8 `send`, in their order, to (world_size * n,)."""
+        if self._alone(recv, send):
+            return
+        group, parts = self._group(channel), recv.chunk(self.world_size)
+        self._mark(parts)
+        gather = _named("all_gather_single", "all_gather_into_tensor")
+        self._start(
+            channel,
+            step,
+            [f"gather from global ranks {self._ranks}"],
+            parts,
+            send,
+            (self.world_size - 1) * send.nbytes,
+            lambda: [gather(recv, send, group=group, async_op=True)],
+        )
+
+    def reduce_scatter(self, channel: Channel, step: int, send: Tensor, recv: Tensor) -> None:
+        """Starts to sum all ranks' (world_size * n,) `send`; rank r receives the r-th n of them."""
+        if self._alone(recv, send):
+            return
+        group = self._group(channel)
+        scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
+        self._start(
+            channel,
+            step,
+            [f"sum over global ranks {self._ranks}"],
+            [],
+            send,
+            (self.world_size - 1) * recv.nbytes,
+            lambda: [scatter(recv, send, group=group, async_op=True)],
+        )
+
+    def all_to_all(
+        self,
+        channel: Channel,
+        step: int,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv: Tensor,
+        recv_counts: Sequence[int],
+    ) -> None:
+        """Starts to bring from every rank its part for this one; counts in bytes."""
+        if self._alone(recv, send):
+            return
+        group = self._group(channel)
+        parts = [part for part in recv.split(list(recv_counts)) if part.numel()]
+        self._mark(parts)
+        self._start(
+            channel,
+            step,
+            [f"exchange with global ranks {self._ranks}"],
+            parts,
+            send,
+            send.nbytes - send_counts[self.rank],
+            lambda: [
+                dist.all_to_all_single(
+                    recv, send, list(recv_counts), list(send_counts), group=group, async_op=True
+                )
+            ],
+        )
 
     def wait(self, channel: Channel) -> None:
         """Until the exchange is complete; RuntimeError names step, peer and timeout if it fails."""
-        pending = self._pending.pop(channel)
-        start, on_cuda = time.perf_counter(), pending.recv.is_cuda
-        for index, work in enumerate(pending.works):
+        if self.world_size == 1:
+            return
+        pending, start = self._pending.pop(channel), time.perf_counter()
+        for index, (work, what) in enumerate(pending.works):
             try:
                 # With a timeout NCCL's wait would block the host; its watchdog has the timeout.
-                done = work.wait() if on_cuda else work.wait(self._timeout)
-                if not done and not on_cuda:
+                done = work.wait() if pending.on_cuda else work.wait(self._timeout)
+                if not done and not pending.on_cuda:
                     raise RuntimeError("timed out")
-                if index == 0 and not on_cuda:
-                    _check_whole(pending.recv)
+                if index == 0 and not pending.on_cuda:
+                    for part in pending.received:
+                        _check_whole(part)
             except RuntimeError as error:
-                receives = index == 0
-                what = "receive from" if receives else "send to"
-                peer = pending.hop.recv_from if receives else pending.hop.send_to
                 elapsed = time.perf_counter() - start
-                raise self._error(pending.step, what, peer, elapsed, error) from error
+                raise self._error(pending.step, what, elapsed, error) from error
         self.stats.wait_s += time.perf_counter() - start
 
-    def _error(
-        self, step: int, what: str, peer: int, elapsed: float, error: Exception
-    ) -> RuntimeError:
+    def sub(self, ranks: tuple[int, ...]) -> P2PTransport:
+        """The transport among some of these ranks; all of them call it together the first time."""
+        if ranks not in self._subs:
+            members = tuple(self._members[rank] for rank in ranks)
+            whole = members == self._members
+            self._subs[ranks] = (
+                self
+                if whole
+                else P2PTransport(self._caller, self._options, self._count, members, self.stats)
+            )
+        return self._subs[ranks]
+
+    def _group(self, channel: Channel) -> dist.ProcessGroup:
+        if channel not in self._groups:
+            group = self._caller
+            among = "" if len(self._ranks) == dist.get_world_size(group) else f"/{self._members}"
+            try:
+                with _group_name(f"ring_attn/{group.group_name}{among}/{channel}/{self._count}"):
+                    self._groups[channel] = dist.new_group(
+                        self._ranks,
+                        timeout=self._timeout,
+                        backend=dist.get_backend_config(group),
+                        pg_options=_nccl_options(self._options),
+                        use_local_synchronization=True,
+                        group_desc=f"ring_attn_{channel}",
+                    )
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"rank {self.rank} could not form the ring of global ranks {self._ranks}, "
+                    f"timeout {self._timeout.total_seconds():g} s: all ranks of the group must "
+                    f"make their first call of ring_attention together. Cause: "
+                    f"{_first_line(error)}"
+                ) from error
+        return self._groups[channel]
+
+    @property
+    def _caller(self) -> dist.ProcessGroup:
+        group = self._parent()
+        assert group is not None, "its transports are found by the group"
+        return group
+
+    def _alone(self, recv: Tensor, send: Tensor) -> bool:
+        """Does a collective of one rank, which needs no group."""
+        if self.world_size == 1:
+            recv.copy_(send)
+        return self.world_size == 1
+
+    def _mark(self, parts: Sequence[Tensor]) -> None:
+        for part in parts:
+            if not part.is_cuda:
+                part[-len(UNWRITTEN) :] = UNWRITTEN
+
+    def _start(
+        self,
+        channel: Channel,
+        step: int,
+        whats: Sequence[str],
+        received: Sequence[Tensor],
+        send: Tensor,
+        nbytes: int,
+        start: Callable[[], list[dist.Work]],
+    ) -> None:
+        if self._failed is not None:
+            # Messages of the broken call may still be on their way.
+            raise RuntimeError("this ring has failed before and cannot go on") from self._failed
+        try:
+            works = start()
+        except RuntimeError as error:
+            raise self._error(step, whats[0], 0.0, error) from error
+        # A coalesced batch is one work for all of its exchanges.
+        named = list(zip(works, whats, strict=False))
+        self._pending[channel] = _Pending(step, named, received, send.is_cuda)
+        self.stats.bytes_sent += nbytes
+        self.stats.messages += 1
+
+    def _error(self, step: int, what: str, elapsed: float, error: Exception) -> RuntimeError:
         self._failed = RuntimeError(
-            f"ring step {step}: rank {self.rank} could not {what} rank {peer} "
-            f"(global rank {self._ranks[peer]}) after {elapsed:.1f} s, timeout "
+            f"ring step {step}: rank {self.rank} could not {what} after {elapsed:.1f} s, timeout "
             f"{self._timeout.total_seconds():g} s: the peer died, stalled, or called with other "
             f"shapes (RING_ATTN_DEBUG=1 tells). Nothing is kept between calls: restart from a "
             f"checkpoint. Cause: {_first_line(error)}"
@@ -184,6 +321,11 @@ def _group_name(name: str) -> Iterator[None]:
         yield
     finally:
         distributed_c10d._process_group_name = torchs_own
+
+
+def _named(*names: str) -> Callable[..., Any]:
+    """The first of these functions that this torch.distributed has: collectives are renamed."""
+    return next(getattr(dist, name) for name in names if hasattr(dist, name))
 
 
 def _check_whole(recv: Tensor) -> None:

@@ -19,7 +19,8 @@ from ring_attn.mask import Mask
 from ring_attn.plan import Hop, Traveller
 from ring_attn.spec import AttentionSpec
 from ring_attn.state import State
-from ring_attn.strategies.ring import RingAttention, RingCall, ring_backward, ring_forward
+from ring_attn.strategies.base import attend
+from ring_attn.strategies.ring import RingCall, ring_backward, ring_forward
 from ring_attn.testing import (
     RESULTS,
     Expected,
@@ -294,7 +295,7 @@ def test_the_gradient_of_sinks_under_autograd(dtype: torch.dtype) -> None:
         call = call_of(inputs, layouts, mask, rank, "aten", "kv")
         q, k, v, dout = shards_of(inputs, layouts, rank)
         leaf = sinks.clone().requires_grad_()
-        out, _ = RingAttention.apply(q, k, v, leaf, call, transport)
+        out, _ = attend(q, k, v, leaf, call, transport)
         (dsinks,) = torch.autograd.grad(out, leaf, dout)
         assert dsinks.dtype == dtype and dsinks.shape == sinks.shape
         return out.detach(), dsinks
@@ -424,7 +425,7 @@ def test_autograd_gives_the_same_bits(travels: Traveller) -> None:
         call = call_of(inputs, layouts, mask, rank, "aten", travels)
         q, k, v, dout = shards_of(inputs, layouts, rank)
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out, lse = RingAttention.apply(*leaves, None, call, transport)
+        out, lse = attend(*leaves, None, call, transport)
         assert not lse.requires_grad
         # A gradient with other strides, as a transpose in the caller makes it.
         strided = dout.transpose(1, 2).contiguous().transpose(1, 2)
@@ -446,7 +447,7 @@ def test_a_gradient_of_the_gradient_is_refused(with_sinks: bool) -> None:
         call = call_of(inputs, layouts, mask, rank, "aten", "kv")
         q, k, v, _ = (x.requires_grad_() for x in shards_of(inputs, layouts, rank))
         sinks = sinks_of(inputs).requires_grad_() if with_sinks else None
-        out, _ = RingAttention.apply(q, k, v, sinks, call, transport)
+        out, _ = attend(q, k, v, sinks, call, transport)
         wanted = q if sinks is None else sinks
         (grad,) = torch.autograd.grad(out.sum(), wanted, create_graph=True)
         with pytest.raises(NotImplementedError, match="differentiable once"):
