@@ -16,8 +16,9 @@ from ring_attn.debug import check_agreement, debug_enabled, tell_error
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.spec import AttentionSpec, TransportOptions
-from ring_attn.strategies.base import attend
-from ring_attn.strategies.ring import RingCall, make_call
+from ring_attn.strategies.base import Call, attend
+from ring_attn.strategies.core import make_call
+from ring_attn.strategy import Strategy, resolve_strategy
 from ring_attn.transport.p2p import open_p2p
 
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -39,6 +40,7 @@ def ring_attention(
     cu_seqlens_k: Tensor | None = ...,
     group: Group = ...,
     layout: Layout = ...,
+    strategy: str | Strategy = ...,
     backend: str = ...,
     same_bits: bool | None = ...,
     return_lse: Literal[False] = ...,
@@ -63,6 +65,7 @@ def ring_attention(
     cu_seqlens_k: Tensor | None = ...,
     group: Group = ...,
     layout: Layout = ...,
+    strategy: str | Strategy = ...,
     backend: str = ...,
     same_bits: bool | None = ...,
     return_lse: Literal[True],
@@ -86,6 +89,7 @@ def ring_attention(
     cu_seqlens_k: Tensor | None = None,
     group: Group = None,
     layout: Layout = "contiguous",
+    strategy: str | Strategy = "ring",
     backend: str = "auto",
     same_bits: bool | None = None,
     return_lse: bool = False,
@@ -116,10 +120,14 @@ def ring_attention(
         cu_seqlens: int32 boundaries of documents in the global sequence, from 0 to its length; each
             attends only to itself. They need not divide by anything. The same on every rank.
         cu_seqlens_k: those of the keys, where they differ from the queries'.
-        group: the ring: a process group, a mesh with one axis, or None for the default group.
+        group: the ranks: a process group, a mesh with one axis, or None for the default group. A
+            mesh with two, such as (nodes, GPUs of a node), gives "hybrid" and "double_ring" their
+            degree: the size of the last.
         layout: which positions the ranks hold: "contiguous", "zigzag", "striped", a
             `SequenceLayout`, or a pair for queries and keys. With a name every rank holds as many
             rows, unless `cu_seqlens` tells the length.
+        strategy: how the ranks share the work: "ring", "double_ring", "all_gather", "ulysses",
+            "hybrid", "q_exchange", or a `Strategy` with its degrees.
         backend: "auto", or the name of one that then runs or raises; see `select_backend`.
         same_bits: whether out, lse, dq, dk and dv have the same bits at every world size. That
             needs a backend that folds in order (triton), `causal` without window and documents, and
@@ -138,7 +146,7 @@ def ring_attention(
         sink) and zero gradients.
 
     Raises:
-        ValueError: shapes, layout, window, documents or sinks that do not fit.
+        ValueError: shapes, layout, window, documents, sinks or degrees that do not fit.
         TypeError: a dtype or type that is not taken.
         NotImplementedError: dropout, ALiBi, what the named backend does not support, or
             `same_bits=True` where it cannot be had.
@@ -170,12 +178,14 @@ def ring_attention(
         rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         rows = (q.size(-3), k.size(-3))
         totals = (cu_q[-1] if cu_q else None, cu_k[-1] if cu_k else None)
+        strategy = resolve_strategy(strategy, world_size, check.mesh_shape(group))
         layouts = check.resolve_layouts(layout, rows, totals, rank, world_size)
         mask = check.check_mask(
             Mask(layouts[0].seqlen, layouts[1].seqlen, causal, window, cu_q, cu_k)
         )
         spec = _spec_of(q, k, v, softcap, sinks)
         call = make_call(
+            strategy,
             spec,
             layouts,
             mask,
@@ -192,7 +202,8 @@ def ring_attention(
         differentiated = torch.is_grad_enabled() and any(
             x is not None and x.requires_grad for x in (q, k, v, sinks)
         )
-        check_agreement(_described(call, transport, differentiated), process_group)
+        described = _described(spec, layouts, mask, strategy, call, transport)
+        check_agreement({**described, "requires_grad": differentiated}, process_group)
 
     packed = q.ndim == 3
     if packed:
@@ -292,10 +303,14 @@ def _spec_of(
 
 
 def _described(
-    call: RingCall, transport: TransportOptions, differentiated: bool
+    spec: AttentionSpec,
+    layouts: tuple[SequenceLayout, SequenceLayout],
+    mask: Mask,
+    strategy: Strategy,
+    call: Call,
+    transport: TransportOptions,
 ) -> dict[str, object]:
     """Everything of a call that must be the same on all ranks, by the names of the arguments."""
-    spec, mask = call.spec, call.mask
     return {
         "batch": spec.batch,
         "nheads": spec.nheads,
@@ -313,9 +328,9 @@ def _described(
         "softmax_scale": call.softmax_scale,
         "softcap": spec.softcap,
         "sinks": spec.sinks,
-        "layout": tuple(str(layout) for layout in call.layouts),
+        "layout": tuple(str(layout) for layout in layouts),
+        "strategy": str(strategy),
         "backend": call.backend,
         "same_bits": call.same_bits,
         "transport": transport,
-        "requires_grad": differentiated,
     }

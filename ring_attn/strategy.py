@@ -137,7 +137,8 @@ def resolve_strategy(
     if len(mesh_shape) == 2 and mesh_shape[1] not in degrees.values():
         raise ValueError(
             f"a mesh of {mesh_shape[0]} x {mesh_shape[1]} ranks needs ulysses_degree or "
-            f"inner_degree {mesh_shape[1]}, got {strategy}"
+            f"inner_degree {mesh_shape[1]} ('hybrid', 'double_ring'), got {strategy}; pass one "
+            "axis of it, or a mesh with one axis"
         )
     return strategy
 

@@ -207,7 +207,7 @@ def check_documents(cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None) 
 
 
 def check_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """The ring's process group: given, of a 1-D mesh, or the default one."""
+    """The process group of all ranks: given, of a mesh with one or two axes, or the default one."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "no process group: call torch.distributed.init_process_group, or run under "
@@ -218,22 +218,50 @@ def check_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGro
         assert world is not None, "an initialised process has a default group"
         return world
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            axes: tuple[object, ...] = group.mesh_dim_names or tuple(range(group.ndim))
-            raise ValueError(
-                f"group must be a mesh with one axis, got axes {axes} of sizes "
-                f"{tuple(group.shape)}; pass one axis of it, such as mesh[{axes[0]!r}]"
-            )
-        return group.get_group()
+        return _group_of_mesh(group)
     # torch hands ranks outside a new group a plain integer in its place.
     if isinstance(group, int):
         raise RuntimeError("this rank is not a member of group; only members may call")
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            "group must be a torch.distributed ProcessGroup, a 1-D DeviceMesh or None, got "
+            "group must be a torch.distributed ProcessGroup, a DeviceMesh or None, got "
             f"{type(group).__name__}"
         )
     return group
+
+
+def mesh_shape(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[int, ...]:
+    """Sizes of the axes where the group is a mesh, else nothing."""
+    return tuple(group.shape) if isinstance(group, DeviceMesh) else ()
+
+
+def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.ndim > 2:
+        axes: tuple[object, ...] = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+        raise ValueError(
+            f"group must be a mesh with one axis, or two for a strategy with a degree, got axes "
+            f"{axes} of sizes {tuple(mesh.shape)}; pass one axis of it, such as mesh[{axes[0]!r}]"
+        )
+    if mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"a mesh with two axes needs their names: init_device_mesh(..., {tuple(mesh.shape)}, "
+            'mesh_dim_names=("ring", "ulysses"))'
+        )
+    if mesh not in _flat_groups:
+        ranks = mesh.mesh.flatten().tolist()
+        group = mesh._flatten().get_group()
+        if dist.get_process_group_ranks(group) != ranks:
+            raise ValueError(
+                f"the ranks of a mesh with two axes must ascend, row by row, got {ranks}"
+            )
+        _flat_groups[mesh] = group
+    return _flat_groups[mesh]
+
+
+# torch looks the flattened mesh up by a name that it builds at every call.
+_flat_groups: weakref.WeakKeyDictionary[DeviceMesh, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def check_group_device(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -45,10 +45,26 @@ class Gradients(NamedTuple):
 class Call(Protocol):
     """One call of a strategy on one rank.
 
-    `keeps_inputs` says that q, k and v are among what its forward saves.
+    `keeps_inputs` says that q, k and v are among what its forward saves; `same_bits` that its
+    results have the same bits at every world size.
     """
 
     keeps_inputs: ClassVar[bool]
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of the scores."""
+        ...
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend."""
+        ...
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether the bits are those of every other world size."""
+        ...
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, transport: Transport, sinks: Tensor | None

@@ -23,6 +23,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 import ring_attn
 from ring_attn import SequenceLayout, TransportOptions, ring_attention, select_backend, unshard
+from ring_attn.strategy import Strategy
 from ring_attn.transport import p2p
 
 pytestmark = pytest.mark.dist
@@ -391,14 +392,34 @@ LAYOUTS: dict[str, Bad] = {
     ),
 }
 
+STRATEGIES: dict[str, Bad] = {
+    "no such name": Bad(
+        lambda: {"strategy": "star"}, ValueError, ("strategy must be one of", "'ring'", "'star'")
+    ),
+    "no strategy": Bad(lambda: {"strategy": 2}, TypeError, ("or a Strategy", "int")),
+    "no degree": Bad(
+        lambda: {"strategy": "hybrid"}, ValueError, ("ulysses_degree", "divides 2", "two axes")
+    ),
+    "degree that does not divide": Bad(
+        lambda: {"strategy": Strategy(inner_degree=3)},
+        ValueError,
+        ("inner_degree must divide", "got 3 and 2"),
+    ),
+}
+
 GROUPS: dict[str, Bad] = {
     "two axes": Bad(
         lambda: {"group": mesh(1, 2, names=("dp", "cp"))},
         ValueError,
-        ("one axis", "'dp'", "'cp'", "(1, 2)", "mesh['dp']"),
+        ("one axis", "1 x 2", "inner_degree 2", "'hybrid'"),
+    ),
+    "three axes": Bad(
+        lambda: {"group": mesh(1, 2, 1, names=("dp", "cp", "tp"))},
+        ValueError,
+        ("one axis", "'dp'", "'cp'", "(1, 2, 1)", "mesh['dp']"),
     ),
     "two axes without names": Bad(
-        lambda: {"group": mesh(2, 1)}, ValueError, ("group must be a mesh with one axis", "(2, 1)")
+        lambda: {"group": mesh(2, 1)}, ValueError, ("two axes needs their names", "(2, 1)")
     ),
     "list": Bad(lambda: {"group": [0, 1]}, TypeError, ("group must be", "DeviceMesh", "list")),
     "name": Bad(lambda: {"group": "cp"}, TypeError, ("group must be", "ProcessGroup", "str")),
@@ -417,6 +438,7 @@ TABLE: dict[str, Bad] = {
         ("options", OPTIONS),
         ("documents", DOCUMENTS),
         ("layouts", LAYOUTS),
+        ("strategies", STRATEGIES),
         ("groups", GROUPS),
     )
     for name, bad in bads.items()

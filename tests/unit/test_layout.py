@@ -312,3 +312,79 @@ def test_shard_errors_name_the_numbers() -> None:
         layout.unshard([x])
     with raises("shard of rank 1 must have 4 rows in dim 1"):
         layout.unshard([torch.zeros(1, 5), torch.zeros(1, 5)])
+
+
+# -- any segments, and ranks that pool their rows
+
+
+def segments_of(layout: SequenceLayout) -> list[tuple[Segment, ...]]:
+    return [layout.segments(rank) for rank in range(layout.world_size)]
+
+
+@reproducible
+@given(layouts())
+def test_segments_make_the_layout_again(layout: SequenceLayout) -> None:
+    again = SequenceLayout.from_segments(segments_of(layout))
+    assert positions(again) == positions(layout)
+    assert again.shard_lens == layout.shard_lens
+    assert again.stride in (1, layout.stride)
+
+
+def test_equal_layouts_are_equal_however_made() -> None:
+    cuts = SequenceLayout.boundaries([0, 5, 5, 9])
+    pieces = [[Segment(0, 2), Segment(2, 3)], [Segment(7, 0)], [Segment(5, 4)]]
+    again = SequenceLayout.from_segments(pieces)
+    assert again == cuts and hash(again) == hash(cuts)
+    halves = SequenceLayout.from_segments([[Segment(0, 2), Segment(6, 2)], [Segment(2, 4)]])
+    assert halves == SequenceLayout.from_segments(segments_of(SequenceLayout.zigzag(8, 2)))
+    assert halves.kind == "segments" and halves.stride == 1
+
+
+@pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ([], "at least one rank"),
+        ([[Segment(0, 3)], [Segment(2, 2)]], "2 is held 2 times"),
+        ([[Segment(0, 2)], [Segment(4, 2)]], "there are 4 rows in all; rank 1 has"),
+        ([[Segment(-1, 2)]], "there are 2 rows in all; rank 0 has"),
+        ([[Segment(0, 2, 2)], [Segment(1, 1), Segment(3, 2)]], r"one stride, got \[1, 2\]"),
+    ],
+)
+def test_segments_that_are_no_layout(parts: list[list[Segment]], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        SequenceLayout.from_segments(parts)
+
+
+@reproducible
+@given(layouts(), st.data())
+def test_merged_ranks_pool_their_rows(layout: SequenceLayout, data: st.DataObject) -> None:
+    degrees = [n for n in range(1, layout.world_size + 1) if layout.world_size % n == 0]
+    degree = data.draw(st.sampled_from(degrees))
+    groups = [range(a, a + degree) for a in range(0, layout.world_size, degree)]
+    merged, rows = layout.merged(groups)
+    held, pooled = positions(layout), positions(merged)
+    for group, ranks in enumerate(groups):
+        assert sorted(pooled[group]) == sorted(sum((held[rank] for rank in ranks), []))
+        if layout.kind != "striped":
+            assert pooled[group] == sorted(pooled[group])
+        taken = []
+        for member, rank in enumerate(ranks):
+            mine = rows[group][member]
+            assert [p for a, _ in mine for p in held[rank][a]] == held[rank]
+            assert [p for _, b in mine for p in pooled[group][b]] == held[rank]
+            taken += [row for _, b in mine for row in range(b.start, b.stop)]
+        assert sorted(taken) == list(range(len(pooled[group])))
+    if degree == layout.world_size and layout.kind != "striped":
+        assert merged == SequenceLayout.boundaries([0, layout.seqlen])
+
+
+def test_a_zigzag_in_pairs_is_a_zigzag() -> None:
+    merged, _ = SequenceLayout.zigzag(64, 4).merged([[0, 1], [2, 3]])
+    assert positions(merged) == positions(SequenceLayout.zigzag(64, 2))
+
+
+def test_groups_hold_every_rank_once() -> None:
+    layout = SequenceLayout.contiguous(8, 4)
+    for groups in ([[0, 1], [2]], [[0, 1], [1, 2, 3]], [[0, 1, 2, 3, 4]]):
+        with pytest.raises(ValueError, match="each rank"):
+            layout.merged(groups)

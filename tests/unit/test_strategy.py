@@ -1,0 +1,78 @@
+"""Strategies as values: names, degrees, and what does not go together."""
+
+import pytest
+
+from ring_attn.strategy import NAMES, Strategy, resolve_strategy
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "strategy"),
+    [
+        ("ring", (), Strategy()),
+        ("ring", (8,), Strategy()),
+        ("all_gather", (), Strategy("all_gather")),
+        ("ulysses", (), Strategy(ulysses_degree=8)),
+        ("hybrid", (4, 2), Strategy(ulysses_degree=2)),
+        ("hybrid", (2, 4), Strategy(ulysses_degree=4)),
+        ("double_ring", (2, 4), Strategy(inner_degree=4)),
+        ("q_exchange", (), Strategy("all_gather", exchange_q=True)),
+    ],
+)
+def test_names(name: str, mesh: tuple[int, ...], strategy: Strategy) -> None:
+    assert resolve_strategy(name, 8, mesh) == strategy
+    assert resolve_strategy(strategy, 8, mesh) == strategy
+    assert strategy.name == name or (name == "ulysses" and strategy.name == "hybrid")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_every_name_that_needs_no_degree_takes_any_ranks(world_size: int) -> None:
+    for name in set(NAMES) - {"hybrid", "double_ring"}:
+        assert world_size % resolve_strategy(name, world_size).ulysses_degree == 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "mesh", "error", "text"),
+    [
+        ("rings", 8, (), ValueError, "one of .*ring.*got 'rings'"),
+        (3, 8, (), TypeError, "got int"),
+        ("hybrid", 8, (), ValueError, r"Strategy\(ulysses_degree=...\) that divides 8"),
+        ("hybrid", 8, (8,), ValueError, "a mesh with two axes"),
+        ("double_ring", 8, (), ValueError, r"Strategy\(inner_degree=...\)"),
+        (Strategy(ulysses_degree=3), 8, (), ValueError, "ulysses_degree .*got 3 and 8"),
+        (Strategy(inner_degree=5), 8, (), ValueError, "inner_degree .*got 5 and 8"),
+        (Strategy("ring", 4, 4), 8, (), ValueError, "got 4 x 4 and 8"),
+        ("ring", 8, (4, 2), ValueError, "4 x 2 ranks needs"),
+        (Strategy(ulysses_degree=4), 8, (4, 2), ValueError, "4 x 2 ranks needs"),
+    ],
+)
+def test_what_does_not_fit_the_ranks(
+    strategy: object, world_size: int, mesh: tuple[int, ...], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        resolve_strategy(strategy, world_size, mesh)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"core": "star"}, ValueError, "core must be one of .*'star'"),
+        ({"ulysses_degree": 0}, ValueError, "ulysses_degree must be at least 1, got 0"),
+        ({"inner_degree": 2.0}, TypeError, "inner_degree must be an int, got float"),
+        ({"ulysses_degree": True}, TypeError, "ulysses_degree must be an int, got bool"),
+        ({"heads_per_chunk": 2}, NotImplementedError, "heads_per_chunk=2 .*'ring'"),
+        ({"core": "all_gather", "inner_degree": 2}, NotImplementedError, "inner_degree=2"),
+        ({"exchange_q": True, "ulysses_degree": 2}, NotImplementedError, "ulysses_degree=2"),
+    ],
+)
+def test_what_does_not_go_together(
+    arguments: dict[str, object], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        Strategy(**arguments)  # type: ignore[arg-type]
+
+
+def test_text_names_what_is_unusual() -> None:
+    assert str(Strategy()) == "Strategy()"
+    assert str(Strategy("all_gather", heads_per_chunk=2)) == (
+        "Strategy(core='all_gather', heads_per_chunk=2)"
+    )
