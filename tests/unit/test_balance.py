@@ -1,0 +1,720 @@
+"""Layouts from content: never worse than the best of all partitions, and refused with numbers."""
+
+import random
+import re
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from itertools import accumulate, combinations_with_replacement, pairwise, product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ring_attn import balance
+from ring_attn.balance import (
+    Balance,
+    Size,
+    balance_of,
+    by_area,
+    by_cost,
+    by_documents,
+    by_memory,
+    by_separators,
+    check_halo,
+    crossing_rows,
+    halo,
+    least_world_size,
+    local_rows,
+    visible_keys,
+)
+from ring_attn.layout import Segment, SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.plan import pair_tiles, plan_ring, travelling_rows
+
+reproducible = settings(deadline=None, derandomize=True, max_examples=100)
+
+Window = tuple[int, int]
+DOCUMENTS = (0, 3, 3, 4, 9, 11)
+
+MASKS = {
+    "full": Mask(9, 9),
+    "causal": Mask(12, 12, causal=True),
+    "causal window": Mask(11, 11, causal=True, window_size=(2, -1)),
+    "window": Mask(10, 10, window_size=(1, 3)),
+    "longer kv": Mask(7, 11, causal=True),
+    "rows that see nothing": Mask(11, 6, causal=True),
+    "documents": Mask(11, 11, True, (-1, -1), DOCUMENTS, DOCUMENTS),
+    "nothing to see": Mask(7, 0),
+    "one row": Mask(1, 1),
+    "no rows": Mask(0, 0, causal=True),
+}
+
+
+def every_cuts(seqlen: int, world_size: int, allowed: list[int] | None = None) -> Iterator[list]:
+    """All ways to cut a sequence, empty shards included."""
+    places = range(seqlen + 1) if allowed is None else allowed
+    for inner in combinations_with_replacement(places, world_size - 1):
+        yield [0, *inner, seqlen]
+
+
+def greatest(work: list, cuts: list[int]) -> int | Fraction:
+    return max(sum(work[a:b], start=type(work[0])(0) if work else 0) for a, b in pairwise(cuts))
+
+
+def at_multiples(layout: SequenceLayout, align: int) -> bool:
+    return all(s.start % align == 0 for r in range(layout.world_size) for s in layout.segments(r))
+
+
+# -- by_area and by_cost
+
+
+@pytest.mark.parametrize("align", [1, 2, 5, 100])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_no_cuts_balance_the_area_better(mask: Mask, world_size: int, align: int) -> None:
+    layout = by_area(mask, world_size, align=align)
+    assert (layout.seqlen, layout.world_size) == (mask.seqlen_q, world_size)
+    assert at_multiples(layout, align)
+    work = mask.dense().sum(1).tolist()
+    places = [*range(0, mask.seqlen_q, align), mask.seqlen_q]
+    best = min(greatest(work, cuts) for cuts in every_cuts(mask.seqlen_q, world_size, places))
+    assert layout.cuts is not None and greatest(work, list(layout.cuts)) == best
+    assert max(layout.mask_area(mask)) == best
+
+
+@reproducible
+@given(
+    st.lists(st.one_of(st.integers(0, 9), st.floats(0, 1e30)), max_size=8),
+    st.integers(1, 4),
+)
+def test_no_cuts_balance_costs_better(costs: list[float], world_size: int) -> None:
+    layout = by_cost(costs, world_size)
+    work = [Fraction(cost) for cost in costs]
+    best = min(greatest(work, cuts) for cuts in every_cuts(len(work), world_size))
+    assert layout.cuts is not None and greatest(work, list(layout.cuts)) == best
+
+
+@pytest.mark.parametrize(
+    "costs",
+    [
+        [5e-324, 5e-324, 1e-300, 3e-310],
+        [1e300, 1.0, 1e-300, 1e300],
+        # In float64 1 is lost beside 2^53 and all cuts look alike.
+        [2.0**53, 1.0, 1.0, 2.0**53, 1.0],
+        [0.0, 0.0, 0.0],
+        [0.0, 0.1, 0.2, 0.3, 0.0],
+        [2**62, 2**62, 2**62, 1],
+    ],
+)
+def test_costs_are_added_exactly(costs: list[float]) -> None:
+    work = [Fraction(cost) for cost in costs]
+    for world_size in (1, 2, 3, 4):
+        cuts = by_cost(costs, world_size).cuts
+        best = min(greatest(work, every) for every in every_cuts(len(work), world_size))
+        assert cuts is not None and greatest(work, list(cuts)) == best
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+)
+def test_costs_of_any_dtype(dtype: torch.dtype) -> None:
+    cost = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6], dtype=dtype).requires_grad_(
+        dtype.is_floating_point
+    )
+    assert by_cost(cost, 3).cuts == by_cost([3, 1, 4, 1, 5, 9, 2, 6], 3).cuts == (0, 4, 6, 8)
+    assert balance_of(by_cost(cost, 3), cost) == Balance((9, 14, 8), (4, 2, 2))
+
+
+def test_without_work_the_rows_are_shared() -> None:
+    assert by_cost([0] * 12, 4).cuts == (0, 3, 6, 9, 12)
+    assert by_area(Mask(9, 0), 3).cuts == (0, 3, 6, 9)
+    # Work at both ends only: between them the cut is where rows are equal.
+    assert by_cost([1] + [0] * 8 + [1], 2).cuts == (0, 5, 10)
+
+
+def test_ranks_beyond_the_greatest_part_are_not_left_empty() -> None:
+    # A greedy walk to the limit would put 5 rows on rank 1, 1 on rank 2, and none on rank 3.
+    assert by_cost([10, 2, 2, 2, 2, 2, 2], 4).cuts == (0, 1, 3, 5, 7)
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped", "segments"])
+@pytest.mark.parametrize("mask", [m for m in MASKS.values() if m.seqlen_q], ids=str)
+def test_work_is_what_the_plans_compute(mask: Mask, kind: str) -> None:
+    def layout_of(seqlen: int) -> SequenceLayout:
+        if kind != "segments":
+            return SequenceLayout.from_name(kind, seqlen, 3)
+        a, b = seqlen // 3, seqlen // 2
+        parts = [[Segment(b, seqlen - b)], [], [Segment(0, a), Segment(a, b - a)]]
+        return SequenceLayout.from_segments(parts)
+
+    layouts = layout_of(mask.seqlen_q), layout_of(mask.seqlen_k)
+    got = balance_of(layouts[0], mask)
+    assert got.work == tuple(plan_ring(*layouts, mask, rank).area for rank in range(3))
+    assert got.rows == layouts[0].shard_lens
+    assert balance_of(layouts[0], visible_keys(mask)) == got
+
+
+def test_the_figures_of_the_module() -> None:
+    mask = Mask(12, 12, causal=True)
+    rows = (
+        (SequenceLayout.contiguous(12, 3), (0, 4, 8, 12), (10, 26, 42), "1.62", "1.00"),
+        (by_area(mask, 3), (0, 7, 10, 12), (28, 27, 23), "1.08", "1.75"),
+    )
+    for layout, cuts, work, of_work, of_rows in rows:
+        got = balance_of(layout, mask)
+        assert tuple(accumulate(got.rows, initial=0)) == cuts and got.work == work
+        assert (f"{got.of_work:.2f}", f"{got.of_rows:.2f}") == (of_work, of_rows)
+    zigzag = balance_of(SequenceLayout.zigzag(12, 3), mask)
+    assert zigzag.of_work == zigzag.of_rows == 1.0
+
+
+def test_balance_of_nothing_is_perfect() -> None:
+    empty = balance_of(by_area(Mask(0, 0), 3), Mask(0, 0))
+    assert empty.of_work == empty.of_rows == 1.0
+    assert balance_of(SequenceLayout.contiguous(4, 2), [0.0, 0, 0, 0]).of_work == 1.0
+
+
+# -- by_documents
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(-1, -1), (2, -1), (0, 0), (1, 3), (-1, 2)])
+@pytest.mark.parametrize("cu", [(0, 11), DOCUMENTS, (0, 0, 4, 5, 12, 12)])
+def test_what_crosses_a_cut(cu: tuple[int, ...], window: Window, causal: bool) -> None:
+    mask = Mask(cu[-1], cu[-1], causal, window, cu, cu)
+    dense = mask.dense()
+    expected = [
+        int(dense[cut:, :cut].any(0).sum() + dense[:cut, cut:].any(0).sum())
+        for cut in range(cu[-1] + 1)
+    ]
+    assert crossing_rows(mask).tolist() == expected
+
+
+def test_nothing_crosses_without_rows() -> None:
+    assert crossing_rows(Mask(0, 0)).tolist() == [0]
+
+
+@st.composite
+def packings(
+    draw: st.DrawFn, max_documents: int = 6, max_len: int = 4, min_len: int = 0
+) -> tuple[int, ...]:
+    lens = draw(st.lists(st.integers(min_len, max_len), min_size=1, max_size=max_documents))
+    return tuple(accumulate(lens, initial=0))
+
+
+WINDOWS: tuple[tuple[bool, Window], ...] = (
+    (False, (-1, -1)),
+    (True, (-1, -1)),
+    (True, (2, -1)),
+    (False, (1, 2)),
+)
+
+
+@settings(reproducible, max_examples=200)
+@given(
+    packings(),
+    st.integers(1, 4),
+    st.sampled_from(WINDOWS),
+    st.sampled_from((1.0, 1.05, 1.3, 2.5)),
+    st.sampled_from((1, 2, 3)),
+)
+def test_no_cuts_within_the_limit_are_cheaper(
+    cu: tuple[int, ...],
+    world_size: int,
+    sees: tuple[bool, Window],
+    max_balance: float,
+    align: int,
+) -> None:
+    seqlen = min(cu[-1], 12)
+    cu = tuple(min(end, seqlen) for end in cu)
+    causal, window = sees
+    mask = Mask(seqlen, seqlen, causal, window, cu, cu)
+    layout = by_documents(
+        cu,
+        world_size,
+        causal=causal,
+        window_size=window,
+        max_balance=max_balance,
+        align=align,
+    )
+    assert layout.seqlen == seqlen and at_multiples(layout, align)
+    work, cost = visible_keys(mask).tolist(), crossing_rows(mask).tolist()
+
+    def price(cuts: list[int]) -> int:
+        return sum(cost[cut] for cut in cuts[1:-1])
+
+    places = [*range(0, seqlen, align), seqlen]
+    everything = list(every_cuts(seqlen, world_size, places))
+    best = min(greatest(work, cuts) for cuts in everything)
+    limit = max(best, Fraction(max_balance) * sum(work) / world_size)
+    allowed = [cuts for cuts in everything if greatest(work, cuts) <= limit]
+    cheapest = min(map(price, allowed))
+    chosen = list(layout.cuts or ())
+    assert greatest(work, chosen) <= limit
+    assert price(chosen) == cheapest
+    if cheapest == 0:
+        free = [cuts for cuts in allowed if all(cut in (*cu, seqlen) for cut in cuts)]
+        assert not free or greatest(work, chosen) == min(greatest(work, cuts) for cuts in free)
+
+
+def lengths(rng: random.Random, total: int, kind: str) -> list[int]:
+    """Documents of training sets: even, long-tailed, or one that dwarfs the rest."""
+    lens = [total // 2] if kind == "one giant" else []
+    while sum(lens) < total:
+        one = {
+            "even": lambda: rng.randint(1, total // 8),
+            "short": lambda: rng.randint(1, 40),
+            "long tail": lambda: int(rng.paretovariate(1.1) * 8),
+            "one giant": lambda: rng.randint(1, 60),
+        }[kind]()
+        lens.append(min(one, total - sum(lens)))
+    rng.shuffle(lens)
+    return lens
+
+
+@pytest.mark.parametrize(("causal", "window"), WINDOWS)
+@pytest.mark.parametrize("kind", ["even", "short", "long tail", "one giant"])
+def test_packed_documents_balance_to_five_percent(kind: str, causal: bool, window: Window) -> None:
+    rng = random.Random(kind)
+    at_ends = 0
+    for world_size, total in product((2, 3, 4, 8), (257, 1000, 4099)):
+        for _ in range(4):
+            cu = tuple(accumulate(lengths(rng, total, kind), initial=0))
+            mask = Mask(total, total, causal, window, cu, cu)
+            layout = by_documents(cu, world_size, causal=causal, window_size=window)
+            got = balance_of(layout, mask)
+            best = balance_of(by_area(mask, world_size), mask).of_work
+            # The lengths allow what any cuts at all reach.
+            assert got.of_work <= max(1.05, best), (cu, world_size)
+            # They do wherever a row is small beside the slack: cut inside where no end will do.
+            mean = sum(got.work) / world_size
+            if int(visible_keys(mask).max()) <= 0.05 * mean:
+                assert got.of_work <= 1.05, (cu, world_size)
+            costs = crossing_rows(mask)
+            price = int(costs[list(layout.cuts or ())].sum())
+            assert price <= int(costs[list(by_area(mask, world_size).cuts or ())].sum())
+            at_ends += price == 0
+    if kind == "short":
+        assert at_ends > 0, "ends of documents are never found"
+
+
+def test_imbalance_buys_cheaper_cuts() -> None:
+    cu = [0, 100, 140, 200]
+    mask = Mask(200, 200, True, (-1, -1), tuple(cu), tuple(cu))
+    seen = []
+    for max_balance in (1.0, 1.05, 1.2, 1.4):
+        layout = by_documents(cu, 2, causal=True, max_balance=max_balance)
+        price = int(crossing_rows(mask)[list(layout.cuts or ())].sum())
+        seen.append((price, balance_of(layout, mask).of_work))
+    assert [price for price, _ in seen] == sorted((price for price, _ in seen), reverse=True)
+    assert seen[-1][0] == 0 < seen[-2][0]
+    assert all(
+        of_work <= max(limit, seen[0][1])
+        for (_, of_work), limit in zip(seen, (1.0, 1.05, 1.2, 1.4), strict=True)
+    )
+
+
+def test_minima_over_ranges() -> None:
+    rng = random.Random(0)
+    for _ in range(100):
+        num = rng.randint(1, 40)
+        # Where ranges begin never decreases, and never lies beyond their end.
+        first = sorted(rng.randint(0, n) for n in range(num))
+        first = [min(at, n) for n, at in enumerate(first)]
+        start = rng.randint(0, num - 1)
+        values = torch.tensor([rng.randint(0, 9) for _ in range(rng.randint(1, num - start))])
+        low = rng.randint(start, num - 1)
+        high = rng.randint(low, num - 1)
+        if first[low] >= start + len(values):
+            continue  # no way from there to here, which the search never asks for
+        expected = [
+            min([balance._NO_WAY, *values.tolist()[max(0, first[x] - start) : x + 1 - start]])
+            for x in range(low, high + 1)
+        ]
+        minima = balance._RangeMinima(torch.tensor(first))
+        assert minima(values, start, low, high).tolist() == expected
+
+
+def test_of_ends_that_will_do_the_best_balanced_are_taken() -> None:
+    cu = (0, 4, 10, 15, 18, 23, 25, 27, 33, 38)
+    layout = by_documents(cu, 3, causal=True, max_balance=2.5)
+    # Cuts that are each nearest to equal parts would give 1.156.
+    assert layout.cuts == (0, 10, 25, 38)
+    got = balance_of(layout, Mask(38, 38, True, (-1, -1), cu, cu))
+    assert got.of_work == pytest.approx(1.0734, abs=1e-4)
+
+
+@reproducible
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 30)), min_size=1, max_size=18),
+    st.integers(1, 4),
+    st.floats(1.0, 4.0),
+)
+def test_the_search_finds_the_least_of_any_costs(
+    items: list[tuple[int, int]], parts: int, slack: float
+) -> None:
+    work = [one for one, _ in items]
+    cost = [0, *(one for _, one in items[1:]), 0]
+    places = list(every_cuts(len(work), parts))
+    feasible = min(places, key=lambda cuts: greatest(work, cuts))
+    limit = int(greatest(work, feasible) * slack)
+    sums = torch.tensor(list(accumulate(work, initial=0)))
+    chosen = balance._cheapest_cuts(sums, torch.tensor(cost), limit, feasible)
+    assert [chosen[0], chosen[-1], len(chosen)] == [0, len(work), parts + 1]
+    assert chosen == sorted(chosen) and greatest(work, chosen) <= limit
+    allowed = [cuts for cuts in places if greatest(work, cuts) <= limit]
+    cheapest = min(sum(cost[cut] for cut in cuts) for cuts in allowed)
+    assert sum(cost[cut] for cut in chosen) == cheapest
+
+
+@reproducible
+@given(
+    packings(max_documents=12, max_len=25, min_len=1),
+    st.integers(1, 9),
+    st.integers(1, 8),
+    st.sampled_from((0, 1)),
+)
+def test_long_sequences_are_searched_in_part(
+    cu: tuple[int, ...], world_size: int, align: int, drift: int
+) -> None:
+    # What only sequences above 65536 positions, and above 160 ranks, meet.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(balance, "MAX_INNER_CUTS", 8)
+        patch.setattr(balance, "MAX_DRIFT", drift)
+        layout = by_documents(cu, world_size, causal=True, align=align)
+    mask = Mask(cu[-1], cu[-1], True, (-1, -1), cu, cu)
+    balanced = by_area(mask, world_size, align=align)
+    assert at_multiples(layout, align)
+    assert balance_of(layout, mask).of_work <= max(1.05, balance_of(balanced, mask).of_work)
+    costs = crossing_rows(mask)
+    assert costs[list(layout.cuts or ())].sum() <= costs[list(balanced.cuts or ())].sum()
+
+
+@pytest.mark.timeout(30)
+def test_a_million_tokens_on_thousands_of_ranks() -> None:
+    rng = random.Random(0)
+    seqlen, world_size = 1 << 20, 4096
+    cu = [0]
+    while cu[-1] < seqlen:
+        cu.append(min(seqlen, cu[-1] + 1 + int(rng.expovariate(1 / 2000))))
+    mask = Mask(seqlen, seqlen, True, (-1, -1), tuple(cu), tuple(cu))
+    layout = by_documents(torch.tensor(cu, dtype=torch.int32), world_size, causal=True)
+    balanced = by_area(mask, world_size)
+    assert balance_of(layout, mask).of_work <= 1.05
+    assert balance_of(balanced, mask).of_work <= 1.05
+    costs = crossing_rows(mask)
+    assert costs[list(layout.cuts or ())].sum() < costs[list(balanced.cuts or ())].sum()
+
+
+# -- by_separators
+
+
+@reproducible
+@given(
+    st.lists(st.integers(0, 3), max_size=10),
+    st.sets(st.integers(0, 3), min_size=1, max_size=2),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_boundaries_fall_after_separators(
+    ids: list[int], separators: set[int], world_size: int, with_mask: bool
+) -> None:
+    mask = Mask(len(ids), len(ids), causal=True)
+    layout = by_separators(ids, separators, world_size, work=mask if with_mask else None)
+    assert layout.seqlen == len(ids) and layout.cuts is not None
+    places = [0, *(n + 1 for n, one in enumerate(ids) if one in separators), len(ids)]
+    assert set(layout.cuts) <= set(places)
+    work = visible_keys(mask).tolist() if with_mask else [1] * len(ids)
+    best = min(greatest(work, cuts) for cuts in every_cuts(len(ids), world_size, places))
+    assert greatest(work, list(layout.cuts)) == best
+
+
+def test_separators_take_tensors_and_costs() -> None:
+    ids = torch.tensor([7, 0, 7, 7, 2, 7, 0, 7], dtype=torch.int32)
+    assert by_separators(ids, [0, 2], 2).cuts == (0, 5, 8)
+    assert by_separators(ids, [0, 2], 2, work=[9, 1, 1, 1, 1, 1, 1, 1.0]).cuts == (0, 2, 8)
+    assert by_separators(ids, (0,), 3, max_balance=2.0).cuts == (0, 2, 7, 8)
+
+
+def test_separators_that_do_not_balance_are_refused_when_asked() -> None:
+    ids = [1] * 9 + [0] + [1] * 2
+    assert by_separators(ids, {0}, 2).cuts == (0, 10, 12)
+    with pytest.raises(ValueError, match=r"max_balance is 1\.2, .* over 2 ranks is 1\.667"):
+        by_separators(ids, {0}, 2, max_balance=1.2)
+    assert by_separators(ids, {0}, 2, max_balance=5 / 3).cuts == (0, 10, 12)
+
+
+# -- by_memory, least_world_size
+
+
+@settings(reproducible, max_examples=200)
+@given(
+    st.integers(0, 60),
+    st.lists(st.integers(0, 50), min_size=1, max_size=6),
+    st.integers(1, 4),
+    st.integers(1, 7),
+)
+def test_no_rank_holds_more_than_it_can(
+    seqlen: int, free: list[int], bytes_per_token: int, align: int
+) -> None:
+    room = [one // bytes_per_token for one in free]
+    reached = {0}  # lengths from the first ranks on that end at a block, and whether that is all
+    fits = seqlen == 0
+    for rows in room:
+        fits |= any(done + rows >= seqlen for done in reached)
+        reached |= {done + n for done in reached for n in range(0, rows + 1, align)}
+    if not fits:
+        with pytest.raises(ValueError, match=rf"seqlen {seqlen} at {bytes_per_token} bytes .*"):
+            by_memory(seqlen, free, bytes_per_token, align=align)
+        return
+    layout = by_memory(seqlen, free, bytes_per_token, align=align)
+    assert layout.seqlen == seqlen and at_multiples(layout, align)
+    for rows, most in zip(layout.shard_lens, room, strict=True):
+        assert rows <= most
+    if align == 1 and sum(free):
+        for rows, most, one in zip(layout.shard_lens, room, free, strict=True):
+            # In proportion, to the row; a rank that can take no part of a token passes it on.
+            share = seqlen * one / sum(free)
+            assert rows > share - 1
+            assert rows < share + 1 or sum(room) < sum(free) / bytes_per_token
+            assert rows <= most
+
+
+def test_memory_is_shared_in_proportion() -> None:
+    gib = 1 << 30
+    assert by_memory(1000, [gib, gib, 2 * gib], 4096).shard_lens == (250, 250, 500)
+    assert by_memory(1000, [0, 3 * gib, gib], 4096).shard_lens == (0, 750, 250)
+    # Blocks of 128, and what remains on the last rank.
+    assert by_memory(1000, [gib, gib, 2 * gib], 4096, align=128).shard_lens == (256, 256, 488)
+    # Full to the last row.
+    assert by_memory(9, [7, 9, 4], 2).shard_lens == (3, 4, 2)
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ValueError) as error:
+        by_memory(1000, [4096, 8192, 100], 16)
+    for number in ("1000", "16", "16000", "3", "12388", "774"):
+        assert re.search(rf"\b{number}\b", str(error.value)), number
+    # Enough bytes, but not in blocks.
+    with pytest.raises(ValueError, match=r"room for 14 tokens, 0 blocks of 8"):
+        by_memory(14, [7, 7], 1, align=8)
+
+
+def test_a_tail_that_the_last_rank_cannot_take_goes_to_one_before() -> None:
+    assert by_memory(11, [16, 16, 1], 1, align=8).shard_lens == (8, 3, 0)
+    # It can here, though a share in proportion would be less.
+    assert by_memory(17, [38, 5, 2], 1, align=3).shard_lens == (15, 0, 2)
+
+
+@reproducible
+@given(st.integers(0, 500), st.integers(0, 100), st.integers(1, 5), st.integers(1, 12))
+def test_the_least_world_size(
+    seqlen: int, bytes_per_rank: int, bytes_per_token: int, world_size: int
+) -> None:
+    def holds(ranks: int) -> bool:
+        return -(-seqlen // ranks) * bytes_per_token <= bytes_per_rank
+
+    enough = [ranks for ranks in range(1, world_size + 1) if seqlen == 0 or holds(ranks)]
+    if not enough:
+        with pytest.raises(ValueError, match=rf"seqlen {seqlen} .* {world_size} ranks of "):
+            least_world_size(seqlen, bytes_per_rank, bytes_per_token, world_size)
+        return
+    size = least_world_size(seqlen, bytes_per_rank, bytes_per_token, world_size)
+    assert size == Size(enough[0], -(-seqlen // enough[0]))
+    assert size.tokens_per_rank == max(
+        SequenceLayout.contiguous(seqlen, size.world_size).shard_lens
+    )
+
+
+def test_the_vector_of_planning() -> None:
+    assert least_world_size(10_000, 8 << 30, 1 << 10, 4) == (1, 10_000)
+    assert least_world_size(10_000, 3 << 20, 1 << 10, 4) == (4, 2500)
+    with pytest.raises(
+        ValueError, match=r"4 ranks of 2097152 bytes hold 2048 tokens each, 8192 .*5"
+    ):
+        least_world_size(10_000, 2 << 20, 1 << 10, 4)
+
+
+# -- the halo
+
+
+LAYOUT = SequenceLayout.boundaries([0, 20, 45, 60, 97])
+
+
+@pytest.mark.parametrize("window", [(0, 0), (7, 0), (5, 9), (14, 14), (30, 3), (-1, -1)])
+@pytest.mark.parametrize("cu", [(0, 97), (0, 31, 40, 70, 97)])
+def test_the_halo_is_what_travels(cu: tuple[int, ...], window: Window) -> None:
+    mask = Mask(97, 97, False, window, cu, cu)
+    for rank in range(4):
+        needed: dict[int, set[int]] = {}
+        for other in range(4):
+            if other != rank:
+                start = LAYOUT.cuts[other]  # type: ignore[index]
+                needed[other] = {
+                    start + row
+                    for tile in pair_tiles(LAYOUT, LAYOUT, mask, rank, other)
+                    for row in range(tile.kv.start, tile.kv.stop)
+                }
+        before, after = halo(LAYOUT, mask, rank)
+        first, last = LAYOUT.cuts[rank], LAYOUT.cuts[rank + 1]  # type: ignore[index]
+        rows = {*range(first - before, first), *range(last, last + after)}
+        assert rows == set().union(*needed.values())
+
+
+@pytest.mark.parametrize("left", [0, 1, 7, 14])
+def test_a_window_sends_its_halo_and_no_more(left: int) -> None:
+    mask = Mask(97, 97, causal=True, window_size=(left, -1))
+    check_halo(LAYOUT, mask)
+    costs = crossing_rows(mask)
+    for rank in range(1, 4):
+        rows = travelling_rows(LAYOUT, LAYOUT, mask, rank - 1)
+        assert halo(LAYOUT, mask, rank) == (left, 0)
+        assert rows.stop - rows.start == left == costs[LAYOUT.cuts[rank]]  # type: ignore[index]
+        assert plan_ring(LAYOUT, LAYOUT, mask, rank).num_hops == min(left, 1)
+    assert halo(LAYOUT, mask, 0) == (0, 0)
+
+
+def test_an_overlap_as_long_as_a_chunk_is_refused() -> None:
+    check_halo(LAYOUT, Mask(97, 97, window_size=(14, 14)))
+    with pytest.raises(
+        ValueError, match="rank 3 needs 15 rows before its shard and rank 2 holds 15"
+    ):
+        check_halo(LAYOUT, Mask(97, 97, window_size=(15, 0)))
+    with pytest.raises(
+        ValueError, match="rank 1 needs 16 rows after its shard and rank 2 holds 15"
+    ):
+        check_halo(LAYOUT, Mask(97, 97, window_size=(0, 16)))
+    with pytest.raises(ValueError, match="rank 3 needs 2 rows before its shard and rank 2 holds 0"):
+        check_halo(SequenceLayout.boundaries([0, 4, 8, 8, 12]), Mask(12, 12, True, (2, -1)))
+    # Of documents on one rank each nothing overlaps, however long.
+    cu = (0, 20, 45, 60, 97)
+    check_halo(LAYOUT, Mask(97, 97, True, (-1, -1), cu, cu))
+
+
+def test_a_halo_of_empty_shards_and_blind_rows() -> None:
+    layout = SequenceLayout.boundaries([0, 4, 4, 12])
+    assert [halo(layout, Mask(12, 12, True), rank) for rank in range(3)] == [(0, 0), (0, 0), (4, 0)]
+    with pytest.raises(ValueError, match="one run of positions each, got zigzag"):
+        halo(SequenceLayout.zigzag(12, 2), Mask(12, 12, True), 0)
+    with pytest.raises(ValueError, match="one run of positions each, got striped"):
+        halo(SequenceLayout.striped(12, 2), Mask(12, 12, True), 0)
+
+
+# -- local_rows
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+def test_local_rows_are_those_positions(kind: str) -> None:
+    layout = SequenceLayout.from_name(kind, 13, 3)
+    for rank, start in product(range(3), range(14)):
+        held = layout.position_ids(rank).tolist()
+        for stop in range(start, 14):
+            wanted = list(range(start, stop))
+            if set(wanted) <= set(held):
+                assert held[local_rows(layout, rank, start, stop)] == wanted
+            else:
+                missing = len(set(wanted) & set(held))
+                with pytest.raises(
+                    ValueError, match=f"not local to rank {rank}: it holds {missing}"
+                ):
+                    local_rows(layout, rank, start, stop)
+
+
+def test_local_rows_must_be_one_run() -> None:
+    parts = [[Segment(3, 3), Segment(0, 3)], [Segment(6, 3)]]
+    layout = SequenceLayout.from_segments(parts)
+    assert local_rows(layout, 0, 3, 6) == slice(0, 3)
+    with pytest.raises(ValueError, match="not one run"):
+        local_rows(layout, 0, 2, 4)
+    with pytest.raises(ValueError, match=r"\[4, 12\) are not within \[0, 9\)"):
+        local_rows(layout, 0, 4, 12)
+
+
+# -- refused
+
+
+REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "no ranks": (
+        lambda: by_area(Mask(4, 4), 0),
+        ValueError,
+        "world_size must be at least 1, got 0",
+    ),
+    "half a rank": (lambda: by_cost([1], 1.5), TypeError, "world_size must be an int, got float"),
+    "align": (
+        lambda: by_area(Mask(4, 4), 2, align=0),
+        ValueError,
+        "align must be at least 1, got 0",
+    ),
+    "align bool": (
+        lambda: by_cost([1], 1, align=True),
+        TypeError,
+        "align must be an int, got bool",
+    ),
+    "negative": (lambda: by_cost([1.0, -2.0], 2), ValueError, r"negative, got -2\.0 at 1"),
+    "nan": (lambda: by_cost([1.0, float("nan")], 2), ValueError, "finite .* got nan at 1"),
+    "inf": (lambda: balance_of(LAYOUT, [float("inf")] * 97), ValueError, "got inf at 0"),
+    "words": (lambda: by_cost(["a"], 2), TypeError, "real numbers, got a str"),
+    "booleans": (lambda: by_cost(torch.ones(3, dtype=torch.bool), 2), TypeError, "got torch.bool"),
+    "2-D": (lambda: by_cost(torch.ones(3, 2), 2), ValueError, r"1-D, .* got shape \(3, 2\)"),
+    "length": (
+        lambda: balance_of(LAYOUT, [1, 2]),
+        ValueError,
+        "over 2 positions, the layout over 97",
+    ),
+    "mask": (lambda: halo(LAYOUT, Mask(97, 96), 0), ValueError, "over 96 positions, .* over 97"),
+    "rank": (lambda: halo(LAYOUT, Mask(97, 97), 4), ValueError, r"rank must be in \[0, 4\)"),
+    "float ids": (lambda: by_separators([1.0], {1}, 2), TypeError, "token_ids must be an int"),
+    "float tensor": (lambda: by_separators(torch.ones(2), {1}, 2), TypeError, "got torch.float32"),
+    "batched": (
+        lambda: by_separators(torch.ones(2, 2).long(), {1}, 2),
+        ValueError,
+        r"token_ids must be 1-D, got shape \(2, 2\)",
+    ),
+    "no separators": (lambda: by_separators([1], set(), 2), ValueError, "at least one token id"),
+    "work": (
+        lambda: by_separators([1, 2], {1}, 2, work=Mask(3, 3)),
+        ValueError,
+        "work is over 3 positions, token_ids over 2",
+    ),
+    "below 1": (
+        lambda: by_documents([0, 4], 2, max_balance=0.9),
+        ValueError,
+        r"at least 1, got 0\.9",
+    ),
+    "no limit": (
+        lambda: by_separators([1], {1}, 2, max_balance=float("inf")),
+        ValueError,
+        "finite .* got inf",
+    ),
+    "limit": (
+        lambda: by_documents([0, 4], 2, max_balance="1"),
+        TypeError,
+        "max_balance must be a float, got str",
+    ),
+    "start": (lambda: by_documents([1, 4], 2), ValueError, "must start at 0, got 1"),
+    "order": (lambda: by_documents([0, 4, 3], 2), ValueError, "not decrease, got 4 then 3"),
+    "window": (
+        lambda: by_documents([0, 4], 2, causal=True, window_size=(1, 1)),
+        ValueError,
+        "causal=True sees nothing to the right",
+    ),
+    "two lengths": (lambda: crossing_rows(Mask(3, 4)), ValueError, "got 3 queries and 4 keys"),
+    "two packings": (
+        lambda: crossing_rows(Mask(3, 3, False, (-1, -1), (0, 1, 3), (0, 2, 3))),
+        ValueError,
+        "the same documents",
+    ),
+    "nobody": (lambda: by_memory(4, [], 1), ValueError, "at least one rank, got none"),
+    "debt": (lambda: by_memory(4, [8, -1], 1), ValueError, r"free_bytes\[1\] must not be negative"),
+    "no bytes": (lambda: by_memory(4, [8], 0), ValueError, "bytes_per_token must be at least 1"),
+    "half bytes": (lambda: by_memory(4, [8.5], 1), TypeError, r"free_bytes\[0\] must be an int"),
+    "length below 0": (lambda: least_world_size(-1, 1, 1, 1), ValueError, "seqlen must not be"),
+    "no room": (lambda: least_world_size(5, 3, 4, 2), ValueError, "hold 0 tokens each, 0 in all$"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED.values(), ids=REFUSED)
+def test_refused(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
