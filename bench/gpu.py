@@ -12,7 +12,7 @@ changed. DIR holds
     gpu.xml          tests with the mark `gpu`: every tile config against float64, repeats bit-equal
     kernels.xml      the other tests of the kernels, which run on the GPU where there is one
     kernel.json      `ring-attn bench kernel`, with the ring on one device
-    kernel.png       its plot
+    kernel.png       its plot, where matplotlib is installed
 
 Exit status 0 if every part passed or was skipped with a reason, 1 if one failed, 2 without a GPU.
 """
@@ -23,6 +23,7 @@ import argparse
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -46,8 +47,8 @@ from ring_attn.launch import num_cores
 
 OUT = "gpu-results"
 
-# Seconds of the whole run. The benchmark gets what the parts before it have left, and leaves so
-# much to each of those behind it.
+# Seconds of the whole run. The benchmark gets what the parts before it have left, less the limits
+# of those behind it.
 TOTAL = 460.0
 SANITIZER_SECONDS = 45.0
 
@@ -94,7 +95,7 @@ class Part:
         name: in the report.
         command: words; BUDGET is replaced by its seconds, less BENCH_MARGIN.
         seconds: its limit; less where less is left of the whole.
-        reserve: seconds of the whole that are kept for the parts behind it.
+        takes_rest: it takes as long as it gets, and leaves their limits to the parts behind it.
         skip: why it cannot run here.
         judge: turns exit status and output into (verdict, detail).
         variables: of its environment, beside this process's.
@@ -103,7 +104,7 @@ class Part:
     name: str
     command: tuple[str, ...]
     seconds: float = TOTAL
-    reserve: float = 0.0
+    takes_rest: bool = False
     skip: str = ""
     judge: Callable[[int, str], tuple[str, str]] | None = None
     variables: tuple[tuple[str, str], ...] = ()
@@ -151,9 +152,10 @@ def parts(out: Path, bench: str = BENCH_WORDS) -> list[Part]:
     sanitizer = find_sanitizer()
     no_sanitizer = "" if sanitizer else "compute-sanitizer is not installed"
     small = (python, "-m", "ring_attn.bench.sanitize")
+    plot = ("--plot", str(out / "kernel.png")) if installed("matplotlib") else ()
 
     def pytest(name: str, seconds: float, xml: str, *words: str) -> Part:
-        several = importlib.util.find_spec("xdist") is not None
+        several = installed("xdist")
         processes = min(TEST_PROCESSES, num_cores()) if several else 1
         spread = ("-n", str(processes)) if several else ()
         command = (
@@ -180,9 +182,9 @@ def parts(out: Path, bench: str = BENCH_WORDS) -> list[Part]:
             (
                 *(python, "-m", "ring_attn", "bench", "kernel", *bench.split()),
                 *("--budget", BUDGET),
-                *("--json", str(out / "kernel.json"), "--plot", str(out / "kernel.png")),
+                *("--json", str(out / "kernel.json"), *plot),
             ),
-            reserve=2 * SANITIZER_SECONDS,
+            takes_rest=True,
         ),
         sanitized("memcheck"),
         sanitized("racecheck"),
@@ -226,10 +228,12 @@ def run_parts(
         fresh.replace(out / "report.json")
 
     report()
-    for part in chosen:
+    for index, part in enumerate(chosen):
         left = seconds - (time.monotonic() - start)
+        if part.takes_rest:
+            left -= sum(behind.seconds for behind in chosen[index + 1 :] if not behind.skip)
         print(f"{part.name} ...", flush=True)
-        outcomes.append(run_part(part, out, left - part.reserve))
+        outcomes.append(run_part(part, out, left))
         report()
         shown = outcomes[-1]
         print(f"  {shown.verdict} after {shown.seconds:.1f} s: {shown.detail}", flush=True)
@@ -326,6 +330,11 @@ def sanity(status: int, output: str) -> tuple[str, str]:
     return FAILED, f"exit status {status}: {summaries[-1] if summaries else 'no summary'}"
 
 
+def installed(package: str) -> bool:
+    """Whether a package that a part can do without is here."""
+    return importlib.util.find_spec(package) is not None
+
+
 def find_sanitizer() -> str | None:
     """compute-sanitizer on the PATH or where CUDA's installer puts it."""
     homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
@@ -348,8 +357,11 @@ def environment() -> dict[str, str]:
 
 def facts(args: argparse.Namespace) -> dict[str, Any]:
     """What the report says of the run itself."""
+    words = ["ring-attn", "gpu", "--seconds", f"{args.seconds:g}", "--bench", args.bench]
+    if args.parts is not None:
+        words += ["--parts", args.parts]
     return {
-        "command": f"ring-attn gpu --seconds {args.seconds:g}",
+        "command": shlex.join(words),
         "machine": machine(),
         "gpu_state": gpu_state(),
         "commit": commit(),

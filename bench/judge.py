@@ -64,6 +64,10 @@ class Judge:
         self._keys = _sample(problem.seqlen, SAMPLED_KEYS, generator)
         self._sampled_data = _with_few_rows(data, self._rows)
 
+    def prepare(self) -> None:
+        """Computes what results are held against: what fails here fails no implementation."""
+        _ = self._whole, self._sampled
+
     def whole(self, make: Make) -> list[Verdict]:
         """Runs what `make` builds on the short sequence."""
         got = self._run(make, self._short, self._short_data)

@@ -24,12 +24,14 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import shlex
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,6 +43,7 @@ from ring_attn.arguments import (
     dtype_name,
     format_size,
     parse_dtype,
+    parse_output,
     parse_size,
     parse_sizes,
     write_json,
@@ -52,6 +55,7 @@ from ring_attn.bench.implementations import (
     IMPLEMENTATIONS,
     Attention,
     Data,
+    Ours,
     Problem,
     forget_compiled,
     make,
@@ -64,6 +68,7 @@ from ring_attn.bench.local_ring import LocalRing, RingRow
 from ring_attn.bench.timing import (
     Watch,
     gpu_state,
+    head_start_ms,
     measured_tflops,
     peak_tflops,
     quantiles,
@@ -83,8 +88,6 @@ RING_LAYOUTS = ("zigzag", "contiguous")
 # only warms up, unless it takes so long that a start-up does not show.
 CELL_SECONDS, LEAST_ITERS, SLOW_MS = 4.0, 2, 500.0
 RING_ITERS = 5
-
-HEAD_START_MS = 1.0
 
 # Whose errors are failures of this run; what they may raise without failing.
 OURS = ("ours", "ring")
@@ -160,7 +163,7 @@ class Setting:
             "--ring-seqlen": format_size(sizes.ring_seqlen),
             "--device": self.device.type,
         }
-        flags = [f"{name} {value}" for name, value in words.items()]
+        flags = [f"{name} {shlex.quote(value)}" for name, value in words.items()]
         if len(self.causal) == 1:
             flags.append("--causal" if self.causal[0] else "--no-causal")
         if self.budget is not None:
@@ -207,13 +210,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=",".join(DEFAULT),
         help=f"comma-separated, of {', '.join(IMPLEMENTATIONS)}; empty for the ring alone",
     )
-    add("--iters", type=parse_size, help=f"most repetitions of a cell ({FULL.iters})")
+    add(
+        "--iters",
+        type=parse_size,
+        help=f"most repetitions of a cell ({FULL.iters}), and of the ring ({RING_ITERS} at most)",
+    )
     add("--budget", type=float, metavar="SECONDS", help="start no cell that would not end in time")
     add("--ring", type=int, metavar="P", help=f"ranks of the ring ({FULL.ring}; 0 for none)")
     add("--ring-seqlen", type=parse_size, help="rows of each rank (8k; with --quick 2k)")
     add("--device", choices=DEVICES, help="default: cuda where there is one")
     add("--measure-peak", action="store_true", help="share of a large matmul's rate instead")
-    add("--plot", metavar="PATH.png", type=Path, help="draw TFLOP/s over length (matplotlib)")
+    add(
+        "--plot",
+        metavar="PATH.png",
+        type=parse_output,
+        help="draw TFLOP/s over length (matplotlib)",
+    )
     add_common(parser)
 
 
@@ -234,15 +246,12 @@ def parse_heads(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints the tables, writes the JSON and the plot; 1 if something of ours failed."""
+    """Measures, writes the JSON as it goes, prints the tables, plots; 1 if one of ours failed."""
     setting = setting_of(args)
-    for path in (args.json, args.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise FileNotFoundError(f"{path}: there is no folder {path.absolute().parent}")
+    if args.plot is not None and find_spec("matplotlib") is None:
+        raise ImportError("--plot needs matplotlib, which is not installed: pip install matplotlib")
     bench = Bench(setting, args.json)
     bench.run()
-    if args.plot:
-        plot(bench.rows, args.plot)
     console = Console(width=WIDTH)
     if not args.quiet:
         console.print(*tables(bench.rows))
@@ -252,6 +261,8 @@ def run(args: argparse.Namespace) -> int:
         console.print(line, highlight=False, markup=False)
     for failure in bench.failures:
         console.print(failure, style="red", markup=False)
+    if args.plot is not None:
+        plot(bench.rows, args.plot)
     console.print(bench.summary(), highlight=False)
     return 1 if bench.failures else 0
 
@@ -261,7 +272,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: this machine has no GPU that torch can use")
-    names = tuple(name for name in args.implementations.split(",") if name)
+    names = tuple(dict.fromkeys(name for name in args.implementations.split(",") if name))
     for name in names:
         if name not in IMPLEMENTATIONS:
             raise ValueError(f"--implementations must be of {list(IMPLEMENTATIONS)}, got {name!r}")
@@ -300,6 +311,7 @@ class Tried:
     note: str = ""
     attention: Attention | None = None
     ratio: float | None = None
+    host_ms: float = 0.0  # of the latest call
     samples: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -327,6 +339,7 @@ class Bench:
         self._watch: Watch = watch_for(setting.device)
         self._states = {"before": gpu_state()}
         self._judged: set[tuple[object, ...]] = set()
+        self._ran: set[str] = set()  # backends of ours
         self._dead = False
         self._largest = 0, 0.0  # FLOPs of the largest cell so far, and its seconds for each
         self.peak = self._peak()
@@ -350,6 +363,8 @@ class Bench:
         """What the tables do not say."""
         lines = [f"{name}: {why}" for name, why in self.unavailable.items()] + notes(self.rows)
         lines += [f"ring, {row.layout}: {row.note}" for row in self.ring_rows if row.note]
+        if self._ran and self.setting.backend == "auto":
+            lines.append(f"ours: backend auto chose {', '.join(sorted(self._ran))}")
         if self.peak:
             how = "a matmul here" if self.setting.measure_peak else "the datasheet, dense"
             lines.append(f"peak: {self.peak:.1f} TFLOP/s by {how}")
@@ -385,6 +400,7 @@ class Bench:
             },
             "peak_tflops": self.peak,
             "peak_is": "measured" if setting.measure_peak else "datasheet",
+            "backends": sorted(self._ran),
             "unavailable": self.unavailable,
             "rows": [asdict(row) for row in self.rows],
             "ring": [asdict(row) for row in self.ring_rows],
@@ -420,11 +436,12 @@ class Bench:
 
     def _measure(self, problem: Problem) -> None:
         """One cell: builds, judges, then times all implementations that can run it."""
-        self._forget()
+        forget_compiled()
+        self._free_memory()
         try:
             data, judge = self._data_and_judge(problem)
         except torch.OutOfMemoryError as error:
-            note = f"cannot run: {reason(error)}"
+            note = f"cannot be judged: {reason(error)}"
             self.rows += [self._row(name, problem, note) for name in self._names]
             return
         tried = {name: self._judged_attention(name, problem, data, judge) for name in self._names}
@@ -438,8 +455,11 @@ class Bench:
             self._largest = flops, 1e-3 * ms / flops
 
     def _data_and_judge(self, problem: Problem) -> tuple[Data, Judge]:
+        """What is computed on, and what results are held against."""
         data = problem.data()
-        return data, Judge(problem, data, backward=self._backward)
+        judge = Judge(problem, data, backward=self._backward)
+        judge.prepare()
+        return data, judge
 
     def _judged_attention(self, name: str, problem: Problem, data: Data, judge: Judge) -> Tried:
         """The short sequence is checked once for a table."""
@@ -459,6 +479,8 @@ class Bench:
             return Tried(note)
         ratio, note = self._verdict(name, problem, found)
         attention, failed = self._attempt(name, problem, lambda: build(problem, data))
+        if isinstance(attention, Ours):
+            self._ran.add(attention.backend)
         return Tried(failed or note, attention, ratio)
 
     def _verdict(
@@ -482,15 +504,19 @@ class Bench:
             for name in _turned(running, repetition):
                 one = tried[name]
                 assert one.attention is not None, "those without one do not run"
-                figures, note = self._attempt(name, problem, partial(self._sample, one.attention))
+                sample = partial(self._sample, one.attention, one.host_ms)
+                figures, note = self._attempt(name, problem, sample)
                 if figures is None:
                     one.attention, one.samples, one.note = None, [], note
-                elif repetition >= 0 or sum(figures.values()) > SLOW_MS:
+                    continue
+                one.host_ms = figures["host"]
+                if repetition >= 0 or figures[self.setting.mode] > SLOW_MS:
                     one.samples.append(figures)
 
-    def _sample(self, attention: Attention) -> dict[str, float]:
+    def _sample(self, attention: Attention, host_ms: float) -> dict[str, float]:
+        """One call, for which the host needed `host_ms` the last time."""
         watch = self._watch
-        watch.ready(HEAD_START_MS)
+        watch.ready(head_start_ms(host_ms))
         host = time.perf_counter()
         marks = [watch.mark()]
         attention.forward()
@@ -508,6 +534,7 @@ class Bench:
     def _measure_ring(self, problem: Problem) -> None:
         """Both layouts and the whole, in turn within every repetition."""
         backend, world_size = self.setting.backend, self.setting.sizes.ring
+        iters = min(self.setting.sizes.iters, RING_ITERS)
 
         def ring(layout: str, ranks: int, problem: Problem, data: Data) -> LocalRing:
             return LocalRing(problem, data, world_size=ranks, layout=layout, backend=backend)
@@ -526,7 +553,7 @@ class Bench:
                 facts[name] = (local_ring.same_bits(bits, expected), ratio, note)
             del judge, expected, bits
             samples = local_ring.samples(
-                {WHOLE: whole, **rings}, self._watch, RING_ITERS, backward=self._backward
+                {WHOLE: whole, **rings}, self._watch, iters, backward=self._backward
             )
             return [
                 local_ring.row(name, mode, one, samples[name], samples[WHOLE], *facts[name])
@@ -555,7 +582,7 @@ class Bench:
         if not self._alive():
             self._dead = True
             self.failures.append(f"the device failed while {name} ran, {title(problem)}")
-        self._forget()
+        self._free_memory()
         return None, f"cannot run: {why}"
 
     def _rows(self, name: str, problem: Problem, tried: Tried) -> list[Row]:
@@ -597,13 +624,10 @@ class Bench:
                 return False
         return True
 
-    def _forget(self) -> None:
-        """Lets go of what the last cell has left: compiled code and cached memory."""
-        if self._dead:
-            return
-        forget_compiled()
+    def _free_memory(self) -> None:
+        """Gives back what the last cell, or a call that failed, has left."""
         gc.collect()
-        if self.setting.device.type == "cuda":
+        if self.setting.device.type == "cuda" and not self._dead:
             torch.cuda.empty_cache()
 
 

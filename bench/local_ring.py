@@ -30,18 +30,15 @@ from torch import Tensor
 
 from ring_attn.backends import get_backend
 from ring_attn.bench.implementations import Data, Problem
-from ring_attn.bench.timing import Watch
+from ring_attn.bench.timing import Watch, head_start_ms
 from ring_attn.layout import SequenceLayout
 from ring_attn.plan import Hop
 from ring_attn.strategies.ring import RingCall, make_call, ring_backward, ring_forward
-from ring_attn.transport.base import Channel, Transport
+from ring_attn.transport.base import Channel, PointToPoint
 from ring_attn.transport.local import LocalTransport, run_local
 
 # The backend's calls that count as kernels.
 CALLS = ("forward", "finalize", "delta", "backward", "backward_q", "backward_kv")
-
-# Threads are started and a whole ring is enqueued while the device spins.
-HEAD_START_MS = 5.0
 
 
 @dataclass
@@ -111,6 +108,7 @@ class LocalRing:
         ]
         self._outs: list[list[Tensor]] = []
         self._grads: list[list[Tensor]] = []
+        self._host_ms: dict[str, float] = {}  # of the latest timed run, by its name
 
     @property
     def calls(self) -> list[RingCall]:
@@ -127,12 +125,12 @@ class LocalRing:
 
     def timed_forward(self, watch: Watch) -> list[Times]:
         """`forward`, and what each rank has taken."""
-        self._outs, times = self._timed(self._forward, watch)
+        self._outs, times = self._timed("forward", self._forward, watch)
         return times
 
     def timed_backward(self, watch: Watch) -> list[Times]:
         """`backward`, and what each rank has taken."""
-        self._grads, times = self._timed(self._backward, watch)
+        self._grads, times = self._timed("backward", self._backward, watch)
         return times
 
     def results(self) -> list[Tensor]:
@@ -145,18 +143,18 @@ class LocalRing:
         """Lets go of the last results."""
         self._outs, self._grads = [], []
 
-    def _forward(self, rank: int, transport: Transport) -> list[Tensor]:
+    def _forward(self, rank: int, transport: PointToPoint) -> list[Tensor]:
         q, k, v, _ = self._shards[rank]
         return list(ring_forward(q, k, v, self._calls[rank], transport))
 
-    def _backward(self, rank: int, transport: Transport) -> list[Tensor]:
+    def _backward(self, rank: int, transport: PointToPoint) -> list[Tensor]:
         q, k, v, dout = self._shards[rank]
         out, lse = self._outs[rank]
         dq, dk, dv, _ = ring_backward(q, k, v, out, lse, dout, self._calls[rank], transport)
         return [dq, dk, dv]
 
     def _timed(
-        self, work: Callable[[int, Transport], list[Tensor]], watch: Watch
+        self, name: str, work: Callable[[int, PointToPoint], list[Tensor]], watch: Watch
     ) -> tuple[list[list[Tensor]], list[Times]]:
         times = [Times(watch) for _ in range(self._world_size)]
         current = threading.local()
@@ -169,8 +167,11 @@ class LocalRing:
             return found
 
         with timed_calls(get_backend(self._calls[0].backend), current):
-            watch.ready(HEAD_START_MS)
+            # All ranks are enqueued while the device spins.
+            watch.ready(head_start_ms(self._host_ms.get(name, 0.0)))
+            start = time.perf_counter()
             found = run_local(self._world_size, timed)
+            self._host_ms[name] = 1e3 * (time.perf_counter() - start)
             watch.done()
         return found, times
 

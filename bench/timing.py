@@ -1,9 +1,9 @@
 """What the benchmarks know of time on a device: peak rates, clocks, and how a call is timed.
 
 On CUDA a time is that between two events on the stream, and the host is given a head start: before
-a call the L2 cache is overwritten, and a kernel spins while the host enqueues the call. So what is
-measured is the device's time, unless the host is slower than the device for longer than the head
-start. On a CPU it is the host's time.
+a call the L2 cache is overwritten, and a kernel spins for longer than the host took to enqueue the
+same call before. So what is measured is the device's time, unless the host takes tens of
+milliseconds and the device less. On a CPU it is the host's time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 
 # Dense rates in float16 and bfloat16 with float32 accumulation, TFLOP/s, by part of the device's
 # name, the longer names first. NVIDIA's datasheets state them with sparsity, which is twice that:
-# H100 and H200 SXM 1979, H100 NVL and H200 NVL 1671, H100 PCIe 1513, B200 4500; A100 312 dense.
+# H100 and H200 SXM 1979, H100 NVL and H200 NVL 1671, H100 PCIe 1513, GB200 5000, B200 4500. The
+# A100's is dense: 312.
 PEAK_TFLOPS = {
     "H100 PCIe": 756.5,
     "H100 NVL": 835.5,
@@ -27,6 +28,7 @@ PEAK_TFLOPS = {
     "H100": 989.5,
     "H200": 989.5,
     "A100": 312.0,
+    "GB200": 2500.0,
     "B200": 2250.0,
 }
 
@@ -38,6 +40,9 @@ FLUSH_BYTES = 256 << 20
 
 # Of the kernel that spins while the host enqueues: about a millisecond at 2 GHz.
 SPIN_CYCLES_PER_MS = 2_000_000
+
+# It spins for so many times what the host took, within these bounds: a first call has compiled.
+HEAD_START_FACTOR, LEAST_HEAD_START_MS, MOST_HEAD_START_MS = 1.5, 1.0, 100.0
 
 # Of `nvidia-smi --query-gpu`.
 STATE_FIELDS = (
@@ -117,6 +122,11 @@ class CudaWatch:
         torch.cuda.synchronize()
 
 
+def head_start_ms(host_ms: float) -> float:
+    """What the host needs to stay ahead with a call that it enqueued in `host_ms` before."""
+    return min(max(LEAST_HEAD_START_MS, HEAD_START_FACTOR * host_ms), MOST_HEAD_START_MS)
+
+
 def watch_for(device: torch.device) -> Watch:
     """The watch that tells a device's time."""
     return CudaWatch() if device.type == "cuda" else HostWatch()
@@ -134,7 +144,7 @@ def measured_tflops(device: torch.device, dtype: torch.dtype, size: int = MATMUL
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     watch, samples = watch_for(device), []
     for _ in range(MATMUL_REPEATS):
-        watch.ready(head_start_ms=1.0)
+        watch.ready(LEAST_HEAD_START_MS)
         start = watch.mark()
         a @ b
         stop = watch.mark()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,22 @@ def format_size(size: int) -> str:
     return str(size)
 
 
+def parse_output(text: str) -> Path:
+    """A file to write, in a folder that exists: said before a run of minutes, not behind it.
+
+    Raises:
+        argparse.ArgumentTypeError: there is no such folder; argparse shows the text.
+    """
+    path = Path(text)
+    writes = os.environ.get("RANK", "0") == "0"  # under torchrun others may be on another machine
+    if writes and not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.absolute().parent}")
+    return path
+
+
 def add_common(parser: argparse.ArgumentParser) -> None:
     """The options that every subcommand has."""
-    parser.add_argument("--json", metavar="PATH", type=Path, help="write all results here")
+    parser.add_argument("--json", metavar="PATH", type=parse_output, help="write all results here")
     parser.add_argument("--quick", action="store_true", help="a smaller run that takes seconds")
     parser.add_argument("--quiet", action="store_true", help="print the summary only")
 

@@ -444,52 +444,63 @@ def _terms(
 ) -> dict[str, Tensor]:
     """The equations of forward and backward with the absolute value of every term in its place.
 
-    A probability is exp(s - lse), and rounding s and lse to their dtype is a relative error of
-    that size in it: p enters as `p (1 + |s| + |lse|)`, where s rounds at the size of the products
-    that it sums. With logits of some hundreds that is all of the error of dv in float32; with
-    ordinary ones it is of the order of the sums' error.
+    What is computed on the way is rounded too, and its error, in units of the accumulation dtype's
+    epsilon, stands for it where it is used:
 
-    With softcap s is rounded once more, as the argument of tanh: an error in s of the slope's
-    share, `1 - t^2` with t = s / softcap. That slope, whose terms are 1 and t^2, is a factor of ds.
-
-    delta is made of an `out` that has been rounded to `dtype`: it counts that much more.
+        s        the size of the products that it sums. With softcap of the share that the slope of
+                 the cap, 1 - t^2 with t = s / softcap, lets through, and the size of s again
+        lse      those of s, weighted by p, and its own size
+        p        p (1 + s's + lse's), since p = exp(s - lse). With logits of some hundreds that is
+                 all of the error of dv in float32; with ordinary ones it is that of the sums
+        slope    1 and t^2, and 2 |t| times what t has of s
+        out      by that of p; and `out` is rounded to `dtype`, by its size or, where it is
+                 subnormal there, the smallest normal number's
+        delta    by that of out
     """
     scale, groups = _scale(q, softmax_scale), q.size(2) // k.size(2)
     hidden = ~mask.dense().to(q.device)
     k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
     s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
     t = torch.tanh(s / softcap) if softcap else s.new_zeros(())
-    slope, slope_terms = 1.0 - t**2, 1.0 + t**2
+    slope = 1.0 - t**2
     s = softcap * t if softcap else s
     p = (s - expected.lse.unsqueeze(-1)).masked_fill(hidden, -math.inf).exp()
-    lse = expected.lse.abs().masked_fill(expected.lse.isneginf(), 0.0)
 
     q, k, v, dout, out = (x.abs() for x in (q, k, v, dout, expected.out))
-    s_terms = torch.einsum("bihd,bjhd->bhij", q, k) * scale * slope + softcap * t.abs()
-    lse_terms = (p * s_terms).sum(-1) + lse
+    products = torch.einsum("bihd,bjhd->bhij", q, k) * scale * slope
+    s_terms = products + softcap * t.abs()
+    slope_terms = 1.0 + t**2 + 2.0 * t.abs() * products / softcap if softcap else 0.0
+    lse_terms = (p * s_terms).sum(-1) + expected.lse.abs().masked_fill(expected.lse.isneginf(), 0.0)
+    p_sink = None
+    if sinks is not None:
+        sinks = sinks.view(-1, 1)
+        p_sink = (sinks - expected.lse.masked_fill(expected.lse.isneginf(), 0.0)).exp()
+        sink_terms = sinks.abs().masked_fill(sinks.isneginf(), 0.0)
+        lse_terms = lse_terms + p_sink * sink_terms
+
+    p_terms = p * (1.0 + s_terms + lse_terms.unsqueeze(-1))
+    out_terms = torch.einsum("bhij,bjhd->bihd", p_terms, v)
     rounding = torch.finfo(dtype).eps / torch.finfo(_accumulation_dtype(dtype)).eps
+    rounded = out.clamp(min=torch.finfo(dtype).smallest_normal).masked_fill(out == 0.0, 0.0)
     delta = torch.einsum("bihd,bihd->bhi", out, dout)
-    of_out = p * delta.unsqueeze(-1) * rounding
-    p = p * (1.0 + s_terms + lse.unsqueeze(-1))
-    ds = p * (torch.einsum("bihd,bjhd->bhij", dout, v) + delta.unsqueeze(-1)) + of_out
-    ds = ds * scale * slope_terms
+    delta_terms = torch.einsum("bihd,bihd->bhi", out_terms + rounding * rounded, dout)
+    dp = torch.einsum("bihd,bjhd->bhij", dout, v) + delta.unsqueeze(-1)
+    ds_terms = (p_terms * slope + p * slope_terms) * dp + p * slope * delta_terms.unsqueeze(-1)
+    ds_terms = ds_terms * scale
 
     def to_kv_heads(x: Tensor) -> Tensor:
         return x.unflatten(2, (-1, groups)).sum(3)
 
     terms = {
-        "out": torch.einsum("bhij,bjhd->bihd", p, v),
+        "out": out_terms,
         "lse": lse_terms,
-        "dq": torch.einsum("bhij,bjhd->bihd", ds, k),
-        "dk": to_kv_heads(torch.einsum("bhij,bihd->bjhd", ds, q)),
-        "dv": to_kv_heads(torch.einsum("bhij,bihd->bjhd", p, dout)),
+        "dq": torch.einsum("bhij,bjhd->bihd", ds_terms, k),
+        "dk": to_kv_heads(torch.einsum("bhij,bihd->bjhd", ds_terms, q)),
+        "dv": to_kv_heads(torch.einsum("bhij,bihd->bjhd", p_terms, dout)),
     }
-    if sinks is not None:
-        sinks = sinks.view(-1, 1)
-        p_sink = (sinks - expected.lse.masked_fill(expected.lse.isneginf(), 0.0)).exp()
-        size = sinks.abs().masked_fill(sinks.isneginf(), 0.0)
-        terms["lse"] = lse_terms + p_sink * size
-        terms["dsinks"] = (p_sink * (rounding + size + lse) * delta).sum((0, 2))
+    if p_sink is not None:
+        dsinks_terms = p_sink * ((1.0 + sink_terms + lse_terms) * delta + delta_terms)
+        terms["dsinks"] = dsinks_terms.sum((0, 2))
     return terms
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import shlex
 import sys
 import threading
 from importlib.machinery import ModuleSpec
@@ -97,11 +98,118 @@ def test_figures_of_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fwd.peak_share == pytest.approx(2.097152)
 
 
+class Enqueued:
+    """An attention whose host takes so long; its watch keeps the head starts that it was given."""
+
+    name = "ours"
+
+    def __init__(self, clock: "Clock", host_ms: float) -> None:
+        self._clock, self._host_ms = clock, host_ms
+
+    def forward(self) -> None:
+        self._clock.now += 1e-3 * self._host_ms
+
+    def backward(self) -> None:
+        pass
+
+    def results(self) -> list[Tensor]:
+        return []
+
+    def release(self) -> None:
+        pass
+
+
+class Clock(Steps):
+    """A host whose time stands still but for what is added to it; the device takes 1 and 2 ms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.head_starts = 0.0, list[float]()
+
+    def ready(self, head_start_ms: float) -> None:
+        super().ready(head_start_ms)
+        self.head_starts.append(head_start_ms)
+
+
+@pytest.mark.parametrize(
+    ("host_ms", "head_start"), [(0.5, 1.0), (4.0, 6.0), (1e4, timing.MOST_HEAD_START_MS)]
+)
+def test_the_device_waits_for_as_long_as_the_host_needs(
+    host_ms: float, head_start: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(kernel, "watch_for", lambda device: clock)
+    monkeypatch.setattr(kernel.time, "perf_counter", lambda: clock.now)
+    run = kernel.Bench(setting(f"{TINY} --ring 0 --implementations ours"))
+    tried = kernel.Tried(attention=Enqueued(clock, host_ms))
+    run._time({"ours": tried}, problem())
+    assert clock.head_starts == pytest.approx([timing.LEAST_HEAD_START_MS, *[head_start] * 2])
+    # The warm-up is no sample: it took 3 ms of the device, and of the host what it may.
+    assert [sample["host"] for sample in tried.samples] == pytest.approx([host_ms] * 2)
+
+
+def test_a_call_that_fails_leaves_what_others_have_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forgotten: list[int] = []
+    monkeypatch.setattr(kernel, "forget_compiled", lambda: forgotten.append(1))
+    words = f"{TINY} --ring 0 --causal --implementations ours,flex,torch-flash"
+    run = kernel.Bench(setting(words))  # flex has no backward here
+    run.run()
+    assert {row.impl for row in run.rows if row.samples} == {"ours", "torch-flash"}
+    assert len(forgotten) == 1  # before the cell
+
+
+def test_an_oracle_without_memory_fails_no_implementation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(self: Judge) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Judge, "prepare", exhausted)
+    words = f"{TINY} --ring 0 --causal --implementations ours,torch-flash"
+    report = report_of(words, tmp_path / "x.json")
+    assert [row["note"] for row in report["rows"]] == ["cannot be judged: out of memory"] * 2
+
+
+def test_a_ring_repeats_as_often_as_a_cell_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    samples = local_ring.samples
+
+    def counted(rings: Any, watch: Any, iters: int, **options: Any) -> Any:
+        seen.append(iters)
+        return samples(rings, watch, iters, **options)
+
+    monkeypatch.setattr(local_ring, "samples", counted)
+    for iters in ("1", "50"):
+        words = "--device cpu --implementations , --mode fwd --head-dim 16 --heads 2"
+        kernel.Bench(setting(f"{words} --ring 2 --ring-seqlen 16 --iters {iters}")).run()
+    assert seen == [1, kernel.RING_ITERS]
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernel, "find_spec", lambda name: None)
+    monkeypatch.setattr(kernel, "Bench", None)
+    assert main(["bench", "kernel", *TINY.split(), "--plot", str(tmp_path / "x.png")]) == 2
+    assert "--plot needs matplotlib" in capsys.readouterr().err
+
+
+def test_a_command_without_implementations_can_be_given_again() -> None:
+    parser = argparse.ArgumentParser()
+    kernel.add_arguments(parser)
+    alone = kernel.setting_of(parser.parse_args([*TINY.split(), "--implementations", ""]))
+    words = shlex.split(alone.command.removeprefix("ring-attn bench kernel "))
+    assert kernel.setting_of(parser.parse_args(words)) == alone
+    assert setting(f"{TINY} --implementations ours,ours").implementations == ("ours",)
+
+
 def test_report_table_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = TINY.replace("--quiet", "--ring 2 --ring-seqlen 32 --plot ") + str(tmp_path / "x.png")
     report = report_of(words, tmp_path / "x.json")
     assert {"machine", "gpu_state", "command", "setting", "peak_tflops", "seconds"} <= set(report)
-    assert report["failures"] == []
+    assert report["failures"] == [] and report["backends"] == ["aten"]
     again = setting(report["command"].removeprefix("ring-attn bench kernel "))
     assert again == setting(words)
     rows = {(row["impl"], row["mode"], row["causal"]): row for row in report["rows"]}
@@ -211,6 +319,7 @@ def test_a_backend_that_refuses_is_no_failure(tmp_path: Path) -> None:
         ("--heads 8/3", "kv heads must divide"),
         ("--ring -1", "--ring must be at least 0"),
         ("--json /nowhere/x.json", "there is no folder /nowhere"),
+        ("--plot /nowhere/x.png", "there is no folder /nowhere"),
     ],
 )
 def test_bad_options_are_refused(
@@ -244,6 +353,7 @@ def test_peak_rates_by_name() -> None:
     assert timing.peak_tflops("NVIDIA H100 PCIe", torch.bfloat16) == 756.5
     assert timing.peak_tflops("NVIDIA A100-SXM4-80GB", torch.bfloat16) == 312.0
     assert timing.peak_tflops("NVIDIA B200", torch.bfloat16) == 2250.0
+    assert timing.peak_tflops("NVIDIA GB200", torch.bfloat16) == 2500.0
     assert timing.peak_tflops("NVIDIA H200", torch.float32) is None
     assert timing.peak_tflops("Radeon", torch.bfloat16) is None
     assert timing.measured_tflops(CPU, torch.float32, size=64) > 0

@@ -1,7 +1,9 @@
 """`ring-attn gpu`: how it runs its parts, by parts that pass, fail, hang and are skipped."""
 
+import argparse
 import json
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -98,14 +100,23 @@ def test_a_report_exists_before_the_first_part_ends(tmp_path: Path) -> None:
 def test_time_is_kept_for_the_parts_behind(tmp_path: Path) -> None:
     shows = "import sys; print(*sys.argv[1:])"
     parts = (
-        Part("rest", (*python(shows), "--budget", gpu.BUDGET), reserve=20.0),
-        Part("late", python("print('done')"), reserve=55.0),
+        Part("rest", (*python(shows), gpu.BUDGET), takes_rest=True),
+        Part("behind", python("print('done')"), seconds=20.0),
+        Part("absent", ("no-such-program",), seconds=30.0, skip="it takes no time"),
     )
-    rest, late = run(tmp_path, *parts, seconds=60.0)
-    word, seconds = rest.detail.split()
-    assert word == "--budget"
-    assert 0 < int(seconds) <= 60 - 20 - gpu.BENCH_MARGIN
+    rest, behind, _ = run(tmp_path, *parts, seconds=60.0)
+    assert 0 < int(rest.detail) <= 60 - 20 - gpu.BENCH_MARGIN
+    assert behind.verdict == PASSED
+    (late,) = run(tmp_path, parts[1], seconds=5.0)
     assert (late.verdict, late.detail) == (TIMEOUT, "the parts before it left no time")
+
+
+def test_the_report_names_the_whole_command(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    gpu.add_arguments(parser)
+    words = ["--seconds", "100", "--bench", "--seqlen 2k --ring 0", "--parts", "bench"]
+    command = gpu.facts(parser.parse_args(words))["command"]
+    assert shlex.split(command) == ["ring-attn", "gpu", *words]
 
 
 def test_without_a_gpu_it_says_so(
@@ -149,6 +160,18 @@ def test_the_parts_fit_the_time_and_the_files(
     monkeypatch.setattr(gpu, "source_root", lambda: tmp_path)
     skipped = [part.name for part in gpu.parts(tmp_path) if "no tests" in part.skip]
     assert skipped == ["gpu tests", "kernel tests"]
+
+
+def test_what_is_not_installed_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def words() -> set[str]:
+        return {word for part in gpu.parts(tmp_path) for word in part.command}
+
+    monkeypatch.setattr(gpu, "installed", lambda package: True)
+    assert {"--plot", "-n"} <= words()
+    monkeypatch.setattr(gpu, "installed", lambda package: False)
+    assert not {"--plot", "-n"} & words()
 
 
 def test_no_test_is_no_success() -> None:

@@ -125,7 +125,8 @@ def pairwise() -> Iterator[dict[str, Any]]:
         missing = [pair for pair in missing if pair not in pairs_of(case)]
 
 
-CASES = list(pairwise())
+ALL_CASES = list(pairwise())
+CASES = ALL_CASES if DEVICE == "cpu" else ALL_CASES[::3]  # a GPU's compiler takes its time for each
 
 
 def name_of(case: Mapping[str, Any]) -> str:
@@ -134,8 +135,8 @@ def name_of(case: Mapping[str, Any]) -> str:
 
 
 def test_every_pair_of_options_is_among_the_cases() -> None:
-    assert set().union(*map(pairs_of, CASES)) == all_pairs()
-    assert len(CASES) < 80
+    assert set().union(*map(pairs_of, ALL_CASES)) == all_pairs()
+    assert len(ALL_CASES) < 80
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
@@ -195,10 +196,11 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
             "headdim": draw(st.integers(1, 40)),
             "headdim_v": draw(st.integers(1, 40)),
             "dtype": draw(st.sampled_from(DTYPES)),
+            "large_logits": draw(st.booleans()),
         },
         "config": blocks(*draw(st.sampled_from(SHAPES))),
         "cuts": sorted(draw(st.lists(st.integers(0, seqlen_k), max_size=2))),
-        "scale": draw(st.sampled_from((None, 0.01, 0.5))),
+        "scale": draw(st.sampled_from((None, 0.01, 0.5, 2.0))),
         "softcap": draw(st.sampled_from((0.0, 0.0, 0.5, 30.0))),
     }
 
@@ -210,7 +212,7 @@ def exercise(call: dict[str, Any]) -> None:
     assert_holds(got, *expect(inputs, mask, **scores))
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15 if DEVICE == "cpu" else 3, deadline=None, derandomize=True)
 @given(calls())
 def test_any_shape(call: dict[str, Any]) -> None:
     exercise(call)
