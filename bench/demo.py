@@ -10,6 +10,9 @@ Two float32 runs of one model drift apart, since the optimizer feeds every round
 difference is shown, not judged. What is judged are three more batches at the trained weights: the
 losses of the ring's bytes and the gradients of its parameters may be twice as far from float64 as
 the dense twin's, and a rounding. The exit status is 1 if they are not, or if a loss is not finite.
+
+With `--generate N` the trained model continues a text by N bytes, greedily: the ring from a KV
+cache that is split over its ranks and grows, its twin from a whole one. The bytes must be equal.
 """
 
 from __future__ import annotations
@@ -41,6 +44,15 @@ from torch import Tensor
 
 from ring_attn import SequenceLayout, ring_attention, shard_batch, unshard
 from ring_attn.arguments import add_common, dtype_name, parse_dtype, parse_size, write_json
+from ring_attn.bench.generate import (
+    CHUNKS,
+    Comparison,
+    Generated,
+    ShardedCache,
+    WholeCache,
+    compare,
+    generate,
+)
 from ring_attn.bench.model import (
     Attention,
     ModelConfig,
@@ -80,6 +92,7 @@ class Settings:
     seed: int
     quiet: bool
     model: ModelConfig
+    generate: int = 0
 
     @property
     def twin(self) -> int:
@@ -103,16 +116,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """The steps, and the verdicts at the trained weights."""
+    """The steps, the verdicts at the trained weights, and what these generate if asked to."""
 
     rows: list[Row]
     verdicts: list[Verdict]
+    generation: Comparison | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether all losses are finite and all verdicts hold."""
+        """Whether all losses are finite, all verdicts hold and one process generates the same."""
         losses = (loss for row in self.rows for loss in (row.ring_loss, row.dense_loss))
-        return all(map(math.isfinite, losses)) and all(verdict.ok for verdict in self.verdicts)
+        return (
+            all(map(math.isfinite, losses))
+            and all(verdict.ok for verdict in self.verdicts)
+            and (self.generation is None or self.generation.equal)
+        )
 
     @property
     def greatest_difference(self) -> Row:
@@ -123,7 +141,13 @@ class Report:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the demo."""
     add = parser.add_argument
-    add("--nproc", type=parse_size, default=2, help="ranks of the ring (default: 2)")
+    add(
+        "--nproc",
+        "--world-size",
+        type=parse_size,
+        default=2,
+        help="ranks of the ring (default: 2)",
+    )
     add("--seqlen", type=parse_size, help=f"bytes of each sequence (default: {SEQLEN})")
     add("--steps", type=parse_size, help=f"training steps (default: {STEPS})")
     add("--layout", choices=LAYOUTS, default="zigzag", help="who holds what (default: zigzag)")
@@ -136,6 +160,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dim", type=parse_size, default=128, help="width of the model (default: 128)")
     add("--layers", type=parse_size, default=4, help="layers of the model (default: 4)")
     add("--seed", type=int, default=0, help="of the weights and the batches (default: 0)")
+    add(
+        "--generate",
+        type=parse_size,
+        metavar="N",
+        help="then continue a text by N bytes, from a sharded and from a whole KV cache",
+    )
     add_common(parser)
 
 
@@ -143,7 +173,8 @@ def run(args: argparse.Namespace) -> int:
     """Trains, prints and writes what came out.
 
     Returns:
-        0, or 1 where a loss is not finite or a result at the trained weights misses its bound.
+        0, or 1 where a loss is not finite, a result at the trained weights misses its bound, or
+        ring and twin do not generate the same.
 
     Raises:
         ValueError: sizes that do not fit each other, the text or this machine.
@@ -184,9 +215,24 @@ def settings_of(args: argparse.Namespace) -> Settings:
     dtype = args.dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     if dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"dtype must be float32 or bfloat16, got {dtype_name(dtype)}")
+    num_generated = args.generate or 0
+    if num_generated >= seqlen:
+        raise ValueError(
+            f"generate must be less than seqlen, of which the rest is the prompt, got "
+            f"{num_generated} and {seqlen}"
+        )
     model = ModelConfig(dim=args.dim, hidden_dim=3 * args.dim, num_layers=args.layers)
     return Settings(
-        args.nproc, seqlen, steps, args.layout, device, dtype, args.seed, args.quiet, model
+        args.nproc,
+        seqlen,
+        steps,
+        args.layout,
+        device,
+        dtype,
+        args.seed,
+        args.quiet,
+        model,
+        num_generated,
     )
 
 
@@ -215,7 +261,10 @@ def train(settings: Settings) -> Report:
                 figures = _measured(trainer, batch, memory)
             rows.append(_gathered(step, figures, settings))
             display.show(rows[-1])
-    return Report(rows, judge(trainer, islice(batches, JUDGED_BATCHES), settings))
+    verdicts = judge(trainer, islice(batches, JUDGED_BATCHES), settings)
+    if not settings.generate:
+        return Report(rows, verdicts)
+    return Report(rows, verdicts, generate_twice(trainer, next(batches)["input_ids"], settings))
 
 
 class Trainer:
@@ -438,6 +487,35 @@ def judge(
     return verdicts
 
 
+def generate_twice(trainer: Trainer, text: Tensor, settings: Settings) -> Comparison:
+    """Continues a text from the ring's sharded cache and from the twin's whole one.
+
+    In the type of the weights, float32: with bfloat16 a choice between two bytes would often hang
+    on a rounding.
+
+    Args:
+        trainer: with the weights that `judge` leaves, the same in every process.
+        text: (1, seqlen) int64, the same in every process; its last bytes are left out.
+        settings: of the run.
+
+    Every process calls it and gets the result.
+    """
+    prompt = text[:, : settings.seqlen - settings.generate].to(trainer.device)
+    num_layers = settings.model.num_layers
+    if trainer.ring is None:
+        mine = generate(trainer.model, prompt, settings.generate, WholeCache(num_layers))
+    else:
+        cache = ShardedCache(num_layers, trainer.ring, settings.layout)
+        mine = generate(trainer.model, prompt, settings.generate, cache, CHUNKS)
+    generated: list[Generated] = []
+    for source in (0, settings.twin):
+        box = [mine if dist.get_rank() == source else None]
+        dist.broadcast_object_list(box, src=source)
+        assert box[0] is not None, "its source has filled it"
+        generated.append(box[0])
+    return compare(prompt, *generated)
+
+
 def standard_library_text() -> Tensor:
     """(bytes,) uint8: the sources of the running Python's standard library, in the order of names.
 
@@ -504,10 +582,26 @@ def summary(settings: Settings, report: Report) -> str:
             f"{last.dense_peak_bytes / 2**20:.1f} MiB dense, above the built model",
             "check     at the trained weights, against float64: "
             + "; ".join(map(str, report.verdicts)),
+            *_generation_lines(report.generation),
             f"greatest loss difference {greatest.difference:.2e} (step {greatest.step}): "
             f"{'ok' if report.ok else 'FAILED'}",
         )
     )
+
+
+def _generation_lines(generation: Comparison | None) -> list[str]:
+    if generation is None:
+        return []
+    first = generation.first_difference
+    where = "" if first is None else f", from byte {first} on"
+    return [
+        f"after     {generation.context!r}",
+        f"generated {generation.text!r}",
+        f"equal to one process: {'yes' if generation.equal else 'no'}{where}; greatest logit "
+        f"difference {generation.greatest_difference:.1e}, closest choice by "
+        f"{generation.smallest_margin:.1e}, KV rows on the ranks "
+        f"{', '.join(map(str, generation.rows))}",
+    ]
 
 
 def to_json(settings: Settings, report: Report) -> dict[str, Any]:
@@ -521,6 +615,7 @@ def to_json(settings: Settings, report: Report) -> dict[str, Any]:
         "rows": [asdict(row) for row in report.rows],
         "greatest_difference": report.greatest_difference.difference,
         "checks": [asdict(verdict) for verdict in report.verdicts],
+        "generation": None if report.generation is None else asdict(report.generation),
         "ok": report.ok,
     }
 

@@ -13,7 +13,7 @@ Parameters carry the names that Hugging Face's Llama has.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 #: `(q, k, v) -> out`, causal over the whole sequence; (batch, rows, nheads, headdim) each, k and v
-#: with nheads_kv heads.
+#: with nheads_kv heads. One that has a KV cache adds the rows of k and v to it.
 Attention: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 IGNORE_INDEX = -100
@@ -66,15 +66,21 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention over a whole sequence in one process: the twin of ring attention.
 
     Args:
-        q: (batch, seqlen, nheads, headdim).
+        q: (batch, seqlen_q, nheads, headdim), the last seqlen_q positions.
         k: (batch, seqlen, nheads_kv, headdim).
         v: (batch, seqlen, nheads_kv, headdim).
 
     Returns:
-        (batch, seqlen, nheads, headdim).
+        (batch, seqlen_q, nheads, headdim).
     """
+    before = k.size(1) - q.size(1)
     q, k, v = (rearrange(x, "b s h d -> b h s d") for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    if before == 0:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    else:
+        # torch's is_causal is aligned top left.
+        mask = q.new_ones(q.size(2), k.size(2), dtype=torch.bool).tril(before)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return rearrange(out, "b h s d -> b s h d")
 
 
@@ -106,22 +112,27 @@ class Transformer(nn.Module):
                 nn.init.ones_(parameter)
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor, attention: Attention = dense_attention
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention: Attention | Sequence[Attention] = dense_attention,
     ) -> Tensor:
         """Logits of the next token at every row.
 
         Args:
             input_ids: (batch, rows) int64, in any order of positions that `attention` knows.
             position_ids: (1 or batch, rows) int64, the global position of each row.
-            attention: how rows meet; causal over the whole sequence.
+            attention: how rows meet; causal over the whole sequence. One of all layers, or one
+                for each, with a KV cache of its own.
 
         Returns:
             (batch, rows, vocab_size).
         """
+        attentions = [attention] * len(self.layers) if callable(attention) else attention
         x = self.embed_tokens(input_ids)
         rotation = rope_rotation(position_ids, self.config, x.dtype)
-        for layer in self.layers:
-            x = layer(x, rotation, attention)
+        for layer, attend in zip(self.layers, attentions, strict=True):
+            x = layer(x, rotation, attend)
         return self.lm_head(self.norm(x))
 
 

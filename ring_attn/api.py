@@ -183,7 +183,7 @@ def ring_attention(
         mask = check.check_mask(
             Mask(layouts[0].seqlen, layouts[1].seqlen, causal, window, cu_q, cu_k)
         )
-        spec = _spec_of(q, k, v, softcap, sinks)
+        spec = AttentionSpec.of(q, k, v, softcap, sinks)
         call = make_call(
             strategy,
             spec,
@@ -253,7 +253,7 @@ def select_backend(
     check.check_tensors(q, k, v, packed=True)
     check.check_softcap(softcap)
     check.check_sinks(sinks, q)
-    return choose_backend(_spec_of(q, k, v, softcap, sinks), backend)
+    return choose_backend(AttentionSpec.of(q, k, v, softcap, sinks), backend)
 
 
 def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int = 1) -> Tensor:
@@ -284,22 +284,6 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
     dist.all_gather(gathered, rows, group=process_group)
     shards = [part[:n].movedim(0, dim) for part, n in zip(gathered, layout.shard_lens, strict=True)]
     return layout.unshard(shards, dim)
-
-
-def _spec_of(
-    q: Tensor, k: Tensor, v: Tensor, softcap: float, sinks: Tensor | None
-) -> AttentionSpec:
-    return AttentionSpec(
-        device_type=q.device.type,
-        dtype=q.dtype,
-        batch=q.size(0) if q.ndim == 4 else 1,
-        nheads=q.size(-2),
-        nheads_kv=k.size(-2),
-        headdim=q.size(-1),
-        headdim_v=v.size(-1),
-        softcap=softcap,
-        sinks=sinks is not None,
-    )
 
 
 def _described(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
+from ring_attn.buffers import gradient_schedule, shard_schedule
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
-from ring_attn.plan import Plan, Tile, Traveller, plan_ring
+from ring_attn.plan import Plan, Tile, Transfer, Traveller, plan_ring
 from ring_attn.spec import AttentionSpec, Packet
 
 
@@ -39,20 +41,74 @@ def bytes_sent(plan: Plan, spec: AttentionSpec, *, backward: bool, same_bits: bo
         >>> bytes_sent(plan, spec, backward=False) == 2 * 1024 * 64 * 4 * 4
         True
     """
-    total = 0
-    for step in plan.steps:
-        rows = plan.rows_moving(step.index)
-        if step.hop is not None:
-            total += shard_packet(spec, plan.travels, rows).nbytes
-        if backward and (step.index or (same_bits and plan.num_hops)):
-            total += gradient_packet(spec, plan.travels, rows).nbytes
-    return total
+    return sum(bytes_by_link(plan, spec, 1, backward=backward, same_bits=same_bits))
+
+
+class LinkBytes(NamedTuple):
+    """Bytes that a rank sends within its node, and to ranks of other nodes."""
+
+    within: int
+    between: int
+
+
+def bytes_by_link(
+    plan: Plan,
+    spec: AttentionSpec,
+    node_size: int,
+    *,
+    backward: bool,
+    same_bits: bool = False,
+) -> LinkBytes:
+    """What the plan's rank sends in one call and direction, by the link that it takes.
+
+    A plain ring over N nodes has one rank in each whose every message leaves the node, P - 1 shards
+    forward. A double ring with an inner ring in each node has every rank send N - 1 of them, under
+    as many rounds: as much between nodes in all, over all of a node's links at a time.
+
+    Args:
+        plan: of that direction.
+        spec: sizes and types of the call.
+        node_size: so many consecutive ranks are a node.
+        backward: whether gradients travel too.
+        same_bits: as for `bytes_sent`.
+
+    Raises:
+        ValueError: `node_size` below 1.
+
+    Example:
+        >>> import torch
+        >>> layout, mask = SequenceLayout.contiguous(64, 8), Mask(64, 64)
+        >>> spec = AttentionSpec("cpu", torch.bfloat16, 1, 4, 1, 16, 16)
+        >>> for inner_degree in (1, 4):
+        ...     plan = plan_ring(layout, layout, mask, 3, inner_degree=inner_degree)
+        ...     print(bytes_by_link(plan, spec, node_size=4, backward=False))
+        LinkBytes(within=0, between=3584)
+        LinkBytes(within=3072, between=512)
+    """
+    if node_size < 1:
+        raise ValueError(f"node_size must be at least 1, got {node_size}")
+    total = [0, 0]
+    for transfer, nbytes in _messages(plan, spec, backward, same_bits):
+        total[transfer.hop.send_to // node_size != plan.rank // node_size] += nbytes
+    return LinkBytes(*total)
 
 
 def num_messages(plan: Plan, *, backward: bool, same_bits: bool = False) -> int:
     """Messages that each rank sends in one call, in one direction; arguments as `bytes_sent`."""
-    hops = plan.num_hops
-    return hops if not backward else 2 * hops + (1 if same_bits and hops else 0)
+    gradients = plan.gradient_transfers(continued=same_bits) if backward else ()
+    return len(plan.shard_transfers) + len(gradients)
+
+
+def _messages(
+    plan: Plan, spec: AttentionSpec, backward: bool, same_bits: bool
+) -> Iterator[tuple[Transfer, int]]:
+    """Every exchange in one direction with the bytes that the rank sends in it."""
+    for transfer in plan.shard_transfers:
+        rows = plan.rows_moving(transfer.sends)
+        yield transfer, shard_packet(spec, plan.travels, rows).nbytes
+    for transfer in plan.gradient_transfers(continued=same_bits) if backward else ():
+        rows = plan.rows_moving(transfer.sends)
+        yield transfer, gradient_packet(spec, plan.travels, rows).nbytes
 
 
 def peak_bytes(
@@ -73,7 +129,8 @@ def peak_bytes(
                     + workspace of a step
         at its end  out, lse + delta + own gradients, rounded one by one
 
-    Nothing in it grows with the whole length or the number of steps.
+    A double ring takes 3 or 4 shard buffers, and 3 or 5 of gradients: `ring_attn.buffers`. Nothing
+    in it grows with the whole length or the number of steps.
 
     Args:
         forward: the plan of the forward.
@@ -111,7 +168,7 @@ def _shard_buffers(plan: Plan, spec: AttentionSpec) -> int:
     if not plan.num_hops:
         return 0
     sizes = (shard_packet(spec, plan.travels, plan.rows_moving(s.index)).nbytes for s in plan.steps)
-    return 2 * max(sizes)
+    return shard_schedule(plan).num_buffers * max(sizes)
 
 
 def _gradient_buffers(plan: Plan, spec: AttentionSpec, same_bits: bool) -> int:
@@ -124,18 +181,17 @@ def _gradient_buffers(plan: Plan, spec: AttentionSpec, same_bits: bool) -> int:
 
 
 def num_gradient_buffers(plan: Plan, *, same_bits: bool = False) -> int:
-    """One to compute into, one to receive, and from the second passing on one that is sent.
-
-    With `same_bits` two: what is received is computed into.
-    """
-    if not plan.num_hops:
-        return 0
-    return 2 if same_bits else min(plan.num_hops + 1, 3)
+    """Buffers of travelling gradients, on the plan's rank: see `buffers.gradient_schedule`."""
+    return gradient_schedule(plan, continued=same_bits).num_buffers
 
 
 @lru_cache(maxsize=1024)
 def choose_traveller(
-    spec: AttentionSpec, layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask
+    spec: AttentionSpec,
+    layout_q: SequenceLayout,
+    layout_kv: SequenceLayout,
+    mask: Mask,
+    inner_degree: int = 1,
 ) -> Traveller:
     """The side that costs fewer bytes in the backward, counted over all ranks; KV where equal.
 
@@ -145,7 +201,9 @@ def choose_traveller(
     ranks = range(layout_q.world_size)
 
     def total(travels: Traveller) -> int:
-        plans = (plan_ring(layout_q, layout_kv, mask, rank, travels) for rank in ranks)
+        plans = (
+            plan_ring(layout_q, layout_kv, mask, rank, travels, inner_degree) for rank in ranks
+        )
         return sum(bytes_sent(plan, spec, backward=True) for plan in plans)
 
     return "q" if total("q") < total("kv") else "kv"

@@ -129,7 +129,11 @@ class SequenceLayout:
         """
         if not parts:
             raise ValueError("from_segments needs the segments of at least one rank, got none")
-        strides = sorted({s.stride for segments in parts for s in segments if s.length > 1}) or [1]
+        strides = sorted({s.stride for segments in parts for s in segments if s.length > 1})
+        if not strides:
+            # Single positions have that of the layout they are of, if it is one.
+            of_all = {s.stride for segments in parts for s in segments}
+            strides = list(of_all) if len(of_all) == 1 else [1]
         if len(strides) > 1:
             raise ValueError(f"all segments must have one stride, got {strides}")
         joined = tuple(_joined(segments, strides[0]) for segments in parts)
@@ -151,6 +155,76 @@ class SequenceLayout:
                 f"layout must be one of {list(LAYOUTS)} or a SequenceLayout, got {name!r}"
             )
         return cls(name, *_checked(seqlen, world_size))
+
+    def appended(self, rank: int, count: int) -> SequenceLayout:
+        """The layout after `count` more positions at the end of the sequence, held by one rank.
+
+        How a KV cache grows: the rank's new rows stand behind those it has. It takes as long as
+        the segments of that rank are many, not as the sequence is long.
+
+        Args:
+            rank: who holds positions `seqlen .. seqlen + count - 1`.
+            count: how many; 0 is the layout as it is.
+
+        Raises:
+            ValueError: a rank that does not exist, or a negative count.
+
+        Example:
+            >>> cache = SequenceLayout.contiguous(4, 2).appended(0, 1).appended(0, 1)
+            >>> cache.position_ids(rank=0).tolist(), cache.position_ids(rank=1).tolist()
+            ([0, 1, 4, 5], [2, 3])
+        """
+        self._rank(rank)
+        if count < 0:
+            raise ValueError(f"count must not be negative, got {count}")
+        if count == 0:
+            return self
+        end, stride = self.seqlen + count, self.stride
+        if stride == 1:
+            added = [Segment(self.seqlen, count)]
+        else:  # neighbours in the sequence are none in a segment
+            added = [Segment(position, 1, stride) for position in range(self.seqlen, end)]
+        if self.parts is None:
+            cuts = [0, *accumulate(self.shard_lens)]
+            if self.kind in ("contiguous", "boundaries") and cuts[rank + 1] == self.seqlen:
+                after = [end] * (self.world_size - rank)
+                return SequenceLayout.boundaries([*cuts[: rank + 1], *after])
+            held = [[*segments] for segments in _segments(self)]
+            held[rank] += added
+            return SequenceLayout.from_segments(held)
+        mine = _joined([*self.parts[rank][-1:], *added], stride)
+        parts, lens = [*self.parts], [*self.shard_lens]
+        parts[rank], lens[rank] = (*parts[rank][:-1], *mine), lens[rank] + count
+        grown = SequenceLayout("segments", end, self.world_size, parts=tuple(parts))
+        # Counted again they would take longer with every position.
+        vars(grown).update(shard_lens=tuple(lens), stride=stride)
+        return grown
+
+    def followed_by(self, chunk: SequenceLayout) -> SequenceLayout:
+        """This sequence and then another, each split as it is: a cache and the next of a prompt.
+
+        Every rank's rows of the second stand behind those of the first.
+
+        Args:
+            chunk: over as many ranks, its positions counted from 0.
+
+        Raises:
+            ValueError: another number of ranks, or only one of the two striped.
+
+        Example:
+            >>> chunk = SequenceLayout.zigzag(4, 2)
+            >>> chunk.followed_by(chunk).position_ids(rank=0).tolist()
+            [0, 3, 4, 7]
+        """
+        if chunk.world_size != self.world_size:
+            raise ValueError(
+                f"both layouts must have the same ranks, got {self.world_size} and "
+                f"{chunk.world_size}: {self} followed by {chunk}"
+            )
+        held = [[*segments] for segments in _segments(self)]
+        for mine, segments in zip(held, _segments(chunk), strict=True):
+            mine += [Segment(self.seqlen + s.start, s.length, s.stride) for s in segments]
+        return SequenceLayout.from_segments(held)
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
         """The rank's runs of positions, in the order of its rows; empty runs are left out."""
@@ -397,12 +471,16 @@ def _check_cover(parts: Sequence[Sequence[Segment]], seqlen: int) -> None:
         )
 
 
-@lru_cache(maxsize=1024)
 def _segments(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]:
-    """Segments of every rank: the one place where the five kinds differ."""
+    """Segments of every rank."""
+    # Not looked up: a cache that grows has another layout for every token.
+    return _segments_of_kind(layout) if layout.parts is None else layout.parts
+
+
+@lru_cache(maxsize=1024)
+def _segments_of_kind(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]:
+    """Those of a layout that does not list them: the one place where the kinds differ."""
     seqlen, world_size = layout.seqlen, layout.world_size
-    if layout.parts is not None:
-        return layout.parts
 
     def runs(cuts: Sequence[int], *chunks: int) -> tuple[Segment, ...]:
         found = [Segment(cuts[c], cuts[c + 1] - cuts[c]) for c in chunks]

@@ -17,6 +17,17 @@ So a tile is two slices and two integers, whatever the layout and the mask.
          q 0   \ .                   q 0   .  .
          q 3   # \                   q 3   #  #
         one CAUSAL tile             one FULL tile: second half of q x all kv
+
+Ranks may stand on a grid, `inner_degree` of them in a row: inner rings in the nodes, and an outer
+ring between them. Every rank then visits the shards round by round, and what begins the next round
+comes straight from the node before, while this round is computed (`Transfer`).
+
+    inner_degree = 3, P = 6: whose shard rank (o, i) holds, all ranks a row
+
+        step             0 1 2   3 4 5       inner ring: one rank on, in the node, at every step
+        (0, 0)           0 2 1 | 3 5 4       outer ring: 0 -> 3, of steps 0 to 3; as long as a round
+        (0, 1)           1 0 2 | 4 3 5
+        ...              round 0 round 1
 """
 
 from __future__ import annotations
@@ -25,12 +36,16 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import Literal, NamedTuple
 
 from ring_attn.layout import Segment, SequenceLayout
 from ring_attn.mask import Document, Mask
 
 Traveller = Literal["kv", "q"]
+
+# By how many inner rings, and by how many places in them, a rank is after another.
+Displacement = tuple[int, int]
 
 
 class MaskKind(enum.Enum):
@@ -103,8 +118,44 @@ class Hop:
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """One exchange of a plan: every rank of the ring passes on what belongs to one of its steps.
+
+    Attributes:
+        outer: between inner rings; it is then under way beside the exchanges of the inner ring, and
+            for as long as a whole round is computed.
+        hop: with whom.
+        sends: the step whose shard is sent, or whose shard's gradients.
+        brings: the step whose shard is received, or whose shard's gradients: 0 is home.
+    """
+
+    outer: bool
+    hop: Hop
+    sends: int
+    brings: int
+
+
+class Grid(NamedTuple):
+    """Ranks as `outer` inner rings of `inner` ranks each: rank = o * inner + i."""
+
+    outer: int
+    inner: int
+
+    def moved(self, rank: int, by: Displacement, sign: int = 1) -> int:
+        """The rank so many inner rings further and so many places along."""
+        o, i = divmod(rank, self.inner)
+        a, b = by
+        return (o + sign * a) % self.outer * self.inner + (i + sign * b) % self.inner
+
+    def hop(self, rank: int, here: Displacement, there: Displacement) -> Hop:
+        """Brings shards that are displaced so far from their owners to where they are so far."""
+        by = (there[0] - here[0], there[1] - here[1])
+        return Hop(self.moved(rank, by), self.moved(rank, by, -1))
+
+
+@dataclass(frozen=True)
 class Step:
-    """One step of a rank: the tiles it computes, and the exchange that it posts before computing.
+    """One step of a rank: the tiles it computes, and what it passes on before and after that.
 
     Attributes:
         index: 0 for the rank's own shard, then upwards.
@@ -112,9 +163,13 @@ class Step:
         rows: which rows of that shard are held: all of one's own, then those that travel.
         tiles: in folding order: by first q row, then kv from the last row down; the travelling
             side is counted from the first row that is held.
-        hop: brings the next step's shard; None at the last step.
+        hop: from whoever holds a shard now to whoever does so at the next step; None at the last.
         area: visible pairs of all tiles.
         kind: FULL / CAUSAL / NO_ATTENTION of the whole rectangle of this step.
+        posts: exchanges of shards that begin with this step, the outer ring's first.
+        returns: exchange of gradients after this step, where what ranks have computed for others is
+            added up on the way: on in the inner ring, and after each round straight home; None at
+            step 0, whose gradients are at home.
     """
 
     index: int
@@ -124,6 +179,8 @@ class Step:
     hop: Hop | None
     area: int
     kind: MaskKind
+    posts: tuple[Transfer, ...] = ()
+    returns: Transfer | None = None
 
 
 @dataclass(frozen=True)
@@ -136,8 +193,8 @@ class Plan:
         travels: "kv" (always so in the forward) or "q", the side that is sent round.
         sends: the rows of the rank's own shard that travel.
         steps: at least one, the rank's own shard.
-        home: the last exchange of the backward, which brings the travelling gradients back to
-            their owner; None where nothing travelled.
+        home: from whoever holds a shard at the last step to its owner; None where nothing
+            travelled.
     """
 
     rank: int
@@ -146,6 +203,10 @@ class Plan:
     sends: slice
     steps: tuple[Step, ...]
     home: Hop | None
+
+    def __hash__(self) -> int:
+        """A cheap one: what is derived from a plan is cached, and equal plans are mostly one."""
+        return hash((self.rank, self.world_size, self.travels, len(self.steps), self.area))
 
     @property
     def area(self) -> int:
@@ -162,6 +223,30 @@ class Plan:
         """Exchanges that bring shards; the same on every rank."""
         return len(self.steps) - 1
 
+    @property
+    def shard_transfers(self) -> tuple[Transfer, ...]:
+        """The exchanges of shards; as many as there are hops."""
+        return tuple(transfer for step in self.steps for transfer in step.posts)
+
+    def gradient_transfers(self, *, continued: bool = False) -> tuple[Transfer, ...]:
+        """The exchanges of gradients, in the order of the steps after which they are posted.
+
+        Args:
+            continued: gradients go from their owner through all steps, rank by rank, and home;
+                otherwise they take the ways of `Step.returns`.
+        """
+        if not continued:
+            return tuple(step.returns for step in self.steps if step.returns is not None)
+        if self.home is None:
+            return ()
+        hops = [*(step.hop for step in self.steps[:-1]), self.home]
+        count = len(hops)
+        return tuple(
+            Transfer(False, hop, index, (index + 1) % count)
+            for index, hop in enumerate(hops)
+            if hop is not None
+        )
+
 
 @lru_cache(maxsize=4096)
 def plan_ring(
@@ -170,8 +255,14 @@ def plan_ring(
     mask: Mask,
     rank: int,
     travels: Traveller = "kv",
+    inner_degree: int = 1,
 ) -> Plan:
     """The steps of one rank: own shard first, then those of rank-1, rank-2, ...
+
+    With `inner_degree` > 1 those of the ranks before it in its inner ring come first, then those of
+    the inner ring before, and so on (LoongTrain's double ring, arXiv 2406.18485; the topology-aware
+    ring of BurstAttention, arXiv 2403.09347). The slow link between nodes is then crossed once
+    a round, by every rank at the same time, and has the time of a round for it.
 
     Shards that no rank of the ring needs at some distance are jumped over, by every rank alike, so
     sends and receives match by construction: a window of w positions over contiguous shards of c
@@ -184,9 +275,11 @@ def plan_ring(
         mask: over the same lengths as the layouts.
         rank: whose plan.
         travels: what is sent round; "q" is for the backward.
+        inner_degree: ranks of an inner ring; they are consecutive. 1, or all, is one plain ring.
 
     Raises:
-        ValueError: layouts and mask that do not fit each other, or a rank that does not exist.
+        ValueError: layouts and mask that do not fit each other, a rank that does not exist, or an
+            `inner_degree` that does not divide the number of ranks.
         NotImplementedError: layouts whose strides differ (striped against another kind).
 
     Example:
@@ -200,12 +293,14 @@ def plan_ring(
     world_size = layout_q.world_size
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
-    distances = needed_distances(layout_q, layout_kv, mask)
+    grid = ring_grid(world_size, inner_degree)
+    order = needed_displacements(layout_q, layout_kv, mask, inner_degree)
     if travels == "q":
-        distances = tuple(sorted((-d) % world_size for d in distances))
+        order = tuple(sorted((-a % grid.outer, -b % grid.inner) for a, b in order))
+    begins = [i for i, (a, _) in enumerate(order) if i == 0 or a != order[i - 1][0]]
     steps = []
-    for index, distance in enumerate(distances):
-        source = (rank - distance) % world_size
+    for index, displacement in enumerate(order):
+        source = grid.moved(rank, displacement, -1)
         q_rank, kv_rank = (rank, source) if travels == "kv" else (source, rank)
         moving = layout_kv if travels == "kv" else layout_q
         rows = slice(0, moving.shard_len(source))
@@ -214,36 +309,82 @@ def plan_ring(
             rows = travelling_rows(layout_q, layout_kv, mask, source, travels)
             tiles = tuple(_counted_from(rows.start, tile, travels) for tile in tiles)
         area = sum(tile.area for tile in tiles)
-        hop = None
-        if index + 1 < len(distances):
-            jump = distances[index + 1] - distance
-            hop = Hop((rank + jump) % world_size, (rank - jump) % world_size)
         rectangle = layout_q.shard_len(q_rank) * layout_kv.shard_len(kv_rank)
         kind = _kind_of(area, rectangle)
-        steps.append(Step(index, source, rows, tiles, hop, area, kind))
-    last = distances[-1]
-    home = Hop((rank - last) % world_size, (rank + last) % world_size) if last else None
+        last = index + 1 == len(order)
+        hop = None if last else grid.hop(rank, displacement, order[index + 1])
+        posts, returns = _exchanges(grid, rank, order, begins, index)
+        steps.append(Step(index, source, rows, tiles, hop, area, kind, posts, returns))
+    home = grid.hop(rank, order[-1], order[0]) if len(order) > 1 else None
     sends = travelling_rows(layout_q, layout_kv, mask, rank, travels)
     return Plan(rank, world_size, travels, sends, tuple(steps), home)
 
 
-@lru_cache(maxsize=1024)
+def ring_grid(world_size: int, inner_degree: int = 1) -> Grid:
+    """The ranks as inner rings and an outer one; inner rings of one rank are one plain ring.
+
+    Raises:
+        ValueError: `inner_degree` does not divide the number of ranks.
+
+    Example:
+        >>> ring_grid(8, 4), ring_grid(8)
+        (Grid(outer=2, inner=4), Grid(outer=1, inner=8))
+    """
+    if inner_degree < 1 or world_size % inner_degree:
+        raise ValueError(
+            f"inner_degree must divide the world size, got {inner_degree} and {world_size}"
+        )
+    inner = world_size if inner_degree == 1 else inner_degree
+    return Grid(world_size // inner, inner)
+
+
+def _exchanges(
+    grid: Grid, rank: int, order: tuple[Displacement, ...], begins: list[int], index: int
+) -> tuple[tuple[Transfer, ...], Transfer | None]:
+    """`Step.posts` and `Step.returns` of a step; `begins` has the first step of each round."""
+
+    def transfer(outer: bool, brings: int) -> Transfer:
+        hop = grid.hop(rank, order[index], order[brings])
+        return Transfer(outer, hop, index, brings)
+
+    following = index + 1
+    in_round = following < len(order) and following not in begins
+    posts = [transfer(outer=False, brings=following)] if in_round else []
+    next_round = next((first for first in begins if first > index), None)
+    if index in begins and next_round is not None:
+        posts.insert(0, transfer(outer=True, brings=next_round))
+    returns = None
+    if index:
+        first_round = order[index][0] == order[0][0]
+        returns = transfer(False, following) if in_round else transfer(not first_round, 0)
+    return tuple(posts), returns
+
+
 def needed_distances(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask
 ) -> tuple[int, ...]:
     """Ring distances `(q_rank - kv_rank) mod P` at which any rank sees anything; 0 always."""
+    return tuple(distance for _, distance in needed_displacements(layout_q, layout_kv, mask))
+
+
+@lru_cache(maxsize=1024)
+def needed_displacements(
+    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, inner_degree: int = 1
+) -> tuple[Displacement, ...]:
+    """Displacements of a q rank from a kv rank at which any rank sees anything; (0, 0) always.
+
+    In their order; of the plain ring they are (0, distance).
+    """
     _check(layout_q, layout_kv, mask)
-    world_size = layout_q.world_size
-    return (
-        0,
-        *(
-            distance
-            for distance in range(1, world_size)
-            if any(
-                next(_raw_tiles(layout_q, layout_kv, mask, r, (r - distance) % world_size), None)
-                for r in range(world_size)
-            )
-        ),
+    grid = ring_grid(layout_q.world_size, inner_degree)
+    return tuple(
+        by
+        for by in product(range(grid.outer), range(grid.inner))
+        if by == (0, 0)
+        or any(
+            next(_raw_tiles(layout_q, layout_kv, mask, rank, grid.moved(rank, by, -1)), None)
+            for rank in range(layout_q.world_size)
+        )
     )
 
 
@@ -276,6 +417,56 @@ def pair_tiles(
     for document, tile in _raw_tiles(layout_q, layout_kv, mask, q_rank, kv_rank):
         by_document.setdefault(document, []).append(tile)
     tiles = [tile for found in by_document.values() for tile in _merged(found)]
+    return tuple(sorted(tiles, key=lambda tile: (tile.q.start, -tile.kv.start)))
+
+
+@lru_cache(maxsize=4096)
+def gathered_tiles(
+    layout_q: SequenceLayout,
+    layout_kv: SequenceLayout,
+    mask: Mask,
+    rank: int,
+    rows: int,
+    gathers: Traveller = "kv",
+) -> tuple[Tile, ...]:
+    """The tiles between one rank's shard and the shards of all ranks of the other side.
+
+    The gathered shards stand one after another in the order of the ranks, each in `rows` rows.
+    Over contiguous shards that fill them this is the order of positions, and tiles of neighbours
+    become one.
+
+    Args:
+        layout_q: where the queries are.
+        layout_kv: where the keys are; the same number of ranks and strides as `layout_q`.
+        mask: over the same lengths as the layouts.
+        rank: whose shard.
+        rows: from the first row of a gathered shard to that of the next.
+        gathers: the side that is gathered.
+
+    Raises:
+        ValueError: layouts and mask that do not fit each other.
+        NotImplementedError: layouts whose strides differ (striped against another kind).
+
+    Example:
+        >>> layout = SequenceLayout.contiguous(1024, 4)
+        >>> gathered_tiles(layout, layout, Mask(1024, 1024, causal=True), 2, 256)
+        (Tile(q=slice(0, 256, None), kv=slice(0, 768, None), band=Band(lo=None, hi=512)),)
+    """
+    _check(layout_q, layout_kv, mask)
+    by_end: dict[int, list[Tile]] = {}
+    for source in range(layout_q.world_size):
+        ranks = (rank, source) if gathers == "kv" else (source, rank)
+        for tile in pair_tiles(layout_q, layout_kv, mask, *ranks):
+            tile = _counted_from(-source * rows, tile, gathers)
+            start = (tile.kv if gathers == "kv" else tile.q).start
+            for before in by_end.get(start, ()):
+                both = _surrounding(before, tile)
+                if both.area == before.area + tile.area:
+                    by_end[start].remove(before)
+                    tile = both
+                    break
+            by_end.setdefault((tile.kv if gathers == "kv" else tile.q).stop, []).append(tile)
+    tiles = (tile for found in by_end.values() for tile in found)
     return tuple(sorted(tiles, key=lambda tile: (tile.q.start, -tile.kv.start)))
 
 
@@ -418,7 +609,7 @@ def _check(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> N
         raise ValueError(
             f"mask is over ({mask.seqlen_q}, {mask.seqlen_k}) positions, the layouts over {lens}"
         )
-    if layout_q.stride != layout_kv.stride:
+    if layout_q.stride != layout_kv.stride and layout_q.seqlen and layout_kv.seqlen:
         raise NotImplementedError(
             f"q and kv must both be striped or neither, got {layout_q} and {layout_kv}: a mask "
             "between rows of different strides is not a band"

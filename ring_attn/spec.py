@@ -72,6 +72,23 @@ class AttentionSpec:
     softcap: float = 0.0
     sinks: bool = False
 
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, softcap: float = 0.0, sinks: Tensor | None = None
+    ) -> AttentionSpec:
+        """That of a call with such tensors, (batch, rows, heads, dim) or (rows, heads, dim)."""
+        return cls(
+            device_type=q.device.type,
+            dtype=q.dtype,
+            batch=q.size(0) if q.ndim == 4 else 1,
+            nheads=q.size(-2),
+            nheads_kv=k.size(-2),
+            headdim=q.size(-1),
+            headdim_v=v.size(-1),
+            softcap=softcap,
+            sinks=sinks is not None,
+        )
+
     @property
     def accum_dtype(self) -> torch.dtype:
         """Type of the state and of gradients on their way: float32, or float64 for float64."""

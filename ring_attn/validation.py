@@ -129,6 +129,26 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         raise ValueError(f"sinks must be on q's device {q.device}, got {sinks.device}")
 
 
+def check_decode(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: SequenceLayout | None
+) -> None:
+    """What decoding asks for beyond `check_tensors`: no gradient, a query, a layout by value."""
+    if torch.is_grad_enabled():
+        for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
+            if isinstance(x, Tensor) and x.requires_grad:
+                raise NotImplementedError(
+                    f"tree_decode is for inference and has no backward, but {name} requires a "
+                    "gradient: call it under torch.no_grad(), or train with ring_attention"
+                )
+    if q.size(1) == 0:
+        raise ValueError(f"q must have at least one token, got shape {tuple(q.shape)}")
+    if layout is not None and not isinstance(layout, SequenceLayout):
+        raise TypeError(
+            "layout of a cache must be a SequenceLayout, or None where every rank holds one run in "
+            f"the order of the ranks, got {layout!r}"
+        )
+
+
 def check_same_bits(same_bits: bool | None) -> None:
     """True, False, or None for where it can be had."""
     if same_bits is not None and not isinstance(same_bits, bool):

@@ -6,6 +6,7 @@ against the bound of `ring_attn.testing`, which comes from plain PyTorch's error
 The figures shown are error / bound: 1 is the most that passes. All buffers start as NaN.
 
     ring-attn verify --world-size 4
+    ring-attn verify --world-size 4 --strategy ring hybrid
     torchrun --nproc-per-node 4 -m ring_attn verify
 
 Exit status 1 where a case failed, or none passed. What a backend refuses is listed with its reason
@@ -21,7 +22,8 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -35,6 +37,8 @@ from ring_attn.env import backend_reasons, device_types, machine
 from ring_attn.launch import DEVICES, rank_device, run_ranks, under_torchrun
 from ring_attn.layout import LAYOUTS as NAMED_LAYOUTS
 from ring_attn.mask import Mask
+from ring_attn.strategy import NAMES as STRATEGY_NAMES
+from ring_attn.strategy import Strategy, resolve_strategy
 from ring_attn.testing import (
     RESULTS,
     RESULTS_WITH_SINKS,
@@ -49,7 +53,8 @@ from ring_attn.testing import (
     random_sinks,
 )
 
-STRATEGIES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"ring": ring_attention}
+# Beside those of the API: what a hybrid may have in the place of a ring.
+STRATEGIES = (*STRATEGY_NAMES, "hybrid all_gather")
 
 LAYOUTS = (*NAMED_LAYOUTS, "boundaries")
 
@@ -217,12 +222,30 @@ class _Attempt:
     error: str | None = None
 
 
+def strategy_of(name: str, world_size: int) -> Strategy:
+    """The strategy of that name, with the least degree that is neither 1 nor all ranks.
+
+    Raises:
+        NotImplementedError: it needs a degree, and the world size has no such divisor.
+    """
+    option = {"hybrid": "ulysses_degree", "hybrid all_gather": "ulysses_degree"}.get(name)
+    option = "inner_degree" if name == "double_ring" else option
+    if option is None:
+        return resolve_strategy(name, world_size)
+    degree = next((n for n in range(2, world_size) if world_size % n == 0), None)
+    if degree is None:
+        raise NotImplementedError(f"a {name} needs ranks in two factors, got {world_size}")
+    if name == "double_ring":
+        return Strategy(inner_degree=degree)
+    return Strategy("ring" if name == "hybrid" else "all_gather", ulysses_degree=degree)
+
+
 def cases(
     quick: bool = False,
     *,
     backends: Sequence[str] | None = None,
     layouts: Sequence[str] = LAYOUTS,
-    strategies: Sequence[str] = tuple(STRATEGIES),
+    strategies: Sequence[str] = STRATEGIES,
 ) -> list[Case]:
     """The cases to run, in the order in which they are shown.
 
@@ -263,7 +286,7 @@ def run_case(case: Case) -> CaseResult:
     attempt = _attempt(case, inputs, rank, world_size)
     attempts: list[Any] | None = [None] * world_size if rank == 0 else None
     dist.gather_object(attempt, attempts)
-    result = [None if attempts is None else _judge(case, inputs, attempts, world_size)]
+    result = [None if attempts is None else _judge(case, attempts, world_size)]
     dist.broadcast_object_list(result)
     assert result[0] is not None
     return result[0]
@@ -291,7 +314,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"ranks to start (default: {DEFAULT_WORLD_SIZE}, or as many as torchrun started)",
     )
     parser.add_argument(
-        "--strategy", action="append", choices=STRATEGIES, help="(default: every one)"
+        "--strategy",
+        nargs="+",
+        choices=(*STRATEGIES, "all"),
+        metavar="NAME",
+        default=["all"],
+        help=f"of {', '.join(STRATEGIES)}; all is every one (default)",
     )
     parser.add_argument(
         "--backend", nargs="+", metavar="NAME", help="(default: every one that can run here)"
@@ -317,7 +345,7 @@ def run(args: argparse.Namespace) -> int:
         args.quick,
         backends=backends,
         layouts=args.layout or LAYOUTS,
-        strategies=args.strategy or tuple(STRATEGIES),
+        strategies=STRATEGIES if "all" in args.strategy else args.strategy,
     )
     started = time.perf_counter()
     # Every rank has the same list.
@@ -443,7 +471,7 @@ def _shards_of(
         shards = [_strided(x) for x in shards]
     q, k, v = (x.requires_grad_() for x in shards[:3])
     leaves = (q, k, v) if sinks is None else (q, k, v, sinks.requires_grad_())
-    out, lse = STRATEGIES[case.strategy](
+    out, lse = ring_attention(
         q,
         k,
         v,
@@ -454,6 +482,7 @@ def _shards_of(
         softcap=case.softcap,
         sinks=sinks,
         layout=(layout_q, layout_kv),
+        strategy=strategy_of(case.strategy, world_size),
         backend=case.backend,
         return_lse=True,
         transport=TransportOptions(timeout=TIMEOUT_SECONDS),
@@ -474,7 +503,7 @@ def _boundaries(cuts: tuple[int, ...] | None) -> Tensor | None:
     return None if cuts is None else torch.tensor(cuts, dtype=torch.int32)
 
 
-def _judge(case: Case, inputs: Inputs, attempts: Sequence[_Attempt], world_size: int) -> CaseResult:
+def _judge(case: Case, attempts: Sequence[_Attempt], world_size: int) -> CaseResult:
     errors = [(rank, a.error) for rank, a in enumerate(attempts) if a.error is not None]
     if errors:
         rank, text = errors[0]
@@ -493,8 +522,6 @@ def _judge(case: Case, inputs: Inputs, attempts: Sequence[_Attempt], world_size:
     }
     if case.sinks:
         whole["dsinks"] = torch.stack([a.shards[len(RESULTS)] for a in attempts]).sum(0)
-    on_cpu = Inputs(*(x.cpu() for x in inputs))
-    mask, sinks = case.build_mask(), case.build_sinks()
     try:
         verdicts = check_all(
             Expected(
@@ -505,12 +532,19 @@ def _judge(case: Case, inputs: Inputs, attempts: Sequence[_Attempt], world_size:
                 whole["dv"],
                 whole.get("dsinks"),
             ),
-            dense_gradients(*on_cpu, mask, softcap=case.softcap, sinks=sinks),
-            plain_gradients(*on_cpu, mask, softcap=case.softcap, sinks=sinks),
+            *_expected(replace(case, strategy="", backend="", layout="")),
         )
     except (TypeError, ValueError) as error:
         return CaseResult(case, error=str(error))
     return CaseResult(case, verdicts)
+
+
+@lru_cache(maxsize=1024)
+def _expected(case: Case) -> tuple[Expected, Expected]:
+    """The oracle and plain PyTorch of a case, whose inputs know nothing of how it is run."""
+    inputs, mask, sinks = case.build_inputs(), case.build_mask(), case.build_sinks()
+    oracle = dense_gradients(*inputs, mask, softcap=case.softcap, sinks=sinks)
+    return oracle, plain_gradients(*inputs, mask, softcap=case.softcap, sinks=sinks)
 
 
 def _default_device(world_size: int) -> str:
@@ -569,7 +603,7 @@ def _show(
     console.print(_summary(results, world_size, device, seconds), markup=False)
 
 
-TABLE_WIDTH = 140
+TABLE_WIDTH = 160
 
 
 def _table(results: Sequence[CaseResult]) -> Any:
@@ -577,7 +611,7 @@ def _table(results: Sequence[CaseResult]) -> Any:
     from rich.text import Text
 
     table = Table(box=None, title="error / bound", title_justify="left")
-    for name in ("backend", "layout", "mask", "dtype", "heads", "rows", "input"):
+    for name in ("strategy", "backend", "layout", "mask", "dtype", "heads", "rows", "input"):
         table.add_column(name, no_wrap=True)
     for name in (*RESULTS_WITH_SINKS, "verdict"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -591,6 +625,7 @@ def _table(results: Sequence[CaseResult]) -> Any:
         }
         passed = result.status == "passed"
         table.add_row(
+            case.strategy,
             case.backend,
             case.layout,
             case.mask,
@@ -606,9 +641,11 @@ def _table(results: Sequence[CaseResult]) -> Any:
 
 def _refusals(results: Sequence[CaseResult], device: str, backends: Sequence[str]) -> Iterator[str]:
     """A line for each backend and reason, those that were not even tried included."""
-    counts = Counter((r.case.backend, r.refused) for r in results if r.refused is not None)
-    for (backend, reason), count in counts.items():
-        yield f"refused: {backend}, {count} cases: {reason}"
+    counts = Counter(
+        (r.case.strategy, r.case.backend, r.refused) for r in results if r.refused is not None
+    )
+    for (strategy, backend, reason), count in counts.items():
+        yield f"refused: {strategy} {backend}, {count} cases: {reason}"
     for backend, answers in backend_reasons().items():
         if backend not in backends:
             here = {r for where, r in answers.items() if where.startswith(f"{device} ")}

@@ -74,10 +74,8 @@ class AtenBackend(TileBackend):
         of a ring that of one pass.
         """
         for piece in self.pieces(tile, q.device.type):
-            (q_piece,) = _computable(q[:, piece.q])
-            k_piece, v_piece = _computable_kv(k[:, piece.kv], v[:, piece.kv])
-            out, lse = self._forward(q_piece, k_piece, v_piece, piece, scores.softmax_scale)
-            state.fold(piece.q, out, lse)
+            # Two functions, so that a piece's copies are gone before the next one's are made.
+            state.fold(piece.q, *self._forward_piece(q, k, v, piece, scores.softmax_scale))
 
     def backward_tile(
         self,
@@ -91,21 +89,8 @@ class AtenBackend(TileBackend):
         scores: Scores,
     ) -> None:
         """One operator call for each piece of the tile."""
-        q, dout, lse, out = side
-        for piece in self.pieces(tile, q.device.type):
-            q_piece, dout_piece, out_piece = _computable(
-                q[:, piece.q], dout[:, piece.q], out[:, piece.q]
-            )
-            k_piece, v_piece = _computable_kv(k[:, piece.kv], v[:, piece.kv])
-            lse_piece = lse[:, :, piece.q].contiguous()
-            grads = self._backward(
-                dout_piece, q_piece, k_piece, v_piece, out_piece, lse_piece, piece,
-                scores.softmax_scale,
-            )  # fmt: skip
-            for total, grad, rows in zip(
-                (dq, dk, dv), grads, (piece.q, piece.kv, piece.kv), strict=True
-            ):
-                total[:, rows] += grad
+        for piece in self.pieces(tile, k.device.type):
+            self._backward_piece(side, k, v, piece, (dq, dk, dv), scores.softmax_scale)
 
     def pieces(self, tile: Tile, device_type: str) -> Iterator[Tile]:
         """The tile as rectangles that the operator of that device takes in one call each."""
@@ -115,6 +100,30 @@ class AtenBackend(TileBackend):
             yield from _window_pieces(tile, EDGE)
         else:
             yield from _causal_pieces(tile)
+
+    def _forward_piece(
+        self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        (q,) = _computable(q[:, piece.q])
+        k, v = _computable_kv(k[:, piece.kv], v[:, piece.kv])
+        return self._forward(q, k, v, piece, scale)
+
+    def _backward_piece(
+        self,
+        side: QSide,
+        k: Tensor,
+        v: Tensor,
+        piece: Tile,
+        totals: tuple[Tensor, Tensor, Tensor],
+        scale: float,
+    ) -> None:
+        q, dout, lse, out = side
+        q, dout, out = _computable(q[:, piece.q], dout[:, piece.q], out[:, piece.q])
+        k, v = _computable_kv(k[:, piece.kv], v[:, piece.kv])
+        lse = lse[:, :, piece.q].contiguous()
+        grads = self._backward(dout, q, k, v, out, lse, piece, scale)
+        for total, grad, rows in zip(totals, grads, (piece.q, piece.kv, piece.kv), strict=True):
+            total[:, rows] += grad
 
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, scale: float
@@ -166,6 +175,11 @@ class AtenBackend(TileBackend):
                 scale=scale, window_size_left=left, window_size_right=right,
             )  # fmt: skip
         return dq[..., :headdim], dk[..., :headdim], dv[..., :headdim_v]
+
+    def folded(self, spec: AttentionSpec, tiles: Sequence[Tile]) -> Iterator[Tile]:
+        """The pieces of the tiles."""
+        for tile in tiles:
+            yield from self.pieces(tile, spec.device_type)
 
     def workspace_bytes(
         self,

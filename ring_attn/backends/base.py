@@ -231,15 +231,20 @@ class TileBackend:
         """Most bytes that `State`, its merges and a tile's results take at a time."""
         statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
         acc = statistics * spec.headdim_v
-        most = 0
-        for index, tiles in enumerate(steps):
-            # The state takes over the first tile's output where it has all rows; every later merge
-            # has four more statistics than the state's own two.
-            first = index == 0 and len(tiles) == 1 and tiles[0].kind is not MaskKind.WINDOW
-            state = statistics if first else acc + 6 * statistics
-            most = max(most, state + self.workspace_bytes(spec, tiles))
+        most, first = 0, True
+        for tiles in steps:
+            for part in self.folded(spec, tiles):
+                # The state takes over the first part's output where it has all rows; every later
+                # merge has four more statistics than the state's own two.
+                state = statistics if first and part.rows == rows else acc + 6 * statistics
+                most = max(most, state + self.workspace_bytes(spec, [part]))
+                first = False
         rounded = acc // 2 if spec.dtype != spec.accum_dtype else 0
         return max(most, acc + 4 * statistics + rounded)
+
+    def folded(self, spec: AttentionSpec, tiles: Sequence[Tile]) -> Iterator[Tile]:
+        """What is folded into the state at a time: the tiles, or parts of them."""
+        yield from tiles
 
     def workspace_bytes(
         self,

@@ -51,12 +51,14 @@ class TritonState:
         headdim_v: of v.
         carried: (acc, m in base 2, l), or out and lse after the last launch.
         started: something has been folded.
+        out_dtype: of out; None is that of q.
     """
 
     q: Tensor
     headdim_v: int
     carried: Carried
     started: bool = False
+    out_dtype: torch.dtype | None = None
 
 
 class TritonBackend:
@@ -123,7 +125,8 @@ class TritonBackend:
             carried.acc = _float32(q, batch, rows, nheads, state.headdim_v)
             carried.m, carried.l = (_float32(q, batch, nheads, rows) for _ in range(2))
         if last:
-            carried.out = q.new_empty(batch, rows, nheads, state.headdim_v)
+            shape = (batch, rows, nheads, state.headdim_v)
+            carried.out = q.new_empty(shape, dtype=state.out_dtype)
             carried.lse = _float32(q, batch, nheads, rows)
         # Every row is touched by the first launch and by the last, whether it sees a key or not.
         num_rows = rows if first or last else 0
@@ -152,6 +155,7 @@ class TritonBackend:
         q, carried = state.q, state.carried
         if carried.out is None:
             # Nothing was the last step of this rank: it may have had no tiles at all.
+            state.out_dtype = dtype
             none = q.new_empty(q.size(0), 0, q.size(2), state.headdim_v)
             self.forward(q, none, none, (), state, scores=Scores(1.0), last=True)
         assert carried.out is not None and carried.lse is not None, "the last launch makes both"

@@ -7,7 +7,7 @@ from typing import Any
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.spec import AttentionSpec
-from ring_attn.strategies import ring
+from ring_attn.strategies import all_gather, q_exchange, ring, ulysses
 from ring_attn.strategies.base import Call
 from ring_attn.strategy import Strategy
 
@@ -38,21 +38,17 @@ def make_call(
             "softmax_scale": softmax_scale, "backend": backend, "same_bits": same_bits,
         }  # fmt: skip
         if strategy.core == "all_gather":
-            from ring_attn.strategies import all_gather
-
             return all_gather.make_call(
                 spec, layouts, mask, rank, heads_per_chunk=strategy.heads_per_chunk, **options
             )
-        if strategy.inner_degree > 1:
-            options["inner_degree"] = strategy.inner_degree
-        return ring.make_call(spec, layouts, mask, rank, **options)
+        return ring.make_call(
+            spec, layouts, mask, rank, inner_degree=strategy.inner_degree, **options
+        )
 
     if strategy.exchange_q:
-        from ring_attn.strategies import q_exchange
-
         return q_exchange.make_call(spec, layouts, rank, make_core)
     if strategy.ulysses_degree > 1:
-        from ring_attn.strategies import ulysses
-
-        return ulysses.make_call(spec, layouts, rank, strategy.ulysses_degree, make_core)
+        return ulysses.make_call(
+            spec, layouts, rank, strategy.ulysses_degree, make_core, same_bits=same_bits
+        )
     return make_core(spec, layouts, rank)

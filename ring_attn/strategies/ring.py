@@ -28,8 +28,20 @@ are on their way: so that transfer is hidden too. It is one message more, that o
     rank r+2                          `-> + own --.               |
     rank r+3                                       `-> + own -----'   home
 
+Double ring (`inner_degree`): inner rings in the nodes, an outer ring between them. A rank passes
+shards on in its inner ring, and what began a round goes to the next node meanwhile; so the slow
+link has a whole round for one shard. Gradients that are added up go home after every round, from
+wherever in the node they have got to, and have the next round for it; home adds up the rounds.
+With one inner ring the messages are those of the plain ring: the driver knows no difference.
+
+    round 0, 2 nodes of 3       round 1                       dK, dV of rank 0, after round 1
+    0 -> 1 -> 2 -> 0 ...        0 -> 1 -> 2 -> 0 ...          rank 3 -> 4 -> 5 -.
+    3 -> 4 -> 5 -> 3 ...        3 -> 4 -> 5 -> 3 ...                            |
+    beside it 0 <-> 3, 1 <-> 4, 2 <-> 5                       rank 0 + <--------'
+
 `ring_forward` and `ring_backward` are functions of tensors and plain data. (Ring Attention, Liu et
-al., arXiv 2310.01889; the travelling Q side, BurstAttention, arXiv 2403.09347.)
+al., arXiv 2310.01889; the travelling Q side, BurstAttention, arXiv 2403.09347; the double ring,
+LoongTrain, arXiv 2406.18485.)
 """
 
 from __future__ import annotations
@@ -41,24 +53,36 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import folds_in_order
-from ring_attn.cost import (
-    choose_traveller,
-    gradient_packet,
-    num_gradient_buffers,
-    peak_bytes,
-    shard_packet,
+from ring_attn.buffers import (
+    Add,
+    Clear,
+    Move,
+    Pack,
+    Post,
+    Return,
+    Schedule,
+    Wait,
+    gradient_schedule,
+    shard_schedule,
 )
+from ring_attn.cost import choose_traveller, gradient_packet, peak_bytes, shard_packet
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
-from ring_attn.plan import Plan, Step, Tile, Traveller, plan_ring
-from ring_attn.spec import ALIGNMENT, AttentionSpec, Packet, Scores
+from ring_attn.plan import Plan, Tile, Traveller, plan_ring, ring_grid
+from ring_attn.spec import AttentionSpec, Packet, Scores
 from ring_attn.strategies.base import Forward, Gradients
-from ring_attn.transport.base import PointToPoint
+from ring_attn.strategies.messages import (
+    new_buffers,
+    pack_rows,
+    rounded_gradient,
+    sinks_gradient,
+    zeros_like,
+)
+from ring_attn.transport.base import Channel, PointToPoint
 
 
 @dataclass(frozen=True)
@@ -74,6 +98,7 @@ class RingCall:
         backend: name of the backend.
         travels_back: the side that travels in the backward.
         same_bits: gradients travel in the order that keeps the bits at every world size.
+        inner_degree: ranks of an inner ring; 1, or all, is one plain ring.
     """
 
     spec: AttentionSpec
@@ -84,6 +109,7 @@ class RingCall:
     backend: str
     travels_back: Traveller
     same_bits: bool = False
+    inner_degree: int = 1
     keeps_inputs: ClassVar[bool] = True
 
     @property
@@ -94,7 +120,7 @@ class RingCall:
     def plan(self, *, backward: bool) -> Plan:
         """This rank's steps in one direction."""
         travels = self.travels_back if backward else "kv"
-        return plan_ring(*self.layouts, self.mask, self.rank, travels)
+        return plan_ring(*self.layouts, self.mask, self.rank, travels, self.inner_degree)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, transport: PointToPoint, sinks: Tensor | None
@@ -126,15 +152,18 @@ def make_call(
     softmax_scale: float | None = None,
     backend: str = "auto",
     same_bits: bool | None = None,
+    inner_degree: int = 1,
 ) -> RingCall:
     """The call with its choices made: backend, and what travels back; the same on every rank.
 
     Raises:
+        ValueError: `inner_degree` does not divide the number of ranks.
         NotImplementedError: the named backend does not support the call, or `same_bits` is asked
             for and cannot be had; other errors as `choose_backend`.
     """
+    ring_grid(layouts[0].world_size, inner_degree)
     backend = choose_backend(spec, backend).name
-    reason = why_not_same_bits(layouts, mask, backend)
+    reason = why_not_same_bits(layouts, mask, backend, inner_degree)
     if same_bits and reason is not None:
         raise NotImplementedError(f"same_bits=True cannot be had here: {reason}")
     if same_bits is None:
@@ -146,23 +175,32 @@ def make_call(
         rank,
         1.0 / math.sqrt(spec.headdim) if softmax_scale is None else softmax_scale,
         backend,
-        "kv" if same_bits else choose_traveller(spec, *layouts, mask),
+        "kv" if same_bits else choose_traveller(spec, *layouts, mask, inner_degree),
         same_bits,
+        inner_degree,
     )
 
 
 @lru_cache(maxsize=1024)
 def why_not_same_bits(
-    layouts: tuple[SequenceLayout, SequenceLayout], mask: Mask, backend: str
+    layouts: tuple[SequenceLayout, SequenceLayout], mask: Mask, backend: str, inner_degree: int = 1
 ) -> str | None:
     """None where a ring can have the same bits at every world size, else the reason why not."""
     in_order = get_backend(backend)
     if not folds_in_order(in_order):
         return f"backend {backend!r} does not fold in one order; triton does"
-    if mask.right != 0 or mask.left is not None or mask.cu_seqlens_q is not None:
-        return "the mask must be causal without window_size and cu_seqlens"
     if any(layout.kind not in ("contiguous", "boundaries") for layout in layouts):
         return f"the layout must be contiguous, got {layouts[0]} and {layouts[1]}"
+    if layouts[0].world_size == 1:
+        return None
+    if mask.right != 0 or mask.left is not None or mask.cu_seqlens_q is not None:
+        return "the mask must be causal without window_size and cu_seqlens"
+    grid = ring_grid(layouts[0].world_size, inner_degree)
+    if grid.outer > 1:
+        return (
+            f"the ring must be a plain one, got {grid.outer} inner rings of {grid.inner}: in every "
+            "place of an inner ring the shards of those before it come in another order"
+        )
     starts, starts_kv = ((0, *accumulate(layout.shard_lens)) for layout in layouts)
     if starts != starts_kv:
         return f"q and kv must have one layout, got {layouts[0]} and {layouts[1]}"
@@ -215,19 +253,19 @@ def ring_forward(
         `out` (batch, rows, nheads, headdim_v) in the dtype of q, `lse` (batch, nheads, rows).
     """
     plan, backend = call.plan(backward=False), get_backend(call.backend)
-    shards = _Shards(plan, call, transport, (k, v))
+    shards = _shards(plan, call, transport, (k, v))
     if sinks is not None:
         sinks = sinks.to(call.spec.accum_dtype)
     state = backend.new_state(q, v.size(-1), sinks)
     last = max((step.index for step in plan.steps if step.tiles), default=0)
     for step in plan.steps:
-        shards.post(step)
+        shards.before(step.index)
         if step.tiles:
-            k, v = shards.held
+            k, v = shards.held(step.index)
             state = backend.forward(
                 q, k, v, step.tiles, state, scores=call.scores, last=step.index == last
             )
-        shards.receive(step)
+        shards.after(step.index)
     return backend.finalize(state, q.dtype)
 
 
@@ -263,14 +301,14 @@ def ring_backward(
     """
     backend = get_backend(call.backend)
     delta = backend.delta(out, dout)
-    dsinks = None if sinks is None else _sinks_gradient(sinks, lse, delta)
+    dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta)
     grads = _gradients((q, dout, lse, delta), (k, v), out, call, transport)
     # Rounded one by one, so that little is held twice.
     factor = backend.gradient_factor(call.scores)
     dtypes = [x.dtype if rounded else call.spec.accum_dtype for x in (q, k, v)]
-    dv = _rounded(grads.pop(), dtypes[2], 1.0)
-    dk = _rounded(grads.pop(), dtypes[1], factor)
-    return Gradients(_rounded(grads.pop(), dtypes[0], factor), dk, dv, dsinks)
+    dv = rounded_gradient(grads.pop(), dtypes[2], 1.0)
+    dk = rounded_gradient(grads.pop(), dtypes[1], factor)
+    return Gradients(rounded_gradient(grads.pop(), dtypes[0], factor), dk, dv, dsinks)
 
 
 def _gradients(
@@ -283,173 +321,121 @@ def _gradients(
     """dq, dk, dv in the type of the state; what the ring needs beside them is freed on return."""
     plan, backend = call.plan(backward=True), get_backend(call.backend)
     kv_travels = plan.travels == "kv"
-    shards = _Shards(plan, call, transport, kv if kv_travels else q_side)
-    own = [_zeros_like(x, call.spec.accum_dtype) for x in (q_side[0], *kv)]
+    shards = _shards(plan, call, transport, kv if kv_travels else q_side)
+    own = [zeros_like(x, call.spec.accum_dtype) for x in (q_side[0], *kv)]
     staying, moving = (own[:1], own[1:]) if kv_travels else (own[1:], own[:1])
-    order = _ContinuedGradients if call.same_bits else _AddedGradients
-    travelling = order(plan, call, transport, moving)
+    travelling = _travelling_gradients(plan, call, transport, moving)
     for step in plan.steps:
-        shards.post(step)
+        shards.before(step.index)
         if step.tiles:
-            q, dout, lse, delta = q_side if kv_travels else shards.held
-            k, v = shards.held if kv_travels else kv
+            held = shards.held(step.index)
+            q, dout, lse, delta = q_side if kv_travels else held
+            k, v = held if kv_travels else kv
             if call.same_bits and folds_in_order(backend):
                 args = (q, k, v, dout, lse, delta, step.tiles)
                 backend.backward_q(*args, *staying, scores=call.scores)
-                backend.backward_kv(*args, *travelling.of(step), scores=call.scores)
+                travelling.before(step.index)
+                backend.backward_kv(*args, *travelling.held(step.index), scores=call.scores)
             else:
-                grads = travelling.of(step)
+                travelling.before(step.index)
+                grads = travelling.held(step.index)
                 dq, dk, dv = (*staying, *grads) if kv_travels else (*grads, *staying)
                 backend.backward(
                     q, k, v, dout, lse, delta, step.tiles, dq, dk, dv,
                     scores=call.scores, out=out if kv_travels or step.index == 0 else None,
                 )  # fmt: skip
-        travelling.pass_on(step)
-        shards.receive(step)
-    travelling.come_home()
+        travelling.after(step.index)
+        shards.after(step.index)
+    travelling.end()
     return own
 
 
-class _Shards:
-    """The travelling side: this rank's own shard first, then those that come by in two buffers."""
+class _Messages:
+    """The buffers of a schedule, and the moves between them: what a rank does with its messages.
 
-    def __init__(
-        self, plan: Plan, call: RingCall, transport: PointToPoint, own: tuple[Tensor, ...]
-    ) -> None:
-        self.held = own
-        self._transport = transport
-        self._packets = _packets(plan, call, shard_packet)
-        self._buffers = _buffers(self._packets, 2 if plan.num_hops else 0, own[0].device)
-        if self._buffers:
-            _pack(self._packets[0], self._buffers[0], own, plan.sends)
-
-    def post(self, step: Step) -> None:
-        """Sends on what is held and makes ready for what comes."""
-        if step.hop is not None:
-            held, coming = self._packets[step.index], self._packets[step.index + 1]
-            send, recv = self._buffers
-            self._transport.post(
-                "shards", step.index, step.hop, send[: held.nbytes], recv[: coming.nbytes]
-            )
-
-    def receive(self, step: Step) -> None:
-        """Waits for the next step's shard and holds it."""
-        if step.hop is not None:
-            self._transport.wait("shards")
-            self._buffers.reverse()
-            self.held = self._packets[step.index + 1].views(self._buffers[0])
-
-
-class _TravellingGradients:
-    """The gradients of the travelling side, passed on one step behind its shards."""
-
-    def __init__(
-        self, plan: Plan, call: RingCall, transport: PointToPoint, own: Sequence[Tensor]
-    ) -> None:
-        self._plan, self._transport, self._own = plan, transport, own
-        self._packets = _packets(plan, call, gradient_packet)
-        count = num_gradient_buffers(plan, same_bits=call.same_bits)
-        self._free = _buffers(self._packets, count, own[0].device)
-        self._under_way: tuple[Tensor, Tensor] | None = None  # sent, received
-
-    def _send(self, step: Step, buffer: Tensor) -> None:
-        """Sends what belongs to this step's shard to where that goes, at the end homewards."""
-        hop = step.hop or self._plan.home
-        assert hop is not None, "a plan with a second step has a way home"
-        held = self._packets[step.index]
-        coming = self._packets[0 if step.hop is None else step.index + 1]
-        recv = self._free.pop()
-        self._transport.post(
-            "gradients", step.index, hop, buffer[: held.nbytes], recv[: coming.nbytes]
-        )
-        self._under_way = buffer, recv
-
-    def _received(self) -> Tensor | None:
-        """The buffer that is under way to this rank, when it is there; None if none is."""
-        if self._under_way is None:
-            return None
-        self._transport.wait("gradients")
-        (sent, received), self._under_way = self._under_way, None
-        self._free.append(sent)
-        return received
-
-
-class _AddedGradients(_TravellingGradients):
-    """What this rank computes for others is added to what ranks before it have computed.
-
-    While one buffer is sent and one received, a third is computed into.
+    The exchanges of the inner ring and of the outer one have a channel each.
     """
 
-    _computed: Tensor | None = None
-
-    def of(self, step: Step) -> Sequence[Tensor]:
-        """What this step adds to, (batch, rows, heads, dim) each: the owner's own, or zeros."""
-        if step.index == 0:
-            return self._own
-        self._computed = self._free.pop()
-        packet = self._packets[step.index]
-        self._computed[: packet.nbytes].zero_()
-        return packet.views(self._computed)
-
-    def pass_on(self, step: Step) -> None:
-        """Adds what has been sent along; a step without tiles carries only that."""
-        if step.index == 0:
-            return
-        received = self._received()
-        if self._computed is None and received is None:
-            self.of(step)
-        computed, self._computed = self._computed, None
-        if computed is not None and received is not None:
-            nbytes, dtype = self._packets[step.index].nbytes, self._own[0].dtype
-            computed[:nbytes].view(dtype).add_(received[:nbytes].view(dtype))
-            self._free.append(received)
-        carried = received if computed is None else computed
-        assert carried is not None, "one of them is there"
-        self._send(step, carried)
-
-    def come_home(self) -> None:
-        """Adds what the other ranks have computed to this rank's rows that travelled."""
-        received = self._received()
-        if received is not None:
-            for mine, returned in zip(self._own, self._packets[0].views(received), strict=True):
-                mine[:, self._plan.sends] += returned
-
-
-class _ContinuedGradients(_TravellingGradients):
-    """Every rank computes into what it has received, from the owner on."""
-
     def __init__(
-        self, plan: Plan, call: RingCall, transport: PointToPoint, own: Sequence[Tensor]
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        packets: Sequence[Packet],
+        channels: tuple[Channel, Channel],
+        transport: PointToPoint,
+        own: Sequence[Tensor],
     ) -> None:
-        super().__init__(plan, call, transport, own)
-        self._held = self._free.pop() if self._free else None
+        self._sends, self._schedule, self._packets = plan.sends, schedule, packets
+        self._channels, self._transport, self._own = channels, transport, own
+        self._buffers = new_buffers(packets, schedule.num_buffers, own[0].device)
 
-    def of(self, step: Step) -> Sequence[Tensor]:
-        """What this step adds to, (batch, rows, heads, dim) each; waits until it is there."""
-        return self._own if step.index == 0 else self._packets[step.index].views(self._hold())
+    def before(self, index: int) -> None:
+        """The moves before a step is computed."""
+        self._do(index, self._schedule.steps[index].before)
 
-    def pass_on(self, step: Step) -> None:
-        """Sends it on; a step without tiles does so with what it has received."""
-        if not self._plan.num_hops:
-            return
-        buffer = self._hold()
-        if step.index == 0:
-            _pack(self._packets[0], buffer, self._own, self._plan.sends)
-        self._send(step, buffer)
+    def held(self, index: int) -> Sequence[Tensor]:
+        """What a step is computed with or into: the rank's own, or views of a buffer."""
+        buffer = self._schedule.steps[index].held
+        return self._own if buffer is None else self._packets[index].views(self._buffers[buffer])
 
-    def come_home(self) -> None:
-        """Puts the sums over all ranks in the place of this rank's rows that travelled."""
-        received = self._received()
-        if received is not None:
-            for mine, returned in zip(self._own, self._packets[0].views(received), strict=True):
-                mine[:, self._plan.sends] = returned
+    def after(self, index: int) -> None:
+        """The moves when a step has been computed."""
+        self._do(index, self._schedule.steps[index].after)
 
-    def _hold(self) -> Tensor:
-        received = self._received()
-        if received is not None:
-            self._held = received
-        assert self._held is not None, "a ring with a second step has buffers"
-        return self._held
+    def end(self) -> None:
+        """The moves when all steps are over."""
+        self._do(len(self._schedule.steps), self._schedule.end)
+
+    def _do(self, index: int, moves: Sequence[Move]) -> None:
+        for move in moves:
+            match move:
+                case Pack(buffer):
+                    pack_rows(self._packets[0], self._buffers[buffer], self._own, self._sends)
+                case Clear(buffer, step):
+                    self._message(buffer, step).zero_()
+                case Post(transfer, send, recv):
+                    self._transport.post(
+                        self._channels[transfer.outer],
+                        index,
+                        transfer.hop,
+                        self._message(send, transfer.sends),
+                        self._message(recv, transfer.brings),
+                    )
+                case Wait(outer):
+                    self._transport.wait(self._channels[outer])
+                case Add(into, buffer, step):
+                    total, more = (
+                        self._message(one, step).view(self._own[0].dtype) for one in (into, buffer)
+                    )
+                    total.add_(more)
+                case Return(buffer, replace):
+                    returned = self._packets[0].views(self._buffers[buffer])
+                    for mine, others in zip(self._own, returned, strict=True):
+                        if replace:
+                            mine[:, self._sends] = others
+                        else:
+                            mine[:, self._sends] += others
+
+    def _message(self, buffer: int, step: int) -> Tensor:
+        return self._buffers[buffer][: self._packets[step].nbytes]
+
+
+def _shards(
+    plan: Plan, call: RingCall, transport: PointToPoint, own: tuple[Tensor, ...]
+) -> _Messages:
+    """The travelling side: this rank's own shard first, then those that come by."""
+    packets = _packets(plan, call, shard_packet)
+    return _Messages(plan, shard_schedule(plan), packets, ("shards", "outer"), transport, own)
+
+
+def _travelling_gradients(
+    plan: Plan, call: RingCall, transport: PointToPoint, own: Sequence[Tensor]
+) -> _Messages:
+    """The gradients of the travelling side, passed on one step behind its shards."""
+    schedule = gradient_schedule(plan, continued=call.same_bits)
+    packets = _packets(plan, call, gradient_packet)
+    channels: tuple[Channel, Channel] = ("gradients", "outer_gradients")
+    return _Messages(plan, schedule, packets, channels, transport, own)
 
 
 def _packets(
@@ -457,37 +443,3 @@ def _packets(
 ) -> list[Packet]:
     """The message of every step: what is passed on of the shard that is held then."""
     return [packet_of(call.spec, plan.travels, plan.rows_moving(step.index)) for step in plan.steps]
-
-
-def _buffers(packets: Sequence[Packet], count: int, device: torch.device) -> list[Tensor]:
-    size = max(packet.nbytes for packet in packets)
-    return [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
-
-
-def _sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """(nheads,) -sum exp(sink - lse) delta over the rows: a sink takes weight and has no value."""
-    # Rows that see nothing beside a sink of -inf: their delta is 0, and must not meet a NaN.
-    lse = lse.masked_fill(lse == -torch.inf, 0.0)
-    weight = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp_()
-    return weight.mul_(delta).sum((0, 2)).neg_().to(sinks.dtype)
-
-
-def _rounded(grad: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
-    """`factor * grad` in that type, rounded once; `grad` is used up."""
-    if factor == 1.0:
-        return grad.to(dtype)
-    if grad.dtype == dtype:
-        return grad.mul_(factor)
-    return torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))
-
-
-def _pack(packet: Packet, buffer: Tensor, tensors: Sequence[Tensor], rows: slice) -> None:
-    """Copies some rows of the tensors, dim 1 of 4-D and dim 2 of statistics, into a message."""
-    # Padding is sent too; it must not hold what the transport marks buffers with.
-    buffer[: packet.nbytes][-ALIGNMENT:].zero_()
-    for view, x in zip(packet.views(buffer), tensors, strict=True):
-        view.copy_(x[:, rows] if x.ndim == 4 else x[:, :, rows])
-
-
-def _zeros_like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(x.shape, dtype=dtype, device=x.device)

@@ -15,9 +15,9 @@ from torch import Tensor
 from ring_attn.plan import Hop
 
 # Shards and gradients travel apart: a gradient is sent when its step is done, while the next shard
-# is already on its way. So does what a double ring brings from another node, round for round.
-Channel = Literal["shards", "gradients", "outer"]
-CHANNELS: tuple[Channel, ...] = ("shards", "gradients", "outer")
+# is already on its way. So does what a double ring sends between nodes, round for round.
+Channel = Literal["shards", "gradients", "outer", "outer_gradients"]
+CHANNELS: tuple[Channel, ...] = ("shards", "gradients", "outer", "outer_gradients")
 
 
 @dataclass
@@ -89,5 +89,19 @@ class Transport(PointToPoint, Protocol):
         ...
 
     def sub(self, ranks: tuple[int, ...]) -> Transport:
-        """The transport among some of these ranks, in that order; this rank is one of them."""
+        """The transport among some of these ranks, ascending; this rank is one of them."""
         ...
+
+
+def check_ranks(ranks: tuple[int, ...], rank: int, world_size: int) -> None:
+    """Refuses ranks that no transport can be made among.
+
+    torch.distributed numbers a group's ranks upwards, whatever order they are given in.
+
+    Raises:
+        ValueError: `rank` is not among them, or they do not ascend within the world size.
+    """
+    if rank not in ranks:
+        raise ValueError(f"rank {rank} must be among the ranks of its transport, got {ranks}")
+    if list(ranks) != sorted({r for r in ranks if 0 <= r < world_size}):
+        raise ValueError(f"ranks must ascend, each in [0, {world_size}), got {ranks}")

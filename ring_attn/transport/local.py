@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.plan import Hop
-from ring_attn.transport.base import Channel, TransportStats
+from ring_attn.transport.base import Channel, TransportStats, check_ranks
 
 T = TypeVar("T")
 Ranks = tuple[int, ...]
@@ -121,6 +121,7 @@ class LocalTransport:
     def sub(self, ranks: Ranks) -> LocalTransport:
         """The transport among some of these ranks."""
         if ranks not in self._subs:
+            check_ranks(ranks, self.rank, self.world_size)
             members = tuple(self._ranks[rank] for rank in ranks)
             self._subs[ranks] = LocalTransport(
                 ranks.index(self.rank), members, self._exchange, self.stats

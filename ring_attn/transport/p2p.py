@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 
 from ring_attn.plan import Hop
 from ring_attn.spec import TransportOptions
-from ring_attn.transport.base import CHANNELS, Channel, TransportStats
+from ring_attn.transport.base import CHANNELS, Channel, TransportStats, check_ranks
 
 # gloo takes a message that is shorter than its buffer for the whole, and the rest of the buffer for
 # received. So the end of a buffer is marked before, and must be overwritten after.
@@ -39,13 +39,12 @@ class _Pending:
 
     Attributes:
         step: of the ring, or which collective of the call.
-        works: as torch.distributed gave them, with what this rank could not do if one fails.
-        received: parts of the receive buffer whose ends are marked.
+        works: as torch.distributed gave them, with what this rank could not do if one fails, and
+            the parts that it receives, whose ends are marked.
     """
 
     step: int
-    works: list[tuple[dist.Work, str]]
-    received: Sequence[Tensor]
+    works: list[tuple[dist.Work, str, Sequence[Tensor]]]
     on_cuda: bool
 
 
@@ -87,40 +86,35 @@ class P2PTransport:
         self._failed: RuntimeError | None = None
         self._pending: dict[Channel, _Pending] = {}
         self._groups: dict[Channel, dist.ProcessGroup] = {}
-        # The third channel is opened by the first double ring.
+        # The outer channels are opened by the first double ring.
         for channel in CHANNELS[:2] if self.world_size > 1 else ():
             self._group(channel)
 
     def post(self, channel: Channel, step: int, hop: Hop, send: Tensor, recv: Tensor) -> None:
         """Starts one exchange of uint8 buffers; neither may be touched before `wait`."""
-        group = self._group(channel)
-        self._mark([recv])
-        # The receive first: the order of the works in `wait`, where it is what compute needs.
-        ops = [
-            dist.P2POp(dist.irecv, recv, self._ranks[hop.recv_from], group),
-            dist.P2POp(dist.isend, send, self._ranks[hop.send_to], group),
-        ]
-        whats = [
-            f"receive from rank {hop.recv_from} (global rank {self._ranks[hop.recv_from]})",
-            f"send to rank {hop.send_to} (global rank {self._ranks[hop.send_to]})",
-        ]
-        self._start(
-            channel, step, whats, [recv], send, send.nbytes, lambda: dist.batch_isend_irecv(ops)
-        )
+        self._exchange(channel, step, [(hop.recv_from, recv)], [(hop.send_to, send)], send.is_cuda)
 
     def all_gather(self, channel: Channel, step: int, send: Tensor, recv: Tensor) -> None:
         """Starts to bring every rank's (n,) uint8 `send`, in their order, to (world_size * n,)."""
         if self._alone(recv, send):
             return
-        group, parts = self._group(channel), recv.chunk(self.world_size)
-        self._mark(parts)
+        if not send.is_cuda:
+            # gloo's own gathers into a buffer of its own, and copies from there what has come and
+            # what has not: nobody could tell that a message was too short.
+            parts = recv.chunk(self.world_size)
+            parts[self.rank].copy_(send)
+            others = [rank for rank in range(self.world_size) if rank != self.rank]
+            self._exchange(
+                channel, step, [(r, parts[r]) for r in others], [(r, send) for r in others], False
+            )
+            return
+        group = self._group(channel)
         gather = _named("all_gather_single", "all_gather_into_tensor")
         self._start(
             channel,
             step,
-            [f"gather from global ranks {self._ranks}"],
-            parts,
-            send,
+            [(f"gather from global ranks {self._ranks}", [])],
+            True,
             (self.world_size - 1) * send.nbytes,
             lambda: [gather(recv, send, group=group, async_op=True)],
         )
@@ -134,9 +128,8 @@ class P2PTransport:
         self._start(
             channel,
             step,
-            [f"sum over global ranks {self._ranks}"],
-            [],
-            send,
+            [(f"sum over global ranks {self._ranks}", [])],
+            send.is_cuda,
             (self.world_size - 1) * recv.nbytes,
             lambda: [scatter(recv, send, group=group, async_op=True)],
         )
@@ -159,9 +152,8 @@ class P2PTransport:
         self._start(
             channel,
             step,
-            [f"exchange with global ranks {self._ranks}"],
-            parts,
-            send,
+            [(f"exchange with global ranks {self._ranks}", parts)],
+            send.is_cuda,
             send.nbytes - send_counts[self.rank],
             lambda: [
                 dist.all_to_all_single(
@@ -175,14 +167,14 @@ class P2PTransport:
         if self.world_size == 1:
             return
         pending, start = self._pending.pop(channel), time.perf_counter()
-        for index, (work, what) in enumerate(pending.works):
+        for work, what, received in pending.works:
             try:
                 # With a timeout NCCL's wait would block the host; its watchdog has the timeout.
                 done = work.wait() if pending.on_cuda else work.wait(self._timeout)
-                if not done and not pending.on_cuda:
-                    raise RuntimeError("timed out")
-                if index == 0 and not pending.on_cuda:
-                    for part in pending.received:
+                if not pending.on_cuda:
+                    if not done:
+                        raise RuntimeError("timed out")
+                    for part in received:
                         _check_whole(part)
             except RuntimeError as error:
                 elapsed = time.perf_counter() - start
@@ -192,6 +184,7 @@ class P2PTransport:
     def sub(self, ranks: tuple[int, ...]) -> P2PTransport:
         """The transport among some of these ranks; all of them call it together the first time."""
         if ranks not in self._subs:
+            check_ranks(ranks, self.rank, self.world_size)
             members = tuple(self._members[rank] for rank in ranks)
             whole = members == self._members
             self._subs[ranks] = (
@@ -238,16 +231,38 @@ class P2PTransport:
 
     def _mark(self, parts: Sequence[Tensor]) -> None:
         for part in parts:
-            if not part.is_cuda:
+            # What is shorter than the mark could hold it by chance, and is not checked.
+            if not part.is_cuda and part.numel() >= len(UNWRITTEN):
                 part[-len(UNWRITTEN) :] = UNWRITTEN
+
+    def _exchange(
+        self,
+        channel: Channel,
+        step: int,
+        receives: Sequence[tuple[int, Tensor]],
+        sends: Sequence[tuple[int, Tensor]],
+        on_cuda: bool,
+    ) -> None:
+        """One batch of messages from and to other ranks."""
+        group = self._group(channel)
+        self._mark([part for _, part in receives])
+        # The receives first: the order of the works in `wait`, where they are what compute needs.
+        ops = [dist.P2POp(dist.irecv, x, self._ranks[r], group) for r, x in receives]
+        ops += [dist.P2POp(dist.isend, x, self._ranks[r], group) for r, x in sends]
+        whats: list[tuple[str, Sequence[Tensor]]] = [
+            (f"receive from rank {r} (global rank {self._ranks[r]})", [part])
+            for r, part in receives
+        ]
+        whats += [(f"send to rank {r} (global rank {self._ranks[r]})", []) for r, _ in sends]
+        nbytes = sum(x.nbytes for _, x in sends)
+        self._start(channel, step, whats, on_cuda, nbytes, lambda: dist.batch_isend_irecv(ops))
 
     def _start(
         self,
         channel: Channel,
         step: int,
-        whats: Sequence[str],
-        received: Sequence[Tensor],
-        send: Tensor,
+        whats: Sequence[tuple[str, Sequence[Tensor]]],
+        on_cuda: bool,
         nbytes: int,
         start: Callable[[], list[dist.Work]],
     ) -> None:
@@ -257,10 +272,10 @@ class P2PTransport:
         try:
             works = start()
         except RuntimeError as error:
-            raise self._error(step, whats[0], 0.0, error) from error
+            raise self._error(step, whats[0][0], 0.0, error) from error
         # A coalesced batch is one work for all of its exchanges.
-        named = list(zip(works, whats, strict=False))
-        self._pending[channel] = _Pending(step, named, received, send.is_cuda)
+        named = [(work, *what) for work, what in zip(works, whats, strict=False)]
+        self._pending[channel] = _Pending(step, named, on_cuda)
         self.stats.bytes_sent += nbytes
         self.stats.messages += 1
 

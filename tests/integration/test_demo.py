@@ -16,6 +16,7 @@ import torch
 
 from ring_attn import ring_attention
 from ring_attn.bench import demo
+from ring_attn.bench.generate import Comparison, Generated
 from ring_attn.launch import run_ranks
 from ring_attn.testing import Verdict, check
 
@@ -40,7 +41,7 @@ def dense_losses(settings: demo.Settings, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.dist
 def test_ring_trains_as_one_process_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "demo.json"
-    args = parsed(f"{TINY} --steps 4 --layout zigzag --json {path}")
+    args = parsed(f"{TINY} --steps 4 --nproc 3 --layout zigzag --generate 64 --json {path}")
     assert demo.run(args) == 0
     report = json.loads(path.read_text())
     assert report["ok"] and report["machine"]["versions"]["torch"]
@@ -59,8 +60,17 @@ def test_ring_trains_as_one_process_does(tmp_path: Path, capfd: pytest.CaptureFi
         assert row["ring_tokens_per_s"] > 0 and row["dense_tokens_per_s"] > 0
         assert row["ring_peak_bytes"] > 0 and row["dense_peak_bytes"] > 0
 
+    generation = report["generation"]
+    assert generation["equal"] and generation["first_difference"] is None
+    assert generation["greatest_difference"] < generation["smallest_margin"]
+    # 33 bytes of prompt; the last of 64 is not fed back.
+    assert sum(generation["rows"]) == 33 + 63 and min(generation["rows"]) > 0
+
     printed = capfd.readouterr().out.splitlines()
-    assert len(printed) == 5 and printed[-1].startswith("greatest loss difference")
+    assert len(printed) == 8 and printed[-1].startswith("greatest loss difference")
+    assert printed[4] == f"after     {generation['context']!r}"
+    assert printed[5] == f"generated {generation['text']!r}"
+    assert printed[6].startswith("equal to one process: yes; greatest logit difference ")
 
 
 def train_with_a_mistake(settings: demo.Settings) -> demo.Report:
@@ -84,6 +94,24 @@ def test_report_fails_where_a_loss_is_not_finite() -> None:
     verdicts = [Verdict("losses", 0.0, 1.0, ok=True)]
     assert demo.Report([row], verdicts).ok
     assert not demo.Report([replace(row, ring_loss=math.nan)], verdicts).ok
+
+
+def test_report_fails_where_the_ranks_generate_something_else() -> None:
+    row = demo.Row(0, 5.5, 5.5, 0.0, 1.0, 1.0, 1, 1)
+    logits = torch.eye(256)[[65, 66, 67]]
+    whole = Generated([65, 66, 67], logits, (7,))
+    other = Generated([65, 90, 91], logits - 0.125, (3, 4))
+    prompt = torch.tensor([[42] * 50])
+    same = demo.compare(prompt, replace(whole, rows=(3, 4)), whole)
+    assert same == Comparison(40 * "*", "ABC", True, None, 0.0, 1.0, (3, 4))
+    wrong = demo.compare(prompt, other, whole)
+    assert wrong == Comparison(40 * "*", "AZ[", False, 1, 0.125, 1.0, (3, 4))
+    assert not demo.compare(prompt, replace(whole, logits=logits * math.nan), whole).equal
+    assert demo.Report([row], [], same).ok and not demo.Report([row], [], wrong).ok
+    settings = demo.settings_of(parsed(TINY))
+    assert "equal to one process: no, from byte 1 on" in demo.summary(
+        settings, demo.Report([row], [], wrong)
+    )
 
 
 def test_batches_are_windows_of_the_text_and_repeat_by_seed() -> None:
@@ -129,6 +157,7 @@ def test_quick_is_smaller_unless_sizes_are_given() -> None:
         ("--seqlen 3 --nproc 4", ValueError, "seqlen must be at least 4"),
         ("--dtype float16", TypeError, "dtype must be float32 or bfloat16, got float16"),
         ("--dim 12", ValueError, "even headdim"),
+        ("--seqlen 64 --generate 64", ValueError, "generate must be less than seqlen"),
     ],
 )
 def test_options_that_cannot_be_are_refused(

@@ -217,3 +217,14 @@ def test_what_cannot_be_is_told(
     monkeypatch.setattr(aot, "interpreting", lambda: False)
     assert main(["aot", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("one_bad_cell")
+def test_a_report_that_cannot_be_written_is_told_before_anything_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(aot, "compile_all", None)
+    with pytest.raises(SystemExit) as stopped:
+        main(["aot", "--quick", "--json", "/nowhere/x.json"])
+    assert stopped.value.code == 2
+    assert "there is no folder /nowhere" in capsys.readouterr().err

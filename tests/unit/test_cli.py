@@ -6,14 +6,17 @@ import math
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import ring_attn
 from ring_attn import __version__, cli, env, verify
 from ring_attn.arguments import (
     add_common,
@@ -155,6 +158,26 @@ def test_cases_cover_what_they_say() -> None:
     } | {("reference", "float64")}
     assert {1, 63, 113, 257} <= {c.seqlen for c in everything}
     assert any(c.large_logits for c in everything) and any(c.noncontiguous for c in everything)
+    for strategy in verify.STRATEGIES:
+        assert {replace(c, strategy="") for c in everything if c.strategy == strategy} == {
+            replace(c, strategy="") for c in everything if c.strategy == "ring"
+        }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
+def test_strategies_of_cases(world_size: int) -> None:
+    least = {4: 2, 6: 2, 8: 2}.get(world_size)
+    for name in verify.STRATEGIES:
+        if least is None and name in ("hybrid", "hybrid all_gather", "double_ring"):
+            with pytest.raises(NotImplementedError, match=f"two factors, got {world_size}"):
+                verify.strategy_of(name, world_size)
+            continue
+        strategy = verify.strategy_of(name, world_size)
+        if name.startswith("hybrid"):
+            assert strategy.ulysses_degree == least
+            assert strategy.core == ("ring" if name == "hybrid" else "all_gather")
+        elif name != "ulysses":
+            assert strategy.name == name
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
@@ -181,12 +204,15 @@ def test_a_case_result_tells_failed_from_refused() -> None:
 def test_verify_in_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "verify.json"
     words = ["--world-size", "2", "--quick", "--layout", "zigzag", "--json", str(path)]
-    assert cli.main(["verify", *words]) == 0
+    assert cli.main(["verify", *words, "--strategy", "all_gather", "hybrid"]) == 0
     report = json.loads(path.read_text())
     count = len(verify.MASKS) + len(verify.SCORES)
-    assert report["summary"] == {"passed": count, "failed": 0, "refused": 0}
+    # Two ranks have no divisor between 1 and all of them.
+    assert report["summary"] == {"passed": count, "failed": 0, "refused": count}
     for case in report["cases"]:
-        assert set(case["results"]) == set(RESULTS_WITH_SINKS if case["sinks"] else RESULTS)
+        assert (case["status"] == "refused") == (case["strategy"] == "hybrid")
+        if case["strategy"] == "all_gather":
+            assert set(case["results"]) == set(RESULTS_WITH_SINKS if case["sinks"] else RESULTS)
     assert "0 failed" in capsys.readouterr().out
 
 
@@ -195,14 +221,16 @@ def test_verify_of_a_backend_that_cannot_run_is_no_success(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["verify", "--world-size", "1", "--quick", "--device", "cpu", "--backend", "flash_attn"]
-    assert cli.main(words) == 1
-    assert "refused: flash_attn" in capsys.readouterr().out
+    assert cli.main([*words, "--strategy", "ring"]) == 1
+    assert "refused: ring flash_attn" in capsys.readouterr().out
 
 
 def wrong_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Ring attention of which rank 0's values are a thousandth too large."""
     q, k, v = args
-    out, lse = verify.ring_attention(q, k, v * (1.001 if dist.get_rank() == 0 else 1.0), **kwargs)
+    out, lse = ring_attn.ring_attention(
+        q, k, v * (1.001 if dist.get_rank() == 0 else 1.0), **kwargs
+    )
     return out, lse
 
 
@@ -214,8 +242,8 @@ def run_wrong_cases() -> list[tuple[str, str | None]]:
     case = verify.Case("reference", "contiguous", "causal")
     results = []
     for attention in (wrong_attention, raising_attention):
-        verify.STRATEGIES["ring"] = attention
-        results.append(verify.run_case(case))
+        with mock.patch.object(verify, "ring_attention", attention):
+            results.append(verify.run_case(case))
     return [(result.status, result.error) for result in results]
 
 

@@ -11,7 +11,7 @@ import torch
 import ring_attn
 
 # Examples that need processes: they are run, as programs, by the tests of the command line.
-NEED_TORCHRUN = {"ring_attn.api.ring_attention"}
+NEED_TORCHRUN = {"ring_attn.api.ring_attention", "ring_attn.decode.tree_decode"}
 
 # Importing it runs the command line.
 NOT_IMPORTED = {"ring_attn.__main__"}
@@ -20,6 +20,7 @@ NOT_IMPORTED = {"ring_attn.__main__"}
 MODULES_WITH_EXAMPLES = {
     "ring_attn.api",
     "ring_attn.cost",
+    "ring_attn.decode",
     "ring_attn.layout",
     "ring_attn.mask",
     "ring_attn.plan",

@@ -16,13 +16,14 @@ PACKAGE = "ring_attn"
 # The one table of who may import whom, from the bottom. A unit is a module or folder of the
 # package. It may import its own siblings (SIBLINGS restricts that) and the units named here, and
 # nothing else of ours. Imports inside functions count.
-DATA = {"mask", "layout", "plan", "cost", "state", "spec"}
+DATA = {"heads", "mask", "layout", "plan", "buffers", "cost", "state", "spec"}
 ENGINE = DATA | {"strategy", "validation", "profiling", "backends", "transport", "strategies"}
-API = ENGINE | {"ops", "debug", "tensor_parallel", "api"}
+API = ENGINE | {"ops", "debug", "tensor_parallel", "balance", "api", "decode"}
 PUBLIC = API | {"parallel_style", "__init__", "integrations"}
 TOOLS = PUBLIC | {"launch", "arguments", "env", "testing"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
+    "heads": set(),
     "mask": set(),
     "spec": set(),
     "strategy": set(),
@@ -30,15 +31,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "profiling": set(),
     "layout": {"mask"},
     "plan": {"mask", "layout"},
-    "cost": {"mask", "layout", "plan", "spec"},
+    "buffers": {"plan"},
+    "cost": {"mask", "layout", "plan", "buffers", "spec"},
     "validation": DATA,
     "transport": DATA | {"profiling", "kernels"},
     "backends": DATA | {"profiling", "kernels"},
     "strategies": DATA | {"strategy", "validation", "profiling", "transport", "backends"},
+    "balance": {"mask", "layout", "validation"},
     "debug": DATA | {"validation"},
     "tensor_parallel": DATA | {"validation"},
     "ops": ENGINE,
     "api": ENGINE | {"ops", "debug"},
+    "decode": ENGINE | {"debug"},
     "parallel_style": API,
     # `import ring_attn` itself: whoever imports it imports all that it exports.
     "__init__": API | {"parallel_style"},

@@ -49,12 +49,13 @@ def call_of(
     nheads_kv: int = 8,
     order: str = "kv",
     causal: bool = True,
+    inner_degree: int = 1,
 ) -> RingCall:
     seqlen, rank = ROWS * world_size, world_size - 1
     one = SequenceLayout.from_name(layout, seqlen, world_size)
     spec = AttentionSpec("cpu", dtype, 1, 8, nheads_kv, 64, 64)
     mask = Mask(seqlen, seqlen, causal)
-    return RingCall(spec, (one, one), mask, rank, 0.125, "aten", *ORDERS[order])
+    return RingCall(spec, (one, one), mask, rank, 0.125, "aten", *ORDERS[order], inner_degree)
 
 
 def measured(call: RingCall, *, backward: bool) -> int:
@@ -134,3 +135,29 @@ def test_the_rings_own_memory_is_what_is_predicted(
     call = call_of(world_size, "contiguous", dtype, nheads_kv, order)
     predicted = predicted_peak_bytes(call, backward=True)
     assert abs(measured(call, backward=True) - predicted) <= SHARE * predicted
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("world_size", "inner_degree"), [(4, 2), (6, 2), (8, 4)])
+def test_a_double_ring_holds_what_is_predicted(
+    world_size: int, inner_degree: int, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dtype = torch.bfloat16 if inner_degree == 4 else torch.float32
+    sizes = {"dtype": dtype, "nheads_kv": 2, "order": order}
+    plain, double = (call_of(world_size, **sizes, inner_degree=n) for n in (1, inner_degree))
+    for backward in (False, True):
+        predicted = predicted_peak_bytes(double, backward=backward)
+        assert abs(measured(double, backward=backward) - predicted) <= SHARE * predicted
+    monkeypatch.setattr("ring_attn.strategies.ring.get_backend", lambda _: Idle())
+    bare, predicted = (predicted_peak_bytes(call, backward=True) for call in (plain, double))
+    assert abs(measured(double, backward=True) - predicted) <= SHARE * predicted
+    assert predicted > bare, "what is sent for a whole round takes a buffer of its own"
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_nothing_grows_with_the_nodes(order: str) -> None:
+    calls = [call_of(p, order=order, causal=False, inner_degree=2) for p in (6, 8, 32)]
+    for backward in (False, True):
+        assert len({predicted_peak_bytes(call, backward=backward) for call in calls}) == 1
+    few, many = (measured(call, backward=True) for call in calls[:2])
+    assert few == many

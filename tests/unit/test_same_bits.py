@@ -252,7 +252,7 @@ def test_a_step_waits_for_gradients_after_it_has_computed_dq(in_order: BlockBack
         out, lse = ring_forward(q, k, v, call, transport)
         mine = in_order.events[threading.get_ident()]
         mine.clear()
-        noted = Noted(rank, 4, transport._exchange)
+        noted = Noted(rank, tuple(range(4)), transport._exchange)
         ring_backward(q, k, v, out, lse, dout, call, noted)
         return mine
 

@@ -1,0 +1,230 @@
+"""Decoding against a sharded KV cache: the public function, and who takes the next token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn import validation as check
+from ring_attn.debug import check_agreement, debug_enabled, tell_error
+from ring_attn.layout import Segment, SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.plan import Band, Tile
+from ring_attn.spec import AttentionSpec, TransportOptions
+from ring_attn.strategies.tree_decode import (
+    decode_tiles,
+    gather_lengths,
+    hides_nothing,
+    make_call,
+    tree_decode_forward,
+)
+from ring_attn.transport.p2p import P2PTransport, open_p2p
+
+Group = dist.ProcessGroup | DeviceMesh | None
+
+
+@overload
+def tree_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    window_size: Sequence[int] = ...,
+    softmax_scale: float | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    group: Group = ...,
+    layout: SequenceLayout | None = ...,
+    backend: str = ...,
+    return_lse: Literal[False] = ...,
+    transport: TransportOptions = ...,
+) -> Tensor: ...
+
+
+@overload
+def tree_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    window_size: Sequence[int] = ...,
+    softmax_scale: float | None = ...,
+    softcap: float = ...,
+    sinks: Tensor | None = ...,
+    group: Group = ...,
+    layout: SequenceLayout | None = ...,
+    backend: str = ...,
+    return_lse: Literal[True],
+    transport: TransportOptions = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def tree_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    window_size: Sequence[int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    group: Group = None,
+    layout: SequenceLayout | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    transport: TransportOptions = TransportOptions(),  # noqa: B008 - frozen
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the newest tokens to a KV cache that is split over the ranks; for inference.
+
+    Every rank passes the same queries and its own rows of the cache, and gets the whole result,
+    the same bits as every other rank. One message of a call carries all ranks' partial out and lse
+    (Tree Attention, arXiv 2408.04093, in one exchange instead of three). For a prompt, or a long
+    part of one, use `ring_attention` with layouts of the new tokens and of the cache with them.
+
+    Args:
+        q: (batch, seqlen_q, nheads, headdim), the last seqlen_q tokens of the sequence, the same on
+            every rank: usually 1, or the few of speculative decoding; float16, bfloat16, float32 or
+            float64; any strides. The sequences of a batch have one length: there is no
+            `cache_seqlens`. Where lengths differ, call it once for each sequence, `q[i : i + 1]`.
+        k: (batch, rows, nheads_kv, headdim), this rank's rows of the cache, those of the queries'
+            own tokens among them on the rank that holds them; it may have 0 rows.
+        v: (batch, rows, nheads_kv, headdim_v).
+        causal: query i sees key j only if `j <= i + seqlen_k - seqlen_q`: of the newest tokens each
+            sees those before it and itself.
+        window_size: `(left, right)` keys seen on either side of that diagonal; -1 is unbounded.
+        softmax_scale: factor of the scores; `headdim ** -0.5` by default.
+        softcap: where it is not 0, scores are `softcap * tanh(score / softcap)`.
+        sinks: (nheads,), a logit of each head that joins the denominator once; the same on every
+            rank.
+        group: a process group, a mesh with one axis, or None for the default group.
+        layout: which positions the ranks hold, the same on every rank; see
+            `SequenceLayout.appended` and `next_rank` for one that grows. None says that every rank
+            holds one run, in the order of the ranks. Of how many rows is then asked in one more
+            message of 16 bytes, on CUDA with a wait of the host, where the mask depends on it: with
+            a window, or where several queries are causal.
+        backend: as for `ring_attention`.
+        return_lse: also return lse.
+        transport: timeout and NCCL's share of the device.
+
+    Returns:
+        `out` (batch, seqlen_q, nheads, headdim_v) like q; with `return_lse` also `lse` (batch,
+        nheads, seqlen_q), natural logarithm in float32 (float64 for float64), the sink in it. A
+        query that sees nothing has out 0 and lse -inf (or its sink).
+
+    Raises:
+        ValueError: shapes, layout, window or sinks that do not fit, or no query.
+        TypeError: a dtype or type that is not taken.
+        NotImplementedError: inputs that require a gradient, which only `ring_attention` has, or
+            what the named backend does not support.
+        ImportError: the named backend's package is not installed.
+        RuntimeError: no process group, or a peer that died or stalled.
+
+    Example:
+        >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
+        >>> q = torch.randn(1, 1, 8, 64)  # the same on both ranks
+        >>> rows = (700, 300)[rank]
+        >>> k, v = torch.randn(2, 1, rows, 2, 64)
+        >>> ring_attn.tree_decode(q, k, v).shape
+        torch.Size([1, 1, 8, 64])
+    """
+    try:
+        check.check_tensors(q, k, v, packed=False)
+        check.check_decode(q, k, v, sinks, layout)
+        process_group = check.check_group(group)
+        check.check_scale(softmax_scale)
+        check.check_softcap(softcap)
+        check.check_sinks(sinks, q)
+        window = check.check_window(window_size, causal)
+        check.check_group_device(process_group, q.device)
+        check.check_transport(transport, process_group)
+        rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        rows, rows_kv = q.size(1), k.size(1)
+        if layout is not None:
+            check.check_layout("k", layout, rows_kv, None, rank, world_size)
+        spec = AttentionSpec.of(q, k, v, softcap, sinks)
+        # Its tiles may have to wait for the lengths of the other ranks.
+        call = make_call(spec, softmax_scale=softmax_scale, backend=backend)
+    except Exception as error:
+        if debug_enabled() and dist.is_initialized():
+            tell_error(error, check.check_group(group))
+        raise
+    if debug_enabled():
+        described = {
+            **vars(spec),
+            "q": q.double().sum().item(),
+            "seqlen_q": rows,
+            "causal": causal,
+            "window_size": window,
+            "softmax_scale": call.softmax_scale,
+            "layout": None if layout is None else str(layout),
+            "backend": call.backend,
+            "transport": transport,
+        }
+        check_agreement(described, process_group)
+    p2p = open_p2p(process_group, transport)
+    tiles = _tiles(Mask(rows, 0, causal, window), rows_kv, layout, q.device, p2p)
+    # Once here: no operator takes a strided last dim.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    out, lse = tree_decode_forward(q, k, v, tiles, call, p2p, sinks)
+    return (out, lse) if return_lse else out
+
+
+def next_rank(layout: SequenceLayout, *, block: int = 256) -> int:
+    """Which rank should take the next token of a cache: the one with the fewest rows, in blocks.
+
+    The rank that has the newest tokens goes on until their run is a multiple of `block` long. So of
+    ranks that were even none has more than `block` rows more than another, and n tokens are in
+    n / block segments, of which a call's tiles are made. Striped caches have no runs: there the
+    ranks take turns.
+
+    Args:
+        layout: of the cache so far.
+        block: tokens; 1 is by turns.
+
+    Raises:
+        ValueError: a block of less than 1.
+
+    Example:
+        >>> cache = SequenceLayout.contiguous(6, 2)
+        >>> for _ in range(4):
+        ...     cache = cache.appended(next_rank(cache, block=2), 1)
+        >>> cache.segments(0), cache.shard_lens
+        ((Segment(start=0, length=3, stride=1), Segment(start=7, length=2, stride=1)), (5, 5))
+    """
+    if block < 1:
+        raise ValueError(f"block must be at least 1, got {block}")
+    ranks = range(layout.world_size)
+    for rank in ranks if layout.stride == 1 else ():
+        segments = layout.segments(rank)
+        last = segments[-1] if segments else Segment(0, 0)
+        if last.length % block and last.start + last.length == layout.seqlen:
+            return rank
+    return min(ranks, key=layout.shard_len)
+
+
+def _tiles(
+    mask: Mask,
+    rows: int,
+    layout: SequenceLayout | None,
+    device: torch.device,
+    transport: P2PTransport,
+) -> tuple[Tile, ...]:
+    """This rank's tiles; `mask` has the queries' side only."""
+    if layout is not None:
+        segments = layout.segments(transport.rank)
+        seqlen = layout.seqlen
+    elif hides_nothing(mask):
+        return (Tile(slice(0, mask.seqlen_q), slice(0, rows), Band(None, None)),) if rows else ()
+    else:
+        cuts = [0, *accumulate(gather_lengths(rows, device, transport))]
+        segments, seqlen = (Segment(cuts[transport.rank], rows),), cuts[-1]
+    return decode_tiles(segments, Mask(mask.seqlen_q, seqlen, mask.causal, mask.window_size))

@@ -1,0 +1,149 @@
+"""Which heads each rank of a group computes when heads are exchanged for rows: pure data.
+
+    8 q heads, 2 kv heads, 4 ranks          12 q heads, 4 kv heads, 2 ranks (groups of 3 heads)
+
+    q    0 1 | 2 3 | 4 5 | 6 7              q    0 1 2   3 4 5 | 6 7 8   9 10 11
+    kv    0  |  0  |  1  |  1               kv     0       1   |   2       3
+
+Heads need not divide: 3 heads over 2 ranks are 2 + 1, and with more ranks than heads some have
+none. A rank gets the kv heads that its q heads use, so one that several ranks use is sent to each
+of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class HeadRun:
+    """Consecutive q heads that use consecutive kv heads, equally many of them each.
+
+    Attributes:
+        first: the first q head.
+        num: how many.
+        first_kv: the first kv head.
+        num_kv: how many; `num` divides by it.
+    """
+
+    first: int
+    num: int
+    first_kv: int
+    num_kv: int
+
+    @property
+    def q(self) -> slice:
+        """The q heads."""
+        return slice(self.first, self.first + self.num)
+
+    @property
+    def kv(self) -> slice:
+        """The kv heads."""
+        return slice(self.first_kv, self.first_kv + self.num_kv)
+
+
+@dataclass(frozen=True)
+class HeadShare:
+    """The heads of one rank, in ascending order.
+
+    Attributes:
+        runs: one where as many q heads use each kv head, up to three where a group is cut, none
+            on a rank without heads. A kv head is in one run only.
+    """
+
+    runs: tuple[HeadRun, ...]
+
+    @property
+    def num(self) -> int:
+        """Number of q heads."""
+        return sum(run.num for run in self.runs)
+
+    @property
+    def num_kv(self) -> int:
+        """Number of kv heads."""
+        return sum(run.num_kv for run in self.runs)
+
+
+@lru_cache(maxsize=1024)
+def share_heads(nheads: int, nheads_kv: int, degree: int) -> tuple[HeadShare, ...]:
+    """The heads of each of `degree` ranks: every q head once, at most ceil(nheads / degree) a rank.
+
+    Of all such shares those with the fewest runs beyond one a rank, of these those with the fewest
+    kv heads on several ranks, and of these the most equal: heads that use one kv head stay together
+    where that makes no rank's share larger.
+
+    Args:
+        nheads: q heads.
+        nheads_kv: kv heads, each used by `nheads / nheads_kv` consecutive q heads.
+        degree: number of ranks.
+
+    Raises:
+        ValueError: a number below 1, or kv heads that do not divide the q heads.
+
+    Example:
+        >>> [(run.q, run.kv) for share in share_heads(3, 1, 2) for run in share.runs]
+        [(slice(0, 2, None), slice(0, 1, None)), (slice(2, 3, None), slice(0, 1, None))]
+    """
+    for name, value in (("nheads", nheads), ("nheads_kv", nheads_kv), ("degree", degree)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if nheads % nheads_kv:
+        raise ValueError(f"nheads must divide by nheads_kv, got {nheads} and {nheads_kv}")
+    group = nheads // nheads_kv
+    return tuple(HeadShare(_runs(a, b, group)) for a, b in pairwise(_cuts(nheads, group, degree)))
+
+
+def is_replicated(shares: tuple[HeadShare, ...], nheads_kv: int) -> bool:
+    """Whether some kv head is on several ranks, so that its gradients have to be summed."""
+    return sum(share.num_kv for share in shares) > nheads_kv
+
+
+# Runs beyond the first, kv heads that are cut, sum of squared shares, kv heads sent.
+_Cost = tuple[int, int, int, int]
+
+
+def _cuts(nheads: int, group: int, degree: int) -> tuple[int, ...]:
+    """First q head of every rank, and the end: the cheapest by `_cost`, from the last rank back."""
+    longest = -(-nheads // degree)
+    best: dict[int, tuple[_Cost, tuple[int, ...]]] = {nheads: ((0, 0, 0, 0), (nheads,))}
+    for ranks_left in range(1, degree + 1):
+        behind, best = best, {}
+        most_before = (degree - ranks_left) * longest
+        for start in range(max(0, nheads - ranks_left * longest), min(nheads, most_before) + 1):
+            # Of equal cost the first: longer shares come before shorter ones.
+            best[start] = min(
+                (
+                    (_sum(_cost(start, stop, group), behind[stop][0]), (start, *behind[stop][1]))
+                    for stop in range(min(start + longest, nheads), start - 1, -1)
+                    if stop in behind
+                ),
+                key=lambda found: found[0],
+            )
+    return best[0][1]
+
+
+def _cost(start: int, stop: int, group: int) -> _Cost:
+    """What the q heads [start, stop) on one rank cost."""
+    runs = _runs(start, stop, group)
+    # A kv head counts once, on the first of its ranks.
+    cut = stop % group != 0 and start <= stop // group * group
+    return max(len(runs) - 1, 0), int(cut), (stop - start) ** 2, sum(r.num_kv for r in runs)
+
+
+def _sum(a: _Cost, b: _Cost) -> _Cost:
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
+
+
+def _runs(start: int, stop: int, group: int) -> tuple[HeadRun, ...]:
+    """The q heads [start, stop) as runs: what is cut off a group at an end is one of its own."""
+    runs: list[HeadRun] = []
+    for kv in range(start // group, -(-stop // group) if stop > start else 0):
+        first, last = max(start, kv * group), min(stop, (kv + 1) * group)
+        if runs and runs[-1].num == runs[-1].num_kv * (last - first):
+            run = runs.pop()
+            runs.append(HeadRun(run.first, last - run.first, run.first_kv, run.num_kv + 1))
+        else:
+            runs.append(HeadRun(first, last - first, kv, 1))
+    return tuple(runs)

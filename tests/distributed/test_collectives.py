@@ -1,0 +1,277 @@
+"""The transport's collectives, and transports among some ranks: values, bytes, errors in time."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_attn import TransportOptions
+from ring_attn.plan import Hop
+from ring_attn.transport.base import Transport
+from ring_attn.transport.local import LocalTransport, run_local
+from ring_attn.transport.p2p import P2PTransport, open_p2p
+from tests.distributed.pool import Pools
+
+pytestmark = pytest.mark.dist
+
+
+def opened(timeout: float | None = None) -> P2PTransport:
+    """This process's end of the transport among all; one for each timeout."""
+    return open_p2p(dist.group.WORLD, TransportOptions(timeout=timeout))  # type: ignore[arg-type]
+
+
+def payload(rank: int, n: int) -> Tensor:
+    """(n,) bytes that tell ranks and places apart."""
+    return ((torch.arange(n) * 7 + 31 * rank + 1) % 251).to(torch.uint8)
+
+
+def counted(transport: Transport, bytes_sent: int) -> None:
+    assert (transport.stats.bytes_sent, transport.stats.messages) == (bytes_sent, 1)
+    transport.stats.reset()
+
+
+# -- values and bytes; the same on both transports
+
+
+def gather(transport: Transport, n: int) -> None:
+    rank, world_size = transport.rank, transport.world_size
+    got = torch.empty(world_size * n, dtype=torch.uint8)
+    transport.all_gather("shards", 0, payload(rank, n), got)
+    transport.wait("shards")
+    assert torch.equal(got, torch.cat([payload(r, n) for r in range(world_size)]))
+    counted(transport, (world_size - 1) * n)
+
+
+def scatter(transport: Transport, n: int, dtype: torch.dtype) -> None:
+    rank, world_size = transport.rank, transport.world_size
+    parts = [[torch.arange(n, dtype=dtype) * 10**r + p for p in range(world_size)]
+             for r in range(world_size)]  # fmt: skip
+    got = torch.empty(n, dtype=dtype)
+    transport.reduce_scatter("gradients", 0, torch.cat(parts[rank]), got)
+    transport.wait("gradients")
+    assert torch.equal(got, torch.stack([parts[r][rank] for r in range(world_size)]).sum(0))
+    counted(transport, (world_size - 1) * n * dtype.itemsize)
+
+
+def count(sender: int, receiver: int) -> int:
+    """Bytes of a message of the uneven exchange; some are empty, some shorter than a mark."""
+    return (0, 5, 16, 48, 1000)[(2 * sender + receiver) % 5]
+
+
+def exchange(transport: Transport) -> None:
+    rank, world_size = transport.rank, transport.world_size
+    ranks = range(world_size)
+    send_counts, recv_counts = ([f(r) for r in ranks] for f in (
+        lambda r: count(rank, r), lambda r: count(r, rank)
+    ))  # fmt: skip
+    send = torch.cat([payload(10 * rank + r, send_counts[r]) for r in ranks])
+    got = torch.empty(sum(recv_counts), dtype=torch.uint8)
+    transport.all_to_all("shards", 0, send, send_counts, got, recv_counts)
+    transport.wait("shards")
+    expected = [payload(10 * r + rank, recv_counts[r]) for r in ranks]
+    assert torch.equal(got, torch.cat(expected))
+    counted(transport, sum(send_counts) - send_counts[rank])
+
+
+def all_of_them(transport: Transport) -> None:
+    transport.stats.reset()
+    for n in (1, 15, 16, 1000):
+        gather(transport, n)
+    for dtype in (torch.float32, torch.float64):
+        scatter(transport, 37, dtype)
+    exchange(transport)
+
+
+def two_at_a_time(transport: Transport) -> None:
+    """A gathering and a reduction are under way together, over and over in the same buffers."""
+    rank, world_size = transport.rank, transport.world_size
+    got, total = torch.empty(world_size * 64, dtype=torch.uint8), torch.empty(8)
+    for step in range(5):
+        send, grads = payload(rank + step, 64), torch.full((world_size * 8,), float(step + rank))
+        transport.all_gather("shards", step, send, got)
+        transport.reduce_scatter("gradients", step, grads, total)
+        transport.wait("gradients")
+        transport.wait("shards")
+        assert torch.equal(got, torch.cat([payload(r + step, 64) for r in range(world_size)]))
+        assert torch.equal(total, torch.full((8,), float(sum(step + r for r in range(world_size)))))
+
+
+def among_some(transport: Transport) -> None:
+    """Pairs and single ranks have collectives of their own, counted with the rest."""
+    rank, world_size = transport.rank, transport.world_size
+    assert transport.sub(tuple(range(world_size))).world_size == world_size
+    last = world_size - 1
+    if rank in (0, last):
+        pair = transport.sub((0, last))
+        assert pair is transport.sub((0, last))
+        assert (pair.rank, pair.world_size) == (0 if rank == 0 else 1, 2)
+        all_of_them(pair)
+        assert pair.stats is transport.stats
+        mine, got = payload(pair.rank, 32), torch.empty(32, dtype=torch.uint8)
+        pair.post("outer", 0, Hop(1 - pair.rank, 1 - pair.rank), mine, got)
+        pair.wait("outer")
+        assert torch.equal(got, payload(1 - pair.rank, 32))
+    for wrong in ((last, 0) if rank in (0, last) else (rank, 0), (rank, rank), (rank, world_size)):
+        with pytest.raises(ValueError, match=rf"ranks must ascend, each in \[0, {world_size}\)"):
+            transport.sub(wrong)
+    with pytest.raises(ValueError, match=rf"rank {rank} must be among the ranks"):
+        transport.sub(tuple(r for r in range(world_size) if r != rank))
+    alone = transport.sub((rank,))
+    got = torch.empty(48, dtype=torch.uint8)
+    alone.all_gather("shards", 0, payload(rank, 48), got)
+    alone.wait("shards")
+    assert torch.equal(got, payload(rank, 48))
+    alone.all_to_all("shards", 0, payload(rank, 7), [7], got[:7], [7])
+    alone.wait("shards")
+    ones = torch.ones(3)
+    alone.reduce_scatter("gradients", 0, torch.full((3,), 2.0), ones)
+    alone.wait("gradients")
+    assert torch.equal(got[:7], payload(rank, 7)) and ones.tolist() == [2.0] * 3
+
+
+CHECKS: list[Callable[[Any], None]] = [all_of_them, two_at_a_time, among_some]
+
+
+def checked(name: str) -> bool:
+    {check.__name__: check for check in CHECKS}[name](opened())
+    return True
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_between_processes(ranks: Pools, check: Any, world_size: int) -> None:
+    assert ranks(world_size).run(checked, check.__name__) == [True] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_in_one_process(check: Any, world_size: int) -> None:
+    def work(rank: int, transport: LocalTransport) -> bool:
+        check(transport)
+        return True
+
+    assert run_local(world_size, work) == [True] * world_size
+
+
+# -- errors in time
+
+TIMEOUT = 2
+
+# What a rank could not do; over gloo messages are gathered one by one, and their rank is named.
+COLLECTIVES = {
+    "all_gather": r"(receive from|send to) rank \d \(global rank \d\)",
+    "reduce_scatter": "sum over global ranks {among}",
+    "all_to_all": "exchange with global ranks {among}",
+}
+
+
+def start(transport: Transport, name: str, n: int) -> None:
+    """A collective at step 7, with n bytes for each rank."""
+    world_size = transport.world_size
+    if name == "all_gather":
+        got = torch.empty(world_size * n, dtype=torch.uint8)
+        transport.all_gather("shards", 7, payload(0, n), got)
+    elif name == "reduce_scatter":
+        transport.reduce_scatter("shards", 7, torch.ones(world_size * n // 4), torch.empty(n // 4))
+    else:
+        send, got = payload(0, world_size * n), torch.empty(world_size * n, dtype=torch.uint8)
+        transport.all_to_all("shards", 7, send, world_size * [n], got, world_size * [n])
+    transport.wait("shards")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a rank was told, and after how long; None where the collective ran."""
+
+    text: str | None
+    seconds: float
+
+
+def ended(transport: Transport, name: str, n: int) -> Ended:
+    began = time.monotonic()
+    try:
+        start(transport, name, n)
+    except RuntimeError as error:
+        return Ended(str(error), time.monotonic() - began)
+    return Ended(None, time.monotonic() - began)
+
+
+def with_a_victim(
+    name: str, sent: signal.Signals, among: tuple[int, ...]
+) -> tuple[Ended, Ended] | None:
+    """A good collective among some ranks, one in which rank 0 is lost, and one after that."""
+    whole = opened(TIMEOUT)
+    if dist.get_rank() not in among:
+        return None
+    transport = whole.sub(among)
+    start(transport, name, 64)
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), sent)
+    return ended(transport, name, 64), ended(transport, name, 64)
+
+
+def with_another_shape(name: str) -> Ended:
+    """Rank 0 has half the bytes."""
+    transport = opened(TIMEOUT)
+    return ended(transport, name, 2048 if dist.get_rank() == 0 else 4096)
+
+
+def assert_told(result: Ended, rank: int, name: str, among: tuple[int, ...]) -> None:
+    text = result.text
+    assert text is not None
+    what = COLLECTIVES[name].format(among=re.escape(str([*among])))
+    told = rf"ring step 7: rank {rank} could not {what} after \d+\.\d s, timeout {TIMEOUT} s: "
+    assert re.match(told, text), text
+    assert result.seconds < 2 * TIMEOUT
+    assert "RING_ATTN_DEBUG=1" in text and "restart" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "sent", "among"),
+    [
+        ("all_gather", signal.SIGKILL, (0, 1, 2)),
+        ("reduce_scatter", signal.SIGSTOP, (0, 1, 2)),
+        ("all_to_all", signal.SIGSTOP, (0, 2)),
+    ],
+)
+def test_a_peer_that_is_gone(
+    fresh_ranks: Callable[..., Any], name: str, sent: signal.Signals, among: tuple[int, ...]
+) -> None:
+    pool = fresh_ranks(3)
+    pool.start(with_a_victim, name, sent, among)
+    results = pool.results(lost=[0], timeout=30)
+    for rank, result in enumerate(results[1:], start=1):
+        if rank not in among:
+            assert result is None
+            continue
+        first, second = result
+        assert_told(first, among.index(rank), name, among)
+        assert "has failed before and cannot go on" in second.text and second.seconds < 0.5
+    # The survivors come to their end by themselves.
+    assert pool.close(lost=[0]) == [-signal.SIGKILL, 0, 0]
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_peer_with_another_shape(fresh_ranks: Callable[..., Any], name: str) -> None:
+    """An error on every rank, and never a result."""
+    pool = fresh_ranks(2)
+    pool.start(with_another_shape, name)
+    aborted = []
+    for rank, answer in pool.answers(timeout=30).items():
+        if answer.error is not None:
+            # gloo ends the process that receives more than it has room for.
+            assert f"exit code {-signal.SIGABRT}" in answer.error, (rank, answer)
+            aborted.append(rank)
+            continue
+        assert_told(answer.value, rank, name, (0, 1))
+    assert len(aborted) < 2

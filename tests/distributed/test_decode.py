@@ -1,0 +1,261 @@
+"""tree_decode and chunked prefill over gloo: growing caches, messages, refusals, generation."""
+
+from __future__ import annotations
+
+import doctest
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ring_attn import SequenceLayout, TransportOptions, decode, ring_attention, unshard
+from ring_attn.bench import generate
+from ring_attn.bench.model import ModelConfig, Transformer
+from ring_attn.decode import next_rank, tree_decode
+from ring_attn.mask import Mask
+from ring_attn.spec import AttentionSpec
+from ring_attn.strategies.tree_decode import decode_packet
+from ring_attn.testing import (
+    check,
+    dense_gradients,
+    plain_attention,
+    poisoned_empty,
+    random_qkv,
+    random_sinks,
+)
+from ring_attn.transport.p2p import open_p2p
+from tests.distributed.pool import Pools
+
+pytestmark = pytest.mark.dist
+
+SIZES = {"batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 16, "headdim_v": 8}
+Results = tuple[Tensor, Tensor]
+
+
+def assert_holds(got: Results, inputs: Any, mask: Mask, **scores: Any) -> None:
+    oracle = dense_gradients(*inputs, mask, **scores)
+    plain = plain_attention(*inputs[:3], mask, **scores)
+    for name, value, yardstick in zip(("out", "lse"), got, plain, strict=True):
+        verdict = check(name, value, getattr(oracle, name), yardstick, oracle.terms[name])
+        assert verdict.ok, str(verdict)
+
+
+def grow(dtype: torch.dtype, tokens: int, num_calls: int) -> list[tuple[Results, int, int]]:
+    """Decodes `tokens` a call against a cache that starts with 20 rows on the last rank."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    ends = open_p2p(dist.group.WORLD, TransportOptions())
+    layout = SequenceLayout.boundaries([0] * world_size + [20])
+    calls = []
+    for step in range(num_calls):
+        layout = layout.appended(next_rank(layout, block=3), tokens)
+        q, k, v, _ = random_qkv(
+            seqlen_q=tokens, seqlen_k=layout.seqlen, dtype=dtype, seed=step, **SIZES
+        )
+        ends.stats.reset()
+        with poisoned_empty():
+            results = tree_decode(
+                q, layout.shard(k, rank), layout.shard(v, rank), layout=layout,
+                sinks=random_sinks(4), return_lse=True,
+            )  # fmt: skip
+        calls.append((results, ends.stats.messages, ends.stats.bytes_sent))
+    return calls
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("dtype", "tokens"), [(torch.float32, 1), (torch.bfloat16, 3)], ids=str)
+def test_a_growing_cache(ranks: Pools, world_size: int, dtype: torch.dtype, tokens: int) -> None:
+    everyone = ranks(world_size).run(grow, dtype, tokens, 5)
+    for step, calls in enumerate(zip(*everyone, strict=True)):
+        seqlen = 20 + (step + 1) * tokens
+        inputs = random_qkv(seqlen_q=tokens, seqlen_k=seqlen, dtype=dtype, seed=step, **SIZES)
+        first, _, _ = calls[0]
+        assert_holds(first, inputs, Mask(tokens, seqlen, causal=True), sinks=random_sinks(4))
+        nbytes = decode_packet(AttentionSpec.of(*inputs[:3]), tokens).nbytes
+        for results, messages, sent in calls:
+            assert all(map(torch.equal, results, first))
+            assert (messages, sent) == (min(1, world_size - 1), (world_size - 1) * nbytes)
+
+
+def without_layout(tokens: int, rows: tuple[int, ...], options: dict[str, Any]) -> Any:
+    """Ranks that hold one run each; out, lse and the number of messages."""
+    rank = dist.get_rank()
+    q, k, v, _ = random_qkv(seqlen_q=tokens, seqlen_k=sum(rows), **SIZES)
+    ends = open_p2p(dist.group.WORLD, TransportOptions())
+    ends.stats.reset()
+    results = tree_decode(
+        q, k.split(rows, 1)[rank], v.split(rows, 1)[rank], return_lse=True, **options
+    )
+    return results, ends.stats.messages
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "messages"),
+    [
+        (1, {}, 1),
+        (3, {"causal": False}, 1),
+        (3, {}, 2),  # the lengths, too
+        (1, {"window_size": (30, -1)}, 2),
+        (64, {"window_size": (9, 0)}, 2),
+    ],
+)
+def test_lengths_are_asked_for_where_the_mask_needs_them(
+    ranks: Pools, tokens: int, options: dict[str, Any], messages: int
+) -> None:
+    rows = (40, 0, 31)
+    results = ranks(3).run(without_layout, tokens, rows, options)
+    inputs = random_qkv(seqlen_q=tokens, seqlen_k=sum(rows), **SIZES)
+    mask = Mask(tokens, sum(rows), **{"causal": True, **options})
+    for got, count in results:
+        assert count == messages
+        assert_holds(got, inputs, mask)
+
+
+def prefill(kind: str, cuts: tuple[int, ...]) -> Results:
+    """A prompt in chunks through `ring_attention`, each against the cache up to its end."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    whole = random_qkv(seqlen_q=cuts[-1], **SIZES)
+    cache = SequenceLayout.from_name(kind, 0, world_size)
+    held = [x[:, :0] for x in (whole.k, whole.v)]
+    outs, lses = [], []
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        chunk = SequenceLayout.from_name(kind, stop - start, world_size)
+        cache = cache.followed_by(chunk)
+        q, *new = (chunk.shard(x[:, start:stop], rank) for x in whole[:3])
+        held = [torch.cat(pair, 1) for pair in zip(held, new, strict=True)]
+        out, lse = ring_attention(q, *held, causal=True, layout=(chunk, cache), return_lse=True)
+        outs.append(unshard(out, chunk))
+        lses.append(unshard(lse, chunk, dim=2))
+    for x, rows in zip(held, (whole.k, whole.v), strict=True):
+        assert torch.equal(unshard(x, cache), rows)
+    return torch.cat(outs, 1), torch.cat(lses, 2)
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+def test_a_prompt_in_uneven_chunks_is_the_prompt_at_once(ranks: Pools, kind: str) -> None:
+    for got in ranks(3).run(prefill, kind, (0, 50, 61, 113)):
+        assert_holds(got, random_qkv(seqlen_q=113, **SIZES), Mask(113, 113, causal=True))
+
+
+def in_rows_of_a_mesh() -> tuple[int, Results]:
+    """Two caches of two ranks each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    row, axis = mesh.get_local_rank("dp"), mesh["cp"]
+    assert isinstance(axis, DeviceMesh)
+    q, k, v, _ = random_qkv(seqlen_q=1, seqlen_k=50, seed=row, **SIZES)
+    part = (slice(0, 13), slice(13, 50))[mesh.get_local_rank("cp")]
+    return row, tree_decode(q, k[:, part], v[:, part], group=axis, return_lse=True)
+
+
+def test_the_group_may_be_a_mesh_axis(ranks: Pools) -> None:
+    for row, got in ranks(4).run(in_rows_of_a_mesh):
+        assert_holds(got, random_qkv(seqlen_q=1, seqlen_k=50, seed=row, **SIZES), Mask(1, 50))
+
+
+def run_example() -> tuple[int, str]:
+    """The example of the docstring on this rank: how many lines, and what failed."""
+    names = {"torch": torch, "rank": dist.get_rank(), "ring_attn": decode}
+    (example,) = doctest.DocTestFinder(recurse=False).find(tree_decode, "tree_decode", globs=names)
+    failed: list[str] = []
+    return doctest.DocTestRunner().run(example, out=failed.append).attempted, "".join(failed)
+
+
+def test_the_example(ranks: Pools) -> None:
+    for attempted, failed in ranks(2).run(run_example):
+        assert attempted == 4 and not failed, failed
+
+
+def refused(options: dict[str, Any], changes: dict[str, Any]) -> tuple[str, str, int]:
+    """The error of a bad call, and the messages that were sent before it."""
+    q, k, v, _ = random_qkv(seqlen_q=1, seqlen_k=5)
+    tensors = {"q": q, "k": k, "v": v, **changes}
+    ends = open_p2p(dist.group.WORLD, TransportOptions())
+    ends.stats.reset()
+    try:
+        tree_decode(**tensors, **options)
+    except Exception as error:
+        return type(error).__name__, str(error), ends.stats.messages
+    return "", "", 0
+
+
+X = torch.zeros(1, 1, 4, 32)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "error", "message"),
+    [
+        ({}, {"q": X.clone().requires_grad_()}, "NotImplementedError", "q requires a gradient: "),
+        (
+            {"sinks": torch.zeros(4, requires_grad=True)},
+            {},
+            "NotImplementedError",
+            "sinks requires",
+        ),
+        ({}, {"q": X[:, :0]}, "ValueError", "q must have at least one token, got shape (1, 0, 4"),
+        ({"layout": "contiguous"}, {}, "TypeError", "layout of a cache must be a SequenceLayout"),
+        ({"layout": SequenceLayout.contiguous(20, 2)}, {}, "ValueError", "k of rank"),
+        ({"layout": SequenceLayout.contiguous(9, 3)}, {}, "ValueError", "number of ranks than the"),
+        ({}, {"k": X.double()}, "TypeError", "q, k, v must have one dtype"),
+        ({"window_size": (3, 1)}, {}, "ValueError", "causal=True sees nothing to the right"),
+        ({"softcap": 2.0, "backend": "aten"}, {}, "NotImplementedError", "no softcap"),
+    ],
+)
+def test_a_bad_call_raises_before_anything_is_sent(
+    ranks: Pools, options: dict[str, Any], changes: dict[str, Any], error: str, message: str
+) -> None:
+    for name, text, messages in ranks(2).run(refused, options, changes):
+        assert name == error and message in text, (name, text)
+        assert messages == 0
+
+
+def with_another_query() -> str:
+    """In debug mode a rank whose queries are its own is found."""
+    torch.manual_seed(dist.get_rank())
+    q, kv = torch.randn(1, 1, 4, 32), torch.zeros(1, 5, 4, 32)
+    with mock.patch.dict("os.environ", RING_ATTN_DEBUG="1"), pytest.raises(ValueError) as error:
+        tree_decode(q, kv, kv)
+    return str(error.value)
+
+
+def test_ranks_with_different_queries_are_named(ranks: Pools) -> None:
+    for text in ranks(2).run(with_another_query):
+        assert "ranks disagree on the call; q: rank 1 has" in text
+
+
+CONFIG = ModelConfig(dim=32, num_layers=2, nheads=4, nheads_kv=2, hidden_dim=48)
+NUM_PROMPT, NUM_TOKENS = 50, 64
+
+
+def generate_twice(kind: str, window: tuple[int, int] | None = None) -> generate.Comparison:
+    """With random weights, from the sharded and from a whole cache; with a mistake if `window`."""
+    torch.manual_seed(0)
+    model = Transformer(CONFIG)
+    prompt = torch.randint(256, (1, NUM_PROMPT))
+    cache = generate.ShardedCache(CONFIG.num_layers, dist.group.WORLD, kind)
+    decode = partial(tree_decode, window_size=window) if window else tree_decode
+    with mock.patch.object(generate, "tree_decode", decode):
+        sharded = generate.generate(model, prompt, NUM_TOKENS, cache, generate.CHUNKS)
+    whole = generate.WholeCache(CONFIG.num_layers)
+    plain = generate.generate(model, prompt, NUM_TOKENS, whole)
+    assert len(set(plain.tokens)) > 5, "a text of one byte would hide a mistake"
+    return generate.compare(prompt, sharded, plain)
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+def test_three_ranks_generate_what_one_process_does(ranks: Pools, kind: str) -> None:
+    results = ranks(3).run(generate_twice, kind)
+    assert results[0].equal and results[0].first_difference is None
+    assert results[0].greatest_difference < results[0].smallest_margin / 2
+    # The last token is not fed back.
+    assert sum(results[0].rows) == NUM_PROMPT + NUM_TOKENS - 1
+    assert max(results[0].rows) - min(results[0].rows) <= generate.BLOCK
+    assert all(result == results[0] for result in results)
+
+
+def test_a_key_that_is_missed_makes_another_text(ranks: Pools) -> None:
+    result = ranks(3).run(generate_twice, "zigzag", (20, 0))[0]
+    assert not result.equal and result.first_difference is not None

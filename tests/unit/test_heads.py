@@ -1,0 +1,154 @@
+"""Heads shared among ranks: every one once, equal runs, no share too large, no needless cut."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations_with_replacement, pairwise
+
+import pytest
+
+from ring_attn.heads import HeadRun, HeadShare, is_replicated, share_heads
+
+# (kv heads, q heads of each, ranks); primes, powers of 2, more ranks than heads.
+CASES = [
+    (nheads_kv, group, degree)
+    for nheads_kv in (*range(1, 9), 12)
+    for group in (1, 2, 3, 4, 5, 8)
+    for degree in (*range(1, 10), 12, 16)
+]
+
+
+def shares_of(nheads_kv: int, group: int, degree: int) -> tuple[HeadShare, ...]:
+    return share_heads(nheads_kv * group, nheads_kv, degree)
+
+
+def heads_of(share: HeadShare) -> range:
+    """The q heads of a share; fails if they are not consecutive."""
+    heads = [head for run in share.runs for head in range(run.q.start, run.q.stop)]
+    assert heads == list(range(min(heads, default=0), max(heads, default=-1) + 1))
+    return range(heads[0], heads[-1] + 1) if heads else range(0)
+
+
+def test_every_head_once_and_in_order() -> None:
+    for case in CASES:
+        shares = shares_of(*case)
+        assert len(shares) == case[2]
+        heads = [head for share in shares for head in heads_of(share)]
+        assert heads == list(range(case[0] * case[1])), case
+        assert [share.num for share in shares] == [len(heads_of(share)) for share in shares]
+
+
+def test_no_share_is_larger_than_it_has_to_be() -> None:
+    for nheads_kv, group, degree in CASES:
+        largest = max(share.num for share in shares_of(nheads_kv, group, degree))
+        assert largest == -(-nheads_kv * group // degree), (nheads_kv, group, degree)
+
+
+def test_runs_are_uniform_and_have_their_kv_heads() -> None:
+    for nheads_kv, group, degree in CASES:
+        for share in shares_of(nheads_kv, group, degree):
+            assert share.num_kv == sum(run.num_kv for run in share.runs)
+            # No more of them than it takes: neighbours differ in the heads of a kv head.
+            assert (
+                all(a.num * b.num_kv != b.num * a.num_kv for a, b in pairwise(share.runs))
+                and len(share.runs) <= 3
+            )
+            used: Counter[int] = Counter()
+            for run in share.runs:
+                each = run.num // run.num_kv
+                assert each * run.num_kv == run.num
+                kv = range(run.kv.start, run.kv.stop)
+                # As a kernel maps them: head i of the run to kv head i // each.
+                for i, head in enumerate(range(run.q.start, run.q.stop)):
+                    assert kv[i // each] == head // group
+                used.update(kv)
+            assert set(used.values()) <= {1}, "a kv head is in one run of a rank"
+
+
+def test_replication_is_seen() -> None:
+    for nheads_kv, group, degree in CASES:
+        shares = shares_of(nheads_kv, group, degree)
+        holders = Counter(
+            kv for share in shares for run in share.runs for kv in range(run.kv.start, run.kv.stop)
+        )
+        assert set(holders) == set(range(nheads_kv))
+        assert is_replicated(shares, nheads_kv) == (max(holders.values()) > 1)
+
+
+def test_no_cut_within_a_group_that_is_as_balanced_without() -> None:
+    for nheads_kv, group, degree in CASES:
+        longest = -(-nheads_kv * group // degree)
+        if -(-nheads_kv // degree) * group == longest:
+            shares = shares_of(nheads_kv, group, degree)
+            assert not is_replicated(shares, nheads_kv), (nheads_kv, group, degree)
+            assert all(len(share.runs) <= 1 for share in shares)
+
+
+def cost(sizes: tuple[int, ...], group: int) -> tuple[int, ...]:
+    """Written down once more: extra runs, kv heads that are cut, squares, kv heads sent."""
+    stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    kvs = [
+        [head // group for head in range(stop - n, stop)]
+        for n, stop in zip(sizes, stops, strict=True)
+    ]
+    runs = 0
+    for kv in kvs:
+        each = [kv.count(one) for one in sorted(set(kv))]
+        runs += sum(a != b for a, b in pairwise(each))
+    cut = sum(n > 1 for n in Counter(one for kv in kvs for one in set(kv)).values())
+    return runs, cut, sum(n * n for n in sizes), sum(len(set(kv)) for kv in kvs)
+
+
+def test_no_other_cuts_cost_less() -> None:
+    for nheads_kv, group, degree in CASES:
+        nheads = nheads_kv * group
+        if nheads > 12 or degree > 5:
+            continue
+        longest = -(-nheads // degree)
+        cheapest = min(
+            cost(sizes, group)
+            for cuts in combinations_with_replacement(range(nheads + 1), degree - 1)
+            if max(sizes := tuple(b - a for a, b in pairwise((0, *cuts, nheads)))) <= longest
+        )
+        found = tuple(share.num for share in shares_of(nheads_kv, group, degree))
+        assert cost(found, group) == cheapest, (nheads_kv, group, degree, found)
+
+
+@pytest.mark.parametrize(
+    ("heads", "sizes"),
+    [
+        ((3, 3, 2), [2, 1]),
+        ((3, 1, 2), [2, 1]),
+        ((10, 10, 4), [3, 3, 2, 2]),
+        ((2, 2, 4), [1, 1, 0, 0]),
+        ((6, 2, 4), [2, 1, 2, 1]),  # not 2, 2, 1, 1, which cuts across
+        ((8, 2, 3), [3, 2, 3]),
+        ((64, 8, 8), [8] * 8),
+        ((128, 8, 32), [4] * 32),
+    ],
+)
+def test_shares_of_some_models(heads: tuple[int, int, int], sizes: list[int]) -> None:
+    assert [share.num for share in share_heads(*heads)] == sizes
+
+
+def test_a_cut_through_a_group_gives_runs() -> None:
+    first, second = share_heads(9, 3, 2)
+    assert first.runs == (HeadRun(0, 3, 0, 1), HeadRun(3, 2, 1, 1))
+    assert second.runs == (HeadRun(5, 1, 1, 1), HeadRun(6, 3, 2, 1))
+    # What is cut off two groups is one run where it is as much.
+    assert share_heads(8, 2, 3)[1].runs == (HeadRun(3, 2, 0, 2),)
+
+
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [
+        ((0, 1, 1), "nheads must be at least 1, got 0"),
+        ((4, 0, 1), "nheads_kv must be at least 1, got 0"),
+        ((4, 4, 0), "degree must be at least 1, got 0"),
+        ((4, 3, 2), "nheads must divide by nheads_kv, got 4 and 3"),
+        ((2, 4, 2), "nheads must divide by nheads_kv, got 2 and 4"),
+    ],
+)
+def test_refused(heads: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        share_heads(*heads)

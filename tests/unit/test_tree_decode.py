@@ -1,0 +1,321 @@
+"""Decoding with all ranks in this process: results, bits, messages, tiles; how a cache grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_attn.decode import next_rank
+from ring_attn.layout import LAYOUTS, Segment, SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.plan import pair_tiles
+from ring_attn.spec import AttentionSpec
+from ring_attn.strategies.tree_decode import (
+    decode_packet,
+    decode_tiles,
+    gather_lengths,
+    hides_nothing,
+    make_call,
+    tree_decode_forward,
+)
+from ring_attn.testing import (
+    Inputs,
+    check,
+    dense_gradients,
+    plain_attention,
+    poisoned_empty,
+    random_qkv,
+    random_sinks,
+)
+from ring_attn.transport.local import LocalTransport, run_local
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+MASKS = {
+    "one token": Mask(1, 97, causal=True),
+    "three tokens": Mask(3, 97, causal=True),
+    "64 tokens": Mask(64, 113, causal=True),
+    "not causal": Mask(3, 97),
+    "window": Mask(1, 97, causal=True, window_size=(20, -1)),
+    "window of several": Mask(3, 97, causal=True, window_size=(40, 0)),
+    "window on both sides": Mask(5, 97, window_size=(40, 1)),
+    "queries that see nothing": Mask(7, 4, causal=True),
+    "no keys": Mask(2, 0, causal=True),
+}
+
+
+def caches(seqlen: int, world_size: int) -> dict[str, SequenceLayout]:
+    """Uneven ones: by name, all on one rank, and one that has grown here and there."""
+    third = seqlen // 3
+    named = {name: SequenceLayout.from_name(name, seqlen, world_size) for name in LAYOUTS}
+    ends = SequenceLayout.boundaries([0, *[third] * (world_size - 1), seqlen])
+    first = SequenceLayout.boundaries([0, *[seqlen] * world_size])
+    grown = SequenceLayout.contiguous(third, world_size)
+    for position in range(third, seqlen):
+        grown = grown.appended(position // 5 * 7 % world_size, 1)
+    return {**named, "on both ends": ends, "on the first": first, "grown": grown}
+
+
+def run(
+    inputs: Inputs,
+    mask: Mask,
+    layout: SequenceLayout,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+    softmax_scale: float | None = None,
+    backend: str = "auto",
+) -> list[tuple[Tensor, Tensor, tuple[int, int]]]:
+    """Every rank's out and lse, and what it has sent: messages and bytes."""
+    q, k, v, _ = inputs
+    call = make_call(
+        AttentionSpec.of(q, k, v, softcap, sinks), softmax_scale=softmax_scale, backend=backend
+    )
+
+    def work(rank: int, transport: LocalTransport) -> tuple[Tensor, Tensor, tuple[int, int]]:
+        tiles = decode_tiles(layout.segments(rank), mask)
+        shards = (layout.shard(x, rank) for x in (k, v))
+        out, lse = tree_decode_forward(q, *shards, tiles, call, transport, sinks)
+        return out, lse, (transport.stats.messages, transport.stats.bytes_sent)
+
+    with poisoned_empty():
+        return run_local(layout.world_size, work)
+
+
+def assert_holds(mask: Mask, layouts: Sequence[SequenceLayout], **options: Any) -> None:
+    """All ranks have the same bits, within the bound, for one message each."""
+    sizes = {"batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 8}
+    with_sinks = options.pop("with_sinks", False)
+    scores = {name: options[name] for name in ("softcap", "softmax_scale") if name in options}
+    sizes |= {
+        n: options.pop(n) for n in (*sizes, "headdim_v", "dtype", "noncontiguous") if n in options
+    }
+    inputs = random_qkv(seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, **sizes)
+    scores["sinks"] = options["sinks"] = random_sinks(sizes["nheads"]) if with_sinks else None
+    oracle = dense_gradients(*inputs, mask, **scores)
+    plain = dict(zip(("out", "lse"), plain_attention(*inputs[:3], mask, **scores), strict=True))
+    for layout in layouts:
+        results = run(inputs, mask, layout, **options)
+        for out, lse, sent in results:
+            assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+            packet = decode_packet(AttentionSpec.of(*inputs[:3]), mask.seqlen_q)
+            assert sent == (1, (layout.world_size - 1) * packet.nbytes)
+        got = dict(zip(("out", "lse"), results[0][:2], strict=True))
+        for name, value in got.items():
+            terms = oracle.terms[name]
+            verdict = check(name, value, getattr(oracle, name), plain[name], terms)
+            assert verdict.ok, (str(layout), str(verdict))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_holds_for_every_cache(mask: Mask, world_size: int) -> None:
+    assert_holds(mask, list(caches(mask.seqlen_k, world_size).values()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("softcap", [0.0, 1.5], ids=["", "softcap"])
+def test_holds_for_types_and_scores(dtype: torch.dtype, with_sinks: bool, softcap: float) -> None:
+    for name in ("one token", "window of several", "queries that see nothing", "no keys"):
+        layout = caches(MASKS[name].seqlen_k, 3)["grown"]
+        assert_holds(MASKS[name], [layout], dtype=dtype, with_sinks=with_sinks, softcap=softcap)
+
+
+@pytest.mark.parametrize("nheads_kv", [1, 2, 4])
+@pytest.mark.parametrize("headdim_v", [5, 8, 16])
+def test_holds_for_heads_and_strides(nheads_kv: int, headdim_v: int) -> None:
+    for backend in ("aten", "reference"):
+        assert_holds(
+            MASKS["three tokens"], [caches(97, 4)["grown"]], nheads_kv=nheads_kv,
+            headdim_v=headdim_v, noncontiguous=True, softmax_scale=0.3, backend=backend,
+        )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_holds_with_our_kernels(dtype: torch.dtype) -> None:
+    """In Triton's interpreter; once a rank holds nothing, and once tiles have a query each."""
+    layouts = [SequenceLayout.boundaries([0, 61, 61, 97]), SequenceLayout.striped(97, 3)]
+    options = {"dtype": dtype, "headdim": 16, "with_sinks": True, "backend": "triton"}
+    assert_holds(MASKS["window of several"], layouts, **options)
+
+
+@pytest.mark.parametrize("world_size", [5, 7, 16])
+def test_the_tree_of_any_number_of_ranks(world_size: int) -> None:
+    assert_holds(MASKS["three tokens"], [SequenceLayout.contiguous(97, world_size)])
+
+
+def test_partial_results_are_not_rounded_to_the_type_of_q() -> None:
+    """Eight parts that are each rounded to bfloat16 would be off by more than one rounding."""
+    q, k, v, dout = random_qkv(seqlen_q=1, seqlen_k=64, dtype=torch.bfloat16, headdim=8)
+    mask = Mask(1, 64, causal=True)
+    whole, shared = (
+        run(Inputs(q, k, v, dout), mask, SequenceLayout.contiguous(64, n))[0] for n in (1, 8)
+    )
+    exact = dense_gradients(q, k, v, dout, mask).out
+    # Half a unit in the last place, and what float32 leaves between the two sides of a tie.
+    half = torch.finfo(torch.bfloat16).eps / 2 * (1 + 1e-4)
+    for out, _, _ in (whole, shared):
+        assert ((out.double() - exact).abs() <= half * exact.abs()).all()
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_tiles_hold_every_visible_pair_once(mask: Mask, world_size: int) -> None:
+    visible = mask.dense()
+    for layout in caches(mask.seqlen_k, world_size).values():
+        for rank in range(world_size):
+            seen = torch.zeros(mask.seqlen_q, layout.shard_len(rank), dtype=torch.int32)
+            for tile in decode_tiles(layout.segments(rank), mask):
+                i, j = torch.arange(tile.q.start, tile.q.stop), torch.arange(*_ends(tile.kv))
+                gap = j - i[:, None]
+                lo, hi = (
+                    g if b is None else b
+                    for g, b in zip((gap.min(), gap.max()), tile.band, strict=True)
+                )
+                inside = (gap >= lo) & (gap <= hi)
+                assert inside.any(0).all() and inside.any(1).all()
+                seen[tile.q, tile.kv] += inside.int()
+            assert torch.equal(seen, visible[:, layout.position_ids(rank)].int())
+
+
+def _ends(rows: slice) -> tuple[int, int]:
+    return rows.start, rows.stop
+
+
+def test_what_every_query_sees_is_one_tile() -> None:
+    layout = caches(997, 3)["grown"]
+    assert len(layout.segments(0)) > 30
+    tiles = decode_tiles(layout.segments(0), Mask(1, 997, causal=True))
+    assert [(tile.q, tile.kv) for tile in tiles] == [(slice(0, 1), slice(0, layout.shard_len(0)))]
+    assert len(decode_tiles(layout.segments(0), Mask(3, 997, causal=True))) <= 3
+
+
+def test_a_mask_that_hides_nothing_needs_no_lengths() -> None:
+    for name, mask in MASKS.items():
+        expected = name in ("one token", "not causal")
+        if mask.seqlen_k:
+            assert hides_nothing(mask) == bool(mask.dense().all())
+            assert hides_nothing(mask) == expected, name
+
+
+def test_lengths_are_gathered_in_one_message() -> None:
+    rows = (5, 0, 1 << 40)
+
+    def work(rank: int, transport: LocalTransport) -> tuple[list[int], int]:
+        return gather_lengths(rows[rank], torch.device("cpu"), transport), transport.stats.messages
+
+    assert run_local(3, work) == [([*rows], 1)] * 3
+
+
+def test_decoding_leaves_no_plans_behind() -> None:
+    layout = SequenceLayout.contiguous(64, 3)
+    before = pair_tiles.cache_info()
+    inputs = random_qkv(seqlen_q=1, seqlen_k=64)
+    for _ in range(3):
+        run(inputs, Mask(1, layout.seqlen, causal=True), layout)
+        layout = layout.appended(next_rank(layout, block=1), 1)
+        inputs = random_qkv(seqlen_q=1, seqlen_k=layout.seqlen)
+    assert pair_tiles.cache_info() == before
+
+
+@pytest.mark.parametrize("kind", [*LAYOUTS, "boundaries"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_appended_positions_stand_behind_a_ranks_rows(kind: str, world_size: int) -> None:
+    if kind == "boundaries":
+        layout = SequenceLayout.boundaries([0, *[0] * (world_size - 1), 7])
+    else:
+        layout = SequenceLayout.from_name(kind, 7, world_size)
+    held = [layout.position_ids(rank).tolist() for rank in range(world_size)]
+    for step, count in enumerate((1, 1, 3, 0, 2, 5, 1)):
+        rank = step * step % world_size
+        held[rank] += range(layout.seqlen, layout.seqlen + count)
+        layout = layout.appended(rank, count)
+        assert [layout.position_ids(r).tolist() for r in range(world_size)] == held
+        assert layout.shard_lens == tuple(map(len, held))
+        assert layout.stride == (world_size if kind == "striped" else 1)
+        segments = [layout.segments(r) for r in range(world_size)]
+        again = SequenceLayout.from_segments(segments)
+        if count:
+            assert layout == again and hash(layout) == hash(again)
+
+
+def test_appended_at_the_last_rank_keeps_boundaries() -> None:
+    layout = SequenceLayout.contiguous(10, 2).appended(1, 3)
+    assert layout == SequenceLayout.boundaries([0, 5, 13])
+    assert SequenceLayout.contiguous(0, 3).appended(1, 4).cuts == (0, 0, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "count", "message"),
+    [
+        (SequenceLayout.contiguous(4, 2), 2, 1, "rank must be in"),
+        (SequenceLayout.contiguous(4, 2), 0, -1, "count must not be negative, got -1"),
+    ],
+)
+def test_what_cannot_grow_is_refused(
+    layout: SequenceLayout, rank: int, count: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        layout.appended(rank, count)
+
+
+@pytest.mark.parametrize("first", LAYOUTS)
+@pytest.mark.parametrize("second", LAYOUTS)
+@pytest.mark.parametrize("seqlen", [0, 1, 7, 12])
+def test_a_chunk_follows_a_cache(first: str, second: str, seqlen: int) -> None:
+    cache, chunk = (SequenceLayout.from_name(n, s, 3) for n, s in ((first, seqlen), (second, 11)))
+    if seqlen > 3 and (first == "striped") != (second == "striped"):
+        with pytest.raises(ValueError, match="one stride, got \\[1, 3\\]"):
+            cache.followed_by(chunk)
+        return
+    whole = cache.followed_by(chunk)
+    for rank in range(3):
+        positions = [*cache.position_ids(rank), *(seqlen + chunk.position_ids(rank))]
+        assert whole.position_ids(rank).tolist() == positions
+
+
+def test_a_chunk_of_other_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="must have the same ranks, got 2 and 3"):
+        SequenceLayout.contiguous(4, 2).followed_by(SequenceLayout.contiguous(4, 3))
+
+
+def test_a_striped_cache_grows_by_turns() -> None:
+    layout = SequenceLayout.striped(4, 3)
+    for seqlen in range(5, 20):
+        layout = layout.appended(next_rank(layout), 1)
+        for rank in range(3):
+            striped = SequenceLayout.striped(seqlen, 3)
+            assert torch.equal(layout.position_ids(rank), striped.position_ids(rank))
+
+
+@pytest.mark.parametrize("block", [1, 4, 64])
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_the_next_rank_keeps_the_cache_even_in_blocks(block: int, world_size: int) -> None:
+    layout = SequenceLayout.contiguous(0, world_size)
+    for _ in range(300):
+        layout = layout.appended(next_rank(layout, block=block), 1)
+        assert max(layout.shard_lens) - min(layout.shard_lens) <= block
+    segments = [s for rank in range(world_size) for s in layout.segments(rank)]
+    assert len(segments) <= -(-300 // block)
+    assert all(s.length % block == 0 for s in segments if s.start + s.length < 300)
+
+
+def test_the_next_rank_fills_up_what_is_least_full() -> None:
+    layout = SequenceLayout.boundaries([0, 100, 100, 150])  # the run of rank 2 is 50 long
+    for _ in range(14):
+        assert next_rank(layout, block=64) == 2
+        layout = layout.appended(2, 1)
+    assert next_rank(layout, block=64) == 1
+    with pytest.raises(ValueError, match="block must be at least 1, got 0"):
+        next_rank(layout, block=0)
+
+
+def test_segments_of_one_position_take_part() -> None:
+    layout = SequenceLayout.from_segments([[Segment(4, 1), Segment(0, 2)], [Segment(2, 2)]])
+    assert_holds(Mask(2, 5, causal=True), [layout])
