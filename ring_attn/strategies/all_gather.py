@@ -27,8 +27,8 @@ size, for every mask, where queries and keys are contiguous and every rank's row
 multiple of the backend's `bits_unit`; each in its own layout. The keys then stand in the order of
 their positions. Zigzag and striped shards do not: their sums are made in another order.
 
-(Context parallelism of Llama 3, arXiv 2407.21783, section 3.3.2; by heads, as in Megatron-LM's and
-torchtitan's all-gather variants.)
+(Context parallelism of Llama 3, arXiv 2407.21783, section 3.3.2; some heads at a time, as
+ring-flash-attention's `llama3_flash_attn_varlen_func` does with `heads_k_stride`.)
 """
 
 from __future__ import annotations

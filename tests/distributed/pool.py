@@ -202,6 +202,9 @@ def _work(rank: int, world_size: int, port: int, group_timeout: float, pipe: Con
     torch.set_num_threads(1)
     # The host's name need not resolve to an address that reaches this machine.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if not torch.cuda.is_available():
+        # Before anything imports triton, which some functions of torch do: then it is too late.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     dist.init_process_group(
         "gloo",
         store=dist.TCPStore("127.0.0.1", port, is_master=False),

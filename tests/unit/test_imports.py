@@ -18,9 +18,11 @@ PACKAGE = "ring_attn"
 # nothing else of ours. Imports inside functions count.
 DATA = {"heads", "mask", "layout", "plan", "buffers", "cost", "state", "spec"}
 ENGINE = DATA | {"strategy", "validation", "profiling", "backends", "transport", "strategies"}
-API = ENGINE | {"ops", "debug", "tensor_parallel", "balance", "api", "decode"}
+PLANNING = {"work", "schedule", "devices", "simulate", "memory", "planner", "balance"}
+API = ENGINE | PLANNING | {"ops", "debug", "tensor_parallel", "api", "decode"}
+SIMULATOR = {"work", "devices", "schedule", "simulate"}
 PUBLIC = API | {"parallel_style", "__init__", "integrations"}
-TOOLS = PUBLIC | {"launch", "arguments", "env", "testing"}
+TOOLS = PUBLIC | SIMULATOR | {"launch", "arguments", "env", "testing"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "heads": set(),
@@ -37,11 +39,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "transport": DATA | {"profiling", "kernels"},
     "backends": DATA | {"profiling", "kernels"},
     "strategies": DATA | {"strategy", "validation", "profiling", "transport", "backends"},
+    # What a call costs and how long it takes, for all ranks at once.
+    "work": {"mask", "layout", "plan"},
+    "devices": set(),
+    "schedule": DATA | {"work", "strategy", "strategies", "transport"},
+    "simulate": {"devices", "schedule", "transport"},
     "balance": {"mask", "layout", "validation"},
     "debug": DATA | {"validation"},
     "tensor_parallel": DATA | {"validation"},
+    "memory": ENGINE | {"work", "schedule"},
+    "planner": (ENGINE | PLANNING) - {"planner"},
     "ops": ENGINE,
-    "api": ENGINE | {"ops", "debug"},
+    "api": ENGINE | PLANNING | {"ops", "debug"},
     "decode": ENGINE | {"debug"},
     "parallel_style": API,
     # `import ring_attn` itself: whoever imports it imports all that it exports.
