@@ -115,8 +115,8 @@ def ring_attention(
             before the mask.
         sinks: (nheads,) of any floating point dtype, used in float32: a logit of each head that
             joins the denominator of the softmax and has no value. The same on every rank; its
-            gradient is the share of this rank's rows, to be summed over the ranks as that of any
-            replicated parameter.
+            gradient is this rank's share, to be summed over the ranks as that of any replicated
+            parameter.
         cu_seqlens: int32 boundaries of documents in the global sequence, from 0 to its length; each
             attends only to itself. They need not divide by anything. The same on every rank.
         cu_seqlens_k: those of the keys, where they differ from the queries'.
@@ -130,10 +130,12 @@ def ring_attention(
             "hybrid", "q_exchange", or a `Strategy` with its degrees.
         backend: "auto", or the name of one that then runs or raises; see `select_backend`.
         same_bits: whether out, lse, dq, dk and dv have the same bits at every world size. That
-            needs a backend that folds in order (triton), `causal` without window and documents, and
-            contiguous shards that start at multiples of its block, 128. KV travels in the backward
-            then, even where the Q side would cost fewer bytes. None is on where it can be had; True
-            is on or refused with the reason.
+            needs a backend that folds in order (triton) and contiguous shards that start at
+            multiples of its block, 128; a ring also needs `causal` without window and documents.
+            Ulysses has any layout and mask for it, but no KV head may be on two ranks. In a ring KV
+            travels in the backward then, and all_gather brings the Q side too, even where another
+            way would cost fewer bytes. None is on where it can be had; True is on or refused with
+            the reason.
         return_lse: also return lse.
         dropout_p: must be 0.
         alibi_slopes: must be None.
