@@ -4,6 +4,7 @@ from ring_attn import balance
 from ring_attn.api import ring_attention, select_backend, unshard
 from ring_attn.decode import next_rank, tree_decode
 from ring_attn.layout import SequenceLayout, shard_batch
+from ring_attn.planner import explain
 from ring_attn.spec import TransportOptions
 from ring_attn.strategy import Strategy
 
@@ -15,6 +16,7 @@ __all__ = [
     "TransportOptions",
     "__version__",
     "balance",
+    "explain",
     "next_rank",
     "ring_attention",
     "select_backend",

@@ -15,8 +15,9 @@ from ring_attn.backends import BackendChoice, choose_backend
 from ring_attn.debug import check_agreement, debug_enabled, tell_error
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
+from ring_attn.planner import agreed_strategy
 from ring_attn.spec import AttentionSpec, TransportOptions
-from ring_attn.strategies.base import Call, attend
+from ring_attn.strategies.base import attend
 from ring_attn.strategies.core import make_call
 from ring_attn.strategy import Strategy, resolve_strategy
 from ring_attn.transport.p2p import open_p2p
@@ -127,7 +128,10 @@ def ring_attention(
             `SequenceLayout`, or a pair for queries and keys. With a name every rank holds as many
             rows, unless `cu_seqlens` tells the length.
         strategy: how the ranks share the work: "ring", "double_ring", "all_gather", "ulysses",
-            "hybrid", "q_exchange", or a `Strategy` with its degrees.
+            "hybrid", "q_exchange", or a `Strategy` with its degrees. "auto" takes the fastest by
+            simulation on this machine's description (`explain` tells why): rank 0 chooses, and at
+            the first call with new arguments the ranks exchange 1 KiB so that all do the same;
+            later calls look it up. A mesh with two axes then tells the size of a node.
         backend: "auto", or the name of one that then runs or raises; see `select_backend`.
         same_bits: whether out, lse, dq, dk and dv have the same bits at every world size. That
             needs a backend that folds in order (triton) and contiguous shards that start at
@@ -180,12 +184,35 @@ def ring_attention(
         rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         rows = (q.size(-3), k.size(-3))
         totals = (cu_q[-1] if cu_q else None, cu_k[-1] if cu_k else None)
-        strategy = resolve_strategy(strategy, world_size, check.mesh_shape(group))
         layouts = check.resolve_layouts(layout, rows, totals, rank, world_size)
         mask = check.check_mask(
             Mask(layouts[0].seqlen, layouts[1].seqlen, causal, window, cu_q, cu_k)
         )
         spec = AttentionSpec.of(q, k, v, softcap, sinks)
+        differentiated = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (q, k, v, sinks)
+        )
+        given = (spec, layouts, mask, transport, differentiated)
+        mesh_shape = check.mesh_shape(group)
+        if strategy == "auto":
+            backend = choose_backend(spec, backend).name
+            if debug_enabled():
+                # Before the ranks choose together, which only equal arguments allow.
+                asked = {"strategy": strategy, "backend": backend, "same_bits": same_bits}
+                check_agreement({**_described(*given), **asked}, process_group)
+            strategy = agreed_strategy(
+                spec,
+                layouts,
+                mask,
+                open_p2p(process_group, transport),
+                backend=backend,
+                same_bits=same_bits,
+                backward=differentiated,
+                node_size=mesh_shape[1] if len(mesh_shape) == 2 else None,
+            )
+        else:
+            strategy = resolve_strategy(strategy, world_size, mesh_shape)
+        assert isinstance(strategy, Strategy), "chosen or resolved"
         call = make_call(
             strategy,
             spec,
@@ -201,11 +228,13 @@ def ring_attention(
             tell_error(error, check.check_group(group))
         raise
     if debug_enabled():
-        differentiated = torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in (q, k, v, sinks)
-        )
-        described = _described(spec, layouts, mask, strategy, call, transport)
-        check_agreement({**described, "requires_grad": differentiated}, process_group)
+        decided = {
+            "softmax_scale": call.softmax_scale,
+            "strategy": str(strategy),
+            "backend": call.backend,
+            "same_bits": call.same_bits,
+        }
+        check_agreement({**_described(*given), **decided}, process_group)
 
     packed = q.ndim == 3
     if packed:
@@ -292,11 +321,10 @@ def _described(
     spec: AttentionSpec,
     layouts: tuple[SequenceLayout, SequenceLayout],
     mask: Mask,
-    strategy: Strategy,
-    call: Call,
     transport: TransportOptions,
+    differentiated: bool,
 ) -> dict[str, object]:
-    """Everything of a call that must be the same on all ranks, by the names of the arguments."""
+    """What is given and must be the same on all ranks, by the names of the arguments."""
     return {
         "batch": spec.batch,
         "nheads": spec.nheads,
@@ -311,12 +339,9 @@ def _described(
         "window_size": mask.window_size,
         "cu_seqlens": mask.cu_seqlens_q,
         "cu_seqlens_k": mask.cu_seqlens_k,
-        "softmax_scale": call.softmax_scale,
         "softcap": spec.softcap,
         "sinks": spec.sinks,
         "layout": tuple(str(layout) for layout in layouts),
-        "strategy": str(strategy),
-        "backend": call.backend,
-        "same_bits": call.same_bits,
         "transport": transport,
+        "requires_grad": differentiated,
     }

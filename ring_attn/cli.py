@@ -30,8 +30,15 @@ COMMANDS = (
     Command("env", "ring_attn.env", "what is installed here and which backends can run"),
     Command("verify", "ring_attn.verify", "check every result against dense attention in float64"),
     Command("demo", "ring_attn.bench.demo", "see a ring at work"),
+    Command(
+        "plan", "ring_attn.bench.plan", "which strategy is best where, and what each step costs"
+    ),
+    Command(
+        "bench strategies", "ring_attn.bench.sweep", "every strategy measured, and auto's pick"
+    ),
     Command("bench ring", "ring_attn.bench.ring", "time and memory of ring attention"),
     Command("bench kernel", "ring_attn.bench.kernel", "TFLOP/s of attention on one device"),
+    Command("calibrate", "ring_attn.bench.calibrate", "measure this machine for the simulator"),
     Command("gpu", "ring_attn.bench.gpu", "all tests, checks and benchmarks that need a GPU"),
     Command("aot", "ring_attn.bench.aot", "compile every kernel without a GPU, and judge it"),
 )

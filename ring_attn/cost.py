@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -225,3 +226,71 @@ def flops(area: int, spec: AttentionSpec, *, backward: bool) -> int:
 def memory_saving(world_size: int) -> float:
     """Share of a sequence's activations that a rank is spared."""
     return 1.0 - 1.0 / world_size
+
+
+@dataclass(frozen=True)
+class SequenceShare:
+    """What one rank has of a sequence that is cut into equal runs, in numbers.
+
+    Args:
+        rank: whose share.
+        world_size: number of ranks.
+        seqlen: the full length; where it does not divide, the first ranks have one row more.
+        hidden_size: of the model.
+        nheads: query heads.
+
+    Raises:
+        ValueError: a rank that does not exist, or heads that do not divide the hidden size.
+
+    Example:
+        >>> share = SequenceShare(2, 4, 8192, 1024, 16)
+        >>> share.start, share.end, share.headdim, share.ring_steps, share.memory_saving
+        (4096, 6144, 64, 3, 0.75)
+    """
+
+    rank: int
+    world_size: int
+    seqlen: int
+    hidden_size: int
+    nheads: int
+
+    def __post_init__(self) -> None:
+        self._layout.segments(self.rank)  # raises for a rank or sizes that cannot be
+        if self.nheads < 1 or self.hidden_size % self.nheads:
+            raise ValueError(
+                f"hidden_size must divide by nheads, got {self.hidden_size} and {self.nheads}"
+            )
+
+    @property
+    def _layout(self) -> SequenceLayout:
+        return SequenceLayout.contiguous(self.seqlen, self.world_size)
+
+    @property
+    def start(self) -> int:
+        """Position of the first row."""
+        return sum(self._layout.shard_lens[: self.rank])
+
+    @property
+    def end(self) -> int:
+        """Position after the last row."""
+        return self.start + self.local_len
+
+    @property
+    def local_len(self) -> int:
+        """Number of rows."""
+        return self._layout.shard_len(self.rank)
+
+    @property
+    def headdim(self) -> int:
+        """Elements of a head."""
+        return self.hidden_size // self.nheads
+
+    @property
+    def ring_steps(self) -> int:
+        """Exchanges of a ring in which every rank needs every shard."""
+        return self.world_size - 1
+
+    @property
+    def memory_saving(self) -> float:
+        """Share of the sequence's activations that the rank is spared."""
+        return memory_saving(self.world_size)

@@ -313,7 +313,7 @@ def plan_ring(
         kind = _kind_of(area, rectangle)
         last = index + 1 == len(order)
         hop = None if last else grid.hop(rank, displacement, order[index + 1])
-        posts, returns = _exchanges(grid, rank, order, begins, index)
+        posts, returns = step_exchanges(grid, rank, order, begins, index)
         steps.append(Step(index, source, rows, tiles, hop, area, kind, posts, returns))
     home = grid.hop(rank, order[-1], order[0]) if len(order) > 1 else None
     sends = travelling_rows(layout_q, layout_kv, mask, rank, travels)
@@ -338,7 +338,7 @@ def ring_grid(world_size: int, inner_degree: int = 1) -> Grid:
     return Grid(world_size // inner, inner)
 
 
-def _exchanges(
+def step_exchanges(
     grid: Grid, rank: int, order: tuple[Displacement, ...], begins: list[int], index: int
 ) -> tuple[tuple[Transfer, ...], Transfer | None]:
     """`Step.posts` and `Step.returns` of a step; `begins` has the first step of each round."""

@@ -123,7 +123,8 @@ def resolve_strategy(
         strategy = _from_name(strategy, world_size, mesh_shape)
     if not isinstance(strategy, Strategy):
         raise TypeError(
-            f"strategy must be one of {list(NAMES)} or a Strategy, got {type(strategy).__name__}"
+            f"strategy must be one of {[*NAMES, 'auto']} or a Strategy, got "
+            f"{type(strategy).__name__}"
         )
     degrees = {"ulysses_degree": strategy.ulysses_degree, "inner_degree": strategy.inner_degree}
     for name, degree in degrees.items():
@@ -145,7 +146,7 @@ def resolve_strategy(
 
 def _from_name(name: str, world_size: int, mesh_shape: Sequence[int]) -> Strategy:
     if name not in NAMES:
-        raise ValueError(f"strategy must be one of {list(NAMES)} or a Strategy, got {name!r}")
+        raise ValueError(f"strategy must be one of {[*NAMES, 'auto']} or a Strategy, got {name!r}")
     if name in ("hybrid", "double_ring"):
         option = "ulysses_degree" if name == "hybrid" else "inner_degree"
         if len(mesh_shape) != 2:

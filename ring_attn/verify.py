@@ -38,7 +38,7 @@ from ring_attn.launch import DEVICES, rank_device, run_ranks, under_torchrun
 from ring_attn.layout import LAYOUTS as NAMED_LAYOUTS
 from ring_attn.mask import Mask
 from ring_attn.strategy import NAMES as STRATEGY_NAMES
-from ring_attn.strategy import Strategy, resolve_strategy
+from ring_attn.strategy import Strategy
 from ring_attn.testing import (
     RESULTS,
     RESULTS_WITH_SINKS,
@@ -53,8 +53,8 @@ from ring_attn.testing import (
     random_sinks,
 )
 
-# Beside those of the API: what a hybrid may have in the place of a ring.
-STRATEGIES = (*STRATEGY_NAMES, "hybrid all_gather")
+# Beside those by name: what a hybrid may have in the place of a ring, and what the planner takes.
+STRATEGIES = (*STRATEGY_NAMES, "hybrid all_gather", "auto")
 
 LAYOUTS = (*NAMED_LAYOUTS, "boundaries")
 
@@ -222,8 +222,8 @@ class _Attempt:
     error: str | None = None
 
 
-def strategy_of(name: str, world_size: int) -> Strategy:
-    """The strategy of that name, with the least degree that is neither 1 nor all ranks.
+def strategy_of(name: str, world_size: int) -> str | Strategy:
+    """What `ring_attention` takes for a name, with the least degree between 1 and all ranks.
 
     Raises:
         NotImplementedError: it needs a degree, and the world size has no such divisor.
@@ -231,7 +231,7 @@ def strategy_of(name: str, world_size: int) -> Strategy:
     option = {"hybrid": "ulysses_degree", "hybrid all_gather": "ulysses_degree"}.get(name)
     option = "inner_degree" if name == "double_ring" else option
     if option is None:
-        return resolve_strategy(name, world_size)
+        return name
     degree = next((n for n in range(2, world_size) if world_size % n == 0), None)
     if degree is None:
         raise NotImplementedError(f"a {name} needs ranks in two factors, got {world_size}")

@@ -28,6 +28,7 @@ from ring_attn.arguments import (
     write_json,
 )
 from ring_attn.launch import run_ranks
+from ring_attn.strategy import Strategy
 from ring_attn.testing import RESULTS, RESULTS_WITH_SINKS, Verdict
 
 ROOT = Path(__file__).parents[2]
@@ -176,8 +177,10 @@ def test_strategies_of_cases(world_size: int) -> None:
         if name.startswith("hybrid"):
             assert strategy.ulysses_degree == least
             assert strategy.core == ("ring" if name == "hybrid" else "all_gather")
-        elif name != "ulysses":
-            assert strategy.name == name
+        elif name == "double_ring":
+            assert strategy == Strategy(inner_degree=least)
+        else:
+            assert strategy == name
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])

@@ -207,7 +207,7 @@ def test_4096_ranks_in_seconds(strategy: Strategy) -> None:
     begin = time.process_time()
     schedule = schedule_of(strategy, spec, (layout, layout), mask, backward=False)
     found = simulate(schedule, builtin_cluster("H100"))
-    assert time.process_time() - begin < 20
+    assert time.process_time() - begin < 10
     total = flops((1 << 26) * ((1 << 26) + 1) // 2, spec, backward=False)
     assert float(schedule.flops.sum()) == pytest.approx(total, rel=1e-9)
     assert found.share_of_peak is not None

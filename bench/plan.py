@@ -1,0 +1,299 @@
+"""`ring-attn plan`: how ranks would share a call, predicted for a cluster without running it.
+
+    strategies    every way to share it: times, bytes, exposed communication, memory
+    steps         what the ranks do in each step of the best
+    pictures      the mask as ranks x ranks by step and kind, and what each rank does when
+
+Times are those of a simulation on a description of the cluster: one that is built in, or one that
+`ring-attn calibrate` has written. No process group and no GPU is needed.
+
+    ring-attn plan --seqlen 1M --world-size 64 --heads 32 --kv-heads 8 --head-dim 128 --cluster h200
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from ring_attn.arguments import (
+    add_common,
+    parse_dtype,
+    parse_output,
+    parse_size,
+    parse_sizes,
+    write_json,
+)
+from ring_attn.bench import plan_report as report
+from ring_attn.devices import Cluster, builtin_cluster, load_cluster
+from ring_attn.layout import LAYOUTS
+from ring_attn.planner import (
+    Candidate,
+    Choice,
+    Problem,
+    explain,
+    find_cluster,
+    schedule_for,
+)
+from ring_attn.schedule import Compute, Transfer
+from ring_attn.simulate import Simulation, simulate
+from ring_attn.strategy import NAMES
+
+BUILTIN = {"a100": "A100", "h100": "H100", "h200": "H200", "b200": "B200"}
+PLOTS = (".png", ".svg")
+
+# Ranks x steps whose times are kept for tables and pictures: a ring of 1448 ranks, 1.3 GB.
+MOST_RANK_STEPS = 1 << 21
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One step of the chosen strategy, over all ranks; seconds of the rank that takes longest.
+
+    Attributes:
+        direction: "forward" or "backward".
+        step: its label.
+        full: ranks that compute without a mask.
+        cut: ranks whose rows the mask cuts.
+        absent: ranks with nothing to compute.
+        least_area: visible pairs of the rank with fewest.
+        most_area: of the rank with most.
+        bytes_sent: that leave the rank which sends most.
+        compute_s: in attention.
+        transfer_s: from the beginning to the end of the exchanges that are posted.
+        wait_s: until an exchange is complete.
+    """
+
+    direction: str
+    step: str
+    full: int
+    cut: int
+    absent: int
+    least_area: int
+    most_area: int
+    bytes_sent: int
+    compute_s: float
+    transfer_s: float
+    wait_s: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `ring-attn plan`."""
+    add = parser.add_argument
+    add("--seqlen", type=parse_size, required=True, help="of all ranks together, such as 1M")
+    add("--seqlen-k", type=parse_size, help="of the keys, where it is another")
+    add("--world-size", type=parse_size, required=True, help="number of ranks")
+    add("--batch", type=parse_size, default=1)
+    add("--heads", type=parse_size, default=32)
+    add("--kv-heads", type=parse_size, help="as many as heads by default")
+    add("--head-dim", type=parse_size, default=128)
+    add("--head-dim-v", type=parse_size, help="that of v, where it is another")
+    add("--dtype", type=parse_dtype, default=torch.bfloat16, help="bfloat16 by default")
+    add("--causal", action=argparse.BooleanOptionalAction, default=True)
+    add("--window", type=parse_window, metavar="LEFT,RIGHT", help="sizes such as 4k,0; -1 is open")
+    add(
+        "--documents",
+        type=parse_sizes,
+        metavar="LENGTHS",
+        help="lengths of documents, taken in turn until the sequence is full: 8k, or 1k,30k,500",
+    )
+    add("--layout", choices=("auto", *LAYOUTS, "balanced"), default="auto")
+    add("--strategy", nargs="+", choices=NAMES, metavar="NAME", help=f"only: {', '.join(NAMES)}")
+    add(
+        "--cluster",
+        metavar="NAME|FILE",
+        help="h100, h200, a100, b200, or a file of ring-attn calibrate (RING_ATTN_CLUSTER, or "
+        "this machine's GPU; h100 where there is none)",
+    )
+    add("--node-size", type=parse_size, help="devices of a node (8)")
+    add("--same-bits", action=argparse.BooleanOptionalAction, help="only where it can be had")
+    add("--backward", action=argparse.BooleanOptionalAction, default=True)
+    add("--memory", type=parse_size, metavar="BYTES", help="of a rank, such as 80G")
+    add("--plot", metavar="PATH", type=parse_plot, help="draw the pictures as .png or .svg")
+    add_common(parser)
+
+
+def parse_window(text: str) -> tuple[int, int]:
+    """ "4k,0" -> (4096, 0); -1 is unbounded.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else; argparse shows the text.
+    """
+    parts = text.split(",")
+    if len(parts) != 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a window: give LEFT,RIGHT such as 4k,0")
+    sizes = [int(p) if p.strip() in ("-1", "0") else parse_size(p) for p in parts]
+    return sizes[0], sizes[1]
+
+
+def parse_plot(text: str) -> Path:
+    """A path that ends in .png or .svg, in a folder that exists.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else; argparse shows the text.
+    """
+    path = parse_output(text)
+    if path.suffix not in PLOTS:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither .png nor .svg")
+    return path
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plans, prints, draws."""
+    if args.plot is not None and find_spec("matplotlib") is None:
+        raise ImportError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+    choice = plan(args)
+    too_many = why_not_pictured(choice)
+    if args.plot is not None and too_many is not None:
+        raise ValueError(f"--plot cannot be drawn: {too_many}")
+    simulations = {} if too_many else simulated(choice.problem, choice.best)
+    rows = [row for name, found in simulations.items() for row in step_rows(name, found)]
+    if not args.quiet:
+        console = Console()
+        console.print(report.strategies_table(choice))
+        for line in choice.left_out():
+            console.print(line, markup=False, highlight=False)
+        if too_many is None:
+            console.print(report.steps_table(choice, rows))
+        console.print(report.mask_text(choice))
+        console.print(too_many or report.timeline_text(simulations))
+    print(choice.reason)
+    if args.plot is not None:
+        report.plot(choice, simulations, args.plot)
+    if args.json is not None:
+        found = {"command": command(), **choice.to_dict(), "steps": [asdict(row) for row in rows]}
+        write_json(args.json, found)
+    return 0
+
+
+def why_not_pictured(choice: Choice) -> str | None:
+    """None, or why the steps of the best are not shown one by one."""
+    count = choice.best.num_steps(choice.problem.spec) * choice.problem.world_size
+    if count <= MOST_RANK_STEPS:
+        return None
+    return f"{count} steps of ranks are too many for a table and a timeline ({MOST_RANK_STEPS})"
+
+
+def command() -> str:
+    """The words that plan this again."""
+    return " ".join(["ring-attn", *sys.argv[1:]])
+
+
+def plan(args: argparse.Namespace) -> Choice:
+    """The choice that is asked for; of each strategy's name at least one degree is simulated."""
+    return explain(
+        seqlen=args.seqlen,
+        seqlen_k=args.seqlen_k,
+        world_size=args.world_size,
+        batch=args.batch,
+        nheads=args.heads,
+        nheads_kv=args.kv_heads,
+        headdim=args.head_dim,
+        headdim_v=args.head_dim_v,
+        dtype=args.dtype,
+        causal=args.causal,
+        window_size=args.window or (-1, -1),
+        cu_seqlens=None if args.documents is None else boundaries(args.documents, args.seqlen),
+        layout=args.layout,
+        strategies=args.strategy,
+        same_bits=args.same_bits,
+        backward=args.backward,
+        cluster=cluster_of(args.cluster, args.node_size, args.world_size),
+        memory_bytes=args.memory,
+        effort="best" if args.quick else "names",
+    )
+
+
+def boundaries(lengths: Sequence[int], seqlen: int) -> list[int]:
+    """Documents of these lengths in turn; the last is as long as there is room.
+
+    Example:
+        >>> boundaries((4, 1), 12)
+        [0, 4, 5, 9, 10, 12]
+    """
+    cuts, turn = [0], 0
+    while cuts[-1] < seqlen:
+        cuts.append(min(seqlen, cuts[-1] + lengths[turn % len(lengths)]))
+        turn += 1
+    return cuts
+
+
+def cluster_of(name: str | None, node_size: int | None, world_size: int) -> Cluster:
+    """A built-in cluster, that of a file, or that of this machine.
+
+    Raises:
+        ValueError: neither a name nor a calibration.
+        OSError: a file that cannot be read.
+    """
+    if name is None:
+        try:
+            found = find_cluster(None if torch.cuda.is_available() else "cuda", world_size)
+        except ValueError:
+            if torch.cuda.is_available():
+                raise
+            found = builtin_cluster("H100")
+    elif name.lower() in BUILTIN:
+        found = builtin_cluster(BUILTIN[name.lower()])
+    elif Path(name).exists():
+        found = load_cluster(name, world_size)
+    else:
+        raise ValueError(f"--cluster must be one of {', '.join(BUILTIN)}, or a file; got {name!r}")
+    if node_size is None:
+        return found
+    return replace(found, node_size=node_size, ports=None)
+
+
+def simulated(problem: Problem, candidate: Candidate) -> dict[str, Simulation]:
+    """Both directions of a candidate with everything that each rank does."""
+    names = ("forward", "backward") if problem.backward else ("forward",)
+    return {
+        name: simulate(
+            schedule_for(problem, candidate, backward=name == "backward"),
+            problem.cluster,
+            spans=True,
+        )
+        for name in names
+    }
+
+
+def step_rows(direction: str, found: Simulation) -> Iterator[StepRow]:
+    """The steps of a direction, with the times that a simulation with spans has found."""
+    spans = iter(found.spans)
+    for phase in found.schedule.phases:
+        seconds = {
+            kind: torch.zeros(found.schedule.world_size, dtype=torch.float64)
+            for kind in ("compute", "move", "transfer", "wait")
+        }
+        area, edge, sent = _zeros(found), _zeros(found), _zeros(found)
+        for action in phase.actions:
+            span = next(spans)
+            seconds[span.kind] += span.stop - span.start
+            if isinstance(action, Compute):
+                # The passes of a step have the same tiles; runs of heads are of other ranks.
+                area, edge = torch.maximum(area, action.area), torch.maximum(edge, action.edge)
+            elif isinstance(action, Transfer):
+                sent += action.nbytes * action.active
+        yield StepRow(
+            direction,
+            phase.label,
+            full=int(((area > 0) & (edge == 0)).sum()),
+            cut=int((edge > 0).sum()),
+            absent=int((area == 0).sum()),
+            least_area=int(area.min()),
+            most_area=int(area.max()),
+            bytes_sent=int(sent.max()),
+            compute_s=float(seconds["compute"].max()),
+            transfer_s=float(seconds["transfer"].max()),
+            wait_s=float(seconds["wait"].max()),
+        )
+
+
+def _zeros(found: Simulation) -> Tensor:
+    return torch.zeros(found.schedule.world_size, dtype=torch.int64)

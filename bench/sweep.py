@@ -1,0 +1,364 @@
+"""Every fixed strategy measured over many shapes, and how far auto's pick is from the best of them.
+
+All strategies of a shape run in turn within every repetition, so that drift of the machine hits
+them alike; a time is that of the slowest rank for forward and backward, medians are over the
+repetitions. What auto picks is one of them, chosen from a calibration of this machine alone.
+
+    ring-attn calibrate --json machine.json
+    ring-attn bench strategies --cluster machine.json --json strategies.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import ring_attn
+from ring_attn.arguments import (
+    add_common,
+    dtype_name,
+    parse_dtype,
+    parse_sizes,
+    write_json,
+)
+from ring_attn.bench.calibrate import calibrate
+from ring_attn.devices import Cluster, load_cluster, to_json
+from ring_attn.env import machine
+from ring_attn.launch import run_ranks
+from ring_attn.layout import SequenceLayout
+from ring_attn.planner import Choice, explain
+from ring_attn.strategy import Strategy
+
+WORLD_SIZES = (2, 4)
+ITERS, QUICK_ITERS, WARMUP = 5, 2, 1
+
+# Auto's pick is to be within this share of the best.
+SHARE = 0.10
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One call, apart from the number of ranks.
+
+    Attributes:
+        name: for tables.
+        seqlen: of all ranks together.
+        heads: q heads.
+        kv_heads: kv heads.
+        head_dim: of q, k and v.
+        causal: as for `ring_attention`.
+        window: likewise.
+        documents: lengths of documents, which together are the sequence; none is one.
+        layout: "contiguous", "zigzag" or "striped".
+    """
+
+    name: str
+    seqlen: int
+    heads: int = 4
+    kv_heads: int = 4
+    head_dim: int = 64
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    documents: tuple[int, ...] = ()
+    layout: str = "zigzag"
+
+    @property
+    def cu_seqlens(self) -> list[int] | None:
+        """Boundaries of the documents."""
+        if not self.documents:
+            return None
+        cuts = [0]
+        for length in self.documents:
+            cuts.append(cuts[-1] + length)
+        return cuts
+
+    def layout_for(self, world_size: int) -> SequenceLayout:
+        """Over so many ranks."""
+        return SequenceLayout.from_name(self.layout, self.seqlen, world_size)
+
+
+SHAPES = (
+    Shape("mha 512", 512),
+    Shape("mha 1k", 1024),
+    Shape("mha 2k", 2048),
+    Shape("mha 4k", 4096),
+    Shape("mha 1k contiguous", 1024, layout="contiguous"),
+    Shape("mha 3k contiguous", 3072, layout="contiguous"),
+    Shape("mha 2k striped", 2048, layout="striped"),
+    Shape("mha 1k full", 1024, causal=False, layout="contiguous"),
+    Shape("mha 2k full", 2048, causal=False, layout="contiguous"),
+    Shape("gqa 8/2 1k", 1024, 8, 2),
+    Shape("gqa 8/2 3k", 3072, 8, 2),
+    Shape("gqa 8/2 2k contiguous", 2048, 8, 2, layout="contiguous"),
+    Shape("gqa 6/2 2k", 2048, 6, 2),
+    Shape("mqa 8/1 1k", 1024, 8, 1),
+    Shape("mqa 8/1 2k contiguous", 2048, 8, 1, layout="contiguous"),
+    Shape("mqa 4/1 2k full", 2048, 4, 1, causal=False, layout="contiguous"),
+    Shape("window 256 of 4k", 4096, window=(256, 0), layout="contiguous"),
+    Shape("window 1k of 4k", 4096, 8, 2, window=(1024, 0), layout="contiguous"),
+    Shape("window 256,256 of 2k", 2048, causal=False, window=(256, 256), layout="contiguous"),
+    Shape("documents 4 x 1k", 4096, documents=4 * (1024,), layout="contiguous"),
+    Shape("documents mixed 4k", 4096, 8, 2, documents=(300, 1800, 64, 900, 1032), layout="zigzag"),
+    Shape("documents 16 x 128", 2048, documents=16 * (128,), layout="contiguous"),
+    Shape("wide heads 128", 2048, 4, 2, 128),
+    Shape("narrow heads 32", 2048, 8, 8, 32),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy over one shape.
+
+    Attributes:
+        shape: its name.
+        world_size: number of ranks.
+        strategy: its label.
+        predicted_ms: by simulation on the calibration; None where it was not simulated.
+        median_ms: measured.
+        samples_ms: each repetition.
+        is_auto: whether auto picks it.
+    """
+
+    shape: str
+    world_size: int
+    strategy: str
+    predicted_ms: float | None
+    median_ms: float
+    samples_ms: tuple[float, ...]
+    is_auto: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Auto against the best fixed strategy over one shape."""
+
+    shape: str
+    world_size: int
+    auto: str
+    auto_ms: float
+    best: str
+    best_ms: float
+
+    @property
+    def ratio(self) -> float:
+        """Auto's time over the best's: 1.0 is the best."""
+        return self.auto_ms / self.best_ms
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `ring-attn bench strategies`."""
+    add = parser.add_argument
+    add("--world-sizes", type=parse_sizes, default=WORLD_SIZES, help="numbers of ranks (2,4)")
+    add("--shapes", help="only those with one of these words in their names, commas between")
+    add("--dtype", type=parse_dtype, default=torch.float32, help="of the inputs (float32)")
+    add("--iters", type=int, help=f"repetitions ({ITERS})")
+    add("--cluster", metavar="FILE", type=Path, help="of ring-attn calibrate; measured if absent")
+    add_common(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints, and says in how many shapes auto is within 10 % of the best."""
+    iters = args.iters or (QUICK_ITERS if args.quick else ITERS)
+    shapes = chosen_shapes(args.shapes, quick=args.quick)
+    rows: list[Row] = []
+    clusters: dict[str, Any] = {}
+    start = time.perf_counter()
+    for world_size in args.world_sizes:
+        cluster = cluster_for(args.cluster, world_size, args.dtype, quick=args.quick)
+        clusters[str(world_size)] = to_json(cluster)
+        rows += sweep(shapes, world_size, cluster, args.dtype, iters)
+    verdicts = judged(rows)
+    within = [v for v in verdicts if v.ratio <= 1 + SHARE]
+    summary = (
+        f"auto is within {SHARE:.0%} of the best fixed strategy in {len(within)} of "
+        f"{len(verdicts)} cases; median ratio {statistics.median(v.ratio for v in verdicts):.3f}, "
+        f"greatest {max(v.ratio for v in verdicts):.3f}"
+    )
+    if not args.quiet:
+        Console().print(verdict_table(verdicts, rows))
+    print(summary)
+    if args.json is not None:
+        words = f"ring-attn bench strategies --world-sizes {','.join(map(str, args.world_sizes))}"
+        found = {
+            "machine": machine(),
+            "command": f"{words} --dtype {dtype_name(args.dtype)} --iters {iters}",
+            "seconds": time.perf_counter() - start,
+            "summary": summary,
+            "shapes": [asdict(shape) for shape in shapes],
+            "clusters": clusters,
+            "verdicts": [{**asdict(v), "ratio": v.ratio} for v in verdicts],
+            "rows": [asdict(row) for row in rows],
+        }
+        write_json(args.json, found)
+    return 0
+
+
+def chosen_shapes(words: str | None, *, quick: bool) -> list[Shape]:
+    """Those that are asked for; quick ones are an eighth as long.
+
+    Raises:
+        ValueError: no shape has such a name.
+    """
+    wanted = [word.strip() for word in words.split(",")] if words else [""]
+    shapes = [shape for shape in SHAPES if any(word in shape.name for word in wanted)]
+    if not shapes:
+        raise ValueError(f"--shapes {words}: the names are {', '.join(s.name for s in SHAPES)}")
+    return [_shortened(shape) for shape in shapes] if quick else shapes
+
+
+def _shortened(shape: Shape) -> Shape:
+    window = [n if n < 0 else n // 8 for n in shape.window]
+    documents = tuple(n // 8 for n in shape.documents)
+    seqlen = sum(documents) or shape.seqlen // 8
+    return replace(shape, seqlen=seqlen, window=(window[0], window[1]), documents=documents)
+
+
+def cluster_for(path: Path | None, world_size: int, dtype: torch.dtype, *, quick: bool) -> Cluster:
+    """That of the file, or measured now."""
+    if path is not None:
+        return load_cluster(path, world_size)
+    return calibrate(world_size, dtype=dtype, quick=quick)[0]
+
+
+def explained(shape: Shape, world_size: int, cluster: Cluster, dtype: torch.dtype) -> Choice:
+    """The planner's view of a shape, with every strategy simulated."""
+    return explain(
+        seqlen=shape.seqlen,
+        world_size=world_size,
+        nheads=shape.heads,
+        nheads_kv=shape.kv_heads,
+        headdim=shape.head_dim,
+        dtype=dtype,
+        causal=shape.causal,
+        window_size=shape.window,
+        cu_seqlens=shape.cu_seqlens,
+        layout=shape.layout_for(world_size),
+        cluster=cluster,
+        device_type="cpu",
+        effort="all",
+    )
+
+
+def sweep(
+    shapes: Sequence[Shape], world_size: int, cluster: Cluster, dtype: torch.dtype, iters: int
+) -> list[Row]:
+    """All rows of one number of ranks."""
+    choices = [explained(shape, world_size, cluster, dtype) for shape in shapes]
+    work = [
+        (shape, tuple(c.strategy for c in choice.candidates if not c.refused))
+        for shape, choice in zip(shapes, choices, strict=True)
+    ]
+    measured = run_ranks(measure, world_size, work, dtype, iters, threads=1, device="cpu")[0]
+    rows = []
+    for shape, choice, times in zip(shapes, choices, measured, strict=True):
+        usable = [c for c in choice.candidates if not c.refused]
+        for candidate, samples in zip(usable, times, strict=True):
+            rows.append(
+                Row(
+                    shape.name,
+                    world_size,
+                    candidate.label,
+                    1e3 * candidate.seconds,
+                    statistics.median(samples),
+                    tuple(samples),
+                    candidate is choice.best,
+                )
+            )
+    return rows
+
+
+def judged(rows: Sequence[Row]) -> list[Verdict]:
+    """Auto against the best, over each shape and number of ranks."""
+    found = []
+    for shape, world_size in dict.fromkeys((row.shape, row.world_size) for row in rows):
+        some = [row for row in rows if (row.shape, row.world_size) == (shape, world_size)]
+        auto = next(row for row in some if row.is_auto)
+        best = min(some, key=lambda row: row.median_ms)
+        found.append(
+            Verdict(shape, world_size, auto.strategy, auto.median_ms, best.strategy, best.median_ms)
+        )
+    return found
+
+
+def verdict_table(verdicts: Sequence[Verdict], rows: Sequence[Row]) -> Table:
+    """A line for each shape and number of ranks."""
+    table = Table(title="forward and backward, medians of the slowest rank")
+    for name in ("shape", "ranks", "auto", "ms", "predicted", "best fixed", "ms", "ratio", "ring"):
+        table.add_column(
+            name, justify="left" if name in ("shape", "auto", "best fixed") else "right"
+        )
+    for v in verdicts:
+        mine = [row for row in rows if (row.shape, row.world_size) == (v.shape, v.world_size)]
+        auto = next(row for row in mine if row.is_auto)
+        ring = next((row.median_ms for row in mine if row.strategy == "ring"), None)
+        table.add_row(
+            v.shape, str(v.world_size), v.auto, f"{v.auto_ms:.1f}",
+            "" if auto.predicted_ms is None else f"{auto.predicted_ms:.1f}", v.best,
+            f"{v.best_ms:.1f}", f"{v.ratio:.3f}", "" if ring is None else f"{ring:.1f}",
+            style="" if v.ratio <= 1 + SHARE else "red",
+        )  # fmt: skip
+    return table
+
+
+# -- within a rank
+
+
+def measure(
+    work: Sequence[tuple[Shape, Sequence[Strategy]]], dtype: torch.dtype, iters: int
+) -> list[list[list[float]]]:
+    """Milliseconds of the slowest rank: for each shape, strategy and repetition."""
+    return [_measured(shape, strategies, dtype, iters) for shape, strategies in work]
+
+
+def _measured(
+    shape: Shape, strategies: Sequence[Strategy], dtype: torch.dtype, iters: int
+) -> list[list[float]]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    layout = shape.layout_for(world_size)
+    torch.manual_seed(0)
+
+    def normal(heads: int) -> Tensor:
+        return layout.shard(torch.randn(1, shape.seqlen, heads, shape.head_dim, dtype=dtype), rank)
+
+    q, k, v = (normal(n).requires_grad_() for n in (shape.heads, shape.kv_heads, shape.kv_heads))
+    dout = normal(shape.heads)
+    cu_seqlens = None
+    if shape.cu_seqlens is not None:
+        cu_seqlens = torch.tensor(shape.cu_seqlens, dtype=torch.int32)
+
+    def call(strategy: Strategy) -> None:
+        packed = cu_seqlens is not None
+        inputs = [x[0] if packed else x for x in (q, k, v)]
+        out = ring_attn.ring_attention(
+            *inputs, causal=shape.causal, window_size=shape.window, cu_seqlens=cu_seqlens,
+            layout=layout, strategy=strategy,
+        )  # fmt: skip
+        torch.autograd.grad(out, (q, k, v), dout[0] if packed else dout)
+
+    samples: list[list[float]] = [[] for _ in strategies]
+    for repetition in range(WARMUP + iters):
+        for index in _turned(len(strategies), repetition):
+            dist.barrier()
+            start = time.perf_counter()
+            call(strategies[index])
+            took = torch.tensor([1e3 * (time.perf_counter() - start)])
+            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            if repetition >= WARMUP:
+                samples[index].append(float(took))
+    return samples
+
+
+def _turned(count: int, turn: int) -> list[int]:
+    """0, 1, ... from another start at every turn: none always runs after the same other."""
+    return [(index + turn) % count for index in range(count)]

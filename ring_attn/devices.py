@@ -1,0 +1,284 @@
+"""What a machine can do: devices, the links between them, and both as one value, a `Cluster`.
+
+    time of a tile     launch + (area + row_columns * rows + edge_columns * edge) * FLOP / rate
+    time of a message  latency + bytes / bandwidth
+
+A rate is what kernels attain for large tiles. What small ones lose is a number of columns more for
+each row (loading, storing, filling the pipeline), and again for each row that the mask cuts (blocks
+computed in part in vain): with these two, one rate holds from 1k to 32k rows.
+
+The built-in devices are those of datasheets and of published kernel measurements; `ring-attn
+calibrate` measures the machine at hand, and `load_cluster` reads that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How fast one direction of attention is computed.
+
+    Attributes:
+        flops: FLOP/s of large tiles, counted by `cost.flops`.
+        launch: seconds before a step's tiles are begun.
+        row_columns: columns that every row costs on top.
+        edge_columns: columns that every row cut by the mask costs on top.
+    """
+
+    flops: float
+    launch: float = 0.0
+    row_columns: float = 0.0
+    edge_columns: float = 0.0
+
+
+@dataclass(frozen=True)
+class Device:
+    """One rank's processor.
+
+    Attributes:
+        name: as it is called.
+        peak_flops: the datasheet's dense FLOP/s, in 16 bits; 0 where it is not known.
+        forward: of attention.
+        backward: of attention.
+        memory_bandwidth: bytes/s of passes that copy or add.
+        memory_bytes: size of its memory; 0 where it is not known.
+    """
+
+    name: str
+    peak_flops: float
+    forward: Rate
+    backward: Rate
+    memory_bandwidth: float
+    memory_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """What lies between two ranks, in one direction.
+
+    Attributes:
+        name: as it is called.
+        latency: seconds of a message of no bytes.
+        bandwidth: bytes/s of large messages, as attained.
+    """
+
+    name: str
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of devices.
+
+    Attributes:
+        device: of each rank.
+        node_size: consecutive ranks that are a node.
+        inside: what each device of a node has to the others, in each direction.
+        between: a network port between nodes, in each direction.
+        ports: network ports of a node; None is one for each device.
+        slowdown: the share of a device's speed that compute loses while transfers are under way:
+            the SMs that NCCL's copies take, or on CPUs the cores.
+        collectives: by the name of the operation what was measured of it, with all ranks taking
+            part; bytes are those that leave a rank. What is not here follows from the links.
+
+    Example:
+        >>> cluster = builtin_cluster("H100")
+        >>> cluster.device.name, cluster.node_size, cluster.between.name
+        ('H100', 8, '400 Gb/s')
+    """
+
+    device: Device
+    node_size: int
+    inside: Link
+    between: Link
+    ports: int | None = None
+    slowdown: float = 0.0
+    collectives: Mapping[str, Link] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.node_size < 1:
+            raise ValueError(f"node_size must be at least 1, got {self.node_size}")
+        if not 0.0 <= self.slowdown < 1.0:
+            raise ValueError(f"slowdown must be at least 0 and less than 1, got {self.slowdown}")
+        if self.ports is not None and not 1 <= self.ports <= self.node_size:
+            raise ValueError(
+                f"ports must be from 1 to node_size {self.node_size}, got {self.ports}"
+            )
+
+    def between_bytes(self, sender: int, receiver: int) -> bool:
+        """Whether two ranks are in different nodes."""
+        return sender // self.node_size != receiver // self.node_size
+
+
+# The kernels' rates, bf16 with headdim 128: fitted to FlashAttention 3 and to FlexAttention, the
+# best Triton kernel that is published, on an H100, 2k to 32k rows, 64 heads and 8 kv heads, causal
+# and not (MagiAttention's kernel benchmark, v1.1). All sizes are met within 3 %, FlexAttention's
+# backward within 11 %; at 1k rows the kernels are up to twice as slow as this.
+_FA3 = Rate(685e12, 8e-6, 0.0, 80.0), Rate(615e12, 8e-6, 700.0)
+_TRITON = Rate(400e12, 8e-6, 220.0, 200.0), Rate(285e12, 8e-6, 980.0, 360.0)
+# FlashAttention 2 on an A100, one size only: ring-flash-attention's benchmark on one GPU (8k rows,
+# 32 heads, causal) is 205 TFLOP/s forward and 182 with the backward. Columns as for FlexAttention.
+_FA2_A100 = Rate(226e12, 8e-6, 220.0, 200.0), Rate(195e12, 8e-6, 220.0, 200.0)
+
+
+def _scaled(rates: tuple[Rate, Rate], factor: float) -> tuple[Rate, Rate]:
+    forward, backward = (replace(rate, flops=rate.flops * factor) for rate in rates)
+    return forward, backward
+
+
+# Peaks and memories: NVIDIA's datasheets (dense rates: half of what they state with sparsity).
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        Device("A100", 312e12, *_FA2_A100, 1.6e12, 80 * GB),
+        Device("H100", 989.5e12, *_TRITON, 2.7e12, 80 * GB),
+        Device("H100 FA3", 989.5e12, *_FA3, 2.7e12, 80 * GB),
+        # The same processor with faster memory; FA3 there is 4 % slower forward and 4 % faster
+        # backward (flash-attention issue 1438).
+        Device("H200", 989.5e12, *_TRITON, 3.9e12, 141 * GB),
+        Device("H200 FA3", 989.5e12, *_FA3, 3.9e12, 141 * GB),
+        # 1613 TFLOP/s of FlashAttention 4 is 2.1 to 2.7 times Triton (arXiv 2603.05451).
+        Device("B200", 2250e12, *_scaled(_TRITON, 1613 / 2.4 / 395), 6.4e12, 180 * GB),
+    )
+}
+
+# One direction, as attained: nine tenths of the datasheet's for NVLink and InfiniBand, eight for
+# PCIe x16. Latencies are those of a small NCCL send and receive.
+LINKS: dict[str, Link] = {
+    link.name: link
+    for link in (
+        Link("NVLink 3", 8e-6, 0.9 * 300 * GB),
+        Link("NVLink 4", 8e-6, 0.9 * 450 * GB),
+        # H800: eight of the eighteen links of an H100.
+        Link("NVLink 4 (H800)", 8e-6, 0.9 * 200 * GB),
+        Link("NVLink 5", 8e-6, 0.9 * 900 * GB),
+        Link("PCIe 4", 12e-6, 0.8 * 31.5 * GB),
+        Link("PCIe 5", 12e-6, 0.8 * 63 * GB),
+        Link("100 Gb/s", 15e-6, 0.9 * 12.5 * GB),
+        Link("200 Gb/s", 15e-6, 0.9 * 25 * GB),
+        Link("400 Gb/s", 15e-6, 0.9 * 50 * GB),
+    )
+}
+
+_NVLINK = {"A100": "NVLink 3", "H100": "NVLink 4", "H200": "NVLink 4", "B200": "NVLink 5"}
+
+# What NCCL's copies take: 8 of 132 SMs, and memory bandwidth. MagiAttention leaves them 4 to 8.
+SLOWDOWN = 0.05
+
+
+def builtin_cluster(
+    device: str,
+    *,
+    inside: str | None = None,
+    between: str = "400 Gb/s",
+    node_size: int = 8,
+    ports: int | None = None,
+) -> Cluster:
+    """Nodes of a built-in device.
+
+    Args:
+        device: a name of `DEVICES`.
+        inside: a name of `LINKS`; None is the NVLink of that device.
+        between: likewise.
+        node_size: devices of a node.
+        ports: network ports of a node; None is one for each device.
+
+    Raises:
+        ValueError: a name that is not built in, and what `Cluster` refuses.
+
+    Example:
+        >>> builtin_cluster("A100", between="200 Gb/s").inside.name
+        'NVLink 3'
+    """
+    if device not in DEVICES:
+        raise ValueError(f"device must be one of {list(DEVICES)}, got {device!r}")
+    inside = _NVLINK[device.split()[0]] if inside is None else inside
+    for option, name in (("inside", inside), ("between", between)):
+        if name not in LINKS:
+            raise ValueError(f"{option} must be one of {list(LINKS)}, got {name!r}")
+    return Cluster(DEVICES[device], node_size, LINKS[inside], LINKS[between], ports, SLOWDOWN)
+
+
+def compute_seconds(
+    rate: Rate, area: torch.Tensor, rows: torch.Tensor, edge: torch.Tensor, per_pair: torch.Tensor
+) -> torch.Tensor:
+    """float64 seconds of tiles; 0 where there are none.
+
+    Args:
+        rate: of the direction.
+        area: visible pairs, of any shape, likewise the rest.
+        rows: rows that take part.
+        edge: rows that the mask cuts.
+        per_pair: operations for a pair in all heads.
+
+    Example:
+        >>> one = torch.ones(1, dtype=torch.int64)
+        >>> compute_seconds(Rate(1e9, 0.5, 10.0), 990 * one, one, 0 * one, 10**6 * one).tolist()
+        [1.5]
+    """
+    columns = area.double() + rate.row_columns * rows + rate.edge_columns * edge
+    return (rate.launch + columns * per_pair / rate.flops) * (area > 0)
+
+
+def to_json(cluster: Cluster) -> dict[str, Any]:
+    """The cluster as JSON has it."""
+    return asdict(cluster)
+
+
+def load_cluster(path: Path | str, world_size: int | None = None) -> Cluster:
+    """A cluster that `ring-attn calibrate` has written.
+
+    Args:
+        path: of its JSON.
+        world_size: number of ranks; of several that were measured the nearest is taken, and None is
+            the greatest.
+
+    Raises:
+        ValueError: a file that holds something else.
+        OSError: a file that cannot be read.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        clusters = {int(ranks): cluster for ranks, cluster in found["clusters"].items()}
+        wanted = max(clusters) if world_size is None else world_size
+        nearest = min(clusters, key=lambda ranks: (abs(ranks - wanted), -ranks))
+        return cluster_from_json(clusters[nearest])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is not a calibration; write one with `ring-attn calibrate --json {path}` "
+            f"({type(error).__name__}: {error})"
+        ) from None
+
+
+def cluster_from_json(found: Mapping[str, Any]) -> Cluster:
+    """The inverse of `to_json`.
+
+    Raises:
+        KeyError, TypeError: fields that are missing or have other names.
+
+    Example:
+        >>> cluster = builtin_cluster("H200")
+        >>> cluster_from_json(to_json(cluster)) == cluster
+        True
+    """
+    device: dict[str, Any] = dict(found["device"])
+    device |= {name: Rate(**device[name]) for name in ("forward", "backward")}
+    parts: dict[str, Any] = {
+        "device": Device(**device),
+        "inside": Link(**found["inside"]),
+        "between": Link(**found["between"]),
+        "collectives": {op: Link(**link) for op, link in found["collectives"].items()},
+    }
+    rest = {f.name: found[f.name] for f in fields(Cluster) if f.name not in parts}
+    return Cluster(**parts, **rest)

@@ -1,0 +1,417 @@
+"""How long a schedule takes on a cluster: a discrete-event simulation of all ranks at once.
+
+Every rank has a clock. The actions of a schedule are gone through in order, each for all ranks as a
+few tensor operations, so that thousands of ranks take seconds:
+
+    compute, move    the clock goes on; slower while an exchange of the rank is under way
+    post             the exchange begins when both sides, or all of a group, have posted it and
+                     the ports that it takes are free; its end is then known
+    wait             the clock goes on to the end of the exchange
+
+A port is a device's own link inside the node, or a network port, in one direction. Exchanges on one
+port follow one another in the order of the schedule, and those of one action share it: the end is
+that of all their bytes. What a rank waits is told apart: for peers that come late (imbalance), or
+for bytes (exposed communication), by the kind of the link.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import ceil, log2
+
+import torch
+from torch import Tensor
+
+from ring_attn.devices import Cluster, Link, compute_seconds
+from ring_attn.schedule import Action, Compute, Move, Schedule, Transfer, Wait
+from ring_attn.transport.base import Channel
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """What all ranks did at one action, for pictures.
+
+    Attributes:
+        phase: the label of its phase.
+        kind: "compute", "move", "transfer" or "wait".
+        start: (P,) seconds.
+        stop: (P,) seconds; ranks that did nothing have `stop == start`.
+    """
+
+    phase: str
+    kind: str
+    start: Tensor
+    stop: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Usage:
+    """How busy the links of a kind were.
+
+    Attributes:
+        link: the kind: "inside" a node, or "between" nodes.
+        name: of the hardware.
+        nbytes: that all ranks sent over them.
+        busy: seconds that the busiest port was sending.
+        sender: the rank at that port that sent last.
+        receiver: to whom; None for collectives.
+        exposed: seconds that the rank which waited longest for bytes of this kind waited.
+    """
+
+    link: str
+    name: str
+    nbytes: int
+    busy: float
+    sender: int
+    receiver: int | None
+    exposed: float
+
+    def __str__(self) -> str:
+        where = f"{self.name} between nodes" if self.link == "between" else f"{self.name} in a node"
+        to = "" if self.receiver is None else f" -> rank {self.receiver}"
+        return f"{where}, rank {self.sender}{to}"
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What the simulation of a schedule finds; (P,) float64 seconds of each rank.
+
+    Attributes:
+        schedule: what was simulated.
+        cluster: on what.
+        finish: when the rank is done.
+        compute: in attention itself.
+        moves: in packing, adding and rounding.
+        late: waiting for peers that have not come so far.
+        exposed: waiting for bytes.
+        links: both kinds, the one that costs more first; those that carried nothing are left out.
+        spans: every action, where they were asked for.
+    """
+
+    schedule: Schedule
+    cluster: Cluster
+    finish: Tensor
+    compute: Tensor
+    moves: Tensor
+    late: Tensor
+    exposed: Tensor
+    links: tuple[Usage, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Until the last rank is done."""
+        return float(self.finish.max())
+
+    @property
+    def slowest_link(self) -> Usage | None:
+        """The kind of link that is waited for longest, and of these the busiest port."""
+        return self.links[0] if self.links else None
+
+    @property
+    def flops_per_second(self) -> float:
+        """FLOP/s of one rank, on average over the ranks."""
+        return float(self.schedule.flops.mean()) / self.seconds if self.seconds else 0.0
+
+    @property
+    def share_of_peak(self) -> float | None:
+        """Of the device's datasheet; None where that is not known."""
+        peak = self.cluster.device.peak_flops
+        return self.flops_per_second / peak if peak else None
+
+
+def simulate(schedule: Schedule, cluster: Cluster, *, spans: bool = False) -> Simulation:
+    """How long all ranks take.
+
+    Args:
+        schedule: of one direction of a call.
+        cluster: consecutive ranks are a node.
+        spans: keeps every action's start and end on every rank.
+
+    Example:
+        >>> from ring_attn.devices import builtin_cluster
+        >>> from ring_attn.layout import SequenceLayout
+        >>> from ring_attn.mask import Mask
+        >>> from ring_attn.schedule import schedule_of
+        >>> from ring_attn.spec import AttentionSpec
+        >>> from ring_attn.strategy import Strategy
+        >>> layout = SequenceLayout.zigzag(seqlen=1 << 20, world_size=64)
+        >>> spec = AttentionSpec("cuda", torch.bfloat16, 1, 32, 8, 128, 128)
+        >>> mask = Mask(1 << 20, 1 << 20, causal=True)
+        >>> schedule = schedule_of(Strategy(), spec, (layout, layout), mask, backward=False)
+        >>> found = simulate(schedule, builtin_cluster("H100"))
+        >>> round(found.share_of_peak, 2), found.slowest_link.link
+        (0.39, 'between')
+    """
+    run = _Run(schedule, cluster, spans)
+    for phase in schedule.phases:
+        for action in phase.actions:
+            run.do(action, phase.label)
+    return run.done()
+
+
+@dataclass(eq=False)
+class _Pending:
+    """An exchange under way, (P,) each: its beginning, its end, and whether between nodes."""
+
+    start: Tensor
+    stop: Tensor
+    crosses: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Route:
+    """Who sends to whom in a shift, and over what, (P,) each; the same for many actions.
+
+    Attributes:
+        to: the receivers; ranks that take no part send nothing to themselves.
+        source: whose message a rank receives, the inverse of `to`.
+        crosses: between nodes.
+        out: the senders' ports.
+        into: the receivers' ports.
+        alone: no port is taken twice.
+        latency: seconds.
+        bandwidth: bytes/s.
+    """
+
+    to: Tensor
+    source: Tensor
+    crosses: Tensor
+    out: Tensor
+    into: Tensor
+    alone: bool
+    latency: Tensor
+    bandwidth: Tensor
+
+
+@dataclass(eq=False)
+class _Run:
+    """The clocks, and what has been counted so far."""
+
+    schedule: Schedule
+    cluster: Cluster
+    keep: bool
+    spans: list[Span] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        size = self.schedule.world_size
+        self.clock, self.compute, self.moves, self.late = torch.zeros(4, size, dtype=torch.float64)
+        # Row 0 inside nodes, row 1 between.
+        self.exposed = torch.zeros(2, size, dtype=torch.float64)
+        self.nbytes = [0, 0]
+        self.pending: dict[Channel, _Pending] = {}
+        self.ranks = ranks = torch.arange(size)
+        node_size = self.cluster.node_size
+        self.node = ranks // node_size
+        per_node = self.cluster.ports or node_size
+        port = self.node * per_node + ranks % node_size * per_node // node_size
+        # Ports inside nodes, one for each rank, and after them those between nodes.
+        self.port = torch.stack([ranks, size + port])
+        # The last port is that of ranks that take no part.
+        count = size + int(port.max()) + 2
+        # Out and in: until when they are taken. Out: how long in all, and by which message.
+        self.free = torch.zeros(2, count, dtype=torch.float64)
+        self.busy = torch.zeros(count, dtype=torch.float64)
+        self.message = torch.full((2, count), -1)
+        self.links = (self.cluster.inside, self.cluster.between)
+        self.routes: dict[tuple[int, int], _Route] = {}
+
+    def do(self, action: Action, phase: str) -> None:
+        """One action on all ranks."""
+        start = self.clock
+        match action:
+            case Compute():
+                rate = (
+                    self.cluster.device.backward if action.backward else self.cluster.device.forward
+                )
+                seconds = action.share * compute_seconds(
+                    rate, action.area, action.rows, action.edge, action.per_pair
+                )
+                self.clock = self._after(seconds)
+                self.compute += self.clock - start
+                self._keep(phase, "compute", start, self.clock)
+            case Move():
+                self.clock = self._after(action.nbytes / self.cluster.device.memory_bandwidth)
+                self.moves += self.clock - start
+                self._keep(phase, "move", start, self.clock)
+            case Transfer():
+                pending = self._shift(action) if action.op == "shift" else self._collective(action)
+                self.pending[action.channel] = pending
+                self._keep(phase, "transfer", pending.start, pending.stop)
+            case Wait():
+                self._wait(action)
+                self._keep(phase, "wait", start, self.clock)
+
+    def done(self) -> Simulation:
+        """What has been found."""
+        kinds = ("inside", "between")
+        links = [self._usage(kind, index) for index, kind in enumerate(kinds) if self.nbytes[index]]
+        links.sort(key=lambda usage: (usage.exposed, usage.busy), reverse=True)
+        return Simulation(
+            self.schedule,
+            self.cluster,
+            self.clock,
+            self.compute,
+            self.moves,
+            self.late,
+            self.exposed.sum(0),
+            tuple(links),
+            tuple(self.spans),
+        )
+
+    def _usage(self, kind: str, index: int) -> Usage:
+        size = len(self.clock)
+        ports = slice(0, size) if kind == "inside" else slice(size, -1)
+        worst = int(self.busy[ports].argmax())
+        sender, receiver = self.message[:, ports][:, worst].tolist()
+        return Usage(
+            kind,
+            self.links[index].name,
+            self.nbytes[index],
+            float(self.busy[ports][worst]),
+            sender,
+            None if receiver < 0 else receiver,
+            float(self.exposed[index].max()),
+        )
+
+    def _keep(self, phase: str, kind: str, start: Tensor, stop: Tensor) -> None:
+        if self.keep:
+            self.spans.append(Span(phase, kind, start.clone(), stop.clone()))
+
+    def _after(self, seconds: Tensor) -> Tensor:
+        """When so much work is done, with what exchanges under way take of the device."""
+        share = self.cluster.slowdown
+        if share and self.pending:
+            for exchange in self.pending.values():
+                begin = torch.maximum(exchange.start, self.clock)
+                work = (self.clock + seconds - begin).clamp(min=0)
+                beside = torch.minimum(work / (1 - share), (exchange.stop - begin).clamp(min=0))
+                seconds = seconds + share * beside
+        return self.clock + seconds
+
+    def _shift(self, post: Transfer) -> _Pending:
+        """One message from each rank to another."""
+        route, (free_out, free_in) = self._route(post), self.free
+        self.free[:, -1] = 0
+        begin = torch.maximum(self.clock, self.clock.index_select(0, route.to))
+        begin = begin.maximum(free_out.index_select(0, route.out))
+        begin = begin.maximum(free_in.index_select(0, route.into))
+        nbytes = post.nbytes * post.active
+        load = nbytes.double()
+        if not route.alone:
+            load = torch.maximum(
+                *(
+                    torch.zeros_like(self.busy).index_add_(0, ports, load)[ports]
+                    for ports in (route.out, route.into)
+                )
+            )
+        end = begin + route.latency + load / route.bandwidth
+        free_out.scatter_reduce_(0, route.out, end, "amax")
+        free_in.scatter_reduce_(0, route.into, end, "amax")
+        taken = torch.zeros_like(self.busy)
+        self.busy += taken.scatter_reduce_(0, route.out, end - begin, "amax")
+        self.message[0].scatter_(0, route.out, self.ranks)
+        self.message[1].scatter_(0, route.out, route.to)
+        across = int((nbytes * route.crosses).sum())
+        self.nbytes[1] += across
+        self.nbytes[0] += int(nbytes.sum()) - across
+        # For a rank it lasts from its own message's beginning, or the other's, to the end of both.
+        start = torch.minimum(begin, begin.index_select(0, route.source)).maximum(self.clock)
+        stop = torch.maximum(end, end.index_select(0, route.source))
+        received = route.crosses.index_select(0, route.source)
+        return _Pending(start, stop, torch.where(end >= stop, route.crosses, received))
+
+    def _route(self, post: Transfer) -> _Route:
+        key = id(post.to), id(post.active)
+        if key not in self.routes:
+            to = torch.where(post.active, post.to, self.ranks)
+            source = torch.empty_like(to).scatter_(0, to, self.ranks)
+            crosses = self.node != self.node[to]
+            kind = crosses.long()
+            nowhere = len(self.busy) - 1
+            out, into = (
+                torch.where(post.active, self.port[kind, ranks], nowhere)
+                for ranks in (self.ranks, to)
+            )
+            taking_part = int(post.active.sum())
+            alone = all(len(ports[post.active].unique()) == taking_part for ports in (out, into))
+            latency, bandwidth = (
+                torch.tensor([getattr(link, name) for link in self.links], dtype=torch.float64)
+                for name in ("latency", "bandwidth")
+            )
+            self.routes[key] = _Route(
+                to, source, crosses, out, into, alone, latency[kind] * post.active, bandwidth[kind]
+            )
+        return self.routes[key]
+
+    def _collective(self, post: Transfer) -> _Pending:
+        """All ranks of a group begin when the last of them is there, and end together."""
+        groups = post.groups
+        size = groups.size(1)
+        ready = self.clock[groups].amax(1)
+        nbytes = post.nbytes[groups].double()
+        nodes = self.node[groups]
+        num_nodes = 1 + (nodes.sort(1).values.diff(dim=1) != 0).sum(1).double()
+        here = size / num_nodes  # ranks of the group in one node
+        per_node = self.cluster.ports or self.cluster.node_size
+        # Every rank has as much for each of the others.
+        others = max(size - 1, 1)
+        across = nbytes * ((size - here) / others)[:, None]
+        within = nbytes - across if post.op == "all_to_all" else nbytes
+        measured = self.cluster.collectives.get(post.op)
+        if measured is not None:
+            seconds = [
+                measured.latency + nbytes.amax(1) / measured.bandwidth,
+                torch.zeros_like(ready),
+            ]
+            across = torch.zeros_like(across)
+        else:
+            # Groups that lie side by side share their nodes' ports.
+            side_by_side = self.cluster.node_size / here.clamp(max=self.cluster.node_size)
+            used = (per_node / side_by_side).clamp(min=per_node / self.cluster.node_size)
+            seconds = [
+                _seconds(self.links[0], within.amax(1), here, post),
+                _seconds(self.links[1], across.amax(1) * here / used, num_nodes, post),
+            ]
+        begin = ready
+        for kind in (0, 1) if bool((num_nodes > 1).any()) else (0,):
+            begin = torch.maximum(begin, self.free[:, self.port[kind][groups]].amax((0, 2)))
+        end = begin + torch.maximum(*seconds)
+        for kind, sent in ((0, nbytes - across), (1, across)):
+            total = int(sent.sum())
+            if not total:
+                continue
+            self.nbytes[kind] += total
+            involved = self.port[kind][groups].flatten()
+            for free in self.free:
+                free.scatter_reduce_(0, involved, end.repeat_interleave(size), "amax")
+            each = seconds[kind].repeat_interleave(size)
+            self.busy += torch.zeros_like(self.busy).scatter_reduce_(0, involved, each, "amax")
+            self.message[0, involved], self.message[1, involved] = groups.flatten(), -1
+        start, stop = self.clock.clone(), self.clock.clone()
+        crosses = torch.zeros(len(self.clock), dtype=torch.bool)
+        start[groups], stop[groups] = (
+            begin[:, None].expand_as(nbytes),
+            end[:, None].expand_as(nbytes),
+        )
+        crosses[groups] = (seconds[1] > seconds[0])[:, None].expand_as(nodes)
+        return _Pending(start, stop, crosses)
+
+    def _wait(self, action: Wait) -> None:
+        exchange = self.pending[action.channel]
+        stop = torch.where(action.active, exchange.stop, self.clock)
+        waited = (stop - self.clock).clamp(min=0)
+        late = (torch.minimum(exchange.start, stop) - self.clock).clamp(min=0)
+        self.late += late
+        self.exposed[0] += (waited - late) * ~exchange.crosses
+        self.exposed[1] += (waited - late) * exchange.crosses
+        self.clock = self.clock + waited
+        if bool(action.active.all()):
+            del self.pending[action.channel]
+
+
+def _seconds(link: Link, nbytes: Tensor, ranks: Tensor, post: Transfer) -> Tensor:
+    """Of a collective over one kind of link; 0 where one rank is alone."""
+    # Rings and trees pass a message on; an all-to-all sends them all at once.
+    hops = 1.0 if post.op == "all_to_all" else float(ceil(log2(max(float(ranks.max()), 2.0))))
+    return (link.latency * hops + nbytes / link.bandwidth) * (ranks > 1)

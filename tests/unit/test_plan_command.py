@@ -1,0 +1,224 @@
+"""`ring-attn plan`: what it prints, writes and draws."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ring_attn import cli
+from ring_attn.bench import plan as command
+from ring_attn.bench import plan_report as report
+from ring_attn.devices import builtin_cluster, to_json
+from ring_attn.planner import Choice
+from ring_attn.simulate import Simulation
+
+SMALL = ["--seqlen", "4k", "--world-size", "4", "--heads", "8", "--kv-heads", "2"]
+SMALL += ["--head-dim", "64", "--cluster", "h100"]
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args([*SMALL, *words])
+
+
+def planned(*words: str) -> tuple[Choice, dict[str, Simulation]]:
+    choice = command.plan(arguments(*words))
+    return choice, command.simulated(choice.problem, choice.best)
+
+
+def test_it_prints_tables_and_pictures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main(["plan", *SMALL, "--strategy", "ring", "all_gather", "--layout", "zigzag"]) == 0
+    text = capsys.readouterr().out
+    parts = ("4096 rows on 4 x H100", "slowest link", "steps of", "mask, queries down", "timeline")
+    assert all(part in text for part in (*parts, "rank    3", "all_gather"))
+    assert text.count(" * ") == 1
+    last = text.strip().splitlines()[-1]
+    assert re.match(r"(ring|all_gather)", last)
+
+
+def test_quiet_prints_the_reason_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *SMALL, "--quiet", "--quick"]) == 0
+    assert len(capsys.readouterr().out.strip().splitlines()) == 1
+
+
+def test_json_has_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    words = [*SMALL, "--layout", "zigzag", "--strategy", "ring", "--quiet", "--json", str(path)]
+    assert cli.main(["plan", *words]) == 0
+    found = json.loads(path.read_text())
+    assert found["best"]["label"] == "ring" and found["world_size"] == 4
+    steps = [s for s in found["steps"] if s["direction"] == "forward" and s["most_area"]]
+    assert [(s["full"], s["cut"], s["absent"]) for s in steps] == [(0, 4, 0), *3 * [(4, 0, 0)]]
+    assert sum(s["most_area"] for s in steps) == 4096 * 4097 // 2 // 4
+    sent = sum(s["bytes_sent"] for s in found["steps"])
+    assert sent >= found["best"]["prediction"]["forward"]["bytes_sent"]
+    assert sum(s["compute_s"] for s in steps) == pytest.approx(
+        found["best"]["prediction"]["forward"]["compute"], rel=0.05
+    )
+    assert "ring-attn" in found["command"]
+
+
+def test_the_steps_of_a_contiguous_mask() -> None:
+    choice, simulations = planned("--layout", "contiguous", "--strategy", "ring", "--no-backward")
+    rows = [row for row in command.step_rows("forward", simulations["forward"]) if row.most_area]
+    assert [(row.full, row.cut, row.absent) for row in rows] == [
+        (0, 4, 0), (3, 0, 1), (2, 0, 2), (1, 0, 3),
+    ]  # fmt: skip
+    assert choice.best.prediction is not None and choice.best.prediction.backward is None
+
+
+def test_the_mask_as_ranks_by_ranks() -> None:
+    choice, _ = planned("--layout", "contiguous", "--strategy", "ring")
+    picture = report.mask_picture(choice)
+    assert picture.kind.tolist() == [
+        [report.CUT, 0, 0, 0], [1, report.CUT, 0, 0], [1, 1, report.CUT, 0], [1, 1, 1, report.CUT],
+    ]  # fmt: skip
+    assert picture.step.tolist() == [[0, -1, -1, -1], [1, 0, -1, -1], [2, 1, 0, -1], [3, 2, 1, 0]]
+    lines = report.mask_text(choice).plain.splitlines()
+    assert lines[2:6] == ["  \\0 . . .", "   1\\0 . .", "   2 1\\0 .", "   3 2 1\\0"]
+
+
+def test_steps_of_a_double_ring_and_of_groups() -> None:
+    choice, _ = planned("--layout", "contiguous", "--strategy", "double_ring", "--no-causal")
+    picture = report.mask_picture(choice)
+    assert choice.strategy.inner_degree == 2
+    assert picture.step.tolist() == [[0, 1, 2, 3], [1, 0, 3, 2], [2, 3, 0, 1], [3, 2, 1, 0]]
+    hybrid, _ = planned("--layout", "zigzag", "--strategy", "hybrid")
+    degree = hybrid.strategy.ulysses_degree
+    assert len(report.mask_picture(hybrid).kind) == 4 // degree
+    assert f"group of {degree} ranks" in report.mask_text(hybrid).plain
+
+
+def test_many_ranks_are_drawn_as_blocks() -> None:
+    picture = report.MaskPicture(
+        torch.ones(100, 100).tril().long(),
+        torch.arange(100)[:, None]
+        .expand(100, 100)
+        .clone()
+        .masked_fill_(torch.ones(100, 100).triu(1) > 0, -1),
+        100,
+        "rank",
+    )
+    coarse = picture.coarse(32)
+    assert coarse.kind.shape == (25, 25) and "4 of them" in coarse.title
+    assert coarse.kind[0, 0] == report.CUT and coarse.kind[1, 0] == report.FULL
+    assert coarse.kind[0, 1] == report.ABSENT and coarse.step[0, 1] == -1
+    assert coarse.step[1, 0] == 6 and coarse.step[0, 0] == 2
+    assert picture.coarse(100) is picture
+
+
+def test_shown_ranks_have_both_ends() -> None:
+    assert report.shown_ranks(1) == [0]
+    assert report.shown_ranks(3) == [0, 1, 2]
+    assert len(report.shown_ranks(4096)) == report.TIMELINE_RANKS
+    assert report.shown_ranks(4096)[0] == 0 and report.shown_ranks(4096)[-1] == 4095
+
+
+def test_the_timeline_is_full_of_compute() -> None:
+    words = ("--seqlen", "256k", "--layout", "zigzag", "--strategy", "ring")
+    choice, simulations = planned(*words)
+    lines = report.timeline_text(simulations).plain.splitlines()[1:]
+    assert len(lines) == 8
+    assert all(line.count("#") > 0.9 * report.COLUMNS for line in lines[::2])
+    assert all("=" in line and "~" in line and "#" not in line for line in lines[1::2])
+    found = list(report.bars(simulations, [2]))
+    both = choice.best.seconds
+    assert max(bar.stop for bar in found) == pytest.approx(both, rel=0.05)
+    computed = sum(bar.stop - bar.start for bar in found if bar.kind == "compute")
+    assert 0.9 * both < computed <= both
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_it_draws(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"plan{suffix}"
+    assert cli.main(["plan", *SMALL, "--quick", "--quiet", "--plot", str(path)]) == 0
+    data = path.read_bytes()
+    assert len(data) > 10_000
+    assert data.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
+
+
+def test_the_drawing_has_a_bar_for_each_rank_and_lane() -> None:
+    pytest.importorskip("matplotlib")
+    choice, simulations = planned("--layout", "contiguous", "--strategy", "ring")
+    drawn: Any = report.figure(choice, simulations)
+    mask, timeline = drawn.axes[:2]
+    assert len(mask.images) == 1
+    # One hatched cell for each shard on the diagonal.
+    assert len(mask.patches) == 4 and all(patch.get_hatch() for patch in mask.patches)
+    # Of each rank: attention, moves, shards, gradients.
+    assert len(timeline.collections) == 4 * 4
+    assert [tick.get_text() for tick in timeline.get_yticklabels()] == [
+        f"rank {i}" for i in range(4)
+    ]
+    assert {text.get_text() for text in timeline.texts} == {"forward", "backward"}
+
+
+def test_too_many_steps_are_not_drawn(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "MOST_RANK_STEPS", 15)
+    words = [*SMALL, "--layout", "zigzag", "--strategy", "ring"]
+    assert cli.main(["plan", *words]) == 0
+    text = capsys.readouterr().out
+    assert "16 steps of ranks are too many" in text and "under way" not in text
+    assert cli.main(["plan", *words, "--plot", "plan.png"]) == cli.EXIT_USAGE
+    assert "16 steps of ranks are too many" in capsys.readouterr().err
+    assert cli.main(["plan", *SMALL, "--layout", "zigzag", "--strategy", "ulysses"]) == 0
+    assert "under way" in capsys.readouterr().out
+
+
+def test_a_file_is_a_cluster(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({"clusters": {"4": to_json(builtin_cluster("B200"))}}))
+    assert command.cluster_of(str(path), None, 4).device.name == "B200"
+    assert command.cluster_of("h200", 4, 8).node_size == 4
+    assert command.cluster_of("A100", None, 8).device.name == "A100"
+
+
+def test_without_a_gpu_h100_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RING_ATTN_CLUSTER", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command.cluster_of(None, None, 8).device.name == "H100"
+
+
+def test_documents_and_windows_are_parsed() -> None:
+    assert command.boundaries((4, 1), 12) == [0, 4, 5, 9, 10, 12]
+    assert command.boundaries((100,), 12) == [0, 12]
+    assert command.parse_window("4k,0") == (4096, 0)
+    assert command.parse_window("-1,16") == (-1, 16)
+    choice, _ = planned("--documents", "1k", "--layout", "contiguous")
+    assert len(choice.problem.mask.documents) == 4
+    assert choice.best.prediction is not None and choice.best.prediction.total.bytes_sent == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--window", "4k"], "is not a window"),
+        (["--plot", "plan.pdf"], "neither .png nor .svg"),
+        (["--strategy", "spiral"], "invalid choice: 'spiral'"),
+        (["--cluster", "h999"], "--cluster must be one of a100, h100, h200, b200, or a file"),
+        (["--heads", "6", "--kv-heads", "4"], "multiple of nheads_kv"),
+        (["--memory", "1"], "no strategy can run"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = cli.main(["plan", *SMALL, *words])
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    assert status == cli.EXIT_USAGE
+    assert text in capsys.readouterr().err

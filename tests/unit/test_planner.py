@@ -1,0 +1,488 @@
+"""The choice of a strategy: obvious on clusters made for it, deterministic, and explained."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ring_attn import planner
+from ring_attn.devices import Cluster, Device, Link, Rate, builtin_cluster, to_json
+from ring_attn.layout import SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.memory import peak_of
+from ring_attn.planner import (
+    Candidate,
+    Choice,
+    Problem,
+    agreed_strategy,
+    choose,
+    cpu_cluster,
+    explain,
+    find_cluster,
+)
+from ring_attn.spec import AttentionSpec
+from ring_attn.strategies import all_gather, ring, ulysses
+from ring_attn.strategies.core import make_call
+from ring_attn.strategy import Strategy
+from ring_attn.transport.local import LocalTransport, run_local
+from tests.strategies import LAYOUTS, MASKS, layouts_of
+
+GIB = 1 << 30
+
+
+def cluster(
+    *,
+    node_size: int = 64,
+    flops: float = 1e14,
+    latency: float = 0.0,
+    inside: float = 1e15,
+    between: float = 1e15,
+    memory: float = 0.0,
+) -> Cluster:
+    """Devices without any cost but that of pairs, and links of these speeds in bytes/s."""
+    rate = Rate(flops)
+    device = Device("made", 1e15, rate, rate, 1e15, memory)
+    return Cluster(device, node_size, Link("fast", latency, inside), Link("slow", latency, between))
+
+
+def plan(**options: Any) -> Choice:
+    """8 ranks, 16 heads of 64, causal."""
+    usual: dict[str, Any] = {
+        "seqlen": 1 << 14, "world_size": 8, "nheads": 16, "headdim": 64, "causal": True,
+        "device_type": "cuda", "backend": "triton", "cluster": cluster(),
+    }  # fmt: skip
+    return explain(**{**usual, **options})
+
+
+def found(choice: Choice, label: str, layout: str | None = None) -> Candidate:
+    return next(
+        c for c in choice.candidates if c.label == label and layout in (None, c.layout_name)
+    )
+
+
+# -- obvious choices
+
+
+def test_without_a_network_equal_work_wins() -> None:
+    choice = plan(effort="all", strategies=["ring", "all_gather", "q_exchange"])
+    # Two products forward and five backward, for half of all pairs.
+    flops = 7 * 2 * 64 * 16 * (1 << 14) * ((1 << 14) + 1) / 2
+    mean = flops / 8 / 1e14
+    assert choice.best.seconds == pytest.approx(mean, rel=0.02)
+    unequal = found(choice, "ring", "contiguous")
+    assert unequal.seconds > 1.5 * choice.best.seconds
+    assert found(choice, "q_exchange + all_gather", "contiguous").seconds < 0.7 * unequal.seconds
+
+
+@pytest.mark.parametrize("names", [["ring", "hybrid"], ["ring", "double_ring"]])
+def test_a_slow_link_between_nodes_keeps_the_traffic_inside(names: list[str]) -> None:
+    slow = cluster(node_size=4, between=2e9, inside=1e12)
+    choice = plan(cluster=slow, layout="zigzag", strategies=names, effort="all")
+    assert choice.best.family == names[1]
+    assert 4 in (choice.strategy.ulysses_degree, choice.strategy.inner_degree)
+    best, plain = choice.best.prediction, found(choice, "ring").prediction
+    assert best is not None and plain is not None
+    assert best.total.slowest_exposed < plain.total.slowest_exposed
+    assert "between nodes" in str(plain.total.slowest_link)
+
+
+def test_of_a_window_only_the_halo_is_sent() -> None:
+    choice = plan(seqlen=1 << 16, window_size=(512, 0), layout="contiguous", effort="all",
+                  cluster=cluster(inside=1e10))  # fmt: skip
+    assert choice.best.family == "ring"
+    sent = {c.label: c.prediction.total.bytes_sent for c in choice.candidates if c.prediction}
+    assert all(sent["ring"] < other for name, other in sent.items() if "ring" not in name)
+
+
+def test_one_kv_head_is_gathered_at_once() -> None:
+    waits = cluster(latency=1e-4, inside=1e9)
+    choice = plan(seqlen=1 << 12, nheads_kv=1, layout="zigzag", cluster=waits)
+    assert choice.best.label == "all_gather", str(choice)
+    assert choice.best.prediction is not None and choice.best.prediction.total.messages == 3
+
+
+def test_few_queries_travel() -> None:
+    choice = plan(seqlen=256, seqlen_k=1 << 14, layout="contiguous", strategies=["ring"])
+    assert choice.best.travels == "q"
+    assert plan(layout="contiguous", nheads_kv=1, strategies=["ring"]).best.travels == "kv"
+
+
+def test_too_little_memory_leaves_the_ring() -> None:
+    args: dict[str, Any] = {"layout": "zigzag", "nheads_kv": 1, "effort": "all"}
+    roomy = plan(**args)
+    need = {c.label: c.peak_bytes for c in roomy.candidates}
+    inputs = (2 * 16 + 2 * 1) * (1 << 14) // 8 * 64 * 2
+    tight = min(size for name, size in need.items() if name != "ring" and size) - 1
+    choice = plan(**args, memory_bytes=float(tight + inputs))
+    assert [c.label for c in choice.candidates if c.prediction] == ["ring"]
+    gathered = found(choice, "all_gather")
+    assert gathered.refused and re.search(
+        r"needs .*B beside .*B of inputs, a rank has", str(gathered.reason)
+    )
+    assert choice.reason == "ring: every other is refused"
+    with pytest.raises(ValueError, match="no strategy can run .* needs"):
+        plan(**args, memory_bytes=1.0)
+
+
+def test_one_rank_has_nothing_to_choose() -> None:
+    choice = plan(world_size=1, layout="contiguous")
+    assert [c.label for c in choice.candidates] == ["ring"]
+    assert choice.reason == "ring: the only one"
+    assert choice.best.prediction is not None and choice.best.prediction.total.bytes_sent == 0
+
+
+# -- determinism and ties
+
+
+def test_the_same_arguments_give_the_same_choice() -> None:
+    args: dict[str, Any] = {"cluster": builtin_cluster("H100"), "nheads_kv": 4}
+    assert plan(**args).to_dict() == plan(**args).to_dict()
+    few = plan(strategies=["hybrid", "ring", "all_gather"], **args)
+    turned = plan(strategies=["all_gather", "ring", "hybrid"], **args)
+    assert (few.strategy, few.layouts) == (turned.strategy, turned.layouts)
+
+
+def test_among_equals_fewer_bytes_win() -> None:
+    choice = plan(layout="zigzag", effort="all")
+    best = choice.best
+    assert best.prediction is not None
+    as_fast = [c for c in choice.candidates if c.seconds <= best.seconds * 1.001]
+    assert len(as_fast) > 1
+    assert best.prediction.total.bytes_sent == min(
+        c.prediction.total.bytes_sent for c in as_fast if c.prediction
+    )
+
+
+# -- bounds and efforts
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "on",
+    [cluster(), cpu_cluster(4), builtin_cluster("H100", node_size=4)],
+    ids=["made", "cpu", "h100"],
+)
+def test_a_bound_is_one_and_misses_nothing(causal: bool, on: Cluster) -> None:
+    args: dict[str, Any] = {"cluster": on, "causal": causal, "nheads_kv": 4, "seqlen": 1 << 13}
+    args["world_size"] = 4
+    every = plan(**args, effort="all")
+    for candidate in every.candidates:
+        assert candidate.at_least <= candidate.seconds * (1 + 1e-9)
+    quick = plan(**args)
+    assert quick.best.seconds == pytest.approx(every.best.seconds, rel=0.01)
+    assert (quick.strategy, quick.layouts) == (every.strategy, every.layouts)
+
+
+def test_every_name_is_simulated_where_it_is_asked_for() -> None:
+    choice = plan(layout="contiguous", effort="names", cluster=builtin_cluster("A100"))
+    told = {c.family for c in choice.candidates if c.prediction is not None}
+    assert told == {"ring", "all_gather", "ulysses", "hybrid", "double_ring", "q_exchange"}
+    left = [c for c in choice.candidates if c.prediction is None]
+    assert left and all(c.ruled_out and "computes for at least" in str(c.reason) for c in left)
+
+
+# -- refusals
+
+
+def test_every_refusal_has_its_reason() -> None:
+    choice = plan(effort="all", strategies=["q_exchange", "ring"], layout="auto")
+    for candidate in choice.candidates:
+        assert (candidate.prediction is None) == candidate.refused == bool(candidate.reason)
+    assert "contiguous layout" in str(found(choice, "q_exchange + ring", "zigzag").reason)
+    assert not found(choice, "q_exchange + ring", "contiguous").refused
+
+    named = plan(strategies=[Strategy(ulysses_degree=3), Strategy(inner_degree=5), "ring"])
+    reasons = {c.label: str(c.reason) for c in named.candidates if c.refused}
+    assert "must divide the world size, got 3 and 8" in reasons["hybrid 3 x ring"]
+    assert "must divide the world size, got 5 and 8" in reasons["double_ring 5"]
+
+    pair = SequenceLayout.striped(64, 8), SequenceLayout.contiguous(64, 8)
+    with pytest.raises(ValueError, match="both be striped or neither"):
+        plan(seqlen=64, layout=pair)
+
+
+def test_same_bits_leaves_what_has_them() -> None:
+    choice = plan(layout="contiguous", same_bits=True, effort="all", nheads_kv=2)
+    assert {c.family for c in choice.candidates if not c.refused} >= {"ring", "all_gather"}
+    for candidate in choice.candidates:
+        assert candidate.same_bits != candidate.refused
+        if candidate.refused:
+            assert "same_bits=True cannot be had here" in str(candidate.reason)
+    with pytest.raises(ValueError, match="does not fold in one order"):
+        plan(same_bits=True, backend="aten")
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_candidate_is_the_call_that_is_made(name: str, kind: str) -> None:
+    mask = MASKS[name]
+    layouts = layouts_of(kind, mask, 4)
+    spec = AttentionSpec("cpu", torch.float32, 1, 6, 2, 8, 8)
+    problem = Problem(spec, mask, 4, cpu_cluster(4), "aten")
+    choice = choose(problem, {"given": layouts}, effort="all")
+    for candidate in choice.candidates:
+        args = (candidate.strategy, spec, layouts, mask, 3)
+        if candidate.refused:
+            with pytest.raises((ValueError, NotImplementedError)):
+                make_call(*args, backend="aten")
+            continue
+        call: Any = make_call(*args, backend="aten")
+        assert call.same_bits == candidate.same_bits
+        call = getattr(call, "inner", call)
+        cores = [core for core in getattr(call, "cores", (call,)) if hasattr(core, "travels_back")]
+        if cores and len(layouts) == 2 and candidate.travels is not None:
+            assert candidate.travels in {core.travels_back for core in cores}
+
+
+# -- memory
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("backend", ["aten", "triton"])
+@pytest.mark.parametrize("inner_degree", [1, 2, 4])
+def test_the_peak_of_a_ring_is_that_of_its_plan(kind: str, backend: str, inner_degree: int) -> None:
+    layouts = layouts_of(kind, Mask(4096, 4096), 8)
+    spec = AttentionSpec("cpu", torch.float32, 1, 4, 2, 32, 32)
+    strategy = Strategy(inner_degree=inner_degree)
+    for mask in (Mask(4096, 4096, causal=True), Mask(4096, 4096)):
+        for travels in ("kv", "q"):
+            calls = [
+                ring.RingCall(spec, layouts, mask, rank, 1.0, backend, travels, False, inner_degree)  # type: ignore[arg-type]
+                for rank in range(8)
+            ]
+            exact = max(ring.predicted_peak_bytes(call, backward=True) for call in calls)
+            got = peak_of(strategy, spec, layouts, mask, backend=backend, travels=travels)  # type: ignore[arg-type]
+            assert exact == pytest.approx(got, rel=0.1)
+            assert got >= 0.99 * exact
+
+
+def test_the_peak_of_the_others_is_theirs() -> None:
+    mask = Mask(1024, 1024, causal=True)
+    layouts = layouts_of("zigzag", mask, 4)
+    spec = AttentionSpec("cpu", torch.float32, 1, 4, 2, 32, 32)
+    gathered: Any = make_call(Strategy("all_gather"), spec, layouts, mask, 0, backend="aten")
+    heads: Any = make_call(Strategy(ulysses_degree=4), spec, layouts, mask, 0, backend="aten")
+    for backward in (False, True):
+        assert all_gather.predicted_peak_bytes(gathered, backward=backward) == peak_of(
+            Strategy("all_gather"), spec, layouts, mask, backend="aten", backward=backward
+        )
+        of_core = ring.predicted_peak_bytes
+        assert ulysses.predicted_peak_bytes(heads, of_core, backward=backward) == pytest.approx(
+            peak_of(
+                Strategy(ulysses_degree=4), spec, layouts, mask, backend="aten", backward=backward
+            )
+        )
+
+
+# -- layouts
+
+
+def test_auto_layout_has_four() -> None:
+    choice = plan(effort="all", strategies=["ring"])
+    assert {c.layout_name for c in choice.candidates} == {
+        "contiguous", "zigzag", "striped", "balanced",
+    }  # fmt: skip
+    balanced = found(choice, "ring", "balanced").layouts[0]
+    areas = balanced.mask_area(choice.problem.mask)
+    assert max(areas) <= 1.05 * sum(areas) / len(areas)
+    assert all(cut % 128 == 0 for cut in balanced.cuts or ())
+
+
+def test_balanced_documents_and_unequal_lengths() -> None:
+    cuts = [0, 5000, 5100, 9000, 12000]
+    choice = plan(seqlen=12000, cu_seqlens=cuts, layout="balanced", strategies=["ring"])
+    areas = choice.layout.mask_area(choice.problem.mask)
+    assert max(areas) <= 1.1 * sum(areas) / len(areas)
+    longer = plan(seqlen=1000, seqlen_k=3000, layout="balanced", strategies=["ring"])
+    assert [layout.seqlen for layout in longer.layouts] == [1000, 3000]
+    assert choice.layout is choice.layouts[1]
+
+
+def test_a_given_layout_is_kept() -> None:
+    layout = SequenceLayout.boundaries([0, 100, 200, 500, 1000])
+    choice = plan(seqlen=1000, world_size=4, layout=layout)
+    assert {c.layout_name for c in choice.candidates} == {"given"}
+    assert choice.layouts == (layout, layout)
+
+
+# -- words
+
+
+def test_the_table_marks_the_best_and_says_why() -> None:
+    choice = plan(cluster=builtin_cluster("H100", node_size=4), effort="names", layout="zigzag")
+    text = str(choice).splitlines()
+    assert text[0].startswith("16384 rows on 8 x H100 (nodes of 4), 16/16 heads of 64, bfloat16")
+    assert text[1].split() == [
+        "strategy", "layout", "forward", "backward", "total", "exposed", "sent", "messages", "peak",
+        "travels",
+    ]  # fmt: skip
+    assert text[2].startswith("*") and choice.best.label in text[2]
+    assert sum(line.startswith("*") for line in text) == 1
+    assert any(line.startswith("refused: zigzag: q_exchange") for line in text)
+    assert text[-1] == choice.reason
+    assert re.fullmatch(
+        rf"{choice.best.label}: (\d+ % faster than|as fast as) .+, (which|whose) .+", choice.reason
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "on", "names"),
+    [
+        ("for bytes (slow between nodes", cluster(node_size=4, between=1e9), ["ring", "hybrid"]),
+        ("whose busiest rank computes", cluster(), ["ring", "q_exchange"]),
+    ],
+)
+def test_the_reason_names_the_fault(fault: str, on: Cluster, names: list[str]) -> None:
+    choice = plan(cluster=on, layout="contiguous", strategies=names, effort="all")
+    assert choice.best.family == names[1]
+    assert "faster than ring" in choice.reason and fault in choice.reason
+
+
+def test_json_has_all_of_it() -> None:
+    choice = plan(effort="names")
+    found = json.loads(json.dumps(choice.to_dict()))
+    assert found["best"]["label"] == choice.best.label
+    assert len(found["candidates"]) == len(choice.candidates)
+    assert found["best"]["prediction"]["forward"]["seconds"] > 0
+    assert found["best"]["seconds"] == choice.best.seconds
+
+
+# -- the cluster
+
+
+def test_the_cluster_is_that_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = cluster(flops=123e9)
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({"clusters": {"4": to_json(mine)}}))
+    monkeypatch.setenv(planner.CLUSTER_VARIABLE, str(path))
+    assert find_cluster("cpu", 2) == mine
+    monkeypatch.setenv(planner.CLUSTER_VARIABLE, str(tmp_path / "none.json"))
+    with pytest.raises(OSError, match=r"none\.json"):
+        find_cluster("cpu", 2)
+    path.write_text("{}")
+    monkeypatch.setenv(planner.CLUSTER_VARIABLE, str(path))
+    with pytest.raises(ValueError, match="is not a calibration"):
+        find_cluster("cpu", 2)
+
+
+def test_a_built_in_cluster_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(planner.CLUSTER_VARIABLE, raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert find_cluster("cpu", 4) == cpu_cluster(4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert find_cluster(None, 64) == builtin_cluster("H200")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert find_cluster("cuda", 64).node_size == 4
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Unheard 9000")
+    with pytest.raises(ValueError, match="no built-in description of this machine .Unheard 9000"):
+        find_cluster("cuda", 64)
+
+
+# -- arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"seqlen": 0}, ValueError, "seqlen must be at least 1, got 0"),
+        ({"world_size": 2.0}, TypeError, "world_size must be an int, got float"),
+        ({"nheads": 6, "nheads_kv": 4}, ValueError, "multiple of nheads_kv, got 6 and 4"),
+        ({"layout": "spiral"}, ValueError, "layout must be 'auto', one of .* got 'spiral'"),
+        ({"layout": SequenceLayout.zigzag(8, 2)}, ValueError, "layout of q must be over 16384"),
+        ({"strategies": ["spiral"]}, ValueError, "strategy must be one of .* got 'spiral'"),
+        ({"strategies": "ring"}, TypeError, "must be a sequence of names or values"),
+        ({"strategies": []}, ValueError, "none was asked for"),
+        ({"strategies": ["hybrid"], "world_size": 7}, ValueError, "no degree for 7 ranks"),
+        ({"effort": "some"}, ValueError, "effort must be one of"),
+        ({"backend": "spiral"}, ValueError, "backend must be 'auto' or one of"),
+        ({"window_size": (4, 4)}, ValueError, "sees nothing to the right"),
+        ({"cu_seqlens": [0, 5]}, ValueError, "must end at the global length"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_refused(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        plan(**options)
+
+
+# -- the same on every rank
+
+
+SPEC = AttentionSpec("cpu", torch.float32, 1, 4, 2, 16, 16)
+
+
+def agree(rank: int, transport: LocalTransport, **changed: Any) -> tuple[Strategy, int]:
+    """One rank's strategy, and the messages of three calls."""
+    layout = SequenceLayout.zigzag(256, transport.world_size)
+    spec = replace(SPEC, **changed) if rank == 1 else SPEC
+    options: dict[str, Any] = {"backend": "aten", "same_bits": None, "backward": True}
+    got = [
+        agreed_strategy(spec, (layout, layout), Mask(256, 256, True), transport, **options)
+        for _ in range(3)
+    ]
+    assert got[0] == got[1] == got[2]
+    return got[0], transport.stats.messages
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_agree_in_one_exchange(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def choose_once(problem: Problem, layouts: Any) -> Any:
+        asked.append(problem)
+        return choose(problem, layouts, ["all_gather"])
+
+    monkeypatch.setattr(planner, "choose", choose_once)
+    results = run_local(world_size, agree)
+    assert len(asked) == (world_size > 1)
+    assert {messages for _, messages in results} == {int(world_size > 1)}
+    expected = Strategy("all_gather") if world_size > 1 else Strategy()
+    assert {strategy.core for strategy, _ in results} == {expected.core}
+
+
+def test_other_arguments_are_named_on_all_ranks() -> None:
+    told = []
+
+    def work(rank: int, transport: LocalTransport) -> None:
+        try:
+            agree(rank, transport, nheads=8)
+        except ValueError as error:
+            told.append(str(error))
+
+    run_local(3, work)
+    assert len(told) == 3
+    assert all("ranks [1] have others than rank 0" in text for text in told)
+
+
+def test_what_rank_0_raises_all_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(planner.CLUSTER_VARIABLE, "/nowhere/machine.json")
+    told = []
+
+    def work(rank: int, transport: LocalTransport) -> None:
+        with pytest.raises(ValueError, match="chosen by rank 0: .*/nowhere/machine.json") as error:
+            agree(rank, transport)
+        told.append(str(error.value))
+
+    run_local(2, work)
+    assert len(told) == 2 and told[0] == told[1]
+
+
+def test_a_long_error_is_told_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise NotImplementedError("too long: " + 3000 * "é")
+
+    monkeypatch.setattr(planner, "find_cluster", fail)
+
+    def work(rank: int, transport: LocalTransport) -> None:
+        with pytest.raises(NotImplementedError, match=r"too long: é+ \.\.\.$"):
+            agree(rank, transport)
+
+    run_local(2, work)
