@@ -179,6 +179,22 @@ def test_a_bound_is_one_and_misses_nothing(causal: bool, on: Cluster) -> None:
     assert (quick.strategy, quick.layouts) == (every.strategy, every.layouts)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cu_seqlens": [0, 2872, 2915, 3077, 3799, 4096], "causal": False, "world_size": 2},
+        {"window_size": (0, 0), "seqlen": 257, "world_size": 4},
+        {"seqlen": 256, "seqlen_k": 4096, "world_size": 3},
+    ],
+)
+def test_a_bound_holds_where_work_is_uneven(options: dict[str, Any]) -> None:
+    args: dict[str, Any] = {"seqlen": 4096, "nheads": 3, "backend": "aten", **options}
+    choice = plan(**args, cluster=cpu_cluster(4), dtype=torch.float32, effort="all")
+    told = [c for c in choice.candidates if c.prediction is not None]
+    assert all(c.at_least <= c.seconds * (1 + 1e-9) for c in told)
+    assert any(c.travels == "q" for c in told) or "window_size" in options
+
+
 def test_every_name_is_simulated_where_it_is_asked_for() -> None:
     choice = plan(layout="contiguous", effort="names", cluster=builtin_cluster("A100"))
     told = {c.family for c in choice.candidates if c.prediction is not None}
