@@ -2,18 +2,20 @@
 #
 # Every target that needs Python packages makes its own environment first, from the pinned versions in
 # .ci/constraints.txt. VENV=path puts it elsewhere, PYTHON=path picks the interpreter, ARGS="..." is
-# handed on to pytest or to the ring-attn command.
+# handed on to pytest or to the ring-attn command, WORKERS=n runs so many files of tests side by side.
 
 VENV ?= .venv
 PYTHON ?= python3
 ARGS ?=
+WORKERS ?= 2
 TRITON ?=
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# A distributed test runs several ranks on the same few cores: more threads a rank only fight.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# A distributed test runs several ranks on the same few cores: more threads a rank only fight. Files
+# of tests run side by side; WORKERS=0 runs them in one process, as a debugger wants it.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
