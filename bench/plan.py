@@ -32,16 +32,10 @@ from ring_attn.arguments import (
     write_json,
 )
 from ring_attn.bench import plan_report as report
-from ring_attn.devices import Cluster, builtin_cluster, load_cluster
+from ring_attn.choice import Candidate, Choice, Problem
+from ring_attn.devices import Cluster, builtin_cluster, find_cluster, load_cluster
 from ring_attn.layout import LAYOUTS
-from ring_attn.planner import (
-    Candidate,
-    Choice,
-    Problem,
-    explain,
-    find_cluster,
-    schedule_for,
-)
+from ring_attn.planner import explain, schedule_for
 from ring_attn.schedule import Compute, Transfer
 from ring_attn.simulate import Simulation, simulate
 from ring_attn.strategy import NAMES

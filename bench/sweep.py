@@ -33,11 +33,12 @@ from ring_attn.arguments import (
     write_json,
 )
 from ring_attn.bench.calibrate import calibrate
+from ring_attn.choice import Choice
 from ring_attn.devices import Cluster, load_cluster, to_json
 from ring_attn.env import machine
 from ring_attn.launch import run_ranks
 from ring_attn.layout import SequenceLayout
-from ring_attn.planner import Choice, explain
+from ring_attn.planner import explain
 from ring_attn.strategy import Strategy
 
 WORLD_SIZES = (2, 4)

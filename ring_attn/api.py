@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn import validation as check
+from ring_attn.agreement import agreed_strategy
 from ring_attn.backends import BackendChoice, choose_backend
 from ring_attn.debug import check_agreement, debug_enabled, tell_error
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
-from ring_attn.planner import agreed_strategy
 from ring_attn.spec import AttentionSpec, TransportOptions
 from ring_attn.strategies.base import attend
 from ring_attn.strategies.core import make_call

@@ -10,8 +10,9 @@ from typing import NamedTuple
 from ring_attn.buffers import gradient_schedule, shard_schedule
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
-from ring_attn.plan import Plan, Tile, Transfer, Traveller, plan_ring
+from ring_attn.plan import Plan, Tile, Transfer, Traveller
 from ring_attn.spec import AttentionSpec, Packet
+from ring_attn.work import pair_work
 
 
 def shard_packet(spec: AttentionSpec, travels: Traveller, rows: int) -> Packet:
@@ -78,6 +79,7 @@ def bytes_by_link(
 
     Example:
         >>> import torch
+        >>> from ring_attn.plan import plan_ring
         >>> layout, mask = SequenceLayout.contiguous(64, 8), Mask(64, 64)
         >>> spec = AttentionSpec("cpu", torch.bfloat16, 1, 4, 1, 16, 16)
         >>> for inner_degree in (1, 4):
@@ -188,24 +190,22 @@ def num_gradient_buffers(plan: Plan, *, same_bits: bool = False) -> int:
 
 @lru_cache(maxsize=1024)
 def choose_traveller(
-    spec: AttentionSpec,
-    layout_q: SequenceLayout,
-    layout_kv: SequenceLayout,
-    mask: Mask,
-    inner_degree: int = 1,
+    spec: AttentionSpec, layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask
 ) -> Traveller:
     """The side that costs fewer bytes in the backward, counted over all ranks; KV where equal.
 
     With 16-bit tensors and float32 gradients KV costs 12 bytes a row, KV head and element, the Q
-    side 8 a row and head: KV travels with grouped heads, Q with few queries or one head each.
+    side 8 a row and head: KV travels with grouped heads, Q with few queries or one head each. How
+    often a shard is passed on does not matter: it is the same on either side.
     """
-    ranks = range(layout_q.world_size)
+    work = pair_work(layout_q, layout_kv, mask)
 
     def total(travels: Traveller) -> int:
-        plans = (
-            plan_ring(layout_q, layout_kv, mask, rank, travels, inner_degree) for rank in ranks
+        rows = work.travelling(travels).count.tolist()
+        return sum(
+            shard_packet(spec, travels, n).nbytes + gradient_packet(spec, travels, n).nbytes
+            for n in rows
         )
-        return sum(bytes_sent(plan, spec, backward=True) for plan in plans)
 
     return "q" if total("q") < total("kv") else "kv"
 

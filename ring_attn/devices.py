@@ -14,6 +14,7 @@ calibrate` measures the machine at hand, and `load_cluster` reads that.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -22,6 +23,9 @@ from typing import Any
 import torch
 
 GB = 1e9
+
+# Where the machine's calibration is found, if no cluster is given.
+CLUSTER_VARIABLE = "RING_ATTN_CLUSTER"
 
 
 @dataclass(frozen=True)
@@ -282,3 +286,48 @@ def cluster_from_json(found: Mapping[str, Any]) -> Cluster:
     }
     rest = {f.name: found[f.name] for f in fields(Cluster) if f.name not in parts}
     return Cluster(**parts, **rest)
+
+
+def find_cluster(device_type: str | None = None, world_size: int | None = None) -> Cluster:
+    """The cluster of this machine: RING_ATTN_CLUSTER's, else what is built in for its device.
+
+    GPUs are in nodes of LOCAL_WORLD_SIZE (8 without a launcher), with NVLink inside and 400 Gb/s
+    between. The CPU's description is a rough one; `ring-attn calibrate` measures it.
+
+    Args:
+        device_type: "cuda" or "cpu"; None is "cuda" where torch has a GPU.
+        world_size: of several calibrations in the file that which is nearest.
+
+    Raises:
+        ValueError: a GPU that is not built in, or a file that is no calibration.
+        OSError: a file that cannot be read.
+    """
+    path = os.environ.get(CLUSTER_VARIABLE)
+    if path:
+        return load_cluster(path, world_size)
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    if device_type == "cpu":
+        return cpu_cluster(local or world_size or 1)
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    for known in ("A100", "H100", "H200", "B200"):
+        if known in name:
+            return builtin_cluster(known, node_size=local or 8)
+    raise ValueError(
+        f"there is no built-in description of this machine ({name}): pass cluster=, or run "
+        f"`ring-attn calibrate --json PATH` and set {CLUSTER_VARIABLE}=PATH"
+    )
+
+
+def cpu_cluster(node_size: int = 1) -> Cluster:
+    """Ranks of one core each that talk over gloo: what a core does, to a factor of two.
+
+    Example:
+        >>> cpu_cluster(4).device.name
+        'CPU core'
+    """
+    # torch's operator on one core with AVX512 (bench/results/NOTES.md): 83 and 77 GFLOP/s.
+    forward, backward = Rate(83e9, 1e-4, 30.0, 300.0), Rate(77e9, 1e-4, 60.0, 300.0)
+    core = Device("CPU core", 0.0, forward, backward, 4e9)
+    return Cluster(core, node_size, Link("gloo", 4e-4, 1.5e9), Link("gloo between", 5e-4, 1.1e9))

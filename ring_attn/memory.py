@@ -17,7 +17,7 @@ from ring_attn.heads import is_replicated, share_heads
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.plan import Band, Plan, Tile, Traveller, pair_tiles, ring_grid
-from ring_attn.schedule import _outline as outline
+from ring_attn.schedule import plan_outline
 from ring_attn.spec import AttentionSpec
 from ring_attn.strategies import all_gather, q_exchange, ulysses
 from ring_attn.strategies.all_gather import AllGatherCall
@@ -183,7 +183,7 @@ def _sketch(layouts: Layouts, mask: Mask, rank: int, travels: Traveller, inner_d
     order = work.displacements(grid)
     if travels == "q":
         order = tuple(sorted((-a % grid.outer, -b % grid.inner) for a, b in order))
-    plan = outline(grid, order, travels)
+    plan = plan_outline(grid, order, travels)
     longest = slice(0, int(work.travelling(travels).count.max()))
     steps = [replace(step, rows=longest) for step in plan.steps]
     areas = (work.area[rank] if travels == "kv" else work.area[:, rank]).clone()

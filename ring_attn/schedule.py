@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ring_attn import buffers
 from ring_attn.buffers import gradient_schedule, shard_schedule
-from ring_attn.cost import flops, gradient_packet, shard_packet
+from ring_attn.cost import choose_traveller, flops, gradient_packet, shard_packet
 from ring_attn.heads import HeadRun, HeadShare, is_replicated, share_heads
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
@@ -304,7 +304,8 @@ class _Builder:
         """(P,) int64, the same for all."""
         return torch.full((self.world_size,), value, dtype=torch.int64)
 
-    def traveller(self, inner_degree: int) -> Traveller:
+    @property
+    def traveller(self) -> Traveller:
         """What a ring sends round in this direction: as `cost.choose_traveller` has it."""
         if not self.backward:
             return "kv"
@@ -312,7 +313,7 @@ class _Builder:
             return self.travels
         if self.same_bits:
             return "kv"
-        return _cheaper_traveller(self, inner_degree)
+        return choose_traveller(self.spec, *self.layouts, self.mask)
 
     def collective(self, op: Op, nbytes: int, channel: Channel = "shards") -> Transfer:
         """Of all ranks, the same number of bytes leaving each."""
@@ -371,27 +372,6 @@ def _sizes(rows: Tensor, nbytes: Callable[[int], int]) -> Tensor:
     return torch.tensor([nbytes(n) for n in found.tolist()], dtype=torch.int64)[inverse]
 
 
-def _cheaper_traveller(b: _Builder, inner_degree: int) -> Traveller:
-    """`cost.choose_traveller`, counted for all ranks at once."""
-    work, grid = pair_work(*b.layouts, b.mask), ring_grid(b.world_size, inner_degree)
-    order = work.displacements(grid)
-
-    def total(travels: Traveller) -> int:
-        turned = order
-        if travels == "q":
-            turned = tuple(sorted((-x % grid.outer, -y % grid.inner) for x, y in order))
-        outline = _outline(grid, turned, travels)
-        rows = work.travelling(travels).count
-        # In one exchange the message of every rank's shard is sent once, by one of them.
-        shards = _sizes(rows, lambda n: shard_packet(b.spec, travels, n).nbytes)
-        gradients = _sizes(rows, lambda n: gradient_packet(b.spec, travels, n).nbytes)
-        return len(outline.shard_transfers) * int(shards.sum()) + len(
-            outline.gradient_transfers()
-        ) * int(gradients.sum())
-
-    return "q" if total("q") < total("kv") else "kv"
-
-
 # -- ring
 
 
@@ -403,7 +383,7 @@ class _Ring:
     """
 
     def __init__(self, b: _Builder, inner_degree: int) -> None:
-        self._b, self._travels = b, b.traveller(inner_degree)
+        self._b, self._travels = b, b.traveller
         self._work = pair_work(*b.layouts, b.mask)
         self._grid = ring_grid(b.world_size, inner_degree)
         order = self._work.displacements(self._grid)
@@ -413,7 +393,7 @@ class _Ring:
         work = self._work.by_displacement(self._grid, self._travels)
         self._steps = [work[x * self._grid.inner + y] for x, y in order]
         self._hops: dict[int, Tensor] = {}
-        self._plan = _outline(self._grid, order, self._travels)
+        self._plan = plan_outline(self._grid, order, self._travels)
         moving = self._work.travelling(self._travels).count
         self._shard = _sizes(moving, lambda n: shard_packet(b.spec, self._travels, n).nbytes)
         self._gradient = _sizes(moving, lambda n: gradient_packet(b.spec, self._travels, n).nbytes)
@@ -487,7 +467,7 @@ class _Ring:
         return self._hops[of_first]
 
 
-def _outline(grid: Grid, order: Sequence[Displacement], travels: Traveller) -> Plan:
+def plan_outline(grid: Grid, order: Sequence[Displacement], travels: Traveller) -> Plan:
     """Rank 0's plan with its steps and exchanges, and a tile of no meaning in each."""
     world_size = grid.outer * grid.inner
     begins = [i for i, (a, _) in enumerate(order) if i == 0 or a != order[i - 1][0]]

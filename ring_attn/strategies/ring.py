@@ -175,7 +175,7 @@ def make_call(
         rank,
         1.0 / math.sqrt(spec.headdim) if softmax_scale is None else softmax_scale,
         backend,
-        "kv" if same_bits else choose_traveller(spec, *layouts, mask, inner_degree),
+        "kv" if same_bits else choose_traveller(spec, *layouts, mask),
         same_bits,
         inner_degree,
     )

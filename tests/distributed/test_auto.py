@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attn import planner
-from ring_attn.devices import Cluster, Link, to_json
+from ring_attn import devices
+from ring_attn.agreement import agreed_strategy
+from ring_attn.choice import Problem
+from ring_attn.devices import Cluster, Link, cpu_cluster, to_json
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
-from ring_attn.planner import Problem, agreed_strategy, choose, cpu_cluster
+from ring_attn.planner import choose
 from ring_attn.spec import AttentionSpec, TransportOptions
 from ring_attn.strategy import Strategy
 from ring_attn.transport.p2p import open_p2p
@@ -40,7 +42,7 @@ def clusters() -> tuple[Cluster, Cluster]:
 
 def choose_on(path: str, calls: int = 2, headdim: int = 16) -> tuple[Strategy, int, int]:
     """A rank's choice with its own file, messages of the first call, and of the rest."""
-    os.environ[planner.CLUSTER_VARIABLE] = path.format(rank=dist.get_rank())
+    os.environ[devices.CLUSTER_VARIABLE] = path.format(rank=dist.get_rank())
     transport = open_p2p(dist.group.WORLD, TransportOptions(timeout=20.0))
     spec = replace(SPEC, headdim=headdim)
     options: dict[str, Any] = {"backend": "aten", "same_bits": None, "backward": True}
@@ -51,7 +53,7 @@ def choose_on(path: str, calls: int = 2, headdim: int = 16) -> tuple[Strategy, i
             found.append(agreed_strategy(spec, (LAYOUT, LAYOUT), MASK, transport, **options))
             counts.append(transport.stats.messages)
     finally:
-        del os.environ[planner.CLUSTER_VARIABLE]
+        del os.environ[devices.CLUSTER_VARIABLE]
     assert all(one == found[0] for one in found)
     return found[0], counts[1] - counts[0], counts[-1] - counts[1]
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ring_attn
 from ring_attn import planner
+from ring_attn.choice import Choice, Problem
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.spec import TransportOptions
@@ -73,7 +74,7 @@ def on_a_mesh() -> list[int]:
     heard = []
     choose = planner.choose
 
-    def listen(problem: planner.Problem, layouts: Any) -> planner.Choice:
+    def listen(problem: Problem, layouts: Any) -> Choice:
         heard.append(problem.cluster.node_size)
         return choose(problem, layouts)
 

@@ -17,8 +17,7 @@ from ring_attn.bench.sweep import (
     judged,
     verdict_table,
 )
-from ring_attn.devices import to_json
-from ring_attn.planner import cpu_cluster
+from ring_attn.devices import cpu_cluster, to_json
 from ring_attn.strategy import Strategy
 
 

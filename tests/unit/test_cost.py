@@ -22,6 +22,7 @@ from ring_attn.strategies.ring import RingCall, ring_backward, ring_forward
 from ring_attn.testing import random_qkv
 from ring_attn.transport.base import TransportStats
 from ring_attn.transport.local import LocalTransport, run_local
+from tests.strategies import LAYOUTS, MASKS, layouts_of
 
 TRAVELLERS: tuple[Traveller, ...] = ("kv", "q")
 
@@ -180,6 +181,27 @@ def test_the_gradients_count() -> None:
     assert 100 * (520 + 512) < 80 * (512 + 1024)
     assert 100 * 520 > 80 * 512
     assert choose_traveller(spec, layout_q, layout_kv, Mask(200, 160)) == "q"
+
+
+@pytest.mark.parametrize("inner_degree", [1, 2, 3])
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1), (3, 3)])
+def test_the_side_with_fewer_bytes_travels(
+    heads: tuple[int, int], kind: str, inner_degree: int
+) -> None:
+    spec = spec_of(torch.bfloat16, *heads, 32)
+    for mask in MASKS.values():
+        layouts = layouts_of(kind, mask, 6)
+        q, kv = (
+            sum(
+                bytes_sent(
+                    plan_ring(*layouts, mask, rank, travels, inner_degree), spec, backward=True
+                )
+                for rank in range(6)
+            )
+            for travels in ("q", "kv")
+        )
+        assert choose_traveller(spec, *layouts, mask) == ("q" if q < kv else "kv")
 
 
 def test_kv_travels_where_it_is_equal() -> None:

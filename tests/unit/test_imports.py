@@ -16,13 +16,12 @@ PACKAGE = "ring_attn"
 # The one table of who may import whom, from the bottom. A unit is a module or folder of the
 # package. It may import its own siblings (SIBLINGS restricts that) and the units named here, and
 # nothing else of ours. Imports inside functions count.
-DATA = {"heads", "mask", "layout", "plan", "buffers", "cost", "state", "spec"}
+DATA = {"heads", "mask", "layout", "plan", "buffers", "work", "cost", "state", "spec"}
 ENGINE = DATA | {"strategy", "validation", "profiling", "backends", "transport", "strategies"}
-PLANNING = {"work", "schedule", "devices", "simulate", "memory", "planner", "balance"}
-API = ENGINE | PLANNING | {"ops", "debug", "tensor_parallel", "api", "decode"}
-SIMULATOR = {"work", "devices", "schedule", "simulate"}
+PLANNING = {"schedule", "devices", "simulate", "memory", "choice", "planner", "balance"}
+API = ENGINE | PLANNING | {"agreement", "ops", "debug", "tensor_parallel", "api", "decode"}
 PUBLIC = API | {"parallel_style", "__init__", "integrations"}
-TOOLS = PUBLIC | SIMULATOR | {"launch", "arguments", "env", "testing"}
+TOOLS = PUBLIC | {"launch", "arguments", "env", "testing"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "heads": set(),
@@ -34,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layout": {"mask"},
     "plan": {"mask", "layout"},
     "buffers": {"plan"},
-    "cost": {"mask", "layout", "plan", "buffers", "spec"},
+    "cost": {"mask", "layout", "plan", "buffers", "spec", "work"},
     "validation": DATA,
     "transport": DATA | {"profiling", "kernels"},
     "backends": DATA | {"profiling", "kernels"},
@@ -48,9 +47,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "debug": DATA | {"validation"},
     "tensor_parallel": DATA | {"validation"},
     "memory": ENGINE | {"work", "schedule"},
+    "choice": DATA | {"strategy", "devices", "simulate"},
     "planner": (ENGINE | PLANNING) - {"planner"},
+    "agreement": ENGINE | PLANNING,
     "ops": ENGINE,
-    "api": ENGINE | PLANNING | {"ops", "debug"},
+    "api": ENGINE | {"ops", "debug", "agreement"},
     "decode": ENGINE | {"debug"},
     "parallel_style": API,
     # `import ring_attn` itself: whoever imports it imports all that it exports.

@@ -11,21 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-from ring_attn import planner
-from ring_attn.devices import Cluster, Device, Link, Rate, builtin_cluster, to_json
+from ring_attn import devices, planner
+from ring_attn.agreement import agreed_strategy
+from ring_attn.choice import Candidate, Choice, Problem
+from ring_attn.devices import (
+    Cluster,
+    Device,
+    Link,
+    Rate,
+    builtin_cluster,
+    cpu_cluster,
+    find_cluster,
+    to_json,
+)
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.memory import peak_of
-from ring_attn.planner import (
-    Candidate,
-    Choice,
-    Problem,
-    agreed_strategy,
-    choose,
-    cpu_cluster,
-    explain,
-    find_cluster,
-)
+from ring_attn.planner import choose, explain
 from ring_attn.spec import AttentionSpec
 from ring_attn.strategies import all_gather, ring, ulysses
 from ring_attn.strategies.core import make_call
@@ -376,19 +378,19 @@ def test_the_cluster_is_that_of_the_file(tmp_path: Path, monkeypatch: pytest.Mon
     mine = cluster(flops=123e9)
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({"clusters": {"4": to_json(mine)}}))
-    monkeypatch.setenv(planner.CLUSTER_VARIABLE, str(path))
+    monkeypatch.setenv(devices.CLUSTER_VARIABLE, str(path))
     assert find_cluster("cpu", 2) == mine
-    monkeypatch.setenv(planner.CLUSTER_VARIABLE, str(tmp_path / "none.json"))
+    monkeypatch.setenv(devices.CLUSTER_VARIABLE, str(tmp_path / "none.json"))
     with pytest.raises(OSError, match=r"none\.json"):
         find_cluster("cpu", 2)
     path.write_text("{}")
-    monkeypatch.setenv(planner.CLUSTER_VARIABLE, str(path))
+    monkeypatch.setenv(devices.CLUSTER_VARIABLE, str(path))
     with pytest.raises(ValueError, match="is not a calibration"):
         find_cluster("cpu", 2)
 
 
 def test_a_built_in_cluster_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(planner.CLUSTER_VARIABLE, raising=False)
+    monkeypatch.delenv(devices.CLUSTER_VARIABLE, raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert find_cluster("cpu", 4) == cpu_cluster(4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -479,7 +481,7 @@ def test_other_arguments_are_named_on_all_ranks() -> None:
 
 
 def test_what_rank_0_raises_all_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(planner.CLUSTER_VARIABLE, "/nowhere/machine.json")
+    monkeypatch.setenv(devices.CLUSTER_VARIABLE, "/nowhere/machine.json")
     told = []
 
     def work(rank: int, transport: LocalTransport) -> None:

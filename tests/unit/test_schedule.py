@@ -292,7 +292,7 @@ def test_the_same_side_travels_as_in_the_call(heads: tuple[int, int], inner_degr
     for mask in MASKS.values():
         layouts = layouts_of("contiguous", mask, 4)
         strategy = Strategy(inner_degree=inner_degree)
-        travels = choose_traveller(spec, *layouts, mask, inner_degree)
+        travels = choose_traveller(spec, *layouts, mask)
         chosen, told = (
             schedule_of(strategy, spec, layouts, mask, backward=True, **options)
             for options in ({}, {"travels": travels})

@@ -1,0 +1,422 @@
+"""What a planner was asked, what it found, and how that is told: values and their words.
+
+Problem     sizes, mask, ranks and machine
+Candidate   a strategy over a layout: refused, ruled out, or with the Prediction of a simulation
+Choice      the best of them and all others; as text a table that ends with the reason
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from ring_attn.devices import Cluster
+from ring_attn.layout import SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.plan import Traveller
+from ring_attn.simulate import Simulation
+from ring_attn.spec import AttentionSpec
+from ring_attn.strategy import Strategy
+
+Layouts = tuple[SequenceLayout, SequenceLayout]
+
+
+@dataclass(frozen=True)
+class Direction:
+    """What one direction of a call costs, by simulation; seconds.
+
+    Attributes:
+        seconds: until the last rank is done.
+        steps: in which anything is computed.
+        compute: in attention, on the rank that computes longest.
+        moves: in packing, adding and rounding, on the rank that does most of it.
+        exposed: waiting for bytes, on the rank that waits longest.
+        late: waiting for ranks that are not so far, on the rank that waits longest.
+        bytes_sent: by the rank that sends most.
+        messages: of the rank that takes part in most exchanges; a collective is one.
+        inside_bytes: sent by all ranks within their nodes.
+        between_bytes: sent by all ranks to other nodes.
+        slowest_link: where the bytes are waited for longest; None where nothing is sent.
+        slowest_exposed: how long they are waited for there.
+    """
+
+    seconds: float
+    steps: int
+    compute: float
+    moves: float
+    exposed: float
+    late: float
+    bytes_sent: int
+    messages: int
+    inside_bytes: int
+    between_bytes: int
+    slowest_link: str | None
+    slowest_exposed: float
+
+    def __add__(self, other: Direction) -> Direction:
+        """One after the other; of the links that which is waited for longer."""
+        slowest = max(self, other, key=lambda direction: direction.slowest_exposed)
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)
+                if not f.name.startswith("slowest")}  # fmt: skip
+        return Direction(
+            **sums, slowest_link=slowest.slowest_link, slowest_exposed=slowest.slowest_exposed
+        )
+
+    @classmethod
+    def of(cls, found: Simulation) -> Direction:
+        """Of a simulation's tensors the greatest."""
+        by_kind = {usage.link: usage.nbytes for usage in found.links}
+        worst = found.slowest_link
+        schedule = found.schedule
+        return cls(
+            seconds=found.seconds,
+            steps=sum(any(bool(c.area.any()) for c in p.computes) for p in schedule.phases),
+            compute=float(found.compute.max()),
+            moves=float(found.moves.max()),
+            exposed=float(found.exposed.max()),
+            late=float(found.late.max()),
+            bytes_sent=int(schedule.bytes_sent.max()),
+            messages=int(schedule.messages.max()),
+            inside_bytes=by_kind.get("inside", 0),
+            between_bytes=by_kind.get("between", 0),
+            slowest_link=None if worst is None else str(worst),
+            slowest_exposed=0.0 if worst is None else worst.exposed,
+        )
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Both directions of a call; `backward` is None where it is not asked for."""
+
+    forward: Direction
+    backward: Direction | None
+
+    @cached_property
+    def total(self) -> Direction:
+        """Their sum."""
+        return self.forward if self.backward is None else self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be shared, and by whom.
+
+    Attributes:
+        spec: sizes and types.
+        mask: over the whole sequence.
+        world_size: number of ranks.
+        cluster: what they are.
+        backend: name of the backend, never "auto".
+        same_bits: as for `ring_attention`.
+        backward: whether gradients are wanted too.
+        memory_bytes: that a rank has for its inputs and the call; infinite where it is not known.
+    """
+
+    spec: AttentionSpec
+    mask: Mask
+    world_size: int
+    cluster: Cluster
+    backend: str
+    same_bits: bool | None = None
+    backward: bool = True
+    memory_bytes: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy over a layout, and what is known of it.
+
+    Attributes:
+        strategy: as a value.
+        layouts: of the queries and of the keys.
+        layout_name: "contiguous", "zigzag", "striped", "balanced" or "given".
+        world_size: number of ranks.
+        same_bits: whether its results have the same bits at every world size.
+        travels: what goes round in the backward of its ring; None without a ring.
+        at_least: seconds that it takes at least, by what its busiest rank computes.
+        peak_bytes: most that a rank holds beyond its inputs.
+        prediction: None where it is refused or was not simulated.
+        reason: why it is refused, or was not simulated; else None.
+        refused: whether it cannot be had.
+        ruled_out: whether it was not simulated because its bound is no better than the best.
+    """
+
+    strategy: Strategy
+    layouts: Layouts
+    layout_name: str
+    world_size: int
+    same_bits: bool = False
+    travels: Traveller | None = None
+    at_least: float = 0.0
+    peak_bytes: int = 0
+    prediction: Prediction | None = None
+    reason: str | None = None
+    refused: bool = False
+    ruled_out: bool = False
+
+    @property
+    def family(self) -> str:
+        """The name in `strategy.NAMES`; one group of all ranks is "ulysses"."""
+        name = self.strategy.name
+        whole = self.strategy.ulysses_degree == self.world_size > 1
+        return "ulysses" if name == "hybrid" and whole else name
+
+    @property
+    def label(self) -> str:
+        """The name with its degrees."""
+        return label(self.strategy, self.world_size)
+
+    def num_steps(self, spec: AttentionSpec) -> int:
+        """At most so many steps: shards that go round, or chunks of heads that are gathered."""
+        if self.strategy.core == "all_gather":
+            heads = -(-spec.nheads_kv // self.strategy.ulysses_degree)
+            return -(-heads // (self.strategy.heads_per_chunk or 1))
+        return max(1, self.world_size // self.strategy.ulysses_degree)
+
+    @property
+    def seconds(self) -> float:
+        """Of both directions; infinite without a prediction."""
+        return float("inf") if self.prediction is None else self.prediction.total.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "family": self.family,
+            "label": self.label,
+            "strategy": asdict(self.strategy),
+            "layout": self.layout_name,
+            "layouts": [str(layout) for layout in self.layouts],
+            "same_bits": self.same_bits,
+            "travels": self.travels,
+            "at_least_s": self.at_least,
+            "peak_bytes": self.peak_bytes,
+            "seconds": None if self.prediction is None else self.seconds,
+            "prediction": None if self.prediction is None else asdict(self.prediction),
+            "reason": self.reason,
+            "refused": self.refused,
+        }
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best candidate, and all others.
+
+    Attributes:
+        problem: what was asked.
+        best: the candidate that takes least time.
+        candidates: all, the fastest first, then those that were not simulated, then the refused.
+    """
+
+    problem: Problem
+    best: Candidate
+    candidates: tuple[Candidate, ...] = field(repr=False)
+
+    @property
+    def strategy(self) -> Strategy:
+        """Of the best: `ring_attention(..., strategy=choice.strategy)`."""
+        return self.best.strategy
+
+    @property
+    def layouts(self) -> Layouts:
+        """Of the queries and of the keys, for the best."""
+        return self.best.layouts
+
+    @property
+    def layout(self) -> SequenceLayout:
+        """Of the queries, and of the keys where they have the same length."""
+        return self.best.layouts[0]
+
+    @cached_property
+    def reason(self) -> str:
+        """Why it is the best, in one sentence."""
+        return _reason(self)
+
+    def describe(self) -> str:
+        """The problem in a line."""
+        return describe(self.problem)
+
+    def __str__(self) -> str:
+        told = [c for c in self.candidates if c.prediction is not None]
+        rows = [_header(self.problem.backward), *(_row(c, self.best) for c in told)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [describe(self.problem)]
+        for row in rows:
+            cells = [cell.ljust(w) for cell, w in zip(row[:3], widths[:3], strict=True)]
+            cells += [cell.rjust(w) for cell, w in zip(row[3:], widths[3:], strict=True)]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join([*lines, *self.left_out(), self.reason])
+
+    def left_out(self) -> list[str]:
+        """What was refused or not simulated, and why: a line for each layout and reason."""
+        groups: dict[tuple[bool, str, str], list[Candidate]] = {}
+        for c in self.candidates:
+            if c.prediction is None:
+                # Bounds differ from candidate to candidate, their meaning does not.
+                why = c.reason if c.refused or not c.ruled_out else "computes longer"
+                groups.setdefault((c.refused, c.layout_name, str(why)), []).append(c)
+        lines: dict[tuple[str, str, str], list[str]] = {}
+        for (refused, layout, why), some in groups.items():
+            if why == "computes longer":
+                why = f"computes for {format_seconds(min(c.at_least for c in some))} or longer"
+            names = ", ".join(c.label for c in some)
+            start = "refused" if refused else "left out"
+            lines.setdefault((start, names, why), []).append(layout)
+        return [
+            f"{start}: {', '.join(layouts)}: {names}: {why}"
+            for (start, names, why), layouts in lines.items()
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        problem = self.problem
+        return {
+            "world_size": problem.world_size,
+            "spec": {**asdict(problem.spec), "dtype": str(problem.spec.dtype)},
+            "mask": {
+                "seqlen_q": problem.mask.seqlen_q,
+                "seqlen_k": problem.mask.seqlen_k,
+                "causal": problem.mask.causal,
+                "window_size": problem.mask.window_size,
+                "documents": len(problem.mask.documents),
+            },
+            "cluster": asdict(problem.cluster),
+            "backend": problem.backend,
+            "backward": problem.backward,
+            "best": self.best.to_dict(),
+            "reason": self.reason,
+            "candidates": [candidate.to_dict() for candidate in self.candidates],
+        }
+
+
+def label(strategy: Strategy, world_size: int) -> str:
+    """The strategy's name with its degrees, for tables.
+
+    Example:
+        >>> label(Strategy("all_gather", ulysses_degree=4), 8)
+        'hybrid 4 x all_gather'
+    """
+    text: str = strategy.core
+    if strategy.heads_per_chunk is not None and strategy.heads_per_chunk > 1:
+        text += f" by {strategy.heads_per_chunk} heads"
+    if strategy.inner_degree > 1:
+        text = f"double_ring {strategy.inner_degree}"
+    if strategy.exchange_q:
+        return f"q_exchange + {text}"
+    if strategy.ulysses_degree > 1:
+        whole = strategy.ulysses_degree == world_size
+        return "ulysses" if whole else f"hybrid {strategy.ulysses_degree} x {text}"
+    return text
+
+
+def describe(problem: Problem) -> str:
+    """The problem in a line."""
+    mask, spec, cluster = problem.mask, problem.spec, problem.cluster
+    rows = f"{mask.seqlen_q}" + (f" x {mask.seqlen_k}" if mask.seqlen_k != mask.seqlen_q else "")
+    kinds = ["causal" if mask.causal else "full"]
+    if mask.window_size != (-1, -1):
+        kinds.append(f"window {mask.window_size[0]},{mask.window_size[1]}")
+    if len(mask.documents) > 1:
+        kinds.append(f"{len(mask.documents)} documents")
+    return (
+        f"{rows} rows on {problem.world_size} x {cluster.device.name} (nodes of "
+        f"{cluster.node_size}), {spec.nheads}/{spec.nheads_kv} heads of {spec.headdim}, "
+        f"{str(spec.dtype).removeprefix('torch.')}, {', '.join(kinds)}, "
+        f"{'forward and backward' if problem.backward else 'forward'}"
+    )
+
+
+def _header(backward: bool) -> tuple[str, ...]:
+    return (
+        "", "strategy", "layout", "forward", "backward" if backward else "", "total", "exposed",
+        "sent", "messages", "peak", "travels",
+    )  # fmt: skip
+
+
+def _row(candidate: Candidate, best: Candidate) -> tuple[str, ...]:
+    start = ("*" if candidate is best else "", candidate.label, candidate.layout_name)
+    prediction = candidate.prediction
+    if prediction is None:
+        return (*start, *7 * ("",))
+    back = prediction.backward
+    return (
+        *start,
+        format_seconds(prediction.forward.seconds),
+        "" if back is None else format_seconds(back.seconds),
+        format_seconds(candidate.seconds),
+        format_seconds(prediction.total.exposed),
+        format_bytes(prediction.total.bytes_sent),
+        str(prediction.total.messages),
+        format_bytes(candidate.peak_bytes),
+        candidate.travels or "",
+    )
+
+
+def _reason(choice: Choice) -> str:
+    """The best against the best of another name, and what the difference is."""
+    best = choice.best
+    others = [c for c in choice.candidates if c.prediction is not None and c.family != best.family]
+    if not others:
+        same = [c for c in choice.candidates if c.prediction is not None and c is not best]
+        if same:
+            return f"{best.label}: {_faster(best, same[0])}, {_fault(best, same[0])}"
+        slower = [c for c in choice.candidates if not c.refused and c is not best]
+        why = (
+            "every other is refused" if not slower else "every other computes longer than it takes"
+        )
+        return (
+            f"{best.label}: {why}" if len(choice.candidates) > 1 else f"{best.label}: the only one"
+        )
+    return f"{best.label}: {_faster(best, others[0])}, {_fault(best, others[0])}"
+
+
+def _faster(best: Candidate, other: Candidate) -> str:
+    gain = other.seconds / best.seconds - 1.0 if best.seconds else 0.0
+    where = "" if other.layout_name == best.layout_name else f" over {other.layout_name} shards"
+    if gain < 0.005:
+        return f"as fast as {other.label}{where}"
+    return f"{100 * gain:.0f} % faster than {other.label}{where}"
+
+
+def _fault(best: Candidate, other: Candidate) -> str:
+    """What most of the difference is."""
+    assert best.prediction and other.prediction, "only candidates with a prediction are compared"
+    ours, theirs = best.prediction.total, other.prediction.total
+    if other.seconds <= 1.005 * best.seconds:
+        fewer = theirs.bytes_sent - ours.bytes_sent
+        return (
+            f"which sends {format_bytes(fewer)} more"
+            if fewer > 0
+            else "which comes after it in order"
+        )
+    more = {
+        name: getattr(theirs, name) - getattr(ours, name)
+        for name in ("exposed", "late", "compute", "moves")
+    }
+    worst = max(more, key=lambda name: more[name])
+    if more["compute"] > 0.5 * (other.seconds - best.seconds):
+        # That others wait for the busiest rank follows from it.
+        worst = "compute"
+    amount = format_seconds(more[worst])
+    return {
+        "exposed": f"which waits {amount} longer for bytes ({theirs.slowest_link})",
+        "late": f"whose ranks wait {amount} longer for one another",
+        "compute": f"whose busiest rank computes {amount} longer",
+        "moves": f"which packs, adds and rounds {amount} longer",
+    }[worst]
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits with their unit: 0.00123 is "1.23 ms"."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if seconds * factor >= 1.0 or unit == "us":
+            return f"{seconds * factor:.3g} {unit}"
+    raise AssertionError("unreachable")
+
+
+def format_bytes(nbytes: int) -> str:
+    """Three digits with their unit, of 1000: 1230 is "1.23 kB"."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.3g} {unit}"
+    return f"{nbytes} B"
