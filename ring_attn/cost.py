@@ -294,3 +294,37 @@ class SequenceShare:
     def memory_saving(self) -> float:
         """Share of the sequence's activations that the rank is spared."""
         return memory_saving(self.world_size)
+
+
+def all_reduce_bytes(seqlen: int, hidden_size: int, num_blocks: int, itemsize: int) -> int:
+    """Bytes of activations that a tensor-parallel model reduces in a forward, counted once.
+
+    Two all-reduces a block, after the output and the down projection, of (seqlen, hidden_size) each
+    (Megatron-LM, arXiv 1909.08053).
+
+    Args:
+        seqlen: rows of a rank, of all sequences.
+        hidden_size: of the model.
+        num_blocks: layers.
+        itemsize: bytes of a number.
+
+    Example:
+        >>> all_reduce_bytes(1024, 1024, 24, 4) == 192 * 2**20
+        True
+    """
+    return 2 * num_blocks * seqlen * hidden_size * itemsize
+
+
+def transfer_seconds(nbytes: int, gbit_per_s: float) -> float:
+    """Seconds that so many bytes take on a link of so many Gbit/s, without its latency.
+
+    Raises:
+        ValueError: a link without bandwidth.
+
+    Example:
+        >>> round(transfer_seconds(192 * 2**20, 100.0), 4)
+        0.0161
+    """
+    if gbit_per_s <= 0.0:
+        raise ValueError(f"gbit_per_s must be positive, got {gbit_per_s}")
+    return nbytes / (gbit_per_s * 1e9 / 8.0)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ring_attn.cost import SequenceShare, bytes_sent
+from ring_attn.cost import SequenceShare, all_reduce_bytes, bytes_sent, transfer_seconds
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.plan import plan_ring
@@ -79,3 +79,11 @@ def test_every_rank_sees_every_chunk_once_its_own_first(world_size: int) -> None
     for rank in range(world_size):
         order = [int(held[rank]) for held in seen]
         assert order == [(rank - step) % world_size for step in range(world_size)]
+
+
+def test_the_vectors_of_tensor_parallel_models() -> None:
+    assert all_reduce_bytes(1024, 1024, 1, 4) == 2 * (4 << 20)
+    assert all_reduce_bytes(1024, 1024, 24, 4) == 192 << 20
+    assert transfer_seconds(192 << 20, 100.0) == pytest.approx(0.016, rel=0.01)
+    with pytest.raises(ValueError, match="must be positive, got 0"):
+        transfer_seconds(1, 0.0)
