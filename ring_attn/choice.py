@@ -204,8 +204,9 @@ class Choice:
 
     Attributes:
         problem: what was asked.
-        best: the candidate that takes least time.
-        candidates: all, the fastest first, then those that were not simulated, then the refused.
+        best: the first in order of those that are as fast as the fastest, see `planner.TIE`.
+        candidates: all: those, slower ones by their time, those that were not simulated, the
+            refused.
     """
 
     problem: Problem
@@ -383,6 +384,7 @@ def _fault(best: Candidate, other: Candidate) -> str:
     assert best.prediction and other.prediction, "only candidates with a prediction are compared"
     ours, theirs = best.prediction.total, other.prediction.total
     if other.seconds <= 1.005 * best.seconds:
+        # No difference that a simulation can see.
         fewer = theirs.bytes_sent - ours.bytes_sent
         return (
             f"which sends {format_bytes(fewer)} more"
