@@ -74,15 +74,17 @@ def spec_of(inputs: Inputs, softcap: float = 0.0, with_sinks: bool = False) -> A
     )  # fmt: skip
 
 
+def layout_of(kind: str, seqlen: int, world_size: int) -> SequenceLayout:
+    """By name; "boundaries" has everything on the first and the last rank, and nothing between."""
+    if kind != "boundaries":
+        return SequenceLayout.from_name(kind, seqlen, world_size)
+    return SequenceLayout.boundaries([0] + [seqlen // 3] * (world_size - 1) + [seqlen])
+
+
 def layouts_of(kind: str, mask: Mask, world_size: int) -> Layouts:
-    """Of queries and keys; "boundaries" has everything on the first and the last rank."""
-
-    def layout_of(seqlen: int) -> SequenceLayout:
-        if kind != "boundaries":
-            return SequenceLayout.from_name(kind, seqlen, world_size)
-        return SequenceLayout.boundaries([0] + [seqlen // 3] * (world_size - 1) + [seqlen])
-
-    return layout_of(mask.seqlen_q), layout_of(mask.seqlen_k)
+    """Of queries and keys."""
+    q, kv = (layout_of(kind, n, world_size) for n in (mask.seqlen_q, mask.seqlen_k))
+    return q, kv
 
 
 def run_calls(

@@ -5,7 +5,7 @@ all memory that the ring allocates starts as NaN.
 """
 
 import threading
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends.aten import AtenBackend
-from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.plan import Hop, Traveller
 from ring_attn.spec import AttentionSpec
@@ -26,70 +25,26 @@ from ring_attn.testing import (
     Expected,
     Inputs,
     check_all,
-    dense_gradients,
-    plain_gradients,
     poisoned_empty,
-    random_qkv,
-    random_sinks,
 )
 from ring_attn.transport.local import LocalTransport, run_local
+from tests.strategies import (
+    LAYOUTS,
+    MASKS,
+    Config,
+    Layouts,
+    case,
+    config,
+    layout_of,
+    layouts_of,
+    sinks_of,
+)
 
 WORLD_SIZES = (1, 2, 3, 4)
-LAYOUTS = ("contiguous", "zigzag", "striped", "boundaries")
 BACKENDS = ("reference", "aten")
 TRAVELLERS: tuple[Traveller, ...] = ("kv", "q")
 
-Layouts = tuple[SequenceLayout, SequenceLayout]
 Shards = tuple[Tensor, ...]
-Config = tuple[tuple[str, Any], ...]
-
-DOCUMENTS = (0, 9, 9, 10, 40, 61)
-
-MASKS = {
-    "full": Mask(61, 61),
-    "causal": Mask(61, 61, causal=True),
-    "causal window": Mask(61, 61, causal=True, window_size=(11, -1)),
-    "window": Mask(61, 61, window_size=(5, 7)),
-    "longer kv": Mask(37, 61, causal=True),
-    "rows that see nothing": Mask(61, 37, causal=True),
-    "documents": Mask(61, 61, True, (-1, -1), DOCUMENTS, DOCUMENTS),
-    "documents of other lengths": Mask(61, 50, False, (9, -1), DOCUMENTS, (0, 9, 12, 12, 30, 50)),
-    "fewer rows than ranks": Mask(3, 3, causal=True),
-    "no keys": Mask(7, 0),
-}
-
-
-def config(**sizes: Any) -> Config:
-    return tuple(sorted({"nheads": 4, "nheads_kv": 2, "headdim": 8, **sizes}.items()))
-
-
-@cache
-def case(
-    mask: Mask, sizes: Config, softcap: float = 0.0, with_sinks: bool = False
-) -> tuple[Inputs, Expected, Expected]:
-    """Inputs, the oracle and plain PyTorch."""
-    inputs = random_qkv(seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, **dict(sizes))
-    scores = {"softcap": softcap, "sinks": sinks_of(inputs) if with_sinks else None}
-    oracle, plain = (f(*inputs, mask, **scores) for f in (dense_gradients, plain_gradients))
-    return inputs, oracle, plain
-
-
-def sinks_of(inputs: Inputs) -> Tensor:
-    return random_sinks(inputs.q.size(2), seed=1)
-
-
-def layout_of(kind: str, seqlen: int, world_size: int) -> SequenceLayout:
-    if kind != "boundaries":
-        return SequenceLayout.from_name(kind, seqlen, world_size)
-    # Everything on the first and the last rank, nothing between.
-    return SequenceLayout.boundaries([0] + [seqlen // 3] * (world_size - 1) + [seqlen])
-
-
-def layouts_of(kind: str, mask: Mask, world_size: int) -> Layouts:
-    return (
-        layout_of(kind, mask.seqlen_q, world_size),
-        layout_of(kind, mask.seqlen_k, world_size),
-    )
 
 
 def call_of(
