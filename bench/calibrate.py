@@ -21,11 +21,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from ring_attn.arguments import add_common, dtype_name, parse_dtype, parse_sizes, write_json
+from ring_attn.arguments import (
+    add_common,
+    dtype_name,
+    parse_dtype,
+    parse_sizes,
+    table_console,
+    write_json,
+)
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import Backend
 from ring_attn.cost import flops
@@ -136,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
         }
         write_json(args.json, report)
     if not args.quiet:
-        Console().print(_table(found))
+        table_console().print(_table(found))
     return 0
 
 

@@ -19,10 +19,9 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 
-from ring_attn.arguments import add_common, parse_sizes, write_json
+from ring_attn.arguments import add_common, parse_sizes, table_console, write_json
 from ring_attn.backends import choose_backend
 from ring_attn.bench.calibrate import calibrate
 from ring_attn.devices import Cluster, Rate, builtin_cluster, load_cluster
@@ -126,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
                 "published": [{**asdict(row), "deviation": row.deviation} for row in published],
             },
         )
-    console = Console()
+    console = table_console()
     if not args.quiet:
         console.print(_measured_table(rows), _published_table(published))
     console.print(f"median error {100 * median:.1f} % (aim {100 * AIM:.0f} %), {len(rows)} cases")

@@ -20,7 +20,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from ring_attn.arguments import (
@@ -29,6 +28,7 @@ from ring_attn.arguments import (
     parse_output,
     parse_size,
     parse_sizes,
+    table_console,
     write_json,
 )
 from ring_attn.bench import plan_report as report
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     simulations = {} if too_many else simulated(choice.problem, choice.best)
     rows = [row for name, found in simulations.items() for row in step_rows(name, found)]
     if not args.quiet:
-        console = Console()
+        console = table_console()
         console.print(report.strategies_table(choice))
         for line in choice.left_out():
             console.print(line, markup=False, highlight=False)

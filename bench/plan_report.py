@@ -47,13 +47,14 @@ MARKS = {"compute": "#", "move": "+", "wait": " "}
 def strategies_table(choice: Choice) -> Table:
     """What was simulated, the fastest first."""
     problem = choice.problem
-    table = Table(title=f"strategies, predicted\n{choice.describe()}")
+    title = f"strategies, predicted: {choice.describe()}"
+    table = Table(box=None, title=title, title_justify="left")
     left = ("", "strategy", "layout")
     right = (
         "steps", "messages", "in node", "between", "forward", "backward", "exposed", "peak",
     )  # fmt: skip
     for name in (*left, *right, "travels", "slowest link"):
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
     for candidate in choice.candidates:
         found = candidate.prediction
         if found is None:
@@ -77,7 +78,8 @@ def strategies_table(choice: Choice) -> Table:
 def steps_table(choice: Choice, rows: Sequence[StepRow]) -> Table:
     """The steps of the best; of many those in the middle are left out."""
     best = choice.best
-    table = Table(title=f"steps of {best.label} over {best.layout_name} shards")
+    title = f"steps of {best.label} over {best.layout_name} shards"
+    table = Table(box=None, title=title, title_justify="left")
     for name in (
         "step", "full", "cut", "absent", "pairs a rank", "sent", "compute", "transfer", "wait"
     ):  # fmt: skip

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from ring_attn.arguments import (
     dtype_name,
     parse_dtype,
     parse_sizes,
+    table_console,
     write_json,
 )
 from ring_attn.bench.calibrate import calibrate
@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
         f"greatest {max(v.ratio for v in verdicts):.3f}"
     )
     if not args.quiet:
-        Console().print(verdict_table(verdicts, rows))
+        table_console().print(verdict_table(verdicts, rows))
     print(summary)
     if args.json is not None:
         words = f"ring-attn bench strategies --world-sizes {','.join(map(str, args.world_sizes))}"

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+# Columns of a table that nobody watches.
+TABLE_WIDTH = 180
+
 SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 DTYPES = {
@@ -59,6 +62,14 @@ def parse_dtype(text: str) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """`torch.bfloat16` -> "bfloat16"."""
     return str(dtype).removeprefix("torch.")
+
+
+def table_console() -> Any:
+    """A rich console with room for a wide table also where its output goes to a file."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=TABLE_WIDTH)
 
 
 def format_size(size: int) -> str:

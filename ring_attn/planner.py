@@ -5,7 +5,7 @@
       -> bounded                        no faster than its busiest rank computes: not simulated if
                                         that is slower than what has been found
       -> simulated                      forward and backward on the cluster: `ring_attn.simulate`
-      -> the best                       of those within 4 % of the fastest the first in the order
+      -> the best                       of those within 2.5 % of the fastest the first in order
 
 All of it is a function of the arguments. A call asks through `ring_attn.agreement`.
 """
@@ -57,10 +57,10 @@ Effort = Literal["best", "names", "all"]
 # What is left then is not simulated, and said to be.
 MOST_RANK_STEPS = 1 << 26
 
-# Predictions are off by 4 % at the median (bench/results/NOTES.md): what is nearer to the fastest
-# is as good, and the first in the order is taken, a ring before all others. It holds least memory,
-# and what it sends is hidden under compute, where a simulation can be wrong least.
-TIE = 0.04
+# Predictions are off by some percent (bench/results/NOTES.md): what is so near to the fastest is as
+# good, and the first in the order is taken, a ring before all others. It holds least memory, and
+# what it sends is hidden under compute, where a simulation can be wrong least.
+TIE = 0.025
 
 # A ring of more steps is simulated after all that are shorter.
 MANY_STEPS = 16
