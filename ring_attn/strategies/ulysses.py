@@ -501,6 +501,7 @@ class _Exchange:
         return recv
 
 
+@lru_cache(maxsize=256)
 def _exchanges(
     call: UlyssesCall, *, backward: bool, rounded: bool = True
 ) -> tuple[_Exchange, _Exchange]:
