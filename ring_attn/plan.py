@@ -375,7 +375,7 @@ def needed_displacements(
 
     In their order; of the plain ring they are (0, distance).
     """
-    _check(layout_q, layout_kv, mask)
+    check_fit(layout_q, layout_kv, mask)
     grid = ring_grid(layout_q.world_size, inner_degree)
     return tuple(
         by
@@ -452,7 +452,7 @@ def gathered_tiles(
         >>> gathered_tiles(layout, layout, Mask(1024, 1024, causal=True), 2, 256)
         (Tile(q=slice(0, 256, None), kv=slice(0, 768, None), band=Band(lo=None, hi=512)),)
     """
-    _check(layout_q, layout_kv, mask)
+    check_fit(layout_q, layout_kv, mask)
     by_end: dict[int, list[Tile]] = {}
     for source in range(layout_q.world_size):
         ranks = (rank, source) if gathers == "kv" else (source, rank)
@@ -601,7 +601,8 @@ def _with_first_row(segments: tuple[Segment, ...]) -> list[tuple[int, Segment]]:
     return rows
 
 
-def _check(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> None:
+def check_fit(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> None:
+    """ValueError or NotImplementedError for layouts and a mask that no plan can be made of."""
     if layout_q.world_size != layout_kv.world_size:
         raise ValueError(f"layouts must have the same ranks, got {layout_q} and {layout_kv}")
     lens = (layout_q.seqlen, layout_kv.seqlen)

@@ -41,13 +41,13 @@ from ring_attn.heads import is_replicated, share_heads
 from ring_attn.layout import LAYOUTS, SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.memory import peak_of
-from ring_attn.plan import Traveller
+from ring_attn.plan import Traveller, check_fit
 from ring_attn.schedule import SHARE_OF_DQ, Schedule, schedule_of
 from ring_attn.simulate import simulate
 from ring_attn.spec import AttentionSpec
 from ring_attn.strategies import all_gather, q_exchange, ring, ulysses
 from ring_attn.strategy import NAMES, Strategy, resolve_strategy
-from ring_attn.work import check_fit, pair_work
+from ring_attn.work import pair_work
 
 # What is simulated of the candidates that could be the best: only those, or of each name of
 # `strategy.NAMES` at least the one with the least bound, or all.

@@ -41,6 +41,7 @@ from ring_attn.plan import (
     Step,
     Tile,
     Traveller,
+    check_fit,
     ring_grid,
     step_exchanges,
 )
@@ -50,7 +51,7 @@ from ring_attn.strategies.q_exchange import exchanged_layout
 from ring_attn.strategies.ulysses import merge_groups
 from ring_attn.strategy import Strategy
 from ring_attn.transport.base import Channel
-from ring_attn.work import StepWork, check_fit, pair_work
+from ring_attn.work import StepWork, pair_work
 
 Op = Literal["shift", "all_gather", "reduce_scatter", "all_to_all"]
 Layouts = tuple[SequenceLayout, SequenceLayout]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
-from ring_attn.plan import Displacement, Grid, Traveller
+from ring_attn.plan import Displacement, Grid, Traveller, check_fit
 
 # A bound of a band that is none. Small enough that sums of it with positions do not overflow.
 UNBOUNDED = 1 << 50
@@ -178,25 +178,6 @@ def pair_work(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -
     else:
         _add_documents(total, sides, mask, documents)
     return total.done()
-
-
-def check_fit(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> None:
-    """ValueError or NotImplementedError for what no plan can be made of: see `pair_work`."""
-    if layout_q.world_size != layout_kv.world_size:
-        raise ValueError(
-            f"layouts must have the same ranks, got {layout_q.world_size} and "
-            f"{layout_kv.world_size}"
-        )
-    lens = (layout_q.seqlen, layout_kv.seqlen)
-    if lens != (mask.seqlen_q, mask.seqlen_k):
-        raise ValueError(
-            f"mask is over ({mask.seqlen_q}, {mask.seqlen_k}) positions, the layouts over {lens}"
-        )
-    if layout_q.stride != layout_kv.stride and layout_q.seqlen and layout_kv.seqlen:
-        raise NotImplementedError(
-            f"q and kv must both be striped or neither, got strides {layout_q.stride} and "
-            f"{layout_kv.stride}: a mask between rows of different strides is not a band"
-        )
 
 
 @dataclass(frozen=True)
