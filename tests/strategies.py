@@ -88,7 +88,11 @@ def layouts_of(kind: str, mask: Mask, world_size: int) -> Layouts:
 
 
 def run_calls(
-    make: Callable[[int], Call], inputs: Inputs, layouts: Layouts, sinks: Tensor | None = None
+    make: Callable[[int], Call],
+    inputs: Inputs,
+    layouts: Layouts,
+    sinks: Tensor | None = None,
+    stored: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Expected:
     """What all ranks of a call compute, put together; what they allocate starts as NaN.
 
@@ -97,13 +101,14 @@ def run_calls(
         inputs: whole q, k, v, dout.
         layouts: of queries and keys.
         sinks: (nheads,).
+        stored: a shard with other strides.
     """
     layout_q, layout_kv = layouts
     sides = (layout_q, layout_kv, layout_kv, layout_q)
 
     def work(rank: int, transport: LocalTransport) -> tuple[Tensor | None, ...]:
         call = make(rank)
-        q, k, v, dout = (x.shard(t, rank) for t, x in zip(inputs, sides, strict=True))
+        q, k, v, dout = (stored(x.shard(t, rank)) for t, x in zip(inputs, sides, strict=True))
         out, lse, saved = call.forward(q, k, v, transport, sinks)
         return out, lse, *call.backward(saved, dout, transport, sinks)
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.plan import Traveller
 from ring_attn.spec import AttentionSpec
-from ring_attn.strategies.ring import RingCall, make_call, ring_backward, ring_forward
-from ring_attn.testing import Expected, Inputs, poisoned_empty
-from ring_attn.transport.local import LocalTransport, run_local
+from ring_attn.strategies.ring import RingCall, make_call
+from ring_attn.testing import Expected, Inputs
+from tests.strategies import run_calls
 
 Layouts = tuple[SequenceLayout, SequenceLayout]
 
@@ -26,11 +25,7 @@ def layouts_of(kind: str, mask: Mask, world_size: int) -> Layouts:
 
 def spec_of(inputs: Inputs, softcap: float = 0.0, sinks: Tensor | None = None) -> AttentionSpec:
     """Sizes and options of a call."""
-    q, k, v, _ = inputs
-    return AttentionSpec(
-        q.device.type, q.dtype, q.size(0), q.size(2), k.size(2), q.size(3), v.size(3), softcap,
-        sinks is not None,
-    )  # fmt: skip
+    return AttentionSpec.of(*inputs[:3], softcap, sinks)
 
 
 def ring(
@@ -58,41 +53,17 @@ def ring(
         travels: what travels in the backward instead of what `make_call` chooses.
         strided: shards get the strides of `random_qkv(noncontiguous=True)`.
     """
-    q, k, v, dout = inputs
-    layout_q, layout_kv = layouts
-    sides = (layout_q, layout_kv, layout_kv, layout_q)
+    spec = spec_of(inputs, softcap, sinks)
 
-    def work(rank: int, transport: LocalTransport) -> tuple[Tensor | None, ...]:
+    def make(rank: int) -> RingCall:
         call = make_call(
-            spec_of(inputs, softcap, sinks), layouts, mask, rank, softmax_scale=scale,
-            backend="triton", same_bits=same_bits,
-        )  # fmt: skip
-        if travels is not None:
-            call = replace(call, travels_back=travels, same_bits=False)
-        shards = [layout.shard(x, rank) for x, layout in zip(inputs, sides, strict=True)]
-        if strided:
-            shards = [_strided(x) for x in shards]
-        return _rank(Inputs(*shards), call, transport, sinks)
+            spec, layouts, mask, rank, softmax_scale=scale, backend="triton", same_bits=same_bits
+        )
+        return call if travels is None else replace(call, travels_back=travels, same_bits=False)
 
-    with poisoned_empty():
-        results = run_local(layout_q.world_size, work)
-    out, lse, dq, dk, dv, dsinks = zip(*results, strict=True)
-    return Expected(
-        layout_q.unshard(out),
-        layout_q.unshard(lse, 2),
-        layout_q.unshard(dq),
-        layout_kv.unshard(dk),
-        layout_kv.unshard(dv),
-        None if sinks is None else torch.stack(dsinks).sum(0),
-    )
-
-
-def _rank(
-    shards: Inputs, call: RingCall, transport: LocalTransport, sinks: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    q, k, v, dout = shards
-    out, lse = ring_forward(q, k, v, call, transport, sinks)
-    return out, lse, *ring_backward(q, k, v, out, lse, dout, call, transport, sinks)
+    if strided:
+        return run_calls(make, inputs, layouts, sinks, _strided)
+    return run_calls(make, inputs, layouts, sinks)
 
 
 def _strided(x: Tensor) -> Tensor:
