@@ -4,8 +4,10 @@
     ring-attn plan --cluster machine.json ...
 
 Every figure is that of ranks which work at the same time, so what they take from each other (cores,
-memory, the loopback) is in it. What is fitted: times of tiles to `devices.Rate`, times of messages
-to `devices.Link`; the table shows by how much the fits miss.
+memory, the loopback) is in it. What is received or copied lands in new memory, as it does in a
+call: on a CPU its pages are made then, which may take longer than the copy. What is fitted: times
+of tiles to `devices.Rate`, times of messages to `devices.Link`; the table shows by how much the
+fits miss.
 """
 
 from __future__ import annotations
@@ -35,20 +37,20 @@ from ring_attn.arguments import (
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import Backend
 from ring_attn.cost import flops
-from ring_attn.devices import Cluster, Device, Link, Rate, compute_seconds, to_json
 from ring_attn.env import machine
 from ring_attn.launch import rank_device, run_ranks
 from ring_attn.plan import Band, Hop, Tile
+from ring_attn.planning.devices import Cluster, Device, Link, Rate, compute_seconds, to_json
 from ring_attn.spec import AttentionSpec, Scores, TransportOptions
 from ring_attn.transport.p2p import P2PTransport, open_p2p
 from ring_attn.validation import check_group
 
 WORLD_SIZES = (1, 2, 4)
-ROWS, QUICK_ROWS = (512, 1024, 2048, 3072), (128, 256, 512)
-MESSAGES, QUICK_MESSAGES = (1 << 16, 1 << 20, 1 << 23), (1 << 14, 1 << 17)
-# Messages are short and vary more.
-REPEATS, QUICK_REPEATS, MESSAGE_REPEATS = 3, 2, 9
-COPIED = 1 << 24
+ROWS, QUICK_ROWS = (128, 256, 512, 1024, 2048, 3072), (128, 256, 512)
+MESSAGES, QUICK_MESSAGES = (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 23), (1 << 14, 1 << 17)
+# What is short varies more.
+REPEATS, QUICK_REPEATS, MESSAGE_REPEATS, MOST_REPEATS = 3, 2, 15, 15
+COPIED = 1 << 22
 
 # A transfer that is to lie under a tile's compute takes about this share of it.
 OVERLAPPED_SHARE = 0.3
@@ -304,10 +306,12 @@ class _Bench:
                 tile = Tile(slice(0, rows), slice(0, cols), Band(None, hi))
                 edge = rows - 1 if kind == "causal" else 0
                 forward, backward = self.calls(tile)
+                repeats = self.setting.repeats * self.setting.rows[-1] // rows
+                repeats = min(repeats, MOST_REPEATS)
                 shape = (kind, tile.area, rows, edge, forward_pair)
-                yield TileSample(False, *shape, self.seconds(forward))
+                yield TileSample(False, *shape, self.seconds(forward, repeats))
                 shape = (kind, tile.area, (rows + cols) // 2, edge, backward_pair)
-                yield TileSample(True, *shape, self.seconds(backward))
+                yield TileSample(True, *shape, self.seconds(backward, repeats))
 
     def calls(self, tile: Tile) -> tuple[Callable[[], object], Callable[[], object]]:
         """Folding a tile into a state that has been begun, and its gradients."""
@@ -357,23 +361,29 @@ class _Bench:
     def post(self, op: str, part: int) -> Callable[[], None]:
         """The posting of it."""
         ranks, transport = self.world_size, self.transport
-        whole = [torch.zeros(ranks * part, dtype=torch.uint8, device=self.device) for _ in "ab"]
-        one = torch.zeros(part, dtype=torch.uint8, device=self.device)
+        whole = torch.zeros(ranks * part, dtype=torch.uint8, device=self.device)
+        one = whole[:part]
+
+        def new(nbytes: int) -> Tensor:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
         if op == "shift":
             hop = Hop((self.rank + 1) % ranks, (self.rank - 1) % ranks)
-            return lambda: transport.post("shards", 0, hop, whole[0][:part], one)
+            return lambda: transport.post("shards", 0, hop, one, new(part))
         if op == "all_gather":
-            return lambda: transport.all_gather("shards", 0, one, whole[0])
+            return lambda: transport.all_gather("shards", 0, one, new(ranks * part))
         if op == "reduce_scatter":
-            send, recv = whole[0].view(torch.float32), one.view(torch.float32)
-            return lambda: transport.reduce_scatter("shards", 0, send, recv)
+            send = whole.view(torch.float32)
+            return lambda: transport.reduce_scatter(
+                "shards", 0, send, new(part).view(torch.float32)
+            )
         counts = [part] * ranks
-        return lambda: transport.all_to_all("shards", 0, whole[0], counts, whole[1], counts)
+        return lambda: transport.all_to_all("shards", 0, whole, counts, new(ranks * part), counts)
 
     def memory_bandwidth(self) -> float:
-        """Bytes/s of adding, which reads two and writes one."""
-        a, b = (torch.zeros(COPIED // 4, device=self.device) for _ in range(2))
-        return 3 * COPIED / self.seconds(lambda: a.add_(b))
+        """Bytes/s of copying half the heads of some rows: read, and written to a new tensor."""
+        x = torch.zeros(COPIED // 512, 2, 64, device=self.device)
+        return COPIED / self.seconds(lambda: x[:, :1].contiguous(), MESSAGE_REPEATS)
 
     def slowdown(self) -> float:
         """The share of its speed that compute loses while a transfer is under way."""
@@ -414,7 +424,7 @@ def _table(found: dict[int, tuple[Cluster, list[dict[str, Any]]]]) -> Table:
                 f"{100 * worst_miss(rate, [t for t in tiles if t.backward == backward]):.0f} %",
             )  # fmt: skip
         copied = f"{cluster.device.memory_bandwidth / 1e9:.1f}"
-        table.add_row(str(ranks), "add", copied, "", "", "")
+        table.add_row(str(ranks), "copy", copied, "", "", "")
         if ranks > 1:
             for name, link in {"shift": cluster.inside, **cluster.collectives}.items():
                 speed = f"{link.bandwidth / 1e9:.2f}"

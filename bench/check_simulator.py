@@ -24,13 +24,13 @@ from rich.table import Table
 from ring_attn.arguments import add_common, parse_sizes, table_console, write_json
 from ring_attn.backends import choose_backend
 from ring_attn.bench.calibrate import calibrate
-from ring_attn.devices import Cluster, Rate, builtin_cluster, load_cluster
 from ring_attn.env import machine
 from ring_attn.launch import rank_device, run_ranks
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
-from ring_attn.schedule import schedule_of
-from ring_attn.simulate import simulate
+from ring_attn.planning.devices import Cluster, Rate, builtin_cluster, load_cluster
+from ring_attn.planning.schedule import schedule_of
+from ring_attn.planning.simulate import simulate
 from ring_attn.spec import AttentionSpec, TransportOptions
 from ring_attn.strategies.core import make_call
 from ring_attn.strategy import Strategy, resolve_strategy

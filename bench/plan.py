@@ -32,12 +32,12 @@ from ring_attn.arguments import (
     write_json,
 )
 from ring_attn.bench import plan_report as report
-from ring_attn.choice import Candidate, Choice, Problem
-from ring_attn.devices import Cluster, builtin_cluster, find_cluster, load_cluster
 from ring_attn.layout import LAYOUTS
-from ring_attn.planner import explain, schedule_for
-from ring_attn.schedule import Compute, Transfer
-from ring_attn.simulate import Simulation, simulate
+from ring_attn.planning.choice import Candidate, Choice, Problem
+from ring_attn.planning.devices import Cluster, builtin_cluster, find_cluster, load_cluster
+from ring_attn.planning.planner import explain, schedule_for
+from ring_attn.planning.schedule import Compute, Transfer
+from ring_attn.planning.simulate import Simulation, simulate
 from ring_attn.strategy import NAMES
 
 BUILTIN = {"a100": "A100", "h100": "H100", "h200": "H200", "b200": "B200"}

@@ -19,11 +19,11 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from ring_attn.choice import Choice, format_bytes, format_seconds
 from ring_attn.plan import ring_grid
-from ring_attn.planner import core_of
-from ring_attn.schedule import Transfer
-from ring_attn.simulate import Simulation
+from ring_attn.planning.choice import Choice, format_bytes, format_seconds
+from ring_attn.planning.planner import core_of
+from ring_attn.planning.schedule import Transfer
+from ring_attn.planning.simulate import Simulation
 from ring_attn.transport.base import CHANNELS
 from ring_attn.work import pair_work
 

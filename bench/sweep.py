@@ -33,16 +33,18 @@ from ring_attn.arguments import (
     write_json,
 )
 from ring_attn.bench.calibrate import calibrate
-from ring_attn.choice import Choice
-from ring_attn.devices import Cluster, load_cluster, to_json
 from ring_attn.env import machine
 from ring_attn.launch import run_ranks
 from ring_attn.layout import SequenceLayout
-from ring_attn.planner import explain
+from ring_attn.planning.choice import Choice
+from ring_attn.planning.devices import Cluster, load_cluster, to_json
+from ring_attn.planning.planner import explain
 from ring_attn.strategy import Strategy
 
 WORLD_SIZES = (2, 4)
-ITERS, QUICK_ITERS, WARMUP = 5, 2, 1
+# Short calls vary most: a shape is repeated for so many seconds, within these bounds.
+ITERS, MOST_ITERS, SECONDS, WARMUP = 7, 35, 4.0, 1
+QUICK_ITERS = 2
 
 # Auto's pick is to be within this share of the best.
 SHARE = 0.10
@@ -163,14 +165,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--world-sizes", type=parse_sizes, default=WORLD_SIZES, help="numbers of ranks (2,4)")
     add("--shapes", help="only those with one of these words in their names, commas between")
     add("--dtype", type=parse_dtype, default=torch.float32, help="of the inputs (float32)")
-    add("--iters", type=int, help=f"repetitions ({ITERS})")
+    add(
+        "--iters",
+        type=int,
+        help=f"repetitions (as many as take {SECONDS:g} s, {ITERS} to {MOST_ITERS})",
+    )
     add("--cluster", metavar="FILE", type=Path, help="of ring-attn calibrate; measured if absent")
     add_common(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and says in how many shapes auto is within 10 % of the best."""
-    iters = args.iters or (QUICK_ITERS if args.quick else ITERS)
+    iters = args.iters or (QUICK_ITERS if args.quick else None)
     shapes = chosen_shapes(args.shapes, quick=args.quick)
     rows: list[Row] = []
     clusters: dict[str, Any] = {}
@@ -193,7 +199,8 @@ def run(args: argparse.Namespace) -> int:
         words = f"ring-attn bench strategies --world-sizes {','.join(map(str, args.world_sizes))}"
         found = {
             "machine": machine(),
-            "command": f"{words} --dtype {dtype_name(args.dtype)} --iters {iters}",
+            "command": f"{words} --dtype {dtype_name(args.dtype)}"
+            + (f" --iters {iters}" if iters else ""),
             "seconds": time.perf_counter() - start,
             "summary": summary,
             "shapes": [asdict(shape) for shape in shapes],
@@ -252,7 +259,11 @@ def explained(shape: Shape, world_size: int, cluster: Cluster, dtype: torch.dtyp
 
 
 def sweep(
-    shapes: Sequence[Shape], world_size: int, cluster: Cluster, dtype: torch.dtype, iters: int
+    shapes: Sequence[Shape],
+    world_size: int,
+    cluster: Cluster,
+    dtype: torch.dtype,
+    iters: int | None,
 ) -> list[Row]:
     """All rows of one number of ranks."""
     choices = [explained(shape, world_size, cluster, dtype) for shape in shapes]
@@ -316,14 +327,14 @@ def verdict_table(verdicts: Sequence[Verdict], rows: Sequence[Row]) -> Table:
 
 
 def measure(
-    work: Sequence[tuple[Shape, Sequence[Strategy]]], dtype: torch.dtype, iters: int
+    work: Sequence[tuple[Shape, Sequence[Strategy]]], dtype: torch.dtype, iters: int | None
 ) -> list[list[list[float]]]:
     """Milliseconds of the slowest rank: for each shape, strategy and repetition."""
     return [_measured(shape, strategies, dtype, iters) for shape, strategies in work]
 
 
 def _measured(
-    shape: Shape, strategies: Sequence[Strategy], dtype: torch.dtype, iters: int
+    shape: Shape, strategies: Sequence[Strategy], dtype: torch.dtype, iters: int | None
 ) -> list[list[float]]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     layout = shape.layout_for(world_size)
@@ -347,17 +358,24 @@ def _measured(
         )  # fmt: skip
         torch.autograd.grad(out, (q, k, v), dout[0] if packed else dout)
 
-    samples: list[list[float]] = [[] for _ in strategies]
-    for repetition in range(WARMUP + iters):
-        for index in _turned(len(strategies), repetition):
-            dist.barrier()
-            start = time.perf_counter()
-            call(strategies[index])
-            took = torch.tensor([1e3 * (time.perf_counter() - start)])
-            dist.all_reduce(took, op=dist.ReduceOp.MAX)
-            if repetition >= WARMUP:
+    def repeated(turns: range) -> list[list[float]]:
+        samples: list[list[float]] = [[] for _ in strategies]
+        for turn in turns:
+            for index in _turned(len(strategies), turn):
+                dist.barrier()
+                start = time.perf_counter()
+                call(strategies[index])
+                took = torch.tensor([1e3 * (time.perf_counter() - start)])
+                dist.all_reduce(took, op=dist.ReduceOp.MAX)
                 samples[index].append(float(took))
-    return samples
+        return samples
+
+    repeated(range(WARMUP))
+    if iters is None:
+        # The slowest rank's times are the same on all: so is the number.
+        (round_ms,) = map(sum, zip(*repeated(range(1)), strict=True))
+        iters = min(max(int(1e3 * SECONDS / round_ms), ITERS), MOST_ITERS)
+    return repeated(range(iters))
 
 
 def _turned(count: int, turn: int) -> list[int]:

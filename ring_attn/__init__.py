@@ -3,8 +3,9 @@
 from ring_attn import balance
 from ring_attn.api import ring_attention, select_backend, unshard
 from ring_attn.decode import next_rank, tree_decode
+from ring_attn.gradients import sync_gradients
 from ring_attn.layout import SequenceLayout, shard_batch
-from ring_attn.planner import explain
+from ring_attn.planning.planner import explain
 from ring_attn.spec import TransportOptions
 from ring_attn.strategy import Strategy
 
@@ -21,6 +22,7 @@ __all__ = [
     "ring_attention",
     "select_backend",
     "shard_batch",
+    "sync_gradients",
     "tree_decode",
     "unshard",
 ]

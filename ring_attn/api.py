@@ -1,4 +1,4 @@
-"""The public functions: validation, choice of backend and what travels, and nothing else."""
+"""The public functions: validation, the choice of a strategy, and the operator that does it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring_attn import ops
 from ring_attn import validation as check
-from ring_attn.agreement import agreed_strategy
 from ring_attn.backends import BackendChoice, choose_backend
 from ring_attn.debug import check_agreement, debug_enabled, tell_error
 from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
+from ring_attn.ops import CallArguments
+from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.spec import AttentionSpec, TransportOptions
-from ring_attn.strategies.base import attend
-from ring_attn.strategies.core import make_call
-from ring_attn.strategy import Strategy, resolve_strategy
+from ring_attn.strategy import Strategy
 from ring_attn.transport.p2p import open_p2p
 
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -167,84 +166,125 @@ def ring_attention(
         torch.Size([1, 500, 8, 64])
     """
     try:
-        check.check_unsupported(dropout_p, alibi_slopes)
-        check.check_tensors(q, k, v, packed=cu_seqlens is not None)
-        process_group = check.check_group(group)
-        check.check_scale(softmax_scale)
-        check.check_softcap(softcap)
-        check.check_sinks(sinks, q)
-        check.check_same_bits(same_bits)
-        window = check.check_window(window_size, causal)
-        cu_q = check.check_cu_seqlens("cu_seqlens", cu_seqlens)
-        cu_k = check.check_cu_seqlens("cu_seqlens_k", cu_seqlens_k)
-        check.check_documents(cu_q, cu_k)
-        cu_k = cu_q if cu_k is None else cu_k
-        check.check_group_device(process_group, q.device)
-        check.check_transport(transport, process_group)
-        rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        rows = (q.size(-3), k.size(-3))
-        totals = (cu_q[-1] if cu_q else None, cu_k[-1] if cu_k else None)
-        layouts = check.resolve_layouts(layout, rows, totals, rank, world_size)
-        mask = check.check_mask(
-            Mask(layouts[0].seqlen, layouts[1].seqlen, causal, window, cu_q, cu_k)
-        )
-        spec = AttentionSpec.of(q, k, v, softcap, sinks)
-        differentiated = torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in (q, k, v, sinks)
-        )
-        given = (spec, layouts, mask, transport, differentiated)
-        mesh_shape = check.mesh_shape(group)
-        if strategy == "auto":
-            backend = choose_backend(spec, backend).name
-            if debug_enabled():
-                # Before the ranks choose together, which only equal arguments allow.
-                asked = {"strategy": strategy, "backend": backend, "same_bits": same_bits}
-                check_agreement({**_described(*given), **asked}, process_group)
-            strategy = agreed_strategy(
-                spec,
-                layouts,
-                mask,
-                open_p2p(process_group, transport),
-                backend=backend,
-                same_bits=same_bits,
-                backward=differentiated,
-                node_size=mesh_shape[1] if len(mesh_shape) == 2 else None,
-            )
-        else:
-            strategy = resolve_strategy(strategy, world_size, mesh_shape)
-        assert isinstance(strategy, Strategy), "chosen or resolved"
-        call = make_call(
-            strategy,
-            spec,
-            layouts,
-            mask,
-            rank,
-            softmax_scale=softmax_scale,
-            backend=backend,
-            same_bits=same_bits,
-        )
+        arguments = _checked(
+            q, k, v, sinks, cu_seqlens, cu_seqlens_k, causal, window_size, softmax_scale, softcap,
+            group, layout, strategy, backend, same_bits, dropout_p, alibi_slopes, transport,
+        )  # fmt: skip
     except Exception as error:
         if debug_enabled() and dist.is_initialized():
             tell_error(error, check.check_group(group))
         raise
-    if debug_enabled():
-        decided = {
-            "softmax_scale": call.softmax_scale,
-            "strategy": str(strategy),
-            "backend": call.backend,
-            "same_bits": call.same_bits,
-        }
-        check_agreement({**_described(*given), **decided}, process_group)
-
     packed = q.ndim == 3
     if packed:
         q, k, v = q[None], k[None], v[None]
     # Once here rather than at every step: no operator takes a strided last dim.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    out, lse = attend(q, k, v, sinks, call, open_p2p(process_group, transport))
+    if strategy == "auto":
+        arguments = _with_strategy(q, k, v, sinks, arguments)
+    out, lse, _ = ops.attention(q, k, v, sinks, *arguments)
     if packed:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    causal: bool,
+    window_size: Sequence[int],
+    softmax_scale: float | None,
+    softcap: float,
+    group: Group,
+    layout: Layout,
+    strategy: str | Strategy,
+    backend: str,
+    same_bits: bool | None,
+    dropout_p: float,
+    alibi_slopes: Tensor | None,
+    transport: TransportOptions,
+) -> CallArguments:
+    """The call as the operator takes it, with everything checked that does not need all of it."""
+    check.check_unsupported(dropout_p, alibi_slopes)
+    check.check_tensors(q, k, v, packed=cu_seqlens is not None)
+    check.check_scale(softmax_scale)
+    check.check_softcap(softcap)
+    check.check_sinks(sinks, q)
+    check.check_same_bits(same_bits)
+    window = check.check_window(window_size, causal)
+    check.check_boundaries("cu_seqlens", cu_seqlens)
+    check.check_boundaries("cu_seqlens_k", cu_seqlens_k)
+    check.check_name("backend", backend)
+    check.check_transport(transport)
+    group_name, mesh_shape = _described(group, q.device.type)
+    layouts = () if isinstance(layout, str) else check.check_layouts(layout)
+    layout_q, layout_k = (one.numbers for one in layouts) if layouts else ((), ())
+    differentiated = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, sinks)
+    )
+    return CallArguments(
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_k=cu_seqlens_k,
+        causal=causal,
+        window_size=window,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        group=group_name,
+        mesh_shape=mesh_shape,
+        layout=layout if isinstance(layout, str) else "",
+        layout_q=layout_q,
+        layout_k=layout_k,
+        strategy=strategy if isinstance(strategy, str) else "",
+        degrees=() if isinstance(strategy, str) else check.check_strategy(strategy).numbers,
+        backend=backend,
+        same_bits=same_bits,
+        timeout=transport.timeout,
+        nccl_max_ctas=transport.nccl_max_ctas,
+        differentiated=differentiated,
+    )
+
+
+def _described(group: Group, device_type: str) -> tuple[str, tuple[int, ...]]:
+    """Torch's name of the group and the shape of the mesh; a compiled graph is for one group."""
+    process_group = check.check_group(group)
+    check.check_group_device(process_group, torch.device(device_type))
+    return process_group.group_name, check.mesh_shape(group)
+
+
+# As torch.compiler.assume_constant_result marks a function; that would load the compiler.
+vars(_described)["_dynamo_marked_constant"] = True
+
+
+def _with_strategy(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: CallArguments
+) -> CallArguments:
+    """The same call with the strategy that "auto" is here."""
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "strategy='auto' cannot be compiled, the ranks talk to each other to choose: pass "
+            "ring_attn.explain(...).strategy"
+        )
+    spec = AttentionSpec.of(q, k, v, arguments.softcap, sinks)
+    resolved = ops.resolve((q.size(1), k.size(1)), arguments)
+    group, shape = arguments.process_group, arguments.mesh_shape
+    backend = choose_backend(spec, arguments.backend).name
+    if debug_enabled():
+        # Before the ranks choose together, which only equal arguments allow.
+        asked = {"strategy": "auto", "backend": backend, "same_bits": arguments.same_bits}
+        check_agreement({**ops.describe(spec, resolved, arguments), **asked}, group)
+    strategy = agreed_strategy(
+        spec,
+        *resolved,
+        open_p2p(group, arguments.transport),
+        backend=backend,
+        same_bits=arguments.same_bits,
+        backward=arguments.differentiated,
+        node_size=shape[1] if len(shape) == 2 else None,
+    )
+    return arguments._replace(strategy="", degrees=strategy.numbers, mesh_shape=())
 
 
 def select_backend(
@@ -315,33 +355,3 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
     dist.all_gather(gathered, rows, group=process_group)
     shards = [part[:n].movedim(0, dim) for part, n in zip(gathered, layout.shard_lens, strict=True)]
     return layout.unshard(shards, dim)
-
-
-def _described(
-    spec: AttentionSpec,
-    layouts: tuple[SequenceLayout, SequenceLayout],
-    mask: Mask,
-    transport: TransportOptions,
-    differentiated: bool,
-) -> dict[str, object]:
-    """What is given and must be the same on all ranks, by the names of the arguments."""
-    return {
-        "batch": spec.batch,
-        "nheads": spec.nheads,
-        "nheads_kv": spec.nheads_kv,
-        "headdim": spec.headdim,
-        "headdim_v": spec.headdim_v,
-        "dtype": spec.dtype,
-        "device": spec.device_type,
-        "seqlen_q": mask.seqlen_q,
-        "seqlen_k": mask.seqlen_k,
-        "causal": mask.causal,
-        "window_size": mask.window_size,
-        "cu_seqlens": mask.cu_seqlens_q,
-        "cu_seqlens_k": mask.cu_seqlens_k,
-        "softcap": spec.softcap,
-        "sinks": spec.sinks,
-        "layout": tuple(str(layout) for layout in layouts),
-        "transport": transport,
-        "requires_grad": differentiated,
-    }

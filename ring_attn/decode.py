@@ -145,7 +145,8 @@ def tree_decode(
         check.check_sinks(sinks, q)
         window = check.check_window(window_size, causal)
         check.check_group_device(process_group, q.device)
-        check.check_transport(transport, process_group)
+        check.check_transport(transport)
+        check.check_max_ctas(transport, process_group)
         rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         rows, rows_kv = q.size(1), k.size(1)
         if layout is not None:

@@ -25,6 +25,7 @@ from torch import Tensor
 from ring_attn.mask import Mask
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
+KINDS = (*LAYOUTS, "boundaries", "segments")
 
 # For each group and each member: the pairs (rows of the member, rows of the group).
 MergedRows = tuple[tuple[tuple[tuple[slice, slice], ...], ...], ...]
@@ -155,6 +156,37 @@ class SequenceLayout:
                 f"layout must be one of {list(LAYOUTS)} or a SequenceLayout, got {name!r}"
             )
         return cls(name, *_checked(seqlen, world_size))
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[int]) -> SequenceLayout:
+        """The layout whose `numbers` these are."""
+        code, *rest = numbers
+        if KINDS[code] == "boundaries":
+            return cls.boundaries(rest)
+        if KINDS[code] != "segments":
+            seqlen, world_size = rest
+            return cls(KINDS[code], seqlen, world_size)
+        counts = rest[1 : 1 + rest[0]]
+        runs = iter(zip(*(iter(rest[1 + rest[0] :]),) * 3, strict=True))
+        return cls.from_segments([[Segment(*next(runs)) for _ in range(count)] for count in counts])
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """The layout as numbers, for operators that take nothing else: its kind, then what is its.
+
+        Example:
+            >>> layout = SequenceLayout.boundaries([0, 5, 8])
+            >>> SequenceLayout.from_numbers(layout.numbers) == layout
+            True
+        """
+        code = KINDS.index(self.kind)
+        if self.cuts is not None:
+            return (code, *self.cuts)
+        if self.parts is None:
+            return (code, self.seqlen, self.world_size)
+        counts = [len(part) for part in self.parts]
+        runs = [(s.start, s.length, s.stride) for part in self.parts for s in part]
+        return (code, len(counts), *counts, *(n for run in runs for n in run))
 
     def appended(self, rank: int, count: int) -> SequenceLayout:
         """The layout after `count` more positions at the end of the sequence, held by one rank.

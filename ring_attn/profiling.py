@@ -1,11 +1,237 @@
-"""Measuring a call: the most memory that it holds at a time."""
+"""Measuring calls: figures of the last one, named ranges for profilers, traces, peak memory.
+
+    figures    `with collect(): ...`, or RING_ATTN_STATS=1 in the environment; then `stats()`
+    ranges     wherever torch's profiler is on; for Nsight Systems with RING_ATTN_NVTX=1
+    traces     `with trace(folder): ...`, on the command line `--profile DIR`
+
+The variables are read when this is imported. A call looks once whether anybody watches it; if not,
+nothing else of this is done. The names of the ranges stay as they are:
+
+    ring_attn::forward, ring_attn::backward     a whole call
+    ring_attn::step{i}.attend                   attention of step i: a hop of a ring, or the heads
+                                                that are gathered at a time
+    ring_attn::step{i}.post, step{i}.wait       a transfer is started; is waited for
+    ring_attn::delta                            rowsum(dO * O), before a backward's first step
+    ring_attn::finalize                         out and lse from the state
+    ring_attn::merge                            partial results of all ranks become one
+    ring_attn::gradient_sync                    see `gradient_sync`
+
+What is done within a step has its number, what is done between steps has none: the exchange of
+heads around a ring is `ring_attn::post`, out and lse of gathered heads are
+`ring_attn::step{i}.finalize`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+import torch.distributed as dist
+from torch._C._autograd import _profiler_enabled
+from torch.profiler import ProfilerActivity, profile, record_function
+
+Direction = Literal["forward", "backward"]
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "0") not in ("", "0")
+
+
+STATS_ALWAYS = _is_set("RING_ATTN_STATS")
+NVTX = _is_set("RING_ATTN_NVTX")
+
+# What of a call is computing: the calls of a backend, and the merge of partial results.
+COMPUTE = ("attend", "finalize", "delta", "merge")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured of one call in one direction, on one rank.
+
+    On CUDA seconds are those of the device's compute stream, between events in it; on CPU those of
+    the host.
+
+    Attributes:
+        seconds: from the call's beginning to its end.
+        compute_s: in attention, without what is copied into and out of messages.
+        wait_s: in waits for transfers: what compute did not hide.
+        post_s: host time that it took to start transfers.
+        in_flight_s: from the start of every transfer to the end of its wait, added up: at least as
+            much as the transfers took.
+        transfer_s: from the start of every transfer to its arrival, added up. None where that
+            cannot be told: gloo does not say when a message came that was waited for later.
+        bytes_sent: bytes that have left this rank: of a collective what it has for the others.
+        bytes_received: bytes that have come.
+        messages: exchanges, a collective being one.
+        steps: of the plan: hops of a ring, those without work too; heads gathered at a time.
+        merges: tiles whose result was folded into the state, or added to the gradients; with
+            `same_bits` once to dq and once to dk and dv.
+        start_bytes: memory held when the call began, peak_bytes' kind; None as that.
+        peak_bytes: most memory held during the call, with all that was there before: on CUDA what
+            torch has allocated, on CPU the resident set of the process, to which memory that it
+            has freed and kept counts. None where the system does not tell.
+        device_bytes: memory of the device, or of this machine or container.
+    """
+
+    seconds: float
+    compute_s: float
+    wait_s: float
+    post_s: float
+    in_flight_s: float
+    transfer_s: float | None
+    bytes_sent: int
+    bytes_received: int
+    messages: int
+    steps: int
+    merges: int
+    start_bytes: int | None
+    peak_bytes: int | None
+    device_bytes: int | None
+
+    @property
+    def call_bytes(self) -> int | None:
+        """Most memory that was held at a time beyond what was there before the call."""
+        if self.peak_bytes is None or self.start_bytes is None:
+            return None
+        return self.peak_bytes - self.start_bytes
+
+    @property
+    def pressure(self) -> float | None:
+        """Share of the device's memory that was held at the peak, in (0, 1)."""
+        if self.peak_bytes is None or self.device_bytes is None:
+            return None
+        return self.peak_bytes / self.device_bytes
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Figures of the last call on this rank.
+
+    Attributes:
+        forward: of the last forward; None if only a backward was measured.
+        backward: of the last backward since then; None if there was none.
+        gradient_sync_s: in all blocks of `gradient_sync` since then; None if there was none.
+    """
+
+    forward: Figures | None
+    backward: Figures | None
+    gradient_sync_s: float | None
+
+
+def stats() -> Stats:
+    """Measured figures of the last call on this rank; on CUDA waits until the call is done.
+
+    Only calls within `collect()`, or in a process with RING_ATTN_STATS=1, are measured. Where calls
+    contain one another, as a hybrid has a ring in it, the figures are of all together.
+
+    Raises:
+        RuntimeError: nothing has been measured.
+
+    Example:
+        >>> with collect(), gradient_sync():
+        ...     pass  # ring_attention(q, k, v), the backward, an all-reduce of the gradients
+        >>> stats().forward, stats().gradient_sync_s > 0.0
+        (None, True)
+    """
+    last, syncs = _collected.last, _collected.syncs
+    if not last and not syncs:
+        raise RuntimeError(
+            "no call has been measured, or the last one failed: call within "
+            "`with ring_attn.profiling.collect():`, or set RING_ATTN_STATS=1 before the start"
+        )
+    forward, backward = (
+        last[name].figures() if name in last else None for name in ("forward", "backward")
+    )
+    return Stats(forward, backward, _total(syncs) if syncs else None)
+
+
+@contextmanager
+def collect() -> Iterator[None]:
+    """Measures all calls within, of all threads; `stats` then tells of the last one.
+
+    What was measured before is forgotten. Each call sets back the peak that torch keeps for a CUDA
+    device, or the system for this process (VmHWM): whoever reads these reads what came since.
+
+    Raises:
+        RuntimeError: by a call within, if it is captured into a CUDA graph: events that measure
+            cannot be.
+
+    Example:
+        >>> with collect():
+        ...     pass  # ring_attention(q, k, v)
+    """
+    if not _collected.depth:
+        _collected.forget()
+    _collected.depth += 1
+    try:
+        yield
+    finally:
+        _collected.depth -= 1
+
+
+@contextmanager
+def gradient_sync(device: torch.device | str = "cpu") -> Iterator[None]:
+    """Measures what is done within as `Stats.gradient_sync_s`, where calls are measured.
+
+    For the all-reduce of a model's gradients over the ranks, which is the caller's.
+
+    Args:
+        device: where the gradients are.
+
+    Example:
+        >>> with gradient_sync():
+        ...     pass  # dist.all_reduce(gradients)
+    """
+    if not is_observed():
+        yield
+        return
+    with _named("ring_attn::gradient_sync"):
+        if not _collected.depth:
+            yield
+            return
+        clock = _clock_of(torch.device(device))
+        start = clock.mark()
+        yield
+        _collected.syncs.append(_Span(clock, start, clock.mark()))
+
+
+@contextmanager
+def trace(directory: str | Path, rank: int | None = None) -> Iterator[Path]:
+    """Writes what is done within as a Chrome trace, for Perfetto or chrome://tracing.
+
+    Every rank writes a file of its own, `rank{rank}_trace.json`; the ranges of its calls are in it.
+
+    Args:
+        directory: a folder, made if only it is missing.
+        rank: of this process; by default its rank in the default group, 0 without one.
+
+    Yields:
+        The file's path; it is written at the end.
+
+    Raises:
+        OSError: the folder cannot be made or written to.
+    """
+    if rank is None:
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    folder = Path(directory)
+    folder.mkdir(exist_ok=True)
+    path = folder / f"rank{rank}_trace.json"
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities, acc_events=True) as run:
+        yield path
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    run.export_chrome_trace(str(path))
 
 
 def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> int:
@@ -36,3 +262,347 @@ def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> 
         most = max(most, held)
     del result
     return most
+
+
+# -- what the strategies use
+
+
+class Counters(Protocol):
+    """What a transport counts by itself, always."""
+
+    bytes_sent: int
+    bytes_received: int
+    messages: int
+
+
+class Counting(Protocol):
+    """A transport."""
+
+    @property
+    def stats(self) -> Counters:
+        """What it has done."""
+        ...
+
+
+class Observer:
+    """Sees one call on one rank: how long its parts take, and what they are called.
+
+    Attributes:
+        step: that is being done; None between steps.
+        steps: done so far.
+        merges: tiles folded so far.
+    """
+
+    def __init__(self, clock: Clock | None) -> None:
+        """Without a clock there are ranges, and nothing is measured."""
+        self.step: int | None = None
+        self.steps = self.merges = 0
+        self.clock = clock
+        self.spans: dict[str, list[_Span]] = defaultdict(list)
+        self.flights: list[_Span] = []
+        self.transfers: list[_Span | None] = []
+
+    @contextmanager
+    def span(self, what: str) -> Iterator[None]:
+        """A part of the call: one of `COMPUTE`, "post" or "wait"."""
+        step = "" if self.step is None else f"step{self.step}."
+        with _named(f"ring_attn::{step}{what}"):
+            # On CUDA the stream has nothing to do with a post; the host has.
+            clock = _HOST if what == "post" and self.clock else self.clock
+            start = clock.mark() if clock else None
+            yield
+            if clock:
+                self.spans[what].append(_Span(clock, start, clock.mark()))
+
+    def mark(self) -> Any:
+        """This moment, as the device has it; None where nothing is measured."""
+        return self.clock.mark() if self.clock else None
+
+    def arrival(self, start: Any, follow: Follow) -> None:
+        """Notes that a transfer has been started, and when it will have arrived if that is known.
+
+        Args:
+            start: the mark from before it was started.
+            follow: makes a stream wait for it, and returns whether it did.
+        """
+        if self.clock:
+            end = self.clock.mark_behind(follow)
+            self.transfers.append(None if end is None else _Span(self.clock, start, end))
+
+    def landed(self, start: Any) -> None:
+        """Notes that a transfer has been waited for."""
+        if self.clock:
+            self.flights.append(_Span(self.clock, start, self.clock.mark()))
+
+
+def is_observed() -> bool:
+    """Whether a call that begins now is to be watched, by whomever."""
+    return _collected.depth > 0 or NVTX or _profiler_enabled()
+
+
+@contextmanager
+def observe(direction: Direction, device: torch.device, transport: Counting) -> Iterator[Observer]:
+    """Watches one call; its figures are kept at the end where they are collected.
+
+    Args:
+        direction: of the call.
+        device: where its tensors are.
+        transport: of its rank.
+
+    Raises:
+        RuntimeError: the call is captured into a CUDA graph, and figures are collected.
+        ValueError: RING_ATTN_NVTX is set and there is no CUDA.
+    """
+    collects = _collected.depth > 0
+    if not collects:
+        with _named(f"ring_attn::{direction}"):
+            yield Observer(None)
+        return
+    clock = _clock_of(device)
+    _collected.forget(direction)
+    memory = _Memory(device)
+    before = _counts(transport)
+    observer = Observer(clock)
+    with _named(f"ring_attn::{direction}"):
+        start = clock.mark()
+        yield observer
+        whole = _Span(clock, start, clock.mark())
+    counts = tuple(b - a for a, b in zip(before, _counts(transport), strict=True))
+    _collected.last[direction] = _Record(whole, observer, counts, memory.read())
+
+
+def _counts(transport: Counting) -> tuple[int, int, int]:
+    stats = transport.stats
+    return stats.bytes_sent, stats.bytes_received, stats.messages
+
+
+# -- clocks
+
+Follow = Callable[[torch.cuda.Stream], bool]
+
+
+class Clock(Protocol):
+    """Marks moments, and tells the time between two of them when somebody asks."""
+
+    def mark(self) -> Any:
+        """This moment, in the order of what the device has been given."""
+        ...
+
+    def mark_behind(self, follow: Follow) -> Any | None:
+        """The moment when a stream gets past what `follow` makes it wait for."""
+        ...
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Between two marks."""
+        ...
+
+
+class _HostClock:
+    """For CPUs, which do at once what they are given."""
+
+    def mark(self) -> int:
+        return time.perf_counter_ns()
+
+    def mark_behind(self, follow: Follow) -> None:
+        return None
+
+    def seconds(self, start: int, end: int) -> float:
+        return (end - start) * 1e-9
+
+
+class _CudaClock:
+    """Events in the device's current stream: nobody waits for them before they are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)
+
+    def mark(self) -> torch.cuda.Event:
+        return self._marked(torch.cuda.current_stream(self._device))
+
+    def mark_behind(self, follow: Follow) -> torch.cuda.Event | None:
+        return self._marked(self._side) if follow(self._side) else None
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3
+
+    def _marked(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+
+_HOST = _HostClock()
+
+
+@lru_cache
+def _cuda_clock(index: int) -> _CudaClock:
+    return _CudaClock(torch.device("cuda", index))
+
+
+def _clock_of(device: torch.device) -> Clock:
+    if device.type != "cuda":
+        return _HOST
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "figures of a call that is captured into a CUDA graph cannot be collected: its events "
+            "do not measure; capture it outside of ring_attn.profiling.collect(), and without "
+            "RING_ATTN_STATS"
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _cuda_clock(index)
+
+
+# -- what is kept of a call
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The time between two marks, not known yet."""
+
+    clock: Clock
+    start: Any
+    end: Any
+
+    def seconds(self) -> float:
+        return self.clock.seconds(self.start, self.end)
+
+
+def _total(spans: Iterable[_Span]) -> float:
+    return sum((span.seconds() for span in spans), 0.0)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What is kept of a call: marks, counts (bytes sent, received, messages) and memory."""
+
+    whole: _Span
+    observer: Observer
+    counts: tuple[int, ...]
+    memory: tuple[int | None, int | None, int | None]
+
+    def figures(self) -> Figures:
+        """Resolved: on CUDA this waits for the call."""
+        seen = self.observer
+        arrived = [span for span in seen.transfers if span is not None]
+
+        def total(*names: str) -> float:
+            return _total(span for name in names for span in seen.spans[name])
+
+        sent, received, messages = self.counts
+        return Figures(
+            self.whole.seconds(),
+            total(*COMPUTE),
+            total("wait"),
+            total("post"),
+            _total(seen.flights),
+            _total(arrived) if len(arrived) == len(seen.transfers) else None,
+            sent,
+            received,
+            messages,
+            seen.steps,
+            seen.merges,
+            *self.memory,
+        )
+
+
+@dataclass
+class _Collected:
+    """Whether figures are collected, how often asked for, and what the last calls have left.
+
+    Not of one thread: autograd runs a backward on CUDA in a thread of its own.
+    """
+
+    depth: int
+    last: dict[str, _Record] = field(default_factory=dict)
+    syncs: list[_Span] = field(default_factory=list)
+
+    def forget(self, direction: Direction = "forward") -> None:
+        """A call begins: what it will leave takes the place of this."""
+        self.last.pop("backward", None)
+        if direction == "forward":
+            self.last.pop("forward", None)
+            self.syncs.clear()
+
+
+_collected = _Collected(int(STATS_ALWAYS))
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """A range in the profilers that are on."""
+    with ExitStack() as ranges:
+        if _profiler_enabled():
+            ranges.enter_context(record_function(name))
+        if NVTX:
+            ranges.enter_context(_nvtx_range(name))
+        yield
+
+
+@contextmanager
+def _nvtx_range(name: str) -> Iterator[None]:
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "RING_ATTN_NVTX=1 asks for NVTX ranges, which are for CUDA, and torch finds no CUDA "
+            "device here: unset it; torch's profiler shows the ranges without it"
+        )
+    torch.cuda.nvtx.range_push(name)
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()
+
+
+# -- memory
+
+
+class _Memory:
+    """What is held when a call begins, and the most that is until it ends."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._start: int | None = torch.cuda.memory_allocated(device)
+        else:
+            self._start = _resident_bytes()[0] if _reset_resident_peak() else None
+
+    def read(self) -> tuple[int | None, int | None, int | None]:
+        """Bytes at the start, at the peak, and of the device."""
+        if self._device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device)
+            return self._start, peak, torch.cuda.get_device_properties(self._device).total_memory
+        if self._start is None:
+            return None, None, _machine_bytes()
+        # Some systems take the peak from samples: it may be below what is held.
+        return self._start, max(self._start, *_resident_bytes()), _machine_bytes()
+
+
+def _reset_resident_peak() -> bool:
+    """Whether the system lets a process start its peak anew, as Linux does."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def _resident_bytes() -> tuple[int, int]:
+    """Of the process's resident set: what it is now, and its peak."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    pairs = (line.split(":", 1) for line in status.splitlines() if ":" in line)
+    sizes = {name: text.split() for name, text in pairs}
+    now, peak = (int(sizes[name][0]) * 1024 for name in ("VmRSS", "VmHWM"))
+    return now, peak
+
+
+@lru_cache
+def _machine_bytes() -> int:
+    """Of this machine, or what its container may have of it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total

@@ -80,6 +80,26 @@ class Strategy:
                 f"place there is nothing to balance; got ulysses_degree={self.ulysses_degree}"
             )
 
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[int]) -> Strategy:
+        """The strategy whose `numbers` these are."""
+        core, ulysses_degree, inner_degree, exchange_q, heads_per_chunk = numbers
+        return cls(
+            CORES[core], ulysses_degree, inner_degree, bool(exchange_q), heads_per_chunk or None
+        )
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The strategy as numbers, for operators that take nothing else.
+
+        Example:
+            >>> print(Strategy.from_numbers(Strategy(ulysses_degree=2).numbers))
+            Strategy(ulysses_degree=2)
+        """
+        core = CORES.index(self.core)
+        chunk = self.heads_per_chunk or 0
+        return (core, self.ulysses_degree, self.inner_degree, int(self.exchange_q), chunk)
+
     @property
     def name(self) -> str:
         """The name in the table; of pure Ulysses too it is "hybrid", as that takes the ranks."""

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn.layout import LAYOUTS, SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.spec import TransportOptions
+from ring_attn.strategy import NAMES, Strategy
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -59,30 +60,33 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    # A text of shapes would bind a graph that is being compiled to them: made only for an error.
+    def shapes() -> str:
+        return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
     dims = {x.ndim for x in (q, k, v)}
     if dims == {3} and not packed:
         raise ValueError(
             "q, k, v of shape (rows, nheads, headdim) are packed and need cu_seqlens; without it "
-            f"pass (batch, rows, nheads, headdim); got {shapes}"
+            f"pass (batch, rows, nheads, headdim); got {shapes()}"
         )
     if dims not in ({3}, {4}):
         raise ValueError(
             "q, k, v must all be (batch, rows, nheads, headdim), or (rows, nheads, headdim) with "
-            f"cu_seqlens; got {shapes}"
+            f"cu_seqlens; got {shapes()}"
         )
     if q.ndim == 4 and not q.size(0) == k.size(0) == v.size(0):
-        raise ValueError(f"q, k, v must have one batch size, got {shapes}")
+        raise ValueError(f"q, k, v must have one batch size, got {shapes()}")
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"k and v must have the same rows and heads, got {shapes}")
+        raise ValueError(f"k and v must have the same rows and heads, got {shapes()}")
     if q.size(-1) != k.size(-1):
-        raise ValueError(f"q and k must have one headdim, got {shapes}")
+        raise ValueError(f"q and k must have one headdim, got {shapes()}")
     nheads, nheads_kv = q.size(-2), k.size(-2)
     if 0 in (nheads, nheads_kv, q.size(-1), v.size(-1)) or (q.ndim == 4 and q.size(0) == 0):
-        raise ValueError(f"batch, heads and headdim must not be 0, got {shapes}")
+        raise ValueError(f"batch, heads and headdim must not be 0, got {shapes()}")
     if nheads % nheads_kv:
         raise ValueError(
-            f"nheads must be a multiple of nheads_kv, got {nheads} and {nheads_kv} ({shapes})"
+            f"nheads must be a multiple of nheads_kv, got {nheads} and {nheads_kv} ({shapes()})"
         )
 
 
@@ -92,18 +96,19 @@ def check_scale(softmax_scale: float | None) -> None:
         return
     _check_float("softmax_scale", softmax_scale)
     # Fused operators mask before they scale: -inf times 0 or a negative factor would be seen.
-    if not (math.isfinite(softmax_scale) and softmax_scale > 0):
+    if not 0 < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}")
 
 
 def check_softcap(softcap: float) -> None:
     """What the scores stay below in size; 0 is no cap."""
     _check_float("softcap", softcap)
-    if not (math.isfinite(softcap) and softcap >= 0):
+    if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap must be positive and finite, or 0 for none, got {softcap}")
 
 
 def _check_float(name: str, value: object) -> None:
+    # To a compiler a float that changes is a symbol: it can be compared, math.isfinite takes none.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a float, got {type(value).__name__}")
 
@@ -177,10 +182,10 @@ def check_window(window_size: Sequence[int], causal: bool) -> tuple[int, int]:
     return left, right
 
 
-def check_cu_seqlens(name: str, cu_seqlens: Tensor | None) -> tuple[int, ...] | None:
-    """Document boundaries on the host: from 0, never decreasing; read from a device only once."""
+def check_boundaries(name: str, cu_seqlens: Tensor | None) -> None:
+    """Type and shape of document boundaries."""
     if cu_seqlens is None:
-        return None
+        return
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"{name} must be an int32 tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -189,6 +194,12 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor | None) -> tuple[int, ...] | 
         raise ValueError(
             f"{name} must be 1-D with at least two boundaries, got shape {tuple(cu_seqlens.shape)}"
         )
+
+
+def check_cu_seqlens(name: str, cu_seqlens: Tensor | None) -> tuple[int, ...] | None:
+    """Document boundaries on the host: from 0, never decreasing; read from a device only once."""
+    if cu_seqlens is None:
+        return None
     boundaries = _on_host(cu_seqlens)
     if boundaries[0] != 0:
         raise ValueError(f"{name} must start at 0, got {boundaries[0]}")
@@ -299,8 +310,14 @@ def check_group_device(group: dist.ProcessGroup, device: torch.device) -> None:
         )
 
 
-def check_transport(options: object, group: dist.ProcessGroup) -> None:
-    """Options of the transport against the group."""
+def check_name(option: str, name: object) -> None:
+    """The name of something, not the thing."""
+    if not isinstance(name, str):
+        raise TypeError(f"{option} must be a name, got {type(name).__name__}")
+
+
+def check_transport(options: object) -> None:
+    """Options of the transport."""
     if not isinstance(options, TransportOptions):
         raise TypeError(f"transport must be TransportOptions, got {type(options).__name__}")
     timeout, max_ctas = options.timeout, options.nccl_max_ctas
@@ -314,10 +331,39 @@ def check_transport(options: object, group: dist.ProcessGroup) -> None:
             raise TypeError(f"nccl_max_ctas must be an int, got {type(max_ctas).__name__}")
         if max_ctas < 1:
             raise ValueError(f"nccl_max_ctas must be at least 1, got {options.nccl_max_ctas}")
-        if "nccl" not in dist.get_backend_config(group):
-            raise ValueError(
-                f"nccl_max_ctas is for NCCL, the group has {dist.get_backend_config(group)}"
-            )
+
+
+def check_max_ctas(options: TransportOptions, group: dist.ProcessGroup) -> None:
+    """A share of the device is for NCCL's copies."""
+    if options.nccl_max_ctas is not None and "nccl" not in dist.get_backend_config(group):
+        raise ValueError(
+            f"nccl_max_ctas is for NCCL, the group has {dist.get_backend_config(group)}"
+        )
+
+
+def check_strategy(strategy: object) -> Strategy:
+    """A strategy that is not given by its name."""
+    if not isinstance(strategy, Strategy):
+        raise TypeError(
+            f"strategy must be one of {[*NAMES, 'auto']} or a Strategy, got "
+            f"{type(strategy).__name__}"
+        )
+    return strategy
+
+
+def check_layouts(layout: object) -> tuple[SequenceLayout, SequenceLayout]:
+    """Layouts of queries and keys that are not given by a name: one of both, or a pair."""
+    if isinstance(layout, SequenceLayout):
+        return layout, layout
+    if (
+        isinstance(layout, (tuple, list))
+        and len(layout) == 2
+        and all(isinstance(x, SequenceLayout) for x in layout)
+    ):
+        return layout[0], layout[1]
+    raise TypeError(
+        f"layout must be one of {list(LAYOUTS)}, a SequenceLayout or a pair of them, got {layout!r}"
+    )
 
 
 def resolve_layouts(
@@ -338,20 +384,10 @@ def resolve_layouts(
     """
     if isinstance(layout, str):
         lens = [n * world_size if t is None else t for n, t in zip(rows, totals, strict=True)]
-        layouts = tuple(SequenceLayout.from_name(layout, n, world_size) for n in lens)
-    elif isinstance(layout, SequenceLayout):
-        layouts = (layout, layout)
-    elif (
-        isinstance(layout, (tuple, list))
-        and len(layout) == 2
-        and all(isinstance(x, SequenceLayout) for x in layout)
-    ):
-        layouts = tuple(layout)
+        q, k = (SequenceLayout.from_name(layout, n, world_size) for n in lens)
+        layouts = (q, k)
     else:
-        raise TypeError(
-            f"layout must be one of {list(LAYOUTS)}, a SequenceLayout or a pair of them, got "
-            f"{layout!r}"
-        )
+        layouts = check_layouts(layout)
     for name, one, n, total in zip(("q", "k"), layouts, rows, totals, strict=True):
         check_layout(name, one, n, total, rank, world_size)
     return layouts[0], layouts[1]

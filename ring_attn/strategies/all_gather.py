@@ -38,13 +38,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_attn.backends import choose_backend, get_backend
-from ring_attn.backends.base import InOrderBackend, folds_in_order
+from ring_attn.backends.base import Backend, InOrderBackend, folds_in_order
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.plan import Tile, Traveller, gathered_tiles
@@ -57,6 +57,7 @@ from ring_attn.strategies.messages import (
     sinks_gradient,
     zeros_like,
 )
+from ring_attn.strategies.observed import observed, observed_backend, observed_steps
 from ring_attn.transport.base import Transport
 
 
@@ -90,7 +91,6 @@ class AllGatherCall:
     backend: str
     heads_per_chunk: int = 1
     same_bits: bool = False
-    keeps_inputs: ClassVar[bool] = True
 
     @property
     def scores(self) -> Scores:
@@ -145,6 +145,7 @@ class AllGatherCall:
         nheads, nheads_kv = chunk.q.stop - chunk.q.start, chunk.kv.stop - chunk.kv.start
         return replace(self.spec, nheads=nheads, nheads_kv=nheads_kv)
 
+    @observed("forward")
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, transport: Transport, sinks: Tensor | None
     ) -> Forward:
@@ -152,6 +153,7 @@ class AllGatherCall:
         out, lse = all_gather_forward(q, k, v, self, transport, sinks)
         return Forward(out, lse, (q, k, v, out, lse))
 
+    @observed("backward")
     def backward(
         self,
         saved: tuple[Tensor, ...],
@@ -255,9 +257,11 @@ def all_gather_forward(
     """
     out, lse = _Heads(2, call.spec.nheads), _Heads(1, call.spec.nheads)
     messages = [_kv_message(k, v, call, chunk) for chunk in call.chunks]
-    for chunk, kv in zip(call.chunks, _gathered(messages, call, transport), strict=True):
+    backend = observed_backend(get_backend(call.backend), transport)
+    chunks = observed_steps(call.chunks, transport)
+    for chunk, kv in zip(chunks, _gathered(messages, call, transport), strict=True):
         # Nothing of a chunk is kept in names here while the next one is computed.
-        _put_results(chunk, (out, lse), q, kv, call, sinks)
+        _put_results(chunk, (out, lse), q, kv, call, backend, sinks)
     return out.whole, lse.whole
 
 
@@ -294,7 +298,7 @@ def all_gather_backward(
     Raises:
         NotImplementedError: a call with `same_bits` and a backend that does not fold in order.
     """
-    backend = get_backend(call.backend)
+    backend = observed_backend(get_backend(call.backend), transport)
     delta = backend.delta(out, dout)
     dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta)
     dtype = q.dtype if rounded else call.spec.accum_dtype
@@ -470,10 +474,11 @@ def _put_results(
     q: Tensor,
     kv: tuple[Tensor, ...],
     call: AllGatherCall,
+    backend: Backend,
     sinks: Tensor | None,
 ) -> None:
     """Out and lse of a chunk."""
-    backend, tiles, (k, v) = get_backend(call.backend), call.tiles(), kv
+    tiles, (k, v) = call.tiles(), kv
     if sinks is not None:
         sinks = sinks.to(call.spec.accum_dtype)[chunk.q]
     q_heads = q[:, :, chunk.q]
@@ -493,10 +498,12 @@ def _compute_and_reduce(
     grads: _Gradients,
 ) -> None:
     """dQ, and every rank's share of dK and dV, which are summed over the ranks."""
-    backend, (q, dout, lse, delta) = get_backend(call.backend), q_side
+    backend = observed_backend(get_backend(call.backend), transport)
+    q, dout, lse, delta = q_side
     messages = [_kv_message(*kv, call, chunk) for chunk in call.chunks]
     reduction = _Reduction(call, transport, grads, q.device) if call.world_size > 1 else None
-    for chunk, (k, v) in zip(call.chunks, _gathered(messages, call, transport), strict=True):
+    chunks = observed_steps(call.chunks, transport)
+    for chunk, (k, v) in zip(chunks, _gathered(messages, call, transport), strict=True):
         q_heads = q[:, :, chunk.q]
         parts = [zeros_like(x, call.spec.accum_dtype) for x in (q_heads, k, v)]
         if call.tiles():
@@ -524,12 +531,13 @@ def _compute_in_place(
     grads: _Gradients,
 ) -> None:
     """dQ from the gathered KV, dK and dV from the gathered Q side."""
-    backend, (q, dout, lse, delta) = _in_order(call.backend), q_side
+    backend = observed_backend(_in_order(call.backend), transport)
+    q, dout, lse, delta = q_side
     messages = []
     for chunk in call.chunks:
         messages += [_kv_message(*kv, call, chunk), _q_message(q_side, call, chunk)]
     gathered = _gathered(messages, call, transport)
-    for chunk in call.chunks:
+    for chunk in observed_steps(call.chunks, transport):
         k, v = next(gathered)
         q_heads = q[:, :, chunk.q]
         parts = [zeros_like(q_heads, call.spec.accum_dtype)]

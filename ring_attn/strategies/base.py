@@ -3,7 +3,8 @@
     Call             sizes, layouts, mask, rank: the same on every rank but for `rank`
     Call.forward     this rank's shards -> out, lse, and what the backward needs of them
     Call.backward    that, and dout -> dq, dk, dv, dsinks
-    attend           the two under autograd, for all strategies
+
+The operators of `ring_attn.ops` put the two under autograd, for all strategies.
 
 Calls contain one another: one that exchanges heads or queries has inside it the call of a ring or a
 gathering, over other layouts.
@@ -11,9 +12,8 @@ gathering, over other layouts.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from ring_attn.transport.base import Transport
@@ -45,11 +45,8 @@ class Gradients(NamedTuple):
 class Call(Protocol):
     """One call of a strategy on one rank.
 
-    `keeps_inputs` says that q, k and v are among what its forward saves; `same_bits` that its
-    results have the same bits at every world size.
+    `same_bits` says that its results have the same bits at every world size.
     """
-
-    keeps_inputs: ClassVar[bool]
 
     @property
     def softmax_scale(self) -> float:
@@ -100,78 +97,3 @@ class Call(Protocol):
                 call around this one that has more to add.
         """
         ...
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call, transport: Transport
-) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a call, with gradients to q, k, v and sinks; lse takes none."""
-    anchors: list[Tensor] = []
-    if torch.is_grad_enabled() and not call.keeps_inputs:
-        anchors = [x[:0].clone() for x in (q, k, v) if x.requires_grad]
-    out, lse = _Attention.apply(q, k, v, sinks, call, transport, *anchors)
-    return out, lse
-
-
-class _Attention(torch.autograd.Function):
-    """A call under autograd.
-
-    What it saves is up to the call. Only so that its gradients hang on its inputs where they are
-    differentiated again, `anchors` stand for inputs that the call does not save: they hold nothing.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        call: Call,
-        transport: Transport,
-        *anchors: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """`out` and `lse`."""
-        out, lse, saved = call.forward(q, k, v, transport, sinks)
-        ctx.save_for_backward(sinks, *anchors, *saved)
-        ctx.mark_non_differentiable(lse)
-        ctx.call, ctx.transport, ctx.num_anchors = call, transport, len(anchors)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
-        """dq, dk, dv, dsinks; differentiating them again raises."""
-        sinks, *tensors = ctx.saved_tensors
-        saved = tuple(tensors[ctx.num_anchors :])
-        with torch.no_grad():
-            grads = ctx.call.backward(saved, dout.contiguous(), ctx.transport, sinks)
-        if torch.is_grad_enabled():
-            grads = _OnceDifferentiable.apply(*grads, dout, sinks, *tensors)
-        return (*grads, *(2 + ctx.num_anchors) * [None])
-
-
-class _OnceDifferentiable(torch.autograd.Function):
-    """Passes gradients through under `create_graph=True` and raises if they are differentiated.
-
-    torch's `once_differentiable` does so only where dout itself requires a gradient, and else
-    returns gradients that look like constants: a second-order term would be left out in silence.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        dsinks: Tensor | None,
-        *inputs: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
-        """The gradients as they are."""
-        return tuple(None if x is None else x.view_as(x) for x in (dq, dk, dv, dsinks))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Always raises."""
-        raise NotImplementedError(
-            "ring_attention is differentiable once: the gradient of its gradient is not built"
-        )

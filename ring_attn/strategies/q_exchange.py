@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -36,6 +36,7 @@ from ring_attn.plan import Hop
 from ring_attn.spec import AttentionSpec, Packet
 from ring_attn.strategies.base import Call, Forward, Gradients
 from ring_attn.strategies.messages import new_buffers, pack_rows
+from ring_attn.strategies.observed import observed
 from ring_attn.transport.base import Transport
 
 Layouts = tuple[SequenceLayout, SequenceLayout]
@@ -63,7 +64,6 @@ class QExchangeCall:
     layouts: Layouts
     rank: int
     inner: Call
-    keeps_inputs: ClassVar[bool] = False
 
     @property
     def softmax_scale(self) -> float:
@@ -101,6 +101,7 @@ class QExchangeCall:
             return Halves(slice(tail, tail + head), slice(0, tail))
         return Halves(slice(0, head), slice(head, head + tail))
 
+    @observed("forward")
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, transport: Transport, sinks: Tensor | None
     ) -> Forward:
@@ -113,6 +114,7 @@ class QExchangeCall:
         out, lse = self._exchanged((out, lse), self.there, self.home, 1, transport)
         return Forward(out, lse, saved)
 
+    @observed("backward")
     def backward(
         self,
         saved: tuple[Tensor, ...],

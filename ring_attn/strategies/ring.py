@@ -51,7 +51,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -82,6 +81,7 @@ from ring_attn.strategies.messages import (
     sinks_gradient,
     zeros_like,
 )
+from ring_attn.strategies.observed import observed, observed_backend, observed_steps
 from ring_attn.transport.base import Channel, PointToPoint
 
 
@@ -110,7 +110,6 @@ class RingCall:
     travels_back: Traveller
     same_bits: bool = False
     inner_degree: int = 1
-    keeps_inputs: ClassVar[bool] = True
 
     @property
     def scores(self) -> Scores:
@@ -122,6 +121,7 @@ class RingCall:
         travels = self.travels_back if backward else "kv"
         return plan_ring(*self.layouts, self.mask, self.rank, travels, self.inner_degree)
 
+    @observed("forward")
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, transport: PointToPoint, sinks: Tensor | None
     ) -> Forward:
@@ -129,6 +129,7 @@ class RingCall:
         out, lse = ring_forward(q, k, v, self, transport, sinks)
         return Forward(out, lse, (q, k, v, out, lse))
 
+    @observed("backward")
     def backward(
         self,
         saved: tuple[Tensor, ...],
@@ -252,13 +253,14 @@ def ring_forward(
     Returns:
         `out` (batch, rows, nheads, headdim_v) in the dtype of q, `lse` (batch, nheads, rows).
     """
-    plan, backend = call.plan(backward=False), get_backend(call.backend)
+    plan = call.plan(backward=False)
+    backend = observed_backend(get_backend(call.backend), transport)
     shards = _shards(plan, call, transport, (k, v))
     if sinks is not None:
         sinks = sinks.to(call.spec.accum_dtype)
     state = backend.new_state(q, v.size(-1), sinks)
     last = max((step.index for step in plan.steps if step.tiles), default=0)
-    for step in plan.steps:
+    for step in observed_steps(plan.steps, transport):
         shards.before(step.index)
         if step.tiles:
             k, v = shards.held(step.index)
@@ -299,7 +301,7 @@ def ring_backward(
         `rounded=False` not at all); and dsinks, this rank's rows' share of the gradient of the
         sinks, None without them.
     """
-    backend = get_backend(call.backend)
+    backend = observed_backend(get_backend(call.backend), transport)
     delta = backend.delta(out, dout)
     dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta)
     grads = _gradients((q, dout, lse, delta), (k, v), out, call, transport)
@@ -319,13 +321,14 @@ def _gradients(
     transport: PointToPoint,
 ) -> list[Tensor]:
     """dq, dk, dv in the type of the state; what the ring needs beside them is freed on return."""
-    plan, backend = call.plan(backward=True), get_backend(call.backend)
+    plan = call.plan(backward=True)
+    backend = observed_backend(get_backend(call.backend), transport)
     kv_travels = plan.travels == "kv"
     shards = _shards(plan, call, transport, kv if kv_travels else q_side)
     own = [zeros_like(x, call.spec.accum_dtype) for x in (q_side[0], *kv)]
     staying, moving = (own[:1], own[1:]) if kv_travels else (own[1:], own[:1])
     travelling = _travelling_gradients(plan, call, transport, moving)
-    for step in plan.steps:
+    for step in observed_steps(plan.steps, transport):
         shards.before(step.index)
         if step.tiles:
             held = shards.held(step.index)

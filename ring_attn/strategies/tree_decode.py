@@ -35,6 +35,7 @@ from ring_attn.plan import Band, Tile, make_tile
 from ring_attn.spec import AttentionSpec, Packet, Scores
 from ring_attn.state import State
 from ring_attn.strategies.messages import pack_rows
+from ring_attn.strategies.observed import observed, observed_backend, observed_merge
 from ring_attn.transport.base import Transport
 
 ALL_ROWS = slice(None)
@@ -149,6 +150,7 @@ def decode_packet(spec: AttentionSpec, rows: int) -> Packet:
     return Packet(shapes, (spec.accum_dtype, spec.accum_dtype))
 
 
+@observed("forward")
 def tree_decode_forward(
     q: Tensor,
     k: Tensor,
@@ -173,7 +175,7 @@ def tree_decode_forward(
         `out` (batch, seqlen_q, nheads, headdim_v) in the dtype of q, `lse` (batch, nheads,
         seqlen_q); the same bits on every rank.
     """
-    backend = get_backend(call.backend)
+    backend = observed_backend(get_backend(call.backend), transport)
     state = backend.new_state(q, v.size(-1))
     if tiles:
         state = backend.forward(q, k, v, tiles, state, scores=call.scores)
@@ -181,7 +183,8 @@ def tree_decode_forward(
     partial = backend.finalize(state, call.spec.accum_dtype)
     packet = decode_packet(call.spec, q.size(1))
     out, lse = _gathered(packet, partial, transport)
-    return _merged(out, lse, sinks, q.dtype)
+    with observed_merge(transport, transport.world_size):
+        return _merged(out, lse, sinks, q.dtype)
 
 
 def gather_lengths(rows: int, device: torch.device, transport: Transport) -> list[int]:

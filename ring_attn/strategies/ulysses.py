@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from ring_attn.heads import HeadRun, HeadShare, is_replicated, share_heads
 from ring_attn.layout import MergedRows, SequenceLayout
 from ring_attn.spec import ALIGNMENT, AttentionSpec, Packet
 from ring_attn.strategies.base import Call, Forward, Gradients
+from ring_attn.strategies.observed import observed
 from ring_attn.transport.base import Channel, Transport
 
 Layouts = tuple[SequenceLayout, SequenceLayout]
@@ -67,7 +68,6 @@ class UlyssesCall:
     softmax_scale: float
     backend: str
     same_bits: bool
-    keeps_inputs: ClassVar[bool] = False
 
     @property
     def group(self) -> tuple[int, ...]:
@@ -100,6 +100,7 @@ class UlyssesCall:
         """Whether some kv head is sent to several ranks."""
         return is_replicated(self.shares, self.spec.nheads_kv)
 
+    @observed("forward")
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, transport: Transport, sinks: Tensor | None
     ) -> Forward:
@@ -118,6 +119,7 @@ class UlyssesCall:
         out, lse = back.run(results, transport, "shards", 1, q.device)
         return Forward(out, lse, tuple(saved))
 
+    @observed("backward")
     def backward(
         self,
         saved: tuple[Tensor, ...],

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from ring_attn.plan import Hop
@@ -29,15 +30,17 @@ class TransportStats:
         messages: number of exchanges, a collective being one.
         wait_s: seconds of host time in `wait`, with everything that was not hidden by compute (on
             CUDA a wait is a wait of streams, and takes no host time).
+        bytes_received: bytes that have come to this rank, counted when they are asked for.
     """
 
     bytes_sent: int = 0
     messages: int = 0
     wait_s: float = field(default=0.0)
+    bytes_received: int = 0
 
     def reset(self) -> None:
         """Counts from zero again."""
-        self.bytes_sent, self.messages, self.wait_s = 0, 0, 0.0
+        self.bytes_sent, self.messages, self.wait_s, self.bytes_received = 0, 0, 0.0, 0
 
 
 class PointToPoint(Protocol):
@@ -86,6 +89,10 @@ class Transport(PointToPoint, Protocol):
 
         `send` and `recv` are uint8, cut by the counts (bytes) in the order of the ranks.
         """
+        ...
+
+    def follow(self, channel: Channel, stream: torch.cuda.Stream) -> bool:
+        """Makes a stream wait for the exchange under way; False where it cannot be known there."""
         ...
 
     def sub(self, ranks: tuple[int, ...]) -> Transport:

@@ -112,11 +112,16 @@ class LocalTransport:
         for rank in pending.senders:
             incoming = self._key(channel, rank, self.rank)
             self._exchange.until(partial(contains, sent, incoming))
+            self.stats.bytes_received += sent[incoming].nbytes
             pending.take(rank, sent.pop(incoming))
             turn.notify_all()
         for rank in pending.receivers:
             outgoing = self._key(channel, self.rank, rank)
             self._exchange.until(partial(_lacks, sent, outgoing))
+
+    def follow(self, channel: Channel, stream: torch.cuda.Stream) -> bool:
+        """False: messages are copied by whoever waits for them."""
+        return False
 
     def sub(self, ranks: Ranks) -> LocalTransport:
         """The transport among some of these ranks."""

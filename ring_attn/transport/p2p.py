@@ -115,7 +115,7 @@ class P2PTransport:
             step,
             [(f"gather from global ranks {self._ranks}", [])],
             True,
-            (self.world_size - 1) * send.nbytes,
+            2 * ((self.world_size - 1) * send.nbytes,),
             lambda: [gather(recv, send, group=group, async_op=True)],
         )
 
@@ -130,7 +130,7 @@ class P2PTransport:
             step,
             [(f"sum over global ranks {self._ranks}", [])],
             send.is_cuda,
-            (self.world_size - 1) * recv.nbytes,
+            2 * ((self.world_size - 1) * recv.nbytes,),
             lambda: [scatter(recv, send, group=group, async_op=True)],
         )
 
@@ -154,7 +154,7 @@ class P2PTransport:
             step,
             [(f"exchange with global ranks {self._ranks}", parts)],
             send.is_cuda,
-            send.nbytes - send_counts[self.rank],
+            (send.nbytes - send_counts[self.rank], recv.nbytes - recv_counts[self.rank]),
             lambda: [
                 dist.all_to_all_single(
                     recv, send, list(recv_counts), list(send_counts), group=group, async_op=True
@@ -180,6 +180,16 @@ class P2PTransport:
                 elapsed = time.perf_counter() - start
                 raise self._error(pending.step, what, elapsed, error) from error
         self.stats.wait_s += time.perf_counter() - start
+
+    def follow(self, channel: Channel, stream: torch.cuda.Stream) -> bool:
+        """Makes a stream wait for the exchange under way, as `wait` makes the compute stream."""
+        pending = self._pending.get(channel)
+        if pending is None or not pending.on_cuda:
+            return False
+        with torch.cuda.stream(stream):
+            for work, *_ in pending.works:
+                work.wait()
+        return True
 
     def sub(self, ranks: tuple[int, ...]) -> P2PTransport:
         """The transport among some of these ranks; all of them call it together the first time."""
@@ -254,7 +264,8 @@ class P2PTransport:
             for r, part in receives
         ]
         whats += [(f"send to rank {r} (global rank {self._ranks[r]})", []) for r, _ in sends]
-        nbytes = sum(x.nbytes for _, x in sends)
+        sent, received = (sum(x.nbytes for _, x in part) for part in (sends, receives))
+        nbytes = sent, received
         self._start(channel, step, whats, on_cuda, nbytes, lambda: dist.batch_isend_irecv(ops))
 
     def _start(
@@ -263,9 +274,10 @@ class P2PTransport:
         step: int,
         whats: Sequence[tuple[str, Sequence[Tensor]]],
         on_cuda: bool,
-        nbytes: int,
+        nbytes: tuple[int, int],
         start: Callable[[], list[dist.Work]],
     ) -> None:
+        """Starts what is under way until `wait`; `nbytes` are sent and received by it."""
         if self._failed is not None:
             # Messages of the broken call may still be on their way.
             raise RuntimeError("this ring has failed before and cannot go on") from self._failed
@@ -276,7 +288,8 @@ class P2PTransport:
         # A coalesced batch is one work for all of its exchanges.
         named = [(work, *what) for work, what in zip(works, whats, strict=False)]
         self._pending[channel] = _Pending(step, named, on_cuda)
-        self.stats.bytes_sent += nbytes
+        self.stats.bytes_sent += nbytes[0]
+        self.stats.bytes_received += nbytes[1]
         self.stats.messages += 1
 
     def _error(self, step: int, what: str, elapsed: float, error: Exception) -> RuntimeError:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ring_attn
-from ring_attn import planner
-from ring_attn.choice import Choice, Problem
+from ring_attn.planning import planner
+from ring_attn.planning.choice import Choice, Problem
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.spec import TransportOptions

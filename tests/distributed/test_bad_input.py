@@ -478,7 +478,8 @@ def no_communication() -> Iterator[None]:
         )
         for name in names:
             stack.enter_context(mock.patch.object(dist, name, refuse))
-        stack.enter_context(mock.patch.object(ring_attn.api, "open_p2p", refuse))
+        for module in (ring_attn.api, ring_attn.ops):
+            stack.enter_context(mock.patch.object(module, "open_p2p", refuse))
         yield
 
 

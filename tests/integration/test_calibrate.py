@@ -7,7 +7,7 @@ import pytest
 
 from ring_attn.bench.check_simulator import Case, compare, median_error
 from ring_attn.cli import main
-from ring_attn.devices import load_cluster
+from ring_attn.planning.devices import load_cluster
 
 
 def test_a_calibration_is_written_and_predicts(

@@ -17,7 +17,7 @@ from ring_attn.bench.sweep import (
     judged,
     verdict_table,
 )
-from ring_attn.devices import cpu_cluster, to_json
+from ring_attn.planning.devices import cpu_cluster, to_json
 from ring_attn.strategy import Strategy
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ring_attn.bench.calibrate import MessageSample, TileSample, fit_link, fit_rate, worst_miss
-from ring_attn.devices import (
+from ring_attn.planning.devices import (
     DEVICES,
     LINKS,
     Cluster,

@@ -11,7 +11,13 @@ import torch
 import ring_attn
 
 # Examples that need processes: they are run, as programs, by the tests of the command line.
-NEED_TORCHRUN = {"ring_attn.api.ring_attention", "ring_attn.decode.tree_decode"}
+NEED_TORCHRUN = {
+    "ring_attn.api.ring_attention",
+    "ring_attn.decode.tree_decode",
+    "ring_attn.integrations.context_parallel.context_parallel",
+    "ring_attn.sdpa.route_sdpa",
+    "ring_attn.sdpa.sdpa_attention",
+}
 
 # Importing it runs the command line.
 NOT_IMPORTED = {"ring_attn.__main__"}

@@ -18,9 +18,17 @@ PACKAGE = "ring_attn"
 # nothing else of ours. Imports inside functions count.
 DATA = {"heads", "mask", "layout", "plan", "buffers", "work", "cost", "state", "spec"}
 ENGINE = DATA | {"strategy", "validation", "profiling", "backends", "transport", "strategies"}
-PLANNING = {"schedule", "devices", "simulate", "memory", "choice", "planner", "balance"}
-API = ENGINE | PLANNING | {"agreement", "ops", "debug", "tensor_parallel", "api", "decode"}
-PUBLIC = API | {"parallel_style", "__init__", "integrations"}
+API = ENGINE | {
+    "balance",
+    "planning",
+    "ops",
+    "debug",
+    "tensor_parallel",
+    "api",
+    "decode",
+    "gradients",
+}
+PUBLIC = API | {"sdpa", "parallel_style", "__init__", "integrations"}
 TOOLS = PUBLIC | {"launch", "arguments", "env", "testing"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
@@ -34,26 +42,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"mask", "layout"},
     "buffers": {"plan"},
     "cost": {"mask", "layout", "plan", "buffers", "spec", "work"},
-    "validation": DATA,
+    "validation": DATA | {"strategy"},
     "transport": DATA | {"profiling", "kernels"},
     "backends": DATA | {"profiling", "kernels"},
     "strategies": DATA | {"strategy", "validation", "profiling", "transport", "backends"},
     # What a call costs and how long it takes, for all ranks at once.
     "work": {"mask", "layout", "plan"},
-    "devices": set(),
-    "schedule": DATA | {"work", "strategy", "strategies", "transport"},
-    "simulate": {"devices", "schedule", "transport"},
     "balance": {"mask", "layout", "validation"},
     "debug": DATA | {"validation"},
     "tensor_parallel": DATA | {"validation"},
-    "memory": ENGINE | {"work", "schedule"},
-    "choice": DATA | {"strategy", "devices", "simulate"},
-    "planner": (ENGINE | PLANNING) - {"planner"},
-    "agreement": ENGINE | PLANNING,
-    "ops": ENGINE,
-    "api": ENGINE | {"ops", "debug", "agreement"},
+    "planning": ENGINE | {"balance"},
+    "ops": ENGINE | {"debug"},
+    "api": ENGINE | {"ops", "debug", "planning"},
     "decode": ENGINE | {"debug"},
-    "parallel_style": API,
+    "gradients": {"validation", "profiling"},
+    "sdpa": API,
+    "parallel_style": API | {"sdpa"},
     # `import ring_attn` itself: whoever imports it imports all that it exports.
     "__init__": API | {"parallel_style"},
     "integrations": PUBLIC - {"integrations"},

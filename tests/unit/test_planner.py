@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from ring_attn import agreement, devices, planner
-from ring_attn.agreement import agreed_strategy
-from ring_attn.choice import Candidate, Choice, Problem, label
-from ring_attn.devices import (
+from ring_attn.layout import SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.planning import agreement, devices, planner
+from ring_attn.planning.agreement import agreed_strategy
+from ring_attn.planning.choice import Candidate, Choice, Problem, label
+from ring_attn.planning.devices import (
     Cluster,
     Device,
     Link,
@@ -24,10 +26,8 @@ from ring_attn.devices import (
     find_cluster,
     to_json,
 )
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.memory import peak_of
-from ring_attn.planner import choose, explain
+from ring_attn.planning.memory import peak_of
+from ring_attn.planning.planner import choose, explain
 from ring_attn.spec import AttentionSpec
 from ring_attn.strategies import all_gather, ring, ulysses
 from ring_attn.strategies.core import make_call

@@ -22,7 +22,7 @@ from ring_attn.plan import (
     ring_grid,
     travelling_rows,
 )
-from ring_attn.schedule import Schedule, Transfer, Wait, schedule_of
+from ring_attn.planning.schedule import Schedule, Transfer, Wait, schedule_of
 from ring_attn.spec import AttentionSpec
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.core import make_call

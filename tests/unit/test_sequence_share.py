@@ -7,7 +7,7 @@ from ring_attn.cost import SequenceShare, all_reduce_bytes, bytes_sent, transfer
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.plan import plan_ring
-from ring_attn.schedule import schedule_of
+from ring_attn.planning.schedule import schedule_of
 from ring_attn.spec import AttentionSpec
 from ring_attn.strategy import Strategy
 

@@ -19,7 +19,7 @@ from ring_attn.mask import Mask
 from ring_attn.profiling import peak_bytes
 from ring_attn.spec import AttentionSpec
 from ring_attn.strategies import all_gather, ring
-from ring_attn.strategies.base import Call, Gradients, attend
+from ring_attn.strategies.base import Call, Gradients
 from ring_attn.strategies.ring import RingCall
 from ring_attn.strategies.ulysses import (
     UlyssesCall,
@@ -294,26 +294,6 @@ def test_each_rank_has_its_share_of_the_gradient_of_the_sinks() -> None:
     # Sink 0 takes no weight: see `random_sinks`.
     shares = forward_and_backward(ulysses(mask, 2), mask, layouts, sizes, use)
     assert shares == [[1], [2], [1], [2]]
-
-
-@pytest.mark.parametrize(("world_size", "degree"), [(3, 3), (4, 2)])
-def test_under_autograd(world_size: int, degree: int) -> None:
-    mask = MASKS["causal"]
-
-    def use(
-        call: UlyssesCall, shards: list[Tensor], transport: LocalTransport, sinks: Tensor
-    ) -> None:
-        *qkv, dout = shards
-        saved = call.forward(*qkv, transport, sinks).saved
-        expected = call.backward(saved, dout, transport, sinks)
-        leaves = [x.clone().requires_grad_() for x in (*qkv, sinks)]
-        out, _ = attend(*leaves, call, transport)
-        out.backward(dout)
-        for leaf, grad in zip(leaves, expected, strict=True):
-            assert grad is not None and torch.equal(leaf.grad, grad)
-
-    layouts = layouts_of("striped", mask, world_size)
-    forward_and_backward(ulysses(mask, degree), mask, layouts, HEADS["mqa"], use)
 
 
 # -- groups and their layouts

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from ring_attn import planner
-from ring_attn.choice import Layouts, Problem
-from ring_attn.devices import find_cluster
 from ring_attn.mask import Mask
+from ring_attn.planning import planner
+from ring_attn.planning.choice import Layouts, Problem
+from ring_attn.planning.devices import find_cluster
 from ring_attn.spec import AttentionSpec
 from ring_attn.strategy import Strategy
 from ring_attn.transport.base import Transport

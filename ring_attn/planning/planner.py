@@ -4,10 +4,10 @@
       -> refused                        with the reason: heads, layout, memory, same_bits
       -> bounded                        no faster than its busiest rank computes: not simulated if
                                         that is slower than what has been found
-      -> simulated                      forward and backward on the cluster: `ring_attn.simulate`
+      -> simulated                      forward and backward on the cluster: `planning.simulate`
       -> the best                       of those within 2.5 % of the fastest the first in order
 
-All of it is a function of the arguments. A call asks through `ring_attn.agreement`.
+All of it is a function of the arguments. A call asks through `ring_attn.planning.agreement`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ from ring_attn import balance
 from ring_attn import validation as check
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import folds_in_order
-from ring_attn.choice import (
+from ring_attn.cost import choose_traveller, flops
+from ring_attn.heads import is_replicated, share_heads
+from ring_attn.layout import LAYOUTS, SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.plan import Traveller, check_fit
+from ring_attn.planning.choice import (
     Candidate,
     Choice,
     Direction,
@@ -35,15 +40,10 @@ from ring_attn.choice import (
     format_bytes,
     format_seconds,
 )
-from ring_attn.cost import choose_traveller, flops
-from ring_attn.devices import Cluster, Rate, find_cluster
-from ring_attn.heads import is_replicated, share_heads
-from ring_attn.layout import LAYOUTS, SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.memory import peak_of
-from ring_attn.plan import Traveller, check_fit
-from ring_attn.schedule import SHARE_OF_DQ, Schedule, schedule_of
-from ring_attn.simulate import simulate
+from ring_attn.planning.devices import Cluster, Rate, find_cluster
+from ring_attn.planning.memory import peak_of
+from ring_attn.planning.schedule import SHARE_OF_DQ, Schedule, schedule_of
+from ring_attn.planning.simulate import simulate
 from ring_attn.spec import AttentionSpec
 from ring_attn.strategies import all_gather, q_exchange, ring, ulysses
 from ring_attn.strategy import NAMES, Strategy, resolve_strategy
@@ -100,7 +100,7 @@ def explain(
     """How ranks share a call best, why, and what the other ways cost; needs no process group.
 
     Every strategy with every degree is bounded by what its busiest rank computes, and simulated
-    where that does not rule it out (`ring_attn.simulate`). `strategy="auto"` chooses in the same
+    where that does not rule it out (`planning.simulate`). `strategy="auto"` chooses in the same
     way, with the layout that the call has.
 
     Args:
@@ -141,7 +141,7 @@ def explain(
         OSError: RING_ATTN_CLUSTER names a file that cannot be read.
 
     Example:
-        >>> from ring_attn.devices import builtin_cluster
+        >>> from ring_attn.planning.devices import builtin_cluster
         >>> choice = explain(
         ...     seqlen=1 << 20, world_size=8, nheads=32, nheads_kv=8, headdim=128, causal=True,
         ...     cluster=builtin_cluster("H100"),
@@ -246,7 +246,7 @@ def strategies_for(spec: AttentionSpec, world_size: int, node_size: int) -> Iter
     """Every strategy with every degree that is worth a look, in the order in which ties end.
 
     Example:
-        >>> from ring_attn.choice import label
+        >>> from ring_attn.planning.choice import label
         >>> spec = AttentionSpec("cpu", torch.float32, 1, 8, 2, 64, 64)
         >>> [label(strategy, 4) for strategy in strategies_for(spec, 4, 4)][:4]
         ['ring', 'all_gather', 'all_gather by 2 heads', 'ulysses']

@@ -22,8 +22,8 @@ from math import ceil, log2
 import torch
 from torch import Tensor
 
-from ring_attn.devices import Cluster, Link, compute_seconds
-from ring_attn.schedule import Action, Compute, Move, Schedule, Transfer, Wait
+from ring_attn.planning.devices import Cluster, Link, compute_seconds
+from ring_attn.planning.schedule import Action, Compute, Move, Schedule, Transfer, Wait
 from ring_attn.transport.base import Channel
 
 
@@ -129,10 +129,10 @@ def simulate(schedule: Schedule, cluster: Cluster, *, spans: bool = False) -> Si
         spans: keeps every action's start and end on every rank.
 
     Example:
-        >>> from ring_attn.devices import builtin_cluster
+        >>> from ring_attn.planning.devices import builtin_cluster
         >>> from ring_attn.layout import SequenceLayout
         >>> from ring_attn.mask import Mask
-        >>> from ring_attn.schedule import schedule_of
+        >>> from ring_attn.planning.schedule import schedule_of
         >>> from ring_attn.spec import AttentionSpec
         >>> from ring_attn.strategy import Strategy
         >>> layout = SequenceLayout.zigzag(seqlen=1 << 20, world_size=64)

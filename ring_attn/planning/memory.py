@@ -17,7 +17,7 @@ from ring_attn.heads import is_replicated, share_heads
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.plan import Band, Plan, Tile, Traveller, pair_tiles, ring_grid
-from ring_attn.schedule import plan_outline
+from ring_attn.planning.schedule import plan_outline
 from ring_attn.spec import AttentionSpec
 from ring_attn.strategies import all_gather, q_exchange, ulysses
 from ring_attn.strategies.all_gather import AllGatherCall

@@ -1,0 +1,428 @@
+"""The operators `ring_attn::attention` and `ring_attn::attention_backward`, and what calls them.
+
+`ring_attention` is one operator of torch.library, so torch.compile takes it into a graph whole,
+selective checkpointing can save what it returns, and autograd knows its backward:
+
+    ring_attn::attention           q, k, v, sinks, the call -> out, lse, saved
+    ring_attn::attention_backward  saved, dout, sinks, the call -> dq, dk, dv, dsinks
+
+A call crosses the boundary as numbers and names, from which every rank works out the same plan:
+with the real sizes, when it runs. A graph that was compiled for any length so has no plan in it.
+
+`saved` is what the backward wants beyond q, k, v, out and lse: nothing for a ring or all_gather;
+the tensors by heads for Ulysses; the exchanged queries for q_exchange. Their rows depend on other
+ranks' shards, so to the compiler they have sizes of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from ring_attn import validation as check
+from ring_attn.backends import choose_backend
+from ring_attn.debug import check_agreement, debug_enabled, tell_error
+from ring_attn.heads import share_heads
+from ring_attn.layout import SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.spec import AttentionSpec, TransportOptions
+from ring_attn.strategies.base import Call
+from ring_attn.strategies.core import make_call
+from ring_attn.strategy import Strategy, resolve_strategy
+from ring_attn.transport.p2p import open_p2p
+
+# `layout` is a name, or "" with the numbers of two layouts; `strategy` is a name, or "" with the
+# numbers of a Strategy. `group` is torch's name of the process group.
+_CALL = (
+    "Tensor? cu_seqlens, Tensor? cu_seqlens_k, bool causal, int[] window_size, "
+    "float? softmax_scale, float softcap, str group, int[] mesh_shape, str layout, "
+    "SymInt[] layout_q, SymInt[] layout_k, str strategy, int[] degrees, str backend, "
+    "bool? same_bits, float? timeout, int? nccl_max_ctas, bool differentiated"
+)
+_FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_CALL}) -> (Tensor, Tensor, Tensor[])"
+# `sizes` are batch, rows of q and of kv, heads of q and of kv, headdim, headdim of v.
+_BACKWARD = (
+    f"(Tensor[] saved, Tensor dout, Tensor? sinks, SymInt[] sizes, {_CALL}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+# CUDA graphs replay kernels, not the host's part of a ring: Inductor leaves the operators out.
+_TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
+
+
+class CallArguments(NamedTuple):
+    """How a call is described to the operators, in the order of their schema."""
+
+    cu_seqlens: Tensor | None
+    cu_seqlens_k: Tensor | None
+    causal: bool
+    window_size: Sequence[int]
+    softmax_scale: float | None
+    softcap: float
+    group: str
+    mesh_shape: Sequence[int]
+    layout: str
+    layout_q: Sequence[int]
+    layout_k: Sequence[int]
+    strategy: str
+    degrees: Sequence[int]
+    backend: str
+    same_bits: bool | None
+    timeout: float | None
+    nccl_max_ctas: int | None
+    differentiated: bool
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """All ranks of the call."""
+        # What torch's own operators find a group by; a name is all that a graph can hold.
+        resolve_group: Any = vars(distributed_c10d)["_resolve_process_group"]
+        return cast(dist.ProcessGroup, resolve_group(self.group))
+
+    @property
+    def transport(self) -> TransportOptions:
+        """Options of the transport."""
+        return TransportOptions(self.timeout, self.nccl_max_ctas)
+
+    def given_strategy(self, world_size: int) -> Strategy:
+        """The strategy, checked against the number of ranks."""
+        given = self.strategy or Strategy.from_numbers(self.degrees)
+        return resolve_strategy(given, world_size, tuple(self.mesh_shape))
+
+    def given_layout(self) -> str | tuple[SequenceLayout, SequenceLayout]:
+        """The layout as the user gave it: a name, or those of queries and keys."""
+        if self.layout:
+            return self.layout
+        return _layout(tuple(self.layout_q)), _layout(tuple(self.layout_k))
+
+
+@lru_cache(maxsize=1024)
+def _layout(numbers: tuple[int, ...]) -> SequenceLayout:
+    return SequenceLayout.from_numbers(numbers)
+
+
+class Resolved(NamedTuple):
+    """What a call is over: who holds what, and who sees whom."""
+
+    layouts: tuple[SequenceLayout, SequenceLayout]
+    mask: Mask
+
+
+def resolve(rows: tuple[int, int], arguments: CallArguments) -> Resolved:
+    """Layouts and mask, checked against each other and this rank's rows of q and of kv.
+
+    Raises:
+        ValueError: layout or documents that do not fit.
+    """
+    group = arguments.process_group
+    check.check_max_ctas(arguments.transport, group)
+    cu_q = check.check_cu_seqlens("cu_seqlens", arguments.cu_seqlens)
+    cu_k = check.check_cu_seqlens("cu_seqlens_k", arguments.cu_seqlens_k)
+    check.check_documents(cu_q, cu_k)
+    cu_k = cu_q if cu_k is None else cu_k
+    totals = (cu_q[-1] if cu_q else None, cu_k[-1] if cu_k else None)
+    layouts = check.resolve_layouts(
+        arguments.given_layout(), rows, totals, dist.get_rank(group), dist.get_world_size(group)
+    )
+    left, right = arguments.window_size
+    mask = Mask(layouts[0].seqlen, layouts[1].seqlen, arguments.causal, (left, right), cu_q, cu_k)
+    return Resolved(layouts, check.check_mask(mask))
+
+
+def describe(
+    spec: AttentionSpec, resolved: Resolved, arguments: CallArguments
+) -> dict[str, object]:
+    """What is given and must be the same on all ranks, by the names of the arguments."""
+    mask = resolved.mask
+    return {
+        "batch": spec.batch,
+        "nheads": spec.nheads,
+        "nheads_kv": spec.nheads_kv,
+        "headdim": spec.headdim,
+        "headdim_v": spec.headdim_v,
+        "dtype": spec.dtype,
+        "device": spec.device_type,
+        "seqlen_q": mask.seqlen_q,
+        "seqlen_k": mask.seqlen_k,
+        "causal": mask.causal,
+        "window_size": mask.window_size,
+        "cu_seqlens": mask.cu_seqlens_q,
+        "cu_seqlens_k": mask.cu_seqlens_k,
+        "softcap": spec.softcap,
+        "sinks": spec.sinks,
+        "layout": tuple(str(layout) for layout in resolved.layouts),
+        "transport": arguments.transport,
+        "requires_grad": arguments.differentiated,
+    }
+
+
+def _prepare(
+    spec: AttentionSpec, rows: tuple[int, int], arguments: CallArguments
+) -> tuple[Call, dict[str, object]]:
+    """The call for this rank, and what of it must be the same on all ranks."""
+    group = arguments.process_group
+    resolved = resolve(rows, arguments)
+    strategy = arguments.given_strategy(dist.get_world_size(group))
+    call = _make_call(
+        strategy,
+        spec,
+        resolved,
+        dist.get_rank(group),
+        arguments.softmax_scale,
+        choose_backend(spec, arguments.backend).name,
+        arguments.same_bits,
+    )
+    decided: dict[str, object] = {}
+    if debug_enabled():
+        decided = describe(spec, resolved, arguments) | {
+            "softmax_scale": call.softmax_scale,
+            "strategy": str(strategy),
+            "backend": call.backend,
+            "same_bits": call.same_bits,
+        }
+    return call, decided
+
+
+@lru_cache(maxsize=1024)
+def _make_call(
+    strategy: Strategy,
+    spec: AttentionSpec,
+    resolved: Resolved,
+    rank: int,
+    softmax_scale: float | None,
+    backend: str,
+    same_bits: bool | None,
+) -> Call:
+    return make_call(
+        strategy, spec, *resolved, rank,
+        softmax_scale=softmax_scale, backend=backend, same_bits=same_bits,
+    )  # fmt: skip
+
+
+# -- forward
+
+
+@torch.library.custom_op("ring_attn::attention", mutates_args=(), schema=_FORWARD, tags=_TAGS)
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *given: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Attention of this rank's queries to all keys.
+
+    Args:
+        q: (batch, rows, nheads, headdim), this rank's shard.
+        k: (batch, rows_kv, nheads_kv, headdim).
+        v: (batch, rows_kv, nheads_kv, headdim_v).
+        sinks: (nheads,), the same on every rank.
+        *given: `CallArguments`.
+
+    Returns:
+        `out` (batch, rows, nheads, headdim_v), `lse` (batch, nheads, rows), and what the backward
+        wants beyond the inputs and these, if the call is to be differentiated.
+
+    Raises:
+        NotImplementedError: within the capture of a CUDA graph; others as `ring_attention`.
+    """
+    arguments = CallArguments(*given)
+    _refuse_capture(q)
+    try:
+        spec = AttentionSpec.of(q, k, v, arguments.softcap, sinks)
+        call, decided = _prepare(spec, (q.size(1), k.size(1)), arguments)
+    except Exception as error:
+        if debug_enabled():
+            tell_error(error, arguments.process_group)
+        raise
+    if debug_enabled():
+        check_agreement(decided, arguments.process_group)
+    transport = open_p2p(arguments.process_group, arguments.transport)
+    out, lse, saved = call.forward(q, k, v, transport, sinks)
+    if not arguments.differentiated:
+        saved = ()
+    known = (q, k, v, out, lse)
+    extra = [x.contiguous() for x in saved if not any(x is one for one in known)]
+    return out.contiguous(), lse.contiguous(), extra
+
+
+def _refuse_capture(x: Tensor) -> None:
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            "ring_attention cannot be captured in a CUDA graph: its messages are posted by the "
+            "host, step by step; capture what lies around it, or compile without "
+            "mode='reduce-overhead'"
+        )
+
+
+@attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *given: Any
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    arguments = CallArguments(*given)
+    batch, rows, nheads = q.shape[:3]
+    out = q.new_empty(batch, rows, nheads, v.size(-1))
+    lse = q.new_empty(batch, nheads, rows, dtype=_accum_dtype(q))
+    extra = _fake_extra(q, k, v, arguments) if arguments.differentiated else []
+    return out, lse, extra
+
+
+def _accum_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _fake_extra(q: Tensor, k: Tensor, v: Tensor, arguments: CallArguments) -> list[Tensor]:
+    """Tensors like those that a forward saves; how many rows is unknown to the compiler."""
+    group = arguments.process_group
+    kept = _kept(arguments)
+    if len(kept) == len(_KNOWN):
+        return []
+    context = torch.library.get_ctx()
+    rows = context.new_dynamic_size()
+    rows_kv = k.size(1) if "k" in kept else context.new_dynamic_size()
+    batch, headdim, headdim_v = q.size(0), q.size(-1), v.size(-1)
+    if kept:
+        heads = [(q.size(2), k.size(2))]
+    else:
+        degree = arguments.given_strategy(dist.get_world_size(group)).ulysses_degree
+        # int: who has which heads is decided when a graph is made, also where sizes are symbols.
+        shares = share_heads(int(q.size(2)), int(k.size(2)), degree)
+        share = shares[dist.get_rank(group) % degree]
+        heads = [(run.num, run.num_kv) for run in share.runs]
+    extra = []
+    for nheads, nheads_kv in heads:
+        like = {
+            "q": q.new_empty(batch, rows, nheads, headdim),
+            "k": q.new_empty(batch, rows_kv, nheads_kv, headdim),
+            "v": q.new_empty(batch, rows_kv, nheads_kv, headdim_v),
+            "out": q.new_empty(batch, rows, nheads, headdim_v),
+            "lse": q.new_empty(batch, nheads, rows, dtype=_accum_dtype(q)),
+        }
+        extra += [x for name, x in like.items() if name not in kept]
+    return extra
+
+
+# -- what is kept for the backward
+
+_KNOWN = ("q", "k", "v", "out", "lse")
+
+
+def _kept(arguments: CallArguments) -> tuple[str, ...]:
+    """Which inputs and results of the operator the backward wants, by name."""
+    group = arguments.process_group
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    strategy = arguments.given_strategy(world_size)
+    if strategy.ulysses_degree > 1:
+        return ()
+    if strategy.exchange_q and 2 * rank + 1 != world_size:
+        return ("k", "v")
+    return _KNOWN
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
+    """Saves for the backward what it wants."""
+    q, k, v, sinks, *given = inputs
+    out, lse, extra = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(lse)
+    arguments = CallArguments(*given)
+    ctx.needs_backward = arguments.differentiated
+    if not ctx.needs_backward:
+        return
+    # torch takes an empty list for one of tensors, whose gradients are a list.
+    ctx.others = tuple([] if x == [] else None for x in given)
+    known = dict(zip(_KNOWN, (q, k, v, out, lse), strict=True))
+    kept = [known[name] for name in _kept(arguments)]
+    ctx.save_for_backward(sinks, arguments.cu_seqlens, arguments.cu_seqlens_k, *kept, *extra)
+    ctx.sizes = [*q.shape[:2], k.size(1), q.size(2), k.size(2), q.size(3), v.size(3)]
+    ctx.given = given[2:]
+
+
+def _in_order(kept: tuple[str, ...], saved: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What `_keep` has saved, as the call's forward gave it."""
+    if not kept:
+        return tuple(saved)
+    known, extra = iter(saved[: len(kept)]), iter(saved[len(kept) :])
+    return tuple(next(known if name in kept else extra) for name in _KNOWN)
+
+
+# -- backward
+
+
+@torch.library.custom_op(
+    "ring_attn::attention_backward", mutates_args=(), schema=_BACKWARD, tags=_TAGS
+)
+def attention_backward(
+    saved: list[Tensor], dout: Tensor, sinks: Tensor | None, sizes: Sequence[int], *given: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of this rank's shards.
+
+    Args:
+        saved: the inputs and results that the strategy keeps, then the forward's third result.
+        dout: (batch, rows, nheads, headdim_v).
+        sinks: as in the forward.
+        sizes: batch, rows of q and of kv, heads of q and of kv, headdim, headdim of v.
+        *given: `CallArguments`.
+
+    Returns:
+        dq, dk, dv, and this rank's share of that of the sinks, empty without them.
+    """
+    arguments = CallArguments(*given)
+    _refuse_capture(dout)
+    batch, rows, rows_kv, nheads, nheads_kv, headdim, headdim_v = sizes
+    spec = AttentionSpec(
+        dout.device.type,
+        dout.dtype,
+        batch,
+        nheads,
+        nheads_kv,
+        headdim,
+        headdim_v,
+        arguments.softcap,
+        sinks is not None,
+    )
+    call, _ = _prepare(spec, (rows, rows_kv), arguments)
+    transport = open_p2p(arguments.process_group, arguments.transport)
+    in_order = _in_order(_kept(arguments), saved)
+    grads = call.backward(in_order, dout.contiguous(), transport, sinks)
+    dsinks = dout.new_empty(0) if grads.dsinks is None else grads.dsinks
+    return grads.dq.contiguous(), grads.dk.contiguous(), grads.dv.contiguous(), dsinks
+
+
+@attention_backward.register_fake
+def _(
+    saved: list[Tensor], dout: Tensor, sinks: Tensor | None, sizes: Sequence[int], *given: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, rows, rows_kv, nheads, nheads_kv, headdim, headdim_v = sizes
+    return (
+        dout.new_empty(batch, rows, nheads, headdim),
+        dout.new_empty(batch, rows_kv, nheads_kv, headdim),
+        dout.new_empty(batch, rows_kv, nheads_kv, headdim_v),
+        dout.new_empty(0) if sinks is None else torch.empty_like(sinks),
+    )
+
+
+def _gradients(
+    ctx: Any, dout: Tensor | None, _dlse: Tensor | None, _dextra: object
+) -> tuple[Tensor | None, ...]:
+    """Of q, k, v and sinks; of nothing else."""
+    if not ctx.needs_backward:
+        raise RuntimeError("ring_attn::attention was called without differentiated=True")
+    others = ctx.others
+    if dout is None:
+        return (None, None, None, None, *others)
+    sinks, cu_seqlens, cu_seqlens_k, *saved = ctx.saved_tensors
+    grads = attention_backward(saved, dout, sinks, ctx.sizes, cu_seqlens, cu_seqlens_k, *ctx.given)
+    return (*grads[:3], None if sinks is None else grads[3], *others)
+
+
+def _refuse_second(ctx: Any, *grads: object) -> None:
+    raise NotImplementedError(
+        "ring_attention is differentiable once: the gradient of its gradient is not built"
+    )
+
+
+torch.library.register_autograd("ring_attn::attention", _gradients, setup_context=_keep)
+torch.library.register_autograd("ring_attn::attention_backward", _refuse_second)

@@ -1,0 +1,1 @@
+"""What a call costs and how long it takes, for all ranks at once; and the strategy to take."""

@@ -1,0 +1,208 @@
+"""torch's scaled_dot_product_attention as a ring: its arguments in ring_attention's, and routing.
+
+    sdpa_attention      ring_attention with the parameters of F.scaled_dot_product_attention
+    route_sdpa          within it, every F.scaled_dot_product_attention of this thread is that
+
+Both take this rank's shards, plain tensors (batch, nheads, rows, headdim), and honour `is_causal`,
+`scale` and `enable_gqa`. `attn_mask` and `dropout_p` are refused: see `sdpa_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ring_attn.api import ring_attention
+from ring_attn.layout import SequenceLayout
+
+# By identity, and as it was before anybody patched the module.
+_SDPA: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
+
+
+def sdpa_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    **options: Any,
+) -> Tensor:
+    """`torch.nn.functional.scaled_dot_product_attention` over a sequence that is split over ranks.
+
+    Args:
+        query: (batch, nheads, rows, headdim), this rank's shard; any strides. Under autocast this
+            and the next two are rounded to its dtype, float64 excepted, as torch does.
+        key: (batch, nheads_kv, rows_kv, headdim).
+        value: (batch, nheads_kv, rows_kv, headdim_v).
+        attn_mask: must be None.
+        dropout_p: must be 0.
+        is_causal: in global positions. torch aligns the diagonal at the top left and ring_attention
+            at the bottom right, which is the same where queries and keys are as many.
+        scale: factor of the scores; `headdim ** -0.5` by default.
+        enable_gqa: that a KV head may serve several query heads.
+        **options: of `ring_attention`: group, layout, strategy, backend and so on.
+
+    Returns:
+        (batch, nheads, rows, headdim_v), this rank's rows; the strides are those of a transposed
+        (batch, rows, nheads, headdim_v).
+
+    Raises:
+        ValueError: tensors of other than four dims, or heads that differ without `enable_gqa`.
+        NotImplementedError: an `attn_mask`, dropout, or `is_causal` with as many queries as not
+            keys.
+        Exception: what `ring_attention` raises.
+
+    Example:
+        >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
+        >>> q, k, v = torch.randn(3, 1, 8, 500, 64)
+        >>> sdpa_attention(q, k, v, is_causal=True, layout="zigzag").shape
+        torch.Size([1, 8, 500, 64])
+    """
+    if attn_mask is not None:
+        raise NotImplementedError(
+            f"attn_mask must be None, got {_shown(attn_mask)}: a mask of one rank's rows does not "
+            "say what they see of the others'; pass is_causal=True, or call "
+            "ring_attn.ring_attention with window_size or cu_seqlens"
+        )
+    if dropout_p != 0.0:
+        raise NotImplementedError(
+            f"dropout_p must be 0, got {dropout_p}: attention dropout is not built"
+        )
+    given = {"query": query, "key": key, "value": value}
+    shapes = ", ".join(f"{name} {_shown(x)}" for name, x in given.items())
+    for name, x in given.items():
+        if isinstance(x, Tensor) and x.ndim != 4:
+            raise ValueError(
+                f"query, key and value must be (batch, nheads, rows, headdim), got {shapes}: pass "
+                f"{name} with 4 dims"
+            )
+    if all(isinstance(x, Tensor) for x in given.values()):
+        if query.size(1) != key.size(1) and not enable_gqa:
+            raise ValueError(
+                f"query and key must have as many heads unless enable_gqa=True, got {shapes}"
+            )
+        lengths = _lengths(query, key, options.get("layout"))
+        if is_causal and lengths[0] != lengths[1]:
+            raise NotImplementedError(
+                f"is_causal=True needs as many queries as keys, got {lengths[0]} and {lengths[1]}: "
+                "scaled_dot_product_attention aligns the first query with the first key, "
+                "ring_attn.ring_attention the last with the last; call that if it is what you mean"
+            )
+    q, k, v = (_lowered(x).transpose(1, 2) if isinstance(x, Tensor) else x for x in given.values())
+    out: Tensor = ring_attention(q, k, v, causal=is_causal, softmax_scale=scale, **options)
+    return out.transpose(1, 2)
+
+
+class route_sdpa(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch.no_grad
+    """Within it, F.scaled_dot_product_attention of this thread is `sdpa_attention`.
+
+    A torch function mode: nothing is patched, however the caller came by the function, and no other
+    thread sees it but those of a backward that is run inside. `nn.MultiheadAttention` and the
+    transformer layers of `torch.nn` are taken along with `need_weights=False`; with True they
+    compute attention without that function and are refused, as is `flex_attention`. A backward may
+    run outside, but not where it computes activations again (`torch.utils.checkpoint`): those would
+    not be routed, which torch finds and raises without `use_reentrant`. Kernels of other packages
+    that are called by themselves are not seen. `torch.compile` has the routing in the graph of
+    what is called inside, but for `nn.MultiheadAttention`, where it breaks the graph.
+
+    Args:
+        **options: of `ring_attention`: group, layout, strategy, backend and so on.
+
+    Raises:
+        NotImplementedError: inside, what `sdpa_attention` refuses, attention weights, and
+            `flex_attention`.
+
+    Example:
+        >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
+        >>> with route_sdpa(layout="zigzag"):
+        ...     out = F.scaled_dot_product_attention(*torch.randn(3, 1, 8, 500, 64), is_causal=True)
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """Options of `ring_attention`."""
+        super().__init__()
+        self.options = options
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What stands for the function; the one thing to override."""
+        return sdpa_attention(*args, **{**kwargs, **self.options})
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Every function of torch comes by here; the mode is off meanwhile, if not said here."""
+        kwargs = kwargs or {}
+        if func is _SDPA:
+            return self.attend(*args, **kwargs)
+        if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
+            raise NotImplementedError(
+                "need_weights must be False inside route_sdpa, got True: attention weights are "
+                "never whole in a ring; call nn.MultiheadAttention with need_weights=False"
+            )
+        if getattr(func, "__name__", None) == "flex_attention":
+            raise NotImplementedError(
+                "flex_attention is not routed and would attend to this rank's keys only: inside "
+                "route_sdpa call F.scaled_dot_product_attention, or ring_attn.ring_attention"
+            )
+        if func in _WITH_CALLS_INSIDE:
+            with self:
+                return _body_of(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+# What may call scaled_dot_product_attention: a backward where activations are computed again.
+_WITH_CALLS_INSIDE = (
+    F.multi_head_attention_forward,
+    torch.autograd.backward,
+    torch.autograd.grad,
+    Tensor.backward,
+)
+
+
+def _body_of(func: Any) -> Callable[..., Any]:
+    """A function of torch without the question whether it is overridden, asked first of all.
+
+    The answer is yes while a mode is on, so that its body only ever runs with the mode off. A
+    tensor subclass that overrides one of these functions is not asked either.
+    """
+    asked = [name for name in func.__globals__ if name.startswith("has_torch_function")]
+    scope = {**func.__globals__, **dict.fromkeys(asked, _never)}
+    twin = FunctionType(func.__code__, scope, func.__name__, func.__defaults__)
+    twin.__kwdefaults__ = func.__kwdefaults__
+    return twin
+
+
+def _never(*_: object) -> bool:
+    return False
+
+
+def _lowered(x: Tensor) -> Tensor:
+    """As autocast gives it to scaled_dot_product_attention, where it is on."""
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def _lengths(query: Tensor, key: Tensor, layout: object) -> tuple[int, int]:
+    """Of the whole sequences, up to a common factor."""
+    if isinstance(layout, (tuple, list)) and all(isinstance(x, SequenceLayout) for x in layout):
+        return layout[0].seqlen, layout[1].seqlen
+    return query.size(2), key.size(2)
+
+
+def _shown(x: object) -> str:
+    return str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__

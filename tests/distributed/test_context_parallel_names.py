@@ -1,0 +1,462 @@
+"""The names of torch's context parallelism over gloo: its shards and rules, dense attention's rows.
+
+Where torch's own functions run on a CPU (sharding and unsharding) they are what ours are held
+against; its attention does not.
+"""
+
+from __future__ import annotations
+
+import copy
+import doctest
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+import ring_attn.sdpa
+from ring_attn import SequenceLayout
+from ring_attn.integrations import context_parallel as names
+from ring_attn.integrations.context_parallel import (
+    as_load_balancer,
+    context_parallel,
+    context_parallel_unshard,
+    set_rotate_method,
+)
+from ring_attn.layout import Segment
+from ring_attn.mask import Mask
+from ring_attn.sdpa import route_sdpa
+from ring_attn.testing import Inputs, check, dense_gradients, plain_gradients, random_qkv
+
+pytestmark = pytest.mark.dist
+
+_meshes: dict[tuple[int, ...], DeviceMesh] = {}
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    """One for each shape, as every mesh makes process groups; the world by default."""
+    shape = shape or (dist.get_world_size(),)
+    if shape not in _meshes:
+        axes = ("a", "b")[: len(shape)]
+        _meshes[shape] = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+    return _meshes[shape]
+
+
+@contextmanager
+def torch_options(**values: Any) -> Iterator[Any]:
+    """torch's own switches for a while: its functions change them and leave them so."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    options = _attention._cp_options
+    mode = mock.patch.object(_attention, "_dispatch_mode", _attention._dispatch_mode)
+    balance = values.get("enable_load_balance", True)
+    with mode, mock.patch.object(options, "enable_load_balance", balance):
+        yield _attention
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call inside of the context."""
+
+    seqlen: int
+    world_size: int = 2
+    causal: bool = True
+    nheads_kv: int = 4
+    rotate: str = "allgather"
+    scale: float | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.seqlen}-{self.world_size}-{self.rotate}" + "-full" * (not self.causal)
+        return text + f"-gqa{self.nheads_kv}" * (self.nheads_kv != 4)
+
+    def inputs(self) -> Inputs:
+        return random_qkv(
+            batch=2, seqlen_q=self.seqlen, nheads=4, nheads_kv=self.nheads_kv, headdim=16
+        )
+
+
+CASES = [
+    Case(52),
+    Case(52, rotate="alltoall"),
+    Case(52, nheads_kv=2, scale=0.5),
+    Case(52, causal=False),
+    # Not 2 x ranks: runs in order, as long as torch makes them.
+    Case(50, rotate="alltoall", nheads_kv=2),
+    Case(51),
+    Case(51, causal=False),
+    Case(8, world_size=3, nheads_kv=1),
+    Case(66, world_size=3, rotate="alltoall"),
+]
+
+
+def run_case(case: Case, inside: bool) -> tuple[Tensor, ...]:
+    """This rank's positions, and the rows of out, dq, dk, dv that they are of."""
+    set_rotate_method(case.rotate)
+    try:
+        q, k, v, dout = (x.transpose(1, 2).contiguous() for x in case.inputs())
+        positions = torch.arange(case.seqlen)
+        buffers = [q, k, v, dout, positions]
+        with context_parallel(mesh_of(), buffers=buffers, buffer_seq_dims=[2, -2, 2, 2, 0]):
+            mine, dmine = positions.clone(), dout.clone()
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            out = F.scaled_dot_product_attention(
+                *leaves, is_causal=case.causal, scale=case.scale, enable_gqa=case.nheads_kv != 4
+            )
+            grads = torch.autograd.grad(out, leaves, dmine) if inside else ()
+        grads = grads or torch.autograd.grad(out, leaves, dmine)
+        return mine, *(x.detach().transpose(1, 2) for x in (out, *grads))
+    finally:
+        set_rotate_method("allgather")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_inside_is_dense_attention(ranks: Any, one_thread: None, case: Case) -> None:
+    ran = ranks(case.world_size).run(run_case, case, True)
+    positions = torch.cat([mine[0] for mine in ran])
+    assert positions.sort().values.equal(torch.arange(case.seqlen))
+    mask = Mask(case.seqlen, case.seqlen, case.causal)
+    oracle, plain = (
+        f(*case.inputs(), mask, case.scale) for f in (dense_gradients, plain_gradients)
+    )
+    for i, name in enumerate(("out", "dq", "dk", "dv"), 1):
+        got = torch.cat([mine[i] for mine in ran], 1).index_select(1, positions.argsort())
+        expected, yardstick = getattr(oracle, name), getattr(plain, name)
+        verdict = check(name, got, expected, yardstick, oracle.terms[name])
+        assert verdict.ok, str(verdict)
+
+
+def test_a_backward_outside_has_the_same_bits(ranks: Any) -> None:
+    case = Case(52, nheads_kv=2)
+    inside, outside = (ranks(2).run(run_case, case, where) for where in (True, False))
+    for mine, other in zip(inside, outside, strict=True):
+        assert all(map(torch.equal, mine, other))
+
+
+def shards_are_those_of_torch() -> None:
+    """In the order and the lengths that torch's own functions give, and whole again after it."""
+    mesh = mesh_of()
+    for seqlen in (52, 50, 51):
+        for enabled in (True, False):
+            whole = torch.randn(2, seqlen, 3, generator=torch.Generator().manual_seed(0))
+            with torch_options(enable_load_balance=enabled) as attention:
+                balancer = attention._create_default_load_balancer(seqlen, 2, "cpu")
+                (theirs,) = attention._context_parallel_buffers(mesh, [whole], [1], balancer)
+            with torch_options(enable_load_balance=enabled):
+                buffer = whole.clone()
+                with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1]):
+                    assert buffer.equal(theirs), (seqlen, enabled)
+                    (again,) = context_parallel_unshard(mesh, [buffer.clone()], [1])
+                assert again.equal(whole) and buffer.equal(whole), (seqlen, enabled)
+
+
+def buffers_are_restored() -> None:
+    """The same tensors, memory and strides; but for those that are to stay shards."""
+    mesh = mesh_of()
+    base = torch.randn(5, 8, 3)
+    strided, kept, left = base.transpose(0, 1), torch.randn(8), torch.randn(8)
+    before = [x.clone() for x in (base, kept)]
+    pointers, strides = [strided.data_ptr(), kept.data_ptr()], strided.stride()
+    arguments: dict[str, Any] = {
+        "buffers": [strided, kept, left],
+        "buffer_seq_dims": [0, 0, -1],
+        "no_restore_buffers": {left},
+    }
+    with pytest.raises(KeyError), context_parallel(mesh, **arguments):
+        assert [len(x) for x in (strided, kept, left)] == [4, 4, 4]
+        kept.zero_()  # a shard's own memory
+        raise KeyError("in the body")
+    assert base.equal(before[0]) and strided.equal(base.transpose(0, 1))
+    assert kept.equal(before[1]) and [strided.data_ptr(), kept.data_ptr()] == pointers
+    assert strided.stride() == strides and len(left) == 4
+
+
+def a_restored_buffer_in_a_backward_raises() -> None:
+    """What autograd kept of it is gone: an error, as with torch's, and none if it stays."""
+    mesh, weight = mesh_of(), torch.ones(3, requires_grad=True)
+    for stays in (False, True):
+        x = torch.randn(8, 3)
+        left = {x} if stays else None
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[0], no_restore_buffers=left):
+            y = (x * weight).sum()
+        if stays:
+            y.backward()
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.backward()
+
+
+def only_inside_and_only_this_function() -> None:
+    """Nothing is replaced, and another thread has what it had."""
+    q = torch.randn(1, 2, 6, 8)
+    function, plain = F.scaled_dot_product_attention, F.scaled_dot_product_attention(q, q, q)
+    with context_parallel(mesh_of()):
+        assert F.scaled_dot_product_attention is function
+        routed = function(q, q, q * dist.get_rank())
+        with ThreadPoolExecutor(1) as other_thread:
+            assert other_thread.submit(function, q, q, q).result().equal(plain)
+    assert not routed.equal(function(q, q, q * dist.get_rank()))
+    assert F.scaled_dot_product_attention(q, q, q).equal(plain)
+
+
+def unshard_takes_every_balancer() -> None:
+    """Ours, torch's, and torch's that differ within a batch."""
+    from torch.distributed.tensor.experimental import _attention as theirs
+
+    mesh, rank = mesh_of(), dist.get_rank()
+    x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
+    for layout in (SequenceLayout.striped(16, 2), SequenceLayout.zigzag(16, 2)):
+        shard = layout.shard(x, rank, 2)
+        assert context_parallel_unshard(mesh, [shard], [2], as_load_balancer(layout))[0].equal(x)
+    per_document = theirs._PerDocumentHeadTailLoadBalancer([[8, 8], [4, 12]], 2, "cpu")
+    for balancer in (theirs._HeadTailLoadBalancer(16, 2, "cpu"), per_document):
+        with torch_options() as attention:
+            (shard,) = attention._context_parallel_shard(mesh, [x], [2], balancer)
+        assert context_parallel_unshard(mesh, [shard], [-1], balancer)[0].equal(x)
+    with pytest.raises(ValueError, match="fit no buffer of"):
+        context_parallel_unshard(mesh, [x[:1, :, :8]], [2], per_document)
+    with pytest.raises(ValueError, match="one dim for each buffer, got 0 for 1"):
+        context_parallel_unshard(mesh, [x], [])
+    # Runs of any lengths come without one.
+    parts = x[..., :11] if rank == 0 else x[..., 11:]
+    assert context_parallel_unshard(mesh, [parts], [2])[0].equal(x)
+
+
+def torchs_functions_take_our_layouts() -> None:
+    """Shard and unshard of torch with `as_load_balancer`, and attention over such shards."""
+    mesh, rank = mesh_of(), dist.get_rank()
+    pieces = [[Segment(0, 3), Segment(9, 5)], [Segment(3, 6), Segment(14, 2)]]
+    whole = torch.randn(3, 2, 4, 16, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    expected = F.scaled_dot_product_attention(*(x.double() for x in whole), is_causal=True)
+    for layout in (SequenceLayout.striped(16, 2), SequenceLayout.from_segments(pieces)):
+        balancer = as_load_balancer(layout)
+        with torch_options() as attention:
+            shards = attention._context_parallel_shard(mesh, list(whole), [2] * 3, balancer)
+            again = attention.context_parallel_unshard(mesh, shards, [2] * 3, balancer)
+        for x, shard, back in zip(whole, shards, again, strict=True):
+            assert shard.equal(layout.shard(x, rank, 2)) and back.equal(x)
+        with route_sdpa(group=mesh, layout=layout):
+            out = F.scaled_dot_product_attention(*shards, is_causal=True)
+        rows = layout.shard(expected, rank, 2)
+        plain = F.scaled_dot_product_attention(*whole, is_causal=True)
+        assert check("out", out, rows, layout.shard(plain, rank, 2)).ok
+
+
+def rotate_methods_are_strategies() -> None:
+    """What is called, by name."""
+    q = torch.randn(1, 2, 6, 8)
+    asked = []
+    with mock.patch.object(
+        ring_attn.sdpa, "ring_attention", side_effect=ring_attn.sdpa.ring_attention
+    ) as called:
+        for method in ("alltoall", "allgather"):
+            set_rotate_method(method)
+            with context_parallel(mesh_of()):
+                F.scaled_dot_product_attention(q, q, q, is_causal=True)
+            asked.append(called.call_args.kwargs["strategy"])
+    assert asked == ["ring", "all_gather"]
+
+
+def dtensors_are_taken_apart() -> None:
+    """Those of torch's contract; the output is plain. Others are refused."""
+    mesh, rank = mesh_of(), dist.get_rank()
+    q = torch.randn(1, 2, 6, 8, generator=torch.Generator().manual_seed(rank))
+    with context_parallel(mesh):
+        expected = F.scaled_dot_product_attention(q, q, q)
+        x = DTensor.from_local(q, mesh, [Shard(2)]).requires_grad_()
+        out = F.scaled_dot_product_attention(x, x, x)
+        assert type(out) is Tensor and out.equal(expected)
+        out.sum().backward()
+        assert x.grad is not None and x.grad.to_local().shape == q.shape
+        for placement in (Shard(1), Replicate()):
+            y = DTensor.from_local(q, mesh, [placement])
+            with pytest.raises(
+                ValueError, match=r"query must be .* placements \(Shard\(dim=2\),\)"
+            ):
+                F.scaled_dot_product_attention(y, y, y)
+
+
+def autocast_rounds_as_torch_does() -> None:
+    """To its dtype, but not float64."""
+    q, k, v = torch.randn(3, 1, 2, 6, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    with context_parallel(mesh_of()):
+        expected = F.scaled_dot_product_attention(*(x.bfloat16() for x in (q, k, v)))
+        with torch.autocast("cpu", torch.bfloat16):
+            got = F.scaled_dot_product_attention(q.bfloat16(), k, v)
+            exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    assert got.dtype == torch.bfloat16 and got.equal(expected)
+    assert exact.dtype == torch.float64
+
+
+def layers_of_torch_are_taken_along() -> None:
+    """nn.MultiheadAttention and a transformer layer, also where torch has a fused path."""
+    mesh, rank = mesh_of(), dist.get_rank()
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    attention = nn.MultiheadAttention(16, 4, batch_first=True)
+    x = torch.randn(2, 12, 16)
+    layout = SequenceLayout.zigzag(12, 2)
+    mine = layout.shard(x, rank)
+    causal = nn.Transformer.generate_square_subsequent_mask
+    for training in (True, False):
+        layer.train(training)
+        attention.train(training)
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                expected = layer.double()(x.double())
+                plain = layer.float()(x)
+                with context_parallel(mesh):
+                    got = layer(mine)
+                verdict = check(
+                    "layer", got, layout.shard(expected, rank), layout.shard(plain, rank)
+                )
+                assert verdict.ok, str(verdict)
+        exact, plain = (
+            copy.deepcopy(attention).to(dtype)(
+                *3 * [x.to(dtype)],
+                attn_mask=causal(12, dtype=dtype),
+                is_causal=True,
+                need_weights=False,
+            )[0]
+            for dtype in (torch.float64, torch.float32)
+        )
+        with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+            got, _ = attention(x, x, x, attn_mask=causal(6), is_causal=True, need_weights=False)
+            with pytest.raises(NotImplementedError, match="need_weights must be False"):
+                attention(x, x, x)
+            with pytest.raises(NotImplementedError, match="attn_mask must be None, got"):
+                attention(x, x, x, attn_mask=causal(6), need_weights=False)
+        rows, yardstick = layout.shard(exact, rank), layout.shard(plain, rank)
+        assert check("attention", got, rows, yardstick).ok
+
+
+def activations_computed_again_need_the_context() -> None:
+    """Inside they are routed again; outside torch finds that they are others, and says so."""
+    # As many rows as heads: the shapes alone would not tell.
+    x = torch.randn(1, 6, 6, 8, requires_grad=True)
+
+    def layer(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x).sin()
+
+    for reentrant in (False, True):
+        with context_parallel(mesh_of()):
+            (kept,) = torch.autograd.grad(layer(x).sum(), x)
+            again = checkpoint(layer, x, use_reentrant=reentrant).sum()
+            again.backward()
+        assert x.grad is not None and x.grad.equal(kept)
+        x.grad = None
+    with context_parallel(mesh_of()):
+        again = checkpoint(layer, x, use_reentrant=False).sum()
+        other = checkpoint(layer, x, use_reentrant=False).sum()
+        assert torch.autograd.grad(other, x)[0].equal(kept)
+    with pytest.raises(CheckpointError):
+        again.backward()
+
+
+def compiled_code_is_routed_too() -> None:
+    """What was compiled outside is compiled again inside, without a break, and is not kept."""
+    q = torch.randn(1, 2, 6, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def layer(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True).sin()
+
+    compiled, plain = torch.compile(layer, backend="eager", fullgraph=True), layer(q)
+    assert compiled(q).equal(plain)
+    with context_parallel(mesh_of()):
+        routed = layer(q)
+        assert compiled(q).equal(routed)
+    assert compiled(q).equal(plain) and not routed.equal(plain)
+    torch.compiler.reset()
+
+
+def refusals() -> None:
+    """Before anything is changed, and by name."""
+    mesh, x = mesh_of(), torch.randn(2, 8)
+    one: dict[str, Any] = {"buffers": [x], "buffer_seq_dims": [1]}
+    cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        (x, {}, TypeError, "mesh must be a DeviceMesh, got Tensor"),
+        (mesh_of(2, 1), one, ValueError, r"mesh must have one axis, got \('a', 'b'\)"),
+        (mesh, {"buffers": [x]}, ValueError, "one dim for each buffer, got 0 for 1"),
+        (mesh, one | {"no_restore_buffers": {x.clone()}}, ValueError, "must be some of buffers"),
+        (mesh, one | {"buffer_seq_dims": [2]}, ValueError, r"got 2 for buffer 0 of .* \(2, 8\)"),
+        (mesh, one | {"buffers": [nn.Parameter(x)]}, ValueError, "must not require a gradient"),
+        (mesh, one | {"buffers": [3]}, TypeError, "got buffer 0: int"),
+        (
+            mesh,
+            {"buffers": [x, x.clone()], "buffer_seq_dims": [1, 0]},
+            ValueError,
+            r"one length in their seq dims, got \[8, 2\]",
+        ),
+    ]
+    for given, arguments, kind, text in cases:
+        with pytest.raises(kind, match=text), context_parallel(given, **arguments):
+            raise AssertionError("not refused")
+        assert x.shape == (2, 8)
+    with context_parallel(mesh):
+        q = torch.randn(1, 2, 6, 8)
+        with pytest.raises(NotImplementedError, match="attn_mask"):
+            F.scaled_dot_product_attention(q, q, q, torch.zeros(6, 6))
+        with pytest.raises(NotImplementedError, match="dropout_p must be 0, got 0.1"):
+            F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+        with pytest.raises(ValueError, match="as many heads unless enable_gqa"):
+            F.scaled_dot_product_attention(q, q[:, :1], q[:, :1])
+        with pytest.raises(NotImplementedError, match="as many queries as keys, got 6 and 5"):
+            F.scaled_dot_product_attention(q, q[:, :, 1:], q[:, :, 1:], is_causal=True)
+        with pytest.raises(ValueError, match="with 4 dims"):
+            F.scaled_dot_product_attention(q[0], q[0], q[0])
+        with pytest.raises(NotImplementedError, match="need_weights must be False"):
+            nn.MultiheadAttention(8, 2)(q[0], q[0], q[0])
+        # Without a mask every length goes.
+        out = F.scaled_dot_product_attention(q, q[:, :, 1:], q[:, :, 1:])
+        assert out.shape == q.shape
+
+
+def run_examples() -> int:
+    """The docstrings' examples, which need these ranks."""
+    attempted = 0
+    scope = {"torch": torch, "F": F, "init_device_mesh": init_device_mesh}
+    for function in (ring_attn.sdpa.sdpa_attention, route_sdpa, context_parallel):
+        module = names if function is context_parallel else ring_attn.sdpa
+        finder = doctest.DocTestFinder(recurse=False, exclude_empty=True)
+        (test,) = finder.find(function, function.__name__, module, {**vars(module), **scope})
+        report: list[str] = []
+        result = doctest.DocTestRunner().run(test, out=report.append)
+        assert result.failed == 0, "".join(report)
+        attempted += result.attempted
+    return attempted
+
+
+FUNCTIONS: Sequence[Callable[[], Any]] = (
+    shards_are_those_of_torch,
+    buffers_are_restored,
+    a_restored_buffer_in_a_backward_raises,
+    only_inside_and_only_this_function,
+    unshard_takes_every_balancer,
+    torchs_functions_take_our_layouts,
+    rotate_methods_are_strategies,
+    dtensors_are_taken_apart,
+    autocast_rounds_as_torch_does,
+    layers_of_torch_are_taken_along,
+    activations_computed_again_need_the_context,
+    compiled_code_is_routed_too,
+    refusals,
+)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_on_ranks(ranks: Any, function: Callable[[], Any]) -> None:
+    ranks(2).run(function)
+
+
+def test_examples(ranks: Any) -> None:
+    attempted = ranks(2).run(run_examples)
+    assert attempted[0] == attempted[1] >= 7

@@ -1,0 +1,256 @@
+"""ring_attention as an operator: compiled whole, checkpointed without a second ring, checked.
+
+One call of the pool runs many cases: a compiler is started once in every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from ring_attn import SequenceLayout, Strategy, TransportOptions, ring_attention
+from ring_attn.transport.p2p import open_p2p
+from tests.distributed.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Two ranks; compiling takes its time."""
+    pool = Pool(2, group_timeout=240.0)
+    yield pool
+    pool.close()
+
+
+def inputs(rows: int, *, heads: int = HEADS, kv_heads: int = KV_HEADS) -> list[Tensor]:
+    """q, k, v of this rank, the same for the same sizes."""
+    torch.manual_seed(1000 * rows + dist.get_rank())
+    return [torch.randn(1, rows, n, DIM, requires_grad=True) for n in (heads, kv_heads, kv_heads)]
+
+
+def results(fn: Callable[..., Tensor], x: list[Tensor]) -> list[Tensor]:
+    """out, dq, dk, dv."""
+    out = fn(*x)
+    return [out.detach(), *torch.autograd.grad(out, x, torch.cos(out.detach()))]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Bit by bit."""
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def counted(fn: Callable[[], object]) -> int:
+    """Messages of this rank in a call."""
+    stats = open_p2p(dist.group.WORLD, TransportOptions()).stats  # type: ignore[arg-type]
+    before = stats.messages
+    fn()
+    return stats.messages - before
+
+
+STRATEGIES: dict[str, Any] = {
+    "ring": "ring",
+    "all_gather": "all_gather",
+    "ulysses": "ulysses",
+    "q_exchange": "q_exchange",
+}
+
+
+def block(options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A little around the attention, for the compiler to fuse; exactly rounded, in any order."""
+    return ring_attention(q * 2, k * 0.5, v + 1, **options).relu()
+
+
+def compiled_cases(backend: str) -> dict[str, Any]:
+    """Every strategy and some options: equal to eager, without a break, at lengths not seen."""
+    found: dict[str, Any] = {}
+    for name, strategy in STRATEGIES.items():
+        torch._dynamo.reset()
+        fn = partial(block, {"causal": True, "strategy": strategy})
+        counter = CompileCounterWithBackend(backend)
+        compiled = torch.compile(fn, backend=counter, fullgraph=True, dynamic=True)
+        lengths = (7, 12, 33)
+        found[name] = [same(results(fn, inputs(n)), results(compiled, inputs(n))) for n in lengths]
+        # Not counted: a graph without any operation, which holds what is constant.
+        found[f"{name} graphs"] = sum(
+            any("call" in node.op for node in made.graph.nodes) for made in counter.graphs
+        )
+    return found
+
+
+@pytest.mark.parametrize("backend", ["aot_eager"])
+def test_compiles_whole_for_any_length(pool: Pool, backend: str) -> None:
+    """fullgraph=True, one graph for three lengths, the bits of eager."""
+    for found in pool.run(compiled_cases, backend, timeout=200):
+        for name in STRATEGIES:
+            assert found[name] == [True] * 3, name
+            assert found[f"{name} graphs"] == 1, name
+
+
+@pytest.mark.slow
+def test_compiles_with_inductor(pool: Pool) -> None:
+    """The compiler that users have: code is generated around the operator."""
+    for found in pool.run(compiled_cases, "inductor", timeout=280):
+        for name in STRATEGIES:
+            assert found[name] == [True] * 3, name
+            assert found[f"{name} graphs"] == 1, name
+
+
+def option_cases() -> dict[str, bool]:
+    """What is passed on into a graph: layouts, documents, a mesh, sinks, a window."""
+    found = {}
+    layout = SequenceLayout.boundaries([0, 9, 20])
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    rows = (9, 11)[dist.get_rank()]
+    cu_seqlens = torch.tensor([0, 5, 5, 20], dtype=torch.int32)
+    sinks = torch.tensor([0.5, -1.0, 0.0, 2.0])
+    cases: dict[str, dict[str, Any]] = {
+        "layout": {"layout": layout, "causal": True},
+        "pair": {"layout": (layout, layout), "group": mesh},
+        "documents": {"layout": layout, "cu_seqlens": cu_seqlens, "causal": True},
+        "window": {"layout": layout, "window_size": (3, 1), "softmax_scale": 0.3},
+        "sinks": {"layout": layout, "sinks": sinks, "group": dist.group.WORLD},
+        "value": {"layout": layout, "strategy": Strategy("all_gather", heads_per_chunk=2)},
+    }
+    for name, options in cases.items():
+        torch._dynamo.reset()
+        backend = {"backend": "reference"} if name in ("sinks",) else {}
+        fn = partial(block, {**options, **backend})
+        compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+        found[name] = same(results(fn, inputs(rows)), results(compiled, inputs(rows)))
+    torch._dynamo.reset()
+    other = SequenceLayout.boundaries([0, 11, 20])
+    fn = torch.compile(
+        lambda layout, *x: ring_attention(*x, layout=layout, causal=True), backend="aot_eager"
+    )
+    swapped = inputs((11, 9)[dist.get_rank()])
+    fn(layout, *inputs(rows))
+    found["another layout"] = same(
+        [fn(other, *swapped)], [ring_attention(*swapped, layout=other, causal=True)]
+    )
+    return found
+
+
+def test_compiles_with_options(pool: Pool) -> None:
+    """Layouts, documents and groups reach the operator; another layout is another graph."""
+    for found in pool.run(option_cases, timeout=200):
+        assert all(found.values()), found
+
+
+def refused_cases() -> dict[str, str]:
+    """What is refused, by its message."""
+    found = {}
+    q, k, v = inputs(4)
+
+    def caught(fn: Callable[[], object]) -> str:
+        try:
+            fn()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    auto = torch.compile(
+        lambda *x: ring_attention(*x, strategy="auto"), backend="aot_eager", fullgraph=True
+    )
+    found["auto"] = caught(lambda: auto(q, k, v))
+    for name in STRATEGIES:
+        out = ring_attention(q, k, v, strategy=name)
+        (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+        found[f"twice {name}"] = caught(lambda dq=dq: torch.autograd.grad(dq.sum(), k))  # type: ignore[misc]
+    _, lse = ring_attention(q, k, v, return_lse=True)
+    found["lse"] = str(lse.requires_grad)
+    return found
+
+
+def test_refuses(pool: Pool) -> None:
+    """auto in a graph, and a second derivative whatever the strategy saves; lse has no gradient."""
+    for found in pool.run(refused_cases, timeout=120):
+        assert "strategy='auto' cannot be compiled" in found["auto"]
+        for name in STRATEGIES:
+            assert found[f"twice {name}"].startswith("NotImplementedError"), found
+            assert "differentiable once" in found[f"twice {name}"]
+        assert found["lse"] == "False"
+
+
+def checkpointed_messages() -> dict[str, tuple[int, ...]]:
+    """Messages of a training step: plain, checkpointed, and with the operator's results saved."""
+    found = {}
+    save = partial(create_selective_checkpoint_contexts, [torch.ops.ring_attn.attention.default])
+    for name, strategy in STRATEGIES.items():
+        fn = partial(block, {"causal": True, "strategy": strategy})
+        runs = {
+            "plain": fn,
+            "checkpoint": partial(checkpoint, fn, use_reentrant=False),
+            "selective": partial(checkpoint, fn, use_reentrant=False, context_fn=save),
+        }
+        x = inputs(10)
+        expected = results(fn, x)
+        counts = []
+        for run in runs.values():
+            got: list[Tensor] = []
+            counts.append(counted(lambda run=run, got=got: got.extend(results(run, x))))  # type: ignore[misc]
+            assert same(got, expected), name
+        found[name] = (*counts, counted(lambda fn=fn: fn(*(y.detach() for y in x))))  # type: ignore[misc]
+    return found
+
+
+def test_selective_checkpoint_does_not_run_the_ring_twice(pool: Pool) -> None:
+    """A plain checkpoint sends the forward's messages again; a selective one sends no more."""
+    for found in pool.run(checkpointed_messages, timeout=120):
+        for name, (plain, again, selective, forward) in found.items():
+            assert forward > 0, name
+            assert again == plain + forward, name
+            assert selective == plain, name
+
+
+def checked_operators() -> list[str]:
+    """torch's own checks of an operator: schema, autograd, fakes, and under a compiler."""
+    from ring_attn import ops
+
+    calls: list[tuple[Any, ...]] = []
+    real = ops.attention
+
+    def kept(*args: Any) -> Any:
+        calls.append(args)
+        return real(*args)
+
+    ops.attention = kept  # type: ignore[assignment]
+    try:
+        for strategy in STRATEGIES.values():
+            ring_attention(*inputs(6), causal=True, strategy=strategy)
+    finally:
+        ops.attention = real
+    passed = []
+    for args in calls:
+        found = torch.library.opcheck(torch.ops.ring_attn.attention.default, args)
+        passed.append(",".join(sorted(set(found.values()))))
+    return passed
+
+
+def test_opcheck(pool: Pool) -> None:
+    """Every one of torch's checks succeeds, for every strategy."""
+    for found in pool.run(checked_operators, timeout=200):
+        assert found == ["SUCCESS"] * len(STRATEGIES)
+
+
+def test_refuses_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the capture of a CUDA graph there is an error that says so."""
+    from ring_attn import ops
+
+    class OnCuda:
+        is_cuda = True
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(NotImplementedError, match="cannot be captured in a CUDA graph"):
+        ops._refuse_capture(OnCuda())  # type: ignore[arg-type]

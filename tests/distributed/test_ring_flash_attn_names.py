@@ -1,0 +1,312 @@
+"""The names of ring-flash-attn over gloo: its shards go in, and dense attention's rows come out.
+
+Who holds what is written down here as that package's tests do it, by chunks, without our layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ring_attn.integrations import ring_flash_attn as names
+from ring_attn.mask import Mask
+from ring_attn.testing import (
+    Expected,
+    Inputs,
+    check,
+    check_all,
+    dense_gradients,
+    plain_gradients,
+    poisoned_empty,
+    random_qkv,
+)
+
+pytestmark = pytest.mark.dist
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: the function without `func`, and how the tensors are packed."""
+
+    family: str
+    packing: str = ""
+    world_size: int = 2
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    softmax_scale: float | None = None
+
+    def __str__(self) -> str:
+        parts = [self.family, self.packing.strip("_")]
+        parts += [] if self.causal else ["full"]
+        parts += [] if self.window == (-1, -1) else [f"window{self.window[0]}"]
+        return "-".join([part for part in parts if part] + [str(self.world_size)])
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(names, f"{self.family}_{self.packing}func")
+        return found
+
+    @property
+    def is_packed(self) -> bool:
+        return "varlen" in self.family
+
+    def documents(self) -> tuple[int, ...]:
+        """Global boundaries, of lengths that the function takes."""
+        if self.family.startswith("llama3"):
+            return (0, 7, 8, 28, 40, 60)
+        unit = self.world_size * (2 if self.family.startswith("zigzag") else 1)
+        return tuple(unit * cut for cut in (0, 5, 6, 13))
+
+    def inputs(self) -> Inputs:
+        seqlen = self.documents()[-1] if self.is_packed else 2 * self.world_size * 13
+        return random_qkv(
+            batch=1 if self.is_packed else 2,
+            seqlen_q=seqlen,
+            nheads=4,
+            nheads_kv=4 if self.packing == "qkvpacked_" else 2,
+            headdim=16,
+        )
+
+    def mask(self) -> Mask:
+        seqlen = self.inputs().q.size(1)
+        cu = self.documents() if self.is_packed else None
+        return Mask(seqlen, seqlen, self.causal, self.window, cu, cu)
+
+
+FAMILIES = (
+    "ring_flash_attn",
+    "zigzag_ring_flash_attn",
+    "stripe_flash_attn",
+    "ring_flash_attn_varlen",
+    "zigzag_ring_flash_attn_varlen",
+    "llama3_flash_attn_varlen",
+)
+PACKINGS = ("", "kvpacked_", "qkvpacked_")
+CASES = [
+    *(Case(family, packing) for family in FAMILIES for packing in PACKINGS),
+    Case("zigzag_ring_flash_attn_varlen", world_size=3),
+    Case("llama3_flash_attn_varlen", world_size=4),
+    Case("llama3_flash_attn_varlen", world_size=3, causal=False),
+    Case("ring_flash_attn_varlen", causal=False, softmax_scale=0.5),
+    Case("zigzag_ring_flash_attn", causal=False),
+    # flash-attention takes no notice of the right side where it is causal.
+    Case("zigzag_ring_flash_attn", window=(9, 9)),
+    Case("stripe_flash_attn", window=(9, 0)),
+    Case("llama3_flash_attn_varlen", window=(3, -1)),
+]
+
+
+def own_positions(case: Case, rank: int) -> Tensor:
+    """The rank's rows, in their order."""
+    world_size = case.world_size
+    whole = torch.arange(case.inputs().q.size(1))
+    if case.family.startswith("stripe"):
+        return whole[rank::world_size]
+    if not case.is_packed or case.family.startswith("llama3"):
+        parts = [whole]
+    else:
+        parts = [whole[a:b] for a, b in pairwise(case.documents())]
+    rows = []
+    for part in parts:
+        if case.family.startswith("zigzag"):
+            chunks = part.chunk(2 * world_size)
+            rows += [chunks[rank], chunks[2 * world_size - 1 - rank]]
+        else:
+            rows.append(part.chunk(world_size)[rank])
+    return torch.cat(rows)
+
+
+def own_arguments(case: Case, rank: int) -> list[Any]:
+    """What stands between the tensors and dropout_p."""
+    if not case.is_packed:
+        return []
+    cu = torch.tensor(case.documents(), dtype=torch.int32)
+    if not case.family.startswith("llama3"):
+        local = cu // case.world_size
+        return [local, int(local.diff().max())]
+    *local, keys = names.llama3_flash_attn_prepare_cu_seqlens(
+        cu, case.causal, rank, case.world_size
+    )
+    return [*local, 1, keys]
+
+
+def packed(case: Case, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    if case.packing == "kvpacked_":
+        return [q, torch.stack((k, v), -3)]
+    return [torch.stack((q, k, v), -3)] if case.packing else [q, k, v]
+
+
+def run_case(case: Case) -> tuple[Tensor, ...]:
+    """This rank's positions, out, lse, dq, dk, dv, as if there were a batch."""
+    rank = dist.get_rank()
+    positions = own_positions(case, rank)
+    *leaves, dout = (x[:, positions] for x in case.inputs())
+    leaves = [x.requires_grad_() for x in leaves]
+    tensors, arguments = packed(case, *leaves), own_arguments(case, rank)
+    if case.is_packed:
+        tensors = [x[0] for x in tensors]
+    options = {
+        "softmax_scale": case.softmax_scale, "causal": case.causal, "window_size": case.window,
+    }  # fmt: skip
+    with poisoned_empty():
+        result = case.function(
+            *tensors, *arguments, **options, deterministic=True, return_attn_probs=True
+        )
+        assert isinstance(result, tuple) and len(result) == 3 and result[2] is None
+        out, lse, _ = result
+        alone = case.function(*tensors, *arguments, **options)
+        assert isinstance(alone, Tensor) and torch.equal(alone, out)
+        if case.is_packed:
+            out, lse = out[None], lse[None]
+        grads = torch.autograd.grad(out, leaves, dout)
+    return positions, out.detach(), lse, *grads
+
+
+def assembled(case: Case, ran: Sequence[tuple[Tensor, ...]]) -> Expected:
+    """The whole of each result, from every rank's rows at their positions."""
+    positions = torch.cat([mine[0] for mine in ran])
+    assert positions.sort().values.equal(torch.arange(case.inputs().q.size(1)))
+    order = positions.argsort()
+    dims = (1, 2, 1, 1, 1)
+    return Expected(
+        *(
+            torch.cat([mine[i + 1] for mine in ran], dim).index_select(dim, order)
+            for i, dim in enumerate(dims)
+        )
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_shards_give_rows_of_dense_attention(ranks: Any, one_thread: None, case: Case) -> None:
+    got = assembled(case, ranks(case.world_size).run(run_case, case))
+    oracle, plain = (
+        f(*case.inputs(), case.mask(), case.softmax_scale)
+        for f in (dense_gradients, plain_gradients)
+    )
+    verdicts = check_all(got, oracle, plain)
+    assert len(verdicts) == 5
+    assert all(verdict.ok for verdict in verdicts), [str(v) for v in verdicts if not v.ok]
+
+
+LLAMA3 = Case("llama3_flash_attn_varlen")
+
+
+def llama3_tensors() -> list[Tensor]:
+    positions = own_positions(LLAMA3, dist.get_rank())
+    return [x[0, positions].requires_grad_() for x in LLAMA3.inputs()[:3]]
+
+
+def llama3_tells_documents_once() -> list[int]:
+    """Exchanges after each call: two layers, other documents, recomputed activations."""
+    rank, counts = dist.get_rank(), []
+    gather = dist.all_gather_object
+    with mock.patch.object(dist, "all_gather_object", side_effect=gather) as exchange:
+        first = own_arguments(LLAMA3, rank)
+        tensors = llama3_tensors()
+        for arguments in (first, first, own_arguments(LLAMA3, rank)):
+            LLAMA3.function(*tensors, *arguments, causal=True)
+            counts.append(exchange.call_count)
+        changed = first[0]
+        changed.add_(0)  # might have other values now
+        LLAMA3.function(*tensors, *first, causal=True)
+        counts.append(exchange.call_count)
+        arguments = own_arguments(LLAMA3, rank)
+
+        def layer(*xs: Tensor) -> Tensor:
+            out: Tensor = LLAMA3.function(*xs, *arguments, causal=True)
+            return out
+
+        out = checkpoint(layer, *tensors, use_reentrant=False)
+        again = torch.autograd.grad(out.sum(), tensors)
+        counts.append(exchange.call_count)
+        kept = torch.autograd.grad(layer(*tensors).sum(), tensors)
+        assert all(map(torch.equal, again, kept))
+    return counts
+
+
+def test_llama3_tells_documents_once(ranks: Any) -> None:
+    assert ranks(2).run(llama3_tells_documents_once) == [[1, 1, 2, 3, 4]] * 2
+
+
+def other_documents_on_one_rank(what: str) -> str:
+    """What is said where a rank's arguments do not go with those of the others."""
+    rank, causal = dist.get_rank(), True
+    cu = torch.tensor(LLAMA3.documents())
+    if what == "documents" and rank == 1:
+        cu[3] = 29
+    elif what == "causal":
+        causal = False
+    *local, keys = names.llama3_flash_attn_prepare_cu_seqlens(cu, causal, rank, 2)
+    if what == "slice" and rank == 1:
+        keys = slice(keys.start + 1, keys.stop + 1)
+    with pytest.raises(ValueError, match="llama3_flash_attn_prepare_cu_seqlens") as caught:
+        LLAMA3.function(*llama3_tensors(), *local, 1, keys, causal=True)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["documents", "causal", "slice"])
+def test_llama3_arguments_that_do_not_fit(ranks: Any, what: str) -> None:
+    texts = ranks(2).run(other_documents_on_one_rank, what)
+    assert texts[0] == texts[1], "every rank says the same"
+
+
+def refusals() -> None:
+    """Everything that is given and not honoured, by name, on every rank."""
+    varlen = Case("zigzag_ring_flash_attn_varlen")
+    cu, most = own_arguments(varlen, 0)
+    x = torch.randn(int(cu[-1]), 2, 8)
+    call = varlen.function
+    with pytest.raises(ValueError, match="max_seqlen must be at least the longest .* 14, got 13"):
+        call(x, x, x, cu, most - 1)
+    with pytest.raises(ValueError, match="multiple of 4, an even number of rows on each of 2"):
+        call(x, x, x, torch.tensor([0, 3, 26]), most + 9)
+    with pytest.raises(ValueError, match="q of rank . must have 26 rows"):
+        call(x[1:], x[1:], x[1:], cu, most)
+    with pytest.raises(TypeError, match="cu_seqlens must be an int32 tensor, got None"):
+        call(x, x, x, None, most)
+    with pytest.raises(ValueError, match=r"kv must be \(rows, 2, nheads, headdim\), got \(26, 2"):
+        names.ring_flash_attn_varlen_kvpacked_func(x, x, cu, most)
+    for options, text in (({"dropout_p": 0.1}, "dropout_p"), ({"alibi_slopes": x}, "alibi_slopes")):
+        with pytest.raises(NotImplementedError, match=text):
+            call(x, x, x, cu, most, **options)
+
+    tensors, arguments = llama3_tensors(), own_arguments(LLAMA3, dist.get_rank())
+    with pytest.raises(ValueError, match="heads_k_stride must divide nheads_kv 2, got 3"):
+        LLAMA3.function(*tensors, *arguments[:4], 3, arguments[5], causal=True)
+    with pytest.raises(ValueError, match=r"must be \(rows, nheads, headdim\), got q \(1, 30"):
+        LLAMA3.function(*(x[None] for x in tensors), *arguments, causal=True)
+    with pytest.raises(TypeError, match="local_k_slice must be a slice, got int"):
+        LLAMA3.function(*tensors, *arguments[:5], 7, causal=True)
+    with pytest.raises(ValueError, match="max_seqlen_k must be at least"):
+        LLAMA3.function(*tensors, *arguments[:3], 1, *arguments[4:], causal=True)
+
+
+def test_refusals(ranks: Any) -> None:
+    ranks(2).run(refusals)
+
+
+def a_group_that_is_not_the_default() -> bool:
+    """`group` is the last parameter, also by position."""
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    rank = dist.get_rank()
+    case = replace(LLAMA3, family="zigzag_ring_flash_attn", world_size=2)
+    positions = own_positions(case, rank // 2)
+    q, k, v, _ = (x[:, positions] for x in case.inputs())
+    got = case.function(q, k, v, 0.0, None, True, (-1, -1), None, False, False, pairs[rank % 2])
+    mask = case.mask()
+    oracle, plain = (f(*case.inputs(), mask) for f in (dense_gradients, plain_gradients))
+    verdict = check("out", got, oracle.out[:, positions], plain.out[:, positions])
+    return verdict.ok
+
+
+def test_a_group_of_some_ranks(ranks: Any) -> None:
+    assert ranks(4).run(a_group_that_is_not_the_default) == [True] * 4

@@ -1,0 +1,275 @@
+"""Names of other packages: signatures as they were read from them, orders of rows, refusals."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ring_attn import SequenceLayout
+from ring_attn.backends import BackendChoice
+from ring_attn.integrations import context_parallel, ring_flash_attn
+from ring_attn.sdpa import route_sdpa, sdpa_attention
+
+DENSE = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None, "
+    "deterministic=False, return_attn_probs=False, group=None)"
+)
+VARLEN = "cu_seqlens, max_seqlen, " + DENSE
+LLAMA3 = (
+    "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, heads_k_stride, local_k_slice, "
+    + DENSE
+)
+
+# Read from ring-flash-attn 0.1.8: every name that the package exports.
+RING_FLASH_ATTN_0_1_8 = {
+    "llama3_flash_attn_prepare_cu_seqlens": "(cu_seqlens, causal, rank, world_size)",
+    "substitute_hf_flash_attn": "(process_group, heads_k_stride)",
+    "update_ring_flash_attn_params": "(cu_seqlens, process_group)",
+} | {
+    f"{family}_{packing}": f"({tensors}, {rest}"
+    for family, rest in {
+        "ring_flash_attn": DENSE,
+        "zigzag_ring_flash_attn": DENSE,
+        "stripe_flash_attn": DENSE,
+        "ring_flash_attn_varlen": VARLEN,
+        "zigzag_ring_flash_attn_varlen": VARLEN,
+        "llama3_flash_attn_varlen": LLAMA3,
+    }.items()
+    for packing, tensors in {
+        "func": "q, k, v",
+        "kvpacked_func": "q, kv",
+        "qkvpacked_func": "qkv",
+    }.items()
+}
+
+# Read from torch 2.13.0, torch/distributed/tensor/experimental/_context_parallel/_attention.py.
+TORCH_2_13 = {
+    "context_parallel": ("(mesh, *, buffers=None, buffer_seq_dims=None, no_restore_buffers=None)"),
+    "context_parallel_unshard": "(mesh, buffers, seq_dims, load_balancer=None)",
+    "set_rotate_method": "(rotate_method)",
+}
+
+
+def plain_signature(function: Callable[..., Any]) -> str:
+    signature = inspect.signature(function)
+    parameters = [
+        p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()
+    ]
+    return str(inspect.Signature(parameters))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "signature"),
+    [
+        *((ring_flash_attn, *item) for item in RING_FLASH_ATTN_0_1_8.items()),
+        *((context_parallel, *item) for item in TORCH_2_13.items()),
+    ],
+    ids=[*RING_FLASH_ATTN_0_1_8, *TORCH_2_13],
+)
+def test_signature(module: Any, name: str, signature: str) -> None:
+    assert plain_signature(getattr(module, name)) == signature
+
+
+def test_torchs_signatures_are_still_those() -> None:
+    from torch.distributed.tensor.experimental import _attention as theirs
+
+    for name, signature in TORCH_2_13.items():
+        assert plain_signature(getattr(theirs, name)) == signature
+    # A builtin: its parameters are written in its docstring.
+    documented = (
+        (F.scaled_dot_product_attention.__doc__ or "")
+        .replace("\n", "")
+        .split("->")[0]
+        .partition("(")[2]
+    )
+    parameters = list(inspect.signature(sdpa_attention).parameters)[:-1]
+    at = [documented.index(name) for name in parameters]
+    assert at == sorted(at)
+
+
+# What the package's function returns, run with ring-flash-attn 0.1.8:
+# (cu_seqlens, causal, rank, world_size) -> cu_seqlens_q, cu_seqlens_k, longest of both, k slice.
+PREPARED = [
+    (([0, 3, 8], True, 1, 2), ([0, 4], [0, 5], 4, 5, (3, 8))),
+    (([0, 3, 8], False, 0, 2), ([0, 3, 4], [0, 3, 8], 3, 5, (0, 8))),
+    (([0, 4, 8], True, 1, 2), ([0, 4], [0, 4], 4, 4, (4, 8))),
+    (([0, 4, 8], False, 0, 2), ([0, 4], [0, 4], 4, 4, (0, 4))),
+    (([0, 12], True, 1, 3), ([0, 4], [0, 8], 4, 8, (0, 8))),
+    (([0, 12], False, 1, 3), ([0, 4], [0, 12], 4, 12, (0, 12))),
+    (([0, 7, 8, 28, 40, 60], True, 1, 4), ([0, 13, 15], [0, 20, 22], 13, 20, (8, 30))),
+    (([0, 7, 8, 28, 40, 60], False, 0, 4), ([0, 7, 8, 15], [0, 7, 8, 28], 7, 20, (0, 28))),
+    (([0, 7, 8, 28, 40, 60], False, 1, 4), ([0, 13, 15], [0, 20, 32], 13, 20, (8, 40))),
+    (([0, 4, 4, 8], True, 1, 2), ([0, 0, 4], [0, 0, 4], 4, 4, (4, 8))),
+    (([0, 4, 4, 8], False, 0, 2), ([0, 4], [0, 4], 4, 4, (0, 4))),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), PREPARED)
+def test_prepared_documents(given: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    cu, causal, rank, world_size = given
+    for dtype in (torch.int32, torch.int64):
+        cu_q, cu_k, most_q, most_k, keys = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
+            torch.tensor(cu, dtype=dtype), causal, rank, world_size
+        )
+        assert cu_q.dtype == cu_k.dtype == dtype
+        got = (cu_q.tolist(), cu_k.tolist(), most_q, most_k, (keys.start, keys.stop))
+        assert got == expected
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_prepared_documents_are_what_the_rank_sees(causal: bool) -> None:
+    """Every query's visible keys, counted one by one, for all documents of 12 positions in 3."""
+    seen = 0
+    for middle in itertools.combinations(range(1, 12), 3):
+        cu = [0, *middle, 12]
+        of = [next(d for d in range(4) if i < cu[d + 1]) for i in range(12)]
+        for rank in range(3):
+            cu_q, cu_k, most_q, most_k, keys = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
+                torch.tensor(cu), causal, rank, 3
+            )
+            for d, (a, b) in enumerate(itertools.pairwise(cu_q.tolist())):
+                first, last = keys.start + int(cu_k[d]), keys.start + int(cu_k[d + 1])
+                for row in range(a, b):
+                    i = 4 * rank + row
+                    # Bottom-right aligned, as flash-attention has it.
+                    stop = last - (b - 1 - row) if causal else last
+                    visible = [j for j in range(12) if of[j] == of[i] and (j <= i or not causal)]
+                    assert list(range(first, stop)) == visible
+                    seen += len(visible)
+            assert (most_q, most_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
+    assert seen > 0
+
+
+def test_prepare_refuses() -> None:
+    prepare = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens
+    with pytest.raises(ValueError, match="multiple of world_size, got 7 and 2"):
+        prepare(torch.tensor([0, 7]), True, 0, 2)
+    with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), got 2"):
+        prepare(torch.tensor([0, 8]), True, 2, 2)
+    with pytest.raises(ValueError, match="must start at 0"):
+        prepare(torch.tensor([1, 8]), True, 0, 2)
+
+
+def test_the_adapter_of_ring_flash_attn_is_refused_by_name() -> None:
+    with pytest.raises(NotImplementedError, match="transformers.register"):
+        ring_flash_attn.substitute_hf_flash_attn(None, 1)
+    with pytest.raises(NotImplementedError, match="transformers.register"):
+        ring_flash_attn.update_ring_flash_attn_params(torch.tensor([0, 8]), None)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_zigzag_has_the_order_of_torchs_head_tail_balancer(world_size: int) -> None:
+    from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalancer
+
+    seqlen = 2 * world_size * 5
+    theirs = _HeadTailLoadBalancer(seqlen, world_size, "cpu")
+    ours = context_parallel.as_load_balancer(SequenceLayout.zigzag(seqlen, world_size))
+    for restore in (False, True):
+        indices = ours._generate_indices(restore)
+        assert indices.shape == (1, seqlen)
+        assert indices.tolist() == theirs._generate_indices(restore).tolist()
+
+
+def test_a_balancer_undoes_itself() -> None:
+    x = torch.randn(12)
+    for name in ("contiguous", "zigzag", "striped"):
+        balancer = context_parallel.as_load_balancer(SequenceLayout.from_name(name, 12, 3))
+        order, back = (balancer._generate_indices(restore)[0] for restore in (False, True))
+        assert x[order][back].equal(x)
+
+
+def test_a_balancer_needs_the_rows_that_torch_gives() -> None:
+    # torch.chunk gives 6 rows over 4 ranks as 2, 2, 2, 0.
+    with pytest.raises(ValueError, match=r"torch gives the ranks \[2, 2, 2, 0\] rows"):
+        context_parallel.as_load_balancer(SequenceLayout.contiguous(6, 4))
+    layout = SequenceLayout.boundaries([0, 2, 4, 6, 6])
+    assert context_parallel.as_load_balancer(layout).layout is layout
+
+
+def test_rotate_methods_have_names() -> None:
+    with pytest.raises(ValueError, match=r"one of \['allgather', 'alltoall'\], got 'ring'"):
+        context_parallel.set_rotate_method("ring")
+
+
+X = torch.randn(1, 2, 6, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "text"),
+    [
+        ((X, X, X, torch.zeros(6, 6)), {}, NotImplementedError, r"attn_mask .* got \(6, 6\)"),
+        ((X, X, X), {"dropout_p": 0.5}, NotImplementedError, "dropout_p must be 0, got 0.5"),
+        ((X[0], X[0], X[0]), {}, ValueError, r"\(batch, nheads, rows, headdim\), got query \(2"),
+        ((X, X[:, :1], X[:, :1]), {}, ValueError, "as many heads unless enable_gqa=True"),
+        (
+            (X, X[:, :, :5], X[:, :, :5]),
+            {"is_causal": True},
+            NotImplementedError,
+            "aligns the first query with the first key",
+        ),
+        ((3, X, X), {}, TypeError, "q must be a torch.Tensor, got int"),
+    ],
+    ids=["mask", "dropout", "dims", "heads", "top-left", "type"],
+)
+def test_sdpa_arguments_that_are_refused(
+    arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        sdpa_attention(*arguments, **options)
+
+
+def test_layouts_tell_the_lengths_of_queries_and_keys() -> None:
+    """Equal rows on this rank are no equal sequences."""
+    pair = (SequenceLayout.boundaries([0, 6, 12]), SequenceLayout.boundaries([0, 6, 15]))
+    with pytest.raises(NotImplementedError, match="as many queries as keys, got 12 and 15"):
+        sdpa_attention(X, X, X, is_causal=True, layout=pair)
+
+
+def test_route_is_off_where_it_ends() -> None:
+    with pytest.raises(NotImplementedError, match="need_weights"), route_sdpa():
+        nn.MultiheadAttention(8, 2)(X[0], X[0], X[0])
+    assert F.scaled_dot_product_attention(X, X, X, torch.zeros(6, 6)).shape == X.shape
+    with route_sdpa():
+        assert F.linear(X, X[0, 0]).shape == (1, 2, 6, 6)
+
+
+def test_flex_attention_is_refused() -> None:
+    """By its operator: the function around it compiles first, which takes seconds."""
+    from torch._higher_order_ops.flex_attention import flex_attention
+
+    nothing: Any = ((), ())
+    with pytest.raises(NotImplementedError, match="flex_attention is not routed"), route_sdpa():
+        flex_attention(X, X, X, None, nothing, 1.0, {})
+
+
+@pytest.mark.parametrize(
+    ("backend", "told", "refused"),
+    [
+        ("triton", False, False),
+        ("flash_attn", False, False),
+        ("aten", False, True),
+        ("cudnn", False, True),
+        ("aten", True, False),
+    ],
+)
+def test_deterministic_is_promised_or_refused(backend: str, told: bool, refused: bool) -> None:
+    """On CUDA, by the backend that would run and by what torch is told; simulated."""
+    q = mock.Mock(device=torch.device("cuda"))
+    choice = BackendChoice(backend, {})
+    with (
+        mock.patch.object(ring_flash_attn, "select_backend", return_value=choice),
+        mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=told),
+    ):
+        if refused:
+            with pytest.raises(NotImplementedError, match=f"backend '{backend}'"):
+                ring_flash_attn._check_deterministic(q, q, q)
+        else:
+            ring_flash_attn._check_deterministic(q, q, q)
