@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -28,14 +29,21 @@ from rich.table import Table
 from torch import Tensor
 
 import ring_attn
-from ring_attn.arguments import add_common, dtype_name, parse_dtype, parse_size, write_json
+from ring_attn.arguments import (
+    add_common,
+    add_profile,
+    dtype_name,
+    parse_dtype,
+    parse_size,
+    write_json,
+)
 from ring_attn.bench.timing import quantiles
 from ring_attn.cost import bytes_sent, flops
 from ring_attn.env import machine
 from ring_attn.launch import rank_device, run_ranks
 from ring_attn.layout import LAYOUTS, SequenceLayout
 from ring_attn.mask import Mask
-from ring_attn.profiling import peak_bytes
+from ring_attn.profiling import peak_bytes, trace
 from ring_attn.spec import AttentionSpec, TransportOptions
 from ring_attn.strategies.ring import RingCall, make_call, predicted_peak_bytes
 from ring_attn.testing import Verdict, check
@@ -304,6 +312,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="dense,torch-template",
         help=f"comma-separated, of {', '.join(BASELINES)}; empty for none",
     )
+    add_profile(parser)
     add_common(parser)
 
 
@@ -317,7 +326,7 @@ def run(args: argparse.Namespace) -> int:
     # The profiler that counts memory greets on stderr, unless it is told before torch is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     rows, failures = run_ranks(
-        measure, args.world_size, setting, threads=args.threads, device=args.device
+        measure, args.world_size, setting, args.profile, threads=args.threads, device=args.device
     )[0]
     if int(os.environ.get("RANK", 0)) == 0:  # torchrun runs this in every rank
         _report(args, setting, rows, failures)
@@ -366,12 +375,19 @@ def _report(
     console = Console()
     if not args.quiet:
         console.print(*_tables(setting, rows))
+    if args.profile and not args.quiet:
+        console.print(f"a trace of every rank: {args.profile}/rank*_trace.json")
     for failure in failures:
         console.print(f"[red]{failure}")
 
 
-def measure(setting: Setting) -> tuple[list[Row], list[str]]:
-    """Runs within every rank; rank 0 has the rows, and what was wrong."""
+def measure(setting: Setting, profile: Path | None = None) -> tuple[list[Row], list[str]]:
+    """Runs within every rank; rank 0 has the rows, and what was wrong.
+
+    Args:
+        setting: what is measured.
+        profile: folder for the trace of one more repetition of ours, or None.
+    """
     inputs = _inputs(setting)
     rows: list[Row] = []
     impls: list[Impl] = [Ours(setting, inputs)]
@@ -386,6 +402,9 @@ def measure(setting: Setting) -> tuple[list[Row], list[str]]:
     judge = Judge(setting, inputs)
     verdicts = {impl.name: judge.verdicts(impl, setting) for impl in impls}
     times = _timed(impls, setting)
+    if profile is not None:
+        with trace(profile):
+            _one(impls[0], setting.mode)
     for impl in impls:
         peaks = {mode: _peak(impl, mode) for mode in MODES[setting.mode] if mode != "bwd"}
         for mode in MODES[setting.mode]:

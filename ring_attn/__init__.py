@@ -1,17 +1,24 @@
 """Exact attention over a sequence that is split across ranks: a drop-in function for PyTorch."""
 
+from typing import TYPE_CHECKING
+
 from ring_attn import balance
 from ring_attn.api import ring_attention, select_backend, unshard
 from ring_attn.decode import next_rank, tree_decode
 from ring_attn.gradients import sync_gradients
 from ring_attn.layout import SequenceLayout, shard_batch
 from ring_attn.planning.planner import explain
+from ring_attn.profiling import stats
 from ring_attn.spec import TransportOptions
 from ring_attn.strategy import Strategy
+
+if TYPE_CHECKING:
+    from ring_attn.parallel_style import ContextParallel, parallelize
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ContextParallel",
     "SequenceLayout",
     "Strategy",
     "TransportOptions",
@@ -19,10 +26,21 @@ __all__ = [
     "balance",
     "explain",
     "next_rank",
+    "parallelize",
     "ring_attention",
     "select_backend",
     "shard_batch",
+    "stats",
     "sync_gradients",
     "tree_decode",
     "unshard",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Those that need DTensor, whose import takes longer than all the rest."""
+    if name in ("ContextParallel", "parallelize"):
+        from ring_attn import parallel_style
+
+        return getattr(parallel_style, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

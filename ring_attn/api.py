@@ -181,7 +181,7 @@ def ring_attention(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     if strategy == "auto":
         arguments = _with_strategy(q, k, v, sinks, arguments)
-    out, lse, _ = ops.attention(q, k, v, sinks, *arguments)
+    out, lse = ops.attend(q, k, v, sinks, arguments)
     if packed:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out

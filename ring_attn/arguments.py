@@ -81,7 +81,7 @@ def format_size(size: int) -> str:
 
 
 def parse_output(text: str) -> Path:
-    """A file to write, in a folder that exists: said before a run of minutes, not behind it.
+    """A file to write, or a folder to make, in a folder that exists: said before a run of minutes.
 
     Raises:
         argparse.ArgumentTypeError: there is no such folder; argparse shows the text.
@@ -91,6 +91,16 @@ def parse_output(text: str) -> Path:
     if writes and not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.absolute().parent}")
     return path
+
+
+def add_profile(parser: argparse.ArgumentParser) -> None:
+    """The option of subcommands that can be traced, rank by rank."""
+    parser.add_argument(
+        "--profile",
+        metavar="DIR",
+        type=parse_output,
+        help="then trace one more call: DIR/rank0_trace.json and so on, for Perfetto",
+    )
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:

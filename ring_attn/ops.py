@@ -90,21 +90,21 @@ class CallArguments(NamedTuple):
         """Options of the transport."""
         return TransportOptions(self.timeout, self.nccl_max_ctas)
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank among all ranks of the call, and how many they are."""
+        group = self.process_group
+        return dist.get_rank(group), dist.get_world_size(group)
+
+    def plain(self) -> CallArguments:
+        """Without tensors, and hashable."""
+        values: Any = (tuple(x) if isinstance(x, list) else x for x in self[2:])
+        return CallArguments(None, None, *values)
+
     def given_strategy(self, world_size: int) -> Strategy:
         """The strategy, checked against the number of ranks."""
         given = self.strategy or Strategy.from_numbers(self.degrees)
         return resolve_strategy(given, world_size, tuple(self.mesh_shape))
-
-    def given_layout(self) -> str | tuple[SequenceLayout, SequenceLayout]:
-        """The layout as the user gave it: a name, or those of queries and keys."""
-        if self.layout:
-            return self.layout
-        return _layout(tuple(self.layout_q)), _layout(tuple(self.layout_k))
-
-
-@lru_cache(maxsize=1024)
-def _layout(numbers: tuple[int, ...]) -> SequenceLayout:
-    return SequenceLayout.from_numbers(numbers)
 
 
 class Resolved(NamedTuple):
@@ -114,24 +114,37 @@ class Resolved(NamedTuple):
     mask: Mask
 
 
+Documents = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+
+
 def resolve(rows: tuple[int, int], arguments: CallArguments) -> Resolved:
     """Layouts and mask, checked against each other and this rank's rows of q and of kv.
 
     Raises:
         ValueError: layout or documents that do not fit.
     """
-    group = arguments.process_group
-    check.check_max_ctas(arguments.transport, group)
+    return _resolve(rows, _documents(arguments), arguments.plain(), *arguments.place)
+
+
+def _documents(arguments: CallArguments) -> Documents:
+    """Boundaries of the queries' documents and of the keys', on the host."""
     cu_q = check.check_cu_seqlens("cu_seqlens", arguments.cu_seqlens)
     cu_k = check.check_cu_seqlens("cu_seqlens_k", arguments.cu_seqlens_k)
     check.check_documents(cu_q, cu_k)
-    cu_k = cu_q if cu_k is None else cu_k
+    return cu_q, cu_q if cu_k is None else cu_k
+
+
+def _resolve(
+    rows: tuple[int, int], documents: Documents, plain: CallArguments, rank: int, world_size: int
+) -> Resolved:
+    cu_q, cu_k = documents
     totals = (cu_q[-1] if cu_q else None, cu_k[-1] if cu_k else None)
-    layouts = check.resolve_layouts(
-        arguments.given_layout(), rows, totals, dist.get_rank(group), dist.get_world_size(group)
+    given: object = plain.layout or tuple(
+        SequenceLayout.from_numbers(numbers) for numbers in (plain.layout_q, plain.layout_k)
     )
-    left, right = arguments.window_size
-    mask = Mask(layouts[0].seqlen, layouts[1].seqlen, arguments.causal, (left, right), cu_q, cu_k)
+    layouts = check.resolve_layouts(given, rows, totals, rank, world_size)
+    left, right = plain.window_size
+    mask = Mask(layouts[0].seqlen, layouts[1].seqlen, plain.causal, (left, right), cu_q, cu_k)
     return Resolved(layouts, check.check_mask(mask))
 
 
@@ -166,18 +179,10 @@ def _prepare(
     spec: AttentionSpec, rows: tuple[int, int], arguments: CallArguments
 ) -> tuple[Call, dict[str, object]]:
     """The call for this rank, and what of it must be the same on all ranks."""
-    group = arguments.process_group
-    resolved = resolve(rows, arguments)
-    strategy = arguments.given_strategy(dist.get_world_size(group))
-    call = _make_call(
-        strategy,
-        spec,
-        resolved,
-        dist.get_rank(group),
-        arguments.softmax_scale,
-        choose_backend(spec, arguments.backend).name,
-        arguments.same_bits,
-    )
+    check.check_max_ctas(arguments.transport, arguments.process_group)
+    documents, plain = _documents(arguments), arguments.plain()
+    backend = choose_backend(spec, arguments.backend).name
+    strategy, resolved, call = _make_call(spec, rows, documents, plain, *arguments.place, backend)
     decided: dict[str, object] = {}
     if debug_enabled():
         decided = describe(spec, resolved, arguments) | {
@@ -189,20 +194,29 @@ def _prepare(
     return call, decided
 
 
+# Plans are cached behind this; looking a call up by what it was given spares hashing all of those.
 @lru_cache(maxsize=1024)
 def _make_call(
-    strategy: Strategy,
     spec: AttentionSpec,
-    resolved: Resolved,
+    rows: tuple[int, int],
+    documents: Documents,
+    plain: CallArguments,
     rank: int,
-    softmax_scale: float | None,
+    world_size: int,
     backend: str,
-    same_bits: bool | None,
-) -> Call:
-    return make_call(
-        strategy, spec, *resolved, rank,
-        softmax_scale=softmax_scale, backend=backend, same_bits=same_bits,
-    )  # fmt: skip
+) -> tuple[Strategy, Resolved, Call]:
+    resolved = _resolve(rows, documents, plain, rank, world_size)
+    strategy = plain.given_strategy(world_size)
+    call = make_call(
+        strategy,
+        spec,
+        *resolved,
+        rank,
+        softmax_scale=plain.softmax_scale,
+        backend=backend,
+        same_bits=plain.same_bits,
+    )
+    return strategy, resolved, call
 
 
 # -- forward
@@ -275,7 +289,6 @@ def _accum_dtype(q: Tensor) -> torch.dtype:
 
 def _fake_extra(q: Tensor, k: Tensor, v: Tensor, arguments: CallArguments) -> list[Tensor]:
     """Tensors like those that a forward saves; how many rows is unknown to the compiler."""
-    group = arguments.process_group
     kept = _kept(arguments)
     if len(kept) == len(_KNOWN):
         return []
@@ -286,10 +299,11 @@ def _fake_extra(q: Tensor, k: Tensor, v: Tensor, arguments: CallArguments) -> li
     if kept:
         heads = [(q.size(2), k.size(2))]
     else:
-        degree = arguments.given_strategy(dist.get_world_size(group)).ulysses_degree
+        rank, world_size = arguments.place
+        degree = arguments.given_strategy(world_size).ulysses_degree
         # int: who has which heads is decided when a graph is made, also where sizes are symbols.
         shares = share_heads(int(q.size(2)), int(k.size(2)), degree)
-        share = shares[dist.get_rank(group) % degree]
+        share = shares[rank % degree]
         heads = [(run.num, run.num_kv) for run in share.runs]
     extra = []
     for nheads, nheads_kv in heads:
@@ -311,8 +325,9 @@ _KNOWN = ("q", "k", "v", "out", "lse")
 
 def _kept(arguments: CallArguments) -> tuple[str, ...]:
     """Which inputs and results of the operator the backward wants, by name."""
-    group = arguments.process_group
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if arguments.strategy in ("ring", "double_ring", "all_gather"):
+        return _KNOWN
+    rank, world_size = arguments.place
     strategy = arguments.given_strategy(world_size)
     if strategy.ulysses_degree > 1:
         return ()
@@ -324,20 +339,30 @@ def _kept(arguments: CallArguments) -> tuple[str, ...]:
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
     """Saves for the backward what it wants."""
     q, k, v, sinks, *given = inputs
-    out, lse, extra = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(lse)
     arguments = CallArguments(*given)
-    ctx.needs_backward = arguments.differentiated
-    if not ctx.needs_backward:
-        return
     # torch takes an empty list for one of tensors, whose gradients are a list.
     ctx.others = tuple([] if x == [] else None for x in given)
+    _save(ctx, (q, k, v), sinks, arguments, output)
+
+
+def _save(
+    ctx: Any,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
+    arguments: CallArguments,
+    output: tuple[Tensor, Tensor, list[Tensor]],
+) -> None:
+    (q, k, v), (out, lse, extra) = inputs, output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(lse)
+    ctx.arguments = arguments
+    if not arguments.differentiated:
+        return
     known = dict(zip(_KNOWN, (q, k, v, out, lse), strict=True))
     kept = [known[name] for name in _kept(arguments)]
-    ctx.save_for_backward(sinks, arguments.cu_seqlens, arguments.cu_seqlens_k, *kept, *extra)
+    ctx.save_for_backward(sinks, *arguments[:2], *kept, *extra)
     ctx.sizes = [*q.shape[:2], k.size(1), q.size(2), k.size(2), q.size(3), v.size(3)]
-    ctx.given = given[2:]
+    ctx.arguments = arguments._replace(cu_seqlens=None, cu_seqlens_k=None)
 
 
 def _in_order(kept: tuple[str, ...], saved: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -404,24 +429,62 @@ def _(
     )
 
 
-def _gradients(
-    ctx: Any, dout: Tensor | None, _dlse: Tensor | None, _dextra: object
-) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, dout: Tensor | None, *_: object) -> tuple[Any, ...]:
     """Of q, k, v and sinks; of nothing else."""
-    if not ctx.needs_backward:
+    return (*_gradients_of_tensors(ctx, dout), *ctx.others)
+
+
+def _gradients_of_tensors(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
+    if not ctx.arguments.differentiated:
         raise RuntimeError("ring_attn::attention was called without differentiated=True")
-    others = ctx.others
     if dout is None:
-        return (None, None, None, None, *others)
-    sinks, cu_seqlens, cu_seqlens_k, *saved = ctx.saved_tensors
-    grads = attention_backward(saved, dout, sinks, ctx.sizes, cu_seqlens, cu_seqlens_k, *ctx.given)
-    return (*grads[:3], None if sinks is None else grads[3], *others)
+        return (None, None, None, None)
+    sinks, *documents_and_saved = ctx.saved_tensors
+    documents, saved = documents_and_saved[:2], documents_and_saved[2:]
+    grads = attention_backward(saved, dout, sinks, ctx.sizes, *documents, *ctx.arguments[2:])
+    return (*grads[:3], None if sinks is None else grads[3])
 
 
 def _refuse_second(ctx: Any, *grads: object) -> None:
     raise NotImplementedError(
         "ring_attention is differentiable once: the gradient of its gradient is not built"
     )
+
+
+class _Attention(torch.autograd.Function):
+    """The operator under autograd, as torch.library registers it, for calls that nobody compiles.
+
+    torch.library's own way, through lists of tensors, takes 0.6 ms more of host time a call.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: CallArguments
+    ) -> tuple[Tensor, ...]:
+        """out, lse and what is saved, one by one."""
+        out, lse, extra = attention(q, k, v, sinks, *arguments)
+        if arguments.cu_seqlens is not None:
+            # As they are now: the next batch may be written over them before the backward.
+            cu_q, cu_k = (None if x is None else torch.tensor(x) for x in _documents(arguments))
+            arguments = arguments._replace(cu_seqlens=cu_q, cu_seqlens_k=cu_k)
+        _save(ctx, (q, k, v), sinks, arguments, (out, lse, extra))
+        return (out, lse, *extra)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+        """dq, dk, dv, dsinks."""
+        return (*_gradients_of_tensors(ctx, dout), None)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: CallArguments
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of a call, with gradients to q, k, v and sinks; lse takes none."""
+    if arguments.differentiated and not torch.compiler.is_compiling():
+        out, lse, *_ = _Attention.apply(q, k, v, sinks, arguments)
+    else:
+        out, lse, _ = attention(q, k, v, sinks, *arguments)
+    return out, lse
 
 
 torch.library.register_autograd("ring_attn::attention", _gradients, setup_context=_keep)

@@ -79,17 +79,21 @@ def sdpa_attention(
             f"dropout_p must be 0, got {dropout_p}: attention dropout is not built"
         )
     given = {"query": query, "key": key, "value": value}
-    shapes = ", ".join(f"{name} {_shown(x)}" for name, x in given.items())
+
+    # Made only for an error: a text of shapes would bind a compiled graph to them.
+    def shapes() -> str:
+        return ", ".join(f"{name} {_shown(x)}" for name, x in given.items())
+
     for name, x in given.items():
         if isinstance(x, Tensor) and x.ndim != 4:
             raise ValueError(
-                f"query, key and value must be (batch, nheads, rows, headdim), got {shapes}: pass "
-                f"{name} with 4 dims"
+                f"query, key and value must be (batch, nheads, rows, headdim), got {shapes()}: "
+                f"pass {name} with 4 dims"
             )
     if all(isinstance(x, Tensor) for x in given.values()):
         if query.size(1) != key.size(1) and not enable_gqa:
             raise ValueError(
-                f"query and key must have as many heads unless enable_gqa=True, got {shapes}"
+                f"query and key must have as many heads unless enable_gqa=True, got {shapes()}"
             )
         lengths = _lengths(query, key, options.get("layout"))
         if is_causal and lengths[0] != lengths[1]:

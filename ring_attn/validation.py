@@ -367,7 +367,7 @@ def check_layouts(layout: object) -> tuple[SequenceLayout, SequenceLayout]:
 
 
 def resolve_layouts(
-    layout: str | SequenceLayout | tuple[SequenceLayout, SequenceLayout],
+    layout: object,
     rows: tuple[int, int],
     totals: tuple[int | None, int | None],
     rank: int,

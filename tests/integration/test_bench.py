@@ -40,6 +40,8 @@ def test_bench_ring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "32",
         "--iters",
         "3",
+        "--profile",
+        str(tmp_path / "traces"),
         "--json",
     ]
     assert main([*words, str(path)]) == 0
@@ -57,7 +59,13 @@ def test_bench_ring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ours["bytes_sent"] == ours["planned_bytes"] > 0
     assert rows["ours", "fwd"]["peak_bytes"] < ours["peak_bytes"]
     assert rows["ours", "step_overhead"]["median_ms"] > 0
-    assert "x dense" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "x dense" in printed and "trace of every rank" in printed
+    for rank in (0, 1):
+        trace = (tmp_path / "traces" / f"rank{rank}_trace.json").read_text()
+        assert {"ring_attn::backward", "ring_attn::step1.attend"} <= {
+            event.get("name") for event in json.loads(trace)["traceEvents"]
+        }
 
 
 @pytest.mark.dist

@@ -1,0 +1,202 @@
+"""Gradients of parameters that ranks have in common, added up over these ranks.
+
+Every rank of a ring has the whole model and some rows of each sequence. Its backward pass gives the
+gradient of its own rows' loss, with respect to everything those rows saw, keys and values of other
+ranks included. The gradient of the whole sequence is the sum over the ring: `sync_gradients`.
+
+Not needed where `fully_shard` or DDP spans the ring: these reduce over their own ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn import validation as check
+from ring_attn.profiling import gradient_sync
+
+OPS = ("sum", "mean")
+
+BUCKET_BYTES = 32 << 20
+
+# Summed in float32: gloo does not add up 16-bit numbers, and a sum of many loses less.
+WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+def sync_gradients(
+    module: nn.Module | Iterable[Tensor],
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    *,
+    op: Literal["sum", "mean"] = "sum",
+    bucket_bytes: int = BUCKET_BYTES,
+) -> None:
+    """Replaces each gradient of a module by its sum, or mean, over the ranks of a group.
+
+    Call it on every rank, between the last backward of a step and the clipping or the optimizer.
+    Gradients travel in the order of the parameters, packed into buckets of one dtype, the next one
+    packed while one is under way.
+
+    Which of the two is right depends on the loss that each rank differentiates:
+
+        loss = losses.sum() / targets of the whole batch     "sum": uneven shards, ignored labels
+        loss = losses.mean() of the rank's own rows          "mean": as many targets on every rank
+
+    Args:
+        module: whose parameters, of any shapes; or parameters, in the same order on every rank.
+            float16 and bfloat16 gradients are added up in float32 and rounded once. Those of a
+            tensor-parallel DTensor are added up shard by shard. A parameter that has a gradient on
+            some ranks only counts as zero on the others, and gets one there; one that has none
+            anywhere keeps none.
+        group: the ranks that have these parameters in common: a process group, one axis of a mesh
+            such as `mesh["cp"]`, two such as `mesh["dp", "cp"]`, or None for the default group.
+        op: "sum" or "mean".
+        bucket_bytes: size of a message, at most so many bytes if not a single gradient is larger.
+
+    Raises:
+        ValueError: an op or size that cannot be, or a DTensor that is spread over ranks of the
+            group (its gradient is reduced by whoever made it so).
+        TypeError: something that is no tensor, or a gradient that is not floating point.
+        NotImplementedError: a sparse gradient.
+        RuntimeError: no process group, or one that cannot send the gradients' device.
+
+    Example:
+        >>> # a ring of one; under torchrun, init_process_group("gloo") is enough
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = nn.Linear(4, 2)
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> sync_gradients(model)
+        >>> model.bias.grad.tolist()
+        [3.0, 3.0]
+        >>> dist.destroy_process_group()
+    """
+    if op not in OPS:
+        raise ValueError(f"op must be one of {list(OPS)}, got {op!r}")
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}")
+    process_group = check.check_group(group)
+    parameters = list(_checked(module, process_group))
+    world_size = dist.get_world_size(process_group)
+    if world_size == 1 or not parameters:
+        return
+    factor = 1.0 / world_size if op == "mean" else 1.0
+    under_way: _Bucket | None = None
+    with gradient_sync(parameters[0].device):
+        for some in _split(parameters, bucket_bytes):
+            bucket = _Bucket.start(some, process_group)
+            if under_way is not None:
+                under_way.finish(factor)
+            under_way = bucket
+        if under_way is not None:
+            under_way.finish(factor)
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """Gradients under way.
+
+    Attributes:
+        parameters: whose.
+        flat: all gradients one after the other, then for each parameter how many ranks have one.
+        work: the all-reduce.
+    """
+
+    parameters: list[Tensor]
+    flat: Tensor
+    work: Any
+
+    @staticmethod
+    @torch.no_grad()
+    def start(parameters: list[Tensor], group: dist.ProcessGroup) -> _Bucket:
+        first = _local(parameters[0])
+        sizes = [_local(parameter).numel() for parameter in parameters]
+        flat = first.new_zeros(sum(sizes) + len(sizes), dtype=WIDE.get(first.dtype, first.dtype))
+        *parts, counts = flat.split([*sizes, len(sizes)])
+        for i, (parameter, part) in enumerate(zip(parameters, parts, strict=True)):
+            if parameter.grad is not None:
+                part.copy_(_local(parameter.grad).reshape(-1))
+                counts[i] = 1.0
+        return _Bucket(parameters, flat, dist.all_reduce(flat, group=group, async_op=True))
+
+    @torch.no_grad()
+    def finish(self, factor: float) -> None:
+        self.work.wait()
+        *parts, counts = self.flat.split(
+            [*(_local(p).numel() for p in self.parameters), len(self.parameters)]
+        )
+        # The counts are read, which waits for a GPU, only by a rank that needs them.
+        if any(parameter.grad is None for parameter in self.parameters):
+            for parameter, count in zip(self.parameters, counts.tolist(), strict=True):
+                if parameter.grad is None and count:
+                    parameter.grad = torch.zeros_like(parameter)
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            if parameter.grad is not None:
+                grad = _local(parameter.grad)
+                grad.copy_((part * factor if factor != 1.0 else part).view_as(grad))
+
+
+def _checked(module: nn.Module | Iterable[Tensor], group: dist.ProcessGroup) -> Iterator[Tensor]:
+    """The parameters that take gradients, each of them one that can be summed over the group."""
+    named: Iterable[tuple[object, Tensor]] = (
+        module.named_parameters() if isinstance(module, nn.Module) else enumerate(module)
+    )
+    others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+    for name, parameter in named:
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"parameter {name} must be a tensor, got {type(parameter).__name__}")
+        if not parameter.requires_grad:
+            continue
+        if not parameter.is_floating_point():
+            raise TypeError(f"parameter {name} must be floating point, got {parameter.dtype}")
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise NotImplementedError(
+                f"the gradient of parameter {name} is {parameter.grad.layout}: only dense ones are "
+                "added up; make the embedding with sparse=False"
+            )
+        shared = sorted(others.intersection(_mesh_ranks(parameter)))
+        if shared:
+            raise ValueError(
+                f"parameter {name} is a DTensor on a mesh with ranks {shared} of the group: what "
+                "spread it (fully_shard, parallelize_module) reduces its gradient over them; "
+                "leave it out, or give the axes of the mesh that it is not on"
+            )
+        check.check_group_device(group, parameter.device)
+        yield parameter
+
+
+def _split(parameters: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
+    """Runs of parameters of one device and dtype: every rank makes the same."""
+    bucket: list[Tensor] = []
+    kind, size = None, 0
+    for parameter in parameters:
+        local = _local(parameter)
+        nbytes = local.numel() * WIDE.get(local.dtype, local.dtype).itemsize
+        if bucket and (kind != (local.device, local.dtype) or size + nbytes > bucket_bytes):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        kind, size = (local.device, local.dtype), size + nbytes
+    if bucket:
+        yield bucket
+
+
+def _local(x: Any) -> Tensor:
+    """What this rank holds of a DTensor; a plain tensor is itself."""
+    return x.to_local() if _is_dtensor(x) else x
+
+
+def _mesh_ranks(x: Any) -> list[int]:
+    """Global ranks that hold parts or copies of a DTensor."""
+    return x.device_mesh.mesh.flatten().tolist() if _is_dtensor(x) else []
+
+
+def _is_dtensor(x: Any) -> bool:
+    # Imported here: `import ring_attn` does not need the second that DTensor takes.
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)

@@ -1,0 +1,864 @@
+"""`ContextParallel`: a torch `ParallelStyle` that spreads an attention module over a mesh.
+
+It is for a module whose forward takes q, k, v by heads and returns the attention of them: what is
+called core or inner attention. Each rank calls it with its rows and gets the output of its rows.
+
+    inside      what the module's forward sees             what computes the attention
+    "global"    DTensors of the whole sequence's shape     its F.scaled_dot_product_attention,
+    "local"     plain tensors, this rank's rows              done by `ring_attention`
+    "whole"     plain tensors, all rows of some heads      the module, whatever it does (Ulysses)
+    replace=    it does not run                            `ring_attention` with these options
+
+While a forward runs, and only there, `F.scaled_dot_product_attention` is `ring_attention`, by
+`ring_attn.sdpa.route_sdpa`. A forward that makes no such call is refused, since its attention would
+be that of a shard. Checkpoint the module, not parts within it: what is recomputed there is
+recomputed after the forward, and raises.
+
+    strategy        degree 1      between              degree = size of the mesh
+    "ring"          ring          hybrid               Ulysses
+    "all_gather"    all-gather    hybrid of it         Ulysses
+
+(The modes by degree, the Q exchange and the choice of dims are those of hyper-parallel's context
+parallelism of attention modules; the ring is added. Ulysses: arXiv 2309.14509.)
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial, wraps
+from itertools import accumulate
+from math import prod
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.utils._pytree import tree_map_only
+
+from ring_attn import validation as check
+from ring_attn.api import Layout, ring_attention
+from ring_attn.layout import SequenceLayout
+from ring_attn.sdpa import route_sdpa, sdpa_attention
+from ring_attn.spec import TransportOptions
+from ring_attn.strategy import NAMES, Strategy, resolve_strategy
+
+Inside = Literal["global", "local", "whole"]
+Options = Mapping[str, Any]
+Layouts = tuple[SequenceLayout, SequenceLayout]
+Key = int | str
+
+# The arguments of `ring_attention` that say what is computed; the others say how.
+OPTIONS = (
+    "causal", "window_size", "softmax_scale", "softcap", "sinks", "cu_seqlens", "cu_seqlens_k",
+)  # fmt: skip
+
+# On the class that a module has once a style is applied to it.
+_MARK = "_ring_attn_context_parallel"
+
+
+class _Dims(NamedTuple):
+    """Where a tensor has its rows and its heads."""
+
+    seq: int
+    head: int
+
+    def order(self, ndim: int) -> list[int]:
+        """The permutation to (batch, rows, heads, headdim), or (rows, heads, headdim)."""
+        if max(self) >= ndim - 1:
+            raise ValueError(
+                f"seq_dim {self.seq} and head_dim {self.head} must come before the last dim, which "
+                f"is headdim; got tensors with {ndim} dims"
+            )
+        others = [dim for dim in range(ndim - 1) if dim not in self]
+        return [*others, self.seq, self.head, ndim - 1]
+
+
+# (batch, heads, rows, headdim)
+_SDPA_DIMS = _Dims(seq=2, head=1)
+
+
+@dataclass(kw_only=True, eq=False)
+class ContextParallel(ParallelStyle):
+    """Attention of a module whose sequence is split across a mesh, as a style for its plan.
+
+    The module is called as before, with this rank's shards or with DTensors, and returns the same
+    form. Results and gradients are those of the module on the whole sequence.
+
+    Args:
+        strategy: how the ranks share the work, as for `ring_attention`.
+        degree: ranks, consecutive ones, that exchange heads for rows; between their groups "ring"
+            or "all_gather" runs. As many as the mesh has is Ulysses, 1 the strategy alone. For
+            "double_ring" it is the size of an inner ring. A mesh with two axes, such as (co, ds),
+            has it as the size of the last.
+        layout: which positions the ranks hold, as for `ring_attention`. With shards of different
+            lengths a `SequenceLayout`; DTensors that are "contiguous" have the lengths of
+            `torch.chunk`.
+        inside: what the module sees, see the table of this file. "global" tells the module the true
+            length; as its tensors are DTensors, what it mixes them with must be DTensors too.
+            "local" is for modules with parameters or buffers of their own, and for shards that are
+            not as long as those of `torch.chunk`. "whole" is for Ulysses: heads must divide by the
+            ranks, and the module may compute anything.
+        replace: options of `ring_attention` (`causal`, `window_size`, `softmax_scale`, `softcap`,
+            `sinks`, `cu_seqlens`, `cu_seqlens_k`), or a function from the module to them, called
+            each time. The module's forward is not run then; a further argument that it is given and
+            that is not None is refused. It is for modules whose attention is not
+            `F.scaled_dot_product_attention`, such as flex_attention or flash_attn.
+        seq_dim: the rows of q, k, v: 1 for (batch, rows, heads, headdim), 2 for (batch, heads,
+            rows, headdim), 0 for (rows, batch, heads, headdim). Plain tensors with "local" need
+            neither dim: `F.scaled_dot_product_attention` has its own.
+        head_dim: their heads: 2, 1, 2. The last dim is headdim.
+        qkv_indices: positions of q, k, v among the arguments of forward; by default those of
+            `qkv_names`, else 0, 1, 2.
+        qkv_names: their names as keywords; by default those that forward has at `qkv_indices`.
+        output_index: where forward returns a tuple or list, which element is the attention. With
+            "local" and "whole" it has the dims of q. Other elements of "global" that are DTensors
+            must be split along the rows too; "whole" refuses other tensors.
+        backend: as for `ring_attention`.
+        same_bits: likewise.
+        transport: likewise.
+
+    Raises:
+        ValueError: a choice that does not exist, dims or indices that are not distinct.
+        TypeError: a degree that is no int.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> class Core(torch.nn.Module):
+        ...     def forward(self, q, k, v):  # (batch, heads, rows, headdim)
+        ...         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> model = torch.nn.ModuleDict({"core": Core()})
+        >>> style = ContextParallel(seq_dim=2, head_dim=1)
+        >>> model = parallelize(model, mesh, {"core": style})
+        >>> model["core"](*torch.randn(3, 1, 4, 16, 8)).shape
+        torch.Size([1, 4, 16, 8])
+        >>> dist.destroy_process_group()
+    """
+
+    strategy: str | Strategy = "ring"
+    degree: int | None = None
+    layout: Layout = "contiguous"
+    inside: Inside = "global"
+    replace: Options | Callable[[nn.Module], Options] | None = None
+    seq_dim: int = 1
+    head_dim: int = 2
+    qkv_indices: Sequence[int] | None = None
+    qkv_names: Sequence[str] | None = None
+    output_index: int = 0
+    backend: str = "auto"
+    same_bits: bool | None = None
+    transport: TransportOptions = TransportOptions()
+
+    def __post_init__(self) -> None:
+        if self.inside not in get_args(Inside):
+            raise ValueError(f"inside must be one of {list(get_args(Inside))}, got {self.inside!r}")
+        if isinstance(self.degree, bool) or not isinstance(self.degree, int | None):
+            raise TypeError(f"degree must be an int or None, got {type(self.degree).__name__}")
+        if {self.seq_dim, self.head_dim} - {0, 1, 2} or self.seq_dim == self.head_dim:
+            raise ValueError(
+                "seq_dim and head_dim must be two of the dims 0, 1, 2, got "
+                f"{self.seq_dim} and {self.head_dim}"
+            )
+        for name in ("qkv_indices", "qkv_names"):
+            value = getattr(self, name)
+            if value is not None and not len(value) == len(set(value)) == 3:
+                raise ValueError(f"{name} must be three different ones, of q, k, v; got {value}")
+        if self.replace is not None:
+            if self.inside != "global":
+                raise ValueError(
+                    f"inside={self.inside!r} is for a module that runs; with replace= it does not"
+                )
+            if self.output_index != 0:
+                raise ValueError(
+                    "with replace= the module returns the attention alone, as a tensor: "
+                    f"output_index must be 0, got {self.output_index}"
+                )
+            if not callable(self.replace):
+                _check_options(self.replace)
+        given = {"backend": self.backend, "same_bits": self.same_bits, "transport": self.transport}
+        usual: dict[str, object] = {
+            "backend": "auto", "same_bits": None, "transport": TransportOptions(),
+        }  # fmt: skip
+        if self.inside == "whole" and given != usual:
+            raise ValueError(
+                f"inside='whole' leaves the attention to the module: {list(given)} are for "
+                f"ring_attention, got {given}"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Called by `parallelize_module`: gives the module a class with another forward."""
+        cls = type(module)
+        if hasattr(cls, _MARK):
+            raise ValueError(f"a ContextParallel style is applied to this {cls.__name__} already")
+        if "forward" in vars(module):
+            raise NotImplementedError(
+                f"this {cls.__name__} has a forward of its own, put in place of its class's; apply "
+                "ContextParallel before that"
+            )
+        attention = _ParallelAttention(self, device_mesh, module)
+
+        # A subclass, as FSDP2 makes one: a function put in the module would be shared by its
+        # copies, and would call this one.
+        @wraps(cls.forward)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return attention.run(self, partial(cls.forward, self), args, kwargs)
+
+        body = {"forward": forward, _MARK: attention, "__module__": cls.__module__}
+        module.__class__ = type(f"ContextParallel{cls.__name__}", (cls,), body)
+        return module
+
+
+def parallelize(
+    module: nn.Module,
+    device_mesh: DeviceMesh,
+    plan: ParallelStyle | Mapping[str, ParallelStyle],
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """torch's `parallelize_module`, but a key of the plan that matches no module is an error.
+
+    torch only warns of it, and the module stays as it is. Here all keys are looked up before
+    anything is changed. A mesh with two axes is handed to `ContextParallel` in every version.
+
+    Args:
+        module: the model, changed in place.
+        device_mesh: of the styles: one axis, or two for `ContextParallel`.
+        plan: a style for `module` itself, or styles by name; "*" in a name stands for any part
+            between dots, "" for `module` itself.
+        src_data_rank: as for `parallelize_module`.
+
+    Returns:
+        `module`.
+
+    Raises:
+        ValueError: an empty plan, or keys that match nothing, each with the nearest names.
+        TypeError: a value that is no `ParallelStyle`.
+
+    Example:
+        >>> model = torch.nn.ModuleDict({"attn": torch.nn.Identity()})
+        >>> parallelize(model, None, {"attention": ContextParallel()})
+        Traceback (most recent call last):
+            ...
+        ValueError: plan has keys that match no module: 'attention' (nearest: 'attn')
+    """
+    styles = {"": plan} if isinstance(plan, ParallelStyle) else dict(plan)
+    if not styles:
+        raise ValueError("plan has no key: give a style, or styles by the names of modules")
+    for key, style in styles.items():
+        if not isinstance(style, ParallelStyle):
+            raise TypeError(f"plan[{key!r}] must be a ParallelStyle, got {type(style).__name__}")
+    targets = {key: _matches(module, key) for key in styles}
+    unmatched = [_with_nearest(key, module) for key, found in targets.items() if not found]
+    if unmatched:
+        raise ValueError(f"plan has keys that match no module: {', '.join(unmatched)}")
+    for key, style in styles.items():
+        for target in targets[key]:
+            if isinstance(style, ContextParallel):  # some versions refuse a mesh with two axes
+                style._apply(target, device_mesh)
+            else:
+                parallelize_module(target, device_mesh, style, src_data_rank=src_data_rank)
+    return module
+
+
+def _matches(module: nn.Module, key: str) -> list[nn.Module]:
+    """The modules that torch means by the key of a plan: each part of it is a pattern."""
+    found = [module]
+    for token in key.split(".") if key else ():
+        found = [
+            child
+            for parent in found
+            for name, child in parent.named_children()
+            if fnmatch(name, token)
+        ]
+    return found
+
+
+def _with_nearest(key: str, module: nn.Module) -> str:
+    names = [name for name, _ in module.named_modules() if name]
+    nearest = difflib.get_close_matches(key, names, n=3, cutoff=0.4)
+    return f"{key!r} (nearest: {', '.join(map(repr, nearest))})" if nearest else repr(key)
+
+
+class _Shards(NamedTuple):
+    """q, k, v of this rank in their own order of dims, how all rows lie, and the way back."""
+
+    tensors: list[Tensor]
+    layout: Layout
+    restore: Callable[[Tensor], Tensor]
+
+
+class _ParallelAttention:
+    """A style on a mesh, for the modules of one class: everything that does not change with calls.
+
+    Raises:
+        ValueError: degree, layout, names or mesh that do not fit.
+        TypeError: a mesh or layout of another type.
+        RuntimeError: no process group, or a rank that is not in the mesh.
+    """
+
+    def __init__(self, style: ContextParallel, mesh: DeviceMesh, module: nn.Module) -> None:
+        """Checks the style against the mesh and the module's forward."""
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"ContextParallel needs a DeviceMesh, got {type(mesh).__name__}")
+        if mesh.get_coordinate() is None:
+            raise RuntimeError("this rank is not in the mesh of ContextParallel")
+        self.style, self.mesh = style, mesh
+        self.group = check.check_group(mesh)
+        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.strategy = _strategy_on(mesh, style)
+        self.dims = _Dims(style.seq_dim, style.head_dim)
+        self._known_axes = {mesh: tuple(range(mesh.ndim))}
+        self.how: dict[str, Any] = {
+            "group": mesh,
+            "strategy": self.strategy,
+            "backend": style.backend,
+            "same_bits": style.same_bits,
+            "transport": style.transport,
+        }
+        self.indices, self.names = _places_of_qkv(style, module)
+        _check_layout(style.layout, self.world_size)
+        degree = self.strategy.ulysses_degree if isinstance(self.strategy, Strategy) else 1
+        if style.inside == "whole" and degree != self.world_size:
+            raise ValueError(
+                f"inside='whole' exchanges heads for rows among all {self.world_size} ranks of the "
+                f"mesh, got strategy {style.strategy!r} with degree {degree}; pass "
+                "strategy='ulysses'"
+            )
+
+    def run(
+        self,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The forward of the module: what it returns for this rank's rows, or for DTensors."""
+        arguments: dict[Key, Any] = dict(enumerate(args))
+        arguments.update(kwargs)
+        keys = [self._key(i, args, kwargs, module) for i in range(3)]
+        qkv = [arguments[key] for key in keys]
+        _check_forms(qkv)
+
+        def call(tensors: Sequence[Tensor]) -> Any:
+            given = {**arguments, **dict(zip(keys, tensors, strict=True))}
+            return forward(*(given[i] for i in range(len(args))), **{n: given[n] for n in kwargs})
+
+        if self.style.replace is not None:
+            others = [key for key in arguments if key not in keys and arguments[key] is not None]
+            return self._replaced(module, qkv, others)
+        if self.style.inside == "global":
+            return self._seen_globally(module, call, qkv)
+        shards = self._shards(qkv, self.dims)
+        if self.style.inside == "whole":
+            output = self._on_whole(module, call, shards)
+        else:
+            output = self._captured(module, call, shards.tensors, shards.layout)
+        if not isinstance(qkv[0], DTensor):
+            return output
+        return self._with_attention(module, output, shards.restore)
+
+    # -- arguments and outputs
+
+    def _key(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module) -> Key:
+        """Where one of q, k, v is among the arguments of a call."""
+        index, name = self.indices[i], self.names[i]
+        if name is not None and name in kwargs:
+            return name
+        if index is not None and index < len(args):
+            return index
+        raise ValueError(
+            f"{type(module).__name__} was called with {len(args)} positional arguments and "
+            f"keywords {list(kwargs)}: no {'qkv'[i]} at index {index} or by the name "
+            f"{name!r}; say where it is by qkv_indices or qkv_names"
+        )
+
+    def _attention_of(self, module: nn.Module, output: Any) -> Tensor:
+        """The attention in what a forward returned."""
+        index, found = self.style.output_index, output
+        if isinstance(output, tuple | list):
+            if not -len(output) <= index < len(output):
+                raise ValueError(
+                    f"output_index {index} is not in the {len(output)} elements that "
+                    f"{type(module).__name__} returned"
+                )
+            found = output[index]
+        if not isinstance(found, Tensor):
+            raise TypeError(
+                f"{type(module).__name__} must return the attention as a tensor, or at "
+                f"output_index {index} of a tuple or list; got {type(found).__name__}"
+            )
+        return found
+
+    def _with_attention(
+        self, module: nn.Module, output: Any, change: Callable[[Tensor], Tensor]
+    ) -> Any:
+        """What a forward returned, with the attention in it changed."""
+        changed = change(self._attention_of(module, output))
+        if isinstance(output, Tensor):
+            return changed
+        elements = [*output]
+        elements[self.style.output_index] = changed
+        if hasattr(output, "_make"):  # a namedtuple
+            return output._make(elements)
+        return type(output)(elements)
+
+    # -- the module sees DTensors, or shards; its scaled_dot_product_attention is ours
+
+    def _captured(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        tensors: Sequence[Tensor],
+        layout: Layout,
+    ) -> Any:
+        calls: list[None] = []
+        with _Routed(self, layout, calls):
+            output = call(tensors)
+        if not calls:
+            raise NotImplementedError(
+                f"{type(module).__name__} did not call F.scaled_dot_product_attention, so that its "
+                "attention was not that of the whole sequence; use replace= with the options of "
+                "ring_attention, or strategy='ulysses' with inside='whole', which runs any module"
+            )
+        return output
+
+    def _seen_globally(self, module: nn.Module, call: Callable[..., Any], qkv: list[Tensor]) -> Any:
+        if isinstance(qkv[0], DTensor):
+            self._check_placements(qkv, self.dims)
+            output = self._captured(module, call, qkv, self.style.layout)
+            self._attention_of(module, output)
+            return output
+        output = self._captured(module, call, self._distributed(qkv), self.style.layout)
+        if not isinstance(self._attention_of(module, output), DTensor):
+            raise TypeError(
+                f"{type(module).__name__} was given DTensors and returned a plain tensor; use "
+                "inside='local', where it is given its shard"
+            )
+        return tree_map_only(DTensor, self._rows_of, output)
+
+    def _distributed(self, qkv: list[Tensor]) -> list[Tensor]:
+        """Plain shards as DTensors with the shape of the whole sequence."""
+        self.dims.order(qkv[0].ndim)
+        if isinstance(self.style.layout, str):  # as many rows on every rank
+            lengths = [x.size(self.dims.seq) * self.world_size for x in qkv]
+        else:
+            layout_q, layout_kv = self._resolved(qkv, self.style.layout)
+            for layout in (layout_q, layout_kv):
+                lens = _chunk_lens(layout.seqlen, self.mesh)
+                if layout.shard_lens != lens:
+                    raise ValueError(
+                        f"inside='global' makes DTensors, whose {layout.seqlen} rows are split "
+                        f"into {list(lens)}; layout {layout} has {list(layout.shard_lens)}. Use "
+                        f"inside='local', or SequenceLayout.boundaries({_cuts(lens)})"
+                    )
+            lengths = [layout_q.seqlen, layout_kv.seqlen, layout_kv.seqlen]
+        placements = [Shard(self.dims.seq)] * self.mesh.ndim
+        tensors: list[Tensor] = []
+        for x, length in zip(qkv, lengths, strict=True):
+            shape = list(x.shape)
+            shape[self.dims.seq] = length
+            tensors.append(_from_local(x, self.mesh, placements, shape))
+        return tensors
+
+    def _rows_of(self, x: DTensor) -> Tensor:
+        """This rank's rows of an output that is a DTensor on the style's mesh."""
+        dims = {p.dim if type(p) is Shard else None for p in x.placements}
+        if len(dims) != 1 or None in dims:
+            raise ValueError(
+                "every DTensor that the module returns must be split along the rows, got "
+                f"placements {list(x.placements)} of shape {tuple(x.shape)}"
+            )
+        return x.to_local()
+
+    def sdpa(
+        self,
+        layout: Layout,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """`F.scaled_dot_product_attention` of a sequence with that layout, for this rank's rows."""
+        _check_forms([query, key, value])
+        if isinstance(query, DTensor) != (self.style.inside == "global"):
+            raise TypeError(
+                f"with inside={self.style.inside!r} F.scaled_dot_product_attention must get what "
+                f"the module got, got {type(query).__name__}"
+            )
+        shards = self._shards([query, key, value], _SDPA_DIMS, layout)
+        q, k, v = shards.tensors
+        options = {**kwargs, **self.how, "layout": shards.layout}
+        return shards.restore(sdpa_attention(q, k, v, attn_mask, dropout_p, is_causal, **options))
+
+    # -- the module does not run
+
+    def _replaced(self, module: nn.Module, qkv: list[Tensor], others: Sequence[Key]) -> Tensor:
+        if others:
+            raise NotImplementedError(
+                f"{type(module).__name__} is replaced by ring_attention, which does not know its "
+                f"arguments {list(others)}; leave them out or None, and give replace= the options"
+            )
+        options = self.style.replace
+        assert options is not None, "asked before"
+        if callable(options):
+            options = options(module)
+            _check_options(options)
+        shards = self._shards(qkv, self.dims)
+        order = self.dims.order(shards.tensors[0].ndim)
+        q, k, v = (x.permute(order) for x in shards.tensors)
+        out = ring_attention(q, k, v, layout=shards.layout, **self.how, **options)
+        return shards.restore(out.permute([order.index(dim) for dim in range(out.ndim)]))
+
+    # -- the module sees all rows of some heads
+
+    def _on_whole(self, module: nn.Module, call: Callable[..., Any], shards: _Shards) -> Any:
+        layouts = self._resolved(shards.tensors, shards.layout)
+        q = shards.tensors[0]
+        for name, x in zip("qkv", shards.tensors, strict=True):
+            if x.size(self.dims.head) % self.world_size:
+                raise ValueError(
+                    f"inside='whole' gives each rank as many heads: the {x.size(self.dims.head)} "
+                    f"heads of {name} do not divide by {self.world_size} ranks; inside='global' "
+                    "and 'local' have no such limit"
+                )
+        pairs = zip(shards.tensors, (*layouts, layouts[1]), strict=True)
+        output = call([self._to_heads(x, layout) for x, layout in pairs])
+        out = self._attention_of(module, output)
+        shape = list(q.shape[:-1])
+        shape[self.dims.seq] = layouts[0].seqlen
+        shape[self.dims.head] //= self.world_size
+        if list(out.shape[:-1]) != shape:
+            raise ValueError(
+                f"with inside='whole' {type(module).__name__} must return the attention with the "
+                f"dims of q, shape {(*shape, 'headdim')}, got {tuple(out.shape)}"
+            )
+        others = [] if isinstance(output, Tensor) else [x for x in output if x is not out]
+        if any(isinstance(x, Tensor) for x in others):
+            raise NotImplementedError(
+                f"with inside='whole' {type(module).__name__} may return no tensor beside the "
+                f"attention, as it would be that of some heads; got {len(others) + 1} elements"
+            )
+        return self._with_attention(module, output, partial(self._to_rows, layout=layouts[0]))
+
+    def _to_heads(self, x: Tensor, layout: SequenceLayout) -> Tensor:
+        """This rank's rows of all heads -> all rows, in the order of positions, of its heads."""
+        to_front, back = (self.dims.seq, self.dims.head), (0, 1)
+        x = x.movedim(to_front, back).unflatten(1, (self.world_size, -1)).transpose(0, 1)
+        sizes = [layout.shard_len(self.rank)] * self.world_size
+        x = _exchange(x.flatten(0, 1), sizes, layout.shard_lens, self.group)
+        return layout.unshard(x.split(layout.shard_lens), dim=0).movedim(back, to_front)
+
+    def _to_rows(self, x: Tensor, layout: SequenceLayout) -> Tensor:
+        """The inverse."""
+        to_front, back = (self.dims.seq, self.dims.head), (0, 1)
+        x = x.movedim(to_front, back)
+        x = torch.cat([layout.shard(x, rank, dim=0) for rank in range(self.world_size)])
+        sizes = [layout.shard_len(self.rank)] * self.world_size
+        x = _exchange(x, layout.shard_lens, sizes, self.group)
+        x = x.unflatten(0, (self.world_size, -1)).transpose(0, 1).flatten(1, 2)
+        return x.movedim(back, to_front)
+
+    # -- DTensors
+
+    def _shards(self, qkv: list[Tensor], dims: _Dims, layout: Layout | None = None) -> _Shards:
+        """This rank's tensors, and how the rows of all ranks lie; the style's layout by default."""
+        q, k, _ = qkv
+        layout = self.style.layout if layout is None else layout
+        if not isinstance(q, DTensor):
+            return _Shards(qkv, layout, lambda out: out)
+        self._check_placements(qkv, dims)
+        layout = self._layout_of_lengths((q.size(dims.seq), k.size(dims.seq)), layout)
+        tensors = [x.to_local() for x in qkv if isinstance(x, DTensor)]
+        expected = list(tensors[0].shape[:-1])
+
+        def restore(out: Tensor) -> Tensor:
+            dim_v = out.size(-1)
+            if list(out.shape[:-1]) != expected:
+                raise ValueError(
+                    f"the attention must have the dims of q, shape {(*expected, dim_v)} on this "
+                    f"rank, got {tuple(out.shape)}"
+                )
+            return _from_local(out, q.device_mesh, q.placements, [*q.shape[:-1], dim_v])
+
+        return _Shards(tensors, layout, restore)
+
+    def _resolved(self, qkv: Sequence[Tensor], layout: Layout) -> Layouts:
+        """The layouts of queries and keys of plain shards, checked against their rows."""
+        self.dims.order(qkv[0].ndim)
+        rows = (qkv[0].size(self.dims.seq), qkv[1].size(self.dims.seq))
+        return check.resolve_layouts(layout, rows, (None, None), self.rank, self.world_size)
+
+    def _layout_of_lengths(self, lengths: tuple[int, int], given: Layout) -> Layout:
+        """How queries and keys of such lengths lie, split as DTensor splits."""
+        if isinstance(given, str) and all(n % self.world_size == 0 for n in lengths):
+            return given
+        pair = given if isinstance(given, tuple | list) else (given, given)
+        layouts = []
+        for seqlen, layout in zip(lengths, pair, strict=True):
+            lens = _chunk_lens(seqlen, self.mesh)
+            if layout == "contiguous":
+                layout = SequenceLayout.boundaries(_cuts(lens))
+            elif isinstance(layout, str):
+                layout = SequenceLayout.from_name(layout, seqlen, self.world_size)
+            if (layout.seqlen, layout.shard_lens) != (seqlen, lens):
+                raise ValueError(
+                    f"DTensors with {seqlen} rows have {list(lens)} on the ranks, layout {layout} "
+                    f"has {list(layout.shard_lens)}"
+                )
+            layouts.append(layout)
+        return layouts[0], layouts[1]
+
+    def _check_placements(self, qkv: Sequence[Tensor], dims: _Dims) -> None:
+        """The style's axes split the rows and nothing else does; other axes split heads or batch.
+
+        Raises:
+            ValueError: placements under which a shard's attention would not be a shard of it.
+        """
+        q = qkv[0]
+        assert isinstance(q, DTensor), "asked before"
+        dims.order(q.ndim)
+        axes, mesh = self._axes(q.device_mesh), q.device_mesh
+        num_shares = 1  # ranks among which the heads are split
+        for name, x in zip("qkv", qkv, strict=True):
+            assert isinstance(x, DTensor), "asked before"
+            if x.device_mesh != mesh or x.placements != q.placements:
+                raise ValueError(
+                    "q, k, v must be placed alike on one mesh, got q "
+                    f"{list(q.placements)} and {name} {list(x.placements)}"
+                )
+        for axis, placement in enumerate(q.placements):
+            dim = placement.dim if type(placement) is Shard else None
+            if axis in axes:
+                fits = dim == dims.seq
+            else:
+                fits = placement == Replicate() or dim not in (None, dims.seq, q.ndim - 1)
+                num_shares *= mesh.size(axis) if dim == dims.head else 1
+            if not fits:
+                raise ValueError(
+                    f"placements of q, k, v must be Shard({dims.seq}), of the rows, on the axes of "
+                    f"ContextParallel (axes {list(axes)} of the mesh) and of heads or batch on "
+                    f"others, got {list(q.placements)} for shape {tuple(q.shape)}; is seq_dim="
+                    f"{self.style.seq_dim} right?"
+                )
+        for name, x in zip("qkv", qkv, strict=True):
+            if x.size(dims.head) % num_shares:
+                raise ValueError(
+                    f"the {x.size(dims.head)} heads of {name} must divide by the {num_shares} "
+                    "ranks of the mesh among which they are split: a rank needs the kv heads of "
+                    "its q heads"
+                )
+
+    def _axes(self, mesh: DeviceMesh) -> tuple[int, ...]:
+        """Which axes of a DTensor's mesh are those of the style."""
+        if mesh not in self._known_axes:
+            self._known_axes[mesh] = self._find_axes(mesh)
+        return self._known_axes[mesh]
+
+    def _find_axes(self, mesh: DeviceMesh) -> tuple[int, ...]:
+        ours, theirs = self.mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
+        axes = tuple(theirs.index(name) for name in ours if name in theirs)
+        if len(axes) != self.mesh.ndim and mesh.ndim == self.mesh.ndim:
+            axes = tuple(range(mesh.ndim))
+        coordinate = mesh.get_coordinate()
+        if len(axes) == self.mesh.ndim and list(axes) == sorted(axes) and coordinate is not None:
+            here = tuple(slice(None) if i in axes else at for i, at in enumerate(coordinate))
+            if torch.equal(mesh.mesh[here], self.mesh.mesh):
+                return axes
+        raise ValueError(
+            f"q, k, v are on a mesh with axes {theirs} of sizes {tuple(mesh.shape)}, which does "
+            f"not have those of ContextParallel, {ours} of sizes {tuple(self.mesh.shape)}, over "
+            "the same ranks; distribute them over both, or pass this rank's shards as plain tensors"
+        )
+
+
+class _Routed(route_sdpa):
+    """Within it, scaled_dot_product_attention is that of the whole sequence."""
+
+    def __init__(self, attention: _ParallelAttention, layout: Layout, calls: list[None]) -> None:
+        """Adds an element to `calls` with every call."""
+        super().__init__()
+        self.attention, self.layout, self.calls = attention, layout, calls
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What stands for the function."""
+        self.calls.append(None)
+        return self.attention.sdpa(self.layout, *args, **kwargs)
+
+
+class _Exchange(torch.autograd.Function):
+    """all_to_all of rows; its gradient goes the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, send: Sequence[int], recv: Sequence[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        """The rows that the ranks have for this one, in the order of the ranks."""
+        ctx.send, ctx.recv, ctx.group = send, recv, group
+        out = x.new_empty(sum(recv), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), [*recv], [*send], group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients, back where the rows came from; differentiable again."""
+        return _exchange(dout, ctx.recv, ctx.send, ctx.group), None, None, None
+
+
+def _exchange(
+    x: Tensor, send: Sequence[int], recv: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Sends `send[r]` rows to rank r, in turn, and receives `recv[r]`."""
+    out: Tensor = _Exchange.apply(x, send, recv, group)
+    return out
+
+
+def _strategy_on(mesh: DeviceMesh, style: ContextParallel) -> str | Strategy:
+    """The strategy with its degree, checked against the ranks of the mesh."""
+    strategy, degree = style.strategy, style.degree
+    size, shape = mesh.size(), tuple(mesh.shape)
+    if degree is not None:
+        if isinstance(strategy, Strategy) or strategy == "auto":
+            raise ValueError(
+                f"degree={degree} goes with a strategy by name, got {strategy}; a Strategy has its "
+                "ulysses_degree, and 'auto' chooses one"
+            )
+        if degree < 1 or size % degree:
+            raise ValueError(f"degree must divide the size of the mesh, got {degree} and {size}")
+        if len(shape) == 2 and degree != shape[1]:
+            raise ValueError(
+                f"degree must be the size of the last axis of a mesh with two, got {degree} and "
+                f"{shape[1]}"
+            )
+    elif len(shape) == 2:
+        degree = shape[1]
+    if strategy == "auto":
+        return strategy
+    if isinstance(strategy, str) and strategy in NAMES and degree is not None:
+        fixed = {"ulysses": size, "q_exchange": 1}.get(strategy, degree)
+        if fixed != degree:
+            raise ValueError(f"the degree of {strategy!r} is {fixed} here, got {degree}")
+        if strategy == "double_ring":
+            strategy = Strategy(inner_degree=degree)
+        elif strategy != "q_exchange":
+            core: Any = "all_gather" if strategy == "all_gather" else "ring"
+            strategy = Strategy(core, ulysses_degree=degree)
+    if strategy in ("hybrid", "double_ring"):
+        raise ValueError(
+            f"strategy {strategy!r} needs degree=, a divisor of the {size} ranks, or a mesh with "
+            "two axes, the last of which is the degree"
+        )
+    return resolve_strategy(strategy, size, shape)
+
+
+def _places_of_qkv(
+    style: ContextParallel, module: nn.Module
+) -> tuple[tuple[int | None, ...], tuple[str | None, ...]]:
+    """Positions and names of q, k, v in forward; None where they have none."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    positional = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    kinds = {p.kind for p in parameters}
+    where = f"{type(module).__name__}.forward{inspect.signature(module.forward)}"
+    if style.qkv_names is None:
+        indices = tuple(style.qkv_indices or range(3))
+        names = tuple(positional[i] if i < len(positional) else None for i in indices)
+        if None in names and inspect.Parameter.VAR_POSITIONAL not in kinds:
+            raise ValueError(
+                f"qkv_indices {list(indices)} are not all arguments of {where}; pass qkv_names for "
+                "arguments by keyword"
+            )
+        return indices, names
+    for name in style.qkv_names:
+        if name not in {p.name for p in parameters} and inspect.Parameter.VAR_KEYWORD not in kinds:
+            raise ValueError(f"qkv_names has {name!r}, which is no argument of {where}")
+    found = tuple(positional.index(n) if n in positional else None for n in style.qkv_names)
+    return found if style.qkv_indices is None else tuple(style.qkv_indices), tuple(style.qkv_names)
+
+
+def _check_layout(layout: object, world_size: int) -> None:
+    """What can be said of a layout before there are tensors."""
+    if isinstance(layout, str):
+        SequenceLayout.from_name(layout, world_size, world_size)
+        return
+    for one in check.check_layouts(layout):
+        if one.world_size != world_size:
+            raise ValueError(
+                f"layout {one} has another number of ranks than the mesh, {world_size}"
+            )
+
+
+def _check_options(options: Options) -> None:
+    """Options of `ring_attention` that say what is computed."""
+    if not isinstance(options, Mapping):
+        raise TypeError(
+            f"replace must be options of ring_attention by name, got {type(options).__name__}"
+        )
+    unknown = [name for name in options if name not in OPTIONS]
+    if unknown:
+        raise ValueError(f"replace may have {list(OPTIONS)}, got {unknown}")
+
+
+def _check_forms(qkv: Sequence[object]) -> None:
+    """Tensors, all of them DTensors or none."""
+    for name, x in zip("qkv", qkv, strict=True):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if isinstance(x, DTensor) != isinstance(qkv[0], DTensor):
+            raise TypeError(
+                f"q, k, v must be plain tensors or DTensors, all of them: q is "
+                f"{type(qkv[0]).__name__}, {name} is {type(x).__name__}"
+            )
+
+
+def _chunk_lens(seqlen: int, mesh: DeviceMesh) -> tuple[int, ...]:
+    """Rows of each rank where DTensor splits so many along all axes of a mesh, as torch.chunk."""
+    lens = [seqlen]
+    for size in mesh.shape:
+        lens = [
+            min(max(n - part * -(-n // size), 0), -(-n // size))
+            for n in lens
+            for part in range(size)
+        ]
+    return tuple(lens)
+
+
+def _cuts(lens: Sequence[int]) -> list[int]:
+    """First position of each rank, and the end."""
+    return [*accumulate(lens, initial=0)]
+
+
+def _from_local(
+    x: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]
+) -> DTensor:
+    """A DTensor of that shape whose dims lie in memory in the order in which those of `x` do."""
+    even = list(x.shape)
+    for axis, placement in enumerate(placements):
+        if type(placement) is Shard:
+            even[placement.dim] *= mesh.size(axis)
+    if even == list(
+        shape
+    ):  # torch works it out itself, also for lengths that a compiler leaves open
+        return DTensor.from_local(x, mesh, placements, run_check=False)
+    if 0 in x.stride():
+        x = x.contiguous()
+    inward = sorted(range(x.ndim), key=lambda dim: -x.stride()[dim])
+    stride = [0] * x.ndim
+    for at, dim in enumerate(inward):
+        stride[dim] = prod([shape[d] for d in inward[at + 1 :]])
+    return DTensor.from_local(
+        x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )

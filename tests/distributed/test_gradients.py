@@ -1,0 +1,193 @@
+"""`sync_gradients`: over groups and axes of a mesh, in buckets, with gradients missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from ring_attn import sync_gradients
+
+pytestmark = pytest.mark.dist
+
+SHAPES = [(3, 5), (7,), (), (0, 4), (2, 2, 2)]
+
+
+def gradient(rank: int, index: int, dtype: torch.dtype) -> Tensor:
+    """Another one for every rank and parameter; exact in any order of adding up."""
+    generator = torch.Generator().manual_seed(100 * rank + index)
+    return torch.randint(-8, 9, SHAPES[index], generator=generator).to(dtype)
+
+
+def parameters_of(rank: int, dtype: torch.dtype) -> list[Tensor]:
+    parameters = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in SHAPES]
+    for index, parameter in enumerate(parameters):
+        parameter.grad = gradient(rank, index, dtype)
+    return parameters
+
+
+def synced(dtype: torch.dtype, op: Any, bucket_bytes: int) -> list[Tensor]:
+    """In a rank: of the default group."""
+    parameters = parameters_of(dist.get_rank(), dtype)
+    sync_gradients(parameters, op=op, bucket_bytes=bucket_bytes)
+    return [parameter.grad for parameter in parameters]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_sum_over_the_default_group(ranks: Any, dtype: torch.dtype, bucket_bytes: int) -> None:
+    for gradients in ranks(3).run(synced, dtype, "sum", bucket_bytes):
+        for index, got in enumerate(gradients):
+            expected = sum(gradient(rank, index, torch.float64) for rank in range(3))
+            assert got.dtype == dtype and torch.equal(got.double(), expected)
+
+
+def test_mean(ranks: Any) -> None:
+    for gradients in ranks(3).run(synced, torch.float64, "mean", 64):
+        for index, got in enumerate(gradients):
+            whole = sum(gradient(rank, index, torch.float64) for rank in range(3))
+            torch.testing.assert_close(got, whole / 3)
+
+
+def rounded_once() -> list[float]:
+    """In a rank: 256 + 1 + 1 in bfloat16, whose neighbours are 2 apart there."""
+    parameter = torch.zeros((), dtype=torch.bfloat16, requires_grad=True)
+    parameter.grad = torch.tensor((256.0, 1.0, 1.0)[dist.get_rank()], dtype=torch.bfloat16)
+    sync_gradients([parameter])
+    return parameter.grad.item()
+
+
+def test_16_bits_are_added_up_in_32(ranks: Any) -> None:
+    assert ranks(3).run(rounded_once) == [258.0] * 3
+
+
+class Two(nn.Module):
+    """A layer that only some ranks use, one that none does, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes, self.never = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        self.frozen = nn.Linear(2, 2, bias=False).requires_grad_(False)
+        self.mixed = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+
+def with_gaps() -> tuple[Tensor, Any, Any, Tensor]:
+    """In a rank: rank 1 alone uses `sometimes`."""
+    model = Two()
+    loss = model.mixed.sum()
+    if dist.get_rank() == 1:
+        loss = loss + model.sometimes(torch.ones(2)).sum()
+    loss.backward()
+    sync_gradients(model)
+    return (
+        model.sometimes.weight.grad,
+        model.never.weight.grad,
+        model.frozen.weight.grad,
+        (model.mixed.grad),
+    )
+
+
+def test_gradients_that_not_all_ranks_have(ranks: Any) -> None:
+    for sometimes, never, frozen, mixed in ranks(3).run(with_gaps):
+        assert torch.equal(sometimes, torch.ones(2, 2))
+        assert never is None and frozen is None
+        assert torch.equal(mixed, torch.full((3,), 3.0, dtype=torch.float64))
+
+
+def along_an_axis(axes: tuple[str, ...]) -> float:
+    """In a rank of a 2 x 2 mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    parameter = torch.zeros((), requires_grad=True)
+    parameter.grad = torch.tensor(10.0 ** dist.get_rank())
+    sync_gradients([parameter], mesh[axes])
+    return parameter.grad.item()
+
+
+def test_axes_of_a_mesh(ranks: Any) -> None:
+    pool = ranks(4)
+    assert pool.run(along_an_axis, ("cp",)) == [11.0, 11.0, 1100.0, 1100.0]
+    assert pool.run(along_an_axis, ("dp",)) == [101.0, 1010.0, 101.0, 1010.0]
+    assert pool.run(along_an_axis, ("dp", "cp")) == [1111.0] * 4
+
+
+def of_tensor_parallel() -> tuple[Tensor, str]:
+    """In a rank of a (cp, tp) mesh: summed over cp, refused over tp."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    whole = torch.zeros(4, 3)
+    parameter = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)]))
+    local = torch.full((2, 3), 1.0 + dist.get_rank())
+    parameter.grad = DTensor.from_local(local, mesh["tp"], [Shard(0)])
+    sync_gradients([parameter], mesh["cp"])
+    replicated = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Replicate()]))
+    for wrong in (parameter, replicated):
+        with pytest.raises(ValueError, match="parameter 0 is a DTensor on a mesh with ranks") as e:
+            sync_gradients([wrong], mesh["tp"])
+    return parameter.grad.full_tensor(), str(e.value)
+
+
+def test_shards_of_tensor_parallelism(ranks: Any) -> None:
+    for rank, (whole, refused) in enumerate(ranks(4).run(of_tensor_parallel)):
+        # Ranks 0 and 2 have the upper half, 1 and 3 the lower.
+        assert torch.equal(
+            whole, torch.tensor([4.0, 6.0]).repeat_interleave(2)[:, None] + 0 * whole
+        )
+        assert f"ranks [{rank ^ 1}] of the group" in refused
+
+
+def of_fsdp() -> str:
+    """In a rank: FSDP over dp and cp sums by itself."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model = fully_shard(nn.Linear(3, 4), mesh=mesh["dp", "cp"]._flatten("dp_cp"))
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(ValueError, match="reduces its gradient") as error:
+        sync_gradients(model, mesh["cp"])
+    return str(error.value)
+
+
+def test_what_fsdp_has_summed_is_refused(ranks: Any) -> None:
+    for rank, said in enumerate(ranks(4).run(of_fsdp)):
+        assert said.startswith(f"parameter weight is a DTensor on a mesh with ranks [{rank ^ 1}]")
+
+
+def refusals() -> list[str]:
+    """In a rank: what each wrong call says, before anything is sent."""
+    sparse = nn.Embedding(4, 2, sparse=True)
+    sparse(torch.tensor([1])).sum().backward()
+    complex_one = torch.zeros(2, dtype=torch.complex64, requires_grad=True)
+    calls: list[tuple[type[Exception], Any, dict[str, Any]]] = [
+        (ValueError, [], {"op": "max"}),
+        (ValueError, [], {"bucket_bytes": 0}),
+        (TypeError, ["weight"], {}),
+        (TypeError, [complex_one], {}),
+        (NotImplementedError, sparse, {}),
+    ]
+    said = []
+    for error, module, options in calls:
+        with pytest.raises(error) as caught:
+            sync_gradients(module, **options)
+        said.append(str(caught.value))
+    return said
+
+
+def test_refusals(ranks: Any) -> None:
+    for said in ranks(3).run(refusals):
+        expected = (
+            "op must be one of ['sum', 'mean'], got 'max'",
+            "bucket_bytes must be a positive number of bytes, got 0",
+            "parameter 0 must be a tensor, got str",
+            "parameter 0 must be floating point, got torch.complex64",
+            "the gradient of parameter weight is torch.sparse_coo",
+        )
+        for text, start in zip(said, expected, strict=True):
+            assert text.startswith(start)
+
+
+def test_without_a_group() -> None:
+    with pytest.raises(RuntimeError, match="no process group"):
+        sync_gradients(nn.Linear(2, 2))

@@ -1,0 +1,755 @@
+"""ContextParallel on modules as models have them: every strategy, order of dims and form, exact."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from ring_attn import SequenceLayout, Strategy, TransportOptions
+from ring_attn.mask import Mask
+from ring_attn.parallel_style import ContextParallel, parallelize
+from ring_attn.testing import (
+    Expected,
+    Inputs,
+    check,
+    dense_gradients,
+    plain_gradients,
+    random_qkv,
+    random_sinks,
+)
+from ring_attn.transport.p2p import open_p2p
+
+pytestmark = pytest.mark.dist
+
+SIZES = {"batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 8}
+SEQLEN = 100  # 25 rows on each of 4 ranks
+UNEVEN = 97
+SCALE = 0.3
+
+# From (batch, rows, heads, headdim); each is its own inverse.
+ORDERS = {"BSHD": (0, 1, 2, 3), "BHSD": (0, 2, 1, 3), "SBHD": (1, 0, 2, 3)}
+
+
+class Core(nn.Module):
+    """Attention as models write it, over (batch, heads, rows, headdim) inside."""
+
+    def __init__(self, order: str = "BSHD", returns: str = "tensor") -> None:
+        super().__init__()
+        self.order, self.returns = order, returns
+        self.seen: tuple[int, ...] = ()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        self.seen = tuple(q.shape)
+        to_bhsd = {"BSHD": (0, 2, 1, 3), "BHSD": (0, 1, 2, 3), "SBHD": (1, 2, 0, 3)}[self.order]
+        q, k, v = (x.permute(to_bhsd) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
+        out = out.permute([to_bhsd.index(dim) for dim in range(4)])
+        if self.returns == "flat":  # heads in one dim, as the projection that follows wants them
+            batch, rows = self.seen[:2]
+            return out.reshape(batch, rows, -1)
+        return {"tensor": out, "tuple": (None, out), "list": [out, None]}[self.returns]
+
+
+class Answer(NamedTuple):
+    """As models return it that can return weights."""
+
+    weights: None
+    attention: Tensor
+
+
+class Eager(nn.Module):
+    """Attention that is no function of torch's, with kv heads repeated."""
+
+    def forward(self, meta: str, *, query: Tensor, key: Tensor, value: Tensor) -> Answer:
+        assert meta == "passed on"
+        groups = query.size(2) // key.size(2)
+        k, v = (x.repeat_interleave(groups, 2) for x in (key, value))
+        rows = torch.arange(query.size(1))
+        scores = torch.einsum("bihd,bjhd->bhij", query, k) * SCALE
+        scores = scores.masked_fill(rows[:, None] < rows, float("-inf"))
+        return Answer(None, torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v))
+
+
+class Never(nn.Module):
+    """It has another attention, which is not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(random_sinks(SIZES["nheads"]))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: object = None) -> Tensor:
+        raise AssertionError("replaced")
+
+
+class Case(NamedTuple):
+    """A way to call: order of dims, plain or DTensor, and how q, k, v and out are passed."""
+
+    order: str
+    form: str
+    passing: str
+
+
+CASES = [
+    Case(order, form, passing)
+    for order in ("BSHD", "BHSD")
+    for form in ("plain", "DTensor")
+    for passing in ("positional", "keywords", "tuple")
+] + [Case("SBHD", "plain", "mixed"), Case("SBHD", "DTensor", "list")]
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ring": {},
+    "ring zigzag": {"layout": "zigzag"},
+    "all_gather": {"strategy": "all_gather", "degree": 1},
+    "ulysses": {"strategy": "ulysses", "layout": "striped"},
+    "ulysses by degree": {"degree": 4},
+    "hybrid": {"degree": 2, "layout": "zigzag"},
+    "hybrid all_gather": {"strategy": "all_gather", "degree": 2},
+    "co x ds": {"strategy": "all_gather", "mesh": (2, 2), "layout": "zigzag"},
+    "double ring, co x ds": {"strategy": "double_ring", "mesh": (2, 2)},
+    "q_exchange": {"strategy": "q_exchange"},
+    "value": {"strategy": Strategy(inner_degree=2)},
+}
+
+
+@cache
+def mesh_of(*shape: int) -> DeviceMesh:
+    names = {1: ("cp",), 2: ("co", "ds")}[len(shape)]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def inputs_of(seqlen: int) -> Inputs:
+    return random_qkv(seqlen_q=seqlen, **SIZES)
+
+
+@cache
+def expected(seqlen: int) -> tuple[Expected, Expected]:
+    """The oracle and plain PyTorch."""
+    inputs, mask = inputs_of(seqlen), Mask(seqlen, seqlen, causal=True)
+    return tuple(f(*inputs, mask, SCALE) for f in (dense_gradients, plain_gradients))
+
+
+def layout_of(options: dict[str, Any], seqlen: int) -> SequenceLayout:
+    layout = options.get("layout", "contiguous")
+    if isinstance(layout, SequenceLayout):
+        return layout
+    return SequenceLayout.from_name(layout, seqlen, dist.get_world_size())
+
+
+def placed(x: Tensor, whole: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
+    """This rank's rows as a DTensor of the whole's shape."""
+    shape = whole.contiguous()
+    return DTensor.from_local(
+        x.contiguous(), mesh, [Shard(dim)] * mesh.ndim, shape=shape.shape, stride=shape.stride()
+    ).detach()
+
+
+def run_module(
+    module: nn.Module,
+    call: Callable[..., Any],
+    case: Case,
+    layout: SequenceLayout,
+    mesh: DeviceMesh,
+) -> dict[str, Tensor]:
+    """This rank's out, dq, dk, dv, as (batch, rows, heads, headdim)."""
+    order = ORDERS[case.order]
+    leaves = []
+    for x in inputs_of(layout.seqlen):
+        shard = layout.shard(x, dist.get_rank()).permute(order)
+        if case.form == "DTensor":
+            shard = placed(shard, x.permute(order), mesh, case.order.index("S"))
+        leaves.append(shard.requires_grad_())
+    *qkv, dout = leaves
+    out = call(module, *qkv)
+    assert isinstance(out, DTensor) == (case.form == "DTensor")
+    if isinstance(out, DTensor):
+        assert out.placements == qkv[0].placements and out.shape == qkv[0].shape
+    results = (out, *torch.autograd.grad(out, qkv, dout.detach()))
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in results]
+    names = ("out", "dq", "dk", "dv")
+    return {n: x.detach().permute(order) for n, x in zip(names, local, strict=True)}
+
+
+def call_core(passing: str, core: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if passing == "keywords":
+        return core(v=v, q=q, k=k)
+    if passing == "mixed":
+        return core(q, k, v=v)
+    if passing in ("tuple", "list"):
+        found = core(q, k, v)
+        assert type(found).__name__ == passing and len(found) == 2
+        return found[1 if passing == "tuple" else 0]
+    return core(q, k, v)
+
+
+def run_cases(options: dict[str, Any], cases: list[Case], seqlen: int) -> list[dict[str, Tensor]]:
+    """Each case of a strategy, on this rank."""
+    layout = layout_of(options, seqlen)
+    mesh = mesh_of(*options.get("mesh", (dist.get_world_size(),)))
+    results = []
+    for case in cases:
+        style = ContextParallel(
+            seq_dim=case.order.index("S"),
+            head_dim=case.order.index("H"),
+            output_index=1 if case.passing == "tuple" else 0,
+            **{name: value for name, value in options.items() if name != "mesh"},
+        )
+        core = Core(case.order, case.passing if case.passing in ("tuple", "list") else "tensor")
+        parallelize_module(core, mesh, style)
+
+        def call(module: nn.Module, *qkv: Tensor, passing: str = case.passing) -> Tensor:
+            return call_core(passing, module, *qkv)
+
+        results.append(run_module(core, call, case, layout, mesh))
+        whole = inputs_of(seqlen).q.permute(ORDERS[case.order]).shape
+        local = options.get("inside") == "local"
+        assert local or core.seen == tuple(whole), (core.seen, whole)
+    return results
+
+
+def assert_exact(
+    by_rank: list[dict[str, Tensor]], layout: SequenceLayout, case: object = None
+) -> None:
+    """The ranks' shards, put together, within the bound."""
+    oracle, plain = expected(layout.seqlen)
+    for name in ("out", "dq", "dk", "dv"):
+        got = layout.unshard([results[name] for results in by_rank])
+        want = (getattr(one, name) for one in (oracle, plain))
+        verdict = check(name, got, *want, oracle.terms[name])
+        assert verdict.ok, (case, str(verdict))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_in_every_form(ranks: Any, one_thread: None, name: str) -> None:
+    options = STRATEGIES[name]
+    layout = SequenceLayout.from_name(options.get("layout", "contiguous"), SEQLEN, 4)
+    found = ranks(4).run(run_cases, options, CASES, SEQLEN)
+    for case, *by_rank in zip(CASES, *found, strict=True):
+        assert_exact(by_rank, layout, case)
+
+
+CHUNKS = SequenceLayout.boundaries([0, 25, 50, 75, 97])  # as torch.chunk splits 97 rows
+NESTED = SequenceLayout.boundaries([0, 25, 49, 73, 97])  # 49 + 48, and each in two
+
+
+@pytest.mark.parametrize(
+    ("options", "form", "layout"),
+    [
+        ({}, "DTensor", CHUNKS),
+        ({"layout": CHUNKS}, "plain", CHUNKS),
+        ({"strategy": "all_gather", "mesh": (2, 2)}, "DTensor", NESTED),
+        ({"layout": SequenceLayout.zigzag(97, 4), "inside": "local"}, "plain", None),
+        ({"inside": "local", "degree": 2}, "DTensor", CHUNKS),
+    ],
+    ids=["DTensor", "plain", "co x ds", "local zigzag", "local DTensor"],
+)
+def test_uneven_rows(
+    ranks: Any, one_thread: None, options: dict[str, Any], form: str, layout: Any
+) -> None:
+    layout = layout or options["layout"]
+    case = Case("BHSD", form, "positional")
+    for by_rank in zip(*ranks(4).run(run_uneven, options, case, layout), strict=True):
+        assert_exact(list(by_rank), layout, case)
+
+
+def run_uneven(
+    options: dict[str, Any], case: Case, layout: SequenceLayout
+) -> list[dict[str, Tensor]]:
+    mesh = mesh_of(*options.get("mesh", (4,)))
+    options = {n: x for n, x in options.items() if n != "mesh"}
+    style = ContextParallel(seq_dim=2, head_dim=1, output_index=-1, **options)
+    core = parallelize_module(Core("BHSD", "tuple"), mesh, style)
+    results = run_module(core, lambda module, *qkv: module(*qkv)[1], case, layout, mesh)
+    rows = layout.shard_len(dist.get_rank()) if options.get("inside") == "local" else UNEVEN
+    assert core.seen[2] == rows
+    return [results]
+
+
+def run_flat() -> list[dict[str, Tensor]]:
+    """The module joins heads by the shape that it sees; 97 rows on 2 ranks, 49 and 48."""
+    layout, mesh = SequenceLayout.contiguous(UNEVEN, 2), mesh_of(2)
+    style = ContextParallel(layout=layout)
+    core = parallelize_module(Core(returns="flat"), mesh, style)
+
+    def call(module: nn.Module, *qkv: Tensor) -> Tensor:
+        flat = module(*qkv)
+        assert flat.shape == (2, layout.shard_len(dist.get_rank()), 32)
+        return flat.unflatten(2, (4, 8))
+
+    return [run_module(core, call, Case("BSHD", "plain", "positional"), layout, mesh)]
+
+
+def test_a_module_that_reshapes_by_what_it_sees(ranks: Any, one_thread: None) -> None:
+    for by_rank in zip(*ranks(2).run(run_flat), strict=True):
+        assert_exact(list(by_rank), SequenceLayout.contiguous(UNEVEN, 2))
+
+
+def run_whole(layout: SequenceLayout, form: str) -> list[dict[str, Tensor]]:
+    """A module that is no SDPA sees all rows of half the heads, in the order of positions."""
+    mesh = mesh_of(2)
+    style = ContextParallel(
+        strategy="ulysses",
+        inside="whole",
+        layout=layout,
+        qkv_names=("query", "key", "value"),
+        output_index=1,
+    )
+    model = parallelize(nn.ModuleDict({"core": Eager()}), mesh, {"c*": style})
+
+    def call(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return module("passed on", query=q, key=k, value=v).attention
+
+    return [run_module(model["core"], call, Case("BSHD", form, "keywords"), layout, mesh)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "form"),
+    [
+        (SequenceLayout.zigzag(UNEVEN, 2), "plain"),
+        (SequenceLayout.contiguous(UNEVEN, 2), "DTensor"),
+    ],
+    ids=["zigzag", "DTensor"],
+)
+def test_ulysses_runs_any_module(
+    ranks: Any, one_thread: None, layout: SequenceLayout, form: str
+) -> None:
+    for by_rank in zip(*ranks(2).run(run_whole, layout, form), strict=True):
+        assert_exact(list(by_rank), layout)
+
+
+def run_replaced() -> tuple[dict[str, Tensor], Tensor]:
+    layout, mesh = SequenceLayout.zigzag(UNEVEN, 2), mesh_of(2)
+
+    def options(module: nn.Module) -> dict[str, Any]:
+        return {"causal": True, "window_size": (20, 0), "softcap": 5.0, "sinks": module.sinks}
+
+    core = parallelize_module(
+        Never(), mesh, ContextParallel(layout=layout, replace=options, seq_dim=2, head_dim=1)
+    )
+    grads: list[Tensor] = []
+    core.sinks.register_hook(grads.append)
+    order = ORDERS["BHSD"]
+    *qkv, dout = (
+        layout.shard(x, dist.get_rank()).permute(order).requires_grad_() for x in inputs_of(UNEVEN)
+    )
+    out = core(*qkv, block_mask=None)
+    found = (out, *torch.autograd.grad(out, [*qkv, core.sinks], dout.detach()))
+    try:
+        core(*qkv, block_mask="causal")
+    except NotImplementedError as error:
+        assert "block_mask" in str(error)
+    else:
+        raise AssertionError("block_mask was ignored")
+    names = ("out", "dq", "dk", "dv")
+    rows = {n: x.detach().permute(order) for n, x in zip(names, found, strict=False)}
+    return rows, found[-1]
+
+
+def test_a_module_that_does_not_run(ranks: Any, one_thread: None) -> None:
+    layout = SequenceLayout.zigzag(UNEVEN, 2)
+    inputs, mask = inputs_of(UNEVEN), Mask(UNEVEN, UNEVEN, True, (20, 0))
+    scores = {"softcap": 5.0, "sinks": random_sinks(SIZES["nheads"])}
+    oracle, plain = (f(*inputs, mask, **scores) for f in (dense_gradients, plain_gradients))
+    rows, dsinks = zip(*ranks(2).run(run_replaced), strict=True)
+    got = {name: layout.unshard([part[name] for part in rows]) for name in rows[0]}
+    got["dsinks"] = torch.stack(dsinks).sum(0)
+    assert len(got) == 5
+    for name, x in got.items():
+        verdict = check(name, x, getattr(oracle, name), getattr(plain, name), oracle.terms[name])
+        assert verdict.ok, str(verdict)
+
+
+class Cross(nn.Module):
+    """Every query sees every key, of another length; kv heads are given as they are."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+
+# Three heads do not divide by two ranks, and the one kv head is on both.
+CROSS: dict[str, tuple[dict[str, Any], Mask]] = {
+    "ulysses": ({"degree": 2}, Mask(50, 98)),
+    "replaced": (
+        {
+            "replace": {"causal": True},
+            "layout": (SequenceLayout.zigzag(37, 2), SequenceLayout.contiguous(61, 2)),
+            "strategy": "ulysses",
+        },
+        Mask(37, 61, causal=True),
+    ),
+}
+
+
+def cross_inputs(mask: Mask) -> Inputs:
+    return random_qkv(
+        batch=2, seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, nheads=3, nheads_kv=1, headdim=8
+    )
+
+
+def cross_layouts(options: dict[str, Any], mask: Mask) -> tuple[SequenceLayout, SequenceLayout]:
+    usual = tuple(SequenceLayout.contiguous(n, 2) for n in (mask.seqlen_q, mask.seqlen_k))
+    return options.get("layout", usual)
+
+
+def run_cross(name: str) -> dict[str, Tensor]:
+    options, mask = CROSS[name]
+    q_layout, kv_layout = cross_layouts(options, mask)
+    module = parallelize_module(Cross(), mesh_of(2), ContextParallel(**options))
+    sides = (q_layout, kv_layout, kv_layout, q_layout)
+    shards = zip(cross_inputs(mask), sides, strict=True)
+    *qkv, dout = (one.shard(x, dist.get_rank()).requires_grad_() for x, one in shards)
+    out = module(*qkv)
+    found = (out, *torch.autograd.grad(out, qkv, dout.detach()))
+    return {n: x.detach() for n, x in zip(("out", "dq", "dk", "dv"), found, strict=True)}
+
+
+@pytest.mark.parametrize("name", CROSS)
+def test_other_lengths_and_uneven_heads(ranks: Any, one_thread: None, name: str) -> None:
+    options, mask = CROSS[name]
+    q_layout, kv_layout = cross_layouts(options, mask)
+    oracle, plain = (f(*cross_inputs(mask), mask) for f in (dense_gradients, plain_gradients))
+    by_rank = ranks(2).run(run_cross, name)
+    sides = {"out": q_layout, "dq": q_layout, "dk": kv_layout, "dv": kv_layout}
+    for one, layout in sides.items():
+        got = layout.unshard([results[one] for results in by_rank])
+        want = (getattr(expected, one) for expected in (oracle, plain))
+        verdict = check(one, got, *want, oracle.terms[one])
+        assert verdict.ok, str(verdict)
+
+
+# -- below tensor parallelism
+
+
+class Block(nn.Module):
+    """Attention with its projections; how many heads it has follows from what they give."""
+
+    def __init__(self, nheads: int = 4, nheads_kv: int = 2, headdim: int = 8) -> None:
+        super().__init__()
+        width, self.headdim = nheads * headdim, headdim
+        self.q, self.k, self.v = (
+            nn.Linear(width, n * headdim, bias=False) for n in (nheads, nheads_kv, nheads_kv)
+        )
+        self.core = Core("BHSD")
+        self.o = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.headdim)).transpose(1, 2)
+            for project in (self.q, self.k, self.v)
+        )
+        return x + self.o(self.core(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    """Two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def model_and_batch(dtype: torch.dtype) -> tuple[Model, Tensor, Tensor]:
+    torch.manual_seed(3)
+    model = Model().double().to(dtype)
+    x, dout = torch.randn(2, 2, UNEVEN, 32, dtype=torch.float64).to(dtype)
+    return model, x, dout
+
+
+def results_of(model: nn.Module, x: Tensor, dout: Tensor) -> dict[str, Tensor]:
+    """out, dx and the gradients of the parameters."""
+    x = x.requires_grad_()
+    out = model(x)
+    out.backward(dout)
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return {"out": out.detach(), "dx": x.grad, **grads}
+
+
+def run_with_tensor_parallel(inside: str) -> dict[str, Tensor]:
+    """Whole results on every rank of a (cp, tp) mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    layout = SequenceLayout.contiguous(UNEVEN, 2)
+    model, x, dout = model_and_batch(torch.float32)
+    projections = {name: ColwiseParallel() for name in ("q", "k", "v")}
+    plan = {f"layers.*.{name}": style for name, style in projections.items()}
+    parallelize(model, mesh["tp"], {**plan, "layers.*.o": RowwiseParallel()})
+    style = ContextParallel(layout=layout, inside=inside, seq_dim=2, head_dim=1)
+    parallelize(model, mesh["cp"], {"layers.*.core": style})
+    cp = mesh["cp"].get_local_rank()
+    found = results_of(model, layout.shard(x, cp), layout.shard(dout, cp))
+    whole = {}
+    for name, part in found.items():
+        if name in ("out", "dx"):
+            parts: list[Any] = [None, None]
+            dist.all_gather_object(parts, part, group=mesh["cp"].get_group())
+            whole[name] = layout.unshard(parts)
+        else:  # every cp rank has the share of its rows
+            part = part.full_tensor()
+            dist.all_reduce(part, group=mesh["cp"].get_group())
+            whole[name] = part
+    return whole
+
+
+@pytest.mark.parametrize("inside", ["global", "local"])
+def test_below_tensor_parallel_projections(ranks: Any, one_thread: None, inside: str) -> None:
+    oracle, plain = (results_of(*model_and_batch(d)) for d in (torch.float64, torch.float32))
+    for found in ranks(4).run(run_with_tensor_parallel, inside):
+        assert found.keys() == oracle.keys() and len(found) == 10
+        for name, got in found.items():
+            verdict = check(name, got, oracle[name], plain[name])
+            assert verdict.ok, str(verdict)
+
+
+def run_on_both_axes(heads_kv: int) -> list[dict[str, Tensor]] | str:
+    """q, k, v are DTensors on (cp, tp), rows over one axis and heads over the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    core = parallelize_module(Core("BHSD"), mesh["cp"], ContextParallel(seq_dim=2, head_dim=1))
+    cp, tp = mesh.get_coordinate()
+    layout = SequenceLayout.contiguous(SEQLEN, 2)
+    inputs = random_qkv(seqlen_q=SEQLEN, **{**SIZES, "nheads_kv": heads_kv})
+    leaves = []
+    for x in inputs:
+        x = layout.shard(x, cp).transpose(1, 2)
+        x = x.chunk(2, 1)[min(tp, x.size(1) - 1)].contiguous()
+        leaves.append(DTensor.from_local(x, mesh, [Shard(2), Shard(1)]).detach().requires_grad_())
+    *qkv, dout = leaves
+    if heads_kv == 1:
+        shape = torch.Size((2, 1, SEQLEN, 8))
+        k, v = (
+            DTensor.from_local(
+                x.to_local() if tp == 0 else x.to_local()[:, :0],
+                mesh,
+                [Shard(2), Shard(1)],
+                shape=shape,
+                stride=(SEQLEN * 8, SEQLEN * 8, 8, 1),
+            )
+            for x in qkv[1:]
+        )
+        try:
+            core(qkv[0], k, v)
+        except ValueError as error:
+            return str(error)
+        return "no error"
+    out = core(*qkv)
+    assert out.placements == (Shard(2), Shard(1)) and out.shape == (2, 4, SEQLEN, 8)
+    assert core.seen == (2, 4, SEQLEN, 8)
+    found = (out, *torch.autograd.grad(out, qkv, dout.detach()))
+    names = ("out", "dq", "dk", "dv")
+    return [{n: x.full_tensor().transpose(1, 2) for n, x in zip(names, found, strict=True)}]
+
+
+def test_rows_and_heads_over_two_axes(ranks: Any, one_thread: None) -> None:
+    whole = SequenceLayout.contiguous(SEQLEN, 1)
+    for (results,) in ranks(4).run(run_on_both_axes, 2):
+        assert_exact([results], whole)
+    for text in ranks(4).run(run_on_both_axes, 1):
+        assert "the 1 heads of k must divide by the 2 ranks" in text
+
+
+# -- errors
+
+
+def plain_qkv(rows: int = 8, heads: int = 3) -> list[Tensor]:
+    return [torch.randn(1, rows, heads, 4) for _ in range(3)]
+
+
+class Asks(nn.Module):
+    """Calls SDPA with options of the test."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, **self.options).transpose(1, 2)
+
+
+def try_style(
+    style: dict[str, Any],
+    module: nn.Module | None = None,
+    qkv: list[Tensor] | None = None,
+    mesh: tuple[int, ...] = (2,),
+    names: tuple[str, ...] | None = ("cp",),
+) -> None:
+    device_mesh = (
+        mesh_of(2) if mesh == (2,) else init_device_mesh("cpu", mesh, mesh_dim_names=names)
+    )
+    core = parallelize_module(module or Core(), device_mesh, ContextParallel(**style))
+    core(*(qkv or plain_qkv()))
+
+
+def sharded(dim: int) -> list[Tensor]:
+    return [DTensor.from_local(x, mesh_of(2), [Shard(dim)]) for x in plain_qkv(heads=2)]
+
+
+def kv_longer() -> list[Tensor]:
+    return [*plain_qkv()[:1], *plain_qkv(16)[1:]]
+
+
+ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
+    "degree": (lambda: try_style({"degree": 3}), "degree must divide .* got 3 and 2"),
+    "degree 0": (lambda: try_style({"degree": 0}), "got 0 and 2"),
+    "degree of ulysses": (
+        lambda: try_style({"degree": 1, "strategy": "ulysses"}),
+        "'ulysses' is 2 here, got 1",
+    ),
+    "degree of q_exchange": (
+        lambda: try_style({"degree": 2, "strategy": "q_exchange"}),
+        "'q_exchange' is 1 here, got 2",
+    ),
+    "degree and value": (
+        lambda: try_style({"degree": 2, "strategy": Strategy()}),
+        "degree=2 goes with a strategy by name",
+    ),
+    "degree and mesh": (
+        lambda: try_style({"degree": 2}, mesh=(2, 1), names=("co", "ds")),
+        "got 2 and 1",
+    ),
+    "hybrid without": (lambda: try_style({"strategy": "hybrid"}), "needs degree=.* 2 ranks"),
+    "strategy": (lambda: try_style({"strategy": "rign"}), "got 'rign'"),
+    "names of axes": (lambda: try_style({}, mesh=(1, 2), names=None), "needs their names"),
+    "three axes": (
+        lambda: try_style({}, mesh=(1, 2, 1), names=("a", "b", "c")),
+        r"axes \('a', 'b', 'c'\)",
+    ),
+    "no mesh": (lambda: ContextParallel()._apply(Core(), None), "needs a DeviceMesh, got NoneType"),
+    "layout name": (lambda: try_style({"layout": "zagzig"}), "got 'zagzig'"),
+    "layout type": (lambda: try_style({"layout": 5}), "layout must be one of"),
+    "layout ranks": (
+        lambda: try_style({"layout": SequenceLayout.zigzag(16, 4)}),
+        "another number of ranks than the mesh, 2",
+    ),
+    "rows": (
+        lambda: try_style({"layout": SequenceLayout.contiguous(20, 2)}),
+        "must have 10 rows .* got 8",
+    ),
+    "rows of chunks": (
+        lambda: try_style(
+            {"layout": SequenceLayout.boundaries([0, 8, 8])}, qkv=plain_qkv_of([8, 0])
+        ),
+        r"split into \[4, 4\]; layout boundaries\(\[0, 8, 8\]\) has \[8, 0\]",
+    ),
+    "no sdpa": (lambda: try_style({}, NoAttention()), "did not call F.scaled_dot_product_att"),
+    "attn_mask": (
+        lambda: try_style({}, Asks(attn_mask=torch.ones(16, 16, dtype=torch.bool))),
+        "attn_mask must be None",
+    ),
+    "dropout_p": (lambda: try_style({}, Asks(dropout_p=0.1)), "dropout_p must be 0, got 0.1"),
+    "top-left": (
+        lambda: try_style({}, Asks(is_causal=True), kv_longer()),
+        "as many queries as keys, got 8 and 16",
+    ),
+    "gqa": (
+        lambda: try_style({}, Asks(), [*plain_qkv(heads=4)[:1], *plain_qkv(heads=2)[1:]]),
+        r"unless enable_gqa=True, got query \(1, 4, ",
+    ),
+    "whole and ring": (lambda: try_style({"inside": "whole"}), "all 2 ranks .* degree 1"),
+    "whole and heads": (
+        lambda: try_style({"inside": "whole", "degree": 2}),
+        "the 3 heads of q do not divide by 2 ranks",
+    ),
+    "whole and dims": (
+        lambda: try_style({"inside": "whole", "degree": 2}, Core(returns="flat"), plain_qkv(8, 2)),
+        r"shape \(1, 16, 1, 'headdim'\), got \(1, 16, 4\)",
+    ),
+    "whole and more": (
+        lambda: try_style({"inside": "whole", "degree": 2}, Twice(), plain_qkv(8, 2)),
+        "no tensor beside the attention.* got 2 elements",
+    ),
+    "local and dims": (
+        lambda: try_style({"inside": "local"}, Transposed(), sharded(1)),
+        r"\(1, 8, 2, 4\) on this rank, got \(1, 2, 8, 4\)",
+    ),
+    "seq_dim": (lambda: try_style({"seq_dim": 2, "head_dim": 1}), "is seq_dim=2 right"),
+    "placement": (lambda: try_style({}, qkv=sharded(2)), r"must be Shard\(1\)"),
+    "forms": (lambda: try_style({}, qkv=[*sharded(1)[:1], *plain_qkv()[:2]]), "q is DTensor, k is"),
+    "types": (lambda: try_style({}, qkv=[torch.ones(1, 8, 3, 4), 1.0, 2.0]), "k must be a torch.T"),
+    "missing": (lambda: try_style({}, qkv=plain_qkv()[:2]), "no v at index 2 or by the name 'v'"),
+    "indices": (lambda: try_style({"qkv_indices": (0, 1, 3)}), r"\[0, 1, 3\] are not all"),
+    "keywords": (
+        lambda: try_style({"qkv_names": ("query", "k", "v")}),
+        "'query', which is no argument of Core.forward",
+    ),
+    "output_index": (
+        lambda: try_style({"output_index": 2}, Core(returns="tuple")),
+        "output_index 2 is not in the 2 elements",
+    ),
+    "output type": (lambda: try_style({}, Core(returns="tuple")), "got NoneType"),
+    "options of a function": (
+        lambda: try_style({"replace": lambda module: {"group": None}}),
+        r"got \['group'\]",
+    ),
+}
+
+
+# What is wrong with what a module returns, once it has run.
+AFTER = ("output_index", "output type", "local and dims")
+
+
+def plain_qkv_of(rows: list[int]) -> list[Tensor]:
+    return plain_qkv(rows[dist.get_rank()])
+
+
+class Twice(Core):
+    """It returns a tensor beside the attention."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return super().forward(q, k, v), q
+
+
+class Transposed(Core):
+    """It returns other dims than it takes."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return super().forward(q, k, v).transpose(1, 2)
+
+
+class NoAttention(nn.Module):
+    """An attention module by its arguments only."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q + k + v
+
+
+def run_errors() -> dict[str, tuple[str, int]]:
+    """What each wrong use says, and how many messages of the ring had been sent by then."""
+    found = {}
+    for name, (wrong, _) in ERRORS.items():
+        ring = open_p2p(mesh_of(2).get_group(), TransportOptions())
+        before = ring.stats.messages
+        try:
+            wrong()
+            text = "no error"
+        except (ValueError, TypeError, NotImplementedError) as error:
+            text = str(error)
+        found[name] = (text, ring.stats.messages - before)
+    return found
+
+
+def test_errors_say_what_is_wrong_on_every_rank(ranks: Any) -> None:
+    for found in ranks(2).run(run_errors):
+        assert found.keys() == ERRORS.keys()
+        for name, (_, pattern) in ERRORS.items():
+            text, messages = found[name]
+            assert re.search(pattern, text), (name, text)
+            assert messages == 0 or name in AFTER, name

@@ -1,0 +1,317 @@
+"""ContextParallel and parallelize in one process: plans, options, and what is left alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from ring_attn import TransportOptions
+from ring_attn.parallel_style import ContextParallel, parallelize
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+    dist.destroy_process_group()
+
+
+class Core(nn.Module):
+    """(batch, heads, rows, headdim)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+        self.seen: type[Tensor] | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        self.seen = type(q)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = Core()
+        self.norm = nn.LayerNorm(8)
+
+
+def model() -> nn.Module:
+    return nn.ModuleDict(
+        {"layers": nn.ModuleList(Layer() for _ in range(3)), "head": nn.Identity()}
+    )
+
+
+def style(**options: Any) -> ContextParallel:
+    return ContextParallel(seq_dim=2, head_dim=1, **options)
+
+
+def qkv() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [*torch.randn(3, 1, 4, 9, 8)]
+
+
+def styled(module: nn.Module) -> bool:
+    return type(module).__name__.startswith("ContextParallel")
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("layers.*.core", {0, 1, 2}),
+        ("layers.1.core", {1}),
+        ("l*.[02].c?re", {0, 2}),
+        ("*.*.core", {0, 1, 2}),
+    ],
+)
+def test_keys_are_torchs_patterns(mesh: DeviceMesh, key: str, expected: set[int]) -> None:
+    whole = model()
+    assert parallelize(whole, mesh, {key: style()}) is whole
+    assert {i for i, layer in enumerate(whole["layers"]) if styled(layer.core)} == expected
+    assert not any(styled(layer) or styled(layer.norm) for layer in whole["layers"])
+
+
+def test_a_key_of_part_of_the_layers_is_no_error(mesh: DeviceMesh, recwarn: Any) -> None:
+    """torch warns of each layer that a pattern's next part does not match."""
+    whole = model()
+    whole["layers"].append(nn.Identity())
+    parallelize(whole, mesh, {"layers.*.core": style()})
+    assert [styled(layer.core) for layer in whole["layers"][:3]] == [True] * 3
+    assert not recwarn.list
+
+
+def test_the_root_and_other_styles(mesh: DeviceMesh) -> None:
+    core = Core()
+    assert parallelize(core, mesh, style()) is core and styled(core)
+    whole = nn.ModuleDict({"proj": nn.Linear(4, 4), "core": Core()})
+    parallelize(whole, mesh, {"proj": ColwiseParallel(), "core": style()})
+    assert isinstance(whole["proj"].weight, DTensor) and styled(whole["core"])
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("layers.*.cores", "'layers.*.cores' (nearest: 'layers.2.core', 'layers.1.core', "),
+        ("core", "'core' (nearest: "),
+        ("layers.3.core", "'layers.3.core' (nearest: "),
+        ("layer.0.core", "nearest: 'layers.0.core'"),
+        ("layers.*.core.q", "'layers.*.core.q'"),
+        ("zzzz", "'zzzz'"),
+    ],
+)
+def test_a_key_that_matches_nothing_changes_nothing(mesh: DeviceMesh, key: str, text: str) -> None:
+    whole = model()
+    with pytest.raises(ValueError, match="plan has keys that match no module: ") as error:
+        parallelize(whole, mesh, {"layers.0.core": style(), key: style()})
+    assert text in str(error.value)
+    assert not any(styled(layer.core) for layer in whole["layers"])
+
+
+def test_plans_that_are_none(mesh: DeviceMesh) -> None:
+    with pytest.raises(ValueError, match="plan has no key"):
+        parallelize(model(), mesh, {})
+    with pytest.raises(TypeError, match=r"plan\['head'\] must be a ParallelStyle, got str"):
+        parallelize(model(), mesh, {"head": "ring"})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"inside": "outside"}, ValueError, "inside must be one of .*'outside'"),
+        ({"degree": True}, TypeError, "degree must be an int or None, got bool"),
+        ({"degree": 2.0}, TypeError, "got float"),
+        ({"seq_dim": 1, "head_dim": 1}, ValueError, "got 1 and 1"),
+        ({"seq_dim": 3}, ValueError, "got 3 and 2"),
+        ({"seq_dim": -3}, ValueError, "got -3 and 2"),
+        ({"qkv_indices": (0, 1)}, ValueError, "qkv_indices must be three"),
+        ({"qkv_names": ("q", "k", "k")}, ValueError, "qkv_names must be three"),
+        ({"replace": {"casual": True}}, ValueError, r"got \['casual'\]"),
+        ({"replace": 1}, TypeError, "got int"),
+        ({"replace": {}, "inside": "local"}, ValueError, "inside='local' is for a module that"),
+        ({"replace": {}, "output_index": 1}, ValueError, "output_index must be 0, got 1"),
+        ({"inside": "whole", "backend": "aten"}, ValueError, "leaves the attention to the module"),
+        ({"inside": "whole", "same_bits": True}, ValueError, "'same_bits': True"),
+        ({"inside": "whole", "transport": TransportOptions(timeout=1.0)}, ValueError, "timeout"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_options_are_checked_at_once(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        ContextParallel(**options)
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_only_calls_within_the_forward_are_ours(mesh: DeviceMesh) -> None:
+    core, other = parallelize(Core(), mesh, style()), Core()
+    torch.testing.assert_close(core(*qkv()), expected(*qkv()))
+    assert core.seen is DTensor
+    mask = torch.ones(9, 9, dtype=torch.bool)
+    with pytest.raises(TypeError):
+        core(*qkv(), scale="wrong")
+    # After a forward that raised too: a mask is only refused within.
+    F.scaled_dot_product_attention(*qkv(), attn_mask=mask)
+    other(*qkv())
+    assert other.seen is Tensor
+
+
+def test_the_signature_and_type_of_the_module_stay(mesh: DeviceMesh) -> None:
+    import inspect
+
+    core = parallelize(Core(), mesh, style())
+    assert isinstance(core, Core)
+    assert [*inspect.signature(core.forward).parameters] == ["q", "k", "v", "scale"]
+    assert core.state_dict().keys() == Core().state_dict().keys()
+
+
+def test_a_copy_runs_itself(mesh: DeviceMesh) -> None:
+    core = parallelize(Core(), mesh, style())
+    twin = copy.deepcopy(core)
+    twin(*qkv())
+    assert twin.seen is DTensor and core.seen is None
+
+
+def test_what_the_style_cannot_be_applied_to(mesh: DeviceMesh) -> None:
+    core = parallelize(Core(), mesh, style())
+    with pytest.raises(ValueError, match="applied to this ContextParallelCore already"):
+        parallelize(core, mesh, style())
+    patched = Core()
+    patched.forward = lambda q, k, v: q  # type: ignore[method-assign]
+    with pytest.raises(NotImplementedError, match="this Core has a forward of its own"):
+        parallelize(patched, mesh, style())
+
+
+class Tempered(Core):
+    """A parameter of its own beside q: a plain tensor."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        return super().forward(q * self.temperature, k, v, scale)
+
+
+def test_parameters_of_a_module_that_sees_its_shard(mesh: DeviceMesh) -> None:
+    core = parallelize(Tempered(), mesh, style(inside="local"))
+    q, k, v = qkv()
+    out = core(q, k, v, scale=0.5)
+    torch.testing.assert_close(
+        out, F.scaled_dot_product_attention(q, k, v, None, 0.0, True, scale=1.0)
+    )
+    out.sum().backward()
+    assert core.temperature.grad is not None and core.seen is Tensor
+
+
+class Checkpointing(Core):
+    """Recomputes within its forward, where nobody stands in for SDPA any more by then."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
+        out: Tensor = checkpoint(expected, q, k, v, use_reentrant=False)
+        return out
+
+
+def test_checkpoints_around_the_module_are_exact_and_within_it_an_error(mesh: DeviceMesh) -> None:
+    core = parallelize(Core(), mesh, style())
+    leaves = [x.requires_grad_() for x in qkv()]
+    out = checkpoint(core, *leaves, use_reentrant=False)
+    got = torch.autograd.grad(out.square().sum(), leaves)
+    want = torch.autograd.grad(expected(*leaves).square().sum(), leaves)
+    torch.testing.assert_close(got, want)
+
+    core = parallelize(Checkpointing(), mesh, style())
+    # What torch's own SDPA says of DTensors on this device, or checkpoint of other saved tensors.
+    with pytest.raises((CheckpointError, NotImplementedError)):
+        core(*leaves).sum().backward()
+
+
+@pytest.mark.parametrize("inside", ["global", "local"])
+def test_it_compiles_to_one_graph(mesh: DeviceMesh, inside: Any) -> None:
+    leaves = [x.requires_grad_() for x in qkv()]
+    core = parallelize(Core(), mesh, style(inside=inside))
+    out = torch.compile(core, backend="aot_eager", fullgraph=True)(*leaves)
+    got = (out, *torch.autograd.grad(out.square().sum(), leaves))
+    out = core(*leaves)
+    assert all(map(torch.equal, got, (out, *torch.autograd.grad(out.square().sum(), leaves))))
+
+
+ROWS, HEADS, DIM = Shard(2), Shard(1), Shard(3)
+
+
+@pytest.mark.parametrize(
+    ("names", "q", "k", "text"),
+    [
+        (("cp", "tp"), (ROWS, DIM), (ROWS, DIM), r"must be Shard\(2\).*Shard\(dim=3\)"),
+        (("cp", "tp"), (ROWS, ROWS), (ROWS, ROWS), "of heads or batch on others"),
+        (("cp", "tp"), (ROWS, Partial()), (ROWS, Partial()), "Partial"),
+        (("cp", "tp"), (Replicate(), HEADS), (Replicate(), HEADS), "must be Shard"),
+        (("cp", "tp"), (ROWS, HEADS), (ROWS, Replicate()), "placed alike.*Replicate"),
+        (("dp", "tp"), (ROWS, HEADS), (ROWS, HEADS), r"axes \('dp', 'tp'\) .* \('cp',\)"),
+    ],
+    ids=["headdim", "rows twice", "partial", "replicated", "not alike", "other axes"],
+)
+def test_placements_that_are_no_shards_of_the_attention(
+    mesh: DeviceMesh, names: tuple[str, str], q: Any, k: Any, text: str
+) -> None:
+    core = parallelize(Core(), mesh, style())
+    both = init_device_mesh("cpu", (1, 1), mesh_dim_names=names)
+    given = [DTensor.from_local(x, both, at) for x, at in zip(qkv(), (q, k, k), strict=True)]
+    with pytest.raises(ValueError, match=text):
+        core(*given)
+    both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("tp", "cp"))
+    given = [DTensor.from_local(x, both, (HEADS, ROWS)) for x in qkv()]
+    torch.testing.assert_close(core(*given).full_tensor(), expected(*qkv()))
+
+
+class Keywords(nn.Module):
+    def forward(self, x: int, *, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        assert x == 5
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+class Variadic(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return F.scaled_dot_product_attention(args[2], args[1], kwargs["value"])
+
+
+class Names(nn.Module):
+    def forward(self, x: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        assert x == 5
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+@pytest.mark.parametrize("how", ["positional", "keywords", "mixed"])
+def test_names_say_where_positions_are(mesh: DeviceMesh, how: str) -> None:
+    core = parallelize(Names(), mesh, style(qkv_names=("query", "key", "value")))
+    q, k, v = qkv()
+    out = {
+        "positional": lambda: core(5, q, k, v),
+        "keywords": lambda: core(x=5, key=k, value=v, query=q),
+        "mixed": lambda: core(5, q, value=v, key=k),
+    }[how]()
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v))
+
+
+def test_positions_and_names_of_any_forward(mesh: DeviceMesh) -> None:
+    q, k, v = qkv()
+    want = F.scaled_dot_product_attention(q, k, v)
+    core = parallelize(Keywords(), mesh, style(qkv_names=("query", "key", "value")))
+    torch.testing.assert_close(core(5, query=q, key=k, value=v), want)
+    core = parallelize(Names(), mesh, style(qkv_indices=(1, 2, 3)))
+    torch.testing.assert_close(core(5, q, k, value=v), want)
+    both = style(qkv_names=("q", "k", "value"), qkv_indices=(2, 1, 3))
+    torch.testing.assert_close(parallelize(Variadic(), mesh, both)("x", k, q, value=v), want)
+    with pytest.raises(ValueError, match="pass qkv_names"):
+        parallelize(Keywords(), mesh, style())

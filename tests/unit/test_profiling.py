@@ -1,0 +1,376 @@
+"""Figures, ranges and traces of calls: what is measured, and that nothing is done when off."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from ring_attn import SequenceLayout, profiling
+from ring_attn.mask import Mask
+from ring_attn.profiling import collect, gradient_sync, observe, stats, trace
+from ring_attn.spec import AttentionSpec
+from ring_attn.strategies import observed, ring
+from ring_attn.testing import random_qkv
+from ring_attn.transport.base import TransportStats
+from ring_attn.transport.local import LocalTransport, run_local
+
+SEQLEN = 37
+MASK = Mask(SEQLEN, SEQLEN, causal=True)
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+class Idle:
+    """A transport that has nothing to do."""
+
+    stats = TransportStats()
+
+
+@pytest.fixture(autouse=True)
+def nothing_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "_collected", profiling._Collected(0))
+
+
+def ring_call(rank: int, transport: LocalTransport, *, backward: bool = True) -> Tensor:
+    """One rank's forward and backward, as a strategy is called."""
+    layout = SequenceLayout.contiguous(SEQLEN, transport.world_size)
+    inputs = random_qkv(seqlen_q=SEQLEN, nheads=2, nheads_kv=1, headdim=8)
+    q, k, v, dout = (layout.shard(x, rank) for x in inputs)
+    call = ring.make_call(AttentionSpec.of(q, k, v), (layout, layout), MASK, rank)
+    out, _, saved = call.forward(q, k, v, transport, None)
+    if backward:
+        call.backward(saved, dout, transport, None)
+    return out
+
+
+def call_alone(*, backward: bool = True) -> None:
+    """The call of a ring of one, in this thread."""
+    transports: list[LocalTransport] = []
+    run_local(1, lambda rank, transport: transports.append(transport))
+    ring_call(0, transports[0], backward=backward)
+
+
+def ranges_of(run: Any) -> Counter[str]:
+    events = run.profiler.kineto_results.events()
+    return Counter(e.name() for e in events if e.name().startswith("ring_attn::"))
+
+
+def test_what_was_not_measured_is_not_told() -> None:
+    call_alone()
+    with pytest.raises(RuntimeError, match="RING_ATTN_STATS=1"):
+        stats()
+    with collect():
+        pass
+    with pytest.raises(RuntimeError, match="no call has been measured"):
+        stats()
+
+
+def test_forward_and_backward_are_measured() -> None:
+    with collect():
+        call_alone()
+    measured = stats()
+    assert measured.forward is not None and measured.backward is not None
+    for figures in (measured.forward, measured.backward):
+        assert 0.0 < figures.compute_s <= figures.seconds
+        assert (figures.wait_s, figures.post_s, figures.in_flight_s, figures.transfer_s) == (0,) * 4
+        assert (figures.messages, figures.bytes_sent, figures.bytes_received) == (0, 0, 0)
+        assert (figures.steps, figures.merges) == (1, 1)
+    assert measured.gradient_sync_s is None
+    assert stats() == measured  # still there, and the same
+
+
+def test_a_forward_begins_anew() -> None:
+    with collect():
+        call_alone()
+        with gradient_sync():
+            pass
+        call_alone(backward=False)
+    measured = stats()
+    assert measured.forward is not None
+    assert measured.backward is None and measured.gradient_sync_s is None
+    with collect():  # and so does what is collected
+        pass
+    with pytest.raises(RuntimeError, match="no call"):
+        stats()
+
+
+def test_a_failed_call_leaves_nothing() -> None:
+    with collect():
+        call_alone()
+        with pytest.raises(ZeroDivisionError), observe("forward", CPU, Idle()):
+            raise ZeroDivisionError
+    with pytest.raises(RuntimeError, match="or the last one failed"):
+        stats()
+
+
+def test_gradient_synchronisation_is_added_up() -> None:
+    with gradient_sync():
+        pass
+    with collect():
+        for _ in range(2):
+            with gradient_sync():
+                threading.Event().wait(0.01)
+    seconds = stats().gradient_sync_s
+    assert seconds is not None and seconds >= 0.02
+
+
+class Steps:
+    """A clock that ticks once a mark, and notes whether it has been asked for a time."""
+
+    def __init__(self) -> None:
+        self.ticks, self.asked = 0, 0
+
+    def mark(self) -> int:
+        self.ticks += 1
+        return self.ticks
+
+    def mark_behind(self, follow: profiling.Follow) -> int:
+        return self.mark()
+
+    def seconds(self, start: int, end: int) -> float:
+        self.asked += 1
+        return float(end - start)
+
+
+def test_times_are_worked_out_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Steps()
+    monkeypatch.setattr(profiling, "_clock_of", lambda device: clock)
+    with collect():
+        run_local(2, lambda rank, transport: ring_call(rank, transport, backward=rank < 0))
+    assert clock.asked == 0
+    figures = stats().forward
+    assert figures is not None and clock.asked > 0
+    assert figures.transfer_s is not None  # this clock can tell
+    assert figures.compute_s >= 2.0 and figures.wait_s >= 1.0
+
+
+def test_transfers_that_cannot_be_seen_are_none() -> None:
+    with collect():
+        run_local(2, lambda rank, transport: ring_call(rank, transport, backward=rank < 0))
+    figures = stats().forward
+    assert figures is not None and figures.messages == 1
+    assert figures.transfer_s is None
+    assert figures.in_flight_s >= figures.wait_s > 0.0
+    assert figures.bytes_received > 0
+
+
+def watched_calls(world_size: int) -> Counter[str]:
+    """Python functions of the watching modules that ranks enter in their calls, over all ranks."""
+    files = {profiling.__file__, observed.__file__}
+    entered: Counter[str] = Counter()
+
+    def count(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename in files:
+            entered[frame.f_code.co_name] += 1
+
+    threading.setprofile(count)
+    try:
+        run_local(world_size, lambda rank, transport: ring_call(rank, transport))
+    finally:
+        threading.setprofile(None)  # type: ignore[arg-type]
+    return entered
+
+
+def test_off_it_is_a_look_for_each_call_and_nothing_for_each_step() -> None:
+    each = Counter(
+        {"run_observed": 2, "is_observed": 2, "observed_backend": 3, "observed_steps": 2}
+    )
+    for world_size in (1, 2, 4):
+        assert watched_calls(world_size) == Counter({f: world_size * n for f, n in each.items()})
+
+
+def test_ranges_have_their_names() -> None:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as run:
+        call_alone()
+    assert ranges_of(run) == {
+        "ring_attn::forward": 1,
+        "ring_attn::step0.attend": 2,
+        "ring_attn::finalize": 1,
+        "ring_attn::backward": 1,
+        "ring_attn::delta": 1,
+    }
+    with pytest.raises(RuntimeError, match="no call"):  # a profiler alone collects nothing
+        stats()
+
+
+def test_a_trace_has_the_ranges(tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    for rank in (0, 3):
+        with trace(folder, rank=rank) as path:
+            call_alone()
+            with gradient_sync():
+                pass
+        assert path == folder / f"rank{rank}_trace.json"
+        events = json.loads(path.read_text())["traceEvents"]
+        spans = {e["name"]: e for e in events if e.get("ph") == "X"}
+        outer, inner = spans["ring_attn::forward"], spans["ring_attn::finalize"]
+        assert outer["ts"] <= inner["ts"]
+        assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+        assert "ring_attn::gradient_sync" in spans
+    with pytest.raises(OSError, match="nowhere"), trace(tmp_path / "nowhere" / "traces"):
+        pass
+
+
+def test_nvtx_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "NVTX", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="RING_ATTN_NVTX=1 asks for NVTX ranges"):
+        call_alone()
+
+
+def test_nvtx_has_the_same_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(profiling, "NVTX", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", names.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: names.append("pop"))
+    with observe("forward", CPU, Idle()) as observer:
+        observer.step = 7
+        with observer.span("attend"):
+            pass
+    assert names == ["ring_attn::forward", "ring_attn::step7.attend", "pop", "pop"]
+
+
+@pytest.fixture(params=[None, "0", "1"])
+def variable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    if request.param is None:
+        monkeypatch.delenv("RING_ATTN_STATS", raising=False)
+    else:
+        monkeypatch.setenv("RING_ATTN_STATS", request.param)
+    yield request.param
+
+
+def test_the_environment_turns_it_on(variable: str | None) -> None:
+    spec = importlib.util.spec_from_file_location("profiling_again", profiling.__file__)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    try:
+        spec.loader.exec_module(module)
+        assert module.is_observed() == (variable == "1")
+    finally:
+        del sys.modules[spec.name]
+
+
+def test_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with (
+        collect(),
+        pytest.raises(RuntimeError, match="captured into a CUDA graph"),
+        observe("forward", torch.device("cuda", 0), Idle()),
+    ):
+        pass
+
+
+def test_memory_is_that_of_the_call() -> None:
+    if not profiling._reset_resident_peak():
+        pytest.skip("this system does not let a process reset its peak")
+    kept = torch.ones(32 * MIB, dtype=torch.uint8)
+    with collect(), observe("forward", CPU, Idle()):
+        passing = torch.ones(64 * MIB, dtype=torch.uint8)
+        del passing
+    figures = stats().forward
+    assert figures is not None and figures.start_bytes is not None
+    assert figures.peak_bytes is not None and figures.device_bytes is not None
+    assert figures.start_bytes > kept.nbytes
+    # What is mapped is counted page by page, and by some kernels a few pages late.
+    assert 60 * MIB < figures.peak_bytes - figures.start_bytes == figures.call_bytes < 96 * MIB
+    assert figures.pressure == figures.peak_bytes / figures.device_bytes < 1.0
+
+
+def test_memory_that_cannot_be_told_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "_reset_resident_peak", lambda: False)
+    with collect(), observe("forward", CPU, Idle()):
+        pass
+    figures = stats().forward
+    assert figures is not None
+    assert figures.peak_bytes is figures.call_bytes is figures.pressure is None
+
+
+class InOrder:
+    """Stands for a backend whose backward is in halves."""
+
+    in_order = True
+    bits_unit = 128
+
+    def backward_q(self, *args: object, scores: object) -> tuple[object, ...]:
+        return args
+
+    def backward_kv(self, *args: object, scores: object) -> tuple[object, ...]:
+        return args
+
+
+def test_both_halves_of_a_backward_count() -> None:
+    transports: list[LocalTransport] = []
+    run_local(1, lambda rank, transport: transports.append(transport))
+    backend: Any = InOrder()
+    assert observed.observed_backend(backend, transports[0]) is backend
+    observer = profiling.Observer(None)
+    watched = observed.observed_backend(
+        backend, observed.ObservedTransport(transports[0], observer)
+    )
+    tiles = ("tile", "tile", "tile")
+    assert watched.in_order and watched.bits_unit == 128
+    args = ("q", "k", "v", "dout", "lse", "delta", tiles)
+    assert watched.backward_q(*args, "dq", scores=None) == (*args, "dq")
+    assert watched.backward_kv(*args, "dk", "dv", scores=None) == (*args, "dk", "dv")
+    assert observer.merges == 2 * len(tiles)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
+def test_on_cuda_times_are_those_of_the_device() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    cycles = 100_000_000  # about 50 ms
+    torch.cuda.synchronize()
+    with collect():
+        with observe("forward", device, Idle()) as observer:
+            with observer.span("attend"):
+                torch.cuda._sleep(cycles)
+                held = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
+            with observer.span("wait"):
+                pass
+        assert not torch.cuda.current_stream().query(), "the host has waited for the device"
+        with gradient_sync(device):
+            torch.cuda._sleep(cycles // 10)
+    measured = stats()
+    figures, sync_s = measured.forward, measured.gradient_sync_s
+    assert figures is not None and sync_s is not None
+    assert 0.01 < figures.compute_s <= figures.seconds < 10.0
+    assert figures.wait_s < 0.01 * figures.compute_s
+    assert 0.05 * figures.compute_s < sync_s < 0.2 * figures.compute_s
+    assert figures.call_bytes == held.nbytes
+    assert figures.device_bytes == torch.cuda.get_device_properties(device).total_memory
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
+def test_on_cuda_an_arrival_is_seen_from_another_stream() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    copies = torch.cuda.Stream(device)
+    observer = profiling.Observer(profiling._clock_of(device))
+    torch.cuda.synchronize()
+    start = observer.mark()
+    with torch.cuda.stream(copies):
+        torch.cuda._sleep(100_000_000)
+
+    def follow(stream: torch.cuda.Stream) -> bool:
+        stream.wait_stream(copies)
+        return True
+
+    observer.arrival(start, follow)
+    observer.arrival(start, lambda stream: False)
+    seen, unseen = observer.transfers
+    assert unseen is None and seen is not None
+    assert seen.seconds() > 0.01

@@ -1,0 +1,606 @@
+"""Weight shards: the vectors of specifications B and D, every kind and order, there and back."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ring_attn.bench.model import Layer, ModelConfig, apply_rope, dense_attention, rope_rotation
+from ring_attn.tensor_parallel import (
+    LLAMA_TP_PLAN,
+    Kind,
+    Order,
+    TensorParallelConfig,
+    TensorPartition,
+    shard_parameter,
+    shard_state_dict,
+    unshard_parameter,
+    unshard_state_dict,
+)
+from ring_attn.testing import check
+
+# (tp_size, kv heads) of 12 q heads: each rank some kv heads, one, and one of several ranks.
+GRIDS = [(1, 4), (2, 12), (2, 1), (3, 6), (3, 1), (4, 4), (4, 2), (4, 1)]
+HEADS, HEADDIM, HIDDEN, INTERMEDIATE = 12, 4, 40, 101
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def config_of(tp_size: int, kv_heads: int, rank: int = 0) -> TensorParallelConfig:
+    """An odd intermediate size, and q outputs that are not as many as the hidden size."""
+    return TensorParallelConfig(rank, tp_size, HIDDEN, INTERMEDIATE, HEADS, kv_heads, HEADDIM)
+
+
+def ranks_of(config: TensorParallelConfig) -> list[TensorParallelConfig]:
+    return [replace(config, rank=rank) for rank in range(config.tp_size)]
+
+
+def parts_of(
+    x: Tensor, kind: Kind, config: TensorParallelConfig, order: Order = "out_in"
+) -> list[Tensor | None]:
+    return [shard_parameter(x, kind, one, order=order) for one in ranks_of(config)]
+
+
+def outputs_and_inputs(kind: Kind, kv_heads: int) -> tuple[int, int]:
+    q, kv = HEADS * HEADDIM, kv_heads * HEADDIM
+    return {
+        "q": (q, HIDDEN),
+        "k": (kv, HIDDEN),
+        "v": (kv, HIDDEN),
+        "o": (HIDDEN, q),
+        "gate": (INTERMEDIATE, HIDDEN),
+        "up": (INTERMEDIATE, HIDDEN),
+        "down": (HIDDEN, INTERMEDIATE),
+        "qkv": (q + 2 * kv, HIDDEN),
+        "grouped_qkv": (q + 2 * kv, HIDDEN),
+        "gate_up": (2 * INTERMEDIATE, HIDDEN),
+        "heads": (HEADS, 0),  # no matrix
+        "column": (17, 5),
+        "row": (5, 17),
+        "replicated": (7, 3),
+    }[kind]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """NaN is NaN, and 8-bit floats have no comparison."""
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+# -- the vectors of specification B
+
+
+@pytest.mark.parametrize(
+    ("given", "heads", "kv_heads", "q_size", "kv_size", "intermediate", "fraction"),
+    [
+        ((0, 2, 1024, 4096, 16, 4), 8, 2, 512, 128, 2048, 0.5),
+        ((2, 4, 1024, 4096, 16, 4), 4, 1, 256, 64, 1024, 0.25),
+        ((5, 8, 1024, 4096, 16, 4), 2, 1, 128, 64, 512, 0.125),
+        ((3, 4, 1024, 4097, 16, 4), 4, 1, 256, 64, 4097 - 3 * 1025, 0.25),
+    ],
+)
+def test_sizes(
+    given: tuple[int, ...],
+    heads: int,
+    kv_heads: int,
+    q_size: int,
+    kv_size: int,
+    intermediate: int,
+    fraction: float,
+) -> None:
+    config = TensorParallelConfig(*given)
+    assert (config.local_heads, config.local_kv_heads) == (heads, kv_heads)
+    assert (config.local_q_size, config.local_kv_size) == (q_size, kv_size)
+    assert config.local_intermediate_size == intermediate
+    assert config.weight_fraction == fraction
+    assert config.headdim == 64
+
+
+def test_columns_of_1_to_8() -> None:
+    config, w = TensorParallelConfig(0, 2, 2, 4, 2, 2), torch.arange(1, 9).view(2, 4)
+    parts = parts_of(w, "up", config, "in_out")  # [in, out], as the specification has it
+    assert [part.flatten().tolist() for part in parts] == [[1, 2, 5, 6], [3, 4, 7, 8]]
+    # torch's Linear keeps the transpose of it, and so the transpose of the parts.
+    linear = parts_of(w.T, "up", config)
+    assert [part.T.flatten().tolist() for part in linear] == [[1, 2, 5, 6], [3, 4, 7, 8]]
+
+
+def test_rows_of_1_to_8() -> None:
+    config, w = TensorParallelConfig(0, 2, 2, 4, 2, 2), torch.arange(1, 9).view(4, 2)
+    parts = parts_of(w, "down", config, "in_out")
+    assert [part.flatten().tolist() for part in parts] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    linear = parts_of(w.T, "down", config)
+    assert [part.T.flatten().tolist() for part in linear] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+def test_columns_of_1024_over_2() -> None:
+    parts = [TensorPartition((1024,), 0, 2, rank) for rank in range(2)]
+    assert [(part.start, part.end) for part in parts] == [(0, 512), (512, 1024)]
+
+
+def test_cost() -> None:
+    config = TensorParallelConfig(0, 2, 1024, 4096, 16, 4)
+    cost = config.all_reduce_cost(1024, 24, 4, 100.0)
+    assert (cost.nbytes, cost.num, cost.total_bytes) == (4 << 20, 2 * 24, 192 << 20)
+    assert cost.seconds == (192 << 20) / (100.0 * 1e9 / 8.0)
+    assert cost.seconds == pytest.approx(0.016, rel=0.01)
+    alone = replace(config, tp_size=1).all_reduce_cost(1024, 24, 4, 100.0)
+    assert (alone.nbytes, alone.num, alone.total_bytes, alone.seconds) == (4 << 20, 0, 0, 0.0)
+
+
+# -- the vectors of specification D
+
+
+def test_a_partition() -> None:
+    part = TensorPartition((128, 512), 0, 4, 0)
+    assert (part.global_shape, part.dim, part.num_partitions, part.rank) == ((128, 512), 0, 4, 0)
+    assert (part.start, part.end, part.shape) == (0, 32, (32, 512))
+    assert TensorPartition((128, 512), -1, 4, 3) == TensorPartition((128, 512), 1, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("size", "num"), [(10, 4), (9, 4), (3, 4), (0, 2), (128, 4), (7, 1), (1000, 3)]
+)
+def test_parts_are_ceil_sized_as_those_of_torch(size: int, num: int) -> None:
+    parts = [TensorPartition((5, size), 1, num, rank) for rank in range(num)]
+    x = torch.arange(5 * size).view(5, size)
+    chunks = [*x.chunk(num, 1)] + [x[:, :0]] * num  # torch gives fewer where some are empty
+    shards = [part.shard(x) for part in parts]
+    assert all(map(torch.equal, shards, chunks))
+    assert [tuple(shard.shape) for shard in shards] == [part.shape for part in parts]
+    assert parts[0].start == 0 and parts[-1].end == size
+    assert all(a.end == b.start for a, b in itertools.pairwise(parts))
+    for part in parts:
+        assert torch.equal(part.unshard(shards), x)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: TensorPartition((128, 512), 2, 4, 0), r"dim 2 is out of range .* 2 dims"),
+        (lambda: TensorPartition((128, 512), -3, 4, 0), r"dim -3 is out of range .* 2 dims"),
+        (lambda: TensorPartition((), 0, 4, 0), r"dim 0 is out of range .* 0 dims"),
+        (lambda: TensorPartition((8,), 0, 4, 4), r"rank must be in \[0, 4\), got 4"),
+        (lambda: TensorPartition((8,), 0, 0, 0), "num_partitions must be at least 1, got 0"),
+        (
+            lambda: TensorPartition((8,), 0, 4, 0).shard(torch.zeros(9)),
+            r"x must have shape \(8,\), got \(9,\)",
+        ),
+        (
+            lambda: TensorPartition((8,), 0, 4, 0).unshard([torch.zeros(2)] * 3),
+            "all 4 ranks, got 3",
+        ),
+        (
+            lambda: TensorPartition((8,), 0, 2, 0).unshard([torch.zeros(4), torch.zeros(3)]),
+            r"rank 1 must have shape \(4,\) .* got \(3,\)",
+        ),
+    ],
+)
+def test_what_cannot_be_partitioned(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+# -- configs that cannot be
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"tp_size": 3}, "num_heads must divide by tp_size, got 16 heads over 3 ranks"),
+        ({"rank": 4}, r"rank must be in \[0, 4\), got 4"),
+        ({"rank": -1}, r"rank must be in \[0, 4\), got -1"),
+        ({"tp_size": 0}, "tp_size must be at least 1, got 0"),
+        ({"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads, got 16 and 3"),
+        ({"hidden_size": 1000}, "hidden_size must divide by num_heads, got 1000 and 16"),
+        ({"headdim": 0}, "headdim must be at least 1, got 0"),
+        (
+            {"num_heads": 24, "num_kv_heads": 6, "hidden_size": 1200},
+            "num_kv_heads must be a multiple of tp_size, .* got 6 kv heads over 4 ranks",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(change: dict[str, int], text: str) -> None:
+    given = {"rank": 0, "tp_size": 4, "hidden_size": 1024, "intermediate_size": 4096}
+    given |= {"num_heads": 16, "num_kv_heads": 4} | change
+    with pytest.raises(ValueError, match=text):
+        TensorParallelConfig(**given)
+
+
+@pytest.mark.parametrize("wrong", [2.0, True, "2"])
+def test_a_size_that_is_no_int(wrong: object) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"tp_size must be an int, got {wrong!r}")):
+        TensorParallelConfig(0, wrong, 64, 64, 4, 4)  # type: ignore[arg-type]
+
+
+# -- shards of every kind, against what einops says of the same heads
+
+
+def expected_outputs(kind: Kind, config: TensorParallelConfig) -> Tensor:
+    """Positions of the cut dim that the rank is to have, from the order of the heads."""
+    rank, kv_heads = config.rank, config.num_kv_heads
+    group, local = HEADS // kv_heads, HEADS // config.tp_size
+    mine = range(rank * local, (rank + 1) * local)
+    used = sorted({head // group for head in mine})  # what those q heads see
+
+    def whole(heads: int, start: int = 0) -> Tensor:
+        size = heads * HEADDIM
+        return rearrange(torch.arange(start, start + size), "(h d) -> h d", h=heads)
+
+    q, k = whole(HEADS)[[*mine]], whole(kv_heads)[used]
+    if kind in ("q", "o"):
+        return q.flatten()
+    if kind in ("k", "v"):
+        return k.flatten()
+    if kind == "qkv":
+        first = HEADS * HEADDIM
+        keys = whole(kv_heads, first)[used]
+        values = whole(kv_heads, first + kv_heads * HEADDIM)[used]
+        return torch.cat([q, keys, values]).flatten()
+    grouped = rearrange(
+        torch.arange((HEADS + 2 * kv_heads) * HEADDIM), "(kv g d) -> kv g d", kv=kv_heads, d=HEADDIM
+    )
+    parts = []
+    for kv in used:
+        parts += [grouped[kv, head - kv * group] for head in mine if head // group == kv]
+        parts += [grouped[kv, group], grouped[kv, group + 1]]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("order", get_args(Order))
+@pytest.mark.parametrize("kind", ["q", "k", "v", "o", "qkv", "grouped_qkv"])
+@pytest.mark.parametrize(("tp_size", "kv_heads"), GRIDS)
+def test_a_rank_has_whole_heads(tp_size: int, kv_heads: int, kind: Kind, order: Order) -> None:
+    outputs, inputs = outputs_and_inputs(kind, kv_heads)
+    w = torch.randn(outputs, inputs)
+    bias = torch.randn(outputs)
+    for config in ranks_of(config_of(tp_size, kv_heads)):
+        wanted = expected_outputs(kind, config)
+        stored = w if order == "out_in" else w.T
+        got = shard_parameter(stored, kind, config, order=order)
+        got = got if order == "out_in" else got.T
+        assert torch.equal(got, w[:, wanted] if kind == "o" else w[wanted])
+        if kind != "o":
+            assert torch.equal(shard_parameter(bias, kind, config, order=order), bias[wanted])
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
+def test_parts_of_an_uneven_intermediate(tp_size: int) -> None:
+    gate, up = torch.randn(2, INTERMEDIATE, HIDDEN)
+    down, bias = torch.randn(HIDDEN, INTERMEDIATE), torch.randn(2 * INTERMEDIATE)
+    chunks = [*range(INTERMEDIATE)], -(-INTERMEDIATE // tp_size)
+    for config in ranks_of(config_of(tp_size, 12 // tp_size * tp_size)):
+        rows = chunks[0][config.rank * chunks[1] : (config.rank + 1) * chunks[1]]
+        assert len(rows) == config.local_intermediate_size
+        fused = shard_parameter(torch.cat([gate, up]), "gate_up", config)
+        assert torch.equal(fused, torch.cat([gate[rows], up[rows]]))
+        assert torch.equal(shard_parameter(down, "down", config), down[:, rows])
+        both = rows + [INTERMEDIATE + row for row in rows]
+        assert torch.equal(shard_parameter(bias, "gate_up", config), bias[both])
+
+
+def test_more_ranks_than_intermediate() -> None:
+    config = TensorParallelConfig(0, 4, 8, 5, 4, 4)  # parts of 2, 2, 1 and nothing
+    w = torch.randn(10, 8)
+    parts = parts_of(w, "gate_up", config)
+    assert [tuple(part.shape) for part in parts] == [(4, 8), (4, 8), (2, 8), (0, 8)]
+    assert torch.equal(unshard_parameter(parts, "gate_up", config), w)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("order", get_args(Order))
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_there_and_back(kind: Kind, order: Order, dtype: torch.dtype) -> None:
+    for tp_size, kv_heads in GRIDS:
+        config = config_of(tp_size, kv_heads)
+        outputs, inputs = outputs_and_inputs(kind, kv_heads)
+        shape = (outputs, inputs) if order == "out_in" else (inputs, outputs)
+        for size in [shape, (outputs,)] if kind != "heads" else [(outputs,)]:
+            x = torch.randn(size).to(dtype)
+            x[0] = torch.nan
+            parts = parts_of(x, kind, config, order)
+            back = unshard_parameter(parts, kind, replace(config, rank=tp_size - 1), order=order)
+            assert same_bits(back, x)
+            held = [part for part in parts if part is not None]
+            assert all(part.is_contiguous() for part in held)
+            assert not {part.data_ptr() for part in held if part.numel()} & {x.data_ptr()}
+
+
+def test_a_number_that_all_ranks_have() -> None:
+    config, x = config_of(3, 6), torch.tensor(2.5)
+    parts = parts_of(x, "replicated", config)
+    assert torch.equal(unshard_parameter(parts, "replicated", config), x)
+
+
+def test_the_bias_of_a_row_parallel_layer_is_on_rank_0() -> None:
+    config, bias = config_of(3, 6), torch.randn(HIDDEN)
+    for kind in ("o", "down", "row"):
+        first, *others = parts_of(bias, kind, config)
+        assert torch.equal(first, bias) and others == [None, None]
+        assert torch.equal(unshard_parameter([first, None, None], kind, config), bias)
+        with pytest.raises(ValueError, match=r"rank 0 alone; got it on ranks \[0, 1, 2\] of 3"):
+            unshard_parameter([bias, bias, bias], kind, config)
+    with pytest.raises(ValueError, match=r"got it on ranks \[0\] of 3"):
+        unshard_parameter([bias, None, None], "q", config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "order", "text"),
+    [
+        ("q", (47, 40), "out_in", r"over 4 ranks, must have num_heads \* headdim = 48 in dim 0"),
+        ("q", (48, 41), "out_in", r"hidden_size = 40 in dim 1 .* got shape \(48, 41\)"),
+        ("q", (48, 40), "in_out", "must have hidden_size = 40 in dim 0 with order='in_out'"),
+        ("o", (48, 40), "out_in", "must have hidden_size = 40 in dim 0 with order='out_in'"),
+        ("k", (20, 40), "out_in", r"num_kv_heads \* headdim = 16 in dim 0"),
+        ("down", (40, 100), "out_in", "intermediate_size = 101 in dim 1"),
+        ("gate_up", (101, 40), "out_in", r"2 \* intermediate_size = 202 in dim 0"),
+        ("down", (41,), "out_in", "hidden_size = 40 in dim 0"),
+        ("heads", (13,), "out_in", "num_heads = 12 in dim 0"),
+        ("heads", (12, 3), "out_in", r"must be a vector, got shape \(12, 3\)"),
+        ("up", (2, 101, 40), "out_in", r"a matrix or a bias, got shape \(2, 101, 40\)"),
+        ("up", (), "out_in", r"a matrix or a bias, got shape \(\)"),
+        ("attention", (3, 3), "out_in", "kind must be one of .* got 'attention'"),
+        ("up", (101, 40), "oi", "order must be one of .* got 'oi'"),
+    ],
+)
+def test_a_shape_that_does_not_fit(
+    kind: Kind, shape: tuple[int, ...], order: Order, text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        shard_parameter(torch.zeros(shape), kind, config_of(4, 4), order=order)
+
+
+def test_parts_that_do_not_fit() -> None:
+    config = config_of(2, 4)
+    a, b = parts_of(torch.randn(48, HIDDEN), "q", config)
+    with pytest.raises(ValueError, match="all 2 ranks, got 1"):
+        unshard_parameter([a], "q", config)
+    with pytest.raises(ValueError, match=r"rank 1 must have shape \(24, 40\) .* got \(23, 40\)"):
+        unshard_parameter([a, b[1:]], "q", config)
+    with pytest.raises(TypeError, match="one dtype, got .*float16.*float32"):
+        unshard_parameter([a, b.half()], "q", config)
+    with pytest.raises(ValueError, match=r"rank 0 must have shape \(9, 5\) .* got \(8, 5\)"):
+        unshard_parameter([torch.zeros(8, 5), torch.zeros(9, 5)], "column", config)
+
+
+# -- kv heads that several ranks have
+
+
+def test_which_ranks_share_kv_heads() -> None:
+    config = TensorParallelConfig(5, 8, 1024, 4096, 16, 2)
+    assert config.kv_replica_ranks == (4, 5, 6, 7)
+    assert config.kv_replica_groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+    alone = replace(config, num_kv_heads=8)
+    assert alone.kv_replica_ranks == (5,)
+    assert alone.kv_replica_groups == tuple((rank,) for rank in range(8))
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize(("tp_size", "kv_heads"), GRIDS)
+def test_replicated_outputs_are_those_that_several_parts_hold(
+    tp_size: int, kv_heads: int, kind: Kind
+) -> None:
+    config = config_of(tp_size, kv_heads)
+    outputs, _ = outputs_and_inputs(kind, kv_heads)
+    parts = parts_of(torch.arange(outputs), kind, config)
+    held = torch.cat([part for part in parts if part is not None]).tolist()
+    for one, part in zip(ranks_of(config), parts, strict=True):
+        if part is None or kind == "replicated":
+            continue
+        shared = part[one.replicated_outputs(kind)].tolist()
+        assert shared == [at for at in part.tolist() if held.count(at) > 1]
+        for other in one.kv_replica_ranks if shared else ():
+            theirs = parts[other][ranks_of(config)[other].replicated_outputs(kind)]
+            assert theirs.tolist() == shared
+
+
+@pytest.mark.parametrize("kind", ["k", "v", "qkv", "grouped_qkv"])
+def test_kv_heads_that_have_drifted_apart(kind: Kind) -> None:
+    config = config_of(4, 2)
+    parts = parts_of(torch.randn(outputs_and_inputs(kind, 2)), kind, config)
+    parts[3][config.replicated_outputs(kind)][-1, -1] += 1.0
+    with pytest.raises(ValueError, match="ranks 2 and 3 both have .* summed over kv_replica_ranks"):
+        unshard_parameter(parts, kind, config)
+
+
+def test_replicated_parameters_that_differ() -> None:
+    with pytest.raises(ValueError, match="ranks 0 and 1 both have"):
+        unshard_parameter([torch.zeros(3), torch.ones(3)], "replicated", config_of(2, 4))
+
+
+# -- whole models
+
+MODEL = ModelConfig(vocab_size=64, dim=96, num_layers=1, nheads=12, nheads_kv=2, hidden_dim=101)
+
+
+def layer_of(kv_heads: int, *, bias: bool) -> Layer:
+    """A block of the demo's model, in float32; with biases on all of its projections."""
+    torch.manual_seed(kv_heads)
+    layer = Layer(replace(MODEL, nheads_kv=kv_heads))
+    for module in (layer.self_attn, layer.mlp) if bias else ():
+        for name, linear in [*module.named_children()]:
+            setattr(module, name, nn.Linear(linear.in_features, linear.out_features))
+    for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+        nn.init.normal_(norm.weight, 1.0, 0.1)
+    return layer
+
+
+def tp_config(kv_heads: int, tp_size: int) -> TensorParallelConfig:
+    return TensorParallelConfig(0, tp_size, MODEL.dim, MODEL.hidden_dim, MODEL.nheads, kv_heads)
+
+
+@pytest.mark.parametrize(("tp_size", "kv_heads"), GRIDS)
+def test_a_state_dict_there_and_back(tp_size: int, kv_heads: int) -> None:
+    whole = layer_of(kv_heads, bias=True).state_dict()
+    config = tp_config(kv_heads, tp_size)
+    parts = [shard_state_dict(whole, one, otherwise="replicated") for one in ranks_of(config)]
+    back = unshard_state_dict(parts, config, otherwise="replicated")
+    assert {*back} == {*whole}
+    assert all(same_bits(back[name], x) for name, x in whole.items())
+    only = {"self_attn.o_proj.bias", "mlp.down_proj.bias"}
+    assert all({*whole} - {*part} == only for part in parts[1:])
+    assert parts[0]["self_attn.k_proj.weight"].shape == (config.local_kv_size, MODEL.dim)
+
+
+def test_names_that_no_pattern_fits() -> None:
+    whole, config = layer_of(2, bias=False).state_dict(), tp_config(2, 2)
+    text = "fits 2 names, such as .'input_layernorm.weight', 'post_attention_layernorm.weight'"
+    with pytest.raises(ValueError, match=text):
+        shard_state_dict(whole, config)
+    norms: dict[str, Kind] = {"*_layernorm": "replicated"}
+    assert {*shard_state_dict(whole, config, LLAMA_TP_PLAN | norms)} == {*whole}
+
+
+@pytest.mark.parametrize("name", ["q_proj.weight_scale_inv", "q_proj.lora_A.weight"])
+def test_what_lies_in_a_module_that_is_cut(name: str) -> None:
+    config, x = tp_config(2, 2), {f"layers.0.self_attn.{name}": torch.ones(3, 96)}
+    with pytest.raises(ValueError, match=r"lies in layers.0.self_attn.q_proj, .* cuts as 'q'"):
+        shard_state_dict(x, config, otherwise="replicated")
+    pattern = name.removesuffix(".weight")
+    plan: dict[str, Kind] = {pattern: "replicated", **LLAMA_TP_PLAN}
+    assert {*shard_state_dict(x, config, plan)} == {*x}
+
+
+def test_the_first_pattern_that_fits_counts() -> None:
+    config, w = tp_config(2, 2), torch.randn(96, 96)
+    x = {"layers.0.cross.q_proj.weight": w, "layers.1.self.q_proj.weight": w, "q_proj.weight": w}
+    plan: dict[str, Kind] = {"layers.*.cross.q_proj": "replicated", **LLAMA_TP_PLAN}
+    part = shard_state_dict(x, config, plan)
+    assert [len(y) for y in part.values()] == [96, 48, 48]
+    # A pattern fits whole parts of a name only.
+    with pytest.raises(ValueError, match="no pattern of the plan fits 1 names"):
+        shard_state_dict({"my_q_proj.weight": w}, config)
+    with pytest.raises(ValueError, match="kind must be one of .* got 'colwise'"):
+        shard_state_dict(x, config, {"q_proj": "colwise"})  # type: ignore[dict-item]
+
+
+def test_a_parameter_that_a_rank_lacks() -> None:
+    config = tp_config(2, 2)
+    parts = [
+        shard_state_dict({"q_proj.weight": torch.randn(96, 96)}, one) for one in ranks_of(config)
+    ]
+    with pytest.raises(KeyError, match=r"q_proj.weight is missing .* ranks \[1\]"):
+        unshard_state_dict([parts[0], {}], config)
+    with pytest.raises(KeyError, match=r"q_proj.weight is missing .* ranks \[0\]"):
+        unshard_state_dict([{}, parts[1]], config)
+
+
+# -- a block computed from the shards of every rank
+
+
+def fused(x: dict[str, Tensor], form: str, kv_heads: int) -> dict[str, Tensor]:
+    """The block's parameters with q, k, v in one matrix, and gate and up in another."""
+    x = dict(x)
+    for end in [name.removeprefix("self_attn.q_proj.") for name in x if ".q_proj." in name]:
+        q, k, v = (x.pop(f"self_attn.{name}_proj.{end}") for name in "qkv")
+        if form == "grouped_qkv":  # each kv head's q heads, then k and v
+            groups = [y.unflatten(0, (kv_heads, -1)) for y in (q, k, v)]
+            x[f"self_attn.qkv.{end}"] = torch.cat(groups, 1).flatten(0, 1)
+        else:
+            x[f"self_attn.qkv.{end}"] = torch.cat([q, k, v])
+        gate, up = (x.pop(f"mlp.{name}_proj.{end}") for name in ("gate", "up"))
+        x[f"mlp.gate_up_proj.{end}"] = torch.cat([gate, up])
+    return x
+
+
+def linear(x: Tensor, parameters: dict[str, Tensor], name: str) -> Tensor:
+    return F.linear(x, parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
+
+
+def attention_part(
+    x: Tensor, w: dict[str, Tensor], config: TensorParallelConfig, form: str
+) -> Tensor:
+    """What a rank adds to the residual stream after its attention; the last norm is done."""
+    if form == "separate":
+        q, k, v = (linear(x, w, f"self_attn.{name}_proj") for name in "qkv")
+        q, k, v = (rearrange(y, "b s (h d) -> b s h d", d=8) for y in (q, k, v))
+    elif form == "qkv":
+        heads = rearrange(linear(x, w, "self_attn.qkv"), "b s (h d) -> b s h d", d=8)
+        kv = config.local_kv_heads
+        q, k, v = heads.split([config.local_heads, kv, kv], 2)
+    else:
+        kv = config.local_kv_heads
+        heads = rearrange(linear(x, w, "self_attn.qkv"), "b s (kv g d) -> b s kv g d", kv=kv, d=8)
+        q, k, v = heads[..., :-2, :].flatten(2, 3), heads[..., -2, :], heads[..., -1, :]
+    rotation = rope_rotation(torch.arange(x.size(1))[None], MODEL, x.dtype)
+    out = dense_attention(apply_rope(q, rotation), apply_rope(k, rotation), v)
+    return linear(rearrange(out, "b s h d -> b s (h d)"), w, "self_attn.o_proj")
+
+
+def mlp_part(x: Tensor, w: dict[str, Tensor], form: str) -> Tensor:
+    if form == "separate":
+        gate, up = (linear(x, w, f"mlp.{name}_proj") for name in ("gate", "up"))
+    else:
+        gate, up = linear(x, w, "mlp.gate_up_proj").chunk(2, -1)
+    return linear(F.silu(gate) * up, w, "mlp.down_proj")
+
+
+def whole_block(layer: Layer, x: Tensor, dout: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The block as one process has it: output and gradients."""
+    rotation = rope_rotation(torch.arange(x.size(1))[None], MODEL, x.dtype)
+    out = layer(x, rotation, dense_attention)
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+    return out.detach(), dict(zip(names, torch.autograd.grad(out, parameters, dout), strict=True))
+
+
+@pytest.mark.parametrize("form", ["separate", "qkv", "grouped_qkv"])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(("tp_size", "kv_heads"), GRIDS)
+def test_a_block_from_its_shards(tp_size: int, kv_heads: int, bias: bool, form: str) -> None:
+    layer, config = layer_of(kv_heads, bias=bias), tp_config(kv_heads, tp_size)
+    x, dout = torch.randn(2, 2, 19, MODEL.dim)
+    kinds: dict[str, Kind] = {"self_attn.k_proj": "k", "self_attn.v_proj": "v"}
+    kinds |= {} if form == "separate" else {"self_attn.qkv": form}
+    plan = LLAMA_TP_PLAN | kinds
+    whole = dict(layer.named_parameters())
+    whole = whole if form == "separate" else fused(whole, form, kv_heads)
+    parts = [
+        {
+            name: part.detach().requires_grad_()
+            for name, part in shard_state_dict(whole, one, plan, otherwise="replicated").items()
+        }
+        for one in ranks_of(config)
+    ]
+    norms = {name: x for name, x in parts[0].items() if "norm" in name}
+
+    def normed(y: Tensor, name: str) -> Tensor:
+        return F.rms_norm(y, (MODEL.dim,), norms[f"{name}.weight"], MODEL.norm_eps)
+
+    y = normed(x, "input_layernorm")
+    out = x + sum(attention_part(y, w, config, form) for w in parts)
+    y = normed(out, "post_attention_layernorm")
+    out = out + sum(mlp_part(y, w, form) for w in parts)
+    out.backward(dout)
+
+    grads = [{name: (part | norms)[name].grad for name in part} for part in parts]
+    got = unshard_state_dict(owed(grads, kinds, config), config, plan, otherwise="replicated")
+
+    plain_out, plain = whole_block(layer, x, dout)
+    oracle_out, oracle = whole_block(layer.double(), x.double(), dout.double())
+    if form != "separate":
+        plain, oracle = fused(plain, form, kv_heads), fused(oracle, form, kv_heads)
+    verdicts = [check("out", out.detach(), oracle_out, plain_out)]
+    verdicts += [check(name, got[name], oracle[name], plain[name]) for name in oracle]
+    assert {*got} == {*oracle}
+    assert all(verdict.ok for verdict in verdicts), [str(v) for v in verdicts if not v.ok]
+
+
+def owed(
+    grads: list[dict[str, Tensor]], kinds: dict[str, Kind], config: TensorParallelConfig
+) -> list[dict[str, Tensor]]:
+    """The gradients after those of kv heads that several ranks have are summed over them."""
+    summed = [{name: grad.clone() for name, grad in part.items()} for part in grads]
+    for one, (module, kind) in itertools.product(ranks_of(config), kinds.items()):
+        rows = one.replicated_outputs(kind)
+        for name in (f"{module}.weight", f"{module}.bias"):
+            if name in grads[0] and rows.stop:
+                shared = [grads[other][name][rows] for other in one.kv_replica_ranks]
+                summed[one.rank][name][rows] = torch.stack(shared).sum(0)
+    return summed

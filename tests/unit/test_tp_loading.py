@@ -1,0 +1,383 @@
+"""Shards from safetensors files: the right ones, in their dtype, and only their bytes are read."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import safetensors
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ring_attn.tensor_parallel import (
+    Kind,
+    Order,
+    TensorParallelConfig,
+    load_tp_shard,
+    load_tp_state_dict,
+    shard_parameter,
+    shard_state_dict,
+)
+
+CONFIG = TensorParallelConfig(1, 3, 40, 101, num_heads=12, num_kv_heads=6, headdim=4)
+SHAPES: dict[str, tuple[int, ...]] = {
+    "model.embed_tokens.weight": (17, 40),
+    "model.layers.0.self_attn.q_proj.weight": (48, 40),
+    "model.layers.0.self_attn.q_proj.bias": (48,),
+    "model.layers.0.self_attn.k_proj.weight": (24, 40),
+    "model.layers.0.self_attn.v_proj.weight": (24, 40),
+    "model.layers.0.self_attn.o_proj.weight": (40, 48),
+    "model.layers.0.self_attn.o_proj.bias": (40,),
+    "model.layers.0.mlp.gate_up_proj.weight": (202, 40),
+    "model.layers.0.mlp.down_proj.weight": (40, 101),
+    "model.norm.weight": (40,),
+    "model.scale": (),
+}
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    a, b = (x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b))
+    return torch.equal(a, b)
+
+
+def model_of(dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
+
+
+def save_in_two(model: dict[str, Tensor], folder: Path) -> Path:
+    """Two files and their index, as Hugging Face saves a large model."""
+    weight_map = {}
+    for number, names in enumerate((list(model)[::2], list(model)[1::2]), start=1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        save_file({name: model[name] for name in names}, folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    return index
+
+
+# -- the shards are those of the whole tensors
+
+
+@pytest.mark.parametrize("where", ["file", "folder", "index", "folder with index"])
+def test_a_model_from_files(where: str, tmp_path: Path) -> None:
+    model, source = model_of(), tmp_path
+    if "index" in where:
+        index = save_in_two(model, tmp_path)
+        source = index if where == "index" else tmp_path
+    else:
+        save_file(model, tmp_path / "model.safetensors")
+        source = tmp_path / "model.safetensors" if where == "file" else tmp_path
+    for rank in range(3):
+        config = replace(CONFIG, rank=rank)
+        expected = shard_state_dict(model, config, otherwise="replicated")
+        got = load_tp_state_dict(str(source), config, otherwise="replicated")
+        assert {*got} == {*expected}
+        assert all(same_bits(got[name], x) for name, x in expected.items())
+        name = "model.layers.0.mlp.gate_up_proj.weight"
+        assert same_bits(load_tp_shard(source, name, "gate_up", config), expected[name])
+        bias = load_tp_shard(source, "model.layers.0.self_attn.o_proj.bias", "o", config)
+        assert (bias is None) == (rank > 0)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.bfloat16, torch.float16, torch.float32, torch.float64,
+        torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("order", get_args(Order))
+@pytest.mark.parametrize(("kv_heads", "tp_size"), [(6, 3), (2, 4)])
+def test_every_dtype_and_order(
+    kv_heads: int, tp_size: int, order: Order, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    config = replace(CONFIG, tp_size=tp_size, num_kv_heads=kv_heads)
+    sizes: dict[Kind, tuple[int, int]] = {
+        "k": (4 * kv_heads, 40),
+        "o": (40, 48),
+        "qkv": (48 + 8 * kv_heads, 40),
+        "grouped_qkv": (48 + 8 * kv_heads, 40),
+        "gate_up": (202, 40),
+        "down": (40, 101),
+        "column": (3, 7),  # of 4 ranks the last has nothing
+    }
+    shapes = {kind: size if order == "out_in" else size[::-1] for kind, size in sizes.items()}
+    model = {kind: torch.randn(shape).mul(50).to(dtype) for kind, shape in shapes.items()}
+    save_file(model, tmp_path / "x.safetensors")
+    for rank in range(tp_size):
+        one = replace(config, rank=rank)
+        for kind, x in model.items():
+            got = load_tp_shard(tmp_path, kind, kind, one, order=order)
+            expected = shard_parameter(x, kind, one, order=order)
+            assert got.dtype == dtype and got.shape == expected.shape and got.is_contiguous()
+            assert same_bits(got, expected)
+
+
+def test_a_shard_goes_to_a_device(tmp_path: Path) -> None:
+    save_file(model_of(), tmp_path / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert load_tp_shard(tmp_path, name, "q", CONFIG, device="meta").device.type == "meta"
+    loaded = load_tp_state_dict(tmp_path, CONFIG, otherwise="replicated", device="meta")
+    assert {x.device.type for x in loaded.values()} == {"meta"}
+
+
+def test_a_shard_outlives_its_file(tmp_path: Path) -> None:
+    """It is no view of the mapped file, which may be written anew."""
+    path, model = tmp_path / "x.safetensors", {"w": torch.randn(48, 40)}
+    save_file(model, path)
+    for kind in ("q", "replicated"):
+        shard = load_tp_shard(path, "w", kind, CONFIG)
+        before = shard.clone()
+        size = path.stat().st_size
+        with open(path, "r+b") as file:
+            file.seek(size - 48 * 40 * 4)
+            file.write(bytes(48 * 40 * 4))
+        assert torch.equal(shard, before) and before.any()
+        save_file(model, path)
+
+
+# -- only the shard is read
+
+
+class CountedFile:
+    """A safetensors file that counts the bytes it is asked for."""
+
+    asked = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._file = SAFE_OPEN(*args, **options)
+
+    def __enter__(self) -> CountedFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def keys(self) -> list[str]:
+        return self._file.keys()
+
+    def get_slice(self, name: str) -> CountedSlice:
+        return CountedSlice(self._file.get_slice(name))
+
+
+class CountedSlice:
+    """A tensor of it."""
+
+    def __init__(self, x: Any) -> None:
+        self._x = x
+
+    def get_shape(self) -> list[int]:
+        return self._x.get_shape()
+
+    def __getitem__(self, index: Any) -> Tensor:
+        part = self._x[index]
+        CountedFile.asked += part.nbytes
+        return part
+
+
+SAFE_OPEN = safetensors.safe_open
+
+
+def test_the_bytes_asked_for_are_those_of_the_shards(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = model_of()
+    save_in_two(model, tmp_path)
+    monkeypatch.setattr(safetensors, "safe_open", CountedFile)
+    asked = []
+    for rank in range(3):
+        CountedFile.asked = 0
+        loaded = load_tp_state_dict(tmp_path, replace(CONFIG, rank=rank), otherwise="replicated")
+        assert CountedFile.asked == sum(x.nbytes for x in loaded.values())
+        asked.append(CountedFile.asked)
+    replicated = sum(model[name].nbytes for name in SHAPES if "layers" not in name)
+    once = replicated + 2 * 40  # and the bias that only rank 0 has
+    cut = sum(x.nbytes for x in model.values()) - once
+    assert sum(asked) == cut + 3 * replicated + 2 * 40
+
+
+MIB = 1 << 20
+
+
+def pages_in_memory(path: Path) -> set[int]:
+    """Numbers of the file's pages that the system has in its page cache."""
+    size = path.stat().st_size
+    flags, rights = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), size, flags, rights) as mapped:
+        pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        start = ctypes.c_char.from_buffer(mapped)
+        address = ctypes.c_void_p(ctypes.addressof(start))
+        libc = ctypes.CDLL(None, use_errno=True)
+        failed = libc.mincore(address, ctypes.c_size_t(size), pages)
+        del start
+        assert not failed, os.strerror(ctypes.get_errno())
+    return {number for number, page in enumerate(pages) if page & 1}
+
+
+def drop_from_memory(path: Path) -> None:
+    """Writes the file out and takes it from the page cache: what is there later has been read.
+
+    Where that cannot be done, on a file system in memory, nothing can be measured.
+    """
+    with open(path, "r+b") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if pages_in_memory(path):
+        pytest.skip("files cannot be taken from the page cache of this file system")
+
+
+def pages_of(indices: Tensor, itemsize: int, start: int) -> set[int]:
+    """Pages in which the items of those indices lie, of a tensor that starts there."""
+    at = start + indices.flatten() * itemsize
+    return {*(at // mmap.PAGESIZE).unique().tolist()}
+
+
+def where_is(name: str, path: Path) -> tuple[int, int]:
+    """Bytes of the header, and where the tensor starts."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        entry = json.loads(file.read(length))[name]
+    return 8 + length, 8 + length + entry["data_offsets"][0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("q", (4096, 512)),
+        ("column", (4100, 512)),
+        ("qkv", (4096 + 2 * 1024, 512)),
+        ("grouped_qkv", (4096 + 2 * 1024, 512)),
+        ("gate_up", (2 * 4096, 512)),
+        ("row", (4, MIB)),  # a piece of each long row
+        ("o", (512, 4096)),  # rows of two pages, of which one or both are needed
+    ],
+)
+def test_only_the_pages_of_the_shard_are_read(
+    kind: Kind, shape: tuple[int, int], tmp_path: Path
+) -> None:
+    path = tmp_path / "model.safetensors"
+    config = TensorParallelConfig(3, 8, 512, 4096, num_heads=32, num_kv_heads=8, headdim=128)
+    w = torch.arange(shape[0] * shape[1]).view(shape)
+    indices = shard_parameter(w, kind, config)
+    w = w.to(torch.int16).view(torch.bfloat16)
+    others = {"before": torch.zeros(MIB), "z": torch.zeros(MIB)}
+    # As long a header as that of a large model.
+    save_file({"w": w, **others}, path, metadata={"note": "x" * 300_000})
+
+    drop_from_memory(path)
+    shard = load_tp_shard(path, "w", kind, config)
+    read = pages_in_memory(path)
+
+    header, start = where_is("w", path)
+    of_shard = pages_of(indices, 2, start)
+    needed = of_shard | pages_of(torch.zeros(1), 2, start)
+    needed |= {*range(-(-header // mmap.PAGESIZE))}
+    assert needed <= read
+    # Not even one request of the usual read-ahead, 128 KiB, besides.
+    assert len(read - needed) * mmap.PAGESIZE < 128 * 1024
+    if kind != "o":
+        assert len(of_shard) * mmap.PAGESIZE <= shard.nbytes + 8 * mmap.PAGESIZE < w.nbytes // 4
+
+    # It is a measure: what is read whole is there whole.
+    with safetensors.safe_open(path, "pt") as file:
+        assert same_bits(file.get_tensor("w"), w)
+    assert len(pages_in_memory(path)) * mmap.PAGESIZE >= w.nbytes
+    assert same_bits(shard, shard_parameter(w, kind, config))
+
+
+# -- what is wrong is said
+
+
+def test_a_missing_tensor_names_the_nearest(tmp_path: Path) -> None:
+    save_file(model_of(), tmp_path / "model.safetensors")
+    with pytest.raises(KeyError) as raised:
+        load_tp_shard(tmp_path, "model.layers.0.attn.q_proj.weight", "q", CONFIG)
+    text = str(raised.value)
+    assert "has no tensor 'model.layers.0.attn.q_proj.weight'" in text
+    near = text[text.index("the nearest are") :]
+    assert near.count("model.layers.0") == 3 and "'model.layers.0.self_attn.q_proj.weight'" in near
+
+
+def test_a_tensor_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    save_file({"a.q_proj.weight": torch.zeros(47, 40)}, tmp_path / "model.safetensors")
+    text = (
+        r"a.q_proj.weight of kind 'q', to be cut over 3 ranks, must have .* = 48 in dim 0 .*47, 40"
+    )
+    with pytest.raises(ValueError, match=text):
+        load_tp_shard(tmp_path, "a.q_proj.weight", "q", CONFIG)
+    with pytest.raises(ValueError, match=text):
+        load_tp_state_dict(tmp_path, CONFIG)
+
+
+def test_a_file_of_another_kind_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(model_of(), path)
+    before = len(os.listdir("/proc/self/fd"))
+    for content in (path.read_bytes()[:-1], b"\xff" * 20, b""):
+        path.write_bytes(content)
+        with pytest.raises(safetensors.SafetensorError):
+            load_tp_shard(path, "model.norm.weight", "replicated", CONFIG)
+    save_file(model_of(), path)
+    with pytest.raises(KeyError):
+        load_tp_shard(path, "no", "q", CONFIG)
+    assert load_tp_shard(path, "model.norm.weight", "replicated", CONFIG) is not None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def two_files(folder: Path) -> Path:
+    for name in ("a", "b"):
+        save_file({name: torch.zeros(2)}, folder / f"{name}.safetensors")
+    return folder
+
+
+def lost_file(folder: Path) -> Path:
+    index = save_in_two(model_of(), folder)
+    (folder / "model-00001-of-00002.safetensors").unlink()
+    return index
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda folder: folder, FileNotFoundError, "no safetensors file in"),
+        (lambda folder: folder / "no.safetensors", FileNotFoundError, "there is no file .*no.safe"),
+        (lambda folder: folder / "no.json", FileNotFoundError, "no.json"),
+        (two_files, ValueError, "has 2 safetensors files and no model.safetensors.index.json"),
+        (lost_file, FileNotFoundError, "00001-of-00002.safetensors, which .*index.json names"),
+        (lambda folder: folder / "model.bin", ValueError, "source must be a .safetensors file"),
+        (lambda folder: written(folder, "i.json", "[]"), ValueError, "has no weight_map"),
+        (
+            lambda folder: written(folder, "i.json", '{"weight_map": {"w": "w.bin"}}'),
+            ValueError,
+            r"not safetensors files: \['w.bin'\]",
+        ),
+    ],
+)
+def test_a_source_that_cannot_be_read(
+    make: Callable[[Path], Path], error: type[Exception], text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=text):
+        load_tp_state_dict(make(tmp_path), CONFIG, otherwise="replicated")
+
+
+def test_safetensors_is_optional(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"pip install 'ring-attn\[hf\]'"):
+        load_tp_shard(tmp_path, "w", "q", CONFIG)
