@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ring_attn
-from ring_attn.planning import planner
-from ring_attn.planning.choice import Choice, Problem
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
+from ring_attn.planning import planner
+from ring_attn.planning.choice import Choice, Problem
 from ring_attn.spec import TransportOptions
 from ring_attn.testing import Expected, check_all
 from ring_attn.transport.p2p import open_p2p

@@ -11,9 +11,9 @@ import torch
 
 from ring_attn.bench.check_simulator import published_rings
 from ring_attn.cost import flops
-from ring_attn.planning.devices import Cluster, Device, Link, Rate, builtin_cluster
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
+from ring_attn.planning.devices import Cluster, Device, Link, Rate, builtin_cluster
 from ring_attn.planning.schedule import schedule_of
 from ring_attn.planning.simulate import Simulation, simulate
 from ring_attn.spec import AttentionSpec
