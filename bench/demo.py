@@ -13,6 +13,9 @@ the dense twin's, and a rounding. The exit status is 1 if they are not, or if a 
 
 With `--generate N` the trained model continues a text by N bytes, greedily: the ring from a KV
 cache that is split over its ranks and grows, its twin from a whole one. The bytes must be equal.
+
+With `--mesh cp=2,tp=2` (any of pp, dp, cp, tp) the ring is one axis of a mesh with pipeline, data
+and tensor parallelism; see `ring_attn.bench.mesh_demo`.
 """
 
 from __future__ import annotations
@@ -26,24 +29,30 @@ import statistics
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from einops import rearrange
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from torch import Tensor
 
 from ring_attn import SequenceLayout, ring_attention, shard_batch, unshard
-from ring_attn.arguments import add_common, dtype_name, parse_dtype, parse_size, write_json
+from ring_attn.arguments import (
+    add_common,
+    add_profile,
+    dtype_name,
+    parse_dtype,
+    parse_size,
+    write_json,
+)
 from ring_attn.bench.generate import (
     CHUNKS,
     Comparison,
@@ -64,9 +73,10 @@ from ring_attn.bench.model import (
 from ring_attn.env import machine
 from ring_attn.launch import DEVICES, num_cores, run_ranks
 from ring_attn.layout import LAYOUTS
+from ring_attn.profiling import gradient_sync, trace
 from ring_attn.testing import Verdict
 
-SEQLEN, STEPS = 2048, 40
+NPROC, SEQLEN, STEPS = 2, 2048, 40
 QUICK_SEQLEN, QUICK_STEPS = 512, 10
 WARM_UP_SEQLEN = 128
 JUDGED_BATCHES = 3
@@ -75,6 +85,8 @@ JUDGED_BATCHES = 3
 # so few steps, and the optimizer then feeds roundings back tens of times as strongly.
 LEARNING_RATE = 1e-3
 CLIP_NORM = 1.0
+
+MESH_OPTIONS = ("schedule", "microbatches", "batch", "fsdp", "strategy")
 
 NOT_TEXT = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test"))
 
@@ -93,6 +105,7 @@ class Settings:
     quiet: bool
     model: ModelConfig
     generate: int = 0
+    batch: int = 1
 
     @property
     def twin(self) -> int:
@@ -145,8 +158,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nproc",
         "--world-size",
         type=parse_size,
-        default=2,
-        help="ranks of the ring (default: 2)",
+        help=f"ranks of the ring (default: {NPROC})",
     )
     add("--seqlen", type=parse_size, help=f"bytes of each sequence (default: {SEQLEN})")
     add("--steps", type=parse_size, help=f"training steps (default: {STEPS})")
@@ -166,6 +178,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="then continue a text by N bytes, from a sharded and from a whole KV cache",
     )
+    mesh = parser.add_argument_group("on a mesh")
+    mesh.add_argument("--mesh", metavar="AXES", help="sizes of pp, dp, cp and tp: cp=2,tp=2")
+    mesh.add_argument("--schedule", help="gpipe, 1f1b or interleaved (default: 1f1b)")
+    mesh.add_argument(
+        "--microbatches",
+        type=parse_size,
+        help="of a replica's sequences (default: 2 * pp; 1 if pp=1)",
+    )
+    mesh.add_argument("--batch", type=parse_size, help="sequences (default: dp * microbatches)")
+    mesh.add_argument("--fsdp", action="store_true", help="shard parameters over dp and cp")
+    mesh.add_argument("--strategy", help="of the attention over cp (default: ring)")
+    add_profile(parser)
     add_common(parser)
 
 
@@ -180,13 +204,23 @@ def run(args: argparse.Namespace) -> int:
         ValueError: sizes that do not fit each other, the text or this machine.
         TypeError: a dtype that is not trained in.
     """
+    if args.profile:
+        # The profiler greets on stderr, unless it is told before torch is imported.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    if args.mesh:
+        from ring_attn.bench import mesh_demo
+
+        return mesh_demo.run(args)
+    for name in MESH_OPTIONS:
+        if getattr(args, name):
+            raise ValueError(f"--{name} is for a mesh: give --mesh cp=2,tp=2 or the like")
     settings = settings_of(args)
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts this on every rank
     if is_first and not settings.quiet:
         print(heading(settings), flush=True)
     # gloo is the default group on every device: it carries figures between ring and twin, which may
     # share a GPU. The ring has its own group.
-    reports = run_ranks(train, settings.nproc + 1, settings, threads=1, device="cpu")
+    reports = run_ranks(train, settings.nproc + 1, settings, args.profile, threads=1, device="cpu")
     report = reports[0]
     if is_first:
         print(summary(settings, report), flush=True)
@@ -199,17 +233,18 @@ def settings_of(args: argparse.Namespace) -> Settings:
     """The run that the options describe; raises as `run` does."""
     seqlen = args.seqlen or (QUICK_SEQLEN if args.quick else SEQLEN)
     steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
-    least = max(2, args.nproc)
+    nproc = args.nproc or NPROC
+    least = max(2, nproc)
     if seqlen < least:
         raise ValueError(
             f"seqlen must be at least {least}, a byte for each rank and one to predict, "
             f"got {seqlen}"
         )
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = args.device or ("cuda" if num_gpus >= args.nproc else "cpu")
-    if device == "cuda" and num_gpus < args.nproc:
+    device = args.device or ("cuda" if num_gpus >= nproc else "cpu")
+    if device == "cuda" and num_gpus < nproc:
         raise ValueError(
-            f"{args.nproc} ranks on device 'cuda' need as many GPUs, this machine has {num_gpus}; "
+            f"{nproc} ranks on device 'cuda' need as many GPUs, this machine has {num_gpus}; "
             "use fewer ranks or device 'cpu'"
         )
     dtype = args.dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
@@ -223,7 +258,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         )
     model = ModelConfig(dim=args.dim, hidden_dim=3 * args.dim, num_layers=args.layers)
     return Settings(
-        args.nproc,
+        nproc,
         seqlen,
         steps,
         args.layout,
@@ -236,8 +271,13 @@ def settings_of(args: argparse.Namespace) -> Settings:
     )
 
 
-def train(settings: Settings) -> Report:
-    """One process of the demo: a rank of the ring, or the twin. The report is rank 0's."""
+def train(settings: Settings, profile: Path | None = None) -> Report:
+    """One process of the demo: a rank of the ring, or the twin. The report is rank 0's.
+
+    Args:
+        settings: the same in every process.
+        profile: folder for each rank's trace of the last batch once more, or None.
+    """
     rank = dist.get_rank()
     is_twin = rank == settings.twin
     backend = "nccl" if settings.device == "cuda" else "gloo"
@@ -251,7 +291,7 @@ def train(settings: Settings) -> Report:
     trainer.backward({name: x[:, :WARM_UP_SEQLEN] for name, x in next(batches).items()})
     memory = PeakMemory(device)
     rows = []
-    with Display(settings.quiet or rank != 0) as display:
+    with Display(COLUMNS, settings.quiet or rank != 0) as display:
         for step in range(settings.steps):
             batch = next(batches)
             if not is_twin:
@@ -261,6 +301,9 @@ def train(settings: Settings) -> Report:
                 figures = _measured(trainer, batch, memory)
             rows.append(_gathered(step, figures, settings))
             display.show(rows[-1])
+    if profile is not None and not is_twin:
+        with trace(profile, rank):
+            trainer.backward(batch)
     verdicts = judge(trainer, islice(batches, JUDGED_BATCHES), settings)
     if not settings.generate:
         return Report(rows, verdicts)
@@ -283,9 +326,7 @@ class Trainer:
         if settings.dtype == torch.float64:
             self.model.double()
         self.gradients = GradientBucket(self.model)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=LEARNING_RATE * 128 / settings.model.dim, betas=(0.9, 0.95)
-        )
+        self.optimizer = make_optimizer(self.model.parameters(), settings)
 
     def step(self, batch: dict[str, Tensor]) -> float:
         """Trains on one batch; returns its mean loss before the update."""
@@ -299,31 +340,32 @@ class Trainer:
         """Fills `gradients` with those of the whole batch.
 
         Args:
-            batch: `input_ids` and `labels`, (1, seqlen) int64 each, the same on every rank.
+            batch: `input_ids` and `labels`, (batch, seqlen) int64 each, the same on every rank.
 
         Returns:
-            The mean loss of the whole batch, and the losses (1, rows) of this process's rows.
+            The mean loss of the whole batch, and the losses (batch, rows) of this process's rows.
         """
         self.gradients.flat.zero_()
-        seqlen = batch["input_ids"].size(1)
+        num_sequences, seqlen = batch["input_ids"].shape
         layout = self._layout(seqlen)
         rank = 0 if self.ring is None else dist.get_rank(self.ring)
         part = {name: x.to(self.device) for name, x in shard_batch(batch, layout, rank).items()}
-        with self._autocast():
+        with autocast(self.settings, self.device):
             attention = self._attention(layout)
             logits = self.model(part["input_ids"], part["position_ids"], attention)
             losses = token_losses(logits, part["shift_labels"])
-        # The last byte has no next one.
-        loss = mean_loss(losses, num_targets=seqlen - 1)
+        # The last byte of a sequence has no next one.
+        loss = mean_loss(losses, num_targets=num_sequences * (seqlen - 1))
         loss.backward()
         loss = loss.detach()
         if self.ring is not None:
-            dist.all_reduce(self.gradients.flat, group=self.ring)
+            with gradient_sync(self.device):
+                dist.all_reduce(self.gradients.flat, group=self.ring)
             dist.all_reduce(loss, group=self.ring)
         return loss.item(), losses.detach()
 
     def results_of(self, batch: dict[str, Tensor]) -> Tensor:
-        """(seqlen + number of parameters,) on the CPU: each byte's loss, then all gradients."""
+        """(batch * seqlen + number of parameters,) on the CPU: each byte's loss, all gradients."""
         _, losses = self.backward(batch)
         if self.ring is not None:
             losses = unshard(losses, self._layout(batch["input_ids"].size(1)), group=self.ring)
@@ -349,10 +391,24 @@ class Trainer:
             return dense_attention
         return partial(ring_attention, causal=True, group=self.ring, layout=layout)
 
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        if self.settings.dtype == torch.bfloat16:
-            return torch.autocast(self.device.type, self.settings.dtype)
-        return contextlib.nullcontext()
+
+def autocast(settings: Settings, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """What the model and its loss are computed under."""
+    if settings.dtype == torch.bfloat16:
+        return torch.autocast(device.type, settings.dtype)
+    return contextlib.nullcontext()
+
+
+def make_optimizer(
+    parameters: Iterable[torch.nn.Parameter], settings: Settings, *, foreach: bool | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer of every run; `foreach` as torch has it."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=LEARNING_RATE * 128 / settings.model.dim,
+        betas=(0.9, 0.95),
+        foreach=foreach,
+    )
 
 
 class GradientBucket:
@@ -396,22 +452,28 @@ class PeakMemory:
         return self._highest
 
 
+#: Title, width and text of a row's cell.
+Column: TypeAlias = tuple[str, int, Callable[[Any], str]]
+
+
 class Display:
     """The rows as they come: a live table on a terminal, else plain lines, or nothing."""
 
-    def __init__(self, quiet: bool) -> None:
+    def __init__(self, columns: Sequence[Column], quiet: bool) -> None:
+        self._columns = columns
         self._console = Console()
         self._lines = not quiet and not self._console.is_terminal
         self._live: Live | None = None
         if not quiet and self._console.is_terminal:
             self._live = Live(console=self._console, auto_refresh=False)
-        self._rows: list[Row] = []
+        self._rows: list[Any] = []
 
     def __enter__(self) -> Display:
         if self._live is not None:
             self._live.start()
         if self._lines:
-            print("  ".join(f"{title:>{width}}" for title, width, _ in COLUMNS), flush=True)
+            titles = (f"{title:>{width}}" for title, width, _ in self._columns)
+            print("  ".join(titles), flush=True)
         return self
 
     def __exit__(
@@ -423,19 +485,28 @@ class Display:
         if self._live is not None:
             self._live.stop()
 
-    def show(self, row: Row) -> None:
+    def show(self, row: Any) -> None:
         """Adds a row."""
         self._rows.append(row)
         if self._live is not None:
             # Of what does not fit rich leaves out the bottom, where the newest rows are.
             fitting = max(1, self._console.height - 2)
-            self._live.update(_table(self._rows[-fitting:]), refresh=True)
+            self._live.update(self._table(self._rows[-fitting:]), refresh=True)
         if self._lines:
-            print("  ".join(f"{cell(row):>{width}}" for _, width, cell in COLUMNS), flush=True)
+            cells = (f"{cell(row):>{width}}" for _, width, cell in self._columns)
+            print("  ".join(cells), flush=True)
+
+    def _table(self, rows: list[Any]) -> Table:
+        # Narrow enough for a terminal of 80 columns.
+        table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False)
+        for title, width, _ in self._columns:
+            table.add_column(title, justify="right", min_width=width)
+        for row in rows:
+            table.add_row(*(cell(row) for _, _, cell in self._columns))
+        return table
 
 
-#: Title, width and text of a row's cell.
-COLUMNS: tuple[tuple[str, int, Callable[[Row], str]], ...] = (
+COLUMNS: tuple[Column, ...] = (
     ("step", 4, lambda row: str(row.step)),
     ("ring loss", 9, lambda row: f"{row.ring_loss:.6f}"),
     ("dense loss", 10, lambda row: f"{row.dense_loss:.6f}"),
@@ -473,14 +544,28 @@ def judge(
         dist.broadcast(ring_results, src=0)
         if is_twin:
             exact = oracle.results_of(batch)
-            pair = [_squared_errors(x, exact, sizes) for x in (ring_results, results)]
+            pair = [squared_errors(x, exact, sizes) for x in (ring_results, results)]
             squares += torch.stack(pair, dim=1)
         num_batches += 1
     dist.broadcast(squares, src=settings.twin)
+    return verdicts_of(squares, num_batches, len(sizes) - 1)
+
+
+def squared_errors(x: Tensor, exact: Tensor, sizes: list[int]) -> Tensor:
+    """(2,) of the losses, which are the first part, and of the gradients, in units of each part."""
+    parts = zip(x.double().split(sizes), exact.split(sizes), strict=True)
+    # A part that is exactly zero must be met exactly.
+    tiny = torch.finfo(torch.float64).tiny
+    losses, *gradients = ((a - b).square().sum() / b.square().sum().clamp(tiny) for a, b in parts)
+    return torch.stack([losses, torch.stack(gradients).sum()])
+
+
+def verdicts_of(squares: Tensor, num_batches: int, num_parameters: int) -> list[Verdict]:
+    """Judges sums of `squared_errors` over batches: columns of what is judged, and of the twin."""
     rounding = torch.finfo(torch.float32).eps / 2
     verdicts = []
     for name, parts, (error, plain) in zip(
-        ("losses", "gradients"), (1, len(sizes) - 1), squares.sqrt().tolist(), strict=True
+        ("losses", "gradients"), (1, num_parameters), squares.sqrt().tolist(), strict=True
     ):
         bound = 2.0 * plain + rounding * math.sqrt(num_batches * parts)
         verdicts.append(Verdict(name, error, bound, ok=error <= bound))
@@ -533,16 +618,19 @@ def standard_library_text() -> Tensor:
     return torch.frombuffer(text, dtype=torch.uint8)
 
 
-def sample_batches(text: Tensor, seqlen: int, seed: int) -> Iterator[dict[str, Tensor]]:
+def sample_batches(
+    text: Tensor, seqlen: int, seed: int, batch: int = 1
+) -> Iterator[dict[str, Tensor]]:
     """Windows of the text without end, the same for the same seed.
 
     Args:
         text: (bytes,) uint8.
         seqlen: bytes of a window.
         seed: of the positions.
+        batch: windows at a time.
 
     Yields:
-        `input_ids` and `labels`, (1, seqlen) int64 each, unshifted.
+        `input_ids` and `labels`, (batch, seqlen) int64 each, unshifted.
 
     Raises:
         ValueError: the text is shorter than a window.
@@ -551,9 +639,9 @@ def sample_batches(text: Tensor, seqlen: int, seed: int) -> Iterator[dict[str, T
         raise ValueError(f"seqlen must be at most {text.numel()}, all of the text, got {seqlen}")
     generator = torch.Generator().manual_seed(seed)
     while True:
-        start = int(torch.randint(text.numel() - seqlen + 1, (), generator=generator))
-        window = rearrange(text[start : start + seqlen].long(), "s -> 1 s")
-        yield {"input_ids": window, "labels": window}
+        starts = torch.randint(text.numel() - seqlen + 1, (batch,), generator=generator).tolist()
+        windows = torch.stack([text[start : start + seqlen].long() for start in starts])
+        yield {"input_ids": windows, "labels": windows}
 
 
 def heading(settings: Settings) -> str:
@@ -648,15 +736,6 @@ def _gathered(step: int, figures: Tensor, settings: Settings) -> Row:
     )
 
 
-def _squared_errors(x: Tensor, exact: Tensor, sizes: list[int]) -> Tensor:
-    """(2,) of the losses, which are the first part, and of the gradients, in units of each part."""
-    parts = zip(x.double().split(sizes), exact.split(sizes), strict=True)
-    # A part that is exactly zero must be met exactly.
-    tiny = torch.finfo(torch.float64).tiny
-    losses, *gradients = ((a - b).square().sum() / b.square().sum().clamp(tiny) for a, b in parts)
-    return torch.stack([losses, torch.stack(gradients).sum()])
-
-
 def _device(settings: Settings, rank: int) -> torch.device:
     """The rank's own GPU; the twin takes the next one, or shares the last."""
     if settings.device == "cpu":
@@ -673,13 +752,3 @@ def _peak_resident_bytes() -> int:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _table(rows: list[Row]) -> Table:
-    # Narrow enough for a terminal of 80 columns.
-    table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False)
-    for title, width, _ in COLUMNS:
-        table.add_column(title, justify="right", min_width=width)
-    for row in rows:
-        table.add_row(*(cell(row) for _, _, cell in COLUMNS))
-    return table

@@ -25,7 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor.parallel", "ring_attn"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining",
+    "ring_attn",
+]
 
 # Seconds for a call, of which a rank that waits for another one gives up somewhat earlier.
 TIMEOUT = 60.0

@@ -40,9 +40,13 @@ def dense_losses(settings: demo.Settings, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.dist
 def test_ring_trains_as_one_process_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "demo.json"
-    args = parsed(f"{TINY} --steps 4 --nproc 3 --layout zigzag --generate 64 --json {path}")
+    path, traces = tmp_path / "demo.json", tmp_path / "traces"
+    words = f"--steps 4 --nproc 3 --layout zigzag --generate 64 --json {path} --profile {traces}"
+    args = parsed(f"{TINY} {words}")
     assert demo.run(args) == 0
+    for rank in range(3):
+        text = (traces / f"rank{rank}_trace.json").read_text()
+        assert "ring_attn::backward" in text and "ring_attn::gradient_sync" in text
     report = json.loads(path.read_text())
     assert report["ok"] and report["machine"]["versions"]["torch"]
     assert [row["step"] for row in report["rows"]] == [0, 1, 2, 3]

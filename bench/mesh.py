@@ -1,0 +1,472 @@
+"""The demo's model on a mesh of ranks, (pp, dp, cp, tp), by torch's own parts and ring attention.
+
+    one batch of sequences on pp=2, dp=2, cp=2, tp=2
+
+     dp   other sequences     replica 0: s0 s1                 replica 1: s2 s3
+     pp   other layers        stage 0: embed, layers 0 1  -->  stage 1: layers 2 3, norm, head
+                              microbatch after microbatch: m0 = s0, m1 = s1
+     cp   other rows          of every sequence, by the layout; K and V of a layer go round
+     tp   other heads         and columns of the MLP; two all-reduces a layer
+
+               parameters along the axis         their gradients along the axis
+     pp        other ones                        stay
+     dp, cp    the same; with FSDP a shard each  sum: `sync_gradients`; with FSDP a reduce-scatter
+     tp        a shard of each matrix; norms,    stay: those of norms, embedding and head are
+               embedding and head the same       complete, and the same, on every rank
+
+Each rank differentiates its share of one mean: the losses of its rows, divided by the targets of
+the *whole* batch. Shares add up, over microbatches as well as over dp and cp, whatever the layout
+and however uneven the shards. So nothing averages again: the schedule has `scale_grads=False`, and
+FSDP, which by default divides by the number of its ranks, has the factor 1.
+
+What a stage needs besides the activations comes from outside, cut into microbatches by the
+schedule: `position_ids` to every stage (RoPE turns the rows of a shard by their global positions),
+labels, shifted before they were cut, to the last.
+
+What must not be done:
+
+    - give ring_attention the mesh, or the default group: its ranks are one axis, `mesh["cp"]`
+    - hand the schedule position_ids of shape (1, rows): it makes only as many microbatches as the
+      shortest input has rows; expanded to (batch, rows) they cost nothing
+    - let the ranks of a ring go through microbatches, layers or recomputation in different orders:
+      they meet in every layer, forward and backward, and would wait for each other for ever
+    - shift labels within a shard, average over a rank's own rows, or clip by a rank's own norm
+    - call `sync_gradients` where FSDP spans the ring: it is refused
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from ring_attn import (
+    SequenceLayout,
+    Strategy,
+    ring_attention,
+    shard_batch,
+    sync_gradients,
+    unshard,
+)
+from ring_attn.bench.demo import CLIP_NORM, Settings, autocast, make_optimizer
+from ring_attn.bench.model import (
+    Attention,
+    ModelConfig,
+    Transformer,
+    mean_loss,
+    rope_rotation,
+    token_losses,
+)
+from ring_attn.strategy import resolve_strategy
+
+AXES = ("pp", "dp", "cp", "tp")
+
+KV_PROJECTIONS = ("self_attn.k_proj", "self_attn.v_proj")
+
+#: Stages that a rank has.
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Sizes of a mesh's axes, from the slowest: neighbours in cp and tp are neighbouring ranks."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @staticmethod
+    def parse(text: str) -> Axes:
+        """Reads "cp=2,tp=2": any of the axes in any order.
+
+        Raises:
+            ValueError: anything else.
+        """
+        sizes: dict[str, int] = {}
+        for part in text.split(","):
+            match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
+            if match is None or match[1] not in AXES or match[1] in sizes or int(match[2]) < 1:
+                raise ValueError(
+                    f"mesh must be sizes of some of the axes {', '.join(AXES)}, each once, such "
+                    f"as cp=2,tp=2, got {text!r}"
+                )
+            sizes[match[1]] = int(match[2])
+        return Axes(**sizes)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """In the order of `AXES`."""
+        return self.pp, self.dp, self.cp, self.tp
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.sizes)
+
+    def __str__(self) -> str:
+        named = zip(AXES, self.sizes, strict=True)
+        return ",".join(f"{name}={size}" for name, size in named if size > 1) or "cp=1"
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """The mesh of all ranks, which all of them make together."""
+        return init_device_mesh(device_type, self.sizes, mesh_dim_names=AXES)
+
+
+@dataclass(frozen=True)
+class MeshSettings:
+    """One run on a mesh.
+
+    Attributes:
+        run: the model, the batches and how long; `run.nproc` ranks.
+        axes: of the mesh.
+        schedule: of the pipeline, "gpipe", "1f1b" or "interleaved" (two stages a rank); there is
+            one of a single stage where pp is 1.
+        microbatches: parts in which a replica's sequences go through the pipeline.
+        fsdp: whether parameters are sharded over dp and cp, rather than replicated.
+        strategy: how the ranks of cp share the attention.
+
+    Raises:
+        ValueError: sizes that do not fit each other, or names that there are not.
+    """
+
+    run: Settings
+    axes: Axes
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    fsdp: bool = False
+    strategy: str | Strategy = "ring"
+
+    def __post_init__(self) -> None:
+        model, axes = self.run.model, self.axes
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule must be one of {list(SCHEDULES)}, got {self.schedule!r}")
+        if self.num_stages > model.num_layers:
+            raise ValueError(
+                f"layers must be at least {self.num_stages}, one for each stage of schedule "
+                f"{self.schedule!r} with pp={axes.pp}, got {model.num_layers}"
+            )
+        if self.run.batch % (axes.dp * self.microbatches):
+            raise ValueError(
+                f"batch must be a multiple of dp={axes.dp} times microbatches="
+                f"{self.microbatches}, got {self.run.batch}"
+            )
+        if self.schedule == "1f1b" and self.microbatches < axes.pp:
+            raise ValueError(
+                f"microbatches must be at least pp={axes.pp} for schedule '1f1b', got "
+                f"{self.microbatches}"
+            )
+        rounds = max(1, self.microbatches // axes.pp)
+        if self.schedule == "interleaved" and self.microbatches % rounds:
+            raise ValueError(
+                f"microbatches must be less than 2 * pp={axes.pp}, or in rounds of as many, for "
+                f"schedule 'interleaved', got {self.microbatches}"
+            )
+        _check_tensor_parallel(model, axes.tp)
+        if self.strategy != "auto":
+            resolve_strategy(self.strategy, axes.cp)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.axes.pp * SCHEDULES[self.schedule]
+
+
+class Stage(nn.Module):
+    """Consecutive layers of a model; the first stage embeds too, the last has norm and head.
+
+    Parameters are the model's own, by the same names.
+    """
+
+    def __init__(
+        self, model: Transformer, index: int, num_stages: int, attention: Attention, run: Settings
+    ) -> None:
+        super().__init__()
+        is_first, is_last = index == 0, index == num_stages - 1
+        cuts = [i * len(model.layers) // num_stages for i in (index, index + 1)]
+        self.embed_tokens = model.embed_tokens if is_first else nn.Identity()
+        self.layers = nn.ModuleDict({str(i): model.layers[i] for i in range(*cuts)})
+        self.norm = model.norm if is_last else nn.Identity()
+        self.lm_head = model.lm_head if is_last else nn.Identity()
+        self._attention, self._run = attention, run
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        """Token ids (batch, rows) or activations (batch, rows, dim), to activations or logits.
+
+        position_ids are (batch, rows): the schedule cuts them along with the batch.
+        """
+        with autocast(self._run, x.device):
+            x = self.embed_tokens(x)
+            rotation = rope_rotation(position_ids, self._run.model, x.dtype)
+            for layer in self.layers.values():
+                x = layer(x, rotation, self._attention)
+            return self.lm_head(self.norm(x))
+
+
+class MeshTrainer:
+    """This rank's part of a model on a mesh, and how it is trained.
+
+    Every rank of the mesh makes one and calls its methods together with all others, with the same
+    arguments: batches are cut here.
+
+    Attributes:
+        parameter_sizes: of the whole model, in its order.
+    """
+
+    def __init__(self, settings: MeshSettings, mesh: DeviceMesh, device: torch.device) -> None:
+        self.settings, self.mesh, self.device = settings, mesh, device
+        run, axes = settings.run, settings.axes
+        self._at = {axis: mesh.get_local_rank(axis) for axis in AXES}
+        self.layout = SequenceLayout.from_name(run.layout, run.seqlen, axes.cp)
+        # The ranks between which only the rows differ have the same parameters.
+        self._replicas = mesh["dp", "cp"]._flatten("dp_cp")
+
+        torch.manual_seed(run.seed)
+        whole = Transformer(run.model).to(device)
+        if run.dtype == torch.float64:
+            whole.double()
+        self._names = [name for name, _ in whole.named_parameters()]
+        self.parameter_sizes = [p.numel() for p in whole.parameters()]
+        attention = partial(
+            ring_attention,
+            causal=True,
+            group=mesh["cp"],
+            layout=self.layout,
+            strategy=settings.strategy,
+        )
+        mine = range(self._at["pp"], settings.num_stages, axes.pp)
+        stages = [Stage(whole, i, settings.num_stages, attention, run) for i in mine]
+        if axes.tp > 1:
+            for stage in stages:
+                _shard_heads(stage, mesh["tp"], run.model)
+        if settings.fsdp:
+            for stage in stages:
+                _shard_parameters(stage, self._replicas)
+        self.stages = nn.ModuleList(stages)
+        self._is_first, self._is_last = mine[0] == 0, mine[-1] == settings.num_stages - 1
+        self._schedule = self._pipeline(list(mine))
+        # Plain parameters and DTensors do not go together into one operator.
+        self._optimizer = make_optimizer(self.stages.parameters(), run, foreach=False)
+
+    def step(self, batch: dict[str, Tensor]) -> float:
+        """Trains on one batch; returns its mean loss before the update."""
+        loss, _ = self.backward(batch)
+        self._clip(CLIP_NORM)
+        self._optimizer.step()
+        return loss
+
+    def backward(self, batch: dict[str, Tensor]) -> tuple[float, Tensor | None]:
+        """Leaves the gradients of the whole batch in the parameters.
+
+        Args:
+            batch: `input_ids` and `labels`, (batch, seqlen) int64 each, the same on every rank.
+
+        Returns:
+            The mean loss of the whole batch, and on the last stage the losses (batch / dp, rows) of
+            this rank's rows.
+        """
+        self._optimizer.zero_grad()
+        part = self._part_of(batch)
+        labels = part["shift_labels"]
+        shares: list[Tensor] = []
+        first = (part["input_ids"],) if self._is_first else ()
+        logits = self._schedule.step(
+            *first, target=labels, losses=shares, position_ids=part["position_ids"]
+        )
+        if not self.settings.fsdp:
+            sync_gradients(self.stages, self._replicas)
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        losses = None
+        if self._is_last:
+            loss += torch.stack(shares).sum().detach()
+            losses = token_losses(logits.detach(), labels)
+        return self._summed(loss, "pp", "dp", "cp").item(), losses
+
+    def results_of(self, batch: dict[str, Tensor]) -> Tensor:
+        """(batch * seqlen + number of parameters,) on the CPU: each byte's loss, all gradients."""
+        _, losses = self.backward(batch)
+        whole = None
+        if losses is not None:
+            mine = unshard(losses, self.layout, group=self.mesh["cp"])
+            parts = [torch.empty_like(mine) for _ in range(self.settings.axes.dp)]
+            dist.all_gather(parts, mine, group=self.mesh.get_group("dp"))
+            whole = torch.cat(parts).flatten().cpu()
+        gradients = {name: p.grad for name, p in self._named_parameters() if p.grad is not None}
+        return self._gathered(gradients, whole)
+
+    def get_weights(self) -> Tensor:
+        """(number of parameters,) on the CPU, in the order of the whole model's parameters."""
+        return self._gathered(dict(self._named_parameters()), torch.zeros(0))
+
+    def _part_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's sequences, and its rows of them."""
+        size = self.settings.run.batch // self.settings.axes.dp
+        start = self._at["dp"] * size
+        sequences = {name: x[start : start + size].to(self.device) for name, x in batch.items()}
+        part = shard_batch(sequences, self.layout, self._at["cp"])
+        part["position_ids"] = part["position_ids"].expand(size, -1)
+        return part
+
+    def _pipeline(self, mine: list[int]) -> Any:
+        """The schedule over this rank's stages, which talk within the pp axis."""
+        settings = self.settings
+        group = self.mesh.get_group("pp")
+        stages = [
+            PipelineStage(stage, i, settings.num_stages, self.device, group=group)
+            for i, stage in zip(mine, self.stages, strict=True)
+        ]
+        several = settings.schedule == "interleaved"
+        kinds: dict[str, Any] = {
+            "gpipe": ScheduleGPipe,
+            "1f1b": Schedule1F1B,
+            "interleaved": ScheduleInterleaved1F1B,
+        }
+        return kinds[settings.schedule](
+            stages if several else stages[0],
+            n_microbatches=settings.microbatches,
+            loss_fn=self._share_of_loss,
+            scale_grads=False,
+        )
+
+    def _share_of_loss(self, logits: Tensor, shift_labels: Tensor) -> Tensor:
+        """What a microbatch's rows on this rank add to the mean loss of the whole batch."""
+        run = self.settings.run
+        with autocast(run, self.device):
+            losses = token_losses(logits, shift_labels)
+        # The last byte of a sequence has no next one.
+        return mean_loss(losses, num_targets=run.batch * (run.seqlen - 1))
+
+    @torch.no_grad()
+    def _clip(self, max_norm: float) -> None:
+        """Scales the gradients by one factor, so that the norm of all of them is at most max_norm.
+
+        Each rank adds the squares of what it holds, divided by the number of ranks that hold the
+        same: then the sum over the mesh is that over the model.
+        """
+        axes = self.settings.axes
+        gradients = [p.grad for p in self.stages.parameters() if p.grad is not None]
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        for gradient in gradients:
+            copies = axes.dp * axes.cp * axes.tp // _num_shards(gradient)
+            square += _local(gradient).double().square().sum() / copies
+        norm = self._summed(square, *AXES).sqrt().item()
+        factor = min(1.0, max_norm / (norm + 1e-6))
+        for gradient in gradients:
+            _local(gradient).mul_(factor)
+
+    def _summed(self, x: Tensor, *axes: str) -> Tensor:
+        for axis in axes:
+            dist.all_reduce(x, group=self.mesh.get_group(axis))
+        return x
+
+    def _named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        for stage in self.stages:
+            yield from stage.named_parameters()
+
+    def _gathered(self, tensors: dict[str, Tensor], before: Tensor | None) -> Tensor:
+        """Of all stages: what one has `before`, then the tensors in the model's order."""
+        mine = {name: _full(x).detach().cpu() for name, x in tensors.items()}
+        stages: list[Any] = [None] * self.settings.axes.pp
+        dist.all_gather_object(stages, (mine, before), group=self.mesh.get_group("pp"))
+        whole = {name: x for named, _ in stages for name, x in named.items()}
+        first = next(x for _, x in stages if x is not None)
+        return torch.cat([first, *(whole[name].flatten() for name in self._names)])
+
+
+def _shard_heads(stage: Stage, mesh: DeviceMesh, config: ModelConfig) -> None:
+    """Tensor parallelism: the heads of each attention and the columns of each MLP, by rank."""
+    for layer in stage.layers.values():
+        plan: dict[str, ParallelStyle] = {
+            "self_attn.q_proj": ColwiseParallel(),
+            "self_attn.o_proj": RowwiseParallel(),
+            "mlp.gate_proj": ColwiseParallel(),
+            "mlp.up_proj": ColwiseParallel(),
+            "mlp.down_proj": RowwiseParallel(),
+        }
+        shared = mesh.size() > config.nheads_kv
+        for name in KV_PROJECTIONS:
+            plan[name] = (
+                ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
+                if shared
+                else ColwiseParallel()
+            )
+        parallelize_module(layer, mesh, plan)
+        if shared:
+            head = mesh.get_local_rank() * config.nheads_kv // mesh.size()
+            columns = slice(head * config.headdim, (head + 1) * config.headdim)
+            for name in KV_PROJECTIONS:
+                layer.get_submodule(name).register_forward_hook(partial(_take_head, columns))
+
+
+def _take_head(columns: slice, _module: nn.Module, _args: Any, out: DTensor) -> Tensor:
+    """The one KV head that this rank's q heads attend to, where there are fewer than ranks.
+
+    The ranks compute a part of a head each and bring them together. Those with q heads of the same
+    KV head have each a part of its gradient: that is what Partial says.
+    """
+    return out.to_local(grad_placements=[Partial()])[..., columns]
+
+
+def _shard_parameters(stage: Stage, mesh: DeviceMesh) -> None:
+    """FSDP2, layer by layer; gradients are added up, not averaged: each is of a share of one mean.
+
+    "Sum" is asked for by name: a factor alone would be put into an operator that only NCCL has.
+    """
+    for module in (*stage.layers.values(), stage):
+        sharded = fully_shard(module, mesh=mesh)
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_gradient_divide_factor(1.0)
+
+
+def _check_tensor_parallel(config: ModelConfig, tp: int) -> None:
+    if config.nheads % tp or (config.nheads_kv % tp and tp % config.nheads_kv):
+        raise ValueError(
+            f"tp must divide nheads={config.nheads}, and divide or be a multiple of "
+            f"nheads_kv={config.nheads_kv}, got {tp}"
+        )
+    for name, width in (
+        ("hidden_dim", config.hidden_dim),
+        ("nheads_kv * headdim", config.nheads_kv * config.headdim),
+    ):
+        if width % tp:
+            raise ValueError(f"tp must divide {name}={width}, got {tp}")
+
+
+def _local(x: Tensor) -> Tensor:
+    """What this rank holds."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _full(x: Tensor) -> Tensor:
+    """All of it, on every rank that holds a part."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _num_shards(x: Tensor) -> int:
+    """In how many parts it is held."""
+    if not isinstance(x, DTensor):
+        return 1
+    sizes = zip(x.placements, x.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if not placement.is_replicate())

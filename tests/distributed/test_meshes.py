@@ -1,0 +1,295 @@
+"""The demo's model on (pp, dp, cp, tp) meshes: losses and gradients of one process, in float64.
+
+Rounding is held against itself: float64 rounds as float32 does, 2^-29 times as much, and the
+optimizer feeds either back as strongly. So what float32 does to the model in one process, scaled,
+is what float64 may do to it there and, twice, on the mesh. A mistake is millions of times that.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import islice
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from ring_attn import Strategy
+from ring_attn.bench import demo, mesh_demo
+from ring_attn.bench import mesh as on_mesh
+from ring_attn.bench.demo import (
+    Settings,
+    Trainer,
+    sample_batches,
+    squared_errors,
+    standard_library_text,
+)
+from ring_attn.bench.mesh import SCHEDULES, Axes, MeshSettings, MeshTrainer
+from ring_attn.bench.model import ModelConfig
+from ring_attn.testing import Verdict
+
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("one_thread")]
+
+CPU = torch.device("cpu")
+STEPS = 3
+# From the roundings of float32 to those of float64; the oracle has its own as well.
+SCALE = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+ROUNDING = torch.finfo(torch.float64).eps / 2
+
+
+def settings_for(
+    axes: str,
+    *,
+    schedule: str = "1f1b",
+    microbatches: int = 1,
+    fsdp: bool = False,
+    layout: str = "zigzag",
+    strategy: str | Strategy = "ring",
+    nheads_kv: int = 2,
+    seqlen: int = 33,
+    batch: int = 4,
+    dim: int = 32,
+) -> MeshSettings:
+    model = ModelConfig(dim=dim, hidden_dim=3 * dim, num_layers=4, nheads_kv=nheads_kv)
+    sizes = Axes.parse(axes)
+    run = Settings(
+        sizes.size, seqlen, STEPS, layout, "cpu", torch.float64, 0, True, model, batch=batch
+    )
+    return MeshSettings(run, sizes, schedule, microbatches, fsdp, strategy)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Losses (steps,) of training, losses and gradients of one batch before it, weights after."""
+
+    losses: Tensor
+    results: Tensor
+    weights: Tensor
+
+
+@lru_cache(maxsize=1)
+def some_text() -> Tensor:
+    """Real text, not so much that sending it to the ranks would take time."""
+    return standard_library_text()[: 1 << 18].clone()
+
+
+def trained(trainer: Trainer | MeshTrainer, run: Settings, text: Tensor) -> Trained:
+    """Either kind, on the same batches."""
+    batches = sample_batches(text, run.seqlen, run.seed, run.batch)
+    results = trainer.results_of(next(batches))
+    losses = [trainer.step(batch) for batch in islice(batches, run.steps)]
+    return Trained(torch.tensor(losses, dtype=torch.float64), results, trainer.get_weights())
+
+
+@lru_cache(maxsize=16)
+def open_mesh(axes: Axes) -> DeviceMesh:
+    """In a rank: as few groups as there are meshes."""
+    return axes.mesh("cpu")
+
+
+def train_on_mesh(settings: MeshSettings, text: Tensor) -> Trained:
+    """In a rank."""
+    return trained(MeshTrainer(settings, open_mesh(settings.axes), CPU), settings.run, text)
+
+
+@lru_cache(maxsize=8)
+def train_alone(run: Settings) -> Trained:
+    """One process, dense attention; only what it depends on is in `run`."""
+    return trained(Trainer(run, CPU), run, some_text())
+
+
+def verdicts_of(mesh: Trained, settings: MeshSettings) -> list[Verdict]:
+    """The mesh in float64 against one process in float64, by one process in float32."""
+    run = replace(settings.run, nproc=1, layout="contiguous")
+    exact = train_alone(run)
+    plain = train_alone(replace(run, dtype=torch.float32))
+    sizes = [run.batch * run.seqlen, *(p.numel() for p in Trainer(run, CPU).model.parameters())]
+
+    def judged(name: str, error: Tensor, of_float32: Tensor, floor: float) -> Verdict:
+        bound = 3.0 * SCALE * float(of_float32) + floor
+        return Verdict(name, float(error), bound, ok=float(error) <= bound)
+
+    distances = [(x.losses - exact.losses).abs().max() for x in (mesh, plain)]
+    errors = [squared_errors(x.results, exact.results, sizes).sqrt() for x in (mesh, plain)]
+    return [
+        judged("losses of all steps", *distances, 4.0 * ROUNDING * float(exact.losses.max())),
+        judged("bytes", errors[0][0], errors[1][0], ROUNDING),
+        judged("gradients", errors[0][1], errors[1][1], ROUNDING * math.sqrt(len(sizes) - 1)),
+    ]
+
+
+def assert_holds(results: list[Trained], settings: MeshSettings) -> None:
+    for result in results[1:]:
+        assert torch.equal(result.losses, results[0].losses)
+        assert torch.equal(result.weights, results[0].weights), "copies must stay the same"
+    verdicts = verdicts_of(results[0], settings)
+    assert all(verdict.ok for verdict in verdicts), [str(verdict) for verdict in verdicts]
+
+
+CASES = {
+    "pp2-cp2-gpipe": settings_for("pp=2,cp=2", schedule="gpipe", microbatches=2),
+    "pp2-cp2-1f1b": settings_for("pp=2,cp=2", microbatches=4, layout="contiguous"),
+    "pp2-cp2-interleaved": settings_for("pp=2,cp=2", schedule="interleaved", microbatches=4),
+    "cp2-tp2": settings_for("cp=2,tp=2"),
+    "cp2-tp2-mqa": settings_for("cp=2,tp=2", nheads_kv=1, layout="contiguous"),
+    "cp2-tp2-mha-ulysses": settings_for("cp=2,tp=2", nheads_kv=8, strategy="ulysses"),
+    "dp2-cp2": settings_for("dp=2,cp=2"),
+    "dp2-cp2-fsdp": settings_for("dp=2,cp=2", fsdp=True, microbatches=2),
+    "pp2-cp2-fsdp": settings_for("pp=2,cp=2", fsdp=True, microbatches=2, layout="striped"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mesh_trains_as_one_process_does(ranks: Any, name: str) -> None:
+    assert_holds(ranks(4).run(train_on_mesh, CASES[name], some_text()), CASES[name])
+
+
+SLOW = {
+    "cp4-hybrid": settings_for("cp=4", strategy=Strategy(ulysses_degree=2), seqlen=65),
+    "tp4-kv2": settings_for("tp=4"),
+    "pp2-tp2": settings_for("pp=2,tp=2", microbatches=2),
+    "dp2-tp2-fsdp": settings_for("dp=2,tp=2", fsdp=True),
+    "cp2-tp2-fsdp-mqa": settings_for("cp=2,tp=2", fsdp=True, nheads_kv=1),
+    "pp2-dp2-interleaved-fsdp": settings_for(
+        "pp=2,dp=2", schedule="interleaved", microbatches=2, fsdp=True
+    ),
+    "pp4-1f1b": settings_for("pp=4", microbatches=4),
+    "pp2-cp2-dim64": settings_for("pp=2,cp=2", microbatches=4, dim=64, seqlen=257, batch=8),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_other_meshes_train_as_one_process_does(ranks: Any, name: str) -> None:
+    assert_holds(ranks(4).run(train_on_mesh, SLOW[name], some_text()), SLOW[name])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_all_axes_at_once(fresh_ranks: Any) -> None:
+    settings = settings_for("pp=2,dp=2,cp=2,tp=2", microbatches=2, fsdp=True)
+    pool = fresh_ranks(16, group_timeout=200)
+    assert_holds(pool.run(train_on_mesh, settings, some_text(), timeout=240), settings)
+
+
+def order_of_work(settings: MeshSettings, text: Tensor) -> str:
+    """In a rank: F0 where a microbatch goes forward through its stage 0, B0 backward, and so on."""
+    trainer = MeshTrainer(settings, open_mesh(settings.axes), CPU)
+    events: list[str] = []
+
+    def note(name: str, _module: Any, _args: Any, out: Tensor) -> None:
+        events.append(f"F{name}")
+        if out.requires_grad:
+            out.register_hook(lambda _grad: events.append(f"B{name}"))
+
+    for name, stage in trainer.stages.named_children():
+        stage.register_forward_hook(partial(note, name))
+    batches = sample_batches(text, settings.run.seqlen, settings.run.seed, settings.run.batch)
+    trainer.step(next(batches))  # in the first one torch finds out about shapes
+    events.clear()
+    trainer.step(next(batches))
+    return " ".join(events)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ranks_of_a_ring_work_in_one_order(ranks: Any, schedule: str) -> None:
+    settings = settings_for("pp=2,cp=2", schedule=schedule, microbatches=4)
+    first, its_neighbour, last, neighbour_of_last = ranks(4).run(
+        order_of_work, settings, some_text()
+    )
+    assert first == its_neighbour and last == neighbour_of_last
+    if schedule == "gpipe":
+        assert first == last == "F0 F0 F0 F0 B0 B0 B0 B0"
+    elif schedule == "1f1b":
+        # Stage i of n warms up with n - i - 1 microbatches.
+        assert first == "F0 F0 B0 F0 B0 F0 B0 B0"
+        assert last == "F0 B0 F0 B0 F0 B0 F0 B0"
+    else:
+        assert sorted(first.split()) == sorted(4 * ["F0", "B0", "F1", "B1"])
+        assert first.split()[:5] == ["F0", "F0", "F1", "F1", "F0"]
+
+
+def nothing(*_args: Any, **_options: Any) -> None:
+    """In the place of what must not be left out."""
+
+
+def rows_counted_from_zero(x: Tensor, *_args: Any) -> Tensor:
+    """Positions within the shard."""
+    return torch.arange(x.size(1)).expand_as(x)
+
+
+MISTAKES = {
+    "no sum over cp": (on_mesh, "sync_gradients", nothing),
+    "mean over microbatches": (
+        on_mesh,
+        "Schedule1F1B",
+        lambda *args, **options: _schedule(*args, **{**options, "scale_grads": True}),
+    ),
+    "local positions": (
+        on_mesh,
+        "rope_rotation",
+        lambda position_ids, *args: _rotation(rows_counted_from_zero(position_ids), *args),
+    ),
+    "a key too few": (
+        on_mesh,
+        "ring_attention",
+        partial(on_mesh.ring_attention, window_size=(30, 0)),
+    ),
+    "FSDP's own mean": (FSDPModule, "set_gradient_divide_factor", nothing),
+}
+_schedule, _rotation = on_mesh.Schedule1F1B, on_mesh.rope_rotation
+
+
+def train_with_mistake(settings: MeshSettings, text: Tensor, name: str) -> Trained:
+    """In a rank."""
+    owner, attribute, wrong = MISTAKES[name]
+    with mock.patch.object(owner, attribute, wrong):
+        return train_on_mesh(settings, text)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_found(ranks: Any, name: str) -> None:
+    settings = settings_for("dp=1,cp=2", microbatches=2, fsdp=name.startswith("FSDP"))
+    settings = replace(settings, run=replace(settings.run, steps=1))
+    results = ranks(2).run(train_with_mistake, settings, some_text(), name)
+    verdicts = verdicts_of(results[0], settings)
+    assert not verdicts[2].ok, [str(verdict) for verdict in verdicts]
+
+
+def run_demo(
+    settings: MeshSettings, text: Tensor, options: dict[str, Any]
+) -> mesh_demo.Report | None:
+    """In a rank; with options of the attention that one process does not have."""
+    mistaken = partial(on_mesh.ring_attention, **options)
+    with (
+        mock.patch.object(on_mesh, "ring_attention", mistaken),
+        mock.patch.object(demo, "standard_library_text", return_value=text),
+    ):
+        return mesh_demo.train(settings)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
+)
+def test_demo(ranks: Any, dtype: torch.dtype) -> None:
+    settings = settings_for("cp=2,tp=2", microbatches=2, batch=2)
+    settings = replace(settings, run=replace(settings.run, dtype=dtype))
+    report, *others = ranks(4).run(run_demo, settings, some_text(), {})
+    assert report is not None and others == [None] * 3
+    assert report.ok, [str(verdict) for verdict in report.verdicts]
+    assert report.rows[-1].mesh_loss < report.rows[0].mesh_loss
+
+
+def test_a_few_missing_keys_fail_the_demo(ranks: Any) -> None:
+    """Three rows do not see the first key."""
+    settings = settings_for("cp=2", batch=1)
+    settings = replace(settings, run=replace(settings.run, dtype=torch.float32))
+    options = {"window_size": (settings.run.seqlen - 5, 0)}
+    report, _ = ranks(2).run(run_demo, settings, some_text(), options)
+    assert not report.ok and not any(verdict.ok for verdict in report.verdicts)
