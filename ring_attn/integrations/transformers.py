@@ -1,0 +1,574 @@
+"""Hugging Face models on a sequence that is split over ranks: `attn_implementation="ring_attn"`.
+
+    ring = register(layout="zigzag")
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="ring_attn")
+
+Every rank runs the whole model on its rows. All but attention works on each row by itself, given
+its position; so a rank needs the `position_ids` and the labels of its rows, which `shard_batch`
+cuts, and nothing in the model changes. Training, where `batch` has `input_ids` and `labels`:
+
+    layout = SequenceLayout.zigzag(batch["input_ids"].size(1), world_size)
+    part = shard_batch(batch, layout, rank)
+    count = int((batch["labels"][:, 1:] != -100).sum())
+    loss = model(
+        **part, labels=part["shift_labels"], num_items_in_batch=count, sequence_layout=layout
+    ).loss
+    loss.backward()  # then sum loss and gradients over the ranks
+
+`labels` only tells the model that a loss is wanted: with `shift_labels` its loss function shifts
+nothing, and with `num_items_in_batch` it divides this rank's sum by the labels of all ranks. (DDP
+and FSDP average gradients: multiply the loss by the number of ranks there. Heads that divide by
+their own count, as BERT's do, know no such keyword: take the loss of their logits.)
+
+`sequence_layout` is a keyword of the model's forward that reaches the attention; it may be left out
+where every rank has equally many rows in the layout that was registered. Packed documents are told
+by transformers' own `cu_seq_lens_q` (and `_k`), in positions of the whole sequence. Generation,
+with the whole prompt on every rank and a KV cache that is split over them:
+
+    tokens = model.generate(prompt, past_key_values=ring.cache(model), max_new_tokens=64)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_attn import validation as check
+from ring_attn.api import ring_attention
+from ring_attn.debug import debug_enabled, tell_error
+from ring_attn.decode import tree_decode
+from ring_attn.integrations.transformers_cache import CacheStep, make_cache
+from ring_attn.layout import LAYOUTS, SequenceLayout
+from ring_attn.spec import TransportOptions
+from ring_attn.strategy import Strategy
+
+Group = dist.ProcessGroup | DeviceMesh | None
+
+# The keyword of a model's forward by which a layout, or the step of a cache, gets to the attention.
+LAYOUT = "sequence_layout"
+
+HONOURED = {"sliding_window", "softcap", "s_aux", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids"}
+
+# What models hand on to the attention although it is not for it, or follows from what is honoured.
+NOT_FOR_ATTENTION = {
+    "cache_position",
+    "labels",
+    "logits_to_keep",
+    "max_length_k",
+    "max_length_q",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "return_dict",
+    "shift_labels",
+    "use_cache",
+}
+
+WHY_NOT = {
+    "output_attentions": "no rank has the weights; attn_implementation='eager' has",
+    "output_router_logits": "the auxiliary loss of experts would be that of this rank's rows",
+    "head_mask": "heads cannot be masked",
+    "position_bias": "a bias of the scores is not built",
+    "cache": "a paged cache is not built; `Registration.cache` makes one that is split over ranks",
+}
+
+# Parts of masks that causal, window_size and cu_seqlens say. Positions that jump, as in zigzag, are
+# packed sequences to transformers; `_check_positions` knows better.
+MASK_PATTERNS = {
+    "and_mask",
+    "and_masks",
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "sliding_window_overlay",
+    "sliding_window_bidirectional_overlay",
+    "packed_sequence_mask_function",
+    "remap_positions_for_packed_sequence",
+}
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What a name of `attn_implementation` stands for; leaving it as a context unregisters it.
+
+    Attributes:
+        name: of the implementation.
+        group: as for `ring_attention`.
+        layout: where a forward has no `sequence_layout`.
+        strategy: as for `ring_attention`.
+        backend: likewise.
+        same_bits: likewise.
+        transport: likewise.
+        ignore: keywords of a forward that are not for the attention.
+    """
+
+    name: str
+    group: Group
+    layout: str
+    strategy: str | Strategy
+    backend: str
+    same_bits: bool | None
+    transport: TransportOptions
+    ignore: frozenset[str]
+
+    def unregister(self) -> None:
+        """Takes the name back; models that still have it raise then."""
+        package = _transformers()
+        package.AttentionInterface._global_mapping.pop(self.name, None)
+        package.AttentionMaskInterface._global_mapping.pop(self.name, None)
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.unregister()
+
+    def cache(self, model: Any, *, block: int = 256) -> Any:
+        """An empty KV cache that is split over the ranks, for `model.generate` or its forward.
+
+        Every rank gives the whole prompt. A rank computes, and keeps, its rows of it in the
+        registered layout, while new tokens are computed by all ranks and kept by one
+        (`next_rank`). All ranks get the same logits, bit for bit; sampling needs one seed on all.
+        Layers with a sliding window keep all rows, too.
+
+        Args:
+            model: with a language model's head, whose implementation is this one. It gets hooks
+                that do nothing where another cache is passed.
+            block: so many new tokens a rank takes at a time.
+
+        Returns:
+            A `transformers.Cache`; its `layout` tells who has which positions.
+
+        Raises:
+            ValueError: a model with another implementation, or a bad block.
+            TypeError: a model whose forward does not hand keywords on.
+        """
+        implementation = model.config.get_text_config()._attn_implementation
+        if implementation != self.name:
+            raise ValueError(
+                f"model has attn_implementation {implementation!r}, the cache is for "
+                f"{self.name!r}: call model.set_attn_implementation({self.name!r})"
+            )
+        return make_cache(model, group=self.group, kind=self.layout, block=block, keyword=LAYOUT)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """The attention function that models call.
+
+        Args:
+            module: the attention module, for its config.
+            query: (batch, nheads, rows, headdim).
+            key: (batch, nheads_kv, rows_kv, headdim).
+            value: (batch, nheads_kv, rows_kv, headdim_v).
+            attention_mask: must be None.
+            dropout: must be 0.
+            scaling: factor of the scores.
+            is_causal: that of the module if None.
+            **kwargs: see `HONOURED` and `NOT_FOR_ATTENTION`; all else must be None or False.
+
+        Returns:
+            (batch, rows, nheads, headdim_v), and None in place of weights.
+        """
+        try:
+            _check_arguments(attention_mask, dropout, kwargs, self.ignore)
+            _check_config(module)
+            causal = _causal(module, is_causal, query.size(2))
+            window = _window(module, kwargs, causal)
+            q, k, v = (x.transpose(1, 2) for x in _autocast(query, key, value))
+            placed = _placed(kwargs.get(LAYOUT), self.layout)
+            documents = (kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
+            if not isinstance(placed, CacheStep):
+                _check_rows(q, k, self.name)
+            if "position_ids" in kwargs:
+                self._check_positions(kwargs["position_ids"], placed, q.size(1), documents[0])
+        except Exception as error:
+            self._tell(error)
+            raise
+        options: dict[str, Any] = {
+            "causal": causal,
+            "window_size": window,
+            "softmax_scale": scaling,
+            "softcap": kwargs.get("softcap") or 0.0,
+            "sinks": kwargs.get("s_aux"),
+            "group": self.group,
+            "backend": self.backend,
+            "transport": self.transport,
+        }
+        if isinstance(placed, CacheStep) and placed.chunk is None:
+            return tree_decode(q, k, v, layout=placed.cache, **options), None
+        out = ring_attention(
+            q,
+            k,
+            v,
+            layout=placed.layouts if isinstance(placed, CacheStep) else placed,
+            cu_seqlens=documents[0],
+            cu_seqlens_k=documents[1],
+            strategy=self.strategy,
+            same_bits=self.same_bits,
+            **options,
+        )
+        return out, None
+
+    def mask(self, *args: Any, **kwargs: Any) -> None:
+        """The mask function that goes with it; see `check_mask`."""
+        try:
+            check_mask(*args, **kwargs)
+        except Exception as error:
+            self._tell(error)
+            raise
+
+    def _tell(self, error: Exception) -> None:
+        """In debug mode the ranks that are already waiting for this one raise, too."""
+        if debug_enabled() and dist.is_initialized():
+            tell_error(error, check.check_group(self.group))
+
+    def _check_positions(
+        self,
+        position_ids: Tensor | None,
+        placed: str | SequenceLayout | CacheStep,
+        rows: int,
+        cu_seqlens: Tensor | None,
+    ) -> None:
+        """Whether the positions that the model has are those of this rank's rows.
+
+        A batch that was not cut, or cut in another layout, has the right shapes and would give
+        wrong numbers. Not under torch.compile, which cannot look at values.
+        """
+        if torch.compiler.is_compiling():
+            return
+        group = check.check_group(self.group)
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        if position_ids is None:
+            if world_size == 1:
+                return
+            raise ValueError(
+                "position_ids must be passed to the model, which else counts every rank's rows "
+                "from 0: ring_attn.shard_batch makes them"
+            )
+        cuts = check.check_cu_seqlens("cu_seq_lens_q", cu_seqlens)
+        if isinstance(placed, str):
+            total = cuts[-1] if cuts else rows * world_size
+            placed = SequenceLayout.from_name(placed, total, world_size)
+        if _seen(position_ids, (placed, cuts, rank)):
+            return
+        if isinstance(placed, CacheStep):
+            expected = placed.position_ids(rank, rows)
+        else:
+            expected = placed.position_ids(rank)
+        allowed = [expected]
+        if cuts:
+            starts = torch.tensor(cuts)
+            allowed.append(expected - starts[torch.searchsorted(starts, expected, right=True) - 1])
+        got = position_ids.detach().cpu()
+        for one in allowed:
+            if got.ndim == 2 and got.size(1) == len(one) and bool((got == one).all()):
+                _remember(position_ids, (placed, cuts, rank))
+                return
+        raise ValueError(
+            f"position_ids of rank {rank} must be those of its rows, {_shown(expected)}, got shape "
+            f"{tuple(got.shape)} with {_shown(got.flatten())}: cut input_ids, labels and positions "
+            f"with ring_attn.shard_batch in the layout of the attention, {placed} ({LAYOUT}= of "
+            "the forward tells another); documents whose positions start at 0 need cu_seq_lens_q "
+            "and cu_seq_lens_k of the whole sequence"
+        )
+
+
+def register(
+    group: Group = None,
+    layout: str = "contiguous",
+    *,
+    strategy: str | Strategy = "ring",
+    backend: str = "auto",
+    same_bits: bool | None = None,
+    transport: TransportOptions = TransportOptions(),  # noqa: B008 - frozen
+    name: str = "ring_attn",
+    ignore: Collection[str] = (),
+) -> Registration:
+    """Makes `attn_implementation="ring_attn"` known to transformers, on this rank's shard.
+
+    Honoured: GQA, causal and bidirectional models, sliding windows layer by layer, softcap, sinks,
+    scaling, packed documents (`cu_seq_lens_q`), autocast. Refused by name: padding and other masks,
+    dropout, output_attentions, RoPE that depends on the length seen so far (dynamic, longrope),
+    layers that mix rows without attention (linear attention, Mamba, convolution), chunked
+    attention, and keywords that reach the attention and are unknown.
+
+    Where the model gives its attention `position_ids`, as almost all do, they are checked against
+    the layout, but not under torch.compile. The pooler of BERT and its like looks at the first row,
+    which is the first of the sequence on one rank only.
+
+    Args:
+        group: as for `ring_attention`.
+        layout: of a forward without `sequence_layout`, and of prompts: "contiguous", "zigzag" or
+            "striped".
+        strategy: as for `ring_attention`.
+        backend: likewise.
+        same_bits: likewise.
+        transport: likewise.
+        name: another, where several groups or layouts are used side by side.
+        ignore: keywords of the models' forward that are not for the attention, such as those of a
+            loss function of your own.
+
+    Returns:
+        A handle: `unregister()`, `cache(model)`.
+
+    Raises:
+        ImportError: no transformers, or one before version 5.
+        ValueError: a name that is taken or means something else to transformers, a bad layout.
+        TypeError: a layout that is not a name.
+
+    Example:
+        >>> with register(layout="zigzag", name="ring_zigzag") as ring:
+        ...     ring.name
+        'ring_zigzag'
+    """
+    package = _transformers()
+    if not isinstance(layout, str):
+        raise TypeError(
+            f"layout must be one of {list(LAYOUTS)}, got {layout!r}: lengths differ from batch to "
+            f"batch, so a SequenceLayout goes to the model's forward as {LAYOUT}="
+        )
+    SequenceLayout.from_name(layout, 0, 1)
+    if "flash" in name or "/" in name or "paged" in name:
+        raise ValueError(
+            f"name must not contain 'flash', 'paged' or '/', which mean something to transformers, "
+            f"got {name!r}"
+        )
+    if name in package.AttentionInterface._global_mapping:
+        raise ValueError(
+            f"attn_implementation {name!r} is registered already: call unregister() of its handle, "
+            "or give another name"
+        )
+    ring = Registration(
+        name, group, layout, strategy, backend, same_bits, transport, frozenset(ignore)
+    )
+    package.AttentionInterface.register(name, ring.attend)
+    package.AttentionMaskInterface.register(name, ring.mask)
+    return ring
+
+
+def check_mask(
+    *args: Any,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> None:
+    """What a mask function says here: None, as that of flash-attention, or an error.
+
+    Args:
+        *args: sizes, which are those of a shard and say nothing.
+        mask_function: what sees what, of index tensors.
+        attention_mask: (batch, seqlen), False where there is padding.
+        **kwargs: unused.
+
+    Raises:
+        NotImplementedError: padding, or a mask that is not causal, a window or documents.
+    """
+    unknown = sorted(set(_patterns(mask_function)) - MASK_PATTERNS) if mask_function else []
+    if unknown or kwargs.get("use_vmap"):
+        raise NotImplementedError(
+            f"the model asks for a mask made of {', '.join(unknown) or 'functions of its own'}: "
+            "attention over a split sequence has causal masks, sliding windows and documents "
+            "(cu_seq_lens_q)"
+        )
+    if attention_mask is None:
+        return
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "attention_mask cannot be looked at under torch.compile: leave it out, as padding is "
+            "not built"
+        )
+    if not bool(attention_mask.all()):
+        hidden = int((attention_mask == 0).sum())
+        raise NotImplementedError(
+            f"attention_mask hides {hidden} of {attention_mask.numel()} tokens: padding is not "
+            "built. Pack the sequences one after another and pass cu_seq_lens_q and cu_seq_lens_k; "
+            "or, where a causal model has its padding at the end, leave attention_mask out and set "
+            "the labels there to -100"
+        )
+
+
+def _patterns(mask_function: Callable[..., Any]) -> Iterator[str]:
+    """The names of the functions that a mask is made of; under torch.compile of the outermost.
+
+    That finds unions, which let more be seen. What is cut from a mask, chunked attention, is known
+    by the type of the layers, too.
+    """
+    if torch.compiler.is_compiling():
+        yield mask_function.__name__
+        return
+    name, module = mask_function.__qualname__.split(".")[0], mask_function.__module__
+    yield name if module == "transformers.masking_utils" else f"{module}.{name}"
+    for cell in mask_function.__closure__ or ():
+        parts = cell.cell_contents
+        for part in parts if isinstance(parts, tuple) else (parts,):
+            if isinstance(part, FunctionType):
+                yield from _patterns(part)
+
+
+def _check_arguments(
+    attention_mask: object, dropout: float, kwargs: dict[str, Any], ignore: frozenset[str]
+) -> None:
+    """Everything that the attention gets is honoured, or known not to be meant for it."""
+    if attention_mask is not None:
+        shape = tuple(getattr(attention_mask, "shape", ()))
+        raise NotImplementedError(
+            f"attention_mask must be None, got {type(attention_mask).__name__} of shape {shape}: a "
+            "mask of your own is not built; documents are told by cu_seq_lens_q and cu_seq_lens_k"
+        )
+    if dropout:
+        raise NotImplementedError(
+            f"attention dropout must be 0, got {dropout}: set attention_dropout (in BERT "
+            "attention_probs_dropout_prob) of the config to 0, or call model.eval()"
+        )
+    known = HONOURED | NOT_FOR_ATTENTION | ignore | {LAYOUT}
+    for name, value in kwargs.items():
+        if name not in known and value is not None and value is not False:
+            reason = WHY_NOT.get(
+                name, "it is not known here; register(ignore=...) if it is not for the attention"
+            )
+            raise NotImplementedError(f"{name} reached the attention: {reason}")
+
+
+def _check_config(module: nn.Module) -> None:
+    """What a model does besides attention must not depend on rows that other ranks have."""
+    config = getattr(module, "config", None)
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
+    if others:
+        raise NotImplementedError(
+            f"the model has layers of type {', '.join(others)}, which need rows of other ranks in "
+            f"their own way: only {' and '.join(sorted(LAYER_TYPES))} work on a split sequence"
+        )
+    for rope_type in _rope_types(config):
+        if "dynamic" in rope_type or rope_type == "longrope":
+            raise NotImplementedError(
+                f"rope_type {rope_type!r} depends on the longest position that this rank has, not "
+                "on that of the sequence: use a fixed scaling such as 'yarn', 'llama3' or 'linear'"
+            )
+
+
+def _rope_types(config: Any) -> Iterator[str]:
+    """Those of the config, or of each type of layers in it."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [one for one in parameters.values() if isinstance(one, dict)]
+    for one in nested or [parameters]:
+        yield str(one.get("rope_type", "default"))
+
+
+def _causal(module: nn.Module, is_causal: bool | None, rows: int) -> bool:
+    """That of the call, else of the module; refused where config and module contradict."""
+    of_module = bool(getattr(module, "is_causal", True))
+    of_config = getattr(getattr(module, "config", None), "is_causal", None)
+    if is_causal is None:
+        if of_module and of_config is False:
+            raise ValueError(
+                "config.is_causal is False and the attention module says True: pass "
+                "is_causal=False to the forward, too"
+            )
+        return of_module
+    # Some models derive it from their number of rows, which is one in decoding, or in a tiny shard.
+    if of_module and rows == 1 and of_config is not False:
+        return True
+    return bool(is_causal)
+
+
+def _window(module: nn.Module, kwargs: dict[str, Any], causal: bool) -> tuple[int, int]:
+    """transformers counts the query itself: a window of n is n - 1 keys on either side."""
+    size = kwargs.get("sliding_window")
+    if size is not None:
+        return (size - 1, 0 if causal else size - 1)
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    types = getattr(config, "layer_types", None)
+    if types and layer is not None:
+        slides = types[layer] == "sliding_attention"
+    else:
+        slides = "sliding_window" not in kwargs and bool(getattr(config, "sliding_window", None))
+    if slides:  # its masks tell sdpa, but masks over a shard are not made
+        raise NotImplementedError(
+            f"layer {layer} has a sliding window that {type(module).__name__} does not tell its "
+            "attention function"
+        )
+    return (-1, -1)
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast q, k and v are in its type, as for torch's own attention."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
+def _placed(given: object, name: str) -> str | SequenceLayout | CacheStep:
+    """Where the rows are: as the forward says, else by the name that was registered."""
+    if given is None:
+        return name
+    if not isinstance(given, (str, SequenceLayout, CacheStep)):
+        raise TypeError(f"{LAYOUT} must be a SequenceLayout or one of {LAYOUTS}, got {given!r}")
+    return given
+
+
+def _check_rows(q: Tensor, k: Tensor, name: str) -> None:
+    if q.size(1) != k.size(1):
+        raise NotImplementedError(
+            f"q has {q.size(1)} rows and k {k.size(1)}: a KV cache must be made by "
+            f"`Registration.cache(model)` of {name!r} and passed as past_key_values; "
+            "cross-attention is not built"
+        )
+
+
+# id -> (the tensor, its version, what its values were found right for): all layers of a model have
+# the same position_ids, and on a GPU each look at them waits for it.
+_found_right: dict[int, tuple[weakref.ref[Tensor], int, object]] = {}
+
+
+def _seen(x: Tensor, key: object) -> bool:
+    known = _found_right.get(id(x))
+    return known is not None and known[0]() is x and known[1:] == (x._version, key)
+
+
+def _remember(x: Tensor, key: object) -> None:
+    number = id(x)
+    ref = weakref.ref(x, lambda _: _found_right.pop(number, None))
+    _found_right[number] = (ref, x._version, key)
+
+
+def _shown(positions: Tensor) -> str:
+    """Some positions for a message: the first and the last of many."""
+    values = positions.tolist()
+    if len(values) <= 8:
+        return str(values)
+    first, last = (", ".join(map(str, part)) for part in (values[:4], values[-4:]))
+    return f"[{first}, ..., {last}]"
+
+
+def _transformers() -> ModuleType:
+    """The package, if it is one that this module is for."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError("transformers is not installed: pip install 'ring-attn[hf]'") from error
+    if not hasattr(transformers, "AttentionMaskInterface"):
+        raise ImportError(
+            f"transformers 5 or newer is needed, found {transformers.__version__}: "
+            "pip install 'ring-attn[hf]'"
+        )
+    return transformers

