@@ -172,7 +172,11 @@ def calibrate(
     )
     ranks = run_ranks(measure, world_size, setting, threads=threads, device=device)
     tiles, messages, bandwidth, slowdown = ranks[0]  # the same on every rank
-    forward, backward = (fit_rate([t for t in tiles if t.backward == b]) for b in (False, True))
+    forward, backward, window_forward, window_backward = (
+        fit_rate([t for t in tiles if t.backward == b and (t.kind == "window") == window])
+        for window in (False, True)
+        for b in (False, True)
+    )
     links = {
         op: fit_link(op, [m for m in messages if m.op == op])
         for op in dict.fromkeys(m.op for m in messages)
@@ -180,7 +184,9 @@ def calibrate(
     inside = links.pop("shift", Link("alone", 0.0, bandwidth))
     name = str(machine().get("cpu", kind)) if kind == "cpu" else torch.cuda.get_device_name()
     memory = torch.cuda.get_device_properties(0).total_memory if kind == "cuda" else 0
-    made = Device(name, 0.0, forward, backward, bandwidth, float(memory))
+    made = Device(
+        name, 0.0, forward, backward, bandwidth, float(memory), window_forward, window_backward
+    )
     cluster = Cluster(made, world_size, inside, inside, None, slowdown, links)
     return cluster, [*map(asdict, tiles), *map(asdict, messages)]
 
@@ -298,13 +304,20 @@ class _Bench:
             torch.cuda.synchronize()
 
     def tiles(self) -> Iterator[TileSample]:
-        """FULL and CAUSAL squares, and FULL rectangles half as wide, of several sizes."""
+        """FULL and CAUSAL squares, FULL rectangles half as wide and windows, of several sizes."""
         forward_pair, backward_pair = (flops(1, self.spec, backward=b) for b in (False, True))
         for rows in self.setting.rows:
-            for kind, cols in (("full", rows), ("full", rows // 2), ("causal", rows)):
-                hi = 0 if kind == "causal" else None
-                tile = Tile(slice(0, rows), slice(0, cols), Band(None, hi))
-                edge = rows - 1 if kind == "causal" else 0
+            for kind, cols, band in (
+                ("full", rows, Band(None, None)),
+                ("full", rows // 2, Band(None, None)),
+                ("causal", rows, Band(None, 0)),
+                ("window", rows, Band(-(rows // 4), 0)),
+                ("window", rows, Band(-(rows // 2), rows // 8)),
+            ):
+                tile = Tile(slice(0, rows), slice(0, cols), band)
+                lo, hi = band
+                edge = 0 if hi is None else min(cols - 1 - hi, rows)
+                edge += 0 if lo is None else min(rows - 1 + lo, rows)
                 forward, backward = self.calls(tile)
                 repeats = self.setting.repeats * self.setting.rows[-1] // rows
                 repeats = min(repeats, MOST_REPEATS)
@@ -414,14 +427,18 @@ def _table(found: dict[int, tuple[Cluster, list[dict[str, Any]]]]) -> Table:
     table = Table(*columns, title="this machine, all ranks at work")
     for ranks, (cluster, samples) in found.items():
         tiles = [TileSample(**s) for s in samples if "kind" in s]
-        for name, rate, backward in (
-            ("forward", cluster.device.forward, False),
-            ("backward", cluster.device.backward, True),
+        for name, backward, window in (
+            ("forward", False, False),
+            ("backward", True, False),
+            ("window, forward", False, True),
+            ("window, backward", True, True),
         ):
+            rate = cluster.device.rate(backward=backward, window=window)
+            some = [t for t in tiles if t.backward == backward and (t.kind == "window") == window]
             table.add_row(
                 str(ranks), name, f"{rate.flops / 1e9:.1f}", f"{rate.launch:.2g}",
                 f"{rate.row_columns:.0f}, {rate.edge_columns:.0f}",
-                f"{100 * worst_miss(rate, [t for t in tiles if t.backward == backward]):.0f} %",
+                f"{100 * worst_miss(rate, some):.0f} %",
             )  # fmt: skip
         copied = f"{cluster.device.memory_bandwidth / 1e9:.1f}"
         table.add_row(str(ranks), "copy", copied, "", "", "")

@@ -56,6 +56,9 @@ class Device:
         backward: of attention.
         memory_bandwidth: bytes/s of passes that copy or add.
         memory_bytes: size of its memory; 0 where it is not known.
+        window_forward: of attention with a window, where it was measured: a backend may take its
+            tiles in strips.
+        window_backward: likewise.
     """
 
     name: str
@@ -64,6 +67,14 @@ class Device:
     backward: Rate
     memory_bandwidth: float
     memory_bytes: float = 0.0
+    window_forward: Rate | None = None
+    window_backward: Rate | None = None
+
+    def rate(self, *, backward: bool, window: bool = False) -> Rate:
+        """That of a direction, of tiles that a window cuts or others."""
+        usual = self.backward if backward else self.forward
+        special = self.window_backward if backward else self.window_forward
+        return special if window and special is not None else usual
 
 
 @dataclass(frozen=True)
@@ -277,7 +288,11 @@ def cluster_from_json(found: Mapping[str, Any]) -> Cluster:
         True
     """
     device: dict[str, Any] = dict(found["device"])
-    device |= {name: Rate(**device[name]) for name in ("forward", "backward")}
+    device |= {
+        name: None if rate is None else Rate(**rate)
+        for name, rate in device.items()
+        if name.endswith("ward")
+    }
     parts: dict[str, Any] = {
         "device": Device(**device),
         "inside": Link(**found["inside"]),

@@ -101,6 +101,7 @@ class Compute:
         rows: (P,) int64 rows whose state is loaded and stored; backward the mean of both sides.
         per_pair: (P,) int64 operations for a pair in all heads, of all passes of the direction.
         share: of these passes, what this one takes of the operations.
+        window: whether the mask is one with a window.
     """
 
     backward: bool
@@ -109,6 +110,7 @@ class Compute:
     rows: Tensor
     per_pair: Tensor
     share: float = 1.0
+    window: bool = False
 
     @property
     def flops(self) -> Tensor:
@@ -330,7 +332,8 @@ class _Builder:
         spec = self.spec
         per_pair = torch.full_like(work.area, flops(1, spec, backward=self.backward))
         rows = (work.rows + work.cols) // 2 if self.backward else work.rows
-        return Compute(self.backward, work.area, work.edge, rows, per_pair, share)
+        window = self.mask.left is not None
+        return Compute(self.backward, work.area, work.edge, rows, per_pair, share, window)
 
     def rows(self, side: Literal["q", "kv"]) -> Tensor:
         """(P,) rows of each rank's shard."""

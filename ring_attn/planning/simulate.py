@@ -221,9 +221,8 @@ class _Run:
         start = self.clock
         match action:
             case Compute():
-                rate = (
-                    self.cluster.device.backward if action.backward else self.cluster.device.forward
-                )
+                device = self.cluster.device
+                rate = device.rate(backward=action.backward, window=action.window)
                 seconds = action.share * compute_seconds(
                     rate, action.area, action.rows, action.edge, action.per_pair
                 )

@@ -20,14 +20,16 @@ def test_a_calibration_is_written_and_predicts(
     report = json.loads(path.read_text())
     assert report["command"].startswith("ring-attn calibrate --world-sizes 2 --heads 2")
     kinds = {sample.get("kind", sample.get("op")) for sample in report["samples"]["2"]}
-    assert kinds == {"full", "causal", "shift", "all_gather", "reduce_scatter", "all_to_all"}
+    links = {"shift", "all_gather", "reduce_scatter", "all_to_all"}
+    assert kinds == {"full", "causal", "window"} | links
     cluster = load_cluster(path)
     assert cluster.node_size == 2
     assert set(cluster.collectives) == {"all_gather", "reduce_scatter", "all_to_all"}
-    rates = (cluster.device.forward, cluster.device.backward)
-    links = (cluster.inside, *cluster.collectives.values())
+    device = cluster.device
+    rates = [device.rate(backward=b, window=w) for b in (False, True) for w in (False, True)]
+    measured = (cluster.inside, *cluster.collectives.values())
     assert all(rate.flops > 1e6 for rate in rates)
-    assert all(link.bandwidth > 1e4 and link.latency >= 0 for link in links)
+    assert all(link.bandwidth > 1e4 and link.latency >= 0 for link in measured)
     rows = compare(2, [Case("ring", 200, 2, 2, 16), Case("ulysses", 200, 2, 2, 16)], cluster)
     assert [(row.strategy, row.mode) for row in rows] == [
         (strategy, mode)

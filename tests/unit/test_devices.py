@@ -14,6 +14,7 @@ from ring_attn.planning.devices import (
     DEVICES,
     LINKS,
     Cluster,
+    Device,
     Rate,
     builtin_cluster,
     cluster_from_json,
@@ -129,3 +130,13 @@ def test_no_part_of_a_fit_is_negative() -> None:
     link = fit_link("shift", falling)
     assert link.latency >= 0
     assert link.bandwidth > 0
+
+
+def test_windows_have_a_rate_of_their_own() -> None:
+    usual, strips = Rate(2.0), Rate(1.0)
+    device = Device("made", 0.0, usual, usual, 1.0, window_forward=strips)
+    assert device.rate(backward=False) is usual
+    assert device.rate(backward=False, window=True) is strips
+    assert device.rate(backward=True, window=True) is usual, "one that was not measured"
+    cluster = replace(builtin_cluster("H100"), device=device)
+    assert cluster_from_json(to_json(cluster)) == cluster

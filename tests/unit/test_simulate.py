@@ -148,6 +148,18 @@ def test_collectives_take_what_was_measured_of_them(strategy: Strategy) -> None:
     assert simulated(on, strategy=strategy).seconds == pytest.approx(sent / 1e9)
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_window_is_computed_at_its_own_rate(backward: bool) -> None:
+    on = cluster()
+    half = replace(on.device, window_forward=Rate(5e8), window_backward=Rate(5e8))
+    layout = SequenceLayout.contiguous(2 * ROWS, 2)
+    for left, factor in ((None, 1.0), (ROWS, 2.0)):
+        mask = Mask(2 * ROWS, 2 * ROWS, True, (-1 if left is None else left, 0))
+        schedule = schedule_of(RING, SPEC, (layout, layout), mask, backward=backward)
+        usual, halved = (simulate(schedule, replace(on, device=d)) for d in (on.device, half))
+        assert torch.allclose(halved.compute, factor * usual.compute)
+
+
 def test_spans_are_the_time_of_every_rank() -> None:
     found = simulated(cluster(inside=2e8), causal=True, backward=True, spans=True)
     busy = torch.zeros(4, dtype=torch.float64)
