@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ring_attn import balance
+from ring_attn import balance, profiling, tensor_parallel
 from ring_attn.api import ring_attention, select_backend, unshard
 from ring_attn.decode import next_rank, tree_decode
 from ring_attn.gradients import sync_gradients
@@ -27,11 +27,13 @@ __all__ = [
     "explain",
     "next_rank",
     "parallelize",
+    "profiling",
     "ring_attention",
     "select_backend",
     "shard_batch",
     "stats",
     "sync_gradients",
+    "tensor_parallel",
     "tree_decode",
     "unshard",
 ]

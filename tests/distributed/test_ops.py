@@ -6,8 +6,10 @@ One call of the pool runs many cases: a compiler is started once in every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ring_attn import SequenceLayout, Strategy, TransportOptions, ring_attention
@@ -217,33 +220,43 @@ def test_selective_checkpoint_does_not_run_the_ring_twice(pool: Pool) -> None:
 
 
 def checked_operators() -> list[str]:
-    """torch's own checks of an operator: schema, autograd, fakes, and under a compiler."""
+    """torch's own checks of both operators: schema, autograd, fakes, and under a compiler."""
     from ring_attn import ops
 
-    calls: list[tuple[Any, ...]] = []
-    real = ops.attention
+    calls: dict[str, list[tuple[Any, ...]]] = {"attention": [], "attention_backward": []}
 
-    def kept(*args: Any) -> Any:
-        calls.append(args)
-        return real(*args)
+    def keeping(name: str) -> Callable[..., Any]:
+        real = getattr(ops, name)
 
-    ops.attention = kept  # type: ignore[assignment]
-    try:
+        def call(*args: Any) -> Any:
+            calls[name].append(args)
+            return real(*args)
+
+        return call
+
+    sinks = torch.tensor([0.5, -1.0, 0.0, 2.0], requires_grad=True)
+    with ExitStack() as stack:
+        for name in calls:
+            stack.enter_context(mock.patch.object(ops, name, keeping(name)))
         for strategy in STRATEGIES.values():
-            ring_attention(*inputs(6), causal=True, strategy=strategy)
-    finally:
-        ops.attention = real
-    passed = []
-    for args in calls:
-        found = torch.library.opcheck(torch.ops.ring_attn.attention.default, args)
-        passed.append(",".join(sorted(set(found.values()))))
-    return passed
+            fn = partial(ring_attention, causal=True, strategy=strategy)
+            results(fn, inputs(6))
+        results(partial(ring_attention, sinks=sinks), inputs(6))
+    found = []
+    for name, some in calls.items():
+        operator = getattr(torch.ops.ring_attn, name).default
+        for args in some:
+            if name == "attention_backward":  # is not differentiated
+                args = tree_map_only(Tensor, Tensor.detach, args)
+            checks = torch.library.opcheck(operator, args)
+            found.append(",".join(sorted(set(checks.values()))))
+    return found
 
 
 def test_opcheck(pool: Pool) -> None:
-    """Every one of torch's checks succeeds, for every strategy."""
+    """Every one of torch's checks succeeds, for every strategy, forward and backward."""
     for found in pool.run(checked_operators, timeout=200):
-        assert found == ["SUCCESS"] * len(STRATEGIES)
+        assert found == ["SUCCESS"] * 2 * (len(STRATEGIES) + 1)
 
 
 def test_refuses_capture(monkeypatch: pytest.MonkeyPatch) -> None:
