@@ -142,16 +142,8 @@ def _peak(call: Call, *, backward: bool) -> int:
         case UlyssesCall():
             return ulysses.predicted_peak_bytes(call, _peak, backward=backward)
         case QExchangeCall():
-            return _q_exchange_peak(call, backward=backward)
+            return q_exchange.predicted_peak_bytes(call, _peak, backward=backward)
     raise NotImplementedError(f"the memory of {type(call).__name__} is not known")
-
-
-def _q_exchange_peak(call: QExchangeCall, *, backward: bool) -> int:
-    """The exchanged Q is held beside the core; dO and its exchanged copy, too, in the backward."""
-    spec = call.spec
-    rows = call.layouts[0].shard_len(call.rank) * spec.batch * spec.nheads * spec.dtype.itemsize
-    held = rows * spec.headdim + (rows * spec.headdim_v if backward else 0)
-    return held + _peak(call.inner, backward=backward)
 
 
 def _ring_peak(call: RingCall, *, backward: bool) -> int:

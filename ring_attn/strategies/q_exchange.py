@@ -228,6 +228,57 @@ def num_messages(call: QExchangeCall) -> int:
     return 0 if call.partner == call.rank else 2
 
 
+def predicted_peak_bytes(
+    call: QExchangeCall, of_core: Callable[..., int], *, backward: bool
+) -> int:
+    """Most bytes that a call holds at a time beyond its inputs, on its rank.
+
+        forward     exchanged q + what the core takes
+                    exchanged q, out, lse + messages of both sides + out, lse at home
+        backward    exchanged q, out, lse + out, lse at home + exchanged dout
+                    + what the core takes; or + its gradients, messages of both sides, dq at home
+
+    Args:
+        call: its core saves what it is given, out and lse, as a ring does.
+        of_core: most bytes of the core beyond its inputs, as `of_core(core, backward=backward)`.
+        backward: of forward and backward, else of the forward alone.
+    """
+    if call.partner == call.rank:
+        return of_core(call.inner, backward=backward)
+    spec, tails = call.spec, (_len(call.home.tail), _len(call.there.tail))
+    heads = spec.batch * spec.nheads
+
+    def side(rows: int, *dims: int, with_lse: bool = False) -> int:
+        lse = heads * rows * spec.accum_dtype.itemsize if with_lse else 0
+        return heads * rows * sum(dims) * spec.dtype.itemsize + lse
+
+    def messages(*dims: int, with_lse: bool = False) -> int:
+        return sum(side(rows, *dims, with_lse=with_lse) for rows in tails)
+
+    home, there = (_len(rows.head) + _len(rows.tail) for rows in (call.home, call.there))
+    q, result = side(there, spec.headdim), side(there, spec.headdim_v, with_lse=True)
+    result_home = side(home, spec.headdim_v, with_lse=True)
+    forward = q + max(
+        messages(spec.headdim),
+        of_core(call.inner, backward=False),
+        result + messages(spec.headdim_v, with_lse=True) + result_home,
+    )
+    if not backward:
+        return forward
+    dout, dq_home = side(there, spec.headdim_v), side(home, spec.headdim)
+    rows_kv = spec.batch * call.layouts[1].shard_len(call.rank) * spec.nheads_kv
+    grads = q + rows_kv * (spec.headdim + spec.headdim_v) * spec.dtype.itemsize
+    held = q + result_home + dout
+    # A core counts its own out and lse.
+    within = of_core(call.inner, backward=True)
+    return max(
+        forward,
+        held + result + messages(spec.headdim_v) - dout,
+        held + within,
+        held + result + grads + messages(spec.headdim) + dq_home,
+    )
+
+
 def _packet(tensors: Sequence[Tensor], rows: int) -> Packet:
     """The message with so many rows of each tensor."""
     return Packet(tuple(_with_rows(x, rows) for x in tensors), tuple(x.dtype for x in tensors))

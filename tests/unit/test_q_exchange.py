@@ -7,15 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.plan import gathered_tiles
+from ring_attn.profiling import peak_bytes
 from ring_attn.spec import AttentionSpec
 from ring_attn.strategies import all_gather, q_exchange, ring
 from ring_attn.strategies.base import Call
-from ring_attn.strategies.q_exchange import QExchangeCall, exchanged_layout
+from ring_attn.strategies.q_exchange import (
+    QExchangeCall,
+    exchanged_layout,
+    predicted_peak_bytes,
+)
 from ring_attn.testing import random_qkv
+from ring_attn.transport.base import TransportStats
 from ring_attn.transport.local import LocalTransport, run_local
 from tests.strategies import MASKS, Layouts, assert_holds, config, layouts_of, spec_of
 
@@ -181,3 +188,56 @@ def test_bytes_and_messages_are_those_of_the_plan(layout: str, world_size: int) 
             assert transport.stats.messages == count
 
     run_local(world_size, work)
+
+
+# -- memory
+
+ROWS, SHARE = 1024, 0.05
+
+
+class Echo:
+    """Stands for the other rank: what it sends are zeros."""
+
+    world_size = 4
+
+    def __init__(self) -> None:
+        self.stats = TransportStats()
+
+    def post(self, channel: str, step: int, hop: object, send: object, recv: Tensor) -> None:
+        recv.zero_()
+
+    def all_gather(self, channel: str, step: int, send: object, recv: Tensor) -> None:
+        recv.zero_()
+
+    def reduce_scatter(self, channel: str, step: int, send: object, recv: Tensor) -> None:
+        recv.zero_()
+
+    def wait(self, channel: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["fwd", "fwd_bwd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("nheads_kv", [4, 1])
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("core", CORES)
+def test_a_call_holds_what_is_predicted(
+    core: str, rank: int, nheads_kv: int, dtype: torch.dtype, backward: bool
+) -> None:
+    mask, layout = Mask(4 * ROWS, 4 * ROWS, causal=True), SequenceLayout.contiguous(4 * ROWS, 4)
+    spec = AttentionSpec("cpu", dtype, 1, 4, nheads_kv, 64, 64)
+    call = maker(mask, core, backend="aten")(spec, (layout, layout), rank)
+    q, k, v, dout = (
+        torch.randn(1, ROWS, heads, 64).to(dtype)
+        for heads in (4, nheads_kv, nheads_kv, 4)
+    )
+    transport: Any = Echo()
+    transport.rank = rank
+
+    def run() -> object:
+        result = call.forward(q, k, v, transport, None)
+        return result, call.backward(result.saved, dout, transport, None) if backward else None
+
+    of_core: Any = {"ring": ring, "all_gather": all_gather}[core].predicted_peak_bytes
+    predicted = predicted_peak_bytes(call, of_core, backward=backward)
+    assert abs(peak_bytes(run) - predicted) <= SHARE * predicted
