@@ -1,11 +1,17 @@
-"""Fixtures of all tests: processes for the distributed ones."""
+"""Fixtures of all tests: processes for the distributed ones; and Triton's interpreter."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
+# Triton decides between interpreter and compiler when it is imported, which parts of torch do
+# behind one's back: so this stands before any test module. Child processes inherit it.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.distributed.pool import Pool, Pools
 

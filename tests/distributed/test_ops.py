@@ -21,6 +21,10 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ring_attn import SequenceLayout, Strategy, TransportOptions, ring_attention
+from ring_attn.mask import Mask
+from ring_attn.spec import AttentionSpec
+from ring_attn.strategies.core import make_call
+from ring_attn.strategy import resolve_strategy
 from ring_attn.transport.p2p import open_p2p
 from tests.distributed.pool import Pool
 
@@ -152,6 +156,51 @@ def test_compiles_with_options(pool: Pool) -> None:
         assert all(found.values()), found
 
 
+def differentiated(strategy: Any, sinks: Tensor | None) -> bool:
+    """Whether autograd gives what the call gives by itself, and keeps dtypes."""
+    q, k, v = inputs(10)
+    layout = SequenceLayout.contiguous(20, 2)
+    spec = AttentionSpec.of(q, k, v, 0.0, sinks)
+    group = dist.group.WORLD
+    assert group is not None
+    call = make_call(
+        resolve_strategy(strategy, 2), spec, (layout, layout), Mask(20, 20, True), dist.get_rank()
+    )
+    transport = open_p2p(group, TransportOptions())
+    with torch.no_grad():
+        out, lse, saved = call.forward(q, k, v, transport, sinks)
+        dout = torch.cos(out)
+        expected = [x for x in call.backward(saved, dout, transport, sinks) if x is not None]
+    leaves = [q, k, v] if sinks is None else [q, k, v, sinks]
+    got, got_lse = ring_attention(
+        q, k, v, causal=True, sinks=sinks, strategy=strategy, return_lse=True
+    )
+    assert not got_lse.requires_grad
+    # A gradient with other strides, as a transpose in the caller makes it.
+    strided = dout.transpose(1, 2).contiguous().transpose(1, 2)
+    grads = torch.autograd.grad(got, leaves, strided)
+    assert [x.dtype for x in grads] == [x.dtype for x in leaves]
+    return same([out, lse, *expected], [got.detach(), got_lse, *grads])
+
+
+def autograd_cases() -> dict[str, bool]:
+    """Every strategy, with sinks of several dtypes and without."""
+    found = {}
+    for dtype in (None, torch.float32, torch.float64, torch.bfloat16):
+        for name, strategy in STRATEGIES.items():
+            sinks = None
+            if dtype is not None:
+                sinks = torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=dtype, requires_grad=True)
+            found[f"{name} {dtype}"] = differentiated(strategy, sinks)
+    return found
+
+
+def test_autograd_gives_the_bits_of_the_call(pool: Pool) -> None:
+    """Through the operator, whatever it saves, come the gradients that the strategy computes."""
+    for found in pool.run(autograd_cases, timeout=60):
+        assert len(found) == 16 and all(found.values()), found
+
+
 def refused_cases() -> dict[str, str]:
     """What is refused, by its message."""
     found = {}
@@ -168,10 +217,13 @@ def refused_cases() -> dict[str, str]:
         lambda *x: ring_attention(*x, strategy="auto"), backend="aot_eager", fullgraph=True
     )
     found["auto"] = caught(lambda: auto(q, k, v))
+    sinks = torch.zeros(HEADS, requires_grad=True)
     for name in STRATEGIES:
-        out = ring_attention(q, k, v, strategy=name)
-        (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-        found[f"twice {name}"] = caught(lambda dq=dq: torch.autograd.grad(dq.sum(), k))  # type: ignore[misc]
+        out = ring_attention(q, k, v, sinks=sinks, strategy=name)
+        grads = torch.autograd.grad(out.sum(), (q, sinks), create_graph=True)
+        for what, grad in zip(("dq", "dsinks"), grads, strict=True):
+            again = partial(torch.autograd.grad, grad.sum(), k, retain_graph=True)
+            found[f"{what} {name}"] = caught(again)
     _, lse = ring_attention(q, k, v, return_lse=True)
     found["lse"] = str(lse.requires_grad)
     return found
@@ -182,8 +234,9 @@ def test_refuses(pool: Pool) -> None:
     for found in pool.run(refused_cases, timeout=120):
         assert "strategy='auto' cannot be compiled" in found["auto"]
         for name in STRATEGIES:
-            assert found[f"twice {name}"].startswith("NotImplementedError"), found
-            assert "differentiable once" in found[f"twice {name}"]
+            for what in ("dq", "dsinks"):
+                assert found[f"{what} {name}"].startswith("NotImplementedError"), found
+                assert "differentiable once" in found[f"{what} {name}"]
         assert found["lse"] == "False"
 
 

@@ -18,7 +18,6 @@ from ring_attn.mask import Mask
 from ring_attn.plan import Hop, Traveller
 from ring_attn.spec import AttentionSpec
 from ring_attn.state import State
-from ring_attn.strategies.base import attend
 from ring_attn.strategies.ring import RingCall, ring_backward, ring_forward
 from ring_attn.testing import (
     RESULTS,
@@ -239,31 +238,6 @@ def test_rows_that_see_nothing_have_their_sinks(backend: str) -> None:
     assert torch.equal(got.lse[:, 0], without.lse[:, 0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_the_gradient_of_sinks_under_autograd(dtype: torch.dtype) -> None:
-    mask = MASKS["causal"]
-    inputs, oracle, plain = case(mask, config(), 0.0, True)
-    layouts = layouts_of("zigzag", mask, 3)
-    sinks = sinks_of(inputs).to(dtype)
-
-    def under_autograd(rank: int, transport: LocalTransport) -> tuple[Tensor, Tensor]:
-        call = call_of(inputs, layouts, mask, rank, "aten", "kv")
-        q, k, v, dout = shards_of(inputs, layouts, rank)
-        leaf = sinks.clone().requires_grad_()
-        out, _ = attend(q, k, v, leaf, call, transport)
-        (dsinks,) = torch.autograd.grad(out, leaf, dout)
-        assert dsinks.dtype == dtype and dsinks.shape == sinks.shape
-        return out.detach(), dsinks
-
-    results = run_local(3, under_autograd)
-    expected = ring(inputs, mask, layouts, "aten", sinks=sinks)
-    assert torch.equal(layouts[0].unshard([out for out, _ in results]), expected.out)
-    total = torch.stack([dsinks for _, dsinks in results]).sum(0)
-    assert expected.dsinks is not None and torch.equal(total, expected.dsinks)
-    if dtype == torch.float32:
-        assert_holds(expected, oracle, plain)
-
-
 # -- rows that see nothing
 
 
@@ -368,47 +342,6 @@ def test_two_layers_in_flight(backend: str, travels: Traveller) -> None:
         alone = ring(inputs, mask, layouts, backend, travels)
         for name in RESULTS:
             assert torch.equal(getattr(got, name), getattr(alone, name)), (index, name)
-
-
-@pytest.mark.parametrize("travels", TRAVELLERS)
-def test_autograd_gives_the_same_bits(travels: Traveller) -> None:
-    mask = MASKS["causal"]
-    inputs, _, _ = case(mask, config())
-    layouts = layouts_of("zigzag", mask, 3)
-
-    def under_autograd(rank: int, transport: LocalTransport) -> Shards:
-        call = call_of(inputs, layouts, mask, rank, "aten", travels)
-        q, k, v, dout = shards_of(inputs, layouts, rank)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        out, lse = attend(*leaves, None, call, transport)
-        assert not lse.requires_grad
-        # A gradient with other strides, as a transpose in the caller makes it.
-        strided = dout.transpose(1, 2).contiguous().transpose(1, 2)
-        return out.detach(), lse, *torch.autograd.grad(out, leaves, strided), None
-
-    got = together(run_local(3, under_autograd), layouts)
-    expected = ring(inputs, mask, layouts, "aten", travels)
-    for name in RESULTS:
-        assert torch.equal(getattr(got, name), getattr(expected, name)), name
-
-
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
-def test_a_gradient_of_the_gradient_is_refused(with_sinks: bool) -> None:
-    mask = MASKS["causal"]
-    inputs, _, _ = case(mask, config())
-    layouts = layouts_of("zigzag", mask, 2)
-
-    def twice(rank: int, transport: LocalTransport) -> None:
-        call = call_of(inputs, layouts, mask, rank, "aten", "kv")
-        q, k, v, _ = (x.requires_grad_() for x in shards_of(inputs, layouts, rank))
-        sinks = sinks_of(inputs).requires_grad_() if with_sinks else None
-        out, _ = attend(q, k, v, sinks, call, transport)
-        wanted = q if sinks is None else sinks
-        (grad,) = torch.autograd.grad(out.sum(), wanted, create_graph=True)
-        with pytest.raises(NotImplementedError, match="differentiable once"):
-            grad.sum().backward()
-
-    run_local(2, twice)
 
 
 def test_inputs_are_left_as_they_were() -> None:
