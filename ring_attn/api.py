@@ -17,9 +17,9 @@ from ring_attn.debug import check_agreement, debug_enabled, tell_error
 from ring_attn.layout import SequenceLayout
 from ring_attn.ops import CallArguments
 from ring_attn.planning.agreement import agreed_strategy
-from ring_attn.spec import AttentionSpec, TransportOptions
+from ring_attn.spec import AttentionSpec, TransportKind, TransportOptions
 from ring_attn.strategy import Strategy
-from ring_attn.transport.p2p import open_p2p
+from ring_attn.transport import open_transport
 
 Group = dist.ProcessGroup | DeviceMesh | None
 Layout = str | SequenceLayout | tuple[SequenceLayout, SequenceLayout]
@@ -142,7 +142,8 @@ def ring_attention(
         return_lse: also return lse.
         dropout_p: must be 0.
         alibi_slopes: must be None.
-        transport: timeout and NCCL's share of the device.
+        transport: how shards travel: by torch.distributed or by copy engines; timeout, and NCCL's
+            share of the device.
 
     Returns:
         `out` (batch, rows, nheads, headdim_v) like q; with `return_lse` also `lse` (batch, nheads,
@@ -219,7 +220,7 @@ def _checked(
     check.check_boundaries("cu_seqlens_k", cu_seqlens_k)
     check.check_name("backend", backend)
     check.check_transport(transport)
-    group_name, mesh_shape = _described(group, q.device.type)
+    group_name, mesh_shape = _described(group, q.device.type, transport.kind)
     layouts = () if isinstance(layout, str) else check.check_layouts(layout)
     layout_q, layout_k = (one.numbers for one in layouts) if layouts else ((), ())
     differentiated = torch.is_grad_enabled() and any(
@@ -243,14 +244,15 @@ def _checked(
         same_bits=same_bits,
         timeout=transport.timeout,
         nccl_max_ctas=transport.nccl_max_ctas,
+        transport_kind=transport.kind,
         differentiated=differentiated,
     )
 
 
-def _described(group: Group, device_type: str) -> tuple[str, tuple[int, ...]]:
+def _described(group: Group, device_type: str, kind: TransportKind) -> tuple[str, tuple[int, ...]]:
     """Torch's name of the group and the shape of the mesh; a compiled graph is for one group."""
     process_group = check.check_group(group)
-    check.check_group_device(process_group, torch.device(device_type))
+    check.check_group_device(process_group, torch.device(device_type), kind)
     return process_group.group_name, check.mesh_shape(group)
 
 
@@ -278,7 +280,7 @@ def _with_strategy(
     strategy = agreed_strategy(
         spec,
         *resolved,
-        open_p2p(group, arguments.transport),
+        open_transport(group, arguments.transport),
         backend=backend,
         same_bits=arguments.same_bits,
         backward=arguments.differentiated,

@@ -24,7 +24,8 @@ from ring_attn.strategies.tree_decode import (
     make_call,
     tree_decode_forward,
 )
-from ring_attn.transport.p2p import P2PTransport, open_p2p
+from ring_attn.transport import open_transport
+from ring_attn.transport.base import Transport
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
@@ -113,7 +114,7 @@ def tree_decode(
             a window, or where several queries are causal.
         backend: as for `ring_attention`.
         return_lse: also return lse.
-        transport: timeout and NCCL's share of the device.
+        transport: as for `ring_attention`.
 
     Returns:
         `out` (batch, seqlen_q, nheads, headdim_v) like q; with `return_lse` also `lse` (batch,
@@ -144,8 +145,8 @@ def tree_decode(
         check.check_softcap(softcap)
         check.check_sinks(sinks, q)
         window = check.check_window(window_size, causal)
-        check.check_group_device(process_group, q.device)
         check.check_transport(transport)
+        check.check_group_device(process_group, q.device, transport.kind)
         check.check_max_ctas(transport, process_group)
         rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         rows, rows_kv = q.size(1), k.size(1)
@@ -171,11 +172,11 @@ def tree_decode(
             "transport": transport,
         }
         check_agreement(described, process_group)
-    p2p = open_p2p(process_group, transport)
-    tiles = _tiles(Mask(rows, 0, causal, window), rows_kv, layout, q.device, p2p)
+    ends = open_transport(process_group, transport)
+    tiles = _tiles(Mask(rows, 0, causal, window), rows_kv, layout, q.device, ends)
     # Once here: no operator takes a strided last dim.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    out, lse = tree_decode_forward(q, k, v, tiles, call, p2p, sinks)
+    out, lse = tree_decode_forward(q, k, v, tiles, call, ends, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -217,7 +218,7 @@ def _tiles(
     rows: int,
     layout: SequenceLayout | None,
     device: torch.device,
-    transport: P2PTransport,
+    transport: Transport,
 ) -> tuple[Tile, ...]:
     """This rank's tiles; `mask` has the queries' side only."""
     if layout is not None:

@@ -31,11 +31,11 @@ from ring_attn.debug import check_agreement, debug_enabled, tell_error
 from ring_attn.heads import share_heads
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
-from ring_attn.spec import AttentionSpec, TransportOptions
+from ring_attn.spec import AttentionSpec, TransportKind, TransportOptions
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.core import make_call
 from ring_attn.strategy import Strategy, resolve_strategy
-from ring_attn.transport.p2p import open_p2p
+from ring_attn.transport import open_transport
 
 # `layout` is a name, or "" with the numbers of two layouts; `strategy` is a name, or "" with the
 # numbers of a Strategy. `group` is torch's name of the process group.
@@ -43,7 +43,7 @@ _CALL = (
     "Tensor? cu_seqlens, Tensor? cu_seqlens_k, bool causal, int[] window_size, "
     "float? softmax_scale, float softcap, str group, int[] mesh_shape, str layout, "
     "SymInt[] layout_q, SymInt[] layout_k, str strategy, int[] degrees, str backend, "
-    "bool? same_bits, float? timeout, int? nccl_max_ctas, bool differentiated"
+    "bool? same_bits, float? timeout, int? nccl_max_ctas, str transport_kind, bool differentiated"
 )
 _FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_CALL}) -> (Tensor, Tensor, Tensor[])"
 # `sizes` are batch, rows of q and of kv, heads of q and of kv, headdim, headdim of v.
@@ -76,6 +76,7 @@ class CallArguments(NamedTuple):
     same_bits: bool | None
     timeout: float | None
     nccl_max_ctas: int | None
+    transport_kind: TransportKind
     differentiated: bool
 
     @property
@@ -88,7 +89,7 @@ class CallArguments(NamedTuple):
     @property
     def transport(self) -> TransportOptions:
         """Options of the transport."""
-        return TransportOptions(self.timeout, self.nccl_max_ctas)
+        return TransportOptions(self.timeout, self.nccl_max_ctas, self.transport_kind)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -222,8 +223,11 @@ def _make_call(
 # -- forward
 
 
-@torch.library.custom_op("ring_attn::attention", mutates_args=(), schema=_FORWARD, tags=_TAGS)
-def attention(
+torch.library.define("ring_attn::attention", _FORWARD, tags=_TAGS)
+
+
+@torch.library.impl("ring_attn::attention", "CompositeExplicitAutograd")
+def _attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *given: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Attention of this rank's queries to all keys.
@@ -253,7 +257,7 @@ def attention(
         raise
     if debug_enabled():
         check_agreement(decided, arguments.process_group)
-    transport = open_p2p(arguments.process_group, arguments.transport)
+    transport = open_transport(arguments.process_group, arguments.transport)
     out, lse, saved = call.forward(q, k, v, transport, sinks)
     if not arguments.differentiated:
         saved = ()
@@ -271,7 +275,10 @@ def _refuse_capture(x: Tensor) -> None:
         )
 
 
-@attention.register_fake
+attention = torch.ops.ring_attn.attention.default
+
+
+@torch.library.register_fake("ring_attn::attention")
 def _(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *given: Any
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -376,10 +383,11 @@ def _in_order(kept: tuple[str, ...], saved: Sequence[Tensor]) -> tuple[Tensor, .
 # -- backward
 
 
-@torch.library.custom_op(
-    "ring_attn::attention_backward", mutates_args=(), schema=_BACKWARD, tags=_TAGS
-)
-def attention_backward(
+torch.library.define("ring_attn::attention_backward", _BACKWARD, tags=_TAGS)
+
+
+@torch.library.impl("ring_attn::attention_backward", "CompositeExplicitAutograd")
+def _attention_backward(
     saved: list[Tensor], dout: Tensor, sinks: Tensor | None, sizes: Sequence[int], *given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of this rank's shards.
@@ -409,14 +417,17 @@ def attention_backward(
         sinks is not None,
     )
     call, _ = _prepare(spec, (rows, rows_kv), arguments)
-    transport = open_p2p(arguments.process_group, arguments.transport)
+    transport = open_transport(arguments.process_group, arguments.transport)
     in_order = _in_order(_kept(arguments), saved)
     grads = call.backward(in_order, dout.contiguous(), transport, sinks)
     dsinks = dout.new_empty(0) if grads.dsinks is None else grads.dsinks
     return grads.dq.contiguous(), grads.dk.contiguous(), grads.dv.contiguous(), dsinks
 
 
-@attention_backward.register_fake
+attention_backward = torch.ops.ring_attn.attention_backward.default
+
+
+@torch.library.register_fake("ring_attn::attention_backward")
 def _(
     saved: list[Tensor], dout: Tensor, sinks: Tensor | None, sizes: Sequence[int], *given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -26,7 +26,13 @@ from torch.distributed import distributed_c10d
 
 from ring_attn.plan import Hop
 from ring_attn.spec import TransportOptions
-from ring_attn.transport.base import CHANNELS, Channel, TransportStats, check_ranks
+from ring_attn.transport.base import (
+    CHANNELS,
+    Channel,
+    TransportStats,
+    check_ranks,
+    group_timeout,
+)
 
 # gloo takes a message that is shorter than its buffer for the whole, and the rest of the buffer for
 # received. So the end of a buffer is marked before, and must be overwritten after.
@@ -82,7 +88,7 @@ class P2PTransport:
         self._options, self._count = options, count
         self._members = members
         self._subs: dict[tuple[int, ...], P2PTransport] = {}
-        self._timeout = datetime.timedelta(seconds=options.timeout or _timeout_of(group))
+        self._timeout = datetime.timedelta(seconds=options.timeout or group_timeout(group))
         self._failed: RuntimeError | None = None
         self._pending: dict[Channel, _Pending] = {}
         self._groups: dict[Channel, dist.ProcessGroup] = {}
@@ -313,18 +319,6 @@ def open_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTranspor
     if options not in by_options:
         by_options[options] = P2PTransport(group, options, len(by_options))
     return by_options[options]
-
-
-def _timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds of the group's own timeout."""
-    for device in ("cuda", "cpu"):
-        try:
-            backend = group._get_backend(torch.device(device))
-        except RuntimeError:
-            continue
-        timeout: datetime.timedelta = backend.options._timeout
-        return timeout.total_seconds()
-    raise RuntimeError("the process group has no backend for cpu or cuda")
 
 
 def _nccl_options(options: TransportOptions) -> object | None:

@@ -479,7 +479,7 @@ def no_communication() -> Iterator[None]:
         for name in names:
             stack.enter_context(mock.patch.object(dist, name, refuse))
         for module in (ring_attn.api, ring_attn.ops):
-            stack.enter_context(mock.patch.object(module, "open_p2p", refuse))
+            stack.enter_context(mock.patch.object(module, "open_transport", refuse))
         yield
 
 

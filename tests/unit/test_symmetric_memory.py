@@ -13,8 +13,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import TransportOptions, ring_attention, tree_decode
+from ring_attn import TransportOptions, launch, ring_attention, tree_decode
+from ring_attn.bench import gpu, transfers
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.plan import Hop
@@ -34,11 +37,14 @@ from ring_attn.transport import open_transport
 from ring_attn.transport import symmetric_memory as sm
 from ring_attn.transport.base import CHANNELS, Channel, Transport
 from ring_attn.transport.local import run_local
+from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.symmetric_memory import (
     COUNTERS,
     SLOTS,
     STREAMS,
     Arena,
+    CudaEngine,
+    Engine,
     Layout,
     Place,
     Put,
@@ -87,19 +93,28 @@ class Fabric:
             arena[: self.layout.header] = 0
         self.full: set[tuple[int, int]] = set()
         self.broken: BaseException | None = None
-        self.running = world_size
+        # Ranks that are not at their end, and how many of them have found nothing to do since
+        # anything has happened.
+        self.alive, self.idle = world_size, 0
+        self.released = False
 
     def tell(self, rank: int, channel: Channel, stream: Stream, op: Op) -> None:
         key = (rank,) if self.one_queue else (rank, channel, stream)
         self.queues.setdefault(key, deque()).append(op)
+        self.idle = 0
 
     def step(self) -> bool:
         """Does one thing that can be done, if there is any."""
         heads = [queue for queue in self.queues.values() if queue and queue[0].ready()]
         if heads:
             self.random.choice(heads).popleft().do()
-            self.turn.notify_all()
+            self.happened()
         return bool(heads)
+
+    def happened(self) -> None:
+        """Lets ranks that wait look again."""
+        self.idle = 0
+        self.turn.notify_all()
 
     def until(self, done: Callable[[], bool]) -> None:
         """Does what can be done, and lets other ranks run, until that is so."""
@@ -108,12 +123,10 @@ class Fabric:
                 raise RuntimeError("another rank failed") from self.broken
             if self.step():
                 continue
-            self.running -= 1
-            if self.running == 0:
-                self.running += 1
-                raise AssertionError(f"all ranks wait for each other: {self.queues.keys()}")
+            self.idle += 1
+            if self.idle == self.alive:
+                raise AssertionError("all ranks wait for each other")
             self.turn.wait()
-            self.running += 1
 
     def word(self, rank: int, place: int) -> Tensor:
         return self.arenas[rank][place : place + 4].view(torch.int32)
@@ -167,9 +180,9 @@ class FakeEngine:
 
     def put(self, channel: Channel, peer: int, place: int, piece: Tensor) -> None:
         def do() -> None:
-            slot = peer, self.layout.slot(channel, 0) + (place - self.layout.slot(channel, 0))
-            assert slot not in self.fabric.full, "a slot is written to that was not taken"
-            self.fabric.full.add(slot)
+            empty = (peer, place) not in self.fabric.full
+            assert empty or self.fabric.released, "a slot is written to that was not taken"
+            self.fabric.full.add((peer, place))
             self.fabric.arenas[peer][place : place + piece.nbytes] = piece
 
         assert piece.nbytes <= self.layout.slot_bytes
@@ -177,7 +190,8 @@ class FakeEngine:
 
     def take(self, channel: Channel, place: int, piece: Tensor) -> None:
         def do() -> None:
-            self.fabric.full.remove((self.rank, place))
+            assert (self.rank, place) in self.fabric.full or self.fabric.released
+            self.fabric.full.discard((self.rank, place))
             piece.copy_(self.fabric.arenas[self.rank][place : place + piece.nbytes])
 
         self._tell(channel, "in", do)
@@ -193,16 +207,11 @@ class FakeEngine:
 
     def release(self, counters: Mapping[int, int]) -> None:
         with self.fabric.turn:
-            slots = self.fabric.arenas[self.rank][self.layout.header :]
-            slots.fill_(0xFF)
-            self.fabric.full |= {
-                (self.rank, self.layout.slot(channel, slot))
-                for channel in CHANNELS
-                for slot in range(SLOTS)
-            }
+            self.fabric.released = True
+            self.fabric.arenas[self.rank][self.layout.header :] = 0xFF
             for place, value in counters.items():
                 self.fabric.set_word(self.rank, place, value)
-            self.fabric.turn.notify_all()
+            self.fabric.happened()
 
     def _tell(
         self,
@@ -220,6 +229,7 @@ def run_fabric(
     *,
     timeout: float = 60.0,
     counted: int = 0,
+    make_engine: Callable[[int, Fabric], Engine] = FakeEngine,
 ) -> list[Any]:
     """`fn(rank, transport)` on every rank, one running at a time.
 
@@ -228,6 +238,7 @@ def run_fabric(
         fn: what a rank does.
         timeout: of an exchange.
         counted: where the counters of all pairs and channels stand before.
+        make_engine: of a rank.
     """
     world_size = len(fabric.arenas)
     results: dict[int, Any] = {}
@@ -236,7 +247,7 @@ def run_fabric(
     def work(rank: int) -> None:
         with fabric.turn:
             try:
-                arena = Arena(FakeEngine(rank, fabric), timeout)
+                arena = Arena(make_engine(rank, fabric), timeout)
                 arena._counts = dict.fromkeys(keys, counted)
                 transport = SymmetricMemoryTransport(arena, tuple(range(world_size)), rank)
                 results[rank] = fn(rank, transport)
@@ -244,8 +255,8 @@ def run_fabric(
                 fabric.until(lambda: not any(q for k, q in fabric.queues.items() if k[0] == rank))
             except BaseException as error:
                 fabric.broken = fabric.broken or error
-            fabric.running -= 1
-            fabric.turn.notify_all()
+            fabric.alive -= 1
+            fabric.happened()
 
     for rank in range(world_size):
         for key in keys:
@@ -316,22 +327,14 @@ def test_forty_orders_of_a_ring() -> None:
     expected = run_local(3, work)
     for seed in range(40):
         got = run_fabric(Fabric(3, seed=seed, slot_bytes=[100, 1000, 9000][seed % 3]), work)
-        assert all(
-            torch.equal(a, b)
-            for x, y in zip(got, expected, strict=True)
-            for a, b in zip(x, y, strict=True)
-        )
+        assert all(all(map(torch.equal, *both)) for both in zip(got, expected, strict=True))
 
 
 def test_counters_go_round() -> None:
     work = partial(attend, Strategy(), MASKS["causal"], layouts_of("zigzag", MASKS["causal"], 2))
     expected = run_local(2, work)
     got = run_fabric(Fabric(2, seed=5), work, counted=WORD - 3)
-    assert all(
-        torch.equal(a, b)
-        for x, y in zip(got, expected, strict=True)
-        for a, b in zip(x, y, strict=True)
-    )
+    assert all(all(map(torch.equal, *both)) for both in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -392,7 +395,7 @@ def test_a_slot_that_is_written_too_early_is_found(monkeypatch: pytest.MonkeyPat
             if not (isinstance(command, Until) and command.counter == "room"):
                 yield command
 
-    monkeypatch.setattr(sm, "exchange_commands", heedless)
+    monkeypatch.setattr(sm, "_commands", heedless)
     work = partial(attend, Strategy(), MASKS["causal"], layouts_of("zigzag", MASKS["causal"], 2))
     with pytest.raises(AssertionError, match="not taken"):
         for seed in range(20):
@@ -405,7 +408,7 @@ def test_ranks_that_wait_for_each_other_are_found(monkeypatch: pytest.MonkeyPatc
             if not (isinstance(command, sm.Write) and command.counter == "room"):
                 yield command
 
-    monkeypatch.setattr(sm, "exchange_commands", thrifty)
+    monkeypatch.setattr(sm, "_commands", thrifty)
     work = partial(attend, Strategy(), MASKS["causal"], layouts_of("zigzag", MASKS["causal"], 2))
     with pytest.raises(AssertionError, match="wait for each other"):
         run_fabric(Fabric(2), work)
@@ -416,13 +419,13 @@ def test_ranks_that_wait_for_each_other_are_found(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("size", [0, 1, 8, 9, 16, 17, 40])
 def test_pieces_cover_the_message_and_counters_grow(size: int) -> None:
-    commands = list(exchange_commands(Hop(1, 2), (size, 13), (7, 9), 8))
+    commands = list(exchange_commands(Hop(1, 2), (size, 13), 8))
     puts = [c for c in commands if isinstance(c, Put)]
     assert [i for put in puts for i in range(put.start, put.stop)] == list(range(size))
     assert [put.slot for put in puts] == [i % SLOTS for i in range(len(puts))]
     rooms = [c.value for c in commands if isinstance(c, Until) and c.counter == "room"]
     arrived = [c.value for c in commands if isinstance(c, Until) and c.counter == "arrived"]
-    assert rooms == [8 + i for i in range(len(puts))] and arrived == [10, 11]
+    assert rooms == [1 + i for i in range(len(puts))] and arrived == [1, 2]
 
 
 def test_places_in_an_arena_do_not_overlap() -> None:
@@ -438,6 +441,122 @@ def test_places_in_an_arena_do_not_overlap() -> None:
     ends = [*slots[1:], layout.nbytes]
     assert slots[0] == layout.header
     assert all(end - start == layout.slot_bytes for start, end in zip(slots, ends, strict=True))
+
+
+# -- the engine of CUDA, with streams and driver of this process
+
+
+@dataclass
+class FakeStream:
+    """A stream of a rank, by the name that the engine gave it."""
+
+    fabric: Fabric
+    rank: int
+    cuda_stream: int
+
+    def tell(self, do: Callable[[], None], ready: Callable[[], bool] = lambda: True) -> None:
+        name: Any = self.cuda_stream
+        self.fabric.tell(self.rank, "shards", name, Op(ready, do))
+
+    def wait_event(self, event: Any) -> None:
+        self.tell(lambda: None, event.done)
+
+    def record_event(self) -> FakeEvent:
+        event = FakeEvent(self.fabric)
+        self.tell(partial(event.left.discard, "out"))
+        return event
+
+
+class FakeEvent(Ended):
+    """An event of one stream."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        super().__init__(fabric, {"out"})
+
+    query = Ended.done
+
+
+class FakeDriver:
+    """Addresses are bytes of the arenas."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self.fabric = fabric
+
+    def place(self, address: int) -> tuple[int, int]:
+        for rank, arena in enumerate(self.fabric.arenas):
+            if 0 <= address - arena.data_ptr() < self.fabric.layout.header:
+                return rank, address - arena.data_ptr()
+        raise AssertionError("an address outside all headers")
+
+    def wait(self, stream: FakeStream, address: int, value: int) -> None:
+        rank, place = self.place(address)
+        assert rank == stream.rank, "a stream waits for a counter of another rank"
+        stream.tell(lambda: None, partial(self.fabric.reached, rank, place, value))
+
+    def write(self, stream: FakeStream, address: int, value: int) -> None:
+        stream.tell(partial(self.fabric.set_word, *self.place(address), value))
+
+
+def cuda_engine(rank: int, fabric: Fabric) -> CudaEngine:
+    """One that has come together with the others, but for what only a GPU has."""
+
+    class Made(CudaEngine):
+        def now(self) -> Any:
+            return FakeStream(fabric, rank, 99).record_event()
+
+        def copy(self, stream: Any, to: Tensor, source: Tensor) -> None:
+            assert to.nbytes == source.nbytes <= fabric.layout.slot_bytes
+            stream.tell(lambda: (to.copy_(source), None)[1])
+
+        def mark(self, channel: Channel) -> Any:
+            events = sm._Events([self._stream(channel, s).record_event() for s in STREAMS])
+            ended = Ended(fabric)
+            ended.done = events.done  # type: ignore[method-assign]
+            return ended
+
+    engine = Made.__new__(Made)
+    engine.rank, engine.world_size = rank, len(fabric.arenas)
+    engine.layout, engine._driver = fabric.layout, FakeDriver(fabric)  # type: ignore[assignment]
+    engine._connect(fabric.arenas[rank], lambda r: fabric.arenas[r])
+    engine._streams = {
+        (channel, stream): FakeStream(fabric, rank, 2 * i + j)  # type: ignore[misc]
+        for i, channel in enumerate(CHANNELS)
+        for j, stream in enumerate(STREAMS)
+    }
+    return engine
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_addresses_of_the_cuda_engine(world_size: int) -> None:
+    mask = MASKS["causal"]
+    work = partial(attend, Strategy(), mask, layouts_of("zigzag", mask, world_size))
+    expected = run_local(world_size, work)
+    for seed in range(4):
+        got = run_fabric(Fabric(world_size, seed=seed), work, make_engine=cuda_engine)
+        assert all(all(map(torch.equal, *both)) for both in zip(got, expected, strict=True))
+
+
+def test_released_counters_are_past_those_that_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fabric = Fabric(2)
+    engine = cuda_engine(0, fabric)
+    monkeypatch.setattr(sm.torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(sm.torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(sm.torch.cuda, "Stream", lambda: None)
+    engine._device = torch.device("cpu")
+    place = fabric.layout.counter("gradients", "arrived", 1)
+    for value in (7, (1 << 31) - 1, WORD - 1, WORD + 5):
+        engine.release({place: value})
+        assert fabric.reached(0, place, value) and not fabric.reached(0, place, value + 1)
+    assert fabric.arenas[0][fabric.layout.header :].eq(0xFF).all()
+
+
+def test_no_driver_is_refused() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has the driver")
+    with pytest.raises(NotImplementedError, match=r"no stream memory operations.*libcuda"):
+        sm._Driver()
 
 
 # -- a rank that is lost
@@ -457,20 +576,19 @@ def test_a_late_peer_ends_in_nan_and_an_error(capsys: pytest.CaptureFixture[str]
     assert recv.isnan().all()
     said = ("ring step 3", "rank 0", r"ranks \[1\]", "0.2 s", "checkpoint")
     with pytest.raises(RuntimeError, match=".*".join(said)):
-        transport.wait_for_error() if hasattr(transport, "wait_for_error") else arena.check()
+        transport.all_gather("gradients", 0, send[:10], recv[:20])
     with pytest.raises(RuntimeError, match="failed before"):
         transport.post("shards", 4, Hop(1, 1), send.view(torch.uint8), recv.view(torch.uint8))
     assert "ring step 3" in capsys.readouterr().err
 
 
 def test_the_watch_ends_with_its_arena() -> None:
-    before = threading.active_count()
-    run_fabric(Fabric(2), lambda rank, transport: _one_exchange(rank, transport))
+    before = set(threading.enumerate())
+    run_fabric(Fabric(2), _one_exchange)
     gc.collect()
-    deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert threading.active_count() == before
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def _one_exchange(rank: int, transport: Transport) -> None:
@@ -520,6 +638,9 @@ def run_refusals() -> list[tuple[str, str]]:
             q, q, q, transport=TransportOptions(nccl_max_ctas=2, kind="symmetric_memory")
         ),
     ]
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    open_transport(alone, copies).all_gather("shards", 0, q, out := torch.zeros_like(q))
+    assert torch.equal(out, q)
     got = []
     for call in calls:
         try:
@@ -540,3 +661,63 @@ def test_what_cannot_be_had_is_refused_by_every_rank(ranks: Any) -> None:
         assert "rank 0: there is no GPU" in texts[2] and "p2p" in texts[2]
         assert "'p2p', 'symmetric_memory'" in texts[3] and "nvshmem" in texts[3]
         assert "transport kind" in texts[4] and "nccl_max_ctas" in texts[5]
+
+
+# -- ranks on one GPU, and the benchmark of transfers between them
+
+
+@pytest.mark.parametrize(
+    ("share", "device", "says"),
+    [("gloo", "cpu", "needs device 'cuda'"), ("mpi", "cuda", r"\['gloo', 'nccl'\], got 'mpi'")],
+)
+def test_gpus_that_cannot_be_shared(share: str, device: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        launch.run_ranks(print, 2, device=device, share_gpus=share)
+
+
+def test_nccl_that_cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(launch, "nccl_version", lambda: (2, 29, 7))
+    with pytest.raises(RuntimeError, match=r"NCCL 2\.30 or newer, 2\.29\.7 is.*LD_PRELOAD"):
+        launch.run_ranks(print, 2, device="cuda", share_gpus="nccl")
+    monkeypatch.setattr(launch, "nccl_version", lambda: (2, 30, 0))
+    assert launch._checked_device("cuda", 2, "nccl") == "cuda"
+    assert launch._variables("cuda", "nccl", 2)["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    assert not launch._variables("cuda", "nccl", 1)
+
+
+def run_benchmark() -> tuple[list[transfers.Row], list[str]]:
+    """On a rank, over gloo: everything but the GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            transfers,
+            "open_symmetric_memory",
+            lambda group, options, *_: open_p2p(group, TransportOptions(options.timeout)),
+        )
+        patch.setattr(transfers.torch.cuda, "synchronize", lambda: None)
+        setting = transfers.Setting(rows=24, nheads=(4, 2), headdim=8, backend="aten")
+        return transfers.measure(2, setting)
+
+
+@pytest.mark.dist
+def test_the_benchmark_of_transfers(ranks: Any) -> None:
+    (rows, wrong), (other, _) = ranks(2).run(run_benchmark)
+    assert rows == other and not wrong
+    assert [row.copies for row in rows] == ["none", "engine", "sm"]
+    assert rows[0].exchange_ms is None
+    assert all(row.exchange_ms and row.gbps and row.host_us for row in rows[1:])
+    assert rows[1].mib == 2 * 24 * 2 * 8 * 2 / 2**20
+    assert transfers.table(rows).row_count == 3
+    x = torch.ones(2)
+    bad = {"engine": [x, x / 0, x, x, x], "sm": [x, x / 0, x, x, 2 * x]}
+    assert transfers.wrong_results(bad) == ["lse is not finite", "dv differs between engine and sm"]
+
+
+def test_the_run_of_transfers_fits_its_time(tmp_path: Path) -> None:
+    parts = gpu.transfer_parts(tmp_path)
+    assert [part.name for part in parts] == ["transport tests", "transfers"]
+    assert sum(part.seconds for part in parts) < gpu.TOTAL
+    assert not any(part.skip for part in parts)
+    tests = f"--ignore={gpu.TRANSPORT_TESTS}"
+    assert any(tests in part.command for part in gpu.parts(tmp_path))
