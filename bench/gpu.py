@@ -14,6 +14,26 @@ changed. DIR holds
     kernel.json      `ring-attn bench kernel`, with the ring on one device
     kernel.png       its plot, where matplotlib is installed
 
+`--set transfers` is a run of its own, of real transfers between 2 and 4 processes on one GPU:
+
+    transport.xml    the bits of the local transport, by symmetric memory, and by NCCL from 2.30 on
+                     (LD_PRELOAD=PATH/libnccl.so.2 where torch's is older)
+    transfers.json   copy engines against copies by SMs
+
+`--set ring` and `--set length` are two more, what a ring costs on this GPU and how much it takes:
+
+    ring_cost.json   2 to 16 ranks one by one: kernels, host time, copies under way (`ring_cost`)
+    length.json      a million tokens, and the longest sequence, with KV offloaded or not (`length`)
+
+Where a command may take ten minutes and no more, each set is a command of its own, in this order of
+value; the seconds are limits, so none takes longer whatever hangs. Together they are 24 minutes.
+
+    kernels      460    small shapes 60, gpu tests 140, kernel tests 120, memcheck 45, racecheck 45,
+                        bench what is left
+    ring         180    ring cost 180
+    transfers    360    transport tests 240, transfers 120
+    length       420    length 420
+
 Exit status 0 if every part passed or was skipped with a reason, 1 if one failed, 2 without a GPU.
 """
 
@@ -51,6 +71,16 @@ OUT = "gpu-results"
 # of those behind it.
 TOTAL = 460.0
 SANITIZER_SECONDS = 45.0
+
+# What one run does; a run fits into TOTAL.
+SETS = ("kernels", "ring", "transfers", "length")
+
+# Processes that share the GPU: tests of real transfers, and their times.
+TRANSPORT_TESTS = "tests/kernels/test_gpu_transport.py"
+TRANSPORT_SECONDS, TRANSFERS_SECONDS = 240.0, 120.0
+
+# One process, a rank at a time: what a ring costs, and the longest sequence.
+RING_COST_SECONDS, LENGTH_SECONDS = 180.0, 420.0
 
 # With less than that left a part is not begun.
 LEAST_SECONDS = 10.0
@@ -128,6 +158,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=TOTAL, help=f"limit of the whole run ({TOTAL:g})"
     )
+    parser.add_argument(
+        "--set", choices=SETS, default=SETS[0], help="of parts, a run of its own (kernels)"
+    )
     parser.add_argument("--parts", help="comma-separated, of those that a run lists; all if absent")
     parser.add_argument("--bench", default=BENCH_WORDS, help="options of the benchmark")
 
@@ -138,10 +171,25 @@ def run(args: argparse.Namespace) -> int:
         print("ring-attn gpu: this machine has no GPU that torch can use", file=sys.stderr)
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
-    chosen = chosen_parts(parts(args.out.resolve(), args.bench), args.parts)
+    chosen = chosen_parts(parts_of(args.set, args.out.resolve(), args.bench), args.parts)
     outcomes = run_parts(chosen, args.out, args.seconds, facts(args))
     Console(width=150).print(table(outcomes))
     return 0 if all(outcome.verdict in (PASSED, SKIPPED) for outcome in outcomes) else 1
+
+
+def parts_of(name: str, out: Path, bench: str = BENCH_WORDS) -> list[Part]:
+    """The parts of a set by its name."""
+    if name == "ring":
+        return [turns_part("ring cost", RING_COST_SECONDS, "ring_cost", out)]
+    if name == "length":
+        return [turns_part("length", LENGTH_SECONDS, "length", out)]
+    return {"kernels": parts, "transfers": transfer_parts}[name](out, bench)
+
+
+def turns_part(name: str, seconds: float, module: str, out: Path) -> Part:
+    """A benchmark whose ranks take turns: it ends by itself, before its limit."""
+    words = ("--budget", BUDGET, "--json", str(out / f"{module}.json"))
+    return Part(name, (sys.executable, "-m", f"ring_attn.bench.{module}", *words), seconds)
 
 
 def parts(out: Path, bench: str = BENCH_WORDS) -> list[Part]:
@@ -172,7 +220,7 @@ def parts(out: Path, bench: str = BENCH_WORDS) -> list[Part]:
 
     return [
         Part("small shapes", small, 60.0),
-        pytest("gpu tests", 140.0, "gpu.xml", "tests", "-m", "gpu"),
+        pytest("gpu tests", 140.0, "gpu.xml", "tests", "-m", "gpu", f"--ignore={TRANSPORT_TESTS}"),
         pytest(
             *("kernel tests", 120.0, "kernels.xml", "tests/kernels", "-m", "not gpu and not slow"),
             "--ignore=tests/kernels/test_aot.py",  # compiles for GPUs that are not here
@@ -191,6 +239,31 @@ def parts(out: Path, bench: str = BENCH_WORDS) -> list[Part]:
         ),
         sanitized("memcheck"),
         sanitized("racecheck"),
+    ]
+
+
+def transfer_parts(out: Path, bench: str = BENCH_WORDS) -> list[Part]:
+    """Those of `--set transfers`; they start the processes that share the GPU."""
+    there = (source_root() / TRANSPORT_TESTS).is_file()
+    return [
+        Part(
+            "transport tests",
+            (
+                *(sys.executable, "-m", "pytest", TRANSPORT_TESTS, "-q", "-p", "no:cacheprovider"),
+                *("--durations=10", f"--junit-xml={out / 'transport.xml'}"),
+            ),
+            TRANSPORT_SECONDS,
+            skip="" if there else "there are no tests beside the package",
+            judge=tested,
+        ),
+        Part(
+            "transfers",
+            (
+                *(sys.executable, "-m", "ring_attn.bench.transfers"),
+                *("--json", str(out / "transfers.json")),
+            ),
+            TRANSFERS_SECONDS,
+        ),
     ]
 
 
@@ -361,6 +434,8 @@ def environment() -> dict[str, str]:
 def facts(args: argparse.Namespace) -> dict[str, Any]:
     """What the report says of the run itself."""
     words = ["ring-attn", "gpu", "--seconds", f"{args.seconds:g}", "--bench", args.bench]
+    if args.set != SETS[0]:
+        words += ["--set", args.set]
     if args.parts is not None:
         words += ["--parts", args.parts]
     return {

@@ -43,9 +43,19 @@ CALLS = ("forward", "finalize", "delta", "backward", "backward_q", "backward_kv"
 
 @dataclass
 class Times:
-    """What one rank has taken, as marks; `resume` and `pause` bracket what is its own."""
+    """What one rank has taken, as marks; `resume` and `pause` bracket what is its own.
+
+    Attributes:
+        watch: of the device; the host's clock is read beside it.
+        counts_posts: what the transport does to begin an exchange is the rank's own.
+        spans: marks around what is its own.
+        kernels: marks around the backend's calls.
+        host_s: of the host, within the spans.
+        depth: of the backend's calls that are under way.
+    """
 
     watch: Watch
+    counts_posts: bool = True
     spans: list[tuple[Any, Any]] = field(default_factory=list)
     kernels: list[tuple[Any, Any]] = field(default_factory=list)
     host_s: float = 0.0
@@ -64,24 +74,35 @@ class Times:
         self.spans.append((mark, self.watch.mark()))
         self._start = None
 
+    @property
+    def waits(self) -> list[tuple[Any, Any]]:
+        """The marks between a pause and the next resume: what a rank waits for messages."""
+        ends = [stop for _, stop in self.spans[:-1]]
+        return list(zip(ends, [start for start, _ in self.spans[1:]], strict=True))
+
     def total_ms(self, spans: Sequence[tuple[Any, Any]]) -> float:
         """Of all spans, once the device is done."""
         return sum(self.watch.ms(start, stop) for start, stop in spans)
 
 
 class TimedTransport:
-    """The local transport, whose waits are not the rank's own time."""
+    """A transport of ranks on one device, whose waits are not the rank's own time."""
 
-    def __init__(self, inner: LocalTransport, times: Times) -> None:
+    def __init__(self, inner: PointToPoint, times: Times) -> None:
         self.rank, self.world_size, self.stats = inner.rank, inner.world_size, inner.stats
         self._inner, self._times = inner, times
 
     def post(self, channel: Channel, step: int, hop: Hop, send: Tensor, recv: Tensor) -> None:
-        """As the local transport, which copies nothing here."""
+        """As the inner transport; the local one copies nothing here."""
+        if self._times.counts_posts:
+            self._inner.post(channel, step, hop, send, recv)
+            return
+        self._times.pause()
         self._inner.post(channel, step, hop, send, recv)
+        self._times.resume()
 
     def wait(self, channel: Channel) -> None:
-        """As the local transport, which copies here and lets other ranks run."""
+        """As the inner transport; the local one copies here and lets other ranks run."""
         self._times.pause()
         self._inner.wait(channel)
         self._times.resume()

@@ -134,7 +134,9 @@ class TritonBackend:
         def launch(config: Config, carried: Carried) -> Launch:
             table = self._table(tiles, config, q.device, num_rows=num_rows)
             if config.warp_specialize and not can_specialize(q, k, v, table, scores.softcap):
-                return launch(select("fwd", q, state.headdim_v), carried)
+                # Not by a call of itself: that cycle keeps q, k and v until the collector runs.
+                config = select("fwd", q, state.headdim_v)
+                table = self._table(tiles, config, q.device, num_rows=num_rows)
             return forward_launch(
                 q, k, v, carried, table, config, softmax_scale=scores.softmax_scale,
                 softcap=scores.softcap, first=first, last=last,

@@ -371,6 +371,7 @@ class _Messages:
         self._sends, self._schedule, self._packets = plan.sends, schedule, packets
         self._channels, self._transport, self._own = channels, transport, own
         self._buffers = new_buffers(packets, schedule.num_buffers, own[0].device)
+        self._views: dict[tuple[Packet, int], tuple[Tensor, ...]] = {}
 
     def before(self, index: int) -> None:
         """The moves before a step is computed."""
@@ -379,7 +380,13 @@ class _Messages:
     def held(self, index: int) -> Sequence[Tensor]:
         """What a step is computed with or into: the rank's own, or views of a buffer."""
         buffer = self._schedule.steps[index].held
-        return self._own if buffer is None else self._packets[index].views(self._buffers[buffer])
+        if buffer is None:
+            return self._own
+        # Made once for a buffer: three calls for each tensor are most of a step's host time.
+        key = (self._packets[index], buffer)
+        if key not in self._views:
+            self._views[key] = self._packets[index].views(self._buffers[buffer])
+        return self._views[key]
 
     def after(self, index: int) -> None:
         """The moves when a step has been computed."""

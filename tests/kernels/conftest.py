@@ -8,6 +8,7 @@ import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
+
 @pytest.fixture
 def device() -> str:
     """Where kernels run: "cuda", or "cpu" for the interpreter."""

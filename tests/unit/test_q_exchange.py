@@ -228,8 +228,7 @@ def test_a_call_holds_what_is_predicted(
     spec = AttentionSpec("cpu", dtype, 1, 4, nheads_kv, 64, 64)
     call = maker(mask, core, backend="aten")(spec, (layout, layout), rank)
     q, k, v, dout = (
-        torch.randn(1, ROWS, heads, 64).to(dtype)
-        for heads in (4, nheads_kv, nheads_kv, 4)
+        torch.randn(1, ROWS, heads, 64).to(dtype) for heads in (4, nheads_kv, nheads_kv, 4)
     )
     transport: Any = Echo()
     transport.rank = rank
