@@ -201,6 +201,25 @@ def test_autograd_gives_the_bits_of_the_call(pool: Pool) -> None:
         assert len(found) == 16 and all(found.values()), found
 
 
+def overwritten_boundaries() -> bool:
+    """Gradients are the same where the boundaries are written over before the backward."""
+    layout = SequenceLayout.contiguous(20, 2)
+    x = inputs(10)
+    grads = []
+    for overwrite in (False, True):
+        cu_seqlens = torch.tensor([0, 5, 20], dtype=torch.int32)
+        out = ring_attention(*x, cu_seqlens=cu_seqlens, causal=True, layout=layout)
+        if overwrite:
+            cu_seqlens.copy_(torch.tensor([0, 13, 20]))
+        grads.append(list(torch.autograd.grad(out, x, torch.cos(out.detach()))))
+    return same(*grads)
+
+
+def test_boundaries_are_those_of_the_forward(pool: Pool) -> None:
+    """A loader may use its tensors again, as between the micro-batches of a pipeline."""
+    assert all(pool.run(overwritten_boundaries))
+
+
 def refused_cases() -> dict[str, str]:
     """What is refused, by its message."""
     found = {}
