@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.utils._pytree import tree_map_only
@@ -59,6 +59,10 @@ Key = int | str
 OPTIONS = (
     "causal", "window_size", "softmax_scale", "softcap", "sinks", "cu_seqlens", "cu_seqlens_k",
 )  # fmt: skip
+
+# Of a dim that is split twice in another order; a subclass of Shard in some versions. (Not type()
+# is Shard: compilers of torch 2.11 do not know the type of a placement, but what it is one of.)
+_STRIDED: Any = getattr(placement_types, "_StridedShard", ())
 
 # On the class that a module has once a style is applied to it.
 _MARK = "_ring_attn_context_parallel"
@@ -472,7 +476,7 @@ class _ParallelAttention:
 
     def _rows_of(self, x: DTensor) -> Tensor:
         """This rank's rows of an output that is a DTensor on the style's mesh."""
-        dims = {p.dim if type(p) is Shard else None for p in x.placements}
+        dims = {_sharded_dim(p) for p in x.placements}
         if len(dims) != 1 or None in dims:
             raise ValueError(
                 "every DTensor that the module returns must be split along the rows, got "
@@ -640,7 +644,7 @@ class _ParallelAttention:
                     f"{list(q.placements)} and {name} {list(x.placements)}"
                 )
         for axis, placement in enumerate(q.placements):
-            dim = placement.dim if type(placement) is Shard else None
+            dim = _sharded_dim(placement)
             if axis in axes:
                 fits = dim == dims.seq
             else:
@@ -841,17 +845,24 @@ def _cuts(lens: Sequence[int]) -> list[int]:
     return [*accumulate(lens, initial=0)]
 
 
+def _sharded_dim(placement: object) -> int | None:
+    """The dim that is split plainly along an axis of the mesh."""
+    if isinstance(placement, Shard) and not isinstance(placement, _STRIDED):
+        return placement.dim
+    return None
+
+
 def _from_local(
     x: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]
 ) -> DTensor:
     """A DTensor of that shape whose dims lie in memory in the order in which those of `x` do."""
     even = list(x.shape)
     for axis, placement in enumerate(placements):
-        if type(placement) is Shard:
-            even[placement.dim] *= mesh.size(axis)
-    if even == list(
-        shape
-    ):  # torch works it out itself, also for lengths that a compiler leaves open
+        dim = _sharded_dim(placement)
+        if dim is not None:
+            even[dim] *= mesh.size(axis)
+    # torch works it out itself, also for lengths that a compiler leaves open.
+    if even == list(shape):
         return DTensor.from_local(x, mesh, placements, run_check=False)
     if 0 in x.stride():
         x = x.contiguous()

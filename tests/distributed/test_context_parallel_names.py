@@ -148,9 +148,14 @@ def shards_are_those_of_torch() -> None:
     for seqlen in (52, 50, 51):
         for enabled in (True, False):
             whole = torch.randn(2, seqlen, 3, generator=torch.Generator().manual_seed(0))
-            with torch_options(enable_load_balance=enabled) as attention:
-                balancer = attention._create_default_load_balancer(seqlen, 2, "cpu")
-                (theirs,) = attention._context_parallel_buffers(mesh, [whole], [1], balancer)
+            try:
+                with torch_options(enable_load_balance=enabled) as attention:
+                    balancer = attention._create_default_load_balancer(seqlen, 2, "cpu")
+                    (theirs,) = attention._context_parallel_buffers(mesh, [whole], [1], balancer)
+            except AssertionError:
+                # Some versions of torch refuse lengths that they would not balance.
+                assert enabled and seqlen % 4, (seqlen, enabled)
+                continue
             with torch_options(enable_load_balance=enabled):
                 buffer = whole.clone()
                 with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[1]):
