@@ -24,9 +24,7 @@ import argparse
 import contextlib
 import math
 import os
-import resource
 import statistics
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -73,7 +71,7 @@ from ring_attn.bench.model import (
 from ring_attn.env import machine
 from ring_attn.launch import DEVICES, num_cores, run_ranks
 from ring_attn.layout import LAYOUTS
-from ring_attn.profiling import gradient_sync, trace
+from ring_attn.profiling import gradient_sync, reset_resident_peak, resident_bytes, trace
 from ring_attn.testing import Verdict
 
 NPROC, SEQLEN, STEPS = 2, 2048, 40
@@ -436,9 +434,8 @@ class PeakMemory:
             self._start = torch.cuda.memory_allocated(device)
         else:
             # Where the kernel does not let a process reset its peak, only a rise above it is seen.
-            with contextlib.suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-            self._start = _peak_resident_bytes()
+            reset_resident_peak()
+            _, self._start = resident_bytes()
         self._highest = 0
 
     def read(self) -> int:
@@ -446,7 +443,7 @@ class PeakMemory:
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
         else:
-            peak = _peak_resident_bytes()
+            _, peak = resident_bytes()
         # Some kernels take the resident set's peak from samples, and it may even fall.
         self._highest = max(self._highest, peak - self._start)
         return self._highest
@@ -743,12 +740,3 @@ def _device(settings: Settings, rank: int) -> torch.device:
     device = torch.device("cuda", min(rank, torch.cuda.device_count() - 1))
     torch.cuda.set_device(device)
     return device
-
-
-def _peak_resident_bytes() -> int:
-    """The process's highest resident set since it was last reset, where that can be told."""
-    if sys.platform == "linux":
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

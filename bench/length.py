@@ -44,16 +44,19 @@ from rich.table import Table
 from torch import Tensor
 
 from ring_attn.arguments import (
-    add_common,
     dtype_name,
     format_size,
-    parse_dtype,
     parse_size,
     table_console,
     write_json,
 )
-from ring_attn.bench.implementations import Problem
-from ring_attn.bench.kernel import parse_heads
+from ring_attn.bench.one_device import (
+    OneDevice,
+    add_device_arguments,
+    chosen_of,
+    one_device,
+    run_module,
+)
 from ring_attn.bench.timing import gpu_state
 from ring_attn.bench.turns import (
     GRADIENTS,
@@ -69,7 +72,6 @@ from ring_attn.bench.turns import (
 )
 from ring_attn.cost import flops
 from ring_attn.env import machine
-from ring_attn.launch import DEVICES
 from ring_attn.mask import Mask
 from ring_attn.planning.devices import DEVICES as RATES
 from ring_attn.profiling import peak_bytes
@@ -92,34 +94,21 @@ RESERVE_BYTES = 1 << 30
 JUDGED_ROWS, DIGEST_NUMBERS = 8, 1 << 23
 
 
-@dataclass(frozen=True)
-class Setting:
+@dataclass(frozen=True, kw_only=True)
+class Setting(OneDevice):
     """What is measured."""
 
     seqlen: int
     window: int
     world_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    backend: str
     offloads: tuple[Offload, ...]
-    device: torch.device
     limit: int
     host_memory: int
-    budget: float | None = None
 
     @property
     def unit(self) -> int:
         """Lengths are multiples of it."""
         return self.world_size * ROWS_UNIT
-
-    def problem(self, seqlen: int) -> Problem:
-        """One sequence."""
-        return Problem(
-            1, seqlen, self.heads, self.kv_heads, self.head_dim, True, self.dtype, self.device
-        )
 
     def calls(self, seqlen: int, window: int | None = None) -> list[RingCall]:
         """Of all ranks."""
@@ -519,16 +508,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seqlen", type=parse_size, help="of the runs (1M; with --quick 64k, on a CPU 1k)")
     add("--window", type=parse_size, help="of the run at the longest (32k; on a CPU 48)")
     add("--ranks", type=parse_size, help="that take turns (16; on a CPU 4)")
-    add("--heads", type=parse_heads, help="query heads / kv heads (32/8; on a CPU 4/2)")
-    add("--head-dim", type=parse_size, help="128; on a CPU 16")
-    add("--dtype", type=parse_dtype, help="bfloat16; on a CPU float32")
-    add("--backend", help="triton; on a CPU auto")
     add("--offload", default="none,kv", help=f"of {','.join(OFFLOADED)} (none,kv)")
     add("--limit", type=parse_size, help="bytes of the device (what is free; on a CPU 8M)")
     add("--host-memory", type=parse_size, help="bytes of host memory for offloading (3/4 of all)")
-    add("--budget", type=float, metavar="SECONDS", help="start no run that would not end in time")
-    add("--device", choices=DEVICES, help="default: cuda where there is one")
-    add_common(parser)
+    add_device_arguments(parser)
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
@@ -537,32 +520,18 @@ def setting_of(args: argparse.Namespace) -> Setting:
     Raises:
         ValueError: options that cannot be.
     """
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    gpu = device.type == "cuda"
-    if gpu and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this machine has no GPU that torch can use")
-    chosen = args.offload.split(",")
-    for name in chosen:
-        if name not in OFFLOADED:
-            raise ValueError(f"--offload must be of {list(OFFLOADED)}, got {name!r}")
-    heads, *more = args.heads or (((32, 8),) if gpu else ((4, 2),))
-    if more:
-        raise ValueError(f"--heads must be one pair, got {args.heads}")
+    shared = one_device(args)
+    gpu = shared.device.type == "cuda"
+    chosen = chosen_of("--offload", args.offload, OFFLOADED)
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     setting = Setting(
         seqlen=args.seqlen or ((1 << 16 if args.quick else 1 << 20) if gpu else 1024),
         window=args.window or (32768 if gpu else 48),
         world_size=args.ranks or (16 if gpu else 4),
-        heads=heads[0],
-        kv_heads=heads[1],
-        head_dim=args.head_dim or (128 if gpu else 16),
-        dtype=args.dtype or (torch.bfloat16 if gpu else torch.float32),
-        backend=args.backend or ("triton" if gpu else "auto"),
+        **vars(shared),
         offloads=tuple(name for name in OFFLOADED if name in chosen),
-        device=device,
         limit=args.limit or (free_bytes() if gpu else 8 << 20),
         host_memory=args.host_memory or int(HOST_SHARE * host),
-        budget=args.budget,
     )
     if setting.seqlen % setting.unit:
         raise ValueError(
@@ -589,8 +558,7 @@ def run(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
     bench.run()
     console = table_console()
     if not args.quiet:
-        heads = f"{setting.heads}/{setting.kv_heads} heads of {setting.head_dim}"
-        console.print(table(bench.rows, f"{heads}, {dtype_name(setting.dtype)}"))
+        console.print(table(bench.rows, str(setting)))
     for failure in bench.failures:
         console.print(failure, style="red", markup=False)
     console.print(bench.summary(), markup=False)
@@ -599,14 +567,7 @@ def run(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
 
 def main(words: Sequence[str] | None = None) -> int:
     """`python -m ring_attn.bench.length`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m ring_attn.bench.length",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
-    words = sys.argv[1:] if words is None else words
-    return run(parser.parse_args(words), words)
+    return run_module("length", __doc__, add_arguments, run, words)
 
 
 if __name__ == "__main__":

@@ -44,10 +44,8 @@ from rich.table import Table
 from torch import Tensor
 
 from ring_attn.arguments import (
-    add_common,
     dtype_name,
     format_size,
-    parse_dtype,
     parse_size,
     parse_sizes,
     table_console,
@@ -55,8 +53,14 @@ from ring_attn.arguments import (
 )
 from ring_attn.backends import get_backend
 from ring_attn.bench.implementations import Problem
-from ring_attn.bench.kernel import parse_heads
 from ring_attn.bench.local_ring import LocalRing, Times, samples, timed_calls
+from ring_attn.bench.one_device import (
+    OneDevice,
+    add_device_arguments,
+    chosen_of,
+    one_device,
+    run_module,
+)
 from ring_attn.bench.timing import (
     LEAST_HEAD_START_MS,
     HostWatch,
@@ -67,7 +71,6 @@ from ring_attn.bench.timing import (
 from ring_attn.bench.turns import Copies, Offload, Shards, Turns
 from ring_attn.cost import gradient_packet, shard_packet
 from ring_attn.env import machine
-from ring_attn.launch import DEVICES
 from ring_attn.layout import SequenceLayout
 from ring_attn.strategies.ring import RingCall, make_call
 
@@ -161,27 +164,14 @@ class Sample:
     result: Tensor
 
 
-@dataclass(frozen=True)
-class Setting:
+@dataclass(frozen=True, kw_only=True)
+class Setting(OneDevice):
     """What is measured."""
 
     cases: tuple[Case, ...]
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    backend: str
     copies: tuple[str, ...]
     gbps: float
     iters: int
-    device: torch.device
-    budget: float | None = None
-
-    def problem(self, seqlen: int) -> Problem:
-        """The whole of a ring."""
-        return Problem(
-            1, seqlen, self.heads, self.kv_heads, self.head_dim, True, self.dtype, self.device
-        )
 
 
 def cases(world_sizes: Sequence[int], rows: Sequence[int]) -> tuple[Case, ...]:
@@ -524,16 +514,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=parse_sizes, help="numbers of ranks (2,4,8,16; with --quick 2,4)")
     add("--rows", type=parse_sizes, help="of each rank (8k,16k; with --quick 2k, on a CPU 64)")
-    add("--heads", type=parse_heads, help="query heads / kv heads (32/8; on a CPU 4/2)")
-    add("--head-dim", type=parse_size, help="128; on a CPU 16")
-    add("--dtype", type=parse_dtype, help="bfloat16; on a CPU float32")
-    add("--backend", help="triton; on a CPU auto")
     add("--copies", default=",".join(COPIES), help=f"of {','.join(COPIES)}; none is always there")
     add("--gbps", type=float, default=LINK_GBPS, help=f"GB/s of paced copies ({LINK_GBPS:g})")
     add("--iters", type=parse_size, default=ITERS, help=f"repetitions ({ITERS})")
-    add("--budget", type=float, metavar="SECONDS", help="start no ring that would not end in time")
-    add("--device", choices=DEVICES, help="default: cuda where there is one")
-    add_common(parser)
+    add_device_arguments(parser)
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
@@ -542,17 +526,9 @@ def setting_of(args: argparse.Namespace) -> Setting:
     Raises:
         ValueError: options that cannot be.
     """
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    gpu = device.type == "cuda"
-    if gpu and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this machine has no GPU that torch can use")
-    chosen = args.copies.split(",")
-    for name in chosen:
-        if name not in COPIES:
-            raise ValueError(f"--copies must be of {list(COPIES)}, got {name!r}")
-    heads, *more = args.heads or (((32, 8),) if gpu else ((4, 2),))
-    if more:
-        raise ValueError(f"--heads must be one pair, got {args.heads}")
+    shared = one_device(args)
+    gpu = shared.device.type == "cuda"
+    chosen = chosen_of("--copies", args.copies, COPIES)
     if args.gbps <= 0.0:
         raise ValueError(f"--gbps must be positive, got {args.gbps:g}")
     world_sizes = args.ranks or ((2, 4) if args.quick else (2, 4, 8, 16))
@@ -561,16 +537,10 @@ def setting_of(args: argparse.Namespace) -> Setting:
     rows = args.rows or ((64,) if not gpu else (2048,) if args.quick else (8192, 16384))
     return Setting(
         cases=cases(world_sizes, rows),
-        heads=heads[0],
-        kv_heads=heads[1],
-        head_dim=args.head_dim or (128 if gpu else 16),
-        dtype=args.dtype or (torch.bfloat16 if gpu else torch.float32),
-        backend=args.backend or ("triton" if gpu else "auto"),
+        **vars(shared),
         copies=tuple(name for name in COPIES if name == "none" or name in chosen),
         gbps=args.gbps,
         iters=args.iters,
-        device=device,
-        budget=args.budget,
     )
 
 
@@ -582,8 +552,7 @@ def run(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
     bench.run()
     console = table_console()
     if not args.quiet:
-        heads = f"{setting.heads}/{setting.kv_heads} heads of {setting.head_dim}"
-        console.print(table(bench.rows, f"{heads}, {dtype_name(setting.dtype)}"))
+        console.print(table(bench.rows, str(setting)))
     for failure in bench.failures:
         console.print(failure, style="red", markup=False)
     for line in bench.summary():
@@ -593,14 +562,7 @@ def run(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
 
 def main(words: Sequence[str] | None = None) -> int:
     """`python -m ring_attn.bench.ring_cost`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m ring_attn.bench.ring_cost",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
-    words = sys.argv[1:] if words is None else words
-    return run(parser.parse_args(words), words)
+    return run_module("ring_cost", __doc__, add_arguments, run, words)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from ring_attn.layout import SequenceLayout
 from ring_attn.ops import CallArguments
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.spec import AttentionSpec, TransportKind, TransportOptions
-from ring_attn.strategy import Strategy
+from ring_attn.strategy import Strategy, checked_strategy
 from ring_attn.transport import open_transport
 
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -239,7 +239,7 @@ def _checked(
         layout_q=layout_q,
         layout_k=layout_k,
         strategy=strategy if isinstance(strategy, str) else "",
-        degrees=() if isinstance(strategy, str) else check.check_strategy(strategy).numbers,
+        degrees=() if isinstance(strategy, str) else checked_strategy(strategy).numbers,
         backend=backend,
         same_bits=same_bits,
         timeout=transport.timeout,

@@ -37,8 +37,8 @@ from ring_attn.strategies.core import make_call
 from ring_attn.strategy import Strategy, resolve_strategy
 from ring_attn.transport import open_transport
 
-# `layout` is a name, or "" with the numbers of two layouts; `strategy` is a name, or "" with the
-# numbers of a Strategy. `group` is torch's name of the process group.
+# `layout` is a name, unless there are the numbers of two layouts, `strategy` one, unless there are
+# those of a Strategy. `group` is torch's name of the process group.
 _CALL = (
     "Tensor? cu_seqlens, Tensor? cu_seqlens_k, bool causal, int[] window_size, "
     "float? softmax_scale, float softcap, str group, int[] mesh_shape, str layout, "
@@ -104,7 +104,7 @@ class CallArguments(NamedTuple):
 
     def given_strategy(self, world_size: int) -> Strategy:
         """The strategy, checked against the number of ranks."""
-        given = self.strategy or Strategy.from_numbers(self.degrees)
+        given = Strategy.from_numbers(self.degrees) if self.degrees else self.strategy
         return resolve_strategy(given, world_size, tuple(self.mesh_shape))
 
 
@@ -140,9 +140,10 @@ def _resolve(
 ) -> Resolved:
     cu_q, cu_k = documents
     totals = (cu_q[-1] if cu_q else None, cu_k[-1] if cu_k else None)
-    given: object = plain.layout or tuple(
-        SequenceLayout.from_numbers(numbers) for numbers in (plain.layout_q, plain.layout_k)
-    )
+    given: object = plain.layout
+    if plain.layout_q:
+        sides = (plain.layout_q, plain.layout_k)
+        given = tuple(SequenceLayout.from_numbers(numbers) for numbers in sides)
     layouts = check.resolve_layouts(given, rows, totals, rank, world_size)
     left, right = plain.window_size
     mask = Mask(layouts[0].seqlen, layouts[1].seqlen, plain.causal, (left, right), cu_q, cu_k)

@@ -566,7 +566,7 @@ class _Memory:
             torch.cuda.reset_peak_memory_stats(device)
             self._start: int | None = torch.cuda.memory_allocated(device)
         else:
-            self._start = _resident_bytes()[0] if _reset_resident_peak() else None
+            self._start = resident_bytes()[0] if reset_resident_peak() else None
 
     def read(self) -> tuple[int | None, int | None, int | None]:
         """Bytes at the start, at the peak, and of the device."""
@@ -576,10 +576,10 @@ class _Memory:
         if self._start is None:
             return None, None, _machine_bytes()
         # Some systems take the peak from samples: it may be below what is held.
-        return self._start, max(self._start, *_resident_bytes()), _machine_bytes()
+        return self._start, max(self._start, *resident_bytes()), _machine_bytes()
 
 
-def _reset_resident_peak() -> bool:
+def reset_resident_peak() -> bool:
     """Whether the system lets a process start its peak anew, as Linux does."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
@@ -588,7 +588,7 @@ def _reset_resident_peak() -> bool:
     return True
 
 
-def _resident_bytes() -> tuple[int, int]:
+def resident_bytes() -> tuple[int, int]:
     """Of the process's resident set: what it is now, and its peak."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     pairs = (line.split(":", 1) for line in status.splitlines() if ":" in line)

@@ -102,7 +102,9 @@ def sdpa_attention(
                 "scaled_dot_product_attention aligns the first query with the first key, "
                 "ring_attn.ring_attention the last with the last; call that if it is what you mean"
             )
-    q, k, v = (_lowered(x).transpose(1, 2) if isinstance(x, Tensor) else x for x in given.values())
+    q, k, v = (
+        as_autocast(x).transpose(1, 2) if isinstance(x, Tensor) else x for x in given.values()
+    )
     out: Tensor = ring_attention(q, k, v, causal=is_causal, softmax_scale=scale, **options)
     return out.transpose(1, 2)
 
@@ -194,7 +196,7 @@ def _never(*_: object) -> bool:
     return False
 
 
-def _lowered(x: Tensor) -> Tensor:
+def as_autocast(x: Tensor) -> Tensor:
     """As autocast gives it to scaled_dot_product_attention, where it is on."""
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return x

@@ -141,11 +141,7 @@ def resolve_strategy(
     """
     if isinstance(strategy, str):
         strategy = _from_name(strategy, world_size, mesh_shape)
-    if not isinstance(strategy, Strategy):
-        raise TypeError(
-            f"strategy must be one of {[*NAMES, 'auto']} or a Strategy, got "
-            f"{type(strategy).__name__}"
-        )
+    strategy = checked_strategy(strategy)
     degrees = {"ulysses_degree": strategy.ulysses_degree, "inner_degree": strategy.inner_degree}
     for name, degree in degrees.items():
         if world_size % degree:
@@ -160,6 +156,16 @@ def resolve_strategy(
             f"a mesh of {mesh_shape[0]} x {mesh_shape[1]} ranks needs ulysses_degree or "
             f"inner_degree {mesh_shape[1]} ('hybrid', 'double_ring'), got {strategy}; pass one "
             "axis of it, or a mesh with one axis"
+        )
+    return strategy
+
+
+def checked_strategy(strategy: object) -> Strategy:
+    """A strategy that is not given by its name; TypeError for anything else."""
+    if not isinstance(strategy, Strategy):
+        raise TypeError(
+            f"strategy must be one of {[*NAMES, 'auto']} or a Strategy, got "
+            f"{type(strategy).__name__}"
         )
     return strategy
 

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn.layout import LAYOUTS, SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.spec import TRANSPORT_KINDS, TransportKind, TransportOptions
-from ring_attn.strategy import NAMES, Strategy
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -357,16 +356,6 @@ def check_max_ctas(options: TransportOptions, group: dist.ProcessGroup) -> None:
         raise ValueError(
             f"nccl_max_ctas is for NCCL, the group has {dist.get_backend_config(group)}"
         )
-
-
-def check_strategy(strategy: object) -> Strategy:
-    """A strategy that is not given by its name."""
-    if not isinstance(strategy, Strategy):
-        raise TypeError(
-            f"strategy must be one of {[*NAMES, 'auto']} or a Strategy, got "
-            f"{type(strategy).__name__}"
-        )
-    return strategy
 
 
 def check_layouts(layout: object) -> tuple[SequenceLayout, SequenceLayout]:

@@ -47,6 +47,7 @@ from ring_attn.debug import debug_enabled, tell_error
 from ring_attn.decode import tree_decode
 from ring_attn.integrations.transformers_cache import CacheStep, make_cache
 from ring_attn.layout import LAYOUTS, SequenceLayout
+from ring_attn.sdpa import as_autocast
 from ring_attn.spec import TransportOptions
 from ring_attn.strategy import Strategy
 
@@ -192,7 +193,7 @@ class Registration:
             _check_config(module)
             causal = _causal(module, is_causal, query.size(2))
             window = _window(module, kwargs, causal)
-            q, k, v = (x.transpose(1, 2) for x in _autocast(query, key, value))
+            q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
             placed = _placed(kwargs.get(LAYOUT), self.layout)
             documents = (kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
             if not isinstance(placed, CacheStep):
@@ -506,15 +507,6 @@ def _window(module: nn.Module, kwargs: dict[str, Any], causal: bool) -> tuple[in
             "attention function"
         )
     return (-1, -1)
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast q, k and v are in its type, as for torch's own attention."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def _placed(given: object, name: str) -> str | SequenceLayout | CacheStep:

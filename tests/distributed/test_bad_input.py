@@ -396,6 +396,12 @@ STRATEGIES: dict[str, Bad] = {
     "no such name": Bad(
         lambda: {"strategy": "star"}, ValueError, ("strategy must be one of", "'ring'", "'star'")
     ),
+    "an empty strategy": Bad(
+        lambda: {"strategy": ""}, ValueError, ("strategy must be one of", "'ring'", "''")
+    ),
+    "an empty layout": Bad(
+        lambda: {"layout": ""}, ValueError, ("layout must be one of", "'zigzag'", "''")
+    ),
     "no strategy": Bad(lambda: {"strategy": 2}, TypeError, ("or a Strategy", "int")),
     "no degree": Bad(
         lambda: {"strategy": "hybrid"}, ValueError, ("ulysses_degree", "divides 2", "two axes")

@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"mask", "layout"},
     "buffers": {"plan"},
     "cost": {"mask", "layout", "plan", "buffers", "spec", "work"},
-    "validation": DATA | {"strategy"},
+    "validation": DATA,
     "transport": DATA | {"profiling", "kernels"},
     "backends": DATA | {"profiling", "kernels"},
     "strategies": DATA | {"strategy", "validation", "profiling", "transport", "backends"},

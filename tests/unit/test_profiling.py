@@ -275,7 +275,7 @@ def test_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_is_that_of_the_call() -> None:
-    if not profiling._reset_resident_peak():
+    if not profiling.reset_resident_peak():
         pytest.skip("this system does not let a process reset its peak")
     kept = torch.ones(32 * MIB, dtype=torch.uint8)
     # Mapped by hand: malloc may have as much that was freed and that it keeps.
@@ -291,7 +291,7 @@ def test_memory_is_that_of_the_call() -> None:
 
 
 def test_memory_that_cannot_be_told_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "_reset_resident_peak", lambda: False)
+    monkeypatch.setattr(profiling, "reset_resident_peak", lambda: False)
     with collect(), observe("forward", CPU, Idle()):
         pass
     figures = stats().forward

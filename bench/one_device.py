@@ -1,0 +1,104 @@
+"""What the benchmarks on one device share: their options, and where they run.
+
+`ring_cost` and `length` are modules of their own, run by `make gpu` or by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ring_attn.arguments import add_common, dtype_name, parse_dtype, parse_size
+from ring_attn.bench.implementations import Problem
+from ring_attn.bench.kernel import parse_heads
+from ring_attn.launch import DEVICES
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneDevice:
+    """What the benchmarks on one device have in common: where, and which heads."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    backend: str
+    device: torch.device
+    budget: float | None = None
+
+    def problem(self, seqlen: int) -> Problem:
+        """One causal sequence, the whole of a ring."""
+        return Problem(
+            1, seqlen, self.heads, self.kv_heads, self.head_dim, True, self.dtype, self.device
+        )
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}/{self.kv_heads} heads of {self.head_dim}"
+        return f"{heads}, {dtype_name(self.dtype)}"
+
+
+def add_device_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `one_device`, and those of every command."""
+    add = parser.add_argument
+    add("--heads", type=parse_heads, help="query heads / kv heads (32/8; on a CPU 4/2)")
+    add("--head-dim", type=parse_size, help="128; on a CPU 16")
+    add("--dtype", type=parse_dtype, help="bfloat16; on a CPU float32")
+    add("--backend", help="triton; on a CPU auto")
+    add("--budget", type=float, metavar="SECONDS", help="start nothing that would not end in time")
+    add("--device", choices=DEVICES, help="default: cuda where there is one")
+    add_common(parser)
+
+
+def one_device(args: argparse.Namespace) -> OneDevice:
+    """What the options describe; on a CPU small sizes, which only show that it works.
+
+    Raises:
+        ValueError: no such device, or several pairs of heads.
+    """
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    gpu = device.type == "cuda"
+    if gpu and not torch.cuda.is_available():
+        raise ValueError("--device cuda: this machine has no GPU that torch can use")
+    heads, *more = args.heads or (((32, 8),) if gpu else ((4, 2),))
+    if more:
+        raise ValueError(f"--heads must be one pair, got {args.heads}")
+    return OneDevice(
+        heads=heads[0],
+        kv_heads=heads[1],
+        head_dim=args.head_dim or (128 if gpu else 16),
+        dtype=args.dtype or (torch.bfloat16 if gpu else torch.float32),
+        backend=args.backend or ("triton" if gpu else "auto"),
+        device=device,
+        budget=args.budget,
+    )
+
+
+def chosen_of(option: str, words: str, names: Collection[str]) -> list[str]:
+    """Some of the names, with commas between; ValueError says which there are."""
+    chosen = words.split(",")
+    for name in chosen:
+        if name not in names:
+            raise ValueError(f"{option} must be of {list(names)}, got {name!r}")
+    return chosen
+
+
+def run_module(
+    name: str,
+    description: str | None,
+    add_arguments: Callable[[argparse.ArgumentParser], None],
+    run: Callable[[argparse.Namespace, Sequence[str]], int],
+    words: Sequence[str] | None,
+) -> int:
+    """`python -m ring_attn.bench.NAME`, of a benchmark that `ring-attn` does not list."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m ring_attn.bench.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    words = sys.argv[1:] if words is None else words
+    return run(parser.parse_args(words), words)
