@@ -154,8 +154,9 @@ def ring_attention(
     Raises:
         ValueError: shapes, layout, window, documents, sinks or degrees that do not fit.
         TypeError: a dtype or type that is not taken.
-        NotImplementedError: dropout, ALiBi, what the named backend does not support, or
-            `same_bits=True` where it cannot be had.
+        NotImplementedError: dropout, ALiBi, what the named backend does not support,
+            `same_bits=True` where it cannot be had, `strategy="auto"` under torch.compile, or a
+            call within the capture of a CUDA graph.
         ImportError: the named backend's package is not installed.
         RuntimeError: no process group, or a peer that died or stalled.
 

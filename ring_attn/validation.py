@@ -197,6 +197,7 @@ def check_boundaries(name: str, cu_seqlens: Tensor | None) -> None:
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor | None) -> tuple[int, ...] | None:
     """Document boundaries on the host: from 0, never decreasing; read from a device only once."""
+    check_boundaries(name, cu_seqlens)
     if cu_seqlens is None:
         return None
     boundaries = _on_host(cu_seqlens)

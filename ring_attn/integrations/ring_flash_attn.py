@@ -299,8 +299,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
         >>> llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 3, 8]), True, 1, 2)
         (tensor([0, 4]), tensor([0, 5]), 4, 5, slice(3, 8, None))
     """
-    boundaries = check.check_cu_seqlens("cu_seqlens", cu_seqlens)
-    assert boundaries is not None, "only None is None"
+    boundaries = _on_host("cu_seqlens", cu_seqlens)
     total = boundaries[-1]
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
@@ -515,14 +514,19 @@ def _unpacked(name: str, x: Tensor, dims: str) -> tuple[Tensor, ...]:
 
 def _boundaries(name: str, cu_seqlens: Tensor, most_name: str, most: int) -> tuple[int, ...]:
     """Boundaries on the host, and that no document is longer than what is said of the longest."""
-    boundaries = check.check_cu_seqlens(name, cu_seqlens)
-    if boundaries is None:
-        raise TypeError(f"{name} must be an int32 tensor, got None")
+    boundaries = _on_host(name, cu_seqlens)
     if int(most) < _longest(boundaries):
         raise ValueError(
             f"{most_name} must be at least the longest document of {name}, "
             f"{_longest(boundaries)}, got {int(most)}"
         )
+    return boundaries
+
+
+def _on_host(name: str, cu_seqlens: Tensor) -> tuple[int, ...]:
+    boundaries = check.check_cu_seqlens(name, cu_seqlens)
+    if boundaries is None:
+        raise TypeError(f"{name} must be an int32 tensor, got None")
     return boundaries
 
 

@@ -154,6 +154,11 @@ def test_prepare_refuses() -> None:
         prepare(torch.tensor([0, 7]), True, 0, 2)
     with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), got 2"):
         prepare(torch.tensor([0, 8]), True, 2, 2)
+    for given in ([0, 3, 8], None, torch.tensor([0.0, 8.0])):
+        with pytest.raises(TypeError, match="cu_seqlens must be (an int32 tensor|int32)"):
+            prepare(given, True, 0, 2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="1-D with at least two boundaries"):
+        prepare(torch.zeros(2, 2, dtype=torch.int32), True, 0, 2)
     with pytest.raises(ValueError, match="must start at 0"):
         prepare(torch.tensor([1, 8]), True, 0, 2)
 

@@ -505,3 +505,17 @@ def test_a_long_error_is_told_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
             agree(rank, transport)
 
     run_local(2, work)
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "error", "text"),
+    [
+        (torch.tensor([0.0, 8.0]), TypeError, "cu_seqlens must be int32"),
+        (torch.tensor([8]), ValueError, "at least two boundaries"),
+        ([0, 9], ValueError, "must end at the global length 8, got 9"),
+    ],
+    ids=["floats", "one boundary", "another length"],
+)
+def test_bad_documents_are_refused(cu_seqlens: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        explain(seqlen=8, world_size=2, nheads=2, headdim=8, cu_seqlens=cu_seqlens)
