@@ -35,16 +35,33 @@ class Packet:
             offsets.append(offsets[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
         return tuple(offsets)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the message."""
         return max(self.offsets[-1], ALIGNMENT)
 
+    @cached_property
+    def padded(self) -> bool:
+        """Whether some of its bytes belong to no tensor."""
+        used = (prod(s) * dtype.itemsize for s, dtype in zip(self.shapes, self.dtypes, strict=True))
+        return sum(used) != self.nbytes
+
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """The tensors as views of a (>= nbytes,) uint8 buffer."""
+        typed = {dtype: buffer[: self.nbytes].view(dtype) for dtype in set(self.dtypes)}
         return tuple(
-            buffer[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            for shape, dtype, start in zip(self.shapes, self.dtypes, self.offsets, strict=False)
+            typed[dtype].as_strided(
+                shape, strides, typed[dtype].storage_offset() + start // dtype.itemsize
+            )
+            for shape, strides, dtype, start in zip(
+                self.shapes, self._strides, self.dtypes, self.offsets, strict=False
+            )
+        )
+
+    @cached_property
+    def _strides(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(prod(shape[dim + 1 :]) for dim in range(len(shape))) for shape in self.shapes
         )
 
 

@@ -16,12 +16,13 @@ import os
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from operator import or_
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,13 +33,20 @@ from ring_attn.spec import AttentionSpec, Scores
 if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config
     from ring_attn.kernels.flash_fwd import Carried
-    from ring_attn.kernels.launch import Launch
+    from ring_attn.kernels.launch import Launch, Repeat
     from ring_attn.kernels.step_table import StepTable
+
+A = TypeVar("A")
+T = TypeVar("T")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEADDIM = 256
 
-# Steps whose tables are kept on the device: more than a few models' plans have.
+# Triton compiles another kernel for a tensor whose address is no multiple of that.
+ALIGNMENT = 16
+
+# Steps whose tables are kept on the device: more than a few models' plans have. So many launches
+# are kept, too, to be repeated.
 TABLES_KEPT = 1024
 
 
@@ -72,6 +80,7 @@ class TritonBackend:
     def __init__(self) -> None:
         """No kernel is imported before the first call."""
         self._tables: OrderedDict[tuple[Any, ...], tuple[Any, StepTable]] = OrderedDict()
+        self._repeats: dict[tuple[Any, ...], tuple[Any, Repeat]] = {}
 
     def supports(self, spec: AttentionSpec, *, named: bool = False) -> str | None:
         """float16, bfloat16, float32 and head dims up to 256, on GPUs of compute capability 8.0."""
@@ -113,13 +122,10 @@ class TritonBackend:
         last: bool = False,
     ) -> TritonState:
         """Folds the tiles of one step into the state; the last step writes out and lse instead."""
-        from ring_attn.kernels.configs import select
-        from ring_attn.kernels.flash_fwd import can_specialize, forward_launch
-
-        if state.carried.out is not None and not tiles:
-            return state
-        q, k, v = (_unit_stride(x) for x in (q, k, v))
         carried, first = state.carried, not state.started
+        if carried.out is not None and not tiles:
+            return state
+        q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
         batch, rows, nheads, _ = q.shape
         if first and not last:
             carried.acc = _float32(q, batch, rows, nheads, state.headdim_v)
@@ -128,25 +134,12 @@ class TritonBackend:
             shape = (batch, rows, nheads, state.headdim_v)
             carried.out = q.new_empty(shape, dtype=state.out_dtype)
             carried.lse = _float32(q, batch, nheads, rows)
-        # Every row is touched by the first launch and by the last, whether it sees a key or not.
-        num_rows = rows if first or last else 0
-
-        def launch(config: Config, carried: Carried) -> Launch:
-            table = self._table(tiles, config, q.device, num_rows=num_rows)
-            if config.warp_specialize and not can_specialize(q, k, v, table, scores.softcap):
-                # Not by a call of itself: that cycle keeps q, k and v until the collector runs.
-                config = select("fwd", q, state.headdim_v)
-                table = self._table(tiles, config, q.device, num_rows=num_rows)
-            return forward_launch(
-                q, k, v, carried, table, config, softmax_scale=scores.softmax_scale,
-                softcap=scores.softcap, first=first, last=last,
-            )  # fmt: skip
-
-        whole = len(tiles) == 1 and tiles[0].kind is MaskKind.FULL
-        kind = "fwd_whole" if whole else "fwd"
-        call = (q.shape, k.shape, tiles and tiles[0].kind, first, last, scores)
-        config = _config(kind, q, v, call, lambda config: launch(config, carried.copy()))
-        _run(launch(config, carried), q)
+        self._run(
+            (tiles, "fwd", first, last, scores, state.out_dtype, carried.sinks is None),
+            (q, k, v),
+            (carried.acc, carried.m, carried.l, carried.out, carried.lse, carried.sinks),
+            lambda: self._forward_launch(q, k, v, tiles, carried, scores, first, last),
+        )
         state.started = True
         if last:
             carried.acc = carried.m = carried.l = None
@@ -165,12 +158,16 @@ class TritonBackend:
 
     def delta(self, out: Tensor, dout: Tensor) -> Tensor:
         """(batch, nheads, rows) float32 rowsum(dO * O)."""
-        from ring_attn.kernels.configs import select
-        from ring_attn.kernels.flash_bwd import delta_launch
-
         out, dout = _unit_stride(out), _unit_stride(dout)
         delta = _float32(out, out.size(0), out.size(2), out.size(1))
-        _run(delta_launch(out, dout, delta, select("delta", out, out.size(3))), out)
+
+        def launch() -> Launch:
+            from ring_attn.kernels.configs import select
+            from ring_attn.kernels.flash_bwd import delta_launch
+
+            return delta_launch(out, dout, delta, select("delta", out, out.size(3)))
+
+        self._run(((), "delta"), (out, dout), (delta,), launch)
         return delta
 
     def backward(
@@ -207,22 +204,16 @@ class TritonBackend:
         scores: Scores,
     ) -> None:
         """Adds the tiles' gradients to dq."""
-        from ring_attn.kernels.flash_bwd import dq_launch
-
         if not tiles:
             return
-        q, k, v, dout = (_unit_stride(x) for x in (q, k, v, dout))
+        q, k, v, dout = _unit_stride(q), _unit_stride(k), _unit_stride(v), _unit_stride(dout)
 
-        def launch(config: Config, dq: Tensor) -> Launch:
-            return dq_launch(
-                q, k, v, dout, lse, delta, dq, self._table(tiles, config, q.device), config,
-                softmax_scale=scores.softmax_scale, softcap=scores.softcap,
-            )  # fmt: skip
-
-        call = (q.shape, k.shape, tiles[0].kind, scores)
-        kind = "dq_softcap" if scores.softcap else "dq"
-        config = _config(kind, q, v, call, lambda config: launch(config, dq.clone()))
-        _run(launch(config, dq), q)
+        self._run(
+            (tiles, "dq", scores),
+            (q, k, v, dout),
+            (lse, delta, dq),
+            lambda: self._dq_launch(q, k, v, dout, lse, delta, tiles, dq, scores),
+        )
 
     def backward_kv(
         self,
@@ -239,23 +230,16 @@ class TritonBackend:
         scores: Scores,
     ) -> None:
         """Adds the tiles' gradients to dk and dv."""
-        from ring_attn.kernels.flash_bwd import dkdv_launch
-
         if not tiles:
             return
-        q, k, v, dout = (_unit_stride(x) for x in (q, k, v, dout))
+        q, k, v, dout = _unit_stride(q), _unit_stride(k), _unit_stride(v), _unit_stride(dout)
 
-        def launch(config: Config, dk: Tensor, dv: Tensor) -> Launch:
-            table = self._table(tiles, config, q.device, kv_rows=True)
-            return dkdv_launch(
-                q, k, v, dout, lse, delta, dk, dv, table, config,
-                softmax_scale=scores.softmax_scale, softcap=scores.softcap,
-            )  # fmt: skip
-
-        call = (q.shape, k.shape, tiles[0].kind, scores)
-        kind = "dkdv_softcap" if scores.softcap else "dkdv"
-        config = _config(kind, q, v, call, lambda config: launch(config, dk.clone(), dv.clone()))
-        _run(launch(config, dk, dv), q)
+        self._run(
+            (tiles, "dkdv", scores),
+            (q, k, v, dout),
+            (lse, delta, dk, dv),
+            lambda: self._dkdv_launch(q, k, v, dout, lse, delta, tiles, dk, dv, scores),
+        )
 
     def gradient_factor(self, scores: Scores) -> float:
         """dq and dk are summed without softmax_scale: 16-bit products keep more bits so."""
@@ -296,6 +280,127 @@ class TritonBackend:
                 "for: set TRITON_INTERPRET=1 before the program starts to run on a CPU"
             )
         return None
+
+    def _run(
+        self,
+        call: tuple[Hashable, ...],
+        inputs: Sequence[Tensor],
+        others: Sequence[Tensor | None],
+        make: Callable[[], Launch],
+    ) -> None:
+        """Runs the launch that `make` makes, or repeats the one of an equal call.
+
+        Args:
+            call: the tiles, by their identity, and what else makes a difference to the launch
+                beside tensors.
+            inputs: (batch, rows, heads, dim) tensors of any strides, the kernel's first arguments.
+            others: its next ones; contiguous, of sizes and types that follow from the rest.
+            make: a launch with those arguments.
+        """
+        tiles, *rest = call
+        device = inputs[0].get_device()
+        key = (id(tiles), *rest, device, *[(x.shape, x.stride(), x.dtype) for x in inputs])
+        addresses = [0 if x is None else x.data_ptr() for x in (*inputs, *others)]
+        aligned = not reduce(or_, addresses) % ALIGNMENT
+        known = self._repeats.get(key) if aligned else None
+        if known is not None:
+            _enqueue(known[1].run, addresses, device)
+            return
+        launch = make()
+        compiled = _enqueue(type(launch).run, launch, device)
+        if aligned and compiled is not None:
+            from ring_attn.kernels.launch import Repeat
+
+            # The tiles are kept beside it, so that no other tuple can take over their id.
+            self._repeats[key] = tiles, Repeat(launch, compiled, len(addresses))
+            if len(self._repeats) > TABLES_KEPT:
+                del self._repeats[next(iter(self._repeats))]
+
+    def _forward_launch(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Sequence[Tile],
+        carried: Carried,
+        scores: Scores,
+        first: bool,
+        last: bool,
+    ) -> Launch:
+        from ring_attn.kernels.configs import select
+        from ring_attn.kernels.flash_fwd import can_specialize, forward_launch
+
+        # Every row is touched by the first launch and by the last, whether it sees a key or not.
+        num_rows = q.size(1) if first or last else 0
+
+        def launch(config: Config, carried: Carried) -> Launch:
+            table = self._table(tiles, config, q.device, num_rows=num_rows)
+            if config.warp_specialize and not can_specialize(q, k, v, table, scores.softcap):
+                # Not by a call of itself: that cycle keeps q, k and v until the collector runs.
+                config = select("fwd", q, v.size(3))
+                table = self._table(tiles, config, q.device, num_rows=num_rows)
+            return forward_launch(
+                q, k, v, carried, table, config, softmax_scale=scores.softmax_scale,
+                softcap=scores.softcap, first=first, last=last,
+            )  # fmt: skip
+
+        whole = len(tiles) == 1 and tiles[0].kind is MaskKind.FULL
+        kind = "fwd_whole" if whole else "fwd"
+        call = (q.shape, k.shape, tiles and tiles[0].kind, first, last, scores)
+        config = _config(kind, q, v, call, lambda config: launch(config, carried.copy()))
+        return launch(config, carried)
+
+    def _dq_launch(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        tiles: Sequence[Tile],
+        dq: Tensor,
+        scores: Scores,
+    ) -> Launch:
+        from ring_attn.kernels.flash_bwd import dq_launch
+
+        def launch(config: Config, dq: Tensor) -> Launch:
+            return dq_launch(
+                q, k, v, dout, lse, delta, dq, self._table(tiles, config, q.device), config,
+                softmax_scale=scores.softmax_scale, softcap=scores.softcap,
+            )  # fmt: skip
+
+        call = (q.shape, k.shape, tiles[0].kind, scores)
+        kind = "dq_softcap" if scores.softcap else "dq"
+        config = _config(kind, q, v, call, lambda config: launch(config, dq.clone()))
+        return launch(config, dq)
+
+    def _dkdv_launch(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        tiles: Sequence[Tile],
+        dk: Tensor,
+        dv: Tensor,
+        scores: Scores,
+    ) -> Launch:
+        from ring_attn.kernels.flash_bwd import dkdv_launch
+
+        def launch(config: Config, dk: Tensor, dv: Tensor) -> Launch:
+            table = self._table(tiles, config, q.device, kv_rows=True)
+            return dkdv_launch(
+                q, k, v, dout, lse, delta, dk, dv, table, config,
+                softmax_scale=scores.softmax_scale, softcap=scores.softcap,
+            )  # fmt: skip
+
+        call = (q.shape, k.shape, tiles[0].kind, scores)
+        kind = "dkdv_softcap" if scores.softcap else "dkdv"
+        config = _config(kind, q, v, call, lambda config: launch(config, dk.clone(), dv.clone()))
+        return launch(config, dk, dv)
 
     def _table(
         self,
@@ -341,13 +446,15 @@ def _config(
     return configs.select(kind, q, v.size(3))
 
 
-def _run(launch: Launch, x: Tensor) -> None:
-    if x.device.type == "cpu":
+def _enqueue(run: Callable[[A], T], argument: A, device: int) -> T:
+    """Runs a launch on a GPU by its number; below 0 that is the CPU."""
+    if device < 0:
         _warn_of_interpreter()
-        launch.run()
-    else:
-        with torch.cuda.device(x.device):
-            launch.run()
+        return run(argument)
+    if device == torch.cuda.current_device():
+        return run(argument)  # a switch to where one is already takes 5 us
+    with torch.cuda.device(device):
+        return run(argument)
 
 
 def _release(package: str) -> tuple[int, ...]:

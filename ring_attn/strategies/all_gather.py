@@ -51,8 +51,8 @@ from ring_attn.plan import Tile, Traveller, gathered_tiles
 from ring_attn.spec import AttentionSpec, Packet, Scores
 from ring_attn.strategies.base import Forward, Gradients
 from ring_attn.strategies.messages import (
+    Message,
     Records,
-    pack_rows,
     rounded_gradient,
     sinks_gradient,
     zeros_like,
@@ -585,7 +585,7 @@ class _Reduction:
         dk_dv = [grads.pop(), grads.pop()][::-1]
         send = self._send[: self._call.world_size * packet.nbytes]
         for rank, message in enumerate(send.chunk(self._call.world_size)):
-            pack_rows(packet, message, dk_dv, slice(rank * rows, (rank + 1) * rows))
+            Message(packet, message).pack(dk_dv, slice(rank * rows, (rank + 1) * rows))
         wide = self._call.spec.accum_dtype
         self._transport.reduce_scatter(
             "gradients", self._step, send.view(wide), self._recv[: packet.nbytes].view(wide)

@@ -18,12 +18,33 @@ def new_buffers(packets: Iterable[Packet], count: int, device: torch.device) -> 
     return [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
 
 
-def pack_rows(packet: Packet, buffer: Tensor, tensors: Sequence[Tensor], rows: slice) -> None:
-    """Copies some rows of the tensors, dim 1 of 4-D and dim 2 of statistics, into a message."""
-    # Padding is sent too; it must not hold what the transport marks buffers with.
-    buffer[: packet.nbytes][-ALIGNMENT:].zero_()
-    for view, x in zip(packet.views(buffer), tensors, strict=True):
-        view.copy_(x[:, rows] if x.ndim == 4 else x[:, :, rows])
+class Message:
+    """The bytes of a buffer that a packet takes, and the tensors in them.
+
+    Whoever needs them often keeps it: slicing and viewing take more of the host's time than a copy.
+    """
+
+    def __init__(self, packet: Packet, buffer: Tensor) -> None:
+        self.packet = packet
+        self.bytes = buffer[: packet.nbytes]
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The packet's, as views."""
+        return self.packet.views(self.bytes)
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """All that it holds as one flat tensor, of its first tensor's type."""
+        return self.bytes.view(self.packet.dtypes[0])
+
+    def pack(self, tensors: Sequence[Tensor], rows: slice) -> None:
+        """Copies some rows of the tensors into it, of dim 1 of 4-D ones and dim 2 of statistics."""
+        if self.packet.padded:
+            # Padding is sent too; it must not hold what the transport marks buffers with.
+            self.bytes[-ALIGNMENT:].zero_()
+        for view, x in zip(self.tensors, tensors, strict=True):
+            view.copy_(x[:, rows] if x.ndim == 4 else x[:, :, rows])
 
 
 def zeros_like(x: Tensor, dtype: torch.dtype) -> Tensor:

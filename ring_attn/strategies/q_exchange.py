@@ -35,7 +35,7 @@ from ring_attn.layout import Segment, SequenceLayout
 from ring_attn.plan import Hop
 from ring_attn.spec import AttentionSpec, Packet
 from ring_attn.strategies.base import Call, Forward, Gradients
-from ring_attn.strategies.messages import new_buffers, pack_rows
+from ring_attn.strategies.messages import Message, new_buffers
 from ring_attn.strategies.observed import observed
 from ring_attn.transport.base import Transport
 
@@ -143,7 +143,7 @@ class QExchangeCall:
             return list(tensors)
         outgoing, incoming = (_packet(tensors, _len(rows.tail)) for rows in (held, wanted))
         send, recv = (new_buffers([p], 1, tensors[0].device)[0] for p in (outgoing, incoming))
-        pack_rows(outgoing, send, tensors, held.tail)
+        Message(outgoing, send).pack(tensors, held.tail)
         transport.post("shards", step, Hop(self.partner, self.partner), send, recv)
         transport.wait("shards")
         results = []

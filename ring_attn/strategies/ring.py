@@ -75,8 +75,8 @@ from ring_attn.plan import Plan, Tile, Traveller, plan_ring, ring_grid
 from ring_attn.spec import AttentionSpec, Packet, Scores
 from ring_attn.strategies.base import Forward, Gradients
 from ring_attn.strategies.messages import (
+    Message,
     new_buffers,
-    pack_rows,
     rounded_gradient,
     sinks_gradient,
     zeros_like,
@@ -258,14 +258,14 @@ def ring_forward(
     shards = _shards(plan, call, transport, (k, v))
     if sinks is not None:
         sinks = sinks.to(call.spec.accum_dtype)
-    state = backend.new_state(q, v.size(-1), sinks)
+    state, scores = backend.new_state(q, v.size(-1), sinks), call.scores
     last = max((step.index for step in plan.steps if step.tiles), default=0)
     for step in observed_steps(plan.steps, transport):
         shards.before(step.index)
         if step.tiles:
             k, v = shards.held(step.index)
             state = backend.forward(
-                q, k, v, step.tiles, state, scores=call.scores, last=step.index == last
+                q, k, v, step.tiles, state, scores=scores, last=step.index == last
             )
         shards.after(step.index)
     return backend.finalize(state, q.dtype)
@@ -321,7 +321,7 @@ def _gradients(
     transport: PointToPoint,
 ) -> list[Tensor]:
     """dq, dk, dv in the type of the state; what the ring needs beside them is freed on return."""
-    plan = call.plan(backward=True)
+    plan, scores = call.plan(backward=True), call.scores
     backend = observed_backend(get_backend(call.backend), transport)
     kv_travels = plan.travels == "kv"
     shards = _shards(plan, call, transport, kv if kv_travels else q_side)
@@ -336,16 +336,16 @@ def _gradients(
             k, v = held if kv_travels else kv
             if call.same_bits and folds_in_order(backend):
                 args = (q, k, v, dout, lse, delta, step.tiles)
-                backend.backward_q(*args, *staying, scores=call.scores)
+                backend.backward_q(*args, *staying, scores=scores)
                 travelling.before(step.index)
-                backend.backward_kv(*args, *travelling.held(step.index), scores=call.scores)
+                backend.backward_kv(*args, *travelling.held(step.index), scores=scores)
             else:
                 travelling.before(step.index)
                 grads = travelling.held(step.index)
                 dq, dk, dv = (*staying, *grads) if kv_travels else (*grads, *staying)
                 backend.backward(
                     q, k, v, dout, lse, delta, step.tiles, dq, dk, dv,
-                    scores=call.scores, out=out if kv_travels or step.index == 0 else None,
+                    scores=scores, out=out if kv_travels or step.index == 0 else None,
                 )  # fmt: skip
         travelling.after(step.index)
         shards.after(step.index)
@@ -371,7 +371,7 @@ class _Messages:
         self._sends, self._schedule, self._packets = plan.sends, schedule, packets
         self._channels, self._transport, self._own = channels, transport, own
         self._buffers = new_buffers(packets, schedule.num_buffers, own[0].device)
-        self._views: dict[tuple[Packet, int], tuple[Tensor, ...]] = {}
+        self._messages: dict[tuple[int, int], Message] = {}
 
     def before(self, index: int) -> None:
         """The moves before a step is computed."""
@@ -382,11 +382,7 @@ class _Messages:
         buffer = self._schedule.steps[index].held
         if buffer is None:
             return self._own
-        # Made once for a buffer: three calls for each tensor are most of a step's host time.
-        key = (self._packets[index], buffer)
-        if key not in self._views:
-            self._views[key] = self._packets[index].views(self._buffers[buffer])
-        return self._views[key]
+        return self._message(buffer, index).tensors
 
     def after(self, index: int) -> None:
         """The moves when a step has been computed."""
@@ -400,41 +396,42 @@ class _Messages:
         for move in moves:
             match move:
                 case Pack(buffer):
-                    pack_rows(self._packets[0], self._buffers[buffer], self._own, self._sends)
+                    self._message(buffer, 0).pack(self._own, self._sends)
                 case Clear(buffer, step):
-                    self._message(buffer, step).zero_()
+                    self._message(buffer, step).bytes.zero_()
                 case Post(transfer, send, recv):
                     self._transport.post(
                         self._channels[transfer.outer],
                         index,
                         transfer.hop,
-                        self._message(send, transfer.sends),
-                        self._message(recv, transfer.brings),
+                        self._message(send, transfer.sends).bytes,
+                        self._message(recv, transfer.brings).bytes,
                     )
                 case Wait(outer):
                     self._transport.wait(self._channels[outer])
                 case Add(into, buffer, step):
-                    total, more = (
-                        self._message(one, step).view(self._own[0].dtype) for one in (into, buffer)
-                    )
-                    total.add_(more)
+                    self._message(into, step).numbers.add_(self._message(buffer, step).numbers)
                 case Return(buffer, replace):
-                    returned = self._packets[0].views(self._buffers[buffer])
+                    returned = self._message(buffer, 0).tensors
                     for mine, others in zip(self._own, returned, strict=True):
                         if replace:
                             mine[:, self._sends] = others
                         else:
                             mine[:, self._sends] += others
 
-    def _message(self, buffer: int, step: int) -> Tensor:
-        return self._buffers[buffer][: self._packets[step].nbytes]
+    def _message(self, buffer: int, step: int) -> Message:
+        # Steps of equal rows have one packet.
+        key = (buffer, id(self._packets[step]))
+        if key not in self._messages:
+            self._messages[key] = Message(self._packets[step], self._buffers[buffer])
+        return self._messages[key]
 
 
 def _shards(
     plan: Plan, call: RingCall, transport: PointToPoint, own: tuple[Tensor, ...]
 ) -> _Messages:
     """The travelling side: this rank's own shard first, then those that come by."""
-    packets = _packets(plan, call, shard_packet)
+    packets = _packets(plan, call.spec, shard_packet)
     return _Messages(plan, shard_schedule(plan), packets, ("shards", "outer"), transport, own)
 
 
@@ -443,13 +440,14 @@ def _travelling_gradients(
 ) -> _Messages:
     """The gradients of the travelling side, passed on one step behind its shards."""
     schedule = gradient_schedule(plan, continued=call.same_bits)
-    packets = _packets(plan, call, gradient_packet)
+    packets = _packets(plan, call.spec, gradient_packet)
     channels: tuple[Channel, Channel] = ("gradients", "outer_gradients")
     return _Messages(plan, schedule, packets, channels, transport, own)
 
 
+@lru_cache(maxsize=4096)
 def _packets(
-    plan: Plan, call: RingCall, packet_of: Callable[[AttentionSpec, Traveller, int], Packet]
-) -> list[Packet]:
+    plan: Plan, spec: AttentionSpec, packet_of: Callable[[AttentionSpec, Traveller, int], Packet]
+) -> tuple[Packet, ...]:
     """The message of every step: what is passed on of the shard that is held then."""
-    return [packet_of(call.spec, plan.travels, plan.rows_moving(step.index)) for step in plan.steps]
+    return tuple(packet_of(spec, plan.travels, plan.rows_moving(step.index)) for step in plan.steps)

@@ -34,7 +34,7 @@ from ring_attn.mask import Mask
 from ring_attn.plan import Band, Tile, make_tile
 from ring_attn.spec import AttentionSpec, Packet, Scores
 from ring_attn.state import State
-from ring_attn.strategies.messages import pack_rows
+from ring_attn.strategies.messages import Message
 from ring_attn.strategies.observed import observed, observed_backend, observed_merge
 from ring_attn.transport.base import Transport
 
@@ -203,7 +203,7 @@ def _gathered(
     """`out` (P, batch, seqlen_q, nheads, headdim_v) and `lse` (P, batch, nheads, seqlen_q)."""
     world_size = transport.world_size
     send = torch.empty(packet.nbytes, dtype=torch.uint8, device=partial[0].device)
-    pack_rows(packet, send, partial, ALL_ROWS)
+    Message(packet, send).pack(partial, ALL_ROWS)
     recv = send.new_empty(world_size * packet.nbytes)
     transport.all_gather("shards", 0, send, recv)
     transport.wait("shards")

@@ -1,0 +1,214 @@
+"""Launches that are repeated, against the same ones made anew: run by test_repeats.py.
+
+Kernels are compiled and launched to nowhere (stub_driver.py), so this runs in a process without
+TRITON_INTERPRET: `python -m tests.kernels.repeats FOLDER` prints what was found as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from ring_attn.backends.triton import TritonBackend
+from ring_attn.kernels.launch import Launch
+from ring_attn.layout import SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.plan import Tile, pair_tiles
+from ring_attn.spec import Scores
+from tests.kernels.stub_driver import StubDriver, install
+
+ROWS, HEADS, KV_HEADS, DIM = 97, 4, 2, 16
+SCORES = Scores(0.25)
+
+# By the backend, with tensors; gives those that the backend has made for it.
+Call = Callable[[TritonBackend, "Tensors"], dict[str, Tensor | None]]
+
+
+def tiles_of(mask: Mask) -> tuple[Tile, ...]:
+    """Those of one rank that holds everything."""
+    layouts = (SequenceLayout.contiguous(n, 1) for n in (mask.seqlen_q, mask.seqlen_k))
+    return pair_tiles(*layouts, mask, 0, 0)
+
+
+CAUSAL, FULL = (tiles_of(Mask(ROWS, ROWS, causal=causal)) for causal in (True, False))
+
+
+@dataclass
+class Tensors:
+    """What the calls take; the addresses of no two are alike."""
+
+    dtype: torch.dtype = torch.bfloat16
+    offset: int = 0  # elements from an address that is a multiple of 64 bytes
+    heads_first: bool = False
+
+    def __post_init__(self) -> None:
+        self.q, self.dout = self._new(HEADS), self._new(HEADS)
+        self.k, self.v = self._new(KV_HEADS), self._new(KV_HEADS)
+        self.lse, self.delta = (torch.empty(1, HEADS, ROWS) for _ in range(2))
+        self.dq = torch.empty(1, ROWS, HEADS, DIM)
+        self.dk, self.dv = (torch.empty(1, ROWS, KV_HEADS, DIM) for _ in range(2))
+
+    def _new(self, heads: int) -> Tensor:
+        size = ROWS * heads * DIM
+        x = torch.empty(size + 64, dtype=self.dtype)[self.offset : self.offset + size]
+        shape = (1, heads, ROWS, DIM) if self.heads_first else (1, ROWS, heads, DIM)
+        x = x.view(shape)
+        return x.transpose(1, 2) if self.heads_first else x
+
+
+def forward(*lasts: bool, tiles: tuple[Tile, ...] = CAUSAL, sinks: bool = False) -> Call:
+    """Steps of a forward."""
+
+    def call(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
+        state = backend.new_state(x.q, DIM, torch.zeros(HEADS) if sinks else None)
+        for last in lasts:
+            before = dict(vars(state.carried))
+            backend.forward(x.q, x.k, x.v, tiles, state, scores=SCORES, last=last)
+        # The last step lets go of what the first one made.
+        made = vars(state.carried).items()
+        return {name: before[name] if y is None else y for name, y in made}
+
+    return call
+
+
+def grad_q(tiles: tuple[Tile, ...] = CAUSAL) -> Call:
+    def call(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
+        args = (x.q, x.k, x.v, x.dout, x.lse, x.delta, tiles)
+        backend.backward_q(*args, x.dq, scores=SCORES)
+        return {}
+
+    return call
+
+
+def grad_kv(tiles: tuple[Tile, ...] = CAUSAL) -> Call:
+    def call(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
+        args = (x.q, x.k, x.v, x.dout, x.lse, x.delta, tiles)
+        backend.backward_kv(*args, x.dk, x.dv, scores=SCORES)
+        return {}
+
+    return call
+
+
+def delta(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
+    return {"new_delta": backend.delta(x.q, x.dout)}
+
+
+CALLS: dict[str, Call] = {
+    "forward, only": forward(True),
+    "forward, only, sinks": forward(True, sinks=True),
+    "forward, first": forward(False),
+    "forward, first and middle": forward(False, False),
+    "forward, last": forward(False, True),
+    "forward, no mask": forward(True, tiles=FULL),
+    "dq": grad_q(),
+    "dkdv": grad_kv(),
+    "delta": delta,
+}
+
+
+class Watched:
+    """A backend whose launches are looked at."""
+
+    def __init__(self, stub: StubDriver) -> None:
+        self._stub, self.backend = stub, TritonBackend()
+
+    def seen(self, call: Call, x: Tensors) -> tuple[list[Any], int]:
+        """The last launch of a call, addresses by name, and how many launches were made anew."""
+        made = list[Launch]()
+        run = Launch.run
+        with mock.patch.object(Launch, "run", lambda launch: made.append(launch) or run(launch)):
+            results = call(self.backend, x)
+        tensors = {**vars(x), **results}
+        named = {y.data_ptr(): name for name, y in tensors.items() if isinstance(y, Tensor)}
+        for _, table in self.backend._tables.values():
+            named |= {table.blocks.data_ptr(): "blocks", table.runs.data_ptr(): "runs"}
+        grid, function, args = self._stub.last()
+        return [grid, function, [named.get(arg, arg) for arg in args]], len(made)
+
+
+def last_compiled(call: Call, x: Tensors) -> Any:
+    """The compiled kernel of a call's last launch."""
+    compiled, run = list[Any](), Launch.run
+    with mock.patch.object(Launch, "run", lambda launch: compiled.append(run(launch))):
+        call(TritonBackend(), x)
+    return compiled[-1]
+
+
+def cases(stub: StubDriver) -> dict[str, Any]:
+    """Of each call: what a repetition launched, what a new backend launches, how many are new."""
+    found: dict[str, Any] = {}
+    for name, call in CALLS.items():
+        first, second = Tensors(), Tensors()
+        stub.watch(None)
+        stub.watch(last_compiled(call, first))
+        again = Watched(stub)
+        again.seen(call, first)
+        got, made = again.seen(call, second)
+        expected, made_anew = Watched(stub).seen(call, second)
+        found[name] = {
+            "got": got,
+            "expected": expected,
+            "made": made,
+            "made_anew": made_anew,
+        }
+    return found
+
+
+def changes(stub: StubDriver) -> dict[str, int]:
+    """How many launches are made anew when a call differs from the one before."""
+    stub.watch(None)
+    watched, x = Watched(stub), Tensors()
+    watched.seen(grad_q(), x)
+    made = {
+        "nothing": watched.seen(grad_q(), Tensors())[1],
+        "tiles": watched.seen(grad_q(FULL), x)[1],
+        "strides": watched.seen(grad_q(), Tensors(heads_first=True))[1],
+        "type": watched.seen(grad_q(), Tensors(torch.float16))[1],
+        "alignment": watched.seen(grad_q(), Tensors(offset=1))[1],
+        "alignment again": watched.seen(grad_q(), Tensors(offset=1))[1],
+        "back again": watched.seen(grad_q(), x)[1],
+    }
+    with mock.patch.dict(globals(), SCORES=Scores(0.5)):
+        made["scale"] = watched.seen(grad_q(), x)[1]
+    return made
+
+
+def bound(stub: StubDriver) -> list[int]:
+    """How many are kept, call by call, where at most 3 are."""
+    backend, x, kept = TritonBackend(), Tensors(), []
+    with mock.patch("ring_attn.backends.triton.TABLES_KEPT", 3):
+        for n in range(1, 8):
+            grad_q(tiles_of(Mask(ROWS, ROWS, window_size=(n, 0))))(backend, x)
+            kept.append(len(backend._repeats))
+    return kept
+
+
+def freed() -> bool:
+    """Whether nothing holds a call's tensors when it is over."""
+    backend, x = TritonBackend(), Tensors()
+    held = weakref.ref(x.dout)
+    grad_q()(backend, x)
+    del x
+    return len(backend._repeats) == 1 and held() is None
+
+
+def main() -> None:
+    """Prints the JSON."""
+    stub = install(Path(sys.argv[1]))
+    warnings.simplefilter("ignore")
+    found = {"cases": cases(stub), "changes": changes(stub), "bound": bound(stub), "freed": freed()}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
