@@ -579,7 +579,7 @@ def _planned_bytes(setting: Setting, mode: str) -> int:
         call = _call(setting, rank)
         directions = {"fwd": (False,), "bwd": (True,), "fwd_bwd": (False, True)}[mode]
         return sum(
-            bytes_sent(call.plan(backward=back), call.spec, backward=back, same_bits=call.same_bits)
+            bytes_sent(call.plan(backward=back), call.spec, backward=back, in_order=call.in_order)
             for back in directions
         )
 

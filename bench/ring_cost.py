@@ -473,7 +473,7 @@ def bytes_to_bring(call: RingCall, mode: str) -> int:
         for transfer in plan.shard_transfers
     )
     if mode == "bwd":
-        for transfer in plan.gradient_transfers(continued=call.same_bits):
+        for transfer in plan.gradient_transfers(continued=call.in_order):
             rows = plan.rows_moving(transfer.brings)
             total += gradient_packet(call.spec, plan.travels, rows).nbytes
     return total

@@ -148,7 +148,7 @@ class TurnTransport:
                 f"{self.plan.travels!r} travelling: give fewer kv heads than heads, and batch 1"
             )
         self.rank, self.world_size = self.call.rank, self.plan.world_size
-        transfers = self.plan.gradient_transfers(continued=self.call.same_bits)
+        transfers = self.plan.gradient_transfers(continued=self.call.in_order)
         self._gradients = {transfer.sends: transfer for transfer in transfers}
         self._waiting: dict[Channel, list[tuple[Tensor, Tensor | None]]] = {}
         self._done: dict[Channel, torch.cuda.Event] = {}
@@ -297,11 +297,11 @@ class Turns:
                 ring's order.
         """
         for rank, call in enumerate(self.calls):
-            if not call.same_bits or call.layouts[1].kind != "contiguous" or call.mask.right != 0:
+            if not call.in_order or call.layouts[1].kind != "contiguous" or call.mask.right != 0:
                 raise NotImplementedError(
                     "gradients of ranks that take turns are whole for a causal mask over "
-                    f"contiguous shards and same_bits=True, got {call.layouts[1]}, {call.mask} and "
-                    f"same_bits={call.same_bits}"
+                    f"contiguous shards and in_order=True, got {call.layouts[1]}, {call.mask} and "
+                    f"in_order={call.in_order}"
                 )
             sends = call.plan(backward=True).sends
             factors = (get_backend(call.backend).gradient_factor(call.scores), 1.0)
@@ -345,7 +345,7 @@ def calls_in_order(problem: Problem, mask: Mask, world_size: int, backend: str) 
         make_call(problem.spec, (layout, layout), mask, rank, backend=backend)
         for rank in range(world_size)
     ]
-    return [replace(call, travels_back="kv", same_bits=True) for call in calls]
+    return [replace(call, travels_back="kv", in_order=True) for call in calls]
 
 
 def drawn(

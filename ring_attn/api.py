@@ -138,7 +138,8 @@ def ring_attention(
             Ulysses has any layout and mask for it, but no KV head may be on two ranks. In a ring KV
             travels in the backward then, and all_gather brings the Q side too, even where another
             way would cost fewer bytes. None is on where it can be had; True is on or refused with
-            the reason.
+            the reason. False leaves a ring with triton free to add dK and dV up behind whole steps,
+            which takes more memory traffic and is for links too slow for the other order.
         return_lse: also return lse.
         dropout_p: must be 0.
         alibi_slopes: must be None.

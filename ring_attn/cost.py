@@ -25,14 +25,14 @@ def gradient_packet(spec: AttentionSpec, travels: Traveller, rows: int) -> Packe
     return spec.kv_grad_packet(rows) if travels == "kv" else spec.q_grad_packet(rows)
 
 
-def bytes_sent(plan: Plan, spec: AttentionSpec, *, backward: bool, same_bits: bool = False) -> int:
+def bytes_sent(plan: Plan, spec: AttentionSpec, *, backward: bool, in_order: bool = False) -> int:
     """Bytes that the plan's rank sends in one call, in one direction.
 
     Args:
         plan: of that direction.
         spec: sizes and types of the call.
         backward: whether gradients travel too.
-        same_bits: whether they start at their owner: see `strategies.ring`.
+        in_order: whether they start at their owner: see `strategies.ring`.
 
     Example:
         >>> import torch
@@ -43,7 +43,7 @@ def bytes_sent(plan: Plan, spec: AttentionSpec, *, backward: bool, same_bits: bo
         >>> bytes_sent(plan, spec, backward=False) == 2 * 1024 * 64 * 4 * 4
         True
     """
-    return sum(bytes_by_link(plan, spec, 1, backward=backward, same_bits=same_bits))
+    return sum(bytes_by_link(plan, spec, 1, backward=backward, in_order=in_order))
 
 
 class LinkBytes(NamedTuple):
@@ -59,7 +59,7 @@ def bytes_by_link(
     node_size: int,
     *,
     backward: bool,
-    same_bits: bool = False,
+    in_order: bool = False,
 ) -> LinkBytes:
     """What the plan's rank sends in one call and direction, by the link that it takes.
 
@@ -72,7 +72,7 @@ def bytes_by_link(
         spec: sizes and types of the call.
         node_size: so many consecutive ranks are a node.
         backward: whether gradients travel too.
-        same_bits: as for `bytes_sent`.
+        in_order: as for `bytes_sent`.
 
     Raises:
         ValueError: `node_size` below 1.
@@ -91,25 +91,25 @@ def bytes_by_link(
     if node_size < 1:
         raise ValueError(f"node_size must be at least 1, got {node_size}")
     total = [0, 0]
-    for transfer, nbytes in _messages(plan, spec, backward, same_bits):
+    for transfer, nbytes in _messages(plan, spec, backward, in_order):
         total[transfer.hop.send_to // node_size != plan.rank // node_size] += nbytes
     return LinkBytes(*total)
 
 
-def num_messages(plan: Plan, *, backward: bool, same_bits: bool = False) -> int:
+def num_messages(plan: Plan, *, backward: bool, in_order: bool = False) -> int:
     """Messages that each rank sends in one call, in one direction; arguments as `bytes_sent`."""
-    gradients = plan.gradient_transfers(continued=same_bits) if backward else ()
+    gradients = plan.gradient_transfers(continued=in_order) if backward else ()
     return len(plan.shard_transfers) + len(gradients)
 
 
 def _messages(
-    plan: Plan, spec: AttentionSpec, backward: bool, same_bits: bool
+    plan: Plan, spec: AttentionSpec, backward: bool, in_order: bool
 ) -> Iterator[tuple[Transfer, int]]:
     """Every exchange in one direction with the bytes that the rank sends in it."""
     for transfer in plan.shard_transfers:
         rows = plan.rows_moving(transfer.sends)
         yield transfer, shard_packet(spec, plan.travels, rows).nbytes
-    for transfer in plan.gradient_transfers(continued=same_bits) if backward else ():
+    for transfer in plan.gradient_transfers(continued=in_order) if backward else ():
         rows = plan.rows_moving(transfer.sends)
         yield transfer, gradient_packet(spec, plan.travels, rows).nbytes
 
@@ -122,13 +122,13 @@ def peak_bytes(
     forward_bytes: int,
     workspace: Callable[[Sequence[Tile], bool], int],
     *,
-    same_bits: bool = False,
+    in_order: bool = False,
 ) -> int:
     """Most bytes that a call holds at a time beyond its inputs, on the plan's rank.
 
         forward     2 shard buffers + state and workspace of a step
         backward    out, lse + delta + 2 shard buffers + own gradients
-                    + 3 buffers of travelling gradients (2 if P = 2, or with same_bits)
+                    + 3 buffers of travelling gradients (2 if P = 2, or with in_order)
                     + workspace of a step
         at its end  out, lse + delta + own gradients, rounded one by one
 
@@ -143,7 +143,7 @@ def peak_bytes(
         forward_bytes: most that the backend takes in the forward: `Backend.forward_bytes`.
         workspace: the backend's own bytes for a step's tiles in the backward, and whether that has
             to do without `out`.
-        same_bits: as for `bytes_sent`.
+        in_order: as for `bytes_sent`.
     """
     rank = forward.rank
     statistics = spec.batch * layouts[0].shard_len(rank) * spec.nheads * spec.accum_dtype.itemsize
@@ -156,7 +156,7 @@ def peak_bytes(
     workspaces = (
         workspace(step.tiles, backward.travels == "q" and step.index > 0) for step in backward.steps
     )
-    beside = _shard_buffers(backward, spec) + _gradient_buffers(backward, spec, same_bits)
+    beside = _shard_buffers(backward, spec) + _gradient_buffers(backward, spec, in_order)
     beside += max(workspaces)
     rows_kv = spec.batch * layouts[1].shard_len(rank) * spec.nheads_kv
     dq = statistics * spec.headdim
@@ -174,18 +174,18 @@ def _shard_buffers(plan: Plan, spec: AttentionSpec) -> int:
     return shard_schedule(plan).num_buffers * max(sizes)
 
 
-def _gradient_buffers(plan: Plan, spec: AttentionSpec, same_bits: bool) -> int:
+def _gradient_buffers(plan: Plan, spec: AttentionSpec, in_order: bool) -> int:
     if not plan.num_hops:
         return 0
     sizes = (
         gradient_packet(spec, plan.travels, plan.rows_moving(s.index)).nbytes for s in plan.steps
     )
-    return num_gradient_buffers(plan, same_bits=same_bits) * max(sizes)
+    return num_gradient_buffers(plan, in_order=in_order) * max(sizes)
 
 
-def num_gradient_buffers(plan: Plan, *, same_bits: bool = False) -> int:
+def num_gradient_buffers(plan: Plan, *, in_order: bool = False) -> int:
     """Buffers of travelling gradients, on the plan's rank: see `buffers.gradient_schedule`."""
-    return gradient_schedule(plan, continued=same_bits).num_buffers
+    return gradient_schedule(plan, continued=in_order).num_buffers
 
 
 @lru_cache(maxsize=1024)

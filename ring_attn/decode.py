@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, overload
 
@@ -15,7 +16,7 @@ from ring_attn import validation as check
 from ring_attn.debug import check_agreement, debug_enabled, tell_error
 from ring_attn.layout import Segment, SequenceLayout
 from ring_attn.mask import Mask
-from ring_attn.plan import Band, Tile
+from ring_attn.plan import Tile
 from ring_attn.spec import AttentionSpec, TransportOptions
 from ring_attn.strategies.tree_decode import (
     decode_tiles,
@@ -221,12 +222,23 @@ def _tiles(
     transport: Transport,
 ) -> tuple[Tile, ...]:
     """This rank's tiles; `mask` has the queries' side only."""
+    queries = mask.seqlen_q
     if layout is not None:
-        segments = layout.segments(transport.rank)
-        seqlen = layout.seqlen
-    elif hides_nothing(mask):
-        return (Tile(slice(0, mask.seqlen_q), slice(0, rows), Band(None, None)),) if rows else ()
-    else:
-        cuts = [0, *accumulate(gather_lengths(rows, device, transport))]
-        segments, seqlen = (Segment(cuts[transport.rank], rows),), cuts[-1]
-    return decode_tiles(segments, Mask(mask.seqlen_q, seqlen, mask.causal, mask.window_size))
+        whole = Mask(queries, layout.seqlen, mask.causal, mask.window_size)
+        return _layout_tiles(layout, transport.rank, whole)
+    if hides_nothing(mask):
+        return _run_tiles(0, rows, Mask(queries, rows))
+    cuts = [0, *accumulate(gather_lengths(rows, device, transport))]
+    whole = Mask(queries, cuts[-1], mask.causal, mask.window_size)
+    return _run_tiles(cuts[transport.rank], rows, whole)
+
+
+# Every token has tiles anew, which all layers share, and with them what backends keep of them.
+@lru_cache(maxsize=64)
+def _layout_tiles(layout: SequenceLayout, rank: int, mask: Mask) -> tuple[Tile, ...]:
+    return decode_tiles(layout.segments(rank), mask)
+
+
+@lru_cache(maxsize=64)
+def _run_tiles(start: int, rows: int, mask: Mask) -> tuple[Tile, ...]:
+    return decode_tiles((Segment(start, rows),), mask)

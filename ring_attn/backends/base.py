@@ -166,6 +166,21 @@ def folds_in_order(backend: Backend) -> TypeGuard[InOrderBackend]:
     return backend.in_order
 
 
+class DecodingBackend(Backend, Protocol):
+    """A backend with a way of its own for a few queries against many keys."""
+
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], *, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """`out` in the type of the state and `lse` of all queries over all tiles of a call."""
+        ...
+
+
+def decodes(backend: Backend) -> TypeGuard[DecodingBackend]:
+    """Whether the backend is a `DecodingBackend`."""
+    return hasattr(backend, "decode")
+
+
 class TileBackend:
     """A backend that takes the tiles one by one; it states `forward_tile` and `backward_tile`."""
 

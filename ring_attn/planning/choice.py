@@ -133,6 +133,7 @@ class Candidate:
         layout_name: "contiguous", "zigzag", "striped", "balanced" or "given".
         world_size: number of ranks.
         same_bits: whether its results have the same bits at every world size.
+        in_order: whether gradients of K and V are summed in the order of the queries.
         travels: what goes round in the backward of its ring; None without a ring.
         at_least: seconds that it takes at least, by what its busiest rank computes.
         peak_bytes: most that a rank holds beyond its inputs.
@@ -147,6 +148,7 @@ class Candidate:
     layout_name: str
     world_size: int
     same_bits: bool = False
+    in_order: bool = False
     travels: Traveller | None = None
     at_least: float = 0.0
     peak_bytes: int = 0
@@ -188,6 +190,7 @@ class Candidate:
             "layout": self.layout_name,
             "layouts": [str(layout) for layout in self.layouts],
             "same_bits": self.same_bits,
+            "in_order": self.in_order,
             "travels": self.travels,
             "at_least_s": self.at_least,
             "peak_bytes": self.peak_bytes,

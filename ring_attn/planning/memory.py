@@ -41,7 +41,7 @@ def peak_of(
     mask: Mask,
     *,
     backend: str,
-    same_bits: bool = False,
+    in_order: bool = False,
     travels: Traveller = "kv",
     backward: bool = True,
 ) -> int:
@@ -53,7 +53,7 @@ def peak_of(
         layouts: of the queries and of the keys.
         mask: over the whole sequence.
         backend: by name.
-        same_bits: as for `ring_attention`.
+        in_order: as for `schedule_of`.
         travels: what goes round in the backward of a ring.
         backward: of forward and backward, else of the forward alone.
 
@@ -69,7 +69,7 @@ def peak_of(
         True
     """
     calls = (
-        _call(strategy, spec, layouts, mask, rank, backend, same_bits, travels)
+        _call(strategy, spec, layouts, mask, rank, backend, in_order, travels)
         for rank in _fullest_ranks(strategy, spec, layouts)
     )
     return max(_peak(call, backward=backward) for call in calls)
@@ -97,14 +97,14 @@ def _call(
     mask: Mask,
     rank: int,
     backend: str,
-    same_bits: bool,
+    in_order: bool,
     travels: Traveller,
 ) -> Call:
     """The call as plain data, with the choices that it is told."""
     if strategy.exchange_q:
         exchanged = (q_exchange.exchanged_layout(layouts[0]), layouts[1])
         core = replace(strategy, exchange_q=False)
-        inner = _call(core, spec, exchanged, mask, rank, backend, same_bits, travels)
+        inner = _call(core, spec, exchanged, mask, rank, backend, in_order, travels)
         return QExchangeCall(spec, layouts, rank, inner)
     degree = strategy.ulysses_degree
     if degree > 1:
@@ -119,18 +119,18 @@ def _call(
                 mask,
                 rank // degree,
                 backend,
-                same_bits,
+                in_order,
                 travels,
             )
             for run in shares[rank % degree].runs
         )
-        kept = same_bits and not is_replicated(shares, spec.nheads_kv)
+        kept = in_order and not is_replicated(shares, spec.nheads_kv)
         return UlyssesCall(spec, layouts, rank, degree, cores, 1.0, backend, kept)
     if strategy.core == "all_gather":
         chunk = strategy.heads_per_chunk or 1
-        return AllGatherCall(spec, layouts, mask, rank, 1.0, backend, chunk, same_bits)
+        return AllGatherCall(spec, layouts, mask, rank, 1.0, backend, chunk, in_order)
     inner_degree = strategy.inner_degree
-    return RingCall(spec, layouts, mask, rank, 1.0, backend, travels, same_bits, inner_degree)
+    return RingCall(spec, layouts, mask, rank, 1.0, backend, travels, in_order, inner_degree)
 
 
 def _peak(call: Call, *, backward: bool) -> int:
@@ -164,7 +164,7 @@ def _ring_peak(call: RingCall, *, backward: bool) -> int:
         call.layouts,
         backend.forward_bytes(call.spec, rows, [step.tiles for step in forward.steps]),
         workspace,
-        same_bits=call.same_bits,
+        in_order=call.in_order,
     )
 
 

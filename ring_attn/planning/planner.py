@@ -24,7 +24,7 @@ from ring_attn import balance
 from ring_attn import validation as check
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import folds_in_order
-from ring_attn.cost import choose_traveller, flops
+from ring_attn.cost import flops
 from ring_attn.heads import is_replicated, share_heads
 from ring_attn.layout import LAYOUTS, SequenceLayout
 from ring_attn.mask import Mask
@@ -234,7 +234,7 @@ def schedule_for(problem: Problem, candidate: Candidate, *, backward: bool) -> S
         problem.mask,
         backward=backward,
         travels=travels if backward else None,
-        same_bits=candidate.same_bits,
+        in_order=candidate.in_order,
         backend=problem.backend,
     )
 
@@ -388,15 +388,19 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
             raise NotImplementedError(f"same_bits=True cannot be had here: {why_not}")
         same_bits = why_not is None if problem.same_bits is None else problem.same_bits
         travels: Traveller | None = None
+        in_order = same_bits
         if strategy.core == "ring" and layouts[0].world_size > 1:
-            cheaper = choose_traveller(core_spec, *layouts, problem.mask)
-            travels = "kv" if same_bits else cheaper
+            travels, in_order = ring.choose_gradients(
+                core_spec, layouts, problem.mask, problem.backend, problem.same_bits,
+                strategy.inner_degree,
+            )  # fmt: skip
         candidate = replace(
             candidate,
             same_bits=same_bits,
+            in_order=in_order,
             travels=travels,
             at_least=_least_seconds(
-                problem, strategy, layouts, _share_at_queries(strategy, same_bits, travels)
+                problem, strategy, layouts, _share_at_queries(strategy, in_order, travels)
             ),
         )
     except (ValueError, NotImplementedError) as error:
@@ -412,7 +416,7 @@ def _with_memory(problem: Problem, candidate: Candidate) -> Candidate:
         candidate.layouts,
         problem.mask,
         backend=problem.backend,
-        same_bits=candidate.same_bits,
+        in_order=candidate.in_order,
         travels=candidate.travels or "kv",
         backward=problem.backward,
     )
@@ -453,10 +457,10 @@ def _why_not_same_bits(problem: Problem, strategy: Strategy, layouts: Layouts) -
 
 
 @lru_cache(maxsize=64)
-def _share_at_queries(strategy: Strategy, same_bits: bool, travels: Traveller | None) -> float:
+def _share_at_queries(strategy: Strategy, in_order: bool, travels: Traveller | None) -> float:
     """What of the backward is computed where the queries are, and not where the keys are."""
     if strategy.core == "all_gather":
-        return SHARE_OF_DQ if same_bits else 1.0
+        return SHARE_OF_DQ if in_order else 1.0
     return 0.0 if travels == "q" else 1.0
 
 

@@ -237,7 +237,7 @@ def schedule_of(
     *,
     backward: bool,
     travels: Traveller | None = None,
-    same_bits: bool = False,
+    in_order: bool = False,
     backend: str = "reference",
 ) -> Schedule:
     """What all ranks do in one direction of a call.
@@ -248,10 +248,11 @@ def schedule_of(
         layouts: of the queries and of the keys.
         mask: over the lengths of the layouts.
         backward: which direction.
-        travels: what a ring sends round in the backward; None is KV with `same_bits`, else what
+        travels: what a ring sends round in the backward; None is KV with `in_order`, else what
             `cost.choose_traveller` takes. Forward it is always KV.
-        same_bits: gradients travel in the order that keeps the bits: see `strategies.ring`.
-        backend: whose blocks gathered shards are padded to with `same_bits`.
+        in_order: gradients of K and V are summed in the order of the queries: rank by rank in a
+            ring, in one place where Q is gathered.
+        backend: whose blocks gathered shards are padded to with `in_order`.
 
     Raises:
         ValueError: layouts and mask that do not fit each other, or degrees that do not divide.
@@ -266,7 +267,7 @@ def schedule_of(
         (6, [167772160, 167772160, 167772160, 201326592])
     """
     check_fit(*layouts, mask)
-    builder = _Builder(spec, layouts, mask, backward, travels, same_bits, backend)
+    builder = _Builder(spec, layouts, mask, backward, travels, in_order, backend)
     phases = builder.build(strategy)
     return Schedule(strategy, layouts[0].world_size, backward, tuple(phases))
 
@@ -280,7 +281,7 @@ class _Builder:
     mask: Mask
     backward: bool
     travels: Traveller | None
-    same_bits: bool
+    in_order: bool
     backend: str
 
     def build(self, strategy: Strategy) -> list[Phase]:
@@ -314,7 +315,7 @@ class _Builder:
             return "kv"
         if self.travels is not None:
             return self.travels
-        if self.same_bits:
+        if self.in_order:
             return "kv"
         return choose_traveller(self.spec, *self.layouts, self.mask)
 
@@ -406,13 +407,13 @@ class _Ring:
         """A phase for each step, one before and one after."""
         b = self._b
         shards = shard_schedule(self._plan)
-        gradients = gradient_schedule(self._plan, continued=b.same_bits)
+        gradients = gradient_schedule(self._plan, continued=b.in_order)
         phases = [Phase("start", tuple(b.start()))]
         for index, work in enumerate(self._steps):
             actions = self._shards(index, shards.steps[index].before)
             if b.backward and self._plan.num_hops:
                 moves = gradients.steps[index]
-                if b.same_bits:
+                if b.in_order:
                     actions.append(b.compute(work, share=SHARE_OF_DQ))
                     actions += self._gradients(index, moves.before)
                     actions.append(b.compute(work, share=1 - SHARE_OF_DQ))
@@ -494,10 +495,10 @@ def plan_outline(grid: Grid, order: Sequence[Displacement], travels: Traveller) 
 def _all_gather(b: _Builder, heads_per_chunk: int | None) -> list[Phase]:
     """`strategies.all_gather`: the next heads are gathered under the compute of these."""
     call = AllGatherCall(
-        b.spec, b.layouts, b.mask, 0, 1.0, b.backend, heads_per_chunk or 1, b.same_bits
+        b.spec, b.layouts, b.mask, 0, 1.0, b.backend, heads_per_chunk or 1, b.in_order
     )
     work = pair_work(*b.layouts, b.mask)
-    in_place = b.backward and b.same_bits
+    in_place = b.backward and b.in_order
     sides: tuple[Traveller, ...] = ("kv", "q") if in_place else ("kv",)
     messages = [(chunk, side) for chunk in call.chunks for side in sides]
     others = b.world_size - 1

@@ -25,6 +25,7 @@ B = TypeVar("B", bound=Backend)
 # The calls of a backend that are parts of their own, and which argument has the tiles.
 PARTS: dict[str, tuple[str, int | None]] = {
     "forward": ("attend", 3),
+    "decode": ("attend", 3),
     "backward": ("attend", 6),
     "backward_q": ("attend", 6),
     "backward_kv": ("attend", 6),

@@ -17,11 +17,12 @@ before are on their way, and adds the two when both are there: so that transfer 
     rank r+2                        `-> + own --.                 |
     rank r+3                                     `-> + own -------'   home
 
-Continued (`same_bits`): KV travels, and dK and dV with it, from their owner on. Every rank
+Continued (`in_order`): KV travels, and dK and dV with it, from their owner on. Every rank
 accumulates into what it has received, so the queries of all ranks are folded in the order of the
 ring: for a causal mask over contiguous shards that is the order of one process, and with a backend
 that folds in order the bits are the same at every world size. A step computes dQ while dK and dV
-are on their way: so that transfer is hidden too. It is one message more, that of the first step.
+are on their way: so that transfer is hidden too. It is one message more, that of the first step,
+and one pass less over each: nothing is cleared, nothing added up in memory.
 
     owner r       own --.                                          = dK, dV
     rank r+1             `-> + own --.                            |
@@ -97,7 +98,7 @@ class RingCall:
         softmax_scale: factor of the scores.
         backend: name of the backend.
         travels_back: the side that travels in the backward.
-        same_bits: gradients travel in the order that keeps the bits at every world size.
+        in_order: gradients are continued rank by rank; else they are added up.
         inner_degree: ranks of an inner ring; 1, or all, is one plain ring.
     """
 
@@ -108,8 +109,14 @@ class RingCall:
     softmax_scale: float
     backend: str
     travels_back: Traveller
-    same_bits: bool = False
+    in_order: bool = False
     inner_degree: int = 1
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether the bits are those of every other world size."""
+        place = (self.layouts, self.mask, self.backend, self.inner_degree)
+        return self.in_order and why_not_same_bits(*place) is None
 
     @property
     def scores(self) -> Scores:
@@ -167,8 +174,7 @@ def make_call(
     reason = why_not_same_bits(layouts, mask, backend, inner_degree)
     if same_bits and reason is not None:
         raise NotImplementedError(f"same_bits=True cannot be had here: {reason}")
-    if same_bits is None:
-        same_bits = reason is None
+    travels_back, in_order = choose_gradients(spec, layouts, mask, backend, same_bits, inner_degree)
     return RingCall(
         spec,
         layouts,
@@ -176,10 +182,34 @@ def make_call(
         rank,
         1.0 / math.sqrt(spec.headdim) if softmax_scale is None else softmax_scale,
         backend,
-        "kv" if same_bits else choose_traveller(spec, *layouts, mask),
-        same_bits,
+        travels_back,
+        in_order,
         inner_degree,
     )
+
+
+def choose_gradients(
+    spec: AttentionSpec,
+    layouts: tuple[SequenceLayout, SequenceLayout],
+    mask: Mask,
+    backend: str,
+    same_bits: bool | None,
+    inner_degree: int = 1,
+) -> tuple[Traveller, bool]:
+    """What travels in the backward, and whether its gradients are continued.
+
+    Where KV travels anyway, a backend that folds in order continues its gradients wherever they
+    come by: each is then read and written once a step where adding up reads and writes it three
+    times more. With a window there is too little to compute at a step to hide them behind its dQ.
+    `same_bits=False` adds them up, behind whole steps, for links that are too slow for that.
+    """
+    can_have = why_not_same_bits(layouts, mask, backend, inner_degree) is None
+    if same_bits or (same_bits is None and can_have):
+        return "kv", True
+    travels = choose_traveller(spec, *layouts, mask)
+    plain = ring_grid(layouts[0].world_size, inner_degree).outer == 1 and mask.left is None
+    in_order = folds_in_order(get_backend(backend)) and plain and travels == "kv"
+    return travels, same_bits is None and in_order
 
 
 @lru_cache(maxsize=1024)
@@ -228,7 +258,7 @@ def predicted_peak_bytes(call: RingCall, *, backward: bool) -> int:
         call.layouts,
         backend.forward_bytes(call.spec, rows, [step.tiles for step in forward.steps]),
         workspace,
-        same_bits=call.same_bits,
+        in_order=call.in_order,
     )
 
 
@@ -334,7 +364,7 @@ def _gradients(
             held = shards.held(step.index)
             q, dout, lse, delta = q_side if kv_travels else held
             k, v = held if kv_travels else kv
-            if call.same_bits and folds_in_order(backend):
+            if call.in_order and folds_in_order(backend):
                 args = (q, k, v, dout, lse, delta, step.tiles)
                 backend.backward_q(*args, *staying, scores=scores)
                 travelling.before(step.index)
@@ -439,7 +469,7 @@ def _travelling_gradients(
     plan: Plan, call: RingCall, transport: PointToPoint, own: Sequence[Tensor]
 ) -> _Messages:
     """The gradients of the travelling side, passed on one step behind its shards."""
-    schedule = gradient_schedule(plan, continued=call.same_bits)
+    schedule = gradient_schedule(plan, continued=call.in_order)
     packets = _packets(plan, call.spec, gradient_packet)
     channels: tuple[Channel, Channel] = ("gradients", "outer_gradients")
     return _Messages(plan, schedule, packets, channels, transport, own)

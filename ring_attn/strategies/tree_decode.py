@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends import choose_backend, get_backend
+from ring_attn.backends.base import decodes
 from ring_attn.layout import Segment
 from ring_attn.mask import Mask
 from ring_attn.plan import Band, Tile, make_tile
@@ -75,7 +76,7 @@ def hides_nothing(mask: Mask) -> bool:
 
 
 def decode_tiles(segments: Sequence[Segment], mask: Mask) -> tuple[Tile, ...]:
-    """The tiles of all queries x one rank's rows: not cached, as every token has a layout anew.
+    """The tiles of all queries x one rank's rows.
 
     It takes one pass over the segments of that rank. Neighbours that every query sees are one tile:
     of a causal cache that has grown in a thousand segments all but the last few.
@@ -176,11 +177,14 @@ def tree_decode_forward(
         seqlen_q); the same bits on every rank.
     """
     backend = observed_backend(get_backend(call.backend), transport)
-    state = backend.new_state(q, v.size(-1))
-    if tiles:
-        state = backend.forward(q, k, v, tiles, state, scores=call.scores)
     # Not rounded to the type of q: that is done once, at the root of the tree.
-    partial = backend.finalize(state, call.spec.accum_dtype)
+    if tiles and decodes(backend):
+        partial = backend.decode(q, k, v, tiles, scores=call.scores)
+    else:
+        state = backend.new_state(q, v.size(-1))
+        if tiles:
+            state = backend.forward(q, k, v, tiles, state, scores=call.scores)
+        partial = backend.finalize(state, call.spec.accum_dtype)
     packet = decode_packet(call.spec, q.size(1))
     out, lse = _gathered(packet, partial, transport)
     with observed_merge(transport, transport.world_size):

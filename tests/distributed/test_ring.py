@@ -656,7 +656,7 @@ def continued_gradients(case: Case) -> None:
     transport = open_p2p(_world(), TransportOptions())
 
     def work(rank: int, transport: LocalTransport | P2PTransport) -> tuple[Tensor | None, ...]:
-        call = replace(_call(case, world_size, rank), travels_back="kv", same_bits=True)
+        call = replace(_call(case, world_size, rank), travels_back="kv", in_order=True)
         sides = (layouts[0], layouts[1], layouts[1], layouts[0])
         q, k, v, dout = (side.shard(x, rank) for side, x in zip(sides, inputs, strict=True))
         out, lse = ring_forward(q, k, v, call, transport)
@@ -666,7 +666,7 @@ def continued_gradients(case: Case) -> None:
     with poisoned_empty():
         got = work(rank, transport)
     plan = replace(_call(case, world_size, rank), travels_back="kv").plan(backward=True)
-    options = {"backward": True, "same_bits": True}
+    options = {"backward": True, "in_order": True}
     assert transport.stats.bytes_sent == bytes_sent(plan, case.spec(), **options)
     assert transport.stats.messages == num_messages(plan, **options)
     for x, y in zip(got[:3], run_local(world_size, work)[rank][:3], strict=True):

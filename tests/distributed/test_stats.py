@@ -41,7 +41,7 @@ def planned(call: Any, backward: bool) -> Counts:
     """What the plans of a call have on its rank."""
     if isinstance(call, RingCall):
         plan, options = call.plan(backward=backward), {"backward": backward}
-        options["same_bits"] = call.same_bits
+        options["in_order"] = call.in_order
         return (
             cost.bytes_sent(plan, call.spec, **options),
             cost.num_messages(plan, **options),

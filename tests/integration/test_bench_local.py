@@ -99,13 +99,13 @@ def test_offloaded_tensors_are_not_those_of_the_device() -> None:
 
 
 def test_gradients_out_of_order_are_refused() -> None:
-    calls = [replace(call, same_bits=False) for call in calls_of(64)]
+    calls = [replace(call, in_order=False) for call in calls_of(64)]
     with pytest.raises(NotImplementedError, match="whole for a causal mask over contiguous"):
         taken(calls, "none")
 
 
 def test_what_does_not_take_turns_is_refused() -> None:
-    call = replace(calls_of(64)[0], travels_back="q", same_bits=False)
+    call = replace(calls_of(64)[0], travels_back="q", in_order=False)
     with pytest.raises(NotImplementedError, match="'q' travelling: give fewer kv heads"):
         TurnTransport(call, call.plan(backward=True), Shards(CPU, "none"), Copies())
 

@@ -59,7 +59,7 @@ def ring(
         call = make_call(
             spec, layouts, mask, rank, softmax_scale=scale, backend="triton", same_bits=same_bits
         )
-        return call if travels is None else replace(call, travels_back=travels, same_bits=False)
+        return call if travels is None else replace(call, travels_back=travels, in_order=False)
 
     if strided:
         return run_calls(make, inputs, layouts, sinks, _strided)

@@ -38,7 +38,7 @@ def zigzag(seqlen: int, world_size: int) -> tuple[SequenceLayout, SequenceLayout
     return layout, layout
 
 
-@pytest.mark.parametrize("same_bits", [False, True])
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("travels", TRAVELLERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def zigzag(seqlen: int, world_size: int) -> tuple[SequenceLayout, SequenceLayout
 )
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_predicted_bytes_and_messages_are_those_sent(
-    world_size: int, mask: Mask, dtype: torch.dtype, travels: Traveller, same_bits: bool
+    world_size: int, mask: Mask, dtype: torch.dtype, travels: Traveller, in_order: bool
 ) -> None:
     spec = AttentionSpec("cpu", dtype, 2, 4, 2, 8, 16)
     inputs = random_qkv(
@@ -75,7 +75,7 @@ def test_predicted_bytes_and_messages_are_those_sent(
     )
 
     def rank_of_ring(rank: int, transport: LocalTransport) -> tuple[TransportStats, ...]:
-        call = RingCall(spec, layouts, mask, rank, 0.5, "reference", travels, same_bits)
+        call = RingCall(spec, layouts, mask, rank, 0.5, "reference", travels, in_order)
         q, dout = (layouts[0].shard(x, rank) for x in (inputs.q, inputs.dout))
         k, v = (layouts[1].shard(x, rank) for x in (inputs.k, inputs.v))
         out, lse = ring_forward(q, k, v, call, transport)
@@ -87,7 +87,7 @@ def test_predicted_bytes_and_messages_are_those_sent(
     for rank, (forward, backward) in enumerate(run_local(world_size, rank_of_ring)):
         for stats, direction, backwards in ((forward, "kv", False), (backward, travels, True)):
             plan = plan_ring(*layouts, mask, rank, direction)
-            options = {"backward": backwards, "same_bits": same_bits}
+            options = {"backward": backwards, "in_order": in_order}
             assert stats.bytes_sent == bytes_sent(plan, spec, **options)
             assert stats.messages == num_messages(plan, **options)
 
@@ -96,8 +96,8 @@ def test_a_ring_of_one_sends_nothing() -> None:
     layouts = zigzag(64, 1)
     plan = plan_ring(*layouts, Mask(64, 64, causal=True), 0)
     for backward in (False, True):
-        for same_bits in (False, True):
-            options = {"backward": backward, "same_bits": same_bits}
+        for in_order in (False, True):
+            options = {"backward": backward, "in_order": in_order}
             assert bytes_sent(plan, spec_of(), **options) == 0
             assert num_messages(plan, **options) == 0
 
@@ -128,9 +128,9 @@ def test_bytes_are_counted_step_by_step() -> None:
     assert bytes_sent(plan, spec, backward=True) == (32 + 16) * kv + (16 + 32) * grad
     assert num_messages(plan, backward=True) == 4
     # Continued from their owner on, the gradients of its own 32 rows are one message more.
-    continued = bytes_sent(plan, spec, backward=True, same_bits=True)
+    continued = bytes_sent(plan, spec, backward=True, in_order=True)
     assert continued == (32 + 16) * kv + (32 + 16 + 32) * grad
-    assert num_messages(plan, backward=True, same_bits=True) == 5
+    assert num_messages(plan, backward=True, in_order=True) == 5
     q, dq = 8 * (2 * 64 * 2 + 2 * 4), 8 * 64 * 4
     plan = plan_ring(*layouts, mask, 1, "q")
     assert bytes_sent(plan, spec, backward=True) == (32 + 16) * q + (16 + 32) * dq

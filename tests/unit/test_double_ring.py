@@ -430,21 +430,21 @@ def test_bytes_by_link_of_a_node_and_of_none() -> None:
         cost.bytes_by_link(plan, spec, 0, backward=False)
 
 
-@pytest.mark.parametrize("same_bits", [False, True])
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("travels", TRAVELLERS)
 @pytest.mark.parametrize(("world_size", "inner_degree"), GRIDS)
 def test_predicted_bytes_and_messages_are_those_sent(
-    world_size: int, inner_degree: int, travels: Traveller, same_bits: bool
+    world_size: int, inner_degree: int, travels: Traveller, in_order: bool
 ) -> None:
     for name in ("causal", "causal window", "documents of other lengths"):
         mask = MASKS[name]
         inputs, _, _ = case(mask, config())
         layouts = layouts_of("boundaries", mask, world_size)
-        options = (travels, same_bits, inner_degree)
+        options = (travels, in_order, inner_degree)
         fn = partial(count_messages, inputs, mask, layouts, options)
         for call, counts in run_local(world_size, fn):
             for backward, counted in zip((False, True), counts, strict=True):
-                plan, order = call.plan(backward=backward), {"same_bits": same_bits}
+                plan, order = call.plan(backward=backward), {"in_order": in_order}
                 assert counted[0] == cost.bytes_sent(plan, call.spec, backward=backward, **order)
                 assert counted[1] == cost.num_messages(plan, backward=backward, **order)
 
@@ -471,23 +471,23 @@ def count_messages(
 def test_as_many_messages_as_a_plain_ring() -> None:
     mask = Mask(64, 64, causal=True)
     layouts = layouts_of("zigzag", mask, 8)
-    for inner_degree, backward, same_bits in product((1, 2, 4, 8), (False, True), (False, True)):
+    for inner_degree, backward, in_order in product((1, 2, 4, 8), (False, True), (False, True)):
         plan = plan_ring(*layouts, mask, 3, inner_degree=inner_degree)
-        expected = 7 + (7 + same_bits if backward else 0)
-        assert cost.num_messages(plan, backward=backward, same_bits=same_bits) == expected
+        expected = 7 + (7 + in_order if backward else 0)
+        assert cost.num_messages(plan, backward=backward, in_order=in_order) == expected
 
 
 # -- the call
 
 
 def make(
-    inner_degree: int, travels: Traveller, mask: Mask, same_bits: bool = False
+    inner_degree: int, travels: Traveller, mask: Mask, in_order: bool = False
 ) -> Callable[[AttentionSpec, Layouts, int], RingCall]:
     """Makes calls with that side travelling."""
 
     def make_one(spec: AttentionSpec, layouts: Layouts, rank: int) -> RingCall:
         call = make_call(spec, layouts, mask, rank, backend="reference", inner_degree=inner_degree)
-        return replace(call, travels_back=travels, same_bits=same_bits)
+        return replace(call, travels_back=travels, in_order=in_order)
 
     return make_one
 
@@ -542,7 +542,7 @@ def test_every_combination(
 def test_gradients_that_are_continued_hold_too() -> None:
     for mask, (world_size, inner_degree) in product(MASKS.values(), ((4, 2), (6, 3))):
         layouts = layouts_of("zigzag", mask, world_size)
-        assert_holds(make(inner_degree, "kv", mask, same_bits=True), mask, layouts, config())
+        assert_holds(make(inner_degree, "kv", mask, in_order=True), mask, layouts, config())
 
 
 def test_two_runs_are_bit_equal_and_one_inner_ring_has_the_plain_rings_bits() -> None:

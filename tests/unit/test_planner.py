@@ -256,7 +256,8 @@ def test_a_candidate_is_the_call_that_is_made(name: str, kind: str) -> None:
         call = getattr(call, "inner", call)
         cores = [core for core in getattr(call, "cores", (call,)) if hasattr(core, "travels_back")]
         if cores and len(layouts) == 2 and candidate.travels is not None:
-            assert candidate.travels in {core.travels_back for core in cores}
+            made = {(core.travels_back, core.in_order) for core in cores}
+            assert (candidate.travels, candidate.in_order) in made
 
 
 # -- memory

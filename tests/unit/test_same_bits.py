@@ -314,7 +314,7 @@ def test_continued_gradients_are_those_of_dense_attention(
     layouts = tuple(
         SequenceLayout.from_name(kind, n, world_size) for n in (mask.seqlen_q, mask.seqlen_k)
     )
-    for backend, travels in product(("reference", "aten"), ("kv", "q")):
+    for backend, travels in [*product(("reference", "aten"), ("kv", "q")), ("blocks", "kv")]:
         assert_holds(run(inputs, mask, layouts, backend, travels=travels), inputs, mask)
 
 
@@ -423,6 +423,32 @@ def test_on_where_it_can_be_had(layouts: Layouts, mask: Mask) -> None:
     assert not usual[False].same_bits
     if layouts == contiguous(64, 4):
         assert usual[False].travels_back == "q"
+
+
+ZIGZAG = tuple(SequenceLayout.zigzag(64, 4) for _ in range(2))
+FEW_KV_HEADS = AttentionSpec("cpu", torch.bfloat16, 1, 4, 1, 64, 64)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"spec": AttentionSpec("cpu", torch.bfloat16, 1, 4, 4, 64, 64)},  # the Q side travels
+        {"mask": Mask(64, 64, True, (20, 0))},
+        {"backend": "reference"},
+        {"inner_degree": 2},
+        {"same_bits": False},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_gradients_are_continued_where_kv_travels_anyway(change: dict[str, Any]) -> None:
+    def made(**given: Any) -> RingCall:
+        options = {"spec": FEW_KV_HEADS, "mask": Mask(64, 64, True), "backend": "blocks", **given}
+        spec, mask = options.pop("spec"), options.pop("mask")
+        return make_call(spec, ZIGZAG, mask, 0, **options)
+
+    usual = made()
+    assert usual.in_order and usual.travels_back == "kv" and not usual.same_bits
+    assert not made(**change).in_order
 
 
 def test_only_backends_in_order_say_so() -> None:

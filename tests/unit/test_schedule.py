@@ -204,18 +204,18 @@ def test_double_rings_of_six_ranks(inner_degree: int) -> None:
         assert_made_as_driven(strategy, spec, layouts, mask)
 
 
-@pytest.mark.parametrize("same_bits", [False, True])
+@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("travels", ["kv", "q"])
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_rings_with_either_side_travelling(kind: str, travels: Any, same_bits: bool) -> None:
+def test_rings_with_either_side_travelling(kind: str, travels: Any, in_order: bool) -> None:
     spec = spec_of(dtype=torch.bfloat16)
     for mask in MASKS.values():
         layouts = layouts_of(kind, mask, 3)
         make = partial(
             RingCall, spec, layouts, mask,
-            softmax_scale=0.5, backend="reference", travels_back=travels, same_bits=same_bits,
+            softmax_scale=0.5, backend="reference", travels_back=travels, in_order=in_order,
         )  # fmt: skip
-        options = {"travels": travels, "same_bits": same_bits}
+        options = {"travels": travels, "in_order": in_order}
         assert_as_driven(make, Strategy(), spec, layouts, mask, **options)
 
 

@@ -170,9 +170,7 @@ def of_core(what: Callable[..., int]) -> Callable[..., int]:
             return int(getattr(all_gather, what.__name__)(core, backward=backward))
         assert isinstance(core, RingCall)
         sizes = (core.spec,) if what is cost.bytes_sent else ()
-        return what(
-            core.plan(backward=backward), *sizes, backward=backward, same_bits=core.same_bits
-        )
+        return what(core.plan(backward=backward), *sizes, backward=backward, in_order=core.in_order)
 
     return of
 
