@@ -86,6 +86,7 @@ class Cell:
         note: of the configuration.
         warp_specialize: the kernel asks for it, so it must come out specialised.
         needs_tensor_cores: there are matrix products in it.
+        overlaps: its exponentials are to be taken while a product is under way.
     """
 
     kernel: str
@@ -94,6 +95,7 @@ class Cell:
     note: str = ""
     warp_specialize: bool = False
     needs_tensor_cores: bool = True
+    overlaps: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Variant:
     """What a kernel is compiled to do.
 
     Attributes:
-        kernel: "fwd", "dq", "dkdv" or "delta".
+        kernel: "fwd", "hopper_fwd", "dq", "dkdv", "delta", "decode" or "merge".
         band: of BANDS.
         ragged: keys end within a block.
         first: the forward loads no state.
@@ -119,17 +121,25 @@ class Variant:
     sinks: bool = False
 
     @property
+    def is_forward(self) -> bool:
+        """Whether it carries a state from step to step."""
+        return self.kernel in ("fwd", "hopper_fwd", "decode")
+
+    @property
     def kind(self) -> str:
         """Its kind in the table of configurations."""
-        if self.kernel == "fwd":
-            return "fwd_whole" if self.band == "full" and not self.ragged else "fwd"
-        return f"{self.kernel}_softcap" if self.softcap else self.kernel
+        if self.kernel in ("delta", "decode", "merge"):
+            return self.kernel
+        kernel = "fwd" if self.is_forward else self.kernel
+        if self.softcap and not self.is_forward:
+            return f"{kernel}_softcap"
+        return f"{kernel}_whole" if self.band == "full" and not self.ragged else kernel
 
     @property
     def label(self) -> str:
         """Such as "middle causal": for the forward, also which step of a ring it is."""
         steps = {(True, True): "only", (True, False): "first", (False, True): "last"}
-        step = [steps.get((self.first, self.last), "middle")] if self.kernel == "fwd" else []
+        step = [steps.get((self.first, self.last), "middle")] if self.is_forward else []
         extras = [name for name in ("ragged", "softcap", "sinks") if getattr(self, name)]
         return " ".join([*step, self.band, *extras])
 
@@ -142,6 +152,13 @@ VARIANTS = (
     Variant("fwd", "window", ragged=True),
     Variant("fwd", "causal", first=True, last=True),
     Variant("fwd", "causal", last=True, softcap=True, sinks=True),
+    Variant("hopper_fwd", "full"),
+    Variant("hopper_fwd", "full", first=True, last=True),
+    Variant("hopper_fwd", "causal", first=True),
+    Variant("hopper_fwd", "causal"),
+    Variant("hopper_fwd", "causal", last=True, sinks=True),
+    Variant("hopper_fwd", "causal", first=True, last=True),
+    Variant("hopper_fwd", "window", ragged=True),
     Variant("dkdv", "full"),
     Variant("dkdv", "causal"),
     Variant("dkdv", "window", ragged=True),
@@ -151,6 +168,9 @@ VARIANTS = (
     Variant("dq", "window", ragged=True),
     Variant("dq", "causal", softcap=True),
     Variant("delta"),
+    Variant("decode", first=True),
+    Variant("decode", ragged=True, first=True, softcap=True),
+    Variant("merge"),
 )
 KERNELS = tuple(dict.fromkeys(variant.kernel for variant in VARIANTS))
 
@@ -185,22 +205,43 @@ class Row:
 
 def cells(arch: str, head_dim: int, dtype: torch.dtype) -> Iterator[Cell]:
     """Every kernel and variant in the configurations that a GPU of `arch` is given by the table."""
-    for variant in VARIANTS:
+    for variant in variants(arch, head_dim):
         for config in _configs(variant, arch, head_dim, dtype):
             yield Cell(
                 variant.kernel,
                 variant.label,
                 variant_launch(variant, config, head_dim, dtype),
                 config.note,
-                warp_specialize=config.warp_specialize,
-                needs_tensor_cores=variant.kernel != "delta",
+                warp_specialize=config.warp_specialize or variant.kernel == "hopper_fwd",
+                needs_tensor_cores=variant.kernel not in ("delta", "merge"),
+                overlaps=variant.kernel == "hopper_fwd",
             )
+
+
+def variants(arch: str, head_dim: int) -> tuple[Variant, ...]:
+    """Those whose kernel takes them there."""
+    from ring_attn.kernels.hopper_fwd import RAGGED_HEAD_DIMS
+
+    def takes(variant: Variant) -> bool:
+        if variant.kernel != "hopper_fwd":
+            return True
+        return arch == "sm_90" and (head_dim in RAGGED_HEAD_DIMS or not variant.ragged)
+
+    return tuple(filter(takes, VARIANTS))
 
 
 def _configs(variant: Variant, arch: str, head_dim: int, dtype: torch.dtype) -> tuple[Config, ...]:
     """The frozen one, and those that wait to be measured; not the rest of what is searched."""
     from ring_attn.kernels import configs
 
+    if variant.kernel == "hopper_fwd":
+        from ring_attn.kernels import hopper_fwd
+
+        return hopper_fwd.CONFIGS[head_dim]
+    if variant.kernel == "merge":
+        from ring_attn.kernels import decode
+
+        return (decode.MERGE,)
     column = arch if arch in configs.ARCHITECTURES else "sm_86"  # as `architecture` has it
     return configs.candidates(variant.kind, column, head_dim, dtype)
 
@@ -217,13 +258,17 @@ def variant_launch(variant: Variant, config: Config, head_dim: int, dtype: torch
 
     if variant.kernel == "delta":
         return flash_bwd.delta_launch(rows_of(HEADS), rows_of(HEADS), stats(), config)
+    if variant.kernel == "merge":
+        return _merge(rows_of, stats)
     table = _table(variant, config)
-    qkv = (rows_of(HEADS), rows_of(KV_HEADS), rows_of(KV_HEADS))
+    # Heads of a group are rows where they decode.
+    heads = KV_HEADS if variant.kernel == "decode" else HEADS
+    qkv = (rows_of(heads), rows_of(KV_HEADS), rows_of(KV_HEADS))
     options: dict[str, Any] = {
         "softmax_scale": head_dim**-0.5,
         "softcap": 50.0 if variant.softcap else 0.0,
     }
-    if variant.kernel == "fwd":
+    if variant.is_forward:
         state = flash_fwd.Carried(
             sinks=torch.empty(HEADS, device="meta") if variant.sinks else None
         )
@@ -232,12 +277,28 @@ def variant_launch(variant: Variant, config: Config, head_dim: int, dtype: torch
         if variant.last:
             state.out, state.lse = rows_of(HEADS), stats()
         options |= {"first": variant.first, "last": variant.last}
+        if variant.kernel == "hopper_fwd":
+            from ring_attn.kernels import hopper_fwd
+
+            del options["softcap"]
+            return hopper_fwd.hopper_launch(*qkv, state, table, config, **options)
         return flash_fwd.forward_launch(*qkv, state, table, config, **options)
     known = (*qkv, rows_of(HEADS), stats(), stats())
     if variant.kernel == "dq":
         return flash_bwd.dq_launch(*known, rows_of(HEADS, torch.float32), table, config, **options)
     dk, dv = (rows_of(KV_HEADS, torch.float32) for _ in range(2))
     return flash_bwd.dkdv_launch(*known, dk, dv, table, config, **options)
+
+
+def _merge(rows_of: Callable[..., Tensor], stats: Callable[[], Tensor]) -> Launch:
+    """Of 4 queries in 32 parts."""
+    from ring_attn.kernels import decode
+
+    parts, float32 = 32, torch.float32
+    rows = ROWS // parts * KV_HEADS // HEADS
+    acc, out = rows_of(KV_HEADS, float32), rows_of(HEADS, float32)[:, :rows]
+    m, l, lse = stats()[:, :KV_HEADS], stats()[:, :KV_HEADS], stats()[..., :rows]
+    return decode.merge_parts_launch(acc, m, l, out, lse, parts)
 
 
 def _table(variant: Variant, config: Config) -> StepTable:
@@ -273,6 +334,10 @@ def failures(cell: Cell, report: Report, arch: str) -> tuple[str, ...]:
         (
             cell.warp_specialize and not report.warp_specialized,
             "warp specialisation was asked for and dropped (no USETMAXREG)",
+        ),
+        (
+            cell.overlaps and not (report.hidden and all(report.hidden)),
+            "no exponentials between the start and the end of a product",
         ),
         (after < before, f"{before - after} of {before} atomics lost between ttir and ttgir"),
     )

@@ -36,6 +36,11 @@ OPCODES = {
     "USETMAXREG": re.compile(r"\bUSETMAXREG\b"),
 }
 
+# The start and the end of a Hopper product, and the exponentials of a softmax: a wait that leaves
+# some products under way, what follows, and the wait for all.
+HIDDEN = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[1-9a-f](.*?)WARPGROUP\.DEPBAR\.LE", re.DOTALL)
+EXPONENTIAL = re.compile(r"\bMUFU\.EX2\b")
+
 # In triton's IR before and after its passes for the GPU.
 ATOMICS = re.compile(
     r"\b(?:tt\.(?:atomic_rmw|atomic_cas|descriptor_reduce)|ttng\.async_tma_reduce"
@@ -60,6 +65,7 @@ class Report:
         atomics: their number in triton's first IR, and in that for the GPU.
         advisories: what ptxas says of wgmma instructions that it serialised.
         seconds: compile time.
+        hidden: exponentials from each wait that leaves a Hopper product under way to the next wait.
     """
 
     registers: int
@@ -70,6 +76,7 @@ class Report:
     atomics: tuple[int, int]
     advisories: tuple[str, ...]
     seconds: float
+    hidden: tuple[int, ...] = ()
 
     @property
     def tensor_cores(self) -> int:
@@ -208,7 +215,9 @@ def _report(kernel: Any, log: str, seconds: float) -> Report:
     else:
         code = kernel.asm["amdgcn"]
         registers, spill_bytes = _amd_figures(code)
-    first, last = (len(ATOMICS.findall(kernel.asm[ir])) for ir in ("ttir", "ttgir"))
+    # Gluon has no IR before the one for the GPU but what its source says.
+    earliest = "ttir" if "ttir" in kernel.asm else "source"
+    first, last = (len(ATOMICS.findall(kernel.asm[ir])) for ir in (earliest, "ttgir"))
     return Report(
         registers=registers,
         spill_bytes=spill_bytes,
@@ -218,6 +227,7 @@ def _report(kernel: Any, log: str, seconds: float) -> Report:
         atomics=(first, last),
         advisories=tuple(match[0] for match in SERIALIZED.finditer(log)),
         seconds=seconds,
+        hidden=tuple(len(EXPONENTIAL.findall(match[1])) for match in HIDDEN.finditer(code)),
     )
 
 

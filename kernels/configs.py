@@ -7,11 +7,13 @@ the fastest is taken; ranks may then differ in their last bits.
 A forward config serves full and masked tiles alike: with one BLOCK_N on and off the diagonal, a
 ring's sums are those of a single pass. The kinds are
 
-    fwd          any step                            dkdv   dkdv_softcap   dk and dv
-    fwd_whole    without a mask and ragged ends      dq     dq_softcap     dq
-    delta        rowsum(out * dout)
+    fwd     fwd_whole                      out and lse
+    dkdv    dkdv_whole    dkdv_softcap     dk and dv
+    dq      dq_whole      dq_softcap       dq
+    delta                                  rowsum(out * dout)
 
-where the second name falls back to the first: softcap's tanh takes registers that some tiles lack.
+where the others fall back to the first of their line: whole steps, without a mask and ragged ends,
+can be warp-specialised, and softcap's tanh takes registers that some tiles lack.
 
 Notes give registers a thread and shared memory as compiled for bfloat16 with triton 3.7.1, for the
 variant that takes most. No 16-bit config spills with triton 3.6.0 and 3.7.1; what does with 3.9.0
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -44,7 +46,11 @@ class Config:
         num_warps: warps of a program.
         num_stages: depth of the pipeline of loads.
         note: where the choice comes from.
-        warp_specialize: one warp group loads while two compute; only of kind fwd_whole, on sm_90.
+        warp_specialize: one warp loads while two groups of warps compute; only whole steps, on
+            sm_90, with 4 warps and at least 128 rows a program: below that both groups compute all.
+        l2_bytes: heads are done in groups whose columns take no more than this; 0 is all at once.
+        programs_per_sm: of a persistent grid, in which a program does several tasks; 0 is a
+            program for each task.
     """
 
     BLOCK_M: int
@@ -53,6 +59,20 @@ class Config:
     num_stages: int
     note: str = ""
     warp_specialize: bool = False
+    l2_bytes: int = 0
+    programs_per_sm: int = 0
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ValueError: a persistent grid of warp-specialised programs, whose next task would change
+                descriptors that loads under way still read.
+        """
+        if self.warp_specialize and self.programs_per_sm:
+            raise ValueError(
+                f"a warp-specialised program does one task, got programs_per_sm="
+                f"{self.programs_per_sm}: choose one of the two"
+            )
 
 
 # Compute capability -> the architecture of the table. All others take sm_86, which stands for GPUs
@@ -75,44 +95,59 @@ TABLE: dict[tuple[str, str, int], Config] = {
     ("sm_80", "dkdv", 128): Config(64, 64, 8, 2, "246 regs, 74 KB; not measured"),
     ("sm_80", "dkdv", 256): Config(32, 64, 8, 2, "255 regs, 103 KB; not measured"),
     ("sm_80", "dkdv_softcap", 256): Config(16, 64, 8, 2, "255 regs, 84 KB; not measured"),
-    ("sm_80", "dq", 64): Config(64, 64, 8, 1, "255 regs, 33 KB; not measured"),
+    ("sm_80", "dq", 64): Config(
+        64, 64, 8, 2, "255 regs, 41 KB; 8 bytes spilled outside the loop by 3.9.0; not measured"
+    ),
+    ("sm_80", "dq_softcap", 64): Config(64, 64, 8, 1, "238 regs, 29 KB; not measured"),
     ("sm_80", "dq", 128): Config(64, 64, 8, 2, "193 regs, 74 KB; not measured"),
     ("sm_80", "dq", 256): Config(64, 64, 8, 1, "252 regs, 131 KB; not measured"),
-    ("sm_86", "fwd", 64): Config(128, 64, 8, 3, "222 regs, 66 KB; not measured"),
-    ("sm_86", "fwd", 128): Config(128, 64, 8, 2, "246 regs, 82 KB; not measured"),
-    ("sm_86", "fwd", 256): Config(64, 64, 8, 1, "246 regs, 74 KB; not measured"),
-    ("sm_86", "dkdv", 64): Config(32, 128, 8, 2, "240 regs, 49 KB; not measured"),
-    ("sm_86", "dkdv", 128): Config(64, 64, 8, 2, "240 regs, 74 KB; not measured"),
-    ("sm_86", "dkdv", 256): Config(16, 64, 8, 2, "247 regs, 84 KB; not measured"),
-    ("sm_86", "dq", 64): Config(64, 64, 8, 1, "239 regs, 29 KB; not measured"),
-    ("sm_86", "dq", 128): Config(64, 64, 8, 2, "166 regs, 74 KB; not measured"),
-    ("sm_86", "dq", 256): Config(64, 32, 8, 1, "221 regs, 98 KB; not measured"),
+    ("sm_80", "decode", 64): Config(16, 64, 4, 3, "128 regs, 37 KB; not measured"),
+    ("sm_80", "decode", 128): Config(16, 64, 4, 3, "168 regs, 72 KB; not measured"),
+    ("sm_80", "decode", 256): Config(16, 32, 4, 3, "168 regs, 75 KB; not measured"),
+    ("sm_86", "fwd", 64): Config(128, 64, 8, 3, "218 regs, 66 KB; not measured"),
+    ("sm_86", "fwd", 128): Config(128, 64, 8, 2, "236 regs, 82 KB; not measured"),
+    ("sm_86", "fwd", 256): Config(64, 64, 8, 1, "230 regs, 74 KB; not measured"),
+    ("sm_86", "dkdv", 64): Config(32, 128, 8, 2, "251 regs, 49 KB; not measured"),
+    ("sm_86", "dkdv", 128): Config(64, 64, 8, 2, "242 regs, 74 KB; not measured"),
+    ("sm_86", "dkdv", 256): Config(16, 64, 8, 2, "254 regs, 84 KB; not measured"),
+    ("sm_86", "dq", 64): Config(64, 32, 8, 2, "201 regs, 29 KB; not measured"),
+    ("sm_86", "dq", 128): Config(64, 64, 8, 2, "165 regs, 74 KB; not measured"),
+    ("sm_86", "dq", 256): Config(64, 32, 8, 1, "223 regs, 98 KB; not measured"),
+    ("sm_86", "decode", 64): Config(16, 64, 4, 2, "118 regs, 20 KB; not measured"),
+    ("sm_86", "decode", 128): Config(16, 64, 4, 2, "168 regs, 39 KB; not measured"),
+    ("sm_86", "decode", 256): Config(16, 32, 4, 2, "168 regs, 42 KB; not measured"),
     ("sm_90", "fwd", 64): Config(128, 128, 8, 3, "242 regs, 115 KB; not measured"),
     ("sm_90", "fwd", 128): Config(
         128, 128, 8, 2, "255 regs, 164 KB; 48 bytes spilled outside the loop by 3.9.0; not measured"
     ),
-    ("sm_90", "fwd", 256): Config(128, 32, 8, 2, "244 regs, 131 KB; not measured"),
+    ("sm_90", "fwd", 256): Config(128, 32, 8, 2, "248 regs, 131 KB; not measured"),
     ("sm_90", "dkdv", 64): Config(64, 128, 8, 2, "225 regs, 66 KB; not measured"),
     ("sm_90", "dkdv", 128): Config(
-        64, 128, 8, 2, "255 regs, 132 KB; 8 bytes spilled outside the loop by 3.9.0; not measured"
+        64, 128, 8, 2, "255 regs, 132 KB; 12 bytes spilled outside the loop by 3.9.0; not measured"
     ),
     ("sm_90", "dkdv", 256): Config(32, 32, 8, 2, "184 regs, 68 KB; not measured"),
-    ("sm_90", "dkdv_softcap", 128): Config(32, 128, 8, 2, "220 regs, 99 KB; not measured"),
+    ("sm_90", "dkdv_softcap", 128): Config(32, 128, 8, 2, "225 regs, 99 KB; not measured"),
     ("sm_90", "dq", 64): Config(128, 128, 8, 2, "225 regs, 98 KB; not measured"),
     ("sm_90", "dq", 128): Config(128, 64, 8, 2, "202 regs, 131 KB; not measured"),
     ("sm_90", "dq", 256): Config(64, 32, 8, 2, "207 regs, 135 KB; not measured"),
-    ("sm_90", "dq_softcap", 64): Config(128, 64, 8, 2, "164 regs, 66 KB; not measured"),
+    ("sm_90", "dq_softcap", 64): Config(128, 64, 8, 2, "166 regs, 66 KB; not measured"),
+    ("sm_90", "decode", 64): Config(16, 64, 4, 3, "128 regs, 37 KB; not measured"),
+    ("sm_90", "decode", 128): Config(16, 64, 4, 3, "168 regs, 72 KB; not measured"),
+    ("sm_90", "decode", 256): Config(16, 32, 4, 3, "168 regs, 75 KB; not measured"),
     ("sm_100", "fwd", 64): Config(128, 64, 8, 2, "185 regs, 50 KB; not measured"),
     ("sm_100", "fwd", 128): Config(128, 64, 8, 3, "246 regs, 139 KB; not measured"),
-    ("sm_100", "fwd", 256): Config(64, 32, 4, 1, "250 regs, 49 KB; not measured"),
+    ("sm_100", "fwd", 256): Config(64, 32, 4, 1, "248 regs, 49 KB; not measured"),
     ("sm_100", "fwd_whole", 64): Config(128, 64, 8, 1, "75 regs, 29 KB; not measured"),
-    ("sm_100", "dkdv", 64): Config(64, 128, 8, 1, "239 regs, 49 KB; not measured"),
+    ("sm_100", "dkdv", 64): Config(64, 128, 8, 1, "241 regs, 49 KB; not measured"),
     ("sm_100", "dkdv", 128): Config(64, 64, 8, 2, "242 regs, 132 KB; not measured"),
     ("sm_100", "dkdv", 256): Config(32, 32, 8, 1, "170 regs, 82 KB; not measured"),
     ("sm_100", "dkdv_softcap", 128): Config(64, 64, 8, 1, "150 regs, 66 KB; not measured"),
-    ("sm_100", "dq", 64): Config(64, 64, 4, 2, "226 regs, 57 KB; not measured"),
-    ("sm_100", "dq", 128): Config(128, 64, 8, 2, "253 regs, 148 KB; not measured"),
+    ("sm_100", "dq", 64): Config(64, 64, 4, 2, "225 regs, 57 KB; not measured"),
+    ("sm_100", "dq", 128): Config(128, 64, 8, 2, "252 regs, 148 KB; not measured"),
     ("sm_100", "dq", 256): Config(64, 32, 8, 1, "197 regs, 98 KB; not measured"),
+    ("sm_100", "decode", 64): Config(16, 64, 4, 3, "113 regs, 37 KB; not measured"),
+    ("sm_100", "decode", 128): Config(16, 64, 4, 3, "181 regs, 72 KB; not measured"),
+    ("sm_100", "decode", 256): Config(16, 32, 4, 3, "176 regs, 75 KB; not measured"),
     # Vector registers on AMD, of 512.
     ("gfx942", "fwd", 64): Config(128, 64, 4, 1, "203 regs, 33 KB; not measured"),
     ("gfx942", "fwd", 128): Config(128, 64, 4, 1, "284 regs, 66 KB; not measured"),
@@ -123,16 +158,34 @@ TABLE: dict[tuple[str, str, int], Config] = {
     ("gfx942", "dq", 64): Config(64, 64, 4, 1, "231 regs, 16 KB; not measured"),
     ("gfx942", "dq", 128): Config(64, 64, 4, 1, "334 regs, 33 KB; not measured"),
     ("gfx942", "dq", 256): Config(32, 32, 4, 1, "402 regs, 33 KB; not measured"),
+    ("gfx942", "decode", 64): Config(16, 64, 4, 2, "93 regs, 18 KB; not measured"),
+    ("gfx942", "decode", 128): Config(16, 64, 4, 2, "128 regs, 35 KB; not measured"),
+    ("gfx942", "decode", 256): Config(16, 32, 4, 2, "156 regs, 33 KB; not measured"),
 }
 
-# Configs of kind fwd_whole that may enter the table once a device has measured them faster.
-WHOLE_CANDIDATES: dict[tuple[str, int], tuple[Config, ...]] = {
-    ("sm_90", 64): (
+# Configs that may enter the table once a device has measured them faster. A ring's bits want the
+# BLOCK_N of fwd and fwd_whole, and of dq and dq_whole, to be one, and the BLOCK_M of dkdv and
+# dkdv_whole: those that differ change the other kind, too. With head dim 256 none fits.
+WHOLE_CANDIDATES: dict[tuple[str, str, int], tuple[Config, ...]] = {
+    ("sm_90", "fwd_whole", 64): (
         Config(128, 128, 4, 2, "168 regs, 115 KB, warp-specialised; not measured", True),
     ),
-    ("sm_90", 128): (
+    ("sm_90", "fwd_whole", 128): (
         Config(128, 128, 4, 2, "168 regs, 230 KB, warp-specialised; not measured", True),
         Config(128, 64, 4, 2, "168 regs, 164 KB, warp-specialised; not measured", True),
+    ),
+    ("sm_90", "dkdv_whole", 64): (
+        Config(64, 128, 4, 2, "168 regs, 100 KB, warp-specialised; not measured", True),
+    ),
+    ("sm_90", "dkdv_whole", 128): (
+        Config(64, 128, 4, 2, "168 regs, 198 KB, warp-specialised; not measured", True),
+    ),
+    ("sm_90", "dq_whole", 64): (
+        Config(128, 128, 4, 2, "168 regs, 133 KB, warp-specialised; not measured", True),
+        Config(128, 64, 4, 2, "168 regs, 100 KB, warp-specialised; not measured", True),
+    ),
+    ("sm_90", "dq_whole", 128): (
+        Config(128, 64, 4, 2, "168 regs, 198 KB, warp-specialised; not measured", True),
     ),
 }
 
@@ -144,8 +197,29 @@ FLOAT32 = {
     256: Config(16, 16, 8, 1, "255 regs and 240 bytes spilled, 68 KB; not measured"),
 }
 
+# Of 4 warps, for sm_90 in the place of TABLE's: `TABLE.update(FOUR_WARPS)` takes them. With triton
+# 3.6.0 the groups of 4 warps of a larger program do not wait for one another after a matrix product
+# before they overwrite what it reads. These are for a GPU on which that shows.
+FOUR_WARPS: dict[tuple[str, str, int], Config] = {
+    ("sm_90", "fwd", 64): Config(128, 64, 4, 2, "251 regs, 49 KB; not measured"),
+    ("sm_90", "fwd", 128): Config(64, 64, 4, 2, "232 regs, 82 KB; not measured"),
+    ("sm_90", "fwd", 256): Config(64, 16, 4, 2, "254 regs, 66 KB; not measured"),
+    ("sm_90", "dkdv", 64): Config(64, 64, 4, 2, "243 regs, 50 KB; not measured"),
+    ("sm_90", "dkdv", 128): Config(32, 64, 4, 2, "255 regs, 66 KB; not measured"),
+    ("sm_90", "dkdv", 256): Config(32, 32, 4, 1, "254 regs, 82 KB; not measured"),
+    ("sm_90", "dkdv_softcap", 128): Config(32, 64, 4, 1, "253 regs, 49 KB; not measured"),
+    ("sm_90", "dq", 64): Config(64, 64, 4, 2, "174 regs, 49 KB; not measured"),
+    ("sm_90", "dq", 128): Config(64, 64, 4, 2, "249 regs, 98 KB; not measured"),
+    ("sm_90", "dq", 256): Config(64, 16, 4, 2, "255 regs, 98 KB; not measured"),
+    ("sm_90", "dq_softcap", 64): Config(64, 64, 4, 2, "174 regs, 49 KB; not measured"),
+}
+
+# Of the forward in Gluon by head dim, on sm_90, wherever it can run: `hopper_fwd.CONFIGS` has what
+# may enter here once a device has measured it faster.
+GLUON: dict[int, Config] = {}
+
 # What is tried beside the candidates; what does not fit a device is left out there.
-SEARCHED: dict[str, tuple[Config, ...]] = {
+TILES: dict[str, tuple[Config, ...]] = {
     "fwd": (
         Config(128, 128, 8, 2),
         Config(128, 128, 8, 3),
@@ -174,8 +248,77 @@ SEARCHED: dict[str, tuple[Config, ...]] = {
         Config(64, 64, 4, 2),
         Config(64, 32, 4, 1),
     ),
-    "delta": (),
 }
+
+# The same for sm_90, the most promising first. Of those with 4 warps two programs run at once on a
+# multiprocessor, one's softmax beside the other's products.
+HOPPER_TILES: dict[tuple[str, int], tuple[Config, ...]] = {
+    ("fwd", 64): (
+        Config(128, 64, 4, 2),
+        Config(64, 64, 4, 2),
+        Config(64, 128, 4, 2),
+        Config(128, 64, 4, 3),
+        Config(128, 128, 8, 2),
+    ),
+    ("fwd", 128): (
+        Config(64, 64, 4, 2),
+        Config(128, 32, 4, 2),
+        Config(128, 128, 8, 3),
+        Config(128, 64, 8, 3),
+        Config(64, 64, 4, 1),
+    ),
+    ("fwd", 256): (
+        Config(64, 16, 4, 2),
+        Config(64, 32, 4, 2),
+        Config(128, 64, 8, 2),
+    ),
+    ("dkdv", 64): (
+        Config(64, 64, 4, 2),
+        Config(128, 128, 8, 2),
+        Config(32, 128, 4, 2),
+        Config(64, 128, 8, 3),
+    ),
+    ("dkdv", 128): (
+        Config(32, 64, 4, 2),
+        Config(64, 128, 8, 3),
+        Config(64, 64, 4, 2),
+        Config(64, 64, 8, 2),
+        Config(32, 128, 8, 2),
+    ),
+    ("dkdv", 256): (
+        Config(32, 32, 4, 1),
+        Config(16, 32, 4, 2),
+    ),
+    ("dq", 64): (
+        Config(64, 64, 4, 2),
+        Config(64, 128, 4, 2),
+        Config(128, 64, 8, 2),
+    ),
+    ("dq", 128): (
+        Config(64, 64, 4, 2),
+        Config(128, 128, 8, 2),
+        Config(128, 64, 8, 3),
+        Config(64, 32, 4, 2),
+    ),
+    ("dq", 256): (
+        Config(64, 16, 4, 2),
+        Config(32, 32, 4, 2),
+    ),
+}
+
+SEARCHED: dict[tuple[str, str, int], tuple[Config, ...]] = {
+    (arch, kernel, bucket): HOPPER_TILES[kernel, bucket] if arch == "sm_90" else tiles
+    for arch in ARCHITECTURES
+    for kernel, tiles in TILES.items()
+    for bucket in (64, 128, 256)
+}
+
+# On sm_90 so many, the first of candidates and tiles, are tried in other orders of their tasks,
+# too: in groups of heads whose columns take so much of the 50 MB of L2 cache, which holds rows and
+# results besides; and as persistent grids, of so many programs a multiprocessor by their warps.
+REORDERED = 3
+L2_BYTES = 32 << 20
+PLACES = {4: 2, 8: 1}
 
 # One pass over memory: as many rows as keep a few loads of 16 bytes in flight for every thread.
 DELTA = Config(32, 0, 4, 1, "bound by memory")
@@ -190,7 +333,8 @@ def select(kind: str, x: Tensor, headdim_v: int) -> Config:
     """The frozen config of a kernel.
 
     Args:
-        kind: "fwd", "fwd_whole", "dkdv", "dkdv_softcap", "dq", "dq_softcap" or "delta".
+        kind: "fwd", "fwd_whole", "dkdv", "dkdv_softcap", "dq", "dq_softcap", "delta" or
+            "decode".
         x: a tensor of the call: its device, dtype and head dim count.
         headdim_v: of v.
     """
@@ -210,20 +354,43 @@ def frozen(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> Config:
     return TABLE.get((arch, kind, bucket)) or TABLE[arch, _base(kind), bucket]
 
 
+def gluon_forward(x: Tensor, headdim_v: int) -> Config | None:
+    """The config of the Gluon forward, where that takes the place of the other; see `GLUON`."""
+    if architecture(x.device) != "sm_90":
+        return None
+    return GLUON.get(max(x.size(-1), headdim_v))
+
+
 def candidates(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tuple[Config, ...]:
     """The frozen config and those that wait to be measured in its place; all compile clean."""
     first = frozen(kind, arch, headdim, dtype)
-    if dtype == torch.float32 or kind != "fwd_whole":
+    if dtype == torch.float32 or arch == "interpreter":
         return (first,)
-    return (first, *WHOLE_CANDIDATES.get((arch, _bucket(headdim)), ()))
+    return (first, *WHOLE_CANDIDATES.get((arch, kind, _bucket(headdim)), ()))
 
 
 def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tuple[Config, ...]:
-    """What `search` tries: the candidates, and tiles that may or may not suit the device."""
+    """What `search` tries: the candidates, and configs that may or may not suit the device.
+
+    On sm_90 in the order of what they promise: another tile can be worth a quarter; groups of heads
+    less, and only where the columns of all do not fit into the L2 cache; a persistent grid some per
+    cent.
+    """
     first = candidates(kind, arch, headdim, dtype)
-    alone = dtype == torch.float32 or arch == "interpreter"
-    others = () if alone else SEARCHED[_base(kind)]
-    return tuple(dict.fromkeys((*first, *others)))
+    found = SEARCHED.get((arch, _base(kind), _bucket(headdim)))
+    if dtype == torch.float32 or found is None:
+        return first
+    tiles = _distinct(*first, *found)
+    if arch != "sm_90":
+        return tiles
+    plain = [replace(config, note="") for config in tiles[:REORDERED]]
+    grouped = [replace(config, l2_bytes=L2_BYTES) for config in plain]
+    persistent = [
+        replace(config, programs_per_sm=PLACES[config.num_warps])
+        for config in (*grouped, *plain)
+        if not config.warp_specialize
+    ]
+    return (*tiles, *grouped, *persistent)
 
 
 def autotune_enabled() -> bool:
@@ -268,6 +435,14 @@ def _base(kind: str) -> str:
 
 def _bucket(headdim: int) -> int:
     return max(64, triton.next_power_of_2(headdim))
+
+
+def _distinct(*configs: Config) -> tuple[Config, ...]:
+    """The first of each that differ in their notes alone."""
+    found: dict[Config, Config] = {}
+    for config in configs:
+        found.setdefault(replace(config, note=""), config)
+    return tuple(found.values())
 
 
 def _seconds(launch: Callable[[Config], Launch], config: Config) -> float:

@@ -5,15 +5,17 @@ With the global lse, probabilities need no renormalisation, whatever part of the
     p  = exp(s - lse)         dv = sum_i p do           delta = rowsum(do * out)
     dp = do v^T               ds = p (dp - delta)       dq = sum_j ds k,  dk = sum_i ds q
 
-    dk/dv   a program per block of kv rows and kv head: over the q blocks that see it, upwards, and
-            for each over the query heads of the group
-    dq      a program per block of q rows and head: over its keys, from the diagonal downwards
+    dk/dv   a task per block of kv rows and kv head: over the q blocks that see it, upwards, and for
+            each over the query heads of the group
+    dq      a task per block of q rows and head: over its keys, from the diagonal downwards
 
 Two kernels do 7 matrix products where one with atomics would do 5; in exchange nothing is added in
 an order that depends on time. dq, dk, dv are float32 and are continued: loaded in the prologue,
 stored in the epilogue, so that a ring's sums are those of a single pass, bit for bit, if its steps
 come in the folding order. dq and dk are left without softmax_scale, which the caller applies once,
 at the end: ds would lose bits of its 16-bit form to it.
+
+Steps without a mask can be warp-specialised, as in the forward; the bits are the same.
 
 dk/dv forms the transposed scores k q^T at once. A register result of tl.dot is never transposed:
 triton 3.4 to 3.7.0 miscompile the product that follows.
@@ -33,10 +35,21 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import Config
-from .flash_fwd import block_dim, load_block, load_rows, score_scales, store_rows
+from .flash_fwd import (
+    block_dim,
+    can_specialize,
+    load_block,
+    load_rows,
+    load_rows_in_bulk,
+    offsets_in_block,
+    score_scales,
+    store_rows,
+    store_stats,
+)
 from .launch import Launch
 from .online_softmax import LOG2E, tanh
 from .step_table import StepTable, column_range, load_block_row, load_run, visible_pairs
+from .tasks import block_and_head, make_schedule, tasks_of_program
 
 
 @triton.jit
@@ -57,16 +70,17 @@ def delta_kernel(
     BLOCK_M: tl.constexpr,
 ):
     """delta (batch, nheads, rows) = rowsum(out * dout), one block of rows of one head."""
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    inside = tl.minimum(rows, num_rows - 1)
+    row_start = tl.program_id(0) * BLOCK_M
+    offs = offsets_in_block(row_start, num_rows, BLOCK_M)
     batch = (tl.program_id(1) // nheads).to(tl.int64)
     head = (tl.program_id(1) % nheads).to(tl.int64)
     out_ptr += batch * stride_ob + head * stride_oh
     dout_ptr += batch * stride_db + head * stride_dh
-    out = load_rows(out_ptr, inside, stride_om, HEAD_DIM_V, BLOCK_DV).to(tl.float32)
-    dout = load_rows(dout_ptr, inside, stride_dm, HEAD_DIM_V, BLOCK_DV).to(tl.float32)
+    out = load_rows(out_ptr, row_start, offs, stride_om, HEAD_DIM_V, BLOCK_DV).to(tl.float32)
+    dout = load_rows(dout_ptr, row_start, offs, stride_dm, HEAD_DIM_V, BLOCK_DV).to(tl.float32)
     delta = tl.sum(out * dout, 1)
-    tl.store(delta_ptr + tl.program_id(1).to(tl.int64) * num_rows + rows, delta, rows < num_rows)
+    stat = tl.program_id(1).to(tl.int64) * num_rows
+    store_stats(delta_ptr + stat, delta, row_start, num_rows)
 
 
 @triton.jit
@@ -156,6 +170,59 @@ def _dkdv_blocks(
 
 
 @triton.jit
+def _dkdv_whole_blocks(
+    dk,
+    dv,
+    k,
+    v,
+    q_ptr,
+    dout_ptr,
+    lse_ptr,
+    delta_ptr,
+    stride_qm,
+    stride_dm,
+    num_rows,
+    span,
+    run,
+    inner_scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """`_dkdv_blocks` where nothing is masked, with one warp that loads for two groups that compute.
+
+    As for `_fold_whole_blocks` of the forward. Heads are columns of one descriptor, and so must be
+    adjacent.
+    """
+    first, _, _, last = span
+    q_rows = tl.make_tensor_descriptor(
+        q_ptr, [run[1], GROUP * HEAD_DIM], [stride_qm, 1], [BLOCK_M, HEAD_DIM]
+    )
+    dout_rows = tl.make_tensor_descriptor(
+        dout_ptr, [run[1], GROUP * HEAD_DIM_V], [stride_dm, 1], [BLOCK_M, HEAD_DIM_V]
+    )
+    for i in tl.range((last - first) * GROUP, warp_specialize=True):
+        t = first * GROUP + i
+        start = t // GROUP * BLOCK_M
+        head = t % GROUP
+        # Loaded by the groups that compute, and so before they wait for the rest.
+        stats = head * num_rows + start + tl.arange(0, BLOCK_M)
+        lse = tl.load(lse_ptr + stats)
+        delta = tl.load(delta_ptr + stats)
+        q = q_rows.load([start, head * HEAD_DIM])
+        dout = dout_rows.load([start, head * HEAD_DIM_V])
+        kq = tl.dot(k, tl.trans(q), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
+        p, slope = _probabilities(kq, lse[None, :], inner_scale, 1.0, SOFTCAP=False)
+        # dv before dp: the other order spills.
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+        dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
+        ds = p * (dp - delta[None, :]) * slope
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["num_blocks", "heads_together"])
 def flash_dkdv_kernel(
     q_ptr,
     k_ptr,
@@ -182,7 +249,9 @@ def flash_dkdv_kernel(
     num_rows,
     num_rows_kv,
     nheads_kv,
+    num_blocks,
     batch_heads,
+    heads_together,
     inner_scale,
     outer_scale,
     GROUP: tl.constexpr,
@@ -196,44 +265,68 @@ def flash_dkdv_kernel(
     HAS_HI: tl.constexpr,
     RAGGED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+    PERSISTENT: tl.constexpr,
 ):
-    """dk and dv of one block of kv rows of one kv head; rows are kv rows here, columns q rows."""
-    pid = tl.program_id(0)
-    block = pid // batch_heads
-    kv_head = pid % nheads_kv
-    batch = (pid % batch_heads) // nheads_kv
-    row_start, row_stop, first_run, last_run = load_block_row(blocks_ptr, block)
+    """Tasks: each dk and dv of one block of kv rows of one kv head; columns are q rows here."""
+    num_tasks = tasks_of_program(num_blocks * batch_heads) if PERSISTENT else 1
+    for i in range(num_tasks):
+        task = tl.program_id(0) + i * tl.num_programs(0)
+        block, index = block_and_head(task, num_blocks, heads_together)
+        batch = index // nheads_kv
+        kv_head = index % nheads_kv
+        row_start, row_stop, first_run, last_run = load_block_row(blocks_ptr, block)
 
-    head = (kv_head * GROUP).to(tl.int64)
-    q_ptr += batch.to(tl.int64) * stride_qb + head * stride_qh
-    dout_ptr += batch.to(tl.int64) * stride_db + head * stride_dh
-    k_ptr += batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
-    v_ptr += batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
-    stat_offset = (batch * nheads_kv * GROUP + head) * num_rows
-    lse_ptr += stat_offset
-    delta_ptr += stat_offset
-    # Gradients are contiguous: (batch, rows, nheads_kv, dim).
-    dk_ptr += (batch.to(tl.int64) * num_rows_kv * nheads_kv + kv_head) * HEAD_DIM
-    dv_ptr += (batch.to(tl.int64) * num_rows_kv * nheads_kv + kv_head) * HEAD_DIM_V
+        head = (kv_head * GROUP).to(tl.int64)
+        q_heads = q_ptr + batch.to(tl.int64) * stride_qb + head * stride_qh
+        dout_heads = dout_ptr + batch.to(tl.int64) * stride_db + head * stride_dh
+        k_head = k_ptr + batch.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh
+        v_head = v_ptr + batch.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh
+        stat = (batch * nheads_kv * GROUP + head) * num_rows
+        lse_heads = lse_ptr + stat
+        delta_heads = delta_ptr + stat
+        # Gradients are contiguous: (batch, rows, nheads_kv, dim).
+        grad = batch.to(tl.int64) * num_rows_kv * nheads_kv + kv_head
+        dk_head = dk_ptr + grad * HEAD_DIM
+        dv_head = dv_ptr + grad * HEAD_DIM_V
 
-    rows = row_start + tl.arange(0, BLOCK_N)
-    inside = tl.minimum(rows, row_stop - 1)
-    k = load_rows(k_ptr, inside, stride_kn, HEAD_DIM, BLOCK_D)  # (BLOCK_N, BLOCK_D)
-    v = load_rows(v_ptr, inside, stride_vn, HEAD_DIM_V, BLOCK_DV)
-    dk = load_rows(dk_ptr, inside, nheads_kv * HEAD_DIM, HEAD_DIM, BLOCK_D)
-    dv = load_rows(dv_ptr, inside, nheads_kv * HEAD_DIM_V, HEAD_DIM_V, BLOCK_DV)
+        offs = offsets_in_block(row_start, row_stop, BLOCK_N)
+        # (BLOCK_N, BLOCK_D)
+        if WARP_SPECIALIZE:
+            k = load_rows_in_bulk(k_head, row_start, row_stop, stride_kn, HEAD_DIM, BLOCK_N)
+            v = load_rows_in_bulk(v_head, row_start, row_stop, stride_vn, HEAD_DIM_V, BLOCK_N)
+        else:
+            k = load_rows(k_head, row_start, offs, stride_kn, HEAD_DIM, BLOCK_D)
+            v = load_rows(v_head, row_start, offs, stride_vn, HEAD_DIM_V, BLOCK_DV)
+        dk = load_rows(dk_head, row_start, offs, nheads_kv * HEAD_DIM, HEAD_DIM, BLOCK_D)
+        dv = load_rows(dv_head, row_start, offs, nheads_kv * HEAD_DIM_V, HEAD_DIM_V, BLOCK_DV)
 
-    for i in range(first_run, last_run):
-        run = load_run(runs_ptr, i)
-        span = column_range(row_start, row_stop, run, BLOCK_M)
-        dk, dv = _dkdv_blocks(
-            dk, dv, k, v, q_ptr, dout_ptr, lse_ptr, delta_ptr, stride_qm, stride_qh, stride_dm,
-            stride_dh, num_rows, rows, span, run, inner_scale, outer_scale, GROUP, HEAD_DIM,
-            HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, HAS_LO, HAS_HI, RAGGED, SOFTCAP,
-        )  # fmt: skip
-
-    store_rows(dk_ptr, dk, row_start, row_stop, nheads_kv * HEAD_DIM, HEAD_DIM, BLOCK_D)
-    store_rows(dv_ptr, dv, row_start, row_stop, nheads_kv * HEAD_DIM_V, HEAD_DIM_V, BLOCK_DV)
+        if WARP_SPECIALIZE:
+            run = load_run(runs_ptr, 0)
+            span = column_range(row_start, row_stop, run, BLOCK_M)
+            dk, dv = _dkdv_whole_blocks(
+                dk, dv, k, v, q_heads, dout_heads, lse_heads, delta_heads, stride_qm, stride_dm,
+                num_rows, span, run, inner_scale, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_M,
+            )  # fmt: skip
+            # One of the two in bulk: then no addresses are kept over the loop, for which there are
+            # no registers. For both there is no shared memory.
+            dk_rows = tl.make_tensor_descriptor(
+                dk_head, [row_stop, HEAD_DIM], [nheads_kv * HEAD_DIM, 1], [BLOCK_N, HEAD_DIM]
+            )
+            dk_rows.store([row_start, 0], dk)
+        else:
+            rows = row_start + tl.arange(0, BLOCK_N)
+            for j in range(first_run, last_run):
+                run = load_run(runs_ptr, j)
+                span = column_range(row_start, row_stop, run, BLOCK_M)
+                dk, dv = _dkdv_blocks(
+                    dk, dv, k, v, q_heads, dout_heads, lse_heads, delta_heads, stride_qm,
+                    stride_qh, stride_dm, stride_dh, num_rows, rows, span, run, inner_scale,
+                    outer_scale, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, HAS_LO,
+                    HAS_HI, RAGGED, SOFTCAP,
+                )  # fmt: skip
+            store_rows(dk_head, dk, row_start, row_stop, nheads_kv * HEAD_DIM, HEAD_DIM, BLOCK_D)
+        store_rows(dv_head, dv, row_start, row_stop, nheads_kv * HEAD_DIM_V, HEAD_DIM_V, BLOCK_DV)
 
 
 @triton.jit
@@ -286,6 +379,44 @@ def _dq_blocks(
 
 
 @triton.jit
+def _dq_whole_blocks(
+    dq,
+    q,
+    dout,
+    lse,
+    delta,
+    k_ptr,
+    v_ptr,
+    stride_kn,
+    stride_vn,
+    span,
+    run,
+    inner_scale,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """`_dq_blocks` where nothing is masked; one warp loads for two groups that compute."""
+    first, _, _, last = span
+    k_rows = tl.make_tensor_descriptor(
+        k_ptr, [run[1], HEAD_DIM], [stride_kn, 1], [BLOCK_N, HEAD_DIM]
+    )
+    v_rows = tl.make_tensor_descriptor(
+        v_ptr, [run[1], HEAD_DIM_V], [stride_vn, 1], [BLOCK_N, HEAD_DIM_V]
+    )
+    for i in tl.range(last - first, warp_specialize=True):
+        start = (last - 1 - i) * BLOCK_N
+        k = k_rows.load([start, 0])
+        v = v_rows.load([start, 0])
+        qk = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
+        p, slope = _probabilities(qk, lse[:, None], inner_scale, 1.0, SOFTCAP=False)
+        dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+        ds = p * (dp - delta[:, None]) * slope
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit(do_not_specialize=["num_blocks", "heads_together"])
 def flash_dq_kernel(
     q_ptr,
     k_ptr,
@@ -310,7 +441,9 @@ def flash_dq_kernel(
     stride_dh,
     num_rows,
     nheads,
+    num_blocks,
     batch_heads,
+    heads_together,
     inner_scale,
     outer_scale,
     GROUP: tl.constexpr,
@@ -324,41 +457,76 @@ def flash_dq_kernel(
     HAS_HI: tl.constexpr,
     RAGGED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr,
+    PERSISTENT: tl.constexpr,
 ):
-    """dq of one block of q rows of one head."""
-    pid = tl.program_id(0)
-    block = pid // batch_heads
-    head = pid % nheads
-    batch = (pid % batch_heads) // nheads
-    row_start, row_stop, first_run, last_run = load_block_row(blocks_ptr, block)
+    """Tasks: each dq of one block of q rows of one head."""
+    num_tasks = tasks_of_program(num_blocks * batch_heads) if PERSISTENT else 1
+    for i in range(num_tasks):
+        task = tl.program_id(0) + i * tl.num_programs(0)
+        block, index = block_and_head(task, num_blocks, heads_together)
+        batch = index // nheads
+        head = index % nheads
+        row_start, row_stop, first_run, last_run = load_block_row(blocks_ptr, block)
 
-    kv_head = (head // GROUP).to(tl.int64)
-    q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
-    dout_ptr += batch.to(tl.int64) * stride_db + head.to(tl.int64) * stride_dh
-    k_ptr += batch.to(tl.int64) * stride_kb + kv_head * stride_kh
-    v_ptr += batch.to(tl.int64) * stride_vb + kv_head * stride_vh
-    stat_offset = (batch * nheads + head).to(tl.int64) * num_rows
-    # Contiguous: (batch, rows, nheads, HEAD_DIM).
-    dq_ptr += (batch.to(tl.int64) * num_rows * nheads + head) * HEAD_DIM
+        kv_head = (head // GROUP).to(tl.int64)
+        q_head = q_ptr + batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
+        dout_head = dout_ptr + batch.to(tl.int64) * stride_db + head.to(tl.int64) * stride_dh
+        k_head = k_ptr + batch.to(tl.int64) * stride_kb + kv_head * stride_kh
+        v_head = v_ptr + batch.to(tl.int64) * stride_vb + kv_head * stride_vh
+        stat = (batch * nheads + head).to(tl.int64) * num_rows
+        # Contiguous: (batch, rows, nheads, HEAD_DIM).
+        dq_head = dq_ptr + (batch.to(tl.int64) * num_rows * nheads + head) * HEAD_DIM
 
-    rows = row_start + tl.arange(0, BLOCK_M)
-    inside = tl.minimum(rows, row_stop - 1)
-    q = load_rows(q_ptr, inside, stride_qm, HEAD_DIM, BLOCK_D)  # (BLOCK_M, BLOCK_D)
-    dout = load_rows(dout_ptr, inside, stride_dm, HEAD_DIM_V, BLOCK_DV)
-    lse = tl.load(lse_ptr + stat_offset + inside)
-    delta = tl.load(delta_ptr + stat_offset + inside)
-    dq = load_rows(dq_ptr, inside, nheads * HEAD_DIM, HEAD_DIM, BLOCK_D)
+        offs = offsets_in_block(row_start, row_stop, BLOCK_M)
+        # q (BLOCK_M, BLOCK_D)
+        if WARP_SPECIALIZE:
+            q = load_rows_in_bulk(q_head, row_start, row_stop, stride_qm, HEAD_DIM, BLOCK_M)
+            dout = load_rows_in_bulk(dout_head, row_start, row_stop, stride_dm, HEAD_DIM_V, BLOCK_M)
+            # The compiler splits what both groups read between them only if it comes in bulk.
+            lse_rows = tl.make_tensor_descriptor(lse_ptr + stat, [row_stop], [1], [BLOCK_M])
+            delta_rows = tl.make_tensor_descriptor(delta_ptr + stat, [row_stop], [1], [BLOCK_M])
+            lse = lse_rows.load([row_start])
+            delta = delta_rows.load([row_start])
+        else:
+            q = load_rows(q_head, row_start, offs, stride_qm, HEAD_DIM, BLOCK_D)
+            dout = load_rows(dout_head, row_start, offs, stride_dm, HEAD_DIM_V, BLOCK_DV)
+            lse = tl.load(lse_ptr + stat + row_start + offs)
+            delta = tl.load(delta_ptr + stat + row_start + offs)
+        dq = load_rows(dq_head, row_start, offs, nheads * HEAD_DIM, HEAD_DIM, BLOCK_D)
 
-    for i in range(first_run, last_run):
-        run = load_run(runs_ptr, i)
-        span = column_range(row_start, row_stop, run, BLOCK_N)
-        dq = _dq_blocks(
-            dq, q, dout, lse, delta, k_ptr, v_ptr, stride_kn, stride_vn, rows, span, run,
-            inner_scale, outer_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, HAS_LO,
-            HAS_HI, RAGGED, SOFTCAP,
-        )  # fmt: skip
+        if WARP_SPECIALIZE:
+            run = load_run(runs_ptr, 0)
+            span = column_range(row_start, row_stop, run, BLOCK_N)
+            dq = _dq_whole_blocks(
+                dq, q, dout, lse, delta, k_head, v_head, stride_kn, stride_vn, span, run,
+                inner_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_N,
+            )  # fmt: skip
+        else:
+            rows = row_start + tl.arange(0, BLOCK_M)
+            for j in range(first_run, last_run):
+                run = load_run(runs_ptr, j)
+                span = column_range(row_start, row_stop, run, BLOCK_N)
+                dq = _dq_blocks(
+                    dq, q, dout, lse, delta, k_head, v_head, stride_kn, stride_vn, rows, span, run,
+                    inner_scale, outer_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N,
+                    HAS_LO, HAS_HI, RAGGED, SOFTCAP,
+                )  # fmt: skip
 
-    store_rows(dq_ptr, dq, row_start, row_stop, nheads * HEAD_DIM, HEAD_DIM, BLOCK_D)
+        store_rows(dq_head, dq, row_start, row_stop, nheads * HEAD_DIM, HEAD_DIM, BLOCK_D)
+
+
+def can_specialize_backward(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, table: StepTable, softcap: float
+) -> bool:
+    """Whether configs with warp_specialize can run a step of dq or of dk/dv.
+
+    Beside what the forward wants, query heads of a group must be adjacent, for dk/dv; and lse and
+    delta come by bulk copies too, for dq.
+    """
+    adjacent = q.size(2) == k.size(2) or all(x.stride(2) == x.size(3) for x in (q, dout))
+    aligned = q.size(1) % 4 == 0  # of 4 bytes each
+    return adjacent and aligned and can_specialize(q, k, v, table, softcap, dout)
 
 
 def delta_launch(out: Tensor, dout: Tensor, delta: Tensor, config: Config) -> Launch:
@@ -423,8 +591,12 @@ def dkdv_launch(
         softmax_scale: positive.
         softcap: 0 is none.
     """
-    batch, num_rows, nheads, _ = q.shape
+    batch, num_rows, nheads, headdim = q.shape
     nheads_kv = k.size(2)
+    schedule = make_schedule(
+        table, config, q.device, num_heads=batch * nheads_kv, heads_per_kv=1,
+        bytes_per_column=nheads // nheads_kv * (headdim + v.size(3)) * q.element_size(),
+    )  # fmt: skip
     args = {
         "q_ptr": q,
         "k_ptr": k,
@@ -440,15 +612,16 @@ def dkdv_launch(
         "num_rows": num_rows,
         "num_rows_kv": k.size(1),
         "nheads_kv": nheads_kv,
-        "batch_heads": batch * nheads_kv,
+        **schedule.args,
         **_scales(softmax_scale, softcap),
     }
     return Launch(
         flash_dkdv_kernel,
-        (table.num_blocks * batch * nheads_kv,),
+        (schedule.num_programs,),
         args,
         _constants(q, k, v, table, config, softcap),
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        wants_memory=config.warp_specialize,
     )
 
 
@@ -481,7 +654,11 @@ def dq_launch(
         softmax_scale: positive.
         softcap: 0 is none.
     """
-    batch, num_rows, nheads, _ = q.shape
+    batch, num_rows, nheads, headdim = q.shape
+    schedule = make_schedule(
+        table, config, q.device, num_heads=batch * nheads, heads_per_kv=nheads // k.size(2),
+        bytes_per_column=(headdim + v.size(3)) * k.element_size(),
+    )  # fmt: skip
     args = {
         "q_ptr": q,
         "k_ptr": k,
@@ -495,15 +672,16 @@ def dq_launch(
         **_qkv_strides(q, k, v, dout),
         "num_rows": num_rows,
         "nheads": nheads,
-        "batch_heads": batch * nheads,
+        **schedule.args,
         **_scales(softmax_scale, softcap),
     }
     return Launch(
         flash_dq_kernel,
-        (table.num_blocks * batch * nheads,),
+        (schedule.num_programs,),
         args,
         _constants(q, k, v, table, config, softcap),
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        wants_memory=config.warp_specialize,
     )
 
 
@@ -544,4 +722,6 @@ def _constants(
         "HAS_HI": table.has_hi,
         "RAGGED": table.ragged,
         "SOFTCAP": softcap != 0.0,
+        "WARP_SPECIALIZE": config.warp_specialize,
+        "PERSISTENT": config.programs_per_sm > 0,
     }

@@ -1,10 +1,10 @@
 """Forward: every tile of a ring step folded into the running state of the queries, in one launch.
 
-A program takes one block of q rows of one head. It loads the state (acc, m, l) that earlier steps
-left, folds the blocks of keys that its rows see, and stores the state un-normalised, so that a ring
-continues the very arithmetic of a single pass; see `online_softmax` for the equations. The first
-step loads nothing. The last adds the sink, normalises, writes `out` in the input type and lse, and
-stores no state.
+A program takes one block of q rows of one head (`tasks`: or several, in turn). It loads the state
+(acc, m, l) that earlier steps left, folds the blocks of keys that its rows see, and stores the
+state un-normalised, so that a ring continues the very arithmetic of a single pass; see
+`online_softmax` for the equations. The first step loads nothing. The last adds the sink,
+normalises, writes `out` in the input type and lse, and stores no state.
 
     for each run of kv rows, from the last down:              (step_table)
         blocks that its upper bound or end cuts     masked
@@ -28,7 +28,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -43,16 +42,37 @@ from .online_softmax import (
     tanh,
 )
 from .step_table import StepTable, column_range, load_block_row, load_run, visible_pairs
+from .tasks import block_and_head, make_schedule, tasks_of_program
 
 
 @triton.jit
-def load_rows(ptr, rows, stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(len(rows), BLOCK_D) from rows of HEAD_DIM elements, zero beyond; every row must exist."""
+def offsets_in_block(row_start, row_stop, BLOCK: tl.constexpr):
+    """(BLOCK,) offsets from row_start; those beyond the block repeat its last row.
+
+    So loads need no mask. Offsets are apart from row_start because a compiler that splits a block
+    between two groups of warps would count the second's first row twice in row_start + offsets, if
+    row_start stands in a descriptor's coordinates, too (triton 3.6 to 3.9).
+    """
+    return tl.minimum(tl.arange(0, BLOCK), row_stop - row_start - 1)
+
+
+@triton.jit
+def load_rows(ptr, row_start, offs, stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(len(offs), BLOCK_D): rows row_start + offs of HEAD_DIM elements, zero beyond; all exist."""
     dims = tl.arange(0, BLOCK_D)
-    ptrs = ptr + rows.to(tl.int64)[:, None] * stride + dims[None, :]
+    ptrs = (ptr + row_start.to(tl.int64) * stride) + (offs[:, None] * stride + dims[None, :])
     if HEAD_DIM == BLOCK_D:
         return tl.load(ptrs)
     return tl.load(ptrs, dims[None, :] < HEAD_DIM, 0.0)
+
+
+@triton.jit
+def load_rows_in_bulk(
+    ptr, row_start, row_stop, stride, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
+):
+    """(BLOCK, HEAD_DIM) from the rows row_start, ... below `row_stop`, zero beyond, by one copy."""
+    rows = tl.make_tensor_descriptor(ptr, [row_stop, HEAD_DIM], [stride, 1], [BLOCK, HEAD_DIM])
+    return rows.load([row_start, 0])
 
 
 @triton.jit
@@ -199,7 +219,7 @@ def _state_offsets(batch, head, num_rows, nheads, HEAD_DIM_V: tl.constexpr):
     return row, (batch * nheads + head).to(tl.int64) * num_rows
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks", "heads_together"])
 def flash_fwd_kernel(
     q_ptr,
     k_ptr,
@@ -223,7 +243,9 @@ def flash_fwd_kernel(
     stride_vh,
     num_rows,
     nheads,
+    num_blocks,
     batch_heads,
+    heads_together,
     inner_scale,
     outer_scale,
     GROUP: tl.constexpr,
@@ -241,72 +263,74 @@ def flash_fwd_kernel(
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr,
+    PERSISTENT: tl.constexpr,
 ):
-    """One block of q rows of one head; heads run fastest, so the longest blocks start first."""
-    pid = tl.program_id(0)
-    block = pid // batch_heads
-    head = pid % nheads
-    batch = (pid % batch_heads) // nheads
-    row_start, row_stop, first_run, last_run = load_block_row(blocks_ptr, block)
+    """Tasks: each the state of one block of q rows of one head, moved over the keys it sees."""
+    # The compiler takes a loop of one pass away, and with it all that persistence costs.
+    num_tasks = tasks_of_program(num_blocks * batch_heads) if PERSISTENT else 1
+    for i in range(num_tasks):
+        task = tl.program_id(0) + i * tl.num_programs(0)
+        block, index = block_and_head(task, num_blocks, heads_together)
+        batch = index // nheads
+        head = index % nheads
+        row_start, row_stop, first_run, last_run = load_block_row(blocks_ptr, block)
 
-    kv_head = (head // GROUP).to(tl.int64)
-    q_ptr += batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
-    k_ptr += batch.to(tl.int64) * stride_kb + kv_head * stride_kh
-    v_ptr += batch.to(tl.int64) * stride_vb + kv_head * stride_vh
+        kv_head = (head // GROUP).to(tl.int64)
+        q_head = q_ptr + batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh
+        k_head = k_ptr + batch.to(tl.int64) * stride_kb + kv_head * stride_kh
+        v_head = v_ptr + batch.to(tl.int64) * stride_vb + kv_head * stride_vh
 
-    rows = row_start + tl.arange(0, BLOCK_M)
-    # Rows beyond the block repeat its last one: their loads need no mask, and they are not stored.
-    inside = tl.minimum(rows, row_stop - 1)
-    # (BLOCK_M, BLOCK_D)
-    if WARP_SPECIALIZE:
-        q_rows = tl.make_tensor_descriptor(
-            q_ptr, [row_stop, HEAD_DIM], [stride_qm, 1], [BLOCK_M, HEAD_DIM]
-        )
-        q = q_rows.load([row_start, 0])
-    else:
-        q = load_rows(q_ptr, inside, stride_qm, HEAD_DIM, BLOCK_D)
-    if FIRST:
-        acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-        m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        l_i = tl.zeros((BLOCK_M,), tl.float32)
-    else:
-        row, stat = _state_offsets(batch, head, num_rows, nheads, HEAD_DIM_V)
-        acc = load_rows(acc_ptr + row, inside, nheads * HEAD_DIM_V, HEAD_DIM_V, BLOCK_DV)
-        m_i = tl.load(m_ptr + stat + inside)
-        l_i = tl.load(l_ptr + stat + inside)
+        offs = offsets_in_block(row_start, row_stop, BLOCK_M)
+        # (BLOCK_M, BLOCK_D)
+        if WARP_SPECIALIZE:
+            q = load_rows_in_bulk(q_head, row_start, row_stop, stride_qm, HEAD_DIM, BLOCK_M)
+        else:
+            q = load_rows(q_head, row_start, offs, stride_qm, HEAD_DIM, BLOCK_D)
+        if FIRST:
+            acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+            m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            l_i = tl.zeros((BLOCK_M,), tl.float32)
+        else:
+            row, stat = _state_offsets(batch, head, num_rows, nheads, HEAD_DIM_V)
+            stride = nheads * HEAD_DIM_V
+            acc = load_rows(acc_ptr + row, row_start, offs, stride, HEAD_DIM_V, BLOCK_DV)
+            m_i = tl.load(m_ptr + stat + row_start + offs)
+            l_i = tl.load(l_ptr + stat + row_start + offs)
 
-    # The two ways are apart, since a branch or a loop around it keeps triton from specialising.
-    if WARP_SPECIALIZE:
-        run = load_run(runs_ptr, 0)
-        first, full_first, full_last, last = column_range(row_start, row_stop, run, BLOCK_N)
-        last = tl.where(first_run == last_run, first, last)  # rows without a run see nothing
-        acc, m_i, l_i = _fold_whole_blocks(
-            acc, m_i, l_i, q, k_ptr, v_ptr, stride_kn, stride_vn,
-            (first, full_first, full_last, last), run, inner_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_N,
-        )  # fmt: skip
-    else:
-        for i in range(first_run, last_run):
-            run = load_run(runs_ptr, i)
-            span = column_range(row_start, row_stop, run, BLOCK_N)
-            acc, m_i, l_i = _fold_blocks(
-                acc, m_i, l_i, q, k_ptr, v_ptr, stride_kn, stride_vn, rows, span, run,
-                inner_scale, outer_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N, HAS_LO,
-                HAS_HI, RAGGED, SOFTCAP,
+        # The two ways are apart, since a branch or a loop around it keeps triton from specialising.
+        if WARP_SPECIALIZE:
+            run = load_run(runs_ptr, 0)
+            first, full_first, full_last, last = column_range(row_start, row_stop, run, BLOCK_N)
+            last = tl.where(first_run == last_run, first, last)  # rows without a run see nothing
+            acc, m_i, l_i = _fold_whole_blocks(
+                acc, m_i, l_i, q, k_head, v_head, stride_kn, stride_vn,
+                (first, full_first, full_last, last), run, inner_scale, HEAD_DIM, HEAD_DIM_V,
+                BLOCK_N,
             )  # fmt: skip
+        else:
+            rows = row_start + tl.arange(0, BLOCK_M)
+            for j in range(first_run, last_run):
+                run = load_run(runs_ptr, j)
+                span = column_range(row_start, row_stop, run, BLOCK_N)
+                acc, m_i, l_i = _fold_blocks(
+                    acc, m_i, l_i, q, k_head, v_head, stride_kn, stride_vn, rows, span, run,
+                    inner_scale, outer_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N,
+                    HAS_LO, HAS_HI, RAGGED, SOFTCAP,
+                )  # fmt: skip
 
-    row, stat = _state_offsets(batch, head, num_rows, nheads, HEAD_DIM_V)
-    stride = nheads * HEAD_DIM_V
-    if LAST:
-        if HAS_SINKS:
-            sink = tl.load(sinks_ptr + head) * LOG2E
-            acc, m_i, l_i = online_softmax_add_sink(acc, m_i, l_i, sink)
-        acc, lse = online_softmax_finalize(acc, m_i, l_i)
-        store_rows(out_ptr + row, acc, row_start, row_stop, stride, HEAD_DIM_V, BLOCK_DV)
-        store_stats(lse_ptr + stat, lse, row_start, row_stop)
-    else:
-        store_rows(acc_ptr + row, acc, row_start, row_stop, stride, HEAD_DIM_V, BLOCK_DV)
-        store_stats(m_ptr + stat, m_i, row_start, row_stop)
-        store_stats(l_ptr + stat, l_i, row_start, row_stop)
+        row, stat = _state_offsets(batch, head, num_rows, nheads, HEAD_DIM_V)
+        stride = nheads * HEAD_DIM_V
+        if LAST:
+            if HAS_SINKS:
+                sink = tl.load(sinks_ptr + head) * LOG2E
+                acc, m_i, l_i = online_softmax_add_sink(acc, m_i, l_i, sink)
+            acc, lse = online_softmax_finalize(acc, m_i, l_i)
+            store_rows(out_ptr + row, acc, row_start, row_stop, stride, HEAD_DIM_V, BLOCK_DV)
+            store_stats(lse_ptr + stat, lse, row_start, row_stop)
+        else:
+            store_rows(acc_ptr + row, acc, row_start, row_stop, stride, HEAD_DIM_V, BLOCK_DV)
+            store_stats(m_ptr + stat, m_i, row_start, row_stop)
+            store_stats(l_ptr + stat, l_i, row_start, row_stop)
 
 
 @dataclass
@@ -342,8 +366,10 @@ def score_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
     return softmax_scale * LOG2E.value, 1.0
 
 
-def can_specialize(q: Tensor, k: Tensor, v: Tensor, table: StepTable, softcap: float) -> bool:
-    """Whether a config with warp_specialize can run a step.
+def can_specialize(
+    q: Tensor, k: Tensor, v: Tensor, table: StepTable, softcap: float, *others: Tensor
+) -> bool:
+    """Whether a config with warp_specialize can run a step; `others` are loaded as q, k and v are.
 
     It wants one run of whole blocks without a mask, head dims without padding, and what the bulk
     copies of sm_90 do: addresses and strides of rows that are multiples of 16 bytes.
@@ -352,7 +378,7 @@ def can_specialize(q: Tensor, k: Tensor, v: Tensor, table: StepTable, softcap: f
     padded = any(block_dim(x.size(-1)) != x.size(-1) for x in (q, v))
     aligned = all(
         x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in x.stride()[:-1])
-        for x in (q, k, v)
+        for x in (q, k, v, *others)
     )
     return whole and not padded and aligned and softcap == 0.0
 
@@ -391,15 +417,16 @@ def forward_launch(
         first: nothing is loaded of the state.
         last: out and lse are written instead of the state.
     """
-    if config.warp_specialize:
-        # Descriptors are made on the device, in memory that the launch brings along. The allocator
-        # belongs to the calling context, which in a backward is one of autograd's threads.
-        triton.set_allocator(_descriptor_memory)
     batch, num_rows, nheads, headdim = q.shape
+    group = nheads // k.size(2)
     inner_scale, outer_scale = score_scales(softmax_scale, softcap)
+    schedule = make_schedule(
+        table, config, q.device, num_heads=batch * nheads, heads_per_kv=group,
+        bytes_per_column=(headdim + v.size(3)) * k.element_size(),
+    )  # fmt: skip
     return Launch(
         flash_fwd_kernel,
-        (table.num_blocks * batch * nheads,),
+        (schedule.num_programs,),
         {
             "q_ptr": q,
             "k_ptr": k,
@@ -423,12 +450,12 @@ def forward_launch(
             "stride_vh": v.stride(2),
             "num_rows": num_rows,
             "nheads": nheads,
-            "batch_heads": batch * nheads,
+            **schedule.args,
             "inner_scale": inner_scale,
             "outer_scale": outer_scale,
         },
         {
-            "GROUP": nheads // k.size(2),
+            "GROUP": group,
             "HEAD_DIM": headdim,
             "HEAD_DIM_V": v.size(3),
             "BLOCK_D": block_dim(headdim),
@@ -443,10 +470,8 @@ def forward_launch(
             "SOFTCAP": softcap != 0.0,
             "HAS_SINKS": state.sinks is not None,
             "WARP_SPECIALIZE": config.warp_specialize,
+            "PERSISTENT": config.programs_per_sm > 0,
         },
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        wants_memory=config.warp_specialize,
     )
-
-
-def _descriptor_memory(size: int, alignment: int, stream: int | None) -> Tensor:
-    return torch.empty(size, dtype=torch.int8, device="cuda")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import triton
 from torch import Tensor
 
 
@@ -16,9 +19,11 @@ class Launch:
     Attributes:
         kernel: the jit function (the interpreter's where TRITON_INTERPRET=1).
         grid: number of programs per axis.
-        args: run-time arguments by name, as in the signature: tensors, ints, floats, None.
+        args: run-time arguments by name, as in the signature: tensors, descriptors, ints, floats,
+            None.
         constants: the constexpr arguments by name.
         options: num_warps, num_stages.
+        wants_memory: the kernel makes descriptors on the device, for which Triton asks for memory.
     """
 
     kernel: Any
@@ -26,6 +31,7 @@ class Launch:
     args: Mapping[str, Any]
     constants: Mapping[str, Any]
     options: Mapping[str, int]
+    wants_memory: bool = False
 
     def run(self) -> Any:
         """Enqueues it on the current stream; nothing is launched for an empty grid.
@@ -35,6 +41,8 @@ class Launch:
         """
         if not all(self.grid):
             return None
+        if self.wants_memory:
+            _offer_memory()
         return self.kernel[self.grid](**self.args, **self.constants, **self.options)
 
 
@@ -51,12 +59,20 @@ class Repeat:
         Args:
             launch: as it was run; of its tensors only those are kept that are not replaced.
             compiled: what it returned.
-            num_tensors: the kernel's first arguments, which are tensors, or None, and replaced.
+            num_tensors: the kernel's first arguments, which are tensors, descriptors of tensors or
+                None, and replaced.
         """
         given = {**launch.args, **launch.constants}
-        kept = [given[name] for name in launch.kernel.arg_names[num_tensors:]]
+        values = [given[name] for name in launch.kernel.arg_names]
+        kept = values[num_tensors:]
         self._kept = [x for x in kept if isinstance(x, Tensor)]
         self._rest = [x.data_ptr() if isinstance(x, Tensor) else x for x in kept]
+        self._descriptors = [
+            (index, _moved(x, _Address(0)))
+            for index, x in enumerate(values[:num_tensors])
+            if x is not None and not isinstance(x, Tensor)
+        ]
+        self._wants_memory = launch.wants_memory
         self._enqueue = compiled[(*launch.grid, 1, 1)[:3]]
 
     def run(self, addresses: Sequence[int]) -> None:
@@ -66,4 +82,34 @@ class Repeat:
             addresses: of the tensors that are replaced, multiples of 16 where theirs were (triton
                 compiles another kernel for others); 0 for None.
         """
-        self._enqueue(*addresses, *self._rest)
+        if self._wants_memory:
+            _offer_memory()
+        args: list[Any] = [*addresses, *self._rest]
+        for index, descriptor in self._descriptors:
+            args[index] = _moved(descriptor, _Address(args[index]))
+        self._enqueue(*args)
+
+
+class _Address(NamedTuple):
+    """What a launcher wants of a tensor."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _moved(descriptor: Any, base: _Address) -> Any:
+    """The same descriptor of another tensor."""
+    moved = copy.copy(descriptor)
+    moved.base = base
+    return moved
+
+
+def _offer_memory() -> None:
+    # To the calling context, which in a backward is one of autograd's threads.
+    triton.set_allocator(_descriptor_memory)
+
+
+def _descriptor_memory(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")

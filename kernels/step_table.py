@@ -85,8 +85,9 @@ class StepTable:
     Attributes:
         blocks: (num_blocks, 4) int32.
         runs: (num_runs, 4) int32.
-        num_blocks: programs per head.
+        num_blocks: tasks per head.
         num_runs: rows of `runs`.
+        num_cols: from the first to the last column that is seen.
         has_lo: some run has a lower bound.
         has_hi: some run has an upper bound.
         ragged: some run begins or ends within a block of columns.
@@ -97,6 +98,7 @@ class StepTable:
     runs: Tensor
     num_blocks: int
     num_runs: int
+    num_cols: int
     has_lo: bool
     has_hi: bool
     ragged: bool
@@ -149,6 +151,8 @@ def make_step_table(
         runs=_to_device(runs, device),
         num_blocks=len(blocks),
         num_runs=len(runs),
+        num_cols=max((r[3] for r in rectangles), default=0)
+        - min((r[2] for r in rectangles), default=0),
         has_lo=any(r[4] is not None for r in rectangles),
         has_hi=any(r[5] is not None for r in rectangles),
         ragged=any(r[2] % block_cols or r[3] % block_cols for r in rectangles),

@@ -32,15 +32,20 @@ from ring_attn.spec import AttentionSpec, Scores
 
 if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config
+    from ring_attn.kernels.decode import Parts
     from ring_attn.kernels.flash_fwd import Carried
     from ring_attn.kernels.launch import Launch, Repeat
-    from ring_attn.kernels.step_table import StepTable
+    from ring_attn.kernels.step_table import Rectangle, StepTable
 
 A = TypeVar("A")
 T = TypeVar("T")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEADDIM = 256
+
+# More rows than that, query heads of a kv head counted each, are no few queries: keys need not be
+# read in parts where blocks of rows fill a GPU.
+MOST_DECODED_ROWS = 64
 
 # Triton compiles another kernel for a tensor whose address is no multiple of that.
 ALIGNMENT = 16
@@ -155,6 +160,45 @@ class TritonBackend:
             self.forward(q, none, none, (), state, scores=Scores(1.0), last=True)
         assert carried.out is not None and carried.lse is not None, "the last launch makes both"
         return carried.out.to(dtype), carried.lse
+
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], *, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """`out` float32 and `lse` of a few queries: the keys are read in parts, side by side."""
+        from ring_attn.kernels import decode
+        from ring_attn.kernels.configs import select
+        from ring_attn.kernels.flash_fwd import Carried, forward_launch
+        from ring_attn.kernels.tasks import num_sms
+
+        batch, rows, nheads, _ = q.shape
+        group = nheads // k.size(2)
+        if rows * group > MOST_DECODED_ROWS:
+            state = self.forward(q, k, v, tiles, self.new_state(q, v.size(3)), scores=scores)
+            return self.finalize(state, torch.float32)
+        config = select("decode", q, v.size(3))
+        k, v = _unit_stride(k), _unit_stride(v)
+        blocks = -(-rows * group // config.BLOCK_M) * batch * k.size(2)
+        first = min(tile.kv.start for tile in tiles)
+        last = max(tile.kv.stop for tile in tiles)
+        parts = decode.choose_parts(first, last, blocks, num_sms(q.device))
+        packed = decode.part_rows(q, k.size(2), parts.num_parts)
+        acc, m, l = decode.part_states(packed, v)
+
+        def fold() -> Launch:
+            table = self._part_table(tiles, config, q.device, rows, group, parts)
+            return forward_launch(
+                packed, k, v, Carried(acc, m, l), table, config, first=True, last=False,
+                softmax_scale=scores.softmax_scale, softcap=scores.softcap,
+            )  # fmt: skip
+
+        out, lse = _float32(q, batch, rows, nheads, v.size(3)), _float32(q, batch, nheads, rows)
+        call = (tiles, "decode", group, parts, scores)
+        self._run(call, (packed, k, v), (acc, m, l, None, None, None), fold)
+        self._run(
+            ((), "merge", group, parts.num_parts), (acc,), (m, l, out, lse),
+            lambda: decode.merge_parts_launch(acc, m, l, out, lse, parts.num_parts),
+        )  # fmt: skip
+        return out, lse
 
     def delta(self, out: Tensor, dout: Tensor) -> Tensor:
         """(batch, nheads, rows) float32 rowsum(dO * O)."""
@@ -327,11 +371,22 @@ class TritonBackend:
         first: bool,
         last: bool,
     ) -> Launch:
-        from ring_attn.kernels.configs import select
+        from ring_attn.kernels.configs import gluon_forward, select
         from ring_attn.kernels.flash_fwd import can_specialize, forward_launch
+        from ring_attn.kernels.gluon_guard import gluon_missing
 
         # Every row is touched by the first launch and by the last, whether it sees a key or not.
         num_rows = q.size(1) if first or last else 0
+        gluon = gluon_forward(q, v.size(3))
+        if gluon is not None and gluon_missing() is None:
+            from ring_attn.kernels.hopper_fwd import can_run, hopper_launch
+
+            table = self._table(tiles, gluon, q.device, num_rows=num_rows)
+            if can_run(q, k, v, table, scores.softcap):
+                return hopper_launch(
+                    q, k, v, carried, table, gluon, softmax_scale=scores.softmax_scale,
+                    first=first, last=last,
+                )  # fmt: skip
 
         def launch(config: Config, carried: Carried) -> Launch:
             table = self._table(tiles, config, q.device, num_rows=num_rows)
@@ -344,10 +399,10 @@ class TritonBackend:
                 softcap=scores.softcap, first=first, last=last,
             )  # fmt: skip
 
-        whole = len(tiles) == 1 and tiles[0].kind is MaskKind.FULL
-        kind = "fwd_whole" if whole else "fwd"
         call = (q.shape, k.shape, tiles and tiles[0].kind, first, last, scores)
-        config = _config(kind, q, v, call, lambda config: launch(config, carried.copy()))
+        config = _config(
+            _kind("fwd", tiles), q, v, call, lambda config: launch(config, carried.copy())
+        )
         return launch(config, carried)
 
     def _dq_launch(
@@ -362,16 +417,22 @@ class TritonBackend:
         dq: Tensor,
         scores: Scores,
     ) -> Launch:
-        from ring_attn.kernels.flash_bwd import dq_launch
+        from ring_attn.kernels.configs import select
+        from ring_attn.kernels.flash_bwd import can_specialize_backward, dq_launch
 
         def launch(config: Config, dq: Tensor) -> Launch:
+            table = self._table(tiles, config, q.device)
+            fits = can_specialize_backward(q, k, v, dout, table, scores.softcap)
+            if config.warp_specialize and not fits:
+                config = select("dq", q, v.size(3))
+                table = self._table(tiles, config, q.device)
             return dq_launch(
-                q, k, v, dout, lse, delta, dq, self._table(tiles, config, q.device), config,
+                q, k, v, dout, lse, delta, dq, table, config,
                 softmax_scale=scores.softmax_scale, softcap=scores.softcap,
             )  # fmt: skip
 
         call = (q.shape, k.shape, tiles[0].kind, scores)
-        kind = "dq_softcap" if scores.softcap else "dq"
+        kind = "dq_softcap" if scores.softcap else _kind("dq", tiles)
         config = _config(kind, q, v, call, lambda config: launch(config, dq.clone()))
         return launch(config, dq)
 
@@ -388,17 +449,22 @@ class TritonBackend:
         dv: Tensor,
         scores: Scores,
     ) -> Launch:
-        from ring_attn.kernels.flash_bwd import dkdv_launch
+        from ring_attn.kernels.configs import select
+        from ring_attn.kernels.flash_bwd import can_specialize_backward, dkdv_launch
 
         def launch(config: Config, dk: Tensor, dv: Tensor) -> Launch:
             table = self._table(tiles, config, q.device, kv_rows=True)
+            fits = can_specialize_backward(q, k, v, dout, table, scores.softcap)
+            if config.warp_specialize and not fits:
+                config = select("dkdv", q, v.size(3))
+                table = self._table(tiles, config, q.device, kv_rows=True)
             return dkdv_launch(
                 q, k, v, dout, lse, delta, dk, dv, table, config,
                 softmax_scale=scores.softmax_scale, softcap=scores.softcap,
             )  # fmt: skip
 
         call = (q.shape, k.shape, tiles[0].kind, scores)
-        kind = "dkdv_softcap" if scores.softcap else "dkdv"
+        kind = "dkdv_softcap" if scores.softcap else _kind("dkdv", tiles)
         config = _config(kind, q, v, call, lambda config: launch(config, dk.clone(), dv.clone()))
         return launch(config, dk, dv)
 
@@ -411,28 +477,63 @@ class TritonBackend:
         kv_rows: bool = False,
         num_rows: int = 0,
     ) -> StepTable:
-        """The step's table for a config's blocks, kept by the identity of the plan's tiles."""
+        """The step's table for a config's blocks."""
         from ring_attn.kernels.step_table import make_step_table, transposed
 
         blocks = (config.BLOCK_N, config.BLOCK_M) if kv_rows else (config.BLOCK_M, config.BLOCK_N)
-        key = (id(tiles), blocks, device, kv_rows, num_rows)
+
+        def make() -> StepTable:
+            rectangles = _rectangles(tiles)
+            return make_step_table(
+                transposed(rectangles) if kv_rows else rectangles, *blocks, device,
+                descending=not kv_rows, num_rows=num_rows,
+            )  # fmt: skip
+
+        return self._kept(tiles, (blocks, device, kv_rows, num_rows), make)
+
+    def _part_table(
+        self,
+        tiles: Sequence[Tile],
+        config: Config,
+        device: torch.device,
+        rows: int,
+        group: int,
+        parts: Parts,
+    ) -> StepTable:
+        """The table of `kernels.decode`'s rows."""
+        from ring_attn.kernels.decode import part_rectangles
+        from ring_attn.kernels.step_table import make_step_table
+
+        blocks = (config.BLOCK_M, config.BLOCK_N)
+        return self._kept(
+            tiles,
+            (blocks, device, rows, group, parts),
+            lambda: make_step_table(
+                part_rectangles(_rectangles(tiles), rows, group, parts), *blocks, device,
+                descending=True, num_rows=parts.num_parts * rows * group,
+            ),
+        )  # fmt: skip
+
+    def _kept(
+        self, tiles: Sequence[Tile], what: tuple[Hashable, ...], make: Callable[[], StepTable]
+    ) -> StepTable:
+        """A table, made once as long as it is used: by the identity of the plan's tiles."""
+        key = (id(tiles), *what)
         if key in self._tables:
             self._tables.move_to_end(key)
             return self._tables[key][1]
-        rectangles = [
-            (tile.q.start, tile.q.stop, tile.kv.start, tile.kv.stop, tile.band.lo, tile.band.hi)
-            for tile in tiles
-        ]
-        if kv_rows:
-            rectangles = transposed(rectangles)
-        table = make_step_table(
-            rectangles, *blocks, device, descending=not kv_rows, num_rows=num_rows
-        )
+        table = make()
         # The tiles are kept beside their table, so that no other tuple can take over their id.
         self._tables[key] = tiles, table
         if len(self._tables) > TABLES_KEPT:
             self._tables.popitem(last=False)
         return table
+
+
+def _kind(kernel: str, tiles: Sequence[Tile]) -> str:
+    """Of a kernel's config: there is one for steps of a single tile without a mask."""
+    whole = len(tiles) == 1 and tiles[0].kind is MaskKind.FULL
+    return f"{kernel}_whole" if whole else kernel
 
 
 def _config(
@@ -455,6 +556,13 @@ def _enqueue(run: Callable[[A], T], argument: A, device: int) -> T:
         return run(argument)  # a switch to where one is already takes 5 us
     with torch.cuda.device(device):
         return run(argument)
+
+
+def _rectangles(tiles: Sequence[Tile]) -> list[Rectangle]:
+    return [
+        (tile.q.start, tile.q.stop, tile.kv.start, tile.kv.stop, tile.band.lo, tile.band.hi)
+        for tile in tiles
+    ]
 
 
 def _release(package: str) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends.triton import TritonBackend
+from ring_attn.kernels import configs, hopper_fwd, launch
 from ring_attn.kernels.launch import Launch
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
@@ -50,19 +51,21 @@ class Tensors:
     dtype: torch.dtype = torch.bfloat16
     offset: int = 0  # elements from an address that is a multiple of 64 bytes
     heads_first: bool = False
+    rows: int = ROWS
+    dim: int = DIM
 
     def __post_init__(self) -> None:
         self.q, self.dout = self._new(HEADS), self._new(HEADS)
         self.k, self.v = self._new(KV_HEADS), self._new(KV_HEADS)
-        self.lse, self.delta = (torch.empty(1, HEADS, ROWS) for _ in range(2))
-        self.dq = torch.empty(1, ROWS, HEADS, DIM)
-        self.dk, self.dv = (torch.empty(1, ROWS, KV_HEADS, DIM) for _ in range(2))
+        self.lse, self.delta = (torch.empty(1, HEADS, self.rows) for _ in range(2))
+        self.dq = torch.empty(1, self.rows, HEADS, self.dim)
+        self.dk, self.dv = (torch.empty(1, self.rows, KV_HEADS, self.dim) for _ in range(2))
 
     def _new(self, heads: int) -> Tensor:
-        size = ROWS * heads * DIM
+        size = self.rows * heads * self.dim
         x = torch.empty(size + 64, dtype=self.dtype)[self.offset : self.offset + size]
-        shape = (1, heads, ROWS, DIM) if self.heads_first else (1, ROWS, heads, DIM)
-        x = x.view(shape)
+        first, second = (heads, self.rows) if self.heads_first else (self.rows, heads)
+        x = x.view(1, first, second, self.dim)
         return x.transpose(1, 2) if self.heads_first else x
 
 
@@ -70,7 +73,7 @@ def forward(*lasts: bool, tiles: tuple[Tile, ...] = CAUSAL, sinks: bool = False)
     """Steps of a forward."""
 
     def call(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
-        state = backend.new_state(x.q, DIM, torch.zeros(HEADS) if sinks else None)
+        state = backend.new_state(x.q, x.dim, torch.zeros(HEADS) if sinks else None)
         for last in lasts:
             before = dict(vars(state.carried))
             backend.forward(x.q, x.k, x.v, tiles, state, scores=SCORES, last=last)
@@ -146,22 +149,31 @@ def last_compiled(call: Call, x: Tensors) -> Any:
 
 def cases(stub: StubDriver) -> dict[str, Any]:
     """Of each call: what a repetition launched, what a new backend launches, how many are new."""
-    found: dict[str, Any] = {}
-    for name, call in CALLS.items():
-        first, second = Tensors(), Tensors()
-        stub.watch(None)
-        stub.watch(last_compiled(call, first))
-        again = Watched(stub)
-        again.seen(call, first)
-        got, made = again.seen(call, second)
-        expected, made_anew = Watched(stub).seen(call, second)
-        found[name] = {
-            "got": got,
-            "expected": expected,
-            "made": made,
-            "made_anew": made_anew,
-        }
+    found = {name: case(stub, call) for name, call in CALLS.items()}
+    whole = {"rows": 256, "dim": 64}
+    call = forward(True, tiles=tiles_of(Mask(256, 256)))
+    with (
+        mock.patch.object(configs, "architecture", lambda device: "sm_90"),
+        mock.patch.object(launch, "_descriptor_memory", lambda size, *_: torch.empty(size)),
+    ):
+        with mock.patch.dict(configs.GLUON, {64: hopper_fwd.CONFIGS[64][0]}):
+            found["forward, gluon"] = case(stub, call, **whole)
+        specialized = configs.WHOLE_CANDIDATES["sm_90", "fwd_whole", 64][0]
+        with mock.patch.dict(configs.TABLE, {("sm_90", "fwd_whole", 64): specialized}):
+            found["forward, specialised"] = case(stub, call, **whole)
     return found
+
+
+def case(stub: StubDriver, call: Call, **sizes: int) -> dict[str, Any]:
+    """Of one call."""
+    first, second = Tensors(**sizes), Tensors(**sizes)
+    stub.watch(None)
+    stub.watch(last_compiled(call, first))
+    again = Watched(stub)
+    again.seen(call, first)
+    got, made = again.seen(call, second)
+    expected, made_anew = Watched(stub).seen(call, second)
+    return {"got": got, "expected": expected, "made": made, "made_anew": made_anew}
 
 
 def changes(stub: StubDriver) -> dict[str, int]:

@@ -40,8 +40,14 @@ class StubDriver:
 
     def watch(self, compiled: Any) -> None:
         """From now on arguments are read by the signature of this compiled kernel; of None none."""
-        types = [t for t in compiled.src.signature.values() if t != "constexpr"] if compiled else []
-        sizes = [8 if t.startswith("*") else SIZES[t] for t in types]
+        sizes: list[int] = []
+        for kind in compiled.src.signature.values() if compiled else ():
+            if kind.startswith("tensordesc"):
+                # Its address, with which the stub's begins, and shape and strides beside it.
+                rank = kind.split("[")[1].split("]")[0].count(",") + 1
+                sizes += [8, *rank * [4], *rank * [8]]
+            elif kind != "constexpr":
+                sizes.append(8 if kind.startswith("*") else SIZES[kind])
         self._library.stub_sizes(len(sizes), (ctypes.c_uint * len(sizes))(*sizes))
         self._num_args = len(sizes)
 

@@ -133,7 +133,11 @@ def test_every_kernel_and_variant_has_a_cell_for_every_gpu() -> None:
             for dtype in aot.DTYPES:
                 cells = aot.cells(arch, int(head_dim), getattr(torch, dtype))
                 found = {(cell.kernel, cell.variant) for cell in cells}
-                assert found == {(v.kernel, v.label) for v in aot.VARIANTS}
+                assert found == {(v.kernel, v.label) for v in aot.variants(arch, int(head_dim))}
+    hopper = {v for v in aot.VARIANTS if v.kernel == "hopper_fwd"}
+    assert hopper and hopper.isdisjoint(aot.variants("sm_80", 128))
+    assert set(aot.VARIANTS) - set(aot.variants("sm_80", 128)) == hopper
+    assert set(aot.variants("sm_90", 128)) == set(aot.VARIANTS)
 
 
 def test_the_command_compiles_our_kernels(tmp_path: Path) -> None:
@@ -166,6 +170,13 @@ def test_tensor_memory_has_a_limit() -> None:
     assert aot.failures(cell, GOOD, "sm_100") == ()
     (failure,) = aot.failures(cell, replace(GOOD, tensor_memory=544), "sm_100")
     assert failure == "needs 544 columns of tensor memory, sm_100 has 512"
+
+
+def test_exponentials_can_be_told_to_stand_beside_products() -> None:
+    cell = aot.Cell("toy", "", launch_of_nothing(), overlaps=True)
+    told = ("no exponentials between the start and the end of a product",)
+    for hidden, failures in (((), told), ((66, 0), told), ((66, 64), ())):
+        assert aot.failures(cell, replace(GOOD, hidden=hidden), "sm_90") == failures
 
 
 @pytest.fixture
@@ -206,7 +217,10 @@ def test_the_interpreter_is_refused(
     [
         (["--arch", "sm_75"], "--arch must be of sm_80"),
         (["--head-dim", "96"], "--head-dim must be of 64, 128, 256"),
-        (["--kernel", "fwd,bwd"], "--kernel must be of fwd, dkdv, dq, delta, got 'bwd'"),
+        (
+            ["--kernel", "fwd,bwd"],
+            "--kernel must be of fwd, hopper_fwd, dkdv, dq, delta, decode, merge, got 'bwd'",
+        ),
         (["--dtype", "float32"], "--dtype must be of float16, bfloat16"),
         (["--jobs", "0"], "--jobs must be at least 1"),
     ],

@@ -7,6 +7,7 @@ measured. Where there is no GPU the tests are listed for sm_90 and skipped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from ring_attn.backends.triton import TritonBackend
 from ring_attn.bench import sanitize
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import Config
+from ring_attn.kernels.flash_bwd import can_specialize_backward
 from ring_attn.kernels.flash_fwd import can_specialize
 from ring_attn.mask import Mask
 from ring_attn.testing import (
@@ -36,6 +38,7 @@ from tests.kernels.calls import (
     forward,
     grad_kv,
     grad_q,
+    kv_table,
     q_table,
     whole,
 )
@@ -50,7 +53,7 @@ pytestmark = [
 ARCHITECTURE = configs.architecture(torch.device("cuda")) if CUDA else "sm_90"
 
 HEADDIMS = (64, 128, 256)
-KINDS = ("fwd", "fwd_whole", "dq", "dkdv")
+KINDS = ("fwd", "fwd_whole", "dq", "dq_whole", "dkdv", "dkdv_whole")
 REPEATS = 100
 
 # Ragged lengths, whole blocks, and a window within them.
@@ -61,11 +64,20 @@ CASES = {
 }
 
 
+def in_orders(config: Config) -> list[Config]:
+    """The config itself, and in other orders of its tasks, where it has them."""
+    grouped = replace(config, l2_bytes=1 << 20)  # of what the cases take, which is little
+    persistent = [] if config.warp_specialize else [replace(grouped, programs_per_sm=1)]
+    return [config, grouped, *persistent]
+
+
+# Whole steps have frozen configs of their own only where the table says so.
 EVERY_CONFIG = [
     (kind, headdim, config)
     for kind in KINDS
     for headdim in HEADDIMS
     for config in configs.candidates(kind, ARCHITECTURE, headdim, torch.bfloat16)
+    if kind in ("fwd", "fwd_whole", "dq", "dkdv") or config.warp_specialize
 ]
 
 
@@ -79,7 +91,7 @@ def name_of(x: object) -> str:
 
 def masks_of(kind: str, dtype: torch.dtype) -> list[str]:
     """Whole steps have one mask, none; the second type is tried with one."""
-    if kind == "fwd_whole":
+    if kind.endswith("_whole"):
         return ["full"]
     return list(CASES) if dtype == torch.bfloat16 else ["causal"]
 
@@ -100,7 +112,8 @@ def runs(kind: str, config: Config, inputs: Inputs, mask: Mask) -> Iterator[dict
     q, k, v, dout = inputs
     scale = q.size(3) ** -0.5
     half = mask.seqlen_k // 2 // 128 * 128
-    if kind in ("fwd", "fwd_whole"):
+    kernel = kind.partition("_")[0]
+    if kernel == "fwd":
         for steps in ([whole(mask)], cut_keys(mask, half)):
             out, lse = forward(inputs, steps, config)
             yield {"out": out, "lse": lse}
@@ -108,7 +121,7 @@ def runs(kind: str, config: Config, inputs: Inputs, mask: Mask) -> Iterator[dict
     frozen = configs.frozen("fwd", ARCHITECTURE, q.size(3), q.dtype)
     out, lse = forward(inputs, [whole(mask)], frozen)
     delta = delta_of(out, dout)
-    if kind == "dq":
+    if kernel == "dq":
         for steps in ([whole(mask)], cut_keys(mask, half)):
             dq = grad_q(inputs, lse, delta, steps, config)
             yield {"dq": (scale * dq).to(q.dtype)}
@@ -130,8 +143,10 @@ def test_every_config_against_float64(
         dtype=dtype, device="cuda",
     )  # fmt: skip
     if config.warp_specialize:
-        table = q_table(whole(mask), config)
-        assert can_specialize(*inputs[:3], table, 0.0), "the case does not fit the config"
+        table = (kv_table if kind == "dkdv_whole" else q_table)(whole(mask), config)
+        fits = can_specialize if kind == "fwd_whole" else can_specialize_backward
+        tensors = inputs[:3] if kind == "fwd_whole" else inputs
+        assert fits(*tensors, table, 0.0), "the case does not fit the config"
     oracle, plain = expect(inputs, mask)
     seen = list(runs(kind, config, inputs, mask))
     for results in seen:
@@ -143,10 +158,23 @@ def test_every_config_against_float64(
     assert all(torch.equal(first[result], second[result]) for result in first), "cut, other bits"
 
 
+@pytest.mark.parametrize("kind", ["fwd", "fwd_whole", "dq", "dkdv"])
+@pytest.mark.parametrize("headdim", HEADDIMS)
+def test_the_order_of_tasks_changes_no_bit(kind: str, headdim: int) -> None:
+    mask = Mask(1024, 1024, causal=not kind.endswith("_whole"))
+    inputs = random_qkv(
+        seqlen_q=1024, nheads=16, nheads_kv=4, headdim=headdim, dtype=torch.bfloat16, device="cuda"
+    )
+    config = configs.frozen(kind, ARCHITECTURE, headdim, torch.bfloat16)
+    plain, *others = (next(runs(kind, one, inputs, mask)) for one in in_orders(config))
+    for other in others:
+        assert all(torch.equal(plain[result], other[result]) for result in plain)
+
+
 @pytest.mark.parametrize(("kind", "headdim", "config"), EVERY_CONFIG, ids=name_of)
 def test_repeats_are_bit_equal(kind: str, headdim: int, config: Config) -> None:
     """More programs than an H100 has places for, so that blocks meet others each time."""
-    mask = Mask(2048, 2048, causal=kind != "fwd_whole")
+    mask = Mask(2048, 2048, causal=not kind.endswith("_whole"))
     inputs = random_qkv(
         seqlen_q=2048, nheads=32, nheads_kv=8, headdim=headdim, dtype=torch.bfloat16, device="cuda"
     )
@@ -238,8 +266,9 @@ def test_the_search_for_the_fastest_config(monkeypatch: pytest.MonkeyPatch) -> N
         return search(kind, *args)
 
     monkeypatch.setattr(configs, "search", recorded)
-    few = {kind: tiles[:2] for kind, tiles in configs.SEARCHED.items()}
+    few = {key: tiles[:2] for key, tiles in configs.SEARCHED.items()}
     monkeypatch.setattr(configs, "SEARCHED", few)
+    monkeypatch.setattr(configs, "REORDERED", 0)
     mask = Mask(1024, 1024, causal=True)
     inputs = random_qkv(
         seqlen_q=1024, nheads=8, nheads_kv=2, headdim=128, dtype=torch.bfloat16, device="cuda"

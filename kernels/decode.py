@@ -1,0 +1,217 @@
+"""Decoding: a few queries against many keys, which the whole GPU reads in parts.
+
+One query gives `flash_fwd` one block of rows a head: 32 programs for 132 multiprocessors, each of
+which goes through the whole cache. So the cache is cut into parts that are folded side by side, and
+the states of a row's parts are merged in a launch of their own, in one order:
+
+    queries of a kv head   r0 r1                     rows of part 0  part 1  part 2 ..
+    x its query heads      g0 g1 g2 g3     ------>   r0g0 r0g1 .. r1g3, each sees its part's keys
+
+The query heads of a kv head see the same keys, so they are rows of one block: the keys are read
+once for all of them. Rows of all parts stand one below the other, and what each sees is a step's
+table like any other, of rectangles alone: a bound on j - i is none when rows are heads, too.
+
+Flash-Decoding (Dao et al., 2023); equations and the base of m as in `online_softmax`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .configs import Config
+from .flash_fwd import block_dim
+from .launch import Launch
+from .online_softmax import online_softmax_finalize, online_softmax_merge, softmax_pivot
+from .step_table import Rectangle
+
+# A part begins and ends where blocks of any config do, and is worth the state that it leaves.
+PART_UNIT, LEAST_PART = 128, 256
+
+# Programs that there should be for each multiprocessor: two share one, and hide each other's waits.
+PROGRAMS_PER_SM = 2
+
+# Parts that a program merges at a time.
+MERGED_AT_ONCE = 16
+MERGE = Config(0, 0, 4, 1, "bound by memory")
+
+
+class Parts(NamedTuple):
+    """Columns [start + i * length, start + (i + 1) * length) for each part i of `num_parts`."""
+
+    start: int
+    length: int
+    num_parts: int
+
+
+def choose_parts(first: int, last: int, programs: int, num_sms: int) -> Parts:
+    """Enough parts to fill the GPU, and no more.
+
+    Args:
+        first: column that is seen.
+        last: the one behind those that are.
+        programs: of a part: kv heads and blocks of rows of the batch.
+        num_sms: multiprocessors.
+    """
+    start = first // PART_UNIT * PART_UNIT
+    wanted = -(-PROGRAMS_PER_SM * num_sms // programs)
+    length = max(LEAST_PART, -(-(last - start) // wanted))
+    length = -(-length // PART_UNIT) * PART_UNIT
+    return Parts(start, length, -(-(last - start) // length))
+
+
+def part_rectangles(
+    rectangles: Sequence[Rectangle], num_rows: int, group: int, parts: Parts
+) -> list[Rectangle]:
+    """What the rows of all parts see, as rectangles without bounds.
+
+    Args:
+        rectangles: queries x keys.
+        num_rows: queries.
+        group: query heads of a kv head.
+        parts: that all columns of the rectangles lie in.
+    """
+    found = list[Rectangle]()
+    for row_start, row_stop, col_start, col_stop in _unbounded(rectangles):
+        for part in range(parts.num_parts):
+            start = parts.start + part * parts.length
+            cols = max(col_start, start), min(col_stop, start + parts.length)
+            if cols[0] < cols[1]:
+                above = part * num_rows
+                rows = (above + row_start) * group, (above + row_stop) * group
+                found.append((*rows, *cols, None, None))
+    return found
+
+
+def _unbounded(rectangles: Sequence[Rectangle]) -> Iterator[tuple[int, int, int, int]]:
+    """The columns that all rows of a rectangle see, and row by row what is left."""
+    for r0, r1, c0, c1, lo, hi in rectangles:
+        left = c0 if lo is None else max(c0, r1 - 1 + lo)
+        right = c1 if hi is None else min(c1, r0 + hi + 1)
+        if left < right:
+            yield r0, r1, left, right
+        else:
+            left = right = c0
+        for row in range(r0, r1) if (left, right) != (c0, c1) else ():
+            first = c0 if lo is None else max(c0, row + lo)
+            last = c1 if hi is None else min(c1, row + hi + 1)
+            if first < min(left, last):
+                yield row, row + 1, first, min(left, last)
+            if max(right, first) < last:
+                yield row, row + 1, max(right, first), last
+
+
+def part_rows(q: Tensor, nheads_kv: int, num_parts: int) -> Tensor:
+    """q (batch, rows, nheads, headdim) as (batch, num_parts * rows * group, nheads_kv, headdim)."""
+    batch, rows, nheads, headdim = q.shape
+    group = nheads // nheads_kv
+    q = q.unflatten(2, (nheads_kv, group)).transpose(2, 3)
+    q = q.unsqueeze(1).expand(batch, num_parts, rows, group, nheads_kv, headdim)
+    return q.reshape(batch, num_parts * rows * group, nheads_kv, headdim)
+
+
+@triton.jit
+def merge_parts_kernel(
+    acc_ptr,
+    m_ptr,
+    l_ptr,
+    out_ptr,
+    lse_ptr,
+    num_parts,
+    num_rows,
+    nheads_kv,
+    GROUP: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """out and lse of one query head of one query, from the states of its parts."""
+    row = tl.program_id(0)  # of a part: query * GROUP + query head within the kv head
+    batch = (tl.program_id(1) // nheads_kv).to(tl.int64)
+    kv_head = tl.program_id(1) % nheads_kv
+    rows_of_part = num_rows * GROUP
+    dims = tl.arange(0, BLOCK_DV)
+
+    acc = tl.zeros((1, BLOCK_DV), tl.float32)
+    m_i = tl.full((1,), float("-inf"), tl.float32)
+    l_i = tl.zeros((1,), tl.float32)
+    for start in range(0, num_parts, BLOCK_P):
+        parts = start + tl.arange(0, BLOCK_P)
+        inside = parts < num_parts
+        rows = parts * rows_of_part + row
+        # (batch, nheads_kv, all rows) and (batch, all rows, nheads_kv, HEAD_DIM_V)
+        stats = (batch * nheads_kv + kv_head) * num_parts * rows_of_part + rows
+        m = tl.load(m_ptr + stats, inside, float("-inf"))
+        l = tl.load(l_ptr + stats, inside, 0.0)
+        states = (batch * num_parts * rows_of_part + rows) * nheads_kv + kv_head
+        x = tl.load(
+            acc_ptr + states[:, None] * HEAD_DIM_V + dims[None, :],
+            inside[:, None] & (dims[None, :] < HEAD_DIM_V),
+            0.0,
+        )
+        most = tl.max(m, 0)
+        weight = tl.exp2(m - softmax_pivot(most))
+        total, one_row = tl.sum(l * weight, 0), tl.zeros((1,), tl.float32)
+        x = tl.sum(x * weight[:, None], 0)[None, :]
+        acc, m_i, l_i = online_softmax_merge(acc, m_i, l_i, x, most + one_row, total + one_row)
+    out, lse = online_softmax_finalize(acc, m_i, l_i)
+
+    query = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    nheads = nheads_kv * GROUP
+    one = tl.arange(0, 1)
+    tl.store(lse_ptr + (batch * nheads + head) * num_rows + query + one, lse)
+    out_row = ((batch * num_rows + query) * nheads + head) * HEAD_DIM_V
+    tl.store(out_ptr + out_row + dims[None, :] + one[:, None], out, dims[None, :] < HEAD_DIM_V)
+
+
+def merge_parts_launch(
+    acc: Tensor, m: Tensor, l: Tensor, out: Tensor, lse: Tensor, num_parts: int
+) -> Launch:
+    """The launch that makes one result of the states of all parts.
+
+    Args:
+        acc: (batch, num_parts * rows * group, nheads_kv, headdim_v) float32, contiguous.
+        m: (batch, nheads_kv, num_parts * rows * group) float32, contiguous, in base 2.
+        l: likewise.
+        out: (batch, rows, nheads, headdim_v) float32, contiguous; written.
+        lse: (batch, nheads, rows) float32, contiguous, natural logarithm; written.
+        num_parts: of each row.
+    """
+    batch, num_rows, nheads, headdim_v = out.shape
+    nheads_kv = acc.size(2)
+    group = nheads // nheads_kv
+    return Launch(
+        merge_parts_kernel,
+        (num_rows * group, batch * nheads_kv),
+        {
+            "acc_ptr": acc,
+            "m_ptr": m,
+            "l_ptr": l,
+            "out_ptr": out,
+            "lse_ptr": lse,
+            "num_parts": num_parts,
+            "num_rows": num_rows,
+            "nheads_kv": nheads_kv,
+        },
+        {
+            "GROUP": group,
+            "HEAD_DIM_V": headdim_v,
+            "BLOCK_DV": block_dim(headdim_v),
+            "BLOCK_P": min(MERGED_AT_ONCE, triton.next_power_of_2(num_parts)),
+        },
+        {"num_warps": MERGE.num_warps, "num_stages": MERGE.num_stages},
+    )
+
+
+def part_states(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """New (batch, rows, nheads_kv, headdim_v) acc and (batch, nheads_kv, rows) m, l of such a q."""
+    batch, rows, nheads_kv, _ = q.shape
+    acc = q.new_empty((batch, rows, nheads_kv, v.size(3)), dtype=torch.float32)
+    m, l = (q.new_empty((batch, nheads_kv, rows), dtype=torch.float32) for _ in range(2))
+    return acc, m, l

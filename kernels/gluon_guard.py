@@ -1,0 +1,51 @@
+"""Whether the installed triton has what the Gluon kernels are written with.
+
+Gluon is experimental in triton: names come and go. The kernels are compiled, without a GPU, with
+triton 3.6.0, 3.7.1 and 3.9.0. Importing this module needs no triton.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+
+HOPPER = "triton.experimental.gluon.language.nvidia.hopper"
+
+# By module; of names divided by a bar any one will do.
+NEEDED: dict[str, tuple[str, ...]] = {
+    "triton.experimental.gluon": ("jit",),
+    "triton.experimental.gluon.language": (
+        "allocate_shared_memory",
+        "shared_memory_descriptor",
+        "warp_specialize",
+        "BlockedLayout",
+        "DotOperandLayout",
+        "NVMMADistributedLayout",
+        "NVMMASharedLayout",
+        "SliceLayout",
+    ),
+    HOPPER: (
+        "fence_async_shared",
+        "mbarrier",
+        "tma",
+        "warpgroup_mma",
+        "warpgroup_mma_wait",
+    ),
+    f"{HOPPER}.tma": ("async_load|async_copy_global_to_shared",),
+    f"{HOPPER}.mbarrier": ("MBarrierLayout", "arrive", "expect", "init", "wait"),
+    "triton.experimental.gluon.nvidia.hopper": ("TensorDescriptor",),
+}
+
+
+@cache
+def gluon_missing() -> str | None:
+    """What triton lacks for the Gluon kernels, in words; None where it lacks nothing."""
+    for path, names in NEEDED.items():
+        try:
+            module = import_module(path)
+        except ImportError as error:
+            return f"triton has no {path} ({error})"
+        for name in names:
+            if not any(hasattr(module, one) for one in name.split("|")):
+                return f"triton's {path} has no {name.replace('|', ' or ')}"
+    return None

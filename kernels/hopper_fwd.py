@@ -1,0 +1,786 @@
+"""Forward for sm_90 in Gluon: warps that load beside warps that compute, every wait written out.
+
+It does what `flash_fwd` does, with the same table, state and folding order. Who does what when is
+spelled out here, for triton's own pipeline waits for each product before the softmax. A program is
+one warp that loads and BLOCK_M / 64 warpgroups that compute, 64 rows of q each:
+
+                             shared memory
+                 full   .---------------------.   full
+      producer -------> | Q0  Q1              | ------->  consumer 0: 64 rows of q; S, P and acc
+      (1 warp:          | K  K   num_stages   |                | turn ^
+       copies) <------- | V  V   of each      | <-------       v turn |
+                 empty  '---------------------'   empty   consumer 1: 64 rows of q; S, P and acc
+
+Buffers are handed over by mbarriers. A `full` one completes when the bytes of a copy have landed,
+an `empty` one when every consumer of the buffer has finished the products that read it. So each
+completes once for every use of its buffer. Who waits for the n-th use, from 0, to be full asks for
+the parity of n; who waits for the buffer to be free for it asks for that of n - 1, which a fresh
+barrier counts as complete. A ring runs on from run to run and from task to task.
+
+A consumer has two products under way, as in FlashAttention-3: the softmax of a block runs while the
+tensor cores multiply the weights of the block before it.
+
+      tensor cores   | Q K(i+1)' |    P(i) V(i)      | Q K(i+2)' |  P(i+1) V(i+1)    |
+      other units                | softmax of S(i+1) |           | softmax of S(i+2) |
+
+With PING_PONG consumers also take turns to issue their two products, so that the softmax of one
+runs during the products of the other. Gluon has no named barriers: a turn is an mbarrier as well.
+
+A program does one task after the other (`tasks`), and the producer is ahead: it loads for the next
+task while the consumers store the results of this one.
+
+Rows beyond the tensor are copied as zeros. Rows beyond a run but within the tensor are another
+document's, maybe NaN; their weights are 0, but 0 * NaN is NaN. So where a run begins or ends within
+a block, the producer waits for V itself and overwrites what is not the run's with zeros.
+
+Scores, state and lse are as in `flash_fwd`; per block the arithmetic is `online_softmax_update`'s.
+
+Shah et al., arXiv 2407.08608.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .configs import Config
+from .flash_fwd import Carried, score_scales
+from .launch import Launch
+from .online_softmax import (
+    LOG2E,
+    online_softmax_add_sink,
+    online_softmax_finalize,
+    softmax_pivot,
+)
+from .step_table import StepTable, column_range, load_block_row, load_run
+from .tasks import block_and_head, make_schedule
+
+# Rows of q that a warpgroup's products have.
+ROWS = gl.constexpr(64)
+
+# By their names in triton 3.9, and before.
+start_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_memory = gl.shared_memory_descriptor
+reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
+
+HEAD_DIMS = (64, 128, 256)
+
+# Where runs begin or end within a block: beyond them there are no registers left for the producer.
+RAGGED_HEAD_DIMS = (64, 128)
+
+# Of heads that are done together: of the 50 MB of L2, what is left beside q, out and the state.
+L2_BYTES = 32 * 2**20
+
+
+def _persistent(block_m: int, block_n: int, num_stages: int, note: str) -> Config:
+    return Config(block_m, block_n, 4, num_stages, note, l2_bytes=L2_BYTES, programs_per_sm=1)
+
+
+# Notes give registers a thread, first all alike and then a consumer's (232 of 240 where ragged),
+# and shared memory, as compiled for bfloat16. Nothing spills with triton 3.6.0 and 3.7.1.
+CONFIGS: dict[int, tuple[Config, ...]] = {
+    64: (
+        _persistent(
+            128, 128, 2, "168, then 240 regs, 82 KB; ragged 8 bytes spilled by 3.9.0; not measured"
+        ),
+        _persistent(192, 64, 2, "128, then 160 regs, 58 KB; not measured"),
+        _persistent(
+            128, 128, 4, "168, then 240 regs, 148 KB; ragged 8 bytes spilled by 3.9.0; not measured"
+        ),
+    ),
+    128: (
+        _persistent(128, 128, 2, "168, then 240 regs, 164 KB; not measured"),
+        _persistent(128, 128, 3, "168, then 240 regs, 230 KB; not measured"),
+        _persistent(128, 64, 4, "168, then 240 regs, 164 KB; not measured"),
+    ),
+    256: (
+        _persistent(
+            128, 64, 2, "168, then 240 regs, 197 KB; 164 bytes spilled by 3.9.0; not measured"
+        ),
+        _persistent(128, 32, 3, "168, then 240 regs, 164 KB; not measured"),
+    ),
+}
+
+
+@gluon.jit
+def _first_task(num_tasks):
+    """The program's number.
+
+    `gl.program_id` is read once, before the partitions part, and kept over that branch in a
+    register which none of them has to spare; this is read where it stands.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %ctaid.x;", "=r,r", [num_tasks], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _task(task, work):
+    """(batch, head, block of rows) of a task."""
+    blocks_ptr, runs_ptr, num_blocks, heads_together, nheads = work
+    block, index = block_and_head(task, num_blocks, heads_together)
+    return index // nheads, index % nheads, block
+
+
+@gluon.jit
+def _await_full(buffers, barriers, use):
+    """Waits until a ring's buffer has been filled for its `use`; returns the buffer's index."""
+    STAGES: gl.constexpr = buffers.shape[0]
+    mbarrier.wait(barriers.index(use % STAGES), (use // STAGES) & 1)
+    return use % STAGES
+
+
+@gluon.jit
+def _await_empty(buffers, barriers, use):
+    """Waits until a ring's buffer is free for its `use`; returns the buffer's index."""
+    STAGES: gl.constexpr = buffers.shape[0]
+    mbarrier.wait(barriers.index(use % STAGES), ((use // STAGES) & 1) ^ 1)
+    return use % STAGES
+
+
+@gluon.jit
+def _copy(desc, coord, buffer, full):
+    """Starts the copy of a block, whose end completes `full`."""
+    mbarrier.expect(full, desc.block_type.nbytes)
+    start_copy(desc, coord, full, buffer)
+
+
+@gluon.jit
+def _clear_outside(buffer, start, run):
+    """Makes rows of a block (1, BLOCK_N, 1, HEAD_DIM_V) that are not the run's zero.
+
+    In shared memory the block lies as copies leave it, swizzled in pieces of 8 rows x 64 dims:
+    those of the first 64 dims, then those of the next.
+    """
+    BLOCK_N: gl.constexpr = buffer.shape[1]
+    PIECES: gl.constexpr = BLOCK_N * buffer.shape[3] // (8 * 64)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    pieces = reinterpret(buffer, buffer.dtype, [PIECES, 8, 64], SHARED)
+    for i in range(PIECES):
+        rows = start + (8 * i) % BLOCK_N + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+        inside = (rows >= run[0]) & (rows < run[1])
+        x = pieces.index(i).load(LAYOUT)
+        pieces.index(i).store(gl.where(inside[:, None], x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def _produce(given, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
+    """Loads what the consumers need, in the order in which they need it."""
+    buffers, barriers, work, num_tasks, num_programs = given
+    q_desc, k_desc, v_desc = descs
+    q_buffers, k_buffers, v_buffers = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
+    blocks_ptr = work[0]
+    runs_ptr = work[1]
+    CONSUMERS: gl.constexpr = q_buffers.shape[0]
+    BLOCK_N: gl.constexpr = v_buffers.shape[2]
+    LANDED: gl.constexpr = v_buffers.shape[0]
+    use = 0
+    landed_parity = 0
+    parity = 0
+    for task in range(_first_task(num_tasks), num_tasks, num_programs):
+        batch, head, block = _task(task, work)
+        row_start, row_stop, first_run, last_run = load_block_row(blocks_ptr, block)
+        for i in gl.static_range(CONSUMERS):
+            mbarrier.wait(q_empty.index(i), parity ^ 1)
+            coord = [batch, row_start + i * ROWS, head, 0]
+            _copy(q_desc, coord, q_buffers.index(i), q_full.index(i))
+        parity ^= 1
+        for i in range(first_run, last_run):
+            run = load_run(runs_ptr, i)
+            first, _, _, last = column_range(row_start, row_stop, run, BLOCK_N)
+            for j in range(last - first):
+                start = (last - 1 - j) * BLOCK_N
+                coord = [batch, start, head // GROUP, 0]
+                stage = _await_empty(k_buffers, k_empty, use)
+                _copy(k_desc, coord, k_buffers.index(stage), k_full.index(stage))
+                stage = _await_empty(v_buffers, v_empty, use)
+                v = v_buffers.index(stage)
+                if RAGGED:
+                    stop = start + BLOCK_N
+                    whole = (start >= run[0]) & ((stop <= run[1]) | (run[1] >= v_desc.shape[1]))
+                    _copy(v_desc, coord, v, v_full.index(gl.where(whole, stage, LANDED)))
+                    if not whole:
+                        mbarrier.wait(v_full.index(LANDED), landed_parity)
+                        landed_parity ^= 1
+                        _clear_outside(v, start, run)
+                        fence_async_shared()
+                        mbarrier.arrive(v_full.index(stage), count=1)
+                else:
+                    _copy(v_desc, coord, v, v_full.index(stage))
+                use += 1
+
+
+@gluon.jit
+def _issue_scores(q, k_buffers, stage, rows):
+    """Starts S = Q K' in the layout of `rows`; returns what `warpgroup_mma_wait` takes."""
+    BLOCK_N: gl.constexpr = k_buffers.shape[2]
+    HEAD_DIM: gl.constexpr = k_buffers.shape[4]
+    k = k_buffers.index(stage).reshape([BLOCK_N, HEAD_DIM]).permute((1, 0))
+    S_LAYOUT: gl.constexpr = rows.type.layout.parent
+    s = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    return warpgroup_mma(q, k, s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _issue_output(p, v_buffers, stage, acc):
+    """Starts acc += P V; returns what `warpgroup_mma_wait` takes."""
+    BLOCK_N: gl.constexpr = v_buffers.shape[2]
+    HEAD_DIM_V: gl.constexpr = v_buffers.shape[4]
+    v = v_buffers.index(stage).reshape([BLOCK_N, HEAD_DIM_V])
+    return warpgroup_mma(p, v, acc, is_async=True)
+
+
+@gluon.jit
+def _mask(
+    s,
+    rows,
+    start,
+    stop,
+    lo,
+    hi,
+    HAS_LO: gl.constexpr,
+    HAS_HI: gl.constexpr,
+    RAGGED: gl.constexpr,
+):
+    """s (ROWS, BLOCK_N) with -inf where a row does not see a column; see `visible_pairs`.
+
+    rows (ROWS,), start and stop of the run are counted from the block's first column. Columns are
+    taken apart into eights and the place within, since all that a thread has of eights are
+    constants: it would keep its columns in registers, over all loops.
+    """
+    BLOCK_N: gl.constexpr = s.shape[1]
+    LAYOUT: gl.constexpr = s.type.layout
+    s = s.reshape([ROWS, BLOCK_N // 8, 8])
+    PARTS: gl.constexpr = s.type.layout
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))[:, None][:, :, None]
+    eights = 8 * gl.arange(0, BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, PARTS)))
+    eights = eights[None, :][:, :, None]
+    within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))[None, :][:, None, :]
+    if HAS_HI:
+        above = gl.minimum(rows + hi + 1, stop) - within
+        s = gl.where(eights < above, s, float("-inf"))
+    elif RAGGED:
+        s = gl.where(eights < stop - within, s, float("-inf"))
+    if HAS_LO:
+        below = gl.maximum(rows + lo, start) - within
+        s = gl.where(eights >= below, s, float("-inf"))
+    elif RAGGED:
+        s = gl.where(eights >= start - within, s, float("-inf"))
+    return gl.convert_layout(s.reshape([ROWS, BLOCK_N]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _softmax(
+    s,
+    m_i,
+    l_i,
+    rows,
+    start,
+    run,
+    qk_scale,
+    HAS_LO: gl.constexpr,
+    HAS_HI: gl.constexpr,
+    RAGGED: gl.constexpr,
+    MASK: gl.constexpr,
+):
+    """`online_softmax_update` without its product: returns p, alpha, m_i and l_i.
+
+    s (ROWS, BLOCK_N) raw products, m_i l_i rows (ROWS,), all float32 but rows. MASK: this block has
+    a mask; by the other flags any block of the launch may.
+    """
+    if MASK:
+        s = _mask(
+            s, rows - start, run[0] - start, run[1] - start, run[2], run[3], HAS_LO, HAS_HI, RAGGED
+        )
+    MASKED: gl.constexpr = HAS_LO or HAS_HI or RAGGED
+    m_new = gl.maximum(m_i, gl.max(s, 1) * qk_scale)
+    pivot = softmax_pivot(m_new) if MASKED else m_new
+    alpha = gl.exp2(m_i - pivot)
+    p = gl.exp2(gl.fma(s, qk_scale, -pivot[:, None]))
+    l_i = gl.fma(l_i, alpha, gl.sum(p, 1))
+    return p, alpha, m_new, l_i
+
+
+@gluon.jit
+def _rescale(acc, alpha):
+    """acc (ROWS, HEAD_DIM_V) times alpha (ROWS,), which is laid out for scores."""
+    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+
+
+@gluon.jit
+def _as_operand(p, buffers, acc):
+    """Weights p rounded as the buffers' blocks are, and laid out for a product that adds to acc."""
+    return gl.convert_layout(p.to(buffers.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
+
+
+@gluon.jit
+def _fold_blocks(
+    acc,
+    p,
+    m_i,
+    l_i,
+    v_stage,
+    use,
+    turn,
+    begin,
+    end,
+    q,
+    buffers,
+    barriers,
+    rows,
+    last,
+    run,
+    qk_scale,
+    INDEX: gl.constexpr,
+    HAS_LO: gl.constexpr,
+    HAS_HI: gl.constexpr,
+    RAGGED: gl.constexpr,
+    MASK: gl.constexpr,
+    PING_PONG: gl.constexpr,
+):
+    """Folds the blocks last - 1 - i for i in [begin, end), each but for its product with V.
+
+    acc (ROWS, HEAD_DIM_V) lacks the product of p (ROWS, BLOCK_N), the weights of the block before,
+    with its V, which has landed in buffer `v_stage`. At the end it lacks that of the last block.
+    """
+    q_buffers, k_buffers, v_buffers = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
+    CONSUMERS: gl.constexpr = turns.shape[0]
+    BLOCK_N: gl.constexpr = k_buffers.shape[2]
+    for i in range(begin, end):
+        k_stage = _await_full(k_buffers, k_full, use)
+        if PING_PONG:
+            mbarrier.wait(turns.index(INDEX), (turn & 1) ^ (INDEX == 0))
+        s = _issue_scores(q, k_buffers, k_stage, rows)
+        acc = _issue_output(p, v_buffers, v_stage, acc)
+        if PING_PONG:
+            mbarrier.arrive(turns.index((INDEX + 1) % CONSUMERS), count=1)
+        s = warpgroup_mma_wait(1, deps=[s])
+        mbarrier.arrive(k_empty.index(k_stage), count=1)
+        start = (last - 1 - i) * BLOCK_N
+        p_next, alpha, m_i, l_i = _softmax(
+            s, m_i, l_i, rows, start, run, qk_scale, HAS_LO, HAS_HI, RAGGED, MASK
+        )
+        # The loop inside this wait also keeps ptxas from moving the softmax below the next one,
+        # which it does else: nothing but that loop tells it that the two belong in this order.
+        next_stage = _await_full(v_buffers, v_full, use)
+        acc, l_i = warpgroup_mma_wait(0, deps=[acc, l_i])
+        mbarrier.arrive(v_empty.index(v_stage), count=1)
+        acc = _rescale(acc, alpha)
+        p = _as_operand(p_next, v_buffers, acc)
+        v_stage = next_stage
+        use += 1
+        turn += 1
+    return acc, p, m_i, l_i, v_stage, use, turn
+
+
+@gluon.jit
+def _fold_run(
+    acc,
+    m_i,
+    l_i,
+    use,
+    turn,
+    span,
+    q,
+    buffers,
+    barriers,
+    rows,
+    run,
+    qk_scale,
+    INDEX: gl.constexpr,
+    HAS_LO: gl.constexpr,
+    HAS_HI: gl.constexpr,
+    RAGGED: gl.constexpr,
+    PING_PONG: gl.constexpr,
+):
+    """Folds the blocks [first, last) of a run, of which there is one at least, from the last down.
+
+    Those that are masked have loops of their own: a branch between a product's start and its end
+    would make ptxas wait there.
+    """
+    q_buffers, k_buffers, v_buffers = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
+    MASKED: gl.constexpr = HAS_LO or HAS_HI or RAGGED
+    BLOCK_N: gl.constexpr = k_buffers.shape[2]
+    first, full_first, full_last, last = span
+
+    k_stage = _await_full(k_buffers, k_full, use)
+    s = _issue_scores(q, k_buffers, k_stage, rows)
+    s = warpgroup_mma_wait(0, deps=[s])
+    mbarrier.arrive(k_empty.index(k_stage), count=1)
+    start = (last - 1) * BLOCK_N
+    p, alpha, m_i, l_i = _softmax(
+        s, m_i, l_i, rows, start, run, qk_scale, HAS_LO, HAS_HI, RAGGED, MASKED
+    )
+    v_stage = _await_full(v_buffers, v_full, use)
+    acc = _rescale(acc, alpha)
+    p = _as_operand(p, v_buffers, acc)
+    use += 1
+
+    # Blocks from the last one down: [1, above) and [below, last - first) are masked.
+    above = gl.maximum(last - full_last, 1)
+    below = gl.maximum(last - full_first, above)
+    if MASKED:
+        acc, p, m_i, l_i, v_stage, use, turn = _fold_blocks(
+            acc, p, m_i, l_i, v_stage, use, turn, 1, above, q, buffers, barriers, rows, last, run,
+            qk_scale, INDEX, HAS_LO, HAS_HI, RAGGED, True, PING_PONG,
+        )  # fmt: skip
+    acc, p, m_i, l_i, v_stage, use, turn = _fold_blocks(
+        acc, p, m_i, l_i, v_stage, use, turn, above, below, q, buffers, barriers, rows, last, run,
+        qk_scale, INDEX, HAS_LO, HAS_HI, RAGGED, False, PING_PONG,
+    )  # fmt: skip
+    if HAS_LO or RAGGED:
+        acc, p, m_i, l_i, v_stage, use, turn = _fold_blocks(
+            acc, p, m_i, l_i, v_stage, use, turn, below, last - first, q, buffers, barriers, rows,
+            last, run, qk_scale, INDEX, HAS_LO, HAS_HI, RAGGED, True, PING_PONG,
+        )  # fmt: skip
+
+    acc = _issue_output(p, v_buffers, v_stage, acc)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(v_empty.index(v_stage), count=1)
+    return acc, m_i, l_i, use, turn
+
+
+@gluon.jit
+def _row_ptrs(ptr, batch, head, row, num_rows, nheads, HEAD_DIM_V: gl.constexpr, L: gl.constexpr):
+    """Pointers (ROWS, HEAD_DIM_V) from a row on, in (batch, rows, nheads, HEAD_DIM_V).
+
+    Rows are added before dims: so a thread keeps the pointers of its rows, and not of its elements.
+    """
+    first = gl.cast((batch * num_rows + row) * nheads + head, gl.int64)
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, L))
+    dims = gl.arange(0, HEAD_DIM_V, gl.SliceLayout(0, L))
+    return (ptr + first * HEAD_DIM_V + rows * (nheads * HEAD_DIM_V))[:, None] + dims[None, :]
+
+
+@gluon.jit
+def _stat_ptrs(ptr, batch, head, row, num_rows, nheads, L: gl.constexpr):
+    """Pointers (ROWS,) from a row on, in (batch, nheads, rows)."""
+    first = (batch * nheads + head) * num_rows + row
+    return (ptr + first) + gl.arange(0, ROWS, gl.SliceLayout(1, L))
+
+
+@gluon.jit
+def _load_state(
+    state, batch, head, row, row_stop, num_rows, nheads, HEAD_DIM_V, S_LAYOUT, O_LAYOUT
+):
+    """acc (ROWS, HEAD_DIM_V), m_i and l_i (ROWS,); for rows that are not the block's, of no key."""
+    acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr, sinks_ptr = state
+    inside = gl.arange(0, ROWS, gl.SliceLayout(1, O_LAYOUT)) < row_stop - row
+    ptrs = _row_ptrs(acc_ptr, batch, head, row, num_rows, nheads, HEAD_DIM_V, O_LAYOUT)
+    acc = gl.load(ptrs, inside[:, None], 0.0)
+    inside = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT)) < row_stop - row
+    ptrs = _stat_ptrs(m_ptr, batch, head, row, num_rows, nheads, S_LAYOUT)
+    m_i = gl.load(ptrs, inside, float("-inf"))
+    ptrs = _stat_ptrs(l_ptr, batch, head, row, num_rows, nheads, S_LAYOUT)
+    return acc, m_i, gl.load(ptrs, inside, 0.0)
+
+
+@gluon.jit
+def _store_rows(ptr, x, batch, head, row, row_stop, num_rows, nheads):
+    """Stores x (ROWS, HEAD_DIM_V) to the rows below `row_stop`."""
+    L: gl.constexpr = x.type.layout
+    ptrs = _row_ptrs(ptr, batch, head, row, num_rows, nheads, x.shape[1], L)
+    inside = gl.arange(0, ROWS, gl.SliceLayout(1, L)) < row_stop - row
+    gl.store(ptrs, x.to(ptr.dtype.element_ty), inside[:, None])
+
+
+@gluon.jit
+def _store_stats(ptr, x, batch, head, row, row_stop, num_rows, nheads):
+    """Stores x (ROWS,) likewise."""
+    L: gl.constexpr = x.type.layout.parent
+    ptrs = _stat_ptrs(ptr, batch, head, row, num_rows, nheads, L)
+    inside = gl.arange(0, ROWS, gl.SliceLayout(1, L)) < row_stop - row
+    gl.store(ptrs, x, inside)
+
+
+@gluon.jit
+def _consume(
+    to_fold,
+    INDEX: gl.constexpr,
+    FIRST: gl.constexpr,
+    LAST: gl.constexpr,
+    HAS_LO: gl.constexpr,
+    HAS_HI: gl.constexpr,
+    RAGGED: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    PING_PONG: gl.constexpr,
+):
+    """The INDEX-th 64 rows of every task of this program."""
+    given, state, num_rows, qk_scale = to_fold
+    buffers, barriers, work, num_tasks, num_programs = given
+    q_buffers, k_buffers, v_buffers = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
+    blocks_ptr, runs_ptr, num_blocks, heads_together, nheads = work
+    acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr, sinks_ptr = state
+    BLOCK_N: gl.constexpr = k_buffers.shape[2]
+    HEAD_DIM: gl.constexpr = k_buffers.shape[4]
+    HEAD_DIM_V: gl.constexpr = v_buffers.shape[4]
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM_V, 16])
+    S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+    q = q_buffers.index(INDEX).reshape([ROWS, HEAD_DIM])
+    use = 0
+    turn = 0
+    parity = 0
+    for task in range(_first_task(num_tasks), num_tasks, num_programs):
+        batch, head, block = _task(task, work)
+        row_start, row_stop, first_run, last_run = load_block_row(blocks_ptr, block)
+        row = row_start + INDEX * ROWS
+        if FIRST:
+            acc = gl.zeros([ROWS, HEAD_DIM_V], gl.float32, O_LAYOUT)
+            m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
+            l_i = gl.zeros([ROWS], gl.float32, S_ROWS)
+        else:
+            acc, m_i, l_i = _load_state(
+                state, batch, head, row, row_stop, num_rows, nheads, HEAD_DIM_V, S_LAYOUT, O_LAYOUT
+            )
+
+        mbarrier.wait(q_full.index(INDEX), parity)
+        parity ^= 1
+        rows = row + gl.arange(0, ROWS, S_ROWS)
+        for i in range(first_run, last_run):
+            run = load_run(runs_ptr, i)
+            span = column_range(row_start, row_stop, run, BLOCK_N)
+            if span[3] > span[0]:
+                acc, m_i, l_i, use, turn = _fold_run(
+                    acc, m_i, l_i, use, turn, span, q, buffers, barriers, rows, run, qk_scale,
+                    INDEX, HAS_LO, HAS_HI, RAGGED, PING_PONG,
+                )  # fmt: skip
+        mbarrier.arrive(q_empty.index(INDEX), count=1)
+
+        # Read again, so that the pointers of the state are made again: kept over the loops they
+        # take the registers of the products.
+        row = gl.load(blocks_ptr + 4 * block) + INDEX * ROWS
+        if LAST:
+            m_o = gl.convert_layout(m_i, O_ROWS)
+            l_o = gl.convert_layout(l_i, O_ROWS)
+            if HAS_SINKS:
+                sink = gl.load(sinks_ptr + head) * LOG2E
+                acc, m_o, l_o = online_softmax_add_sink(acc, m_o, l_o, sink)
+            acc, lse = online_softmax_finalize(acc, m_o, l_o)
+            _store_rows(out_ptr, acc, batch, head, row, row_stop, num_rows, nheads)
+            _store_stats(lse_ptr, lse, batch, head, row, row_stop, num_rows, nheads)
+        else:
+            _store_rows(acc_ptr, acc, batch, head, row, row_stop, num_rows, nheads)
+            _store_stats(m_ptr, m_i, batch, head, row, row_stop, num_rows, nheads)
+            _store_stats(l_ptr, l_i, batch, head, row, row_stop, num_rows, nheads)
+
+
+@gluon.jit
+def _buffers(desc, COUNT: gl.constexpr):
+    """(COUNT, *block) of shared memory for the blocks of a descriptor."""
+    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """So many mbarriers, each of which completes with so many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit(do_not_specialize=["num_tasks", "num_programs", "num_blocks", "heads_together"])
+def hopper_fwd_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    acc_ptr,
+    m_ptr,
+    l_ptr,
+    out_ptr,
+    lse_ptr,
+    sinks_ptr,
+    blocks_ptr,
+    runs_ptr,
+    num_tasks,
+    num_programs,
+    num_blocks,
+    heads_together,
+    num_rows,
+    nheads,
+    qk_scale,
+    GROUP: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    FIRST: gl.constexpr,
+    LAST: gl.constexpr,
+    HAS_LO: gl.constexpr,
+    HAS_HI: gl.constexpr,
+    RAGGED: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    PING_PONG: gl.constexpr,
+):
+    """Every num_programs-th task: the state of a block of q rows of one head, over its keys."""
+    CONSUMERS: gl.constexpr = BLOCK_M // ROWS
+    buffers = (_buffers(q_desc, CONSUMERS), _buffers(k_desc, STAGES), _buffers(v_desc, STAGES))
+    barriers = (
+        _barriers(CONSUMERS, 1),  # q_full
+        _barriers(CONSUMERS, 1),  # q_empty
+        _barriers(STAGES, 1),  # k_full
+        _barriers(STAGES, CONSUMERS),  # k_empty
+        _barriers(STAGES + 1, 1),  # v_full, and one for what the producer waits for itself
+        _barriers(STAGES, CONSUMERS),  # v_empty
+        _barriers(CONSUMERS, 1),  # turns
+    )
+    # Copies, which are no warp's own accesses, complete barriers as they have been made here.
+    fence_async_shared()
+    work = (blocks_ptr, runs_ptr, num_blocks, heads_together, nheads)
+    state = (acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr, sinks_ptr)
+    descs = (q_desc, k_desc, v_desc)
+    given = (buffers, barriers, work, num_tasks, num_programs)
+    to_fold = (given, state, num_rows, qk_scale)
+    # Registers a thread: what the producer can do without the consumers get.
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (to_fold, 0, FIRST, LAST, HAS_LO, HAS_HI, RAGGED, HAS_SINKS, PING_PONG)),
+                (_consume, (to_fold, 1, FIRST, LAST, HAS_LO, HAS_HI, RAGGED, HAS_SINKS, PING_PONG)),
+                (_produce, (given, descs, GROUP, RAGGED)),
+            ],
+            [4, 1],
+            [232, 40] if RAGGED else [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (to_fold, 0, FIRST, LAST, HAS_LO, HAS_HI, RAGGED, HAS_SINKS, PING_PONG)),
+                (_consume, (to_fold, 1, FIRST, LAST, HAS_LO, HAS_HI, RAGGED, HAS_SINKS, PING_PONG)),
+                (_consume, (to_fold, 2, FIRST, LAST, HAS_LO, HAS_HI, RAGGED, HAS_SINKS, PING_PONG)),
+                (_produce, (given, descs, GROUP, RAGGED)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )
+
+
+def can_run(q: Tensor, k: Tensor, v: Tensor, table: StepTable, softcap: float) -> bool:
+    """Whether `hopper_launch` takes a step, on sm_90.
+
+    It wants 16-bit types, head dims that need no padding, no softcap, rows that 32-bit integers
+    count, and what the bulk copies do: addresses and strides that are multiples of 16 bytes.
+    """
+    tensors = (q, k, v)
+    head_dims = RAGGED_HEAD_DIMS if table.ragged else HEAD_DIMS
+    return (
+        q.dtype == k.dtype == v.dtype
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and all(x.size(-1) in head_dims and x.numel() > 0 for x in tensors)
+        and all(map(_can_be_copied, tensors))
+        and q.numel() // q.size(-1) < 2**31
+        and table.num_blocks > 0
+        and softcap == 0.0
+    )
+
+
+def _can_be_copied(x: Tensor) -> bool:
+    unit = 16 // x.element_size()
+    *strides, last = x.stride()
+    return last == 1 and x.data_ptr() % 16 == 0 and all(n > 0 and n % unit == 0 for n in strides)
+
+
+def hopper_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Carried,
+    table: StepTable,
+    config: Config,
+    *,
+    softmax_scale: float,
+    first: bool,
+    last: bool,
+    ping_pong: bool = True,
+) -> Launch:
+    """The launch that folds one step; `can_run` says for which.
+
+    Args:
+        q: (batch, rows, nheads, headdim), any strides that `can_run` takes.
+        k: (batch, rows_kv, nheads_kv, headdim), likewise.
+        v: (batch, rows_kv, nheads_kv, headdim_v), likewise.
+        state: allocated by the caller: acc, m, l unless first and last; out and lse if last.
+        table: of q rows x kv rows, descending, for this config's blocks; first and last need blocks
+            for all rows.
+        config: of CONFIGS, or such: BLOCK_M 128 or 192, 4 warps, which a consumer has, and at least
+            2 stages.
+        softmax_scale: positive.
+        first: nothing is loaded of the state.
+        last: out and lse are written instead of the state.
+        ping_pong: consumers take turns.
+    """
+    batch, num_rows, nheads, headdim = q.shape
+    group = nheads // k.size(2)
+    qk_scale, _ = score_scales(softmax_scale, 0.0)
+    schedule = make_schedule(
+        table, config, q.device, num_heads=batch * nheads, heads_per_kv=group,
+        bytes_per_column=(headdim + v.size(3)) * k.element_size(),
+    )  # fmt: skip
+    return Launch(
+        hopper_fwd_kernel,
+        (schedule.num_programs,),
+        {
+            "q_desc": _descriptor(q, ROWS.value),
+            "k_desc": _descriptor(k, config.BLOCK_N),
+            "v_desc": _descriptor(v, config.BLOCK_N),
+            "acc_ptr": state.acc,
+            "m_ptr": state.m,
+            "l_ptr": state.l,
+            "out_ptr": state.out,
+            "lse_ptr": state.lse,
+            "sinks_ptr": state.sinks,
+            "blocks_ptr": table.blocks,
+            "runs_ptr": table.runs,
+            "num_tasks": schedule.num_blocks * schedule.num_heads,
+            "num_programs": schedule.num_programs,
+            "num_blocks": schedule.num_blocks,
+            "heads_together": schedule.heads_together,
+            "num_rows": num_rows,
+            "nheads": nheads,
+            "qk_scale": qk_scale,
+        },
+        {
+            "GROUP": group,
+            "BLOCK_M": config.BLOCK_M,
+            "BLOCK_N": config.BLOCK_N,
+            "STAGES": config.num_stages,
+            "FIRST": first,
+            "LAST": last,
+            "HAS_LO": table.has_lo,
+            "HAS_HI": table.has_hi,
+            "RAGGED": table.ragged,
+            "HAS_SINKS": state.sinks is not None,
+            "PING_PONG": ping_pong,
+        },
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+    )
+
+
+@cache
+def _block_layout() -> gl.NVMMASharedLayout:
+    """How 16-bit blocks (1, rows, 1, dims) of 64 dims or more lie in shared memory."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+
+
+def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """Of (batch, rows, heads, dim), for copies of so many rows of one head."""
+    block = [1, rows, 1, x.size(3)]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _block_layout())

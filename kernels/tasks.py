@@ -1,0 +1,109 @@
+"""Which program does which tasks, and when: a task is one block of rows of one head.
+
+Tasks are numbered in the order in which they are to be done. Plainly these are the blocks, most
+work first, and in each block all heads. That keeps all heads under way at once, and over long
+sequences their columns do not fit into the L2 cache together. So heads may come in groups of
+`heads_together`, one group after the other:
+
+    block of 4 heads      0 0 0 0 1 1 1 1 2 2 2 2      4 together     0 0 1 1 2 2 0 0 1 1 2 2
+    head                  0 1 2 3 0 1 2 3 0 1 2 3      2 together     0 1 0 1 0 1 2 3 2 3 2 3
+
+A program does the task of its own number, or in a persistent grid, which has as many programs as
+run at once, every num_programs-th. Neither changes a bit of what a task computes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .configs import Config
+from .step_table import StepTable
+
+# Of the interpreter, so that a persistent grid has programs with several tasks in tests.
+INTERPRETER_SMS = 3
+
+
+@triton.jit
+def tasks_of_program(num_tasks):
+    """How many tasks fall to this program of a persistent grid."""
+    return tl.cdiv(num_tasks - tl.program_id(0), tl.num_programs(0))
+
+
+@triton.jit
+def block_and_head(task, num_blocks, heads_together):
+    """(block, head) of a task."""
+    # Groups of one size, for a register's sake: that of a smaller last group was one too many.
+    row = task // heads_together
+    return row % num_blocks, row // num_blocks * heads_together + task % heads_together
+
+
+class Schedule(NamedTuple):
+    """A launch's programs, and the order of its tasks.
+
+    Attributes:
+        num_programs: of the grid.
+        num_blocks: blocks of rows of each head.
+        num_heads: of all batches.
+        heads_together: heads of a group; they divide num_heads.
+    """
+
+    num_programs: int
+    num_blocks: int
+    num_heads: int
+    heads_together: int
+
+    @property
+    def args(self) -> dict[str, int]:
+        """What kernels take of it."""
+        return {
+            "num_blocks": self.num_blocks,
+            "batch_heads": self.num_heads,
+            "heads_together": self.heads_together,
+        }
+
+
+def make_schedule(
+    table: StepTable,
+    config: Config,
+    device: torch.device,
+    *,
+    num_heads: int,
+    heads_per_kv: int,
+    bytes_per_column: int,
+) -> Schedule:
+    """The schedule of a launch.
+
+    Args:
+        table: its blocks and columns.
+        config: of the kernel.
+        device: where it runs.
+        num_heads: of the tasks, of all batches.
+        heads_per_kv: how many of them, one after the other, read the same columns.
+        bytes_per_column: what these read of a column.
+    """
+    heads_together = num_heads
+    if config.l2_bytes:
+        kv_heads = num_heads // heads_per_kv
+        fitting = config.l2_bytes // max(1, table.num_cols * bytes_per_column)
+        heads_together = heads_per_kv * _largest_divisor(kv_heads, max(1, fitting))
+    num_programs = table.num_blocks * num_heads
+    if config.programs_per_sm:
+        num_programs = min(num_programs, config.programs_per_sm * num_sms(device))
+    return Schedule(num_programs, table.num_blocks, num_heads, heads_together)
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    if device.type != "cuda":
+        return INTERPRETER_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _largest_divisor(n: int, most: int) -> int:
+    return max((d for d in range(1, min(n, most) + 1) if n % d == 0), default=0)

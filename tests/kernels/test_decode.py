@@ -1,0 +1,181 @@
+"""Decoding by the Triton backend: keys read in parts, query heads of a kv head as rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ring_attn import testing
+from ring_attn.backends.triton import TritonBackend
+from ring_attn.kernels import decode, tasks
+from ring_attn.kernels.decode import Parts, choose_parts, part_rectangles, part_rows
+from ring_attn.layout import SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.plan import Tile
+from ring_attn.spec import Scores
+from ring_attn.strategies.tree_decode import decode_tiles
+from ring_attn.testing import Inputs, poisoned_empty
+from tests.kernels.calls import DTYPES, expect, inputs_for, whole
+
+SHORT = 128  # of parts, in tests
+
+
+@pytest.fixture
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of 128 columns, so that a few hundred keys are several."""
+    monkeypatch.setattr(decode, "LEAST_PART", SHORT)
+
+
+# -- which rows see what
+
+
+def bounds() -> st.SearchStrategy[int | None]:
+    return st.none() | st.integers(-40, 40)
+
+
+@given(
+    rows=st.integers(1, 9), cols=st.integers(1, 60), group=st.integers(1, 3), lo=bounds(),
+    hi=bounds(), start=st.integers(0, 9), length=st.integers(1, 30),
+)  # fmt: skip
+@settings(max_examples=300, deadline=None)
+def test_rows_of_parts_see_what_the_queries_see(
+    rows: int, cols: int, group: int, lo: int | None, hi: int | None, start: int, length: int
+) -> None:
+    parts = Parts(start, length, -(-cols // length))
+    rectangle = (0, rows, start, start + cols, lo, hi)
+    seen = torch.zeros(parts.num_parts, rows, group, start + cols, dtype=torch.int32)
+    for r0, r1, c0, c1, none_lo, none_hi in part_rectangles([rectangle], rows, group, parts):
+        assert (none_lo, none_hi) == (None, None) and r0 < r1 and c0 < c1
+        seen.view(-1, start + cols)[r0:r1, c0:c1] += 1
+        part = r0 // (rows * group)
+        assert part == (r1 - 1) // (rows * group)
+        assert start + part * length <= c0 and c1 <= start + (part + 1) * length
+    i, j = torch.arange(rows)[:, None], torch.arange(start + cols)[None, :]
+    expected = (j >= start) & (lo is None or j - i >= lo) & (hi is None or j - i <= hi)
+    assert torch.equal(seen.sum(0), expected.int()[:, None].expand(rows, group, -1))
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "programs", "sms", "expected"),
+    [
+        (0, 1, 1, 132, Parts(0, 256, 1)),
+        (0, 131072, 8, 132, Parts(0, 4096, 32)),  # 33 wanted: 3972 is no multiple of 128
+        (0, 131072, 512, 132, Parts(0, 131072, 1)),
+        (1000, 1300, 1, 132, Parts(896, 256, 2)),
+    ],
+)
+def test_parts_fill_the_gpu(
+    first: int, last: int, programs: int, sms: int, expected: Parts
+) -> None:
+    parts = choose_parts(first, last, programs, sms)
+    assert parts == expected
+    assert parts.start <= first and last <= parts.start + parts.num_parts * parts.length
+
+
+def test_packed_rows() -> None:
+    q = torch.randn(2, 3, 6, 4)  # 2 kv heads of 3
+    packed = part_rows(q, 2, 5)
+    assert packed.shape == (2, 5 * 3 * 3, 2, 4)
+    for part, row, head in ((0, 0, 0), (4, 2, 5), (3, 1, 2)):
+        at = (part * 3 + row) * 3 + head % 3
+        assert torch.equal(packed[:, at, head // 3], q[:, row, head])
+
+
+# -- results
+
+
+def tiles_of(mask: Mask) -> tuple[Tile, ...]:
+    layout = SequenceLayout.contiguous(mask.seqlen_k, 1)
+    return decode_tiles(layout.segments(0), mask)
+
+
+MASKS = {
+    "one query": Mask(1, 700, causal=True),
+    "few queries": Mask(5, 613, causal=True),
+    "few queries, no mask": Mask(3, 257),
+    "window": Mask(2, 700, causal=True, window_size=(300, -1)),
+    "window of one block": Mask(4, 513, causal=True, window_size=(7, -1)),
+    "one key": Mask(1, 1, causal=True),
+    "queries that see nothing": Mask(7, 3, causal=True),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [(1, 1), (4, 1), (6, 2)], ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_against_float64(
+    name: str, heads: tuple[int, int], dtype: torch.dtype, short_parts: None
+) -> None:
+    mask = MASKS[name]
+    inputs = inputs_for(mask, nheads=heads[0], nheads_kv=heads[1], headdim=20, dtype=dtype)
+    with poisoned_empty():
+        out, lse = TritonBackend().decode(*inputs[:3], tiles_of(mask), scores=Scores(0.3))
+    assert out.dtype == lse.dtype == torch.float32
+    check(inputs, mask, out, lse)
+
+
+def check(inputs: Inputs, mask: Mask, out: Tensor, lse: Tensor, **scores: Any) -> None:
+    oracle, plain = expect(inputs, mask, 0.3, **scores)
+    for name, got in (("out", out.to(inputs.q.dtype)), ("lse", lse)):
+        verdict = testing.check(
+            name, got, getattr(oracle, name), getattr(plain, name), oracle.terms.get(name)
+        )
+        assert verdict.ok, str(verdict)
+
+
+@pytest.mark.parametrize("seqlen_k", [1, 63, 128, 257, 1000])
+@pytest.mark.parametrize("sms", [1, 3, 40])
+def test_any_number_of_parts(
+    seqlen_k: int, sms: int, short_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "num_sms", lambda device: sms)
+    mask = Mask(2, seqlen_k, causal=True)
+    inputs = inputs_for(mask, batch=2, nheads=2, headdim_v=24)
+    made = list[int]()
+    merge = decode.merge_parts_launch
+    monkeypatch.setattr(
+        decode, "merge_parts_launch", lambda *args: made.append(args[-1]) or merge(*args)
+    )
+    with poisoned_empty():
+        out, lse = TritonBackend().decode(*inputs[:3], tiles_of(mask), scores=Scores(0.3))
+    wanted = -(-2 * sms // 4)  # 2 programs for each multiprocessor; batch x kv heads have one each
+    assert made == [min(wanted, -(-seqlen_k // SHORT))] or wanted > 1 and made[0] <= wanted
+    check(inputs, mask, out, lse)
+
+
+def test_softcap_and_views(short_parts: None) -> None:
+    mask = Mask(3, 300, causal=True)
+    inputs = inputs_for(mask, nheads=4, nheads_kv=2)
+    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs[1:3])
+    k = torch.stack((k, k), -1)[..., 0]  # no stride of 1
+    scores = Scores(0.3, 2.0)
+    out, lse = TritonBackend().decode(inputs.q, k, v, tiles_of(mask), scores=scores)
+    check(inputs, mask, out, lse, softcap=2.0)
+
+
+def test_two_runs_have_the_same_bits(short_parts: None) -> None:
+    mask, backend = Mask(4, 700, causal=True), TritonBackend()
+    inputs = inputs_for(mask, nheads=4, nheads_kv=2)
+    runs = [backend.decode(*inputs[:3], tiles_of(mask), scores=Scores(0.3)) for _ in range(2)]
+    assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
+
+
+def test_many_queries_are_no_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "part_rows", None)
+    mask = Mask(33, 97, causal=True)
+    inputs = inputs_for(mask, nheads=4, nheads_kv=2)  # 66 rows
+    out, lse = TritonBackend().decode(*inputs[:3], whole(mask), scores=Scores(0.3))
+    check(inputs, mask, out, lse)
+
+
+def test_a_table_is_made_once_for_the_tiles(short_parts: None) -> None:
+    mask, backend = Mask(1, 700, causal=True), TritonBackend()
+    inputs, tiles = inputs_for(mask), tiles_of(mask)
+    for _ in range(3):
+        backend.decode(*inputs[:3], tiles, scores=Scores(0.3))
+    assert len(backend._tables) == 1

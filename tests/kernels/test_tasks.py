@@ -1,0 +1,207 @@
+"""Which program does which tasks: every task once, in the order asked for, to the same bits.
+
+The order and the persistent grid are fields of a config; neither may change a bit of any result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ring_attn.kernels import tasks
+from ring_attn.kernels.configs import Config
+from ring_attn.kernels.tasks import Schedule, block_and_head, make_schedule, tasks_of_program
+from ring_attn.mask import Mask
+from ring_attn.testing import Inputs
+from tests.kernels.calls import (
+    DEVICE,
+    DTYPES,
+    Step,
+    blocks,
+    cut_keys,
+    cut_rows,
+    delta_of,
+    forward,
+    grad_kv,
+    grad_q,
+    in_interpreter,
+    inputs_for,
+    kv_table,
+    q_table,
+    whole,
+)
+
+# K and V of one head of 63 columns and 16 dims in float32 are 8 KB.
+ONE_HEAD, TWO_HEADS = 1, 17_000
+
+SCHEDULES = {
+    "by heads": {"l2_bytes": ONE_HEAD},
+    "by two heads": {"l2_bytes": TWO_HEADS},
+    "persistent": {"programs_per_sm": 1},
+    "persistent, by heads": {"l2_bytes": ONE_HEAD, "programs_per_sm": 2},
+}
+
+
+# -- the order
+
+
+@triton.jit
+def log_kernel(out_ptr, num_blocks, num_heads, heads_together, PERSISTENT: tl.constexpr):
+    """(program, turn, block, head) of every task, by its number."""
+    num_tasks = tasks_of_program(num_blocks * num_heads) if PERSISTENT else 1
+    for i in range(num_tasks):
+        task = tl.program_id(0) + i * tl.num_programs(0)
+        block, head = block_and_head(task, num_blocks, heads_together)
+        tl.store(out_ptr + 4 * task, tl.program_id(0))
+        tl.store(out_ptr + 4 * task + 1, i)
+        tl.store(out_ptr + 4 * task + 2, block)
+        tl.store(out_ptr + 4 * task + 3, head)
+
+
+def log(num_programs: int, num_blocks: int, num_heads: int, together: int) -> Tensor:
+    num_tasks = num_blocks * num_heads
+    out = torch.full((num_tasks, 4), -1, dtype=torch.int32, device=DEVICE)
+    persistent = num_programs < num_tasks
+    log_kernel[(num_programs,)](out, num_blocks, num_heads, together, PERSISTENT=persistent)
+    return out.cpu()
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 6])
+@pytest.mark.parametrize("num_programs", [1, 4, 29, 30])
+def test_every_task_is_done_once_in_order(num_programs: int, together: int) -> None:
+    num_blocks, num_heads = 5, 6
+    program, turn, block, head = log(num_programs, num_blocks, num_heads, together).T
+    order = torch.arange(num_blocks * num_heads)
+    assert torch.equal(program + turn * num_programs, order)
+    group = head // together
+    wanted = torch.stack((group, block, head)).T.tolist()
+    assert wanted == sorted(wanted), "group by group, in it block by block, in it head by head"
+    assert len({(b, h) for _, b, h in wanted}) == num_blocks * num_heads
+    assert int(block.max()) == num_blocks - 1 and int(head.max()) == num_heads - 1
+
+
+def schedule(config: Config, tiles: Step, *, num_heads: int, heads_per_kv: int) -> Schedule:
+    return make_schedule(
+        q_table(tiles, config), config, torch.device(DEVICE), num_heads=num_heads,
+        heads_per_kv=heads_per_kv, bytes_per_column=100,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kilobytes", "num_heads", "heads_per_kv", "together"),
+    [
+        (0, 32, 4, 32),  # not asked for
+        (1, 32, 4, 4),  # nothing fits: one kv head, with all that read it
+        (9.7, 32, 4, 4),
+        (19.4, 32, 4, 8),
+        (30, 32, 4, 8),  # 3 of 8 kv heads would leave groups of 3, 3 and 2
+        (39, 32, 4, 16),
+        (1000, 32, 4, 32),
+        (9.6, 7, 1, 1),
+        (67, 7, 1, 1),
+        (68, 7, 1, 7),
+    ],
+)
+def test_a_group_is_what_fits(
+    kilobytes: float, num_heads: int, heads_per_kv: int, together: int
+) -> None:
+    config = replace(blocks(32, 32), l2_bytes=int(kilobytes * 1000))
+    got = schedule(config, whole(Mask(40, 97)), num_heads=num_heads, heads_per_kv=heads_per_kv)
+    assert got == (2 * num_heads, 2, num_heads, together)
+
+
+def test_only_the_columns_of_the_step_count() -> None:
+    """A zigzag ring sees half of each shard."""
+    config = replace(blocks(32, 32), l2_bytes=50 * 100)
+    half = cut_keys(Mask(40, 97), 48)
+    heads = [
+        schedule(config, tiles, num_heads=4, heads_per_kv=1).heads_together
+        for tiles in (whole(Mask(40, 97)), *half)
+    ]
+    assert heads == [1, 1, 1]
+    config = replace(config, l2_bytes=98 * 100)
+    heads = [
+        schedule(config, tiles, num_heads=4, heads_per_kv=1).heads_together
+        for tiles in (whole(Mask(40, 97)), *half)
+    ]
+    assert heads == [1, 2, 2]
+
+
+def test_without_columns_or_heads_there_is_nothing_to_divide_by() -> None:
+    config = replace(blocks(32, 32), l2_bytes=1000, programs_per_sm=1)
+    assert schedule(config, (), num_heads=4, heads_per_kv=2) == (0, 0, 4, 4)
+    assert schedule(config, whole(Mask(40, 97)), num_heads=0, heads_per_kv=2)[:1] == (0,)
+
+
+@in_interpreter
+def test_a_persistent_grid_has_no_more_programs_than_tasks() -> None:
+    for per_sm, programs in ((0, 8), (1, 3), (2, 6), (3, 8)):
+        config = replace(blocks(32, 32), programs_per_sm=per_sm)
+        got = schedule(config, whole(Mask(40, 97)), num_heads=4, heads_per_kv=1)
+        assert got.num_programs == programs
+    assert tasks.num_sms(torch.device("meta")) == tasks.INTERPRETER_SMS
+
+
+# -- the bits
+
+
+def results(
+    inputs: Inputs, mask: Mask, config: Config, stats: tuple[Tensor, Tensor]
+) -> list[Tensor]:
+    """Of all kernels, in two launches each, of which the second continues the first."""
+    args, keys = (inputs, *stats), cut_keys(mask, 32)
+    got = [*forward(inputs, keys, config), grad_q(*args, keys, config)]
+    return [*got, *grad_kv(*args, cut_rows(mask, 32), config)]
+
+
+@pytest.mark.parametrize(
+    ("mask", "batch", "heads"),
+    [
+        (Mask(63, 63, True), 2, (4, 2)),
+        (Mask(45, 70, False, (-1, -1), (0, 20, 45), (0, 5, 70)), 1, (3, 3)),
+    ],
+    ids=["causal", "documents"],
+)
+def test_no_schedule_changes_a_bit(mask: Mask, batch: int, heads: tuple[int, int]) -> None:
+    sizes = {"batch": batch, "nheads": heads[0], "nheads_kv": heads[1], "dtype": DTYPES[0]}
+    inputs, config = inputs_for(mask, **sizes), blocks(32, 32)
+    out, lse = forward(inputs, [whole(mask)], config)
+    stats = (lse, delta_of(out, inputs.dout))
+    expected = results(inputs, mask, config, stats)
+    assert torch.equal(expected[0], out)
+    for title, fields in SCHEDULES.items():
+        got = results(inputs, mask, replace(config, **fields), stats)
+        for index, (x, y) in enumerate(zip(got, expected, strict=True)):
+            assert torch.equal(x, y), (title, index)
+
+
+def test_the_schedules_of_these_tests_are_others() -> None:
+    """Or nothing was compared."""
+    mask, config = Mask(63, 63, True), blocks(32, 32)
+    inputs = inputs_for(mask, batch=2, nheads=4, nheads_kv=2)
+    plain = forward_schedule(inputs, mask, config)
+    found = {
+        title: forward_schedule(inputs, mask, replace(config, **fields))
+        for title, fields in SCHEDULES.items()
+    }
+    assert plain == Schedule(16, 2, 8, 8)
+    assert found["by heads"].heads_together == 2
+    assert found["by two heads"].heads_together == 4
+    if DEVICE == "cpu":
+        assert found["persistent"] == Schedule(3, 2, 8, 8)
+        assert found["persistent, by heads"] == Schedule(6, 2, 8, 2)
+    assert kv_table(whole(mask), config).num_cols == 63
+
+
+def forward_schedule(inputs: Inputs, mask: Mask, config: Config) -> Schedule:
+    q, k, v, _ = inputs
+    return make_schedule(
+        q_table(whole(mask), config), config, q.device, num_heads=q.size(0) * q.size(2),
+        heads_per_kv=q.size(2) // k.size(2),
+        bytes_per_column=(k.size(3) + v.size(3)) * k.element_size(),
+    )  # fmt: skip
