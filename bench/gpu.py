@@ -14,25 +14,35 @@ changed. DIR holds
     kernel.json      `ring-attn bench kernel`, with the ring on one device
     kernel.png       its plot, where matplotlib is installed
 
-`--set transfers` is a run of its own, of real transfers between 2 and 4 processes on one GPU:
+Each of the others is a run of its own, with report.json and log.txt of its own:
 
-    transport.xml    the bits of the local transport, by symmetric memory, and by NCCL from 2.30 on
+    tune.json        `--set tune`: the fastest configs of the kernels, searched, checked and timed;
+                     lines for `kernels/configs.py` at the end (`tune`)
+    ring_cost.json   `--set ring`: 2 to 16 ranks one by one: kernels, host time, copies under way
+    decode.json      `--set decode`: a query a sequence against long caches, by the bytes it reads
+    transport.xml    `--set transfers`: real transfers between 2 and 4 processes on one GPU: the
+                     bits of the local transport, by symmetric memory, and by NCCL from 2.30 on
                      (LD_PRELOAD=PATH/libnccl.so.2 where torch's is older)
-    transfers.json   copy engines against copies by SMs
-
-`--set ring` and `--set length` are two more, what a ring costs on this GPU and how much it takes:
-
-    ring_cost.json   2 to 16 ranks one by one: kernels, host time, copies under way (`ring_cost`)
-    length.json      a million tokens, and the longest sequence, with KV offloaded or not (`length`)
+    transfers.json   and copy engines against copies by SMs
+    length.json      `--set length`: a million tokens, and the longest sequence, offloaded or not
+    profile.json     `--set profile`: what limits each kernel, by ncu (`profile_kernels`)
 
 Where a command may take ten minutes and no more, each set is a command of its own, in this order of
-value; the seconds are limits, so none takes longer whatever hangs. Together they are 24 minutes.
+value; the seconds are limits, so none takes longer whatever hangs.
 
-    kernels      460    small shapes 60, gpu tests 140, kernel tests 120, memcheck 45, racecheck 45,
+    kernels      500    small shapes 60, gpu tests 180, kernel tests 120, memcheck 45, racecheck 45,
                         bench what is left
+    tune         540    tune 540
     ring         180    ring cost 180
+    decode        90    decode 90
     transfers    360    transport tests 240, transfers 120
     length       420    length 420
+    profile      200    profile 200
+
+Together they are 39 minutes. Of half an hour leave out `length`, and `profile` too if the others
+have taken all of their time. Once the configs that `tune` found are in the table, they want tests
+and a comparison of their own, before anything below `ring`: `--parts "gpu tests,bench" --seconds
+300`.
 
 Exit status 0 if every part passed or was skipped with a reason, 1 if one failed, 2 without a GPU.
 """
@@ -41,6 +51,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import re
 import shlex
@@ -51,6 +62,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -67,20 +79,32 @@ from ring_attn.launch import num_cores
 
 OUT = "gpu-results"
 
-# Seconds of the whole run. The benchmark gets what the parts before it have left, less the limits
-# of those behind it.
-TOTAL = 460.0
+# What one run does, and the seconds of it. Of `kernels` the benchmark gets what the parts before it
+# have left, less the limits of those behind it.
+SETS = {
+    "kernels": 500.0,
+    "tune": 540.0,
+    "ring": 180.0,
+    "decode": 90.0,
+    "transfers": 360.0,
+    "length": 420.0,
+    "profile": 200.0,
+}
+DEFAULT_SET = "kernels"
 SANITIZER_SECONDS = 45.0
-
-# What one run does; a run fits into TOTAL.
-SETS = ("kernels", "ring", "transfers", "length")
 
 # Processes that share the GPU: tests of real transfers, and their times.
 TRANSPORT_TESTS = "tests/kernels/test_gpu_transport.py"
 TRANSPORT_SECONDS, TRANSFERS_SECONDS = 240.0, 120.0
 
-# One process, a rank at a time: what a ring costs, and the longest sequence.
-RING_COST_SECONDS, LENGTH_SECONDS = 180.0, 420.0
+# Sets of one benchmark, which keeps to a budget: the name of the part, and its module.
+BENCHMARKS = {
+    "tune": ("tune", "tune"),
+    "ring": ("ring cost", "ring_cost"),
+    "decode": ("decode", "decode"),
+    "length": ("length", "length"),
+    "profile": ("profile", "profile_kernels"),
+}
 
 # With less than that left a part is not begun.
 LEAST_SECONDS = 10.0
@@ -97,14 +121,19 @@ GRACE_SECONDS = 10.0
 # At most so many processes compile kernels for tests side by side, where pytest-xdist is there.
 TEST_PROCESSES = 12
 
-# Lines of a part's output that the report keeps.
-TAIL_LINES = 25
+# Lines of a part's output that the report keeps, and of a benchmark's that are printed.
+TAIL_LINES, SHOWN_LINES = 25, 120
 
 BENCH_WORDS = (
     "--seqlen 2k,8k,32k,128k --head-dim 128,64,256 --heads 32/8,64/8 --ring 8 --ring-seqlen 8k"
 )
 
+# Where CUDA's tools are beside the PATH; of several versions the newest comes first.
 SANITIZER_PATHS = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer")
+NCU_PATHS = ("/usr/local/cuda/bin", "/opt/nvidia/nsight-compute/*", "/usr/local/NVIDIA-Nsight*")
+
+# How `profile_kernels` says that ncu was not let look.
+NCU_REFUSED = "ncu cannot look here"
 
 # What the sanitizer says where the driver or a virtual machine does not let it look.
 SANITIZER_REFUSED = re.compile(
@@ -126,6 +155,7 @@ class Part:
         command: words; BUDGET is replaced by its seconds, less BENCH_MARGIN.
         seconds: its limit; less where less is left of the whole.
         takes_rest: it takes as long as it gets, and leaves their limits to the parts behind it.
+        shows: its output is printed, too.
         skip: why it cannot run here.
         judge: turns exit status and output into (verdict, detail).
         variables: of its environment, beside this process's.
@@ -133,8 +163,9 @@ class Part:
 
     name: str
     command: tuple[str, ...]
-    seconds: float = TOTAL
+    seconds: float = math.inf
     takes_rest: bool = False
+    shows: bool = False
     skip: str = ""
     judge: Callable[[int, str], tuple[str, str]] | None = None
     variables: tuple[tuple[str, str], ...] = ()
@@ -155,11 +186,10 @@ class Outcome:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ring-attn gpu`."""
     parser.add_argument("--out", type=Path, default=Path(OUT), help=f"folder, made here ({OUT})")
+    limits = ", ".join(f"{name} {seconds:g}" for name, seconds in SETS.items())
+    parser.add_argument("--seconds", type=float, help=f"limit of the whole run ({limits})")
     parser.add_argument(
-        "--seconds", type=float, default=TOTAL, help=f"limit of the whole run ({TOTAL:g})"
-    )
-    parser.add_argument(
-        "--set", choices=SETS, default=SETS[0], help="of parts, a run of its own (kernels)"
+        "--set", choices=tuple(SETS), default=DEFAULT_SET, help="of parts, a run of its own"
     )
     parser.add_argument("--parts", help="comma-separated, of those that a run lists; all if absent")
     parser.add_argument("--bench", default=BENCH_WORDS, help="options of the benchmark")
@@ -172,24 +202,37 @@ def run(args: argparse.Namespace) -> int:
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
     chosen = chosen_parts(parts_of(args.set, args.out.resolve(), args.bench), args.parts)
-    outcomes = run_parts(chosen, args.out, args.seconds, facts(args))
+    outcomes = run_parts(chosen, args.out, seconds_of(args), facts(args))
     Console(width=150).print(table(outcomes))
     return 0 if all(outcome.verdict in (PASSED, SKIPPED) for outcome in outcomes) else 1
 
 
+def seconds_of(args: argparse.Namespace) -> float:
+    """Limit of the whole run."""
+    return SETS[args.set] if args.seconds is None else float(args.seconds)
+
+
 def parts_of(name: str, out: Path, bench: str = BENCH_WORDS) -> list[Part]:
     """The parts of a set by its name."""
-    if name == "ring":
-        return [turns_part("ring cost", RING_COST_SECONDS, "ring_cost", out)]
-    if name == "length":
-        return [turns_part("length", LENGTH_SECONDS, "length", out)]
+    if name in BENCHMARKS:
+        return [benchmark(name, out)]
     return {"kernels": parts, "transfers": transfer_parts}[name](out, bench)
 
 
-def turns_part(name: str, seconds: float, module: str, out: Path) -> Part:
-    """A benchmark whose ranks take turns: it ends by itself, before its limit."""
-    words = ("--budget", BUDGET, "--json", str(out / f"{module}.json"))
-    return Part(name, (sys.executable, "-m", f"ring_attn.bench.{module}", *words), seconds)
+def benchmark(set_name: str, out: Path) -> Part:
+    """A benchmark that ends by itself, before its limit, and is a set of its own."""
+    name, module = BENCHMARKS[set_name]
+    json = out / f"{name.replace(' ', '_')}.json"
+    words = ("--budget", BUDGET, "--json", str(json))
+    needs_ncu = set_name == "profile"
+    return Part(
+        name,
+        (sys.executable, "-m", f"ring_attn.bench.{module}", *words),
+        SETS[set_name],
+        shows=True,
+        skip="ncu is not installed" if needs_ncu and find_ncu() is None else "",
+        judge=profiled if needs_ncu else None,
+    )
 
 
 def parts(out: Path, bench: str = BENCH_WORDS) -> list[Part]:
@@ -220,7 +263,7 @@ def parts(out: Path, bench: str = BENCH_WORDS) -> list[Part]:
 
     return [
         Part("small shapes", small, 60.0),
-        pytest("gpu tests", 140.0, "gpu.xml", "tests", "-m", "gpu", f"--ignore={TRANSPORT_TESTS}"),
+        pytest("gpu tests", 180.0, "gpu.xml", "tests", "-m", "gpu", f"--ignore={TRANSPORT_TESTS}"),
         pytest(
             *("kernel tests", 120.0, "kernels.xml", "tests/kernels", "-m", "not gpu and not slow"),
             "--ignore=tests/kernels/test_aot.py",  # compiles for GPUs that are not here
@@ -236,6 +279,7 @@ def parts(out: Path, bench: str = BENCH_WORDS) -> list[Part]:
                 *("--json", str(out / "kernel.json"), *plot),
             ),
             takes_rest=True,
+            shows=True,
         ),
         sanitized("memcheck"),
         sanitized("racecheck"),
@@ -340,7 +384,10 @@ def run_part(part: Part, out: Path, left: float) -> Outcome:
         verdict, detail = TIMEOUT, f"at its limit of {seconds:.0f} s"
     else:
         verdict, detail = (part.judge or by_status)(status, output)
-    tail = tuple(output.splitlines()[-TAIL_LINES:])
+    lines = output.splitlines()
+    if part.shows:
+        print(*lines[-SHOWN_LINES:], sep="\n", flush=True)
+    tail = tuple(lines[-TAIL_LINES:])
     return Outcome(part.name, verdict, took, detail, command, tail)
 
 
@@ -411,13 +458,28 @@ def installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+def profiled(status: int, output: str) -> tuple[str, str]:
+    """Of `profile_kernels`: skipped where ncu may not look."""
+    verdict, detail = by_status(status, output)
+    return (SKIPPED, detail) if NCU_REFUSED in detail else (verdict, detail)
+
+
 def find_sanitizer() -> str | None:
-    """compute-sanitizer on the PATH or where CUDA's installer puts it."""
-    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    """compute-sanitizer, if it is installed."""
+    return find_program("compute-sanitizer", SANITIZER_PATHS)
+
+
+def find_ncu() -> str | None:
+    """Nsight Compute on the command line, if it is installed."""
+    return find_program("ncu", NCU_PATHS)
+
+
+def find_program(name: str, paths: Sequence[str]) -> str | None:
+    """A tool of CUDA on the PATH, beside CUDA_HOME, or in one of the folders (or patterns)."""
+    homes = [os.environ.get(variable) for variable in ("CUDA_HOME", "CUDA_PATH")]
     folders = [f"{home}/bin" for home in homes if home]
-    return shutil.which("compute-sanitizer") or shutil.which(
-        "compute-sanitizer", path=os.pathsep.join([*folders, *SANITIZER_PATHS])
-    )
+    folders += [folder for path in paths for folder in sorted(glob(path), reverse=True)]
+    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(folders))
 
 
 def source_root() -> Path:
@@ -433,8 +495,8 @@ def environment() -> dict[str, str]:
 
 def facts(args: argparse.Namespace) -> dict[str, Any]:
     """What the report says of the run itself."""
-    words = ["ring-attn", "gpu", "--seconds", f"{args.seconds:g}", "--bench", args.bench]
-    if args.set != SETS[0]:
+    words = ["ring-attn", "gpu", "--seconds", f"{seconds_of(args):g}", "--bench", args.bench]
+    if args.set != DEFAULT_SET:
         words += ["--set", args.set]
     if args.parts is not None:
         words += ["--parts", args.parts]

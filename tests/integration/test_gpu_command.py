@@ -119,6 +119,26 @@ def test_the_report_names_the_whole_command(tmp_path: Path) -> None:
     assert shlex.split(command) == ["ring-attn", "gpu", *words]
 
 
+@pytest.mark.parametrize(("words", "seconds"), [("--set tune", 540.0), ("", 500.0)])
+def test_every_set_has_its_limit(words: str, seconds: float) -> None:
+    parser = argparse.ArgumentParser()
+    gpu.add_arguments(parser)
+    args = parser.parse_args(words.split())
+    assert gpu.seconds_of(args) == seconds
+    found = parser.parse_args(shlex.split(gpu.facts(args)["command"])[2:])
+    assert found.set == args.set and gpu.seconds_of(found) == seconds
+    assert gpu.seconds_of(parser.parse_args([*words.split(), "--seconds", "7"])) == 7.0
+
+
+def test_tables_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = "for i in range(200): print('line', i)"
+    run(tmp_path, Part("quiet", python(code)), Part("shown", python(code), shows=True))
+    lines = capsys.readouterr().out.splitlines()
+    shown = lines[lines.index("shown ...") + 1 : -1]
+    assert shown == [f"line {i}" for i in range(200 - gpu.SHOWN_LINES, 200)]
+    assert lines[lines.index("quiet ...") + 1].startswith("  passed")
+
+
 def test_without_a_gpu_it_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,7 +173,7 @@ def test_the_parts_fit_the_time_and_the_files(
 ) -> None:
     parts = gpu.parts(tmp_path)
     bench = next(part for part in parts if part.name == "bench")
-    assert sum(part.seconds for part in parts if part is not bench) < gpu.TOTAL < 480
+    assert sum(part.seconds for part in parts if part is not bench) < gpu.SETS["kernels"] < 540
     names = {word.rpartition("/")[2] for part in parts for word in part.command if ".." not in word}
     written = {name for name in names if name.endswith((".xml", ".json", ".png"))}
     assert len(written | {"report.json", "log.txt"}) == 6

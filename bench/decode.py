@@ -1,0 +1,339 @@
+"""Time of decoding on one device: one query a sequence against a long cache of keys and values.
+
+    python -m ring_attn.bench.decode --json DIR/decode.json      on a GPU, or a CPU to see it work
+
+Decoding reads the cache once and computes next to nothing, so a time is held against the memory:
+GB/s is K and V over the time, and `% of copy` that over what a copy within the device moves, read
+and written. All run in turn within every repetition, with a cold L2.
+
+    parts          --backend: the keys in parts, side by side, as `tree_decode` has them
+    whole          the same backend as a forward: a program for each query head reads all keys
+    torch-flash    scaled_dot_product_attention with FlashAttention 2
+    cudnn          scaled_dot_product_attention with cuDNN
+
+Each result is held against float64 on the query heads of the first kv head. Exit status 1 where one
+of ours is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich import box
+from rich.table import Table
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ring_attn.arguments import (
+    dtype_name,
+    format_size,
+    parse_size,
+    parse_sizes,
+    table_console,
+    write_json,
+)
+from ring_attn.backends import choose_backend, get_backend
+from ring_attn.backends.base import decodes
+from ring_attn.bench.implementations import reason
+from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device, run_module
+from ring_attn.bench.timing import Watch, gpu_state, head_start_ms, quantiles, watch_for
+from ring_attn.env import machine
+from ring_attn.layout import Segment
+from ring_attn.mask import Mask
+from ring_attn.spec import AttentionSpec, Scores
+from ring_attn.strategies.tree_decode import decode_tiles
+from ring_attn.testing import check, dense_attention, plain_attention
+
+ITERS = 15
+OURS, PEERS = ("parts", "whole"), {"torch-flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+
+# Of the copy that gives the rate of the memory, on a GPU.
+COPY_BYTES = 4 << 30
+
+Run = Callable[[], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(OneDevice):
+    """What is measured.
+
+    Attributes:
+        seqlens: of the cache.
+        batches: sequences.
+        iters: repetitions.
+    """
+
+    seqlens: tuple[int, ...]
+    batches: tuple[int, ...]
+    iters: int = ITERS
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation on one cache; None where there is no time.
+
+    Attributes:
+        gbps: K and V over the median.
+        of_copy: that over what a copy moves.
+        ratio: greatest error / bound.
+        note: why there is no time, or what is wrong.
+    """
+
+    name: str
+    seqlen: int
+    batch: int
+    median_us: float | None = None
+    p20_us: float | None = None
+    p80_us: float | None = None
+    gbps: float | None = None
+    of_copy: float | None = None
+    ratio: float | None = None
+    note: str = ""
+
+
+class Cache:
+    """The tensors of one case, and who computes with them."""
+
+    def __init__(self, setting: Setting, batch: int, seqlen: int) -> None:
+        device, dtype, dim = setting.device, setting.dtype, setting.head_dim
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(rows: int, heads: int) -> Tensor:
+            shape = (batch, rows, heads, dim)
+            return torch.randn(shape, device=device, dtype=dtype, generator=generator)
+
+        self.q, self.k, self.v = (
+            random(1, setting.heads), random(seqlen, setting.kv_heads),
+            random(seqlen, setting.kv_heads),
+        )  # fmt: skip
+        self.nbytes = self.k.nbytes + self.v.nbytes
+        self.mask = Mask(1, seqlen, causal=True)
+        self._tiles = decode_tiles((Segment(0, seqlen),), self.mask)
+        self._spec = AttentionSpec.of(self.q, self.k, self.v)
+        self._scores = Scores(dim**-0.5)
+        self._backend = setting.backend
+
+    def runs(self) -> Iterator[tuple[str, Run]]:
+        """Every implementation by its name."""
+        backend = get_backend(choose_backend(self._spec, self._backend).name)
+        if decodes(backend):
+            yield (
+                "parts",
+                lambda: backend.decode(self.q, self.k, self.v, self._tiles, scores=self._scores)[0],
+            )
+        yield "whole", self._whole
+        for name, backend_name in PEERS.items():
+            yield name, self._peer(backend_name)
+
+    def _whole(self) -> Tensor:
+        backend = get_backend(choose_backend(self._spec, self._backend).name)
+        state = backend.new_state(self.q, self.v.size(3))
+        args = (self.q, self.k, self.v, self._tiles, state)
+        state = backend.forward(*args, scores=self._scores, last=True)
+        return backend.finalize(state, self.q.dtype)[0]
+
+    def _peer(self, name: str) -> Run:
+        backend, grouped = getattr(SDPBackend, name), self.q.size(2) != self.k.size(2)
+
+        def run() -> Tensor:
+            q, k, v = (x.transpose(1, 2) for x in (self.q, self.k, self.v))
+            with sdpa_kernel(backend):
+                out = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+            return out.transpose(1, 2)
+
+        return run
+
+    def ratio(self, out: Tensor) -> float:
+        """Greatest error / bound of the query heads of the first kv head of the first sequence."""
+        group = self.q.size(2) // self.k.size(2)
+        q, k, v = (x[:1, :, :n] for x, n in ((self.q, group), (self.k, 1), (self.v, 1)))
+        oracle, plain = (f(q, k, v, self.mask)[0] for f in (dense_attention, plain_attention))
+        return check("out", out[:1, :, :group].to(q.dtype), oracle, plain).ratio
+
+
+class Decode:
+    """All cases of a setting; `rows` and `failures` grow as they are measured."""
+
+    def __init__(self, setting: Setting, command: str, json: Path | None) -> None:
+        self.setting, self._command, self._json = setting, command, json
+        self.rows: list[Row] = []
+        self.failures: list[str] = []
+        self._watch, self._start = watch_for(setting.device), time.monotonic()
+        self.copy_gbps = copy_gbps(setting.device, self._watch)
+        self._state = gpu_state()
+
+    def run(self) -> None:
+        """Measures, the shortest caches first, and writes the JSON after each."""
+        for seqlen in self.setting.seqlens:
+            for batch in self.setting.batches:
+                budget, spent = self.setting.budget, time.monotonic() - self._start
+                if budget is not None and spent > budget:
+                    note = f"not measured: beyond the budget of {budget:g} s"
+                    self.rows.append(Row("all", seqlen, batch, note=note))
+                    continue
+                self.rows += self._case(batch, seqlen)
+                self._save()
+
+    def report(self) -> dict[str, Any]:
+        """All of it, ready for JSON."""
+        setting = {
+            **asdict(self.setting),
+            "dtype": dtype_name(self.setting.dtype),
+            "device": self.setting.device.type,
+        }
+        return {
+            "machine": machine(),
+            "gpu_state": [self._state, gpu_state()],
+            "command": self._command,
+            "setting": setting,
+            "copy_gbps": self.copy_gbps,
+            "rows": [asdict(row) for row in self.rows],
+            "failures": self.failures,
+        }
+
+    def _case(self, batch: int, seqlen: int) -> list[Row]:
+        try:
+            cache = Cache(self.setting, batch, seqlen)
+        except torch.OutOfMemoryError:
+            return [Row("all", seqlen, batch, note="out of memory")]
+        runs, notes, ratios = dict(cache.runs()), dict[str, str](), dict[str, float]()
+        for name, run in runs.items():
+            try:
+                ratios[name] = cache.ratio(run())
+            except Exception as error:
+                if name in OURS:
+                    raise
+                notes[name] = reason(error)
+        taken = self._times({name: run for name, run in runs.items() if name not in notes})
+        rows = [
+            self._row(name, cache, taken.get(name), ratios.get(name), notes.get(name, ""))
+            for name in runs
+        ]
+        for row in rows:
+            if row.name in OURS and not (row.ratio is not None and row.ratio <= 1.0):
+                self.failures.append(f"{row.name} on {seqlen} x {batch}: error / bound {row.ratio}")
+        return rows
+
+    def _times(self, runs: dict[str, Run]) -> dict[str, list[float]]:
+        """ms of every repetition, all in turn within each."""
+        found: dict[str, list[float]] = {name: [] for name in runs}
+        host_ms = dict.fromkeys(runs, 0.0)
+        for _ in range(self.setting.iters):
+            for name, run in runs.items():
+                self._watch.ready(head_start_ms(host_ms[name]))
+                start, begin = time.perf_counter(), self._watch.mark()
+                run()
+                end = self._watch.mark()
+                host_ms[name] = 1e3 * (time.perf_counter() - start)
+                self._watch.done()
+                found[name].append(self._watch.ms(begin, end))
+        return found
+
+    def _row(
+        self, name: str, cache: Cache, ms: list[float] | None, ratio: float | None, note: str
+    ) -> Row:
+        batch, seqlen = cache.k.shape[:2]
+        if ms is None:
+            return Row(name, seqlen, batch, note=note)
+        low, median, high = (1e3 * x for x in quantiles(ms))
+        gbps = cache.nbytes / median / 1e3
+        of_copy = None if self.copy_gbps is None else gbps / self.copy_gbps
+        return Row(name, seqlen, batch, median, low, high, gbps, of_copy, ratio)
+
+    def _save(self) -> None:
+        if self._json:
+            write_json(self._json, self.report())
+
+
+def copy_gbps(device: torch.device, watch: Watch) -> float | None:
+    """GB/s that a copy within a GPU reads and writes; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    x = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    y, taken = torch.empty_like(x), list[float]()
+    for _ in range(ITERS):
+        watch.ready(head_start_ms(0.0))
+        start = watch.mark()
+        y.copy_(x)
+        stop = watch.mark()
+        watch.done()
+        taken.append(watch.ms(start, stop))
+    return 2 * COPY_BYTES / statistics.median(taken) / 1e6
+
+
+def table(rows: Sequence[Row], setting: Setting) -> Table:
+    """A line for each implementation on each cache."""
+    title = f"decoding, one query a sequence, {setting}"
+    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("cache", "batch", "", "us", "GB/s", "% of copy", "error / bound", "note"):
+        found.add_column(name, justify="left" if name in ("", "note") else "right")
+    for row in rows:
+        figures = (
+            ("", "", "")
+            if row.median_us is None or row.gbps is None
+            else (
+                f"{row.median_us:.4g}",
+                f"{row.gbps:.4g}",
+                "" if row.of_copy is None else f"{row.of_copy:.0%}",
+            )
+        )
+        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+        found.add_row(
+            format_size(row.seqlen), str(row.batch), row.name, *figures, ratio, row.note
+        )  # fmt: skip
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options."""
+    add = parser.add_argument
+    add("--seqlen", type=parse_sizes, help="of the cache (8k,32k,128k,1M; on a CPU 300,600)")
+    add("--batch", type=parse_sizes, help="sequences (1,8; on a CPU 1)")
+    add("--iters", type=parse_size, default=ITERS, help=f"repetitions ({ITERS})")
+    add_device_arguments(parser)
+
+
+def setting_of(args: argparse.Namespace) -> Setting:
+    """What the options describe; errors as `one_device`."""
+    shared = one_device(args)
+    gpu = shared.device.type == "cuda"
+    usual = (8192, 32768, 131072, 1 << 20) if gpu else (300, 600)
+    return Setting(
+        **vars(shared),
+        seqlens=args.seqlen or usual,
+        batches=args.batch or ((1, 8) if gpu else (1,)),
+        iters=args.iters,
+    )
+
+
+def run(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
+    """Measures, writes the JSON as it goes, prints the table; 1 if a result of ours is wrong."""
+    setting = setting_of(args)
+    command = shlex.join(["python", "-m", "ring_attn.bench.decode", *words])
+    bench = Decode(setting, command, args.json)
+    bench.run()
+    console = table_console()
+    if not args.quiet:
+        console.print(table(bench.rows, setting))
+    for failure in bench.failures:
+        console.print(failure, style="red", markup=False)
+    return 1 if bench.failures else 0
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """`python -m ring_attn.bench.decode`."""
+    return run_module("decode", __doc__, add_arguments, run, words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""`bench.decode` on a CPU, in the interpreter: who is timed, and what counts as wrong."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_attn.backends.triton import TritonBackend
+from ring_attn.bench import decode
+
+TINY = ["--device", "cpu", "--backend", "triton", "--heads", "2/1", "--seqlen", "97,300"]
+TINY += ["--iters", "2", "--quiet"]
+
+
+def report_of(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
+    """Exit status, and the JSON."""
+    path = folder / "decode.json"
+    status = decode.main([*TINY, *words, "--json", str(path)])
+    return status, json.loads(path.read_text())
+
+
+def test_every_implementation_is_timed_and_checked(tmp_path: Path) -> None:
+    status, report = report_of(tmp_path)
+    assert status == 0 and report["failures"] == []
+    rows = {(row["name"], row["seqlen"]): row for row in report["rows"]}
+    names = ("parts", "whole", "torch-flash", "cudnn")
+    assert set(rows) == {(name, seqlen) for name in names for seqlen in (97, 300)}
+    for (name, seqlen), row in rows.items():
+        if name == "cudnn":
+            assert row["median_us"] is None and "No viable backend" in row["note"]
+            continue
+        assert 0.0 < row["p20_us"] <= row["median_us"] <= row["p80_us"]
+        assert row["ratio"] <= 1.0 and row["of_copy"] is None
+        nbytes = 2 * seqlen * 16 * 4  # K and V of one head of 16, float32
+        assert row["gbps"] == pytest.approx(nbytes / row["median_us"] / 1e3)
+
+
+def test_a_backend_without_parts(tmp_path: Path) -> None:
+    _, report = report_of(tmp_path, "--backend", "aten")
+    assert {row["name"] for row in report["rows"]} == {"whole", "torch-flash", "cudnn"}
+
+
+def test_a_wrong_result_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = TritonBackend.decode
+
+    def wrong(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        out, lse = right(*args, **options)
+        return out * 1.01, lse
+
+    monkeypatch.setattr(TritonBackend, "decode", wrong)
+    status, report = report_of(tmp_path)
+    assert status == 1 and all("parts on" in failure for failure in report["failures"])
+    assert len(report["failures"]) == 2
+
+
+def test_beyond_the_budget_nothing_is_started(tmp_path: Path) -> None:
+    bench = decode.Decode(setting("--budget", "0"), "", None)
+    bench.run()
+    assert [row.note for row in bench.rows] == ["not measured: beyond the budget of 0 s"] * 2
+
+
+def setting(*words: str) -> decode.Setting:
+    """Of these options."""
+    parser = argparse.ArgumentParser()
+    decode.add_arguments(parser)
+    return decode.setting_of(parser.parse_args([*TINY, *words]))
+
+
+def test_on_a_gpu_there_is_more_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    parser = argparse.ArgumentParser()
+    decode.add_arguments(parser)
+    chosen = decode.setting_of(parser.parse_args([]))
+    assert (chosen.seqlens[-1], chosen.batches, chosen.backend) == (1 << 20, (1, 8), "triton")
