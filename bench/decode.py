@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +35,22 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ring_attn.arguments import (
-    dtype_name,
     format_size,
     parse_size,
     parse_sizes,
-    table_console,
-    write_json,
 )
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import decodes
 from ring_attn.bench.implementations import reason
-from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device, run_module
-from ring_attn.bench.timing import Watch, gpu_state, head_start_ms, quantiles, watch_for
-from ring_attn.env import machine
+from ring_attn.bench.one_device import (
+    Findings,
+    OneDevice,
+    add_device_arguments,
+    finish,
+    one_device,
+    run_module,
+)
+from ring_attn.bench.timing import Watch, head_start_ms, quantiles, watch_for
 from ring_attn.layout import Segment
 from ring_attn.mask import Mask
 from ring_attn.spec import AttentionSpec, Scores
@@ -161,45 +164,30 @@ class Cache:
         return check("out", out[:1, :, :group].to(q.dtype), oracle, plain).ratio
 
 
-class Decode:
-    """All cases of a setting; `rows` and `failures` grow as they are measured."""
+class Decode(Findings[Setting, Row]):
+    """One run: measures cache by cache."""
 
     def __init__(self, setting: Setting, command: str, json: Path | None) -> None:
-        self.setting, self._command, self._json = setting, command, json
-        self.rows: list[Row] = []
-        self.failures: list[str] = []
-        self._watch, self._start = watch_for(setting.device), time.monotonic()
+        """As `Findings`; it is saved after every cache."""
+        super().__init__(setting, command, json)
+        self._watch = watch_for(setting.device)
         self.copy_gbps = copy_gbps(setting.device, self._watch)
-        self._state = gpu_state()
 
     def run(self) -> None:
-        """Measures, the shortest caches first, and writes the JSON after each."""
+        """The shortest caches first, as far as the budget goes."""
         for seqlen in self.setting.seqlens:
             for batch in self.setting.batches:
-                budget, spent = self.setting.budget, time.monotonic() - self._start
-                if budget is not None and spent > budget:
-                    note = f"not measured: beyond the budget of {budget:g} s"
+                if self.left() <= 0.0:
+                    note = f"not measured: beyond the budget of {self.setting.budget:g} s"
                     self.rows.append(Row("all", seqlen, batch, note=note))
-                    continue
-                self.rows += self._case(batch, seqlen)
-                self._save()
+                else:
+                    self.rows += self._case(batch, seqlen)
+                self.save()
+        self.save(last=True)
 
-    def report(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
-        setting = {
-            **asdict(self.setting),
-            "dtype": dtype_name(self.setting.dtype),
-            "device": self.setting.device.type,
-        }
-        return {
-            "machine": machine(),
-            "gpu_state": [self._state, gpu_state()],
-            "command": self._command,
-            "setting": setting,
-            "copy_gbps": self.copy_gbps,
-            "rows": [asdict(row) for row in self.rows],
-            "failures": self.failures,
-        }
+    def more(self) -> dict[str, Any]:
+        """What its report says beside."""
+        return {"copy_gbps": self.copy_gbps}
 
     def _case(self, batch: int, seqlen: int) -> list[Row]:
         try:
@@ -249,10 +237,6 @@ class Decode:
         gbps = cache.nbytes / median / 1e3
         of_copy = None if self.copy_gbps is None else gbps / self.copy_gbps
         return Row(name, seqlen, batch, median, low, high, gbps, of_copy, ratio)
-
-    def _save(self) -> None:
-        if self._json:
-            write_json(self._json, self.report())
 
 
 def copy_gbps(device: torch.device, watch: Watch) -> float | None:
@@ -322,12 +306,7 @@ def run(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
     command = shlex.join(["python", "-m", "ring_attn.bench.decode", *words])
     bench = Decode(setting, command, args.json)
     bench.run()
-    console = table_console()
-    if not args.quiet:
-        console.print(table(bench.rows, setting))
-    for failure in bench.failures:
-        console.print(failure, style="red", markup=False)
-    return 1 if bench.failures else 0
+    return finish(bench, None if args.quiet else table(bench.rows, setting))
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -34,9 +34,8 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich import box
@@ -44,20 +43,18 @@ from rich.table import Table
 from torch import Tensor
 
 from ring_attn.arguments import (
-    dtype_name,
     format_size,
     parse_size,
-    table_console,
-    write_json,
 )
 from ring_attn.bench.one_device import (
+    Findings,
     OneDevice,
     add_device_arguments,
     chosen_of,
+    finish,
     one_device,
     run_module,
 )
-from ring_attn.bench.timing import gpu_state
 from ring_attn.bench.turns import (
     GRADIENTS,
     OFFLOADED,
@@ -71,7 +68,6 @@ from ring_attn.bench.turns import (
     predicted_bytes,
 )
 from ring_attn.cost import flops
-from ring_attn.env import machine
 from ring_attn.mask import Mask
 from ring_attn.planning.devices import DEVICES as RATES
 from ring_attn.profiling import peak_bytes
@@ -180,65 +176,32 @@ def longest(fits: Callable[[int], bool], guess: int, unit: int) -> int:
     return low * unit
 
 
-class Lengths:
-    """One run: measures part by part and keeps the report on disk up to date."""
+class Lengths(Findings[Setting, LengthRow]):
+    """One run: measures part by part."""
 
     def __init__(self, setting: Setting, command: str = "", json: Path | None = None) -> None:
-        """
-        Args:
-            setting: what is measured.
-            command: the words that measure it again.
-            json: where the report goes, after every row.
-        """
-        self.setting = setting
-        self.rows: list[LengthRow] = []
-        self.failures: list[str] = []
-        self._command, self._json, self._start = command, json, time.monotonic()
+        """As `Findings`; it is saved after every row."""
+        super().__init__(setting, command, json)
         self._digests: dict[tuple[str, int, int | None], list[int]] = {}
         self._slower = 1.0  # than predicted, of the latest run that is predicted to take a second
-        self._states = {"before": gpu_state()}
 
     def run(self) -> None:
         """All parts, as far as the budget goes."""
         for row in self._parts():
             self.rows.append(row)
             self._free()
-            self._save()
-        self._states["after"] = gpu_state()
-        self._save()
+            self.save()
+        self.save(last=True)
 
     def summary(self) -> str:
         """One line for all."""
         ran = [row for row in self.rows if row.seconds is not None]
         found = [row for row in self.rows if row.what == "longest" and row.seqlen]
-        seconds = time.monotonic() - self._start
+        seconds = self.seconds
         return (
             f"{len(ran)} runs, the longest of {max((r.seqlen for r in ran), default=0)} tokens, "
             f"and {len(found)} bounds in {seconds:.0f} s, {len(self.failures)} failures"
         )
-
-    def report(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
-        setting = {
-            **asdict(self.setting),
-            "dtype": dtype_name(self.setting.dtype),
-            "device": self.setting.device.type,
-        }
-        return {
-            "machine": machine(),
-            "gpu_state": self._states,
-            "command": self._command,
-            "setting": setting,
-            "rows": [asdict(row) for row in self.rows],
-            "failures": self.failures,
-            "seconds": time.monotonic() - self._start,
-        }
-
-    def _save(self) -> None:
-        if self._json:
-            part = self._json.with_name(f"{self._json.name}.part")
-            write_json(part, self.report())
-            part.replace(self._json)  # a run that is killed leaves a whole report
 
     def _parts(self) -> Iterator[LengthRow]:
         setting = self.setting
@@ -267,7 +230,7 @@ class Lengths:
             "run", mode, offload, seqlen, window,
             predicted_bytes=predicted.device, host_bytes=predicted.host, predicted_s=expected_s,
         )  # fmt: skip
-        budget, spent = self.setting.budget, time.monotonic() - self._start
+        budget, spent = self.setting.budget, self.seconds
         if budget is not None and spent + self._slower * (expected_s or 0.0) > budget:
             return replace(row, note=f"not run: beyond the budget of {budget:g} s")
         if predicted.host > self.setting.host_memory and offload != "none":
@@ -556,13 +519,8 @@ def run(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
     command = shlex.join(["python", "-m", "ring_attn.bench.length", *words])
     bench = Lengths(setting, command, args.json)
     bench.run()
-    console = table_console()
-    if not args.quiet:
-        console.print(table(bench.rows, str(setting)))
-    for failure in bench.failures:
-        console.print(failure, style="red", markup=False)
-    console.print(bench.summary(), markup=False)
-    return 1 if bench.failures else 0
+    shown = None if args.quiet else table(bench.rows, str(setting))
+    return finish(bench, shown, [bench.summary()])
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -1,20 +1,34 @@
-"""What the benchmarks on one device share: their options, and where they run.
+"""What the benchmarks on one device share: their options, where they run, and what they leave.
 
-`ring_cost` and `length` are modules of their own, run by `make gpu` or by hand.
+They are modules of their own, run by `make gpu` or by hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
+from rich.table import Table
 
-from ring_attn.arguments import add_common, dtype_name, parse_dtype, parse_size
+from ring_attn.arguments import (
+    add_common,
+    dtype_name,
+    parse_dtype,
+    parse_size,
+    table_console,
+    write_json,
+)
 from ring_attn.bench.implementations import Problem
 from ring_attn.bench.kernel import parse_heads
+from ring_attn.bench.timing import gpu_state
+from ring_attn.env import machine
 from ring_attn.launch import DEVICES
 
 
@@ -39,6 +53,87 @@ class OneDevice:
     def __str__(self) -> str:
         heads = f"{self.heads}/{self.kv_heads} heads of {self.head_dim}"
         return f"{heads}, {dtype_name(self.dtype)}"
+
+
+S = TypeVar("S", bound=OneDevice)
+R = TypeVar("R")
+
+
+class Findings(Generic[S, R]):
+    """What a benchmark finds, on disk as it grows.
+
+    Attributes:
+        setting: what is measured.
+        rows: dataclasses, one for each line of its table.
+        failures: what is wrong, in words.
+    """
+
+    def __init__(self, setting: S, command: str = "", json: Path | None = None) -> None:
+        """
+        Args:
+            setting: what is measured.
+            command: the words that measure it again.
+            json: where the report goes, whenever it is saved.
+        """
+        self.setting = setting
+        self.rows: list[R] = []
+        self.failures: list[str] = []
+        self._command, self._json, self._start = command, json, time.monotonic()
+        self._states = {"before": gpu_state()}
+
+    def more(self) -> dict[str, Any]:
+        """What its report says beside."""
+        return {}
+
+    def report(self) -> dict[str, Any]:
+        """All of it, ready for JSON."""
+        setting = {
+            **asdict(self.setting),
+            "dtype": dtype_name(self.setting.dtype),
+            "device": self.setting.device.type,
+        }
+        rows: list[Any] = self.rows
+        return {
+            "machine": machine(),
+            "gpu_state": self._states,
+            "command": self._command,
+            "setting": setting,
+            "rows": [asdict(row) for row in rows],
+            "failures": self.failures,
+            **self.more(),
+            "seconds": self.seconds,
+        }
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self._start
+
+    def left(self) -> float:
+        """Seconds of its budget."""
+        budget = self.setting.budget
+        return (math.inf if budget is None else budget) - self.seconds
+
+    def save(self, *, last: bool = False) -> None:
+        """Writes the report; a run that is killed leaves a whole one."""
+        if last:
+            self._states["after"] = gpu_state()
+        if self._json:
+            part = self._json.with_name(f"{self._json.name}.part")
+            write_json(part, self.report())
+            part.replace(self._json)
+
+
+def finish(bench: Findings[Any, Any], shown: Table | None, lines: Sequence[str] = ()) -> int:
+    """Prints the table, what is wrong, and last lines; 1 if something is wrong."""
+    console = table_console()
+    if shown is not None:
+        console.print(shown)
+    for failure in bench.failures:
+        console.print(failure, style="red", markup=False)
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)  # whole, to be pasted
+    return 1 if bench.failures else 0
 
 
 def add_device_arguments(parser: argparse.ArgumentParser) -> None:

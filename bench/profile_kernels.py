@@ -28,14 +28,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from ring_attn.arguments import dtype_name, table_console, write_json
 from ring_attn.bench.gpu import NCU_REFUSED, find_ncu, run_within
 from ring_attn.bench.launches import (
     Bed,
@@ -48,9 +47,7 @@ from ring_attn.bench.launches import (
     synchronize,
 )
 from ring_attn.bench.launches import case_setting as setting_of
-from ring_attn.bench.one_device import run_module
-from ring_attn.bench.timing import gpu_state
-from ring_attn.env import machine
+from ring_attn.bench.one_device import Findings, finish, run_module
 
 MODULE = "ring_attn.bench.profile_kernels"
 
@@ -145,78 +142,48 @@ class ProfileRow:
     note: str = ""
 
 
-class Profile:
+class Profile(Findings[CaseSetting, ProfileRow]):
     """One run: kernel by kernel, with the report on disk up to date."""
 
     def __init__(self, setting: CaseSetting, ncu: str, json: Path | None = None) -> None:
-        """
+        """As `Findings`; it is saved after every kernel.
+
         Args:
             setting: which kernels.
             ncu: the program.
-            json: where the report goes, after every kernel.
+            json: where the report goes.
         """
-        self.setting = setting
-        self.rows: list[ProfileRow] = []
+        super().__init__(setting, shlex.join(["python", "-m", MODULE, *setting.words]), json)
         self.refused = ""
-        self._ncu, self._json = ncu, json
-        self._start, self._states = time.monotonic(), {"before": gpu_state()}
+        self._ncu = ncu
 
     def run(self) -> None:
         """Every kernel that there is time for; none after ncu has refused to look."""
         for case in self.setting.cases():
             frozen = frozen_of(self.setting.problem_of(case.causal, case.rows))(case.kind)
-            left = self._left()
+            left = self.left()
             if left <= 0.0 or self.refused:
                 why = self.refused or f"beyond the budget of {self.setting.budget:g} s"
                 row = ProfileRow(str(case), label(frozen), note=f"not profiled: {why}")
             else:
                 row = self._profile(case, label(frozen), min(left, CASE_SECONDS))
             self.rows.append(row)
-            self._save()
-        self._states["after"] = gpu_state()
-        self._save()
+            # What should have been profiled and was not; of what ncu refuses nothing should.
+            notes = [] if self.refused else [one for one in self.rows if one.note]
+            self.failures = [f"{one.case}: {one.note}" for one in notes]
+            self.save()
+        self.save(last=True)
 
-    @property
-    def failures(self) -> list[str]:
-        """What should have been profiled and was not."""
-        if self.refused:
-            return []
-        return [f"{row.case}: {row.note}" for row in self.rows if row.note]
+    def more(self) -> dict[str, Any]:
+        """What its report says beside."""
+        return {"refused": self.refused, "summary": self.summary()}
 
     def summary(self) -> str:
         """One line for all."""
         if self.refused:
             return f"{NCU_REFUSED}: {self.refused}"
-        done, seconds = sum(not row.note for row in self.rows), time.monotonic() - self._start
+        done, seconds = sum(not row.note for row in self.rows), self.seconds
         return f"{done} of {len(self.rows)} kernels profiled in {seconds:.0f} s"
-
-    def report(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
-        setting = {
-            **asdict(self.setting),
-            "dtype": dtype_name(self.setting.dtype),
-            "device": self.setting.device.type,
-        }
-        return {
-            "machine": machine(),
-            "gpu_state": self._states,
-            "command": shlex.join(["python", "-m", MODULE, *self.setting.words]),
-            "setting": setting,
-            "rows": [asdict(row) for row in self.rows],
-            "refused": self.refused,
-            "summary": self.summary(),
-            "seconds": time.monotonic() - self._start,
-        }
-
-    def _save(self) -> None:
-        if self._json:
-            part = self._json.with_name(f"{self._json.name}.part")
-            write_json(part, self.report())
-            part.replace(self._json)  # a run that is killed leaves a whole report
-
-    def _left(self) -> float:
-        budget = self.setting.budget
-        return (math.inf if budget is None else budget) - (time.monotonic() - self._start)
 
     def _profile(self, case: Case, config: str, seconds: float) -> ProfileRow:
         start = time.monotonic()
@@ -394,13 +361,8 @@ def run(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
         return 2
     bench = Profile(setting, ncu, args.json)
     bench.run()
-    console = table_console()
-    if not args.quiet and not bench.refused:
-        console.print(table(bench.rows, str(setting)))
-    for failure in bench.failures:
-        console.print(failure, style="red", markup=False)
-    console.print(bench.summary(), markup=False)
-    return 1 if bench.failures else 0
+    shown = None if args.quiet or bench.refused else table(bench.rows, str(setting))
+    return finish(bench, shown, [bench.summary()])
 
 
 def main(words: Sequence[str] | None = None) -> int:

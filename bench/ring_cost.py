@@ -34,7 +34,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,33 +44,30 @@ from rich.table import Table
 from torch import Tensor
 
 from ring_attn.arguments import (
-    dtype_name,
     format_size,
     parse_size,
     parse_sizes,
-    table_console,
-    write_json,
 )
 from ring_attn.backends import get_backend
 from ring_attn.bench.implementations import Problem
 from ring_attn.bench.local_ring import LocalRing, Times, samples, timed_calls
 from ring_attn.bench.one_device import (
+    Findings,
     OneDevice,
     add_device_arguments,
     chosen_of,
+    finish,
     one_device,
     run_module,
 )
 from ring_attn.bench.timing import (
     LEAST_HEAD_START_MS,
     HostWatch,
-    gpu_state,
     head_start_ms,
     watch_for,
 )
 from ring_attn.bench.turns import Copies, Offload, Shards, Turns
 from ring_attn.cost import gradient_packet, shard_packet
-from ring_attn.env import machine
 from ring_attn.layout import SequenceLayout
 from ring_attn.strategies.ring import RingCall, make_call
 
@@ -182,26 +179,17 @@ def cases(world_sizes: Sequence[int], rows: Sequence[int]) -> tuple[Case, ...]:
     return tuple(Case(p, n, layout) for p, n in sizes for layout in LAYOUTS)
 
 
-class RingCost:
-    """One run: measures case by case and keeps the report on disk up to date."""
+class RingCost(Findings[Setting, CostRow]):
+    """One run: measures case by case."""
 
     def __init__(self, setting: Setting, command: str = "", json: Path | None = None) -> None:
-        """
-        Args:
-            setting: what is measured.
-            command: the words that measure it again.
-            json: where the report goes, after every case.
-        """
-        self.setting = setting
-        self.rows: list[CostRow] = []
-        self.failures: list[str] = []
-        self._command, self._json, self._start = command, json, time.monotonic()
+        """As `Findings`; it is saved after every case."""
+        super().__init__(setting, command, json)
         self._watch = watch_for(setting.device)
         self._wholes: dict[int, tuple[dict[str, float], Tensor]] = {}
         self._host_ms: dict[tuple[object, ...], float] = {}
         self._seconds_of_pair = 0.0  # of a whole case, by the largest so far
         self._largest = 0
-        self._states = {"before": gpu_state()}
 
     def run(self) -> None:
         """Every case that the budget has time for."""
@@ -220,9 +208,8 @@ class RingCost:
                 self._largest = pairs
                 self._seconds_of_pair = (time.monotonic() - started) / pairs
             self._free()
-            self._save()
-        self._states["after"] = gpu_state()
-        self._save()
+            self.save()
+        self.save(last=True)
 
     def summary(self) -> list[str]:
         """The targets against what was found, and what failed."""
@@ -244,35 +231,15 @@ class RingCost:
                     f"(target {HOST_US:g})"
                 )
         measured = len({(row.world_size, row.rows, row.layout) for row in timed})
-        seconds = time.monotonic() - self._start
+        seconds = self.seconds
         return [*lines, f"{measured} rings in {seconds:.0f} s, {len(self.failures)} failures"]
 
-    def report(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
-        setting = {
-            **asdict(self.setting),
-            "dtype": dtype_name(self.setting.dtype),
-            "device": self.setting.device.type,
-        }
-        return {
-            "machine": machine(),
-            "gpu_state": self._states,
-            "command": self._command,
-            "setting": setting,
-            "rows": [asdict(row) for row in self.rows],
-            "summary": self.summary(),
-            "failures": self.failures,
-            "seconds": time.monotonic() - self._start,
-        }
-
-    def _save(self) -> None:
-        if self._json:
-            part = self._json.with_name(f"{self._json.name}.part")
-            write_json(part, self.report())
-            part.replace(self._json)  # a run that is killed leaves a whole report
+    def more(self) -> dict[str, Any]:
+        """What its report says beside."""
+        return {"summary": self.summary()}
 
     def _too_long(self, case: Case) -> str:
-        budget, spent = self.setting.budget, time.monotonic() - self._start
+        budget, spent = self.setting.budget, self.seconds
         expected = self._seconds_of_pair * (case.world_size * case.rows) ** 2
         if budget is not None and spent + expected > budget:
             return f"not measured: beyond the budget of {budget:g} s"
@@ -550,14 +517,8 @@ def run(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
     command = shlex.join(["python", "-m", "ring_attn.bench.ring_cost", *words])
     bench = RingCost(setting, command, args.json)
     bench.run()
-    console = table_console()
-    if not args.quiet:
-        console.print(table(bench.rows, str(setting)))
-    for failure in bench.failures:
-        console.print(failure, style="red", markup=False)
-    for line in bench.summary():
-        console.print(line, markup=False)
-    return 1 if bench.failures else 0
+    shown = None if args.quiet else table(bench.rows, str(setting))
+    return finish(bench, shown, bench.summary())
 
 
 def main(words: Sequence[str] | None = None) -> int:

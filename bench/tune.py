@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from ring_attn.arguments import dtype_name, format_size, parse_size, table_console, write_json
+from ring_attn.arguments import format_size, parse_size
 from ring_attn.bench.implementations import Attention, Data, Problem, make, reason, unavailable
 from ring_attn.bench.judge import Judge
 from ring_attn.bench.launches import (
@@ -67,8 +67,8 @@ from ring_attn.bench.launches import (
     no_device,
 )
 from ring_attn.bench.length import digest
-from ring_attn.bench.one_device import run_module
-from ring_attn.bench.timing import Watch, gpu_state, head_start_ms, watch_for
+from ring_attn.bench.one_device import Findings, finish, run_module
+from ring_attn.bench.timing import Watch, head_start_ms, watch_for
 from ring_attn.bench.tune_report import (
     BEST_SET,
     FROZEN_SET,
@@ -286,8 +286,8 @@ class Entry:
         return f"{self.case}: {self.row.name}"
 
 
-class Tuning:
-    """One run: searches case by case and keeps the report on disk up to date."""
+class Tuning(Findings[Setting, TuneRow]):
+    """One run: searches case by case."""
 
     def __init__(
         self,
@@ -296,22 +296,20 @@ class Tuning:
         json: Path | None = None,
         space: Space | None = None,
     ) -> None:
-        """
+        """As `Findings`; it is saved after every case.
+
         Args:
             setting: what is searched.
             command: the words that search it again.
-            json: where the report goes, after every case.
+            json: where the report goes.
             space: in the place of `configs.search_space`.
         """
         from ring_attn.kernels import configs
 
-        self.setting = setting
-        self.rows: list[TuneRow] = []
-        self.failures: list[str] = []
+        super().__init__(setting, command, json)
         self._space = space or configs.search_space
         self._arch = configs.architecture(setting.device)
-        self._command, self._json, self._start = command, json, time.monotonic()
-        self._watch, self._states = watch_for(setting.device), {"before": gpu_state()}
+        self._watch = watch_for(setting.device)
         self._workers = Workers(build, lambda task, why: Built(note=why), setting.jobs)
         self._datas: dict[tuple[bool, int], Data] = {}
         self._judges: dict[tuple[bool, int], Judge] = {}
@@ -328,16 +326,15 @@ class Tuning:
         stages.append((0.4, self._steps))
         try:
             for index, (weight, stage) in enumerate(stages):
-                left = self._left()
+                left = self.left()
                 if left <= 0.0 or self._dead:
                     break
                 share = weight / sum(other for other, _ in stages[index:])
                 self._attempt(stage, time.monotonic() + share * left)
-                self._save()
+                self.save()
         finally:
             self._workers.close()
-        self._states["after"] = gpu_state()
-        self._save()
+        self.save(last=True)
 
     def summary(self) -> list[str]:
         """What was found, what failed, and lines for the table of configs; the last counts."""
@@ -349,37 +346,9 @@ class Tuning:
         ours = [row for row in self.rows if row.config is not None]
         timed, wrong = sum(row.samples > 0 for row in ours), sum(row.wrong for row in ours)
         late = sum(row.note.endswith(NO_TIME) for row in ours)
-        cases, seconds = len({row.case for row in self.rows}), time.monotonic() - self._start
+        cases, seconds = len({row.case for row in self.rows}), self.seconds
         counts = f"{len(ours)} configs, {timed} timed, {wrong} wrong, {late} had no time"
         return [*lines, f"{cases} cases, {counts}; {seconds:.0f} s, {len(self.failures)} failures"]
-
-    def report(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
-        setting = {
-            **asdict(self.setting),
-            "dtype": dtype_name(self.setting.dtype),
-            "device": self.setting.device.type,
-        }
-        return {
-            "machine": machine(),
-            "gpu_state": self._states,
-            "command": self._command,
-            "setting": setting,
-            "rows": [asdict(row) for row in self.rows],
-            "summary": self.summary(),
-            "failures": self.failures,
-            "seconds": time.monotonic() - self._start,
-        }
-
-    def _save(self) -> None:
-        if self._json:
-            part = self._json.with_name(f"{self._json.name}.part")
-            write_json(part, self.report())
-            part.replace(self._json)  # a run that is killed leaves a whole report
-
-    def _left(self) -> float:
-        budget = self.setting.budget
-        return (math.inf if budget is None else budget) - (time.monotonic() - self._start)
 
     def _attempt(self, stage: Callable[[float], None], deadline: float) -> None:
         """Runs a stage; what it raises past its own configs costs no other stage."""
@@ -390,6 +359,10 @@ class Tuning:
             self.failures.append(f"a stage failed: {reason(error)}")
             self._look_alive("that stage")
             self._free()
+
+    def more(self) -> dict[str, Any]:
+        """What its report says beside."""
+        return {"summary": self.summary()}
 
     # -- stages
 
@@ -727,14 +700,8 @@ def run(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
     setting = setting_of(args)
     bench = Tuning(setting, shlex.join(["python", "-m", "ring_attn.bench.tune", *words]), args.json)
     bench.run()
-    console = table_console()
-    if not args.quiet:
-        console.print(table(bench.rows, str(setting)))
-    for failure in bench.failures:
-        console.print(failure, style="red", markup=False)
-    for line in bench.summary():
-        console.print(line, markup=False, soft_wrap=True)  # whole, to be pasted
-    return 1 if bench.failures else 0
+    shown = None if args.quiet else table(bench.rows, str(setting))
+    return finish(bench, shown, bench.summary())
 
 
 def main(words: Sequence[str] | None = None) -> int:

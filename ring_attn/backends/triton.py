@@ -14,19 +14,16 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
 from importlib.metadata import version
 from importlib.util import find_spec
-from operator import or_
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ring_attn.backends.kept_launches import KeptLaunches
 from ring_attn.plan import MaskKind, Tile
 from ring_attn.spec import AttentionSpec, Scores
 
@@ -34,11 +31,8 @@ if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config
     from ring_attn.kernels.decode import Parts
     from ring_attn.kernels.flash_fwd import Carried
-    from ring_attn.kernels.launch import Launch, Repeat
+    from ring_attn.kernels.launch import Launch
     from ring_attn.kernels.step_table import Rectangle, StepTable
-
-A = TypeVar("A")
-T = TypeVar("T")
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEADDIM = 256
@@ -46,13 +40,6 @@ MAX_HEADDIM = 256
 # More rows than that, query heads of a kv head counted each, are no few queries: keys need not be
 # read in parts where blocks of rows fill a GPU.
 MOST_DECODED_ROWS = 64
-
-# Triton compiles another kernel for a tensor whose address is no multiple of that.
-ALIGNMENT = 16
-
-# Steps whose tables are kept on the device: more than a few models' plans have. So many launches
-# are kept, too, to be repeated.
-TABLES_KEPT = 1024
 
 
 @dataclass
@@ -84,8 +71,7 @@ class TritonBackend:
 
     def __init__(self) -> None:
         """No kernel is imported before the first call."""
-        self._tables: OrderedDict[tuple[Any, ...], tuple[Any, StepTable]] = OrderedDict()
-        self._repeats: dict[tuple[Any, ...], tuple[Any, Repeat]] = {}
+        self._launches = KeptLaunches()
 
     def supports(self, spec: AttentionSpec, *, named: bool = False) -> str | None:
         """float16, bfloat16, float32 and head dims up to 256, on GPUs of compute capability 8.0."""
@@ -139,7 +125,7 @@ class TritonBackend:
             shape = (batch, rows, nheads, state.headdim_v)
             carried.out = q.new_empty(shape, dtype=state.out_dtype)
             carried.lse = _float32(q, batch, nheads, rows)
-        self._run(
+        self._launches.run(
             (tiles, "fwd", first, last, scores, state.out_dtype, carried.sinks is None),
             (q, k, v),
             (carried.acc, carried.m, carried.l, carried.out, carried.lse, carried.sinks),
@@ -193,8 +179,8 @@ class TritonBackend:
 
         out, lse = _float32(q, batch, rows, nheads, v.size(3)), _float32(q, batch, nheads, rows)
         call = (tiles, "decode", group, parts, scores)
-        self._run(call, (packed, k, v), (acc, m, l, None, None, None), fold)
-        self._run(
+        self._launches.run(call, (packed, k, v), (acc, m, l, None, None, None), fold)
+        self._launches.run(
             ((), "merge", group, parts.num_parts), (acc,), (m, l, out, lse),
             lambda: decode.merge_parts_launch(acc, m, l, out, lse, parts.num_parts),
         )  # fmt: skip
@@ -211,7 +197,7 @@ class TritonBackend:
 
             return delta_launch(out, dout, delta, select("delta", out, out.size(3)))
 
-        self._run(((), "delta"), (out, dout), (delta,), launch)
+        self._launches.run(((), "delta"), (out, dout), (delta,), launch)
         return delta
 
     def backward(
@@ -252,7 +238,7 @@ class TritonBackend:
             return
         q, k, v, dout = _unit_stride(q), _unit_stride(k), _unit_stride(v), _unit_stride(dout)
 
-        self._run(
+        self._launches.run(
             (tiles, "dq", scores),
             (q, k, v, dout),
             (lse, delta, dq),
@@ -278,7 +264,7 @@ class TritonBackend:
             return
         q, k, v, dout = _unit_stride(q), _unit_stride(k), _unit_stride(v), _unit_stride(dout)
 
-        self._run(
+        self._launches.run(
             (tiles, "dkdv", scores),
             (q, k, v, dout),
             (lse, delta, dk, dv),
@@ -324,41 +310,6 @@ class TritonBackend:
                 "for: set TRITON_INTERPRET=1 before the program starts to run on a CPU"
             )
         return None
-
-    def _run(
-        self,
-        call: tuple[Hashable, ...],
-        inputs: Sequence[Tensor],
-        others: Sequence[Tensor | None],
-        make: Callable[[], Launch],
-    ) -> None:
-        """Runs the launch that `make` makes, or repeats the one of an equal call.
-
-        Args:
-            call: the tiles, by their identity, and what else makes a difference to the launch
-                beside tensors.
-            inputs: (batch, rows, heads, dim) tensors of any strides, the kernel's first arguments.
-            others: its next ones; contiguous, of sizes and types that follow from the rest.
-            make: a launch with those arguments.
-        """
-        tiles, *rest = call
-        device = inputs[0].get_device()
-        key = (id(tiles), *rest, device, *[(x.shape, x.stride(), x.dtype) for x in inputs])
-        addresses = [0 if x is None else x.data_ptr() for x in (*inputs, *others)]
-        aligned = not reduce(or_, addresses) % ALIGNMENT
-        known = self._repeats.get(key) if aligned else None
-        if known is not None:
-            _enqueue(known[1].run, addresses, device)
-            return
-        launch = make()
-        compiled = _enqueue(type(launch).run, launch, device)
-        if aligned and compiled is not None:
-            from ring_attn.kernels.launch import Repeat
-
-            # The tiles are kept beside it, so that no other tuple can take over their id.
-            self._repeats[key] = tiles, Repeat(launch, compiled, len(addresses))
-            if len(self._repeats) > TABLES_KEPT:
-                del self._repeats[next(iter(self._repeats))]
 
     def _forward_launch(
         self,
@@ -489,7 +440,7 @@ class TritonBackend:
                 descending=not kv_rows, num_rows=num_rows,
             )  # fmt: skip
 
-        return self._kept(tiles, (blocks, device, kv_rows, num_rows), make)
+        return self._launches.table(tiles, (blocks, device, kv_rows, num_rows), make)
 
     def _part_table(
         self,
@@ -505,7 +456,7 @@ class TritonBackend:
         from ring_attn.kernels.step_table import make_step_table
 
         blocks = (config.BLOCK_M, config.BLOCK_N)
-        return self._kept(
+        return self._launches.table(
             tiles,
             (blocks, device, rows, group, parts),
             lambda: make_step_table(
@@ -513,21 +464,6 @@ class TritonBackend:
                 descending=True, num_rows=parts.num_parts * rows * group,
             ),
         )  # fmt: skip
-
-    def _kept(
-        self, tiles: Sequence[Tile], what: tuple[Hashable, ...], make: Callable[[], StepTable]
-    ) -> StepTable:
-        """A table, made once as long as it is used: by the identity of the plan's tiles."""
-        key = (id(tiles), *what)
-        if key in self._tables:
-            self._tables.move_to_end(key)
-            return self._tables[key][1]
-        table = make()
-        # The tiles are kept beside their table, so that no other tuple can take over their id.
-        self._tables[key] = tiles, table
-        if len(self._tables) > TABLES_KEPT:
-            self._tables.popitem(last=False)
-        return table
 
 
 def _kind(kernel: str, tiles: Sequence[Tile]) -> str:
@@ -545,17 +481,6 @@ def _config(
     if configs.autotune_enabled():
         return configs.search(kind, q, v.size(3), call, scratch_launch)
     return configs.select(kind, q, v.size(3))
-
-
-def _enqueue(run: Callable[[A], T], argument: A, device: int) -> T:
-    """Runs a launch on a GPU by its number; below 0 that is the CPU."""
-    if device < 0:
-        _warn_of_interpreter()
-        return run(argument)
-    if device == torch.cuda.current_device():
-        return run(argument)  # a switch to where one is already takes 5 us
-    with torch.cuda.device(device):
-        return run(argument)
 
 
 def _rectangles(tiles: Sequence[Tile]) -> list[Rectangle]:
@@ -579,15 +504,6 @@ def _use_interpreter() -> bool:
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
-
-
-@cache
-def _warn_of_interpreter() -> None:
-    warnings.warn(
-        "backend='triton' on CPU tensors runs in Triton's interpreter: for tests, some thousand "
-        "times slower than the other backends",
-        stacklevel=2,
-    )
 
 
 def _unit_stride(x: Tensor) -> Tensor:

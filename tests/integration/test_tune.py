@@ -410,7 +410,7 @@ def test_a_budget_leaves_cases_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "2 configs, 1 timed, 0 wrong, 1 had no time" in bench.summary()[-1]
     shares = []
     bench = tuning(f"{TINY} --kernels dkdv,dq --budget 1000")
-    monkeypatch.setattr(bench, "_left", lambda: 440.0)
+    monkeypatch.setattr(bench, "left", lambda: 440.0)
     monkeypatch.setattr(tune.time, "monotonic", lambda: 0.0)
     for name in ("_search", "_backward"):
         monkeypatch.setattr(bench, name, lambda what, deadline: shares.append(deadline))

@@ -133,7 +133,7 @@ class Watched:
             results = call(self.backend, x)
         tensors = {**vars(x), **results}
         named = {y.data_ptr(): name for name, y in tensors.items() if isinstance(y, Tensor)}
-        for _, table in self.backend._tables.values():
+        for _, table in self.backend._launches.tables.values():
             named |= {table.blocks.data_ptr(): "blocks", table.runs.data_ptr(): "runs"}
         grid, function, args = self._stub.last()
         return [grid, function, [named.get(arg, arg) for arg in args]], len(made)
@@ -198,10 +198,10 @@ def changes(stub: StubDriver) -> dict[str, int]:
 def bound(stub: StubDriver) -> list[int]:
     """How many are kept, call by call, where at most 3 are."""
     backend, x, kept = TritonBackend(), Tensors(), []
-    with mock.patch("ring_attn.backends.triton.TABLES_KEPT", 3):
+    with mock.patch("ring_attn.backends.kept_launches.MOST_KEPT", 3):
         for n in range(1, 8):
             grad_q(tiles_of(Mask(ROWS, ROWS, window_size=(n, 0))))(backend, x)
-            kept.append(len(backend._repeats))
+            kept.append(len(backend._launches.repeats))
     return kept
 
 
@@ -211,7 +211,7 @@ def freed() -> bool:
     held = weakref.ref(x.dout)
     grad_q()(backend, x)
     del x
-    return len(backend._repeats) == 1 and held() is None
+    return len(backend._launches.repeats) == 1 and held() is None
 
 
 def main() -> None:

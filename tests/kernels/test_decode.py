@@ -178,4 +178,4 @@ def test_a_table_is_made_once_for_the_tiles(short_parts: None) -> None:
     inputs, tiles = inputs_for(mask), tiles_of(mask)
     for _ in range(3):
         backend.decode(*inputs[:3], tiles, scores=Scores(0.3))
-    assert len(backend._tables) == 1
+    assert len(backend._launches.tables) == 1

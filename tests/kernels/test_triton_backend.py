@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ring_attn.backends import choose_backend, get_backend
+from ring_attn.backends import choose_backend, get_backend, kept_launches
 from ring_attn.backends import triton as module
 from ring_attn.backends.base import Backend
 from ring_attn.backends.triton import TritonBackend
@@ -165,7 +165,7 @@ def test_an_interpreter_and_a_numpy_that_do_not_go_together(
 
 @in_interpreter
 def test_it_says_once_that_it_is_the_interpreter() -> None:
-    module._warn_of_interpreter.cache_clear()
+    kept_launches._warn_of_interpreter.cache_clear()
     inputs = inputs_for(Mask(5, 5))
     with pytest.warns(UserWarning, match="backend='triton' on CPU tensors runs in Triton's inter"):
         run(get_backend("triton"), inputs, [whole(Mask(5, 5))])
@@ -368,16 +368,16 @@ def test_tables_are_made_once_for_a_plan() -> None:
     mask, backend = MASKS["documents"], TritonBackend()
     inputs, steps = inputs_for(mask), cut_keys(mask, 32, 64)
     first = run(backend, inputs, steps)
-    kept = len(backend._tables)
+    kept = len(backend._launches.tables)
     # Three steps, of which the first and the last are for all rows; dq's; dk's and dv's.
     assert kept <= 9
     assert same(run(backend, inputs, steps), first)
     assert same(run(backend, inputs_for(mask), steps), first)
-    assert len(backend._tables) == kept
+    assert len(backend._launches.tables) == kept
 
 
 def test_the_tables_that_are_kept_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TABLES_KEPT", 4)
+    monkeypatch.setattr(kept_launches, "MOST_KEPT", 4)
     backend, config, device = TritonBackend(), blocks(32, 16), torch.device(DEVICE)
     latest = whole(Mask(33, 33))
     kept = backend._table(latest, config, device)
@@ -386,7 +386,7 @@ def test_the_tables_that_are_kept_have_a_bound(monkeypatch: pytest.MonkeyPatch) 
         table = backend._table(whole_again(seqlen), config, device)
         assert int(table.blocks[:, 1].max()) == seqlen
         assert backend._table(latest, config, device) is kept, "used again and again, it stays"
-        assert len(backend._tables) <= 4
+        assert len(backend._launches.tables) <= 4
 
 
 def whole_again(seqlen: int) -> tuple[Tile, ...]:

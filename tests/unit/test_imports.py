@@ -74,7 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 # Folders in which siblings do not know each other: only these modules may be imported by all.
-SIBLINGS = {"backends": {"base"}, "transport": {"base"}}
+SIBLINGS = {"backends": {"base", "kept_launches"}, "transport": {"base"}}
 
 # What may be imported outside a function: the base dependencies, and triton by kernels.
 BASE_DEPENDENCIES = {"torch", "einops", "rich"}
