@@ -403,6 +403,8 @@ def run_within(
         cwd=source_root(),
         env={**environment(), **variables},
         start_new_session=True,  # a group of its own, which is stopped whole
+        # What a shell starts in the background ignores interrupts, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     try:
         return process.wait(seconds)

@@ -149,9 +149,9 @@ def test_what_cannot_run_is_refused_on_every_rank(ranks: Any) -> None:
 
 def warnings_of_two_calls() -> list[str]:
     """Of a process that may have been warned before."""
-    from ring_attn.backends import triton
+    from ring_attn.backends import kept_launches
 
-    triton._warn_of_interpreter.cache_clear()
+    kept_launches._warn_of_interpreter.cache_clear()
     x = torch.randn(1, 8, 2, 16)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

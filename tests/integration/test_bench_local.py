@@ -271,6 +271,7 @@ def length_report(tmp_path: Path, words: str, status: int = 0) -> dict[str, Any]
     return report
 
 
+@pytest.mark.slow
 def test_length(tmp_path: Path) -> None:
     report = length_report(tmp_path, "--offload none,kv --limit 2M")
     runs = [row for row in report["rows"] if row["what"] == "run"]

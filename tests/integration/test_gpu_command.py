@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import sys
 import time
 from pathlib import Path
@@ -77,13 +78,18 @@ def running(pid: int) -> bool:
     return True
 
 
-def test_a_part_that_is_interrupted_can_write_what_it_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ignored", [False, True], ids=["", "interrupts ignored here"])
+def test_a_part_that_is_interrupted_can_write_what_it_has(tmp_path: Path, ignored: bool) -> None:
+    here = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
     code = (
         "import time\n"
         "try:\n    print('begun', flush=True); time.sleep(60)\n"
         "except KeyboardInterrupt:\n    print('what there is', flush=True)\n"
     )
-    (outcome,) = run(tmp_path, Part("long", python(code), seconds=2.0))
+    try:
+        (outcome,) = run(tmp_path, Part("long", python(code), seconds=2.0))
+    finally:
+        signal.signal(signal.SIGINT, here)
     assert outcome.verdict == TIMEOUT
     assert outcome.tail == ("begun", "what there is")
 

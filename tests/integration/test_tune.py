@@ -312,6 +312,7 @@ def test_candidates_that_cannot_or_must_not_be_taken(
     assert "5 configs, 2 timed, 2 wrong" in lines[-1]
 
 
+@pytest.mark.slow
 def test_another_kernel_that_is_wrong_is_not_held_against_a_config(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -475,6 +476,7 @@ def test_the_fastest_tile_is_tried_in_other_orders(monkeypatch: pytest.MonkeyPat
     assert tune.orders_of(asked[0], special) == [special, replace(special, l2_bytes=1 << 20)]
 
 
+@pytest.mark.slow
 def test_what_is_timed_again_is_one_row() -> None:
     bench = tuning(f"{TINY} --kernels dq --causal-rows 17")
     case, frozen = Case("dq", True, 17, 17), bench._frozen("dq")
