@@ -41,6 +41,9 @@ MAX_HEADDIM = 256
 # read in parts where blocks of rows fill a GPU.
 MOST_DECODED_ROWS = 64
 
+# q, k, v, dout, lse, delta.
+BackwardInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
 
 @dataclass
 class TritonState:
@@ -242,7 +245,7 @@ class TritonBackend:
             (tiles, "dq", scores),
             (q, k, v, dout),
             (lse, delta, dq),
-            lambda: self._dq_launch(q, k, v, dout, lse, delta, tiles, dq, scores),
+            lambda: self._dq_launch((q, k, v, dout, lse, delta), tiles, dq, scores),
         )
 
     def backward_kv(
@@ -268,7 +271,7 @@ class TritonBackend:
             (tiles, "dkdv", scores),
             (q, k, v, dout),
             (lse, delta, dk, dv),
-            lambda: self._dkdv_launch(q, k, v, dout, lse, delta, tiles, dk, dv, scores),
+            lambda: self._dkdv_launch((q, k, v, dout, lse, delta), tiles, dk, dv, scores),
         )
 
     def gradient_factor(self, scores: Scores) -> float:
@@ -357,19 +360,12 @@ class TritonBackend:
         return launch(config, carried)
 
     def _dq_launch(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        tiles: Sequence[Tile],
-        dq: Tensor,
-        scores: Scores,
+        self, inputs: BackwardInputs, tiles: Sequence[Tile], dq: Tensor, scores: Scores
     ) -> Launch:
         from ring_attn.kernels.configs import select
         from ring_attn.kernels.flash_bwd import can_specialize_backward, dq_launch
+
+        q, k, v, dout, *_ = inputs
 
         def launch(config: Config, dq: Tensor) -> Launch:
             table = self._table(tiles, config, q.device)
@@ -378,7 +374,7 @@ class TritonBackend:
                 config = select("dq", q, v.size(3))
                 table = self._table(tiles, config, q.device)
             return dq_launch(
-                q, k, v, dout, lse, delta, dq, table, config,
+                *inputs, dq, table, config,
                 softmax_scale=scores.softmax_scale, softcap=scores.softcap,
             )  # fmt: skip
 
@@ -389,12 +385,7 @@ class TritonBackend:
 
     def _dkdv_launch(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
+        inputs: BackwardInputs,
         tiles: Sequence[Tile],
         dk: Tensor,
         dv: Tensor,
@@ -403,6 +394,8 @@ class TritonBackend:
         from ring_attn.kernels.configs import select
         from ring_attn.kernels.flash_bwd import can_specialize_backward, dkdv_launch
 
+        q, k, v, dout, *_ = inputs
+
         def launch(config: Config, dk: Tensor, dv: Tensor) -> Launch:
             table = self._table(tiles, config, q.device, kv_rows=True)
             fits = can_specialize_backward(q, k, v, dout, table, scores.softcap)
@@ -410,7 +403,7 @@ class TritonBackend:
                 config = select("dkdv", q, v.size(3))
                 table = self._table(tiles, config, q.device, kv_rows=True)
             return dkdv_launch(
-                q, k, v, dout, lse, delta, dk, dv, table, config,
+                *inputs, dk, dv, table, config,
                 softmax_scale=scores.softmax_scale, softcap=scores.softcap,
             )  # fmt: skip
 
