@@ -68,6 +68,7 @@ def test_bench_ring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         }
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_baseline_that_cannot_run_says_why(tmp_path: Path) -> None:
     path = tmp_path / "ring.json"

@@ -85,6 +85,7 @@ def train_with_a_mistake(settings: demo.Settings) -> demo.Report:
         return demo.train(settings)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_few_missing_keys_fail_the_demo() -> None:
     settings = demo.settings_of(parsed(f"{TINY} --steps 1 --nproc 1"))

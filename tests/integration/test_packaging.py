@@ -199,6 +199,7 @@ def test_works_uninstalled_from_the_root(sources: Path, environment: Environment
     check_works(environment, sources, cwd=sources, home=sources)
 
 
+@pytest.mark.slow
 def test_works_as_an_editable_install(
     sources: Path, environment: Environment, tmp_path: Path
 ) -> None:

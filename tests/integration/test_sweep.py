@@ -65,6 +65,7 @@ def test_auto_is_judged_against_the_best() -> None:
     assert verdict_table(verdicts, rows).row_count == 2
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_small_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine, out = tmp_path / "machine.json", tmp_path / "sweep.json"

@@ -3,6 +3,8 @@
 import os
 import time
 
+import pytest
+
 from ring_attn.bench.workers import Workers
 from tests.integration.worker_calls import call
 
@@ -13,6 +15,7 @@ def lost(item: tuple[str, int], why: str) -> tuple[str, int, int]:
     return f"{item[0]}: {why}", item[1], 0
 
 
+@pytest.mark.slow
 def test_items_are_lost_one_by_one() -> None:
     workers = Workers(call, lost, 1)
     items = [("work", 0), ("die", 1), ("work", 2), ("work", 3), ("last", 4), ("work", 5)]
