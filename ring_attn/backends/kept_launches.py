@@ -91,7 +91,8 @@ class KeptLaunches:
 
             self.repeats[key] = tiles, Repeat(launch, compiled, len(addresses))
             if len(self.repeats) > MOST_KEPT:
-                del self.repeats[next(iter(self.repeats))]
+                # Another thread, of another device's backward, may be about to do the same.
+                self.repeats.pop(next(iter(self.repeats)), None)
 
 
 def enqueue(run: Callable[[A], T], argument: A, device: int) -> T:
