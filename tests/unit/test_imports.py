@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # What a call costs and how long it takes, for all ranks at once.
     "work": {"mask", "layout", "plan"},
     "balance": {"mask", "layout", "validation"},
-    "debug": DATA | {"validation"},
+    "debug": DATA | {"validation", "transport"},
     "checkpoint": set(),
     "tensor_parallel": {"checkpoint", "cost"},
     "planning": ENGINE | {"balance"},
@@ -74,7 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 # Folders in which siblings do not know each other: only these modules may be imported by all.
-SIBLINGS = {"backends": {"base", "kept_launches"}, "transport": {"base"}}
+SIBLINGS = {"backends": {"base", "kept_launches"}, "transport": {"base", "ranks"}}
 
 # What may be imported outside a function: the base dependencies, and triton by kernels.
 BASE_DEPENDENCIES = {"torch", "einops", "rich"}
