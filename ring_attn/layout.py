@@ -298,7 +298,7 @@ class SequenceLayout:
         """What lies between the positions of neighbouring rows of a segment: 1 but for striped."""
         if self.kind == "striped":
             return self.world_size
-        return max((s.stride for part in self.parts or () for s in part), default=1)
+        return next((s.stride for part in self.parts or () for s in part), 1)
 
     def merged(self, groups: Sequence[Sequence[int]]) -> tuple[SequenceLayout, MergedRows]:
         """The layout of groups of ranks that pool their rows, in the order of their positions.
