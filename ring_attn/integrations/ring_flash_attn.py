@@ -12,16 +12,17 @@ Names, parameters, their order and defaults, shapes and what is returned are tho
     llama3_flash_attn_prepare_cu_seqlens, llama3_flash_attn_varlen_{...} the sequence of all
                                                                      documents split in runs
 
-Those 19 work. `substitute_hf_flash_attn` and `update_ring_flash_attn_params`, which patch
-transformers, are refused with what to call instead.
+These are 19 of its 21 functions. The other two, `substitute_hf_flash_attn` and
+`update_ring_flash_attn_params`, patch transformers and are refused with what to call instead.
 
 What is different, where the other's result is not what its parameters say: `window_size` counts
 global positions, not those within a shard; gradients have the dtypes of their inputs; every dtype,
 headdim and backend of `ring_attention` works, on CPUs too; the zigzag and stripe functions take
 `causal=False`. `dropout_p` and `alibi_slopes` are refused.
 
-torch.compile takes the nine functions without documents into a graph. Those with documents break
-the graph, as their plans follow from the values of `cu_seqlens`, and `fullgraph=True` is refused.
+torch.compile takes the nine functions without documents into a graph. Those over documents break
+the graph, because their plans follow from the values of `cu_seqlens`: with `fullgraph=True` they
+are refused with what to call instead.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ Result = Tensor | tuple[Tensor, Tensor, None]
 
 # What torch.compile says with fullgraph=True of a function that is left out of the graph.
 _READS_DOCUMENTS = (
-    "the values of cu_seqlens are read on the host, to plan for all ranks, and a graph has none: "
-    "compile without fullgraph=True, or call ring_attn.ring_attention with the global cu_seqlens "
-    "and a layout, which compiles whole"
+    "the plans of all ranks follow from the values of cu_seqlens, and a graph knows none: compile "
+    "without fullgraph=True, or call ring_attn.ring_attention with the global cu_seqlens and a "
+    "layout, which compiles whole"
 )
 _ASKS_BACKEND = (
     "deterministic=True asks which backend would run, and a graph cannot: compile without "
