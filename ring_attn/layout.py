@@ -14,43 +14,22 @@ Nothing has to divide: where a length does not, the first parts are one position
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from ring_attn.compiling import kept
 from ring_attn.mask import Mask
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 KINDS = (*LAYOUTS, "boundaries", "segments")
 
-T = TypeVar("T")
-
 # For each group and each member: the pairs (rows of the member, rows of the group).
 MergedRows = tuple[tuple[tuple[tuple[slice, slice], ...], ...], ...]
-
-
-def _kept(compute: Callable[[Any], T]) -> T:
-    """Makes a property that is computed once per layout, or at every look while dynamo traces.
-
-    On Python 3.11 `functools.cached_property` takes a lock, which dynamo cannot trace. A graph that
-    read the kept value would also be another one than a graph traced before the value was there.
-    """
-    key = f"_{compute.__name__}"
-
-    def get(layout: SequenceLayout) -> T:
-        if torch.compiler.is_compiling():
-            return compute(layout)
-        kept = vars(layout)
-        if key not in kept:
-            kept[key] = compute(layout)
-        return cast(T, kept[key])
-
-    return cast(T, property(get, doc=compute.__doc__))
 
 
 @dataclass(frozen=True)
@@ -192,7 +171,7 @@ class SequenceLayout:
         runs = iter(zip(*(iter(rest[1 + rest[0] :]),) * 3, strict=True))
         return cls.from_segments([[Segment(*next(runs)) for _ in range(count)] for count in counts])
 
-    @_kept
+    @kept
     def numbers(self) -> tuple[int, ...]:
         """The layout as numbers, for operators that take nothing else: its kind, then what is its.
 
@@ -288,12 +267,12 @@ class SequenceLayout:
         """Number of rows that the rank holds."""
         return self.shard_lens[self._rank(rank)]
 
-    @_kept
+    @kept
     def shard_lens(self) -> tuple[int, ...]:
         """Rows per rank."""
         return tuple(sum(s.length for s in segments) for segments in _segments(self))
 
-    @_kept
+    @kept
     def stride(self) -> int:
         """What lies between the positions of neighbouring rows of a segment: 1 but for striped."""
         if self.kind == "striped":
@@ -396,7 +375,7 @@ class SequenceLayout:
             areas.append(int((stop - start).sum()))
         return tuple(areas)
 
-    @_kept
+    @kept
     def _hash(self) -> int:
         return hash((self.kind, self.seqlen, self.world_size, self.cuts, self.parts))
 
@@ -411,7 +390,7 @@ class SequenceLayout:
             return f"segments({[[tuple(vars(s).values()) for s in part] for part in self.parts]})"
         return f"{self.kind}(seqlen={self.seqlen}, world_size={self.world_size})"
 
-    @_kept
+    @kept
     def _restore(self) -> Tensor:
         order = torch.cat([self.position_ids(rank) for rank in range(self.world_size)])
         return torch.empty_like(order).scatter_(0, order, torch.arange(self.seqlen))

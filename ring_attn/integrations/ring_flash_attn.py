@@ -40,6 +40,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_attn import validation as check
 from ring_attn.api import Group, Layout, ring_attention, select_backend
+from ring_attn.compiling import left_out_of_graphs
 from ring_attn.layout import Segment, SequenceLayout
 from ring_attn.strategy import Strategy
 
@@ -278,7 +279,7 @@ stripe_flash_attn_kvpacked_func = _stripe.kvpacked_func
 stripe_flash_attn_qkvpacked_func = _stripe.qkvpacked_func
 
 
-@torch.compiler.disable(reason=_READS_DOCUMENTS)
+@left_out_of_graphs(_READS_DOCUMENTS)
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor, int, int, slice]:
@@ -503,7 +504,7 @@ def _check_deterministic(q: Tensor, k: Tensor, v: Tensor) -> None:
         _check_backend_is_deterministic(q, k, v)
 
 
-@torch.compiler.disable(reason=_ASKS_BACKEND)
+@left_out_of_graphs(_ASKS_BACKEND)
 def _check_backend_is_deterministic(q: Tensor, k: Tensor, v: Tensor) -> None:
     name = select_backend(q, k, v).name
     if name not in _DETERMINISTIC:
@@ -545,7 +546,7 @@ def _longest(boundaries: Sequence[int]) -> int:
     return max(b - a for a, b in pairwise(boundaries))
 
 
-@torch.compiler.disable(reason=_READS_DOCUMENTS)
+@left_out_of_graphs(_READS_DOCUMENTS)
 def _attend_split(
     q: Tensor,
     k: Tensor,
@@ -618,7 +619,7 @@ def _local_documents(
     return cu_q, cu_k, slice(start, stop)
 
 
-@torch.compiler.disable(reason=_READS_DOCUMENTS)
+@left_out_of_graphs(_READS_DOCUMENTS)
 def _attend_gathered(
     q: Tensor, k: Tensor, v: Tensor, local: _Local, heads_k_stride: int, options: _Options
 ) -> Result:
