@@ -359,7 +359,7 @@ COMPILED = {**{case.family: (case, False) for case in PACKED}, "llama3_prepare":
 
 
 @pytest.mark.parametrize("scalars", [False, True], ids=["", "scalars"])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", COMPILED)
 def test_functions_over_documents_stand_between_graphs(
     ranks: Any, name: str, backend: str, scalars: bool

@@ -18,7 +18,6 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ring_attn import TransportOptions
 from ring_attn.parallel_style import ContextParallel, parallelize
-from tests.cold import compile_cold
 
 
 @pytest.fixture(scope="module")
@@ -236,18 +235,6 @@ def test_checkpoints_around_the_module_are_exact_and_within_it_an_error(mesh: De
     # What torch's own SDPA says of DTensors on this device, or checkpoint of other saved tensors.
     with pytest.raises((CheckpointError, NotImplementedError)):
         core(*leaves).sum().backward()
-
-
-@pytest.mark.parametrize("inside", ["global", "local"])
-def test_it_compiles_to_one_graph(mesh: DeviceMesh, inside: Any) -> None:
-    leaves = [x.requires_grad_() for x in qkv()]
-    core = parallelize(Core(), mesh, style(inside=inside))
-    compiled, num_graphs = compile_cold(core, "aot_eager", fullgraph=True)
-    out = compiled(*leaves)
-    assert num_graphs() == 1
-    got = (out, *torch.autograd.grad(out.square().sum(), leaves))
-    out = core(*leaves)
-    assert all(map(torch.equal, got, (out, *torch.autograd.grad(out.square().sum(), leaves))))
 
 
 ROWS, HEADS, DIM = Shard(2), Shard(1), Shard(3)
