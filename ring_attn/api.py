@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn import ops
 from ring_attn import validation as check
 from ring_attn.backends import BackendChoice, choose_backend
+from ring_attn.compiling import left_out_of_graphs
 from ring_attn.debug import check_agreement, debug_enabled, tell_refusal
 from ring_attn.layout import SequenceLayout
 from ring_attn.ops import CallArguments
@@ -158,8 +159,7 @@ def ring_attention(
         ValueError: shapes, layout, window, documents, sinks or degrees that do not fit.
         TypeError: a dtype or type that is not taken.
         NotImplementedError: dropout, ALiBi, what the named backend does not support,
-            `same_bits=True` where it cannot be had, `strategy="auto"` under torch.compile, or a
-            call within the capture of a CUDA graph.
+            `same_bits=True` where it cannot be had, or a call within the capture of a CUDA graph.
         ImportError: the named backend's package is not installed.
         RuntimeError: no process group, or a peer that died or stalled.
 
@@ -266,15 +266,14 @@ def _described(group: Group, device_type: str) -> tuple[str, tuple[int, ...]]:
 vars(_described)["_dynamo_marked_constant"] = True
 
 
+@left_out_of_graphs(
+    "strategy='auto' cannot be compiled, the ranks talk to each other to choose: pass "
+    "ring_attn.explain(...).strategy, or compile without fullgraph=True"
+)
 def _with_strategy(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: CallArguments
 ) -> CallArguments:
     """The same call with the strategy that "auto" is here."""
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "strategy='auto' cannot be compiled, the ranks talk to each other to choose: pass "
-            "ring_attn.explain(...).strategy"
-        )
     group, shape = arguments.process_group, arguments.mesh_shape
     try:
         spec = AttentionSpec.of(q, k, v, arguments.softcap, sinks)

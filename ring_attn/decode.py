@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn import validation as check
+from ring_attn.compiling import left_out_of_graphs
 from ring_attn.debug import check_agreement, debug_enabled, tell_refusal
 from ring_attn.layout import Segment, SequenceLayout
 from ring_attn.mask import Mask
@@ -72,6 +73,10 @@ def tree_decode(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@left_out_of_graphs(
+    "tree_decode sends its messages from the host, and a graph holds none: compile without "
+    "fullgraph=True, which leaves it out"
+)
 def tree_decode(
     q: Tensor,
     k: Tensor,
