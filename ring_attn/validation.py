@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -282,13 +283,32 @@ def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
         )
     if mesh not in _flat_groups:
         ranks = mesh.mesh.flatten().tolist()
-        group = mesh._flatten().get_group()
-        if dist.get_process_group_ranks(group) != ranks:
+        if ranks != sorted(ranks):
             raise ValueError(
                 f"the ranks of a mesh with two axes must ascend, row by row, got {ranks}"
             )
-        _flat_groups[mesh] = group
+        world = check_group(None)
+        if ranks == dist.get_process_group_ranks(world):
+            _flat_groups[mesh] = world
+        else:
+            with _never_split(world):
+                _flat_groups[mesh] = mesh._flatten().get_group()
     return _flat_groups[mesh]
+
+
+@contextmanager
+def _never_split(world: dist.ProcessGroup) -> Iterator[None]:
+    """Groups that torch makes within are new ones, not split off the world's communicator.
+
+    With init_process_group(device_id=...) torch would split it, which ranks of the world that make
+    no such group never join.
+    """
+    device = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 # torch looks the flattened mesh up by a name that it builds at every call.
