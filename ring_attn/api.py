@@ -218,8 +218,8 @@ def _checked(
     check.check_sinks(sinks, q)
     check.check_same_bits(same_bits)
     window = check.check_window(window_size, causal)
-    check.check_boundaries("cu_seqlens", cu_seqlens)
-    check.check_boundaries("cu_seqlens_k", cu_seqlens_k)
+    check.check_boundaries("cu_seqlens", cu_seqlens, q.device)
+    check.check_boundaries("cu_seqlens_k", cu_seqlens_k, q.device)
     check.check_name("backend", backend)
     check.check_transport(transport)
     group_name, mesh_shape = _described(group, q.device.type, transport.kind)
@@ -228,6 +228,8 @@ def _checked(
     differentiated = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, sinks)
     )
+    if differentiated:
+        check.check_saved(q=q, k=k, v=v, sinks=sinks)
     return CallArguments(
         cu_seqlens=cu_seqlens,
         cu_seqlens_k=cu_seqlens_k,
@@ -328,6 +330,7 @@ def select_backend(
     check.check_tensors(q, k, v, packed=True)
     check.check_softcap(softcap)
     check.check_sinks(sinks, q)
+    check.check_name("backend", backend)
     return choose_backend(AttentionSpec.of(q, k, v, softcap, sinks), backend)
 
 

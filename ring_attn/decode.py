@@ -146,6 +146,7 @@ def tree_decode(
         check.check_softcap(softcap)
         check.check_sinks(sinks, q)
         window = check.check_window(window_size, causal)
+        check.check_name("backend", backend)
         check.check_transport(transport)
         check.check_group_device(process_group, q.device, transport.kind)
         check.check_max_ctas(transport, process_group)
