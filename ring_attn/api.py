@@ -347,9 +347,11 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
         `x` with `layout.seqlen` rows in `dim`.
 
     Raises:
-        ValueError: a shard with a wrong number of rows.
+        ValueError: a shard with a wrong number of rows, or a dim that it has not.
+        TypeError: a type that is not taken, such as a layout by name.
         RuntimeError: no process group.
     """
+    check.check_unshard(x, layout, dim)
     process_group = check.check_group(group)
     check.check_group_device(process_group, x.device)
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)

@@ -14,6 +14,7 @@ Nothing has to divide: where a length does not, the first parts are one position
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -68,6 +69,29 @@ class SequenceLayout:
     cuts: tuple[int, ...] | None = None
     parts: tuple[tuple[Segment, ...], ...] | None = None
 
+    def __post_init__(self) -> None:
+        """Refuses fields that are not those of one of the constructors."""
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {list(KINDS)}, got {self.kind!r}")
+        for name, value, kind in (
+            ("cuts", self.cuts, "boundaries"),
+            ("parts", self.parts, "segments"),
+        ):
+            if isinstance(value, tuple) is not (self.kind == kind):
+                raise ValueError(
+                    f"{name} must be a tuple for kind {kind!r} and None for others, got kind "
+                    f"{self.kind!r} with {name} {value!r}; use a constructor of SequenceLayout"
+                )
+        if self.cuts is not None:
+            _check_cuts(self.cuts)
+            _check_sizes(self, self.cuts[-1], len(self.cuts) - 1)
+        if self.parts is not None:
+            _check_parts(self.parts)
+            seqlen = sum(s.length for segments in self.parts for s in segments)
+            _check_sizes(self, seqlen, len(self.parts))
+            _check_cover(self.parts, seqlen)
+        _checked(self.seqlen, self.world_size)
+
     @classmethod
     def contiguous(cls, seqlen: int, world_size: int) -> SequenceLayout:
         """Rank r holds the r-th of `world_size` equal runs."""
@@ -95,18 +119,10 @@ class SequenceLayout:
 
         Raises:
             ValueError: the cuts do not start at 0, decrease, or are fewer than two.
+            TypeError: a cut that is no int.
         """
-        cuts = tuple(int(cut) for cut in cuts)
-        if len(cuts) < 2 or cuts[0] != 0:
-            raise ValueError(
-                f"cuts must be world_size + 1 positions that start at 0, got {list(cuts)}"
-            )
-        for rank, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
-            if b < a:
-                raise ValueError(
-                    f"cuts must not decrease, got {a} then {b} for rank {rank} in {list(cuts)}"
-                )
-        return cls("boundaries", cuts[-1], len(cuts) - 1, cuts)
+        cuts = tuple(_as_int("each of cuts", cut) for cut in cuts)
+        return cls("boundaries", cuts[-1] if cuts else 0, len(cuts) - 1, cuts)
 
     @classmethod
     def from_segments(cls, parts: Sequence[Sequence[Segment]]) -> SequenceLayout:
@@ -122,6 +138,7 @@ class SequenceLayout:
         Raises:
             ValueError: no ranks, segments of different strides, or positions that are held twice or
                 by nobody.
+            TypeError: something else than a `Segment`, or one whose numbers are no ints.
 
         Example:
             >>> halves = [[Segment(0, 2), Segment(6, 2)], [Segment(2, 4)]]
@@ -130,6 +147,7 @@ class SequenceLayout:
         """
         if not parts:
             raise ValueError("from_segments needs the segments of at least one rank, got none")
+        parts = [[_checked_segment(rank, s) for s in one] for rank, one in enumerate(parts)]
         strides = sorted({s.stride for segments in parts for s in segments if s.length > 1})
         if not strides:
             # Single positions have that of the layout they are of, if it is one.
@@ -139,7 +157,6 @@ class SequenceLayout:
             raise ValueError(f"all segments must have one stride, got {strides}")
         joined = tuple(_joined(segments, strides[0]) for segments in parts)
         seqlen = sum(s.length for segments in joined for s in segments)
-        _check_cover(joined, seqlen)
         cuts = [0, *accumulate(sum(s.length for s in segments) for segments in joined)]
         runs = tuple(
             (Segment(a, b - a),) if b > a else () for a, b in zip(cuts, cuts[1:], strict=False)
@@ -207,6 +224,7 @@ class SequenceLayout:
             ([0, 1, 4, 5], [2, 3])
         """
         self._rank(rank)
+        count = _as_int("count", count)
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")
         if count == 0:
@@ -227,9 +245,10 @@ class SequenceLayout:
         mine = _joined([*self.parts[rank][-1:], *added], stride)
         parts, lens = [*self.parts], [*self.shard_lens]
         parts[rank], lens[rank] = (*parts[rank][:-1], *mine), lens[rank] + count
-        grown = SequenceLayout("segments", end, self.world_size, parts=tuple(parts))
-        # Counted again they would take longer with every position.
-        vars(grown).update(shard_lens=tuple(lens), stride=stride)
+        # Checked and counted again they would take longer with every position.
+        grown = object.__new__(SequenceLayout)
+        vars(grown).update(kind="segments", seqlen=end, world_size=self.world_size, cuts=None)
+        vars(grown).update(parts=tuple(parts), shard_lens=tuple(lens), stride=stride)
         return grown
 
     def followed_by(self, chunk: SequenceLayout) -> SequenceLayout:
@@ -348,15 +367,28 @@ class SequenceLayout:
         """The whole tensor again, from every rank's rows in the order of the ranks.
 
         Raises:
-            ValueError: a wrong number of shards, or one with a wrong number of rows.
+            ValueError: a wrong number of shards, one with a wrong number of rows, or shards whose
+                other dims or devices differ.
+            TypeError: something else than tensors of one dtype.
         """
         if len(shards) != self.world_size:
             raise ValueError(f"unshard needs {self.world_size} shards, got {len(shards)}")
         for rank, (x, rows) in enumerate(zip(shards, self.shard_lens, strict=True)):
+            name, first = f"shard of rank {rank}", shards[0]
+            check_dim(name, x, dim)
             if x.size(dim) != rows:
                 raise ValueError(
-                    f"shard of rank {rank} must have {rows} rows in dim {dim} for {self}, "
-                    f"got {tuple(x.shape)}"
+                    f"{name} must have {rows} rows in dim {dim} for {self}, got {tuple(x.shape)}"
+                )
+            if x.dtype != first.dtype:
+                raise TypeError(f"{name} must be {first.dtype} as that of rank 0, got {x.dtype}")
+            if (x.device, x.narrow(dim, 0, 0).shape) != (
+                first.device,
+                first.narrow(dim, 0, 0).shape,
+            ):
+                raise ValueError(
+                    f"{name} must be like that of rank 0, {tuple(first.shape)} on {first.device}, "
+                    f"but for its rows; got {tuple(x.shape)} on {x.device}"
                 )
         return torch.cat(list(shards), dim).index_select(dim, self._restore.to(shards[0].device))
 
@@ -395,14 +427,16 @@ class SequenceLayout:
         return torch.argsort(order)
 
     def _rank(self, rank: int) -> int:
+        rank = _as_int("rank", rank)
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must be in [0, {self.world_size}) for {self}, got {rank}")
         return rank
 
-    def _check_rows(self, x: Tensor, dim: int) -> None:
+    def _check_rows(self, x: Tensor, dim: int, name: str = "x") -> None:
+        check_dim(name, x, dim)
         if x.size(dim) != self.seqlen:
             raise ValueError(
-                f"x must have {self.seqlen} rows in dim {dim} for {self}, got {tuple(x.shape)}"
+                f"{name} must have {self.seqlen} rows in dim {dim} for {self}, got {tuple(x.shape)}"
             )
 
 
@@ -433,8 +467,9 @@ def shard_batch(
         (1, shard_len), unless the batch brings its own (packed documents that restart at 0).
 
     Raises:
-        ValueError: a tensor without `layout.seqlen` rows, or a batch that has `shift_labels`
-            already.
+        ValueError: a tensor without `layout.seqlen` rows, labels that cannot hold `ignore_index`,
+            or a batch that has `shift_labels` already.
+        TypeError: something else than tensors by name, or a layout by name.
 
     Example:
         >>> layout = SequenceLayout.contiguous(4, 2)
@@ -443,12 +478,18 @@ def shard_batch(
         >>> part["shift_labels"].tolist(), part["position_ids"].tolist()
         ([[6, 7]], [[0, 1]])
     """
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"batch must be a dict of tensors, got {type(batch).__name__}")
+    if not isinstance(layout, SequenceLayout):
+        raise TypeError(f"layout must be a SequenceLayout, got {layout!r}")
+    for name, x in batch.items():
+        layout._check_rows(x, dim, name)
     whole = dict(batch)
     if "labels" in whole:
         if "shift_labels" in whole:
             raise ValueError("batch has both labels and shift_labels; give one of them")
         labels = whole.pop("labels")
-        layout._check_rows(labels, dim)
+        _check_ignore_index(labels, ignore_index)
         shifted = labels.roll(-1, dim)
         shifted.narrow(dim, max(layout.seqlen - 1, 0), min(layout.seqlen, 1)).fill_(ignore_index)
         whole["shift_labels"] = shifted
@@ -459,12 +500,86 @@ def shard_batch(
     return part
 
 
+def _as_int(name: str, value: object) -> int:
+    """The int, or TypeError: `int(value)` would cut fractions off."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
+
+
+def check_dim(name: str, x: Tensor, dim: int) -> None:
+    """A tensor that has the dim."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if not -x.ndim <= _as_int("dim", dim) < x.ndim:
+        raise ValueError(f"dim must be one of {name}'s {x.ndim} dims, got {dim}")
+
+
+def _check_ignore_index(labels: Tensor, ignore_index: int) -> None:
+    """A label that the dtype of the labels can hold."""
+    index = _as_int("ignore_index", ignore_index)
+    if labels.is_floating_point():
+        return
+    if labels.is_complex() or labels.dtype == torch.bool:
+        raise TypeError(f"labels must be integers, got {labels.dtype}")
+    bounds = torch.iinfo(labels.dtype)
+    if not bounds.min <= index <= bounds.max:
+        raise ValueError(f"ignore_index must fit labels of {labels.dtype}, got {index}")
+
+
 def _checked(seqlen: int, world_size: int) -> tuple[int, int]:
+    seqlen, world_size = _as_int("seqlen", seqlen), _as_int("world_size", world_size)
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if seqlen < 0:
         raise ValueError(f"seqlen must not be negative, got {seqlen}")
-    return int(seqlen), int(world_size)
+    return seqlen, world_size
+
+
+def _check_cuts(cuts: Sequence[int]) -> None:
+    """From 0, never decreasing."""
+    if len(cuts) < 2 or cuts[0] != 0:
+        raise ValueError(f"cuts must be world_size + 1 positions that start at 0, got {list(cuts)}")
+    for rank, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        if _as_int("each of cuts", b) < a:
+            raise ValueError(
+                f"cuts must not decrease, got {a} then {b} for rank {rank} in {list(cuts)}"
+            )
+
+
+def _check_sizes(layout: SequenceLayout, seqlen: int, world_size: int) -> None:
+    """The length and the ranks that cuts or parts have."""
+    if (layout.seqlen, layout.world_size) != (seqlen, world_size):
+        raise ValueError(
+            f"seqlen and world_size must be those of {layout}, {seqlen} and {world_size}, got "
+            f"{layout.seqlen} and {layout.world_size}; use a constructor of SequenceLayout"
+        )
+
+
+def _check_parts(parts: tuple[tuple[Segment, ...], ...]) -> None:
+    """As `from_segments` makes them: of one stride, without empty ones, and joined."""
+    for rank, segments in enumerate(parts):
+        for segment in segments:
+            _checked_segment(rank, segment)
+    stride = max((s.stride for segments in parts for s in segments), default=1)
+    if parts != tuple(_joined(segments, stride) for segments in parts):
+        raise ValueError(
+            f"parts must be tuples of joined segments of one stride, got {parts}; use "
+            "SequenceLayout.from_segments"
+        )
+
+
+def _checked_segment(rank: int, segment: object) -> Segment:
+    if not isinstance(segment, Segment):
+        raise TypeError(f"parts must hold Segment values, got {segment!r} for rank {rank}")
+    for name in ("start", "length", "stride"):
+        _as_int(f"{name} of {segment} of rank {rank}", getattr(segment, name))
+    return segment
 
 
 def _equal_cuts(seqlen: int, parts: int) -> list[int]:

@@ -18,7 +18,7 @@ from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn.layout import LAYOUTS, SequenceLayout
+from ring_attn.layout import LAYOUTS, SequenceLayout, check_dim
 from ring_attn.mask import Mask
 from ring_attn.spec import TRANSPORT_KINDS, TransportKind, TransportOptions
 
@@ -507,6 +507,14 @@ def check_layout(
             f"got {rows}: pass this rank's shard (layout.shard); where the ranks' lengths differ "
             "pass a SequenceLayout, not its name"
         )
+
+
+def check_unshard(x: Tensor, layout: SequenceLayout, dim: int) -> None:
+    """Types of a shard that is to be gathered, of its layout and of its dim."""
+    check_dim("x", x, dim)
+    check_plain("x", x)
+    if not isinstance(layout, SequenceLayout):
+        raise TypeError(f"layout must be a SequenceLayout, got {layout!r}")
 
 
 def check_mask(mask: Mask) -> Mask:
