@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import NoneType
@@ -81,7 +81,7 @@ class Device:
         _check_type(self, Rate, "forward", "backward")
         _check_type(self, (Rate, NoneType), "window_forward", "window_backward")
         _check_speed(self, "memory_bandwidth")
-        _check_cost(self, "peak_flops", "memory_bytes")
+        _check_size(self, "peak_flops", "memory_bytes")
 
     def rate(self, *, backward: bool, window: bool = False) -> Rate:
         """That of a direction, of tiles that a window cuts or others."""
@@ -178,24 +178,27 @@ def _check_type(
 
 def _check_speed(described: object, *names: str) -> None:
     """Positive numbers; infinite is a speed that takes no time."""
-    _check_type(described, (int, float), *names)
-    for name in names:
-        value = getattr(described, name)
-        if not value > 0:
-            raise ValueError(
-                f"{name} of a {type(described).__name__} must be positive, got {value}"
-            )
+    _check_numbers(described, names, lambda x: x > 0, "positive")
+
+
+def _check_size(described: object, *names: str) -> None:
+    """Numbers from 0 on; infinite is no limit."""
+    _check_numbers(described, names, lambda x: x >= 0, "at least 0")
 
 
 def _check_cost(described: object, *names: str) -> None:
     """Finite numbers from 0 on."""
+    _check_numbers(described, names, lambda x: 0 <= x < math.inf, "finite and at least 0")
+
+
+def _check_numbers(
+    described: object, names: tuple[str, ...], fits: Callable[[float], bool], words: str
+) -> None:
     _check_type(described, (int, float), *names)
     for name in names:
         value = getattr(described, name)
-        if not 0 <= value < math.inf:
-            raise ValueError(
-                f"{name} of a {type(described).__name__} must be finite and at least 0, got {value}"
-            )
+        if not fits(value):
+            raise ValueError(f"{name} of a {type(described).__name__} must be {words}, got {value}")
 
 
 # The kernels' rates, bf16 with headdim 128: fitted to FlashAttention 3 and to FlexAttention, the
