@@ -541,6 +541,7 @@ def load_tp_shard(
     *,
     order: Order = "out_in",
     device: torch.device | str = "cpu",
+    outside_folder: bool = False,
 ) -> Tensor | None:
     """The rank's part of one tensor of a safetensors checkpoint; the rest of it is not read.
 
@@ -558,13 +559,16 @@ def load_tp_shard(
         config: sizes of the model, and the rank.
         order: of a weight: "out_in" as torch's Linear has it, or "in_out".
         device: where the shard goes.
+        outside_folder: whether an index may name files outside of its folder, by an absolute path,
+            by `..` or behind a link; only for an index that is trusted as a program is.
 
     Returns:
         As `shard_parameter`, in the dtype of the file; memory of its own.
 
     Raises:
         KeyError: no tensor of that name; the message has the nearest ones.
-        ValueError: as `shard_parameter`; or a source that is no safetensors checkpoint.
+        ValueError: as `shard_parameter`; or a source that is no safetensors checkpoint, is damaged,
+            or has files outside of the folder of its index.
         FileNotFoundError: no such file, or the index names one that is not there.
         ImportError: safetensors is not installed.
 
@@ -577,7 +581,7 @@ def load_tp_shard(
         ...     load_tp_shard(folder, "up.weight", "up", config)[:, 0].tolist()
         [16, 20, 24, 28]
     """
-    with Checkpoint(source) as checkpoint:
+    with Checkpoint(source, outside_folder=outside_folder) as checkpoint:
         x = checkpoint.tensor(name)
         shard = _shard(name, x, x.shape, kind, config, order)
     return None if shard is None else shard.to(device)
@@ -591,6 +595,7 @@ def load_tp_state_dict(
     otherwise: Kind | None = None,
     order: Order = "out_in",
     device: torch.device | str = "cpu",
+    outside_folder: bool = False,
 ) -> dict[str, Tensor]:
     """The rank's part of every tensor of a safetensors checkpoint; the rest is not read.
 
@@ -601,16 +606,18 @@ def load_tp_state_dict(
         otherwise: as for `shard_state_dict`.
         order: of all matrices that are cut.
         device: where the shards go.
+        outside_folder: as for `load_tp_shard`.
 
     Returns:
         As `shard_state_dict` of the whole model.
 
     Raises:
-        ValueError: as `shard_state_dict`; or a source that is no safetensors checkpoint.
+        ValueError: as `shard_state_dict`; or a source that is no safetensors checkpoint, is
+            damaged, or has files outside of the folder of its index.
         FileNotFoundError: no such file, or the index names one that is not there.
         ImportError: safetensors is not installed.
     """
-    with Checkpoint(source) as checkpoint:
+    with Checkpoint(source, outside_folder=outside_folder) as checkpoint:
         kinds = _kinds(checkpoint.files, plan, otherwise)
         found = {}
         for name, kind in kinds.items():
