@@ -20,6 +20,7 @@ from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.spec import AttentionSpec, TransportKind, TransportOptions
 from ring_attn.strategy import Strategy, checked_strategy
 from ring_attn.transport import open_transport
+from ring_attn.values import check_flag
 
 Group = dist.ProcessGroup | DeviceMesh | None
 Layout = str | SequenceLayout | tuple[SequenceLayout, SequenceLayout]
@@ -169,6 +170,7 @@ def ring_attention(
         torch.Size([1, 500, 8, 64])
     """
     try:
+        check_flag("return_lse", return_lse)
         arguments = _checked(
             q, k, v, sinks, cu_seqlens, cu_seqlens_k, causal, window_size, softmax_scale, softcap,
             group, layout, strategy, backend, same_bits, dropout_p, alibi_slopes, transport,

@@ -14,7 +14,6 @@ Nothing has to divide: where a length does not, the first parts are one position
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.mask import Mask
+from ring_attn.values import as_int, as_tuple, check_dim, check_one_of, check_type
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 KINDS = (*LAYOUTS, "boundaries", "segments")
@@ -71,13 +71,14 @@ class SequenceLayout:
 
     def __post_init__(self) -> None:
         """Refuses fields that are not those of one of the constructors."""
-        if self.kind not in KINDS:
-            raise ValueError(f"kind must be one of {list(KINDS)}, got {self.kind!r}")
+        check_one_of("kind", self.kind, KINDS)
+        as_int("seqlen", self.seqlen)
+        as_int("world_size", self.world_size)
         for name, value, kind in (
             ("cuts", self.cuts, "boundaries"),
             ("parts", self.parts, "segments"),
         ):
-            if isinstance(value, tuple) is not (self.kind == kind):
+            if not (isinstance(value, tuple) if self.kind == kind else value is None):
                 raise ValueError(
                     f"{name} must be a tuple for kind {kind!r} and None for others, got kind "
                     f"{self.kind!r} with {name} {value!r}; use a constructor of SequenceLayout"
@@ -121,7 +122,7 @@ class SequenceLayout:
             ValueError: the cuts do not start at 0, decrease, or are fewer than two.
             TypeError: a cut that is no int.
         """
-        cuts = tuple(_as_int("each of cuts", cut) for cut in cuts)
+        cuts = tuple(as_int("each of cuts", cut) for cut in as_tuple("cuts", cuts))
         return cls("boundaries", cuts[-1] if cuts else 0, len(cuts) - 1, cuts)
 
     @classmethod
@@ -145,9 +146,11 @@ class SequenceLayout:
             >>> SequenceLayout.from_segments(halves).position_ids(rank=0).tolist()
             [0, 1, 6, 7]
         """
+        parts = [as_tuple("each of parts", one) for one in as_tuple("parts", parts)]
         if not parts:
-            raise ValueError("from_segments needs the segments of at least one rank, got none")
-        parts = [[_checked_segment(rank, s) for s in one] for rank, one in enumerate(parts)]
+            raise ValueError("parts must be the segments of at least one rank, got none")
+        for rank, segments in enumerate(parts):
+            _check_segments(rank, segments)
         strides = sorted({s.stride for segments in parts for s in segments if s.length > 1})
         if not strides:
             # Single positions have that of the layout they are of, if it is one.
@@ -168,7 +171,7 @@ class SequenceLayout:
     @classmethod
     def from_name(cls, name: str, seqlen: int, world_size: int) -> SequenceLayout:
         """The layout of that name; ValueError names the valid ones."""
-        if name not in LAYOUTS:
+        if not isinstance(name, str) or name not in LAYOUTS:
             raise ValueError(
                 f"layout must be one of {list(LAYOUTS)} or a SequenceLayout, got {name!r}"
             )
@@ -224,7 +227,7 @@ class SequenceLayout:
             ([0, 1, 4, 5], [2, 3])
         """
         self._rank(rank)
-        count = _as_int("count", count)
+        count = as_int("count", count)
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")
         if count == 0:
@@ -267,6 +270,7 @@ class SequenceLayout:
             >>> chunk.followed_by(chunk).position_ids(rank=0).tolist()
             [0, 3, 4, 7]
         """
+        check_type("chunk", chunk, SequenceLayout)
         if chunk.world_size != self.world_size:
             raise ValueError(
                 f"both layouts must have the same ranks, got {self.world_size} and "
@@ -312,7 +316,9 @@ class SequenceLayout:
         Raises:
             ValueError: groups that leave a rank out or name one twice.
         """
-        if sorted(rank for group in groups for rank in group) != list(range(self.world_size)):
+        groups = [as_tuple("each of groups", group) for group in as_tuple("groups", groups)]
+        ranks = [as_int("each rank of groups", rank) for group in groups for rank in group]
+        if sorted(ranks) != list(range(self.world_size)):
             raise ValueError(f"groups must hold each rank of {self} once, got {groups}")
         parts, rows = [], []
         for group in groups:
@@ -371,6 +377,7 @@ class SequenceLayout:
                 other dims or devices differ.
             TypeError: something else than tensors of one dtype.
         """
+        shards = as_tuple("shards", shards)
         if len(shards) != self.world_size:
             raise ValueError(f"unshard needs {self.world_size} shards, got {len(shards)}")
         for rank, (x, rows) in enumerate(zip(shards, self.shard_lens, strict=True)):
@@ -398,6 +405,7 @@ class SequenceLayout:
         Raises:
             ValueError: a mask over another number of queries.
         """
+        check_type("mask", mask, Mask)
         if mask.seqlen_q != self.seqlen:
             raise ValueError(f"mask has {mask.seqlen_q} queries, layout {self} has {self.seqlen}")
         areas = []
@@ -427,7 +435,7 @@ class SequenceLayout:
         return torch.argsort(order)
 
     def _rank(self, rank: int) -> int:
-        rank = _as_int("rank", rank)
+        rank = as_int("rank", rank)
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must be in [0, {self.world_size}) for {self}, got {rank}")
         return rank
@@ -478,10 +486,8 @@ def shard_batch(
         >>> part["shift_labels"].tolist(), part["position_ids"].tolist()
         ([[6, 7]], [[0, 1]])
     """
-    if not isinstance(batch, Mapping):
-        raise TypeError(f"batch must be a dict of tensors, got {type(batch).__name__}")
-    if not isinstance(layout, SequenceLayout):
-        raise TypeError(f"layout must be a SequenceLayout, got {layout!r}")
+    check_type("batch", batch, Mapping, "a dict of tensors")
+    check_type("layout", layout, SequenceLayout)
     for name, x in batch.items():
         layout._check_rows(x, dim, name)
     whole = dict(batch)
@@ -500,29 +506,9 @@ def shard_batch(
     return part
 
 
-def _as_int(name: str, value: object) -> int:
-    """The int, or TypeError: `int(value)` would cut fractions off."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        pass
-    raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
-
-
-def check_dim(name: str, x: Tensor, dim: int) -> None:
-    """A tensor that has the dim."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if not -x.ndim <= _as_int("dim", dim) < x.ndim:
-        raise ValueError(f"dim must be one of {name}'s {x.ndim} dims, got {dim}")
-
-
 def _check_ignore_index(labels: Tensor, ignore_index: int) -> None:
     """A label that the dtype of the labels can hold."""
-    index = _as_int("ignore_index", ignore_index)
+    index = as_int("ignore_index", ignore_index)
     if labels.is_floating_point():
         return
     if labels.is_complex() or labels.dtype == torch.bool:
@@ -533,7 +519,7 @@ def _check_ignore_index(labels: Tensor, ignore_index: int) -> None:
 
 
 def _checked(seqlen: int, world_size: int) -> tuple[int, int]:
-    seqlen, world_size = _as_int("seqlen", seqlen), _as_int("world_size", world_size)
+    seqlen, world_size = as_int("seqlen", seqlen), as_int("world_size", world_size)
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if seqlen < 0:
@@ -546,7 +532,7 @@ def _check_cuts(cuts: Sequence[int]) -> None:
     if len(cuts) < 2 or cuts[0] != 0:
         raise ValueError(f"cuts must be world_size + 1 positions that start at 0, got {list(cuts)}")
     for rank, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
-        if _as_int("each of cuts", b) < a:
+        if as_int("each of cuts", b) < a:
             raise ValueError(
                 f"cuts must not decrease, got {a} then {b} for rank {rank} in {list(cuts)}"
             )
@@ -564,8 +550,7 @@ def _check_sizes(layout: SequenceLayout, seqlen: int, world_size: int) -> None:
 def _check_parts(parts: tuple[tuple[Segment, ...], ...]) -> None:
     """As `from_segments` makes them: of one stride, without empty ones, and joined."""
     for rank, segments in enumerate(parts):
-        for segment in segments:
-            _checked_segment(rank, segment)
+        _check_segments(rank, as_tuple("each of parts", segments))
     stride = max((s.stride for segments in parts for s in segments), default=1)
     if parts != tuple(_joined(segments, stride) for segments in parts):
         raise ValueError(
@@ -574,12 +559,11 @@ def _check_parts(parts: tuple[tuple[Segment, ...], ...]) -> None:
         )
 
 
-def _checked_segment(rank: int, segment: object) -> Segment:
-    if not isinstance(segment, Segment):
-        raise TypeError(f"parts must hold Segment values, got {segment!r} for rank {rank}")
-    for name in ("start", "length", "stride"):
-        _as_int(f"{name} of {segment} of rank {rank}", getattr(segment, name))
-    return segment
+def _check_segments(rank: int, segments: Sequence[Segment]) -> None:
+    for segment in segments:
+        check_type(f"each of rank {rank}'s parts", segment, Segment)
+        for name, least in (("start", None), ("length", 0), ("stride", None)):
+            as_int(f"{name} of {segment} of rank {rank}", getattr(segment, name), least=least)
 
 
 def _equal_cuts(seqlen: int, parts: int) -> list[int]:

@@ -18,9 +18,10 @@ from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn.layout import LAYOUTS, SequenceLayout, check_dim
+from ring_attn.layout import LAYOUTS, SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.spec import TRANSPORT_KINDS, TransportKind, TransportOptions
+from ring_attn.values import check_dim, check_number, check_type
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -37,6 +38,7 @@ LARGEST_WINDOW = 2**63 - 1
 
 def check_unsupported(dropout_p: float, alibi_slopes: object) -> None:
     """Options that flash-attention has and this package does not."""
+    check_number("dropout_p", dropout_p)
     if dropout_p != 0.0:
         raise NotImplementedError(
             f"dropout_p must be 0, got {dropout_p}: attention dropout is not built"
@@ -146,7 +148,8 @@ def check_scale(softmax_scale: float | None) -> None:
     """A positive factor of the scores, or None for the default."""
     if softmax_scale is None:
         return
-    _check_float("softmax_scale", softmax_scale)
+    check_number("softmax_scale", softmax_scale)
+    # To a compiler a float that changes is a symbol: it can be compared, math.isfinite takes none.
     # Fused operators mask before they scale: -inf times 0 or a negative factor would be seen.
     if not SMALLEST_FACTOR <= softmax_scale <= LARGEST_FACTOR:
         raise ValueError(
@@ -157,18 +160,12 @@ def check_scale(softmax_scale: float | None) -> None:
 
 def check_softcap(softcap: float) -> None:
     """What the scores stay below in size; 0 is no cap."""
-    _check_float("softcap", softcap)
+    check_number("softcap", softcap)
     if softcap != 0 and not SMALLEST_FACTOR <= softcap <= LARGEST_FACTOR:
         raise ValueError(
             "softcap must be positive and finite, from 2**-63 (1.1e-19) to 2**63 (9.2e18), as "
             f"scores are float32 numbers, or 0 for none, got {softcap}"
         )
-
-
-def _check_float(name: str, value: object) -> None:
-    # To a compiler a float that changes is a symbol: it can be compared, math.isfinite takes none.
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a float, got {type(value).__name__}")
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
@@ -513,8 +510,7 @@ def check_unshard(x: Tensor, layout: SequenceLayout, dim: int) -> None:
     """Types of a shard that is to be gathered, of its layout and of its dim."""
     check_dim("x", x, dim)
     check_plain("x", x)
-    if not isinstance(layout, SequenceLayout):
-        raise TypeError(f"layout must be a SequenceLayout, got {layout!r}")
+    check_type("layout", layout, SequenceLayout)
 
 
 def check_mask(mask: Mask) -> Mask:
