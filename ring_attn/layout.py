@@ -489,7 +489,7 @@ def shard_batch(
     check_type("batch", batch, Mapping, "a dict of tensors")
     check_type("layout", layout, SequenceLayout)
     for name, x in batch.items():
-        layout._check_rows(x, dim, name)
+        layout._check_rows(x, dim, f"batch[{name!r}]")
     whole = dict(batch)
     if "labels" in whole:
         if "shift_labels" in whole:

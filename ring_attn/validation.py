@@ -83,11 +83,6 @@ def check_plain(name: str, x: Tensor) -> None:
         raise TypeError(
             f"{name} must be a dense tensor, got layout {x.layout}; pass {name}.to_dense()"
         )
-    if forward_ad.unpack_dual(x).tangent is not None:
-        raise NotImplementedError(
-            "forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad) is not "
-            f"built, got {name} with a tangent; use backward() or torch.autograd.grad"
-        )
     # A compiler cannot look at this, and raises by itself.
     if not torch.compiler.is_compiling() and (
         functorch.is_batchedtensor(x)
@@ -95,8 +90,13 @@ def check_plain(name: str, x: Tensor) -> None:
         or functorch.is_gradtrackingtensor(x)
     ):
         raise NotImplementedError(
-            f"transforms of torch.func (grad, vjp, vmap, ...) are not built, got {name} inside "
+            f"transforms of torch.func (grad, jvp, vmap, ...) are not built, got {name} inside "
             "one; use backward() or torch.autograd.grad without is_grads_batched, and a batch dim"
+        )
+    if forward_ad.unpack_dual(x).tangent is not None:
+        raise NotImplementedError(
+            "forward-mode differentiation (torch.autograd.forward_ad) is not "
+            f"built, got {name} with a tangent; use backward() or torch.autograd.grad"
         )
 
 

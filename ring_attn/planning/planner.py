@@ -169,7 +169,7 @@ def explain(
     if nheads % nheads_kv:
         raise ValueError(f"nheads must be a multiple of nheads_kv, got {nheads} and {nheads_kv}")
     check_one_of("effort", effort, get_args(Effort))
-    if dtype not in check.DTYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in check.DTYPES:
         raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype!r}")
     check.check_name("backend", backend)
     check_flag("backward", backward)
