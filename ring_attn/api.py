@@ -111,9 +111,9 @@ def ring_attention(
         causal: query i sees key j only if `j <= i + seqlen_k - seqlen_q` (bottom-right aligned,
             as in flash-attention), in global positions.
         window_size: `(left, right)` keys seen on either side of that diagonal; -1 is unbounded.
-        softmax_scale: factor of the scores; `headdim ** -0.5` by default.
+        softmax_scale: factor of the scores, from 2**-63 to 2**63; `headdim ** -0.5` by default.
         softcap: caps the scores: where it is not 0 they are `softcap * tanh(score / softcap)`,
-            before the mask.
+            before the mask; from 2**-63 to 2**63.
         sinks: (nheads,) of any floating point dtype, used in float32: a logit of each head that
             joins the denominator of the softmax and has no value. The same on every rank; its
             gradient is this rank's share, to be summed over the ranks as that of any replicated
@@ -154,9 +154,11 @@ def ring_attention(
         sink) and zero gradients.
 
     Raises:
-        ValueError: shapes, layout, window, documents, sinks or degrees that do not fit.
-        TypeError: a dtype or type that is not taken.
-        NotImplementedError: dropout, ALiBi, what the named backend does not support,
+        ValueError: shapes, layout, window, documents, sinks or degrees that do not fit, or inputs
+            that were made in inference mode, of a call that is differentiated.
+        TypeError: a dtype or type that is not taken, such as a sparse or nested tensor.
+        NotImplementedError: dropout, ALiBi, forward-mode differentiation, transforms of
+            `torch.func`, what the named backend does not support,
             `same_bits=True` where it cannot be had, `strategy="auto"` under torch.compile, or a
             call within the capture of a CUDA graph.
         ImportError: the named backend's package is not installed.

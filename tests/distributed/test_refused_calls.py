@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -49,6 +50,24 @@ def test_decode_of_bad_arguments(ranks: Any) -> None:
     for results in ranks(2).run(run_decode_table):
         for word, got in zip(words, results, strict=True):
             assert got.error in (ValueError, TypeError) and word in got.text and got.alone, got
+
+
+def run_extreme_scores() -> list[bool]:
+    """Whether results and gradients are finite at the bounds of softmax_scale and softcap."""
+    torch.manual_seed(0)
+    finite = []
+    for scale, softcap in product((2.0**-63, 2.0**63), (0.0, 2.0**-63, 2.0**63)):
+        tensors = {name: torch.randn_like(one).requires_grad_() for name, one in good().items()}
+        options = {"softmax_scale": scale, "softcap": softcap, "backend": "reference"}
+        out = ring_attention(**tensors, **options, causal=True)
+        grads = torch.autograd.grad(out.sum(), [*tensors.values()])
+        decoded = tree_decode(**{name: one.detach() for name, one in tensors.items()}, **options)
+        finite += [bool(one.isfinite().all()) for one in (out, decoded, *grads)]
+    return finite
+
+
+def test_scores_are_finite_at_their_bounds(ranks: Any) -> None:
+    assert all(all(finite) for finite in ranks(2).run(run_extreme_scores))
 
 
 def run_transforms() -> list[Raised]:
