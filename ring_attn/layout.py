@@ -560,10 +560,13 @@ def _check_parts(parts: tuple[tuple[Segment, ...], ...]) -> None:
 
 
 def _check_segments(rank: int, segments: Sequence[Segment]) -> None:
+    what = f"each of rank {rank}'s parts"
+    start, length, stride = (f"{field} of {what}" for field in ("start", "length", "stride"))
     for segment in segments:
-        check_type(f"each of rank {rank}'s parts", segment, Segment)
-        for name, least in (("start", None), ("length", 0), ("stride", None)):
-            as_int(f"{name} of {segment} of rank {rank}", getattr(segment, name), least=least)
+        check_type(what, segment, Segment)
+        as_int(start, segment.start)
+        as_int(length, segment.length, least=0)
+        as_int(stride, segment.stride)
 
 
 def _equal_cuts(seqlen: int, parts: int) -> list[int]:
