@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from ring_attn.compiling import kept
 from ring_attn.mask import Mask
 from ring_attn.values import as_int, as_tuple, check_dim, check_one_of, check_type
 
@@ -87,10 +88,10 @@ class SequenceLayout:
             _check_cuts(self.cuts)
             _check_sizes(self, self.cuts[-1], len(self.cuts) - 1)
         if self.parts is not None:
-            _check_parts(self.parts)
+            stride = _checked_stride(self.parts)
             seqlen = sum(s.length for segments in self.parts for s in segments)
             _check_sizes(self, seqlen, len(self.parts))
-            _check_cover(self.parts, seqlen)
+            _check_cover(self.parts, stride, seqlen)
         _checked(self.seqlen, self.world_size)
 
     @classmethod
@@ -190,7 +191,7 @@ class SequenceLayout:
         runs = iter(zip(*(iter(rest[1 + rest[0] :]),) * 3, strict=True))
         return cls.from_segments([[Segment(*next(runs)) for _ in range(count)] for count in counts])
 
-    @cached_property
+    @kept
     def numbers(self) -> tuple[int, ...]:
         """The layout as numbers, for operators that take nothing else: its kind, then what is its.
 
@@ -251,7 +252,7 @@ class SequenceLayout:
         # Checked and counted again they would take longer with every position.
         grown = object.__new__(SequenceLayout)
         vars(grown).update(kind="segments", seqlen=end, world_size=self.world_size, cuts=None)
-        vars(grown).update(parts=tuple(parts), shard_lens=tuple(lens), stride=stride)
+        vars(grown).update(parts=tuple(parts), _shard_lens=tuple(lens), _stride=stride)
         return grown
 
     def followed_by(self, chunk: SequenceLayout) -> SequenceLayout:
@@ -289,17 +290,17 @@ class SequenceLayout:
         """Number of rows that the rank holds."""
         return self.shard_lens[self._rank(rank)]
 
-    @cached_property
+    @kept
     def shard_lens(self) -> tuple[int, ...]:
         """Rows per rank."""
         return tuple(sum(s.length for s in segments) for segments in _segments(self))
 
-    @cached_property
+    @kept
     def stride(self) -> int:
         """What lies between the positions of neighbouring rows of a segment: 1 but for striped."""
         if self.kind == "striped":
             return self.world_size
-        return max((s.stride for part in self.parts or () for s in part), default=1)
+        return next((s.stride for part in self.parts or () for s in part), 1)
 
     def merged(self, groups: Sequence[Sequence[int]]) -> tuple[SequenceLayout, MergedRows]:
         """The layout of groups of ranks that pool their rows, in the order of their positions.
@@ -414,7 +415,7 @@ class SequenceLayout:
             areas.append(int((stop - start).sum()))
         return tuple(areas)
 
-    @cached_property
+    @kept
     def _hash(self) -> int:
         return hash((self.kind, self.seqlen, self.world_size, self.cuts, self.parts))
 
@@ -429,10 +430,10 @@ class SequenceLayout:
             return f"segments({[[tuple(vars(s).values()) for s in part] for part in self.parts]})"
         return f"{self.kind}(seqlen={self.seqlen}, world_size={self.world_size})"
 
-    @cached_property
+    @kept
     def _restore(self) -> Tensor:
         order = torch.cat([self.position_ids(rank) for rank in range(self.world_size)])
-        return torch.argsort(order)
+        return torch.empty_like(order).scatter_(0, order, torch.arange(self.seqlen))
 
     def _rank(self, rank: int) -> int:
         rank = as_int("rank", rank)
@@ -547,8 +548,8 @@ def _check_sizes(layout: SequenceLayout, seqlen: int, world_size: int) -> None:
         )
 
 
-def _check_parts(parts: tuple[tuple[Segment, ...], ...]) -> None:
-    """As `from_segments` makes them: of one stride, without empty ones, and joined."""
+def _checked_stride(parts: tuple[tuple[Segment, ...], ...]) -> int:
+    """The one stride of segments that are joined and not empty, as `from_segments` makes them."""
     for rank, segments in enumerate(parts):
         _check_segments(rank, as_tuple("each of parts", segments))
     stride = max((s.stride for segments in parts for s in segments), default=1)
@@ -557,6 +558,7 @@ def _check_parts(parts: tuple[tuple[Segment, ...], ...]) -> None:
             f"parts must be tuples of joined segments of one stride, got {parts}; use "
             "SequenceLayout.from_segments"
         )
+    return stride
 
 
 def _check_segments(rank: int, segments: Sequence[Segment]) -> None:
@@ -570,7 +572,7 @@ def _check_segments(rank: int, segments: Sequence[Segment]) -> None:
 
 
 def _equal_cuts(seqlen: int, parts: int) -> list[int]:
-    size, longer = divmod(seqlen, parts)
+    size, longer = seqlen // parts, seqlen % parts  # dynamo has no divmod of symbols
     return [part * size + min(part, longer) for part in range(parts + 1)]
 
 
@@ -586,32 +588,43 @@ def _joined(segments: Sequence[Segment], stride: int) -> tuple[Segment, ...]:
     return tuple(joined)
 
 
-def _check_cover(parts: Sequence[Sequence[Segment]], seqlen: int) -> None:
-    """Every position of `[0, seqlen)` once."""
-    times = torch.zeros(seqlen, dtype=torch.int32)
+def _check_cover(parts: Sequence[Sequence[Segment]], stride: int, seqlen: int) -> None:
+    """Every position of `[0, seqlen)` once, by segments of one stride."""
     for rank, segments in enumerate(parts):
         for s in segments:
-            last = s.start + (s.length - 1) * s.stride
-            if s.start < 0 or s.stride < 1 or last >= seqlen:
+            last = s.start + (s.length - 1) * stride
+            if s.start < 0 or s.length < 1 or stride < 1 or last >= seqlen:
                 raise ValueError(
                     f"segments must hold each position of 0..{seqlen - 1} once, as there are "
                     f"{seqlen} rows in all; rank {rank} has {s}"
                 )
-            times[s.start : last + 1 : s.stride] += 1
-    if bool((times != 1).any()):
-        wrong = int((times != 1).nonzero()[0])
-        raise ValueError(
-            f"segments must hold each position once, {wrong} is held {int(times[wrong])} times"
-        )
+    # A segment stays among the positions of one remainder, and must begin where the last one ended.
+    ends = list(range(min(stride, seqlen)))
+    for s in sorted((s for segments in parts for s in segments), key=lambda s: s.start):
+        expected = ends[s.start % stride]
+        if s.start != expected:
+            wrong = min(s.start, expected)
+            times = sum(
+                wrong in range(s.start, s.start + s.length * stride, stride)
+                for segments in parts
+                for s in segments
+            )
+            raise ValueError(
+                f"segments must hold each position once, {wrong} is held {times} times"
+            )
+        ends[s.start % stride] = s.start + s.length * stride
 
 
 def _segments(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]:
     """Segments of every rank."""
-    # Not looked up: a cache that grows has another layout for every token.
-    return _segments_of_kind(layout) if layout.parts is None else layout.parts
+    if layout.parts is not None:
+        # Not looked up: a cache that grows has another layout for every token.
+        return layout.parts
+    # dynamo would trace a cached function without its cache, and warn of that.
+    of_kind = _segments_of_kind if torch.compiler.is_compiling() else _cached_segments_of_kind
+    return of_kind(layout)
 
 
-@lru_cache(maxsize=1024)
 def _segments_of_kind(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]:
     """Those of a layout that does not list them: the one place where the kinds differ."""
     seqlen, world_size = layout.seqlen, layout.world_size
@@ -628,3 +641,6 @@ def _segments_of_kind(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]
         return tuple(runs(cuts, rank, 2 * world_size - 1 - rank) for rank in range(world_size))
     cuts = list(layout.cuts) if layout.cuts is not None else _equal_cuts(seqlen, world_size)
     return tuple(runs(cuts, rank) for rank in range(world_size))
+
+
+_cached_segments_of_kind = lru_cache(maxsize=1024)(_segments_of_kind)

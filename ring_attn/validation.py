@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn.layout import LAYOUTS, SequenceLayout
 from ring_attn.mask import Mask
-from ring_attn.spec import TRANSPORT_KINDS, TransportKind, TransportOptions
+from ring_attn.spec import TransportOptions
 from ring_attn.values import check_dim, check_number, check_type
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -375,19 +375,10 @@ def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
 _flat_groups: weakref.WeakKeyDictionary[DeviceMesh, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
-def check_group_device(
-    group: dist.ProcessGroup, device: torch.device, kind: TransportKind = "p2p"
-) -> None:
-    """The group, or what the transport uses in its place, must send tensors of that device."""
+def check_group_device(group: dist.ProcessGroup, device: torch.device) -> None:
+    """The group must send tensors of that device."""
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"tensors that travel must be on cpu or cuda, got {device}")
-    if kind == "symmetric_memory":
-        if device.type != "cuda":
-            raise ValueError(
-                f"transport kind 'symmetric_memory' copies between GPUs, got {device.type} "
-                "tensors; use kind 'p2p'"
-            )
-        return
     if dist.get_world_size(group) == 1:
         return
     backend = dist.get_backend_config(group)
@@ -425,15 +416,6 @@ def check_transport(options: object) -> None:
             raise TypeError(f"nccl_max_ctas must be an int, got {type(max_ctas).__name__}")
         if max_ctas < 1:
             raise ValueError(f"nccl_max_ctas must be at least 1, got {options.nccl_max_ctas}")
-    check_name("transport kind", options.kind)
-    if options.kind not in TRANSPORT_KINDS:
-        raise ValueError(
-            f"transport kind must be one of {list(TRANSPORT_KINDS)}, got {options.kind!r}"
-        )
-    if options.kind != "p2p" and max_ctas is not None:
-        raise ValueError(
-            f"nccl_max_ctas is for NCCL, transport kind {options.kind!r} does not use it"
-        )
 
 
 def check_max_ctas(options: TransportOptions, group: dist.ProcessGroup) -> None:

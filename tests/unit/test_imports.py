@@ -16,7 +16,10 @@ PACKAGE = "ring_attn"
 # The one table of who may import whom, from the bottom. A unit is a module or folder of the
 # package. It may import its own siblings (SIBLINGS restricts that) and the units named here, and
 # nothing else of ours. Imports inside functions count.
-DATA = {"values", "heads", "mask", "layout", "plan", "buffers", "work", "cost", "state", "spec"}
+DATA = {
+    "values", "compiling", "heads", "mask", "layout", "plan", "buffers", "work", "cost", "state",
+    "spec",
+}  # fmt: skip
 ENGINE = DATA | {"strategy", "validation", "profiling", "backends", "transport", "strategies"}
 API = ENGINE | {
     "balance",
@@ -32,6 +35,7 @@ PUBLIC = API | {"sdpa", "parallel_style", "__init__", "integrations"}
 TOOLS = PUBLIC | {"launch", "arguments", "env", "testing"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
+    "compiling": set(),
     "values": set(),
     "heads": set(),
     "mask": set(),
@@ -39,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "strategy": {"values"},
     "state": set(),
     "profiling": set(),
-    "layout": {"values", "mask"},
+    "layout": {"values", "compiling", "mask"},
     "plan": {"mask", "layout"},
     "buffers": {"plan"},
     "cost": {"values", "mask", "layout", "plan", "buffers", "spec", "work"},
@@ -50,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # What a call costs and how long it takes, for all ranks at once.
     "work": {"mask", "layout", "plan"},
     "balance": {"values", "mask", "layout", "validation"},
-    "debug": DATA | {"validation"},
+    "debug": DATA | {"validation", "transport"},
     "checkpoint": set(),
     "tensor_parallel": {"values", "checkpoint", "cost"},
     "planning": ENGINE | {"balance"},
@@ -75,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 # Folders in which siblings do not know each other: only these modules may be imported by all.
-SIBLINGS = {"backends": {"base", "kept_launches"}, "transport": {"base"}}
+SIBLINGS = {"backends": {"base", "kept_launches"}, "transport": {"base", "ranks"}}
 
 # What may be imported outside a function: the base dependencies, and triton by kernels.
 BASE_DEPENDENCIES = {"torch", "einops", "rich"}
