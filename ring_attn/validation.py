@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn.layout import LAYOUTS, SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.spec import TransportOptions
-from ring_attn.values import check_dim, check_number, check_type
+from ring_attn.values import check_dim, check_int, check_number, check_type
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -412,10 +412,7 @@ def check_transport(options: object) -> None:
                 f"{LONGEST_TIMEOUT:.0e}, got {timeout}; None is that of the group"
             )
     if max_ctas is not None:
-        if isinstance(max_ctas, bool) or not isinstance(max_ctas, int):
-            raise TypeError(f"nccl_max_ctas must be an int, got {type(max_ctas).__name__}")
-        if max_ctas < 1:
-            raise ValueError(f"nccl_max_ctas must be at least 1, got {options.nccl_max_ctas}")
+        check_int("nccl_max_ctas", max_ctas, least=1)
 
 
 def check_max_ctas(options: TransportOptions, group: dist.ProcessGroup) -> None:
