@@ -42,11 +42,13 @@ class Board:
                     return differs
         return None
 
-    def tell_failure(self, text: str) -> None:
-        """Writes down why this rank's call ended, unless another rank's ended before."""
-        if self._read("failed") is None:
-            note = json.dumps({"rank": self._rank, "text": text[:MOST_CHARACTERS]})
-            self._store.set(f"{self._prefix}/failed", note)
+    def tell_failure(self, text: str) -> bool:
+        """Writes down why this rank's call ended; False where another rank's ended before."""
+        if self._read("failed") is not None:
+            return False
+        note = json.dumps({"rank": self._rank, "text": text[:MOST_CHARACTERS]})
+        self._store.set(f"{self._prefix}/failed", note)
+        return True
 
     def failure(self) -> str | None:
         """Who failed first, and why; None where no other rank has said so."""

@@ -39,6 +39,11 @@ CALLS_TOLD = 8
 # Seconds to write to the store, or to read from it, when a call has failed: its host may be gone.
 STORE_S = 1.0
 
+# Seconds that the other ranks are given to read of a failure before connections are closed. gloo
+# does not wake a rank that waits for the rest of a message when its connection is lost halfway
+# (4 of 2,700 faults raised on purpose): that rank would wait until its timeout.
+NOTICE_S = 3 * PERIOD_S
+
 # Seconds after a lost connection in which its reason may still be written down.
 REASON_S = 0.3
 
@@ -154,11 +159,13 @@ class RankGroup:
                 return self.failed
             self.failed = RuntimeError(text)
         board = self._board
-        if board is not None:
-            _in_time(lambda: board.tell_failure(text))
         media, self._media = list(self._media.values()), {}
-        for medium in media:
-            medium.close()
+        try:
+            if board is not None and _in_time(lambda: board.tell_failure(text)):
+                time.sleep(NOTICE_S)
+        finally:
+            for medium in media:
+                medium.close()
         return self.failed
 
     def reason(self, peer: int) -> str | None:
