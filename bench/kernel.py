@@ -46,7 +46,8 @@ from ring_attn.arguments import (
     parse_output,
     parse_size,
     parse_sizes,
-    write_json,
+    replace_json,
+    write_if_interrupted,
 )
 from ring_attn.backends import get_backend
 from ring_attn.bench import local_ring
@@ -251,6 +252,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None and find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib, which is not installed: pip install matplotlib")
     bench = Bench(setting, args.json)
+    write_if_interrupted(args.json, bench.report)
     bench.run()
     console = Console(width=WIDTH)
     if not args.quiet:
@@ -410,9 +412,7 @@ class Bench:
 
     def _save(self) -> None:
         if self._json:
-            part = self._json.with_name(f"{self._json.name}.part")
-            write_json(part, self.report())
-            part.replace(self._json)  # a run that is killed leaves a whole report
+            replace_json(self._json, self.report())
 
     def _peak(self) -> float | None:
         setting = self.setting
