@@ -49,6 +49,7 @@ from ring_attn.arguments import (
     dtype_name,
     parse_dtype,
     parse_size,
+    shortened,
     write_if_interrupted,
     write_json,
 )
@@ -70,7 +71,7 @@ from ring_attn.bench.model import (
     token_losses,
 )
 from ring_attn.env import machine
-from ring_attn.launch import DEVICES, num_cores, run_ranks, send_part
+from ring_attn.launch import DEVICES, check_memory, num_cores, run_ranks, send_part
 from ring_attn.layout import LAYOUTS
 from ring_attn.profiling import gradient_sync, reset_resident_peak, resident_bytes, trace
 from ring_attn.testing import Verdict
@@ -214,6 +215,8 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name):
             raise ValueError(f"--{name} is for a mesh: give --mesh cp=2,tp=2 or the like")
     settings = settings_of(args)
+    check_text(settings.seqlen)
+    check_memory("model and activations", least_bytes(settings), "use a smaller --dim or --seqlen")
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts this on every rank
     if is_first and not settings.quiet:
         print(heading(settings), flush=True)
@@ -249,6 +252,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
             f"seqlen must be at least {least}, a byte for each rank and one to predict, "
             f"got {seqlen}"
         )
+    if not -(1 << 63) <= args.seed < 1 << 64:
+        raise ValueError(f"--seed must fit into 64 bits, got {shortened(str(args.seed))}")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = args.device or ("cuda" if num_gpus >= nproc else "cpu")
     if device == "cuda" and num_gpus < nproc:
@@ -278,6 +283,26 @@ def settings_of(args: argparse.Namespace) -> Settings:
         model,
         num_generated,
     )
+
+
+def least_bytes(settings: Settings) -> int:
+    """Of the twin's activations and as many of the ring's, and of all models with their optimizers.
+
+    A layer keeps its input, q, k, v, out and three rows of the hidden dim for the backward.
+    """
+    model = settings.model
+    row = model.num_layers * (4 * model.dim + 3 * model.hidden_dim) + 2 * model.vocab_size
+    weights = model.num_layers * model.dim * (2 * model.dim + 3 * model.hidden_dim)
+    # Weights, gradients and both moments of AdamW, in each process.
+    models = 4 * weights * (settings.nproc + 1)
+    return torch.float32.itemsize * (2 * settings.batch * settings.seqlen * row + models)
+
+
+def check_text(seqlen: int) -> None:
+    """Raises ValueError where the text is shorter than a sequence, before any rank is started."""
+    length = standard_library_text().numel()
+    if seqlen > length:
+        raise ValueError(f"seqlen must be at most {length}, all of the text, got {seqlen}")
 
 
 def train(settings: Settings, profile: Path | None = None) -> Report:

@@ -35,7 +35,7 @@ from ring_attn.bench import demo
 from ring_attn.bench.demo import Column, Trainer
 from ring_attn.bench.mesh import Axes, MeshSettings, MeshTrainer
 from ring_attn.env import machine
-from ring_attn.launch import num_cores, rank_device, run_ranks, send_part
+from ring_attn.launch import check_memory, num_cores, rank_device, run_ranks, send_part
 from ring_attn.profiling import trace
 from ring_attn.testing import Verdict, check
 
@@ -99,6 +99,12 @@ def run(args: argparse.Namespace) -> int:
         NotImplementedError: `--generate`.
     """
     settings = settings_of(args)
+    demo.check_text(settings.run.seqlen)
+    check_memory(
+        "model and activations",
+        demo.least_bytes(settings.run),
+        "use a smaller --dim or --seqlen",
+    )
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts this on every rank
     if is_first and not settings.run.quiet:
         print(heading(settings), flush=True)
