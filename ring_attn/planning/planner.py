@@ -512,7 +512,8 @@ def _sums(layouts: Layouts, mask: Mask, backward: bool, dim: int) -> tuple[Tenso
     if backward:
         # The mean of both sides is computed; the lesser of the two is on the safe side.
         rows = torch.minimum(rows, work.kv.count_int32)
-    return work.area.sum(dim), rows.sum(dim), work.edge.sum(dim), (work.area > 0).sum(dim)
+    seen = work.area > 0
+    return work.area.sum(dim), rows.sum(dim), (work.edge * seen).sum(dim), seen.sum(dim)
 
 
 def _input_bytes(problem: Problem, layouts: Layouts) -> int:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 TINY = [
     "demo",
     "--nproc",
-    "2",
+    "1",
     "--seqlen",
     "113",
     "--dim",
@@ -45,7 +45,7 @@ class Started:
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "kept by torch"),
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ring_attn", *words],
+            [sys.executable, *words],
             env={**os.environ, **here},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -108,7 +108,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Started]]:
 def test_a_signal_while_torch_is_imported(
     number: signal.Signals, start: Callable[[list[str]], Started]
 ) -> None:
-    command = start(["env"])
+    command = start(["-m", "ring_attn", "env"])
     status = Path(f"/proc/{command.process.pid}/status")
 
     def answers_signals() -> bool:
@@ -127,7 +127,7 @@ def test_a_signal_to_all_ranks_leaves_what_was_measured(
     start: Callable[[list[str]], Started], tmp_path: Path
 ) -> None:
     report = tmp_path / "demo.json"
-    command = start([*TINY, "--json", str(report)])
+    command = start(["-m", "ring_attn", *TINY, "--json", str(report)])
     command.wait_for_row()
     for _ in range(2):
         os.killpg(command.process.pid, signal.SIGINT)
@@ -142,10 +142,11 @@ def test_a_signal_to_all_ranks_leaves_what_was_measured(
 
 
 @pytest.mark.dist
-def test_ranks_end_with_a_command_that_is_killed(start: Callable[[list[str]], Started]) -> None:
-    command = start(TINY)
-    command.wait_for_row()
-    assert len(command.running()) >= 4
+def test_ranks_end_with_a_process_that_is_killed(start: Callable[[list[str]], Started]) -> None:
+    code = "import time; from ring_attn.launch import run_ranks; run_ranks(time.sleep, 2, 600)"
+    command = start(["-c", code])
+    # Both ranks, and multiprocessing's own process.
+    command.wait_for(lambda: len(command.running()) >= 4)
     command.process.kill()
     code, said = command.ended()
     assert (code, said) == (-signal.SIGKILL, "")
