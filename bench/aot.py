@@ -25,7 +25,14 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from ring_attn.arguments import SHORT_DTYPES, add_common, parse_dtype, write_json
+from ring_attn import interrupt
+from ring_attn.arguments import (
+    SHORT_DTYPES,
+    add_common,
+    parse_dtype,
+    write_if_interrupted,
+    write_json,
+)
 from ring_attn.bench.compiled import (
     TENSOR_CORE,
     TMA,
@@ -392,26 +399,35 @@ def compile_all(
 
     A compiler that takes its process down fails its own cell, and no other.
     """
-    local, opened = threading.local(), []
+    local = threading.local()
+    opened: list[ProcessPoolExecutor] = []
 
     def compile_one(key: Key) -> Row:
         # A thread has one process with one cell in it at a time, so it is clear whose end it was.
         if not hasattr(local, "process"):
-            local.process = ProcessPoolExecutor(1, get_context("spawn"))
+            # Its semaphores start multiprocessing's tracker, which no signal may end before it.
+            with interrupt.held_back():
+                local.process = ProcessPoolExecutor(
+                    1, get_context("spawn"), initializer=interrupt.use_folder, initargs=(folder,)
+                )
             opened.append(local.process)
         try:
-            return local.process.submit(compile_key, key).result()
+            with interrupt.held_back():
+                compiling = local.process.submit(compile_key, key)
+            return compiling.result()
         except BrokenProcessPool:
             del local.process
             return _row(_cell(key), key, None, ("does not compile: the process died",))
 
-    threads = ThreadPoolExecutor(jobs)
-    try:
-        yield from threads.map(compile_one, keys)
-    finally:
-        threads.shutdown(cancel_futures=True)
-        for process in opened:
-            process.shutdown()
+    # Triton makes files that it would not remove when it is ended.
+    with interrupt.temporary_folder() as folder:
+        threads = ThreadPoolExecutor(jobs)
+        try:
+            yield from threads.map(compile_one, keys)
+        finally:
+            threads.shutdown(cancel_futures=True)
+            for process in opened:
+                process.shutdown()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -437,19 +453,25 @@ def run(args: argparse.Namespace) -> int:
     terminal = Console(stderr=True)
     hidden = args.quiet or not terminal.is_terminal
     start = time.perf_counter()
-    compiled = compile_all(keys, args.jobs)
-    rows = list(
-        track(compiled, "compiling", len(keys), console=terminal, transient=True, disable=hidden)
-    )
-    seconds = time.perf_counter() - start
-    if args.json:
-        payload = {
+    rows: list[Row] = []
+
+    def report() -> dict[str, Any]:
+        return {
             "machine": machine(),
             "command": selection.command,
-            "seconds": seconds,
+            "seconds": time.perf_counter() - start,
             "rows": [asdict(row) for row in rows],
         }
-        write_json(args.json, payload)
+
+    write_if_interrupted(args.json, report)
+    compiled = compile_all(keys, args.jobs)
+    for row in track(
+        compiled, "compiling", len(keys), console=terminal, transient=True, disable=hidden
+    ):
+        rows.append(row)
+    seconds = time.perf_counter() - start
+    if args.json:
+        write_json(args.json, report())
     console = Console(width=WIDTH, highlight=False)
     if not args.quiet:
         console.print(*_tables(rows))

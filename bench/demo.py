@@ -49,6 +49,8 @@ from ring_attn.arguments import (
     dtype_name,
     parse_dtype,
     parse_size,
+    shortened,
+    write_if_interrupted,
     write_json,
 )
 from ring_attn.bench.generate import (
@@ -69,7 +71,7 @@ from ring_attn.bench.model import (
     token_losses,
 )
 from ring_attn.env import machine
-from ring_attn.launch import DEVICES, num_cores, run_ranks
+from ring_attn.launch import DEVICES, check_memory, num_cores, run_ranks, send_part
 from ring_attn.layout import LAYOUTS
 from ring_attn.profiling import gradient_sync, reset_resident_peak, resident_bytes, trace
 from ring_attn.testing import Verdict
@@ -213,12 +215,24 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name):
             raise ValueError(f"--{name} is for a mesh: give --mesh cp=2,tp=2 or the like")
     settings = settings_of(args)
+    check_text(settings.seqlen)
+    check_memory("model and activations", least_bytes(settings), "use a smaller --dim or --seqlen")
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts this on every rank
     if is_first and not settings.quiet:
         print(heading(settings), flush=True)
     # gloo is the default group on every device: it carries figures between ring and twin, which may
     # share a GPU. The ring has its own group.
-    reports = run_ranks(train, settings.nproc + 1, settings, args.profile, threads=1, device="cpu")
+    rows: list[Row] = []
+    write_if_interrupted(args.json, lambda: unfinished_json(settings, rows))
+    reports = run_ranks(
+        train,
+        settings.nproc + 1,
+        settings,
+        args.profile,
+        threads=1,
+        device="cpu",
+        on_part=rows.append,
+    )
     report = reports[0]
     if is_first:
         print(summary(settings, report), flush=True)
@@ -238,6 +252,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
             f"seqlen must be at least {least}, a byte for each rank and one to predict, "
             f"got {seqlen}"
         )
+    if not -(1 << 63) <= args.seed < 1 << 64:
+        raise ValueError(f"--seed must fit into 64 bits, got {shortened(str(args.seed))}")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = args.device or ("cuda" if num_gpus >= nproc else "cpu")
     if device == "cuda" and num_gpus < nproc:
@@ -269,6 +285,26 @@ def settings_of(args: argparse.Namespace) -> Settings:
     )
 
 
+def least_bytes(settings: Settings) -> int:
+    """Of the twin's activations and as many of the ring's, and of all models with their optimizers.
+
+    A layer keeps its input, q, k, v, out and three rows of the hidden dim for the backward.
+    """
+    model = settings.model
+    row = model.num_layers * (4 * model.dim + 3 * model.hidden_dim) + 2 * model.vocab_size
+    weights = model.num_layers * model.dim * (2 * model.dim + 3 * model.hidden_dim)
+    # Weights, gradients and both moments of AdamW, in each process.
+    models = 4 * weights * (settings.nproc + 1)
+    return torch.float32.itemsize * (2 * settings.batch * settings.seqlen * row + models)
+
+
+def check_text(seqlen: int) -> None:
+    """Raises ValueError where the text is shorter than a sequence, before any rank is started."""
+    length = standard_library_text().numel()
+    if seqlen > length:
+        raise ValueError(f"seqlen must be at most {length}, all of the text, got {seqlen}")
+
+
 def train(settings: Settings, profile: Path | None = None) -> Report:
     """One process of the demo: a rank of the ring, or the twin. The report is rank 0's.
 
@@ -298,6 +334,7 @@ def train(settings: Settings, profile: Path | None = None) -> Report:
             if is_twin:
                 figures = _measured(trainer, batch, memory)
             rows.append(_gathered(step, figures, settings))
+            send_part(rows[-1])
             display.show(rows[-1])
     if profile is not None and not is_twin:
         with trace(profile, rank):
@@ -689,15 +726,22 @@ def _generation_lines(generation: Comparison | None) -> list[str]:
     ]
 
 
-def to_json(settings: Settings, report: Report) -> dict[str, Any]:
-    """The report as it is written."""
+def unfinished_json(settings: Settings, rows: Sequence[Row]) -> dict[str, Any]:
+    """The part of the report that there is before the training has ended."""
     options = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name != "quiet"}
     options |= {"dtype": dtype_name(settings.dtype), "model": asdict(settings.model)}
     return {
         "command": "demo",
         "machine": machine(),
         "settings": options,
-        "rows": [asdict(row) for row in report.rows],
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def to_json(settings: Settings, report: Report) -> dict[str, Any]:
+    """The report as it is written."""
+    return {
+        **unfinished_json(settings, report.rows),
         "greatest_difference": report.greatest_difference.difference,
         "checks": [asdict(verdict) for verdict in report.verdicts],
         "generation": None if report.generation is None else asdict(report.generation),

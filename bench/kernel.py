@@ -43,10 +43,11 @@ from ring_attn.arguments import (
     dtype_name,
     format_size,
     parse_dtype,
-    parse_output,
+    parse_report,
     parse_size,
     parse_sizes,
-    write_json,
+    replace_json,
+    write_if_interrupted,
 )
 from ring_attn.backends import get_backend
 from ring_attn.bench import local_ring
@@ -75,7 +76,7 @@ from ring_attn.bench.timing import (
     watch_for,
 )
 from ring_attn.env import machine
-from ring_attn.launch import DEVICES
+from ring_attn.launch import DEVICES, check_memory
 from ring_attn.testing import Verdict
 
 MODES = {"fwd": ("fwd",), "fwd_bwd": ("fwd", "bwd", "fwd_bwd")}
@@ -223,7 +224,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--plot",
         metavar="PATH.png",
-        type=parse_output,
+        type=parse_report,
         help="draw TFLOP/s over length (matplotlib)",
     )
     add_common(parser)
@@ -250,7 +251,10 @@ def run(args: argparse.Namespace) -> int:
     setting = setting_of(args)
     if args.plot is not None and find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+    if setting.device.type == "cpu":
+        check_memory("the tensors of this call", least_bytes(setting), "use a shorter --seqlen")
     bench = Bench(setting, args.json)
+    write_if_interrupted(args.json, bench.report)
     bench.run()
     console = Console(width=WIDTH)
     if not args.quiet:
@@ -265,6 +269,15 @@ def run(args: argparse.Namespace) -> int:
         plot(bench.rows, args.plot)
     console.print(bench.summary(), highlight=False)
     return 1 if bench.failures else 0
+
+
+def least_bytes(setting: Setting) -> int:
+    """Of the largest cell: inputs and results, and both in float64 to judge them."""
+    problems = [*setting.problems(), *([setting.ring_problem()] if setting.sizes.ring else [])]
+    return max(
+        2 * (p.heads + p.kv_heads) * p.batch * p.seqlen * p.head_dim * (2 * p.dtype.itemsize + 8)
+        for p in problems
+    )
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
@@ -410,9 +423,7 @@ class Bench:
 
     def _save(self) -> None:
         if self._json:
-            part = self._json.with_name(f"{self._json.name}.part")
-            write_json(part, self.report())
-            part.replace(self._json)  # a run that is killed leaves a whole report
+            replace_json(self._json, self.report())
 
     def _peak(self) -> float | None:
         setting = self.setting

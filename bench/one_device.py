@@ -22,8 +22,8 @@ from ring_attn.arguments import (
     dtype_name,
     parse_dtype,
     parse_size,
+    replace_json,
     table_console,
-    write_json,
 )
 from ring_attn.bench.implementations import Problem
 from ring_attn.bench.kernel import parse_heads
@@ -119,9 +119,7 @@ class Findings(Generic[S, R]):
         if last:
             self._states["after"] = gpu_state()
         if self._json:
-            part = self._json.with_name(f"{self._json.name}.part")
-            write_json(part, self.report())
-            part.replace(self._json)
+            replace_json(self._json, self.report())
 
 
 def finish(bench: Findings[Any, Any], shown: Table | None, lines: Sequence[str] = ()) -> int:

@@ -35,12 +35,14 @@ from ring_attn.arguments import (
     dtype_name,
     parse_dtype,
     parse_size,
+    write_if_interrupted,
     write_json,
 )
+from ring_attn.backends import get_backend
 from ring_attn.bench.timing import quantiles
 from ring_attn.cost import bytes_sent, flops
 from ring_attn.env import machine
-from ring_attn.launch import rank_device, run_ranks
+from ring_attn.launch import check_memory, rank_device, run_ranks, send_part
 from ring_attn.layout import LAYOUTS, SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.profiling import peak_bytes, trace
@@ -292,18 +294,20 @@ class Dense:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ring-attn bench ring`."""
-    parser.add_argument("--world-size", type=int, default=2, help="ranks (default 2)")
+    parser.add_argument("--world-size", type=parse_size, default=2, help="ranks (default 2)")
     parser.add_argument("--seqlen", type=parse_size, help=f"whole length ({SEQLEN})")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, help="default: as many as --heads")
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--batch", type=parse_size, default=1)
+    parser.add_argument("--heads", type=parse_size, default=8)
+    parser.add_argument("--kv-heads", type=parse_size, help="default: as many as --heads")
+    parser.add_argument("--head-dim", type=parse_size, default=64)
     parser.add_argument("--dtype", type=parse_dtype, default=torch.float32)
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--layout", choices=LAYOUTS, default="zigzag")
     parser.add_argument("--mode", choices=tuple(MODES), default="fwd_bwd")
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank (1)")
+    parser.add_argument(
+        "--threads", type=parse_size, default=1, help="CPU threads of each rank (1)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where possible")
     parser.add_argument("--iters", type=int, help=f"timed repetitions ({ITERS})")
     parser.add_argument("--warmup", type=int, help=f"untimed repetitions ({WARMUP})")
@@ -322,11 +326,23 @@ def run(args: argparse.Namespace) -> int:
     for name in baselines:
         if name not in BASELINES:
             raise ValueError(f"--baseline must be of {list(BASELINES)}, got {name!r}")
+    if args.backend != "auto":
+        get_backend(args.backend)  # raises for a name that does not exist
     setting = setting_of(args, baselines)
+    if args.device != "cuda":
+        check_memory("the tensors of this call", least_bytes(setting), "use a shorter --seqlen")
     # The profiler that counts memory greets on stderr, unless it is told before torch is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    samples: list[dict[str, Any]] = []
+    write_if_interrupted(args.json, lambda: {**_described(setting), "samples": samples})
     rows, failures = run_ranks(
-        measure, args.world_size, setting, args.profile, threads=args.threads, device=args.device
+        measure,
+        args.world_size,
+        setting,
+        args.profile,
+        threads=args.threads,
+        device=args.device,
+        on_part=samples.append,
     )[0]
     if int(os.environ.get("RANK", 0)) == 0:  # torchrun runs this in every rank
         _report(args, setting, rows, failures)
@@ -355,23 +371,28 @@ def setting_of(args: argparse.Namespace, baselines: tuple[str, ...]) -> Setting:
     )
 
 
+def least_bytes(setting: Setting) -> int:
+    """Of all ranks: each holds all inputs, and rank 0 those and the results in float64 too."""
+    heads = 2 * (setting.heads + setting.kv_heads)
+    elements = setting.batch * setting.seqlen * heads * setting.head_dim
+    return elements * (setting.torch_dtype.itemsize * setting.world_size + 2 * 8)
+
+
 def _at_least(option: str, value: int, least: int) -> int:
     if value < least:
         raise ValueError(f"{option} must be at least {least}, got {value}")
     return value
 
 
+def _described(setting: Setting) -> dict[str, Any]:
+    return {"machine": machine(), "command": setting.command, "setting": asdict(setting)}
+
+
 def _report(
     args: argparse.Namespace, setting: Setting, rows: list[Row], failures: list[str]
 ) -> None:
     if args.json:
-        payload = {
-            "machine": machine(),
-            "command": setting.command,
-            "setting": asdict(setting),
-            "rows": [asdict(row) for row in rows],
-        }
-        write_json(args.json, payload)
+        write_json(args.json, {**_described(setting), "rows": [asdict(row) for row in rows]})
     console = Console()
     if not args.quiet:
         console.print(*_tables(setting, rows))
@@ -434,6 +455,7 @@ def _timed(impls: Sequence[Impl], setting: Setting) -> dict[str, dict[str, list[
         turn = repetition % len(impls)
         for impl in (*impls[turn:], *impls[:turn]):
             sample = _one(impl, setting.mode)
+            send_part({"impl": impl.name, "ms": {mode: ms for mode, (ms, _, _) in sample.items()}})
             if repetition >= setting.warmup:
                 for mode, figures in sample.items():
                     found[impl.name].setdefault(mode, []).append(figures)
