@@ -13,9 +13,6 @@ head_dim a head forward and 2.5 times that backward, by the exact number of visi
     flex           compiled flex_attention, its own tiles (flex-autotune: searched ones, in minutes)
     flash-attn     flash_attn, where installed (flash-attn-3, flash-attn-4: interface, cute)
 
-    ring           --ring ranks of --ring-seqlen rows each on this one device, causal, zigzag and
-                   contiguous: what a rank computes against 1 / P of the whole (see local_ring)
-
 Exit status 1 where a result of ours is wrong or a call of ours failed.
 """
 
@@ -49,7 +46,6 @@ from ring_attn.arguments import (
     write_json,
 )
 from ring_attn.backends import get_backend
-from ring_attn.bench import local_ring
 from ring_attn.bench.implementations import (
     FLASH_PACKAGES,
     IMPLEMENTATIONS,
@@ -63,8 +59,7 @@ from ring_attn.bench.implementations import (
     unavailable,
 )
 from ring_attn.bench.judge import Judge
-from ring_attn.bench.kernel_report import NOT_MEASURED, Row, notes, plot, ring_table, tables, title
-from ring_attn.bench.local_ring import LocalRing, RingRow
+from ring_attn.bench.kernel_report import NOT_MEASURED, Row, notes, plot, tables, title
 from ring_attn.bench.timing import (
     Watch,
     gpu_state,
@@ -82,19 +77,12 @@ MODES = {"fwd": ("fwd",), "fwd_bwd": ("fwd", "bwd", "fwd_bwd")}
 
 DEFAULT = ("ours", "torch-flash", "cudnn", "flex", *FLASH_PACKAGES)
 
-RING_LAYOUTS = ("zigzag", "contiguous")
-
 # A cell's repetitions end early where they have taken so long, but not before so many. The first
 # only warms up, unless it takes so long that a start-up does not show.
 CELL_SECONDS, LEAST_ITERS, SLOW_MS = 4.0, 2, 500.0
-RING_ITERS = 5
 
-# Whose errors are failures of this run; what they may raise without failing.
-OURS = ("ours", "ring")
+# What ours may raise without failing the run.
 REFUSALS = (NotImplementedError, ImportError, torch.OutOfMemoryError)
-
-# What a ring's ranks are held against.
-WHOLE = "whole"
 
 # Wide enough for a row, wherever it is printed.
 WIDTH = 150
@@ -112,8 +100,6 @@ class Sizes:
     dtype: torch.dtype
     tokens: int
     iters: int
-    ring: int
-    ring_seqlen: int
 
 
 FULL = Sizes(
@@ -123,13 +109,9 @@ FULL = Sizes(
     dtype=torch.bfloat16,
     tokens=16384,
     iters=15,
-    ring=8,
-    ring_seqlen=8192,
 )
-QUICK = replace(
-    FULL, seqlens=(2048, 8192), head_dims=(128,), heads=((32, 8),), iters=5, ring_seqlen=2048
-)
-ON_CPU = Sizes((256, 512), (64,), ((4, 2),), torch.float32, 512, 3, 2, 256)
+QUICK = replace(FULL, seqlens=(2048, 8192), head_dims=(128,), heads=((32, 8),), iters=5)
+ON_CPU = Sizes((256, 512), (64,), ((4, 2),), torch.float32, 512, 3)
 
 
 @dataclass(frozen=True)
@@ -159,8 +141,6 @@ class Setting:
             "--backend": self.backend,
             "--implementations": ",".join(self.implementations),
             "--iters": str(sizes.iters),
-            "--ring": str(sizes.ring),
-            "--ring-seqlen": format_size(sizes.ring_seqlen),
             "--device": self.device.type,
         }
         flags = [f"{name} {shlex.quote(value)}" for name, value in words.items()]
@@ -185,13 +165,6 @@ class Setting:
                             self.device,
                         )  # fmt: skip
 
-    def ring_problem(self) -> Problem:
-        """The whole of the ring: causal, one sequence, the first heads and head dim."""
-        sizes = self.sizes
-        (heads, kv_heads), head_dim = sizes.heads[0], sizes.head_dims[0]
-        seqlen = sizes.ring * sizes.ring_seqlen
-        return Problem(1, seqlen, heads, kv_heads, head_dim, True, sizes.dtype, self.device)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ring-attn bench kernel`."""
@@ -208,16 +181,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--implementations",
         default=",".join(DEFAULT),
-        help=f"comma-separated, of {', '.join(IMPLEMENTATIONS)}; empty for the ring alone",
+        help=f"comma-separated, of {', '.join(IMPLEMENTATIONS)}",
     )
-    add(
-        "--iters",
-        type=parse_size,
-        help=f"most repetitions of a cell ({FULL.iters}), and of the ring ({RING_ITERS} at most)",
-    )
+    add("--iters", type=parse_size, help=f"most repetitions of a cell ({FULL.iters})")
     add("--budget", type=float, metavar="SECONDS", help="start no cell that would not end in time")
-    add("--ring", type=int, metavar="P", help=f"ranks of the ring ({FULL.ring}; 0 for none)")
-    add("--ring-seqlen", type=parse_size, help="rows of each rank (8k; with --quick 2k)")
     add("--device", choices=DEVICES, help="default: cuda where there is one")
     add("--measure-peak", action="store_true", help="share of a large matmul's rate instead")
     add(
@@ -255,8 +222,6 @@ def run(args: argparse.Namespace) -> int:
     console = Console(width=WIDTH)
     if not args.quiet:
         console.print(*tables(bench.rows))
-        if bench.ring_rows:
-            console.print(ring_table(bench.ring_rows))
     for line in bench.remarks():
         console.print(line, highlight=False, markup=False)
     for failure in bench.failures:
@@ -276,6 +241,8 @@ def setting_of(args: argparse.Namespace) -> Setting:
     for name in names:
         if name not in IMPLEMENTATIONS:
             raise ValueError(f"--implementations must be of {list(IMPLEMENTATIONS)}, got {name!r}")
+    if not names:
+        raise ValueError(f"--implementations needs at least one of {list(IMPLEMENTATIONS)}")
     base = ON_CPU if device.type == "cpu" else QUICK if args.quick else FULL
     sizes = Sizes(
         seqlens=args.seqlen or base.seqlens,
@@ -284,11 +251,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
         dtype=args.dtype or base.dtype,
         tokens=args.tokens or base.tokens,
         iters=args.iters or base.iters,
-        ring=base.ring if args.ring is None else args.ring,
-        ring_seqlen=args.ring_seqlen or base.ring_seqlen,
     )
-    if sizes.ring < 0:
-        raise ValueError(f"--ring must be at least 0, got {sizes.ring}")
     backend = args.backend or ("triton" if device.type == "cuda" else "auto")
     if backend != "auto":
         get_backend(backend)  # raises for a name that does not exist
@@ -326,7 +289,6 @@ class Bench:
         """
         self.setting = setting
         self.rows: list[Row] = []
-        self.ring_rows: list[RingRow] = []
         self.failures: list[str] = []
         self.unavailable = {
             name: why
@@ -345,10 +307,7 @@ class Bench:
         self.peak = self._peak()
 
     def run(self) -> None:
-        """Everything; the ring first, so that a budget does not leave it out."""
-        if self.setting.sizes.ring:
-            self._measure_ring(self.setting.ring_problem())
-            self._save()
+        """Measures every cell that the budget has time for."""
         for problem in self.setting.problems() if self._names else ():
             note = self._not_measured(problem)
             if note:
@@ -362,7 +321,6 @@ class Bench:
     def remarks(self) -> list[str]:
         """What the tables do not say."""
         lines = [f"{name}: {why}" for name, why in self.unavailable.items()] + notes(self.rows)
-        lines += [f"ring, {row.layout}: {row.note}" for row in self.ring_rows if row.note]
         if self._ran and self.setting.backend == "auto":
             lines.append(f"ours: backend auto chose {', '.join(sorted(self._ran))}")
         if self.peak:
@@ -376,12 +334,8 @@ class Bench:
     def summary(self) -> str:
         """One line for all."""
         cells = {(*row.table, row.seqlen, row.impl) for row in self.rows if row.samples}
-        rings = {row.layout for row in self.ring_rows if row.kernels_ms}
         seconds = time.monotonic() - self._start
-        return (
-            f"{len(cells)} cells and {len(rings)} rings measured in {seconds:.0f} s, "
-            f"{len(self.failures)} failures"
-        )
+        return f"{len(cells)} cells measured in {seconds:.0f} s, {len(self.failures)} failures"
 
     def report(self) -> dict[str, Any]:
         """All of it, ready for JSON."""
@@ -403,7 +357,6 @@ class Bench:
             "backends": sorted(self._ran),
             "unavailable": self.unavailable,
             "rows": [asdict(row) for row in self.rows],
-            "ring": [asdict(row) for row in self.ring_rows],
             "failures": self.failures,
             "seconds": time.monotonic() - self._start,
         }
@@ -488,7 +441,7 @@ class Bench:
     ) -> tuple[float, str]:
         """Greatest error / bound, and what is wrong; of ours that is a failure."""
         wrong = [str(verdict) for verdict in verdicts if not verdict.ok]
-        if name in OURS:
+        if name == "ours":
             self.failures += [f"{name}, {title(problem)}: {text}" for text in wrong]
         ratios = [math.inf if math.isnan(v.ratio) else v.ratio for v in verdicts]
         return max(ratios), f"wrong: {wrong[0]}" if wrong else ""
@@ -531,43 +484,6 @@ class Bench:
         ms = {mode: watch.ms(*(marks[i] for i in spans[mode])) for mode in MODES[self.setting.mode]}
         return {**ms, "host": 1e3 * host}
 
-    def _measure_ring(self, problem: Problem) -> None:
-        """Both layouts and the whole, in turn within every repetition."""
-        backend, world_size = self.setting.backend, self.setting.sizes.ring
-        iters = min(self.setting.sizes.iters, RING_ITERS)
-
-        def ring(layout: str, ranks: int, problem: Problem, data: Data) -> LocalRing:
-            return LocalRing(problem, data, world_size=ranks, layout=layout, backend=backend)
-
-        def measure() -> list[RingRow]:
-            data, judge = self._data_and_judge(problem)
-            whole = ring("contiguous", 1, problem, data)
-            rings = {name: ring(name, world_size, problem, data) for name in RING_LAYOUTS}
-            expected = local_ring.results(whole, backward=self._backward)
-            facts = {}
-            for name, one in rings.items():
-                bits = local_ring.results(one, backward=self._backward)
-                ratio, note = self._verdict(
-                    "ring", problem, judge.sampled(partial(ring, name, world_size))
-                )
-                facts[name] = (local_ring.same_bits(bits, expected), ratio, note)
-            del judge, expected, bits
-            samples = local_ring.samples(
-                {WHOLE: whole, **rings}, self._watch, iters, backward=self._backward
-            )
-            return [
-                local_ring.row(name, mode, one, samples[name], samples[WHOLE], *facts[name])
-                for name, one in rings.items()
-                for mode in MODES[self.setting.mode]
-            ]
-
-        rows, note = self._attempt("ring", problem, measure)
-        if rows is None:
-            world_size, seqlen = self.setting.sizes.ring, problem.seqlen
-            mode = self.setting.mode
-            rows = [RingRow(name, mode, world_size, seqlen, note=note) for name in RING_LAYOUTS]
-        self.ring_rows = rows
-
     def _attempt(self, name: str, problem: Problem, call: Callable[[], T]) -> tuple[T | None, str]:
         """What the call returns; None, and why, where it cannot run. Ours may refuse, not fail."""
         with warnings.catch_warnings(record=True) as said:
@@ -576,7 +492,7 @@ class Bench:
                 return call(), ""
             except Exception as error:
                 why = reason(error, [str(warning.message) for warning in said])
-                if name in OURS and not isinstance(error, REFUSALS):
+                if name == "ours" and not isinstance(error, REFUSALS):
                     traceback.print_exc()
                     self.failures.append(f"{name}, {title(problem)}: {why}")
         if not self._alive():

@@ -12,7 +12,6 @@ from rich.table import Table
 
 from ring_attn.arguments import format_size
 from ring_attn.bench.implementations import Problem
-from ring_attn.bench.local_ring import RingRow
 
 # How the note of a cell that was left out begins.
 NOT_MEASURED = "not measured"
@@ -116,30 +115,6 @@ def _figures(row: Row | None) -> list[str]:
 def _ms(x: float | None) -> str:
     """To a microsecond, or to four digits."""
     return show(x, ".3f" if x is None or x < 10.0 else ".2f" if x < 100.0 else ".1f")
-
-
-def ring_table(rows: Sequence[RingRow]) -> Table:
-    """What the ranks compute against their share of the whole."""
-    first = rows[0]
-    table = _table(
-        f"ring of {first.world_size} on one device, {format_size(first.seqlen)} in all, causal: "
-        "device time of a rank's kernels against 1 / P of the whole"
-    )
-    names = ("layout", "mode", "share ms", "most", "least", "% of ideal", "sum over whole",
-             "with driver", "host ms/step", "same bits", "error / bound")  # fmt: skip
-    for name in names:
-        table.add_column(name, justify="left" if name in ("layout", "mode") else "right")
-    for row in rows:
-        if not row.kernels_ms:
-            table.add_row(row.layout, row.mode, row.note)
-            continue
-        table.add_row(
-            row.layout, row.mode, show(row.share_ms, ".4g"), f"{max(row.kernels_ms):.4g}",
-            f"{min(row.kernels_ms):.4g}", show(row.efficiency, ".1%"), show(row.overhead, "+.1%"),
-            show(row.efficiency_with_driver, ".1%"), show(row.host_ms_per_step, ".3f"),
-            "yes" if row.same_bits else "no", show(row.max_ratio, ".2f"),
-        )  # fmt: skip
-    return table
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

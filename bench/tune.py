@@ -66,7 +66,6 @@ from ring_attn.bench.launches import (
     label,
     no_device,
 )
-from ring_attn.bench.length import digest
 from ring_attn.bench.one_device import Findings, finish, run_module
 from ring_attn.bench.timing import Watch, head_start_ms, watch_for
 from ring_attn.bench.tune_report import (
@@ -100,6 +99,9 @@ ITERS, REPEATS = 12, 20
 
 # Bits are compared over that many rows, which take a kernel about a millisecond.
 REPEAT_ROWS = 4096
+
+# Bytes that a digest takes at once.
+DIGEST_BYTES = 1 << 26
 
 # A candidate may take so long to be built, the start of its process included. Of the time of a
 # case, when no more are built, and when no more are checked.
@@ -270,6 +272,18 @@ class Race:
 def bits_of(results: Sequence[Tensor], device: torch.device) -> int:
     """A number that every bit goes into."""
     return hash(tuple(digest(x, device) for x in results))
+
+
+def digest(x: Tensor, device: torch.device) -> int:
+    """A number that every bit and its place go into, computed on the device piece by piece."""
+    numbers = x.contiguous().view(torch.uint8).reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for piece in numbers.split(DIGEST_BYTES):
+        whole = piece.to(device)
+        whole = torch.nn.functional.pad(whole, (0, -whole.numel() % 8)).view(torch.int64)
+        places = torch.arange(1, 2 * whole.numel(), 2, dtype=torch.int64, device=device)
+        total = total * 1000003 + (whole * places).sum()  # int64 wraps around
+    return int(total)
 
 
 @dataclass

@@ -39,7 +39,6 @@ COMMANDS = (
     Command("bench ring", "ring_attn.bench.ring", "time and memory of ring attention"),
     Command("bench kernel", "ring_attn.bench.kernel", "TFLOP/s of attention on one device"),
     Command("calibrate", "ring_attn.bench.calibrate", "measure this machine for the simulator"),
-    Command("gpu", "ring_attn.bench.gpu", "all tests, checks and benchmarks that need a GPU"),
     Command("aot", "ring_attn.bench.aot", "compile every kernel without a GPU, and judge it"),
 )
 

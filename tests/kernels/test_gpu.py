@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from ring_attn.backends.triton import TritonBackend
-from ring_attn.bench import sanitize
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import Config
 from ring_attn.kernels.flash_bwd import can_specialize_backward
@@ -28,7 +28,9 @@ from ring_attn.testing import (
     dense_gradients,
     plain_gradients,
     random_qkv,
+    random_sinks,
 )
+from ring_attn.verify import MASKS
 from tests.kernels.calls import (
     assert_holds,
     cut_keys,
@@ -218,10 +220,31 @@ def test_other_rings_hold_and_repeat(layout: str, world_size: int) -> None:
     assert all(torch.equal(getattr(got, name), getattr(again, name)) for name in RESULTS)
 
 
-@pytest.mark.parametrize("case", sanitize.CASES, ids=str)
-def test_options(case: sanitize.Case) -> None:
-    verdicts = sanitize.verdicts(case, "triton", "cuda")
-    assert all(verdict.ok for verdict in verdicts), [str(verdict) for verdict in verdicts]
+@pytest.mark.parametrize(
+    ("mask", "sizes", "softcap"),
+    [
+        ("window", {}, 0.0),
+        ("documents unequal", {}, 0.0),
+        ("empty rows", {}, 0.0),
+        ("causal", {"headdim": 80, "dtype": torch.float16}, 0.0),
+        ("causal", {"dtype": torch.float32}, 0.0),
+        ("causal", {}, 2.0),
+    ],
+)
+def test_options(mask: str, sizes: dict[str, Any], softcap: float) -> None:
+    """Ragged lengths; with softcap there are sinks, too."""
+    seen = MASKS[mask](113)
+    inputs = random_qkv(
+        **{
+            "seqlen_q": seen.seqlen_q, "seqlen_k": seen.seqlen_k, "nheads": 4, "nheads_kv": 2,
+            "headdim": 64, "dtype": torch.bfloat16, "device": "cuda", **sizes,
+        }
+    )  # fmt: skip
+    scores = {"softcap": softcap, "sinks": random_sinks(4).to("cuda") if softcap else None}
+    got = ring(inputs, seen, layouts_of("contiguous", seen, 1), **scores)
+    assert_holds(
+        got, dense_gradients(*inputs, seen, **scores), plain_gradients(*inputs, seen, **scores)
+    )
 
 
 def test_offsets_beyond_32_bits() -> None:
