@@ -212,7 +212,7 @@ def cells(arch: str, head_dim: int, dtype: torch.dtype) -> Iterator[Cell]:
                 variant.label,
                 variant_launch(variant, config, head_dim, dtype),
                 config.note,
-                warp_specialize=config.warp_specialize or variant.kernel == "hopper_fwd",
+                warp_specialize=variant.kernel == "hopper_fwd",
                 needs_tensor_cores=variant.kernel not in ("delta", "merge"),
                 overlaps=variant.kernel == "hopper_fwd",
             )
@@ -231,7 +231,7 @@ def variants(arch: str, head_dim: int) -> tuple[Variant, ...]:
 
 
 def _configs(variant: Variant, arch: str, head_dim: int, dtype: torch.dtype) -> tuple[Config, ...]:
-    """The frozen one, and those that wait to be measured; not the rest of what is searched."""
+    """The frozen one, and those of the forward in Gluon; not the rest of what is searched."""
     from ring_attn.kernels import configs
 
     if variant.kernel == "hopper_fwd":
@@ -243,7 +243,7 @@ def _configs(variant: Variant, arch: str, head_dim: int, dtype: torch.dtype) -> 
 
         return (decode.MERGE,)
     column = arch if arch in configs.ARCHITECTURES else "sm_86"  # as `architecture` has it
-    return configs.candidates(variant.kind, column, head_dim, dtype)
+    return (configs.frozen(variant.kind, column, head_dim, dtype),)
 
 
 def variant_launch(variant: Variant, config: Config, head_dim: int, dtype: torch.dtype) -> Launch:

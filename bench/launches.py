@@ -58,8 +58,6 @@ GLUON_TILES = ((128, 64, 3), (128, 64, 4), (128, 128, 3), (192, 64, 3), (192, 12
 # A kernel that breaks the device's context should do so in a process that is there to break.
 BUILD_RUNS = 3
 
-NOT_SPECIALIZED = "warp specialisation wants one run of whole blocks, no mask"
-
 # The frozen config of a kind.
 Frozen = Callable[[str], "Config"]
 
@@ -251,7 +249,7 @@ class Launches:
         variant: str = "",
     ) -> Launch:
         """The launch that folds some columns; NotImplementedError where the config cannot."""
-        from ring_attn.kernels.flash_fwd import can_specialize, forward_launch
+        from ring_attn.kernels.flash_fwd import forward_launch
 
         q, k, v, _ = self._inputs
         table = self._table(config, cols, num_rows=q.size(1) if first or last else 0)
@@ -264,8 +262,6 @@ class Launches:
                 q, k, v, state, table, config, softmax_scale=self._scale, first=first, last=last,
                 **GLUON[variant],
             )  # fmt: skip
-        if config.warp_specialize and not can_specialize(q, k, v, table, softcap=0.0):
-            raise NotImplementedError(NOT_SPECIALIZED)
         return forward_launch(
             q, k, v, state, table, config, softmax_scale=self._scale, first=first, last=last
         )
@@ -296,12 +292,7 @@ class Launches:
         )
 
     def _backward_table(self, config: Config, *, kv_rows: bool) -> StepTable:
-        from ring_attn.kernels.flash_bwd import can_specialize_backward
-
-        table = self._table(config, (0, self._inputs.k.size(1)), kv_rows=kv_rows)
-        if config.warp_specialize and not can_specialize_backward(*self._inputs, table, 0.0):
-            raise NotImplementedError(NOT_SPECIALIZED)
-        return table
+        return self._table(config, (0, self._inputs.k.size(1)), kv_rows=kv_rows)
 
     def _table(
         self, config: Config, cols: tuple[int, int], *, kv_rows: bool = False, num_rows: int = 0

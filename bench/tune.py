@@ -664,7 +664,6 @@ def orders_of(configs: Iterable[Config], config: Config) -> list[Config]:
     return [
         replace(config, l2_bytes=l2_bytes, programs_per_sm=programs)
         for l2_bytes, programs in orders
-        if not (programs and config.warp_specialize)  # such a program does one task
     ]
 
 

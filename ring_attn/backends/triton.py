@@ -325,8 +325,8 @@ class TritonBackend:
         first: bool,
         last: bool,
     ) -> Launch:
-        from ring_attn.kernels.configs import gluon_forward, select
-        from ring_attn.kernels.flash_fwd import can_specialize, forward_launch
+        from ring_attn.kernels.configs import gluon_forward
+        from ring_attn.kernels.flash_fwd import forward_launch
         from ring_attn.kernels.gluon_guard import gluon_missing
 
         # Every row is touched by the first launch and by the last, whether it sees a key or not.
@@ -344,10 +344,6 @@ class TritonBackend:
 
         def launch(config: Config, carried: Carried) -> Launch:
             table = self._table(tiles, config, q.device, num_rows=num_rows)
-            if config.warp_specialize and not can_specialize(q, k, v, table, scores.softcap):
-                # Not by a call of itself: that cycle keeps q, k and v until the collector runs.
-                config = select("fwd", q, v.size(3))
-                table = self._table(tiles, config, q.device, num_rows=num_rows)
             return forward_launch(
                 q, k, v, carried, table, config, softmax_scale=scores.softmax_scale,
                 softcap=scores.softcap, first=first, last=last,
@@ -362,17 +358,12 @@ class TritonBackend:
     def _dq_launch(
         self, inputs: BackwardInputs, tiles: Sequence[Tile], dq: Tensor, scores: Scores
     ) -> Launch:
-        from ring_attn.kernels.configs import select
-        from ring_attn.kernels.flash_bwd import can_specialize_backward, dq_launch
+        from ring_attn.kernels.flash_bwd import dq_launch
 
-        q, k, v, dout, *_ = inputs
+        q, k, v, *_ = inputs
 
         def launch(config: Config, dq: Tensor) -> Launch:
             table = self._table(tiles, config, q.device)
-            fits = can_specialize_backward(q, k, v, dout, table, scores.softcap)
-            if config.warp_specialize and not fits:
-                config = select("dq", q, v.size(3))
-                table = self._table(tiles, config, q.device)
             return dq_launch(
                 *inputs, dq, table, config,
                 softmax_scale=scores.softmax_scale, softcap=scores.softcap,
@@ -391,17 +382,12 @@ class TritonBackend:
         dv: Tensor,
         scores: Scores,
     ) -> Launch:
-        from ring_attn.kernels.configs import select
-        from ring_attn.kernels.flash_bwd import can_specialize_backward, dkdv_launch
+        from ring_attn.kernels.flash_bwd import dkdv_launch
 
-        q, k, v, dout, *_ = inputs
+        q, k, v, *_ = inputs
 
         def launch(config: Config, dk: Tensor, dv: Tensor) -> Launch:
             table = self._table(tiles, config, q.device, kv_rows=True)
-            fits = can_specialize_backward(q, k, v, dout, table, scores.softcap)
-            if config.warp_specialize and not fits:
-                config = select("dkdv", q, v.size(3))
-                table = self._table(tiles, config, q.device, kv_rows=True)
             return dkdv_launch(
                 *inputs, dk, dv, table, config,
                 softmax_scale=scores.softmax_scale, softcap=scores.softcap,

@@ -118,8 +118,8 @@ def test_cases_in_words_and_numbers() -> None:
 
 def test_configs_in_words() -> None:
     assert launches.label(replace(INTERPRETER, l2_bytes=1 << 25)) == "64x64 4w 1s l2_bytes=32M"
-    special = replace(INTERPRETER, warp_specialize=True, note="of the table")
-    assert launches.label(special) == "64x64 4w 1s warp_specialize=True"
+    special = replace(INTERPRETER, programs_per_sm=2, note="of the table")
+    assert launches.label(special) == "64x64 4w 1s programs_per_sm=2"
     line = launches.table_line("sm_90", "fwd_whole", 128, special, "12 regs")
     key, _, text = line.rstrip(",").partition(": ")
     assert eval(key) == ("sm_90", "fwd_whole", 128)
@@ -131,10 +131,6 @@ def test_what_cannot_be_built_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("dq", True, 63, 63)
     built, goes_on = build(Task(case, one, NO_TILE))
     assert "power of 2" in built.note and goes_on
-    whole = Case("fwd", False, 63, 63)
-    special = replace(INTERPRETER, warp_specialize=True)
-    built, goes_on = build(Task(whole, problem(False, 63), special))
-    assert "whole blocks" in built.note and goes_on
     monkeypatch.setattr(launches, "alive", lambda device: False)
     assert not build(Task(case, one, NO_TILE))[1]
     built, goes_on = build(Task(case, one, SMALL))
@@ -472,8 +468,6 @@ def test_the_fastest_tile_is_tried_in_other_orders(monkeypatch: pytest.MonkeyPat
     bench._search(bench.setting.cases()[0], math.inf)
     orders = [replace(SMALL, l2_bytes=1 << 20), replace(SMALL, programs_per_sm=2)]
     assert asked == [[frozen, SMALL, grouped, persistent, eight], [frozen, SMALL, *orders]]
-    special = replace(SMALL, warp_specialize=True)
-    assert tune.orders_of(asked[0], special) == [special, replace(special, l2_bytes=1 << 20)]
 
 
 @pytest.mark.slow

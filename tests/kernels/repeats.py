@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends.triton import TritonBackend
-from ring_attn.kernels import configs, hopper_fwd, launch
+from ring_attn.kernels import configs, hopper_fwd
 from ring_attn.kernels.launch import Launch
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
@@ -154,13 +154,9 @@ def cases(stub: StubDriver) -> dict[str, Any]:
     call = forward(True, tiles=tiles_of(Mask(256, 256)))
     with (
         mock.patch.object(configs, "architecture", lambda device: "sm_90"),
-        mock.patch.object(launch, "_descriptor_memory", lambda size, *_: torch.empty(size)),
+        mock.patch.dict(configs.GLUON, {64: hopper_fwd.CONFIGS[64][0]}),
     ):
-        with mock.patch.dict(configs.GLUON, {64: hopper_fwd.CONFIGS[64][0]}):
-            found["forward, gluon"] = case(stub, call, **whole)
-        specialized = configs.WHOLE_CANDIDATES["sm_90", "fwd_whole", 64][0]
-        with mock.patch.dict(configs.TABLE, {("sm_90", "fwd_whole", 64): specialized}):
-            found["forward, specialised"] = case(stub, call, **whole)
+        found["forward, gluon"] = case(stub, call, **whole)
     return found
 
 

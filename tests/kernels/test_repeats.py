@@ -26,7 +26,6 @@ CALLS = {
     "forward, last": (2, "q k v acc m l out lse"),
     "forward, no mask": (1, "q k v out lse"),
     "forward, gluon": (1, "q k v out lse"),
-    "forward, specialised": (1, "q k v out lse"),
     "dq": (1, "q k v dout lse delta dq"),
     "dkdv": (1, "q k v dout lse delta dk dv"),
     "delta": (1, "q dout new_delta"),
