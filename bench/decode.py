@@ -1,7 +1,5 @@
 """Time of decoding on one device: one query a sequence against a long cache of keys and values.
 
-    python -m ring_attn.bench.decode --json DIR/decode.json      on a GPU, or a CPU to see it work
-
 Decoding reads the cache once and computes next to nothing, so a time is held against the memory:
 GB/s is K and V over the time, and `% of copy` that over what a copy within the device moves, read
 and written. All run in turn within every repetition, with a cold L2.
@@ -18,9 +16,7 @@ of ours is wrong.
 from __future__ import annotations
 
 import argparse
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +31,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ring_attn.arguments import (
+    command_line,
     format_size,
     parse_size,
     parse_sizes,
@@ -48,7 +45,6 @@ from ring_attn.bench.one_device import (
     add_device_arguments,
     finish,
     one_device,
-    run_module,
 )
 from ring_attn.bench.timing import Watch, head_start_ms, quantiles, watch_for
 from ring_attn.layout import Segment
@@ -279,7 +275,7 @@ def table(rows: Sequence[Row], setting: Setting) -> Table:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options."""
+    """The options of `ring-attn bench decode`."""
     add = parser.add_argument
     add("--seqlen", type=parse_sizes, help="of the cache (8k,32k,128k,1M; on a CPU 300,600)")
     add("--batch", type=parse_sizes, help="sequences (1,8; on a CPU 1)")
@@ -300,19 +296,9 @@ def setting_of(args: argparse.Namespace) -> Setting:
     )
 
 
-def run(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
+def run(args: argparse.Namespace) -> int:
     """Measures, writes the JSON as it goes, prints the table; 1 if a result of ours is wrong."""
     setting = setting_of(args)
-    command = shlex.join(["python", "-m", "ring_attn.bench.decode", *words])
-    bench = Decode(setting, command, args.json)
+    bench = Decode(setting, command_line(), args.json)
     bench.run()
     return finish(bench, None if args.quiet else table(bench.rows, setting))
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """`python -m ring_attn.bench.decode`."""
-    return run_module("decode", __doc__, add_arguments, run, words)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

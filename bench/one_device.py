@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -179,21 +178,3 @@ def chosen_of(option: str, words: str, names: Collection[str]) -> list[str]:
         if name not in names:
             raise ValueError(f"{option} must be of {list(names)}, got {name!r}")
     return chosen
-
-
-def run_module(
-    name: str,
-    description: str | None,
-    add_arguments: Callable[[argparse.ArgumentParser], None],
-    run: Callable[[argparse.Namespace, Sequence[str]], int],
-    words: Sequence[str] | None,
-) -> int:
-    """`python -m ring_attn.bench.NAME`, of a benchmark that `ring-attn` does not list."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m ring_attn.bench.{name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
-    words = sys.argv[1:] if words is None else words
-    return run(parser.parse_args(words), words)

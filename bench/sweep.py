@@ -32,7 +32,6 @@ from ring_attn.arguments import (
     table_console,
     write_json,
 )
-from ring_attn.bench.calibrate import calibrate
 from ring_attn.env import machine
 from ring_attn.launch import run_ranks
 from ring_attn.layout import SequenceLayout
@@ -40,6 +39,7 @@ from ring_attn.planning.choice import Choice
 from ring_attn.planning.devices import Cluster, load_cluster, to_json
 from ring_attn.planning.planner import explain
 from ring_attn.strategy import Strategy
+from ring_attn.tools.calibrate import calibrate
 
 WORLD_SIZES = (2, 4)
 # Short calls vary most: a shape is repeated for so many seconds, within these bounds.

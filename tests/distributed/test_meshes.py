@@ -21,18 +21,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from ring_attn import Strategy
-from ring_attn.bench import demo, mesh_demo
-from ring_attn.bench import mesh as on_mesh
-from ring_attn.bench.demo import (
+from ring_attn.testing import Verdict
+from ring_attn.tools import demo, mesh_demo
+from ring_attn.tools import mesh as on_mesh
+from ring_attn.tools.demo import (
     Settings,
     Trainer,
     sample_batches,
     squared_errors,
     standard_library_text,
 )
-from ring_attn.bench.mesh import SCHEDULES, Axes, MeshSettings, MeshTrainer
-from ring_attn.bench.model import ModelConfig
-from ring_attn.testing import Verdict
+from ring_attn.tools.mesh import SCHEDULES, Axes, MeshSettings, MeshTrainer
+from ring_attn.tools.model import ModelConfig
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("one_thread")]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.bench import decode
+from ring_attn.cli import main
 
 TINY = ["--device", "cpu", "--backend", "triton", "--heads", "2/1", "--seqlen", "97,300"]
 TINY += ["--iters", "2", "--quiet"]
@@ -19,7 +20,7 @@ TINY += ["--iters", "2", "--quiet"]
 def report_of(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
     """Exit status, and the JSON."""
     path = folder / "decode.json"
-    status = decode.main([*TINY, *words, "--json", str(path)])
+    status = main(["bench", "decode", *TINY, *words, "--json", str(path)])
     return status, json.loads(path.read_text())
 
 

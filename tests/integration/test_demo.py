@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from ring_attn import ring_attention
-from ring_attn.bench import demo
-from ring_attn.bench.generate import Comparison, Generated
 from ring_attn.launch import run_ranks
 from ring_attn.testing import Verdict, check
+from ring_attn.tools import demo
+from ring_attn.tools.generate import Comparison, Generated
 
 TINY = "--seqlen 97 --dim 32 --layers 2 --quiet"
 
@@ -134,7 +134,7 @@ def test_peak_memory_sees_what_was_held_and_is_gone() -> None:
     size = 64 << 20
     code = f"""
 import torch
-from ring_attn.bench.demo import PeakMemory
+from ring_attn.tools.demo import PeakMemory
 memory = PeakMemory(torch.device("cpu"))
 torch.ones({size} // 4)
 held = memory.read()

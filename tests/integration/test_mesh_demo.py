@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ring_attn.bench import demo, mesh_demo
-from ring_attn.bench.mesh import Axes
 from ring_attn.testing import Verdict
+from ring_attn.tools import demo, mesh_demo
+from ring_attn.tools.mesh import Axes
 
 TINY = "--seqlen 33 --dim 32 --layers 2"
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from ring_attn.bench.workers import Workers
+from ring_attn.tools.workers import Workers
 from tests.integration.worker_calls import call
 
 LIMIT = 30.0

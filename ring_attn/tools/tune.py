@@ -1,7 +1,7 @@
 """Finds the fastest configs of the kernels on one device: built, checked, then timed in turn.
 
-    python -m ring_attn.bench.tune --json DIR/tune.json        on a GPU
-    python -m ring_attn.bench.tune --device cpu                in the interpreter: it works, no more
+    ring-attn tune --json DIR/tune.json        on a GPU
+    ring-attn tune --device cpu                in the interpreter: it works, no more
 
 Case by case, the most valuable first, as far as --budget goes:
 
@@ -32,8 +32,6 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-import shlex
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,10 +43,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from ring_attn.arguments import format_size, parse_size
+from ring_attn.arguments import command_line, format_size, parse_size
 from ring_attn.bench.implementations import Attention, Data, Problem, make, reason, unavailable
 from ring_attn.bench.judge import Judge
-from ring_attn.bench.launches import (
+from ring_attn.bench.one_device import Findings, finish
+from ring_attn.bench.timing import Watch, head_start_ms, watch_for
+from ring_attn.env import machine
+from ring_attn.launch import num_cores
+from ring_attn.testing import Verdict
+from ring_attn.tools.launches import (
     GLUON,
     PRODUCTS,
     Bed,
@@ -66,9 +69,7 @@ from ring_attn.bench.launches import (
     label,
     no_device,
 )
-from ring_attn.bench.one_device import Findings, finish, run_module
-from ring_attn.bench.timing import Watch, head_start_ms, watch_for
-from ring_attn.bench.tune_report import (
+from ring_attn.tools.tune_report import (
     BEST_SET,
     FROZEN_SET,
     YARDSTICK,
@@ -82,10 +83,7 @@ from ring_attn.bench.tune_report import (
     with_speeds,
     with_times,
 )
-from ring_attn.bench.workers import NO_TIME, Workers
-from ring_attn.env import machine
-from ring_attn.launch import num_cores
-from ring_attn.testing import Verdict
+from ring_attn.tools.workers import NO_TIME, Workers
 
 if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config
@@ -677,7 +675,7 @@ KINDS = [*kinds_of(causal=True).values(), *kinds_of(causal=False).values()]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options."""
+    """The options of `ring-attn tune`."""
     add = parser.add_argument
     add("--step-rows", type=parse_size, help="of a rank of a ring (8k; on a CPU 192)")
     add("--iters", type=parse_size, help=f"samples of the fastest ({ITERS}; on a CPU 1)")
@@ -706,21 +704,12 @@ def setting_of(args: argparse.Namespace) -> Setting:
     )
 
 
-def run(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
+def run(args: argparse.Namespace) -> int:
     """Searches, writes the JSON as it goes, prints the table; 1 if a frozen config is wrong."""
     if no_device(args, "tune"):
         return 2
     setting = setting_of(args)
-    bench = Tuning(setting, shlex.join(["python", "-m", "ring_attn.bench.tune", *words]), args.json)
+    bench = Tuning(setting, command_line(), args.json)
     bench.run()
     shown = None if args.quiet else table(bench.rows, str(setting))
     return finish(bench, shown, bench.summary())
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """`python -m ring_attn.bench.tune`."""
-    return run_module("tune", __doc__, add_arguments, run, words)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,7 +15,7 @@ With `--generate N` the trained model continues a text by N bytes, greedily: the
 cache that is split over its ranks and grows, its twin from a whole one. The bytes must be equal.
 
 With `--mesh cp=2,tp=2` (any of pp, dp, cp, tp) the ring is one axis of a mesh with pipeline, data
-and tensor parallelism; see `ring_attn.bench.mesh_demo`.
+and tensor parallelism; see `ring_attn.tools.mesh_demo`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,12 @@ from ring_attn.arguments import (
     parse_size,
     write_json,
 )
-from ring_attn.bench.generate import (
+from ring_attn.env import machine
+from ring_attn.launch import DEVICES, num_cores, run_ranks
+from ring_attn.layout import LAYOUTS
+from ring_attn.profiling import gradient_sync, reset_resident_peak, resident_bytes, trace
+from ring_attn.testing import Verdict
+from ring_attn.tools.generate import (
     CHUNKS,
     Comparison,
     Generated,
@@ -60,7 +65,7 @@ from ring_attn.bench.generate import (
     compare,
     generate,
 )
-from ring_attn.bench.model import (
+from ring_attn.tools.model import (
     Attention,
     ModelConfig,
     Transformer,
@@ -68,11 +73,6 @@ from ring_attn.bench.model import (
     mean_loss,
     token_losses,
 )
-from ring_attn.env import machine
-from ring_attn.launch import DEVICES, num_cores, run_ranks
-from ring_attn.layout import LAYOUTS
-from ring_attn.profiling import gradient_sync, reset_resident_peak, resident_bytes, trace
-from ring_attn.testing import Verdict
 
 NPROC, SEQLEN, STEPS = 2, 2048, 40
 QUICK_SEQLEN, QUICK_STEPS = 512, 10
@@ -206,7 +206,7 @@ def run(args: argparse.Namespace) -> int:
         # The profiler greets on stderr, unless it is told before torch is imported.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if args.mesh:
-        from ring_attn.bench import mesh_demo
+        from ring_attn.tools import mesh_demo
 
         return mesh_demo.run(args)
     for name in MESH_OPTIONS:

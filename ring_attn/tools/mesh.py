@@ -70,8 +70,9 @@ from ring_attn import (
     sync_gradients,
     unshard,
 )
-from ring_attn.bench.demo import CLIP_NORM, Settings, autocast, make_optimizer
-from ring_attn.bench.model import (
+from ring_attn.strategy import resolve_strategy
+from ring_attn.tools.demo import CLIP_NORM, Settings, autocast, make_optimizer
+from ring_attn.tools.model import (
     Attention,
     ModelConfig,
     Transformer,
@@ -79,7 +80,6 @@ from ring_attn.bench.model import (
     rope_rotation,
     token_losses,
 )
-from ring_attn.strategy import resolve_strategy
 
 AXES = ("pp", "dp", "cp", "tp")
 

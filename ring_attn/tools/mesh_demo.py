@@ -1,7 +1,7 @@
 """`ring-attn demo --mesh cp=2,tp=2`: trains on a (pp, dp, cp, tp) mesh, beside one process.
 
 The product of the axes is the number of ranks; axes that are not named have size 1. How the model
-is spread over them is in `ring_attn.bench.mesh`. Rank 0, after each step of the mesh, takes the
+is spread over them is in `ring_attn.tools.mesh`. Rank 0, after each step of the mesh, takes the
 same step with the whole model and dense attention, once in the dtype of the run and once in
 float64.
 
@@ -31,13 +31,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn.arguments import dtype_name, write_json
-from ring_attn.bench import demo
-from ring_attn.bench.demo import Column, Trainer
-from ring_attn.bench.mesh import Axes, MeshSettings, MeshTrainer
 from ring_attn.env import machine
 from ring_attn.launch import num_cores, rank_device, run_ranks
 from ring_attn.profiling import trace
 from ring_attn.testing import Verdict, check
+from ring_attn.tools import demo
+from ring_attn.tools.demo import Column, Trainer
+from ring_attn.tools.mesh import Axes, MeshSettings, MeshTrainer
 
 SEQLEN, STEPS = 256, 20
 QUICK_SEQLEN, QUICK_STEPS = 64, 5

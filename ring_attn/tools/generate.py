@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import SequenceLayout, ring_attention, unshard
-from ring_attn.bench.model import Attention, Transformer, dense_attention
 from ring_attn.decode import next_rank, tree_decode
+from ring_attn.tools.model import Attention, Transformer, dense_attention
 
 # Tokens that a rank takes at a time: so few that short runs have several such blocks.
 BLOCK = 16

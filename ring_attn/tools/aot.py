@@ -26,7 +26,9 @@ from rich.table import Table
 from torch import Tensor
 
 from ring_attn.arguments import SHORT_DTYPES, add_common, parse_dtype, write_json
-from ring_attn.bench.compiled import (
+from ring_attn.env import machine
+from ring_attn.kernels.launch import Launch
+from ring_attn.tools.compiled import (
     TENSOR_CORE,
     TMA,
     CompileError,
@@ -34,8 +36,6 @@ from ring_attn.bench.compiled import (
     compile_launch,
     interpreting,
 )
-from ring_attn.env import machine
-from ring_attn.kernels.launch import Launch
 
 if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config

@@ -30,7 +30,7 @@ from ring_attn.work import pair_work
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ring_attn.bench.plan import StepRow
+    from ring_attn.tools.plan import StepRow
 
 # Cells of a side of the mask in the terminal and in a drawing, ranks of a timeline, its columns.
 TERMINAL_CELLS, DRAWN_CELLS, TIMELINE_RANKS, COLUMNS = 32, 64, 8, 64

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rich import box
 from rich.table import Table
 
-from ring_attn.bench.launches import GLUON_KIND, Built, label, table_line
 from ring_attn.bench.timing import quantiles
+from ring_attn.tools.launches import GLUON_KIND, Built, label, table_line
 
 if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config
