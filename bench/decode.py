@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +24,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich import box
 from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ring_attn.arguments import (
-    command_line,
     format_size,
     parse_size,
     parse_sizes,
@@ -39,14 +36,9 @@ from ring_attn.arguments import (
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import decodes
 from ring_attn.bench.implementations import reason
-from ring_attn.bench.one_device import (
-    Findings,
-    OneDevice,
-    add_device_arguments,
-    finish,
-    one_device,
-)
-from ring_attn.bench.timing import Watch, head_start_ms, quantiles, watch_for
+from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
+from ring_attn.bench.report import Report, new_table, show
+from ring_attn.bench.timing import Call, Sample, Watch, quantiles, time_in_turn, watch_for
 from ring_attn.layout import Segment
 from ring_attn.mask import Mask
 from ring_attn.spec import AttentionSpec, Scores
@@ -69,11 +61,13 @@ class Setting(OneDevice):
     Attributes:
         seqlens: of the cache.
         batches: sequences.
+        backend: of ours.
         iters: repetitions.
     """
 
     seqlens: tuple[int, ...]
     batches: tuple[int, ...]
+    backend: str
     iters: int = ITERS
 
 
@@ -160,12 +154,12 @@ class Cache:
         return check("out", out[:1, :, :group].to(q.dtype), oracle, plain).ratio
 
 
-class Decode(Findings[Setting, Row]):
+class Decode(Report[Setting, Row]):
     """One run: measures cache by cache."""
 
-    def __init__(self, setting: Setting, command: str, json: Path | None) -> None:
-        """As `Findings`; it is saved after every cache."""
-        super().__init__(setting, command, json)
+    def __init__(self, setting: Setting, path: Path | None = None) -> None:
+        """As `Report`; it is saved after every cache."""
+        super().__init__(setting, path)
         self._watch = watch_for(setting.device)
         self.copy_gbps = copy_gbps(setting.device, self._watch)
 
@@ -182,7 +176,7 @@ class Decode(Findings[Setting, Row]):
         self.save(last=True)
 
     def more(self) -> dict[str, Any]:
-        """What its report says beside."""
+        """The rate that times are held against."""
         return {"copy_gbps": self.copy_gbps}
 
     def _case(self, batch: int, seqlen: int) -> list[Row]:
@@ -198,9 +192,10 @@ class Decode(Findings[Setting, Row]):
                 if name in OURS:
                     raise
                 notes[name] = reason(error)
-        taken = self._times({name: run for name, run in runs.items() if name not in notes})
+        calls = {name: Call([run]) for name, run in runs.items() if name not in notes}
+        taken = time_in_turn(calls, self._watch, self.setting.iters)
         rows = [
-            self._row(name, cache, taken.get(name), ratios.get(name), notes.get(name, ""))
+            self._row(name, cache, taken.get(name, []), ratios.get(name), notes.get(name, ""))
             for name in runs
         ]
         for row in rows:
@@ -208,28 +203,13 @@ class Decode(Findings[Setting, Row]):
                 self.failures.append(f"{row.name} on {seqlen} x {batch}: error / bound {row.ratio}")
         return rows
 
-    def _times(self, runs: dict[str, Run]) -> dict[str, list[float]]:
-        """ms of every repetition, all in turn within each."""
-        found: dict[str, list[float]] = {name: [] for name in runs}
-        host_ms = dict.fromkeys(runs, 0.0)
-        for _ in range(self.setting.iters):
-            for name, run in runs.items():
-                self._watch.ready(head_start_ms(host_ms[name]))
-                start, begin = time.perf_counter(), self._watch.mark()
-                run()
-                end = self._watch.mark()
-                host_ms[name] = 1e3 * (time.perf_counter() - start)
-                self._watch.done()
-                found[name].append(self._watch.ms(begin, end))
-        return found
-
     def _row(
-        self, name: str, cache: Cache, ms: list[float] | None, ratio: float | None, note: str
+        self, name: str, cache: Cache, samples: list[Sample], ratio: float | None, note: str
     ) -> Row:
         batch, seqlen = cache.k.shape[:2]
-        if ms is None:
+        if not samples:
             return Row(name, seqlen, batch, note=note)
-        low, median, high = (1e3 * x for x in quantiles(ms))
+        low, median, high = (1e3 * x for x in quantiles([sample.ms[0] for sample in samples]))
         gbps = cache.nbytes / median / 1e3
         of_copy = None if self.copy_gbps is None else gbps / self.copy_gbps
         return Row(name, seqlen, batch, median, low, high, gbps, of_copy, ratio)
@@ -240,36 +220,22 @@ def copy_gbps(device: torch.device, watch: Watch) -> float | None:
     if device.type != "cuda":
         return None
     x = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-    y, taken = torch.empty_like(x), list[float]()
-    for _ in range(ITERS):
-        watch.ready(head_start_ms(0.0))
-        start = watch.mark()
-        y.copy_(x)
-        stop = watch.mark()
-        watch.done()
-        taken.append(watch.ms(start, stop))
-    return 2 * COPY_BYTES / statistics.median(taken) / 1e6
+    y = torch.empty_like(x)
+    samples = time_in_turn({"copy": Call([lambda: y.copy_(x)])}, watch, ITERS)["copy"]
+    return 2 * COPY_BYTES / statistics.median(sample.ms[0] for sample in samples) / 1e6
 
 
 def table(rows: Sequence[Row], setting: Setting) -> Table:
     """A line for each implementation on each cache."""
-    title = f"decoding, one query a sequence, {setting}"
-    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("cache", "batch", "", "us", "GB/s", "% of copy", "error / bound", "note"):
-        found.add_column(name, justify="left" if name in ("", "note") else "right")
+    found = new_table(
+        f"decoding, one query a sequence, {setting}",
+        ("cache", "batch", ""),
+        ("us", "GB/s", "% of copy", "error / bound", "note"),
+    )
     for row in rows:
-        figures = (
-            ("", "", "")
-            if row.median_us is None or row.gbps is None
-            else (
-                f"{row.median_us:.4g}",
-                f"{row.gbps:.4g}",
-                "" if row.of_copy is None else f"{row.of_copy:.0%}",
-            )
-        )
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         found.add_row(
-            format_size(row.seqlen), str(row.batch), row.name, *figures, ratio, row.note
+            format_size(row.seqlen), str(row.batch), row.name, show(row.median_us, ".4g"),
+            show(row.gbps, ".4g"), show(row.of_copy, ".0%"), show(row.ratio, ".2f"), row.note,
         )  # fmt: skip
     return found
 
@@ -279,6 +245,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--seqlen", type=parse_sizes, help="of the cache (8k,32k,128k,1M; on a CPU 300,600)")
     add("--batch", type=parse_sizes, help="sequences (1,8; on a CPU 1)")
+    add("--backend", help="of ours (triton; on a CPU auto)")
     add("--iters", type=parse_size, default=ITERS, help=f"repetitions ({ITERS})")
     add_device_arguments(parser)
 
@@ -292,13 +259,13 @@ def setting_of(args: argparse.Namespace) -> Setting:
         **vars(shared),
         seqlens=args.seqlen or usual,
         batches=args.batch or ((1, 8) if gpu else (1,)),
+        backend=args.backend or ("triton" if gpu else "auto"),
         iters=args.iters,
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, writes the JSON as it goes, prints the table; 1 if a result of ours is wrong."""
-    setting = setting_of(args)
-    bench = Decode(setting, command_line(), args.json)
+    bench = Decode(setting_of(args), args.json)
     bench.run()
-    return finish(bench, None if args.quiet else table(bench.rows, setting))
+    return bench.finish([] if args.quiet else [table(bench.rows, bench.setting)], [])

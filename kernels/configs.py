@@ -318,12 +318,19 @@ def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tupl
     tiles = _distinct(first, *found)
     if arch != "sm_90":
         return tiles
-    plain = [replace(config, note="") for config in tiles[:REORDERED]]
-    grouped = [replace(config, l2_bytes=L2_BYTES) for config in plain]
-    persistent = [
-        replace(config, programs_per_sm=PLACES[config.num_warps]) for config in (*grouped, *plain)
-    ]
-    return (*tiles, *grouped, *persistent)
+    orders = [reordered(config) for config in tiles[:REORDERED]]
+    return (*tiles, *(order for one in zip(*orders, strict=True) for order in one))
+
+
+def reordered(config: Config) -> tuple[Config, ...]:
+    """The config in other orders of its tasks: heads in groups, persistent, and both."""
+    plain = replace(config, note="", l2_bytes=0, programs_per_sm=0)
+    grouped, places = replace(plain, l2_bytes=L2_BYTES), PLACES[config.num_warps]
+    return (
+        grouped,
+        replace(grouped, programs_per_sm=places),
+        replace(plain, programs_per_sm=places),
+    )
 
 
 def autotune_enabled() -> bool:

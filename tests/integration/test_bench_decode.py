@@ -59,7 +59,7 @@ def test_a_wrong_result_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_beyond_the_budget_nothing_is_started(tmp_path: Path) -> None:
-    bench = decode.Decode(setting("--budget", "0"), "", None)
+    bench = decode.Decode(setting("--budget", "0"))
     bench.run()
     assert [row.note for row in bench.rows] == ["not measured: beyond the budget of 0 s"] * 2
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_attn.bench import kernel, kernel_report, timing
+from ring_attn.bench import kernel, timing
 from ring_attn.bench.implementations import Attention, Data, Ours, Problem, make, unavailable
 from ring_attn.bench.judge import Judge
 from ring_attn.cli import main
@@ -93,27 +93,6 @@ def test_figures_of_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fwd.peak_share == pytest.approx(2.097152)
 
 
-class Enqueued:
-    """An attention whose host takes so long; its watch keeps the head starts that it was given."""
-
-    name = "ours"
-
-    def __init__(self, clock: "Clock", host_ms: float) -> None:
-        self._clock, self._host_ms = clock, host_ms
-
-    def forward(self) -> None:
-        self._clock.now += 1e-3 * self._host_ms
-
-    def backward(self) -> None:
-        pass
-
-    def results(self) -> list[Tensor]:
-        return []
-
-    def release(self) -> None:
-        pass
-
-
 class Clock(Steps):
     """A host whose time stands still but for what is added to it; the device takes 1 and 2 ms."""
 
@@ -133,14 +112,47 @@ def test_the_device_waits_for_as_long_as_the_host_needs(
     host_ms: float, head_start: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(kernel, "watch_for", lambda device: clock)
-    monkeypatch.setattr(kernel.time, "perf_counter", lambda: clock.now)
-    run = kernel.Bench(setting(f"{TINY} --implementations ours"))
-    tried = kernel.Tried(attention=Enqueued(clock, host_ms))
-    run._time({"ours": tried}, problem())
+
+    def enqueue() -> None:
+        clock.now += 1e-3 * host_ms
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
+    samples = timing.time_in_turn({"ours": timing.Call([enqueue])}, clock, 2)["ours"]
     assert clock.head_starts == pytest.approx([timing.LEAST_HEAD_START_MS, *[head_start] * 2])
-    # The warm-up is no sample: it took 3 ms of the device, and of the host what it may.
-    assert [sample["host"] for sample in tried.samples] == pytest.approx([host_ms] * 2)
+    # The warm-up is no sample.
+    assert [sample.host_ms for sample in samples] == pytest.approx([host_ms] * 2)
+
+
+def test_calls_run_in_turn_and_one_that_fails_leaves() -> None:
+    ran: list[str] = []
+
+    def call(name: str) -> timing.Call:
+        def run() -> None:
+            ran.append(name)
+            if name == "b" and ran.count("b") == 2:
+                raise ArithmeticError("made to fail")
+
+        return timing.Call([run, lambda: None], after=lambda: ran.append(f"{name} is over"))
+
+    failed: list[str] = []
+    samples = timing.time_in_turn(
+        {name: call(name) for name in "abc"}, Steps(), 2,
+        failed=lambda name, error: failed.append(f"{name}: {error}"),
+    )  # fmt: skip
+    over = [name for name in ran if len(name) == 1]
+    assert over == [*"cab", *"ab", "c", *"ca"] and failed == ["b: made to fail"]
+    assert ran.count("a is over") == 3 and ran.count("b is over") == 1
+    assert {name: len(found) for name, found in samples.items()} == {"a": 2, "b": 0, "c": 2}
+    assert samples["a"][0].ms == (1.0, 2.0)
+
+
+def test_repetitions_end_when_their_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(timing.time, "monotonic", lambda: len(clock.head_starts))
+    samples = timing.time_in_turn({"a": timing.Call([lambda: None])}, clock, 50, seconds=4.5)
+    assert len(samples["a"]) == 4
+    samples = timing.time_in_turn({"a": timing.Call([lambda: None])}, clock, 50, seconds=0.0)
+    assert len(samples["a"]) == timing.LEAST_ITERS
 
 
 def test_a_call_that_fails_leaves_what_others_have_compiled(
@@ -185,8 +197,6 @@ def test_report_table_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str
     report = report_of(words, tmp_path / "x.json")
     assert {"machine", "gpu_state", "command", "setting", "peak_tflops", "seconds"} <= set(report)
     assert report["failures"] == [] and report["backends"] == ["aten"]
-    again = setting(report["command"].removeprefix("ring-attn bench kernel "))
-    assert again == setting(words)
     rows = {(row["impl"], row["mode"], row["causal"]): row for row in report["rows"]}
     for impl in ("ours", "torch-flash"):
         for mode in ("fwd", "bwd", "fwd_bwd"):
@@ -392,7 +402,7 @@ def test_a_table_shows_share_of_peak_and_reasons() -> None:
         peak_share=0.49, max_ratio=0.7,
     )  # fmt: skip
     refused = kernel.Row("cudnn", "fwd", **shape, note="cannot run: RuntimeError: no")
-    (table,) = kernel_report.tables([timed, refused])
+    (table,) = kernel.tables([timed, refused])
     shown = [list(column.cells) for column in table.columns]
     assert shown == [
         ["2 x 8k"] * 2,
@@ -401,6 +411,6 @@ def test_a_table_shows_share_of_peak_and_reasons() -> None:
         ["485 (49%)", ""],
         ["0.70", ""],
     ]
-    assert kernel_report.notes([timed, refused]) == [
+    assert kernel.notes([timed, refused]) == [
         "cudnn: cannot run: RuntimeError: no (8/2 heads of 128, causal, 2 x 8k)"
     ]
