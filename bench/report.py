@@ -13,7 +13,13 @@ import torch
 from rich import box
 from rich.table import Table
 
-from ring_attn.arguments import command_line, dtype_name, table_console, write_json
+from ring_attn.arguments import (
+    command_line,
+    dtype_name,
+    replace_json,
+    table_console,
+    write_if_interrupted,
+)
 from ring_attn.bench.timing import gpu_state
 from ring_attn.env import machine
 
@@ -41,6 +47,7 @@ class Report(Generic[S, R]):
         self.failures: list[str] = []
         self._path, self._start = path, time.monotonic()
         self._states = {"before": gpu_state()}
+        write_if_interrupted(path, self.to_json)
 
     def more(self) -> dict[str, Any]:
         """The entries of the JSON that only this kind of report has."""
@@ -76,9 +83,7 @@ class Report(Generic[S, R]):
         if last:
             self._states["after"] = gpu_state()
         if self._path:
-            part = self._path.with_name(f"{self._path.name}.part")
-            write_json(part, self.to_json())
-            part.replace(self._path)
+            replace_json(self._path, self.to_json())
 
     def finish(self, tables: Sequence[Table], lines: Sequence[str]) -> int:
         """Prints tables, failures and last lines; the exit status, 1 if something is wrong."""

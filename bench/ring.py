@@ -35,12 +35,13 @@ from ring_attn.arguments import (
     dtype_name,
     parse_dtype,
     parse_size,
+    write_if_interrupted,
     write_json,
 )
 from ring_attn.bench.timing import quantiles
 from ring_attn.cost import bytes_sent, flops
 from ring_attn.env import machine
-from ring_attn.launch import rank_device, run_ranks
+from ring_attn.launch import rank_device, run_ranks, send_part
 from ring_attn.layout import LAYOUTS, SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.profiling import peak_bytes, trace
@@ -325,8 +326,16 @@ def run(args: argparse.Namespace) -> int:
     setting = setting_of(args, baselines)
     # The profiler that counts memory greets on stderr, unless it is told before torch is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    samples: list[dict[str, Any]] = []
+    write_if_interrupted(args.json, lambda: {**_described(setting), "samples": samples})
     rows, failures = run_ranks(
-        measure, args.world_size, setting, args.profile, threads=args.threads, device=args.device
+        measure,
+        args.world_size,
+        setting,
+        args.profile,
+        threads=args.threads,
+        device=args.device,
+        on_part=samples.append,
     )[0]
     if int(os.environ.get("RANK", 0)) == 0:  # torchrun runs this in every rank
         _report(args, setting, rows, failures)
@@ -361,17 +370,15 @@ def _at_least(option: str, value: int, least: int) -> int:
     return value
 
 
+def _described(setting: Setting) -> dict[str, Any]:
+    return {"machine": machine(), "command": setting.command, "setting": asdict(setting)}
+
+
 def _report(
     args: argparse.Namespace, setting: Setting, rows: list[Row], failures: list[str]
 ) -> None:
     if args.json:
-        payload = {
-            "machine": machine(),
-            "command": setting.command,
-            "setting": asdict(setting),
-            "rows": [asdict(row) for row in rows],
-        }
-        write_json(args.json, payload)
+        write_json(args.json, {**_described(setting), "rows": [asdict(row) for row in rows]})
     console = Console()
     if not args.quiet:
         console.print(*_tables(setting, rows))
@@ -434,6 +441,7 @@ def _timed(impls: Sequence[Impl], setting: Setting) -> dict[str, dict[str, list[
         turn = repetition % len(impls)
         for impl in (*impls[turn:], *impls[:turn]):
             sample = _one(impl, setting.mode)
+            send_part({"impl": impl.name, "ms": {mode: ms for mode, (ms, _, _) in sample.items()}})
             if repetition >= setting.warmup:
                 for mode, figures in sample.items():
                     found[impl.name].setdefault(mode, []).append(figures)

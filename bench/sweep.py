@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,11 @@ from ring_attn.arguments import (
     parse_dtype,
     parse_sizes,
     table_console,
+    write_if_interrupted,
     write_json,
 )
 from ring_attn.env import machine
-from ring_attn.launch import run_ranks
+from ring_attn.launch import run_ranks, send_part
 from ring_attn.layout import SequenceLayout
 from ring_attn.planning.choice import Choice
 from ring_attn.planning.devices import Cluster, load_cluster, to_json
@@ -181,10 +182,25 @@ def run(args: argparse.Namespace) -> int:
     rows: list[Row] = []
     clusters: dict[str, Any] = {}
     start = time.perf_counter()
+    words = f"ring-attn bench strategies --world-sizes {','.join(map(str, args.world_sizes))}"
+    words += f" --dtype {dtype_name(args.dtype)}" + (f" --iters {iters}" if iters else "")
+
+    def described(rows: Sequence[Row]) -> dict[str, Any]:
+        return {
+            "machine": machine(),
+            "command": words,
+            "seconds": time.perf_counter() - start,
+            "shapes": [asdict(shape) for shape in shapes],
+            "clusters": clusters,
+            "rows": [asdict(row) for row in rows],
+        }
+
+    so_far: list[Row] = []
+    write_if_interrupted(args.json, lambda: described(so_far))
     for world_size in args.world_sizes:
         cluster = cluster_for(args.cluster, world_size, args.dtype, quick=args.quick)
         clusters[str(world_size)] = to_json(cluster)
-        rows += sweep(shapes, world_size, cluster, args.dtype, iters)
+        rows += sweep(shapes, world_size, cluster, args.dtype, iters, so_far.extend)
     verdicts = judged(rows)
     within = [v for v in verdicts if v.ratio <= 1 + SHARE]
     summary = (
@@ -196,19 +212,8 @@ def run(args: argparse.Namespace) -> int:
         table_console().print(verdict_table(verdicts, rows))
     print(summary)
     if args.json is not None:
-        words = f"ring-attn bench strategies --world-sizes {','.join(map(str, args.world_sizes))}"
-        found = {
-            "machine": machine(),
-            "command": f"{words} --dtype {dtype_name(args.dtype)}"
-            + (f" --iters {iters}" if iters else ""),
-            "seconds": time.perf_counter() - start,
-            "summary": summary,
-            "shapes": [asdict(shape) for shape in shapes],
-            "clusters": clusters,
-            "verdicts": [{**asdict(v), "ratio": v.ratio} for v in verdicts],
-            "rows": [asdict(row) for row in rows],
-        }
-        write_json(args.json, found)
+        judged_rows = [{**asdict(v), "ratio": v.ratio} for v in verdicts]
+        write_json(args.json, {**described(rows), "summary": summary, "verdicts": judged_rows})
     return 0
 
 
@@ -264,30 +269,43 @@ def sweep(
     cluster: Cluster,
     dtype: torch.dtype,
     iters: int | None,
+    on_rows: Callable[[list[Row]], object],
 ) -> list[Row]:
-    """All rows of one number of ranks."""
+    """All rows of one number of ranks; `on_rows` gets those of each shape as they come."""
     choices = [explained(shape, world_size, cluster, dtype) for shape in shapes]
     work = [
         (shape, tuple(c.strategy for c in choice.candidates if not c.refused))
         for shape, choice in zip(shapes, choices, strict=True)
     ]
-    measured = run_ranks(measure, world_size, work, dtype, iters, threads=1, device="cpu")[0]
-    rows = []
-    for shape, choice, times in zip(shapes, choices, measured, strict=True):
-        usable = [c for c in choice.candidates if not c.refused]
-        for candidate, samples in zip(usable, times, strict=True):
-            rows.append(
-                Row(
-                    shape.name,
-                    world_size,
-                    candidate.label,
-                    1e3 * candidate.seconds,
-                    statistics.median(samples),
-                    tuple(samples),
-                    candidate is choice.best,
-                )
-            )
-    return rows
+
+    def on_part(part: tuple[int, list[list[float]]]) -> None:
+        index, times = part
+        on_rows(_rows(shapes[index], world_size, choices[index], times))
+
+    measured = run_ranks(
+        measure, world_size, work, dtype, iters, threads=1, device="cpu", on_part=on_part
+    )[0]
+    return [
+        row
+        for shape, choice, times in zip(shapes, choices, measured, strict=True)
+        for row in _rows(shape, world_size, choice, times)
+    ]
+
+
+def _rows(shape: Shape, world_size: int, choice: Choice, times: list[list[float]]) -> list[Row]:
+    usable = [c for c in choice.candidates if not c.refused]
+    return [
+        Row(
+            shape.name,
+            world_size,
+            candidate.label,
+            1e3 * candidate.seconds,
+            statistics.median(samples),
+            tuple(samples),
+            candidate is choice.best,
+        )
+        for candidate, samples in zip(usable, times, strict=True)
+    ]
 
 
 def judged(rows: Sequence[Row]) -> list[Verdict]:
@@ -330,7 +348,11 @@ def measure(
     work: Sequence[tuple[Shape, Sequence[Strategy]]], dtype: torch.dtype, iters: int | None
 ) -> list[list[list[float]]]:
     """Milliseconds of the slowest rank: for each shape, strategy and repetition."""
-    return [_measured(shape, strategies, dtype, iters) for shape, strategies in work]
+    found = []
+    for index, (shape, strategies) in enumerate(work):
+        found.append(_measured(shape, strategies, dtype, iters))
+        send_part((index, found[-1]))
+    return found
 
 
 def _measured(

@@ -2,6 +2,14 @@
 
 from typing import TYPE_CHECKING
 
+# isort: off
+from ring_attn import interrupt
+
+# Before torch, whose import takes seconds.
+if interrupt.is_command():
+    interrupt.install()
+# isort: on
+
 from ring_attn import balance, profiling, tensor_parallel
 from ring_attn.api import ring_attention, select_backend, unshard
 from ring_attn.decode import next_rank, tree_decode

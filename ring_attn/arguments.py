@@ -8,10 +8,17 @@ import os
 import re
 import shlex
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from ring_attn import interrupt
+
+# An interrupt writes from a thread of its own: it lets a report that is being written be whole.
+_writing = threading.Lock()
 
 # Columns of a table that nobody watches.
 TABLE_WIDTH = 180
@@ -122,8 +129,46 @@ def write_json(path: Path | str, payload: dict[str, Any]) -> None:
 
     Infinities and NaN, which JSON does not have, are written as null.
     """
+    _write(lambda: _write_json(Path(path), payload))
+
+
+def replace_json(path: Path, payload: dict[str, Any]) -> None:
+    """Writes a report anew while more is measured: a run that is killed leaves a whole one."""
+
+    def replace() -> None:
+        part = path.with_name(f"{path.name}.part")
+        _write_json(part, payload)
+        part.replace(path)
+
+    _write(replace)
+
+
+def write_if_interrupted(path: Path | None, payload: Callable[[], dict[str, Any]]) -> None:
+    """From now on an interrupt writes `payload()` to `path`, marked with the signal's name."""
+
+    def save(signal_name: str) -> str | None:
+        if path is None:
+            return None
+        report = {**payload(), "interrupted": signal_name}
+        with _writing:
+            _write_json(path, report)
+        return str(path)
+
+    interrupt.before_end(save)
+
+
+def _write(write: Callable[[], None]) -> None:
+    """Writes unless an interrupt does."""
+    with _writing:
+        if not interrupt.received():
+            write()
+            return
+    interrupt.settle()
+
+
+def _write_json(path: Path, payload: dict[str, Any]) -> None:
     text = json.dumps(_finite(payload), indent=2, allow_nan=False)
-    Path(path).write_text(text + "\n", encoding="utf-8")
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def _finite(value: Any) -> Any:

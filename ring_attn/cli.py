@@ -2,6 +2,7 @@
 
 A subcommand's module is imported when that subcommand is chosen, and not before. What a user can
 put right is one line on stderr and exit status 2; RING_ATTN_DEBUG=1 shows where it was raised.
+^C, SIGTERM and SIGHUP are one line too, and 130, 143 and 129: see `ring_attn.interrupt`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
-from ring_attn import __version__
+from ring_attn import __version__, interrupt
 from ring_attn.debug import debug_enabled
 
 PROG = "ring-attn"
@@ -69,9 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, 1 where a check failed, 2 where the command cannot be done as asked.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    command = _find(words)
-    if command is None:
-        return _without_command(words)
+    try:
+        command = _find(words)
+        return _without_command(words) if command is None else _run(command, words)
+    finally:
+        interrupt.finish_command()
+
+
+def _run(command: Command, words: list[str]) -> int:
+    interrupt.start_command(f"{PROG} {command.name}")
     try:
         module = import_module(command.module)
         parser = Parser(
@@ -87,8 +94,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = " ".join(str(error).split()) or type(error).__name__
         print(f"{PROG} {command.name}: {text}", file=sys.stderr)
         return EXIT_USAGE
-    except KeyboardInterrupt:
-        return 130
     return status
 
 

@@ -1,25 +1,32 @@
-"""Starts ranks on this machine with torch's own launcher, for tests, checks and benchmarks.
+"""Starts ranks on this machine, for tests, checks and benchmarks.
 
     results = run_ranks(train_step, 4, config)      # train_step(config) in 4 processes
 
 Inside each, the default process group is ready before the function is called. Under torchrun,
 where the ranks exist already, the function is called in place, so that one program serves both.
+
+Ranks end with the process that started them, however that ends, and nothing is written to disk:
+torch's own launcher leaves a folder behind when it is killed, and answers signals with tracebacks.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
+import faulthandler
 import os
+import pickle
 import signal
-import tempfile
-import uuid
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from ring_attn import interrupt
 
 T = TypeVar("T")
 
@@ -46,6 +53,7 @@ def run_ranks(
     threads: int | None = None,
     device: str | None = None,
     share_gpus: str | None = None,
+    on_part: Callable[[Any], object] | None = None,
 ) -> list[T]:
     """Calls `fn(*args)` in `nproc` ranks on this machine and returns every rank's result.
 
@@ -61,6 +69,7 @@ def run_ranks(
             are, several on one, in a group of that backend. gloo is for transport
             "symmetric_memory" only; NCCL can do it from 2.30 on, where no rank may have loaded
             another. To try things out: processes on one GPU run by turns. None is one GPU each.
+        on_part: called here with each object that rank 0 hands to `send_part` while it runs.
 
     Returns:
         The results in the order of the ranks. Under torchrun every rank gets all of them.
@@ -81,10 +90,10 @@ def run_ranks(
         world_size = int(os.environ["WORLD_SIZE"])
         if world_size != nproc:
             raise ValueError(f"torchrun started {world_size} ranks, but {nproc} were asked for")
-        return _run_in_place(fn, args, threads, device, backend)
+        return _run_in_place(fn, args, threads, device, backend, on_part)
     if threads is None:
         threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, num_cores() // nproc)
-    return _launch(fn, nproc, args, threads, device, backend)
+    return _launch(fn, nproc, args, threads, device, backend, on_part)
 
 
 # The first with several ranks on one GPU.
@@ -92,6 +101,16 @@ LEAST_NCCL = (2, 30, 0)
 
 # Whether this rank has a GPU that its group's backend does not show.
 _shares_gpu = False
+
+
+# Takes what rank 0 hands over while it runs; None in other ranks, and where nobody listens.
+_take_part: Callable[[Any], object] | None = None
+
+
+def send_part(part: Any) -> None:
+    """Hands a part of the result to `run_ranks`; of ranks other than 0 it is not wanted."""
+    if _take_part is not None:
+        _take_part(part)
 
 
 def under_torchrun() -> bool:
@@ -165,34 +184,120 @@ def _launch(
     threads: int,
     device: str,
     backend: str,
+    on_part: Callable[[Any], object] | None,
 ) -> list[T]:
-    # Imported here: the launcher takes half a second that no rank needs.
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    with (
-        tempfile.TemporaryDirectory(prefix="ring_attn_") as log_dir,
-        _environment(OMP_NUM_THREADS=str(threads), **_variables(device, backend, nproc)),
-        _signal_handlers_kept(),
-    ):
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",  # the machine's own name need not resolve
-            max_restarts=0,
-            start_method="spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=log_dir),
-        )
+    work = pickle.dumps((fn, args, threads, device, backend))
+    # Held here, so that it ends with this process and not with the first rank.
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "localhost", 0, is_master=True, wait_for_workers=False
+    )
+    ranks: list[_Rank] = []
+    with _environment(OMP_NUM_THREADS=str(threads), **_variables(device, backend, nproc)):
         try:
-            results = elastic_launch(config, _rank_main)(fn, args, threads, device, backend)
-        except ChildFailedError as error:
-            raise RuntimeError(_failure_text(error, nproc)) from None
-    return [results[rank] for rank in range(nproc)]
+            for rank in range(nproc):
+                ranks.append(_Rank(rank, nproc, store.port, work))
+            return _results(ranks, on_part)
+        finally:
+            for one in ranks:
+                one.stop()
+
+
+class _Rank:
+    """A process that runs one rank, and the end of the pipe on which it reports."""
+
+    def __init__(self, rank: int, nproc: int, port: int, work: bytes) -> None:
+        variables = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(nproc),
+            "LOCAL_WORLD_SIZE": str(nproc),
+            "MASTER_ADDR": "localhost",  # the machine's own name need not resolve
+            "MASTER_PORT": str(port),
+            # The store exists already: rank 0 must not open another.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        context = get_context("spawn")  # CUDA does not survive a fork
+        self.pipe, end = context.Pipe(duplex=False)
+        self._process = context.Process(target=_rank_main, args=(end, variables, work))
+        with interrupt.held_back():
+            self._process.start()
+        end.close()
+
+    def next_message(self) -> _Message:
+        """What the rank reports next; its end is a message too."""
+        try:
+            kind, value = pickle.loads(self.pipe.recv_bytes())
+            return _Message(kind, value)
+        except (EOFError, ConnectionError):
+            self._process.join()
+            return _Message("ended", self._process.exitcode)
+
+    def finish(self) -> None:
+        """Waits until the process has ended by itself."""
+        self._process.join()
+
+    def stop(self) -> None:
+        """Kills the process if it still runs."""
+        self.pipe.close()
+        self._process.kill()
+        self._process.join()
+
+
+class _Message(NamedTuple):
+    """A rank's report: a "part" or its "result", the text of its "error", or its "ended" status."""
+
+    kind: str
+    value: Any
+
+
+def _results(ranks: list[_Rank], on_part: Callable[[Any], object] | None) -> list[Any]:
+    """The results of all ranks; hands parts to `on_part` as they come."""
+    results: dict[int, Any] = {}
+    waiting: dict[Any, int] = {one.pipe: rank for rank, one in enumerate(ranks)}
+    while waiting:
+        for pipe in wait(waiting):
+            rank = waiting[pipe]
+            kind, value = ranks[rank].next_message()
+            if kind == "part":
+                if on_part is not None:
+                    on_part(value)
+            elif kind == "result":
+                results[rank] = value
+                del waiting[pipe]
+            else:
+                raise RuntimeError(f"rank {rank} of {len(ranks)} failed{_ending(kind, value)}")
+    for one in ranks:
+        one.finish()
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _ending(kind: str, value: Any) -> str:
+    """How a rank failed; a signal that ends commands ends this one."""
+    if kind == "error":
+        return f":\n{value.rstrip()}"
+    if value >= 0:
+        return f": it ended with status {value} before it had a result"
+    if -value in interrupt.SIGNALS:
+        interrupt.end_by(-value)
+    return f": it was ended by {signal.Signals(-value).name}"
+
+
+def _rank_main(pipe: Connection, variables: dict[str, str], work: bytes) -> None:
+    interrupt.end_with_parent()
+    faulthandler.enable()
+    os.environ.update(variables)
+
+    def send_to_parent(part: Any) -> None:
+        pipe.send_bytes(pickle.dumps(("part", part)))
+
+    try:
+        fn, args, threads, device, backend = pickle.loads(work)
+        torch.set_num_threads(threads)
+        with _process_group(device, backend), _parts_taken_by(send_to_parent):
+            report = pickle.dumps(("result", fn(*args)))
+    except Exception:
+        report = pickle.dumps(("error", traceback.format_exc()))
+    pipe.send_bytes(report)
 
 
 def _variables(device: str, backend: str, nproc: int) -> dict[str, str]:
@@ -201,23 +306,30 @@ def _variables(device: str, backend: str, nproc: int) -> dict[str, str]:
     return SHARED_GPUS[backend] if shared else {}
 
 
-def _rank_main(
-    fn: Callable[..., T], args: tuple[Any, ...], threads: int, device: str, backend: str
-) -> T:
-    torch.set_num_threads(threads)
-    with _process_group(device, backend):
-        return fn(*args)
-
-
 def _run_in_place(
-    fn: Callable[..., T], args: tuple[Any, ...], threads: int | None, device: str, backend: str
+    fn: Callable[..., T],
+    args: tuple[Any, ...],
+    threads: int | None,
+    device: str,
+    backend: str,
+    on_part: Callable[[Any], object] | None,
 ) -> list[T]:
     if threads is not None:
         torch.set_num_threads(threads)
-    with _process_group(device, backend):
+    with _process_group(device, backend), _parts_taken_by(on_part):
         results: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(results, fn(*args))
     return results
+
+
+@contextmanager
+def _parts_taken_by(take: Callable[[Any], object] | None) -> Iterator[None]:
+    global _take_part
+    _take_part = take if os.environ["RANK"] == "0" else None
+    try:
+        yield
+    finally:
+        _take_part = None
 
 
 @contextmanager
@@ -242,19 +354,6 @@ def _process_group(device: str, backend: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _failure_text(error: Any, nproc: int) -> str:
-    """The first failure's traceback, as torch's launcher stored it, and who else failed."""
-    rank, failure = error.get_first_failure()
-    others = sorted(set(error.failures) - {rank})
-    also = f" (then ranks {others})" if others else ""
-    message = failure.message
-    data = failure.error_file_data.get("message")
-    if isinstance(data, dict):
-        message = data.get("extraInfo", {}).get("py_callstack") or data.get("message", message)
-    text = message if isinstance(message, str) else json.dumps(message)
-    return f"rank {rank} of {nproc} failed{also}, exit status {failure.exitcode}:\n{text.rstrip()}"
-
-
 @contextmanager
 def _environment(**variables: str) -> Iterator[None]:
     """Sets variables for the ranks to inherit, and puts back what was there."""
@@ -268,16 +367,3 @@ def _environment(**variables: str) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
-    """torch's launcher installs its own handlers and leaves them there."""
-    names = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    before = {name: signal.getsignal(name) for name in names}
-    try:
-        yield
-    finally:
-        for name, handler in before.items():
-            if handler is not None and signal.getsignal(name) is not handler:
-                signal.signal(name, handler)

@@ -32,9 +32,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import SequenceLayout, TransportOptions, ring_attention, select_backend
-from ring_attn.arguments import DTYPES, add_common, write_json
+from ring_attn.arguments import DTYPES, add_common, write_if_interrupted, write_json
 from ring_attn.env import backend_reasons, device_types, machine
-from ring_attn.launch import DEVICES, rank_device, run_ranks, under_torchrun
+from ring_attn.launch import DEVICES, rank_device, run_ranks, send_part, under_torchrun
 from ring_attn.layout import LAYOUTS as NAMED_LAYOUTS
 from ring_attn.mask import Mask
 from ring_attn.strategy import NAMES as STRATEGY_NAMES
@@ -298,6 +298,7 @@ def run_cases(wanted: Sequence[Case]) -> list[CaseResult]:
     with _Progress(len(wanted)) as progress:
         for case in wanted:
             results.append(run_case(case))
+            send_part(results[-1])
             progress.show(len(results))
             if not results[-1].in_step:
                 break
@@ -348,8 +349,20 @@ def run(args: argparse.Namespace) -> int:
         strategies=STRATEGIES if "all" in args.strategy else args.strategy,
     )
     started = time.perf_counter()
+    judged: list[CaseResult] = []
+    write_if_interrupted(
+        args.json,
+        lambda: _payload(judged, world_size, device, time.perf_counter() - started),
+    )
     # Every rank has the same list.
-    results = run_ranks(run_cases, world_size, wanted, threads=args.threads, device=args.device)[0]
+    results = run_ranks(
+        run_cases,
+        world_size,
+        wanted,
+        threads=args.threads,
+        device=args.device,
+        on_part=judged.append,
+    )[0]
     seconds = time.perf_counter() - started
     if int(os.environ.get("RANK", 0)) == 0:
         if args.json:

@@ -9,14 +9,10 @@ asked for, or lost an atomic on the way. Nothing is run: it says nothing of spee
 from __future__ import annotations
 
 import argparse
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +21,13 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from ring_attn.arguments import SHORT_DTYPES, add_common, parse_dtype, write_json
+from ring_attn.arguments import (
+    SHORT_DTYPES,
+    add_common,
+    parse_dtype,
+    write_if_interrupted,
+    write_json,
+)
 from ring_attn.env import machine
 from ring_attn.kernels.launch import Launch
 from ring_attn.tools.compiled import (
@@ -36,6 +38,7 @@ from ring_attn.tools.compiled import (
     compile_launch,
     interpreting,
 )
+from ring_attn.tools.processes import map_in_processes
 
 if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config
@@ -385,33 +388,13 @@ def compile_key(key: Key) -> Row:
     return compile_cell(_cell(key), key)
 
 
-def compile_all(
-    keys: Sequence[Key], jobs: int, compile_key: Callable[[Key], Row] = compile_key
-) -> Iterator[Row]:
-    """The rows of `keys` in their order, from `jobs` processes.
+def compile_all(keys: Sequence[Key], jobs: int) -> Iterator[Row]:
+    """The rows of `keys` in their order; a compiler that takes its process down fails one cell."""
 
-    A compiler that takes its process down fails its own cell, and no other.
-    """
-    local, opened = threading.local(), []
+    def lost(key: Key) -> Row:
+        return _row(_cell(key), key, None, ("does not compile: the process died",))
 
-    def compile_one(key: Key) -> Row:
-        # A thread has one process with one cell in it at a time, so it is clear whose end it was.
-        if not hasattr(local, "process"):
-            local.process = ProcessPoolExecutor(1, get_context("spawn"))
-            opened.append(local.process)
-        try:
-            return local.process.submit(compile_key, key).result()
-        except BrokenProcessPool:
-            del local.process
-            return _row(_cell(key), key, None, ("does not compile: the process died",))
-
-    threads = ThreadPoolExecutor(jobs)
-    try:
-        yield from threads.map(compile_one, keys)
-    finally:
-        threads.shutdown(cancel_futures=True)
-        for process in opened:
-            process.shutdown()
+    return map_in_processes(compile_key, keys, jobs, lost)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -437,19 +420,25 @@ def run(args: argparse.Namespace) -> int:
     terminal = Console(stderr=True)
     hidden = args.quiet or not terminal.is_terminal
     start = time.perf_counter()
-    compiled = compile_all(keys, args.jobs)
-    rows = list(
-        track(compiled, "compiling", len(keys), console=terminal, transient=True, disable=hidden)
-    )
-    seconds = time.perf_counter() - start
-    if args.json:
-        payload = {
+    rows: list[Row] = []
+
+    def report() -> dict[str, Any]:
+        return {
             "machine": machine(),
             "command": selection.command,
-            "seconds": seconds,
+            "seconds": time.perf_counter() - start,
             "rows": [asdict(row) for row in rows],
         }
-        write_json(args.json, payload)
+
+    write_if_interrupted(args.json, report)
+    compiled = compile_all(keys, args.jobs)
+    for row in track(
+        compiled, "compiling", len(keys), console=terminal, transient=True, disable=hidden
+    ):
+        rows.append(row)
+    seconds = time.perf_counter() - start
+    if args.json:
+        write_json(args.json, report())
     console = Console(width=WIDTH, highlight=False)
     if not args.quiet:
         console.print(*_tables(rows))

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,13 +32,14 @@ from ring_attn.arguments import (
     parse_dtype,
     parse_sizes,
     table_console,
+    write_if_interrupted,
     write_json,
 )
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import Backend
 from ring_attn.cost import flops
 from ring_attn.env import machine
-from ring_attn.launch import rank_device, run_ranks
+from ring_attn.launch import rank_device, run_ranks, send_part
 from ring_attn.plan import Band, Hop, Tile
 from ring_attn.planning.devices import Cluster, Device, Link, Rate, compute_seconds, to_json
 from ring_attn.spec import AttentionSpec, Scores, TransportOptions
@@ -116,8 +117,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures, prints what was fitted, and writes the JSON that `load_cluster` reads."""
     world_sizes = args.world_sizes or (WORLD_SIZES[:2] if args.quick else WORLD_SIZES)
-    found = {
-        world_size: calibrate(
+    command = (
+        f"ring-attn calibrate --world-sizes {','.join(map(str, world_sizes))} --heads "
+        f"{args.heads} --kv-heads {args.kv_heads or args.heads} --head-dim {args.head_dim} "
+        f"--dtype {dtype_name(args.dtype)} --backend {args.backend} --threads {args.threads}"
+    ) + (" --quick" if args.quick else "")
+    found: dict[int, tuple[Cluster, list[dict[str, Any]]]] = {}
+    samples: dict[str, list[dict[str, Any]]] = {}
+
+    def report() -> dict[str, Any]:
+        return {
+            "machine": machine(),
+            "command": command,
+            "clusters": {str(ranks): to_json(cluster) for ranks, (cluster, _) in found.items()},
+            "samples": samples,
+        }
+
+    write_if_interrupted(args.json, report)
+    for world_size in world_sizes:
+        taken = samples.setdefault(str(world_size), [])
+        found[world_size] = calibrate(
             world_size,
             heads=args.heads,
             kv_heads=args.kv_heads or args.heads,
@@ -127,22 +146,10 @@ def run(args: argparse.Namespace) -> int:
             threads=args.threads,
             device=args.device,
             quick=args.quick,
+            on_sample=taken.append,
         )
-        for world_size in world_sizes
-    }
     if args.json:
-        command = (
-            f"ring-attn calibrate --world-sizes {','.join(map(str, world_sizes))} --heads "
-            f"{args.heads} --kv-heads {args.kv_heads or args.heads} --head-dim {args.head_dim} "
-            f"--dtype {dtype_name(args.dtype)} --backend {args.backend} --threads {args.threads}"
-        )
-        report = {
-            "machine": machine(),
-            "command": command + (" --quick" if args.quick else ""),
-            "clusters": {str(ranks): to_json(cluster) for ranks, (cluster, _) in found.items()},
-            "samples": {str(ranks): samples for ranks, (_, samples) in found.items()},
-        }
-        write_json(args.json, report)
+        write_json(args.json, report())
     if not args.quiet:
         table_console().print(_table(found))
     return 0
@@ -159,8 +166,12 @@ def calibrate(
     threads: int = 1,
     device: str | None = None,
     quick: bool = False,
+    on_sample: Callable[[dict[str, Any]], object] | None = None,
 ) -> tuple[Cluster, list[dict[str, Any]]]:
-    """The cluster that so many ranks on this machine are, and the measurements behind it."""
+    """The cluster that so many ranks on this machine are, and the measurements behind it.
+
+    `on_sample` gets each measurement as it comes.
+    """
     kind = device or ("cuda" if torch.cuda.device_count() >= world_size else "cpu")
     spec = AttentionSpec(kind, dtype, 1, heads, kv_heads, head_dim, head_dim)
     setting = Setting(
@@ -170,7 +181,9 @@ def calibrate(
         QUICK_MESSAGES if quick else MESSAGES,
         QUICK_REPEATS if quick else REPEATS,
     )
-    ranks = run_ranks(measure, world_size, setting, threads=threads, device=device)
+    ranks = run_ranks(
+        measure, world_size, setting, threads=threads, device=device, on_part=on_sample
+    )
     tiles, messages, bandwidth, slowdown = ranks[0]  # the same on every rank
     forward, backward, window_forward, window_backward = (
         fit_rate([t for t in tiles if t.backward == b and (t.kind == "window") == window])
@@ -190,6 +203,8 @@ def calibrate(
     cluster = Cluster(made, world_size, inside, inside, None, slowdown, links)
     return cluster, [*map(asdict, tiles), *map(asdict, messages)]
 
+
+Sample = TypeVar("Sample", TileSample, MessageSample)
 
 Measured = tuple[list[TileSample], list[MessageSample], float, float]
 
@@ -265,10 +280,15 @@ def _nonnegative(table: Tensor, needed: int) -> list[float]:
 def measure(setting: Setting) -> Measured:
     """All samples of this rank."""
     bench = _Bench(setting)
-    tiles = list(bench.tiles())
-    messages = list(bench.messages()) if bench.world_size > 1 else []
+    tiles = [_sent(sample) for sample in bench.tiles()]
+    messages = [_sent(sample) for sample in bench.messages()] if bench.world_size > 1 else []
     slowdown = bench.slowdown() if bench.world_size > 1 else 0.0
     return tiles, messages, bench.memory_bandwidth(), slowdown
+
+
+def _sent(sample: Sample) -> Sample:
+    send_part(asdict(sample))
+    return sample
 
 
 class _Bench:

@@ -49,10 +49,11 @@ from ring_attn.arguments import (
     dtype_name,
     parse_dtype,
     parse_size,
+    write_if_interrupted,
     write_json,
 )
 from ring_attn.env import machine
-from ring_attn.launch import DEVICES, num_cores, run_ranks
+from ring_attn.launch import DEVICES, num_cores, run_ranks, send_part
 from ring_attn.layout import LAYOUTS
 from ring_attn.profiling import gradient_sync, reset_resident_peak, resident_bytes, trace
 from ring_attn.testing import Verdict
@@ -218,7 +219,17 @@ def run(args: argparse.Namespace) -> int:
         print(heading(settings), flush=True)
     # gloo is the default group on every device: it carries figures between ring and twin, which may
     # share a GPU. The ring has its own group.
-    reports = run_ranks(train, settings.nproc + 1, settings, args.profile, threads=1, device="cpu")
+    rows: list[Row] = []
+    write_if_interrupted(args.json, lambda: unfinished_json(settings, rows))
+    reports = run_ranks(
+        train,
+        settings.nproc + 1,
+        settings,
+        args.profile,
+        threads=1,
+        device="cpu",
+        on_part=rows.append,
+    )
     report = reports[0]
     if is_first:
         print(summary(settings, report), flush=True)
@@ -298,6 +309,7 @@ def train(settings: Settings, profile: Path | None = None) -> Report:
             if is_twin:
                 figures = _measured(trainer, batch, memory)
             rows.append(_gathered(step, figures, settings))
+            send_part(rows[-1])
             display.show(rows[-1])
     if profile is not None and not is_twin:
         with trace(profile, rank):
@@ -689,15 +701,22 @@ def _generation_lines(generation: Comparison | None) -> list[str]:
     ]
 
 
-def to_json(settings: Settings, report: Report) -> dict[str, Any]:
-    """The report as it is written."""
+def unfinished_json(settings: Settings, rows: Sequence[Row]) -> dict[str, Any]:
+    """The part of the report that there is before the training has ended."""
     options = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name != "quiet"}
     options |= {"dtype": dtype_name(settings.dtype), "model": asdict(settings.model)}
     return {
         "command": "demo",
         "machine": machine(),
         "settings": options,
-        "rows": [asdict(row) for row in report.rows],
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def to_json(settings: Settings, report: Report) -> dict[str, Any]:
+    """The report as it is written."""
+    return {
+        **unfinished_json(settings, report.rows),
         "greatest_difference": report.greatest_difference.difference,
         "checks": [asdict(verdict) for verdict in report.verdicts],
         "generation": None if report.generation is None else asdict(report.generation),

@@ -20,7 +20,7 @@ import argparse
 import contextlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn.arguments import dtype_name, write_json
+from ring_attn.arguments import dtype_name, write_if_interrupted, write_json
 from ring_attn.env import machine
-from ring_attn.launch import num_cores, rank_device, run_ranks
+from ring_attn.launch import num_cores, rank_device, run_ranks, send_part
 from ring_attn.profiling import trace
 from ring_attn.testing import Verdict, check
 from ring_attn.tools import demo
@@ -103,7 +103,11 @@ def run(args: argparse.Namespace) -> int:
     if is_first and not settings.run.quiet:
         print(heading(settings), flush=True)
     size = settings.axes.size
-    reports = run_ranks(train, size, settings, args.profile, device=settings.run.device)
+    rows: list[Row] = []
+    write_if_interrupted(args.json, lambda: unfinished_json(settings, rows))
+    reports = run_ranks(
+        train, size, settings, args.profile, device=settings.run.device, on_part=rows.append
+    )
     report = reports[0]
     assert report is not None, "rank 0 has it"
     if is_first:
@@ -154,6 +158,7 @@ def train(settings: MeshSettings, profile: Path | None = None) -> Report | None:
             loss = trainer.step(batch)
             if twins is not None:
                 rows.append(Row(step, loss, *twins.step(batch)))
+                send_part(rows[-1])
                 display.show(rows[-1])
             dist.barrier()
     if profile is not None:
@@ -247,8 +252,8 @@ def summary(settings: MeshSettings, report: Report) -> str:
     )
 
 
-def to_json(settings: MeshSettings, report: Report) -> dict[str, Any]:
-    """The report as it is written."""
+def unfinished_json(settings: MeshSettings, rows: Sequence[Row]) -> dict[str, Any]:
+    """The part of the report that there is before the training has ended."""
     options = asdict(settings)
     options["run"].pop("quiet")
     options["run"]["dtype"] = dtype_name(settings.run.dtype)
@@ -256,7 +261,14 @@ def to_json(settings: MeshSettings, report: Report) -> dict[str, Any]:
         "command": "demo",
         "machine": machine(),
         "settings": options,
-        "rows": [asdict(row) | {"difference": row.difference} for row in report.rows],
+        "rows": [asdict(row) | {"difference": row.difference} for row in rows],
+    }
+
+
+def to_json(settings: MeshSettings, report: Report) -> dict[str, Any]:
+    """The report as it is written."""
+    return {
+        **unfinished_json(settings, report.rows),
         "checks": [asdict(verdict) for verdict in report.verdicts],
         "ok": report.ok,
     }

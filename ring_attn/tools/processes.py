@@ -9,6 +9,8 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import TypeVar
 
+from ring_attn import interrupt
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -29,19 +31,28 @@ def map_in_processes(
     def call(item: T) -> R:
         # A thread has one process with one item in it at a time, so it is clear whose end it was.
         if not hasattr(local, "process"):
-            local.process = ProcessPoolExecutor(1, get_context("spawn"))  # CUDA survives no fork
+            local.process = ProcessPoolExecutor(
+                1,
+                get_context("spawn"),  # CUDA survives no fork
+                initializer=interrupt.use_folder,
+                initargs=(folder,),
+            )
             opened.append(local.process)
         try:
-            result: R = local.process.submit(function, item).result()
+            with interrupt.held_back():
+                future = local.process.submit(function, item)
+            result: R = future.result()
             return result
         except BrokenProcessPool:
             del local.process
             return lost(item)
 
-    threads = ThreadPoolExecutor(jobs)
-    try:
-        yield from threads.map(call, items)
-    finally:
-        threads.shutdown(cancel_futures=True)
-        for process in opened:
-            process.shutdown()
+    # Triton makes files that it would not remove when it is ended.
+    with interrupt.temporary_folder() as folder:
+        threads = ThreadPoolExecutor(jobs)
+        try:
+            yield from threads.map(call, items)
+        finally:
+            threads.shutdown(cancel_futures=True)
+            for process in opened:
+                process.shutdown()

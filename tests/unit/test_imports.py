@@ -30,7 +30,7 @@ API = ENGINE | {
     "gradients",
 }
 PUBLIC = API | {"sdpa", "parallel_style", "__init__", "integrations"}
-TOOLS = PUBLIC | {"launch", "arguments", "env", "testing"}
+TOOLS = PUBLIC | {"interrupt", "launch", "arguments", "env", "testing"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "heads": set(),
@@ -61,11 +61,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sdpa": API,
     "parallel_style": API | {"sdpa"},
     # `import ring_attn` itself: whoever imports it imports all that it exports.
-    "__init__": API | {"parallel_style"},
+    "__init__": API | {"parallel_style", "interrupt"},
     "integrations": PUBLIC - {"integrations"},
     # The command line and what only it, the benchmarks and the tests use.
-    "launch": set(),
-    "arguments": set(),
+    "interrupt": set(),
+    "launch": {"interrupt"},
+    "arguments": {"interrupt"},
     "testing": PUBLIC | {"launch"},
     "env": PUBLIC | {"launch", "arguments"},
     "verify": TOOLS,
