@@ -35,7 +35,7 @@ COMMANDS = (
         "plan", "ring_attn.tools.plan", "which strategy is best where, and what each step costs"
     ),
     Command(
-        "bench strategies", "ring_attn.bench.sweep", "every strategy measured, and auto's pick"
+        "bench strategies", "ring_attn.bench.strategies", "every strategy measured, and auto's pick"
     ),
     Command("bench ring", "ring_attn.bench.ring", "time and memory of ring attention"),
     Command("bench kernel", "ring_attn.bench.kernel", "TFLOP/s of attention on one device"),
