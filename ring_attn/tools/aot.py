@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +25,12 @@ from torch import Tensor
 from ring_attn.arguments import (
     SHORT_DTYPES,
     add_common,
+    command_line,
     parse_dtype,
     write_if_interrupted,
     write_json,
 )
+from ring_attn.bench.report import new_table
 from ring_attn.env import machine
 from ring_attn.kernels.launch import Launch
 from ring_attn.tools.compiled import (
@@ -63,6 +66,7 @@ TENSOR_MEMORY = 512
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 HEAD_DIMS = ("64", "128", "256")
 DTYPES = ("float16", "bfloat16")
+QUICK = (("sm_90",), ("64",), ("bfloat16",))
 
 # Tensors of the launches: strides and numbers of rows and heads divide by 16, as they mostly do.
 ROWS, HEADS, KV_HEADS = 1024, 32, 16
@@ -415,8 +419,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("TRITON_INTERPRET=1: kernels of the interpreter cannot be compiled")
     if args.jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {args.jobs}")
-    selection = Selection.of(args)
-    keys = selection.keys()
+    keys = keys_of(args)
     terminal = Console(stderr=True)
     hidden = args.quiet or not terminal.is_terminal
     start = time.perf_counter()
@@ -425,7 +428,7 @@ def run(args: argparse.Namespace) -> int:
     def report() -> dict[str, Any]:
         return {
             "machine": machine(),
-            "command": selection.command,
+            "command": command_line(),
             "seconds": time.perf_counter() - start,
             "rows": [asdict(row) for row in rows],
         }
@@ -451,47 +454,19 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-@dataclass(frozen=True)
-class Selection:
-    """What is compiled."""
-
-    archs: tuple[str, ...]
-    head_dims: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    kernels: tuple[str, ...]
-
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> Selection:
-        """From the options; --quick changes what is not given."""
-        default = QUICK if args.quick else cls(ARCHS, HEAD_DIMS, DTYPES, KERNELS)
-        return cls(
-            _choices("--arch", args.arch, tuple(SHARED_BYTES), default.archs),
-            _choices("--head-dim", args.head_dim, HEAD_DIMS, default.head_dims),
-            _choices("--dtype", args.dtype, DTYPES, default.dtypes),
-            _choices("--kernel", args.kernel, KERNELS, default.kernels),
-        )
-
-    @property
-    def command(self) -> str:
-        """The words that compile this again."""
-        return (
-            f"ring-attn aot --arch {','.join(self.archs)} --head-dim {','.join(self.head_dims)} "
-            f"--dtype {','.join(self.dtypes)} --kernel {','.join(self.kernels)}"
-        )
-
-    def keys(self) -> list[Key]:
-        """Every cell of it."""
-        return [
-            Key(arch, int(head_dim), dtype, index)
-            for arch in self.archs
-            for head_dim in self.head_dims
-            for dtype in self.dtypes
-            for index, cell in enumerate(_cells(arch, int(head_dim), dtype))
-            if cell.kernel in self.kernels
-        ]
-
-
-QUICK = Selection(("sm_90",), ("64",), ("bfloat16",), KERNELS)
+def keys_of(args: argparse.Namespace) -> list[Key]:
+    """Every cell that the options name; --quick changes what is not given."""
+    default = QUICK if args.quick else (ARCHS, HEAD_DIMS, DTYPES)
+    archs = _choices("--arch", args.arch, tuple(SHARED_BYTES), default[0])
+    head_dims = _choices("--head-dim", args.head_dim, HEAD_DIMS, default[1])
+    dtypes = _choices("--dtype", args.dtype, DTYPES, default[2])
+    kernels = _choices("--kernel", args.kernel, KERNELS, KERNELS)
+    return [
+        Key(arch, int(head_dim), dtype, index)
+        for arch, head_dim, dtype in product(archs, head_dims, dtypes)
+        for index, cell in enumerate(_cells(arch, int(head_dim), dtype))
+        if cell.kernel in kernels
+    ]
 
 
 def _choices(
@@ -516,15 +491,11 @@ def _name(row: Row) -> str:
 def _tables(rows: Sequence[Row]) -> Iterator[Table]:
     """One for each architecture."""
     for arch in dict.fromkeys(row.arch for row in rows):
-        table = Table(title=f"{arch}: {SHARED_BYTES[arch]} bytes of shared memory", box=None)
-        for name in ("kernel", "variant", "dtype", "tile"):
-            table.add_column(name)
-        for name in ("dim", "warps", "stages", "regs", "spill", "shared"):
-            table.add_column(name, justify="right")
-        for name in ("tensor cores", "TMA", "specialised"):
-            table.add_column(name)
-        table.add_column("s", justify="right")
-        table.add_column("")
+        table = new_table(
+            f"{arch}: {SHARED_BYTES[arch]} bytes of shared memory",
+            ("kernel", "variant", "dtype", "tile", "tensor cores", "TMA", "specialised"),
+            ("dim", "warps", "stages", "regs", "spill", "shared", "s", ""),
+        )
         for row in rows:
             if row.arch == arch:
                 table.add_row(*_texts(row), style="red" if row.failures else "")
@@ -533,15 +504,13 @@ def _tables(rows: Sequence[Row]) -> Iterator[Table]:
 
 def _texts(row: Row) -> Iterator[str]:
     yield from (row.kernel, row.variant, row.dtype, row.tile)
-    yield from map(str, (row.head_dim, row.num_warps, row.num_stages))
-    if row.report is None:
-        yield from [""] * 7
+    report, sizes = row.report, (row.head_dim, row.num_warps, row.num_stages)
+    if report is None:
+        yield from ("", "", "", *map(str, sizes), "", "", "", "")
     else:
-        report = row.report
-        yield from map(str, (report.registers, report.spill_bytes, report.shared_bytes))
-        yield _counted(report, TENSOR_CORE)
-        yield _counted(report, TMA)
+        yield from (_counted(report, TENSOR_CORE), _counted(report, TMA))
         yield "yes" if report.warp_specialized else "dropped" if row.warp_specialize else "-"
+        yield from map(str, (*sizes, report.registers, report.spill_bytes, report.shared_bytes))
         yield f"{report.seconds:.1f}"
     yield "FAIL" if row.failures else ""
 

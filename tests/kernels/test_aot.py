@@ -154,7 +154,9 @@ def test_the_command_compiles_our_kernels(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads(path.read_text())
-    assert report["command"].startswith("ring-attn aot --arch sm_90 --head-dim 64 --dtype bfloat16")
+    assert report["command"] == f"ring-attn {' '.join(words)}"
+    found = {(row["arch"], row["head_dim"], row["dtype"]) for row in report["rows"]}
+    assert found == {("sm_90", 64, "bfloat16")}
     assert {row["kernel"] for row in report["rows"]} == {"dq", "delta"}
     for row in report["rows"]:
         assert row["failures"] == [] and row["report"]["spill_bytes"] == 0
