@@ -48,7 +48,7 @@ from ring_attn.testing import check, dense_attention, plain_attention
 ITERS = 15
 OURS, PEERS = ("parts", "whole"), {"torch-flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 
-# Of the copy that gives the rate of the memory, on a GPU.
+# Size of the copy that measures a GPU's memory bandwidth.
 COPY_BYTES = 4 << 30
 
 Run = Callable[[], Tensor]
@@ -56,7 +56,7 @@ Run = Callable[[], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting(OneDevice):
-    """What is measured.
+    """The caches and repetitions of a run.
 
     Attributes:
         seqlens: of the cache.
@@ -158,7 +158,7 @@ class Decode(Report[Setting, Row]):
     """One run: measures cache by cache."""
 
     def __init__(self, setting: Setting, path: Path | None = None) -> None:
-        """As `Report`; it is saved after every cache."""
+        """Takes what `Report` takes; the report is saved after every cache."""
         super().__init__(setting, path)
         self._watch = watch_for(setting.device)
         self.copy_gbps = copy_gbps(setting.device, self._watch)
@@ -251,7 +251,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    """What the options describe; errors as `one_device`."""
+    """The setting that the options describe; raises as `one_device` does."""
     shared = one_device(args)
     gpu = shared.device.type == "cuda"
     usual = (8192, 32768, 131072, 1 << 20) if gpu else (300, 600)

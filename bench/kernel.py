@@ -90,7 +90,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured where the options do not say it."""
+    """Default sizes of a run."""
 
     seqlens: tuple[int, ...]
     head_dims: tuple[int, ...]
@@ -114,7 +114,7 @@ ON_CPU = Sizes((256, 512), (64,), ((4, 2),), torch.float32, 512, 3)
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured, in full."""
+    """The cells of a run, and how they are measured."""
 
     sizes: Sizes
     causal: tuple[bool, ...]
@@ -170,7 +170,7 @@ class Row:
 
     @property
     def table(self) -> tuple[int, int, int, bool]:
-        """What the rows of one table share."""
+        """Key of the table that shows this row."""
         return self.heads, self.kv_heads, self.head_dim, self.causal
 
 
@@ -217,7 +217,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    """What the options describe; --quick and a CPU change what is not given."""
+    """The setting that the options describe; defaults depend on --quick and the device."""
     device = parse_device(args.device)
     names = tuple(dict.fromkeys(name for name in args.implementations.split(",") if name))
     for name in names:
@@ -262,7 +262,7 @@ class Bench(Report[Setting, Row]):
     """One run: measures cell by cell."""
 
     def __init__(self, setting: Setting, path: Path | None = None) -> None:
-        """As `Report`; it is saved after every cell."""
+        """Takes what `Report` takes; the report is saved after every cell."""
         super().__init__(setting, path)
         self.unavailable = {
             name: why
@@ -290,7 +290,7 @@ class Bench(Report[Setting, Row]):
         self.save(last=True)
 
     def remarks(self) -> list[str]:
-        """What the tables do not say; the last line counts."""
+        """Remarks for below the tables: reasons, backend and peak; the last line counts cells."""
         lines = [f"{name}: {why}" for name, why in self.unavailable.items()] + notes(self.rows)
         if self._ran and self.setting.backend == "auto":
             lines.append(f"ours: backend auto chose {', '.join(sorted(self._ran))}")
@@ -353,7 +353,7 @@ class Bench(Report[Setting, Row]):
             self._largest = flops, 1e-3 * ms / flops
 
     def _data_and_judge(self, problem: Problem) -> tuple[Data, Judge]:
-        """What is computed on, and what results are held against."""
+        """The inputs of a problem, and its prepared oracle."""
         data = problem.data()
         judge = Judge(problem, data, backward=self._backward)
         judge.prepare()
@@ -407,7 +407,7 @@ class Bench(Report[Setting, Row]):
         )
 
     def _attempt(self, name: str, problem: Problem, call: Callable[[], T]) -> tuple[T | None, str]:
-        """What the call returns; None, and why, where it cannot run."""
+        """The call's result and ""; or None and the reason where it cannot run."""
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
@@ -468,7 +468,7 @@ class Bench(Report[Setting, Row]):
 
 
 def title(what: Row | Problem) -> str:
-    """Of a table or a cell."""
+    """Title of a table, or name of a cell."""
     heads = f"{what.heads}/{what.kv_heads} heads of {what.head_dim}"
     mask = "causal" if what.causal else "full"
     if isinstance(what, Row):
@@ -521,7 +521,7 @@ def _figures(row: Row | None) -> list[str]:
 
 
 def _ms(x: float | None) -> str:
-    """To a microsecond, or to four digits."""
+    """Milliseconds with microseconds, or with four digits."""
     return show(x, ".3f" if x is None or x < 10.0 else ".2f" if x < 100.0 else ".1f")
 
 

@@ -74,7 +74,7 @@ def parse_device(name: str | None) -> torch.device:
 
 
 def one_device(args: argparse.Namespace) -> OneDevice:
-    """What the options describe; on a CPU small sizes, which only show that it works.
+    """The setting that the options describe; a CPU gets small sizes that only show that it works.
 
     Raises:
         ValueError: no such device, or several pairs of heads.

@@ -1,4 +1,4 @@
-"""What a benchmark leaves: a report on disk that grows as it measures, tables and last lines."""
+"""The one report of all benchmarks: JSON on disk that grows as they measure, and tables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 
 class Report(Generic[S, R]):
-    """What one run has found so far.
+    """The findings of one run so far.
 
     Attributes:
         setting: what is measured, a dataclass with a `budget` in seconds or None.
@@ -68,7 +68,7 @@ class Report(Generic[S, R]):
 
     @property
     def seconds(self) -> float:
-        """Since the run began."""
+        """Seconds since the run began."""
         return time.monotonic() - self._start
 
     def left(self) -> float:

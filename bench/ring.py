@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def setting_of(args: argparse.Namespace, baselines: tuple[str, ...]) -> Setting:
-    """What the options describe; --quick changes what is not given."""
+    """The setting that the options describe; --quick changes the defaults."""
     seqlen, iters, warmup = QUICK if args.quick else (SEQLEN, ITERS, WARMUP)
     return Setting(
         world_size=args.world_size,
@@ -291,7 +291,7 @@ class Judge:
                 self._plain = self._dense(setting, inputs)
 
     def verdicts(self, impl: Impl, setting: Setting) -> list[Verdict]:
-        """Of out and the gradients of one run; the same on every rank."""
+        """Judges out and the gradients of one run; the same verdicts on every rank."""
         impl.forward()
         if setting.mode != "fwd":
             impl.backward()
@@ -361,7 +361,7 @@ def _call(setting: Setting, rank: int = 0) -> RingCall:
 
 
 def _planned_bytes(setting: Setting, mode: str) -> int:
-    """By the plan, of the rank that sends most."""
+    """Bytes that the plan of the busiest rank sends."""
 
     def planned(rank: int) -> int:
         call = _call(setting, rank)
@@ -404,7 +404,7 @@ def _step_overhead(setting: Setting) -> Row:
 
 
 def _failures(rows: Iterable[Row], verdicts: Iterable[Verdict]) -> list[str]:
-    """What makes a measurement of ours worthless: a wrong result, or bytes that are not planned."""
+    """Reasons to reject a measurement of ours: wrong results, or bytes that are not planned."""
     wrong = [f"ours: {verdict}" for verdict in verdicts if not verdict.ok]
     return wrong + [
         f"ours, {row.mode}: sent {row.bytes_sent} bytes, the plan has {row.planned_bytes}"

@@ -25,7 +25,7 @@ MODES = {"fwd": ("fwd",), "fwd_bwd": ("fwd", "bwd", "fwd_bwd")}
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured."""
+    """Sizes, ranks and repetitions of a run."""
 
     world_size: int
     seqlen: int
@@ -212,7 +212,7 @@ class Dense:
                 self._grads = torch.autograd.grad(self._out, self.inputs, self._dout)
 
     def results(self) -> list[Tensor] | None:
-        """What rank 0 has."""
+        """The results, which rank 0 has."""
         if not self._mine:
             return None
         return [x.transpose(1, 2) for x in (self._out, *self._grads)]
@@ -233,7 +233,7 @@ def sdpa(qkv: Sequence[Tensor], setting: Setting) -> Tensor:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """So many CPU threads within the block."""
+    """Sets the number of CPU threads within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -1,4 +1,4 @@
-"""What the benchmarks know of time on a device: peak rates, clocks, and how calls are timed.
+"""Time on a device: peak rates, clocks, and the timing of calls.
 
 On CUDA a time is that between two events on the stream, and the host is given a head start: before
 a call the L2 cache is overwritten, and a kernel spins for longer than the host took to enqueue the
@@ -44,7 +44,7 @@ MATMUL_SIZE, MATMUL_REPEATS = 8192, 20
 # Written before every call: larger than any L2.
 FLUSH_BYTES = 256 << 20
 
-# Of the kernel that spins while the host enqueues: about a millisecond at 2 GHz.
+# Cycles of the kernel that spins while the host enqueues: about a millisecond at 2 GHz.
 SPIN_CYCLES_PER_MS = 2_000_000
 
 # It spins for so many times what the host took, within these bounds: a first call has compiled.
@@ -54,7 +54,7 @@ HEAD_START_FACTOR, LEAST_HEAD_START_MS, MOST_HEAD_START_MS = 1.5, 1.0, 100.0
 # only warms up, unless it takes so long that a start-up does not show.
 LEAST_ITERS, SLOW_MS = 2, 500.0
 
-# Of `nvidia-smi --query-gpu`.
+# Fields of `nvidia-smi --query-gpu`.
 STATE_FIELDS = (
     "name",
     "driver_version",
@@ -133,12 +133,12 @@ class CudaWatch:
 
 
 def head_start_ms(host_ms: float) -> float:
-    """What the host needs to stay ahead with a call that it enqueued in `host_ms` before."""
+    """Milliseconds that keep the host ahead with a call that took it `host_ms` before."""
     return min(max(LEAST_HEAD_START_MS, HEAD_START_FACTOR * host_ms), MOST_HEAD_START_MS)
 
 
 class Call(NamedTuple):
-    """What is timed: stages, each by itself, and what clears up behind them untimed."""
+    """Stages that are timed one by one, and an untimed function that cleans up after them."""
 
     stages: Sequence[Callable[[], object]]
     after: Callable[[], object] = lambda: None

@@ -107,7 +107,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Variant:
-    """What a kernel is compiled to do.
+    """One way to compile a kernel.
 
     Attributes:
         kernel: "fwd", "hopper_fwd", "dq", "dkdv", "delta", "decode" or "merge".
@@ -151,7 +151,7 @@ class Variant:
         return " ".join([*step, self.band, *extras])
 
 
-# Of all that the kernels can be told to do, what is used most and what needs the most registers.
+# The variants that are used most, and those that need the most registers.
 VARIANTS = (
     Variant("fwd", "full"),
     Variant("fwd", "full", first=True, last=True),
@@ -298,7 +298,7 @@ def variant_launch(variant: Variant, config: Config, head_dim: int, dtype: torch
 
 
 def _merge(rows_of: Callable[..., Tensor], stats: Callable[[], Tensor]) -> Launch:
-    """Of 4 queries in 32 parts."""
+    """The launch that merges 32 parts of 4 queries."""
     from ring_attn.kernels import decode
 
     parts, float32 = 32, torch.float32
@@ -321,7 +321,7 @@ def _table(variant: Variant, config: Config) -> StepTable:
 
 
 def failures(cell: Cell, report: Report, arch: str) -> tuple[str, ...]:
-    """What is wrong with a compiled cell, in words."""
+    """Rules that a compiled cell breaks, in words."""
     before, after = report.atomics
     checks = (
         (report.spill_bytes > 0, f"spills {report.spill_bytes} bytes per thread"),

@@ -21,42 +21,24 @@ and tensor parallelism; see `ring_attn.tools.mesh_demo`.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import math
 import os
 import statistics
-import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 from torch import Tensor
 
-from ring_attn import SequenceLayout, ring_attention, shard_batch, unshard
-from ring_attn.arguments import (
-    add_common,
-    add_profile,
-    dtype_name,
-    parse_dtype,
-    parse_size,
-    write_if_interrupted,
-    write_json,
-)
-from ring_attn.env import machine
-from ring_attn.launch import DEVICES, num_cores, run_ranks, send_part
+from ring_attn.arguments import add_common, add_profile, dtype_name, parse_dtype, parse_size
+from ring_attn.launch import DEVICES, num_cores, send_part
 from ring_attn.layout import LAYOUTS
-from ring_attn.profiling import gradient_sync, reset_resident_peak, resident_bytes, trace
+from ring_attn.profiling import reset_resident_peak, resident_bytes, trace
 from ring_attn.testing import Verdict
+from ring_attn.tools import mesh_demo
 from ring_attn.tools.generate import (
     CHUNKS,
     Comparison,
@@ -66,50 +48,29 @@ from ring_attn.tools.generate import (
     compare,
     generate,
 )
-from ring_attn.tools.model import (
-    Attention,
-    ModelConfig,
-    Transformer,
-    dense_attention,
-    mean_loss,
-    token_losses,
+from ring_attn.tools.model import Transformer
+from ring_attn.tools.training import (
+    JUDGED_BATCHES,
+    NPROC,
+    SEQLEN,
+    STEPS,
+    Column,
+    Report,
+    Settings,
+    Trainer,
+    print_row,
+    print_titles,
+    run_and_report,
+    sample_batches,
+    settings_of,
+    squared_errors,
+    standard_library_text,
+    verdicts_of,
 )
 
-NPROC, SEQLEN, STEPS = 2, 2048, 40
-QUICK_SEQLEN, QUICK_STEPS = 512, 10
 WARM_UP_SEQLEN = 128
-JUDGED_BATCHES = 3
-
-# For dim 128; wider layers take smaller steps. Twice as much, or no clipping, trains no better in
-# so few steps, and the optimizer then feeds roundings back tens of times as strongly.
-LEARNING_RATE = 1e-3
-CLIP_NORM = 1.0
 
 MESH_OPTIONS = ("schedule", "microbatches", "batch", "fsdp", "strategy")
-
-NOT_TEXT = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test"))
-
-
-@dataclass(frozen=True)
-class Settings:
-    """One run, as every process gets it."""
-
-    nproc: int
-    seqlen: int
-    steps: int
-    layout: str
-    device: str
-    dtype: torch.dtype
-    seed: int
-    quiet: bool
-    model: ModelConfig
-    generate: int = 0
-    batch: int = 1
-
-    @property
-    def twin(self) -> int:
-        """The global rank of the process without a ring."""
-        return self.nproc
 
 
 @dataclass(frozen=True)
@@ -119,35 +80,20 @@ class Row:
     step: int
     ring_loss: float
     dense_loss: float
-    difference: float
     ring_tokens_per_s: float
     dense_tokens_per_s: float
     ring_peak_bytes: int
     dense_peak_bytes: int
 
-
-@dataclass(frozen=True)
-class Report:
-    """The steps, the verdicts at the trained weights, and what these generate if asked to."""
-
-    rows: list[Row]
-    verdicts: list[Verdict]
-    generation: Comparison | None = None
+    @property
+    def losses(self) -> tuple[float, float]:
+        """Losses of the ring and of its twin."""
+        return self.ring_loss, self.dense_loss
 
     @property
-    def ok(self) -> bool:
-        """Whether all losses are finite, all verdicts hold and one process generates the same."""
-        losses = (loss for row in self.rows for loss in (row.ring_loss, row.dense_loss))
-        return (
-            all(map(math.isfinite, losses))
-            and all(verdict.ok for verdict in self.verdicts)
-            and (self.generation is None or self.generation.equal)
-        )
-
-    @property
-    def greatest_difference(self) -> Row:
-        """The step whose losses are furthest apart."""
-        return max(self.rows, key=lambda row: row.difference)
+    def difference(self) -> float:
+        """Between the two."""
+        return abs(self.ring_loss - self.dense_loss)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -207,77 +153,17 @@ def run(args: argparse.Namespace) -> int:
         # The profiler greets on stderr, unless it is told before torch is imported.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     if args.mesh:
-        from ring_attn.tools import mesh_demo
-
         return mesh_demo.run(args)
     for name in MESH_OPTIONS:
         if getattr(args, name):
             raise ValueError(f"--{name} is for a mesh: give --mesh cp=2,tp=2 or the like")
     settings = settings_of(args)
-    is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts this on every rank
-    if is_first and not settings.quiet:
-        print(heading(settings), flush=True)
     # gloo is the default group on every device: it carries figures between ring and twin, which may
     # share a GPU. The ring has its own group.
-    rows: list[Row] = []
-    write_if_interrupted(args.json, lambda: unfinished_json(settings, rows))
-    reports = run_ranks(
-        train,
-        settings.nproc + 1,
-        settings,
-        args.profile,
-        threads=1,
-        device="cpu",
-        on_part=rows.append,
-    )
-    report = reports[0]
-    if is_first:
-        print(summary(settings, report), flush=True)
-    if is_first and args.json:
-        write_json(args.json, to_json(settings, report))
-    return 0 if report.ok else 1
-
-
-def settings_of(args: argparse.Namespace) -> Settings:
-    """The run that the options describe; raises as `run` does."""
-    seqlen = args.seqlen or (QUICK_SEQLEN if args.quick else SEQLEN)
-    steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
-    nproc = args.nproc or NPROC
-    least = max(2, nproc)
-    if seqlen < least:
-        raise ValueError(
-            f"seqlen must be at least {least}, a byte for each rank and one to predict, "
-            f"got {seqlen}"
-        )
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = args.device or ("cuda" if num_gpus >= nproc else "cpu")
-    if device == "cuda" and num_gpus < nproc:
-        raise ValueError(
-            f"{nproc} ranks on device 'cuda' need as many GPUs, this machine has {num_gpus}; "
-            "use fewer ranks or device 'cpu'"
-        )
-    dtype = args.dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise TypeError(f"dtype must be float32 or bfloat16, got {dtype_name(dtype)}")
-    num_generated = args.generate or 0
-    if num_generated >= seqlen:
-        raise ValueError(
-            f"generate must be less than seqlen, of which the rest is the prompt, got "
-            f"{num_generated} and {seqlen}"
-        )
-    model = ModelConfig(dim=args.dim, hidden_dim=3 * args.dim, num_layers=args.layers)
-    return Settings(
-        nproc,
-        seqlen,
-        steps,
-        args.layout,
-        device,
-        dtype,
-        args.seed,
-        args.quiet,
-        model,
-        num_generated,
-    )
+    return run_and_report(
+        args, train, settings.nproc + 1, settings, settings.described(), heading(settings), summary,
+        device="cpu", threads=1,
+    )  # fmt: skip
 
 
 def train(settings: Settings, profile: Path | None = None) -> Report:
@@ -299,18 +185,20 @@ def train(settings: Settings, profile: Path | None = None) -> Report:
     # Operators are loaded and connections made before anything is measured.
     trainer.backward({name: x[:, :WARM_UP_SEQLEN] for name, x in next(batches).items()})
     memory = PeakMemory(device)
-    rows = []
-    with Display(COLUMNS, settings.quiet or rank != 0) as display:
-        for step in range(settings.steps):
-            batch = next(batches)
-            if not is_twin:
-                figures = _measured(trainer, batch, memory)
-            dist.barrier()
-            if is_twin:
-                figures = _measured(trainer, batch, memory)
-            rows.append(_gathered(step, figures, settings))
-            send_part(rows[-1])
-            display.show(rows[-1])
+    rows, shown = [], rank == 0 and not settings.quiet
+    if shown:
+        print_titles(COLUMNS)
+    for step in range(settings.steps):
+        batch = next(batches)
+        if not is_twin:
+            figures = _measured(trainer, batch, memory)
+        dist.barrier()
+        if is_twin:
+            figures = _measured(trainer, batch, memory)
+        rows.append(_gathered(step, figures, settings))
+        send_part(rows[-1])
+        if shown:
+            print_row(COLUMNS, rows[-1])
     if profile is not None and not is_twin:
         with trace(profile, rank):
             trainer.backward(batch)
@@ -318,118 +206,6 @@ def train(settings: Settings, profile: Path | None = None) -> Report:
     if not settings.generate:
         return Report(rows, verdicts)
     return Report(rows, verdicts, generate_twice(trainer, next(batches)["input_ids"], settings))
-
-
-class Trainer:
-    """A model, its optimizer, and the rows of each batch that this process computes.
-
-    With a ring's group those are the rank's shard, and gradients are added up over the ring;
-    without one they are the whole sequence. bfloat16 is autocast, float64 all the way.
-    """
-
-    def __init__(
-        self, settings: Settings, device: torch.device, ring: dist.ProcessGroup | None = None
-    ) -> None:
-        self.settings, self.device, self.ring = settings, device, ring
-        torch.manual_seed(settings.seed)
-        self.model = Transformer(settings.model).to(device)
-        if settings.dtype == torch.float64:
-            self.model.double()
-        self.gradients = GradientBucket(self.model)
-        self.optimizer = make_optimizer(self.model.parameters(), settings)
-
-    def step(self, batch: dict[str, Tensor]) -> float:
-        """Trains on one batch; returns its mean loss before the update."""
-        loss, _ = self.backward(batch)
-        # The bucket holds the gradients of the whole batch: every rank clips by the same norm.
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
-        self.optimizer.step()
-        return loss
-
-    def backward(self, batch: dict[str, Tensor]) -> tuple[float, Tensor]:
-        """Fills `gradients` with those of the whole batch.
-
-        Args:
-            batch: `input_ids` and `labels`, (batch, seqlen) int64 each, the same on every rank.
-
-        Returns:
-            The mean loss of the whole batch, and the losses (batch, rows) of this process's rows.
-        """
-        self.gradients.flat.zero_()
-        num_sequences, seqlen = batch["input_ids"].shape
-        layout = self._layout(seqlen)
-        rank = 0 if self.ring is None else dist.get_rank(self.ring)
-        part = {name: x.to(self.device) for name, x in shard_batch(batch, layout, rank).items()}
-        with autocast(self.settings, self.device):
-            attention = self._attention(layout)
-            logits = self.model(part["input_ids"], part["position_ids"], attention)
-            losses = token_losses(logits, part["shift_labels"])
-        # The last byte of a sequence has no next one.
-        loss = mean_loss(losses, num_targets=num_sequences * (seqlen - 1))
-        loss.backward()
-        loss = loss.detach()
-        if self.ring is not None:
-            with gradient_sync(self.device):
-                dist.all_reduce(self.gradients.flat, group=self.ring)
-            dist.all_reduce(loss, group=self.ring)
-        return loss.item(), losses.detach()
-
-    def results_of(self, batch: dict[str, Tensor]) -> Tensor:
-        """(batch * seqlen + number of parameters,) on the CPU: each byte's loss, all gradients."""
-        _, losses = self.backward(batch)
-        if self.ring is not None:
-            losses = unshard(losses, self._layout(batch["input_ids"].size(1)), group=self.ring)
-        return torch.cat([losses.flatten(), self.gradients.flat]).cpu()
-
-    def get_weights(self) -> Tensor:
-        """(number of parameters,) on the CPU."""
-        return torch.nn.utils.parameters_to_vector(self.model.parameters()).detach().cpu()
-
-    def set_weights(self, weights: Tensor) -> None:
-        """What `get_weights` returned, here or elsewhere."""
-        weights = weights.to(self.device, self.gradients.flat.dtype)
-        torch.nn.utils.vector_to_parameters(weights, self.model.parameters())
-
-    def _layout(self, seqlen: int) -> SequenceLayout:
-        """Who holds which bytes; the twin is a ring of one."""
-        if self.ring is None:
-            return SequenceLayout.contiguous(seqlen, 1)
-        return SequenceLayout.from_name(self.settings.layout, seqlen, self.settings.nproc)
-
-    def _attention(self, layout: SequenceLayout) -> Attention:
-        if self.ring is None:
-            return dense_attention
-        return partial(ring_attention, causal=True, group=self.ring, layout=layout)
-
-
-def autocast(settings: Settings, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """What the model and its loss are computed under."""
-    if settings.dtype == torch.bfloat16:
-        return torch.autocast(device.type, settings.dtype)
-    return contextlib.nullcontext()
-
-
-def make_optimizer(
-    parameters: Iterable[torch.nn.Parameter], settings: Settings, *, foreach: bool | None = None
-) -> torch.optim.Optimizer:
-    """The optimizer of every run; `foreach` as torch has it."""
-    return torch.optim.AdamW(
-        parameters,
-        lr=LEARNING_RATE * 128 / settings.model.dim,
-        betas=(0.9, 0.95),
-        foreach=foreach,
-    )
-
-
-class GradientBucket:
-    """All gradients of a model as views of one tensor, so that one message adds them up."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        parameters = list(model.parameters())
-        self.flat = torch.zeros_like(torch.nn.utils.parameters_to_vector(parameters).detach())
-        parts = self.flat.split([parameter.numel() for parameter in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
 
 
 class PeakMemory:
@@ -459,60 +235,6 @@ class PeakMemory:
         # Some kernels take the resident set's peak from samples, and it may even fall.
         self._highest = max(self._highest, peak - self._start)
         return self._highest
-
-
-#: Title, width and text of a row's cell.
-Column: TypeAlias = tuple[str, int, Callable[[Any], str]]
-
-
-class Display:
-    """The rows as they come: a live table on a terminal, else plain lines, or nothing."""
-
-    def __init__(self, columns: Sequence[Column], quiet: bool) -> None:
-        self._columns = columns
-        self._console = Console()
-        self._lines = not quiet and not self._console.is_terminal
-        self._live: Live | None = None
-        if not quiet and self._console.is_terminal:
-            self._live = Live(console=self._console, auto_refresh=False)
-        self._rows: list[Any] = []
-
-    def __enter__(self) -> Display:
-        if self._live is not None:
-            self._live.start()
-        if self._lines:
-            titles = (f"{title:>{width}}" for title, width, _ in self._columns)
-            print("  ".join(titles), flush=True)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def show(self, row: Any) -> None:
-        """Adds a row."""
-        self._rows.append(row)
-        if self._live is not None:
-            # Of what does not fit rich leaves out the bottom, where the newest rows are.
-            fitting = max(1, self._console.height - 2)
-            self._live.update(self._table(self._rows[-fitting:]), refresh=True)
-        if self._lines:
-            cells = (f"{cell(row):>{width}}" for _, width, cell in self._columns)
-            print("  ".join(cells), flush=True)
-
-    def _table(self, rows: list[Any]) -> Table:
-        # Narrow enough for a terminal of 80 columns.
-        table = Table(box=None, padding=(0, 0, 0, 1), pad_edge=False)
-        for title, width, _ in self._columns:
-            table.add_column(title, justify="right", min_width=width)
-        for row in rows:
-            table.add_row(*(cell(row) for _, _, cell in self._columns))
-        return table
 
 
 COLUMNS: tuple[Column, ...] = (
@@ -560,27 +282,6 @@ def judge(
     return verdicts_of(squares, num_batches, len(sizes) - 1)
 
 
-def squared_errors(x: Tensor, exact: Tensor, sizes: list[int]) -> Tensor:
-    """(2,) of the losses, which are the first part, and of the gradients, in units of each part."""
-    parts = zip(x.double().split(sizes), exact.split(sizes), strict=True)
-    # A part that is exactly zero must be met exactly.
-    tiny = torch.finfo(torch.float64).tiny
-    losses, *gradients = ((a - b).square().sum() / b.square().sum().clamp(tiny) for a, b in parts)
-    return torch.stack([losses, torch.stack(gradients).sum()])
-
-
-def verdicts_of(squares: Tensor, num_batches: int, num_parameters: int) -> list[Verdict]:
-    """Judges sums of `squared_errors` over batches: columns of what is judged, and of the twin."""
-    rounding = torch.finfo(torch.float32).eps / 2
-    verdicts = []
-    for name, parts, (error, plain) in zip(
-        ("losses", "gradients"), (1, num_parameters), squares.sqrt().tolist(), strict=True
-    ):
-        bound = 2.0 * plain + rounding * math.sqrt(num_batches * parts)
-        verdicts.append(Verdict(name, error, bound, ok=error <= bound))
-    return verdicts
-
-
 def generate_twice(trainer: Trainer, text: Tensor, settings: Settings) -> Comparison:
     """Continues a text from the ring's sharded cache and from the twin's whole one.
 
@@ -610,51 +311,8 @@ def generate_twice(trainer: Trainer, text: Tensor, settings: Settings) -> Compar
     return compare(prompt, *generated)
 
 
-def standard_library_text() -> Tensor:
-    """(bytes,) uint8: the sources of the running Python's standard library, in the order of names.
-
-    Raises:
-        FileNotFoundError: this Python came without sources.
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = [path.relative_to(root) for path in root.rglob("*.py")]
-    text = bytearray()
-    for path in sorted(paths):
-        if NOT_TEXT.isdisjoint(path.parts):
-            text += (root / path).read_bytes()
-    if not text:
-        raise FileNotFoundError(f"no sources of the standard library in {root}")
-    return torch.frombuffer(text, dtype=torch.uint8)
-
-
-def sample_batches(
-    text: Tensor, seqlen: int, seed: int, batch: int = 1
-) -> Iterator[dict[str, Tensor]]:
-    """Windows of the text without end, the same for the same seed.
-
-    Args:
-        text: (bytes,) uint8.
-        seqlen: bytes of a window.
-        seed: of the positions.
-        batch: windows at a time.
-
-    Yields:
-        `input_ids` and `labels`, (batch, seqlen) int64 each, unshifted.
-
-    Raises:
-        ValueError: the text is shorter than a window.
-    """
-    if seqlen > text.numel():
-        raise ValueError(f"seqlen must be at most {text.numel()}, all of the text, got {seqlen}")
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        starts = torch.randint(text.numel() - seqlen + 1, (batch,), generator=generator).tolist()
-        windows = torch.stack([text[start : start + seqlen].long() for start in starts])
-        yield {"input_ids": windows, "labels": windows}
-
-
 def heading(settings: Settings) -> str:
-    """What is about to run."""
+    """Describes the run that is about to begin."""
     with torch.device("meta"):
         num_parameters = sum(p.numel() for p in Transformer(settings.model).parameters())
     return (
@@ -666,13 +324,12 @@ def heading(settings: Settings) -> str:
 
 def summary(settings: Settings, report: Report) -> str:
     """The result in a few lines."""
-    first, last, greatest = report.rows[0], report.rows[-1], report.greatest_difference
+    last = report.rows[-1]
     ring_speed = statistics.median(row.ring_tokens_per_s for row in report.rows)
     dense_speed = statistics.median(row.dense_tokens_per_s for row in report.rows)
     return "\n".join(
         (
-            f"loss      {first.ring_loss:.4f} -> {last.ring_loss:.4f} nats per byte in "
-            f"{len(report.rows)} steps (dense {first.dense_loss:.4f} -> {last.dense_loss:.4f})",
+            report.losses_line("", "dense"),
             f"tokens/s  {ring_speed:,.0f} in a ring of {settings.nproc}, {dense_speed:,.0f} dense "
             "(medians)",
             f"memory    {last.ring_peak_bytes / 2**20:.1f} MiB a rank, "
@@ -680,8 +337,7 @@ def summary(settings: Settings, report: Report) -> str:
             "check     at the trained weights, against float64: "
             + "; ".join(map(str, report.verdicts)),
             *_generation_lines(report.generation),
-            f"greatest loss difference {greatest.difference:.2e} (step {greatest.step}): "
-            f"{'ok' if report.ok else 'FAILED'}",
+            report.last_line(),
         )
     )
 
@@ -699,29 +355,6 @@ def _generation_lines(generation: Comparison | None) -> list[str]:
         f"{generation.smallest_margin:.1e}, KV rows on the ranks "
         f"{', '.join(map(str, generation.rows))}",
     ]
-
-
-def unfinished_json(settings: Settings, rows: Sequence[Row]) -> dict[str, Any]:
-    """The part of the report that there is before the training has ended."""
-    options = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name != "quiet"}
-    options |= {"dtype": dtype_name(settings.dtype), "model": asdict(settings.model)}
-    return {
-        "command": "demo",
-        "machine": machine(),
-        "settings": options,
-        "rows": [asdict(row) for row in rows],
-    }
-
-
-def to_json(settings: Settings, report: Report) -> dict[str, Any]:
-    """The report as it is written."""
-    return {
-        **unfinished_json(settings, report.rows),
-        "greatest_difference": report.greatest_difference.difference,
-        "checks": [asdict(verdict) for verdict in report.verdicts],
-        "generation": None if report.generation is None else asdict(report.generation),
-        "ok": report.ok,
-    }
 
 
 def _measured(trainer: Trainer, batch: dict[str, Tensor], memory: PeakMemory) -> Tensor:
@@ -744,7 +377,6 @@ def _gathered(step: int, figures: Tensor, settings: Settings) -> Row:
         step,
         ring_loss,
         dense_loss,
-        abs(ring_loss - dense_loss),
         settings.seqlen / ring[:, 1].max().item(),
         settings.seqlen / dense[1].item(),
         int(ring[:, 2].max()),

@@ -79,7 +79,7 @@ GLUON = "gluon"
 # All configs are timed HEATS times, those within MARGIN of the fastest ITERS times.
 HEATS, MARGIN, ITERS, REPEATS = 3, 1.15, 12, 20
 
-# So many processes build at once; each has a context of its own on the GPU.
+# At most so many processes build at once; each has a context of its own on the GPU.
 MOST_JOBS = 12
 
 # The share of a kind's time after which no further config is checked.
@@ -88,7 +88,7 @@ CHECK_SHARE = 0.7
 
 @dataclass(frozen=True, kw_only=True)
 class Setting(OneDevice):
-    """What is searched, over which sizes."""
+    """Kernels and sizes of a search."""
 
     kernels: tuple[str, ...]
     full_rows: int
@@ -104,7 +104,7 @@ class Setting(OneDevice):
         return [kind for kind in KINDS if kernel_of(kind) in self.kernels]
 
     def problem_of(self, *, causal: bool) -> Problem:
-        """What is computed with a mask, or without one."""
+        """The problem with the causal mask, or without a mask."""
         rows = self.causal_rows if causal else self.full_rows
         return self.problem(rows, causal=causal, batch=self.batch)
 
@@ -196,7 +196,7 @@ class Candidate:
         self.row = replace(self.row, note=text)
 
     def again(self) -> Candidate:
-        """The same config, of which nothing is known yet."""
+        """A candidate with the same config and no results."""
         return Candidate(self.row.kind, self.config, self.config, gluon=self.row.gluon)
 
 
@@ -204,7 +204,7 @@ class Tuning(Report[Setting, Row]):
     """One run: searches kind by kind."""
 
     def __init__(self, setting: Setting, path: Path | None = None) -> None:
-        """As `Report`; it is saved after every kind."""
+        """Takes what `Report` takes; the report is saved after every kind."""
         from ring_attn.kernels import configs
 
         super().__init__(setting, path)
@@ -227,7 +227,7 @@ class Tuning(Report[Setting, Row]):
         self.save(last=True)
 
     def summary(self) -> list[str]:
-        """What was found, what is wrong, and lines for the table of configs; the last counts."""
+        """Lines: speeds, wrong configs, then entries for the table of configs, and counts."""
         where = f"{self._device_name()}, triton {machine()['versions']['triton']}"
         chosen = best(self.rows)
         lines = [
@@ -462,7 +462,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    """What the options describe.
+    """The setting that the options describe.
 
     Raises:
         ValueError: options that cannot be, kernels that cannot run here, or no GPU.

@@ -1,4 +1,4 @@
-"""What `ring-attn tune` finds: rows, the best config of each kind, lines for the table."""
+"""Results of `ring-attn tune`: rows, the best config of each kind, lines for the table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ring_attn.bench.timing import Sample, quantiles
 if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config
 
-# In the order of their value.
+# Kinds of the table of configs that are searched, the most valuable first.
 KINDS = ("fwd_whole", "fwd", "dkdv", "dkdv_whole", "dq", "dq_whole")
 
 # Kinds that differ in the mask alone fold over blocks of one length, of kv rows or of q rows: else
