@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -210,11 +211,35 @@ def freed() -> bool:
     return len(backend._launches.repeats) == 1 and held() is None
 
 
+def host_us(stub: StubDriver) -> dict[str, float]:
+    """Least time of the host for a backward step: dq, dk and dv, made anew and repeated."""
+    stub.watch(None)
+    x, backend = Tensors(), TritonBackend()
+
+    def least(count: int, backend_of: Callable[[], TritonBackend]) -> float:
+        taken = []
+        for _ in range(count):
+            one = backend_of()
+            start = time.perf_counter()
+            grad_q()(one, x)
+            grad_kv()(one, x)
+            taken.append(1e6 * (time.perf_counter() - start))
+        return min(taken)
+
+    return {"anew": least(20, TritonBackend), "repeated": least(100, lambda: backend)}
+
+
 def main() -> None:
     """Prints the JSON."""
     stub = install(Path(sys.argv[1]))
     warnings.simplefilter("ignore")
-    found = {"cases": cases(stub), "changes": changes(stub), "bound": bound(stub), "freed": freed()}
+    found = {
+        "cases": cases(stub),
+        "changes": changes(stub),
+        "bound": bound(stub),
+        "freed": freed(),
+        "host_us": host_us(stub),
+    }
     print(json.dumps(found))
 
 
