@@ -254,11 +254,14 @@ def setting_of(args: argparse.Namespace) -> Setting:
     """The setting that the options describe; raises as `one_device` does."""
     shared = one_device(args)
     gpu = shared.device.type == "cuda"
-    usual = (8192, 32768, 131072, 1 << 20) if gpu else (300, 600)
+    seqlens: tuple[int, ...] = (8192, 32768, 131072, 1 << 20) if gpu else (300, 600)
+    batches: tuple[int, ...] = (1, 8) if gpu else (1,)
+    if args.quick:
+        seqlens, batches = seqlens[:1], batches[:1]
     return Setting(
         **vars(shared),
-        seqlens=args.seqlen or usual,
-        batches=args.batch or ((1, 8) if gpu else (1,)),
+        seqlens=args.seqlen or seqlens,
+        batches=args.batch or batches,
         backend=args.backend or ("triton" if gpu else "auto"),
         iters=args.iters,
     )

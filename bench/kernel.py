@@ -110,6 +110,7 @@ FULL = Sizes(
 )
 QUICK = replace(FULL, seqlens=(2048, 8192), head_dims=(128,), heads=((32, 8),), iters=5)
 ON_CPU = Sizes((256, 512), (64,), ((4, 2),), torch.float32, 512, 3)
+QUICK_ON_CPU = replace(ON_CPU, seqlens=(256,), iters=2)
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,8 @@ def setting_of(args: argparse.Namespace) -> Setting:
             raise ValueError(f"--implementations must be of {list(IMPLEMENTATIONS)}, got {name!r}")
     if not names:
         raise ValueError(f"--implementations needs at least one of {list(IMPLEMENTATIONS)}")
-    base = ON_CPU if device.type == "cpu" else QUICK if args.quick else FULL
+    full, quick = (ON_CPU, QUICK_ON_CPU) if device.type == "cpu" else (FULL, QUICK)
+    base = quick if args.quick else full
     sizes = Sizes(
         seqlens=args.seqlen or base.seqlens,
         head_dims=args.head_dim or base.head_dims,

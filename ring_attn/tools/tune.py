@@ -29,8 +29,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -182,22 +184,15 @@ class Kernels:
         return self._grads[1:]
 
 
-class Candidate:
-    """A config of a kind, and what is known of it so far."""
+def candidate(kind: str, config: Config, frozen: Config, *, gluon: bool = False) -> Row:
+    """A row of a config that nothing is known of yet."""
+    name = f"gluon {label(config)}" if gluon else label(config)
+    return Row(kind, name, asdict(config), gluon, not gluon and config == frozen)
 
-    def __init__(self, kind: str, config: Config, frozen: Config, *, gluon: bool = False) -> None:
-        self.kernel, self.config = kernel_of(kind), config
-        self.configs = {GLUON if gluon else kind: config}
-        name = f"gluon {label(config)}" if gluon else label(config)
-        self.row = Row(kind, name, asdict(config), gluon, not gluon and config == frozen)
 
-    def note(self, text: str) -> None:
-        """Says why it has no times."""
-        self.row = replace(self.row, note=text)
-
-    def again(self) -> Candidate:
-        """A candidate with the same config and no results."""
-        return Candidate(self.row.kind, self.config, self.config, gluon=self.row.gluon)
+def configs_of(row: Row) -> dict[str, Config]:
+    """The config of a row, by the kind that the backend knows it by."""
+    return {GLUON if row.gluon else row.kind: config_of(row)}
 
 
 class Tuning(Report[Setting, Row]):
@@ -216,15 +211,24 @@ class Tuning(Report[Setting, Row]):
         """Every kind that there is time for; what one leaves of its share goes to the next."""
         kinds = self.setting.kinds
         for index, kind in enumerate(kinds):
-            left = self.left()
-            if left <= 0.0 or self._dead:
-                break
-            self._search(kind, left / (len(kinds) - index + 1))
-            self.save()
+            share = self.left() / (len(kinds) - index + 1)
+            self._attempt(kind, partial(self._search, kind, share))
         for causal in (True, False):
-            if self.left() > 0.0 and not self._dead:
-                self._whole(causal=causal)
+            self._attempt("a whole", partial(self._whole, causal=causal))
         self.save(last=True)
+
+    def _attempt(self, name: str, stage: Callable[[], None]) -> None:
+        """Runs a stage if there is time; an error past its candidates costs no other stage."""
+        if self.left() <= 0.0 or self._dead:
+            return
+        try:
+            stage()
+        except Exception as error:
+            traceback.print_exception(error)
+            self.failures.append(f"{name} failed: {reason(error)}")
+            self._dead = not is_alive(self.setting.device)
+        self._free_memory()
+        self.save()
 
     def summary(self) -> list[str]:
         """Lines: speeds, wrong configs, then entries for the table of configs, and counts."""
@@ -247,33 +251,33 @@ class Tuning(Report[Setting, Row]):
         problem = self.setting.problem_of(causal=not kind.endswith("_whole"))
         data = problem.data()
         found = self._measure(problem, data, self._candidates(kind), end)
-        orders = self._orders(kind, found)
+        orders = self._orders(found)
         if orders and not self._dead:
             # The frozen config runs once more, beside them.
-            found += self._measure(problem, data, [found[0].again(), *orders], end)[1:]
-        for one in found:
-            if one.row.frozen and one.row.note:
-                self.failures.append(f"{kind}, the frozen config: {one.row.note}")
-        self.rows += [one.row for one in found]
-        self._free_memory()
+            again = candidate(kind, config_of(found[0]), config_of(found[0]))
+            found += self._measure(problem, data, [again, *orders], end)[1:]
+        for row in found:
+            if row.frozen and row.note:
+                self.failures.append(f"{kind}, the frozen config: {row.note}")
+        self.rows += found
 
-    def _orders(self, kind: str, found: Sequence[Candidate]) -> list[Candidate]:
+    def _orders(self, found: Sequence[Row]) -> list[Row]:
         """The fastest on sm_90 in the orders of its tasks that it has not been timed in."""
-        timed = [one for one in found if one.row.median_ms]
-        if self._arch != "sm_90" or not timed:
+        timed = [row for row in found if row.median_ms]
+        fastest = min(timed, key=lambda row: row.median_ms or math.inf, default=None)
+        if self._arch != "sm_90" or fastest is None or fastest.gluon:
             return []
-        fastest = min(timed, key=lambda one: one.row.median_ms or math.inf)
-        known = {one.config for one in found}
-        orders = () if fastest.row.gluon else self._configs.reordered(fastest.config)
-        return [Candidate(kind, x, found[0].config) for x in orders if x not in known]
+        frozen, known = config_of(found[0]), {label(config_of(row)) for row in found}
+        orders = self._configs.reordered(config_of(fastest))
+        return [candidate(fastest.kind, x, frozen) for x in orders if label(x) not in known]
 
-    def _candidates(self, kind: str) -> list[Candidate]:
+    def _candidates(self, kind: str) -> list[Row]:
         """The frozen config, those of the search space, and those of the forward in Gluon."""
         setting = self.setting
         sizes = (self._arch, setting.head_dim, setting.dtype)
         frozen = replace(self._configs.frozen(kind, *sizes), note="")
         space = [replace(x, note="") for x in self._configs.search_space(kind, *sizes)]
-        found = [Candidate(kind, x, frozen) for x in dict.fromkeys([frozen, *space])]
+        found = [candidate(kind, x, frozen) for x in dict.fromkeys([frozen, *space])]
         if kernel_of(kind) == "fwd" and self._arch == "sm_90" and setting.dtype.itemsize == 2:
             from ring_attn.kernels.gluon_guard import gluon_missing
 
@@ -281,91 +285,95 @@ class Tuning(Report[Setting, Row]):
                 from ring_attn.kernels.hopper_fwd import CONFIGS
 
                 gluon = CONFIGS.get(setting.head_dim, ())
-                found += [Candidate(kind, replace(x, note=""), frozen, gluon=True) for x in gluon]
+                found += [candidate(kind, replace(x, note=""), frozen, gluon=True) for x in gluon]
         return found
 
-    def _measure(
-        self, problem: Problem, data: Data, found: list[Candidate], end: float
-    ) -> list[Candidate]:
+    def _measure(self, problem: Problem, data: Data, rows: Sequence[Row], end: float) -> list[Row]:
         """Builds, checks and times candidates of one kind, the frozen config first."""
-        self._build(problem, found)
-        now = time.monotonic()
-        last_check = now + CHECK_SHARE * (end - now)
+        rows = self._built(problem, rows)
+        last_check = time.monotonic() + CHECK_SHARE * (end - time.monotonic())
         judge = Judge(problem, data, backward=True)
         judge.prepare()
-        for one in found:
-            if self._dead:
-                one.note("not checked: the device failed before")
-            elif not one.row.note and time.monotonic() > last_check and not one.row.frozen:
-                one.note("not checked: there was no time left")
-            elif not one.row.note:
-                try:
-                    self._check(one, problem, data, judge)
-                except Exception as error:
-                    self._failed(one, error)
+        rows = [self._checked(row, problem, data, judge, last_check) for row in rows]
         del judge
-        self._time(problem, data, [one for one in found if not one.row.note], end)
-        return found
+        rows = self._timed(problem, data, rows, end)
+        return [with_speed(row, rows[0]) for row in rows]
 
-    def _build(self, problem: Problem, found: Sequence[Candidate]) -> None:
-        """Notes which candidates do not compile, or take their process down."""
-        tasks = [Task(problem, one.kernel, one.configs) for one in found]
+    def _built(self, problem: Problem, rows: Sequence[Row]) -> list[Row]:
+        """Compiles all; notes which do not compile, or take their process down."""
+        tasks = [(problem, row) for row in rows]
         if self.setting.jobs:
             notes = map_in_processes(build, tasks, self.setting.jobs, lambda _: "the process died")
         else:
             notes = map(build, tasks)
-        for one, why in zip(found, notes, strict=True):
-            if why:
-                one.note(f"not built: {why}")
+        return [
+            replace(row, note=f"not built: {why}" if why else "")
+            for row, why in zip(rows, notes, strict=True)
+        ]
 
-    def _check(self, one: Candidate, problem: Problem, data: Data, judge: Judge) -> None:
-        """Compares with float64, and runs with each other."""
+    def _checked(
+        self, row: Row, problem: Problem, data: Data, judge: Judge, deadline: float
+    ) -> Row:
+        """The row with its error, and a note if it is wrong or cannot be checked."""
+        if row.note:
+            return row
+        if self._dead:
+            return replace(row, note="not checked: the device failed before")
+        if time.monotonic() > deadline and not row.frozen:
+            return replace(row, note="not checked: there was no time left")
+        try:
+            ratio, note = self._judged(row, problem, data, judge)
+        except Exception as error:
+            return replace(row, note=self._reason(row, error))
+        return replace(row, max_ratio=ratio, note=note)
+
+    def _judged(self, row: Row, problem: Problem, data: Data, judge: Judge) -> tuple[float, str]:
+        """The greatest error / bound, and what is wrong: with float64, or between two runs."""
+        configs, kernel = configs_of(row), kernel_of(row.kind)
 
         def build(problem: Problem, data: Data) -> Attention:
-            return Kernels(problem, data, one.configs)
+            return Kernels(problem, data, configs)
 
         verdicts = judge.whole(build) + judge.sampled(build)
         ratio = max(math.inf if math.isnan(v.ratio) else v.ratio for v in verdicts)
-        one.row = replace(one.row, max_ratio=ratio)
         wrong = [str(verdict) for verdict in verdicts if not verdict.ok]
         if wrong:
-            one.note(wrong[0])
-            return
-        first = Kernels(problem, data, one.configs).one(one.kernel)()
+            return ratio, wrong[0]
+        first = Kernels(problem, data, configs).one(kernel)()
         for repeat in range(1, self.setting.repeats):
-            again = Kernels(problem, data, one.configs).one(one.kernel)()
-            if not all(map(torch.equal, first, again)):
-                one.note(f"other bits after {repeat} equal runs of {self.setting.repeats}")
-                return
+            if not all(map(torch.equal, first, Kernels(problem, data, configs).one(kernel)())):
+                return ratio, f"other bits after {repeat} equal runs of {self.setting.repeats}"
+        return ratio, ""
 
-    def _time(self, problem: Problem, data: Data, found: Sequence[Candidate], end: float) -> None:
-        """Fills in the times: of all candidates, and more of the fastest and the frozen one."""
-        by_name = {one.row.name: one for one in found}
-        if self._dead or not by_name:
-            return
+    def _timed(self, problem: Problem, data: Data, rows: Sequence[Row], end: float) -> list[Row]:
+        """The rows with times: all that are right, more often the fastest and the frozen one."""
+        right = {row.name: row for row in rows if not row.note and not self._dead}
         calls = {
-            name: Call([Kernels(problem, data, one.configs).one(one.kernel)])
-            for name, one in by_name.items()
+            name: Call([Kernels(problem, data, configs_of(row)).one(kernel_of(row.kind))])
+            for name, row in right.items()
         }
+        notes: dict[str, str] = {}
 
-        def race(names: Collection[str], iters: int) -> dict[str, list[Sample]]:
+        def failed(name: str, error: Exception) -> None:
+            notes[name] = self._reason(right[name], error)
+
+        def race(names: Iterable[str], iters: int) -> dict[str, list[Sample]]:
             chosen = {name: calls[name] for name in names}
             seconds = max(end - time.monotonic(), 0.0)
             return time_in_turn(chosen, self._watch, iters, seconds=seconds, failed=failed)
 
-        def failed(name: str, error: Exception) -> None:
-            self._failed(by_name[name], error)
-
-        samples = race(by_name, min(HEATS, self.setting.iters))
+        samples = race(right, min(HEATS, self.setting.iters))
         shortest = {name: median_ms(taken) for name, taken in samples.items() if taken}
         limit = MARGIN * min(shortest.values(), default=math.inf)
-        close = [n for n, ms in shortest.items() if ms <= limit or by_name[n].row.frozen]
+        close = [n for n, ms in shortest.items() if ms <= limit or right[n].frozen]
         samples |= race(close, self.setting.iters)
-        for name, one in by_name.items():
-            flops = PRODUCTS[one.kernel] * problem.flops("fwd") // PRODUCTS["fwd"]
-            one.row = with_times(one.row, samples[name], flops)
-        for one in found:
-            one.row = with_speed(one.row, found[0].row)
+        flops = PRODUCTS[kernel_of(rows[0].kind)] * problem.flops("fwd") // PRODUCTS["fwd"]
+        return [
+            with_times(
+                replace(row, note=notes.get(row.name, row.note)), samples.get(row.name, []), flops
+            )
+            for row in rows
+        ]
 
     def _whole(self, *, causal: bool) -> None:
         """Whole forwards and backwards: frozen configs, the best, and other implementations."""
@@ -401,14 +409,13 @@ class Tuning(Report[Setting, Row]):
                 for name, taken in stages.items()
             ]
             self.rows += [with_speed(row, rows[0]) for row in rows]
-        self._free_memory()
 
-    def _failed(self, one: Candidate, error: Exception) -> None:
-        """Notes why a candidate cannot run, and whether it has broken the device's context."""
-        one.note(f"cannot run: {reason(error)}")
+    def _reason(self, row: Row, error: Exception) -> str:
+        """Why a candidate cannot run; ends the search if it has broken the device's context."""
         if not self._dead and not is_alive(self.setting.device):
             self._dead = True
-            self.failures.append(f"the device failed while {one.row.kind} {one.row.name} ran")
+            self.failures.append(f"the device failed while {row.kind} {row.name} ran")
+        return f"cannot run: {reason(error)}"
 
     def _device_name(self) -> str:
         gpu = self.setting.device.type == "cuda"
@@ -420,40 +427,34 @@ class Tuning(Report[Setting, Row]):
             torch.cuda.empty_cache()
 
 
-@dataclass(frozen=True)
-class Task:
-    """A config to be built: plain data, which travels between processes."""
-
-    problem: Problem
-    kernel: str
-    configs: Mapping[str, Config]
-
-
-def build(task: Task) -> str:
+def build(task: tuple[Problem, Row]) -> str:
     """Compiles a config and runs it, which puts it into triton's cache on disk.
 
     Returns:
         Why there is no kernel; "" where there is one.
     """
+    problem, row = task
+    why = ""
     try:
-        Kernels(task.problem, task.problem.data(), task.configs).one(task.kernel)()
-        alive = is_alive(task.problem.device)
+        Kernels(problem, problem.data(), configs_of(row)).one(kernel_of(row.kind))()
     except Exception as error:
-        if is_alive(task.problem.device):
-            return reason(error)
-        alive = False
-    if not alive:
-        print(f"{task.configs}: the device failed", file=sys.stderr, flush=True)
+        why = reason(error)
+    if not is_alive(problem.device):
+        print(f"{row.kind} {row.name}: the device failed", file=sys.stderr, flush=True)
         os._exit(1)  # nothing runs in this process any more
-    return ""
+    return why
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ring-attn tune`."""
     add = parser.add_argument
     add("--kernels", default=",".join(PRODUCTS), help=f"of {','.join(PRODUCTS)} (all)")
-    add("--full-rows", type=parse_size, help="without a mask (16k; with --quick 4k, on a CPU 128)")
-    add("--causal-rows", type=parse_size, help="causal (32k; with --quick 8k, on a CPU 128)")
+    add(
+        "--full-rows",
+        type=parse_size,
+        help="without a mask (16k, on a CPU 128; --quick: a quarter)",
+    )
+    add("--causal-rows", type=parse_size, help="causal (32k, on a CPU 128; --quick: a quarter)")
     add("--batch", type=parse_size, default=1, help="sequences (1: these lengths fill a GPU)")
     add("--iters", type=parse_size, help=f"samples of the fastest ({ITERS}; on a CPU 1)")
     add("--repeats", type=parse_size, help=f"runs with the same bits ({REPEATS}; on a CPU 2)")
@@ -484,8 +485,8 @@ def setting_of(args: argparse.Namespace) -> Setting:
     setting = Setting(
         **vars(shared),
         kernels=tuple(kernel for kernel in PRODUCTS if kernel in chosen),
-        full_rows=args.full_rows or ((4096 if quick else 16384) if gpu else 128),
-        causal_rows=args.causal_rows or ((8192 if quick else 32768) if gpu else 128),
+        full_rows=args.full_rows or ((16384 if gpu else 128) // (4 if quick else 1)),
+        causal_rows=args.causal_rows or ((32768 if gpu else 128) // (4 if quick else 1)),
         batch=args.batch,
         iters=args.iters or (ITERS if gpu else 1),
         repeats=args.repeats or (REPEATS if gpu else 2),

@@ -77,3 +77,5 @@ def test_on_a_gpu_there_is_more_to_measure(monkeypatch: pytest.MonkeyPatch) -> N
     decode.add_arguments(parser)
     chosen = decode.setting_of(parser.parse_args([]))
     assert (chosen.seqlens[-1], chosen.batches, chosen.backend) == (1 << 20, (1, 8), "triton")
+    quick = decode.setting_of(parser.parse_args(["--quick"]))
+    assert (quick.seqlens, quick.batches) == ((8192,), (1,))

@@ -310,6 +310,7 @@ def test_sizes_by_device_and_option() -> None:
     full, quick = kernel.FULL, kernel.QUICK
     assert full.seqlens == tuple(1024 * 2**n for n in range(8))  # 1k to 128k
     assert set(quick.seqlens) < set(full.seqlens)
+    assert setting("--device cpu --quick").sizes == kernel.QUICK_ON_CPU
     given = setting("--device cpu --seqlen 1k,2k --heads 8 --causal --dtype fp16 --budget 3")
     assert given.sizes.seqlens == (1024, 2048) and given.sizes.heads == ((8, 8),)
     assert given.causal == (True,) and given.sizes.dtype == torch.float16

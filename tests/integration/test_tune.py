@@ -18,7 +18,7 @@ from ring_attn.cli import main
 from ring_attn.kernels.configs import INTERPRETER, Config
 from ring_attn.tools import tune, tune_report
 from ring_attn.tools.processes import map_in_processes
-from ring_attn.tools.tune import Kernels, Task, Tuning
+from ring_attn.tools.tune import Kernels, Tuning
 from ring_attn.tools.tune_report import Row, best, label
 
 TINY = "--device cpu --heads 2/1 --head-dim 16 --full-rows 33 --causal-rows 33 --jobs 0"
@@ -132,12 +132,12 @@ def test_a_wrong_frozen_config_is_a_failure(
 
 
 def test_a_broken_device_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Tuning, *args: object) -> None:
+    def broken(self: Tuning, *args: object) -> tuple[float, str]:
         raise RuntimeError("an illegal memory access was encountered")
 
     bench = tuning(f"{TINY} --kernels dq", monkeypatch, SMALL)
-    monkeypatch.setattr(Tuning, "_check", broken)
-    monkeypatch.setattr(Tuning, "_build", lambda *args: None)
+    monkeypatch.setattr(Tuning, "_judged", broken)
+    monkeypatch.setattr(Tuning, "_built", lambda self, problem, rows: rows)
     monkeypatch.setattr(tune, "is_alive", lambda device: False)
     bench.run()
     notes = [row.note for row in bench.rows]
@@ -155,6 +155,24 @@ def test_a_budget_leaves_kinds_and_candidates_out(monkeypatch: pytest.MonkeyPatc
     assert [row.samples for row in bench.rows] == [1, 0]
 
 
+def test_a_kind_that_fails_costs_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench, done = tuning(f"{TINY} --kernels dkdv,dq", monkeypatch), list[str]()
+
+    def failing(kind: str, seconds: float) -> None:
+        done.append(kind)
+        if kind == "dkdv":
+            raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(bench, "_search", failing)
+    monkeypatch.setattr(bench, "_whole", lambda causal: None)
+    bench.run()
+    assert done == ["dkdv", "dkdv_whole", "dq", "dq_whole"]
+    assert bench.failures == ["dkdv failed: out of memory"]
+    assert "OutOfMemoryError" in capsys.readouterr().err
+
+
 def test_the_fastest_is_tried_in_other_orders_and_forwards_in_gluon_beside_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -162,11 +180,9 @@ def test_the_fastest_is_tried_in_other_orders_and_forwards_in_gluon_beside_it(
     bench._arch = "sm_90"
     asked: list[list[str]] = []
 
-    def timed(problem: object, data: object, found: list[tune.Candidate], end: float) -> Any:
-        asked.append([one.row.name for one in found])
-        for index, one in enumerate(found):
-            one.row = replace(one.row, median_ms=float(10 - index))
-        return found
+    def timed(problem: object, data: object, found: list[Row], end: float) -> list[Row]:
+        asked.append([one.name for one in found])
+        return [replace(one, median_ms=float(10 - index)) for index, one in enumerate(found)]
 
     monkeypatch.setattr(bench, "_measure", timed)
     bench._search("fwd", math.inf)
@@ -177,11 +193,11 @@ def test_the_fastest_is_tried_in_other_orders_and_forwards_in_gluon_beside_it(
     ))]  # fmt: skip
     assert len(bench.rows) == 2 + 3
     bench.setting = replace(bench.setting, dtype=torch.bfloat16)
-    gluon = [one for one in bench._candidates("fwd_whole") if one.row.gluon]
-    assert gluon and all(set(one.configs) == {tune.GLUON} for one in gluon)
+    gluon = [one for one in bench._candidates("fwd_whole") if one.gluon]
+    assert gluon and all(set(tune.configs_of(one)) == {tune.GLUON} for one in gluon)
     one = setting(TINY).problem_of(causal=True)
     with pytest.raises(NotImplementedError, match="Gluon"):
-        Kernels(one, one.data(), gluon[0].configs).forward()
+        Kernels(one, one.data(), tune.configs_of(gluon[0])).forward()
 
 
 def test_the_best_of_a_kernel_folds_blocks_of_one_length() -> None:
@@ -233,12 +249,12 @@ def die_at_one(item: int) -> int:
 
 def test_a_process_with_a_broken_device_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     one = setting(TINY).problem_of(causal=True)
-    assert "power of 2" in tune.build(Task(one, "dq", {"dq": NO_TILE}))
-    assert tune.build(Task(one, "dq", {"dq": SMALL})) == ""
+    assert "power of 2" in tune.build((one, row("dq", NO_TILE, None)))
+    assert tune.build((one, row("dq", SMALL, None))) == ""
     monkeypatch.setattr(tune, "is_alive", lambda device: False)
     ended: list[int] = []
     monkeypatch.setattr(tune.os, "_exit", ended.append)
-    tune.build(Task(one, "dq", {"dq": NO_TILE}))
+    tune.build((one, row("dq", NO_TILE, None)))
     assert ended == [1]
 
 
@@ -247,6 +263,7 @@ def test_sizes_by_device_and_option() -> None:
     assert given.kernels == ("fwd", "dq") and given.jobs == 5 and given.batch == 3
     assert given.kinds == ["fwd_whole", "fwd", "dq", "dq_whole"]
     assert given.problem_of(causal=True).seqlen == given.causal_rows == 128
+    assert setting("--device cpu --quick").full_rows == 32
 
 
 @pytest.mark.parametrize(
