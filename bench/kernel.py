@@ -36,7 +36,7 @@ from ring_attn.arguments import (
     add_common,
     format_size,
     parse_dtype,
-    parse_output,
+    parse_report,
     parse_size,
     parse_sizes,
 )
@@ -67,7 +67,7 @@ from ring_attn.bench.timing import (
     time_in_turn,
     watch_for,
 )
-from ring_attn.launch import DEVICES
+from ring_attn.launch import DEVICES, check_memory
 from ring_attn.testing import Verdict
 
 # What is measured in each mode, and the stages of a call that it spans.
@@ -199,7 +199,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--plot",
         metavar="PATH.png",
-        type=parse_output,
+        type=parse_report,
         help="draw TFLOP/s over length (matplotlib)",
     )
     add_common(parser)
@@ -210,11 +210,21 @@ def run(args: argparse.Namespace) -> int:
     setting = setting_of(args)
     if args.plot is not None and find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+    if setting.device.type == "cpu":
+        check_memory("the tensors of this call", least_bytes(setting), "use a shorter --seqlen")
     bench = Bench(setting, args.json)
     bench.run()
     if args.plot is not None:
         plot(bench.rows, args.plot)
     return bench.finish([] if args.quiet else tables(bench.rows), bench.remarks())
+
+
+def least_bytes(setting: Setting) -> int:
+    """Bytes of the largest cell: inputs and results, and both in float64 to judge them."""
+    return max(
+        2 * (p.heads + p.kv_heads) * p.batch * p.seqlen * p.head_dim * (2 * p.dtype.itemsize + 8)
+        for p in setting.problems()
+    )
 
 
 def setting_of(args: argparse.Namespace) -> Setting:

@@ -37,6 +37,7 @@ from ring_attn.arguments import (
     write_if_interrupted,
     write_json,
 )
+from ring_attn.backends import get_backend
 from ring_attn.bench.report import described, new_table, show
 from ring_attn.bench.ring_implementations import (
     MODES,
@@ -50,7 +51,7 @@ from ring_attn.bench.ring_implementations import (
 )
 from ring_attn.bench.timing import quantiles, turned
 from ring_attn.cost import bytes_sent, flops
-from ring_attn.launch import rank_device, run_ranks, send_part
+from ring_attn.launch import check_memory, rank_device, run_ranks, send_part
 from ring_attn.layout import LAYOUTS, SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.profiling import peak_bytes, trace
@@ -85,18 +86,20 @@ class Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ring-attn bench ring`."""
-    parser.add_argument("--world-size", type=int, default=2, help="ranks (default 2)")
+    parser.add_argument("--world-size", type=parse_size, default=2, help="ranks (default 2)")
     parser.add_argument("--seqlen", type=parse_size, help=f"whole length ({SEQLEN})")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, help="default: as many as --heads")
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--batch", type=parse_size, default=1)
+    parser.add_argument("--heads", type=parse_size, default=8)
+    parser.add_argument("--kv-heads", type=parse_size, help="default: as many as --heads")
+    parser.add_argument("--head-dim", type=parse_size, default=64)
     parser.add_argument("--dtype", type=parse_dtype, default=torch.float32)
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--layout", choices=LAYOUTS, default="zigzag")
     parser.add_argument("--mode", choices=tuple(MODES), default="fwd_bwd")
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank (1)")
+    parser.add_argument(
+        "--threads", type=parse_size, default=1, help="CPU threads of each rank (1)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where possible")
     parser.add_argument("--iters", type=int, help=f"timed repetitions ({ITERS})")
     parser.add_argument("--warmup", type=int, help=f"untimed repetitions ({WARMUP})")
@@ -115,7 +118,11 @@ def run(args: argparse.Namespace) -> int:
     for name in baselines:
         if name not in BASELINES:
             raise ValueError(f"--baseline must be of {list(BASELINES)}, got {name!r}")
+    if args.backend != "auto":
+        get_backend(args.backend)  # raises for a name that does not exist
     setting = setting_of(args, baselines)
+    if args.device != "cuda":
+        check_memory("the tensors of this call", least_bytes(setting), "use a shorter --seqlen")
     # The profiler that counts memory greets on stderr, unless it is told before torch is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     samples: list[dict[str, Any]] = []
@@ -154,6 +161,13 @@ def setting_of(args: argparse.Namespace, baselines: tuple[str, ...]) -> Setting:
         warmup=_at_least("--warmup", warmup if args.warmup is None else args.warmup, 0),
         baselines=baselines,
     )
+
+
+def least_bytes(setting: Setting) -> int:
+    """Bytes of all ranks: all inputs on each, and inputs and results in float64 on rank 0."""
+    heads = 2 * (setting.heads + setting.kv_heads)
+    elements = setting.batch * setting.seqlen * heads * setting.head_dim
+    return elements * (setting.torch_dtype.itemsize * setting.world_size + 2 * 8)
 
 
 def _at_least(option: str, value: int, least: int) -> int:

@@ -28,6 +28,8 @@ from ring_attn.arguments import (
     add_common,
     command_line,
     parse_dtype,
+    parse_input,
+    parse_size,
     parse_sizes,
     table_console,
     write_if_interrupted,
@@ -170,10 +172,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", type=parse_dtype, default=torch.float32, help="of the inputs (float32)")
     add(
         "--iters",
-        type=int,
+        type=parse_size,
         help=f"repetitions (as many as take {SECONDS:g} s, {ITERS} to {MOST_ITERS})",
     )
-    add("--cluster", metavar="FILE", type=Path, help="of ring-attn calibrate; measured if absent")
+    add(
+        "--cluster",
+        metavar="FILE",
+        type=parse_input,
+        help="of ring-attn calibrate; measured if absent",
+    )
     add_common(parser)
 
 

@@ -10,6 +10,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ _writing = threading.Lock()
 
 # Columns of a table that nobody watches.
 TABLE_WIDTH = 180
+
+MOST_SIZE = 1 << 50
 
 SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
@@ -38,15 +41,21 @@ def parse_size(text: str) -> int:
     """A positive number of rows, bytes or the like: "113", "8k" (8192), "1M" (1048576), "1.5k".
 
     Raises:
-        argparse.ArgumentTypeError: anything else; argparse shows the text.
+        argparse.ArgumentTypeError: anything else, or more than any machine has; argparse shows it.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)", text.strip().lower())
-    size = float(match[1]) * SUFFIXES[match[2]] if match else 0.0
-    if size < 1 or size != int(size):
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([kmg]?)", text.strip().lower())
+    size = Fraction(match[1]) * SUFFIXES[match[2]] if match else Fraction(0)
+    if not 1 <= size <= MOST_SIZE or size.denominator != 1:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size: give a positive number such as 113, 8k (8192) or 1M (1048576)"
+            f"{shortened(text)} is not a size: give a positive number such as 113, 8k (8192) or "
+            f"1M (1048576), up to {format_size(MOST_SIZE)}"
         )
-    return int(size)
+    return size.numerator
+
+
+def shortened(text: str) -> str:
+    """The text in quotes, without its middle where that is long."""
+    return repr(text) if len(text) <= 60 else f"{text[:25]!r}...{text[-25:]!r}"
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -90,16 +99,71 @@ def format_size(size: int) -> str:
 
 
 def parse_output(text: str) -> Path:
-    """A file to write, or a folder to make, in a folder that exists: said before a run of minutes.
+    """A path in a folder that exists: said before a run of minutes.
 
     Raises:
         argparse.ArgumentTypeError: there is no such folder; argparse shows the text.
     """
     path = Path(text)
-    writes = os.environ.get("RANK", "0") == "0"  # under torchrun others may be on another machine
-    if writes and not path.absolute().parent.is_dir():
+    if not _writes():
+        return path
+    if not os.path.isdir(path.absolute().parent):
         raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.absolute().parent}")
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{shortened(text)}: {error.strerror}") from error
     return path
+
+
+def parse_folder(text: str) -> Path:
+    """A folder to write to, which may have to be made: not a file.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else; argparse shows the text.
+    """
+    path = parse_output(text)
+    if _writes() and path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a file: give a folder")
+    return path
+
+
+def parse_report(text: str) -> Path:
+    """A file to write: not a folder, and one that may be written.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else; argparse shows the text.
+    """
+    path = parse_output(text)
+    if not _writes():
+        return path
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder: give a file, such as {path / 'x'}")
+    written = path if path.exists() else path.absolute().parent
+    if not os.access(written, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text}: {written} may not be written")
+    return path
+
+
+def parse_input(text: str) -> Path:
+    """A file that exists.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else; argparse shows the text.
+    """
+    path = Path(text)
+    if os.path.isdir(path):
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder: give a file")
+    if not os.path.exists(path):
+        raise argparse.ArgumentTypeError(f"there is no file {shortened(text)}")
+    return path
+
+
+def _writes() -> bool:
+    """Under torchrun only rank 0 writes; other ranks may be on another machine."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def add_profile(parser: argparse.ArgumentParser) -> None:
@@ -107,14 +171,14 @@ def add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile",
         metavar="DIR",
-        type=parse_output,
+        type=parse_folder,
         help="then trace one more call: DIR/rank0_trace.json and so on, for Perfetto",
     )
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
     """The options that every subcommand has."""
-    parser.add_argument("--json", metavar="PATH", type=parse_output, help="write all results here")
+    parser.add_argument("--json", metavar="PATH", type=parse_report, help="write all results here")
     parser.add_argument("--quick", action="store_true", help="a smaller run that takes seconds")
     parser.add_argument("--quiet", action="store_true", help="print the summary only")
 

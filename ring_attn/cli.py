@@ -87,7 +87,12 @@ def _run(command: Command, words: list[str]) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(parser)
-        status: int = module.run(parser.parse_args(words[len(command.name.split()) :]))
+        options = words[len(command.name.split()) :]
+        for word in options:
+            if word.endswith("=--"):
+                # argparse would drop the value and go on without it.
+                parser.error(f"argument {word.removesuffix('=--')}: '--' is not a value")
+        status: int = module.run(parser.parse_args(options))
     except USER_ERRORS as error:
         if debug_enabled():
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -201,10 +202,11 @@ def choose_traveller(
     work = pair_work(layout_q, layout_kv, mask)
 
     def total(travels: Traveller) -> int:
-        rows = work.travelling(travels).count.tolist()
+        ranks_of = Counter(work.travelling(travels).count.tolist())
         return sum(
-            shard_packet(spec, travels, n).nbytes + gradient_packet(spec, travels, n).nbytes
-            for n in rows
+            ranks
+            * (shard_packet(spec, travels, n).nbytes + gradient_packet(spec, travels, n).nbytes)
+            for n, ranks in ranks_of.items()
         )
 
     return "q" if total("q") < total("kv") else "kv"

@@ -14,12 +14,14 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
+import re
 import signal
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -63,14 +65,15 @@ def run_ranks(
     """
     if nproc < 1:
         raise ValueError(f"nproc must be at least 1, got {nproc}")
-    if threads is not None and threads < 1:
-        raise ValueError(f"threads must be at least 1, got {threads}")
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise ValueError(f"threads must be at least 1 and at most {MOST_THREADS}, got {threads}")
     device = _checked_device(device, nproc)
     if under_torchrun():
         world_size = int(os.environ["WORLD_SIZE"])
         if world_size != nproc:
             raise ValueError(f"torchrun started {world_size} ranks, but {nproc} were asked for")
         return _run_in_place(fn, args, threads, device, on_part)
+    check_memory(f"{nproc} ranks", nproc * RANK_BYTES, "use fewer ranks")
     if threads is None:
         threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, num_cores() // nproc)
     return _launch(fn, nproc, args, threads, device, on_part)
@@ -84,6 +87,43 @@ def send_part(part: Any) -> None:
     """Hands a part of the result to `run_ranks`; of ranks other than 0 it is not wanted."""
     if _take_part is not None:
         _take_part(part)
+
+
+# Of one rank: more threads than any machine has cores for it.
+MOST_THREADS = 4096
+
+# A rank that holds no tensors yet: Python, torch and its part of a group.
+RANK_BYTES = 150 << 20
+
+
+def check_memory(what: str, nbytes: float, remedy: str) -> None:
+    """Refuses at once what this machine has no memory for.
+
+    Raises:
+        ValueError: `what` needs more than is available; the text ends with `remedy`.
+    """
+    available = available_bytes()
+    if nbytes > available:
+        raise ValueError(
+            f"{what} need at least {nbytes / 2**30:.4g} GiB, this machine has "
+            f"{available / 2**30:.4g} GiB available; {remedy}"
+        )
+
+
+def available_bytes() -> int:
+    """Memory that new processes can have: of this machine, or what its container may have."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text("ascii"))
+    available = (
+        int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text("ascii").strip()
+        used = re.search(r"^anon (\d+)", Path("/sys/fs/cgroup/memory.stat").read_text("ascii"))
+    except OSError:
+        return available
+    if not limit.isdigit() or used is None:
+        return available
+    return max(0, min(available, int(limit) - int(used[1])))
 
 
 def under_torchrun() -> bool:

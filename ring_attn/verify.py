@@ -32,7 +32,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import SequenceLayout, TransportOptions, ring_attention, select_backend
-from ring_attn.arguments import DTYPES, add_common, write_if_interrupted, write_json
+from ring_attn.arguments import (
+    DTYPES,
+    add_common,
+    parse_size,
+    write_if_interrupted,
+    write_json,
+)
 from ring_attn.env import backend_reasons, device_types, machine
 from ring_attn.launch import DEVICES, rank_device, run_ranks, send_part, under_torchrun
 from ring_attn.layout import LAYOUTS as NAMED_LAYOUTS
@@ -310,7 +316,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ring-attn verify`."""
     parser.add_argument(
         "--world-size",
-        type=int,
+        type=parse_size,
         metavar="N",
         help=f"ranks to start (default: {DEFAULT_WORLD_SIZE}, or as many as torchrun started)",
     )
@@ -331,7 +337,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=DEVICES, help="(default: cuda where every rank can have a GPU)"
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each rank")
+    parser.add_argument("--threads", type=parse_size, metavar="N", help="CPU threads of each rank")
     add_common(parser)
 
 

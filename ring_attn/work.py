@@ -107,8 +107,8 @@ class PairWork:
     def gathered(self, gathers: Traveller = "kv") -> StepWork:
         """What each rank computes with the shards of all ranks at once."""
         dim = 1 if gathers == "kv" else 0
-        q, kv = self.q.count, self.kv.count
-        return StepWork(self.area.sum(dim), self.edge.sum(dim), q.sum(dim), kv.sum(dim))
+        tables = (self.area, self.edge, self.q.count_int32, self.kv.count_int32)
+        return StepWork(*(x.sum(dim) for x in tables))
 
     def displacements(self, grid: Grid) -> tuple[Displacement, ...]:
         """`plan.needed_displacements`: by what q ranks are after kv ranks that they see; (0, 0)."""

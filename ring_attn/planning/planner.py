@@ -53,9 +53,9 @@ from ring_attn.work import pair_work
 # `strategy.NAMES` at least the one with the least bound, or all.
 Effort = Literal["best", "names", "all"]
 
-# Ranks x steps of all that is simulated for one choice: four rings of 4096 ranks, half a minute.
+# Ranks x steps of all that is simulated for one choice: two rings of 4096 ranks.
 # What is left then is not simulated, and said to be.
-MOST_RANK_STEPS = 1 << 26
+MOST_RANK_STEPS = 1 << 25
 
 # Predictions are off by some percent (bench/results/NOTES.md): what is so near to the fastest is as
 # good, and the first in the order is taken, a ring before all others. It holds least memory, and
@@ -492,20 +492,28 @@ def _busiest(
     at_queries: float,
 ) -> float:
     """Seconds of one direction; `at_once` is one launch for the shards of all ranks."""
-    work = pair_work(*layouts, mask)
-    seen = work.area > 0
-    # The mean of both sides in the backward; the lesser of the two is on the safe side.
-    rows = torch.minimum(work.q.count, work.kv.count) if backward else work.q.count
 
     def seconds(dim: int) -> Tensor:
-        columns = work.area.sum(dim).double() + rate.row_columns * (rows * seen).sum(dim)
-        columns += rate.edge_columns * (work.edge * seen).sum(dim)
-        launches = seen.any(dim) if at_once else seen.sum(dim)
+        area, rows, edge, tiles = _sums(layouts, mask, backward, dim)
+        columns = area.double() + rate.row_columns * rows + rate.edge_columns * edge
+        launches = (tiles > 0) if at_once else tiles
         return columns * per_pair / rate.flops + launches * rate.launch
 
     if at_queries == 1.0:
         return float(seconds(1).max())
     return float((at_queries * seconds(1) + (1 - at_queries) * seconds(0)).max())
+
+
+@lru_cache(maxsize=256)
+def _sums(layouts: Layouts, mask: Mask, backward: bool, dim: int) -> tuple[Tensor, ...]:
+    """(P,) of each rank's pairs with all others: area, rows, edges, and how many see anything."""
+    work = pair_work(*layouts, mask)
+    rows = work.q.count_int32
+    if backward:
+        # The mean of both sides is computed; the lesser of the two is on the safe side.
+        rows = torch.minimum(rows, work.kv.count_int32)
+    seen = work.area > 0
+    return work.area.sum(dim), rows.sum(dim), (work.edge * seen).sum(dim), seen.sum(dim)
 
 
 def _input_bytes(problem: Problem, layouts: Layouts) -> int:
@@ -540,8 +548,7 @@ def _simulated(problem: Problem, found: list[Candidate], effort: Effort) -> list
             reason = f"computes for at least {format_seconds(candidate.at_least)}"
             candidates[index] = replace(candidate, reason=reason, ruled_out=True)
         elif steps * problem.world_size > left:
-            reason = f"not simulated: its {steps} steps are beyond what one choice takes"
-            candidates[index] = replace(candidate, reason=reason)
+            candidates[index] = _too_long(candidate, steps)
         else:
             candidates[index] = done = _predicted(problem, candidate)
             best = min(best, done.seconds)
@@ -549,8 +556,18 @@ def _simulated(problem: Problem, found: list[Candidate], effort: Effort) -> list
     if effort == "names":
         for index in _of_each_name(candidates):
             plain = replace(candidates[index], reason=None, ruled_out=False)
-            candidates[index] = _predicted(problem, plain)
+            steps = plain.num_steps(problem.spec)
+            if steps * problem.world_size > left:
+                candidates[index] = _too_long(plain, steps)
+            else:
+                candidates[index] = _predicted(problem, plain)
+                left -= steps * problem.world_size
     return list(candidates.values())
+
+
+def _too_long(candidate: Candidate, steps: int) -> Candidate:
+    reason = f"not simulated: its {steps} steps are beyond what one choice takes"
+    return replace(candidate, reason=reason)
 
 
 def _of_each_name(candidates: Mapping[int, Candidate]) -> Iterator[int]:

@@ -500,6 +500,7 @@ def _all_gather(b: _Builder, heads_per_chunk: int | None) -> list[Phase]:
     work = pair_work(*b.layouts, b.mask)
     in_place = b.backward and b.in_order
     sides: tuple[Traveller, ...] = ("kv", "q") if in_place else ("kv",)
+    gathered = {side: work.gathered(side) for side in sides}
     messages = [(chunk, side) for chunk in call.chunks for side in sides]
     others = b.world_size - 1
     sums = _Sums(b, call) if b.backward and not in_place and others else None
@@ -519,7 +520,7 @@ def _all_gather(b: _Builder, heads_per_chunk: int | None) -> list[Phase]:
         if in_place:
             share = SHARE_OF_DQ if side == "kv" else 1 - SHARE_OF_DQ
         part = replace(b, spec=call.chunk_spec(chunk))
-        actions.append(part.compute(work.gathered(side), share))
+        actions.append(part.compute(gathered[side], share))
         if sums is not None:
             actions += sums.after(chunk)
         phases.append(Phase(f"heads {chunk.kv.start}", tuple(actions)))

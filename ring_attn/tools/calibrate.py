@@ -30,6 +30,7 @@ from ring_attn.arguments import (
     add_common,
     dtype_name,
     parse_dtype,
+    parse_size,
     parse_sizes,
     table_console,
     write_if_interrupted,
@@ -39,7 +40,7 @@ from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import Backend
 from ring_attn.cost import flops
 from ring_attn.env import machine
-from ring_attn.launch import rank_device, run_ranks, send_part
+from ring_attn.launch import check_memory, rank_device, run_ranks, send_part
 from ring_attn.plan import Band, Hop, Tile
 from ring_attn.planning.devices import Cluster, Device, Link, Rate, compute_seconds, to_json
 from ring_attn.spec import AttentionSpec, Scores, TransportOptions
@@ -102,12 +103,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-sizes", type=parse_sizes, help="numbers of ranks, with commas between (1,2,4)"
     )
-    parser.add_argument("--heads", type=int, default=8, help="query heads (8)")
-    parser.add_argument("--kv-heads", type=int, help="KV heads; as many as --heads by default")
-    parser.add_argument("--head-dim", type=int, default=64, help="of q, k and v (64)")
+    parser.add_argument("--heads", type=parse_size, default=8, help="query heads (8)")
+    parser.add_argument(
+        "--kv-heads", type=parse_size, help="KV heads; as many as --heads by default"
+    )
+    parser.add_argument("--head-dim", type=parse_size, default=64, help="of q, k and v (64)")
     parser.add_argument("--dtype", type=parse_dtype, default=torch.float32, help="float32")
     parser.add_argument("--backend", default="auto", help="as for ring_attention (auto)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank (1)")
+    parser.add_argument(
+        "--threads", type=parse_size, default=1, help="CPU threads of each rank (1)"
+    )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="cuda where there are enough GPUs"
     )
@@ -181,6 +186,10 @@ def calibrate(
         QUICK_MESSAGES if quick else MESSAGES,
         QUICK_REPEATS if quick else REPEATS,
     )
+    if kind == "cpu":
+        # q, k, v, out, their gradients and the state of the largest tile, in each rank.
+        rows = setting.rows[-1] * (2 * heads + 2 * kv_heads) * head_dim
+        check_memory("the tiles", 2 * rows * dtype.itemsize * world_size, "use fewer --heads")
     ranks = run_ranks(
         measure, world_size, setting, threads=threads, device=device, on_part=on_sample
     )

@@ -58,6 +58,7 @@ from ring_attn.tools.training import (
     Report,
     Settings,
     Trainer,
+    check_sizes,
     print_row,
     print_titles,
     run_and_report,
@@ -158,6 +159,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name):
             raise ValueError(f"--{name} is for a mesh: give --mesh cp=2,tp=2 or the like")
     settings = settings_of(args)
+    check_sizes(settings)
     # gloo is the default group on every device: it carries figures between ring and twin, which may
     # share a GPU. The ring has its own group.
     return run_and_report(

@@ -37,6 +37,7 @@ from ring_attn.tools.training import (
     Column,
     Report,
     Trainer,
+    check_sizes,
     print_row,
     print_titles,
     run_and_report,
@@ -95,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         NotImplementedError: `--generate`.
     """
     settings = settings_of(args)
+    check_sizes(settings.run)
     described = asdict(settings) | {"run": settings.run.described()}
     return run_and_report(
         args, train, settings.axes.size, settings, described, heading(settings), summary,

@@ -13,6 +13,7 @@ Times are those of a simulation on a description of the cluster: one that is bui
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -24,10 +25,12 @@ from torch import Tensor
 from ring_attn.arguments import (
     add_common,
     command_line,
+    format_size,
     parse_dtype,
-    parse_output,
+    parse_report,
     parse_size,
     parse_sizes,
+    shortened,
     table_console,
     write_json,
 )
@@ -42,6 +45,15 @@ from ring_attn.tools import plan_report as report
 
 BUILTIN = {"a100": "A100", "h100": "H100", "h200": "H200", "b200": "B200"}
 PLOTS = (".png", ".svg")
+
+# A table of all pairs of ranks takes 0.1 GiB at so many, and a plan holds about 25 of them.
+MOST_RANKS = 4096
+
+# More visible pairs than rows x rows, or bytes than rows x MOST_ROW, do not fit into 64 bits.
+MOST_ROWS, MOST_ROW = 1 << 31, 1 << 26
+
+# In a striped layout every shard has rows of every document.
+MOST_HEADS, MOST_DOCUMENTS, MOST_MEETINGS = 4096, 1 << 16, 1 << 25
 
 # Ranks x steps whose times are kept for tables and pictures: a ring of 1448 ranks, 1.3 GB.
 MOST_RANK_STEPS = 1 << 21
@@ -133,7 +145,7 @@ def parse_plot(text: str) -> Path:
     Raises:
         argparse.ArgumentTypeError: anything else; argparse shows the text.
     """
-    path = parse_output(text)
+    path = parse_report(text)
     if path.suffix not in PLOTS:
         raise argparse.ArgumentTypeError(f"{text!r} is neither .png nor .svg")
     return path
@@ -143,6 +155,7 @@ def run(args: argparse.Namespace) -> int:
     """Plans, prints, draws."""
     if args.plot is not None and find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+    check_bounds(args)
     choice = plan(args)
     too_many = why_not_pictured(choice)
     if args.plot is not None and too_many is not None:
@@ -169,6 +182,42 @@ def run(args: argparse.Namespace) -> int:
         }
         write_json(args.json, found)
     return 0
+
+
+def check_bounds(args: argparse.Namespace) -> None:
+    """Refuses what would take much more than 20 s or 4 GiB to plan.
+
+    Raises:
+        ValueError: names the option and the most that it can be.
+    """
+    documents = 0
+    if args.documents is not None:
+        documents = -(-args.seqlen * len(args.documents) // sum(args.documents))
+    for option, value, most in (
+        ("--world-size", args.world_size, MOST_RANKS),
+        ("--seqlen", args.seqlen, MOST_ROWS),
+        ("--seqlen-k", args.seqlen_k or 0, MOST_ROWS),
+        ("--heads", args.heads, MOST_HEADS),
+        ("--batch x heads x head dim", args.batch * args.heads * args.head_dim, MOST_ROW),
+        (
+            "--batch x heads x head dim of v",
+            args.batch * args.heads * (args.head_dim_v or 0),
+            MOST_ROW,
+        ),
+        ("documents", documents, MOST_DOCUMENTS),
+    ):
+        if value > most:
+            raise ValueError(
+                f"{option} can be {format_size(most)} at most, so that a plan takes about 20 s "
+                f"and 4 GiB; got {value}"
+            )
+    meetings = documents * args.world_size**2
+    if args.layout in ("auto", "striped") and meetings > MOST_MEETINGS:
+        raise ValueError(
+            f"{documents} documents x {args.world_size} x {args.world_size} ranks can be "
+            f"{format_size(MOST_MEETINGS)} at most with striped shards, so that a plan takes about "
+            "20 s; give --layout zigzag, contiguous or balanced"
+        )
 
 
 def why_not_pictured(choice: Choice) -> str | None:
@@ -234,10 +283,14 @@ def cluster_of(name: str | None, node_size: int | None, world_size: int) -> Clus
             found = builtin_cluster("H100")
     elif name.lower() in BUILTIN:
         found = builtin_cluster(BUILTIN[name.lower()])
-    elif Path(name).exists():
+    elif os.path.isdir(name):
+        raise ValueError(f"--cluster {name!r} is a folder: give a file of ring-attn calibrate")
+    elif os.path.exists(name):
         found = load_cluster(name, world_size)
     else:
-        raise ValueError(f"--cluster must be one of {', '.join(BUILTIN)}, or a file; got {name!r}")
+        raise ValueError(
+            f"--cluster must be one of {', '.join(BUILTIN)}, or a file; got {shortened(name)}"
+        )
     if node_size is None:
         return found
     return replace(found, node_size=node_size, ports=None)

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import SequenceLayout, ring_attention, shard_batch, sync_gradients, unshard
-from ring_attn.arguments import dtype_name, write_if_interrupted, write_json
+from ring_attn.arguments import dtype_name, shortened, write_if_interrupted, write_json
 from ring_attn.env import machine
-from ring_attn.launch import run_ranks
+from ring_attn.launch import check_memory, run_ranks
 from ring_attn.testing import Verdict
 from ring_attn.tools.generate import Comparison
 from ring_attn.tools.model import (
@@ -87,6 +87,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
             f"seqlen must be at least {least}, a byte for each rank and one to predict, "
             f"got {seqlen}"
         )
+    if not -(1 << 63) <= args.seed < 1 << 64:
+        raise ValueError(f"--seed must fit into 64 bits, got {shortened(str(args.seed))}")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = args.device or ("cuda" if num_gpus >= nproc else "cpu")
     if device == "cuda" and num_gpus < nproc:
@@ -116,6 +118,32 @@ def settings_of(args: argparse.Namespace) -> Settings:
         model,
         num_generated,
     )
+
+
+def check_sizes(settings: Settings) -> None:
+    """Refuses a run that this machine, or the text, is too small for, before any rank is started.
+
+    Raises:
+        ValueError: a sequence longer than the text, or tensors that need more memory.
+    """
+    length = standard_library_text().numel()
+    if settings.seqlen > length:
+        raise ValueError(f"seqlen must be at most {length}, all of the text, got {settings.seqlen}")
+    nbytes = least_bytes(settings)
+    check_memory("model and activations", nbytes, "use a smaller --dim or --seqlen")
+
+
+def least_bytes(settings: Settings) -> int:
+    """Bytes of the twin's activations, as many of the ring's, and all models with their optimizers.
+
+    A layer keeps its input, q, k, v, out and three rows of the hidden dim for the backward.
+    """
+    model = settings.model
+    row = model.num_layers * (4 * model.dim + 3 * model.hidden_dim) + 2 * model.vocab_size
+    weights = model.num_layers * model.dim * (2 * model.dim + 3 * model.hidden_dim)
+    # Weights, gradients and both moments of AdamW, in each process.
+    models = 4 * weights * (settings.nproc + 1)
+    return torch.float32.itemsize * (2 * settings.batch * settings.seqlen * row + models)
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,12 @@
 import argparse
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import ring_attn
-from ring_attn import __version__, cli, env, verify
+from ring_attn import __version__, cli, env, launch, verify
 from ring_attn.arguments import (
     add_common,
     command_line,
@@ -44,7 +47,23 @@ def test_parse_size(text: str, size: int) -> None:
     assert parse_size(format_size(size)) == size
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "k", "8kb", "1.3", "1e3", "0.1k", "8 192"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "0",
+        "-1",
+        "k",
+        "8kb",
+        "1.3",
+        "1e3",
+        "0.1k",
+        "8 192",
+        "nan",
+        "\N{ARABIC-INDIC DIGIT THREE}",
+    ]
+    + [400 * "9", "1125899906842625"],
+)
 def test_parse_size_refuses(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):
         parse_size(text)
@@ -89,6 +108,9 @@ def test_help_loads_no_subcommand() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
 
+PLAN = ["--seqlen", "1M", "--world-size", "8"]
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -99,8 +121,30 @@ def test_help_loads_no_subcommand() -> None:
         (["env", "--json", "/nowhere/at/all.json"], "/nowhere/at/all.json"),
         (["verify", "--backend", "magic"], "--backend must be one of"),
         (["verify", "--layout", "magic"], "invalid choice: 'magic'"),
-        (["verify", "--world-size", "0"], "at least 1, got 0"),
-        (["verify", "--world-size", "2", "--threads", "0"], "threads must be at least 1"),
+        (["verify", "--world-size", "0"], "argument --world-size: '0' is not a size"),
+        (["verify", "--world-size", "100000"], "100000 ranks need at least 1.465e+04 GiB"),
+        (["verify", "--world-size", "2", "--threads", "1G"], "threads must be at least 1 and at m"),
+        (["env", "--json", "/"], "argument --json: '/' is a folder"),
+        (["env", "--json", 300 * "x"], "argument --json: 'xxx"),
+        (["demo", "--device=--"], "argument --device: '--' is not a value"),
+        (["demo", "--profile", __file__], "test_cli.py' is a file: give a folder"),
+        (["demo", "--seed", 30 * "9"], "--seed must fit into 64 bits, got '999"),
+        (["demo", "--seqlen", "1G"], "all of the text, got 1073741824"),
+        (["demo", "--dim", "1M"], "model and activations need at least"),
+        (["plan", *PLAN, "--seqlen", 400 * "9"], "99'...'99"),
+        (["plan", *PLAN, "--world-size", "1000000"], "--world-size can be 4k at most"),
+        (["plan", *PLAN, "--seqlen", "3G"], "--seqlen can be 2G at most"),
+        (["plan", *PLAN, "--batch", "1G"], "--batch x heads x head dim can be 64M at most"),
+        (["plan", *PLAN, "--documents", "1"], "documents can be 64k at most"),
+        (["plan", *PLAN, "--documents", "1k", "--world-size", "512"], "give --layout zigzag"),
+        (["plan", *PLAN, "--cluster", "/"], "--cluster '/' is a folder"),
+        (["bench", "strategies", "--cluster", "/"], "argument --cluster: '/' is a folder"),
+        (["bench", "strategies", "--cluster", "/no/where"], "there is no file '/no/where'"),
+        (["bench", "ring", "--backend", "magic"], "'magic'"),
+        (["bench", "ring", "--seqlen", "1G"], "the tensors of this call need at least"),
+        (["bench", "ring", "--heads", "-1"], "argument --heads: '-1' is not a size"),
+        (["bench", "kernel", "--device", "cpu", "--seqlen", "100G"], "use a shorter --seqlen"),
+        (["calibrate", "--heads", "1M", "--kv-heads", "1M"], "the tiles need at least"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
@@ -274,6 +318,18 @@ def fail_in_rank_1() -> None:
     time.sleep(60)
 
 
+def die_in_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+
+
+def send_parts() -> str:
+    for part in range(3):
+        launch.send_part((dist.get_rank(), part))
+    return "done"
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("nproc", [1, 3])
 def test_run_ranks(nproc: int) -> None:
@@ -282,9 +338,20 @@ def test_run_ranks(nproc: int) -> None:
 
 
 @pytest.mark.dist
-def test_run_ranks_tells_which_rank_failed() -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)rank 1 of 2 failed.*the shard of rank 1 is wrong"):
-        run_ranks(fail_in_rank_1, 2, threads=1, device="cpu")
+@pytest.mark.parametrize(
+    ("fn", "text"),
+    [(fail_in_rank_1, "the shard of rank 1 is wrong"), (die_in_rank_1, "ended by SIGTERM")],
+)
+def test_run_ranks_tells_which_rank_failed(fn: Callable[[], None], text: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"(?s)rank 1 of 2 failed.*{text}"):
+        run_ranks(fn, 2, threads=1, device="cpu")
+
+
+@pytest.mark.dist
+def test_run_ranks_hands_over_the_parts_of_rank_0() -> None:
+    parts: list[tuple[int, int]] = []
+    assert run_ranks(send_parts, 2, device="cpu", on_part=parts.append) == ["done", "done"]
+    assert parts == [(0, 0), (0, 1), (0, 2)]
 
 
 def test_run_ranks_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
