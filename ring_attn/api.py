@@ -13,13 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn import ops
 from ring_attn import validation as check
 from ring_attn.backends import BackendChoice, choose_backend
-from ring_attn.debug import check_agreement, debug_enabled, tell_error
+from ring_attn.compiling import left_out_of_graphs
+from ring_attn.debug import check_agreement, debug_enabled, tell_refusal
 from ring_attn.layout import SequenceLayout
 from ring_attn.ops import CallArguments
 from ring_attn.planning.agreement import agreed_strategy
-from ring_attn.spec import AttentionSpec, TransportKind, TransportOptions
+from ring_attn.spec import AttentionSpec, TransportOptions
 from ring_attn.strategy import Strategy, checked_strategy
-from ring_attn.transport import open_transport
+from ring_attn.transport.base import Agreement
+from ring_attn.transport.p2p import new_p2p, open_p2p
+from ring_attn.transport.ranks.group import refused
 
 Group = dist.ProcessGroup | DeviceMesh | None
 Layout = str | SequenceLayout | tuple[SequenceLayout, SequenceLayout]
@@ -156,8 +159,7 @@ def ring_attention(
         ValueError: shapes, layout, window, documents, sinks or degrees that do not fit.
         TypeError: a dtype or type that is not taken.
         NotImplementedError: dropout, ALiBi, what the named backend does not support,
-            `same_bits=True` where it cannot be had, `strategy="auto"` under torch.compile, or a
-            call within the capture of a CUDA graph.
+            `same_bits=True` where it cannot be had, or a call within the capture of a CUDA graph.
         ImportError: the named backend's package is not installed.
         RuntimeError: no process group, or a peer that died or stalled.
 
@@ -173,21 +175,24 @@ def ring_attention(
             q, k, v, sinks, cu_seqlens, cu_seqlens_k, causal, window_size, softmax_scale, softcap,
             group, layout, strategy, backend, same_bits, dropout_p, alibi_slopes, transport,
         )  # fmt: skip
-    except Exception as error:
-        if debug_enabled() and dist.is_initialized():
-            tell_error(error, check.check_group(group))
+    except BaseException as error:
+        tell_refusal(error, group, transport)
         raise
-    packed = q.ndim == 3
-    if packed:
-        q, k, v = q[None], k[None], v[None]
-    # Once here rather than at every step: no operator takes a strided last dim.
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    if strategy == "auto":
-        arguments = _with_strategy(q, k, v, sinks, arguments)
-    out, lse = ops.attend(q, k, v, sinks, arguments)
-    if packed:
-        out, lse = out[0], lse[0]
-    return (out, lse) if return_lse else out
+    try:
+        packed = q.ndim == 3
+        if packed:
+            q, k, v = q[None], k[None], v[None]
+        # Once here rather than at every step: no operator takes a strided last dim.
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        if strategy == "auto":
+            arguments = _with_strategy(q, k, v, sinks, arguments)
+        out, lse = ops.attend(q, k, v, sinks, arguments)
+        if packed:
+            out, lse = out[0], lse[0]
+        return (out, lse) if return_lse else out
+    except BaseException as error:
+        refused(arguments.process_group, error)
+        raise
 
 
 def _checked(
@@ -222,7 +227,7 @@ def _checked(
     check.check_boundaries("cu_seqlens_k", cu_seqlens_k)
     check.check_name("backend", backend)
     check.check_transport(transport)
-    group_name, mesh_shape = _described(group, q.device.type, transport.kind)
+    group_name, mesh_shape = _described(group, q.device.type)
     layouts = () if isinstance(layout, str) else check.check_layouts(layout)
     layout_q, layout_k = (one.numbers for one in layouts) if layouts else ((), ())
     differentiated = torch.is_grad_enabled() and any(
@@ -246,15 +251,14 @@ def _checked(
         same_bits=same_bits,
         timeout=transport.timeout,
         nccl_max_ctas=transport.nccl_max_ctas,
-        transport_kind=transport.kind,
         differentiated=differentiated,
     )
 
 
-def _described(group: Group, device_type: str, kind: TransportKind) -> tuple[str, tuple[int, ...]]:
+def _described(group: Group, device_type: str) -> tuple[str, tuple[int, ...]]:
     """Torch's name of the group and the shape of the mesh; a compiled graph is for one group."""
     process_group = check.check_group(group)
-    check.check_group_device(process_group, torch.device(device_type), kind)
+    check.check_group_device(process_group, torch.device(device_type))
     return process_group.group_name, check.mesh_shape(group)
 
 
@@ -262,27 +266,31 @@ def _described(group: Group, device_type: str, kind: TransportKind) -> tuple[str
 vars(_described)["_dynamo_marked_constant"] = True
 
 
+@left_out_of_graphs(
+    "strategy='auto' cannot be compiled, the ranks talk to each other to choose: pass "
+    "ring_attn.explain(...).strategy, or compile without fullgraph=True"
+)
 def _with_strategy(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: CallArguments
 ) -> CallArguments:
     """The same call with the strategy that "auto" is here."""
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "strategy='auto' cannot be compiled, the ranks talk to each other to choose: pass "
-            "ring_attn.explain(...).strategy"
-        )
-    spec = AttentionSpec.of(q, k, v, arguments.softcap, sinks)
-    resolved = ops.resolve((q.size(1), k.size(1)), arguments)
     group, shape = arguments.process_group, arguments.mesh_shape
-    backend = choose_backend(spec, arguments.backend).name
+    try:
+        spec = AttentionSpec.of(q, k, v, arguments.softcap, sinks)
+        resolved = ops.resolve((q.size(1), k.size(1)), arguments)
+        backend = choose_backend(spec, arguments.backend).name
+    except Exception as error:
+        tell_refusal(error, group, arguments.transport)
+        raise
     if debug_enabled():
         # Before the ranks choose together, which only equal arguments allow.
         asked = {"strategy": "auto", "backend": backend, "same_bits": arguments.same_bits}
-        check_agreement({**ops.describe(spec, resolved, arguments), **asked}, group)
+        described = {**ops.describe(spec, resolved, arguments), **asked}
+        check_agreement(described, group, arguments.transport)
     strategy = agreed_strategy(
         spec,
         *resolved,
-        open_transport(group, arguments.transport),
+        open_p2p(group, arguments.transport),
         backend=backend,
         same_bits=arguments.same_bits,
         backward=arguments.differentiated,
@@ -348,14 +356,25 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
         RuntimeError: no process group.
     """
     process_group = check.check_group(group)
-    check.check_group_device(process_group, x.device)
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    check.check_layout("x", layout, x.size(dim), None, rank, world_size)
-    # Collectives want equal sizes: short shards are sent with rows that are cut off again.
+    try:
+        check.check_group_device(process_group, x.device)
+        check.check_layout("x", layout, x.size(dim), None, rank, world_size)
+    except Exception as error:
+        tell_refusal(error, process_group)
+        raise
+    # Gathering wants equal sizes: short shards are sent with rows that are cut off again.
     longest = max(layout.shard_lens)
     rows = torch.zeros(longest, *x.movedim(dim, 0).shape[1:], dtype=x.dtype, device=x.device)
     rows[: x.size(dim)] = x.detach().movedim(dim, 0)
-    gathered = [torch.empty_like(rows) for _ in range(world_size)]
-    dist.all_gather(gathered, rows, group=process_group)
-    shards = [part[:n].movedim(0, dim) for part, n in zip(gathered, layout.shard_lens, strict=True)]
-    return layout.unshard(shards, dim)
+    gathered = rows.new_empty(world_size, *rows.shape)
+    described = {"dtype": x.dtype, "shape": rows.shape, "dim": dim, "layout": str(layout)}
+    if debug_enabled():
+        check_agreement(described, process_group, TransportOptions())
+    transport = new_p2p(process_group, TransportOptions())
+    with transport.call("unshard", Agreement(described), x.device):
+        flat = (y.view(-1).view(torch.uint8) for y in (rows, gathered))
+        transport.all_gather("shards", 0, *flat)
+        transport.wait("shards")
+    shards = zip(gathered, layout.shard_lens, strict=True)
+    return layout.unshard([part[:n].movedim(0, dim) for part, n in shards], dim)

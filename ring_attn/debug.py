@@ -1,15 +1,28 @@
-"""RING_ATTN_DEBUG=1: finds ranks that call with different arguments, before they hang.
+"""RING_ATTN_DEBUG=1: compares the arguments of all ranks before a call, and names what differs.
 
-Costs one small exchange of Python objects (pickled; use it among trusted ranks) a call.
+Costs two small exchanges a call, over the ring's own connections and within its timeout.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
+
+from ring_attn import validation as check
+from ring_attn.spec import TransportOptions
+from ring_attn.transport.base import Agreement, gather_texts
+from ring_attn.transport.p2p import new_p2p
+from ring_attn.transport.ranks.group import refused
+
+_COMPARING = Agreement({"RING_ATTN_DEBUG": "1"})
 
 
 def debug_enabled() -> bool:
@@ -17,23 +30,27 @@ def debug_enabled() -> bool:
     return os.environ.get("RING_ATTN_DEBUG", "0") not in ("", "0")
 
 
-def check_agreement(described: Mapping[str, object], group: dist.ProcessGroup) -> None:
+def check_agreement(
+    described: Mapping[str, object], group: dist.ProcessGroup, options: TransportOptions
+) -> None:
     """Compares what every rank of the group is about to do.
 
     Args:
         described: name -> value of everything that must be equal on all ranks.
         group: the ring's group; all its ranks take part.
+        options: whose timeout counts.
 
     Raises:
         ValueError: on every rank, naming what differs, on which ranks, and how.
+        RuntimeError: a rank did not take part in time.
     """
-    gathered = _gather(described, group)
+    gathered = _gather({name: repr(value) for name, value in described.items()}, group, options)
     differences = [
         f"rank {rank} raised {one['error']}" for rank, one in enumerate(gathered) if "error" in one
     ]
     names = set() if differences else {name for one in gathered for name in one}
     for name in sorted(names):
-        values = [repr(one.get(name)) for one in gathered]
+        values = [one.get(name) for one in gathered]
         usual, count = Counter(values).most_common(1)[0]
         if count == len(values):
             continue
@@ -45,17 +62,37 @@ def check_agreement(described: Mapping[str, object], group: dist.ProcessGroup) -
         raise ValueError("ranks disagree on the call; " + "; ".join(differences))
 
 
-def tell_error(error: Exception, group: dist.ProcessGroup) -> None:
-    """Takes part in the comparison for a rank whose own arguments have raised.
+def tell_refusal(error: BaseException, group: object, options: object = None) -> None:
+    """Does for the other ranks what they need to know of a call that this rank has refused.
 
-    The other ranks then raise as well, and name this one, instead of waiting for it.
+    The call is counted, so that this rank's next one cannot pass for it. Under RING_ATTN_DEBUG this
+    rank takes part in the comparison: the others then raise at once, and name it.
+
+    Args:
+        error: what refused the call.
+        group: as it was given; nothing is done where it names no ranks.
+        options: of the transport, as they were given.
     """
-    _gather({"error": f"{type(error).__name__}: {error}"}, group)
+    process_group = None
+    with suppress(Exception):
+        process_group = check.check_group(cast(Any, group))
+    if process_group is None:
+        return
+    if debug_enabled() and isinstance(error, Exception):
+        known = options if isinstance(options, TransportOptions) else TransportOptions()
+        _gather({"error": f"{type(error).__name__}: {error}"}, process_group, known)
+    refused(process_group, error)
 
 
 def _gather(
-    described: Mapping[str, object], group: dist.ProcessGroup
-) -> list[Mapping[str, object]]:
-    gathered: list[Mapping[str, object]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, dict(described), group=group)
-    return gathered
+    described: Mapping[str, str], group: dist.ProcessGroup, options: TransportOptions
+) -> list[dict[str, str]]:
+    if dist.get_world_size(group) == 1:
+        return [dict(described)]
+    # Ranks that differ in nccl_max_ctas compare notes, too.
+    transport = new_p2p(group, replace(options, nccl_max_ctas=None))
+    on_cuda = "nccl" in dist.get_backend_config(group)
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    with transport.call("compare arguments", _COMPARING, device):
+        texts = gather_texts(transport, json.dumps(dict(described)), device)
+    return [json.loads(text) for text in texts]

@@ -13,20 +13,24 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn import validation as check
-from ring_attn.debug import check_agreement, debug_enabled, tell_error
+from ring_attn.compiling import left_out_of_graphs
+from ring_attn.debug import check_agreement, debug_enabled, tell_refusal
 from ring_attn.layout import Segment, SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.plan import Tile
 from ring_attn.spec import AttentionSpec, TransportOptions
 from ring_attn.strategies.tree_decode import (
+    DecodeCall,
     decode_tiles,
     gather_lengths,
     hides_nothing,
     make_call,
     tree_decode_forward,
 )
-from ring_attn.transport import open_transport
-from ring_attn.transport.base import Transport
+from ring_attn.transport.base import Agreement, Transport
+from ring_attn.transport.p2p import open_p2p
+from ring_attn.transport.ranks.group import refused
+from ring_attn.transport.ranks.identity import checksum
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
@@ -69,6 +73,10 @@ def tree_decode(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@left_out_of_graphs(
+    "tree_decode sends its messages from the host, and a graph holds none: compile without "
+    "fullgraph=True, which leaves it out"
+)
 def tree_decode(
     q: Tensor,
     k: Tensor,
@@ -147,7 +155,7 @@ def tree_decode(
         check.check_sinks(sinks, q)
         window = check.check_window(window_size, causal)
         check.check_transport(transport)
-        check.check_group_device(process_group, q.device, transport.kind)
+        check.check_group_device(process_group, q.device)
         check.check_max_ctas(transport, process_group)
         rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         rows, rows_kv = q.size(1), k.size(1)
@@ -156,14 +164,41 @@ def tree_decode(
         spec = AttentionSpec.of(q, k, v, softcap, sinks)
         # Its tiles may have to wait for the lengths of the other ranks.
         call = make_call(spec, softmax_scale=softmax_scale, backend=backend)
-    except Exception as error:
-        if debug_enabled() and dist.is_initialized():
-            tell_error(error, check.check_group(group))
+    except BaseException as error:
+        tell_refusal(error, group, transport)
         raise
-    if debug_enabled():
-        described = {
+    try:
+        agreement = _agreement(spec, rows, causal, window, layout, call, transport)
+        values = [x for x in (q, sinks) if x is not None]
+        if debug_enabled():
+            sums = {"values of q and sinks": int(checksum(values))}
+            check_agreement(agreement.values | sums, process_group, transport)
+        ends = open_p2p(process_group, transport)
+        with ends.call("decode", agreement, q.device, values=values):
+            tiles = _tiles(Mask(rows, 0, causal, window), rows_kv, layout, q.device, ends)
+            # Once here: no operator takes a strided last dim.
+            q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+            out, lse = tree_decode_forward(q, k, v, tiles, call, ends, sinks)
+        return (out, lse) if return_lse else out
+    except BaseException as error:
+        refused(process_group, error)
+        raise
+
+
+@lru_cache(maxsize=64)
+def _agreement(
+    spec: AttentionSpec,
+    rows: int,
+    causal: bool,
+    window: tuple[int, int],
+    layout: SequenceLayout | None,
+    call: DecodeCall,
+    transport: TransportOptions,
+) -> Agreement:
+    """What must be the same on all ranks."""
+    return Agreement(
+        {
             **vars(spec),
-            "q": q.double().sum().item(),
             "seqlen_q": rows,
             "causal": causal,
             "window_size": window,
@@ -172,13 +207,7 @@ def tree_decode(
             "backend": call.backend,
             "transport": transport,
         }
-        check_agreement(described, process_group)
-    ends = open_transport(process_group, transport)
-    tiles = _tiles(Mask(rows, 0, causal, window), rows_kv, layout, q.device, ends)
-    # Once here: no operator takes a strided last dim.
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    out, lse = tree_decode_forward(q, k, v, tiles, call, ends, sinks)
-    return (out, lse) if return_lse else out
+    )
 
 
 def next_rank(layout: SequenceLayout, *, block: int = 256) -> int:

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from ring_attn.compiling import kept
 from ring_attn.mask import Mask
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -139,7 +140,7 @@ class SequenceLayout:
             raise ValueError(f"all segments must have one stride, got {strides}")
         joined = tuple(_joined(segments, strides[0]) for segments in parts)
         seqlen = sum(s.length for segments in joined for s in segments)
-        _check_cover(joined, seqlen)
+        _check_cover(joined, strides[0], seqlen)
         cuts = [0, *accumulate(sum(s.length for s in segments) for segments in joined)]
         runs = tuple(
             (Segment(a, b - a),) if b > a else () for a, b in zip(cuts, cuts[1:], strict=False)
@@ -170,7 +171,7 @@ class SequenceLayout:
         runs = iter(zip(*(iter(rest[1 + rest[0] :]),) * 3, strict=True))
         return cls.from_segments([[Segment(*next(runs)) for _ in range(count)] for count in counts])
 
-    @cached_property
+    @kept
     def numbers(self) -> tuple[int, ...]:
         """The layout as numbers, for operators that take nothing else: its kind, then what is its.
 
@@ -229,7 +230,7 @@ class SequenceLayout:
         parts[rank], lens[rank] = (*parts[rank][:-1], *mine), lens[rank] + count
         grown = SequenceLayout("segments", end, self.world_size, parts=tuple(parts))
         # Counted again they would take longer with every position.
-        vars(grown).update(shard_lens=tuple(lens), stride=stride)
+        vars(grown).update(_shard_lens=tuple(lens), _stride=stride)
         return grown
 
     def followed_by(self, chunk: SequenceLayout) -> SequenceLayout:
@@ -266,17 +267,17 @@ class SequenceLayout:
         """Number of rows that the rank holds."""
         return self.shard_lens[self._rank(rank)]
 
-    @cached_property
+    @kept
     def shard_lens(self) -> tuple[int, ...]:
         """Rows per rank."""
         return tuple(sum(s.length for s in segments) for segments in _segments(self))
 
-    @cached_property
+    @kept
     def stride(self) -> int:
         """What lies between the positions of neighbouring rows of a segment: 1 but for striped."""
         if self.kind == "striped":
             return self.world_size
-        return max((s.stride for part in self.parts or () for s in part), default=1)
+        return next((s.stride for part in self.parts or () for s in part), 1)
 
     def merged(self, groups: Sequence[Sequence[int]]) -> tuple[SequenceLayout, MergedRows]:
         """The layout of groups of ranks that pool their rows, in the order of their positions.
@@ -374,7 +375,7 @@ class SequenceLayout:
             areas.append(int((stop - start).sum()))
         return tuple(areas)
 
-    @cached_property
+    @kept
     def _hash(self) -> int:
         return hash((self.kind, self.seqlen, self.world_size, self.cuts, self.parts))
 
@@ -389,10 +390,10 @@ class SequenceLayout:
             return f"segments({[[tuple(vars(s).values()) for s in part] for part in self.parts]})"
         return f"{self.kind}(seqlen={self.seqlen}, world_size={self.world_size})"
 
-    @cached_property
+    @kept
     def _restore(self) -> Tensor:
         order = torch.cat([self.position_ids(rank) for rank in range(self.world_size)])
-        return torch.argsort(order)
+        return torch.empty_like(order).scatter_(0, order, torch.arange(self.seqlen))
 
     def _rank(self, rank: int) -> int:
         if not 0 <= rank < self.world_size:
@@ -468,7 +469,7 @@ def _checked(seqlen: int, world_size: int) -> tuple[int, int]:
 
 
 def _equal_cuts(seqlen: int, parts: int) -> list[int]:
-    size, longer = divmod(seqlen, parts)
+    size, longer = seqlen // parts, seqlen % parts  # dynamo has no divmod of symbols
     return [part * size + min(part, longer) for part in range(parts + 1)]
 
 
@@ -484,32 +485,43 @@ def _joined(segments: Sequence[Segment], stride: int) -> tuple[Segment, ...]:
     return tuple(joined)
 
 
-def _check_cover(parts: Sequence[Sequence[Segment]], seqlen: int) -> None:
-    """Every position of `[0, seqlen)` once."""
-    times = torch.zeros(seqlen, dtype=torch.int32)
+def _check_cover(parts: Sequence[Sequence[Segment]], stride: int, seqlen: int) -> None:
+    """Every position of `[0, seqlen)` once, by segments of one stride."""
     for rank, segments in enumerate(parts):
         for s in segments:
-            last = s.start + (s.length - 1) * s.stride
-            if s.start < 0 or s.stride < 1 or last >= seqlen:
+            last = s.start + (s.length - 1) * stride
+            if s.start < 0 or s.length < 1 or stride < 1 or last >= seqlen:
                 raise ValueError(
                     f"segments must hold each position of 0..{seqlen - 1} once, as there are "
                     f"{seqlen} rows in all; rank {rank} has {s}"
                 )
-            times[s.start : last + 1 : s.stride] += 1
-    if bool((times != 1).any()):
-        wrong = int((times != 1).nonzero()[0])
-        raise ValueError(
-            f"segments must hold each position once, {wrong} is held {int(times[wrong])} times"
-        )
+    # A segment stays among the positions of one remainder, and must begin where the last one ended.
+    ends = list(range(min(stride, seqlen)))
+    for s in sorted((s for segments in parts for s in segments), key=lambda s: s.start):
+        expected = ends[s.start % stride]
+        if s.start != expected:
+            wrong = min(s.start, expected)
+            times = sum(
+                wrong in range(s.start, s.start + s.length * stride, stride)
+                for segments in parts
+                for s in segments
+            )
+            raise ValueError(
+                f"segments must hold each position once, {wrong} is held {times} times"
+            )
+        ends[s.start % stride] = s.start + s.length * stride
 
 
 def _segments(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]:
     """Segments of every rank."""
-    # Not looked up: a cache that grows has another layout for every token.
-    return _segments_of_kind(layout) if layout.parts is None else layout.parts
+    if layout.parts is not None:
+        # Not looked up: a cache that grows has another layout for every token.
+        return layout.parts
+    # dynamo would trace a cached function without its cache, and warn of that.
+    of_kind = _segments_of_kind if torch.compiler.is_compiling() else _cached_segments_of_kind
+    return of_kind(layout)
 
 
-@lru_cache(maxsize=1024)
 def _segments_of_kind(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]:
     """Those of a layout that does not list them: the one place where the kinds differ."""
     seqlen, world_size = layout.seqlen, layout.world_size
@@ -526,3 +538,6 @@ def _segments_of_kind(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]
         return tuple(runs(cuts, rank, 2 * world_size - 1 - rank) for rank in range(world_size))
     cuts = list(layout.cuts) if layout.cuts is not None else _equal_cuts(seqlen, world_size)
     return tuple(runs(cuts, rank) for rank in range(world_size))
+
+
+_cached_segments_of_kind = lru_cache(maxsize=1024)(_segments_of_kind)

@@ -27,15 +27,18 @@ from torch.distributed import distributed_c10d
 
 from ring_attn import validation as check
 from ring_attn.backends import choose_backend
-from ring_attn.debug import check_agreement, debug_enabled, tell_error
+from ring_attn.debug import check_agreement, debug_enabled, tell_refusal
 from ring_attn.heads import share_heads
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
-from ring_attn.spec import AttentionSpec, TransportKind, TransportOptions
+from ring_attn.spec import AttentionSpec, TransportOptions
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.core import make_call
 from ring_attn.strategy import Strategy, resolve_strategy
-from ring_attn.transport import open_transport
+from ring_attn.transport.base import Agreement
+from ring_attn.transport.p2p import open_p2p
+from ring_attn.transport.ranks.group import refused
+from ring_attn.transport.ranks.identity import checksum
 
 # `layout` is a name, unless there are the numbers of two layouts, `strategy` one, unless there are
 # those of a Strategy. `group` is torch's name of the process group.
@@ -43,7 +46,7 @@ _CALL = (
     "Tensor? cu_seqlens, Tensor? cu_seqlens_k, bool causal, int[] window_size, "
     "float? softmax_scale, float softcap, str group, int[] mesh_shape, str layout, "
     "SymInt[] layout_q, SymInt[] layout_k, str strategy, int[] degrees, str backend, "
-    "bool? same_bits, float? timeout, int? nccl_max_ctas, str transport_kind, bool differentiated"
+    "bool? same_bits, float? timeout, int? nccl_max_ctas, bool differentiated"
 )
 _FORWARD = f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_CALL}) -> (Tensor, Tensor, Tensor[])"
 # `sizes` are batch, rows of q and of kv, heads of q and of kv, headdim, headdim of v.
@@ -76,7 +79,6 @@ class CallArguments(NamedTuple):
     same_bits: bool | None
     timeout: float | None
     nccl_max_ctas: int | None
-    transport_kind: TransportKind
     differentiated: bool
 
     @property
@@ -89,7 +91,7 @@ class CallArguments(NamedTuple):
     @property
     def transport(self) -> TransportOptions:
         """Options of the transport."""
-        return TransportOptions(self.timeout, self.nccl_max_ctas, self.transport_kind)
+        return TransportOptions(self.timeout, self.nccl_max_ctas)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -179,21 +181,12 @@ def describe(
 
 def _prepare(
     spec: AttentionSpec, rows: tuple[int, int], arguments: CallArguments
-) -> tuple[Call, dict[str, object]]:
+) -> tuple[Call, Agreement]:
     """The call for this rank, and what of it must be the same on all ranks."""
     check.check_max_ctas(arguments.transport, arguments.process_group)
     documents, plain = _documents(arguments), arguments.plain()
     backend = choose_backend(spec, arguments.backend).name
-    strategy, resolved, call = _make_call(spec, rows, documents, plain, *arguments.place, backend)
-    decided: dict[str, object] = {}
-    if debug_enabled():
-        decided = describe(spec, resolved, arguments) | {
-            "softmax_scale": call.softmax_scale,
-            "strategy": str(strategy),
-            "backend": call.backend,
-            "same_bits": call.same_bits,
-        }
-    return call, decided
+    return _make_call(spec, rows, documents, plain, *arguments.place, backend)
 
 
 # Plans are cached behind this; looking a call up by what it was given spares hashing all of those.
@@ -206,7 +199,7 @@ def _make_call(
     rank: int,
     world_size: int,
     backend: str,
-) -> tuple[Strategy, Resolved, Call]:
+) -> tuple[Call, Agreement]:
     resolved = _resolve(rows, documents, plain, rank, world_size)
     strategy = plain.given_strategy(world_size)
     call = make_call(
@@ -218,7 +211,13 @@ def _make_call(
         backend=backend,
         same_bits=plain.same_bits,
     )
-    return strategy, resolved, call
+    decided = {
+        "softmax_scale": call.softmax_scale,
+        "strategy": str(strategy),
+        "backend": call.backend,
+        "same_bits": call.same_bits,
+    }
+    return call, Agreement(describe(spec, resolved, plain) | decided)
 
 
 # -- forward
@@ -249,22 +248,51 @@ def _attention(
     """
     arguments = CallArguments(*given)
     _refuse_capture(q)
+    group = arguments.process_group
     try:
-        spec = AttentionSpec.of(q, k, v, arguments.softcap, sinks)
-        call, decided = _prepare(spec, (q.size(1), k.size(1)), arguments)
-    except Exception as error:
-        if debug_enabled():
-            tell_error(error, arguments.process_group)
+        call, agreement = _agreed(q, k, v, sinks, arguments)
+        transport = open_p2p(group, arguments.transport)
+        values = () if sinks is None else (sinks,)
+        with transport.call("forward", agreement, q.device, values=values) as number:
+            out, lse, saved = call.forward(q, k, v, transport, sinks)
+    except BaseException as error:
+        refused(group, error)
         raise
-    if debug_enabled():
-        check_agreement(decided, arguments.process_group)
-    transport = open_transport(arguments.process_group, arguments.transport)
-    out, lse, saved = call.forward(q, k, v, transport, sinks)
     if not arguments.differentiated:
-        saved = ()
+        return out.contiguous(), lse.contiguous(), []
     known = (q, k, v, out, lse)
     extra = [x.contiguous() for x in saved if not any(x is one for one in known)]
-    return out.contiguous(), lse.contiguous(), extra
+    return out.contiguous(), lse.contiguous(), [_as_tensor(number), *extra]
+
+
+def _agreed(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: CallArguments
+) -> tuple[Call, Agreement]:
+    """The call for this rank; under RING_ATTN_DEBUG compared with those of the other ranks."""
+    try:
+        spec = AttentionSpec.of(q, k, v, arguments.softcap, sinks)
+        call, agreement = _prepare(spec, (q.size(1), k.size(1)), arguments)
+    except Exception as error:
+        tell_refusal(error, arguments.process_group, arguments.transport)
+        raise
+    if debug_enabled():
+        values = {} if sinks is None else {"values of sinks": int(checksum([sinks]))}
+        check_agreement(agreement.values | values, arguments.process_group, arguments.transport)
+    return call, agreement
+
+
+# Checks that compare an operator's results with those of a second call allow for a difference of
+# 1e-7, and the number of a call is one more in the second.
+_NUMBER_UNIT = 2.0**-60
+
+
+def _as_tensor(number: int) -> Tensor:
+    """The number of a forward, for its backward: a graph can carry nothing but tensors."""
+    return torch.tensor(number * _NUMBER_UNIT, dtype=torch.float64)
+
+
+def _as_number(x: Tensor) -> int:
+    return int(x.item() / _NUMBER_UNIT)
 
 
 def _refuse_capture(x: Tensor) -> None:
@@ -287,8 +315,10 @@ def _(
     batch, rows, nheads = q.shape[:3]
     out = q.new_empty(batch, rows, nheads, v.size(-1))
     lse = q.new_empty(batch, nheads, rows, dtype=_accum_dtype(q))
-    extra = _fake_extra(q, k, v, arguments) if arguments.differentiated else []
-    return out, lse, extra
+    if not arguments.differentiated:
+        return out, lse, []
+    number = torch.empty((), dtype=torch.float64)
+    return out, lse, [number, *_fake_extra(q, k, v, arguments)]
 
 
 def _accum_dtype(q: Tensor) -> torch.dtype:
@@ -373,12 +403,13 @@ def _save(
     ctx.arguments = arguments._replace(cu_seqlens=None, cu_seqlens_k=None)
 
 
-def _in_order(kept: tuple[str, ...], saved: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """What `_keep` has saved, as the call's forward gave it."""
+def _in_order(kept: tuple[str, ...], saved: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The forward's number, and what `_keep` has saved as the call's forward gave it."""
+    number, *rest = saved[len(kept) :]
     if not kept:
-        return tuple(saved)
-    known, extra = iter(saved[: len(kept)]), iter(saved[len(kept) :])
-    return tuple(next(known if name in kept else extra) for name in _KNOWN)
+        return number, tuple(rest)
+    known, extra = iter(saved[: len(kept)]), iter(rest)
+    return number, tuple(next(known if name in kept else extra) for name in _KNOWN)
 
 
 # -- backward
@@ -394,7 +425,8 @@ def _attention_backward(
     """Gradients of this rank's shards.
 
     Args:
-        saved: the inputs and results that the strategy keeps, then the forward's third result.
+        saved: the inputs and results that the strategy keeps, then the forward's third result,
+            which begins with the forward's number.
         dout: (batch, rows, nheads, headdim_v).
         sinks: as in the forward.
         sizes: batch, rows of q and of kv, heads of q and of kv, headdim, headdim of v.
@@ -417,10 +449,19 @@ def _attention_backward(
         arguments.softcap,
         sinks is not None,
     )
-    call, _ = _prepare(spec, (rows, rows_kv), arguments)
-    transport = open_transport(arguments.process_group, arguments.transport)
-    in_order = _in_order(_kept(arguments), saved)
-    grads = call.backward(in_order, dout.contiguous(), transport, sinks)
+    group = arguments.process_group
+    try:
+        call, agreement = _prepare(spec, (rows, rows_kv), arguments)
+        transport = open_p2p(group, arguments.transport)
+        number, in_order = _in_order(_kept(arguments), saved)
+        values = () if sinks is None else (sinks,)
+        with transport.call(
+            "backward", agreement, dout.device, values=values, number=_as_number(number)
+        ):
+            grads = call.backward(in_order, dout.contiguous(), transport, sinks)
+    except BaseException as error:
+        refused(group, error)
+        raise
     dsinks = dout.new_empty(0) if grads.dsinks is None else grads.dsinks
     return grads.dq.contiguous(), grads.dk.contiguous(), grads.dv.contiguous(), dsinks
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -147,10 +146,6 @@ def _q_grad_packet(spec: AttentionSpec, rows: int) -> Packet:
     return Packet(((spec.batch, rows, spec.nheads, spec.headdim),), (spec.accum_dtype,))
 
 
-TransportKind = Literal["p2p", "symmetric_memory"]
-TRANSPORT_KINDS: tuple[TransportKind, ...] = ("p2p", "symmetric_memory")
-
-
 @dataclass(frozen=True)
 class TransportOptions:
     """How shards travel between the ranks; equal on every rank.
@@ -160,13 +155,8 @@ class TransportOptions:
             group that is passed in. On NCCL it is the timeout of torch's watchdog.
         nccl_max_ctas: at most so many thread blocks (each takes an SM) for NCCL's copies, so that
             they do not starve the attention kernel; None leaves it to NCCL. Refused on other
-            backends and transports.
-        kind: "p2p" sends with torch.distributed, in process groups of its own. "symmetric_memory"
-            copies CUDA tensors to the other GPUs of one node with their copy engines, so that no
-            SM is taken from the attention kernel. The group's backend may be any; 128 MiB of the
-            device are held.
+            backends.
     """
 
     timeout: float | None = None
     nccl_max_ctas: int | None = None
-    kind: TransportKind = "p2p"

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn.layout import LAYOUTS, SequenceLayout
 from ring_attn.mask import Mask
-from ring_attn.spec import TRANSPORT_KINDS, TransportKind, TransportOptions
+from ring_attn.spec import TransportOptions
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -295,17 +295,8 @@ def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
 _flat_groups: weakref.WeakKeyDictionary[DeviceMesh, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
-def check_group_device(
-    group: dist.ProcessGroup, device: torch.device, kind: TransportKind = "p2p"
-) -> None:
-    """The group, or what the transport uses in its place, must send tensors of that device."""
-    if kind == "symmetric_memory":
-        if device.type != "cuda":
-            raise ValueError(
-                f"transport kind 'symmetric_memory' copies between GPUs, got {device.type} "
-                "tensors; use kind 'p2p'"
-            )
-        return
+def check_group_device(group: dist.ProcessGroup, device: torch.device) -> None:
+    """The group must send tensors of that device."""
     if dist.get_world_size(group) == 1:
         return
     backend = dist.get_backend_config(group)
@@ -340,15 +331,6 @@ def check_transport(options: object) -> None:
             raise TypeError(f"nccl_max_ctas must be an int, got {type(max_ctas).__name__}")
         if max_ctas < 1:
             raise ValueError(f"nccl_max_ctas must be at least 1, got {options.nccl_max_ctas}")
-    check_name("transport kind", options.kind)
-    if options.kind not in TRANSPORT_KINDS:
-        raise ValueError(
-            f"transport kind must be one of {list(TRANSPORT_KINDS)}, got {options.kind!r}"
-        )
-    if options.kind != "p2p" and max_ctas is not None:
-        raise ValueError(
-            f"nccl_max_ctas is for NCCL, transport kind {options.kind!r} does not use it"
-        )
 
 
 def check_max_ctas(options: TransportOptions, group: dist.ProcessGroup) -> None:

@@ -12,10 +12,17 @@ Names, parameters, their order and defaults, shapes and what is returned are tho
     llama3_flash_attn_prepare_cu_seqlens, llama3_flash_attn_varlen_{...} the sequence of all
                                                                      documents split in runs
 
+These are 19 of its 21 functions. The other two, `substitute_hf_flash_attn` and
+`update_ring_flash_attn_params`, patch transformers and are refused with what to call instead.
+
 What is different, where the other's result is not what its parameters say: `window_size` counts
 global positions, not those within a shard; gradients have the dtypes of their inputs; every dtype,
 headdim and backend of `ring_attention` works, on CPUs too; the zigzag and stripe functions take
 `causal=False`. `dropout_p` and `alibi_slopes` are refused.
+
+torch.compile takes the nine functions without documents into a graph. Those over documents break
+the graph, because their plans follow from the values of `cu_seqlens`: with `fullgraph=True` they
+are refused with what to call instead.
 """
 
 from __future__ import annotations
@@ -33,10 +40,22 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_attn import validation as check
 from ring_attn.api import Group, Layout, ring_attention, select_backend
+from ring_attn.compiling import left_out_of_graphs
 from ring_attn.layout import Segment, SequenceLayout
 from ring_attn.strategy import Strategy
 
 Result = Tensor | tuple[Tensor, Tensor, None]
+
+# What torch.compile says with fullgraph=True of a function that is left out of the graph.
+_READS_DOCUMENTS = (
+    "the plans of all ranks follow from the values of cu_seqlens, and a graph knows none: compile "
+    "without fullgraph=True, or call ring_attn.ring_attention with the global cu_seqlens and a "
+    "layout, which compiles whole"
+)
+_ASKS_BACKEND = (
+    "deterministic=True asks which backend would run, and a graph cannot: compile without "
+    "fullgraph=True, or call torch.use_deterministic_algorithms(True) before"
+)
 
 # Backends whose backward is deterministic on CUDA whatever torch is told.
 _DETERMINISTIC = ("triton", "flash_attn")
@@ -192,8 +211,7 @@ class _Varlen:
             dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
             return_attn_probs, group,
         )  # fmt: skip
-        layout, documents = self._split(cu_seqlens, max_seqlen, group)
-        return _attend(q, k, v, options, layout, documents)
+        return _attend_split(q, k, v, cu_seqlens, max_seqlen, self._chunks, options)
 
     def kvpacked_func(
         self,
@@ -215,9 +233,8 @@ class _Varlen:
             dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
             return_attn_probs, group,
         )  # fmt: skip
-        layout, documents = self._split(cu_seqlens, max_seqlen, group)
         k, v = _unpacked("kv", kv, "rows, 2")
-        return _attend(q, k, v, options, layout, documents)
+        return _attend_split(q, k, v, cu_seqlens, max_seqlen, self._chunks, options)
 
     def qkvpacked_func(
         self,
@@ -238,19 +255,8 @@ class _Varlen:
             dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic,
             return_attn_probs, group,
         )  # fmt: skip
-        layout, documents = self._split(cu_seqlens, max_seqlen, group)
         q, k, v = _unpacked("qkv", qkv, "rows, 3")
-        return _attend(q, k, v, options, layout, documents)
-
-    def _split(
-        self, cu_seqlens: Tensor, max_seqlen: int, group: Group
-    ) -> tuple[SequenceLayout, Tensor]:
-        world_size = dist.get_world_size(check.check_group(group))
-        return _split_documents(
-            _boundaries("cu_seqlens", cu_seqlens, "max_seqlen", max_seqlen),
-            world_size,
-            self._chunks,
-        )
+        return _attend_split(q, k, v, cu_seqlens, max_seqlen, self._chunks, options)
 
 
 _ring, _zigzag, _stripe = _Batched("contiguous"), _Batched("zigzag"), _Batched("striped")
@@ -273,6 +279,7 @@ stripe_flash_attn_kvpacked_func = _stripe.kvpacked_func
 stripe_flash_attn_qkvpacked_func = _stripe.qkvpacked_func
 
 
+@left_out_of_graphs(_READS_DOCUMENTS)
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: Tensor, causal: bool, rank: int, world_size: int
 ) -> tuple[Tensor, Tensor, int, int, slice]:
@@ -493,9 +500,14 @@ def _attend(
 
 def _check_deterministic(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Two runs have the same bits: always on CPUs, and with backends that add up in order."""
+    if q.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
+        _check_backend_is_deterministic(q, k, v)
+
+
+@left_out_of_graphs(_ASKS_BACKEND)
+def _check_backend_is_deterministic(q: Tensor, k: Tensor, v: Tensor) -> None:
     name = select_backend(q, k, v).name
-    told = torch.are_deterministic_algorithms_enabled()
-    if q.device.type == "cuda" and name not in _DETERMINISTIC and not told:
+    if name not in _DETERMINISTIC:
         raise NotImplementedError(
             f"deterministic=True cannot be promised by backend {name!r}, which would run; call "
             f"torch.use_deterministic_algorithms(True), or install one of {_DETERMINISTIC}"
@@ -532,6 +544,23 @@ def _on_host(name: str, cu_seqlens: Tensor) -> tuple[int, ...]:
 
 def _longest(boundaries: Sequence[int]) -> int:
     return max(b - a for a, b in pairwise(boundaries))
+
+
+@left_out_of_graphs(_READS_DOCUMENTS)
+def _attend_split(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    chunks: int,
+    options: _Options,
+) -> Result:
+    """Attention within packed documents, each of which is split over all ranks."""
+    boundaries = _boundaries("cu_seqlens", cu_seqlens, "max_seqlen", max_seqlen)
+    world_size = dist.get_world_size(check.check_group(options.group))
+    layout, documents = _split_documents(boundaries, world_size, chunks)
+    return _attend(q, k, v, options, layout, documents)
 
 
 @lru_cache(maxsize=128)
@@ -590,6 +619,7 @@ def _local_documents(
     return cu_q, cu_k, slice(start, stop)
 
 
+@left_out_of_graphs(_READS_DOCUMENTS)
 def _attend_gathered(
     q: Tensor, k: Tensor, v: Tensor, local: _Local, heads_k_stride: int, options: _Options
 ) -> Result:

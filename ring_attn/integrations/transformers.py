@@ -43,7 +43,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn import validation as check
 from ring_attn.api import ring_attention
-from ring_attn.debug import debug_enabled, tell_error
+from ring_attn.debug import tell_refusal
 from ring_attn.decode import tree_decode
 from ring_attn.integrations.transformers_cache import CacheStep, make_cache
 from ring_attn.layout import LAYOUTS, SequenceLayout
@@ -237,9 +237,8 @@ class Registration:
             raise
 
     def _tell(self, error: Exception) -> None:
-        """In debug mode the ranks that are already waiting for this one raise, too."""
-        if debug_enabled() and dist.is_initialized():
-            tell_error(error, check.check_group(self.group))
+        """Lets the other ranks, which may be waiting for this one, know of the refusal."""
+        tell_refusal(error, self.group)
 
     def _check_positions(
         self,

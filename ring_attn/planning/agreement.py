@@ -23,7 +23,7 @@ from ring_attn.planning.choice import Layouts, Problem
 from ring_attn.planning.devices import find_cluster
 from ring_attn.spec import AttentionSpec
 from ring_attn.strategy import Strategy
-from ring_attn.transport.base import Transport
+from ring_attn.transport.base import Agreement, Transport
 
 # Bytes of what a rank tells about a choice.
 MESSAGE_BYTES = 1024
@@ -32,6 +32,8 @@ MESSAGE_BYTES = 1024
 # documents in every batch there are ever new ones: the oldest are forgotten, on all ranks alike.
 _agreed: weakref.WeakKeyDictionary[Any, OrderedDict[object, Strategy]] = weakref.WeakKeyDictionary()
 AGREEMENTS_KEPT = 1024
+
+_CHOOSING = Agreement({"strategy": "auto"})
 
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (ValueError, TypeError, NotImplementedError, RuntimeError)
@@ -128,8 +130,9 @@ def _gathered(
     send = torch.frombuffer(message, dtype=torch.uint8).to(device)
     recv = torch.empty(transport.world_size * MESSAGE_BYTES, dtype=torch.uint8, device=device)
     try:
-        transport.all_gather("shards", 0, send, recv)
-        transport.wait("shards")
+        with transport.call("choose a strategy", _CHOOSING, device):
+            transport.all_gather("shards", 0, send, recv)
+            transport.wait("shards")
     except RuntimeError as error:
         raise RuntimeError(
             "strategy='auto': the ranks choose together at the first call with new arguments, and "

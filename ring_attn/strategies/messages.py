@@ -40,9 +40,6 @@ class Message:
 
     def pack(self, tensors: Sequence[Tensor], rows: slice) -> None:
         """Copies some rows of the tensors into it, of dim 1 of 4-D ones and dim 2 of statistics."""
-        if self.packet.padded:
-            # Padding is sent too; it must not hold what the transport marks buffers with.
-            self.bytes[-ALIGNMENT:].zero_()
         for view, x in zip(self.tensors, tensors, strict=True):
             view.copy_(x[:, rows] if x.ndim == 4 else x[:, :, rows])
 

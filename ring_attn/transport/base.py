@@ -7,8 +7,11 @@ torch.distributed. All tensors are flat; at most one exchange is under way on a 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
@@ -45,6 +48,25 @@ class TransportStats:
         self.bytes_sent, self.messages, self.wait_s, self.bytes_received = 0, 0, 0.0, 0
 
 
+class Agreement:
+    """Everything that must be equal on all ranks of a call, by the names of the arguments."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        """Takes the values as they are."""
+        self.values = dict(values)
+
+    @cached_property
+    def texts(self) -> dict[str, str]:
+        """What ranks tell each other of it."""
+        return {name: repr(value) for name, value in self.values.items()}
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes of all of it."""
+        text = repr(sorted(self.texts.items())).encode()
+        return hashlib.blake2b(text, digest_size=16).digest()
+
+
 class PointToPoint(Protocol):
     """What a ring needs of a transport.
 
@@ -70,6 +92,26 @@ class PointToPoint(Protocol):
 class Transport(PointToPoint, Protocol):
     """What the other strategies need: collectives, and transports among some of the ranks."""
 
+    def call(
+        self,
+        kind: str,
+        agreement: Agreement,
+        device: torch.device,
+        *,
+        values: Sequence[Tensor] = (),
+        number: int | None = None,
+    ) -> AbstractContextManager[int]:
+        """A call, which all ranks make: its messages reach no other one; gives its number.
+
+        Args:
+            kind: "forward", "backward", "decode", ...
+            agreement: everything else that must be equal on all ranks.
+            device: of the messages.
+            values: tensors whose values must be equal on all ranks.
+            number: of the forward that a backward belongs to; a new one by default.
+        """
+        ...
+
     def all_gather(self, channel: Channel, step: int, send: Tensor, recv: Tensor) -> None:
         """Starts to bring every rank's (n,) uint8 `send`, in their order, to (world_size * n,)."""
         ...
@@ -93,6 +135,10 @@ class Transport(PointToPoint, Protocol):
         """
         ...
 
+    def join(self, channel: Channel, device: torch.device) -> None:
+        """Takes part where other ranks exchange and this one has nothing to send or to receive."""
+        ...
+
     def follow(self, channel: Channel, stream: torch.cuda.Stream) -> bool:
         """Makes a stream wait for the exchange under way; False where it cannot be known there."""
         ...
@@ -100,6 +146,23 @@ class Transport(PointToPoint, Protocol):
     def sub(self, ranks: tuple[int, ...]) -> Transport:
         """The transport among some of these ranks, ascending; this rank is one of them."""
         ...
+
+
+def gather_texts(transport: Transport, text: str, device: torch.device) -> list[str]:
+    """The texts of all ranks, in their order: two exchanges, for which the host waits."""
+    mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    length = torch.tensor([mine.numel()], device=device)
+    lengths = length.new_empty(transport.world_size)
+    transport.all_gather("shards", 0, length.view(torch.uint8), lengths.view(torch.uint8))
+    transport.wait("shards")
+    counts: list[int] = lengths.tolist()
+    send = mine.new_zeros(max(counts))
+    send[: mine.numel()] = mine
+    everyone = mine.new_empty(transport.world_size, max(counts))
+    transport.all_gather("shards", 1, send, everyone.view(-1))
+    transport.wait("shards")
+    rows = zip(everyone.cpu(), counts, strict=True)
+    return [bytes(row[:count].tolist()).decode() for row, count in rows]
 
 
 def check_ranks(ranks: tuple[int, ...], rank: int, world_size: int) -> None:

@@ -8,17 +8,18 @@ one rank's work at a time, and nothing of torch.distributed is needed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import contains
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ring_attn.plan import Hop
-from ring_attn.transport.base import Channel, TransportStats, check_ranks
+from ring_attn.transport.base import Agreement, Channel, TransportStats, check_ranks
 
 T = TypeVar("T")
 Ranks = tuple[int, ...]
@@ -62,6 +63,13 @@ class LocalTransport:
         self._exchange = exchange
         self._pending: dict[Channel, _Pending] = {}
         self._subs: dict[Ranks, LocalTransport] = {}
+
+    @contextmanager
+    def call(
+        self, kind: str, agreement: Agreement, device: torch.device, **_: Any
+    ) -> Iterator[int]:
+        """Any: ranks in one process are in one call."""
+        yield 0
 
     def post(self, channel: Channel, step: int, hop: Hop, send: Tensor, recv: Tensor) -> None:
         """Offers `send` to its receiver."""
@@ -118,6 +126,9 @@ class LocalTransport:
         for rank in pending.receivers:
             outgoing = self._key(channel, self.rank, rank)
             self._exchange.until(partial(_lacks, sent, outgoing))
+
+    def join(self, channel: Channel, device: torch.device) -> None:
+        """Nothing: there are no connections."""
 
     def follow(self, channel: Channel, stream: torch.cuda.Stream) -> bool:
         """False: messages are copied by whoever waits for them."""

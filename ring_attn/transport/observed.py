@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ring_attn.plan import Hop
 from ring_attn.profiling import Observer
-from ring_attn.transport.base import Channel, Transport, TransportStats
+from ring_attn.transport.base import Agreement, Channel, Transport, TransportStats
 
 
 class ObservedTransport:
@@ -35,6 +36,12 @@ class ObservedTransport:
     def stats(self) -> TransportStats:
         """What has been done so far."""
         return self._inner.stats
+
+    def call(
+        self, kind: str, agreement: Agreement, device: torch.device, **options: Any
+    ) -> AbstractContextManager[int]:
+        """A call, which all ranks make."""
+        return self._inner.call(kind, agreement, device, **options)
 
     def post(self, channel: Channel, step: int, hop: Hop, send: Tensor, recv: Tensor) -> None:
         """Starts one exchange of uint8 buffers."""
@@ -63,6 +70,10 @@ class ObservedTransport:
         """Starts to bring from every rank its part for this one."""
         with self._posting(channel):
             self._inner.all_to_all(channel, step, send, send_counts, recv, recv_counts)
+
+    def join(self, channel: Channel, device: torch.device) -> None:
+        """Takes part without an exchange."""
+        self._inner.join(channel, device)
 
     def wait(self, channel: Channel) -> None:
         """Until the exchange is complete."""

@@ -1,144 +1,206 @@
-"""Point-to-point transport between processes: torch.distributed over NCCL or gloo.
+"""Point-to-point transport between processes: gloo for CPU tensors, NCCL for CUDA tensors.
 
 Each step is one batch of one send and one receive on every rank, idle ranks too: an asymmetric
-batch is undefined in NCCL, and an unbatched pair can deadlock. Shards and gradients have a process
-group each, apart from the caller's, so that neither waits for the other nor for unrelated traffic.
+batch is undefined in NCCL, and an unbatched pair can deadlock. On NCCL shards and gradients have a
+communicator each, apart from the caller's, so that neither waits for the other nor for unrelated
+traffic; on gloo tags keep them apart.
 
-On CUDA a group runs its copies on a stream of its own. Posting makes that stream wait for what the
-compute stream has been given so far, which is the last reader of the buffer that is received into;
-waiting makes the compute stream wait for the copies. The host waits for neither.
+Every message says which call it belongs to (`identity`). On gloo a message of another call is never
+received: the wait for this call's ends when the watch finds that calls differ, at the latest by the
+timeout. On NCCL the device compares, and the host raises at the start of a later call.
+
+On CUDA a communicator runs its copies on a stream of its own. Posting makes that stream wait for
+what the compute stream has been given so far, which is the last reader of the buffer that is
+received into; waiting makes the compute stream wait for the copies. The host waits for neither.
 """
 
 from __future__ import annotations
 
 import datetime
+import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from ring_attn.plan import Hop
 from ring_attn.spec import TransportOptions
 from ring_attn.transport.base import (
-    CHANNELS,
+    Agreement,
     Channel,
     TransportStats,
     check_ranks,
     group_timeout,
 )
+from ring_attn.transport.ranks.group import RankGroup, Waiting, describe_error, rank_group
+from ring_attn.transport.ranks.identity import Identity, checksum, message_tag
+from ring_attn.transport.ranks.media import Gloo, Nccl, coalesced
 
-# gloo takes a message that is shorter than its buffer for the whole, and the rest of the buffer for
-# received. So the end of a buffer is marked before, and must be overwritten after.
-UNWRITTEN = torch.tensor(list(b"\xffring_attn: end\xff"), dtype=torch.uint8)
+RECEIVE, SEND = "receive from", "send to"
+Started = tuple[dist.Work, str, int]
+Parts = list[tuple[int, Tensor]]
 
 
-@dataclass
-class _Pending:
+@dataclass(slots=True)
+class Pending:
     """One exchange under way.
 
     Attributes:
         step: of the ring, or which collective of the call.
-        works: as torch.distributed gave them, with what this rank could not do if one fails, and
-            the parts that it receives, whose ends are marked.
+        works: as torch.distributed gave them, with "receive from" or "send to" and the peer.
+        on_cuda: the host does not wait.
+        finish: called when all works are complete.
     """
 
     step: int
-    works: list[tuple[dist.Work, str, Sequence[Tensor]]]
+    works: list[tuple[dist.Work, str, int]]
     on_cuda: bool
+    finish: Callable[[], None] | None
 
 
 class P2PTransport:
-    """One batched, symmetric send and receive a step; and the collectives of torch.distributed."""
+    """One batched, symmetric send and receive a step; and collectives."""
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        shared: RankGroup,
         options: TransportOptions,
-        count: int = 0,
+        timeout_s: float,
         members: tuple[int, ...] | None = None,
         stats: TransportStats | None = None,
     ) -> None:
-        """Makes the ring's own groups; every rank of them calls it together.
+        """Makes no connections: the ranks make them together at the first call.
 
         Args:
-            group: the caller's.
+            shared: what all transports of the group have in common.
             options: equal on every rank.
-            count: how many transports this group has already, for names that all ranks agree on.
+            timeout_s: how long a rank waits for another one.
             members: the ranks of the group that take part, all by default.
             stats: counted into; new by default.
+        """
+        self._members = members or tuple(range(shared.world_size))
+        self.rank = self._members.index(shared.rank)
+        self.world_size = len(self._members)
+        self.stats = stats or TransportStats()
+        self._shared, self._options, self._timeout_s = shared, options, timeout_s
+        self._scope = zlib.crc32(repr(self._members).encode())
+        self._subs: dict[tuple[int, ...], P2PTransport] = {}
+        self._pending: dict[Channel, Pending] = {}
+
+    @contextmanager
+    def call(
+        self,
+        kind: str,
+        agreement: Agreement,
+        device: torch.device,
+        *,
+        values: Sequence[Tensor] = (),
+        number: int | None = None,
+    ) -> Iterator[int]:
+        """A call, which all ranks of the group make; whatever leaves it by an error ends the ring.
+
+        Args:
+            kind: "forward", "backward", "decode", ...
+            agreement: everything else that must be equal on all ranks.
+            device: of the messages.
+            values: tensors whose values must be equal on all ranks.
+            number: of the forward that a backward belongs to; a new one by default.
+
+        Yields:
+            The call's number.
 
         Raises:
-            RuntimeError: a rank did not take part in time.
+            RuntimeError: the ring has failed before, a rank did not come, this process was forked
+                from a rank, or another thread is in a call on this group.
         """
-        members = tuple(range(dist.get_world_size(group))) if members is None else members
-        self.rank = members.index(dist.get_rank(group))
-        self.world_size = len(members)
-        self.stats = stats or TransportStats()
-        everyone = dist.get_process_group_ranks(group)
-        self._ranks = [everyone[member] for member in members]
-        # Weakly: what the group's transports are kept by must not be kept by them.
-        self._parent = weakref.ref(group)
-        self._options, self._count = options, count
-        self._members = members
-        self._subs: dict[tuple[int, ...], P2PTransport] = {}
-        self._timeout = datetime.timedelta(seconds=options.timeout or group_timeout(group))
-        self._failed: RuntimeError | None = None
-        self._pending: dict[Channel, _Pending] = {}
-        self._groups: dict[Channel, dist.ProcessGroup] = {}
-        # The outer channels are opened by the first double ring.
-        for channel in CHANNELS[:2] if self.world_size > 1 else ():
-            self._group(channel)
+        shared = self._shared
+        if self.world_size == 1:
+            yield 0
+            return
+        shared.refuse_fork()
+        if shared.call is not None:
+            raise RuntimeError(
+                f"thread {threading.current_thread().name} calls while {shared.call} is under way "
+                "on the same group: the ranks could not tell the calls' messages apart; call from "
+                "one thread, or give each thread a process group of its own"
+            )
+        self._check_headers()
+        shared.refuse_failed()
+        try:
+            on_cpu = device.type != "cuda"
+            check = checksum(values) if values else None
+            number = shared.next_number() if number is None else number
+            known = int(check) if on_cpu and check is not None else 0
+            identity = Identity(shared.next_sequence(), number, kind, agreement, known)
+            shared.begin(identity)
+            tagged = shared.medium(device, self._timeout_s).honours_tags
+            if not tagged:
+                shared.headers.begin(identity, device, check)
+            yield number
+            if not tagged:
+                shared.headers.end(identity)
+        except BaseException as error:
+            shared.fail(f"{shared.call or kind} ended by {describe_error(error)}")
+            self._forget()
+            raise
+        finally:
+            shared.end()
 
     def post(self, channel: Channel, step: int, hop: Hop, send: Tensor, recv: Tensor) -> None:
         """Starts one exchange of uint8 buffers; neither may be touched before `wait`."""
-        self._exchange(channel, step, [(hop.recv_from, recv)], [(hop.send_to, send)], send.is_cuda)
+        self._exchange(channel, step, [(hop.recv_from, recv)], [(hop.send_to, send)])
 
     def all_gather(self, channel: Channel, step: int, send: Tensor, recv: Tensor) -> None:
         """Starts to bring every rank's (n,) uint8 `send`, in their order, to (world_size * n,)."""
         if self._alone(recv, send):
             return
-        if not send.is_cuda:
-            # gloo's own gathers into a buffer of its own, and copies from there what has come and
-            # what has not: nobody could tell that a message was too short.
-            parts = recv.chunk(self.world_size)
-            parts[self.rank].copy_(send)
-            others = [rank for rank in range(self.world_size) if rank != self.rank]
-            self._exchange(
-                channel, step, [(r, parts[r]) for r in others], [(r, send) for r in others], False
-            )
+        if send.is_cuda:
+            nbytes = 2 * ((self.world_size - 1) * send.nbytes,)
+
+            def start(nccl: Any) -> None:
+                nccl._allgather_base(recv, send)
+
+            self._collective(channel, step, nbytes, send.device, start)
             return
-        group = self._group(channel)
-        gather = _named("all_gather_single", "all_gather_into_tensor")
-        self._start(
-            channel,
-            step,
-            [(f"gather from global ranks {self._ranks}", [])],
-            True,
-            2 * ((self.world_size - 1) * send.nbytes,),
-            lambda: [gather(recv, send, group=group, async_op=True)],
-        )
+        parts = recv.chunk(self.world_size)
+        parts[self.rank].copy_(send)
+        others = self._others
+        self._exchange(channel, step, [(r, parts[r]) for r in others], [(r, send) for r in others])
 
     def reduce_scatter(self, channel: Channel, step: int, send: Tensor, recv: Tensor) -> None:
-        """Starts to sum all ranks' (world_size * n,) `send`; rank r receives the r-th n of them."""
+        """Starts to sum all ranks' (world_size * n,) `send`; rank r receives the r-th n of them.
+
+        On a CPU the sum is made in the order of the ranks; on CUDA in an order that NCCL chooses.
+        """
         if self._alone(recv, send):
             return
-        group = self._group(channel)
-        scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
-        self._start(
-            channel,
-            step,
-            [(f"sum over global ranks {self._ranks}", [])],
-            send.is_cuda,
-            2 * ((self.world_size - 1) * recv.nbytes,),
-            lambda: [scatter(recv, send, group=group, async_op=True)],
-        )
+        if send.is_cuda:
+            nbytes = 2 * ((self.world_size - 1) * recv.nbytes,)
+
+            def start(nccl: Any) -> None:
+                nccl._reduce_scatter_base(recv, send)
+
+            self._collective(channel, step, nbytes, send.device, start)
+            return
+        parts = list(send.chunk(self.world_size))
+        received = {r: torch.empty_like(recv) for r in self._others}
+
+        def add() -> None:
+            recv.zero_()
+            for rank in range(self.world_size):
+                recv.add_(received.get(rank, parts[self.rank]))
+
+        receives = [(r, part.view(torch.uint8)) for r, part in received.items()]
+        sends = [(r, parts[r].view(torch.uint8)) for r in self._others]
+        self._exchange(channel, step, receives, sends, add)
 
     def all_to_all(
         self,
@@ -152,40 +214,34 @@ class P2PTransport:
         """Starts to bring from every rank its part for this one; counts in bytes."""
         if self._alone(recv, send):
             return
-        group = self._group(channel)
-        parts = [part for part in recv.split(list(recv_counts)) if part.numel()]
-        self._mark(parts)
-        self._start(
-            channel,
-            step,
-            [(f"exchange with global ranks {self._ranks}", parts)],
-            send.is_cuda,
-            (send.nbytes - send_counts[self.rank], recv.nbytes - recv_counts[self.rank]),
-            lambda: [
-                dist.all_to_all_single(
-                    recv, send, list(recv_counts), list(send_counts), group=group, async_op=True
-                )
-            ],
-        )
+        mine = self.rank
+        if send.is_cuda:
+            nbytes = (send.nbytes - send_counts[mine], recv.nbytes - recv_counts[mine])
+
+            def start(nccl: Any) -> None:
+                nccl.alltoall_base(recv, send, list(recv_counts), list(send_counts))
+
+            self._collective(channel, step, nbytes, send.device, start)
+            return
+        outgoing, incoming = send.split(list(send_counts)), recv.split(list(recv_counts))
+        incoming[mine].copy_(outgoing[mine])
+        receives = [(r, incoming[r]) for r in self._others]
+        self._exchange(channel, step, receives, [(r, outgoing[r]) for r in self._others])
 
     def wait(self, channel: Channel) -> None:
         """Until the exchange is complete; RuntimeError names step, peer and timeout if it fails."""
         if self.world_size == 1:
             return
-        pending, start = self._pending.pop(channel), time.perf_counter()
-        for work, what, received in pending.works:
+        pending, start = self._pending.pop(channel), time.monotonic()
+        for work, what, peer in pending.works:
             try:
-                # With a timeout NCCL's wait would block the host; its watchdog has the timeout.
-                done = work.wait() if pending.on_cuda else work.wait(self._timeout)
-                if not pending.on_cuda:
-                    if not done:
-                        raise RuntimeError("timed out")
-                    for part in received:
-                        _check_whole(part)
+                self._wait_for(work, peer, start, pending.on_cuda)
             except RuntimeError as error:
-                elapsed = time.perf_counter() - start
-                raise self._error(pending.step, what, elapsed, error) from error
-        self.stats.wait_s += time.perf_counter() - start
+                elapsed = time.monotonic() - start
+                raise self._error(pending.step, what, peer, elapsed, error) from error
+        if pending.finish is not None:
+            pending.finish()
+        self.stats.wait_s += time.monotonic() - start
 
     def follow(self, channel: Channel, stream: torch.cuda.Stream) -> bool:
         """Makes a stream wait for the exchange under way, as `wait` makes the compute stream."""
@@ -197,115 +253,168 @@ class P2PTransport:
                 work.wait()
         return True
 
+    def join(self, channel: Channel, device: torch.device) -> None:
+        """Takes part where others exchange: a communicator is made by all of its ranks."""
+        if self.world_size > 1 and device.type == "cuda":
+            self._communicator(channel, device)
+
     def sub(self, ranks: tuple[int, ...]) -> P2PTransport:
-        """The transport among some of these ranks; all of them call it together the first time."""
+        """The transport among some of these ranks, which fails with this one."""
         if ranks not in self._subs:
             check_ranks(ranks, self.rank, self.world_size)
             members = tuple(self._members[rank] for rank in ranks)
-            whole = members == self._members
             self._subs[ranks] = (
                 self
-                if whole
-                else P2PTransport(self._caller, self._options, self._count, members, self.stats)
+                if members == self._members
+                else P2PTransport(self._shared, self._options, self._timeout_s, members, self.stats)
             )
         return self._subs[ranks]
 
-    def _group(self, channel: Channel) -> dist.ProcessGroup:
-        if channel not in self._groups:
-            group = self._caller
-            among = "" if len(self._ranks) == dist.get_world_size(group) else f"/{self._members}"
-            try:
-                with _group_name(f"ring_attn/{group.group_name}{among}/{channel}/{self._count}"):
-                    self._groups[channel] = dist.new_group(
-                        self._ranks,
-                        timeout=self._timeout,
-                        backend=dist.get_backend_config(group),
-                        pg_options=_nccl_options(self._options),
-                        use_local_synchronization=True,
-                        group_desc=f"ring_attn_{channel}",
-                    )
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"rank {self.rank} could not form the ring of global ranks {self._ranks}, "
-                    f"timeout {self._timeout.total_seconds():g} s: all ranks of the group must "
-                    f"make their first call of ring_attention together. Cause: "
-                    f"{_first_line(error)}"
-                ) from error
-        return self._groups[channel]
+    def _forget(self) -> None:
+        """Lets go of the buffers of exchanges that nobody will wait for."""
+        self._pending.clear()
+        for sub in self._subs.values():
+            if sub is not self:
+                sub._forget()
 
     @property
-    def _caller(self) -> dist.ProcessGroup:
-        group = self._parent()
-        assert group is not None, "its transports are found by the group"
-        return group
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def _alone(self, recv: Tensor, send: Tensor) -> bool:
-        """Does a collective of one rank, which needs no group."""
+        """Does a collective of one rank, which needs no connections."""
         if self.world_size == 1:
             recv.copy_(send)
         return self.world_size == 1
-
-    def _mark(self, parts: Sequence[Tensor]) -> None:
-        for part in parts:
-            # What is shorter than the mark could hold it by chance, and is not checked.
-            if not part.is_cuda and part.numel() >= len(UNWRITTEN):
-                part[-len(UNWRITTEN) :] = UNWRITTEN
 
     def _exchange(
         self,
         channel: Channel,
         step: int,
-        receives: Sequence[tuple[int, Tensor]],
-        sends: Sequence[tuple[int, Tensor]],
-        on_cuda: bool,
+        receives: Parts,
+        sends: Parts,
+        finish: Callable[[], None] | None = None,
     ) -> None:
         """One batch of messages from and to other ranks."""
-        group = self._group(channel)
-        self._mark([part for _, part in receives])
+        device = sends[0][1].device
+        medium = self._shared.medium(device, self._timeout_s)
+        nbytes = sum(x.nbytes for _, x in sends), sum(x.nbytes for _, x in receives)
+        if not medium.honours_tags:
+            incoming = self._shared.headers.incoming(step, len(receives)).unbind()
+            own = self._shared.headers.outgoing(step)
+            receives = receives + [(r, x) for (r, _), x in zip(receives, incoming, strict=True)]
+            sends = sends + [(r, own) for r, _ in sends]
+
         # The receives first: the order of the works in `wait`, where they are what compute needs.
-        ops = [dist.P2POp(dist.irecv, x, self._ranks[r], group) for r, x in receives]
-        ops += [dist.P2POp(dist.isend, x, self._ranks[r], group) for r, x in sends]
-        whats: list[tuple[str, Sequence[Tensor]]] = [
-            (f"receive from rank {r} (global rank {self._ranks[r]})", [part])
-            for r, part in receives
-        ]
-        whats += [(f"send to rank {r} (global rank {self._ranks[r]})", []) for r, _ in sends]
-        sent, received = (sum(x.nbytes for _, x in part) for part in (sends, receives))
-        nbytes = sent, received
-        self._start(channel, step, whats, on_cuda, nbytes, lambda: dist.batch_isend_irecv(ops))
+        if isinstance(medium, Gloo):
+            start = partial(self._send_tagged, medium, channel, step, receives, sends)
+        else:
+            start = partial(self._send_together, channel, device, receives, sends)
+        self._start(channel, step, receives[0][0], nbytes, device, start, finish)
+
+    def _send_tagged(
+        self, gloo: Gloo, channel: Channel, step: int, receives: Parts, sends: Parts
+    ) -> list[Started]:
+        # Without tags messages would be told apart by their order alone.
+        seed = self._shared.seed ^ self._scope if gloo.honours_tags else 0
+
+        def tag(x: Tensor) -> int:
+            return message_tag(seed, channel, step, x.nbytes)
+
+        works = [(gloo.receive(x, self._members[r], tag(x)), RECEIVE, r) for r, x in receives]
+        works += [(gloo.send(x, self._members[r], tag(x)), SEND, r) for r, x in sends]
+        return works
+
+    def _send_together(
+        self, channel: Channel, device: torch.device, receives: Parts, sends: Parts
+    ) -> list[Started]:
+        nccl = self._communicator(channel, device)
+        starts = [partial(nccl.recv, [x], r, 0) for r, x in receives]
+        starts += [partial(nccl.send, [x], r, 0) for r, x in sends]
+        return [(coalesced(nccl, starts), RECEIVE, receives[0][0])]
+
+    def _collective(
+        self,
+        channel: Channel,
+        step: int,
+        nbytes: tuple[int, int],
+        device: torch.device,
+        start: Callable[[Any], object],
+    ) -> None:
+        """One of NCCL's own collectives, and beside it the headers of all ranks."""
+        nccl, headers = self._communicator(channel, device), self._shared.headers
+        incoming, own = headers.incoming(step, self.world_size), headers.outgoing(step)
+        starts = [partial(start, nccl), partial(nccl._allgather_base, incoming.view(-1), own)]
+        peer = self._others[0]
+
+        def together() -> list[Started]:
+            return [(coalesced(nccl, starts), "exchange with", peer)]
+
+        self._start(channel, step, peer, nbytes, device, together)
+
+    def _communicator(self, channel: Channel, device: torch.device) -> Any:
+        medium = self._shared.medium(device, self._timeout_s)
+        assert isinstance(medium, Nccl), "CUDA tensors travel by NCCL"
+        return medium.communicator(self._members, channel, self._options, self._timeout_s, device)
 
     def _start(
         self,
         channel: Channel,
         step: int,
-        whats: Sequence[tuple[str, Sequence[Tensor]]],
-        on_cuda: bool,
+        peer: int,
         nbytes: tuple[int, int],
-        start: Callable[[], list[dist.Work]],
+        device: torch.device,
+        start: Callable[[], list[Started]],
+        finish: Callable[[], None] | None = None,
     ) -> None:
         """Starts what is under way until `wait`; `nbytes` are sent and received by it."""
-        if self._failed is not None:
-            # Messages of the broken call may still be on their way.
-            raise RuntimeError("this ring has failed before and cannot go on") from self._failed
+        if channel in self._pending:
+            raise RuntimeError(
+                f"rank {self.rank} posts step {step} on channel {channel!r}, where step "
+                f"{self._pending[channel].step} has not been waited for"
+            )
         try:
             works = start()
         except RuntimeError as error:
-            raise self._error(step, whats[0][0], 0.0, error) from error
-        # A coalesced batch is one work for all of its exchanges.
-        named = [(work, *what) for work, what in zip(works, whats, strict=False)]
-        self._pending[channel] = _Pending(step, named, on_cuda)
+            raise self._error(step, RECEIVE, peer, 0.0, error) from error
+        self._pending[channel] = Pending(step, works, device.type == "cuda", finish)
         self.stats.bytes_sent += nbytes[0]
         self.stats.bytes_received += nbytes[1]
         self.stats.messages += 1
 
-    def _error(self, step: int, what: str, elapsed: float, error: Exception) -> RuntimeError:
-        self._failed = RuntimeError(
-            f"ring step {step}: rank {self.rank} could not {what} after {elapsed:.1f} s, timeout "
-            f"{self._timeout.total_seconds():g} s: the peer died, stalled, or called with other "
-            f"shapes (RING_ATTN_DEBUG=1 tells). Nothing is kept between calls: restart from a "
-            f"checkpoint. Cause: {_first_line(error)}"
+    def _wait_for(self, work: dist.Work, peer: int, start: float, on_cuda: bool) -> None:
+        if on_cuda:
+            # With a timeout NCCL's wait would block the host; its watchdog has the timeout.
+            work.wait()
+            return
+        now = time.monotonic()
+        left = datetime.timedelta(seconds=max(self._timeout_s - (now - start), 0.001))
+        self._shared.waiting = Waiting(now, (self._members[peer],))
+        try:
+            if not work.wait(left):
+                raise RuntimeError("timed out")
+        finally:
+            self._shared.waiting = None
+
+    def _check_headers(self) -> None:
+        found = self._shared.headers.found()
+        if found is not None:
+            self._shared.fail(found)
+
+    def _error(
+        self, step: int, what: str, peer: int, elapsed: float, error: Exception
+    ) -> RuntimeError:
+        shared, member = self._shared, self._members[peer]
+        reason = str(shared.failed) if shared.failed else shared.reason(member)
+        if reason is None:
+            reason = f"the peer died, stalled, or did not make this call ({describe_error(error)})"
+        text = (
+            f"ring step {step}: rank {self.rank} could not {what} rank {peer} (global rank "
+            f"{shared.global_ranks[member]}) after {elapsed:.1f} s, timeout {self._timeout_s:g} s: "
+            f"{reason}"
         )
-        return self._failed
+        shared.fail(text)
+        return RuntimeError(f"{text}. Nothing is kept between calls: restart from a checkpoint")
 
 
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[TransportOptions, P2PTransport]] = (
@@ -314,46 +423,13 @@ _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[TransportOptions,
 
 
 def open_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTransport:
-    """The transport of a group, made at its first call: every rank of the group takes part then."""
+    """The transport of a group; the ranks connect at its first call, in which all take part."""
     by_options = _transports.setdefault(group, {})
     if options not in by_options:
-        by_options[options] = P2PTransport(group, options, len(by_options))
+        by_options[options] = new_p2p(group, options)
     return by_options[options]
 
 
-def _nccl_options(options: TransportOptions) -> object | None:
-    if options.nccl_max_ctas is None:
-        return None
-    nccl = dist.ProcessGroupNCCL.Options()
-    nccl.config.max_ctas = options.nccl_max_ctas
-    return nccl
-
-
-@contextmanager
-def _group_name(name: str) -> Iterator[None]:
-    """Names the group that `new_group` makes within.
-
-    torch names a locally synchronised group after the number of groups that this process has. Ranks
-    that have made different numbers of them, for pipeline stages or embeddings, would wait for each
-    other under different names.
-    """
-    torchs_own = distributed_c10d._process_group_name
-    distributed_c10d._process_group_name = lambda *_, **__: distributed_c10d.GroupName(name)
-    try:
-        yield
-    finally:
-        distributed_c10d._process_group_name = torchs_own
-
-
-def _named(*names: str) -> Callable[..., Any]:
-    """The first of these functions that this torch.distributed has: collectives are renamed."""
-    return next(getattr(dist, name) for name in names if hasattr(dist, name))
-
-
-def _check_whole(recv: Tensor) -> None:
-    if torch.equal(recv[-len(UNWRITTEN) :], UNWRITTEN):
-        raise RuntimeError(f"the message is shorter than the {recv.numel()} bytes that are due")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else repr(error)
+def new_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTransport:
+    """A transport with statistics of its own, over the connections of the group's others."""
+    return P2PTransport(rank_group(group), options, options.timeout or group_timeout(group))

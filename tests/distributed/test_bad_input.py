@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-import ring_attn
 from ring_attn import SequenceLayout, TransportOptions, ring_attention, select_backend, unshard
 from ring_attn.strategy import Strategy
 from ring_attn.transport import p2p
@@ -474,18 +473,11 @@ def no_communication() -> Iterator[None]:
         raise AssertionError("communication before the checks")
 
     with ExitStack() as stack:
-        names = (
-            "new_group",
-            "batch_isend_irecv",
-            "all_gather",
-            "all_gather_object",
-            "isend",
-            "irecv",
-        )
+        names = ("new_group", "all_gather", "all_gather_object", "isend", "irecv")
         for name in names:
             stack.enter_context(mock.patch.object(dist, name, refuse))
-        for module in (ring_attn.api, ring_attn.ops):
-            stack.enter_context(mock.patch.object(module, "open_transport", refuse))
+        for name in ("call", "post", "all_gather"):
+            stack.enter_context(mock.patch.object(p2p.P2PTransport, name, refuse))
         yield
 
 

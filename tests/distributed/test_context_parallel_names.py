@@ -37,6 +37,7 @@ from ring_attn.layout import Segment
 from ring_attn.mask import Mask
 from ring_attn.sdpa import route_sdpa
 from ring_attn.testing import Inputs, check, dense_gradients, plain_gradients, random_qkv
+from tests.cold import compile_cold
 
 pytestmark = pytest.mark.dist
 
@@ -369,18 +370,29 @@ def activations_computed_again_need_the_context() -> None:
 
 def compiled_code_is_routed_too() -> None:
     """What was compiled outside is compiled again inside, without a break, and is not kept."""
-    q = torch.randn(1, 2, 6, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
 
     def layer(x: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(x, x, x, is_causal=True).sin()
 
-    compiled, plain = torch.compile(layer, backend="eager", fullgraph=True), layer(q)
-    assert compiled(q).equal(plain)
-    with context_parallel(mesh_of()):
-        routed = layer(q)
-        assert compiled(q).equal(routed)
-    assert compiled(q).equal(plain) and not routed.equal(plain)
-    torch.compiler.reset()
+    # Head-tail on two ranks, and runs, the second of which is shorter.
+    for seqlen in (44, 43):
+        generator = torch.Generator().manual_seed(seqlen)
+        x = torch.randn(1, 2, seqlen, 8, generator=generator)
+        q = x.clone()
+        compiled, num_graphs = compile_cold(layer, fullgraph=True)
+        whole = compiled(q)
+        with context_parallel(mesh_of(), buffers=[q], buffer_seq_dims=[2]):
+            routed = compiled(q)
+            assert q.size(2) in (21, 22) and routed.equal(layer(q))
+        assert num_graphs() == 2
+        assert compiled(q).equal(whole) and whole.equal(layer(x))
+        assert num_graphs() == 2
+
+    layout = SequenceLayout.boundaries([0, 17, 43])
+    q = layout.shard(x, dist.get_rank(), dim=2)
+    compiled, _ = compile_cold(layer, fullgraph=True)
+    with route_sdpa(layout=layout):
+        assert compiled(q).equal(layer(q))
 
 
 def refusals() -> None:

@@ -29,6 +29,7 @@ from ring_attn.testing import (
 from ring_attn.tools import generate
 from ring_attn.tools.model import ModelConfig, Transformer
 from ring_attn.transport.p2p import open_p2p
+from tests.cold import compile_cold
 from tests.distributed.pool import Pools
 
 pytestmark = pytest.mark.dist
@@ -223,7 +224,7 @@ def with_another_query() -> str:
 
 def test_ranks_with_different_queries_are_named(ranks: Pools) -> None:
     for text in ranks(2).run(with_another_query):
-        assert "ranks disagree on the call; q: rank 1 has" in text
+        assert "ranks disagree on the call; values of q and sinks: rank 1 has" in text
 
 
 CONFIG = ModelConfig(dim=32, num_layers=2, nheads=4, nheads_kv=2, hidden_dim=48)
@@ -259,3 +260,30 @@ def test_three_ranks_generate_what_one_process_does(ranks: Pools, kind: str) -> 
 def test_a_key_that_is_missed_makes_another_text(ranks: Pools) -> None:
     result = ranks(3).run(generate_twice, "zigzag", (20, 0))[0]
     assert not result.equal and result.first_difference is not None
+
+
+def decode_compiled() -> tuple[int, list[bool], str]:
+    """Graphs around tree_decode, whether each token has the bits of eager, and a refusal."""
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
+        return tree_decode(q * 2, k, v, layout=layout).relu()
+
+    rank, same = dist.get_rank(), []
+    compiled, num_graphs = compile_cold(layer)
+    whole = random_qkv(seqlen_q=1, seqlen_k=23, **SIZES)
+    for seqlen in range(19, 23):
+        cache = SequenceLayout.zigzag(seqlen, 2).appended(1, 1)
+        q, k, v = whole.q, *(cache.shard(x[:, : seqlen + 1], rank) for x in whole[1:3])
+        got = compiled(q, k, v, cache)
+        same.append(got.equal(layer(q, k, v, cache)))
+    graphs = num_graphs()
+    with pytest.raises(RuntimeError) as caught:
+        compile_cold(layer, fullgraph=True)[0](q, k, v, cache)
+    return graphs, same, str(caught.value)
+
+
+def test_a_compiled_model_decodes_between_graphs(ranks: Pools) -> None:
+    for graphs, same, text in ranks(2).run(decode_compiled):
+        assert graphs in (2, 3)  # the length of the cache becomes a symbol
+        assert same == [True] * 4
+        assert "tree_decode" in text and "fullgraph" in text

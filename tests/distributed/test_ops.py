@@ -15,17 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ring_attn import SequenceLayout, Strategy, TransportOptions, ring_attention
+from ring_attn.layout import Segment
 from ring_attn.mask import Mask
 from ring_attn.spec import AttentionSpec
 from ring_attn.strategies.core import make_call
 from ring_attn.strategy import resolve_strategy
 from ring_attn.transport.p2p import open_p2p
+from tests.cold import compile_cold
 from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -83,17 +84,11 @@ def compiled_cases(backend: str, names: tuple[str, ...]) -> dict[str, Any]:
     """Every strategy and some options: equal to eager, without a break, at lengths not seen."""
     found: dict[str, Any] = {}
     for name in names:
-        strategy = STRATEGIES[name]
-        torch._dynamo.reset()
-        fn = partial(block, {"causal": True, "strategy": strategy})
-        counter = CompileCounterWithBackend(backend)
-        compiled = torch.compile(fn, backend=counter, fullgraph=True, dynamic=True)
+        fn = partial(block, {"causal": True, "strategy": STRATEGIES[name]})
+        compiled, num_graphs = compile_cold(fn, backend, fullgraph=True, dynamic=True)
         lengths = (7, 12, 33)
-        found[name] = [same(results(fn, inputs(n)), results(compiled, inputs(n))) for n in lengths]
-        # Not counted: a graph without any operation, which holds what is constant.
-        found[f"{name} graphs"] = sum(
-            any("call" in node.op for node in made.graph.nodes) for made in counter.graphs
-        )
+        found[name] = [same(results(compiled, inputs(n)), results(fn, inputs(n))) for n in lengths]
+        found[f"{name} graphs"] = num_graphs()
     return found
 
 
@@ -115,45 +110,82 @@ def test_compiles_with_inductor(pool: Pool) -> None:
             assert found[f"{name} graphs"] == 1, name
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "layout": {"causal": True},
+    "documents": {"cu_seqlens": torch.tensor([0, 5, 5, 20], dtype=torch.int32), "causal": True},
+    "window": {"window_size": (3, 1), "softmax_scale": 0.3},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 0.0, 2.0]), "backend": "reference"},
+    "value": {"strategy": Strategy("all_gather", heads_per_chunk=2)},
+}
+# Each for 9 and 11 rows on two ranks, new at every call.
+LAYOUTS: dict[str, Callable[[], SequenceLayout]] = {
+    "boundaries": lambda: SequenceLayout.boundaries([0, 9, 20]),
+    "segments": lambda: SequenceLayout.from_segments(
+        [[Segment(0, 4), Segment(15, 5)], [Segment(4, 11)]]
+    ),
+}
+
+
 def option_cases() -> dict[str, bool]:
     """What is passed on into a graph: layouts, documents, a mesh, sinks, a window."""
-    found = {}
-    layout = SequenceLayout.boundaries([0, 9, 20])
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     rows = (9, 11)[dist.get_rank()]
-    cu_seqlens = torch.tensor([0, 5, 5, 20], dtype=torch.int32)
-    sinks = torch.tensor([0.5, -1.0, 0.0, 2.0])
-    cases: dict[str, dict[str, Any]] = {
-        "layout": {"layout": layout, "causal": True},
-        "pair": {"layout": (layout, layout), "group": mesh},
-        "documents": {"layout": layout, "cu_seqlens": cu_seqlens, "causal": True},
-        "window": {"layout": layout, "window_size": (3, 1), "softmax_scale": 0.3},
-        "sinks": {"layout": layout, "sinks": sinks, "group": dist.group.WORLD},
-        "value": {"layout": layout, "strategy": Strategy("all_gather", heads_per_chunk=2)},
-    }
-    for name, options in cases.items():
-        torch._dynamo.reset()
-        backend = {"backend": "reference"} if name in ("sinks",) else {}
-        fn = partial(block, {**options, **backend})
-        compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
-        found[name] = same(results(fn, inputs(rows)), results(compiled, inputs(rows)))
-    torch._dynamo.reset()
-    other = SequenceLayout.boundaries([0, 11, 20])
-    fn = torch.compile(
-        lambda layout, *x: ring_attention(*x, layout=layout, causal=True), backend="aot_eager"
-    )
-    swapped = inputs((11, 9)[dist.get_rank()])
-    fn(layout, *inputs(rows))
-    found["another layout"] = same(
-        [fn(other, *swapped)], [ring_attention(*swapped, layout=other, causal=True)]
+
+    def compiles(make: Callable[[], Any], options: dict[str, Any]) -> bool:
+        compiled, _ = compile_cold(block, "aot_eager", fullgraph=True)
+        got = results(partial(compiled, {**options, "layout": make()}), inputs(rows))
+        return same(got, results(partial(block, {**options, "layout": make()}), inputs(rows)))
+
+    found = {name: compiles(LAYOUTS["boundaries"], options) for name, options in OPTIONS.items()}
+    found |= {name: compiles(make, {"causal": True}) for name, make in LAYOUTS.items()}
+    found["pair"] = compiles(
+        lambda: (LAYOUTS["segments"](), LAYOUTS["segments"]()), {"group": mesh}
     )
     return found
 
 
 def test_compiles_with_options(pool: Pool) -> None:
-    """Layouts, documents and groups reach the operator; another layout is another graph."""
+    """Layouts that are new, documents and groups reach the operator."""
     for found in pool.run(option_cases, timeout=200):
         assert all(found.values()), found
+
+
+def several_layouts() -> dict[str, Any]:
+    """Layouts as arguments, and made within: equal to eager, and how many graphs there are."""
+    rank = dist.get_rank()
+
+    def attend(layout: SequenceLayout, *x: Tensor) -> Tensor:
+        return ring_attention(*x, layout=layout, causal=True)
+
+    def attend_zigzag(*x: Tensor) -> Tensor:
+        return attend(SequenceLayout.zigzag(2 * x[0].size(1), 2), *x)
+
+    found: dict[str, Any] = {}
+    for dynamic in (None, True):
+        compiled, num_graphs = compile_cold(attend, fullgraph=True, dynamic=dynamic)
+        for cuts in ([0, 9, 20], [0, 11, 20], [0, 7, 20]):
+            x = inputs(cuts[rank + 1] - cuts[rank])
+            got = compiled(SequenceLayout.boundaries(cuts), *x)
+            layout = SequenceLayout.boundaries(cuts)
+            want = attend(layout, *x)
+            # The graph is the same for a layout that an eager call has used.
+            found[f"{cuts} {dynamic}"] = same([got, compiled(layout, *x)], [want, want])
+        found[f"graphs {dynamic}"] = num_graphs()
+    compiled, num_graphs = compile_cold(attend_zigzag, fullgraph=True, dynamic=True)
+    for n in (7, 12):
+        x = inputs(n)
+        found[f"zigzag {n}"] = same([compiled(*x)], [attend_zigzag(*x)])
+    found["graphs within"] = num_graphs()
+    return found
+
+
+def test_graphs_of_several_layouts(pool: Pool) -> None:
+    """Where lengths are symbols a layout's numbers are; made inside, it is a part of the graph."""
+    for found in pool.run(several_layouts, timeout=60):
+        # By default torch takes for a symbol what has changed once.
+        assert (found.pop("graphs None"), found.pop("graphs True")) == (2, 1)
+        assert found.pop("graphs within") == 1
+        assert len(found) == 8 and all(found.values()), found
 
 
 def differentiated(strategy: Any, sinks: Tensor | None) -> bool:
@@ -232,10 +264,11 @@ def refused_cases() -> dict[str, str]:
             return f"{type(error).__name__}: {error}"
         return "nothing"
 
-    auto = torch.compile(
-        lambda *x: ring_attention(*x, strategy="auto"), backend="aot_eager", fullgraph=True
-    )
-    found["auto"] = caught(lambda: auto(q, k, v))
+    auto = partial(ring_attention, strategy="auto")
+    compiled, _ = compile_cold(auto)
+    found["auto compiled"] = str(torch.equal(compiled(q, k, v), auto(q, k, v)))
+    whole, _ = compile_cold(auto, fullgraph=True)
+    found["auto"] = caught(lambda: whole(q, k, v))
     sinks = torch.zeros(HEADS, requires_grad=True)
     for name in STRATEGIES:
         out = ring_attention(q, k, v, sinks=sinks, strategy=name)
@@ -249,8 +282,9 @@ def refused_cases() -> dict[str, str]:
 
 
 def test_refuses(pool: Pool) -> None:
-    """auto in a graph, and a second derivative whatever the strategy saves; lse has no gradient."""
+    """auto in one graph, a second derivative whatever the strategy saves; lse has no gradient."""
     for found in pool.run(refused_cases, timeout=120):
+        assert found["auto compiled"] == "True"
         assert "strategy='auto' cannot be compiled" in found["auto"]
         for name in STRATEGIES:
             for what in ("dq", "dsinks"):

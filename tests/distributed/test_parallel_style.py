@@ -33,6 +33,7 @@ from ring_attn.testing import (
     random_sinks,
 )
 from ring_attn.transport.p2p import open_p2p
+from tests.cold import compile_cold
 
 pytestmark = pytest.mark.dist
 
@@ -329,6 +330,37 @@ def test_ulysses_runs_any_module(
 ) -> None:
     for by_rank in zip(*ranks(2).run(run_whole, layout, form), strict=True):
         assert_exact(list(by_rank), layout)
+
+
+# For two ranks, new at every call.
+COMPILED: dict[str, Callable[[], dict[str, Any]]] = {
+    "global": lambda: {"layout": SequenceLayout.zigzag(UNEVEN, 2)},
+    "local": lambda: {"layout": SequenceLayout.boundaries([0, 49, UNEVEN]), "inside": "local"},
+    "whole": lambda: {
+        "layout": SequenceLayout.striped(UNEVEN, 2), "inside": "whole", "strategy": "ulysses"
+    },
+}  # fmt: skip
+
+
+def run_compiled(name: str, form: str) -> bool:
+    """Whether a module compiled as one graph has the bits of the same module as it is."""
+    mesh, case = mesh_of(2), Case("BSHD", form, "positional")
+    options = [COMPILED[name]() for _ in range(2)]
+    cold, plain = (parallelize(Core(), mesh, {"": ContextParallel(**one)}) for one in options)
+    compiled, num_graphs = compile_cold(cold, "aot_eager", fullgraph=True)
+    got, want = (
+        run_module(
+            module, lambda module, *qkv: module(*qkv), case, COMPILED[name]()["layout"], mesh
+        )
+        for module in (compiled, plain)
+    )
+    return num_graphs() == 1 and all(got[part].equal(want[part]) for part in want)
+
+
+@pytest.mark.parametrize("form", ["plain", "DTensor"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_module_compiles_with_a_new_layout(ranks: Any, name: str, form: str) -> None:
+    assert ranks(2).run(run_compiled, name, form) == [True] * 2
 
 
 def run_replaced() -> tuple[dict[str, Tensor], Tensor]:

@@ -499,7 +499,10 @@ def lse_takes_no_gradient() -> None:
 
 
 def saves_five_tensors() -> None:
-    """q, k, v as they were passed, out, lse: no buffer of the communication, nor a view of one."""
+    """q, k, v as they were passed, out, lse: no buffer of the communication, nor a view of one.
+
+    And the number of the call, for its backward.
+    """
     ring, (q, k, v, _) = _ring(ONE)
     saved: list[Tensor] = []
 
@@ -509,7 +512,8 @@ def saves_five_tensors() -> None:
 
     with saved_tensors_hooks(pack, lambda x: x):
         out, lse = ring(q, k, v, return_lse=True)
-    assert [x.shape for x in saved] == [x.shape for x in (q, k, v, out, lse)]
+    *saved, number = saved
+    assert number.shape == () and [x.shape for x in saved] == [x.shape for x in (q, k, v, out, lse)]
     for one, x in zip(saved, (q, k, v, out, lse), strict=True):
         assert one.data_ptr() == x.data_ptr()
         assert one.untyped_storage().nbytes() == x.numel() * x.element_size()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -29,6 +30,7 @@ from ring_attn.testing import (
     poisoned_empty,
     random_qkv,
 )
+from tests.cold import compile_cold
 
 pytestmark = pytest.mark.dist
 
@@ -129,7 +131,11 @@ def own_arguments(case: Case, rank: int) -> list[Any]:
     """What stands between the tensors and dropout_p."""
     if not case.is_packed:
         return []
-    cu = torch.tensor(case.documents(), dtype=torch.int32)
+    return arguments_of(case, torch.tensor(case.documents(), dtype=torch.int32), rank)
+
+
+def arguments_of(case: Case, cu: Tensor, rank: int) -> list[Any]:
+    """Those for documents with these global boundaries."""
     if not case.family.startswith("llama3"):
         local = cu // case.world_size
         return [local, int(local.diff().max())]
@@ -310,3 +316,94 @@ def a_group_that_is_not_the_default() -> bool:
 
 def test_a_group_of_some_ranks(ranks: Any) -> None:
     assert ranks(4).run(a_group_that_is_not_the_default) == [True] * 4
+
+
+def compiled(case: Case, backend: str, scalars: bool, inside: bool) -> tuple[int, list[bool]]:
+    """Graphs around one function, and whether each batch has the bits of eager, gradients too.
+
+    Args:
+        case: the function; its documents are those of the first batch.
+        backend: of torch.compile.
+        scalars: `capture_scalar_outputs`, which lets dynamo trace what is read from tensors.
+        inside: llama3's arguments are made inside of the compiled function.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    seqlen = case.documents()[-1]
+
+    def layer(x: list[Tensor], cu: Tensor, arguments: list[Any] | None) -> Tensor:
+        if arguments is None:
+            *local, keys = names.llama3_flash_attn_prepare_cu_seqlens(cu, True, rank, world_size)
+            arguments = [*local, 1, keys]
+        return case.function(*[y * 2 for y in x], *arguments, causal=True).relu()
+
+    from torch._dynamo import config  # loads the compiler
+
+    with config.patch(capture_scalar_outputs=scalars):
+        cold, num_graphs = compile_cold(layer, backend)
+        found = []
+        # Documents that no eager call has seen.
+        for cuts in ((4, 12), (8,), (4, 8, 16, 20), (12, 16, 20)):
+            cu = torch.tensor([0, *cuts, seqlen], dtype=torch.int32)
+            x = [y[0, : seqlen // world_size].requires_grad_() for y in case.inputs()[:3]]
+            steps = []
+            for function in (cold, layer):
+                arguments = None if inside else arguments_of(case, cu, rank)
+                out = function(x, cu, arguments)
+                steps.append([out, *torch.autograd.grad(out.sum(), x)])
+            found.append(all(map(torch.equal, *steps)))
+    return num_graphs(), found
+
+
+PACKED = tuple(Case(family) for family in FAMILIES if Case(family).is_packed)
+COMPILED = {**{case.family: (case, False) for case in PACKED}, "llama3_prepare": (LLAMA3, True)}
+
+
+@pytest.mark.parametrize("scalars", [False, True], ids=["", "scalars"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", COMPILED)
+def test_functions_over_documents_stand_between_graphs(
+    ranks: Any, name: str, backend: str, scalars: bool
+) -> None:
+    """Two for all batches; that before the call once more, when a size has become a symbol."""
+    case, inside = COMPILED[name]
+    for num_graphs, same in ranks(2).run(compiled, case, backend, scalars, inside):
+        assert num_graphs in (2, 3)
+        assert same == [True] * 4
+
+
+def refused_in_one_graph(case: Case) -> str:
+    """What is said of `fullgraph=True`."""
+    x = [y[0, : case.documents()[-1] // 2] for y in case.inputs()[:3]]
+    arguments = arguments_of(case, torch.tensor(case.documents()), dist.get_rank())
+    cold, _ = compile_cold(case.function, fullgraph=True)
+    with pytest.raises(RuntimeError) as caught:
+        cold(*x, *arguments, causal=True)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", PACKED, ids=str)
+def test_one_graph_over_documents_is_refused_with_what_to_call(ranks: Any, case: Case) -> None:
+    for text in ranks(2).run(refused_in_one_graph, case):
+        assert all(word in text for word in ("cu_seqlens", "fullgraph", "ring_attn.ring_attention"))
+
+
+def compiled_without_documents() -> list[bool]:
+    """The other functions, with what they take beyond ring_attention: whole graphs."""
+    found = []
+    for family in ("ring_flash_attn", "zigzag_ring_flash_attn", "stripe_flash_attn"):
+        case = Case(family, "qkvpacked_")
+        x = packed(case, *(y[:, :26].requires_grad_() for y in case.inputs()[:3]))
+        layer = partial(
+            case.function,
+            causal=True,
+            window_size=(9, 9),
+            deterministic=True,
+            return_attn_probs=True,
+        )
+        cold, _ = compile_cold(layer, fullgraph=True)
+        found.append(all(map(torch.equal, cold(*x)[:2], layer(*x)[:2])))
+    return found
+
+
+def test_functions_without_documents_compile_whole(ranks: Any) -> None:
+    assert ranks(2).run(compiled_without_documents) == [[True] * 3] * 2

@@ -17,7 +17,7 @@ PACKAGE = "ring_attn"
 # package, or a module of a folder that has a row of its own here. It may import its own siblings
 # (SIBLINGS restricts that) and the units named here, and nothing else of ours. Imports inside
 # functions count.
-DATA = {"heads", "mask", "layout", "plan", "buffers", "work", "cost", "state", "spec"}
+DATA = {"compiling", "heads", "mask", "layout", "plan", "buffers", "work", "cost", "state", "spec"}
 ENGINE = DATA | {"strategy", "validation", "profiling", "backends", "transport", "strategies"}
 API = ENGINE | {
     "balance",
@@ -33,13 +33,14 @@ PUBLIC = API | {"sdpa", "parallel_style", "__init__", "integrations"}
 TOOLS = PUBLIC | {"interrupt", "launch", "arguments", "env", "testing"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
+    "compiling": set(),
     "heads": set(),
     "mask": set(),
     "spec": set(),
     "strategy": set(),
     "state": set(),
     "profiling": set(),
-    "layout": {"mask"},
+    "layout": {"compiling", "mask"},
     "plan": {"mask", "layout"},
     "buffers": {"plan"},
     "cost": {"mask", "layout", "plan", "buffers", "spec", "work"},
@@ -50,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # What a call costs and how long it takes, for all ranks at once.
     "work": {"mask", "layout", "plan"},
     "balance": {"mask", "layout", "validation"},
-    "debug": DATA | {"validation"},
+    "debug": DATA | {"validation", "transport"},
     "checkpoint": set(),
     "tensor_parallel": {"checkpoint", "cost"},
     "planning": ENGINE | {"balance"},
@@ -78,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 # Folders in which siblings do not know each other: only these modules may be imported by all.
-SIBLINGS = {"backends": {"base", "kept_launches"}, "transport": {"base"}}
+SIBLINGS = {"backends": {"base", "kept_launches"}, "transport": {"base", "ranks"}}
 
 # What may be imported outside a function: the base dependencies, and triton by kernels.
 BASE_DEPENDENCIES = {"torch", "einops", "rich"}

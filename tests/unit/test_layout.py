@@ -8,12 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import (
     _HeadTailLoadBalancer,
 )
 
 from ring_attn.layout import LAYOUTS, Segment, SequenceLayout, shard_batch
 from ring_attn.mask import Mask
+from tests.cold import compile_cold
 
 reproducible = settings(deadline=None, derandomize=True, max_examples=150)
 
@@ -345,6 +347,11 @@ def test_equal_layouts_are_equal_however_made() -> None:
     [
         ([], "at least one rank"),
         ([[Segment(0, 3)], [Segment(2, 2)]], "2 is held 2 times"),
+        ([[Segment(3, 1), Segment(0, 2)], [Segment(0, 1)]], "0 is held 2 times"),
+        ([[Segment(1, 3)], [Segment(2, 1)]], "0 is held 0 times"),
+        ([[Segment(0, 3, 2)], [Segment(1, 1, 2), Segment(1, 1, 2)]], "1 is held 2 times"),
+        ([[Segment(2, 2, 2), Segment(0, 1)], [Segment(1, 1, 2), Segment(4, 1)]], "4 is held 2"),
+        ([[Segment(0, 3, 0)]], "there are 3 rows in all; rank 0 has"),
         ([[Segment(0, 2)], [Segment(4, 2)]], "there are 4 rows in all; rank 1 has"),
         ([[Segment(-1, 2)]], "there are 2 rows in all; rank 0 has"),
         ([[Segment(0, 2, 2)], [Segment(1, 1), Segment(3, 2)]], r"one stride, got \[1, 2\]"),
@@ -388,3 +395,36 @@ def test_groups_hold_every_rank_once() -> None:
     for groups in ([[0, 1], [2]], [[0, 1], [1, 2, 3]], [[0, 1, 2, 3, 4]]):
         with pytest.raises(ValueError, match="each rank"):
             layout.merged(groups)
+
+
+def test_segments_are_checked_without_a_list_of_positions() -> None:
+    size = 2**40
+    parts = [[Segment(0, size), Segment(3 * size, size + 1)], [Segment(size, 2 * size)]]
+    assert SequenceLayout.from_segments(parts).seqlen == 4 * size + 1
+    with pytest.raises(ValueError, match=f"{size} is held 2 times"):
+        SequenceLayout.from_segments([[Segment(0, size + 1)], [Segment(size, size - 1)]])
+
+
+COMPILED = {
+    "contiguous": lambda: SequenceLayout.contiguous(35, 3),
+    "zigzag": lambda: SequenceLayout.zigzag(35, 3),
+    "striped": lambda: SequenceLayout.striped(35, 3),
+    "boundaries": lambda: SequenceLayout.boundaries([0, 7, 7, 35]),
+    "segments": lambda: SequenceLayout.zigzag(35, 3).followed_by(SequenceLayout.contiguous(4, 3)),
+}
+
+
+@pytest.mark.parametrize("kind", COMPILED)
+def test_a_new_layout_compiles_and_an_eager_look_changes_nothing(kind: str) -> None:
+    def read(x: Tensor, layout: SequenceLayout) -> Tensor:
+        rows = x[: layout.shard_len(1)] + sum(layout.numbers) + layout.stride
+        return torch.cat((rows, layout.unshard(x.split(layout.shard_lens), dim=0)))
+
+    layout = COMPILED[kind]()
+    assert layout.kind == kind
+    compiled, num_graphs = compile_cold(read, fullgraph=True)
+    x = torch.randn(layout.seqlen, 2)
+    layout = COMPILED[kind]()  # of which nobody has asked anything
+    got = compiled(x, layout)
+    assert got.equal(read(x, layout)) and got.equal(compiled(x, layout))
+    assert num_graphs() == 1

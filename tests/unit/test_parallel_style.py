@@ -237,16 +237,6 @@ def test_checkpoints_around_the_module_are_exact_and_within_it_an_error(mesh: De
         core(*leaves).sum().backward()
 
 
-@pytest.mark.parametrize("inside", ["global", "local"])
-def test_it_compiles_to_one_graph(mesh: DeviceMesh, inside: Any) -> None:
-    leaves = [x.requires_grad_() for x in qkv()]
-    core = parallelize(Core(), mesh, style(inside=inside))
-    out = torch.compile(core, backend="aot_eager", fullgraph=True)(*leaves)
-    got = (out, *torch.autograd.grad(out.square().sum(), leaves))
-    out = core(*leaves)
-    assert all(map(torch.equal, got, (out, *torch.autograd.grad(out.square().sum(), leaves))))
-
-
 ROWS, HEADS, DIM = Shard(2), Shard(1), Shard(3)
 
 

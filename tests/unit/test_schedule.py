@@ -45,6 +45,9 @@ class Recorder:
         self.rank, self.world_size, self.stats = inner.rank, inner.world_size, inner.stats
         self._inner, self._ranks, self._events = inner, ranks, events
 
+    def join(self, channel: Channel, device: torch.device) -> None:
+        self._inner.join(channel, device)
+
     def post(self, channel: Channel, step: int, hop: Hop, send: Tensor, recv: Tensor) -> None:
         self._events.append(("shift", channel, send.nbytes, self._ranks[hop.send_to]))
         self._inner.post(channel, step, hop, send, recv)

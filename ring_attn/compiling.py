@@ -1,0 +1,54 @@
+"""What torch.compile sees of the package: properties that it can read, functions it leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def kept(compute: Callable[[Any], T]) -> T:
+    """Makes a property that is computed once per object, or at every look while dynamo traces.
+
+    On Python 3.11 `functools.cached_property` takes a lock, which dynamo cannot trace. A graph that
+    read the kept value would also be another one than a graph traced before the value was there.
+    """
+    key = f"_{compute.__name__}"
+
+    def get(self: object) -> T:
+        if torch.compiler.is_compiling():
+            return compute(self)
+        values = vars(self)
+        if key not in values:
+            values[key] = compute(self)
+        return cast(T, values[key])
+
+    return cast(T, property(get, doc=compute.__doc__))
+
+
+def left_out_of_graphs(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorates a function at which torch.compile breaks the graph, and which runs uncompiled.
+
+    As `torch.compiler.disable`, which would load the compiler together with the package.
+
+    Args:
+        reason: what `fullgraph=True` raises: why there is no graph, and what to call instead.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            if not torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            torch._dynamo.graph_break(msg=reason)
+            result: T = torch.compiler.disable(function)(*args, **kwargs)
+            return result
+
+        return call
+
+    return decorate

@@ -1,0 +1,64 @@
+"""What ranks tell each other beside their messages, through the store of their group.
+
+A rank writes down its last calls when it has to wait for long, and reads those of the ranks that it
+waits for; and the first rank whose call fails writes that down for all. None of it costs anything
+while messages come.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store
+
+from ring_attn.transport.ranks.identity import Identity, difference
+
+# Of an error's text.
+MOST_CHARACTERS = 600
+
+
+class Board:
+    """Notes of the ranks of one group in its store, by one rank."""
+
+    def __init__(self, store: Store, meeting: str, rank: int) -> None:
+        """Takes a name in the store that only this meeting has."""
+        self._store, self._prefix, self._rank = store, f"{meeting}/board", rank
+
+    def tell_calls(self, calls: Iterable[Identity]) -> None:
+        """Writes down the last calls of this rank."""
+        text = json.dumps([self._told(call) for call in calls])
+        self._store.set(f"{self._prefix}/calls/{self._rank}", text)
+
+    def difference(self, calls: Iterable[Identity], peer: int) -> str | None:
+        """How the first call in which a peer differs from this rank does so; None if unknown."""
+        others = self._read(f"calls/{peer}")
+        known = {one["sequence"]: one for one in others or ()}
+        for mine in calls:
+            if mine.sequence in known:
+                differs = difference(self._told(mine), known[mine.sequence])
+                if differs is not None:
+                    return differs
+        return None
+
+    def tell_failure(self, text: str) -> None:
+        """Writes down why this rank's call ended, unless another rank's ended before."""
+        if self._read("failed") is None:
+            note = json.dumps({"rank": self._rank, "text": text[:MOST_CHARACTERS]})
+            self._store.set(f"{self._prefix}/failed", note)
+
+    def failure(self) -> str | None:
+        """Who failed first, and why; None where no other rank has said so."""
+        note = self._read("failed")
+        if note is None or note["rank"] == self._rank:
+            return None
+        return f"rank {note['rank']} left its call: {note['text']}"
+
+    def _told(self, call: Identity) -> dict[str, Any]:
+        return {"rank": self._rank, **call.told()}
+
+    def _read(self, name: str) -> Any:
+        key = f"{self._prefix}/{name}"
+        # `get` waits for a key that does not exist.
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None

@@ -1,0 +1,256 @@
+"""The ranks of a process group, as all transports of that group share them.
+
+    RankGroup    which call of this rank it is, connections, the first failure, notes to the others
+
+What a call leaves half done makes every later message ambiguous. So a group fails as a whole: its
+connections are closed, which the others notice, its first error is written down for them, and every
+later call on it raises.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ring_attn.transport.ranks.board import Board
+from ring_attn.transport.ranks.formation import bounded, meet
+from ring_attn.transport.ranks.headers import Headers
+from ring_attn.transport.ranks.identity import Identity
+from ring_attn.transport.ranks.media import Gloo, Medium, Nccl
+from ring_attn.transport.ranks.watch import LONGEST_S, PERIOD_S, watch
+
+T = TypeVar("T")
+
+# How many of its last calls a rank tells of.
+CALLS_TOLD = 8
+
+# Seconds to write to the store, or to read from it, when a call has failed: its host may be gone.
+STORE_S = 1.0
+
+# Seconds after a lost connection in which its reason may still be written down.
+REASON_S = 0.3
+
+_forked = False
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = dist.is_available() and dist.is_initialized()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A wait under way: since when, for which ranks of the group, and when to look at it next."""
+
+    since: float
+    peers: tuple[int, ...]
+    next_look_s: float = PERIOD_S
+
+
+class RankGroup:
+    """One rank's share in a group: made at its first call, shared by all transports of the group.
+
+    Attributes:
+        rank: of this process in the group.
+        global_ranks: of all members, in the order of the group.
+        failed: the first error; no call is possible after it.
+        call: the one under way.
+        seed: of the tags of its messages.
+        headers: of its messages, where the medium has no tags.
+        waiting: the wait under way, for the watch.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Without connections, which are made together at the first call."""
+        self.rank = dist.get_rank(group)
+        self.global_ranks = tuple(dist.get_process_group_ranks(group))
+        self.failed: RuntimeError | None = None
+        self.call: Identity | None = None
+        self.seed = 0
+        self.headers = Headers()
+        self.waiting: Waiting | None = None
+        self._store = group.get_group_store()
+        self._sequence = 0
+        self._number = 0
+        self._calls: deque[Identity] = deque(maxlen=CALLS_TOLD)
+        self._told = -1
+        self._lock = threading.Lock()
+        self._meeting = ""
+        self._board: Board | None = None
+        self._media: dict[str, Medium] = {}
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.global_ranks)
+
+    def begin(self, call: Identity) -> None:
+        """Counts a call, which is under way until `end`."""
+        self._calls.append(call)
+        self.call, self.seed = call, call.seed()
+
+    def end(self) -> None:
+        """The call is over."""
+        self.call = None
+
+    def next_sequence(self) -> int:
+        """Counts a call."""
+        self._sequence += 1
+        return self._sequence
+
+    def next_number(self) -> int:
+        """Counts a forward."""
+        self._number += 1
+        return self._number
+
+    def medium(self, device: torch.device, seconds: float) -> Medium:
+        """What carries messages of such tensors; made together at the first call.
+
+        Raises:
+            RuntimeError: a rank did not come in time, or one has failed before.
+        """
+        self.refuse_failed()
+        if device.type not in self._media:
+            try:
+                self._media[device.type] = self._new_medium(device, seconds)
+            except BaseException as error:
+                text = (
+                    f"rank {self.rank} could not form the ring of global ranks "
+                    f"{list(self.global_ranks)}, timeout {seconds:g} s: {describe_error(error)}. "
+                    "All ranks of the group must make their first call of ring_attention together"
+                )
+                self.fail(text)
+                if isinstance(error, Exception):
+                    raise RuntimeError(text) from error
+                raise
+            watch(self)
+        return self._media[device.type]
+
+    def fail(self, text: str) -> RuntimeError:
+        """Ends the ring for good, here and on the other ranks; returns its first error."""
+        with self._lock:
+            if self.failed is not None:
+                return self.failed
+            self.failed = RuntimeError(text)
+        board = self._board
+        if board is not None:
+            _in_time(lambda: board.tell_failure(text))
+        media, self._media = list(self._media.values()), {}
+        for medium in media:
+            medium.close()
+        return self.failed
+
+    def reason(self, peer: int) -> str | None:
+        """Why messages of a peer do not come; None where nobody knows."""
+        board = self._board
+        if board is None:
+            return None
+        deadline = time.monotonic() + REASON_S
+        while True:
+            found = _in_time(lambda: board.failure() or board.difference(self._calls, peer))
+            if found is not None or time.monotonic() > deadline:
+                return found
+            time.sleep(REASON_S / 10)
+
+    def look(self) -> None:
+        """Compares notes with the ranks that are waited for, once a wait takes long."""
+        waiting, board = self.waiting, self._board
+        if waiting is None or board is None or self.failed is not None:
+            return
+        if time.monotonic() - waiting.since < waiting.next_look_s:
+            return
+        waiting.next_look_s += min(waiting.next_look_s, LONGEST_S)
+        calls = list(self._calls)
+        if self._told < calls[-1].sequence:
+            board.tell_calls(calls)
+            self._told = calls[-1].sequence
+        found = board.failure()
+        for peer in waiting.peers if found is None else ():
+            found = found or board.difference(calls, peer)
+        if found is not None:
+            self.fail(found)
+
+    def refuse_failed(self) -> None:
+        """Refuses a ring that has failed: messages of the call that was left may still come.
+
+        Raises:
+            RuntimeError: with the first error.
+        """
+        if self.failed is not None:
+            raise RuntimeError(
+                "this ring has failed before and cannot go on, its ranks are not at the same call "
+                "any more: make a new process group on all of them, or restart from a checkpoint. "
+                f"First error: {self.failed}"
+            ) from self.failed
+
+    def refuse_fork(self) -> None:
+        """Refuses a process that was forked from a rank: connections and threads stayed there.
+
+        Raises:
+            RuntimeError: in such a process.
+        """
+        if _forked:
+            raise RuntimeError(
+                f"process {os.getpid()} was forked from rank {self.rank} after "
+                "init_process_group: only the rank itself can call; start processes by 'spawn' or "
+                "'forkserver', or fork before init_process_group"
+            )
+
+    def _new_medium(self, device: torch.device, seconds: float) -> Medium:
+        if not self._meeting:
+            everyone = tuple(range(self.world_size))
+            self._meeting = meet(self._store, "ring_attn", self.rank, everyone, seconds)
+            self._board = Board(self._store, self._meeting, self.rank)
+        if device.type == "cuda":
+            return Nccl(self._store, self._meeting, self.rank)
+        return Gloo(self._store, self._meeting, self.rank, self.world_size, seconds)
+
+
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, RankGroup] = weakref.WeakKeyDictionary()
+_groups_lock = threading.Lock()
+
+
+def rank_group(group: dist.ProcessGroup) -> RankGroup:
+    """This rank's share in a group, which goes with the group."""
+    with _groups_lock:
+        if group not in _groups:
+            _groups[group] = RankGroup(group)
+        return _groups[group]
+
+
+def refused(group: dist.ProcessGroup, error: BaseException) -> None:
+    """Counts a call that an error has ended, once, wherever the error comes by.
+
+    The other ranks may be in that call: this rank's next one must not pass for it.
+    """
+    if not getattr(error, "_ring_attn_counted", False):
+        error._ring_attn_counted = True  # type: ignore[attr-defined]
+        shared = rank_group(group)
+        shared.next_sequence()
+        shared.next_number()
+
+
+def _in_time(work: Callable[[], T]) -> T | None:
+    """What the store answers, or None where it does not."""
+    try:
+        return bounded(work, STORE_S)
+    except (RuntimeError, TimeoutError):
+        return None
+
+
+def describe_error(error: BaseException) -> str:
+    """Type and first line of an error."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

@@ -1,0 +1,117 @@
+"""The identity of a call: equal on all ranks exactly where all of them make the same call.
+
+A rank counts its calls on a group, and numbers its forwards; a backward has the number of its
+forward. With a digest of everything that the ranks must agree on, and the values of the few tensors
+that must be equal, that tells one call from every other:
+
+    sequence   runs on this group so far: a call that was skipped or refused shifts it
+    number     of the forward: tells the backwards of two equal layers apart
+    kind       forward, backward, decode, ...
+    digest     of strategy, layout, mask, sizes, dtype, scale, ... by the names of the arguments
+    values     of sinks, and of a decode's queries
+
+Every message carries it: on gloo as its tag, so that a message of another call is never received;
+on NCCL, which has no tags, as 64 bytes beside it that the device compares.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attn.transport.base import CHANNELS, Agreement, Channel
+
+# gloo's tags are 32 bits, of which torch takes the lower 31.
+TAG_BITS = 0x7FFFFFFF
+
+_MESSAGE = struct.Struct("<BIQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """One call of this rank.
+
+    Attributes:
+        sequence: calls on the group before this one.
+        number: of the forward that the call is, or is the backward of.
+        kind: "forward", "backward", "decode" or what else the ranks do together.
+        agreement: what must be equal on all ranks.
+        values: checksum of the tensors that must be equal on all ranks; 0 on CUDA, where only the
+            device knows it.
+    """
+
+    sequence: int
+    number: int
+    kind: str
+    agreement: Agreement
+    values: int = 0
+
+    def __str__(self) -> str:
+        """Which call it is, for messages."""
+        return f"{self.kind} {self.number}, call {self.sequence} of this group"
+
+    def words(self) -> tuple[int, ...]:
+        """All of it as five int64."""
+        digest = struct.unpack("<qq", self.agreement.digest)
+        kind = zlib.crc32(self.kind.encode())
+        return (self.sequence, self.number, kind, *digest)
+
+    def seed(self) -> int:
+        """Where the tags of its messages start from."""
+        return zlib.crc32(struct.pack("<6q", *self.words(), self.values))
+
+    def told(self) -> dict[str, Any]:
+        """As JSON, for other ranks."""
+        return {
+            "sequence": self.sequence,
+            "number": self.number,
+            "kind": self.kind,
+            "values": self.values,
+            "agreement": self.agreement.texts,
+        }
+
+
+def message_tag(seed: int, channel: Channel, step: int, nbytes: int) -> int:
+    """The tag of one message of a call, from the call's seed."""
+    message = _MESSAGE.pack(CHANNELS.index(channel), step, nbytes)
+    return zlib.crc32(message, seed) & TAG_BITS
+
+
+def difference(mine: Mapping[str, Any], others: Mapping[str, Any]) -> str | None:
+    """How the calls of two ranks differ, both as told; None where they do not.
+
+    Example:
+        >>> calls = (Identity(7, 3, "forward", Agreement({"causal": c})) for c in (True, False))
+        >>> mine, others = ({"rank": rank, **call.told()} for rank, call in enumerate(calls))
+        >>> difference(mine, others)
+        "rank 1's call differs from rank 0's, causal: False and True"
+    """
+    ranks = f"rank {others['rank']}'s call differs from rank {mine['rank']}'s"
+    there, here = (f"{one['kind']} {one['number']}" for one in (others, mine))
+    if there != here:
+        return f"{ranks}: {there} and {here}"
+    there, here = others["agreement"], mine["agreement"]
+    names = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
+    parts = [f"{name}: {there.get(name)} and {here.get(name)}" for name in names]
+    if not parts and others["values"] != mine["values"]:
+        parts = ["values of sinks, or of the queries of a decode"]
+    return f"{ranks}, {'; '.join(parts)}" if parts else None
+
+
+def checksum(tensors: Sequence[Tensor]) -> Tensor:
+    """A 0-dim int64 of the tensors' bits, on their device: equal values in another order differ."""
+    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+    for x in tensors:
+        bits = x.detach().contiguous().view(-1).view(_INTEGERS[x.element_size()]).long()
+        weights = torch.arange(1, 2 * bits.numel(), 2, device=x.device)
+        total = total * 31 + (bits * weights).sum()
+    return total
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
