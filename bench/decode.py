@@ -230,7 +230,8 @@ def table(rows: Sequence[Row], setting: Setting) -> Table:
     found = new_table(
         f"decoding, one query a sequence, {setting}",
         ("cache", "batch", ""),
-        ("us", "GB/s", "% of copy", "error / bound", "note"),
+        ("us", "GB/s", "% of copy", "error / bound"),
+        "note",
     )
     for row in rows:
         found.add_row(

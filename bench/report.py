@@ -103,13 +103,17 @@ def described(setting: Any) -> dict[str, Any]:
     }
 
 
-def new_table(title: str, left: Sequence[str], right: Sequence[str]) -> Table:
-    """An empty table: columns of text, then columns of figures."""
+def new_table(
+    title: str, left: Sequence[str], right: Sequence[str], note: str | None = None
+) -> Table:
+    """An empty table: columns of text, columns of figures, and a last one whose text may wrap."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in left:
         table.add_column(name, no_wrap=True)
     for name in right:
         table.add_column(name, justify="right", no_wrap=True)
+    if note is not None:
+        table.add_column(note)
     return table
 
 

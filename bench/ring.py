@@ -184,6 +184,9 @@ def _report(
     console = Console()
     if not args.quiet:
         console.print(*_tables(setting, rows))
+        for row in rows:
+            if row.median_ms is None:
+                console.print(f"{row.impl}: {row.note}")
     if args.profile and not args.quiet:
         console.print(f"a trace of every rank: {args.profile}/rank*_trace.json")
     for failure in failures:
@@ -444,7 +447,6 @@ def _tables(setting: Setting, rows: Sequence[Row]) -> list[Table]:
     )
     for row in rows:
         if row.median_ms is None:
-            times.add_row(row.impl, row.mode, row.note)
             continue
         form = ".3f" if row.mode == "step_overhead" else ".1f"
         whole = dense.get(row.mode)
