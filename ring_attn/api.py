@@ -23,6 +23,7 @@ from ring_attn.strategy import Strategy, checked_strategy
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.p2p import new_p2p, open_p2p
 from ring_attn.transport.ranks.group import refused
+from ring_attn.values import check_flag
 
 Group = dist.ProcessGroup | DeviceMesh | None
 Layout = str | SequenceLayout | tuple[SequenceLayout, SequenceLayout]
@@ -113,9 +114,9 @@ def ring_attention(
         causal: query i sees key j only if `j <= i + seqlen_k - seqlen_q` (bottom-right aligned,
             as in flash-attention), in global positions.
         window_size: `(left, right)` keys seen on either side of that diagonal; -1 is unbounded.
-        softmax_scale: factor of the scores; `headdim ** -0.5` by default.
+        softmax_scale: factor of the scores, from 2**-63 to 2**63; `headdim ** -0.5` by default.
         softcap: caps the scores: where it is not 0 they are `softcap * tanh(score / softcap)`,
-            before the mask.
+            before the mask; from 2**-63 to 2**63.
         sinks: (nheads,) of any floating point dtype, used in float32: a logit of each head that
             joins the denominator of the softmax and has no value. The same on every rank; its
             gradient is this rank's share, to be summed over the ranks as that of any replicated
@@ -156,9 +157,11 @@ def ring_attention(
         sink) and zero gradients.
 
     Raises:
-        ValueError: shapes, layout, window, documents, sinks or degrees that do not fit.
-        TypeError: a dtype or type that is not taken.
-        NotImplementedError: dropout, ALiBi, what the named backend does not support,
+        ValueError: shapes, layout, window, documents, sinks or degrees that do not fit, or inputs
+            that were made in inference mode, of a call that is differentiated.
+        TypeError: a dtype or type that is not taken, such as a sparse or nested tensor.
+        NotImplementedError: dropout, ALiBi, forward-mode differentiation, transforms of
+            `torch.func`, what the named backend does not support,
             `same_bits=True` where it cannot be had, or a call within the capture of a CUDA graph.
         ImportError: the named backend's package is not installed.
         RuntimeError: no process group, or a peer that died or stalled.
@@ -171,6 +174,7 @@ def ring_attention(
         torch.Size([1, 500, 8, 64])
     """
     try:
+        check_flag("return_lse", return_lse)
         arguments = _checked(
             q, k, v, sinks, cu_seqlens, cu_seqlens_k, causal, window_size, softmax_scale, softcap,
             group, layout, strategy, backend, same_bits, dropout_p, alibi_slopes, transport,
@@ -223,8 +227,8 @@ def _checked(
     check.check_sinks(sinks, q)
     check.check_same_bits(same_bits)
     window = check.check_window(window_size, causal)
-    check.check_boundaries("cu_seqlens", cu_seqlens)
-    check.check_boundaries("cu_seqlens_k", cu_seqlens_k)
+    check.check_boundaries("cu_seqlens", cu_seqlens, q.device)
+    check.check_boundaries("cu_seqlens_k", cu_seqlens_k, q.device)
     check.check_name("backend", backend)
     check.check_transport(transport)
     group_name, mesh_shape = _described(group, q.device.type)
@@ -233,6 +237,8 @@ def _checked(
     differentiated = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, sinks)
     )
+    if differentiated:
+        check.check_saved(q=q, k=k, v=v, sinks=sinks)
     return CallArguments(
         cu_seqlens=cu_seqlens,
         cu_seqlens_k=cu_seqlens_k,
@@ -336,6 +342,7 @@ def select_backend(
     check.check_tensors(q, k, v, packed=True)
     check.check_softcap(softcap)
     check.check_sinks(sinks, q)
+    check.check_name("backend", backend)
     return choose_backend(AttentionSpec.of(q, k, v, softcap, sinks), backend)
 
 
@@ -352,12 +359,14 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
         `x` with `layout.seqlen` rows in `dim`.
 
     Raises:
-        ValueError: a shard with a wrong number of rows.
+        ValueError: a shard with a wrong number of rows, or a dim that it has not.
+        TypeError: a type that is not taken, such as a layout by name.
         RuntimeError: no process group.
     """
     process_group = check.check_group(group)
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     try:
+        check.check_unshard(x, layout, dim)
         check.check_group_device(process_group, x.device)
         check.check_layout("x", layout, x.size(dim), None, rank, world_size)
     except Exception as error:

@@ -44,6 +44,7 @@ from torch import Tensor
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.validation import check_cu_seqlens, check_window
+from ring_attn.values import as_int, as_tuple, check_int, check_number, check_tensor, check_type
 
 # `by_documents` weighs so many positions inside documents, beside all ends of documents: every one
 # of a sequence up to this length, and of longer ones at least 16 for each of 4096 ranks.
@@ -102,7 +103,8 @@ def balance_of(layout: SequenceLayout, work: Mask | Tensor | Sequence[float]) ->
         >>> balance_of(by_area(causal, 3), causal)
         Balance(work=(28, 27, 23), rows=(7, 3, 2))
     """
-    costs = visible_keys(work) if isinstance(work, Mask) else _checked_costs(work)
+    costs = visible_keys(work) if isinstance(work, Mask) else _checked_costs("work", work)
+    check_type("layout", layout, SequenceLayout)
     _check_length(costs.numel(), layout)
     shares: list[float] = []
     for rank in range(layout.world_size):
@@ -180,6 +182,7 @@ def by_area(mask: Mask, world_size: int, *, align: int = 1) -> SequenceLayout:
         >>> print(by_area(Mask(1024, 1024, causal=True), world_size=4, align=128))
         boundaries([0, 512, 768, 896, 1024])
     """
+    check_type("mask", mask, Mask)
     _check_counts(world_size=world_size, align=align)
     return _balanced(_sums(visible_keys(mask)), world_size, align)
 
@@ -203,7 +206,7 @@ def by_cost(cost: Tensor | Sequence[float], world_size: int, *, align: int = 1) 
         (0, 4, 6)
     """
     _check_counts(world_size=world_size, align=align)
-    return _balanced(_sums(_checked_costs(cost)), world_size, align)
+    return _balanced(_sums(_checked_costs("cost", cost)), world_size, align)
 
 
 def by_separators(
@@ -240,13 +243,18 @@ ranks is 1.5; allow that, add separators, or use by_area or by_cost
     """
     _check_counts(world_size=world_size)
     ids = _integers("token_ids", token_ids)
-    after = torch.isin(ids, _integers("separators", list(separators))).nonzero().flatten() + 1
+    after = (
+        torch.isin(ids, _integers("separators", as_tuple("separators", separators)))
+        .nonzero()
+        .flatten()
+        + 1
+    )
     if not len(separators):
         raise ValueError("separators must hold at least one token id, got none")
     if work is None:
         items = torch.ones_like(ids)
     else:
-        items = visible_keys(work) if isinstance(work, Mask) else _checked_costs(work)
+        items = visible_keys(work) if isinstance(work, Mask) else _checked_costs("work", work)
     if items.numel() != ids.numel():
         raise ValueError(f"work is over {items.numel()} positions, token_ids over {ids.numel()}")
     sums = _sums(items)
@@ -359,7 +367,8 @@ def by_memory(
         (400, 400, 200)
     """
     _check_counts(bytes_per_token=bytes_per_token, align=align)
-    _check_not_negative(seqlen=seqlen, **{f"free_bytes[{r}]": b for r, b in enumerate(free_bytes)})
+    free_bytes = as_tuple("free_bytes", free_bytes)
+    _check_counts(0, seqlen=seqlen, **{f"free_bytes[{r}]": b for r, b in enumerate(free_bytes)})
     if not len(free_bytes):
         raise ValueError("free_bytes must name the free memory of at least one rank, got none")
     room = [free // bytes_per_token for free in free_bytes]
@@ -414,7 +423,7 @@ def least_world_size(
         Size(world_size=7, tokens_per_rank=142858)
     """
     _check_counts(bytes_per_token=bytes_per_token, world_size=world_size)
-    _check_not_negative(seqlen=seqlen, bytes_per_rank=bytes_per_rank)
+    _check_counts(0, seqlen=seqlen, bytes_per_rank=bytes_per_rank)
     room = bytes_per_rank // bytes_per_token
     if seqlen > world_size * room:
         raise ValueError(
@@ -447,6 +456,8 @@ def halo(layout: SequenceLayout, mask: Mask, rank: int) -> tuple[int, int]:
         >>> halo(layout, Mask(1000, 1000, causal=True, window_size=(96, -1)), rank=2)
         (96, 0)
     """
+    check_type("layout", layout, SequenceLayout)
+    check_type("mask", mask, Mask)
     _check_length(mask.seqlen_q, layout)
     _check_length(mask.seqlen_k, layout)
     segments = layout.segments(rank)
@@ -480,6 +491,7 @@ def check_halo(layout: SequenceLayout, mask: Mask) -> None:
 shard and rank 0 holds 16, in contiguous(seqlen=64, world_size=4); use a smaller window or fewer \
 ranks
     """
+    check_type("layout", layout, SequenceLayout)
     for rank in range(layout.world_size):
         sides = zip(
             halo(layout, mask, rank), (rank - 1, rank + 1), ("before", "after"), strict=True
@@ -504,8 +516,12 @@ def local_rows(layout: SequenceLayout, rank: int, start: int, stop: int) -> slic
         >>> local_rows(SequenceLayout.zigzag(16, 2), rank=0, start=13, stop=16)
         slice(5, 8, None)
     """
+    check_type("layout", layout, SequenceLayout)
+    start, stop = as_int("start", start), as_int("stop", stop)
     if not 0 <= start <= stop <= layout.seqlen:
-        raise ValueError(f"positions [{start}, {stop}) are not within [0, {layout.seqlen})")
+        raise ValueError(
+            f"start and stop must lie within [0, {layout.seqlen}], got [{start}, {stop})"
+        )
     positions = layout.position_ids(rank)
     rows = ((positions >= start) & (positions < stop)).nonzero().flatten()
     if rows.numel() < stop - start:
@@ -727,28 +743,13 @@ def _max_over_mean(shares: Sequence[float]) -> float:
 # -- checks
 
 
-def _check_counts(**counts: int) -> None:
+def _check_counts(least: int = 1, **counts: int) -> None:
     for name, count in counts.items():
-        _check_int(name, count)
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
-
-
-def _check_not_negative(**sizes: int) -> None:
-    for name, size in sizes.items():
-        _check_int(name, size)
-        if size < 0:
-            raise ValueError(f"{name} must not be negative, got {size}")
-
-
-def _check_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        check_int(name, count, least=least)
 
 
 def _check_max_balance(max_balance: float) -> None:
-    if isinstance(max_balance, bool) or not isinstance(max_balance, (int, float)):
-        raise TypeError(f"max_balance must be a float, got {type(max_balance).__name__}")
+    check_number("max_balance", max_balance)
     if not (math.isfinite(max_balance) and max_balance >= 1):
         raise ValueError(f"max_balance is max / mean, finite and at least 1, got {max_balance}")
 
@@ -774,9 +775,9 @@ def _check_self_attention(mask: Mask) -> None:
 def _integers(name: str, values: Tensor | Sequence[int]) -> Tensor:
     """(n,) int64 on the host."""
     if not isinstance(values, Tensor):
-        for value in values:
-            _check_int(f"each of {name}", value)
-        values = torch.tensor(values, dtype=torch.int64)
+        numbers = [as_int(f"each of {name}", value) for value in as_tuple(name, values)]
+        values = torch.tensor(numbers, dtype=torch.int64)
+    check_tensor(name, values)
     if values.dtype == torch.bool or values.is_floating_point() or values.is_complex():
         raise TypeError(f"{name} must be integers, got {values.dtype}")
     if values.ndim != 1:
@@ -784,23 +785,25 @@ def _integers(name: str, values: Tensor | Sequence[int]) -> Tensor:
     return values.to("cpu", torch.int64)
 
 
-def _checked_costs(cost: Tensor | Sequence[float]) -> Tensor:
+def _checked_costs(name: str, cost: Tensor | Sequence[float]) -> Tensor:
     """(seqlen,) int64 or float64 on the host, finite and not negative."""
     if not isinstance(cost, Tensor):
+        cost = as_tuple(name, cost)
         for value in cost:
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"costs must be real numbers, got a {type(value).__name__}")
+                raise TypeError(f"{name} must be real numbers, got a {type(value).__name__}")
         whole = all(isinstance(value, int) for value in cost)
         cost = torch.tensor(cost, dtype=torch.int64 if whole else torch.float64)
+    check_tensor(name, cost)
     if cost.is_complex() or cost.dtype == torch.bool:
-        raise TypeError(f"costs must be real numbers, got {cost.dtype}")
+        raise TypeError(f"{name} must be real numbers, got {cost.dtype}")
     if cost.ndim != 1:
-        raise ValueError(f"costs must be 1-D, one for each token, got shape {tuple(cost.shape)}")
+        raise ValueError(f"{name} must be 1-D, one for each token, got shape {tuple(cost.shape)}")
     cost = cost.detach().to("cpu", torch.float64 if cost.is_floating_point() else torch.int64)
     wrong = ~(cost.isfinite() & (cost >= 0))
     if bool(wrong.any()):
         index = int(wrong.nonzero()[0])
         raise ValueError(
-            f"costs must be finite and not negative, got {cost[index].item()} at {index}"
+            f"{name} must be finite and not negative, got {cost[index].item()} at {index}"
         )
     return cost

@@ -14,7 +14,7 @@ import math
 import mmap
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,14 +30,16 @@ class Checkpoint:
 
     Args:
         source: a `.safetensors` file, a `model.safetensors.index.json`, or the folder of either.
+        outside_folder: whether an index may name files outside of its folder.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a source that is no safetensors checkpoint.
+        ValueError: a source that is no safetensors checkpoint, is damaged, or whose index names
+            files outside of its folder.
         ImportError: safetensors is not installed.
     """
 
-    def __init__(self, source: str | os.PathLike[str]) -> None:
+    def __init__(self, source: str | os.PathLike[str], *, outside_folder: bool = False) -> None:
         """Finds out which tensor is in which file."""
         try:
             from safetensors import safe_open
@@ -45,12 +47,14 @@ class Checkpoint:
             raise ImportError(
                 "reading safetensors files needs safetensors: pip install 'ring-attn[hf]'"
             ) from error
+        if not isinstance(source, (str, os.PathLike)):
+            raise TypeError(f"source must be a path, got {type(source).__name__}")
         self._safe_open = safe_open
         self._opened: dict[Path, _SafetensorsFile] = {}
         self._source = _index_or_file(Path(source))
         with ExitStack() as self._stack:  # closes the file where it is none of safetensors
             if self._source.suffix == ".json":
-                self.files = _weight_map(self._source)
+                self.files = _weight_map(self._source, outside_folder)
             else:
                 self.files = dict.fromkeys(self._file(self._source).names, self._source)
             self._stack = self._stack.pop_all()
@@ -67,6 +71,7 @@ class Checkpoint:
         Raises:
             KeyError: no tensor of that name; the message has the nearest ones.
             FileNotFoundError: the index names a file that is not there.
+            ValueError: a file that is damaged, or has no tensor of that name.
         """
         if name not in self.files:
             near = difflib.get_close_matches(name, self.files, n=3, cutoff=0.0)
@@ -78,8 +83,22 @@ class Checkpoint:
             if not path.is_file():
                 named = "" if path == self._source else f", which {self._source} names"
                 raise FileNotFoundError(f"there is no file {path}{named}")
-            self._opened[path] = _SafetensorsFile(path, self._safe_open, self._stack)
+            with _naming(path):
+                self._opened[path] = _SafetensorsFile(path, self._safe_open, self._stack)
         return self._opened[path]
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Raises what is wrong with the content of a file as ValueError with its name."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not a file of a safetensors checkpoint, or is damaged: {error}"
+        ) from None
 
 
 class _SafetensorsFile:
@@ -87,6 +106,7 @@ class _SafetensorsFile:
 
     def __init__(self, path: Path, safe_open: Any, stack: ExitStack) -> None:
         """Reads the header; the file stays open until the stack is closed."""
+        self._path = path
         self._fd = os.open(path, os.O_RDONLY)
         stack.callback(os.close, self._fd)
         # Once here, the header is not looked for on the disk with megabytes around it.
@@ -105,9 +125,11 @@ class _SafetensorsFile:
 
     def tensor(self, name: str) -> FileTensor:
         """One of them."""
-        x = self._file.get_slice(name)
+        with _naming(self._path):
+            x = self._file.get_slice(name)
         start, end = self._entries[name]["data_offsets"]
-        return FileTensor(x, tuple(x.get_shape()), self._fd, self._start + start, end - start)
+        shape = tuple(x.get_shape())
+        return FileTensor(x, shape, self._path, self._fd, self._start + start, end - start)
 
 
 # The most that the format allows.
@@ -123,6 +145,7 @@ class FileTensor:
 
     x: Any
     shape: tuple[int, ...]
+    path: Path
     fd: int
     start: int
     nbytes: int
@@ -131,7 +154,8 @@ class FileTensor:
         """A view of the mapped file, whose pages are on their way; the last index is the cut."""
         # The view is made with a look at the tensor's first byte.
         _advise(self.fd, "WILLNEED", [(self.start, 1), *self._pieces(index)])
-        part: Tensor = self.x[index]
+        with _naming(self.path):
+            part: Tensor = self.x[index]
         return part
 
     def _pieces(self, index: tuple[slice, ...]) -> Iterator[Piece]:
@@ -192,17 +216,43 @@ def _index_or_file(source: Path) -> Path:
     return source
 
 
-def _weight_map(index: Path) -> dict[str, Path]:
+def _weight_map(index: Path, outside_folder: bool) -> dict[str, Path]:
     """From each tensor's name to its file.
 
     Raises:
-        ValueError: not the index of a safetensors checkpoint.
+        FileNotFoundError: no such file.
+        ValueError: not the index of a safetensors checkpoint, or files outside of its folder.
     """
-    content = json.loads(index.read_text())
+    if not index.is_file():
+        raise FileNotFoundError(f"there is no file {index}")
+    with _naming(index):
+        content = json.loads(index.read_text(encoding="utf-8"))
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict):
-        raise ValueError(f"{index} has no weight_map: it is not the index of a checkpoint")
-    other = sorted({file for file in weight_map.values() if not file.endswith(".safetensors")})
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(
+            f"{index} has no weight_map, from tensors' names to files: it is not the index of a "
+            "checkpoint"
+        )
+    other = [file for file in weight_map.values() if not _is_safetensors_name(file)]
     if other:
         raise ValueError(f"{index} names files that are not safetensors files: {other[:3]}")
-    return {name: index.parent / file for name, file in weight_map.items()}
+    files = {file: index.parent / file for file in weight_map.values()}
+    strays = [] if outside_folder else [f for f, path in files.items() if _strays(path, index)]
+    if strays:
+        raise ValueError(
+            f"{index} names files outside of its folder: {strays[:3]}; pass outside_folder=True if "
+            "the index is to be trusted"
+        )
+    return {name: files[file] for name, file in weight_map.items()}
+
+
+def _is_safetensors_name(file: object) -> bool:
+    return isinstance(file, str) and file.endswith(".safetensors") and file.isprintable()
+
+
+def _strays(path: Path, index: Path) -> bool:
+    """Whether a file lies, behind all links, outside of the folder of the index."""
+    # An index that is a link has two: in the cache of the Hugging Face Hub it links to a blob, and
+    # the files that it names link to others beside that.
+    folders = os.path.realpath(index.parent), os.path.dirname(os.path.realpath(index))
+    return not any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in folders)

@@ -13,6 +13,7 @@ from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.plan import Plan, Tile, Transfer, Traveller
 from ring_attn.spec import AttentionSpec, Packet
+from ring_attn.values import check_number
 from ring_attn.work import pair_work
 
 
@@ -327,6 +328,7 @@ def transfer_seconds(nbytes: int, gbit_per_s: float) -> float:
         >>> round(transfer_seconds(192 * 2**20, 100.0), 4)
         0.0161
     """
-    if gbit_per_s <= 0.0:
+    check_number("gbit_per_s", gbit_per_s)
+    if not gbit_per_s > 0.0:
         raise ValueError(f"gbit_per_s must be positive, got {gbit_per_s}")
     return nbytes / (gbit_per_s * 1e9 / 8.0)

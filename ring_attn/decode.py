@@ -31,6 +31,7 @@ from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks.group import refused
 from ring_attn.transport.ranks.identity import checksum
+from ring_attn.values import as_int, check_flag, check_type
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
@@ -154,6 +155,8 @@ def tree_decode(
         check.check_softcap(softcap)
         check.check_sinks(sinks, q)
         window = check.check_window(window_size, causal)
+        check.check_name("backend", backend)
+        check_flag("return_lse", return_lse)
         check.check_transport(transport)
         check.check_group_device(process_group, q.device)
         check.check_max_ctas(transport, process_group)
@@ -224,6 +227,7 @@ def next_rank(layout: SequenceLayout, *, block: int = 256) -> int:
 
     Raises:
         ValueError: a block of less than 1.
+        TypeError: a layout by name, or a block that is no int.
 
     Example:
         >>> cache = SequenceLayout.contiguous(6, 2)
@@ -232,8 +236,8 @@ def next_rank(layout: SequenceLayout, *, block: int = 256) -> int:
         >>> cache.segments(0), cache.shard_lens
         ((Segment(start=0, length=3, stride=1), Segment(start=7, length=2, stride=1)), (5, 5))
     """
-    if block < 1:
-        raise ValueError(f"block must be at least 1, got {block}")
+    check_type("layout", layout, SequenceLayout)
+    block = as_int("block", block, least=1)
     ranks = range(layout.world_size)
     for rank in ranks if layout.stride == 1 else ():
         segments = layout.segments(rank)

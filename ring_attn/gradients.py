@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn import validation as check
 from ring_attn.profiling import gradient_sync
+from ring_attn.values import check_one_of
 
 OPS = ("sum", "mean")
 
@@ -75,10 +76,13 @@ def sync_gradients(
         [3.0, 3.0]
         >>> dist.destroy_process_group()
     """
-    if op not in OPS:
-        raise ValueError(f"op must be one of {list(OPS)}, got {op!r}")
+    check_one_of("op", op, OPS)
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be a positive number of bytes, got {bucket_bytes!r}")
+    if isinstance(module, Tensor) or not isinstance(module, (nn.Module, Iterable)):
+        raise TypeError(
+            f"module must be a module or parameters in a list, got {type(module).__name__}"
+        )
     process_group = check.check_group(group)
     parameters = list(_checked(module, process_group))
     world_size = dist.get_world_size(process_group)

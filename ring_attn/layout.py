@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ring_attn.compiling import kept
 from ring_attn.mask import Mask
+from ring_attn.values import as_int, as_tuple, check_dim, check_one_of, check_type
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 KINDS = (*LAYOUTS, "boundaries", "segments")
@@ -69,6 +70,30 @@ class SequenceLayout:
     cuts: tuple[int, ...] | None = None
     parts: tuple[tuple[Segment, ...], ...] | None = None
 
+    def __post_init__(self) -> None:
+        """Refuses fields that are not those of one of the constructors."""
+        check_one_of("kind", self.kind, KINDS)
+        as_int("seqlen", self.seqlen)
+        as_int("world_size", self.world_size)
+        for name, value, kind in (
+            ("cuts", self.cuts, "boundaries"),
+            ("parts", self.parts, "segments"),
+        ):
+            if not (isinstance(value, tuple) if self.kind == kind else value is None):
+                raise ValueError(
+                    f"{name} must be a tuple for kind {kind!r} and None for others, got kind "
+                    f"{self.kind!r} with {name} {value!r}; use a constructor of SequenceLayout"
+                )
+        if self.cuts is not None:
+            _check_cuts(self.cuts)
+            _check_sizes(self, self.cuts[-1], len(self.cuts) - 1)
+        if self.parts is not None:
+            stride = _checked_stride(self.parts)
+            seqlen = sum(s.length for segments in self.parts for s in segments)
+            _check_sizes(self, seqlen, len(self.parts))
+            _check_cover(self.parts, stride, seqlen)
+        _checked(self.seqlen, self.world_size)
+
     @classmethod
     def contiguous(cls, seqlen: int, world_size: int) -> SequenceLayout:
         """Rank r holds the r-th of `world_size` equal runs."""
@@ -96,18 +121,10 @@ class SequenceLayout:
 
         Raises:
             ValueError: the cuts do not start at 0, decrease, or are fewer than two.
+            TypeError: a cut that is no int.
         """
-        cuts = tuple(int(cut) for cut in cuts)
-        if len(cuts) < 2 or cuts[0] != 0:
-            raise ValueError(
-                f"cuts must be world_size + 1 positions that start at 0, got {list(cuts)}"
-            )
-        for rank, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
-            if b < a:
-                raise ValueError(
-                    f"cuts must not decrease, got {a} then {b} for rank {rank} in {list(cuts)}"
-                )
-        return cls("boundaries", cuts[-1], len(cuts) - 1, cuts)
+        cuts = tuple(as_int("each of cuts", cut) for cut in as_tuple("cuts", cuts))
+        return cls("boundaries", cuts[-1] if cuts else 0, len(cuts) - 1, cuts)
 
     @classmethod
     def from_segments(cls, parts: Sequence[Sequence[Segment]]) -> SequenceLayout:
@@ -123,14 +140,18 @@ class SequenceLayout:
         Raises:
             ValueError: no ranks, segments of different strides, or positions that are held twice or
                 by nobody.
+            TypeError: something else than a `Segment`, or one whose numbers are no ints.
 
         Example:
             >>> halves = [[Segment(0, 2), Segment(6, 2)], [Segment(2, 4)]]
             >>> SequenceLayout.from_segments(halves).position_ids(rank=0).tolist()
             [0, 1, 6, 7]
         """
+        parts = [as_tuple("each of parts", one) for one in as_tuple("parts", parts)]
         if not parts:
-            raise ValueError("from_segments needs the segments of at least one rank, got none")
+            raise ValueError("parts must be the segments of at least one rank, got none")
+        for rank, segments in enumerate(parts):
+            _check_segments(rank, segments)
         strides = sorted({s.stride for segments in parts for s in segments if s.length > 1})
         if not strides:
             # Single positions have that of the layout they are of, if it is one.
@@ -140,7 +161,6 @@ class SequenceLayout:
             raise ValueError(f"all segments must have one stride, got {strides}")
         joined = tuple(_joined(segments, strides[0]) for segments in parts)
         seqlen = sum(s.length for segments in joined for s in segments)
-        _check_cover(joined, strides[0], seqlen)
         cuts = [0, *accumulate(sum(s.length for s in segments) for segments in joined)]
         runs = tuple(
             (Segment(a, b - a),) if b > a else () for a, b in zip(cuts, cuts[1:], strict=False)
@@ -152,7 +172,7 @@ class SequenceLayout:
     @classmethod
     def from_name(cls, name: str, seqlen: int, world_size: int) -> SequenceLayout:
         """The layout of that name; ValueError names the valid ones."""
-        if name not in LAYOUTS:
+        if not isinstance(name, str) or name not in LAYOUTS:
             raise ValueError(
                 f"layout must be one of {list(LAYOUTS)} or a SequenceLayout, got {name!r}"
             )
@@ -208,6 +228,7 @@ class SequenceLayout:
             ([0, 1, 4, 5], [2, 3])
         """
         self._rank(rank)
+        count = as_int("count", count)
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")
         if count == 0:
@@ -228,9 +249,10 @@ class SequenceLayout:
         mine = _joined([*self.parts[rank][-1:], *added], stride)
         parts, lens = [*self.parts], [*self.shard_lens]
         parts[rank], lens[rank] = (*parts[rank][:-1], *mine), lens[rank] + count
-        grown = SequenceLayout("segments", end, self.world_size, parts=tuple(parts))
-        # Counted again they would take longer with every position.
-        vars(grown).update(_shard_lens=tuple(lens), _stride=stride)
+        # Checked and counted again they would take longer with every position.
+        grown = object.__new__(SequenceLayout)
+        vars(grown).update(kind="segments", seqlen=end, world_size=self.world_size, cuts=None)
+        vars(grown).update(parts=tuple(parts), _shard_lens=tuple(lens), _stride=stride)
         return grown
 
     def followed_by(self, chunk: SequenceLayout) -> SequenceLayout:
@@ -249,6 +271,7 @@ class SequenceLayout:
             >>> chunk.followed_by(chunk).position_ids(rank=0).tolist()
             [0, 3, 4, 7]
         """
+        check_type("chunk", chunk, SequenceLayout)
         if chunk.world_size != self.world_size:
             raise ValueError(
                 f"both layouts must have the same ranks, got {self.world_size} and "
@@ -294,7 +317,9 @@ class SequenceLayout:
         Raises:
             ValueError: groups that leave a rank out or name one twice.
         """
-        if sorted(rank for group in groups for rank in group) != list(range(self.world_size)):
+        groups = [as_tuple("each of groups", group) for group in as_tuple("groups", groups)]
+        ranks = [as_int("each rank of groups", rank) for group in groups for rank in group]
+        if sorted(ranks) != list(range(self.world_size)):
             raise ValueError(f"groups must hold each rank of {self} once, got {groups}")
         parts, rows = [], []
         for group in groups:
@@ -349,15 +374,29 @@ class SequenceLayout:
         """The whole tensor again, from every rank's rows in the order of the ranks.
 
         Raises:
-            ValueError: a wrong number of shards, or one with a wrong number of rows.
+            ValueError: a wrong number of shards, one with a wrong number of rows, or shards whose
+                other dims or devices differ.
+            TypeError: something else than tensors of one dtype.
         """
+        shards = as_tuple("shards", shards)
         if len(shards) != self.world_size:
             raise ValueError(f"unshard needs {self.world_size} shards, got {len(shards)}")
         for rank, (x, rows) in enumerate(zip(shards, self.shard_lens, strict=True)):
+            name, first = f"shard of rank {rank}", shards[0]
+            check_dim(name, x, dim)
             if x.size(dim) != rows:
                 raise ValueError(
-                    f"shard of rank {rank} must have {rows} rows in dim {dim} for {self}, "
-                    f"got {tuple(x.shape)}"
+                    f"{name} must have {rows} rows in dim {dim} for {self}, got {tuple(x.shape)}"
+                )
+            if x.dtype != first.dtype:
+                raise TypeError(f"{name} must be {first.dtype} as that of rank 0, got {x.dtype}")
+            if (x.device, x.narrow(dim, 0, 0).shape) != (
+                first.device,
+                first.narrow(dim, 0, 0).shape,
+            ):
+                raise ValueError(
+                    f"{name} must be like that of rank 0, {tuple(first.shape)} on {first.device}, "
+                    f"but for its rows; got {tuple(x.shape)} on {x.device}"
                 )
         return torch.cat(list(shards), dim).index_select(dim, self._restore.to(shards[0].device))
 
@@ -367,6 +406,7 @@ class SequenceLayout:
         Raises:
             ValueError: a mask over another number of queries.
         """
+        check_type("mask", mask, Mask)
         if mask.seqlen_q != self.seqlen:
             raise ValueError(f"mask has {mask.seqlen_q} queries, layout {self} has {self.seqlen}")
         areas = []
@@ -396,14 +436,16 @@ class SequenceLayout:
         return torch.empty_like(order).scatter_(0, order, torch.arange(self.seqlen))
 
     def _rank(self, rank: int) -> int:
+        rank = as_int("rank", rank)
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must be in [0, {self.world_size}) for {self}, got {rank}")
         return rank
 
-    def _check_rows(self, x: Tensor, dim: int) -> None:
+    def _check_rows(self, x: Tensor, dim: int, name: str = "x") -> None:
+        check_dim(name, x, dim)
         if x.size(dim) != self.seqlen:
             raise ValueError(
-                f"x must have {self.seqlen} rows in dim {dim} for {self}, got {tuple(x.shape)}"
+                f"{name} must have {self.seqlen} rows in dim {dim} for {self}, got {tuple(x.shape)}"
             )
 
 
@@ -434,8 +476,9 @@ def shard_batch(
         (1, shard_len), unless the batch brings its own (packed documents that restart at 0).
 
     Raises:
-        ValueError: a tensor without `layout.seqlen` rows, or a batch that has `shift_labels`
-            already.
+        ValueError: a tensor without `layout.seqlen` rows, labels that cannot hold `ignore_index`,
+            or a batch that has `shift_labels` already.
+        TypeError: something else than tensors by name, or a layout by name.
 
     Example:
         >>> layout = SequenceLayout.contiguous(4, 2)
@@ -444,12 +487,16 @@ def shard_batch(
         >>> part["shift_labels"].tolist(), part["position_ids"].tolist()
         ([[6, 7]], [[0, 1]])
     """
+    check_type("batch", batch, Mapping, "a dict of tensors")
+    check_type("layout", layout, SequenceLayout)
+    for name, x in batch.items():
+        layout._check_rows(x, dim, f"batch[{name!r}]")
     whole = dict(batch)
     if "labels" in whole:
         if "shift_labels" in whole:
             raise ValueError("batch has both labels and shift_labels; give one of them")
         labels = whole.pop("labels")
-        layout._check_rows(labels, dim)
+        _check_ignore_index(labels, ignore_index)
         shifted = labels.roll(-1, dim)
         shifted.narrow(dim, max(layout.seqlen - 1, 0), min(layout.seqlen, 1)).fill_(ignore_index)
         whole["shift_labels"] = shifted
@@ -460,12 +507,68 @@ def shard_batch(
     return part
 
 
+def _check_ignore_index(labels: Tensor, ignore_index: int) -> None:
+    """A label that the dtype of the labels can hold."""
+    index = as_int("ignore_index", ignore_index)
+    if labels.is_floating_point():
+        return
+    if labels.is_complex() or labels.dtype == torch.bool:
+        raise TypeError(f"labels must be integers, got {labels.dtype}")
+    bounds = torch.iinfo(labels.dtype)
+    if not bounds.min <= index <= bounds.max:
+        raise ValueError(f"ignore_index must fit labels of {labels.dtype}, got {index}")
+
+
 def _checked(seqlen: int, world_size: int) -> tuple[int, int]:
+    seqlen, world_size = as_int("seqlen", seqlen), as_int("world_size", world_size)
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if seqlen < 0:
         raise ValueError(f"seqlen must not be negative, got {seqlen}")
-    return int(seqlen), int(world_size)
+    return seqlen, world_size
+
+
+def _check_cuts(cuts: Sequence[int]) -> None:
+    """From 0, never decreasing."""
+    if len(cuts) < 2 or cuts[0] != 0:
+        raise ValueError(f"cuts must be world_size + 1 positions that start at 0, got {list(cuts)}")
+    for rank, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        if as_int("each of cuts", b) < a:
+            raise ValueError(
+                f"cuts must not decrease, got {a} then {b} for rank {rank} in {list(cuts)}"
+            )
+
+
+def _check_sizes(layout: SequenceLayout, seqlen: int, world_size: int) -> None:
+    """The length and the ranks that cuts or parts have."""
+    if (layout.seqlen, layout.world_size) != (seqlen, world_size):
+        raise ValueError(
+            f"seqlen and world_size must be those of {layout}, {seqlen} and {world_size}, got "
+            f"{layout.seqlen} and {layout.world_size}; use a constructor of SequenceLayout"
+        )
+
+
+def _checked_stride(parts: tuple[tuple[Segment, ...], ...]) -> int:
+    """The one stride of segments that are joined and not empty, as `from_segments` makes them."""
+    for rank, segments in enumerate(parts):
+        _check_segments(rank, as_tuple("each of parts", segments))
+    stride = max((s.stride for segments in parts for s in segments), default=1)
+    if parts != tuple(_joined(segments, stride) for segments in parts):
+        raise ValueError(
+            f"parts must be tuples of joined segments of one stride, got {parts}; use "
+            "SequenceLayout.from_segments"
+        )
+    return stride
+
+
+def _check_segments(rank: int, segments: Sequence[Segment]) -> None:
+    what = f"each of rank {rank}'s parts"
+    start, length, stride = (f"{field} of {what}" for field in ("start", "length", "stride"))
+    for segment in segments:
+        check_type(what, segment, Segment)
+        as_int(start, segment.start)
+        as_int(length, segment.length, least=0)
+        as_int(stride, segment.stride)
 
 
 def _equal_cuts(seqlen: int, parts: int) -> list[int]:

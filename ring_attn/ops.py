@@ -492,6 +492,7 @@ def _gradients_of_tensors(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None,
         raise RuntimeError("ring_attn::attention was called without differentiated=True")
     if dout is None:
         return (None, None, None, None)
+    check.check_plain("the gradient of out", dout)
     sinks, *documents_and_saved = ctx.saved_tensors
     documents, saved = documents_and_saved[:2], documents_and_saved[2:]
     grads = attention_backward(saved, dout, sinks, ctx.sizes, *documents, *ctx.arguments[2:])

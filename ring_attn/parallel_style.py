@@ -48,7 +48,8 @@ from ring_attn.api import Layout, ring_attention
 from ring_attn.layout import SequenceLayout
 from ring_attn.sdpa import route_sdpa, sdpa_attention
 from ring_attn.spec import TransportOptions
-from ring_attn.strategy import NAMES, Strategy, resolve_strategy
+from ring_attn.strategy import NAMES, Strategy, checked_strategy, resolve_strategy
+from ring_attn.values import as_int, as_tuple, check_one_of
 
 Inside = Literal["global", "local", "whole"]
 Options = Mapping[str, Any]
@@ -164,10 +165,18 @@ class ContextParallel(ParallelStyle):
     transport: TransportOptions = TransportOptions()
 
     def __post_init__(self) -> None:
-        if self.inside not in get_args(Inside):
-            raise ValueError(f"inside must be one of {list(get_args(Inside))}, got {self.inside!r}")
-        if isinstance(self.degree, bool) or not isinstance(self.degree, int | None):
-            raise TypeError(f"degree must be an int or None, got {type(self.degree).__name__}")
+        check_one_of("inside", self.inside, get_args(Inside))
+        if self.degree is not None:
+            as_int("degree", self.degree, least=1)
+        if not isinstance(self.strategy, str):
+            checked_strategy(self.strategy)
+        if not isinstance(self.layout, str):
+            check.check_layouts(self.layout)
+        check.check_name("backend", self.backend)
+        check.check_same_bits(self.same_bits)
+        check.check_transport(self.transport)
+        for name in ("seq_dim", "head_dim", "output_index"):
+            as_int(name, getattr(self, name))
         if {self.seq_dim, self.head_dim} - {0, 1, 2} or self.seq_dim == self.head_dim:
             raise ValueError(
                 "seq_dim and head_dim must be two of the dims 0, 1, 2, got "
@@ -175,7 +184,7 @@ class ContextParallel(ParallelStyle):
             )
         for name in ("qkv_indices", "qkv_names"):
             value = getattr(self, name)
-            if value is not None and not len(value) == len(set(value)) == 3:
+            if value is not None and not len(as_tuple(name, value)) == len(set(value)) == 3:
                 raise ValueError(f"{name} must be three different ones, of q, k, v; got {value}")
         if self.replace is not None:
             if self.inside != "global":

@@ -151,8 +151,9 @@ class TransportOptions:
     """How shards travel between the ranks; equal on every rank.
 
     Attributes:
-        timeout: seconds that a rank waits for a peer before it raises; None is the timeout of the
-            group that is passed in. On NCCL it is the timeout of torch's watchdog.
+        timeout: seconds, from 0.001 to 1e9, that a rank waits for a peer before it raises; None is
+            the timeout of the group that is passed in. On NCCL it is the timeout of torch's
+            watchdog.
         nccl_max_ctas: at most so many thread blocks (each takes an SM) for NCCL's copies, so that
             they do not starve the attention kernel; None leaves it to NCCL. Refused on other
             backends.

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from ring_attn.values import check_flag, check_one_of
+
 Core = Literal["ring", "all_gather"]
 CORES: tuple[Core, ...] = ("ring", "all_gather")
 NAMES = ("ring", "double_ring", "all_gather", "ulysses", "hybrid", "q_exchange")
@@ -55,8 +57,8 @@ class Strategy:
     heads_per_chunk: int | None = None
 
     def __post_init__(self) -> None:
-        if self.core not in CORES:
-            raise ValueError(f"core must be one of {list(CORES)}, got {self.core!r}")
+        check_one_of("core", self.core, CORES)
+        check_flag("exchange_q", self.exchange_q)
         for name in ("ulysses_degree", "inner_degree", "heads_per_chunk"):
             value = getattr(self, name)
             if value is None and name == "heads_per_chunk":

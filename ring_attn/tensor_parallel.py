@@ -37,13 +37,14 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from ring_attn.checkpoint import Checkpoint
 from ring_attn.cost import all_reduce_bytes, transfer_seconds
+from ring_attn.values import as_int, as_tuple, check_int, check_one_of, check_tensor, check_type
 
 #: What a parameter is, and so how it is cut.
 #:
@@ -62,6 +63,8 @@ Kind = Literal[
 
 #: How a matrix is stored: `[out, in]` as torch's Linear has it, or `[in, out]`.
 Order = Literal["out_in", "in_out"]
+
+T = TypeVar("T")
 
 #: Positions `[start, end)` of a dim.
 Run = tuple[int, int]
@@ -99,6 +102,7 @@ class TensorPartition:
 
     Raises:
         ValueError: a dim that the shape does not have, or a rank that does not exist.
+        TypeError: a size, dim or rank that is no int.
 
     Example:
         >>> part = TensorPartition((128, 512), dim=0, num_partitions=4, rank=0)
@@ -114,8 +118,9 @@ class TensorPartition:
     rank: int
 
     def __post_init__(self) -> None:
-        shape = tuple(int(size) for size in self.global_shape)
-        if not -len(shape) <= self.dim < len(shape):
+        sizes = as_tuple("global_shape", self.global_shape)
+        shape = tuple(as_int("each of global_shape", size, least=0) for size in sizes)
+        if not -len(shape) <= as_int("dim", self.dim) < len(shape):
             raise ValueError(
                 f"dim {self.dim} is out of range for a tensor of {len(shape)} dims, shape {shape}"
             )
@@ -149,6 +154,7 @@ class TensorPartition:
         Raises:
             ValueError: `x` has another shape.
         """
+        check_tensor("x", x)
         if tuple(x.shape) != self.global_shape:
             raise ValueError(f"x must have shape {self.global_shape}, got {tuple(x.shape)}")
         return _take(x, self.dim, ((self.start, self.end),))
@@ -159,8 +165,9 @@ class TensorPartition:
         Raises:
             ValueError: a wrong number of parts, or one with a wrong shape.
         """
-        _check_count(shards, self.num_partitions)
+        shards = _checked_count(shards, self.num_partitions)
         for rank, x in enumerate(shards):
+            check_tensor(f"shards[{rank}]", x)
             expected = replace(self, rank=rank).shape
             if tuple(x.shape) != expected:
                 raise ValueError(
@@ -339,7 +346,8 @@ class TensorParallelConfig:
             gbit_per_s: of the link.
 
         Raises:
-            ValueError: a link without bandwidth.
+            ValueError: a link without bandwidth, or a negative number.
+            TypeError: a number of another type.
 
         Example:
             >>> config = TensorParallelConfig(0, 2, 1024, 4096, 16, 4)
@@ -347,6 +355,8 @@ class TensorParallelConfig:
             >>> cost.nbytes >> 20, cost.num, cost.total_bytes >> 20, round(cost.seconds, 3)
             (4, 48, 192, 0.016)
         """
+        for name, value in (("seqlen", seqlen), ("num_blocks", num_blocks), ("itemsize", itemsize)):
+            check_int(name, value, least=0)
         num = 2 * num_blocks if self.tp_size > 1 else 0
         nbytes = all_reduce_bytes(seqlen, self.hidden_size, 1, itemsize) // 2
         total = num * nbytes
@@ -400,6 +410,7 @@ def shard_parameter(
         >>> shard_parameter(w, "o", config).tolist()
         [[0, 1], [4, 5], [8, 9], [12, 13]]
     """
+    check_tensor("x", x)
     return _shard("x", x, tuple(x.shape), kind, config, order)
 
 
@@ -429,7 +440,12 @@ def unshard_parameter(
         TypeError: parts of different dtypes.
     """
     _check_kind(kind)
-    _check_count(shards, config.tp_size)
+    _check_config(config)
+    _check_order(order)
+    shards = _checked_count(shards, config.tp_size)
+    for rank, x in enumerate(shards):
+        if x is not None:
+            check_tensor(f"shards[{rank}]", x)
     first = shards[0]
     row_bias = kind in _ROW_PARALLEL and first is not None and first.ndim == 1
     held = [rank for rank, x in enumerate(shards) if x is not None]
@@ -490,7 +506,10 @@ def shard_state_dict(
         >>> {name: tuple(x.shape) for name, x in part.items()}
         {'mlp.up_proj.weight': (4, 4), 'norm.weight': (4,)}
     """
+    check_type("state_dict", state_dict, Mapping, "tensors by name")
     kinds = _kinds(state_dict, plan, otherwise)
+    for name, x in state_dict.items():
+        check_tensor(f"state_dict[{name!r}]", x)
     found = {
         name: _shard(name, x, tuple(x.shape), kinds[name], config, order)
         for name, x in state_dict.items()
@@ -520,7 +539,10 @@ def unshard_state_dict(
         TypeError: parts of different dtypes.
         KeyError: a parameter that rank 0 does not have, or another rank should have.
     """
-    _check_count(shards, config.tp_size)
+    _check_config(config)
+    shards = _checked_count(shards, config.tp_size)
+    for rank, part in enumerate(shards):
+        check_type(f"shards[{rank}]", part, Mapping, "tensors by name")
     kinds = _kinds(dict.fromkeys(name for part in shards for name in part), plan, otherwise)
     whole = {}
     for name, kind in kinds.items():
@@ -541,6 +563,7 @@ def load_tp_shard(
     *,
     order: Order = "out_in",
     device: torch.device | str = "cpu",
+    outside_folder: bool = False,
 ) -> Tensor | None:
     """The rank's part of one tensor of a safetensors checkpoint; the rest of it is not read.
 
@@ -558,13 +581,16 @@ def load_tp_shard(
         config: sizes of the model, and the rank.
         order: of a weight: "out_in" as torch's Linear has it, or "in_out".
         device: where the shard goes.
+        outside_folder: whether an index may name files outside of its folder, by an absolute path,
+            by `..` or behind a link; only for an index that is trusted as a program is.
 
     Returns:
         As `shard_parameter`, in the dtype of the file; memory of its own.
 
     Raises:
         KeyError: no tensor of that name; the message has the nearest ones.
-        ValueError: as `shard_parameter`; or a source that is no safetensors checkpoint.
+        ValueError: as `shard_parameter`; or a source that is no safetensors checkpoint, is damaged,
+            or has files outside of the folder of its index.
         FileNotFoundError: no such file, or the index names one that is not there.
         ImportError: safetensors is not installed.
 
@@ -577,7 +603,8 @@ def load_tp_shard(
         ...     load_tp_shard(folder, "up.weight", "up", config)[:, 0].tolist()
         [16, 20, 24, 28]
     """
-    with Checkpoint(source) as checkpoint:
+    check_type("name", name, str)
+    with Checkpoint(source, outside_folder=outside_folder) as checkpoint:
         x = checkpoint.tensor(name)
         shard = _shard(name, x, x.shape, kind, config, order)
     return None if shard is None else shard.to(device)
@@ -591,6 +618,7 @@ def load_tp_state_dict(
     otherwise: Kind | None = None,
     order: Order = "out_in",
     device: torch.device | str = "cpu",
+    outside_folder: bool = False,
 ) -> dict[str, Tensor]:
     """The rank's part of every tensor of a safetensors checkpoint; the rest is not read.
 
@@ -601,16 +629,18 @@ def load_tp_state_dict(
         otherwise: as for `shard_state_dict`.
         order: of all matrices that are cut.
         device: where the shards go.
+        outside_folder: as for `load_tp_shard`.
 
     Returns:
         As `shard_state_dict` of the whole model.
 
     Raises:
-        ValueError: as `shard_state_dict`; or a source that is no safetensors checkpoint.
+        ValueError: as `shard_state_dict`; or a source that is no safetensors checkpoint, is
+            damaged, or has files outside of the folder of its index.
         FileNotFoundError: no such file, or the index names one that is not there.
         ImportError: safetensors is not installed.
     """
-    with Checkpoint(source) as checkpoint:
+    with Checkpoint(source, outside_folder=outside_folder) as checkpoint:
         kinds = _kinds(checkpoint.files, plan, otherwise)
         found = {}
         for name, kind in kinds.items():
@@ -665,8 +695,8 @@ def _checked_runs(
         ValueError: an unknown kind or order, or a shape that does not fit.
     """
     _check_kind(kind)
-    if order not in get_args(Order):
-        raise ValueError(f"order must be one of {list(get_args(Order))}, got {order!r}")
+    _check_config(config)
+    _check_order(order)
     if kind == "replicated":
         return ()
     if len(shape) not in ((1,) if kind == "heads" else (1, 2)):
@@ -813,8 +843,12 @@ def _kinds(
     Raises:
         ValueError: names that no pattern fits, or an unknown kind.
     """
-    for kind in (*plan.values(), *([] if otherwise is None else [otherwise])):
-        _check_kind(kind)
+    check_type("plan", plan, Mapping, "kinds by the ends of names")
+    for pattern, kind in plan.items():
+        check_type("each pattern of plan", pattern, str, "the end of a name")
+        _check_kind(kind, f"plan[{pattern!r}]")
+    if otherwise is not None:
+        _check_kind(otherwise, "otherwise")
     found: dict[str, Kind] = {}
     unknown = []
     for name in names:
@@ -861,18 +895,27 @@ def _fitting(parts: Sequence[str], plan: Mapping[str, Kind]) -> Kind | None:
     return None
 
 
-def _check_kind(kind: str) -> None:
-    if kind not in get_args(Kind):
-        raise ValueError(f"kind must be one of {list(get_args(Kind))}, got {kind!r}")
+def _check_kind(kind: str, name: str = "kind") -> None:
+    check_one_of(name, kind, get_args(Kind))
+
+
+def _check_order(order: str) -> None:
+    check_one_of("order", order, get_args(Order))
+
+
+def _check_config(config: TensorParallelConfig) -> None:
+    check_type("config", config, TensorParallelConfig)
 
 
 def _check_rank(name: str, num: int, rank: int) -> None:
-    if num < 1:
-        raise ValueError(f"{name} must be at least 1, got {num}")
-    if not 0 <= rank < num:
+    as_int(name, num, least=1)
+    if not 0 <= as_int("rank", rank) < num:
         raise ValueError(f"rank must be in [0, {num}), got {rank}")
 
 
-def _check_count(shards: Sequence[object], num: int) -> None:
-    if len(shards) != num:
-        raise ValueError(f"unshard needs the parts of all {num} ranks, got {len(shards)}")
+def _checked_count(shards: Sequence[T], num: int) -> tuple[T, ...]:
+    """Parts, of which there must be so many."""
+    parts = as_tuple("shards", shards)
+    if len(parts) != num:
+        raise ValueError(f"shards must be the parts of all {num} ranks, got {len(parts)}")
+    return parts

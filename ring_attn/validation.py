@@ -8,24 +8,38 @@ all ranks share, or on a rank's own shard; so a bad argument on every rank raise
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _functorch as functorch
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn.layout import LAYOUTS, SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.spec import TransportOptions
+from ring_attn.values import check_dim, check_int, check_number, check_type
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# Scores are computed in float32 for most dtypes. Within these bounds softmax_scale, softcap and
+# their quotients are normal float32 numbers, and so is a score of up to 2**64 before its scale.
+SMALLEST_FACTOR, LARGEST_FACTOR = 2.0**-63, 2.0**63
+
+# gloo counts milliseconds; the clocks that it and NCCL wait by end at 9.2e9 seconds.
+SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 1e-3, 1e9
+
+# The operators of torch.library take int64.
+LARGEST_WINDOW = 2**63 - 1
 
 
 def check_unsupported(dropout_p: float, alibi_slopes: object) -> None:
     """Options that flash-attention has and this package does not."""
+    check_number("dropout_p", dropout_p)
     if dropout_p != 0.0:
         raise NotImplementedError(
             f"dropout_p must be 0, got {dropout_p}: attention dropout is not built"
@@ -39,11 +53,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if hasattr(x, "placements"):
-            raise TypeError(
-                f"{name} must be a plain tensor, the rank's shard, got {type(x).__name__}; pass "
-                f"{name}.to_local()"
-            )
+        check_plain(name, x)
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
     for name, x in (("k", k), ("v", v)):
@@ -56,6 +66,52 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"q must be on cpu or cuda, got {q.device}")
     _check_shapes(q, k, v, packed=packed)
+
+
+def check_plain(name: str, x: Tensor) -> None:
+    """A tensor whose numbers lie in memory, outside of forward-mode and `torch.func` transforms."""
+    if hasattr(x, "placements"):
+        raise TypeError(
+            f"{name} must be a plain tensor, the rank's shard, got {type(x).__name__}; pass "
+            f"{name}.to_local()"
+        )
+    if x.is_nested:
+        raise TypeError(
+            f"{name} must be a plain tensor, got a nested one ({x.layout}); pack its documents "
+            "into one sequence and pass cu_seqlens"
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(
+            f"{name} must be a dense tensor, got layout {x.layout}; pass {name}.to_dense()"
+        )
+    # A compiler cannot look at this, and raises by itself.
+    if not torch.compiler.is_compiling() and (
+        functorch.is_batchedtensor(x)
+        or functorch.is_legacy_batchedtensor(x)
+        or functorch.is_gradtrackingtensor(x)
+    ):
+        raise NotImplementedError(
+            f"transforms of torch.func (grad, jvp, vmap, ...) are not built, got {name} inside "
+            "one; use backward() or torch.autograd.grad without is_grads_batched, and a batch dim"
+        )
+    if forward_ad.unpack_dual(x).tangent is not None:
+        raise NotImplementedError(
+            "forward-mode differentiation (torch.autograd.forward_ad) is not "
+            f"built, got {name} with a tangent; use backward() or torch.autograd.grad"
+        )
+
+
+def check_saved(**tensors: Tensor | None) -> None:
+    """Tensors that autograd can keep for the backward, by name."""
+    if torch.compiler.is_compiling():  # which cannot look at this, and raises by itself
+        return
+    for name, x in tensors.items():
+        if x is not None and x.is_inference():
+            raise ValueError(
+                f"{name} was made under torch.inference_mode() and cannot be kept for the backward "
+                f"that the inputs' requires_grad asks for; pass {name}.clone(), or call under "
+                "torch.no_grad()"
+            )
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
@@ -93,23 +149,24 @@ def check_scale(softmax_scale: float | None) -> None:
     """A positive factor of the scores, or None for the default."""
     if softmax_scale is None:
         return
-    _check_float("softmax_scale", softmax_scale)
+    check_number("softmax_scale", softmax_scale)
+    # To a compiler a float that changes is a symbol: it can be compared, math.isfinite takes none.
     # Fused operators mask before they scale: -inf times 0 or a negative factor would be seen.
-    if not 0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}")
+    if not SMALLEST_FACTOR <= softmax_scale <= LARGEST_FACTOR:
+        raise ValueError(
+            "softmax_scale must be positive and finite, from 2**-63 (1.1e-19) to 2**63 (9.2e18), "
+            f"as scores are float32 numbers, got {softmax_scale}; the default is headdim ** -0.5"
+        )
 
 
 def check_softcap(softcap: float) -> None:
     """What the scores stay below in size; 0 is no cap."""
-    _check_float("softcap", softcap)
-    if not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap must be positive and finite, or 0 for none, got {softcap}")
-
-
-def _check_float(name: str, value: object) -> None:
-    # To a compiler a float that changes is a symbol: it can be compared, math.isfinite takes none.
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a float, got {type(value).__name__}")
+    check_number("softcap", softcap)
+    if softcap != 0 and not SMALLEST_FACTOR <= softcap <= LARGEST_FACTOR:
+        raise ValueError(
+            "softcap must be positive and finite, from 2**-63 (1.1e-19) to 2**63 (9.2e18), as "
+            f"scores are float32 numbers, or 0 for none, got {softcap}"
+        )
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
@@ -118,10 +175,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         return
     if not isinstance(sinks, Tensor):
         raise TypeError(f"sinks must be a torch.Tensor or None, got {type(sinks).__name__}")
-    if hasattr(sinks, "placements"):
-        raise TypeError(
-            f"sinks must be a plain tensor, got {type(sinks).__name__}; pass sinks.to_local()"
-        )
+    check_plain("sinks", sinks)
     if sinks.dtype not in DTYPES:
         raise TypeError(f"sinks must be float16, bfloat16, float32 or float64, got {sinks.dtype}")
     if sinks.shape != (q.size(-2),):
@@ -168,9 +222,10 @@ def check_window(window_size: Sequence[int], causal: bool) -> tuple[int, int]:
     for size in window_size:
         if isinstance(size, bool) or not isinstance(size, int):
             raise TypeError(f"window_size must hold ints, got {window_size!r}")
-        if size < -1:
+        if not -1 <= size <= LARGEST_WINDOW:
             raise ValueError(
-                f"window_size must hold sizes from 0, or -1 for unbounded, got {window_size!r}"
+                "window_size must hold sizes from 0 to 2**63 - 1, or -1 for unbounded, got "
+                f"{window_size!r}"
             )
     left, right = window_size
     if causal and right > 0:
@@ -181,17 +236,26 @@ def check_window(window_size: Sequence[int], causal: bool) -> tuple[int, int]:
     return left, right
 
 
-def check_boundaries(name: str, cu_seqlens: Tensor | None) -> None:
-    """Type and shape of document boundaries."""
+def check_boundaries(
+    name: str, cu_seqlens: Tensor | None, device: torch.device | None = None
+) -> None:
+    """Type, shape and device of document boundaries; `device` is that of q where there is one."""
     if cu_seqlens is None:
         return
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"{name} must be an int32 tensor, got {type(cu_seqlens).__name__}")
+    check_plain(name, cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 (or int64), got {cu_seqlens.dtype}")
     if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
         raise ValueError(
             f"{name} must be 1-D with at least two boundaries, got shape {tuple(cu_seqlens.shape)}"
+        )
+    elsewhere = device is not None and cu_seqlens.device not in (device, torch.device("cpu"))
+    if elsewhere or cu_seqlens.device.type == "meta":
+        raise ValueError(
+            f"{name} must be on cpu or on q's device{f' {device}' if device else ''}, got "
+            f"{cu_seqlens.device}; pass {name} with its values, on one of these"
         )
 
 
@@ -249,7 +313,7 @@ def check_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGro
         assert world is not None, "an initialised process has a default group"
         return world
     if isinstance(group, DeviceMesh):
-        return _group_of_mesh(group)
+        return _alive(_group_of_mesh(group))
     # torch hands ranks outside a new group a plain integer in its place.
     if isinstance(group, int):
         raise RuntimeError("this rank is not a member of group; only members may call")
@@ -258,6 +322,18 @@ def check_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGro
             "group must be a torch.distributed ProcessGroup, a DeviceMesh or None, got "
             f"{type(group).__name__}"
         )
+    return _alive(group)
+
+
+def _alive(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group, unless it was destroyed."""
+    try:
+        dist.get_backend(group)
+    except ValueError:
+        raise RuntimeError(
+            "group was destroyed (torch.distributed.destroy_process_group): pass one that exists, "
+            "or None for the default group"
+        ) from None
     return group
 
 
@@ -267,6 +343,11 @@ def mesh_shape(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[int, ...]:
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    if mesh.get_coordinate() is None:
+        raise RuntimeError(
+            f"this rank, {dist.get_rank()}, is not a member of group, a mesh of ranks "
+            f"{mesh.mesh.flatten().tolist()}; only members may call"
+        )
     if mesh.ndim == 1:
         return mesh.get_group()
     if mesh.ndim > 2:
@@ -282,13 +363,32 @@ def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
         )
     if mesh not in _flat_groups:
         ranks = mesh.mesh.flatten().tolist()
-        group = mesh._flatten().get_group()
-        if dist.get_process_group_ranks(group) != ranks:
+        if ranks != sorted(ranks):
             raise ValueError(
                 f"the ranks of a mesh with two axes must ascend, row by row, got {ranks}"
             )
-        _flat_groups[mesh] = group
+        world = check_group(None)
+        if ranks == dist.get_process_group_ranks(world):
+            _flat_groups[mesh] = world
+        else:
+            with _never_split(world):
+                _flat_groups[mesh] = mesh._flatten().get_group()
     return _flat_groups[mesh]
+
+
+@contextmanager
+def _never_split(world: dist.ProcessGroup) -> Iterator[None]:
+    """Groups that torch makes within are new ones, not split off the world's communicator.
+
+    With init_process_group(device_id=...) torch would split it, which ranks of the world that make
+    no such group never join.
+    """
+    device = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 # torch looks the flattened mesh up by a name that it builds at every call.
@@ -297,6 +397,8 @@ _flat_groups: weakref.WeakKeyDictionary[DeviceMesh, dist.ProcessGroup] = weakref
 
 def check_group_device(group: dist.ProcessGroup, device: torch.device) -> None:
     """The group must send tensors of that device."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"tensors that travel must be on cpu or cuda, got {device}")
     if dist.get_world_size(group) == 1:
         return
     backend = dist.get_backend_config(group)
@@ -324,13 +426,13 @@ def check_transport(options: object) -> None:
     if timeout is not None:
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
             raise TypeError(f"timeout must be seconds, got {type(timeout).__name__}")
-        if not (math.isfinite(timeout) and timeout > 0):
-            raise ValueError(f"timeout must be positive, finite seconds, got {timeout}")
+        if not SHORTEST_TIMEOUT <= timeout <= LONGEST_TIMEOUT:
+            raise ValueError(
+                f"timeout must be positive, finite seconds, from {SHORTEST_TIMEOUT} to "
+                f"{LONGEST_TIMEOUT:.0e}, got {timeout}; None is that of the group"
+            )
     if max_ctas is not None:
-        if isinstance(max_ctas, bool) or not isinstance(max_ctas, int):
-            raise TypeError(f"nccl_max_ctas must be an int, got {type(max_ctas).__name__}")
-        if max_ctas < 1:
-            raise ValueError(f"nccl_max_ctas must be at least 1, got {options.nccl_max_ctas}")
+        check_int("nccl_max_ctas", max_ctas, least=1)
 
 
 def check_max_ctas(options: TransportOptions, group: dist.ProcessGroup) -> None:
@@ -401,6 +503,13 @@ def check_layout(
             f"got {rows}: pass this rank's shard (layout.shard); where the ranks' lengths differ "
             "pass a SequenceLayout, not its name"
         )
+
+
+def check_unshard(x: Tensor, layout: SequenceLayout, dim: int) -> None:
+    """Types of a shard that is to be gathered, of its layout and of its dim."""
+    check_dim("x", x, dim)
+    check_plain("x", x)
+    check_type("layout", layout, SequenceLayout)
 
 
 def check_mask(mask: Mask) -> Mask:

@@ -14,10 +14,12 @@ calibrate` measures the machine at hand, and `load_cluster` reads that.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -43,6 +45,10 @@ class Rate:
     launch: float = 0.0
     row_columns: float = 0.0
     edge_columns: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_speed(self, "flops")
+        _check_cost(self, "launch", "row_columns", "edge_columns")
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,13 @@ class Device:
     window_forward: Rate | None = None
     window_backward: Rate | None = None
 
+    def __post_init__(self) -> None:
+        _check_type(self, str, "name")
+        _check_type(self, Rate, "forward", "backward")
+        _check_type(self, (Rate, NoneType), "window_forward", "window_backward")
+        _check_speed(self, "memory_bandwidth")
+        _check_size(self, "peak_flops", "memory_bytes")
+
     def rate(self, *, backward: bool, window: bool = False) -> Rate:
         """That of a direction, of tiles that a window cuts or others."""
         usual = self.backward if backward else self.forward
@@ -90,6 +103,11 @@ class Link:
     name: str
     latency: float
     bandwidth: float
+
+    def __post_init__(self) -> None:
+        _check_type(self, str, "name")
+        _check_cost(self, "latency")
+        _check_speed(self, "bandwidth")
 
 
 @dataclass(frozen=True)
@@ -122,9 +140,17 @@ class Cluster:
     collectives: Mapping[str, Link] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        _check_type(self, Device, "device")
+        _check_type(self, Link, "inside", "between")
+        _check_type(self, int, "node_size")
+        _check_type(self, (int, NoneType), "ports")
+        _check_cost(self, "slowdown")
+        for operation, link in self.collectives.items():
+            if not isinstance(link, Link):
+                raise TypeError(f"collectives must be links, got {link!r} for {operation!r}")
         if self.node_size < 1:
             raise ValueError(f"node_size must be at least 1, got {self.node_size}")
-        if not 0.0 <= self.slowdown < 1.0:
+        if self.slowdown >= 1.0:
             raise ValueError(f"slowdown must be at least 0 and less than 1, got {self.slowdown}")
         if self.ports is not None and not 1 <= self.ports <= self.node_size:
             raise ValueError(
@@ -134,6 +160,45 @@ class Cluster:
     def between_bytes(self, sender: int, receiver: int) -> bool:
         """Whether two ranks are in different nodes."""
         return sender // self.node_size != receiver // self.node_size
+
+
+def _check_type(
+    described: object, types: type[object] | tuple[type[object], ...], *names: str
+) -> None:
+    for name in names:
+        value = getattr(described, name)
+        if isinstance(value, bool) or not isinstance(value, types):
+            one_of = types if isinstance(types, tuple) else (types,)
+            wanted = " or ".join(one.__name__ for one in one_of).replace("NoneType", "None")
+            raise TypeError(
+                f"{name} of a {type(described).__name__} must be {wanted}, got {value!r} "
+                f"({type(value).__name__})"
+            )
+
+
+def _check_speed(described: object, *names: str) -> None:
+    """Positive numbers; infinite is a speed that takes no time."""
+    _check_numbers(described, names, lambda x: x > 0, "positive")
+
+
+def _check_size(described: object, *names: str) -> None:
+    """Numbers from 0 on; infinite is no limit."""
+    _check_numbers(described, names, lambda x: x >= 0, "at least 0")
+
+
+def _check_cost(described: object, *names: str) -> None:
+    """Finite numbers from 0 on."""
+    _check_numbers(described, names, lambda x: 0 <= x < math.inf, "finite and at least 0")
+
+
+def _check_numbers(
+    described: object, names: tuple[str, ...], fits: Callable[[float], bool], words: str
+) -> None:
+    _check_type(described, (int, float), *names)
+    for name in names:
+        value = getattr(described, name)
+        if not fits(value):
+            raise ValueError(f"{name} of a {type(described).__name__} must be {words}, got {value}")
 
 
 # The kernels' rates, bf16 with headdim 128: fitted to FlashAttention 3 and to FlexAttention, the
@@ -264,23 +329,47 @@ def load_cluster(path: Path | str, world_size: int | None = None) -> Cluster:
         OSError: a file that cannot be read.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        clusters = {int(ranks): cluster for ranks, cluster in found["clusters"].items()}
+        found = json.loads(
+            Path(path).read_text(encoding="utf-8"),
+            parse_float=_finite,
+            parse_int=_int64,
+            parse_constant=_finite,
+        )
+        clusters = {
+            _int64(ranks): cluster_from_json(cluster)
+            for ranks, cluster in found["clusters"].items()
+        }
+        if min(clusters) < 1:
+            raise ValueError(f"numbers of ranks must be at least 1, got {min(clusters)}")
         wanted = max(clusters) if world_size is None else world_size
-        nearest = min(clusters, key=lambda ranks: (abs(ranks - wanted), -ranks))
-        return cluster_from_json(clusters[nearest])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        return clusters[min(clusters, key=lambda ranks: (abs(ranks - wanted), -ranks))]
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a calibration; write one with `ring-attn calibrate --json {path}` "
             f"({type(error).__name__}: {error})"
         ) from None
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"numbers must be finite, got {text}")
+    return value
+
+
+def _int64(text: str) -> int:
+    value = int(text)
+    if abs(value) >= 2**63:
+        raise ValueError(f"integers must fit 64 bits, got one of {len(text)} digits")
+    return value
+
+
 def cluster_from_json(found: Mapping[str, Any]) -> Cluster:
     """The inverse of `to_json`.
 
     Raises:
-        KeyError, TypeError: fields that are missing or have other names.
+        KeyError, TypeError: fields that are missing or have other names or types.
+        ValueError: numbers that cannot be.
 
     Example:
         >>> cluster = builtin_cluster("H200")

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -47,6 +47,15 @@ from ring_attn.planning.simulate import simulate
 from ring_attn.spec import AttentionSpec
 from ring_attn.strategies import all_gather, q_exchange, ring, ulysses
 from ring_attn.strategy import NAMES, Strategy, resolve_strategy
+from ring_attn.values import (
+    as_int,
+    as_tuple,
+    check_flag,
+    check_int,
+    check_number,
+    check_one_of,
+    check_type,
+)
 from ring_attn.work import pair_work
 
 # What is simulated of the candidates that could be the best: only those, or of each name of
@@ -150,22 +159,32 @@ def explain(
         True
     """
     for name, value in (("seqlen", seqlen), ("world_size", world_size), ("batch", batch)):
-        _check_count(name, value)
+        check_int(name, value, least=1)
     nheads_kv = nheads if nheads_kv is None else nheads_kv
     headdim_v = headdim if headdim_v is None else headdim_v
     for name, value in (
         ("nheads", nheads), ("nheads_kv", nheads_kv), ("headdim", headdim), ("headdim_v", headdim_v)
     ):  # fmt: skip
-        _check_count(name, value)
+        check_int(name, value, least=1)
     if nheads % nheads_kv:
         raise ValueError(f"nheads must be a multiple of nheads_kv, got {nheads} and {nheads_kv}")
-    if effort not in ("best", "names", "all"):
-        raise ValueError(f"effort must be one of ['best', 'names', 'all'], got {effort!r}")
+    check_one_of("effort", effort, get_args(Effort))
+    if not isinstance(dtype, torch.dtype) or dtype not in check.DTYPES:
+        raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype!r}")
+    check.check_name("backend", backend)
+    check_flag("backward", backward)
+    if device_type is not None:
+        check_one_of("device_type", device_type, ("cpu", "cuda"))
+    if memory_bytes is not None:
+        check_number("memory_bytes", memory_bytes)
+        if not memory_bytes > 0:
+            raise ValueError(f"memory_bytes must be positive, got {memory_bytes}")
     check.check_softcap(softcap)
     check.check_same_bits(same_bits)
     mask = _mask_of(seqlen, seqlen_k, causal, window_size, cu_seqlens, cu_seqlens_k)
     if cluster is None:
         cluster = find_cluster(device_type, world_size)
+    check_type("cluster", cluster, Cluster)
     if device_type is None:
         gpu = cluster.device.peak_flops or cluster.device.memory_bytes
         device_type = "cuda" if gpu else "cpu"
@@ -286,11 +305,13 @@ def _wanted(problem: Problem, asked: Sequence[str | Strategy] | None) -> list[St
     if isinstance(asked, (str, Strategy)):
         raise TypeError(f"strategies must be a sequence of names or values, got {asked!r}")
     wanted: list[Strategy] = []
-    for one in asked:
+    for one in as_tuple("strategies", asked):
         if isinstance(one, Strategy):
             wanted.append(one)
-        elif one not in NAMES:
-            raise ValueError(f"strategy must be one of {list(NAMES)} or a Strategy, got {one!r}")
+        elif not isinstance(one, str) or one not in NAMES:
+            raise ValueError(
+                f"each of strategies must be one of {list(NAMES)} or a Strategy, got {one!r}"
+            )
         else:
             of_name = [s for s in every if _family(s, problem.world_size) == one]
             if not of_name and problem.world_size > 1:
@@ -325,9 +346,8 @@ def _is_hybrid(strategy: Strategy, world_size: int) -> bool:
 def _layouts_of(problem: Problem, layout: str | SequenceLayout | Layouts) -> dict[str, Layouts]:
     """The layouts to choose among, by name."""
     mask, world_size = problem.mask, problem.world_size
-    if isinstance(layout, SequenceLayout):
-        layout = (layout, layout)
     if not isinstance(layout, str):
+        layout = check.check_layouts(layout)
         for side, one, seqlen in zip("qk", layout, (mask.seqlen_q, mask.seqlen_k), strict=True):
             if (one.world_size, one.seqlen) != (world_size, seqlen):
                 raise ValueError(
@@ -629,22 +649,17 @@ def _mask_of(
     cu_seqlens_k: Tensor | Sequence[int] | None,
 ) -> Mask:
     if seqlen_k is not None:
-        _check_count("seqlen_k", seqlen_k)
+        check_int("seqlen_k", seqlen_k, least=1)
     window = check.check_window(window_size, causal)
-    cu_q = check.check_cu_seqlens("cu_seqlens", _tensor(cu_seqlens))
-    cu_k = check.check_cu_seqlens("cu_seqlens_k", _tensor(cu_seqlens_k))
+    cu_q = check.check_cu_seqlens("cu_seqlens", _tensor("cu_seqlens", cu_seqlens))
+    cu_k = check.check_cu_seqlens("cu_seqlens_k", _tensor("cu_seqlens_k", cu_seqlens_k))
     check.check_documents(cu_q, cu_k)
     cu_k = cu_q if cu_k is None else cu_k
     seqlen_k = seqlen if seqlen_k is None else seqlen_k
     return check.check_mask(Mask(seqlen, seqlen_k, causal, window, cu_q, cu_k))
 
 
-def _tensor(values: Tensor | Sequence[int] | None) -> Tensor | None:
-    return values if values is None or isinstance(values, Tensor) else torch.tensor(list(values))
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+def _tensor(name: str, values: Tensor | Sequence[int] | None) -> Tensor | None:
+    if values is None or isinstance(values, Tensor):
+        return values
+    return torch.tensor([as_int(f"each of {name}", value) for value in as_tuple(name, values)])

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -84,6 +85,17 @@ def dtensor() -> Tensor:
     return distribute_tensor(x(1, ROWS, 4, 8), mesh(2), [Replicate()])
 
 
+def inference(*shape: int) -> Tensor:
+    """A tensor that autograd cannot keep."""
+    with torch.inference_mode():
+        return x(*shape)
+
+
+def with_tangent(primal: Tensor) -> Tensor:
+    """A dual tensor; the level that it is of is left at the end of the table."""
+    return forward_ad.make_dual(primal, torch.ones_like(primal))
+
+
 SHAPES: dict[str, Bad] = {
     "2-D q": Bad(lambda: {"q": x(ROWS, 8)}, ValueError, ("q (6, 8)", "(batch, rows, nheads")),
     "5-D k": Bad(lambda: {"k": x(1, 1, ROWS, 2, 8)}, ValueError, ("k (1, 1, 6, 2, 8)",)),
@@ -146,6 +158,29 @@ TYPES: dict[str, Bad] = {
     "meta": Bad(
         lambda: all_of(torch.float32, "meta"), ValueError, ("q must be on cpu or cuda", "meta")
     ),
+    "sparse": Bad(
+        lambda: {"q": x(1, ROWS, 4, 8).to_sparse()},
+        TypeError,
+        ("q must be a dense tensor", "torch.sparse_coo", "q.to_dense()"),
+    ),
+    "mkldnn": Bad(
+        lambda: {"k": x(1, ROWS, 2, 8).to_mkldnn()}, TypeError, ("k must be a dense", "_mkldnn")
+    ),
+    "jagged": Bad(
+        lambda: {"v": torch.nested.nested_tensor([x(ROWS, 2, 8)], layout=torch.jagged)},
+        TypeError,
+        ("v must be a plain tensor", "nested", "torch.jagged", "cu_seqlens"),
+    ),
+    "tangent": Bad(
+        lambda: {"k": with_tangent(x(1, ROWS, 2, 8))},
+        NotImplementedError,
+        ("forward-mode", "k with a tangent", "backward()"),
+    ),
+    "inference": Bad(
+        lambda: {"q": x(1, ROWS, 4, 8).requires_grad_(), "v": inference(1, ROWS, 2, 8)},
+        ValueError,
+        ("v was made under torch.inference_mode()", "v.clone()", "no_grad"),
+    ),
     "two devices": Bad(
         lambda: {"v": x(1, ROWS, 2, 8, device="meta")},
         ValueError,
@@ -161,6 +196,18 @@ OPTIONS: dict[str, Bad] = {
     "scale 0": Bad(lambda: {"softmax_scale": 0.0}, ValueError, ("softmax_scale", "positive", "0")),
     "scale negative": Bad(lambda: {"softmax_scale": -0.2}, ValueError, ("positive", "-0.2")),
     "scale inf": Bad(lambda: {"softmax_scale": float("inf")}, ValueError, ("finite", "inf")),
+    "scale of a smaller exponent": Bad(
+        lambda: {"softmax_scale": 1e-46}, ValueError, ("softmax_scale", "2**-63", "1e-46")
+    ),
+    "scale of a greater exponent": Bad(
+        lambda: {"softmax_scale": 1e38}, ValueError, ("softmax_scale", "2**63", "1e+38")
+    ),
+    "softcap of a smaller exponent": Bad(
+        lambda: {"softcap": 1e-50}, ValueError, ("softcap", "2**-63", "0 for none", "1e-50")
+    ),
+    "softcap of a greater exponent": Bad(
+        lambda: {"softcap": 1e39}, ValueError, ("softcap", "2**63", "1e+39")
+    ),
     "scale str": Bad(
         lambda: {"softmax_scale": "auto"}, TypeError, ("softmax_scale", "float", "str")
     ),
@@ -199,6 +246,20 @@ OPTIONS: dict[str, Bad] = {
     "sinks elsewhere": Bad(
         lambda: {"sinks": x(4, device="meta")}, ValueError, ("sinks", "q's device cpu", "meta")
     ),
+    "sinks sparse": Bad(
+        lambda: {"sinks": x(4).to_sparse()}, TypeError, ("sinks must be a dense", "sinks.to_dense")
+    ),
+    "sinks tangent": Bad(
+        lambda: {"sinks": with_tangent(x(4))}, NotImplementedError, ("sinks with a tangent",)
+    ),
+    "sinks inference": Bad(
+        lambda: {"q": x(1, ROWS, 4, 8).requires_grad_(), "sinks": inference(4)},
+        ValueError,
+        ("sinks was made under", "sinks.clone()"),
+    ),
+    "return_lse int": Bad(
+        lambda: {"return_lse": 1}, TypeError, ("return_lse must be a bool", "int 1")
+    ),
     "same_bits int": Bad(
         lambda: {"same_bits": 1}, TypeError, ("same_bits must be a bool or None", "int")
     ),
@@ -225,10 +286,16 @@ OPTIONS: dict[str, Bad] = {
     "window bool": Bad(
         lambda: {"window_size": (True, 0)}, TypeError, ("window_size must hold ints", "True")
     ),
+    "window of 64 bits": Bad(
+        lambda: {"window_size": (2**63, 0)}, ValueError, ("window_size", "2**63 - 1", str(2**63))
+    ),
     "window causal": Bad(
         lambda: {"window_size": (4, 2), "causal": True},
         ValueError,
         ("causal=True", "window_size=(4, 2)", "(4, 0)", "causal=False"),
+    ),
+    "dropout text": Bad(
+        lambda: {"dropout_p": "no"}, TypeError, ("dropout_p must be a float", "'no'")
     ),
     "dropout": Bad(lambda: {"dropout_p": 0.1}, NotImplementedError, ("dropout_p must be 0", "0.1")),
     "alibi": Bad(
@@ -259,6 +326,16 @@ OPTIONS: dict[str, Bad] = {
         lambda: {"transport": TransportOptions(timeout=float("inf"))},
         ValueError,
         ("timeout", "inf"),
+    ),
+    "timeout of no clock": Bad(
+        lambda: {"transport": TransportOptions(timeout=1e15)},
+        ValueError,
+        ("timeout", "1e+09", "1000000000000000"),
+    ),
+    "timeout below a millisecond": Bad(
+        lambda: {"transport": TransportOptions(timeout=1e-12)},
+        ValueError,
+        ("timeout", "0.001", "1e-12"),
     ),
     "timeout str": Bad(
         lambda: {"transport": TransportOptions(timeout="3")},  # type: ignore[arg-type]
@@ -291,6 +368,21 @@ DOCUMENTS: dict[str, Bad] = {
         lambda: packed(cu_seqlens=ints(0, SEQLEN)[None]),
         ValueError,
         ("cu_seqlens", "1-D", "(1, 2)"),
+    ),
+    "meta": Bad(
+        lambda: packed(cu_seqlens=ints(0, SEQLEN).to("meta")),
+        ValueError,
+        ("cu_seqlens must be on cpu or on q's device cpu", "got meta"),
+    ),
+    "k on meta": Bad(
+        lambda: packed(0, SEQLEN, cu_seqlens_k=ints(0, SEQLEN).to("meta")),
+        ValueError,
+        ("cu_seqlens_k must be on cpu or on q's device cpu", "got meta"),
+    ),
+    "sparse": Bad(
+        lambda: packed(cu_seqlens=ints(0, SEQLEN).to_sparse()),
+        TypeError,
+        ("cu_seqlens must be a dense tensor", "cu_seqlens.to_dense()"),
     ),
     "one boundary": Bad(
         lambda: packed(SEQLEN), ValueError, ("cu_seqlens", "two boundaries", "(1,)")
@@ -495,10 +587,11 @@ def run_table() -> dict[str, Raised]:
     """Every entry of the table on this rank; and that no transport has been made for it."""
     before = set(p2p._transports)
     raised = {}
-    for name, bad in TABLE.items():
-        arguments = {**good(), **bad.arguments()}
-        with no_communication():
-            raised[name] = raised_by(lambda arguments=arguments: ring_attention(**arguments))
+    with forward_ad.dual_level():
+        for name, bad in TABLE.items():
+            arguments = {**good(), **bad.arguments()}
+            with no_communication():
+                raised[name] = raised_by(lambda arguments=arguments: ring_attention(**arguments))
     assert set(p2p._transports) == before
     return raised
 
@@ -563,17 +656,25 @@ def run_unshard_table() -> list[Raised]:
             raised_by(lambda: unshard(x(1, ROWS + 1, 4), layout)),
             raised_by(lambda: unshard(x(1, ROWS, 4), layout, dim=2)),
             raised_by(lambda: unshard(x(1, ROWS, 4), zigzag(SEQLEN, 4))),
+            raised_by(lambda: unshard(x(1, ROWS, 4), layout, dim=3)),
+            raised_by(lambda: unshard(x(1, ROWS, 4, device="meta"), layout)),
             raised_by(lambda: unshard(x(1, ROWS, 4), layout, group=[0, 1])),  # type: ignore[arg-type]
+            raised_by(lambda: unshard(x(1, ROWS, 4), "zigzag")),  # type: ignore[arg-type]
+            raised_by(lambda: unshard(x(1, ROWS, 4).to_sparse(), layout)),
+            raised_by(lambda: unshard([1.0], layout)),  # type: ignore[arg-type]
         ]
 
 
 def test_unshard_of_bad_arguments(ranks: Any) -> None:
     for results in ranks(2).run(run_unshard_table):
         errors = [(got.error, got.alone) for got in results]
-        assert errors == [(ValueError, True)] * 3 + [(TypeError, True)], results
+        assert errors == [(ValueError, True)] * 5 + [(TypeError, True)] * 4, results
         assert "must have 6 rows" in results[0].text and "got 7" in results[0].text
         assert "got 4" in results[1].text
         assert "world_size=4" in results[2].text and "the group, 2" in results[2].text
+        words = ("dim", "meta", "group", "layout", "x must be a dense", "x must be a torch.Tensor")
+        for word, got in zip(words, results[3:], strict=True):
+            assert word in got.text, (word, got)
 
 
 @pytest.mark.parametrize(
@@ -594,7 +695,11 @@ def test_no_process_group(call: Callable[[], object]) -> None:
 
 
 # A DTensor cannot be made without a process group.
-TENSORS = [n for n in TABLE if n.startswith(("shapes", "types")) and "DTensor" not in n]
+TENSORS = [
+    name
+    for name in TABLE
+    if name.startswith(("shapes", "types")) and name.split()[1] not in ("DTensor", "inference")
+]
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -602,8 +707,9 @@ def test_bad_tensors_without_a_process_group(name: str) -> None:
     """What is wrong with the tensors is said first: no launcher is needed to find it."""
     bad = TABLE[name]
     for call in (ring_attention, select_backend):
-        arguments = {**good(), **bad.arguments()}
-        got = raised_by(lambda call=call, arguments=arguments: call(**arguments))
+        with forward_ad.dual_level():
+            arguments = {**good(), **bad.arguments()}
+            got = raised_by(lambda call=call, arguments=arguments: call(**arguments))
         assert got.error is bad.error and all(part in got.text for part in bad.says), got
 
 

@@ -24,6 +24,7 @@ from ring_attn import SequenceLayout, TransportOptions, ring_attention
 from ring_attn.plan import Hop
 from ring_attn.transport.base import Channel
 from ring_attn.transport.p2p import open_p2p
+from ring_attn.transport.ranks import media
 
 pytestmark = pytest.mark.dist
 
@@ -181,22 +182,47 @@ def test_a_late_peer_is_waited_for(fresh_ranks: Callable[..., Any]) -> None:
         assert got.seconds >= stopped, (rank, got)
 
 
-def with_absent_rank(absent: int) -> Ended:
-    """The first call of a group, which one rank does not make."""
-    if dist.get_rank() == absent:
+def with_late_rank(late: int) -> tuple[Ended, Ended]:
+    """The first call of a group, to which one rank comes when the others have given up; twice."""
+    if dist.get_rank() == late:
         time.sleep(TIMEOUT + 1)
-        return Ended(None, "absent", 0.0)
+    return ended(layer), ended(layer)
+
+
+def test_a_rank_that_comes_late_to_the_first_call(fresh_ranks: Callable[..., Any]) -> None:
+    late = 1
+    for rank, (first, second) in enumerate(fresh_ranks(3).run(with_late_rank, late, timeout=30)):
+        assert first.error is RuntimeError and second.error is RuntimeError, (rank, first, second)
+        assert first.seconds < (1.0 if rank == late else IN_TIME), (rank, first)
+        assert f"timeout {TIMEOUT} s" in first.text, (rank, first)
+        if rank != late:
+            assert f"ranks [{late}] did not come" in first.text, (rank, first)
+        else:
+            assert "has given up" in first.text, (rank, first)
+        # A ring that could not be formed is not formed later.
+        assert "has failed before" in second.text and second.seconds < 0.5, (rank, second)
+
+
+def killed_while_connecting(victim: int) -> Ended:
+    """A rank that goes between the roll-call and the connections."""
+    if dist.get_rank() == victim:
+        connect = media.connect_gloo
+
+        def gone(*_: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+            return connect
+
+        media.connect_gloo = gone  # type: ignore[assignment]
     return ended(layer)
 
 
-def test_a_peer_that_never_calls(fresh_ranks: Callable[..., Any]) -> None:
-    """At the first call the ring makes its groups: that, too, ends in time and says what it was."""
-    results = fresh_ranks(3).run(with_absent_rank, 1, timeout=30)
-    for rank in (0, 2):
-        assert issubclass(results[rank].error, RuntimeError), results[rank]
-        assert results[rank].seconds < IN_TIME, results[rank]
-        assert "ring" in results[rank].text, results[rank]
-        assert f"timeout {TIMEOUT} s" in results[rank].text, results[rank]
+def test_a_rank_that_dies_while_the_ring_is_formed(fresh_ranks: Callable[..., Any]) -> None:
+    pool, victim = fresh_ranks(3), 2
+    pool.start(killed_while_connecting, victim)
+    for rank, got in enumerate(pool.results(lost=[victim], timeout=30)[:victim]):
+        assert got.error is RuntimeError, (rank, got)
+        assert got.seconds < IN_TIME, (rank, got)
+        assert f"ranks [{victim}] did not come" in got.text, (rank, got)
 
 
 def with_other_rows(odd: int, rows: int, backward: bool) -> Ended:

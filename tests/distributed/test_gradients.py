@@ -164,6 +164,8 @@ def refusals() -> list[str]:
         (ValueError, [], {"op": "max"}),
         (ValueError, [], {"bucket_bytes": 0}),
         (TypeError, ["weight"], {}),
+        (TypeError, torch.zeros(2, 3, requires_grad=True), {}),
+        (TypeError, None, {}),
         (TypeError, [complex_one], {}),
         (NotImplementedError, sparse, {}),
     ]
@@ -181,6 +183,8 @@ def test_refusals(ranks: Any) -> None:
             "op must be one of ['sum', 'mean'], got 'max'",
             "bucket_bytes must be a positive number of bytes, got 0",
             "parameter 0 must be a tensor, got str",
+            "module must be a module or parameters in a list, got Tensor",
+            "module must be a module or parameters in a list, got NoneType",
             "parameter 0 must be floating point, got torch.complex64",
             "the gradient of parameter weight is torch.sparse_coo",
         )

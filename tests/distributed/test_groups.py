@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import os
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ring_attn import SequenceLayout, TransportOptions, ring_attention, unshard
+from ring_attn import (
+    SequenceLayout,
+    Strategy,
+    TransportOptions,
+    ring_attention,
+    sync_gradients,
+    tree_decode,
+    unshard,
+)
 from ring_attn.mask import Mask
 from ring_attn.testing import (
     Expected,
@@ -21,6 +35,7 @@ from ring_attn.testing import (
     plain_gradients,
     random_qkv,
 )
+from ring_attn.transport import p2p
 from ring_attn.transport.p2p import open_p2p
 
 pytestmark = pytest.mark.dist
@@ -35,14 +50,24 @@ def inputs_of(ring: int) -> Inputs:
     return random_qkv(seqlen_q=SEQLEN, nheads=4, nheads_kv=2, headdim=16, seed=ring)
 
 
-def run_ring(ring: int, group: Group) -> Expected:
+def run_ring(
+    ring: int, group: Group, strategy: str | Strategy = "ring", layout: str = "zigzag"
+) -> Expected:
     """This rank's part in a ring, gathered within the ring."""
     process_group = group.get_group() if isinstance(group, DeviceMesh) else group
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    layout = SequenceLayout.zigzag(SEQLEN, world_size)
+    split = SequenceLayout.from_name(layout, SEQLEN, world_size)
+    return run_split(ring, group, split, rank, strategy)
+
+
+def run_split(
+    ring: int, group: Group, layout: SequenceLayout, rank: int, strategy: str | Strategy
+) -> Expected:
     q, k, v, dout = (layout.shard(x, rank) for x in inputs_of(ring))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = ring_attention(*leaves, causal=True, layout=layout, group=group, return_lse=True)
+    out, lse = ring_attention(
+        *leaves, causal=True, layout=layout, group=group, strategy=strategy, return_lse=True
+    )
     grads = [unshard(x, layout, group=group) for x in torch.autograd.grad(out, leaves, dout)]
     whole = [unshard(out, layout, group=group), unshard(lse, layout, group=group, dim=2)]
     return Expected(*whole, *grads)
@@ -111,19 +136,59 @@ def test_mesh_of_unsorted_ranks(ranks: Any) -> None:
     assert_holds(ranks(3).run(reversed_mesh))
 
 
-def unsorted_group() -> tuple[int, Expected]:
+UNSORTED = [2, 0, 3, 1]
+STRATEGIES: dict[str, str | Strategy] = {
+    "ring": "ring",
+    "double_ring": Strategy(inner_degree=2),
+    "all_gather": "all_gather",
+    "ulysses": "ulysses",
+    "hybrid": Strategy(ulysses_degree=2),
+    "q_exchange": "q_exchange",
+    "auto": "auto",
+}
+
+
+def unsorted_group(strategy: str) -> tuple[int, Expected]:
     """The group's order decides which shard a rank holds."""
-    group = dist.new_group([2, 0, 1], sort_ranks=False)
-    assert dist.get_rank(group) == (1, 2, 0)[dist.get_rank()]
-    return 0, run_ring(0, group)
+    group = dist.new_group(UNSORTED, sort_ranks=False)
+    assert dist.get_rank(group) == UNSORTED.index(dist.get_rank())
+    layout = "contiguous" if strategy == "q_exchange" else "zigzag"
+    return 0, run_ring(0, group, STRATEGIES[strategy], layout)
 
 
-@pytest.mark.skipif(
+def unsorted_others() -> None:
+    """Decoding and sums of gradients in a group whose order is its own."""
+    group = dist.new_group(UNSORTED, sort_ranks=False)
+    rank = dist.get_rank(group)
+    q, k, v, _ = inputs_of(0)
+    layout = SequenceLayout.contiguous(SEQLEN, 4)
+    query = q[:, -3:]
+    shards = (layout.shard(x, rank) for x in (k, v))
+    out = tree_decode(query, *shards, layout=layout, group=group)
+    runs = tree_decode(query, *(layout.shard(x, rank) for x in (k, v)), group=group)
+    whole = dense_gradients(query, k, v, torch.zeros_like(query), Mask(3, SEQLEN, causal=True))
+    assert (out - whole.out).abs().max() < 1e-5 and torch.equal(out, runs)
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.full((3,), 10.0**rank)
+    sync_gradients([parameter], group)
+    assert parameter.grad.tolist() == [1111.0] * 3
+
+
+NEEDS_ORDER = pytest.mark.skipif(
     "sort_ranks" not in inspect.signature(dist.new_group).parameters,
     reason="this torch sorts the ranks of every group",
 )
-def test_group_of_unsorted_ranks(ranks: Any) -> None:
-    assert_holds(ranks(3).run(unsorted_group))
+
+
+@NEEDS_ORDER
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_group_of_unsorted_ranks(ranks: Any, strategy: str) -> None:
+    assert_holds(ranks(4).run(unsorted_group, strategy))
+
+
+@NEEDS_ORDER
+def test_decoding_and_sums_in_a_group_of_unsorted_ranks(ranks: Any) -> None:
+    ranks(4).run(unsorted_others)
 
 
 # After these the ranks of a pool would have made different numbers of groups, so each has its own.
@@ -185,31 +250,186 @@ def rings_of_several_sizes() -> None:
             assert all(verdict.ok for verdict in check_all(whole, oracle, plain))
 
 
-def transports_go_with_their_groups() -> int:
-    """A transport is kept as long as its group is, and no longer."""
-    import gc
-
-    from ring_attn.transport.p2p import _transports
-
+def held_by_the_process() -> tuple[int, int]:
+    """Descriptors and threads."""
     gc.collect()
-    before = len(_transports)
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def everything_goes_with_the_group() -> None:
+    """Connections, threads and transports are gone when the group is, after any number of calls."""
+    run_ring(0, None)  # what the process keeps for all groups
+    transports, before = len(p2p._transports), held_by_the_process()
+    for _ in range(3):
+        group = dist.new_group()
+        run_ring(0, group)
+        held = held_by_the_process()
+        for strategy in (Strategy(ulysses_degree=2), Strategy(inner_degree=2)):
+            run_ring(0, group, strategy)
+        for timeout in (7.0, 8.0):
+            x = torch.ones(1, 2, 2, 8)
+            ring_attention(x, x, x, group=group, transport=TransportOptions(timeout=timeout))
+        now = held_by_the_process()
+        assert now[0] <= held[0] and now[1] <= held[1], (held, now)
+        dist.destroy_process_group(group)
+        del group
+    assert len(p2p._transports) == transports
+    # A connection is closed on both sides once both ranks have let go of it.
+    dist.barrier()
+    deadline = time.monotonic() + 5
+    while any(now > one for now, one in zip(held_by_the_process(), before, strict=True)):
+        assert time.monotonic() < deadline, (held_by_the_process(), before)
+        time.sleep(0.02)
+
+
+def groups_by_torch(strategy: str) -> int:
+    """How many groups torch makes for a first call, which no rank could split off another."""
     group = dist.new_group()
-    run_ring(0, group)
-    assert len(_transports) == before + 1
-    dist.destroy_process_group(group)
-    del group
-    gc.collect()
-    return len(_transports) - before
+    with mock.patch.object(
+        distributed_c10d,
+        "_new_process_group_helper",
+        side_effect=distributed_c10d._new_process_group_helper,
+    ) as made:
+        run_ring(0, group, STRATEGIES[strategy])
+        x = torch.ones(1, 2, 2, 8)
+        tree_decode(x[:, :1], x, x, group=group)
+    return made.call_count
+
+
+@pytest.mark.parametrize("strategy", ["ring", "double_ring", "hybrid", "auto"])
+def test_torch_makes_no_groups_for_a_ring(ranks: Any, strategy: str) -> None:
+    """With init_process_group(device_id=...) it would split them off, which needs all ranks."""
+    assert ranks(4).run(groups_by_torch, strategy) == [0] * 4
+
+
+DEVICE = torch.device("cuda", 0)
+
+
+def two_axes_of_some_ranks() -> list[object]:
+    """What torch sees of the world's device while it flattens a mesh that is not the world."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "outer", "inner"))
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    seen: list[object] = []
+    flatten = DeviceMesh._flatten
+    world = dist.group.WORLD
+    assert world is not None
+
+    def watched(self: DeviceMesh, *args: Any) -> DeviceMesh:
+        seen.append(world.bound_device_id)
+        return flatten(self, *args)
+
+    world.bound_device_id = DEVICE
+    try:
+        with mock.patch.object(DeviceMesh, "_flatten", watched):
+            for two_axes in (mesh["outer", "inner"], whole):
+                run_split(
+                    0, two_axes, SequenceLayout.zigzag(SEQLEN, 4), dist.get_rank(), "hybrid"
+                )  # fmt: skip
+        seen.append(world.bound_device_id)
+    finally:
+        world.bound_device_id = None
+    return seen
+
+
+def test_a_mesh_with_two_axes_is_not_split_off_the_world(ranks: Any) -> None:
+    for seen in ranks(4).run(two_axes_of_some_ranks):
+        # A mesh of the whole world needs no group at all.
+        assert seen in ([None, DEVICE], [DEVICE]), seen
+
+
+# -- threads and forks
+
+
+def threads_on_two_groups() -> None:
+    """First calls on two groups from two threads, while the user makes groups of their own."""
+    groups = [dist.new_group() for _ in range(2)]
+    results: list[Expected | BaseException] = [RuntimeError("not run")] * 2
+
+    def work(index: int) -> None:
+        try:
+            results[index] = run_ring(index, groups[index])
+        except BaseException as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    users = [dist.new_group() for _ in range(3)]
+    for thread in threads:
+        thread.join()
+    assert len({group.group_name for group in users}) == 3
+    assert not any("ring" in group.group_name for group in users)
+    for index, whole in enumerate(results):
+        assert isinstance(whole, Expected), whole
+        oracle = dense_gradients(*inputs_of(index), MASK)
+        plain = plain_gradients(*inputs_of(index), MASK)
+        assert all(verdict.ok for verdict in check_all(whole, oracle, plain))
+
+
+def threads_on_one_group() -> list[str]:
+    """Two threads on one group: each call is right or refused by name."""
+    group = dist.new_group()
+    expected = run_ring(0, group)
+    ended = []
+
+    def work() -> None:
+        for _ in range(5):
+            try:
+                same = torch.equal(run_ring(0, group).out, expected.out)
+                ended.append("right" if same else "WRONG")
+            except RuntimeError as error:
+                ended.append(str(error))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ended
+
+
+def test_two_threads_on_one_group(ranks: Any) -> None:
+    for ended in ranks(2).run(threads_on_one_group):
+        assert "WRONG" not in ended
+        assert all(one == "right" or "thread" in one or "ring" in one for one in ended), ended
+
+
+def forked_child() -> str:
+    """What a child process that was forked from a rank is told."""
+    run_ring(0, None)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run_ring(0, None)
+            text = "it ran"
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(write, text.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    os.waitpid(pid, 0)
+    run_ring(0, None)
+    return text
+
+
+def test_a_forked_child_is_refused(fresh_ranks: Callable[..., Any]) -> None:
+    for rank, text in enumerate(fresh_ranks(2).run(forked_child, timeout=30)):
+        assert text.startswith("RuntimeError: process "), text
+        assert "forked" in text and f"rank {rank}" in text and "spawn" in text
 
 
 @pytest.mark.parametrize(
     ("world_size", "check_on_ranks"),
-    [(2, two_groups_of_the_same_ranks), (4, rings_of_several_sizes)],
+    [
+        (2, two_groups_of_the_same_ranks),
+        (4, rings_of_several_sizes),
+        (4, everything_goes_with_the_group),
+        (2, threads_on_two_groups),
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_several_rings(ranks: Any, world_size: int, check_on_ranks: Callable[[], None]) -> None:
     ranks(world_size).run(check_on_ranks)
-
-
-def test_transport_is_dropped_with_its_group(ranks: Any) -> None:
-    assert ranks(2).run(transports_go_with_their_groups) == [0, 0]

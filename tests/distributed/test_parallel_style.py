@@ -640,7 +640,7 @@ def kv_longer() -> list[Tensor]:
 
 ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "degree": (lambda: try_style({"degree": 3}), "degree must divide .* got 3 and 2"),
-    "degree 0": (lambda: try_style({"degree": 0}), "got 0 and 2"),
+    "degree 0": (lambda: try_style({"degree": 0}), "degree must be at least 1, got 0"),
     "degree of ulysses": (
         lambda: try_style({"degree": 1, "strategy": "ulysses"}),
         "'ulysses' is 2 here, got 1",

@@ -627,7 +627,7 @@ def test_local_rows_must_be_one_run() -> None:
     assert local_rows(layout, 0, 3, 6) == slice(0, 3)
     with pytest.raises(ValueError, match="not one run"):
         local_rows(layout, 0, 2, 4)
-    with pytest.raises(ValueError, match=r"\[4, 12\) are not within \[0, 9\)"):
+    with pytest.raises(ValueError, match=r"\[0, 9\], got \[4, 12\)"):
         local_rows(layout, 0, 4, 12)
 
 
@@ -706,10 +706,18 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "the same documents",
     ),
     "nobody": (lambda: by_memory(4, [], 1), ValueError, "at least one rank, got none"),
-    "debt": (lambda: by_memory(4, [8, -1], 1), ValueError, r"free_bytes\[1\] must not be negative"),
+    "debt": (
+        lambda: by_memory(4, [8, -1], 1),
+        ValueError,
+        r"free_bytes\[1\] must be at least 0, got -1",
+    ),
     "no bytes": (lambda: by_memory(4, [8], 0), ValueError, "bytes_per_token must be at least 1"),
     "half bytes": (lambda: by_memory(4, [8.5], 1), TypeError, r"free_bytes\[0\] must be an int"),
-    "length below 0": (lambda: least_world_size(-1, 1, 1, 1), ValueError, "seqlen must not be"),
+    "length below 0": (
+        lambda: least_world_size(-1, 1, 1, 1),
+        ValueError,
+        "seqlen must be at least 0, got -1",
+    ),
     "no room": (lambda: least_world_size(5, 3, 4, 2), ValueError, "hold 0 tokens each, 0 in all$"),
 }
 

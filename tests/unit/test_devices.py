@@ -103,12 +103,77 @@ def test_the_nearest_number_of_ranks_is_loaded(tmp_path: Path) -> None:
     assert cluster_from_json(json.loads(json.dumps(to_json(calibrated())))) == calibrated()
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"clusters": {"1": {}}}', '{"clusters": {}}'])
-def test_another_file_is_no_calibration(tmp_path: Path, text: str) -> None:
+def described(**changes: object) -> str:
+    """A calibration of one number of ranks; "device.forward.flops" is where a change goes."""
+    found = json.loads(json.dumps({"clusters": {"2": to_json(calibrated())}}))
+    for path, value in changes.items():
+        *parents, last = path.split(".")
+        at = found["clusters"]["2"]
+        for parent in parents:
+            at = at[parent]
+        at[last] = value
+    return json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "JSONDecodeError"),
+        ("[]", "list"),
+        ('"clusters"', "str"),
+        ('{"clusters": {"1": {}}}', "device"),
+        ('{"clusters": {}}', "min"),
+        ('{"clusters": {"a": {}}}', "'a'"),
+        ("[" * 20_000, "RecursionError"),
+        (described().replace('"2"', '"0"'), "ranks must be at least 1, got 0"),
+        (described().replace('"2"', f'"{"9" * 400}"'), "400 digits"),
+        (described(**{"device.forward": None}), "forward of a Device must be Rate, got None"),
+        (described(**{"device.forward": "fast"}), "TypeError"),
+        (described(**{"device.forward.flops": -1.0}), "flops of a Rate must be positive, got -1.0"),
+        (described(**{"device.forward.flops": 0}), "flops of a Rate must be positive, got 0"),
+        (described(**{"device.forward.flops": float("nan")}), "finite, got NaN"),
+        (described(**{"device.forward.flops": float("inf")}), "finite, got Infinity"),
+        (described(**{"device.forward.flops": 7e77}).replace("7e+77", "7e777"), "got 7e777"),
+        (described(**{"device.forward.flops": 10**300}), "301 digits"),
+        (described(**{"device.forward.flops": "685e12"}), "flops of a Rate must be int or float"),
+        (described(**{"device.backward.launch": -1e-6}), "launch of a Rate must be finite and at"),
+        (described(**{"device.backward.edge_columns": [80]}), "edge_columns of a Rate must be"),
+        (described(**{"device.memory_bandwidth": 0.0}), "memory_bandwidth of a Device"),
+        (described(**{"device.memory_bytes": -1}), "memory_bytes of a Device"),
+        (described(**{"device.name": 7}), "name of a Device must be str, got 7"),
+        (described(**{"inside.latency": -1.0}), "latency of a Link"),
+        (described(**{"inside.bandwidth": True}), "bandwidth of a Link must be int or float"),
+        (described(**{"between": "slow"}), "TypeError"),
+        (described(**{"collectives.all_gather.bandwidth": -5.0}), "bandwidth of a Link"),
+        (described(**{"collectives": []}), "AttributeError"),
+        (described(node_size=1.5), "node_size of a Cluster must be int, got 1.5"),
+        (described(ports="1"), "ports of a Cluster must be int or None, got '1'"),
+        (described(slowdown=-0.5), "slowdown of a Cluster"),
+        (described(slowdown=1), "slowdown"),
+    ],
+)
+def test_another_file_is_no_calibration(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="not a calibration"):
+    with pytest.raises(ValueError, match="other.json is not a calibration") as raised:
         load_cluster(path)
+    assert says in str(raised.value)
+
+
+def test_a_calibration_is_text(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_bytes(described().encode("utf-16"))
+    with pytest.raises(ValueError, match="other.json is not a calibration.*UnicodeDecodeError"):
+        load_cluster(path)
+
+
+def test_every_number_of_ranks_is_checked(tmp_path: Path) -> None:
+    found = json.loads(described())
+    found["clusters"]["8"] = {}
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="machine.json is not a calibration"):
+        load_cluster(path, 2)
 
 
 def test_a_rate_is_found_again_in_noise() -> None:

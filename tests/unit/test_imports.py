@@ -17,7 +17,10 @@ PACKAGE = "ring_attn"
 # package, or a module of a folder that has a row of its own here. It may import its own siblings
 # (SIBLINGS restricts that) and the units named here, and nothing else of ours. Imports inside
 # functions count.
-DATA = {"compiling", "heads", "mask", "layout", "plan", "buffers", "work", "cost", "state", "spec"}
+DATA = {
+    "values", "compiling", "heads", "mask", "layout", "plan", "buffers", "work", "cost", "state",
+    "spec",
+}  # fmt: skip
 ENGINE = DATA | {"strategy", "validation", "profiling", "backends", "transport", "strategies"}
 API = ENGINE | {
     "balance",
@@ -34,31 +37,32 @@ TOOLS = PUBLIC | {"interrupt", "launch", "arguments", "env", "testing"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "compiling": set(),
+    "values": set(),
     "heads": set(),
     "mask": set(),
     "spec": set(),
-    "strategy": set(),
+    "strategy": {"values"},
     "state": set(),
     "profiling": set(),
-    "layout": {"compiling", "mask"},
+    "layout": {"values", "compiling", "mask"},
     "plan": {"mask", "layout"},
     "buffers": {"plan"},
-    "cost": {"mask", "layout", "plan", "buffers", "spec", "work"},
+    "cost": {"values", "mask", "layout", "plan", "buffers", "spec", "work"},
     "validation": DATA,
     "transport": DATA | {"profiling", "kernels"},
     "backends": DATA | {"profiling", "kernels"},
     "strategies": DATA | {"strategy", "validation", "profiling", "transport", "backends"},
     # What a call costs and how long it takes, for all ranks at once.
     "work": {"mask", "layout", "plan"},
-    "balance": {"mask", "layout", "validation"},
+    "balance": {"values", "mask", "layout", "validation"},
     "debug": DATA | {"validation", "transport"},
     "checkpoint": set(),
-    "tensor_parallel": {"checkpoint", "cost"},
+    "tensor_parallel": {"values", "checkpoint", "cost"},
     "planning": ENGINE | {"balance"},
     "ops": ENGINE | {"debug"},
     "api": ENGINE | {"ops", "debug", "planning"},
     "decode": ENGINE | {"debug"},
-    "gradients": {"validation", "profiling"},
+    "gradients": {"values", "validation", "profiling"},
     "sdpa": API,
     "parallel_style": API | {"sdpa"},
     # `import ring_attn` itself: whoever imports it imports all that it exports.

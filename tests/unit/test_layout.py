@@ -1,9 +1,11 @@
 """Layouts: who holds which positions, what shards look like, and batches cut for training."""
 
 import re
+from collections.abc import Callable
 from itertools import product
 from math import prod
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -299,6 +301,93 @@ def test_constructor_errors_name_the_numbers() -> None:
         SequenceLayout.boundaries([1, 8])
     with raises("must not decrease, got 5 then 4 for rank 1 in [0, 5, 4]"):
         SequenceLayout.boundaries([0, 5, 4])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: SequenceLayout("ring", 8, 2), ValueError, "kind must be one of"),
+        (lambda: SequenceLayout("zigzag", -8, 2), ValueError, "seqlen must not be negative"),
+        (lambda: SequenceLayout("zigzag", 8, 0), ValueError, "world_size must be at least 1"),
+        (
+            lambda: SequenceLayout("zigzag", 8, 2, cuts=(0, 4, 8)),
+            ValueError,
+            "cuts must be a tuple",
+        ),
+        (lambda: SequenceLayout("boundaries", 8, 2), ValueError, "cuts must be a tuple"),
+        (lambda: SequenceLayout("boundaries", 8, 2, [0, 4, 8]), ValueError, "cuts must be a tuple"),  # type: ignore[arg-type]
+        (lambda: SequenceLayout("boundaries", 9, 2, (0, 4, 8)), ValueError, "8 and 2, got 9 and 2"),
+        (lambda: SequenceLayout("boundaries", 8, 3, (0, 4, 8)), ValueError, "8 and 2, got 8 and 3"),
+        (lambda: SequenceLayout("boundaries", 8, 2, (0, 9, 8)), ValueError, "got 9 then 8"),
+        (lambda: SequenceLayout("segments", 8, 2), ValueError, "parts must be a tuple"),
+        (
+            lambda: SequenceLayout("segments", 4, 1, parts=((Segment(0, 2), Segment(2, 2)),)),
+            ValueError,
+            "joined segments of one stride",
+        ),
+        (
+            lambda: SequenceLayout("segments", 4, 1, parts=((Segment(1, 4),),)),
+            ValueError,
+            "hold each position",
+        ),
+        (
+            lambda: SequenceLayout("segments", 5, 1, parts=((Segment(0, 4),),)),
+            ValueError,
+            "4 and 1, got 5 and 1",
+        ),
+        (lambda: SequenceLayout.zigzag(1.5, 2), TypeError, "seqlen must be an int, got float 1.5"),  # type: ignore[arg-type]
+        (lambda: SequenceLayout.zigzag(8, True), TypeError, "world_size must be an int, got bool"),
+        (lambda: SequenceLayout.boundaries([0, 2.5, 8]), TypeError, "cuts must be an int"),  # type: ignore[list-item]
+        (
+            lambda: SequenceLayout.from_segments([[Segment(0, 2.5)]]),  # type: ignore[arg-type]
+            TypeError,
+            "length of .* must be an int",
+        ),
+        (lambda: SequenceLayout.from_segments([[(0, 2)]]), TypeError, "must be a Segment"),  # type: ignore[list-item]
+        (lambda: SequenceLayout.zigzag(8, 2).appended(0, 1.5), TypeError, "count must be an int"),  # type: ignore[arg-type]
+        (lambda: SequenceLayout.zigzag(8, 2).segments(0.0), TypeError, "rank must be an int"),  # type: ignore[arg-type]
+        (
+            lambda: SequenceLayout.zigzag(8, 2).unshard(
+                [torch.zeros(1, 4), torch.zeros(1, 4, dtype=torch.float64)]
+            ),
+            TypeError,
+            "rank 1 must be torch.float32 .* got torch.float64",
+        ),
+        (
+            lambda: SequenceLayout.zigzag(8, 2).unshard([torch.zeros(1, 4), torch.zeros(2, 4)]),
+            ValueError,
+            r"rank 1 must be like that of rank 0, \(1, 4\) .* got \(2, 4\)",
+        ),
+        (
+            lambda: shard_batch(
+                {"labels": torch.zeros(1, 8, dtype=torch.uint8)}, SequenceLayout.zigzag(8, 2), 0
+            ),
+            ValueError,
+            "ignore_index must fit labels of torch.uint8, got -100",
+        ),
+    ],
+)
+def test_what_no_constructor_makes_is_refused(
+    make: Callable[[], object], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_integers_of_numpy_are_ints() -> None:
+    eight, two, one = numpy.int64(8), numpy.int32(2), numpy.uint8(1)
+    layout = SequenceLayout.zigzag(eight, two)  # type: ignore[arg-type]
+    assert layout == SequenceLayout.zigzag(8, 2)
+    assert layout.shard_len(one) == 4  # type: ignore[arg-type]
+    assert SequenceLayout.boundaries(numpy.array([0, 3, 8])) == SequenceLayout.boundaries([0, 3, 8])
+    assert layout.appended(one, one) == layout.appended(1, 1)  # type: ignore[arg-type]
+    assert SequenceLayout("zigzag", eight, two) == layout  # type: ignore[arg-type]
+
+
+def test_a_layout_that_grows_is_one_that_is_made() -> None:
+    grown = SequenceLayout.zigzag(8, 2).appended(0, 2).appended(1, 3)
+    assert grown == SequenceLayout.from_segments(segments_of(grown))
+    assert SequenceLayout("segments", grown.seqlen, 2, parts=grown.parts) == grown
 
 
 def test_shard_errors_name_the_numbers() -> None:

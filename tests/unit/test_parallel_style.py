@@ -130,7 +130,7 @@ def test_plans_that_are_none(mesh: DeviceMesh) -> None:
     ("options", "error", "text"),
     [
         ({"inside": "outside"}, ValueError, "inside must be one of .*'outside'"),
-        ({"degree": True}, TypeError, "degree must be an int or None, got bool"),
+        ({"degree": True}, TypeError, "degree must be an int, got bool"),
         ({"degree": 2.0}, TypeError, "got float"),
         ({"seq_dim": 1, "head_dim": 1}, ValueError, "got 1 and 1"),
         ({"seq_dim": 3}, ValueError, "got 3 and 2"),

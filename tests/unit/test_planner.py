@@ -416,7 +416,7 @@ def test_a_built_in_cluster_is_that_of_the_device(monkeypatch: pytest.MonkeyPatc
         ({"nheads": 6, "nheads_kv": 4}, ValueError, "multiple of nheads_kv, got 6 and 4"),
         ({"layout": "spiral"}, ValueError, "layout must be 'auto', one of .* got 'spiral'"),
         ({"layout": SequenceLayout.zigzag(8, 2)}, ValueError, "layout of q must be over 16384"),
-        ({"strategies": ["spiral"]}, ValueError, "strategy must be one of .* got 'spiral'"),
+        ({"strategies": ["spiral"]}, ValueError, "strategies must be one of .* got 'spiral'"),
         ({"strategies": "ring"}, TypeError, "must be a sequence of names or values"),
         ({"strategies": []}, ValueError, "none was asked for"),
         ({"strategies": ["hybrid"], "world_size": 7}, ValueError, "no degree for 7 ranks"),

@@ -477,7 +477,7 @@ def test_the_first_pattern_that_fits_counts() -> None:
     # A pattern fits whole parts of a name only.
     with pytest.raises(ValueError, match="no pattern of the plan fits 1 names"):
         shard_state_dict({"my_q_proj.weight": w}, config)
-    with pytest.raises(ValueError, match="kind must be one of .* got 'colwise'"):
+    with pytest.raises(ValueError, match="q_proj.* must be one of .* got 'colwise'"):
         shard_state_dict(x, config, {"q_proj": "colwise"})  # type: ignore[dict-item]
 
 

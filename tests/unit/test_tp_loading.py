@@ -6,10 +6,12 @@ import ctypes
 import json
 import mmap
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any, get_args
 
 import pytest
@@ -327,7 +329,7 @@ def test_a_file_of_another_kind_is_closed(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for content in (path.read_bytes()[:-1], b"\xff" * 20, b""):
         path.write_bytes(content)
-        with pytest.raises(safetensors.SafetensorError):
+        with pytest.raises(ValueError, match="model.safetensors is not a file of .* damaged"):
             load_tp_shard(path, "model.norm.weight", "replicated", CONFIG)
     save_file(model_of(), path)
     with pytest.raises(KeyError):
@@ -353,6 +355,114 @@ def written(folder: Path, name: str, text: str) -> Path:
     return folder / name
 
 
+def damaged(content: bytes, random: Random) -> bytes:
+    """A file of which one thing is wrong: cut off, a bit or a byte of the header, its length."""
+    header = 8 + int.from_bytes(content[:8], "little")
+    at = random.randrange(header)
+    kinds = [
+        content[: random.randrange(len(content))],
+        content[:at] + content[at + 1 :],
+        content[:at] + random.randbytes(1) + content[at:],
+        content[:at] + random.randbytes(1) + content[at + 1 :],
+        content[:at] + bytes([content[at] ^ 1 << random.randrange(8)]) + content[at + 1 :],
+        random.choice([0, header, 2**63, 2**64 - 1]).to_bytes(8, "little") + content[8:],
+    ]
+    return random.choice(kinds)
+
+
+def test_a_damaged_file_is_named_or_read_as_safetensors_reads_it(tmp_path: Path) -> None:
+    path, random = tmp_path / "model.safetensors", Random(0)
+    model = {"a": torch.randn(6, 5), "b": torch.randn(7).bfloat16(), "c": torch.arange(3)}
+    save_file(model, path, metadata={"format": "pt"})
+    whole = path.read_bytes()
+    refused = 0
+    for _ in range(400):
+        path.write_bytes(damaged(whole, random))
+        try:
+            got = load_tp_state_dict(path, CONFIG, {}, otherwise="replicated")
+        except ValueError as error:
+            assert str(path) in str(error)
+            refused += 1
+            continue
+        # Another letter in a name, or another dtype of that size: no reader can know.
+        with safetensors.safe_open(path, "pt") as file:
+            assert {*got} == {*file.keys()}
+            for name, x in got.items():
+                expected = file.get_tensor(name)
+                assert x.dtype == expected.dtype and x.shape == expected.shape
+                assert same_bits(x, expected)
+    assert 300 < refused < 400
+
+
+def test_a_damaged_index_is_named(tmp_path: Path) -> None:
+    index, random = save_in_two(model_of(), tmp_path), Random(0)
+    whole = index.read_bytes()
+    for _ in range(200):
+        at = random.randrange(len(whole))
+        index.write_bytes(
+            random.choice([whole[:at], whole[:at] + random.randbytes(1) + whole[at + 1 :]])
+        )
+        try:
+            got = load_tp_state_dict(index, CONFIG, {}, otherwise="replicated")
+        except (ValueError, FileNotFoundError) as error:
+            assert str(tmp_path) in str(error)
+        else:
+            assert {*got} <= {*SHAPES}
+
+
+def beside(index: Path, file: str) -> Path:
+    """An index like that one, which has its first tensors in another file."""
+    names = [name for at, name in enumerate(SHAPES) if at % 2 == 0]
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
+    return index
+
+
+def moved(folder: Path) -> tuple[Path, Path]:
+    """An index in a folder of its own, and its first file in another."""
+    for name in ("here", "there"):
+        (folder / name).mkdir()
+    index = save_in_two(model_of(), folder / "here")
+    file = folder / "there" / "model-00001-of-00002.safetensors"
+    (folder / "here" / file.name).rename(file)
+    return index, file
+
+
+@pytest.mark.parametrize("how", ["dots", "absolute", "link", "linked folder"])
+def test_files_outside_of_the_folder_are_asked_for(how: str, tmp_path: Path) -> None:
+    index, file = moved(tmp_path)
+    name = {"dots": f"../there/{file.name}", "absolute": str(file)}.get(how, file.name)
+    if how == "link":
+        (index.parent / name).symlink_to(file)
+    if how == "linked folder":
+        (index.parent / "sub").symlink_to(file.parent)
+        name = f"sub/{name}"
+    for source in (beside(index, name), index.parent):
+        with pytest.raises(ValueError, match="outside of its folder: .*outside_folder=True"):
+            load_tp_state_dict(source, CONFIG, otherwise="replicated")
+        with pytest.raises(ValueError, match=re.escape(str(index))):
+            load_tp_shard(source, "model.embed_tokens.weight", "replicated", CONFIG)
+    loaded = load_tp_state_dict(index, CONFIG, otherwise="replicated", outside_folder=True)
+    expected = shard_state_dict(model_of(), CONFIG, otherwise="replicated")
+    assert all(same_bits(x, expected[name]) for name, x in loaded.items()) and loaded
+    whole = load_tp_shard(
+        index, "model.embed_tokens.weight", "replicated", CONFIG, outside_folder=True
+    )
+    assert whole is not None and same_bits(whole, expected["model.embed_tokens.weight"])
+
+
+def test_the_cache_of_the_hub_is_read(tmp_path: Path) -> None:
+    """There the index and the files are links to blobs, all in one folder."""
+    snapshot, blobs = tmp_path / "snapshots" / "main", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    save_in_two(model_of(), snapshot)
+    for number, path in enumerate(sorted(snapshot.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(Path("..", "..", "blobs", str(number)))
+    loaded = load_tp_state_dict(snapshot, CONFIG, otherwise="replicated")
+    assert {*loaded} == {*shard_state_dict(model_of(), CONFIG, otherwise="replicated")}
+
+
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
@@ -363,6 +473,37 @@ def written(folder: Path, name: str, text: str) -> Path:
         (lost_file, FileNotFoundError, "00001-of-00002.safetensors, which .*index.json names"),
         (lambda folder: folder / "model.bin", ValueError, "source must be a .safetensors file"),
         (lambda folder: written(folder, "i.json", "[]"), ValueError, "has no weight_map"),
+        (
+            lambda folder: written(folder, "i.json", '{"weight_map": {}}'),
+            ValueError,
+            "i.json has no weight_map",
+        ),
+        (lambda folder: written(folder, "i.json", "{"), ValueError, "i.json is not a file of"),
+        (
+            lambda folder: written(folder, "i.json", "[" * 20_000),
+            ValueError,
+            "i.json is not a file of",
+        ),
+        (
+            lambda folder: written(folder, "i.json", '{"weight_map": {"w": 1}}'),
+            ValueError,
+            r"i.json names files that are not safetensors files: \[1\]",
+        ),
+        (
+            lambda folder: written(
+                folder, "i.json", '{"weight_map": {"w": "\\u0000.safetensors"}}'
+            ),
+            ValueError,
+            "i.json names files that are not safetensors files",
+        ),
+        (
+            lambda folder: beside(
+                save_in_two(model_of(), folder), "model-00002-of-00002.safetensors"
+            ),
+            ValueError,
+            "00002-of-00002.safetensors is not a file of .* model.embed_tokens.weight",
+        ),
+        (lambda folder: 3, TypeError, "source must be a path, got int"),
         (
             lambda folder: written(folder, "i.json", '{"weight_map": {"w": "w.bin"}}'),
             ValueError,

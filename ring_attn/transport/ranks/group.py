@@ -21,6 +21,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from ring_attn.transport.base import Agreement
 from ring_attn.transport.ranks.board import Board
 from ring_attn.transport.ranks.formation import bounded, meet
 from ring_attn.transport.ranks.headers import Headers
@@ -29,6 +30,8 @@ from ring_attn.transport.ranks.media import Gloo, Medium, Nccl
 from ring_attn.transport.ranks.watch import LONGEST_S, PERIOD_S, watch
 
 T = TypeVar("T")
+
+NOTHING = Agreement({})
 
 # How many of its last calls a rank tells of.
 CALLS_TOLD = 8
@@ -104,6 +107,12 @@ class RankGroup:
     def end(self) -> None:
         """The call is over."""
         self.call = None
+
+    def refuse(self, error: BaseException) -> None:
+        """Counts a call that an error has ended on this rank."""
+        number, why = self.next_number(), describe_error(error)
+        refused = Identity(self.next_sequence(), number, "refused", NOTHING, note=f" by {why}")
+        self._calls.append(refused)
 
     def next_sequence(self) -> int:
         """Counts a call."""
@@ -237,9 +246,7 @@ def refused(group: dist.ProcessGroup, error: BaseException) -> None:
     """
     if not getattr(error, "_ring_attn_counted", False):
         error._ring_attn_counted = True  # type: ignore[attr-defined]
-        shared = rank_group(group)
-        shared.next_sequence()
-        shared.next_number()
+        rank_group(group).refuse(error)
 
 
 def _in_time(work: Callable[[], T]) -> T | None:

@@ -44,6 +44,7 @@ class Identity:
         agreement: what must be equal on all ranks.
         values: checksum of the tensors that must be equal on all ranks; 0 on CUDA, where only the
             device knows it.
+        note: what other ranks should know of it; it need not be equal.
     """
 
     sequence: int
@@ -51,6 +52,7 @@ class Identity:
     kind: str
     agreement: Agreement
     values: int = 0
+    note: str = ""
 
     def __str__(self) -> str:
         """Which call it is, for messages."""
@@ -73,6 +75,7 @@ class Identity:
             "number": self.number,
             "kind": self.kind,
             "values": self.values,
+            "note": self.note,
             "agreement": self.agreement.texts,
         }
 
@@ -93,9 +96,9 @@ def difference(mine: Mapping[str, Any], others: Mapping[str, Any]) -> str | None
         "rank 1's call differs from rank 0's, causal: False and True"
     """
     ranks = f"rank {others['rank']}'s call differs from rank {mine['rank']}'s"
-    there, here = (f"{one['kind']} {one['number']}" for one in (others, mine))
-    if there != here:
-        return f"{ranks}: {there} and {here}"
+    which = [f"{one['kind']} {one['number']}" for one in (others, mine)]
+    if which[0] != which[1]:
+        return f"{ranks}: {which[0]}{others['note']} and {which[1]}{mine['note']}"
     there, here = others["agreement"], mine["agreement"]
     names = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
     parts = [f"{name}: {there.get(name)} and {here.get(name)}" for name in names]

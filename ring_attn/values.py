@@ -1,0 +1,105 @@
+"""Checks of single values that a user passes: an int, a flag, one of some names, a sequence.
+
+Each raises an error that names the argument, what it must be and what was given.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def as_int(name: str, value: Any, *, least: int | None = None) -> int:
+    """The value, of Python, numpy or a tensor, as an int; fractions and bools are refused."""
+    number = _index(value)
+    if number is None:
+        raise TypeError(f"{name} must be an int, got {_shown(value)}")
+    _check_range(name, number, least)
+    return number
+
+
+def _index(value: Any) -> int | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError):  # torch raises the second for a tensor of several numbers
+        return None
+
+
+def check_int(name: str, value: object, *, least: int) -> None:
+    """Refuses what is no int of Python, is below `least`, or does not fit 64 bits."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {_shown(value)}")
+    _check_range(name, value, least)
+
+
+def _check_range(name: str, value: int, least: int | None) -> None:
+    if least is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must fit 64 bits, got {value}")
+
+
+def as_tuple(name: str, value: Any) -> tuple[Any, ...]:
+    """The elements of a sequence; text is none."""
+    if isinstance(value, Tensor) and (value.is_nested or value.ndim == 0):
+        raise TypeError(f"{name} must be a sequence, got a tensor that is nested or has no dims")
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a sequence, got {_shown(value)}")
+    return tuple(value)
+
+
+def check_type(name: str, value: object, wanted: type, words: str = "") -> None:
+    """Refuses a value of another class; `words` say what the class stands for."""
+    if not isinstance(value, wanted):
+        raise TypeError(f"{name} must be {words or f'a {wanted.__name__}'}, got {_shown(value)}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuses what is neither True nor False."""
+    check_type(name, value, bool)
+
+
+def check_number(name: str, value: object) -> None:
+    """Refuses what is neither an int nor a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a float, got {_shown(value)}")
+
+
+def check_one_of(name: str, value: object, names: Sequence[str]) -> None:
+    """Refuses what is none of the names."""
+    if not isinstance(value, str) or value not in names:
+        given = repr(value) if isinstance(value, str) else _shown(value)
+        raise ValueError(f"{name} must be one of {list(names)}, got {given}")
+
+
+def check_tensor(name: str, x: object) -> None:
+    """Refuses what is no tensor, or a nested one, which has no shape."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.is_nested:
+        raise TypeError(
+            f"{name} must be a plain tensor, got a nested one; torch.nested.to_padded_tensor and "
+            "values() give plain ones"
+        )
+
+
+def check_dim(name: str, x: Tensor, dim: int) -> None:
+    """Refuses what is no tensor, or has no such dim."""
+    check_tensor(name, x)
+    if not -x.ndim <= as_int("dim", dim) < x.ndim:
+        raise ValueError(f"dim must be one of {name}'s {x.ndim} dims, got {dim}")
+
+
+def _shown(value: object) -> str:
+    """The type, and the value where that is short."""
+    if isinstance(value, (str, int, float, complex, bytes, torch.dtype)):
+        return f"{type(value).__name__} {value!r}"
+    return "None" if value is None else type(value).__name__

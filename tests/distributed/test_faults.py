@@ -1,0 +1,245 @@
+"""An exception in the middle of a call: an error on every rank then and later, never a result.
+
+Something is raised at every event of a call (each exchange posted, each wait, each computation), on
+every choice of ranks, and all ranks catch it and call again.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import ring_attn
+from ring_attn import Strategy, TransportOptions, ring_attention, tree_decode
+from ring_attn.backends import get_backend
+from ring_attn.transport.p2p import P2PTransport
+from tests.distributed.pool import Pools
+
+pytestmark = pytest.mark.dist
+
+WORLD_SIZE = 4
+ROWS = 5
+TIMEOUT = 10.0
+Group = dist.ProcessGroup
+
+STRATEGIES: dict[str, str | Strategy] = {
+    "ring": "ring",
+    "double_ring": Strategy(inner_degree=2),
+    "all_gather": "all_gather",
+    "ulysses": "ulysses",
+    "hybrid": Strategy(ulysses_degree=2),
+    "q_exchange": "q_exchange",
+}
+CASES = [*STRATEGIES, "decode"]
+
+
+PACKAGE = Path(ring_attn.__file__).parent
+
+
+class Fault(Exception):
+    """Raised on purpose."""
+
+
+def shards(batch: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * batch + dist.get_rank())
+    return [torch.randn(1, ROWS, 4, 8, generator=generator).requires_grad_() for _ in range(3)]
+
+
+def run(case: str, group: Group, batch: int = 0) -> list[Tensor]:
+    """A forward and backward, or a decode, of a batch."""
+    options = TransportOptions(timeout=TIMEOUT)
+    q, k, v = shards(batch)
+    if case == "decode":
+        queries = torch.full((1, 1, 4, 8), 0.5 + batch)
+        return [tree_decode(queries, k.detach(), v.detach(), group=group, transport=options)]
+    out = ring_attention(
+        q, k, v, causal=True, group=group, strategy=STRATEGIES[case], transport=options
+    )
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
+
+
+class Events:
+    """Counts the events of this rank's calls, and raises at one of them."""
+
+    def __init__(self, at: int | None) -> None:
+        self.at, self.seen = at, 0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.seen += 1
+            if self.seen - 1 == self.at:
+                raise Fault(f"at event {self.at}")
+            return function(*args, **kwargs)
+
+        return call
+
+
+@contextmanager
+def events(at: int | None = None) -> Iterator[Events]:
+    counted, backend = Events(at), type(get_backend("aten"))
+    places = [(P2PTransport, "_start"), (P2PTransport, "wait"), (backend, "forward"),
+              (backend, "backward"), (backend, "delta"), (backend, "finalize")]  # fmt: skip
+    patches = [
+        mock.patch.object(owner, name, counted.around(getattr(owner, name)))
+        for owner, name in places
+    ]
+    for patch in patches:
+        patch.start()
+    try:
+        yield counted
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a call ended on one rank."""
+
+    error: str | None
+    same: bool
+    seconds: float
+
+
+def ended(case: str, group: Group, expected: list[Tensor]) -> Ended:
+    started = time.monotonic()
+    try:
+        got = run(case, group)
+    except Exception as error:
+        return Ended(type(error).__name__, False, time.monotonic() - started)
+    same = all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    return Ended(None, same, time.monotonic() - started)
+
+
+def trials(case: str, chosen: list[tuple[int, tuple[int, ...]]]) -> list[tuple[Ended, Ended]]:
+    """Each trial in a group of its own: the call with the fault, and a call after it.
+
+    Args:
+        case: strategy or decode.
+        chosen: event and ranks of each fault; a rank with fewer events has it at its last one.
+    """
+    with events() as counted:
+        expected = run(case, dist.new_group())
+    results = []
+    for at, odd in chosen:
+        group = dist.new_group()
+        run(case, group)  # connected
+        mine = min(at, counted.seen - 1) if dist.get_rank() in odd else None
+        with events(mine):
+            first = ended(case, group, expected)
+        results.append((first, ended(case, group, expected)))
+        dist.destroy_process_group(group)
+    return results
+
+
+def count_events(case: str) -> int:
+    with events() as counted:
+        run(case, dist.new_group())
+    return counted.seen
+
+
+def check(ranks: Pools, case: str, chosen: list[tuple[int, tuple[int, ...]]]) -> None:
+    results = ranks(WORLD_SIZE).run(trials, case, chosen, timeout=280)
+    for index, fault in enumerate(chosen):
+        for rank in range(WORLD_SIZE):
+            first, second = results[rank][index]
+            where = (case, fault, rank, first, second)
+            if rank in fault[1]:
+                # Another rank's fault may have come before this rank's own.
+                assert first.error in ("Fault", "RuntimeError"), where
+            else:
+                # What was complete on this rank before the fault is right.
+                assert first.error == "RuntimeError" or first.same, where
+            assert second.error == "RuntimeError", where
+            assert first.seconds < TIMEOUT and second.seconds < TIMEOUT, where
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_fault_anywhere_on_one_rank(ranks: Pools, case: str) -> None:
+    number = max(ranks(WORLD_SIZE).run(count_events, case))
+    check(ranks, case, [(at, (at % WORLD_SIZE,)) for at in range(0, number, 3)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("num_odd", [1, 2, 3])
+def test_faults_on_several_ranks(ranks: Pools, case: str, num_odd: int) -> None:
+    """Every event and every choice of ranks."""
+    number = max(ranks(WORLD_SIZE).run(count_events, case))
+    choices = list(combinations(range(WORLD_SIZE), num_odd))
+    check(ranks, case, [(at, odd) for at in range(number) for odd in choices])
+
+
+# -- interrupts
+
+
+def is_inside(frame: FrameType | None) -> bool:
+    """Whether an interrupt here is in a call, not in what a user does between calls.
+
+    On the line of the function's own name nothing of it has run yet.
+    """
+    while frame is not None:
+        code = frame.f_code
+        if Path(code.co_filename).is_relative_to(PACKAGE):
+            return frame.f_lineno != code.co_firstlineno
+        frame = frame.f_back
+    return False
+
+
+def interrupted_batches(case: str, after_s: float, odd_rank: int) -> list[str]:
+    """One batch after another; the odd rank is interrupted in one, and goes on with the next."""
+    num_batches = 40
+    reference = dist.new_group()
+    expected = [run(case, reference, batch) for batch in range(num_batches)]
+    group = dist.new_group()
+
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        if is_inside(frame):
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    log = []
+    if dist.get_rank() == odd_rank:
+        # Again and again until it meets a call.
+        signal.setitimer(signal.ITIMER_REAL, after_s, 0.0007)
+    for batch in range(num_batches):
+        try:
+            got = run(case, group, batch)
+        except KeyboardInterrupt:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            log.append("interrupted")
+            continue
+        except RuntimeError:
+            log.append("error")
+            continue
+        same = all(torch.equal(x, y) for x, y in zip(got, expected[batch], strict=True))
+        log.append("right" if same else "WRONG")
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    signal.signal(signal.SIGALRM, before)
+    dist.destroy_process_group(group)
+    dist.destroy_process_group(reference)
+    return log
+
+
+@pytest.mark.parametrize("case", ["ring", "decode"])
+@pytest.mark.parametrize("after_s", [0.001, 0.0123, 0.0317])
+def test_interrupts(ranks: Pools, case: str, after_s: float) -> None:
+    for rank, log in enumerate(ranks(WORLD_SIZE).run(interrupted_batches, case, after_s, 2)):
+        assert "WRONG" not in log, (rank, log)
+        # Once a rank has been interrupted no rank gets anything any more.
+        assert log[-1] == "error", (rank, log)
+        first = next(i for i, one in enumerate(log) if one != "right")
+        assert set(log[first + 1 :]) == {"error"}, (rank, log)

@@ -1,0 +1,166 @@
+"""Calls that the table of bad arguments cannot hold: decoding, transforms of torch, lost groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh
+
+import ring_attn
+from ring_attn import TransportOptions, ring_attention, tree_decode, unshard
+from tests.distributed.test_bad_input import (
+    ROWS,
+    SEQLEN,
+    Arguments,
+    Raised,
+    good,
+    no_communication,
+    raised_by,
+    x,
+    zigzag,
+)
+
+pytestmark = pytest.mark.dist
+
+
+def run_decode_table() -> list[Raised]:
+    """Wrong arguments of tree_decode."""
+    wrong: list[Arguments] = [
+        {"backend": []},
+        {"softmax_scale": 1e38},
+        {"softcap": 1e-50},
+        {"return_lse": None},
+        {"q": x(1, 1, 4, 8).to_sparse()},
+        {"sinks": x(4).to_mkldnn()},
+        {"transport": TransportOptions(timeout=1e15)},
+    ]
+    with no_communication():
+        return [raised_by(lambda one=one: tree_decode(**{**good(), **one})) for one in wrong]
+
+
+def test_decode_of_bad_arguments(ranks: Any) -> None:
+    words = ("backend", "softmax_scale", "softcap", "return_lse", "q must", "sinks must", "timeout")
+    for results in ranks(2).run(run_decode_table):
+        for word, got in zip(words, results, strict=True):
+            assert got.error in (ValueError, TypeError) and word in got.text and got.alone, got
+
+
+def run_extreme_scores() -> list[bool]:
+    """Whether results and gradients are finite at the bounds of softmax_scale and softcap."""
+    torch.manual_seed(0)
+    finite = []
+    for scale, softcap in product((2.0**-63, 2.0**63), (0.0, 2.0**-63, 2.0**63)):
+        tensors = {name: torch.randn_like(one).requires_grad_() for name, one in good().items()}
+        options = {"softmax_scale": scale, "softcap": softcap, "backend": "reference"}
+        out = ring_attention(**tensors, **options, causal=True)
+        grads = torch.autograd.grad(out.sum(), [*tensors.values()])
+        decoded = tree_decode(**{name: one.detach() for name, one in tensors.items()}, **options)
+        finite += [bool(one.isfinite().all()) for one in (out, decoded, *grads)]
+    return finite
+
+
+def test_scores_are_finite_at_their_bounds(ranks: Any) -> None:
+    assert all(all(finite) for finite in ranks(2).run(run_extreme_scores))
+
+
+def run_transforms() -> list[Raised]:
+    """Transforms of torch.func and forward-mode differentiation, which the operators have not."""
+    tensors = good()
+
+    def attend(q: Tensor) -> Tensor:
+        return ring_attention(**{**tensors, "q": q})
+
+    def decode(q: Tensor) -> Tensor:
+        return tree_decode(**{**tensors, "q": q})
+
+    def loss(q: Tensor) -> Tensor:
+        return attend(q).sum()
+
+    q = tensors["q"]
+    many = torch.stack([q, q])
+    calls: list[Callable[[], object]] = [
+        lambda: torch.func.jvp(attend, (q,), (q,)),
+        lambda: torch.func.jvp(decode, (q,), (q,)),
+        lambda: torch.func.jacfwd(attend)(q),
+        lambda: torch.func.grad(loss)(q),
+        lambda: torch.func.vjp(attend, q),
+        lambda: torch.func.hessian(loss)(q),
+        lambda: torch.vmap(attend)(many),
+        lambda: torch.vmap(decode)(many),
+    ]
+    with no_communication():
+        return [raised_by(call) for call in calls]
+
+
+def run_transforms_of_backward() -> list[Raised]:
+    """The same of the gradient that a backward is given."""
+    q = good()["q"].requires_grad_()
+    out = ring_attention(**{**good(), "q": q})
+    ones = torch.ones_like(out)
+
+    def grad(dout: Tensor, **options: bool) -> Tensor:
+        return torch.autograd.grad(out, q, dout, retain_graph=True, **options)[0]
+
+    with no_communication(), forward_ad.dual_level():
+        return [
+            raised_by(lambda: grad(forward_ad.make_dual(ones, ones))),
+            raised_by(lambda: grad(torch.stack([ones, ones]), is_grads_batched=True)),
+        ]
+
+
+@pytest.mark.parametrize("run", [run_transforms, run_transforms_of_backward])
+def test_transforms_are_refused(ranks: Any, run: Callable[[], list[Raised]]) -> None:
+    for results in ranks(2).run(run):
+        for got in results:
+            assert got.error is NotImplementedError, got
+            assert "is not built" in got.text or "are not built" in got.text, got
+
+
+def run_functionalized() -> float:
+    """What functionalize changes in the result."""
+    tensors = good()
+    tensors["v"] += 1.0
+    out = torch.func.functionalize(lambda q: ring_attention(**{**tensors, "q": q}))(tensors["q"])
+    return float((out - 1.0).abs().max())
+
+
+def test_functionalize_changes_nothing(ranks: Any) -> None:
+    assert max(ranks(2).run(run_functionalized)) < 1e-6
+
+
+def run_lost_groups() -> list[Raised]:
+    """A group that was destroyed, and on rank 1 a mesh that this rank is not in."""
+    group = dist.new_group([0, 1])
+    dist.barrier()  # the other rank may still connect
+    dist.destroy_process_group(group)
+    alone = DeviceMesh("cpu", [0])
+    layout = zigzag(SEQLEN)
+    calls: list[Callable[[], object]] = [
+        lambda: ring_attention(**good(), group=group),
+        lambda: tree_decode(**good(), group=group),
+        lambda: unshard(x(1, ROWS, 4), layout, group=group),
+        lambda: ring_attn.sync_gradients([x(3).requires_grad_()], group),
+    ]
+    if dist.get_rank() == 1:
+        calls += [
+            lambda: ring_attention(**good(), group=alone),
+            lambda: tree_decode(**good(), group=alone),
+        ]
+    with no_communication():
+        return [raised_by(call) for call in calls]
+
+
+def test_lost_groups_are_named(fresh_ranks: Callable[..., Any]) -> None:
+    first, second = fresh_ranks(2).run(run_lost_groups)
+    for got in (*first, *second[:4]):
+        assert got.error is RuntimeError and "group was destroyed" in got.text, got
+    for got in second[4:]:
+        assert got.error is RuntimeError, got
+        assert "rank, 1, is not a member of group" in got.text and "[0]" in got.text, got

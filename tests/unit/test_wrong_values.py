@@ -1,0 +1,224 @@
+"""Values of wrong types for every argument of the public functions that need no process group.
+
+Each call gives a result, or an error of a promised kind that names the argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from ring_attn import (
+    ContextParallel,
+    SequenceLayout,
+    Strategy,
+    balance,
+    explain,
+    next_rank,
+    select_backend,
+    shard_batch,
+)
+from ring_attn.layout import Segment
+from ring_attn.mask import Mask
+from ring_attn.planning.devices import cpu_cluster
+from ring_attn.tensor_parallel import (
+    LLAMA_TP_PLAN,
+    TensorParallelConfig,
+    TensorPartition,
+    shard_parameter,
+    shard_state_dict,
+    unshard_parameter,
+    unshard_state_dict,
+)
+
+KINDS = (ValueError, TypeError, NotImplementedError)
+
+WRONG: dict[str, object] = {
+    "None": None,
+    "True": True,
+    "-1": -1,
+    "2**64": 2**64,
+    "1.5": 1.5,
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "text": "bogus",
+    "bytes": b"x",
+    "[]": [],
+    "(1.5, 2)": (1.5, 2),
+    "(None, None)": (None, None),
+    "{}": {},
+    "dict": {"a": 1},
+    "object": object(),
+    "type": int,
+    "numpy": numpy.zeros(3),
+    "scalar": torch.tensor(1.5),
+    "vector": torch.zeros(3),
+    "bool tensor": torch.zeros(1, 6, 4, 8, dtype=torch.bool),
+    "complex": torch.zeros(1, 6, 4, 8, dtype=torch.complex64),
+    "sparse": torch.zeros(1, 6, 4, 8).to_sparse(),
+    "nested": torch.nested.nested_tensor([torch.zeros(6, 4, 8)], layout=torch.jagged),
+    "layout of others": SequenceLayout.striped(7, 1),
+}
+
+ZIGZAG, RUNS = SequenceLayout.zigzag(12, 2), SequenceLayout.contiguous(12, 2)
+CAUSAL = Mask(12, 12, causal=True, window_size=(2, 0))
+CONFIGS = [TensorParallelConfig(rank, 2, 8, 16, num_heads=4, num_kv_heads=2) for rank in (0, 1)]
+MODEL = {"a.q_proj.weight": torch.ones(8, 8), "norm": torch.ones(3)}
+PARTS = [shard_state_dict(MODEL, config, otherwise="replicated") for config in CONFIGS]
+WEIGHTS = [shard_parameter(torch.ones(8, 8), "q", config) for config in CONFIGS]
+PARTITION = TensorPartition((8, 3), 0, 2, 0)
+TOKENS = torch.arange(12)[None]
+OTHERWISE = {"plan": LLAMA_TP_PLAN, "otherwise": "replicated", "order": "out_in"}
+EXPLAIN = {
+    "seqlen": 64, "world_size": 2, "nheads": 4, "headdim": 8, "nheads_kv": 2, "headdim_v": 8,
+    "batch": 1, "dtype": torch.bfloat16, "seqlen_k": None, "causal": False,
+    "window_size": (-1, -1), "cu_seqlens": None, "cu_seqlens_k": None, "softcap": 0.0,
+    "layout": "contiguous", "strategies": ["ring"], "backend": "auto", "same_bits": None,
+    "backward": True, "cluster": cpu_cluster(2), "device_type": None, "memory_bytes": None,
+    "effort": "best",
+}  # fmt: skip
+
+
+def qkv() -> dict[str, torch.Tensor]:
+    """4 heads of 8 over 2 of keys and values."""
+    return {name: torch.ones(1, 6, heads, 8) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+
+
+GOOD: dict[str, tuple[Callable[..., object], Mapping[str, object]]] = {
+    "select_backend": (select_backend, {**qkv(), "backend": "auto", "softcap": 0.0, "sinks": None}),
+    "explain": (explain, EXPLAIN),
+    "next_rank": (next_rank, {"layout": ZIGZAG, "block": 256}),
+    "shard_batch": (
+        shard_batch,
+        {"batch": {"labels": TOKENS}, "layout": ZIGZAG, "rank": 0, "dim": 1, "ignore_index": -100},
+    ),
+    "tensors of a batch": (
+        lambda **batch: shard_batch(batch, ZIGZAG, 1),
+        {"input_ids": TOKENS, "labels": TOKENS},
+    ),
+    "Strategy": (
+        Strategy,
+        {"core": "ring", "ulysses_degree": 1, "exchange_q": False, "heads_per_chunk": None},
+    ),
+    "ContextParallel": (
+        ContextParallel,
+        {
+            "strategy": "ring",
+            "degree": None,
+            "layout": "contiguous",
+            "inside": "global",
+            "replace": None,
+            "seq_dim": 1,
+            "head_dim": 2,
+            "qkv_indices": None,
+            "qkv_names": None,
+            "output_index": 0,
+            "backend": "auto",
+            "same_bits": None,
+        },
+    ),  # fmt: skip
+    # -- layouts
+    "contiguous": (SequenceLayout.contiguous, {"seqlen": 8, "world_size": 2}),
+    "zigzag": (SequenceLayout.zigzag, {"seqlen": 8, "world_size": 2}),
+    "boundaries": (SequenceLayout.boundaries, {"cuts": [0, 3, 8]}),
+    "from_segments": (SequenceLayout.from_segments, {"parts": [[Segment(0, 3)], [Segment(3, 3)]]}),
+    "a segment": (
+        lambda **numbers: SequenceLayout.from_segments([[Segment(**numbers)]]),
+        {"start": 0, "length": 3, "stride": 1},
+    ),
+    "SequenceLayout": (
+        SequenceLayout,
+        {"kind": "boundaries", "seqlen": 8, "world_size": 2, "cuts": (0, 3, 8), "parts": None},
+    ),
+    "appended": (ZIGZAG.appended, {"rank": 0, "count": 1}),
+    "followed_by": (ZIGZAG.followed_by, {"chunk": ZIGZAG}),
+    "segments": (ZIGZAG.segments, {"rank": 0}),
+    "merged": (ZIGZAG.merged, {"groups": [[0, 1]]}),
+    "shard": (ZIGZAG.shard, {"x": torch.ones(1, 12, 3), "rank": 0, "dim": 1}),
+    "unshard": (ZIGZAG.unshard, {"shards": [torch.ones(1, 6, 3)] * 2, "dim": 1}),
+    "mask_area": (ZIGZAG.mask_area, {"mask": CAUSAL}),
+    # -- balance
+    "balance_of": (balance.balance_of, {"layout": ZIGZAG, "work": CAUSAL}),
+    "by_area": (balance.by_area, {"mask": CAUSAL, "world_size": 2, "align": 1}),
+    "by_cost": (balance.by_cost, {"cost": [1.0, 2.0, 3.0], "world_size": 2, "align": 1}),
+    "by_separators": (
+        balance.by_separators,
+        {"token_ids": TOKENS[0], "separators": [3, 7], "world_size": 2, "max_balance": None},
+    ),
+    "by_documents": (
+        balance.by_documents,
+        {"cu_seqlens": [0, 4, 12], "world_size": 2, "window_size": (-1, -1), "max_balance": 1.05},
+    ),
+    "by_memory": (
+        balance.by_memory,
+        {"seqlen": 12, "free_bytes": [100, 100], "bytes_per_token": 4, "align": 1},
+    ),
+    "halo": (balance.halo, {"layout": RUNS, "mask": CAUSAL, "rank": 0}),
+    "check_halo": (balance.check_halo, {"layout": RUNS, "mask": CAUSAL}),
+    "local_rows": (balance.local_rows, {"layout": RUNS, "rank": 0, "start": 0, "stop": 3}),
+    # -- tensor parallelism
+    "TensorPartition": (
+        TensorPartition,
+        {"global_shape": (8, 3), "dim": 0, "num_partitions": 2, "rank": 0},
+    ),
+    "part of a partition": (PARTITION.shard, {"x": torch.ones(8, 3)}),
+    "whole of a partition": (PARTITION.unshard, {"shards": [torch.ones(4, 3)] * 2}),
+    "TensorParallelConfig": (TensorParallelConfig, {**vars(CONFIGS[0])}),
+    "all_reduce_cost": (
+        CONFIGS[0].all_reduce_cost,
+        {"seqlen": 3, "num_blocks": 2, "itemsize": 4, "gbit_per_s": 100.0},
+    ),
+    "shard_parameter": (
+        shard_parameter,
+        {"x": torch.ones(8, 8), "kind": "q", "config": CONFIGS[0], "order": "out_in"},
+    ),
+    "unshard_parameter": (
+        unshard_parameter,
+        {"shards": WEIGHTS, "kind": "q", "config": CONFIGS[0], "order": "out_in"},
+    ),
+    "shard_state_dict": (
+        shard_state_dict,
+        {"state_dict": MODEL, "config": CONFIGS[0], **OTHERWISE},
+    ),
+    "unshard_state_dict": (
+        unshard_state_dict,
+        {"shards": PARTS, "config": CONFIGS[0], **OTHERWISE},
+    ),
+}
+
+# What a message calls an argument that it does not name, since the value is right by itself.
+OTHER_WORDS = {
+    "length": "position",
+    "start": "position",
+    "stride": "position",
+    "work": "costs",
+    "free_bytes": "free",
+    "bytes_per_token": "bytes a token",
+    "global_shape": "shape",
+    "plan": "parameters",
+    "world_size": "ranks",
+    "chunk": "layouts",
+    "shards": "rank",
+    "layout": "rows",
+    "strategies": "strategy",
+    "memory_bytes": "a rank has",
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_wrong_values_are_named(name: str) -> None:
+    function, good = GOOD[name]
+    function(**good)
+    for argument in good:
+        words = {argument, OTHER_WORDS.get(argument, argument)}
+        for what, wrong in WRONG.items():
+            arguments: dict[str, Any] = {**good, argument: wrong}
+            try:
+                function(**arguments)
+            except Exception as error:
+                assert type(error) in KINDS, (argument, what, error)
+                assert any(word in str(error) for word in words), (argument, what, error)
