@@ -31,12 +31,14 @@ def map_in_processes(
     def call(item: T) -> R:
         # A thread has one process with one item in it at a time, so it is clear whose end it was.
         if not hasattr(local, "process"):
-            local.process = ProcessPoolExecutor(
-                1,
-                get_context("spawn"),  # CUDA survives no fork
-                initializer=interrupt.use_folder,
-                initargs=(folder,),
-            )
+            # Its semaphores start multiprocessing's tracker, which no signal may end before it.
+            with interrupt.held_back():
+                local.process = ProcessPoolExecutor(
+                    1,
+                    get_context("spawn"),  # CUDA survives no fork
+                    initializer=interrupt.use_folder,
+                    initargs=(folder,),
+                )
             opened.append(local.process)
         try:
             with interrupt.held_back():

@@ -222,3 +222,9 @@ def test_what_cannot_be_is_one_line(
         status = int(stop.code or 0)
     assert status == cli.EXIT_USAGE
     assert text in capsys.readouterr().err
+
+
+def test_as_many_ranks_may_be_planned_as_is_said() -> None:
+    command.check_bounds(arguments("--seqlen", "1M", "--world-size", "4096"))
+    with pytest.raises(ValueError, match="--world-size can be 4k at most.*got 4097"):
+        command.check_bounds(arguments("--seqlen", "1M", "--world-size", "4097"))

@@ -364,6 +364,16 @@ def test_the_reason_names_the_fault(fault: str, on: Cluster, names: list[str]) -
     assert "faster than ring" in choice.reason and fault in choice.reason
 
 
+@pytest.mark.parametrize("most", [8, 16, 100])
+def test_a_choice_simulates_no_more_than_it_may(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "MOST_RANK_STEPS", most)
+    choice = plan(effort="names")
+    simulated = [c for c in choice.candidates if c.prediction is not None]
+    assert simulated
+    assert sum(8 * c.num_steps(choice.problem.spec) for c in simulated) <= most
+    assert any("not simulated" in str(c.reason) for c in choice.candidates)
+
+
 def test_json_has_all_of_it() -> None:
     choice = plan(effort="names")
     found = json.loads(json.dumps(choice.to_dict()))
