@@ -69,8 +69,10 @@ aot: $(READY) $(TRITON:%=.aot/%/.ready)  ## compile every kernel without a GPU; 
 	@touch $@
 
 # Where there is a GPU there is a torch for it: it is used as it is, and no environment is made.
-gpu:  ## on a machine with a GPU: its tests, checks and benchmarks, into gpu-results/
-	$(PYTHON) -m ring_attn.bench.gpu $(ARGS)
+gpu:  ## on a machine with a GPU: its tests, the kernel benchmark and tune, into gpu-results/
+	$(PYTHON) -m pytest -m gpu --junitxml gpu-results/tests.xml $(ARGS)
+	$(PYTHON) -m ring_attn bench kernel --budget 480 --json gpu-results/kernel.json
+	$(PYTHON) -m ring_attn tune --budget 540 --json gpu-results/tune.json
 
 wheel: $(READY)  ## build the sdist and, from it, the wheel into dist/
 	$(BIN)/python -m build --no-isolation

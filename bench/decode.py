@@ -1,7 +1,5 @@
 """Time of decoding on one device: one query a sequence against a long cache of keys and values.
 
-    python -m ring_attn.bench.decode --json DIR/decode.json      on a GPU, or a CPU to see it work
-
 Decoding reads the cache once and computes next to nothing, so a time is held against the memory:
 GB/s is K and V over the time, and `% of copy` that over what a copy within the device moves, read
 and written. All run in turn within every repetition, with a cold L2.
@@ -18,10 +16,7 @@ of ours is wrong.
 from __future__ import annotations
 
 import argparse
-import shlex
 import statistics
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich import box
 from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -42,15 +36,9 @@ from ring_attn.arguments import (
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import decodes
 from ring_attn.bench.implementations import reason
-from ring_attn.bench.one_device import (
-    Findings,
-    OneDevice,
-    add_device_arguments,
-    finish,
-    one_device,
-    run_module,
-)
-from ring_attn.bench.timing import Watch, head_start_ms, quantiles, watch_for
+from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
+from ring_attn.bench.report import Report, new_table, show
+from ring_attn.bench.timing import Call, Sample, Watch, quantiles, time_in_turn, watch_for
 from ring_attn.layout import Segment
 from ring_attn.mask import Mask
 from ring_attn.spec import AttentionSpec, Scores
@@ -60,7 +48,7 @@ from ring_attn.testing import check, dense_attention, plain_attention
 ITERS = 15
 OURS, PEERS = ("parts", "whole"), {"torch-flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 
-# Of the copy that gives the rate of the memory, on a GPU.
+# Size of the copy that measures a GPU's memory bandwidth.
 COPY_BYTES = 4 << 30
 
 Run = Callable[[], Tensor]
@@ -68,16 +56,18 @@ Run = Callable[[], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting(OneDevice):
-    """What is measured.
+    """The caches and repetitions of a run.
 
     Attributes:
         seqlens: of the cache.
         batches: sequences.
+        backend: of ours.
         iters: repetitions.
     """
 
     seqlens: tuple[int, ...]
     batches: tuple[int, ...]
+    backend: str
     iters: int = ITERS
 
 
@@ -164,12 +154,12 @@ class Cache:
         return check("out", out[:1, :, :group].to(q.dtype), oracle, plain).ratio
 
 
-class Decode(Findings[Setting, Row]):
+class Decode(Report[Setting, Row]):
     """One run: measures cache by cache."""
 
-    def __init__(self, setting: Setting, command: str, json: Path | None) -> None:
-        """As `Findings`; it is saved after every cache."""
-        super().__init__(setting, command, json)
+    def __init__(self, setting: Setting, path: Path | None = None) -> None:
+        """Takes what `Report` takes; the report is saved after every cache."""
+        super().__init__(setting, path)
         self._watch = watch_for(setting.device)
         self.copy_gbps = copy_gbps(setting.device, self._watch)
 
@@ -186,7 +176,7 @@ class Decode(Findings[Setting, Row]):
         self.save(last=True)
 
     def more(self) -> dict[str, Any]:
-        """What its report says beside."""
+        """The rate that times are held against."""
         return {"copy_gbps": self.copy_gbps}
 
     def _case(self, batch: int, seqlen: int) -> list[Row]:
@@ -202,9 +192,10 @@ class Decode(Findings[Setting, Row]):
                 if name in OURS:
                     raise
                 notes[name] = reason(error)
-        taken = self._times({name: run for name, run in runs.items() if name not in notes})
+        calls = {name: Call([run]) for name, run in runs.items() if name not in notes}
+        taken = time_in_turn(calls, self._watch, self.setting.iters)
         rows = [
-            self._row(name, cache, taken.get(name), ratios.get(name), notes.get(name, ""))
+            self._row(name, cache, taken.get(name, []), ratios.get(name), notes.get(name, ""))
             for name in runs
         ]
         for row in rows:
@@ -212,28 +203,13 @@ class Decode(Findings[Setting, Row]):
                 self.failures.append(f"{row.name} on {seqlen} x {batch}: error / bound {row.ratio}")
         return rows
 
-    def _times(self, runs: dict[str, Run]) -> dict[str, list[float]]:
-        """ms of every repetition, all in turn within each."""
-        found: dict[str, list[float]] = {name: [] for name in runs}
-        host_ms = dict.fromkeys(runs, 0.0)
-        for _ in range(self.setting.iters):
-            for name, run in runs.items():
-                self._watch.ready(head_start_ms(host_ms[name]))
-                start, begin = time.perf_counter(), self._watch.mark()
-                run()
-                end = self._watch.mark()
-                host_ms[name] = 1e3 * (time.perf_counter() - start)
-                self._watch.done()
-                found[name].append(self._watch.ms(begin, end))
-        return found
-
     def _row(
-        self, name: str, cache: Cache, ms: list[float] | None, ratio: float | None, note: str
+        self, name: str, cache: Cache, samples: list[Sample], ratio: float | None, note: str
     ) -> Row:
         batch, seqlen = cache.k.shape[:2]
-        if ms is None:
+        if not samples:
             return Row(name, seqlen, batch, note=note)
-        low, median, high = (1e3 * x for x in quantiles(ms))
+        low, median, high = (1e3 * x for x in quantiles([sample.ms[0] for sample in samples]))
         gbps = cache.nbytes / median / 1e3
         of_copy = None if self.copy_gbps is None else gbps / self.copy_gbps
         return Row(name, seqlen, batch, median, low, high, gbps, of_copy, ratio)
@@ -244,75 +220,56 @@ def copy_gbps(device: torch.device, watch: Watch) -> float | None:
     if device.type != "cuda":
         return None
     x = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
-    y, taken = torch.empty_like(x), list[float]()
-    for _ in range(ITERS):
-        watch.ready(head_start_ms(0.0))
-        start = watch.mark()
-        y.copy_(x)
-        stop = watch.mark()
-        watch.done()
-        taken.append(watch.ms(start, stop))
-    return 2 * COPY_BYTES / statistics.median(taken) / 1e6
+    y = torch.empty_like(x)
+    samples = time_in_turn({"copy": Call([lambda: y.copy_(x)])}, watch, ITERS)["copy"]
+    return 2 * COPY_BYTES / statistics.median(sample.ms[0] for sample in samples) / 1e6
 
 
 def table(rows: Sequence[Row], setting: Setting) -> Table:
     """A line for each implementation on each cache."""
-    title = f"decoding, one query a sequence, {setting}"
-    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("cache", "batch", "", "us", "GB/s", "% of copy", "error / bound", "note"):
-        found.add_column(name, justify="left" if name in ("", "note") else "right")
+    found = new_table(
+        f"decoding, one query a sequence, {setting}",
+        ("cache", "batch", ""),
+        ("us", "GB/s", "% of copy", "error / bound"),
+        "note",
+    )
     for row in rows:
-        figures = (
-            ("", "", "")
-            if row.median_us is None or row.gbps is None
-            else (
-                f"{row.median_us:.4g}",
-                f"{row.gbps:.4g}",
-                "" if row.of_copy is None else f"{row.of_copy:.0%}",
-            )
-        )
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         found.add_row(
-            format_size(row.seqlen), str(row.batch), row.name, *figures, ratio, row.note
+            format_size(row.seqlen), str(row.batch), row.name, show(row.median_us, ".4g"),
+            show(row.gbps, ".4g"), show(row.of_copy, ".0%"), show(row.ratio, ".2f"), row.note,
         )  # fmt: skip
     return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options."""
+    """The options of `ring-attn bench decode`."""
     add = parser.add_argument
     add("--seqlen", type=parse_sizes, help="of the cache (8k,32k,128k,1M; on a CPU 300,600)")
     add("--batch", type=parse_sizes, help="sequences (1,8; on a CPU 1)")
+    add("--backend", help="of ours (triton; on a CPU auto)")
     add("--iters", type=parse_size, default=ITERS, help=f"repetitions ({ITERS})")
     add_device_arguments(parser)
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    """What the options describe; errors as `one_device`."""
+    """The setting that the options describe; raises as `one_device` does."""
     shared = one_device(args)
     gpu = shared.device.type == "cuda"
-    usual = (8192, 32768, 131072, 1 << 20) if gpu else (300, 600)
+    seqlens: tuple[int, ...] = (8192, 32768, 131072, 1 << 20) if gpu else (300, 600)
+    batches: tuple[int, ...] = (1, 8) if gpu else (1,)
+    if args.quick:
+        seqlens, batches = seqlens[:1], batches[:1]
     return Setting(
         **vars(shared),
-        seqlens=args.seqlen or usual,
-        batches=args.batch or ((1, 8) if gpu else (1,)),
+        seqlens=args.seqlen or seqlens,
+        batches=args.batch or batches,
+        backend=args.backend or ("triton" if gpu else "auto"),
         iters=args.iters,
     )
 
 
-def run(args: argparse.Namespace, words: Sequence[str] = ()) -> int:
+def run(args: argparse.Namespace) -> int:
     """Measures, writes the JSON as it goes, prints the table; 1 if a result of ours is wrong."""
-    setting = setting_of(args)
-    command = shlex.join(["python", "-m", "ring_attn.bench.decode", *words])
-    bench = Decode(setting, command, args.json)
+    bench = Decode(setting_of(args), args.json)
     bench.run()
-    return finish(bench, None if args.quiet else table(bench.rows, setting))
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """`python -m ring_attn.bench.decode`."""
-    return run_module("decode", __doc__, add_arguments, run, words)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return bench.finish([] if args.quiet else [table(bench.rows, bench.setting)], [])

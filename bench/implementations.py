@@ -68,7 +68,7 @@ class Problem:
 
     @property
     def spec(self) -> AttentionSpec:
-        """As a backend has it."""
+        """The sizes as a backend takes them."""
         sizes = (self.batch, self.heads, self.kv_heads, self.head_dim, self.head_dim)
         return AttentionSpec(self.device.type, self.dtype, *sizes)
 
@@ -83,7 +83,7 @@ class Problem:
         return self.seqlen * (self.seqlen + 1) // 2 if self.causal else self.seqlen**2
 
     def flops(self, mode: str) -> int:
-        """Of "fwd" (4 x area x head_dim for each head), "bwd" (2.5 times that) or "fwd_bwd"."""
+        """Operations of "fwd" (4 x area x head_dim a head), "bwd" (2.5 times that) or "fwd_bwd"."""
         backward = {"fwd": (False,), "bwd": (True,), "fwd_bwd": (False, True)}[mode]
         return sum(flops(self.area, self.spec, backward=back) for back in backward)
 

@@ -46,7 +46,7 @@ class _Rows(Mask):
 
 
 class Judge:
-    """What one problem's results have to be; every implementation is held against the same."""
+    """The oracle of one problem, against which every implementation is held."""
 
     def __init__(self, problem: Problem, data: Data, *, backward: bool, seed: int = 1) -> None:
         """
@@ -65,7 +65,7 @@ class Judge:
         self._sampled_data = _with_few_rows(data, self._rows)
 
     def prepare(self) -> None:
-        """Computes what results are held against: what fails here fails no implementation."""
+        """Computes the oracle: an error here is no implementation's."""
         _ = self._whole, self._sampled
 
     def whole(self, make: Make) -> list[Verdict]:
@@ -100,7 +100,7 @@ class Judge:
 
     @cached_property
     def _sampled(self) -> Figures:
-        """By batch entry and kv head, which bounds the memory that the scores take."""
+        """The sampled rows, computed by batch entry and kv head to bound the memory of scores."""
         problem, device = self._problem, self._problem.device
         group = problem.heads // problem.kv_heads
         mask = _Rows(problem.seqlen, problem.seqlen, problem.causal, rows=self._rows)
@@ -121,7 +121,7 @@ class Judge:
 
 
 def _figures(inputs: Inputs, mask: Mask, keys: Tensor | None = None) -> Figures:
-    """Of dk and dv those keys only, if any are given."""
+    """The three tensors of every result; dk and dv are cut to `keys` if these are given."""
     oracle, plain = dense_gradients(*inputs, mask), plain_gradients(*inputs, mask)
     found = {}
     for name in NAMES:

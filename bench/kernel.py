@@ -13,9 +13,6 @@ head_dim a head forward and 2.5 times that backward, by the exact number of visi
     flex           compiled flex_attention, its own tiles (flex-autotune: searched ones, in minutes)
     flash-attn     flash_attn, where installed (flash-attn-3, flash-attn-4: interface, cute)
 
-    ring           --ring ranks of --ring-seqlen rows each on this one device, causal, zigzag and
-                   contiguous: what a rank computes against 1 / P of the whole (see local_ring)
-
 Exit status 1 where a result of ours is wrong or a call of ours failed.
 """
 
@@ -24,33 +21,26 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-import shlex
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from rich.console import Console
+from rich.table import Table
 
 from ring_attn.arguments import (
     add_common,
-    dtype_name,
     format_size,
     parse_dtype,
     parse_report,
     parse_size,
     parse_sizes,
-    replace_json,
-    write_if_interrupted,
 )
 from ring_attn.backends import get_backend
-from ring_attn.bench import local_ring
 from ring_attn.bench.implementations import (
     FLASH_PACKAGES,
     IMPLEMENTATIONS,
@@ -64,48 +54,43 @@ from ring_attn.bench.implementations import (
     unavailable,
 )
 from ring_attn.bench.judge import Judge
-from ring_attn.bench.kernel_report import NOT_MEASURED, Row, notes, plot, ring_table, tables, title
-from ring_attn.bench.local_ring import LocalRing, RingRow
+from ring_attn.bench.one_device import parse_device, parse_heads
+from ring_attn.bench.report import Report, new_table, show
 from ring_attn.bench.timing import (
-    Watch,
-    gpu_state,
-    head_start_ms,
+    LEAST_ITERS,
+    Call,
+    Sample,
+    is_alive,
     measured_tflops,
     peak_tflops,
     quantiles,
+    time_in_turn,
     watch_for,
 )
-from ring_attn.env import machine
 from ring_attn.launch import DEVICES, check_memory
 from ring_attn.testing import Verdict
 
+# What is measured in each mode, and the stages of a call that it spans.
 MODES = {"fwd": ("fwd",), "fwd_bwd": ("fwd", "bwd", "fwd_bwd")}
+STAGES = {"fwd": slice(0, 1), "bwd": slice(1, 2), "fwd_bwd": slice(0, 2)}
 
 DEFAULT = ("ours", "torch-flash", "cudnn", "flex", *FLASH_PACKAGES)
 
-RING_LAYOUTS = ("zigzag", "contiguous")
+# A cell's repetitions end early once they have taken so long.
+CELL_SECONDS = 4.0
 
-# A cell's repetitions end early where they have taken so long, but not before so many. The first
-# only warms up, unless it takes so long that a start-up does not show.
-CELL_SECONDS, LEAST_ITERS, SLOW_MS = 4.0, 2, 500.0
-RING_ITERS = 5
+# How the note of a cell that was left out begins.
+NOT_MEASURED = "not measured"
 
-# Whose errors are failures of this run; what they may raise without failing.
-OURS = ("ours", "ring")
+# What ours may raise without failing the run.
 REFUSALS = (NotImplementedError, ImportError, torch.OutOfMemoryError)
-
-# What a ring's ranks are held against.
-WHOLE = "whole"
-
-# Wide enough for a row, wherever it is printed.
-WIDTH = 150
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured where the options do not say it."""
+    """Default sizes of a run."""
 
     seqlens: tuple[int, ...]
     head_dims: tuple[int, ...]
@@ -113,8 +98,6 @@ class Sizes:
     dtype: torch.dtype
     tokens: int
     iters: int
-    ring: int
-    ring_seqlen: int
 
 
 FULL = Sizes(
@@ -124,18 +107,15 @@ FULL = Sizes(
     dtype=torch.bfloat16,
     tokens=16384,
     iters=15,
-    ring=8,
-    ring_seqlen=8192,
 )
-QUICK = replace(
-    FULL, seqlens=(2048, 8192), head_dims=(128,), heads=((32, 8),), iters=5, ring_seqlen=2048
-)
-ON_CPU = Sizes((256, 512), (64,), ((4, 2),), torch.float32, 512, 3, 2, 256)
+QUICK = replace(FULL, seqlens=(2048, 8192), head_dims=(128,), heads=((32, 8),), iters=5)
+ON_CPU = Sizes((256, 512), (64,), ((4, 2),), torch.float32, 512, 3)
+QUICK_ON_CPU = replace(ON_CPU, seqlens=(256,), iters=2)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured, in full."""
+    """The cells of a run, and how they are measured."""
 
     sizes: Sizes
     causal: tuple[bool, ...]
@@ -145,33 +125,6 @@ class Setting:
     device: torch.device
     budget: float | None
     measure_peak: bool
-
-    @property
-    def command(self) -> str:
-        """The words that measure this again."""
-        sizes = self.sizes
-        words = {
-            "--seqlen": ",".join(map(format_size, sizes.seqlens)),
-            "--head-dim": ",".join(map(str, sizes.head_dims)),
-            "--heads": ",".join(f"{q}/{kv}" for q, kv in sizes.heads),
-            "--dtype": dtype_name(sizes.dtype),
-            "--tokens": format_size(sizes.tokens),
-            "--mode": self.mode,
-            "--backend": self.backend,
-            "--implementations": ",".join(self.implementations),
-            "--iters": str(sizes.iters),
-            "--ring": str(sizes.ring),
-            "--ring-seqlen": format_size(sizes.ring_seqlen),
-            "--device": self.device.type,
-        }
-        flags = [f"{name} {shlex.quote(value)}" for name, value in words.items()]
-        if len(self.causal) == 1:
-            flags.append("--causal" if self.causal[0] else "--no-causal")
-        if self.budget is not None:
-            flags.append(f"--budget {self.budget:g}")
-        if self.measure_peak:
-            flags.append("--measure-peak")
-        return " ".join(["ring-attn bench kernel", *flags])
 
     def problems(self) -> Iterator[Problem]:
         """Every cell, those of one table together."""
@@ -186,12 +139,40 @@ class Setting:
                             self.device,
                         )  # fmt: skip
 
-    def ring_problem(self) -> Problem:
-        """The whole of the ring: causal, one sequence, the first heads and head dim."""
-        sizes = self.sizes
-        (heads, kv_heads), head_dim = sizes.heads[0], sizes.head_dims[0]
-        seqlen = sizes.ring * sizes.ring_seqlen
-        return Problem(1, seqlen, heads, kv_heads, head_dim, True, sizes.dtype, self.device)
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation on one cell in one mode; None where there is no time.
+
+    Attributes:
+        peak_share: tflops over the peak rate, 0 to 1.
+        host_ms: median of the host's time to enqueue forward (and backward).
+        max_ratio: greatest error / bound of its results; above 1 is wrong.
+        note: why there is no time, or what is wrong.
+    """
+
+    impl: str
+    mode: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    seqlen: int
+    batch: int
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    samples: int = 0
+    tflops: float | None = None
+    peak_share: float | None = None
+    host_ms: float | None = None
+    max_ratio: float | None = None
+    note: str = ""
+
+    @property
+    def table(self) -> tuple[int, int, int, bool]:
+        """Key of the table that shows this row."""
+        return self.heads, self.kv_heads, self.head_dim, self.causal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -209,16 +190,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--implementations",
         default=",".join(DEFAULT),
-        help=f"comma-separated, of {', '.join(IMPLEMENTATIONS)}; empty for the ring alone",
+        help=f"comma-separated, of {', '.join(IMPLEMENTATIONS)}",
     )
-    add(
-        "--iters",
-        type=parse_size,
-        help=f"most repetitions of a cell ({FULL.iters}), and of the ring ({RING_ITERS} at most)",
-    )
+    add("--iters", type=parse_size, help=f"most repetitions of a cell ({FULL.iters})")
     add("--budget", type=float, metavar="SECONDS", help="start no cell that would not end in time")
-    add("--ring", type=int, metavar="P", help=f"ranks of the ring ({FULL.ring}; 0 for none)")
-    add("--ring-seqlen", type=parse_size, help="rows of each rank (8k; with --quick 2k)")
     add("--device", choices=DEVICES, help="default: cuda where there is one")
     add("--measure-peak", action="store_true", help="share of a large matmul's rate instead")
     add(
@@ -230,22 +205,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common(parser)
 
 
-def parse_heads(text: str) -> tuple[tuple[int, int], ...]:
-    """Query and kv heads: "32/8,16" is ((32, 8), (16, 16)).
-
-    Raises:
-        argparse.ArgumentTypeError: anything else; argparse shows the text.
-    """
-    found = []
-    for part in text.split(","):
-        q, _, kv = part.partition("/")
-        heads, kv_heads = parse_size(q), parse_size(kv or q)
-        if heads % kv_heads:
-            raise argparse.ArgumentTypeError(f"{part!r}: kv heads must divide the query heads")
-        found.append((heads, kv_heads))
-    return tuple(found)
-
-
 def run(args: argparse.Namespace) -> int:
     """Measures, writes the JSON as it goes, prints the tables, plots; 1 if one of ours failed."""
     setting = setting_of(args)
@@ -254,42 +213,31 @@ def run(args: argparse.Namespace) -> int:
     if setting.device.type == "cpu":
         check_memory("the tensors of this call", least_bytes(setting), "use a shorter --seqlen")
     bench = Bench(setting, args.json)
-    write_if_interrupted(args.json, bench.report)
     bench.run()
-    console = Console(width=WIDTH)
-    if not args.quiet:
-        console.print(*tables(bench.rows))
-        if bench.ring_rows:
-            console.print(ring_table(bench.ring_rows))
-    for line in bench.remarks():
-        console.print(line, highlight=False, markup=False)
-    for failure in bench.failures:
-        console.print(failure, style="red", markup=False)
     if args.plot is not None:
         plot(bench.rows, args.plot)
-    console.print(bench.summary(), highlight=False)
-    return 1 if bench.failures else 0
+    return bench.finish([] if args.quiet else tables(bench.rows), bench.remarks())
 
 
 def least_bytes(setting: Setting) -> int:
-    """Of the largest cell: inputs and results, and both in float64 to judge them."""
-    problems = [*setting.problems(), *([setting.ring_problem()] if setting.sizes.ring else [])]
+    """Bytes of the largest cell: inputs and results, and both in float64 to judge them."""
     return max(
         2 * (p.heads + p.kv_heads) * p.batch * p.seqlen * p.head_dim * (2 * p.dtype.itemsize + 8)
-        for p in problems
+        for p in setting.problems()
     )
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    """What the options describe; --quick and a CPU change what is not given."""
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: this machine has no GPU that torch can use")
+    """The setting that the options describe; defaults depend on --quick and the device."""
+    device = parse_device(args.device)
     names = tuple(dict.fromkeys(name for name in args.implementations.split(",") if name))
     for name in names:
         if name not in IMPLEMENTATIONS:
             raise ValueError(f"--implementations must be of {list(IMPLEMENTATIONS)}, got {name!r}")
-    base = ON_CPU if device.type == "cpu" else QUICK if args.quick else FULL
+    if not names:
+        raise ValueError(f"--implementations needs at least one of {list(IMPLEMENTATIONS)}")
+    full, quick = (ON_CPU, QUICK_ON_CPU) if device.type == "cpu" else (FULL, QUICK)
+    base = quick if args.quick else full
     sizes = Sizes(
         seqlens=args.seqlen or base.seqlens,
         head_dims=args.head_dim or base.head_dims,
@@ -297,11 +245,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
         dtype=args.dtype or base.dtype,
         tokens=args.tokens or base.tokens,
         iters=args.iters or base.iters,
-        ring=base.ring if args.ring is None else args.ring,
-        ring_seqlen=args.ring_seqlen or base.ring_seqlen,
     )
-    if sizes.ring < 0:
-        raise ValueError(f"--ring must be at least 0, got {sizes.ring}")
     backend = args.backend or ("triton" if device.type == "cuda" else "auto")
     if backend != "auto":
         get_backend(backend)  # raises for a name that does not exist
@@ -324,23 +268,14 @@ class Tried:
     note: str = ""
     attention: Attention | None = None
     ratio: float | None = None
-    host_ms: float = 0.0  # of the latest call
-    samples: list[dict[str, float]] = field(default_factory=list)
 
 
-class Bench:
-    """One run: measures cell by cell and keeps the report on disk up to date."""
+class Bench(Report[Setting, Row]):
+    """One run: measures cell by cell."""
 
-    def __init__(self, setting: Setting, json: Path | None = None) -> None:
-        """
-        Args:
-            setting: what is measured.
-            json: where the report goes, after every cell.
-        """
-        self.setting = setting
-        self.rows: list[Row] = []
-        self.ring_rows: list[RingRow] = []
-        self.failures: list[str] = []
+    def __init__(self, setting: Setting, path: Path | None = None) -> None:
+        """Takes what `Report` takes; the report is saved after every cell."""
+        super().__init__(setting, path)
         self.unavailable = {
             name: why
             for name in setting.implementations
@@ -348,9 +283,7 @@ class Bench:
         }
         self._names = [name for name in setting.implementations if name not in self.unavailable]
         self._backward = setting.mode != "fwd"
-        self._json, self._start = json, time.monotonic()
-        self._watch: Watch = watch_for(setting.device)
-        self._states = {"before": gpu_state()}
+        self._watch = watch_for(setting.device)
         self._judged: set[tuple[object, ...]] = set()
         self._ran: set[str] = set()  # backends of ours
         self._dead = False
@@ -358,24 +291,19 @@ class Bench:
         self.peak = self._peak()
 
     def run(self) -> None:
-        """Everything; the ring first, so that a budget does not leave it out."""
-        if self.setting.sizes.ring:
-            self._measure_ring(self.setting.ring_problem())
-            self._save()
+        """Measures every cell that the budget has time for."""
         for problem in self.setting.problems() if self._names else ():
             note = self._not_measured(problem)
             if note:
                 self.rows += [self._row(name, problem, note) for name in self._names]
             else:
                 self._measure(problem)
-                self._save()
-        self._states["after"] = gpu_state()
-        self._save()
+                self.save()
+        self.save(last=True)
 
     def remarks(self) -> list[str]:
-        """What the tables do not say."""
+        """Remarks for below the tables: reasons, backend and peak; the last line counts cells."""
         lines = [f"{name}: {why}" for name, why in self.unavailable.items()] + notes(self.rows)
-        lines += [f"ring, {row.layout}: {row.note}" for row in self.ring_rows if row.note]
         if self._ran and self.setting.backend == "auto":
             lines.append(f"ours: backend auto chose {', '.join(sorted(self._ran))}")
         if self.peak:
@@ -384,46 +312,18 @@ class Bench:
         for note in dict.fromkeys(r.note for r in self.rows if r.note.startswith(NOT_MEASURED)):
             left = dict.fromkeys(f"{title(r)}, {r.seqlen}" for r in self.rows if r.note == note)
             lines.append(f"{len(left)} cells {note} ({'; '.join(left)})")
-        return lines
-
-    def summary(self) -> str:
-        """One line for all."""
         cells = {(*row.table, row.seqlen, row.impl) for row in self.rows if row.samples}
-        rings = {row.layout for row in self.ring_rows if row.kernels_ms}
-        seconds = time.monotonic() - self._start
-        return (
-            f"{len(cells)} cells and {len(rings)} rings measured in {seconds:.0f} s, "
-            f"{len(self.failures)} failures"
-        )
+        counts = f"{len(cells)} cells measured in {self.seconds:.0f} s"
+        return [*lines, f"{counts}, {len(self.failures)} failures"]
 
-    def report(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
-        setting = self.setting
+    def more(self) -> dict[str, Any]:
+        """The peak rate, and which implementations and backends there were."""
         return {
-            "machine": machine(),
-            "gpu_state": self._states,
-            "command": setting.command,
-            "setting": {
-                **asdict(setting.sizes),
-                "dtype": dtype_name(setting.sizes.dtype),
-                "causal": setting.causal,
-                "mode": setting.mode,
-                "backend": setting.backend,
-                "budget": setting.budget,
-            },
             "peak_tflops": self.peak,
-            "peak_is": "measured" if setting.measure_peak else "datasheet",
+            "peak_is": "measured" if self.setting.measure_peak else "datasheet",
             "backends": sorted(self._ran),
             "unavailable": self.unavailable,
-            "rows": [asdict(row) for row in self.rows],
-            "ring": [asdict(row) for row in self.ring_rows],
-            "failures": self.failures,
-            "seconds": time.monotonic() - self._start,
         }
-
-    def _save(self) -> None:
-        if self._json:
-            replace_json(self._json, self.report())
 
     def _peak(self) -> float | None:
         setting = self.setting
@@ -435,14 +335,13 @@ class Bench:
 
     def _not_measured(self, problem: Problem) -> str:
         """Why a cell is left out: by the rate of the largest so far it would not end in time."""
-        budget = self.setting.budget
         if self._dead:
             return f"{NOT_MEASURED}: the device failed before"
         # Each runs once to be judged, and is then timed.
         runs = LEAST_ITERS + 1
         expected = self._largest[1] * problem.flops(self.setting.mode) * runs
-        if budget is not None and time.monotonic() - self._start + expected > budget:
-            return f"{NOT_MEASURED}: beyond the budget of {budget:g} s"
+        if expected > self.left() or self.left() <= 0.0:
+            return f"{NOT_MEASURED}: beyond the budget of {self.setting.budget:g} s"
         return ""
 
     def _measure(self, problem: Problem) -> None:
@@ -457,16 +356,16 @@ class Bench:
             return
         tried = {name: self._judged_attention(name, problem, data, judge) for name in self._names}
         del judge
-        self._time(tried, problem)
+        samples = self._time(tried, problem)
         for name, one in tried.items():
-            self.rows += self._rows(name, problem, one)
-        ms = sum(one.samples[-1][self.setting.mode] for one in tried.values() if one.samples)
+            self.rows += self._rows(name, problem, one, samples.get(name, []))
+        ms = sum(sum(found[-1].ms) for found in samples.values() if found)
         flops = problem.flops(self.setting.mode)
         if ms and flops >= self._largest[0]:
             self._largest = flops, 1e-3 * ms / flops
 
     def _data_and_judge(self, problem: Problem) -> tuple[Data, Judge]:
-        """What is computed on, and what results are held against."""
+        """The inputs of a problem, and its prepared oracle."""
         data = problem.data()
         judge = Judge(problem, data, backward=self._backward)
         judge.prepare()
@@ -499,110 +398,57 @@ class Bench:
     ) -> tuple[float, str]:
         """Greatest error / bound, and what is wrong; of ours that is a failure."""
         wrong = [str(verdict) for verdict in verdicts if not verdict.ok]
-        if name in OURS:
+        if name == "ours":
             self.failures += [f"{name}, {title(problem)}: {text}" for text in wrong]
         ratios = [math.inf if math.isnan(v.ratio) else v.ratio for v in verdicts]
         return max(ratios), f"wrong: {wrong[0]}" if wrong else ""
 
-    def _time(self, tried: dict[str, Tried], problem: Problem) -> None:
-        """Fills in the samples: ms by mode, and of the host."""
-        started = time.monotonic()
-        for repetition in range(-1, self.setting.sizes.iters):
-            least = min((len(one.samples) for one in tried.values() if one.attention), default=0)
-            if least >= LEAST_ITERS and time.monotonic() - started > CELL_SECONDS:
-                break
-            running = [name for name, one in tried.items() if one.attention is not None]
-            for name in _turned(running, repetition):
-                one = tried[name]
-                assert one.attention is not None, "those without one do not run"
-                sample = partial(self._sample, one.attention, one.host_ms)
-                figures, note = self._attempt(name, problem, sample)
-                if figures is None:
-                    one.attention, one.samples, one.note = None, [], note
-                    continue
-                one.host_ms = figures["host"]
-                if repetition >= 0 or figures[self.setting.mode] > SLOW_MS:
-                    one.samples.append(figures)
+    def _time(self, tried: dict[str, Tried], problem: Problem) -> dict[str, list[Sample]]:
+        """The samples of all that can run, forward and then backward."""
+        calls = {}
+        for name, one in tried.items():
+            if one.attention is not None:
+                stages = [one.attention.forward, one.attention.backward]
+                calls[name] = Call(stages[: 1 + self._backward], one.attention.release)
 
-    def _sample(self, attention: Attention, host_ms: float) -> dict[str, float]:
-        """One call, for which the host needed `host_ms` the last time."""
-        watch = self._watch
-        watch.ready(head_start_ms(host_ms))
-        host = time.perf_counter()
-        marks = [watch.mark()]
-        attention.forward()
-        marks.append(watch.mark())
-        if self._backward:
-            attention.backward()
-            marks.append(watch.mark())
-        host = time.perf_counter() - host
-        watch.done()
-        attention.release()
-        spans = {"fwd": (0, 1), "bwd": (1, 2), "fwd_bwd": (0, 2)}
-        ms = {mode: watch.ms(*(marks[i] for i in spans[mode])) for mode in MODES[self.setting.mode]}
-        return {**ms, "host": 1e3 * host}
+        def failed(name: str, error: Exception) -> None:
+            tried[name].note = self._failed(name, problem, error, [])
 
-    def _measure_ring(self, problem: Problem) -> None:
-        """Both layouts and the whole, in turn within every repetition."""
-        backend, world_size = self.setting.backend, self.setting.sizes.ring
-        iters = min(self.setting.sizes.iters, RING_ITERS)
-
-        def ring(layout: str, ranks: int, problem: Problem, data: Data) -> LocalRing:
-            return LocalRing(problem, data, world_size=ranks, layout=layout, backend=backend)
-
-        def measure() -> list[RingRow]:
-            data, judge = self._data_and_judge(problem)
-            whole = ring("contiguous", 1, problem, data)
-            rings = {name: ring(name, world_size, problem, data) for name in RING_LAYOUTS}
-            expected = local_ring.results(whole, backward=self._backward)
-            facts = {}
-            for name, one in rings.items():
-                bits = local_ring.results(one, backward=self._backward)
-                ratio, note = self._verdict(
-                    "ring", problem, judge.sampled(partial(ring, name, world_size))
-                )
-                facts[name] = (local_ring.same_bits(bits, expected), ratio, note)
-            del judge, expected, bits
-            samples = local_ring.samples(
-                {WHOLE: whole, **rings}, self._watch, iters, backward=self._backward
-            )
-            return [
-                local_ring.row(name, mode, one, samples[name], samples[WHOLE], *facts[name])
-                for name, one in rings.items()
-                for mode in MODES[self.setting.mode]
-            ]
-
-        rows, note = self._attempt("ring", problem, measure)
-        if rows is None:
-            world_size, seqlen = self.setting.sizes.ring, problem.seqlen
-            mode = self.setting.mode
-            rows = [RingRow(name, mode, world_size, seqlen, note=note) for name in RING_LAYOUTS]
-        self.ring_rows = rows
+        return time_in_turn(
+            calls, self._watch, self.setting.sizes.iters, seconds=CELL_SECONDS, failed=failed
+        )
 
     def _attempt(self, name: str, problem: Problem, call: Callable[[], T]) -> tuple[T | None, str]:
-        """What the call returns; None, and why, where it cannot run. Ours may refuse, not fail."""
+        """The call's result and ""; or None and the reason where it cannot run."""
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
                 return call(), ""
             except Exception as error:
-                why = reason(error, [str(warning.message) for warning in said])
-                if name in OURS and not isinstance(error, REFUSALS):
-                    traceback.print_exc()
-                    self.failures.append(f"{name}, {title(problem)}: {why}")
-        if not self._alive():
+                return None, self._failed(name, problem, error, said)
+
+    def _failed(self, name: str, problem: Problem, error: Exception, said: Sequence[Any]) -> str:
+        """The note of a call that cannot run. Ours may refuse; any other error is a failure."""
+        why = reason(error, [str(warning.message) for warning in said])
+        if name == "ours" and not isinstance(error, REFUSALS):
+            traceback.print_exception(error)
+            self.failures.append(f"{name}, {title(problem)}: {why}")
+        if not is_alive(self.setting.device):
             self._dead = True
             self.failures.append(f"the device failed while {name} ran, {title(problem)}")
         self._free_memory()
-        return None, f"cannot run: {why}"
+        return f"cannot run: {why}"
 
-    def _rows(self, name: str, problem: Problem, tried: Tried) -> list[Row]:
-        if not tried.samples:
+    def _rows(
+        self, name: str, problem: Problem, tried: Tried, samples: Sequence[Sample]
+    ) -> list[Row]:
+        if not samples:
             return [self._row(name, problem, tried.note)]
         rows = []
-        host_ms = quantiles([sample["host"] for sample in tried.samples])[1]
+        host_ms = quantiles([sample.host_ms for sample in samples])[1]
         for mode in MODES[self.setting.mode]:
-            p20, median, p80 = quantiles([sample[mode] for sample in tried.samples])
+            taken = [sum(sample.ms[STAGES[mode]]) for sample in samples]
+            p20, median, p80 = quantiles(taken)
             tflops = problem.flops(mode) / median / 1e9
             rows.append(
                 replace(
@@ -611,7 +457,7 @@ class Bench:
                     median_ms=median,
                     p20_ms=p20,
                     p80_ms=p80,
-                    samples=len(tried.samples),
+                    samples=len(samples),
                     tflops=tflops,
                     peak_share=tflops / self.peak if self.peak else None,
                     host_ms=host_ms,
@@ -626,15 +472,6 @@ class Bench:
             problem.causal, problem.seqlen, problem.batch, note=note,
         )  # fmt: skip
 
-    def _alive(self) -> bool:
-        """False once a kernel has broken the device's context: nothing runs any more then."""
-        if self.setting.device.type == "cuda":
-            try:
-                torch.cuda.synchronize()
-            except RuntimeError:
-                return False
-        return True
-
     def _free_memory(self) -> None:
         """Gives back what the last cell, or a call that failed, has left."""
         gc.collect()
@@ -642,7 +479,91 @@ class Bench:
             torch.cuda.empty_cache()
 
 
-def _turned(names: Sequence[str], repetition: int) -> Sequence[str]:
-    """The order turns, so that none always runs after the same other."""
-    turn = repetition % max(len(names), 1)
-    return [*names[turn:], *names[:turn]]
+def title(what: Row | Problem) -> str:
+    """Title of a table, or name of a cell."""
+    heads = f"{what.heads}/{what.kv_heads} heads of {what.head_dim}"
+    mask = "causal" if what.causal else "full"
+    if isinstance(what, Row):
+        return f"{heads}, {mask}"
+    return f"{heads}, {mask}, {what.batch} x {format_size(what.seqlen)}"
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """One for each number of heads, head dim and mask: a line for a length and implementation."""
+    found: list[Table] = []
+    for key in dict.fromkeys(row.table for row in rows):
+        mine = [row for row in rows if row.table == key]
+        modes = [mode for mode in STAGES if any(row.mode == mode and row.samples for row in mine)]
+        figures = [name for mode in modes for name in (mode, "TFLOP/s")]
+        table = new_table(
+            f"{title(mine[0])}: ms (p20-p80), TFLOP/s (share of peak)",
+            ("batch x n", ""),
+            (*figures, "error/bound"),
+        )
+        for cell in dict.fromkeys((row.seqlen, row.batch, row.impl) for row in mine):
+            by_mode = {row.mode: row for row in mine if (row.seqlen, row.batch, row.impl) == cell}
+            seqlen, batch, impl = cell
+            first = next(iter(by_mode.values()))
+            figures = [text for mode in modes for text in _figures(by_mode.get(mode))]
+            if modes and not first.samples:
+                figures[0] = first.note.partition(":")[0]
+            table.add_row(
+                f"{batch} x {format_size(seqlen)}", impl, *figures, show(first.max_ratio, ".2f")
+            )
+        found.append(table)
+    return found
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """Why cells have no times, or what is wrong in them: a line for each reason."""
+    cells: dict[tuple[str, str], dict[str, None]] = {}
+    for row in rows:
+        if row.note and not row.note.startswith(NOT_MEASURED):
+            where = f"{title(row)}, {row.batch} x {format_size(row.seqlen)}"
+            cells.setdefault((row.impl, row.note), {})[where] = None
+    return [f"{impl}: {note} ({'; '.join(where)})" for (impl, note), where in cells.items()]
+
+
+def _figures(row: Row | None) -> list[str]:
+    if row is None or row.median_ms is None:
+        return ["", ""]
+    share = "" if row.peak_share is None else f" ({row.peak_share:.0%})"
+    ms, p20, p80 = (_ms(x) for x in (row.median_ms, row.p20_ms, row.p80_ms))
+    return [f"{ms} ({p20}-{p80})", f"{show(row.tflops, '.3g')}{share}"]
+
+
+def _ms(x: float | None) -> str:
+    """Milliseconds with microseconds, or with four digits."""
+    return show(x, ".3f" if x is None or x < 10.0 else ".2f" if x < 100.0 else ".1f")
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """TFLOP/s over length: a line for each implementation, a panel for each table and mode."""
+    from matplotlib.figure import Figure
+
+    timed = [row for row in rows if row.tflops is not None and row.mode != "fwd_bwd"]
+    across = list(dict.fromkeys((row.table, row.mode) for row in timed))
+    columns = min(4, max(1, len(across)))
+    lines = -(-max(1, len(across)) // columns)
+    figure = Figure(figsize=(4.5 * columns, 3.4 * lines), layout="constrained")
+    panels: Any = figure.subplots(lines, columns, squeeze=False)
+    for panel in panels.flat[len(across) :]:
+        panel.set_axis_off()
+    names = list(dict.fromkeys(row.impl for row in timed))
+    for panel, (key, mode) in zip(panels.flat, across, strict=False):
+        mine = [row for row in timed if (row.table, row.mode) == (key, mode)]
+        for index, name in enumerate(names):
+            points = [(row.seqlen, row.tflops) for row in mine if row.impl == name]
+            if points:
+                panel.plot(*zip(*points, strict=True), "o-", color=f"C{index}", label=name)
+        lens = sorted({row.seqlen for row in mine})
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(lens, [format_size(n) for n in lens])
+        panel.minorticks_off()
+        panel.set_ylim(bottom=0)
+        panel.set_title(f"{title(mine[0])}: {mode}", fontsize=10)
+        panel.set_ylabel("TFLOP/s")
+        panel.grid(alpha=0.3)
+    if across:
+        panels.flat[0].legend(fontsize=8)
+    figure.savefig(path, dpi=120)

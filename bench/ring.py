@@ -19,11 +19,10 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -39,68 +38,31 @@ from ring_attn.arguments import (
     write_json,
 )
 from ring_attn.backends import get_backend
-from ring_attn.bench.timing import quantiles
+from ring_attn.bench.report import described, new_table, show
+from ring_attn.bench.ring_implementations import (
+    MODES,
+    Dense,
+    Impl,
+    Ours,
+    Setting,
+    TorchTemplate,
+    sdpa,
+    threads,
+)
+from ring_attn.bench.timing import quantiles, turned
 from ring_attn.cost import bytes_sent, flops
-from ring_attn.env import machine
 from ring_attn.launch import check_memory, rank_device, run_ranks, send_part
 from ring_attn.layout import LAYOUTS, SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.profiling import peak_bytes, trace
-from ring_attn.spec import AttentionSpec, TransportOptions
+from ring_attn.spec import AttentionSpec
 from ring_attn.strategies.ring import RingCall, make_call, predicted_peak_bytes
 from ring_attn.testing import Verdict, check
-from ring_attn.transport.base import TransportStats
-from ring_attn.transport.p2p import open_p2p
-from ring_attn.validation import check_group
 
 SEQLEN, ITERS, WARMUP = 8192, 9, 2
 QUICK = (1024, 3, 1)
 
 BASELINES = ("dense", "torch-template")
-MODES = {"fwd": ("fwd",), "fwd_bwd": ("fwd", "bwd", "fwd_bwd")}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is measured."""
-
-    world_size: int
-    seqlen: int
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: str
-    causal: bool
-    layout: str
-    mode: str
-    backend: str
-    threads: int
-    iters: int
-    warmup: int
-    baselines: tuple[str, ...]
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch has it."""
-        return parse_dtype(self.dtype)
-
-    @property
-    def command(self) -> str:
-        """The words that measure this again."""
-        causal = "--causal" if self.causal else "--no-causal"
-        return (
-            f"ring-attn bench ring --world-size {self.world_size} --seqlen {self.seqlen} "
-            f"--batch {self.batch} --heads {self.heads} --kv-heads {self.kv_heads} "
-            f"--head-dim {self.head_dim} --dtype {self.dtype} {causal} --layout {self.layout} "
-            f"--mode {self.mode} --backend {self.backend} --threads {self.threads} "
-            f"--iters {self.iters} --warmup {self.warmup} --baseline {','.join(self.baselines)}"
-        )
-
-    @property
-    def sequence(self) -> SequenceLayout:
-        """The layout over the whole sequence."""
-        return SequenceLayout.from_name(self.layout, self.seqlen, self.world_size)
 
 
 @dataclass(frozen=True)
@@ -120,176 +82,6 @@ class Row:
     max_error: float | None = None
     tflops: float | None = None
     note: str = ""
-
-
-class Impl(Protocol):
-    """One way to attention: forward, then backward of that forward."""
-
-    name: str
-    stats: TransportStats
-
-    def forward(self) -> None:
-        """Computes `out`."""
-        ...
-
-    def backward(self) -> None:
-        """Computes the gradients of the last forward."""
-        ...
-
-    def results(self) -> list[Tensor] | None:
-        """out, dq, dk, dv of the whole sequence on rank 0; None on ranks that hold none."""
-        ...
-
-    def release(self) -> None:
-        """Lets go of the last results, so that a measurement starts from the inputs alone."""
-        ...
-
-
-class Ours:
-    """`ring_attention` and autograd."""
-
-    name = "ours"
-
-    def __init__(self, setting: Setting, inputs: Sequence[Tensor]) -> None:
-        self._setting, self._layout = setting, setting.sequence
-        rank = dist.get_rank()
-        q, k, v, self._dout = (self._layout.shard(x, rank) for x in inputs)
-        self.inputs = [x.requires_grad_(setting.mode != "fwd") for x in (q, k, v)]
-        self.stats = open_p2p(check_group(None), TransportOptions()).stats
-        self._grads: Sequence[Tensor] = ()
-
-    def forward(self) -> None:
-        """Computes `out`."""
-        self._out = ring_attn.ring_attention(
-            *self.inputs,
-            causal=self._setting.causal,
-            layout=self._layout,
-            backend=self._setting.backend,
-        )
-
-    def backward(self) -> None:
-        """Computes the gradients of the last forward."""
-        self._grads = torch.autograd.grad(self._out, self.inputs, self._dout)
-
-    def results(self) -> list[Tensor] | None:
-        """The shards gathered."""
-        whole = [ring_attn.unshard(x, self._layout) for x in (self._out, *self._grads)]
-        return whole if dist.get_rank() == 0 else None
-
-    def release(self) -> None:
-        """Lets go of the last results, so that a measurement starts from the inputs alone."""
-        del self._out
-        self._grads = ()
-
-
-class TorchTemplate:
-    """torch's private ring over its own flash operators, as its context_parallel calls it."""
-
-    name = "torch-template"
-
-    def __init__(self, setting: Setting, inputs: Sequence[Tensor]) -> None:
-        self.stats = TransportStats()
-        from torch.distributed.tensor.experimental._context_parallel import _attention as private
-
-        self._private, self._setting, self._layout = private, setting, setting.sequence
-        self._group, rank = check_group(None), dist.get_rank()
-        self._shards = [self._layout.shard(x, rank).transpose(1, 2).contiguous() for x in inputs]
-        private._cp_options.enable_load_balance = setting.layout == "zigzag"
-        aten = torch.ops.aten
-        if inputs[0].device.type == "cuda":
-            self._ops = (
-                aten._scaled_dot_product_flash_attention,
-                aten._scaled_dot_product_flash_attention_backward.default,
-            )
-        else:
-            self._ops = (
-                aten._scaled_dot_product_flash_attention_for_cpu,
-                aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-            )
-        self._grads: Sequence[Tensor] = ()
-
-    @staticmethod
-    def reason_against(setting: Setting) -> str | None:
-        """Why torch's ring cannot run this, by its own source."""
-        if setting.layout not in ("contiguous", "zigzag"):
-            return f"has no {setting.layout} order"
-        if setting.layout == "zigzag" and not setting.causal:
-            return "balances only causal attention"
-        if setting.seqlen % (2 * setting.world_size):
-            return "needs a length that divides by 2 x ranks"
-        return None
-
-    def forward(self) -> None:
-        """Computes `out`."""
-        q, k, v, _ = self._shards
-        self._forward_result = self._private._templated_ring_attention(
-            self._group, 2, self._ops[0], q, k, v,
-            is_causal=self._setting.causal, dropout_p=0.0, scale=None,
-        )  # fmt: skip
-        self._out = self._forward_result[0]
-
-    def backward(self) -> None:
-        """Computes the gradients of the last forward."""
-        q, k, v, dout = self._shards
-        out, lse, *rest = self._forward_result
-        extra: dict[str, Any] = {}
-        if q.device.type == "cuda":
-            names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
-            extra = dict(zip(names, rest, strict=False))
-        self._grads = self._private._templated_ring_attention_backward(
-            self._group, 2, self._ops[1], dout, "grad_out", q, k, v, out, lse,
-            is_causal=self._setting.causal, dropout_p=0.0, scale=None, **extra,
-        )[:3]  # fmt: skip
-
-    def results(self) -> list[Tensor] | None:
-        """The shards gathered."""
-        parts = [x.transpose(1, 2) for x in (self._out, *self._grads)]
-        whole = [ring_attn.unshard(x, self._layout) for x in parts]
-        return whole if dist.get_rank() == 0 else None
-
-    def release(self) -> None:
-        """Lets go of the last results."""
-        del self._out, self._forward_result
-        self._grads = ()
-
-
-class Dense:
-    """One process with the threads of all ranks; the other ranks sleep in a barrier."""
-
-    name = "dense"
-
-    def __init__(self, setting: Setting, inputs: Sequence[Tensor]) -> None:
-        self.stats = TransportStats()
-        self._setting = setting
-        self._mine = dist.get_rank() == 0
-        if self._mine:
-            q, k, v, self._dout = (x.transpose(1, 2).contiguous() for x in inputs)
-            self.inputs = [x.requires_grad_(setting.mode != "fwd") for x in (q, k, v)]
-        self._grads: Sequence[Tensor] = ()
-
-    def forward(self) -> None:
-        """Computes `out`."""
-        if self._mine:
-            with _threads(self._setting.threads * self._setting.world_size):
-                self._out = _sdpa(self.inputs, self._setting)
-
-    def backward(self) -> None:
-        """Computes the gradients of the last forward."""
-        if self._mine:
-            with _threads(self._setting.threads * self._setting.world_size):
-                self._grads = torch.autograd.grad(self._out, self.inputs, self._dout)
-
-    def results(self) -> list[Tensor] | None:
-        """What rank 0 has."""
-        if not self._mine:
-            return None
-        return [x.transpose(1, 2) for x in (self._out, *self._grads)]
-
-    def release(self) -> None:
-        """Lets go of the last results."""
-        if self._mine:
-            del self._out
-            self._grads = ()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -334,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     # The profiler that counts memory greets on stderr, unless it is told before torch is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     samples: list[dict[str, Any]] = []
-    write_if_interrupted(args.json, lambda: {**_described(setting), "samples": samples})
+    write_if_interrupted(args.json, lambda: {**described(setting), "samples": samples})
     rows, failures = run_ranks(
         measure,
         args.world_size,
@@ -350,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def setting_of(args: argparse.Namespace, baselines: tuple[str, ...]) -> Setting:
-    """What the options describe; --quick changes what is not given."""
+    """The setting that the options describe; --quick changes the defaults."""
     seqlen, iters, warmup = QUICK if args.quick else (SEQLEN, ITERS, WARMUP)
     return Setting(
         world_size=args.world_size,
@@ -372,7 +164,7 @@ def setting_of(args: argparse.Namespace, baselines: tuple[str, ...]) -> Setting:
 
 
 def least_bytes(setting: Setting) -> int:
-    """Of all ranks: each holds all inputs, and rank 0 those and the results in float64 too."""
+    """Bytes of all ranks: all inputs on each, and inputs and results in float64 on rank 0."""
     heads = 2 * (setting.heads + setting.kv_heads)
     elements = setting.batch * setting.seqlen * heads * setting.head_dim
     return elements * (setting.torch_dtype.itemsize * setting.world_size + 2 * 8)
@@ -384,18 +176,17 @@ def _at_least(option: str, value: int, least: int) -> int:
     return value
 
 
-def _described(setting: Setting) -> dict[str, Any]:
-    return {"machine": machine(), "command": setting.command, "setting": asdict(setting)}
-
-
 def _report(
     args: argparse.Namespace, setting: Setting, rows: list[Row], failures: list[str]
 ) -> None:
     if args.json:
-        write_json(args.json, {**_described(setting), "rows": [asdict(row) for row in rows]})
+        write_json(args.json, {**described(setting), "rows": [asdict(row) for row in rows]})
     console = Console()
     if not args.quiet:
         console.print(*_tables(setting, rows))
+        for row in rows:
+            if row.median_ms is None:
+                console.print(f"{row.impl}: {row.note}")
     if args.profile and not args.quiet:
         console.print(f"a trace of every rank: {args.profile}/rank*_trace.json")
     for failure in failures:
@@ -451,9 +242,7 @@ def _timed(impls: Sequence[Impl], setting: Setting) -> dict[str, dict[str, list[
     """Per implementation and mode: times of the slowest rank; stats of one repetition."""
     found: dict[str, dict[str, list[Any]]] = {impl.name: {} for impl in impls}
     for repetition in range(setting.warmup + setting.iters):
-        # The order turns, so that none always runs after the same other.
-        turn = repetition % len(impls)
-        for impl in (*impls[turn:], *impls[:turn]):
+        for impl in turned(impls, repetition):
             sample = _one(impl, setting.mode)
             send_part({"impl": impl.name, "ms": {mode: ms for mode, (ms, _, _) in sample.items()}})
             if repetition >= setting.warmup:
@@ -505,12 +294,6 @@ def _peak(impl: Impl, mode: str) -> int:
     return int(most)
 
 
-def _sdpa(qkv: Sequence[Tensor], setting: Setting) -> Tensor:
-    q, k, v = qkv
-    grouped = setting.kv_heads != setting.heads
-    return F.scaled_dot_product_attention(q, k, v, is_causal=setting.causal, enable_gqa=grouped)
-
-
 class Judge:
     """Attention in float64 and in the inputs' dtype, by torch's fused operator, on rank 0.
 
@@ -520,12 +303,12 @@ class Judge:
     def __init__(self, setting: Setting, inputs: Sequence[Tensor]) -> None:
         self._mine = dist.get_rank() == 0
         if self._mine:
-            with _threads(setting.threads * setting.world_size):
+            with threads(setting.threads * setting.world_size):
                 self._oracle = self._dense(setting, [x.double() for x in inputs])
                 self._plain = self._dense(setting, inputs)
 
     def verdicts(self, impl: Impl, setting: Setting) -> list[Verdict]:
-        """Of out and the gradients of one run; the same on every rank."""
+        """Judges out and the gradients of one run; the same verdicts on every rank."""
         impl.forward()
         if setting.mode != "fwd":
             impl.backward()
@@ -543,7 +326,7 @@ class Judge:
     def _dense(setting: Setting, inputs: Sequence[Tensor]) -> list[Tensor]:
         q, k, v, dout = (x.detach().transpose(1, 2) for x in inputs)
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = _sdpa(leaves, setting)
+        out = sdpa(leaves, setting)
         grads = torch.autograd.grad(out, leaves, dout)
         return [x.detach().transpose(1, 2) for x in (out, *grads)]
 
@@ -595,7 +378,7 @@ def _call(setting: Setting, rank: int = 0) -> RingCall:
 
 
 def _planned_bytes(setting: Setting, mode: str) -> int:
-    """By the plan, of the rank that sends most."""
+    """Bytes that the plan of the busiest rank sends."""
 
     def planned(rank: int) -> int:
         call = _call(setting, rank)
@@ -638,7 +421,7 @@ def _step_overhead(setting: Setting) -> Row:
 
 
 def _failures(rows: Iterable[Row], verdicts: Iterable[Verdict]) -> list[str]:
-    """What makes a measurement of ours worthless: a wrong result, or bytes that are not planned."""
+    """Reasons to reject a measurement of ours: wrong results, or bytes that are not planned."""
     wrong = [f"ours: {verdict}" for verdict in verdicts if not verdict.ok]
     return wrong + [
         f"ours, {row.mode}: sent {row.bytes_sent} bytes, the plan has {row.planned_bytes}"
@@ -647,55 +430,37 @@ def _failures(rows: Iterable[Row], verdicts: Iterable[Verdict]) -> list[str]:
     ]
 
 
-class _threads:
-    """So many CPU threads within the block."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __enter__(self) -> None:
-        self._before = torch.get_num_threads()
-        torch.set_num_threads(self._count)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_num_threads(self._before)
-
-
 def _tables(setting: Setting, rows: Sequence[Row]) -> list[Table]:
     """Times, and what was held and sent: two tables that fit a terminal."""
     dense = {row.mode: row.median_ms for row in rows if row.impl == "dense"}
-    times = Table(
-        title=f"{setting.world_size} ranks x {setting.threads} threads, seqlen {setting.seqlen}, "
+    times = new_table(
+        f"{setting.world_size} ranks x {setting.threads} threads, seqlen {setting.seqlen}, "
         f"{setting.heads}/{setting.kv_heads} heads of {setting.head_dim}, {setting.dtype}, "
-        f"{'causal' if setting.causal else 'full'}, {setting.layout}"
+        f"{'causal' if setting.causal else 'full'}, {setting.layout}",
+        ("impl", "mode"),
+        ("ms", "p20 .. p80", "x dense", "wait ms"),
     )
-    for name in ("impl", "mode", "ms", "p20 .. p80", "x dense", "wait ms"):
-        times.add_column(name, justify="left" if name in ("impl", "mode") else "right")
-    sizes = Table(title="bytes of a call beyond its inputs, and correctness")
-    for name in ("impl", "mode", "peak MB", "planned", "sent MB", "planned", "max error"):
-        sizes.add_column(name, justify="left" if name in ("impl", "mode") else "right")
+    sizes = new_table(
+        "bytes of a call beyond its inputs, and correctness",
+        ("impl", "mode"),
+        ("peak MB", "planned", "sent MB", "planned", "max error"),
+    )
     for row in rows:
         if row.median_ms is None:
-            times.add_row(row.impl, row.mode, row.note)
             continue
         form = ".3f" if row.mode == "step_overhead" else ".1f"
         whole = dense.get(row.mode)
         ratio = row.median_ms / whole if whole else None
-        spread = f"{_show(row.p20_ms, form)} .. {_show(row.p80_ms, form)}"
+        spread = f"{show(row.p20_ms, form)} .. {show(row.p80_ms, form)}"
         times.add_row(
-            row.impl, row.mode, _show(row.median_ms, form), spread, _show(ratio, ".3f"),
-            _show(row.wait_ms, ".2f"),
+            row.impl, row.mode, show(row.median_ms, form), spread, show(ratio, ".3f"),
+            show(row.wait_ms, ".2f"),
         )  # fmt: skip
         if row.peak_bytes is not None or row.bytes_sent is not None:
-            megabytes = (
-                row.peak_bytes, row.planned_peak_bytes, row.bytes_sent, row.planned_bytes
-            )  # fmt: skip
+            nbytes = (row.peak_bytes, row.planned_peak_bytes, row.bytes_sent, row.planned_bytes)
+            megabytes = [None if x is None else 1e-6 * x for x in nbytes]
             sizes.add_row(
-                row.impl, row.mode, *(_show(x, ".2f", 1e-6) for x in megabytes),
-                _show(row.max_error, ".1e"),
+                row.impl, row.mode, *(show(x, ".2f") for x in megabytes),
+                show(row.max_error, ".1e"),
             )  # fmt: skip
     return [times, sizes]
-
-
-def _show(value: float | None, form: str, scale: float = 1.0) -> str:
-    return "" if value is None else format(value * scale, form)

@@ -1,9 +1,12 @@
-"""What the benchmarks know of time on a device: peak rates, clocks, and how a call is timed.
+"""Time on a device: peak rates, clocks, and the timing of calls.
 
 On CUDA a time is that between two events on the stream, and the host is given a head start: before
 a call the L2 cache is overwritten, and a kernel spins for longer than the host took to enqueue the
 same call before. So what is measured is the device's time, unless the host takes tens of
 milliseconds and the device less. On a CPU it is the host's time.
+
+Calls that are compared run in turn within every repetition, so that drift of the clocks hits them
+alike; p20, median and p80 are over the repetitions.
 """
 
 from __future__ import annotations
@@ -12,10 +15,13 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 # Dense rates in float16 and bfloat16 with float32 accumulation, TFLOP/s, by part of the device's
 # name, the longer names first. NVIDIA's datasheets state them with sparsity, which is twice that:
@@ -38,13 +44,17 @@ MATMUL_SIZE, MATMUL_REPEATS = 8192, 20
 # Written before every call: larger than any L2.
 FLUSH_BYTES = 256 << 20
 
-# Of the kernel that spins while the host enqueues: about a millisecond at 2 GHz.
+# Cycles of the kernel that spins while the host enqueues: about a millisecond at 2 GHz.
 SPIN_CYCLES_PER_MS = 2_000_000
 
 # It spins for so many times what the host took, within these bounds: a first call has compiled.
 HEAD_START_FACTOR, LEAST_HEAD_START_MS, MOST_HEAD_START_MS = 1.5, 1.0, 100.0
 
-# Of `nvidia-smi --query-gpu`.
+# Repetitions end early once they have taken longer than they may, but not before so many. The first
+# only warms up, unless it takes so long that a start-up does not show.
+LEAST_ITERS, SLOW_MS = 2, 500.0
+
+# Fields of `nvidia-smi --query-gpu`.
 STATE_FIELDS = (
     "name",
     "driver_version",
@@ -123,8 +133,86 @@ class CudaWatch:
 
 
 def head_start_ms(host_ms: float) -> float:
-    """What the host needs to stay ahead with a call that it enqueued in `host_ms` before."""
+    """Milliseconds that keep the host ahead with a call that took it `host_ms` before."""
     return min(max(LEAST_HEAD_START_MS, HEAD_START_FACTOR * host_ms), MOST_HEAD_START_MS)
+
+
+class Call(NamedTuple):
+    """Stages that are timed one by one, and an untimed function that cleans up after them."""
+
+    stages: Sequence[Callable[[], object]]
+    after: Callable[[], object] = lambda: None
+
+
+class Sample(NamedTuple):
+    """Milliseconds of one call: of each of its stages, and of the host for all of them."""
+
+    ms: tuple[float, ...]
+    host_ms: float
+
+
+def time_call(watch: Watch, call: Call, host_ms: float) -> Sample:
+    """Runs a call, for which the host took `host_ms` the last time."""
+    watch.ready(head_start_ms(host_ms))
+    start = time.perf_counter()
+    marks = [watch.mark()]
+    for stage in call.stages:
+        stage()
+        marks.append(watch.mark())
+    took = 1e3 * (time.perf_counter() - start)
+    watch.done()
+    call.after()
+    return Sample(tuple(watch.ms(*two) for two in pairwise(marks)), took)
+
+
+def time_in_turn(
+    calls: Mapping[str, Call],
+    watch: Watch,
+    iters: int,
+    *,
+    seconds: float = float("inf"),
+    failed: Callable[[str, Exception], None] | None = None,
+) -> dict[str, list[Sample]]:
+    """Times all calls in turn within every repetition.
+
+    Args:
+        calls: by name.
+        watch: of the device.
+        iters: repetitions beside the one that warms up.
+        seconds: no repetition begins later, but for the first LEAST_ITERS.
+        failed: is told which call raised what; that call has no samples then. Without it the
+            error goes on.
+
+    Returns:
+        The samples of each call.
+    """
+    samples: dict[str, list[Sample]] = {name: [] for name in calls}
+    host_ms = dict.fromkeys(calls, 0.0)
+    started = time.monotonic()
+    for repetition in range(-1, iters):
+        least = min((len(samples[name]) for name in host_ms), default=0)
+        if least >= LEAST_ITERS and time.monotonic() - started > seconds:
+            break
+        for name in turned([*host_ms], repetition):
+            try:
+                sample = time_call(watch, calls[name], host_ms[name])
+            except Exception as error:
+                if failed is None:
+                    raise
+                failed(name, error)
+                del host_ms[name]
+                samples[name] = []
+                continue
+            host_ms[name] = sample.host_ms
+            if repetition >= 0 or sum(sample.ms) > SLOW_MS:
+                samples[name].append(sample)
+    return samples
+
+
+def turned(items: Sequence[T], turn: int) -> list[T]:
+    """The items from another one on at every turn: none always runs after the same other."""
+    start = turn % max(len(items), 1)
+    return [*items[start:], *items[:start]]
 
 
 def watch_for(device: torch.device) -> Watch:
@@ -142,15 +230,18 @@ def peak_tflops(name: str, dtype: torch.dtype) -> float | None:
 def measured_tflops(device: torch.device, dtype: torch.dtype, size: int = MATMUL_SIZE) -> float:
     """The rate of a large matrix product of random numbers, the ceiling that a device reaches."""
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    watch, samples = watch_for(device), []
-    for _ in range(MATMUL_REPEATS):
-        watch.ready(LEAST_HEAD_START_MS)
-        start = watch.mark()
-        a @ b
-        stop = watch.mark()
-        watch.done()
-        samples.append(watch.ms(start, stop))
-    return 2.0 * size**3 / statistics.median(samples) / 1e9
+    samples = time_in_turn({"matmul": Call([lambda: a @ b])}, watch_for(device), MATMUL_REPEATS)
+    return 2.0 * size**3 / statistics.median(x.ms[0] for x in samples["matmul"]) / 1e9
+
+
+def is_alive(device: torch.device) -> bool:
+    """False once a kernel has broken the device's context: nothing runs any more then."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return False
+    return True
 
 
 def gpu_state() -> dict[str, str] | None:

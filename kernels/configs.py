@@ -12,8 +12,8 @@ ring's sums are those of a single pass. The kinds are
     dq      dq_whole      dq_softcap       dq
     delta                                  rowsum(out * dout)
 
-where the others fall back to the first of their line: whole steps, without a mask and ragged ends,
-can be warp-specialised, and softcap's tanh takes registers that some tiles lack.
+where the others fall back to the first of their line: steps without a mask or a ragged end need
+fewer registers, and softcap's tanh more.
 
 Notes give registers a thread and shared memory as compiled for bfloat16 with triton 3.7.1, for the
 variant that takes most. No 16-bit config spills with triton 3.6.0 and 3.7.1; what does with 3.9.0
@@ -46,8 +46,6 @@ class Config:
         num_warps: warps of a program.
         num_stages: depth of the pipeline of loads.
         note: where the choice comes from.
-        warp_specialize: one warp loads while two groups of warps compute; only whole steps, on
-            sm_90, with 4 warps and at least 128 rows a program: below that both groups compute all.
         l2_bytes: heads are done in groups whose columns take no more than this; 0 is all at once.
         programs_per_sm: of a persistent grid, in which a program does several tasks; 0 is a
             program for each task.
@@ -58,21 +56,8 @@ class Config:
     num_warps: int
     num_stages: int
     note: str = ""
-    warp_specialize: bool = False
     l2_bytes: int = 0
     programs_per_sm: int = 0
-
-    def __post_init__(self) -> None:
-        """
-        Raises:
-            ValueError: a persistent grid of warp-specialised programs, whose next task would change
-                descriptors that loads under way still read.
-        """
-        if self.warp_specialize and self.programs_per_sm:
-            raise ValueError(
-                f"a warp-specialised program does one task, got programs_per_sm="
-                f"{self.programs_per_sm}: choose one of the two"
-            )
 
 
 # Compute capability -> the architecture of the table. All others take sm_86, which stands for GPUs
@@ -163,32 +148,6 @@ TABLE: dict[tuple[str, str, int], Config] = {
     ("gfx942", "decode", 256): Config(16, 32, 4, 2, "156 regs, 33 KB; not measured"),
 }
 
-# Configs that may enter the table once a device has measured them faster. A ring's bits want the
-# BLOCK_N of fwd and fwd_whole, and of dq and dq_whole, to be one, and the BLOCK_M of dkdv and
-# dkdv_whole: those that differ change the other kind, too. With head dim 256 none fits.
-WHOLE_CANDIDATES: dict[tuple[str, str, int], tuple[Config, ...]] = {
-    ("sm_90", "fwd_whole", 64): (
-        Config(128, 128, 4, 2, "168 regs, 115 KB, warp-specialised; not measured", True),
-    ),
-    ("sm_90", "fwd_whole", 128): (
-        Config(128, 128, 4, 2, "168 regs, 230 KB, warp-specialised; not measured", True),
-        Config(128, 64, 4, 2, "168 regs, 164 KB, warp-specialised; not measured", True),
-    ),
-    ("sm_90", "dkdv_whole", 64): (
-        Config(64, 128, 4, 2, "168 regs, 100 KB, warp-specialised; not measured", True),
-    ),
-    ("sm_90", "dkdv_whole", 128): (
-        Config(64, 128, 4, 2, "168 regs, 198 KB, warp-specialised; not measured", True),
-    ),
-    ("sm_90", "dq_whole", 64): (
-        Config(128, 128, 4, 2, "168 regs, 133 KB, warp-specialised; not measured", True),
-        Config(128, 64, 4, 2, "168 regs, 100 KB, warp-specialised; not measured", True),
-    ),
-    ("sm_90", "dq_whole", 128): (
-        Config(128, 64, 4, 2, "168 regs, 198 KB, warp-specialised; not measured", True),
-    ),
-}
-
 # float32 has no tensor cores in ieee precision: its products are unrolled into registers, so that
 # only small tiles fit. For every architecture and kernel.
 FLOAT32 = {
@@ -197,28 +156,11 @@ FLOAT32 = {
     256: Config(16, 16, 8, 1, "255 regs and 240 bytes spilled, 68 KB; not measured"),
 }
 
-# Of 4 warps, for sm_90 in the place of TABLE's: `TABLE.update(FOUR_WARPS)` takes them. With triton
-# 3.6.0 the groups of 4 warps of a larger program do not wait for one another after a matrix product
-# before they overwrite what it reads. These are for a GPU on which that shows.
-FOUR_WARPS: dict[tuple[str, str, int], Config] = {
-    ("sm_90", "fwd", 64): Config(128, 64, 4, 2, "251 regs, 49 KB; not measured"),
-    ("sm_90", "fwd", 128): Config(64, 64, 4, 2, "232 regs, 82 KB; not measured"),
-    ("sm_90", "fwd", 256): Config(64, 16, 4, 2, "254 regs, 66 KB; not measured"),
-    ("sm_90", "dkdv", 64): Config(64, 64, 4, 2, "243 regs, 50 KB; not measured"),
-    ("sm_90", "dkdv", 128): Config(32, 64, 4, 2, "255 regs, 66 KB; not measured"),
-    ("sm_90", "dkdv", 256): Config(32, 32, 4, 1, "254 regs, 82 KB; not measured"),
-    ("sm_90", "dkdv_softcap", 128): Config(32, 64, 4, 1, "253 regs, 49 KB; not measured"),
-    ("sm_90", "dq", 64): Config(64, 64, 4, 2, "174 regs, 49 KB; not measured"),
-    ("sm_90", "dq", 128): Config(64, 64, 4, 2, "249 regs, 98 KB; not measured"),
-    ("sm_90", "dq", 256): Config(64, 16, 4, 2, "255 regs, 98 KB; not measured"),
-    ("sm_90", "dq_softcap", 64): Config(64, 64, 4, 2, "174 regs, 49 KB; not measured"),
-}
-
 # Of the forward in Gluon by head dim, on sm_90, wherever it can run: `hopper_fwd.CONFIGS` has what
 # may enter here once a device has measured it faster.
 GLUON: dict[int, Config] = {}
 
-# What is tried beside the candidates; what does not fit a device is left out there.
+# What is tried beside the frozen configs; what does not fit a device is left out there.
 TILES: dict[str, tuple[Config, ...]] = {
     "fwd": (
         Config(128, 128, 8, 2),
@@ -313,9 +255,10 @@ SEARCHED: dict[tuple[str, str, int], tuple[Config, ...]] = {
     for bucket in (64, 128, 256)
 }
 
-# On sm_90 so many, the first of candidates and tiles, are tried in other orders of their tasks,
-# too: in groups of heads whose columns take so much of the 50 MB of L2 cache, which holds rows and
-# results besides; and as persistent grids, of so many programs a multiprocessor by their warps.
+# On sm_90 the frozen config and the tiles behind it, so many in all, are tried in other orders of
+# their tasks, too: in groups of heads whose columns take so much of the 50 MB of L2 cache, which
+# holds rows and results besides; and as persistent grids, of so many programs a multiprocessor by
+# their warps.
 REORDERED = 3
 L2_BYTES = 32 << 20
 PLACES = {4: 2, 8: 1}
@@ -361,36 +304,33 @@ def gluon_forward(x: Tensor, headdim_v: int) -> Config | None:
     return GLUON.get(max(x.size(-1), headdim_v))
 
 
-def candidates(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tuple[Config, ...]:
-    """The frozen config and those that wait to be measured in its place; all compile clean."""
-    first = frozen(kind, arch, headdim, dtype)
-    if dtype == torch.float32 or arch == "interpreter":
-        return (first,)
-    return (first, *WHOLE_CANDIDATES.get((arch, kind, _bucket(headdim)), ()))
-
-
 def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tuple[Config, ...]:
-    """What `search` tries: the candidates, and configs that may or may not suit the device.
+    """What `search` tries: the frozen config, and configs that may or may not suit the device.
 
     On sm_90 in the order of what they promise: another tile can be worth a quarter; groups of heads
     less, and only where the columns of all do not fit into the L2 cache; a persistent grid some per
     cent.
     """
-    first = candidates(kind, arch, headdim, dtype)
+    first = frozen(kind, arch, headdim, dtype)
     found = SEARCHED.get((arch, _base(kind), _bucket(headdim)))
     if dtype == torch.float32 or found is None:
-        return first
-    tiles = _distinct(*first, *found)
+        return (first,)
+    tiles = _distinct(first, *found)
     if arch != "sm_90":
         return tiles
-    plain = [replace(config, note="") for config in tiles[:REORDERED]]
-    grouped = [replace(config, l2_bytes=L2_BYTES) for config in plain]
-    persistent = [
-        replace(config, programs_per_sm=PLACES[config.num_warps])
-        for config in (*grouped, *plain)
-        if not config.warp_specialize
-    ]
-    return (*tiles, *grouped, *persistent)
+    orders = [reordered(config) for config in tiles[:REORDERED]]
+    return (*tiles, *(order for one in zip(*orders, strict=True) for order in one))
+
+
+def reordered(config: Config) -> tuple[Config, ...]:
+    """The config in other orders of its tasks: heads in groups, persistent, and both."""
+    plain = replace(config, note="", l2_bytes=0, programs_per_sm=0)
+    grouped, places = replace(plain, l2_bytes=L2_BYTES), PLACES[config.num_warps]
+    return (
+        grouped,
+        replace(grouped, programs_per_sm=places),
+        replace(plain, programs_per_sm=places),
+    )
 
 
 def autotune_enabled() -> bool:

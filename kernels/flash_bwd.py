@@ -15,8 +15,6 @@ stored in the epilogue, so that a ring's sums are those of a single pass, bit fo
 come in the folding order. dq and dk are left without softmax_scale, which the caller applies once,
 at the end: ds would lose bits of its 16-bit form to it.
 
-Steps without a mask can be warp-specialised, as in the forward; the bits are the same.
-
 dk/dv forms the transposed scores k q^T at once. A register result of tl.dot is never transposed:
 triton 3.4 to 3.7.0 miscompile the product that follows.
 
@@ -37,10 +35,8 @@ from torch import Tensor
 from .configs import Config
 from .flash_fwd import (
     block_dim,
-    can_specialize,
     load_block,
     load_rows,
-    load_rows_in_bulk,
     offsets_in_block,
     score_scales,
     store_rows,
@@ -169,59 +165,6 @@ def _dkdv_blocks(
     return dk, dv
 
 
-@triton.jit
-def _dkdv_whole_blocks(
-    dk,
-    dv,
-    k,
-    v,
-    q_ptr,
-    dout_ptr,
-    lse_ptr,
-    delta_ptr,
-    stride_qm,
-    stride_dm,
-    num_rows,
-    span,
-    run,
-    inner_scale,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """`_dkdv_blocks` where nothing is masked, with one warp that loads for two groups that compute.
-
-    As for `_fold_whole_blocks` of the forward. Heads are columns of one descriptor, and so must be
-    adjacent.
-    """
-    first, _, _, last = span
-    q_rows = tl.make_tensor_descriptor(
-        q_ptr, [run[1], GROUP * HEAD_DIM], [stride_qm, 1], [BLOCK_M, HEAD_DIM]
-    )
-    dout_rows = tl.make_tensor_descriptor(
-        dout_ptr, [run[1], GROUP * HEAD_DIM_V], [stride_dm, 1], [BLOCK_M, HEAD_DIM_V]
-    )
-    for i in tl.range((last - first) * GROUP, warp_specialize=True):
-        t = first * GROUP + i
-        start = t // GROUP * BLOCK_M
-        head = t % GROUP
-        # Loaded by the groups that compute, and so before they wait for the rest.
-        stats = head * num_rows + start + tl.arange(0, BLOCK_M)
-        lse = tl.load(lse_ptr + stats)
-        delta = tl.load(delta_ptr + stats)
-        q = q_rows.load([start, head * HEAD_DIM])
-        dout = dout_rows.load([start, head * HEAD_DIM_V])
-        kq = tl.dot(k, tl.trans(q), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
-        p, slope = _probabilities(kq, lse[None, :], inner_scale, 1.0, SOFTCAP=False)
-        # dv before dp: the other order spills.
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-        dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
-        ds = p * (dp - delta[None, :]) * slope
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
-    return dk, dv
-
-
 @triton.jit(do_not_specialize=["num_blocks", "heads_together"])
 def flash_dkdv_kernel(
     q_ptr,
@@ -265,7 +208,6 @@ def flash_dkdv_kernel(
     HAS_HI: tl.constexpr,
     RAGGED: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
     PERSISTENT: tl.constexpr,
 ):
     """Tasks: each dk and dv of one block of kv rows of one kv head; columns are q rows here."""
@@ -291,41 +233,22 @@ def flash_dkdv_kernel(
         dv_head = dv_ptr + grad * HEAD_DIM_V
 
         offs = offsets_in_block(row_start, row_stop, BLOCK_N)
-        # (BLOCK_N, BLOCK_D)
-        if WARP_SPECIALIZE:
-            k = load_rows_in_bulk(k_head, row_start, row_stop, stride_kn, HEAD_DIM, BLOCK_N)
-            v = load_rows_in_bulk(v_head, row_start, row_stop, stride_vn, HEAD_DIM_V, BLOCK_N)
-        else:
-            k = load_rows(k_head, row_start, offs, stride_kn, HEAD_DIM, BLOCK_D)
-            v = load_rows(v_head, row_start, offs, stride_vn, HEAD_DIM_V, BLOCK_DV)
+        k = load_rows(k_head, row_start, offs, stride_kn, HEAD_DIM, BLOCK_D)  # (BLOCK_N, BLOCK_D)
+        v = load_rows(v_head, row_start, offs, stride_vn, HEAD_DIM_V, BLOCK_DV)
         dk = load_rows(dk_head, row_start, offs, nheads_kv * HEAD_DIM, HEAD_DIM, BLOCK_D)
         dv = load_rows(dv_head, row_start, offs, nheads_kv * HEAD_DIM_V, HEAD_DIM_V, BLOCK_DV)
 
-        if WARP_SPECIALIZE:
-            run = load_run(runs_ptr, 0)
+        rows = row_start + tl.arange(0, BLOCK_N)
+        for j in range(first_run, last_run):
+            run = load_run(runs_ptr, j)
             span = column_range(row_start, row_stop, run, BLOCK_M)
-            dk, dv = _dkdv_whole_blocks(
-                dk, dv, k, v, q_heads, dout_heads, lse_heads, delta_heads, stride_qm, stride_dm,
-                num_rows, span, run, inner_scale, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_M,
+            dk, dv = _dkdv_blocks(
+                dk, dv, k, v, q_heads, dout_heads, lse_heads, delta_heads, stride_qm,
+                stride_qh, stride_dm, stride_dh, num_rows, rows, span, run, inner_scale,
+                outer_scale, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, HAS_LO,
+                HAS_HI, RAGGED, SOFTCAP,
             )  # fmt: skip
-            # One of the two in bulk: then no addresses are kept over the loop, for which there are
-            # no registers. For both there is no shared memory.
-            dk_rows = tl.make_tensor_descriptor(
-                dk_head, [row_stop, HEAD_DIM], [nheads_kv * HEAD_DIM, 1], [BLOCK_N, HEAD_DIM]
-            )
-            dk_rows.store([row_start, 0], dk)
-        else:
-            rows = row_start + tl.arange(0, BLOCK_N)
-            for j in range(first_run, last_run):
-                run = load_run(runs_ptr, j)
-                span = column_range(row_start, row_stop, run, BLOCK_M)
-                dk, dv = _dkdv_blocks(
-                    dk, dv, k, v, q_heads, dout_heads, lse_heads, delta_heads, stride_qm,
-                    stride_qh, stride_dm, stride_dh, num_rows, rows, span, run, inner_scale,
-                    outer_scale, GROUP, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, HAS_LO,
-                    HAS_HI, RAGGED, SOFTCAP,
-                )  # fmt: skip
-            store_rows(dk_head, dk, row_start, row_stop, nheads_kv * HEAD_DIM, HEAD_DIM, BLOCK_D)
+        store_rows(dk_head, dk, row_start, row_stop, nheads_kv * HEAD_DIM, HEAD_DIM, BLOCK_D)
         store_rows(dv_head, dv, row_start, row_stop, nheads_kv * HEAD_DIM_V, HEAD_DIM_V, BLOCK_DV)
 
 
@@ -378,44 +301,6 @@ def _dq_blocks(
     return dq
 
 
-@triton.jit
-def _dq_whole_blocks(
-    dq,
-    q,
-    dout,
-    lse,
-    delta,
-    k_ptr,
-    v_ptr,
-    stride_kn,
-    stride_vn,
-    span,
-    run,
-    inner_scale,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """`_dq_blocks` where nothing is masked; one warp loads for two groups that compute."""
-    first, _, _, last = span
-    k_rows = tl.make_tensor_descriptor(
-        k_ptr, [run[1], HEAD_DIM], [stride_kn, 1], [BLOCK_N, HEAD_DIM]
-    )
-    v_rows = tl.make_tensor_descriptor(
-        v_ptr, [run[1], HEAD_DIM_V], [stride_vn, 1], [BLOCK_N, HEAD_DIM_V]
-    )
-    for i in tl.range(last - first, warp_specialize=True):
-        start = (last - 1 - i) * BLOCK_N
-        k = k_rows.load([start, 0])
-        v = v_rows.load([start, 0])
-        qk = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
-        p, slope = _probabilities(qk, lse[:, None], inner_scale, 1.0, SOFTCAP=False)
-        dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
-        ds = p * (dp - delta[:, None]) * slope
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    return dq
-
-
 @triton.jit(do_not_specialize=["num_blocks", "heads_together"])
 def flash_dq_kernel(
     q_ptr,
@@ -457,7 +342,6 @@ def flash_dq_kernel(
     HAS_HI: tl.constexpr,
     RAGGED: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
     PERSISTENT: tl.constexpr,
 ):
     """Tasks: each dq of one block of q rows of one head."""
@@ -479,54 +363,23 @@ def flash_dq_kernel(
         dq_head = dq_ptr + (batch.to(tl.int64) * num_rows * nheads + head) * HEAD_DIM
 
         offs = offsets_in_block(row_start, row_stop, BLOCK_M)
-        # q (BLOCK_M, BLOCK_D)
-        if WARP_SPECIALIZE:
-            q = load_rows_in_bulk(q_head, row_start, row_stop, stride_qm, HEAD_DIM, BLOCK_M)
-            dout = load_rows_in_bulk(dout_head, row_start, row_stop, stride_dm, HEAD_DIM_V, BLOCK_M)
-            # The compiler splits what both groups read between them only if it comes in bulk.
-            lse_rows = tl.make_tensor_descriptor(lse_ptr + stat, [row_stop], [1], [BLOCK_M])
-            delta_rows = tl.make_tensor_descriptor(delta_ptr + stat, [row_stop], [1], [BLOCK_M])
-            lse = lse_rows.load([row_start])
-            delta = delta_rows.load([row_start])
-        else:
-            q = load_rows(q_head, row_start, offs, stride_qm, HEAD_DIM, BLOCK_D)
-            dout = load_rows(dout_head, row_start, offs, stride_dm, HEAD_DIM_V, BLOCK_DV)
-            lse = tl.load(lse_ptr + stat + row_start + offs)
-            delta = tl.load(delta_ptr + stat + row_start + offs)
+        q = load_rows(q_head, row_start, offs, stride_qm, HEAD_DIM, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+        dout = load_rows(dout_head, row_start, offs, stride_dm, HEAD_DIM_V, BLOCK_DV)
+        lse = tl.load(lse_ptr + stat + row_start + offs)
+        delta = tl.load(delta_ptr + stat + row_start + offs)
         dq = load_rows(dq_head, row_start, offs, nheads * HEAD_DIM, HEAD_DIM, BLOCK_D)
 
-        if WARP_SPECIALIZE:
-            run = load_run(runs_ptr, 0)
+        rows = row_start + tl.arange(0, BLOCK_M)
+        for j in range(first_run, last_run):
+            run = load_run(runs_ptr, j)
             span = column_range(row_start, row_stop, run, BLOCK_N)
-            dq = _dq_whole_blocks(
-                dq, q, dout, lse, delta, k_head, v_head, stride_kn, stride_vn, span, run,
-                inner_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_N,
+            dq = _dq_blocks(
+                dq, q, dout, lse, delta, k_head, v_head, stride_kn, stride_vn, rows, span, run,
+                inner_scale, outer_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N,
+                HAS_LO, HAS_HI, RAGGED, SOFTCAP,
             )  # fmt: skip
-        else:
-            rows = row_start + tl.arange(0, BLOCK_M)
-            for j in range(first_run, last_run):
-                run = load_run(runs_ptr, j)
-                span = column_range(row_start, row_stop, run, BLOCK_N)
-                dq = _dq_blocks(
-                    dq, q, dout, lse, delta, k_head, v_head, stride_kn, stride_vn, rows, span, run,
-                    inner_scale, outer_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N,
-                    HAS_LO, HAS_HI, RAGGED, SOFTCAP,
-                )  # fmt: skip
 
         store_rows(dq_head, dq, row_start, row_stop, nheads * HEAD_DIM, HEAD_DIM, BLOCK_D)
-
-
-def can_specialize_backward(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, table: StepTable, softcap: float
-) -> bool:
-    """Whether configs with warp_specialize can run a step of dq or of dk/dv.
-
-    Beside what the forward wants, query heads of a group must be adjacent, for dk/dv; and lse and
-    delta come by bulk copies too, for dq.
-    """
-    adjacent = q.size(2) == k.size(2) or all(x.stride(2) == x.size(3) for x in (q, dout))
-    aligned = q.size(1) % 4 == 0  # of 4 bytes each
-    return adjacent and aligned and can_specialize(q, k, v, table, softcap, dout)
 
 
 def delta_launch(out: Tensor, dout: Tensor, delta: Tensor, config: Config) -> Launch:
@@ -621,7 +474,6 @@ def dkdv_launch(
         args,
         _constants(q, k, v, table, config, softcap),
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
-        wants_memory=config.warp_specialize,
     )
 
 
@@ -681,7 +533,6 @@ def dq_launch(
         args,
         _constants(q, k, v, table, config, softcap),
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
-        wants_memory=config.warp_specialize,
     )
 
 
@@ -722,6 +573,5 @@ def _constants(
         "HAS_HI": table.has_hi,
         "RAGGED": table.ragged,
         "SOFTCAP": softcap != 0.0,
-        "WARP_SPECIALIZE": config.warp_specialize,
         "PERSISTENT": config.programs_per_sm > 0,
     }

@@ -49,9 +49,7 @@ from .tasks import block_and_head, make_schedule, tasks_of_program
 def offsets_in_block(row_start, row_stop, BLOCK: tl.constexpr):
     """(BLOCK,) offsets from row_start; those beyond the block repeat its last row.
 
-    So loads need no mask. Offsets are apart from row_start because a compiler that splits a block
-    between two groups of warps would count the second's first row twice in row_start + offsets, if
-    row_start stands in a descriptor's coordinates, too (triton 3.6 to 3.9).
+    So loads need no mask.
     """
     return tl.minimum(tl.arange(0, BLOCK), row_stop - row_start - 1)
 
@@ -64,15 +62,6 @@ def load_rows(ptr, row_start, offs, stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.
     if HEAD_DIM == BLOCK_D:
         return tl.load(ptrs)
     return tl.load(ptrs, dims[None, :] < HEAD_DIM, 0.0)
-
-
-@triton.jit
-def load_rows_in_bulk(
-    ptr, row_start, row_stop, stride, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
-):
-    """(BLOCK, HEAD_DIM) from the rows row_start, ... below `row_stop`, zero beyond, by one copy."""
-    rows = tl.make_tensor_descriptor(ptr, [row_stop, HEAD_DIM], [stride, 1], [BLOCK, HEAD_DIM])
-    return rows.load([row_start, 0])
 
 
 @triton.jit
@@ -176,43 +165,6 @@ def _fold_blocks(
 
 
 @triton.jit
-def _fold_whole_blocks(
-    acc,
-    m_i,
-    l_i,
-    q,
-    k_ptr,
-    v_ptr,
-    stride_kn,
-    stride_vn,
-    span,
-    run,
-    qk_scale,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """`_fold_blocks` where nothing is masked, with one warp that loads for two groups that compute.
-
-    It has the one shape that triton specialises on Hopper: descriptors made on the device, 4 warps,
-    a single loop without a branch.
-    """
-    first, _, _, last = span
-    k_rows = tl.make_tensor_descriptor(
-        k_ptr, [run[1], HEAD_DIM], [stride_kn, 1], [BLOCK_N, HEAD_DIM]
-    )
-    v_rows = tl.make_tensor_descriptor(
-        v_ptr, [run[1], HEAD_DIM_V], [stride_vn, 1], [BLOCK_N, HEAD_DIM_V]
-    )
-    for i in tl.range(last - first, warp_specialize=True):
-        start = (last - 1 - i) * BLOCK_N
-        qk = tl.dot(q, tl.trans(k_rows.load([start, 0])), input_precision="ieee")
-        v = v_rows.load([start, 0])
-        acc, m_i, l_i = online_softmax_update(acc, m_i, l_i, qk, v, qk_scale, MASKED=False)
-    return acc, m_i, l_i
-
-
-@triton.jit
 def _state_offsets(batch, head, num_rows, nheads, HEAD_DIM_V: tl.constexpr):
     """Where a head begins in (batch, rows, nheads, HEAD_DIM_V) and in (batch, nheads, rows)."""
     row = batch.to(tl.int64) * num_rows * nheads * HEAD_DIM_V + head * HEAD_DIM_V
@@ -262,7 +214,6 @@ def flash_fwd_kernel(
     RAGGED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
     PERSISTENT: tl.constexpr,
 ):
     """Tasks: each the state of one block of q rows of one head, moved over the keys it sees."""
@@ -281,11 +232,7 @@ def flash_fwd_kernel(
         v_head = v_ptr + batch.to(tl.int64) * stride_vb + kv_head * stride_vh
 
         offs = offsets_in_block(row_start, row_stop, BLOCK_M)
-        # (BLOCK_M, BLOCK_D)
-        if WARP_SPECIALIZE:
-            q = load_rows_in_bulk(q_head, row_start, row_stop, stride_qm, HEAD_DIM, BLOCK_M)
-        else:
-            q = load_rows(q_head, row_start, offs, stride_qm, HEAD_DIM, BLOCK_D)
+        q = load_rows(q_head, row_start, offs, stride_qm, HEAD_DIM, BLOCK_D)  # (BLOCK_M, BLOCK_D)
         if FIRST:
             acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
             m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -297,26 +244,15 @@ def flash_fwd_kernel(
             m_i = tl.load(m_ptr + stat + row_start + offs)
             l_i = tl.load(l_ptr + stat + row_start + offs)
 
-        # The two ways are apart, since a branch or a loop around it keeps triton from specialising.
-        if WARP_SPECIALIZE:
-            run = load_run(runs_ptr, 0)
-            first, full_first, full_last, last = column_range(row_start, row_stop, run, BLOCK_N)
-            last = tl.where(first_run == last_run, first, last)  # rows without a run see nothing
-            acc, m_i, l_i = _fold_whole_blocks(
-                acc, m_i, l_i, q, k_head, v_head, stride_kn, stride_vn,
-                (first, full_first, full_last, last), run, inner_scale, HEAD_DIM, HEAD_DIM_V,
-                BLOCK_N,
+        rows = row_start + tl.arange(0, BLOCK_M)
+        for j in range(first_run, last_run):
+            run = load_run(runs_ptr, j)
+            span = column_range(row_start, row_stop, run, BLOCK_N)
+            acc, m_i, l_i = _fold_blocks(
+                acc, m_i, l_i, q, k_head, v_head, stride_kn, stride_vn, rows, span, run,
+                inner_scale, outer_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N,
+                HAS_LO, HAS_HI, RAGGED, SOFTCAP,
             )  # fmt: skip
-        else:
-            rows = row_start + tl.arange(0, BLOCK_M)
-            for j in range(first_run, last_run):
-                run = load_run(runs_ptr, j)
-                span = column_range(row_start, row_stop, run, BLOCK_N)
-                acc, m_i, l_i = _fold_blocks(
-                    acc, m_i, l_i, q, k_head, v_head, stride_kn, stride_vn, rows, span, run,
-                    inner_scale, outer_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N,
-                    HAS_LO, HAS_HI, RAGGED, SOFTCAP,
-                )  # fmt: skip
 
         row, stat = _state_offsets(batch, head, num_rows, nheads, HEAD_DIM_V)
         stride = nheads * HEAD_DIM_V
@@ -364,23 +300,6 @@ def score_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
     if softcap:
         return softmax_scale / softcap, softcap * LOG2E.value
     return softmax_scale * LOG2E.value, 1.0
-
-
-def can_specialize(
-    q: Tensor, k: Tensor, v: Tensor, table: StepTable, softcap: float, *others: Tensor
-) -> bool:
-    """Whether a config with warp_specialize can run a step; `others` are loaded as q, k and v are.
-
-    It wants one run of whole blocks without a mask, head dims without padding, and what the bulk
-    copies of sm_90 do: addresses and strides of rows that are multiples of 16 bytes.
-    """
-    whole = table.num_runs == 1 and not (table.has_lo or table.has_hi or table.ragged)
-    padded = any(block_dim(x.size(-1)) != x.size(-1) for x in (q, v))
-    aligned = all(
-        x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in x.stride()[:-1])
-        for x in (q, k, v, *others)
-    )
-    return whole and not padded and aligned and softcap == 0.0
 
 
 @cache
@@ -469,9 +388,7 @@ def forward_launch(
             "RAGGED": table.ragged,
             "SOFTCAP": softcap != 0.0,
             "HAS_SINKS": state.sinks is not None,
-            "WARP_SPECIALIZE": config.warp_specialize,
             "PERSISTENT": config.programs_per_sm > 0,
         },
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
-        wants_memory=config.warp_specialize,
     )

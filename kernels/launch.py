@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-import triton
 from torch import Tensor
 
 
@@ -23,7 +21,6 @@ class Launch:
             None.
         constants: the constexpr arguments by name.
         options: num_warps, num_stages.
-        wants_memory: the kernel makes descriptors on the device, for which Triton asks for memory.
     """
 
     kernel: Any
@@ -31,7 +28,6 @@ class Launch:
     args: Mapping[str, Any]
     constants: Mapping[str, Any]
     options: Mapping[str, int]
-    wants_memory: bool = False
 
     def run(self) -> Any:
         """Enqueues it on the current stream; nothing is launched for an empty grid.
@@ -41,8 +37,6 @@ class Launch:
         """
         if not all(self.grid):
             return None
-        if self.wants_memory:
-            _offer_memory()
         return self.kernel[self.grid](**self.args, **self.constants, **self.options)
 
 
@@ -72,7 +66,6 @@ class Repeat:
             for index, x in enumerate(values[:num_tensors])
             if x is not None and not isinstance(x, Tensor)
         ]
-        self._wants_memory = launch.wants_memory
         self._enqueue = compiled[(*launch.grid, 1, 1)[:3]]
 
     def run(self, addresses: Sequence[int]) -> None:
@@ -82,8 +75,6 @@ class Repeat:
             addresses: of the tensors that are replaced, multiples of 16 where theirs were (triton
                 compiles another kernel for others); 0 for None.
         """
-        if self._wants_memory:
-            _offer_memory()
         args: list[Any] = [*addresses, *self._rest]
         for index, descriptor in self._descriptors:
             args[index] = _moved(descriptor, _Address(args[index]))
@@ -104,12 +95,3 @@ def _moved(descriptor: Any, base: _Address) -> Any:
     moved = copy.copy(descriptor)
     moved.base = base
     return moved
-
-
-def _offer_memory() -> None:
-    # To the calling context, which in a backward is one of autograd's threads.
-    triton.set_allocator(_descriptor_memory)
-
-
-def _descriptor_memory(size: int, alignment: int, stream: int | None) -> Tensor:
-    return torch.empty(size, dtype=torch.int8, device="cuda")

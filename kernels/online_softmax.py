@@ -84,7 +84,6 @@ def online_softmax_update(
     v,
     qk_scale,
     MASKED: tl.constexpr = True,
-    INPUT_PRECISION: tl.constexpr = tl.constexpr("ieee"),  # noqa: B008 - triton 3.6 wraps no strings
 ):
     """Folds one block of keys into the state.
 
@@ -100,7 +99,7 @@ def online_softmax_update(
     alpha = tl.exp2(m_i - pivot)
     p = tl.exp2(tl.fma(qk, qk_scale, -pivot[:, None]))
     l_i = tl.fma(l_i, alpha, tl.sum(p, 1))
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=INPUT_PRECISION)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")
     return acc, m_new, l_i
 
 

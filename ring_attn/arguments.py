@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import re
+import shlex
+import sys
 import threading
 from collections.abc import Callable
 from fractions import Fraction
@@ -179,6 +181,11 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="PATH", type=parse_report, help="write all results here")
     parser.add_argument("--quick", action="store_true", help="a smaller run that takes seconds")
     parser.add_argument("--quiet", action="store_true", help="print the summary only")
+
+
+def command_line() -> str:
+    """The words that started this command, to be given again."""
+    return shlex.join(["ring-attn", *sys.argv[1:]])
 
 
 def write_json(path: Path | str, payload: dict[str, Any]) -> None:

@@ -30,18 +30,19 @@ class Command(NamedTuple):
 COMMANDS = (
     Command("env", "ring_attn.env", "what is installed here and which backends can run"),
     Command("verify", "ring_attn.verify", "check every result against dense attention in float64"),
-    Command("demo", "ring_attn.bench.demo", "see a ring at work"),
+    Command("demo", "ring_attn.tools.demo", "see a ring at work"),
     Command(
-        "plan", "ring_attn.bench.plan", "which strategy is best where, and what each step costs"
+        "plan", "ring_attn.tools.plan", "which strategy is best where, and what each step costs"
     ),
     Command(
-        "bench strategies", "ring_attn.bench.sweep", "every strategy measured, and auto's pick"
+        "bench strategies", "ring_attn.bench.strategies", "every strategy measured, and auto's pick"
     ),
     Command("bench ring", "ring_attn.bench.ring", "time and memory of ring attention"),
     Command("bench kernel", "ring_attn.bench.kernel", "TFLOP/s of attention on one device"),
-    Command("calibrate", "ring_attn.bench.calibrate", "measure this machine for the simulator"),
-    Command("gpu", "ring_attn.bench.gpu", "all tests, checks and benchmarks that need a GPU"),
-    Command("aot", "ring_attn.bench.aot", "compile every kernel without a GPU, and judge it"),
+    Command("bench decode", "ring_attn.bench.decode", "time of a query against long caches"),
+    Command("calibrate", "ring_attn.tools.calibrate", "measure this machine for the simulator"),
+    Command("aot", "ring_attn.tools.aot", "compile every kernel without a GPU, and judge it"),
+    Command("tune", "ring_attn.tools.tune", "find the fastest configs of the kernels on a GPU"),
 )
 
 EXIT_USAGE = 2

@@ -11,7 +11,6 @@ torch's own launcher leaves a folder behind when it is killed, and answers signa
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import pickle
@@ -35,18 +34,6 @@ T = TypeVar("T")
 DEVICES = ("cpu", "cuda")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
-# What lets ranks share a GPU: in torch's symmetric memory, and in NCCL from 2.30 on, which should
-# have few thread blocks then and no multicast.
-SHARED_GPUS = {
-    "gloo": {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"},
-    "nccl": {
-        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-        "NCCL_NVLS_ENABLE": "0",
-        "NCCL_MAX_CTAS": "2",
-    },
-}
-
 
 def run_ranks(
     fn: Callable[..., T],
@@ -54,7 +41,6 @@ def run_ranks(
     *args: Any,
     threads: int | None = None,
     device: str | None = None,
-    share_gpus: str | None = None,
     on_part: Callable[[Any], object] | None = None,
 ) -> list[T]:
     """Calls `fn(*args)` in `nproc` ranks on this machine and returns every rank's result.
@@ -67,43 +53,30 @@ def run_ranks(
             of this machine divided among the ranks.
         device: "cpu" (gloo) or "cuda" (nccl, one GPU per rank); None is "cuda" where this machine
             has a GPU for every rank.
-        share_gpus: "gloo" or "nccl": with device "cuda" ranks take turns over the GPUs that there
-            are, several on one, in a group of that backend. gloo is for transport
-            "symmetric_memory" only; NCCL can do it from 2.30 on, where no rank may have loaded
-            another. To try things out: processes on one GPU run by turns. None is one GPU each.
         on_part: called here with each object that rank 0 hands to `send_part` while it runs.
 
     Returns:
         The results in the order of the ranks. Under torchrun every rank gets all of them.
 
     Raises:
-        ValueError: `nproc`, `threads`, `device` or `share_gpus` cannot be had here, or torchrun
-            started another number of ranks.
-        RuntimeError: a rank failed; the text names the first that did and has its traceback. Or an
-            NCCL that cannot share a GPU.
+        ValueError: `nproc`, `threads` or `device` cannot be had here, or torchrun started another
+            number of ranks.
+        RuntimeError: a rank failed; the text names the first that did and has its traceback.
     """
     if nproc < 1:
         raise ValueError(f"nproc must be at least 1, got {nproc}")
     if threads is not None and not 1 <= threads <= MOST_THREADS:
         raise ValueError(f"threads must be at least 1 and at most {MOST_THREADS}, got {threads}")
-    device = _checked_device(device, nproc, share_gpus)
-    backend = share_gpus or BACKENDS[device]
+    device = _checked_device(device, nproc)
     if under_torchrun():
         world_size = int(os.environ["WORLD_SIZE"])
         if world_size != nproc:
             raise ValueError(f"torchrun started {world_size} ranks, but {nproc} were asked for")
-        return _run_in_place(fn, args, threads, device, backend, on_part)
+        return _run_in_place(fn, args, threads, device, on_part)
     check_memory(f"{nproc} ranks", nproc * RANK_BYTES, "use fewer ranks")
     if threads is None:
         threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, num_cores() // nproc)
-    return _launch(fn, nproc, args, threads, device, backend, on_part)
-
-
-# The first with several ranks on one GPU.
-LEAST_NCCL = (2, 30, 0)
-
-# Whether this rank has a GPU that its group's backend does not show.
-_shares_gpu = False
+    return _launch(fn, nproc, args, threads, device, on_part)
 
 
 # Takes what rank 0 hands over while it runs; None in other ranks, and where nobody listens.
@@ -160,21 +133,9 @@ def under_torchrun() -> bool:
 
 def rank_device() -> torch.device:
     """Where a rank of `run_ranks` puts its tensors: its GPU with device "cuda", else the CPU."""
-    if dist.get_backend() == "nccl" or _shares_gpu:
+    if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def nccl_version() -> tuple[int, int, int]:
-    """Of the NCCL that torch has loaded, which need not be the one that it was built with."""
-    code = ctypes.c_int()
-    try:
-        status = ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(code))
-    except OSError as error:
-        raise RuntimeError(f"this torch has no NCCL: {error}") from error
-    if status:
-        raise RuntimeError(f"NCCL does not tell its version: error {status}")
-    return code.value // 10000, code.value // 100 % 100, code.value % 100
 
 
 def num_cores() -> int:
@@ -182,20 +143,9 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _checked_device(device: str | None, nproc: int, share_gpus: str | None) -> str:
+def _checked_device(device: str | None, nproc: int) -> str:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     local = int(os.environ.get("LOCAL_WORLD_SIZE", nproc)) if under_torchrun() else nproc
-    if share_gpus is not None:
-        if share_gpus not in SHARED_GPUS:
-            raise ValueError(f"share_gpus must be of {list(SHARED_GPUS)}, got {share_gpus!r}")
-        if device != "cuda" or num_gpus == 0:
-            raise ValueError(
-                f"share_gpus={share_gpus!r} needs device 'cuda' and a GPU, got device {device!r} "
-                f"and {num_gpus} GPUs"
-            )
-        if share_gpus == "nccl" and num_gpus < local:
-            _check_nccl(nccl_version())
-        return device
     if device is None:
         return "cuda" if num_gpus >= local else "cpu"
     if device not in DEVICES:
@@ -208,31 +158,21 @@ def _checked_device(device: str | None, nproc: int, share_gpus: str | None) -> s
     return device
 
 
-def _check_nccl(version: tuple[int, int, int]) -> None:
-    if version < LEAST_NCCL:
-        least, seen = (".".join(map(str, one)) for one in (LEAST_NCCL[:2], version))
-        raise RuntimeError(
-            f"several ranks on one GPU need NCCL {least} or newer, {seen} is loaded: start with "
-            "LD_PRELOAD=PATH/libnccl.so.2 of a newer nvidia-nccl wheel, or share_gpus='gloo'"
-        )
-
-
 def _launch(
     fn: Callable[..., T],
     nproc: int,
     args: tuple[Any, ...],
     threads: int,
     device: str,
-    backend: str,
     on_part: Callable[[Any], object] | None,
 ) -> list[T]:
-    work = pickle.dumps((fn, args, threads, device, backend))
+    work = pickle.dumps((fn, args, threads, device))
     # Held here, so that it ends with this process and not with the first rank.
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "localhost", 0, is_master=True, wait_for_workers=False
     )
     ranks: list[_Rank] = []
-    with _environment(OMP_NUM_THREADS=str(threads), **_variables(device, backend, nproc)):
+    with _environment(OMP_NUM_THREADS=str(threads)):
         try:
             for rank in range(nproc):
                 ranks.append(_Rank(rank, nproc, store.port, work))
@@ -331,19 +271,13 @@ def _rank_main(pipe: Connection, variables: dict[str, str], work: bytes) -> None
         pipe.send_bytes(pickle.dumps(("part", part)))
 
     try:
-        fn, args, threads, device, backend = pickle.loads(work)
+        fn, args, threads, device = pickle.loads(work)
         torch.set_num_threads(threads)
-        with _process_group(device, backend), _parts_taken_by(send_to_parent):
+        with _process_group(device), _parts_taken_by(send_to_parent):
             report = pickle.dumps(("result", fn(*args)))
     except Exception:
         report = pickle.dumps(("error", traceback.format_exc()))
     pipe.send_bytes(report)
-
-
-def _variables(device: str, backend: str, nproc: int) -> dict[str, str]:
-    """What ranks that share GPUs need in their environment, before they start."""
-    shared = device == "cuda" and torch.cuda.device_count() < nproc
-    return SHARED_GPUS[backend] if shared else {}
 
 
 def _run_in_place(
@@ -351,12 +285,11 @@ def _run_in_place(
     args: tuple[Any, ...],
     threads: int | None,
     device: str,
-    backend: str,
     on_part: Callable[[Any], object] | None,
 ) -> list[T]:
     if threads is not None:
         torch.set_num_threads(threads)
-    with _process_group(device, backend), _parts_taken_by(on_part):
+    with _process_group(device), _parts_taken_by(on_part):
         results: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(results, fn(*args))
     return results
@@ -373,19 +306,16 @@ def _parts_taken_by(take: Callable[[Any], object] | None) -> Iterator[None]:
 
 
 @contextmanager
-def _process_group(device: str, backend: str) -> Iterator[None]:
+def _process_group(device: str) -> Iterator[None]:
     """The default group for as long as it lasts; one that exists already is used and left alone."""
-    global _shares_gpu
     if dist.is_initialized():
         yield
         return
+    cuda = None
     if device == "cuda":
-        cuda = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        cuda = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(cuda)
-        _shares_gpu = backend == "gloo"
-        dist.init_process_group(backend, device_id=cuda if backend == "nccl" else None)
-    else:
-        dist.init_process_group(backend)
+    dist.init_process_group(BACKENDS[device], device_id=cuda)
     try:
         yield
         # A rank that leaves early would close connections that others still read from.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -72,9 +72,15 @@ class TritonBackend:
     # No block of any config is longer; all divide it.
     bits_unit = 128
 
-    def __init__(self) -> None:
-        """No kernel is imported before the first call."""
+    def __init__(self, configs: Mapping[str, Config] | None = None) -> None:
+        """Imports no kernel: the first call does.
+
+        Args:
+            configs: by kind, those that take the place of the frozen ones; "gluon" is that of the
+                forward in Gluon.
+        """
         self._launches = KeptLaunches()
+        self._configs = configs or {}
 
     def supports(self, spec: AttentionSpec, *, named: bool = False) -> str | None:
         """float16, bfloat16, float32 and head dims up to 256, on GPUs of compute capability 8.0."""
@@ -325,13 +331,13 @@ class TritonBackend:
         first: bool,
         last: bool,
     ) -> Launch:
-        from ring_attn.kernels.configs import gluon_forward, select
-        from ring_attn.kernels.flash_fwd import can_specialize, forward_launch
+        from ring_attn.kernels.configs import gluon_forward
+        from ring_attn.kernels.flash_fwd import forward_launch
         from ring_attn.kernels.gluon_guard import gluon_missing
 
         # Every row is touched by the first launch and by the last, whether it sees a key or not.
         num_rows = q.size(1) if first or last else 0
-        gluon = gluon_forward(q, v.size(3))
+        gluon = self._configs.get("gluon") or gluon_forward(q, v.size(3))
         if gluon is not None and gluon_missing() is None:
             from ring_attn.kernels.hopper_fwd import can_run, hopper_launch
 
@@ -341,20 +347,18 @@ class TritonBackend:
                     q, k, v, carried, table, gluon, softmax_scale=scores.softmax_scale,
                     first=first, last=last,
                 )  # fmt: skip
+            if "gluon" in self._configs:
+                raise NotImplementedError("the forward in Gluon does not take these tensors")
 
         def launch(config: Config, carried: Carried) -> Launch:
             table = self._table(tiles, config, q.device, num_rows=num_rows)
-            if config.warp_specialize and not can_specialize(q, k, v, table, scores.softcap):
-                # Not by a call of itself: that cycle keeps q, k and v until the collector runs.
-                config = select("fwd", q, v.size(3))
-                table = self._table(tiles, config, q.device, num_rows=num_rows)
             return forward_launch(
                 q, k, v, carried, table, config, softmax_scale=scores.softmax_scale,
                 softcap=scores.softcap, first=first, last=last,
             )  # fmt: skip
 
         call = (q.shape, k.shape, tiles and tiles[0].kind, first, last, scores)
-        config = _config(
+        config = self._config(
             _kind("fwd", tiles), q, v, call, lambda config: launch(config, carried.copy())
         )
         return launch(config, carried)
@@ -362,17 +366,12 @@ class TritonBackend:
     def _dq_launch(
         self, inputs: BackwardInputs, tiles: Sequence[Tile], dq: Tensor, scores: Scores
     ) -> Launch:
-        from ring_attn.kernels.configs import select
-        from ring_attn.kernels.flash_bwd import can_specialize_backward, dq_launch
+        from ring_attn.kernels.flash_bwd import dq_launch
 
-        q, k, v, dout, *_ = inputs
+        q, k, v, *_ = inputs
 
         def launch(config: Config, dq: Tensor) -> Launch:
             table = self._table(tiles, config, q.device)
-            fits = can_specialize_backward(q, k, v, dout, table, scores.softcap)
-            if config.warp_specialize and not fits:
-                config = select("dq", q, v.size(3))
-                table = self._table(tiles, config, q.device)
             return dq_launch(
                 *inputs, dq, table, config,
                 softmax_scale=scores.softmax_scale, softcap=scores.softcap,
@@ -380,7 +379,7 @@ class TritonBackend:
 
         call = (q.shape, k.shape, tiles[0].kind, scores)
         kind = "dq_softcap" if scores.softcap else _kind("dq", tiles)
-        config = _config(kind, q, v, call, lambda config: launch(config, dq.clone()))
+        config = self._config(kind, q, v, call, lambda config: launch(config, dq.clone()))
         return launch(config, dq)
 
     def _dkdv_launch(
@@ -391,17 +390,12 @@ class TritonBackend:
         dv: Tensor,
         scores: Scores,
     ) -> Launch:
-        from ring_attn.kernels.configs import select
-        from ring_attn.kernels.flash_bwd import can_specialize_backward, dkdv_launch
+        from ring_attn.kernels.flash_bwd import dkdv_launch
 
-        q, k, v, dout, *_ = inputs
+        q, k, v, *_ = inputs
 
         def launch(config: Config, dk: Tensor, dv: Tensor) -> Launch:
             table = self._table(tiles, config, q.device, kv_rows=True)
-            fits = can_specialize_backward(q, k, v, dout, table, scores.softcap)
-            if config.warp_specialize and not fits:
-                config = select("dkdv", q, v.size(3))
-                table = self._table(tiles, config, q.device, kv_rows=True)
             return dkdv_launch(
                 *inputs, dk, dv, table, config,
                 softmax_scale=scores.softmax_scale, softcap=scores.softcap,
@@ -409,8 +403,30 @@ class TritonBackend:
 
         call = (q.shape, k.shape, tiles[0].kind, scores)
         kind = "dkdv_softcap" if scores.softcap else _kind("dkdv", tiles)
-        config = _config(kind, q, v, call, lambda config: launch(config, dk.clone(), dv.clone()))
+        config = self._config(
+            kind, q, v, call, lambda config: launch(config, dk.clone(), dv.clone())
+        )
         return launch(config, dk, dv)
+
+    def _config(
+        self,
+        kind: str,
+        q: Tensor,
+        v: Tensor,
+        call: object,
+        scratch_launch: Callable[[Config], Launch],
+    ) -> Config:
+        """The config that was given for a kernel, the frozen one, or the one that a search finds.
+
+        Candidates are searched with RING_ATTN_AUTOTUNE=1.
+        """
+        from ring_attn.kernels import configs
+
+        if kind in self._configs:
+            return self._configs[kind]
+        if configs.autotune_enabled():
+            return configs.search(kind, q, v.size(3), call, scratch_launch)
+        return configs.select(kind, q, v.size(3))
 
     def _table(
         self,
@@ -463,17 +479,6 @@ def _kind(kernel: str, tiles: Sequence[Tile]) -> str:
     """Of a kernel's config: there is one for steps of a single tile without a mask."""
     whole = len(tiles) == 1 and tiles[0].kind is MaskKind.FULL
     return f"{kernel}_whole" if whole else kernel
-
-
-def _config(
-    kind: str, q: Tensor, v: Tensor, call: object, scratch_launch: Callable[[Config], Launch]
-) -> Config:
-    """The frozen config of a kernel, or with RING_ATTN_AUTOTUNE=1 the fastest of its candidates."""
-    from ring_attn.kernels import configs
-
-    if configs.autotune_enabled():
-        return configs.search(kind, q, v.size(3), call, scratch_launch)
-    return configs.select(kind, q, v.size(3))
 
 
 def _rectangles(tiles: Sequence[Tile]) -> list[Rectangle]:

@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ring_attn import SequenceLayout, TransportOptions, decode, ring_attention, unshard
-from ring_attn.bench import generate
-from ring_attn.bench.model import ModelConfig, Transformer
 from ring_attn.decode import next_rank, tree_decode
 from ring_attn.mask import Mask
 from ring_attn.spec import AttentionSpec
@@ -28,6 +26,8 @@ from ring_attn.testing import (
     random_qkv,
     random_sinks,
 )
+from ring_attn.tools import generate
+from ring_attn.tools.model import ModelConfig, Transformer
 from ring_attn.transport.p2p import open_p2p
 from tests.cold import compile_cold
 from tests.distributed.pool import Pools

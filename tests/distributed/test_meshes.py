@@ -21,18 +21,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from ring_attn import Strategy
-from ring_attn.bench import demo, mesh_demo
-from ring_attn.bench import mesh as on_mesh
-from ring_attn.bench.demo import (
+from ring_attn.testing import Verdict
+from ring_attn.tools import mesh as on_mesh
+from ring_attn.tools import mesh_demo
+from ring_attn.tools.mesh import SCHEDULES, Axes, MeshSettings, MeshTrainer
+from ring_attn.tools.model import ModelConfig
+from ring_attn.tools.training import (
+    Report,
     Settings,
     Trainer,
     sample_batches,
     squared_errors,
     standard_library_text,
 )
-from ring_attn.bench.mesh import SCHEDULES, Axes, MeshSettings, MeshTrainer
-from ring_attn.bench.model import ModelConfig
-from ring_attn.testing import Verdict
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("one_thread")]
 
@@ -262,14 +263,12 @@ def test_mistakes_are_found(ranks: Any, name: str) -> None:
     assert not verdicts[2].ok, [str(verdict) for verdict in verdicts]
 
 
-def run_demo(
-    settings: MeshSettings, text: Tensor, options: dict[str, Any]
-) -> mesh_demo.Report | None:
+def run_demo(settings: MeshSettings, text: Tensor, options: dict[str, Any]) -> Report | None:
     """In a rank; with options of the attention that one process does not have."""
     mistaken = partial(on_mesh.ring_attention, **options)
     with (
         mock.patch.object(on_mesh, "ring_attention", mistaken),
-        mock.patch.object(demo, "standard_library_text", return_value=text),
+        mock.patch.object(mesh_demo, "standard_library_text", return_value=text),
     ):
         return mesh_demo.train(settings)
 

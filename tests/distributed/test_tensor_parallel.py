@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_attn import SequenceLayout, ring_attention
-from ring_attn.bench.model import Layer, ModelConfig, dense_attention, rope_rotation
 from ring_attn.tensor_parallel import (
     TensorParallelConfig,
     load_tp_state_dict,
     unshard_state_dict,
 )
 from ring_attn.testing import check
+from ring_attn.tools.model import Layer, ModelConfig, dense_attention, rope_rotation
 from tests.distributed.pool import Pools
 
 pytestmark = pytest.mark.dist

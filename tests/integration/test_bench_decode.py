@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.bench import decode
+from ring_attn.cli import main
 
 TINY = ["--device", "cpu", "--backend", "triton", "--heads", "2/1", "--seqlen", "97,300"]
 TINY += ["--iters", "2", "--quiet"]
@@ -19,7 +20,7 @@ TINY += ["--iters", "2", "--quiet"]
 def report_of(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
     """Exit status, and the JSON."""
     path = folder / "decode.json"
-    status = decode.main([*TINY, *words, "--json", str(path)])
+    status = main(["bench", "decode", *TINY, *words, "--json", str(path)])
     return status, json.loads(path.read_text())
 
 
@@ -58,7 +59,7 @@ def test_a_wrong_result_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_beyond_the_budget_nothing_is_started(tmp_path: Path) -> None:
-    bench = decode.Decode(setting("--budget", "0"), "", None)
+    bench = decode.Decode(setting("--budget", "0"))
     bench.run()
     assert [row.note for row in bench.rows] == ["not measured: beyond the budget of 0 s"] * 2
 
@@ -76,3 +77,5 @@ def test_on_a_gpu_there_is_more_to_measure(monkeypatch: pytest.MonkeyPatch) -> N
     decode.add_arguments(parser)
     chosen = decode.setting_of(parser.parse_args([]))
     assert (chosen.seqlens[-1], chosen.batches, chosen.backend) == (1 << 20, (1, 8), "triton")
+    quick = decode.setting_of(parser.parse_args(["--quick"]))
+    assert (quick.seqlens, quick.batches) == ((8192,), (1,))

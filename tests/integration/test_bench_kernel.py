@@ -3,9 +3,7 @@
 import argparse
 import json
 import math
-import shlex
 import sys
-import threading
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -16,12 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_attn.backends import get_backend
-from ring_attn.bench import kernel, kernel_report, local_ring, timing
+from ring_attn.bench import kernel, timing
 from ring_attn.bench.implementations import Attention, Data, Ours, Problem, make, unavailable
 from ring_attn.bench.judge import Judge
-from ring_attn.bench.local_ring import LocalRing, Times, timed_calls
-from ring_attn.bench.timing import HostWatch
 from ring_attn.cli import main
 
 CPU = torch.device("cpu")
@@ -83,7 +78,7 @@ def test_flops_by_hand(causal: bool) -> None:
 
 def test_figures_of_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "watch_for", lambda device: Steps())
-    words = "--device cpu --seqlen 64 --head-dim 16 --heads 4/2 --tokens 128 --ring 0 --no-causal"
+    words = "--device cpu --seqlen 64 --head-dim 16 --heads 4/2 --tokens 128 --no-causal"
     run = kernel.Bench(setting(f"{words} --implementations ours"))
     run.peak = 1e-3
     run.run()
@@ -96,27 +91,6 @@ def test_figures_of_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bwd.tflops == pytest.approx(2.5 * 2.097152e-3 / 2)
     assert both.tflops == pytest.approx(3.5 * 2.097152e-3 / 3)
     assert fwd.peak_share == pytest.approx(2.097152)
-
-
-class Enqueued:
-    """An attention whose host takes so long; its watch keeps the head starts that it was given."""
-
-    name = "ours"
-
-    def __init__(self, clock: "Clock", host_ms: float) -> None:
-        self._clock, self._host_ms = clock, host_ms
-
-    def forward(self) -> None:
-        self._clock.now += 1e-3 * self._host_ms
-
-    def backward(self) -> None:
-        pass
-
-    def results(self) -> list[Tensor]:
-        return []
-
-    def release(self) -> None:
-        pass
 
 
 class Clock(Steps):
@@ -138,14 +112,47 @@ def test_the_device_waits_for_as_long_as_the_host_needs(
     host_ms: float, head_start: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(kernel, "watch_for", lambda device: clock)
-    monkeypatch.setattr(kernel.time, "perf_counter", lambda: clock.now)
-    run = kernel.Bench(setting(f"{TINY} --ring 0 --implementations ours"))
-    tried = kernel.Tried(attention=Enqueued(clock, host_ms))
-    run._time({"ours": tried}, problem())
+
+    def enqueue() -> None:
+        clock.now += 1e-3 * host_ms
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
+    samples = timing.time_in_turn({"ours": timing.Call([enqueue])}, clock, 2)["ours"]
     assert clock.head_starts == pytest.approx([timing.LEAST_HEAD_START_MS, *[head_start] * 2])
-    # The warm-up is no sample: it took 3 ms of the device, and of the host what it may.
-    assert [sample["host"] for sample in tried.samples] == pytest.approx([host_ms] * 2)
+    # The warm-up is no sample.
+    assert [sample.host_ms for sample in samples] == pytest.approx([host_ms] * 2)
+
+
+def test_calls_run_in_turn_and_one_that_fails_leaves() -> None:
+    ran: list[str] = []
+
+    def call(name: str) -> timing.Call:
+        def run() -> None:
+            ran.append(name)
+            if name == "b" and ran.count("b") == 2:
+                raise ArithmeticError("made to fail")
+
+        return timing.Call([run, lambda: None], after=lambda: ran.append(f"{name} is over"))
+
+    failed: list[str] = []
+    samples = timing.time_in_turn(
+        {name: call(name) for name in "abc"}, Steps(), 2,
+        failed=lambda name, error: failed.append(f"{name}: {error}"),
+    )  # fmt: skip
+    over = [name for name in ran if len(name) == 1]
+    assert over == [*"cab", *"ab", "c", *"ca"] and failed == ["b: made to fail"]
+    assert ran.count("a is over") == 3 and ran.count("b is over") == 1
+    assert {name: len(found) for name, found in samples.items()} == {"a": 2, "b": 0, "c": 2}
+    assert samples["a"][0].ms == (1.0, 2.0)
+
+
+def test_repetitions_end_when_their_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(timing.time, "monotonic", lambda: len(clock.head_starts))
+    samples = timing.time_in_turn({"a": timing.Call([lambda: None])}, clock, 50, seconds=4.5)
+    assert len(samples["a"]) == 4
+    samples = timing.time_in_turn({"a": timing.Call([lambda: None])}, clock, 50, seconds=0.0)
+    assert len(samples["a"]) == timing.LEAST_ITERS
 
 
 def test_a_call_that_fails_leaves_what_others_have_compiled(
@@ -153,7 +160,7 @@ def test_a_call_that_fails_leaves_what_others_have_compiled(
 ) -> None:
     forgotten: list[int] = []
     monkeypatch.setattr(kernel, "forget_compiled", lambda: forgotten.append(1))
-    words = f"{TINY} --ring 0 --causal --implementations ours,flex,torch-flash"
+    words = f"{TINY} --causal --implementations ours,flex,torch-flash"
     run = kernel.Bench(setting(words))  # flex has no backward here
     run.run()
     assert {row.impl for row in run.rows if row.samples} == {"ours", "torch-flash"}
@@ -167,24 +174,9 @@ def test_an_oracle_without_memory_fails_no_implementation(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(Judge, "prepare", exhausted)
-    words = f"{TINY} --ring 0 --causal --implementations ours,torch-flash"
+    words = f"{TINY} --causal --implementations ours,torch-flash"
     report = report_of(words, tmp_path / "x.json")
     assert [row["note"] for row in report["rows"]] == ["cannot be judged: out of memory"] * 2
-
-
-def test_a_ring_repeats_as_often_as_a_cell_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    samples = local_ring.samples
-
-    def counted(rings: Any, watch: Any, iters: int, **options: Any) -> Any:
-        seen.append(iters)
-        return samples(rings, watch, iters, **options)
-
-    monkeypatch.setattr(local_ring, "samples", counted)
-    for iters in ("1", "50"):
-        words = "--device cpu --implementations , --mode fwd --head-dim 16 --heads 2"
-        kernel.Bench(setting(f"{words} --ring 2 --ring-seqlen 16 --iters {iters}")).run()
-    assert seen == [1, kernel.RING_ITERS]
 
 
 def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
@@ -196,22 +188,15 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
     assert "--plot needs matplotlib" in capsys.readouterr().err
 
 
-def test_a_command_without_implementations_can_be_given_again() -> None:
-    parser = argparse.ArgumentParser()
-    kernel.add_arguments(parser)
-    alone = kernel.setting_of(parser.parse_args([*TINY.split(), "--implementations", ""]))
-    words = shlex.split(alone.command.removeprefix("ring-attn bench kernel "))
-    assert kernel.setting_of(parser.parse_args(words)) == alone
+def test_a_name_that_is_given_twice_is_measured_once() -> None:
     assert setting(f"{TINY} --implementations ours,ours").implementations == ("ours",)
 
 
 def test_report_table_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = TINY.replace("--quiet", "--ring 2 --ring-seqlen 32 --plot ") + str(tmp_path / "x.png")
+    words = TINY.replace("--quiet", "--plot ") + str(tmp_path / "x.png")
     report = report_of(words, tmp_path / "x.json")
     assert {"machine", "gpu_state", "command", "setting", "peak_tflops", "seconds"} <= set(report)
     assert report["failures"] == [] and report["backends"] == ["aten"]
-    again = setting(report["command"].removeprefix("ring-attn bench kernel "))
-    assert again == setting(words)
     rows = {(row["impl"], row["mode"], row["causal"]): row for row in report["rows"]}
     for impl in ("ours", "torch-flash"):
         for mode in ("fwd", "bwd", "fwd_bwd"):
@@ -221,24 +206,13 @@ def test_report_table_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str
                 assert row["tflops"] > 0 and row["host_ms"] > 0
                 assert 0 < row["max_ratio"] <= 1
                 assert (row["seqlen"], row["batch"], row["samples"]) == (64, 2, 2)
-    assert {row["layout"] for row in report["ring"]} == {"zigzag", "contiguous"}
-    for row in report["ring"]:
-        assert row["world_size"] == 2 and row["seqlen"] == 64
-        assert len(row["kernels_ms"]) == len(row["rank_ms"]) == 2
-        kernels, ranks = row["kernels_ms"], row["rank_ms"]
-        assert all(0 < a < b for a, b in zip(kernels, ranks, strict=True))
-        assert row["share_ms"] == pytest.approx(row["whole_kernels_ms"] / 2)
-        assert row["efficiency"] == pytest.approx(row["share_ms"] / max(kernels))
-        assert row["overhead"] == pytest.approx(sum(kernels) / row["whole_kernels_ms"] - 1)
-        assert row["steps"] == (4 if row["mode"] == "fwd_bwd" else 2)
-        assert row["host_ms_per_step"] > 0 and 0 < row["max_ratio"] <= 1
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
-    assert "4/2 heads of 16, causal" in shown and "ring of 2 on one device, 64 in all" in shown
+    assert "4/2 heads of 16, causal" in shown
 
 
 def test_what_cannot_run_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = report_of(f"{TINY} --ring 0 --causal", tmp_path / "x.json")
+    report = report_of(f"{TINY} --causal", tmp_path / "x.json")
     assert report["unavailable"]["cudnn"] == "runs on CUDA, got cpu"
     assert report["unavailable"]["flash-attn-4"] == "the package flash_attn.cute is not installed"
     (flex,) = (row for row in report["rows"] if row["impl"] == "flex")
@@ -249,7 +223,7 @@ def test_what_cannot_run_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_flex_forward_runs_uncompiled_on_a_cpu(tmp_path: Path) -> None:
-    words = f"{TINY} --ring 0 --mode fwd --implementations flex,ours"
+    words = f"{TINY} --mode fwd --implementations flex,ours"
     rows = report_of(words, tmp_path / "x.json")["rows"]
     assert {(row["impl"], row["mode"]) for row in rows} == {("flex", "fwd"), ("ours", "fwd")}
     assert all(row["max_ratio"] <= 1 and row["median_ms"] > 0 for row in rows)
@@ -258,14 +232,14 @@ def test_flex_forward_runs_uncompiled_on_a_cpu(tmp_path: Path) -> None:
 def test_a_budget_ends_the_run_and_says_what_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = f"{TINY} --ring 0 --implementations ours --budget 0"
+    words = f"{TINY} --implementations ours --budget 0"
     report = report_of(words, tmp_path / "x.json")
     assert [row["note"] for row in report["rows"]] == ["not measured: beyond the budget of 0 s"] * 2
     assert "2 cells not measured: beyond the budget of 0 s" in capsys.readouterr().out
 
 
 def test_a_cell_that_would_outlast_the_budget_is_left_out() -> None:
-    run = kernel.Bench(setting(f"{TINY} --ring 0 --budget 100"))
+    run = kernel.Bench(setting(f"{TINY} --budget 100"))
     small, large = problem(seqlen=64), problem(seqlen=6400)
     run._largest = small.flops("fwd_bwd"), 1.0 / small.flops("fwd_bwd")  # it took a second
     assert run._not_measured(small) == ""
@@ -276,7 +250,7 @@ def test_a_wrong_result_of_ours_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Ours, "results", lambda self: [1.01 * x for x in self._results])
-    report = report_of(f"{TINY} --ring 0 --causal --implementations ours", tmp_path / "x.json", 1)
+    report = report_of(f"{TINY} --causal --implementations ours", tmp_path / "x.json", 1)
     assert report["rows"][0]["note"].startswith("wrong: out of 64: error")
     assert report["rows"][0]["max_ratio"] > 1
     assert "ours, 4/2 heads of 16, causal, 2 x 64: out of 64" in capsys.readouterr().out
@@ -291,7 +265,7 @@ def test_an_error_of_ours_is_a_failure_and_of_a_peer_a_reason(
         raise ArithmeticError("made to fail")
 
     monkeypatch.setattr(kernel, "make", raising)
-    words = f"{TINY} --ring 0 --causal --implementations ours,torch-flash"
+    words = f"{TINY} --causal --implementations ours,torch-flash"
     report = report_of(words, tmp_path / "x.json", status=1)
     notes = {row["impl"]: row["note"] for row in report["rows"]}
     assert notes == {
@@ -304,20 +278,19 @@ def test_an_error_of_ours_is_a_failure_and_of_a_peer_a_reason(
 
 
 def test_a_backend_that_refuses_is_no_failure(tmp_path: Path) -> None:
-    words = f"{TINY} --causal --ring 2 --ring-seqlen 32 --implementations ours --backend cudnn"
+    words = f"{TINY} --causal --implementations ours --backend cudnn"
     report = report_of(words, tmp_path / "x.json")
     (row,) = report["rows"]
     assert "cuDNN attention runs on cuda" in row["note"] and row["median_ms"] is None
-    assert all("cuDNN attention runs on cuda" in ring["note"] for ring in report["ring"])
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--implementations sparse", "--implementations must be of"),
+        ("--implementations ,", "--implementations needs at least one"),
         ("--backend sparse", "backend must be 'auto' or one of"),
         ("--heads 8/3", "kv heads must divide"),
-        ("--ring -1", "--ring must be at least 0"),
         ("--json /nowhere/x.json", "there is no folder /nowhere"),
         ("--plot /nowhere/x.png", "there is no folder /nowhere"),
     ],
@@ -337,6 +310,7 @@ def test_sizes_by_device_and_option() -> None:
     full, quick = kernel.FULL, kernel.QUICK
     assert full.seqlens == tuple(1024 * 2**n for n in range(8))  # 1k to 128k
     assert set(quick.seqlens) < set(full.seqlens)
+    assert setting("--device cpu --quick").sizes == kernel.QUICK_ON_CPU
     given = setting("--device cpu --seqlen 1k,2k --heads 8 --causal --dtype fp16 --budget 3")
     assert given.sizes.seqlens == (1024, 2048) and given.sizes.heads == ((8, 8),)
     assert given.causal == (True,) and given.sizes.dtype == torch.float16
@@ -420,70 +394,6 @@ def test_flash_attn_packages_are_called_with_rows_first(monkeypatch: pytest.Monk
     assert all(verdict.ok for verdict in judge.whole(build) + judge.sampled(build))
 
 
-@pytest.mark.parametrize("layout", kernel.RING_LAYOUTS)
-def test_a_timed_ring_computes_what_an_untimed_one_does(layout: str) -> None:
-    one = problem(batch=1, seqlen=75)
-    ring = LocalRing(one, one.data(), world_size=3, layout=layout, backend="reference")
-    expected = local_ring.results(ring, backward=True)
-    watch = HostWatch()
-    times = ring.timed_forward(watch) + ring.timed_backward(watch)
-    assert local_ring.same_bits(ring.results(), expected)
-    assert [x.shape for x in expected] == [(1, 75, 4, 16), (1, 75, 4, 16), *[(1, 75, 2, 16)] * 2]
-    for one_rank in times:
-        kernels, rank = one_rank.total_ms(one_rank.kernels), one_rank.total_ms(one_rank.spans)
-        assert 0 < kernels < rank
-        assert one_rank.host_s > 0
-    assert "forward" not in vars(get_backend("reference"))  # as it was
-
-
-def test_a_ring_of_one_is_judged_like_any_other() -> None:
-    one = problem(batch=1)
-    judge = Judge(one, one.data(), backward=True)
-    found = judge.sampled(
-        lambda p, d: LocalRing(p, d, world_size=4, layout="zigzag", backend="reference")
-    )
-    assert all(verdict.ok for verdict in found)
-
-
-def test_calls_within_calls_are_timed_once() -> None:
-    class Backend:
-        def forward(self) -> str:
-            return "done"
-
-        def backward(self) -> str:
-            return self.forward()
-
-    backend, current, times = Backend(), threading.local(), Times(HostWatch())
-    current.times = times
-    with timed_calls(backend, current):
-        assert backend.backward() == "done"
-        assert len(times.kernels) == 1
-        assert backend.forward() == "done"
-        assert len(times.kernels) == 2
-    assert backend.backward() == "done" and len(times.kernels) == 2
-
-
-def test_the_time_of_other_ranks_is_not_a_ranks_own() -> None:
-    times = Times(Steps())
-    times.resume()  # 0
-    times.pause()  # 1
-    times.resume()  # 3: two between were others'
-    times.pause()  # 6
-    assert times.total_ms(times.spans) == 1.0 + 3.0
-
-
-def test_ring_figures_by_hand() -> None:
-    one = problem(batch=1, seqlen=8)
-    ring = LocalRing(one, one.data(), world_size=2, layout="contiguous", backend="reference")
-    samples = {"fwd": [[(1.0, 2.0, 0.4), (4.0, 5.0, 0.6)]] * 3}
-    whole = {"fwd": [[(4.0, 4.5, 0.1)]] * 3}
-    row = local_ring.row("contiguous", "fwd", ring, samples, whole, True, 0.5)
-    assert row.share_ms == 2.0 and row.kernels_ms == (1.0, 4.0) and row.rank_ms == (2.0, 5.0)
-    assert row.efficiency == 0.5 and row.overhead == 0.25
-    assert row.efficiency_with_driver == pytest.approx(4.5 / 2 / 5)
-    assert row.steps == 2 and row.host_ms_per_step == pytest.approx(0.3)
-
-
 def test_a_table_shows_share_of_peak_and_reasons() -> None:
     shape: dict[str, Any] = {
         "heads": 8, "kv_heads": 2, "head_dim": 128, "causal": True, "seqlen": 8192, "batch": 2
@@ -493,7 +403,7 @@ def test_a_table_shows_share_of_peak_and_reasons() -> None:
         peak_share=0.49, max_ratio=0.7,
     )  # fmt: skip
     refused = kernel.Row("cudnn", "fwd", **shape, note="cannot run: RuntimeError: no")
-    (table,) = kernel_report.tables([timed, refused])
+    (table,) = kernel.tables([timed, refused])
     shown = [list(column.cells) for column in table.columns]
     assert shown == [
         ["2 x 8k"] * 2,
@@ -502,6 +412,6 @@ def test_a_table_shows_share_of_peak_and_reasons() -> None:
         ["485 (49%)", ""],
         ["0.70", ""],
     ]
-    assert kernel_report.notes([timed, refused]) == [
+    assert kernel.notes([timed, refused]) == [
         "cudnn: cannot run: RuntimeError: no (8/2 heads of 128, causal, 2 x 8k)"
     ]

@@ -1,16 +1,15 @@
-"""`ring-attn calibrate` writes a cluster that is read back and that calls can be predicted with."""
+"""`ring-attn calibrate` writes a cluster that is read back."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from ring_attn.bench.check_simulator import Case, compare, median_error
 from ring_attn.cli import main
 from ring_attn.planning.devices import load_cluster
 
 
-def test_a_calibration_is_written_and_predicts(
+def test_a_calibration_is_written_and_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "machine.json"
@@ -30,13 +29,3 @@ def test_a_calibration_is_written_and_predicts(
     measured = (cluster.inside, *cluster.collectives.values())
     assert all(rate.flops > 1e6 for rate in rates)
     assert all(link.bandwidth > 1e4 and link.latency >= 0 for link in measured)
-    rows = compare(2, [Case("ring", 200, 2, 2, 16), Case("ulysses", 200, 2, 2, 16)], cluster)
-    assert [(row.strategy, row.mode) for row in rows] == [
-        (strategy, mode)
-        for strategy in ("ring", "ulysses")
-        for mode in ("forward", "forward + backward")
-    ]
-    # That it is near is for a quiet machine to show; here that both are times.
-    assert all(0 < row.predicted < 60 and 0 < row.measured < 60 for row in rows)
-    assert rows[1].predicted > rows[0].predicted
-    assert median_error(rows) >= 0

@@ -15,10 +15,17 @@ import pytest
 import torch
 
 from ring_attn import ring_attention
-from ring_attn.bench import demo
-from ring_attn.bench.generate import Comparison, Generated
 from ring_attn.launch import run_ranks
 from ring_attn.testing import Verdict, check
+from ring_attn.tools import demo, training
+from ring_attn.tools.generate import Comparison, Generated, compare
+from ring_attn.tools.training import (
+    Report,
+    Settings,
+    Trainer,
+    sample_batches,
+    standard_library_text,
+)
 
 TINY = "--seqlen 97 --dim 32 --layers 2 --quiet"
 
@@ -29,10 +36,10 @@ def parsed(options: str) -> argparse.Namespace:
     return parser.parse_args(options.split())
 
 
-def dense_losses(settings: demo.Settings, dtype: torch.dtype) -> torch.Tensor:
+def dense_losses(settings: Settings, dtype: torch.dtype) -> torch.Tensor:
     """Losses of the same training in one process."""
-    trainer = demo.Trainer(replace(settings, dtype=dtype), torch.device("cpu"))
-    batches = demo.sample_batches(demo.standard_library_text(), settings.seqlen, settings.seed)
+    trainer = Trainer(replace(settings, dtype=dtype), torch.device("cpu"))
+    batches = sample_batches(standard_library_text(), settings.seqlen, settings.seed)
     next(batches)  # the one that warms up
     losses = [trainer.step(batch) for batch in islice(batches, settings.steps)]
     return torch.tensor(losses, dtype=dtype)
@@ -77,11 +84,11 @@ def test_ring_trains_as_one_process_does(tmp_path: Path, capfd: pytest.CaptureFi
     assert printed[6].startswith("equal to one process: yes; greatest logit difference ")
 
 
-def train_with_a_mistake(settings: demo.Settings) -> demo.Report:
+def train_with_a_mistake(settings: Settings) -> Report:
     """Three rows do not see the first key."""
     window_size = (settings.seqlen - 5, 0)
     mistaken = partial(ring_attention, window_size=window_size)
-    with mock.patch.object(demo, "ring_attention", mistaken):
+    with mock.patch.object(training, "ring_attention", mistaken):
         return demo.train(settings)
 
 
@@ -95,35 +102,35 @@ def test_a_few_missing_keys_fail_the_demo() -> None:
 
 
 def test_report_fails_where_a_loss_is_not_finite() -> None:
-    row = demo.Row(0, 5.5, 5.5, 0.0, 1.0, 1.0, 1, 1)
+    row = demo.Row(0, 5.5, 5.5, 1.0, 1.0, 1, 1)
     verdicts = [Verdict("losses", 0.0, 1.0, ok=True)]
-    assert demo.Report([row], verdicts).ok
-    assert not demo.Report([replace(row, ring_loss=math.nan)], verdicts).ok
+    assert Report([row], verdicts).ok
+    assert not Report([replace(row, ring_loss=math.nan)], verdicts).ok
 
 
 def test_report_fails_where_the_ranks_generate_something_else() -> None:
-    row = demo.Row(0, 5.5, 5.5, 0.0, 1.0, 1.0, 1, 1)
+    row = demo.Row(0, 5.5, 5.5, 1.0, 1.0, 1, 1)
     logits = torch.eye(256)[[65, 66, 67]]
     whole = Generated([65, 66, 67], logits, (7,))
     other = Generated([65, 90, 91], logits - 0.125, (3, 4))
     prompt = torch.tensor([[42] * 50])
-    same = demo.compare(prompt, replace(whole, rows=(3, 4)), whole)
+    same = compare(prompt, replace(whole, rows=(3, 4)), whole)
     assert same == Comparison(40 * "*", "ABC", True, None, 0.0, 1.0, (3, 4))
-    wrong = demo.compare(prompt, other, whole)
+    wrong = compare(prompt, other, whole)
     assert wrong == Comparison(40 * "*", "AZ[", False, 1, 0.125, 1.0, (3, 4))
-    assert not demo.compare(prompt, replace(whole, logits=logits * math.nan), whole).equal
-    assert demo.Report([row], [], same).ok and not demo.Report([row], [], wrong).ok
+    assert not compare(prompt, replace(whole, logits=logits * math.nan), whole).equal
+    assert Report([row], [], same).ok and not Report([row], [], wrong).ok
     settings = demo.settings_of(parsed(TINY))
     assert "equal to one process: no, from byte 1 on" in demo.summary(
-        settings, demo.Report([row], [], wrong)
+        settings, Report([row], [], wrong)
     )
 
 
 def test_batches_are_windows_of_the_text_and_repeat_by_seed() -> None:
-    text = demo.standard_library_text()
+    text = standard_library_text()
     assert b"import argparse" in bytes(text.tolist()[: 1 << 20])
     first, second, other = (
-        next(demo.sample_batches(text, 300, seed))["input_ids"] for seed in (0, 0, 1)
+        next(sample_batches(text, 300, seed))["input_ids"] for seed in (0, 0, 1)
     )
     assert torch.equal(first, second) and not torch.equal(first, other)
     assert bytes(first[0].tolist()) in text.numpy().tobytes()
@@ -134,7 +141,7 @@ def test_peak_memory_sees_what_was_held_and_is_gone() -> None:
     size = 64 << 20
     code = f"""
 import torch
-from ring_attn.bench.demo import PeakMemory
+from ring_attn.tools.demo import PeakMemory
 memory = PeakMemory(torch.device("cpu"))
 torch.ones({size} // 4)
 held = memory.read()
@@ -151,8 +158,8 @@ def test_quick_is_smaller_unless_sizes_are_given() -> None:
         demo.settings_of(parsed("--quick")),
         demo.settings_of(parsed("--quick --steps 3")),
     )
-    assert (quick.seqlen, quick.steps) == (demo.QUICK_SEQLEN, demo.QUICK_STEPS)
-    assert (given.seqlen, given.steps) == (demo.QUICK_SEQLEN, 3)
+    assert (quick.seqlen, quick.steps) == (training.QUICK_SEQLEN, training.QUICK_STEPS)
+    assert (given.seqlen, given.steps) == (training.QUICK_SEQLEN, 3)
 
 
 @pytest.mark.parametrize(
@@ -180,4 +187,4 @@ def test_cuda_without_a_gpu_is_refused() -> None:
 
 def test_text_shorter_than_a_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match="seqlen must be at most 5"):
-        next(demo.sample_batches(torch.zeros(5, dtype=torch.uint8), 6, seed=0))
+        next(sample_batches(torch.zeros(5, dtype=torch.uint8), 6, seed=0))

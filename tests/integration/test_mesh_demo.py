@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ring_attn.bench import demo, mesh_demo
-from ring_attn.bench.mesh import Axes
 from ring_attn.testing import Verdict
+from ring_attn.tools import demo, mesh_demo
+from ring_attn.tools.mesh import Axes
+from ring_attn.tools.training import Report
 
 TINY = "--seqlen 33 --dim 32 --layers 2"
 
@@ -57,9 +58,9 @@ def test_mesh_beside_one_process(
 def test_report_fails_where_a_loss_is_not_finite() -> None:
     row = mesh_demo.Row(0, 5.5, 5.5, 5.5)
     verdicts = [Verdict("losses", 0.0, 1.0, ok=True)]
-    assert mesh_demo.Report([row], verdicts).ok
-    assert not mesh_demo.Report([replace(row, mesh_loss=math.nan)], verdicts).ok
-    assert not mesh_demo.Report([row], [replace(verdicts[0], ok=False)]).ok
+    assert Report([row], verdicts).ok
+    assert not Report([replace(row, mesh_loss=math.nan)], verdicts).ok
+    assert not Report([row], [replace(verdicts[0], ok=False)]).ok
 
 
 def test_axes_in_any_order() -> None:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from ring_attn.bench import aot
-from ring_attn.bench.compiled import OPCODES, TENSOR_CORE, Report
 from ring_attn.cli import main
 from ring_attn.kernels.launch import Launch
+from ring_attn.tools import aot
+from ring_attn.tools.compiled import OPCODES, TENSOR_CORE, Report
 from tests.kernels.toys import die_at_one
 
 ROOT = Path(__file__).parents[2]
@@ -117,8 +117,9 @@ def test_warp_specialisation_is_seen_in_the_machine_code(compiled: dict[str, Any
 
 def test_a_compiler_that_dies_fails_its_own_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aot, "_cell", lambda key: aot.Cell("toy", "", launch_of_nothing()))
+    monkeypatch.setattr(aot, "compile_key", die_at_one)
     keys = [aot.Key("sm_90", 64, "float16", index) for index in range(3)]
-    rows = list(aot.compile_all(keys, 1, die_at_one))
+    rows = list(aot.compile_all(keys, 1))
     assert [row.failures for row in rows] == [(), ("does not compile: the process died",), ()]
     assert [row.note for row in rows] == ["0", "", "2"]
 
@@ -153,7 +154,9 @@ def test_the_command_compiles_our_kernels(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads(path.read_text())
-    assert report["command"].startswith("ring-attn aot --arch sm_90 --head-dim 64 --dtype bfloat16")
+    assert report["command"] == f"ring-attn {' '.join(words)}"
+    found = {(row["arch"], row["head_dim"], row["dtype"]) for row in report["rows"]}
+    assert found == {("sm_90", 64, "bfloat16")}
     assert {row["kernel"] for row in report["rows"]} == {"dq", "delta"}
     for row in report["rows"]:
         assert row["failures"] == [] and row["report"]["spill_bytes"] == 0

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from ring_attn.kernels import flash_bwd
 from ring_attn.kernels.configs import Config
-from ring_attn.kernels.flash_bwd import can_specialize_backward
-from ring_attn.kernels.step_table import StepTable
 from ring_attn.mask import Mask
 from ring_attn.plan import Tile
 from ring_attn.testing import Inputs, random_qkv, random_sinks
@@ -227,56 +223,6 @@ def test_no_tiles_is_no_gradient() -> None:
     dq = grad_q(inputs, lse, lse, [()], SMALL)
     dk, dv = grad_kv(inputs, lse, lse, [()], SMALL)
     assert not any(bool(x.any()) for x in (dq, dk, dv))
-
-
-# -- warp specialisation, as far as the interpreter goes
-
-
-@in_interpreter
-@pytest.mark.parametrize("heads", [(4, 2), (2, 2)], ids=str)
-def test_a_warp_specialised_step_has_the_bits_of_any_other(heads: tuple[int, int]) -> None:
-    """Whole blocks of what is visited; the rows that a program takes may end within one."""
-    usual = blocks(32, 16)
-    special = replace(usual, warp_specialize=True, l2_bytes=1)
-    inputs = inputs_for(Mask(96, 96), batch=2, nheads=heads[0], nheads_kv=heads[1])
-    out, lse = forward(inputs, [whole(Mask(96, 96))], usual)
-    args = (inputs, lse, delta_of(out, inputs.dout))
-    # Each in two launches, of which the second continues the first; 40 rows are not whole blocks.
-    short = Mask(40, 96), Mask(96, 40)
-    for mask, steps in zip(short, (cut_keys(short[0], 48), cut_rows(short[1], 64)), strict=True):
-        for step in steps:
-            tables = q_table(step, special), kv_table(step, special)
-            ragged = tuple(table.ragged for table in tables)
-            assert ragged == ((False, True) if mask.seqlen_q == 40 else (True, False))
-    dq, again = (grad_q(*args, cut_keys(short[0], 48), config) for config in (usual, special))
-    assert bool(dq[:, :40].any()) and not bool(dq[:, 40:].any())
-    assert torch.equal(dq, again)
-    grads, others = (grad_kv(*args, cut_rows(short[1], 64), config) for config in (usual, special))
-    for x, y in zip(grads, others, strict=True):
-        assert bool(x[:, :40].any()) and not bool(x[:, 40:].any())
-        assert torch.equal(x, y)
-
-
-def test_when_a_step_can_be_specialised() -> None:
-    mask = Mask(64, 96)
-    inputs, config = inputs_for(mask, nheads=4, nheads_kv=2), blocks(32, 32)
-    table = q_table(whole(mask), config)
-
-    def can(inputs: Inputs = inputs, table: StepTable = table, softcap: float = 0.0) -> bool:
-        return can_specialize_backward(*inputs, table, softcap)
-
-    assert can() and can(table=kv_table(whole(mask), config))
-    assert not can(softcap=1.0)
-    assert not can(table=q_table(whole(Mask(64, 90)), config))
-    assert not can(table=q_table(whole(Mask(64, 96, causal=True)), config))
-    heads_first = Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs))
-    assert not can(heads_first), "dk/dv takes the heads of a group for columns of one matrix"
-    alone = Inputs(*(x[:, :, :2] for x in heads_first))
-    assert can(alone), "a head of its own is such a matrix wherever it lies"
-    assert not can(inputs_for(Mask(63, 96), nheads=2)), "lse begins at multiples of 16 bytes"
-    assert not can(inputs_for(mask, headdim=24)), "head dims are not padded"
-    shifted = inputs.dout.new_empty(inputs.dout.numel() + 1)[1:].view_as(inputs.dout)
-    assert not can(Inputs(*inputs[:3], shifted)), "not aligned"
 
 
 # -- blocks

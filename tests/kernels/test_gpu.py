@@ -1,24 +1,22 @@
 """What only a GPU can show: every tile config there, a hundred times, and the bits of a ring.
 
-The configs are those of the architecture that is here: the frozen ones, and those that wait to be
-measured. Where there is no GPU the tests are listed for sm_90 and skipped.
+The configs are the frozen ones of the architecture that is here. Where there is no GPU the tests
+are listed for sm_90 and skipped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from ring_attn.backends.triton import TritonBackend
-from ring_attn.bench import sanitize
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import Config
-from ring_attn.kernels.flash_bwd import can_specialize_backward
-from ring_attn.kernels.flash_fwd import can_specialize
 from ring_attn.mask import Mask
 from ring_attn.testing import (
     RESULTS,
@@ -28,7 +26,9 @@ from ring_attn.testing import (
     dense_gradients,
     plain_gradients,
     random_qkv,
+    random_sinks,
 )
+from ring_attn.verify import MASKS
 from tests.kernels.calls import (
     assert_holds,
     cut_keys,
@@ -38,8 +38,6 @@ from tests.kernels.calls import (
     forward,
     grad_kv,
     grad_q,
-    kv_table,
-    q_table,
     whole,
 )
 from tests.kernels.rings import layouts_of, ring
@@ -53,7 +51,8 @@ pytestmark = [
 ARCHITECTURE = configs.architecture(torch.device("cuda")) if CUDA else "sm_90"
 
 HEADDIMS = (64, 128, 256)
-KINDS = ("fwd", "fwd_whole", "dq", "dq_whole", "dkdv", "dkdv_whole")
+# The kinds that have frozen configs of their own.
+KINDS = ("fwd", "fwd_whole", "dq", "dkdv")
 REPEATS = 100
 
 # Ragged lengths, whole blocks, and a window within them.
@@ -65,19 +64,15 @@ CASES = {
 
 
 def in_orders(config: Config) -> list[Config]:
-    """The config itself, and in other orders of its tasks, where it has them."""
+    """The config itself, and in other orders of its tasks."""
     grouped = replace(config, l2_bytes=1 << 20)  # of what the cases take, which is little
-    persistent = [] if config.warp_specialize else [replace(grouped, programs_per_sm=1)]
-    return [config, grouped, *persistent]
+    return [config, grouped, replace(grouped, programs_per_sm=1)]
 
 
-# Whole steps have frozen configs of their own only where the table says so.
 EVERY_CONFIG = [
-    (kind, headdim, config)
+    (kind, headdim, configs.frozen(kind, ARCHITECTURE, headdim, torch.bfloat16))
     for kind in KINDS
     for headdim in HEADDIMS
-    for config in configs.candidates(kind, ARCHITECTURE, headdim, torch.bfloat16)
-    if kind in ("fwd", "fwd_whole", "dq", "dkdv") or config.warp_specialize
 ]
 
 
@@ -85,8 +80,7 @@ def name_of(x: object) -> str:
     """Of a parameter, for the test's name."""
     if not isinstance(x, Config):
         return str(x).removeprefix("torch.")
-    special = "-ws" if x.warp_specialize else ""
-    return f"{x.BLOCK_M}x{x.BLOCK_N}-w{x.num_warps}-s{x.num_stages}{special}"
+    return f"{x.BLOCK_M}x{x.BLOCK_N}-w{x.num_warps}-s{x.num_stages}"
 
 
 def masks_of(kind: str, dtype: torch.dtype) -> list[str]:
@@ -142,11 +136,6 @@ def test_every_config_against_float64(
         seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, nheads=8, nheads_kv=2, headdim=headdim,
         dtype=dtype, device="cuda",
     )  # fmt: skip
-    if config.warp_specialize:
-        table = (kv_table if kind == "dkdv_whole" else q_table)(whole(mask), config)
-        fits = can_specialize if kind == "fwd_whole" else can_specialize_backward
-        tensors = inputs[:3] if kind == "fwd_whole" else inputs
-        assert fits(*tensors, table, 0.0), "the case does not fit the config"
     oracle, plain = expect(inputs, mask)
     seen = list(runs(kind, config, inputs, mask))
     for results in seen:
@@ -218,10 +207,31 @@ def test_other_rings_hold_and_repeat(layout: str, world_size: int) -> None:
     assert all(torch.equal(getattr(got, name), getattr(again, name)) for name in RESULTS)
 
 
-@pytest.mark.parametrize("case", sanitize.CASES, ids=str)
-def test_options(case: sanitize.Case) -> None:
-    verdicts = sanitize.verdicts(case, "triton", "cuda")
-    assert all(verdict.ok for verdict in verdicts), [str(verdict) for verdict in verdicts]
+@pytest.mark.parametrize(
+    ("mask", "sizes", "softcap"),
+    [
+        ("window", {}, 0.0),
+        ("documents unequal", {}, 0.0),
+        ("empty rows", {}, 0.0),
+        ("causal", {"headdim": 80, "dtype": torch.float16}, 0.0),
+        ("causal", {"dtype": torch.float32}, 0.0),
+        ("causal", {}, 2.0),
+    ],
+)
+def test_options(mask: str, sizes: dict[str, Any], softcap: float) -> None:
+    """Ragged lengths; with softcap there are sinks, too."""
+    seen = MASKS[mask](113)
+    inputs = random_qkv(
+        **{
+            "seqlen_q": seen.seqlen_q, "seqlen_k": seen.seqlen_k, "nheads": 4, "nheads_kv": 2,
+            "headdim": 64, "dtype": torch.bfloat16, "device": "cuda", **sizes,
+        }
+    )  # fmt: skip
+    scores = {"softcap": softcap, "sinks": random_sinks(4).to(inputs.q.device) if softcap else None}
+    got = ring(inputs, seen, layouts_of("contiguous", seen, 1), **scores)
+    assert_holds(
+        got, dense_gradients(*inputs, seen, **scores), plain_gradients(*inputs, seen, **scores)
+    )
 
 
 def test_offsets_beyond_32_bits() -> None:

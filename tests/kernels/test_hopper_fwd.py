@@ -404,7 +404,7 @@ def test_a_planted_fault_is_found(name: str, seed: int) -> None:
 
 COMPILE = """
 import dataclasses, json, sys
-from ring_attn.bench import aot
+from ring_attn.tools import aot
 for index, cell in enumerate(aot.cells("sm_90", 64, aot.parse_dtype("bfloat16"))):
     if (cell.kernel, cell.variant) == ("hopper_fwd", "middle causal"):
         row = aot.compile_cell(cell, aot.Key("sm_90", 64, "bfloat16", index))

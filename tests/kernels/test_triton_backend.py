@@ -19,7 +19,7 @@ from ring_attn.backends import choose_backend, get_backend, kept_launches
 from ring_attn.backends import triton as module
 from ring_attn.backends.base import Backend
 from ring_attn.backends.triton import TritonBackend
-from ring_attn.kernels import configs, flash_fwd
+from ring_attn.kernels import configs
 from ring_attn.kernels.flash_fwd import Carried
 from ring_attn.mask import Mask
 from ring_attn.plan import Tile
@@ -35,7 +35,6 @@ from tests.kernels.calls import (
     expect,
     in_interpreter,
     inputs_for,
-    patched_select,
     whole,
 )
 from tests.kernels.rings import layouts_of, ring
@@ -206,12 +205,11 @@ def test_scale_is_left_to_the_caller() -> None:
 
 def every_config() -> list[tuple[str, configs.Config]]:
     return [
-        (kind, config)
+        (kind, configs.frozen(kind, arch, headdim, dtype))
         for arch in (*configs.ARCHITECTURES, "interpreter")
         for kind in ("fwd", "fwd_whole", "dkdv", "dq", "delta")
         for headdim in (16, 64, 80, 128, 256)
         for dtype in (torch.float16, torch.bfloat16, torch.float32)
-        for config in configs.candidates(kind, arch, headdim, dtype)
     ]
 
 
@@ -403,42 +401,6 @@ def test_a_table_is_for_one_config_one_side_and_one_number_of_rows() -> None:
     assert len({id(table) for table in tables}) == len(tables) == 8
     rows = [int(table.blocks[:, 1].max()) for table in tables[:4]]
     assert rows == [40, 40, 60, 80]
-
-
-# -- warp specialisation, as far as the interpreter goes
-
-
-@in_interpreter
-@pytest.mark.parametrize(
-    ("mask", "cuts", "specialised"),
-    [
-        (Mask(80, 64), (), [True]),
-        (Mask(80, 96), (32, 64), [True, True, True]),
-        (Mask(64, 64, True), (32,), [False, False]),
-        (Mask(64, 80), (64,), [False, True]),
-        (Mask(80, 64, False, (-1, -1), (0, 16, 80), (0, 0, 64)), (), [True]),
-    ],
-    ids=["whole", "state", "masked", "ragged", "rows that see nothing"],
-)
-def test_a_warp_specialised_step_has_the_bits_of_any_other(
-    mask: Mask, cuts: tuple[int, ...], specialised: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where it can be had; a step with a mask or a ragged end takes the ordinary way."""
-    usual, chosen, forward_launch = blocks(32, 32), [], flash_fwd.forward_launch
-
-    def recorded(*args: object, **options: object) -> object:
-        chosen.append(args[5].warp_specialize)
-        return forward_launch(*args, **options)
-
-    inputs, steps = inputs_for(mask, nheads=2), cut_keys(mask, *cuts)
-    patched_select(monkeypatch, usual)
-    expected = run(TritonBackend(), inputs, steps)
-    monkeypatch.setattr(flash_fwd, "forward_launch", recorded)
-    monkeypatch.setattr(
-        configs, "select", lambda kind, *_: replace(usual, warp_specialize=kind == "fwd_whole")
-    )
-    assert same(run(TritonBackend(), inputs, steps), expected)
-    assert chosen == specialised
 
 
 def test_a_state_can_be_copied_for_a_trial() -> None:

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ring_attn.bench.aot import Cell, Key, Row, compile_cell
 from ring_attn.kernels.launch import Launch
+from ring_attn.tools.aot import Cell, Key, Row, compile_cell
 
 SIZE = 1024
 

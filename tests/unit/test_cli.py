@@ -23,6 +23,7 @@ import ring_attn
 from ring_attn import __version__, cli, env, launch, verify
 from ring_attn.arguments import (
     add_common,
+    command_line,
     dtype_name,
     format_size,
     parse_dtype,
@@ -80,6 +81,11 @@ def test_write_json_has_no_infinities(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     write_json(path, {"a": (1, math.inf), "b": {"c": math.nan}})
     assert json.loads(path.read_text()) == {"a": [1, None], "b": {"c": None}}
+
+
+def test_a_command_can_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/some/bin/ring-attn", "bench", "ring", "--json", "a b.json"])
+    assert command_line() == "ring-attn bench ring --json 'a b.json'"
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

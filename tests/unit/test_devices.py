@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ring_attn.bench.calibrate import MessageSample, TileSample, fit_link, fit_rate, worst_miss
 from ring_attn.planning.devices import (
     DEVICES,
     LINKS,
@@ -22,6 +21,7 @@ from ring_attn.planning.devices import (
     load_cluster,
     to_json,
 )
+from ring_attn.tools.calibrate import MessageSample, TileSample, fit_link, fit_rate, worst_miss
 
 # FlashAttention 3 on an H100, bf16, 64:8 heads of 128, TFLOP/s by mask area: 2k to 32k rows.
 FA3 = {

@@ -7,8 +7,12 @@ import torch
 from torch import Tensor
 
 from ring_attn import SequenceLayout, shard_batch
-from ring_attn.bench.generate import WholeCache, generate
-from ring_attn.bench.model import (
+from ring_attn.layout import LAYOUTS
+from ring_attn.mask import Mask
+from ring_attn.testing import check, plain_attention, random_qkv
+from ring_attn.testing import dense_attention as oracle_attention
+from ring_attn.tools.generate import WholeCache, generate
+from ring_attn.tools.model import (
     IGNORE_INDEX,
     ModelConfig,
     Transformer,
@@ -18,10 +22,6 @@ from ring_attn.bench.model import (
     rope_rotation,
     token_losses,
 )
-from ring_attn.layout import LAYOUTS
-from ring_attn.mask import Mask
-from ring_attn.testing import check, plain_attention, random_qkv
-from ring_attn.testing import dense_attention as oracle_attention
 
 CONFIG = ModelConfig(dim=32, num_layers=2, nheads=4, nheads_kv=2, hidden_dim=48)
 SEQLEN = 37

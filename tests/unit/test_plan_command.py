@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from ring_attn import cli
-from ring_attn.bench import plan as command
-from ring_attn.bench import plan_report as report
 from ring_attn.planning.choice import Choice
 from ring_attn.planning.devices import builtin_cluster, to_json
 from ring_attn.planning.simulate import Simulation
+from ring_attn.tools import plan as command
+from ring_attn.tools import plan_report as report
 
 SMALL = ["--seqlen", "4k", "--world-size", "4", "--heads", "8", "--kv-heads", "2"]
 SMALL += ["--head-dim", "64", "--cluster", "h100"]

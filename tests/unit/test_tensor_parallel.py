@@ -14,7 +14,6 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ring_attn.bench.model import Layer, ModelConfig, apply_rope, dense_attention, rope_rotation
 from ring_attn.tensor_parallel import (
     LLAMA_TP_PLAN,
     Kind,
@@ -27,6 +26,7 @@ from ring_attn.tensor_parallel import (
     unshard_state_dict,
 )
 from ring_attn.testing import check
+from ring_attn.tools.model import Layer, ModelConfig, apply_rope, dense_attention, rope_rotation
 
 # (tp_size, kv heads) of 12 q heads: each rank some kv heads, one, and one of several ranks.
 GRIDS = [(1, 4), (2, 12), (2, 1), (3, 6), (3, 1), (4, 4), (4, 2), (4, 1)]

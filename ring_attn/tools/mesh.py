@@ -70,8 +70,8 @@ from ring_attn import (
     sync_gradients,
     unshard,
 )
-from ring_attn.bench.demo import CLIP_NORM, Settings, autocast, make_optimizer
-from ring_attn.bench.model import (
+from ring_attn.strategy import resolve_strategy
+from ring_attn.tools.model import (
     Attention,
     ModelConfig,
     Transformer,
@@ -79,7 +79,7 @@ from ring_attn.bench.model import (
     rope_rotation,
     token_losses,
 )
-from ring_attn.strategy import resolve_strategy
+from ring_attn.tools.training import CLIP_NORM, Settings, autocast, make_optimizer
 
 AXES = ("pp", "dp", "cp", "tp")
 
@@ -118,7 +118,7 @@ class Axes:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """In the order of `AXES`."""
+        """Sizes in the order of `AXES`."""
         return self.pp, self.dp, self.cp, self.tp
 
     @property
@@ -351,7 +351,7 @@ class MeshTrainer:
         )
 
     def _share_of_loss(self, logits: Tensor, shift_labels: Tensor) -> Tensor:
-        """What a microbatch's rows on this rank add to the mean loss of the whole batch."""
+        """The share of the whole batch's mean loss that a microbatch's rows on this rank have."""
         run = self.settings.run
         with autocast(run, self.device):
             losses = token_losses(logits, shift_labels)
@@ -386,7 +386,7 @@ class MeshTrainer:
             yield from stage.named_parameters()
 
     def _gathered(self, tensors: dict[str, Tensor], before: Tensor | None) -> Tensor:
-        """Of all stages: what one has `before`, then the tensors in the model's order."""
+        """Joins the tensors of all stages in the model's order, behind one stage's `before`."""
         mine = {name: _full(x).detach().cpu() for name, x in tensors.items()}
         stages: list[Any] = [None] * self.settings.axes.pp
         dist.all_gather_object(stages, (mine, before), group=self.mesh.get_group("pp"))
@@ -455,7 +455,7 @@ def _check_tensor_parallel(config: ModelConfig, tp: int) -> None:
 
 
 def _local(x: Tensor) -> Tensor:
-    """What this rank holds."""
+    """The part of x that this rank holds."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -465,7 +465,7 @@ def _full(x: Tensor) -> Tensor:
 
 
 def _num_shards(x: Tensor) -> int:
-    """In how many parts it is held."""
+    """Number of parts in which x is held."""
     if not isinstance(x, DTensor):
         return 1
     sizes = zip(x.placements, x.device_mesh.shape, strict=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from ring_attn.arguments import (
     add_common,
+    command_line,
     format_size,
     parse_dtype,
     parse_report,
@@ -34,7 +34,6 @@ from ring_attn.arguments import (
     table_console,
     write_json,
 )
-from ring_attn.bench import plan_report as report
 from ring_attn.layout import LAYOUTS
 from ring_attn.planning.choice import Candidate, Choice, Problem
 from ring_attn.planning.devices import Cluster, builtin_cluster, find_cluster, load_cluster
@@ -42,6 +41,7 @@ from ring_attn.planning.planner import explain, schedule_for
 from ring_attn.planning.schedule import Compute, Transfer
 from ring_attn.planning.simulate import Simulation, simulate
 from ring_attn.strategy import NAMES
+from ring_attn.tools import plan_report as report
 
 BUILTIN = {"a100": "A100", "h100": "H100", "h200": "H200", "b200": "B200"}
 PLOTS = (".png", ".svg")
@@ -175,7 +175,11 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         report.plot(choice, simulations, args.plot)
     if args.json is not None:
-        found = {"command": command(), **choice.to_dict(), "steps": [asdict(row) for row in rows]}
+        found = {
+            "command": command_line(),
+            **choice.to_dict(),
+            "steps": [asdict(row) for row in rows],
+        }
         write_json(args.json, found)
     return 0
 
@@ -222,11 +226,6 @@ def why_not_pictured(choice: Choice) -> str | None:
     if count <= MOST_RANK_STEPS:
         return None
     return f"{count} steps of ranks are too many for a table and a timeline ({MOST_RANK_STEPS})"
-
-
-def command() -> str:
-    """The words that plan this again."""
-    return " ".join(["ring-attn", *sys.argv[1:]])
 
 
 def plan(args: argparse.Namespace) -> Choice:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ring_attn import cli
-from ring_attn.bench.sweep import (
+from ring_attn.bench.strategies import (
     SHAPES,
     Row,
     chosen_shapes,

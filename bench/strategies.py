@@ -26,7 +26,7 @@ from torch import Tensor
 import ring_attn
 from ring_attn.arguments import (
     add_common,
-    dtype_name,
+    command_line,
     parse_dtype,
     parse_input,
     parse_size,
@@ -35,7 +35,8 @@ from ring_attn.arguments import (
     write_if_interrupted,
     write_json,
 )
-from ring_attn.bench.calibrate import calibrate
+from ring_attn.bench.report import new_table, show
+from ring_attn.bench.timing import turned
 from ring_attn.env import machine
 from ring_attn.launch import run_ranks, send_part
 from ring_attn.layout import SequenceLayout
@@ -43,6 +44,7 @@ from ring_attn.planning.choice import Choice
 from ring_attn.planning.devices import Cluster, load_cluster, to_json
 from ring_attn.planning.planner import explain
 from ring_attn.strategy import Strategy
+from ring_attn.tools.calibrate import calibrate
 
 WORLD_SIZES = (2, 4)
 # Short calls vary most: a shape is repeated for so many seconds, within these bounds.
@@ -189,13 +191,11 @@ def run(args: argparse.Namespace) -> int:
     rows: list[Row] = []
     clusters: dict[str, Any] = {}
     start = time.perf_counter()
-    words = f"ring-attn bench strategies --world-sizes {','.join(map(str, args.world_sizes))}"
-    words += f" --dtype {dtype_name(args.dtype)}" + (f" --iters {iters}" if iters else "")
 
     def described(rows: Sequence[Row]) -> dict[str, Any]:
         return {
             "machine": machine(),
-            "command": words,
+            "command": command_line(),
             "seconds": time.perf_counter() - start,
             "shapes": [asdict(shape) for shape in shapes],
             "clusters": clusters,
@@ -330,19 +330,19 @@ def judged(rows: Sequence[Row]) -> list[Verdict]:
 
 def verdict_table(verdicts: Sequence[Verdict], rows: Sequence[Row]) -> Table:
     """A line for each shape and number of ranks."""
-    table = Table(title="forward and backward, medians of the slowest rank")
-    for name in ("shape", "ranks", "auto", "ms", "predicted", "best fixed", "ms", "ratio", "ring"):
-        table.add_column(
-            name, justify="left" if name in ("shape", "auto", "best fixed") else "right"
-        )
+    table = new_table(
+        "forward and backward, medians of the slowest rank",
+        ("shape", "ranks", "auto", "best fixed"),
+        ("ms", "predicted", "best ms", "ratio", "ring"),
+    )
     for v in verdicts:
         mine = [row for row in rows if (row.shape, row.world_size) == (v.shape, v.world_size)]
         auto = next(row for row in mine if row.is_auto)
         ring = next((row.median_ms for row in mine if row.strategy == "ring"), None)
         table.add_row(
-            v.shape, str(v.world_size), v.auto, f"{v.auto_ms:.1f}",
-            "" if auto.predicted_ms is None else f"{auto.predicted_ms:.1f}", v.best,
-            f"{v.best_ms:.1f}", f"{v.ratio:.3f}", "" if ring is None else f"{ring:.1f}",
+            v.shape, str(v.world_size), v.auto, v.best, show(v.auto_ms, ".1f"),
+            show(auto.predicted_ms, ".1f"), show(v.best_ms, ".1f"), show(v.ratio, ".3f"),
+            show(ring, ".1f"),
             style="" if v.ratio <= 1 + SHARE else "red",
         )  # fmt: skip
     return table
@@ -390,7 +390,7 @@ def _measured(
     def repeated(turns: range) -> list[list[float]]:
         samples: list[list[float]] = [[] for _ in strategies]
         for turn in turns:
-            for index in _turned(len(strategies), turn):
+            for index in turned(range(len(strategies)), turn):
                 dist.barrier()
                 start = time.perf_counter()
                 call(strategies[index])
@@ -405,8 +405,3 @@ def _measured(
         (round_ms,) = map(sum, zip(*repeated(range(1)), strict=True))
         iters = min(max(int(1e3 * SECONDS / round_ms), ITERS), MOST_ITERS)
     return repeated(range(iters))
-
-
-def _turned(count: int, turn: int) -> list[int]:
-    """0, 1, ... from another start at every turn: none always runs after the same other."""
-    return [(index + turn) % count for index in range(count)]

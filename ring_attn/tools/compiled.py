@@ -1,4 +1,4 @@
-"""What the compiler makes of a kernel launch for a GPU that need not be here: `compile_launch`.
+"""Compiles a kernel launch for a GPU that need not be here: `compile_launch`.
 
 The launch goes through triton's own launcher with a stand-in for the driver. So the kernel is
 specialised (alignment, divisibility by 16, arguments that are 1) as it would be on such a GPU.
@@ -53,7 +53,7 @@ SERIALIZED = re.compile(r"\(C75\d\d\).*|wgmma\S* .*serialized.*")
 
 @dataclass(frozen=True)
 class Report:
-    """What a compiled kernel needs and consists of.
+    """Resources and instructions of a compiled kernel.
 
     Attributes:
         registers: per thread; on AMD vector registers with accumulation registers.
@@ -138,7 +138,7 @@ class _Target:
         self._target = GPUTarget(backend, name, WARP_SIZE[backend])
 
     def get_current_target(self) -> Any:
-        """What is compiled for."""
+        """The GPU that is compiled for."""
         return self._target
 
     def get_current_device(self) -> object:

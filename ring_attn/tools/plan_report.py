@@ -30,7 +30,7 @@ from ring_attn.work import pair_work
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ring_attn.bench.plan import StepRow
+    from ring_attn.tools.plan import StepRow
 
 # Cells of a side of the mask in the terminal and in a drawing, ranks of a timeline, its columns.
 TERMINAL_CELLS, DRAWN_CELLS, TIMELINE_RANKS, COLUMNS = 32, 64, 8, 64
@@ -45,7 +45,7 @@ MARKS = {"compute": "#", "move": "+", "wait": " "}
 
 
 def strategies_table(choice: Choice) -> Table:
-    """What was simulated, the fastest first."""
+    """The strategies that were simulated, the fastest first."""
     problem = choice.problem
     title = f"strategies, predicted: {choice.describe()}"
     table = Table(box=None, title=title, title_justify="left")
@@ -110,7 +110,7 @@ def steps_table(choice: Choice, rows: Sequence[StepRow]) -> Table:
 
 @dataclass(frozen=True)
 class MaskPicture:
-    """Who computes with whose keys, and when.
+    """For each pair of ranks whether and when one computes with the other's keys.
 
     Attributes:
         kind: (n, n) ABSENT, FULL or CUT; queries down, keys across.
@@ -143,7 +143,7 @@ class MaskPicture:
 
 
 def mask_picture(choice: Choice) -> MaskPicture:
-    """Of the best's core: between the ranks, or between the groups that exchange heads."""
+    """The picture of the best strategy: between ranks, or between groups that exchange heads."""
     best, problem = choice.best, choice.problem
     _, layouts = core_of(best, problem.spec)
     work = pair_work(*layouts, problem.mask)
@@ -211,7 +211,7 @@ class Bar:
 
 
 def bars(simulations: Mapping[str, Simulation], ranks: Sequence[int]) -> Iterator[Bar]:
-    """What some ranks do, forward and then backward."""
+    """The actions of some ranks, forward and then backward."""
     begin = 0.0
     for found in simulations.values():
         for action, span in zip(found.schedule.actions(), found.spans, strict=True):

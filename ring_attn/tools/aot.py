@@ -9,14 +9,11 @@ asked for, or lost an atomic on the way. Nothing is run: it says nothing of spee
 from __future__ import annotations
 
 import argparse
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from multiprocessing import get_context
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,15 +22,18 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from ring_attn import interrupt
 from ring_attn.arguments import (
     SHORT_DTYPES,
     add_common,
+    command_line,
     parse_dtype,
     write_if_interrupted,
     write_json,
 )
-from ring_attn.bench.compiled import (
+from ring_attn.bench.report import new_table
+from ring_attn.env import machine
+from ring_attn.kernels.launch import Launch
+from ring_attn.tools.compiled import (
     TENSOR_CORE,
     TMA,
     CompileError,
@@ -41,8 +41,7 @@ from ring_attn.bench.compiled import (
     compile_launch,
     interpreting,
 )
-from ring_attn.env import machine
-from ring_attn.kernels.launch import Launch
+from ring_attn.tools.processes import map_in_processes
 
 if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config
@@ -67,6 +66,7 @@ TENSOR_MEMORY = 512
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 HEAD_DIMS = ("64", "128", "256")
 DTYPES = ("float16", "bfloat16")
+QUICK = (("sm_90",), ("64",), ("bfloat16",))
 
 # Tensors of the launches: strides and numbers of rows and heads divide by 16, as they mostly do.
 ROWS, HEADS, KV_HEADS = 1024, 32, 16
@@ -107,7 +107,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Variant:
-    """What a kernel is compiled to do.
+    """One way to compile a kernel.
 
     Attributes:
         kernel: "fwd", "hopper_fwd", "dq", "dkdv", "delta", "decode" or "merge".
@@ -151,7 +151,7 @@ class Variant:
         return " ".join([*step, self.band, *extras])
 
 
-# Of all that the kernels can be told to do, what is used most and what needs the most registers.
+# The variants that are used most, and those that need the most registers.
 VARIANTS = (
     Variant("fwd", "full"),
     Variant("fwd", "full", first=True, last=True),
@@ -219,7 +219,7 @@ def cells(arch: str, head_dim: int, dtype: torch.dtype) -> Iterator[Cell]:
                 variant.label,
                 variant_launch(variant, config, head_dim, dtype),
                 config.note,
-                warp_specialize=config.warp_specialize or variant.kernel == "hopper_fwd",
+                warp_specialize=variant.kernel == "hopper_fwd",
                 needs_tensor_cores=variant.kernel not in ("delta", "merge"),
                 overlaps=variant.kernel == "hopper_fwd",
             )
@@ -238,7 +238,7 @@ def variants(arch: str, head_dim: int) -> tuple[Variant, ...]:
 
 
 def _configs(variant: Variant, arch: str, head_dim: int, dtype: torch.dtype) -> tuple[Config, ...]:
-    """The frozen one, and those that wait to be measured; not the rest of what is searched."""
+    """The frozen one, and those of the forward in Gluon; not the rest of what is searched."""
     from ring_attn.kernels import configs
 
     if variant.kernel == "hopper_fwd":
@@ -250,7 +250,7 @@ def _configs(variant: Variant, arch: str, head_dim: int, dtype: torch.dtype) -> 
 
         return (decode.MERGE,)
     column = arch if arch in configs.ARCHITECTURES else "sm_86"  # as `architecture` has it
-    return configs.candidates(variant.kind, column, head_dim, dtype)
+    return (configs.frozen(variant.kind, column, head_dim, dtype),)
 
 
 def variant_launch(variant: Variant, config: Config, head_dim: int, dtype: torch.dtype) -> Launch:
@@ -298,7 +298,7 @@ def variant_launch(variant: Variant, config: Config, head_dim: int, dtype: torch
 
 
 def _merge(rows_of: Callable[..., Tensor], stats: Callable[[], Tensor]) -> Launch:
-    """Of 4 queries in 32 parts."""
+    """The launch that merges 32 parts of 4 queries."""
     from ring_attn.kernels import decode
 
     parts, float32 = 32, torch.float32
@@ -321,7 +321,7 @@ def _table(variant: Variant, config: Config) -> StepTable:
 
 
 def failures(cell: Cell, report: Report, arch: str) -> tuple[str, ...]:
-    """What is wrong with a compiled cell, in words."""
+    """Rules that a compiled cell breaks, in words."""
     before, after = report.atomics
     checks = (
         (report.spill_bytes > 0, f"spills {report.spill_bytes} bytes per thread"),
@@ -392,42 +392,13 @@ def compile_key(key: Key) -> Row:
     return compile_cell(_cell(key), key)
 
 
-def compile_all(
-    keys: Sequence[Key], jobs: int, compile_key: Callable[[Key], Row] = compile_key
-) -> Iterator[Row]:
-    """The rows of `keys` in their order, from `jobs` processes.
+def compile_all(keys: Sequence[Key], jobs: int) -> Iterator[Row]:
+    """The rows of `keys` in their order; a compiler that takes its process down fails one cell."""
 
-    A compiler that takes its process down fails its own cell, and no other.
-    """
-    local = threading.local()
-    opened: list[ProcessPoolExecutor] = []
+    def lost(key: Key) -> Row:
+        return _row(_cell(key), key, None, ("does not compile: the process died",))
 
-    def compile_one(key: Key) -> Row:
-        # A thread has one process with one cell in it at a time, so it is clear whose end it was.
-        if not hasattr(local, "process"):
-            # Its semaphores start multiprocessing's tracker, which no signal may end before it.
-            with interrupt.held_back():
-                local.process = ProcessPoolExecutor(
-                    1, get_context("spawn"), initializer=interrupt.use_folder, initargs=(folder,)
-                )
-            opened.append(local.process)
-        try:
-            with interrupt.held_back():
-                compiling = local.process.submit(compile_key, key)
-            return compiling.result()
-        except BrokenProcessPool:
-            del local.process
-            return _row(_cell(key), key, None, ("does not compile: the process died",))
-
-    # Triton makes files that it would not remove when it is ended.
-    with interrupt.temporary_folder() as folder:
-        threads = ThreadPoolExecutor(jobs)
-        try:
-            yield from threads.map(compile_one, keys)
-        finally:
-            threads.shutdown(cancel_futures=True)
-            for process in opened:
-                process.shutdown()
+    return map_in_processes(compile_key, keys, jobs, lost)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -448,8 +419,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("TRITON_INTERPRET=1: kernels of the interpreter cannot be compiled")
     if args.jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {args.jobs}")
-    selection = Selection.of(args)
-    keys = selection.keys()
+    keys = keys_of(args)
     terminal = Console(stderr=True)
     hidden = args.quiet or not terminal.is_terminal
     start = time.perf_counter()
@@ -458,7 +428,7 @@ def run(args: argparse.Namespace) -> int:
     def report() -> dict[str, Any]:
         return {
             "machine": machine(),
-            "command": selection.command,
+            "command": command_line(),
             "seconds": time.perf_counter() - start,
             "rows": [asdict(row) for row in rows],
         }
@@ -484,47 +454,19 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-@dataclass(frozen=True)
-class Selection:
-    """What is compiled."""
-
-    archs: tuple[str, ...]
-    head_dims: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    kernels: tuple[str, ...]
-
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> Selection:
-        """From the options; --quick changes what is not given."""
-        default = QUICK if args.quick else cls(ARCHS, HEAD_DIMS, DTYPES, KERNELS)
-        return cls(
-            _choices("--arch", args.arch, tuple(SHARED_BYTES), default.archs),
-            _choices("--head-dim", args.head_dim, HEAD_DIMS, default.head_dims),
-            _choices("--dtype", args.dtype, DTYPES, default.dtypes),
-            _choices("--kernel", args.kernel, KERNELS, default.kernels),
-        )
-
-    @property
-    def command(self) -> str:
-        """The words that compile this again."""
-        return (
-            f"ring-attn aot --arch {','.join(self.archs)} --head-dim {','.join(self.head_dims)} "
-            f"--dtype {','.join(self.dtypes)} --kernel {','.join(self.kernels)}"
-        )
-
-    def keys(self) -> list[Key]:
-        """Every cell of it."""
-        return [
-            Key(arch, int(head_dim), dtype, index)
-            for arch in self.archs
-            for head_dim in self.head_dims
-            for dtype in self.dtypes
-            for index, cell in enumerate(_cells(arch, int(head_dim), dtype))
-            if cell.kernel in self.kernels
-        ]
-
-
-QUICK = Selection(("sm_90",), ("64",), ("bfloat16",), KERNELS)
+def keys_of(args: argparse.Namespace) -> list[Key]:
+    """Every cell that the options name; --quick changes what is not given."""
+    default = QUICK if args.quick else (ARCHS, HEAD_DIMS, DTYPES)
+    archs = _choices("--arch", args.arch, tuple(SHARED_BYTES), default[0])
+    head_dims = _choices("--head-dim", args.head_dim, HEAD_DIMS, default[1])
+    dtypes = _choices("--dtype", args.dtype, DTYPES, default[2])
+    kernels = _choices("--kernel", args.kernel, KERNELS, KERNELS)
+    return [
+        Key(arch, int(head_dim), dtype, index)
+        for arch, head_dim, dtype in product(archs, head_dims, dtypes)
+        for index, cell in enumerate(_cells(arch, int(head_dim), dtype))
+        if cell.kernel in kernels
+    ]
 
 
 def _choices(
@@ -549,15 +491,11 @@ def _name(row: Row) -> str:
 def _tables(rows: Sequence[Row]) -> Iterator[Table]:
     """One for each architecture."""
     for arch in dict.fromkeys(row.arch for row in rows):
-        table = Table(title=f"{arch}: {SHARED_BYTES[arch]} bytes of shared memory", box=None)
-        for name in ("kernel", "variant", "dtype", "tile"):
-            table.add_column(name)
-        for name in ("dim", "warps", "stages", "regs", "spill", "shared"):
-            table.add_column(name, justify="right")
-        for name in ("tensor cores", "TMA", "specialised"):
-            table.add_column(name)
-        table.add_column("s", justify="right")
-        table.add_column("")
+        table = new_table(
+            f"{arch}: {SHARED_BYTES[arch]} bytes of shared memory",
+            ("kernel", "variant", "dtype", "tile", "tensor cores", "TMA", "specialised"),
+            ("dim", "warps", "stages", "regs", "spill", "shared", "s", ""),
+        )
         for row in rows:
             if row.arch == arch:
                 table.add_row(*_texts(row), style="red" if row.failures else "")
@@ -566,15 +504,13 @@ def _tables(rows: Sequence[Row]) -> Iterator[Table]:
 
 def _texts(row: Row) -> Iterator[str]:
     yield from (row.kernel, row.variant, row.dtype, row.tile)
-    yield from map(str, (row.head_dim, row.num_warps, row.num_stages))
-    if row.report is None:
-        yield from [""] * 7
+    report, sizes = row.report, (row.head_dim, row.num_warps, row.num_stages)
+    if report is None:
+        yield from ("", "", "", *map(str, sizes), "", "", "", "")
     else:
-        report = row.report
-        yield from map(str, (report.registers, report.spill_bytes, report.shared_bytes))
-        yield _counted(report, TENSOR_CORE)
-        yield _counted(report, TMA)
+        yield from (_counted(report, TENSOR_CORE), _counted(report, TMA))
         yield "yes" if report.warp_specialized else "dropped" if row.warp_specialize else "-"
+        yield from map(str, (*sizes, report.registers, report.spill_bytes, report.shared_bytes))
         yield f"{report.seconds:.1f}"
     yield "FAIL" if row.failures else ""
 

@@ -1,7 +1,7 @@
 """`ring-attn demo --mesh cp=2,tp=2`: trains on a (pp, dp, cp, tp) mesh, beside one process.
 
 The product of the axes is the number of ranks; axes that are not named have size 1. How the model
-is spread over them is in `ring_attn.bench.mesh`. Rank 0, after each step of the mesh, takes the
+is spread over them is in `ring_attn.tools.mesh`. Rank 0, after each step of the mesh, takes the
 same step with the whole model and dense attention, once in the dtype of the run and once in
 float64.
 
@@ -18,26 +18,35 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn.arguments import dtype_name, write_if_interrupted, write_json
-from ring_attn.bench import demo
-from ring_attn.bench.demo import Column, Trainer
-from ring_attn.bench.mesh import Axes, MeshSettings, MeshTrainer
-from ring_attn.env import machine
-from ring_attn.launch import check_memory, num_cores, rank_device, run_ranks, send_part
+from ring_attn.arguments import dtype_name
+from ring_attn.launch import num_cores, rank_device, send_part
 from ring_attn.profiling import trace
 from ring_attn.testing import Verdict, check
+from ring_attn.tools.mesh import Axes, MeshSettings, MeshTrainer
+from ring_attn.tools.training import (
+    JUDGED_BATCHES,
+    Column,
+    Report,
+    Trainer,
+    check_sizes,
+    print_row,
+    print_titles,
+    run_and_report,
+    sample_batches,
+    squared_errors,
+    standard_library_text,
+    verdicts_of,
+)
+from ring_attn.tools.training import settings_of as run_settings
 
 SEQLEN, STEPS = 256, 20
 QUICK_SEQLEN, QUICK_STEPS = 64, 5
@@ -53,6 +62,11 @@ class Row:
     exact_loss: float
 
     @property
+    def losses(self) -> tuple[float, float, float]:
+        """Losses of the mesh, and of one process in both dtypes."""
+        return self.mesh_loss, self.dense_loss, self.exact_loss
+
+    @property
     def difference(self) -> float:
         """Between the mesh and one process in the same dtype."""
         return abs(self.mesh_loss - self.dense_loss)
@@ -61,20 +75,6 @@ class Row:
     def errors(self) -> tuple[float, float]:
         """Distances of both from float64."""
         return abs(self.mesh_loss - self.exact_loss), abs(self.dense_loss - self.exact_loss)
-
-
-@dataclass(frozen=True)
-class Report:
-    """The steps, and the verdicts on them and at the trained weights."""
-
-    rows: list[Row]
-    verdicts: list[Verdict]
-
-    @property
-    def ok(self) -> bool:
-        """Whether all losses are finite and all verdicts hold."""
-        losses = (x for row in self.rows for x in (row.mesh_loss, row.dense_loss, row.exact_loss))
-        return all(map(math.isfinite, losses)) and all(verdict.ok for verdict in self.verdicts)
 
 
 COLUMNS: tuple[Column, ...] = (
@@ -90,37 +90,18 @@ COLUMNS: tuple[Column, ...] = (
 def run(args: argparse.Namespace) -> int:
     """Trains, prints and writes what came out; called by the demo, with its options.
 
-    Returns:
-        0, or 1 where a loss is not finite or a result misses its bound.
-
     Raises:
         ValueError: sizes that do not fit each other, the text or this machine.
         TypeError: a dtype that is not trained in.
         NotImplementedError: `--generate`.
     """
     settings = settings_of(args)
-    demo.check_text(settings.run.seqlen)
-    check_memory(
-        "model and activations",
-        demo.least_bytes(settings.run),
-        "use a smaller --dim or --seqlen",
-    )
-    is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts this on every rank
-    if is_first and not settings.run.quiet:
-        print(heading(settings), flush=True)
-    size = settings.axes.size
-    rows: list[Row] = []
-    write_if_interrupted(args.json, lambda: unfinished_json(settings, rows))
-    reports = run_ranks(
-        train, size, settings, args.profile, device=settings.run.device, on_part=rows.append
-    )
-    report = reports[0]
-    assert report is not None, "rank 0 has it"
-    if is_first:
-        print(summary(settings, report), flush=True)
-    if is_first and args.json:
-        write_json(args.json, to_json(settings, report))
-    return 0 if report.ok else 1
+    check_sizes(settings.run)
+    described = asdict(settings) | {"run": settings.run.described()}
+    return run_and_report(
+        args, train, settings.axes.size, settings, described, heading(settings), summary,
+        device=settings.run.device,
+    )  # fmt: skip
 
 
 def settings_of(args: argparse.Namespace) -> MeshSettings:
@@ -137,7 +118,7 @@ def settings_of(args: argparse.Namespace) -> MeshSettings:
     microbatches = args.microbatches or (2 * axes.pp if axes.pp > 1 else 1)
     batch = args.batch or axes.dp * microbatches
     return MeshSettings(
-        replace(demo.settings_of(given), batch=batch),
+        replace(run_settings(given), batch=batch),
         axes,
         args.schedule or "1f1b",
         microbatches,
@@ -156,21 +137,24 @@ def train(settings: MeshSettings, profile: Path | None = None) -> Report | None:
     run = settings.run
     trainer = MeshTrainer(settings, settings.axes.mesh(run.device), rank_device())
     twins = Twins(settings) if dist.get_rank() == 0 else None
-    text = demo.standard_library_text()
-    batches = demo.sample_batches(text, run.seqlen, run.seed, run.batch)
+    text = standard_library_text()
+    batches = sample_batches(text, run.seqlen, run.seed, run.batch)
     rows: list[Row] = []
-    with demo.Display(COLUMNS, run.quiet or twins is None) as display:
-        for step, batch in enumerate(islice(batches, run.steps)):
-            loss = trainer.step(batch)
-            if twins is not None:
-                rows.append(Row(step, loss, *twins.step(batch)))
-                send_part(rows[-1])
-                display.show(rows[-1])
-            dist.barrier()
+    shown = twins is not None and not run.quiet
+    if shown:
+        print_titles(COLUMNS)
+    for step, batch in enumerate(islice(batches, run.steps)):
+        loss = trainer.step(batch)
+        if twins is not None:
+            rows.append(Row(step, loss, *twins.step(batch)))
+            send_part(rows[-1])
+        if shown:
+            print_row(COLUMNS, rows[-1])
+        dist.barrier()
     if profile is not None:
         with trace(profile):
             trainer.backward(batch)
-    verdicts = judge(trainer, twins, islice(batches, demo.JUDGED_BATCHES))
+    verdicts = judge(trainer, twins, islice(batches, JUDGED_BATCHES))
     if twins is None:
         return None
     mesh = torch.tensor([row.mesh_loss for row in rows])
@@ -214,11 +198,11 @@ def judge(
         results = trainer.results_of(batch)
         if twins is not None:
             dense, exact = twins.results_of(batch, weights)
-            pair = [demo.squared_errors(x, exact, sizes) for x in (results, dense)]
+            pair = [squared_errors(x, exact, sizes) for x in (results, dense)]
             squares += torch.stack(pair, dim=1)
         num_batches += 1
         dist.barrier()
-    return [] if twins is None else demo.verdicts_of(squares, num_batches, len(sizes) - 1)
+    return [] if twins is None else verdicts_of(squares, num_batches, len(sizes) - 1)
 
 
 @contextlib.contextmanager
@@ -231,7 +215,7 @@ def _all_cores() -> Iterator[None]:
 
 
 def heading(settings: MeshSettings) -> str:
-    """What is about to run."""
+    """Describes the run that is about to begin."""
     run = settings.run
     spread = "sharded over dp and cp" if settings.fsdp else "replicated over dp and cp"
     return (
@@ -244,37 +228,10 @@ def heading(settings: MeshSettings) -> str:
 
 def summary(settings: MeshSettings, report: Report) -> str:
     """The result in a few lines."""
-    first, last = report.rows[0], report.rows[-1]
-    greatest = max(report.rows, key=lambda row: row.difference)
     return "\n".join(
         (
-            f"loss      {first.mesh_loss:.4f} -> {last.mesh_loss:.4f} nats per byte in "
-            f"{len(report.rows)} steps on {settings.axes} (one process {first.dense_loss:.4f} -> "
-            f"{last.dense_loss:.4f})",
+            report.losses_line(f" on {settings.axes}", "one process"),
             "check     against float64: " + "; ".join(map(str, report.verdicts)),
-            f"greatest loss difference {greatest.difference:.2e} (step {greatest.step}): "
-            f"{'ok' if report.ok else 'FAILED'}",
+            report.last_line(),
         )
     )
-
-
-def unfinished_json(settings: MeshSettings, rows: Sequence[Row]) -> dict[str, Any]:
-    """The part of the report that there is before the training has ended."""
-    options = asdict(settings)
-    options["run"].pop("quiet")
-    options["run"]["dtype"] = dtype_name(settings.run.dtype)
-    return {
-        "command": "demo",
-        "machine": machine(),
-        "settings": options,
-        "rows": [asdict(row) | {"difference": row.difference} for row in rows],
-    }
-
-
-def to_json(settings: MeshSettings, report: Report) -> dict[str, Any]:
-    """The report as it is written."""
-    return {
-        **unfinished_json(settings, report.rows),
-        "checks": [asdict(verdict) for verdict in report.verdicts],
-        "ok": report.ok,
-    }

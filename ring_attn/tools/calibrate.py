@@ -50,7 +50,7 @@ from ring_attn.validation import check_group
 WORLD_SIZES = (1, 2, 4)
 ROWS, QUICK_ROWS = (128, 256, 512, 1024, 2048, 3072), (128, 256, 512)
 MESSAGES, QUICK_MESSAGES = (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 23), (1 << 14, 1 << 17)
-# What is short varies more.
+# Short measurements vary more.
 REPEATS, QUICK_REPEATS, MESSAGE_REPEATS, MOST_REPEATS = 3, 2, 15, 15
 COPIED = 1 << 22
 
@@ -62,7 +62,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured, the same in every rank."""
+    """The measurements to take, the same in every rank."""
 
     spec: AttentionSpec
     backend: str
@@ -301,7 +301,7 @@ def _sent(sample: Sample) -> Sample:
 
 
 class _Bench:
-    """What is timed, and how: from a barrier on, until all ranks are done."""
+    """Times attention, messages and copies from a barrier until all ranks are done."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.spec = setting, setting.spec

@@ -12,15 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import SequenceLayout, ring_attention, unshard
-from ring_attn.bench.model import Attention, Transformer, dense_attention
 from ring_attn.decode import next_rank, tree_decode
+from ring_attn.tools.model import Attention, Transformer, dense_attention
 
 # Tokens that a rank takes at a time: so few that short runs have several such blocks.
 BLOCK = 16
@@ -34,7 +33,7 @@ CHUNKS = (0.5, 0.85, 1.0)
 
 @dataclass(frozen=True)
 class Generated:
-    """What one way of computing has generated.
+    """A generated continuation.
 
     Attributes:
         tokens: the greedy choice after each logits.
@@ -71,23 +70,6 @@ class Comparison:
     rows: tuple[int, ...]
 
 
-class Cache(Protocol):
-    """Keys and values of all layers, and how new rows meet them."""
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Of every rank."""
-        ...
-
-    def prefill(self, model: Transformer, ids: Tensor, start: int) -> Tensor:
-        """(1, n) ids at positions start, start + 1, ... -> (vocab_size,) logits after the last."""
-        ...
-
-    def decode(self, model: Transformer, ids: Tensor, start: int) -> Tensor:
-        """The same for few, which every rank computes."""
-        ...
-
-
 class WholeCache:
     """Everything in this process, with dense attention: no line of `ring_attn` takes part."""
 
@@ -96,7 +78,7 @@ class WholeCache:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Of the only rank."""
+        """Rows of the only rank."""
         return (self._layers[0].num_rows,)
 
     def prefill(self, model: Transformer, ids: Tensor, start: int) -> Tensor:
@@ -124,7 +106,7 @@ class ShardedCache:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Of every rank."""
+        """Rows of every rank."""
         return self.layout.shard_lens
 
     def prefill(self, model: Transformer, ids: Tensor, start: int) -> Tensor:
@@ -140,7 +122,7 @@ class ShardedCache:
         return unshard(logits, chunk, group=self._group)[0, -1]
 
     def decode(self, model: Transformer, ids: Tensor, start: int) -> Tensor:
-        """The same for few tokens, which every rank computes and one of them keeps."""
+        """Continues by few tokens, which every rank computes and one rank keeps."""
         taker = next_rank(self.layout, block=BLOCK)
         self.layout = self.layout.appended(taker, ids.size(1))
         positions = torch.arange(start, start + ids.size(1), device=ids.device)
@@ -183,7 +165,7 @@ def generate(
     model: Transformer,
     prompt: Tensor,
     num_tokens: int,
-    cache: Cache,
+    cache: WholeCache | ShardedCache,
     chunks: Sequence[float] = (1.0,),
 ) -> Generated:
     """Continues a prompt greedily.
@@ -209,7 +191,7 @@ def generate(
 
 
 def compare(prompt: Tensor, sharded: Generated, whole: Generated) -> Comparison:
-    """What followed a prompt (1, n) from a sharded cache, and whether one process says the same."""
+    """Compares what a sharded cache generated after a prompt (1, n) with one process."""
     pairs = enumerate(zip(sharded.tokens, whole.tokens, strict=True))
     first = next((step for step, (ours, other) in pairs if ours != other), None)
     same = slice(0, len(whole.tokens) if first is None else first + 1)

@@ -1,0 +1,506 @@
+"""Finds the fastest configs of the kernels on one device: built, checked, then timed in turn.
+
+    ring-attn tune --json DIR/tune.json        on a GPU
+    ring-attn tune --device cpu                in the interpreter: it works, no more
+
+Kind by kind of `kernels/configs.py`, the most valuable first, as far as --budget goes: all configs
+of `configs.search_space`, on sm_90 those of the forward in Gluon, and then the fastest in other
+orders of its tasks. The configs of a kind are
+
+    built      by --jobs processes, which fill triton's cache on disk and run each once: a config
+               that takes its process down costs its own row alone
+    checked    against float64 (`judge`), beside the other kernels in their frozen configs; and
+               --repeats runs must be equal bit for bit
+    timed      in turn within every repetition; more often, where they are close to the fastest
+
+At the end whole forwards and backwards, in the frozen and in the best configs, are timed beside
+cuDNN's and torch's flash attention.
+
+A config that is wrong, or differs between two runs, is named and never recommended. TFLOP/s count
+the matrix products that a kernel does: 2 forward, 4 for dk and dv, 3 for dq. The last lines are
+ready for the table of `kernels/configs.py`. Exit status 1 if a frozen config is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ring_attn.arguments import parse_size
+from ring_attn.backends import get_backend
+from ring_attn.backends.triton import TritonBackend
+from ring_attn.bench.implementations import Attention, Data, Problem, make, reason, unavailable
+from ring_attn.bench.judge import Judge
+from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
+from ring_attn.bench.report import Report, show
+from ring_attn.bench.timing import Call, Sample, is_alive, time_in_turn, watch_for
+from ring_attn.env import machine
+from ring_attn.launch import num_cores
+from ring_attn.layout import SequenceLayout
+from ring_attn.plan import pair_tiles
+from ring_attn.spec import Scores
+from ring_attn.tools.processes import map_in_processes
+from ring_attn.tools.tune_report import (
+    KINDS,
+    Row,
+    best,
+    config_of,
+    kernel_of,
+    label,
+    median_ms,
+    table,
+    table_line,
+    with_speed,
+    with_times,
+)
+
+if TYPE_CHECKING:
+    from ring_attn.kernels.configs import Config
+
+PEERS = ("cudnn", "torch-flash")
+
+# Matrix products of a kernel, of 2 x pairs x head_dim operations each.
+PRODUCTS = {"fwd": 2, "dkdv": 4, "dq": 3}
+
+# The kind of the forward in Gluon, which takes the place of fwd and fwd_whole.
+GLUON = "gluon"
+
+# All configs are timed HEATS times, those within MARGIN of the fastest ITERS times.
+HEATS, MARGIN, ITERS, REPEATS = 3, 1.15, 12, 20
+
+# At most so many processes build at once; each has a context of its own on the GPU.
+MOST_JOBS = 12
+
+# The share of a kind's time after which no further config is checked.
+CHECK_SHARE = 0.7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting(OneDevice):
+    """Kernels and sizes of a search."""
+
+    kernels: tuple[str, ...]
+    full_rows: int
+    causal_rows: int
+    batch: int
+    iters: int
+    repeats: int
+    jobs: int
+
+    @property
+    def kinds(self) -> list[str]:
+        """Those of the kernels that are searched."""
+        return [kind for kind in KINDS if kernel_of(kind) in self.kernels]
+
+    def problem_of(self, *, causal: bool) -> Problem:
+        """The problem with the causal mask, or without a mask."""
+        rows = self.causal_rows if causal else self.full_rows
+        return self.problem(rows, causal=causal, batch=self.batch)
+
+
+class Kernels:
+    """The whole attention by the Triton backend, in configs of choice; an `Attention`."""
+
+    name = "ours"
+
+    def __init__(self, problem: Problem, data: Data, configs: Mapping[str, Config]) -> None:
+        """
+        Args:
+            problem: what is computed.
+            data: its inputs.
+            configs: by kind, in the place of the frozen ones.
+        """
+        layout = SequenceLayout.contiguous(problem.seqlen, 1)
+        self._tiles = pair_tiles(layout, layout, problem.mask, 0, 0)
+        self._backend, self._scores = TritonBackend(configs), Scores(problem.head_dim**-0.5)
+        self._inputs = data.rows_first
+        self._results: list[Tensor] = []
+        self._grads: list[Tensor] = []
+
+    def forward(self) -> None:
+        """Computes `out` and lse."""
+        q, k, v, _ = self._inputs
+        state = self._backend.new_state(q, v.size(3))
+        args = (q, k, v, self._tiles, state)
+        state = self._backend.forward(*args, scores=self._scores, last=True)
+        self._results = list(self._backend.finalize(state, q.dtype))
+
+    def backward(self) -> None:
+        """Computes the gradients of the last forward."""
+        self._prepare()
+        self._dq()
+        self._dkdv()
+        factor, dtype = self._backend.gradient_factor(self._scores), self._inputs.q.dtype
+        dq, dk, dv = self._grads
+        self._results[1:] = [x.to(dtype) for x in (dq * factor, dk * factor, dv)]
+
+    def results(self) -> list[Tensor]:
+        """out, and after a backward dq, dk, dv."""
+        return self._results if len(self._results) == 4 else self._results[:1]
+
+    def release(self) -> None:
+        """Lets go of the last results."""
+        self._results, self._grads = [], []
+
+    def one(self, kernel: str) -> Callable[[], list[Tensor]]:
+        """The call of one kernel, ready to be timed; it returns what the kernel writes."""
+        if kernel == "fwd":
+            return self._forward_once
+        self.forward()
+        self._prepare()
+        return self._dq if kernel == "dq" else self._dkdv
+
+    def _forward_once(self) -> list[Tensor]:
+        self.forward()
+        return self._results
+
+    def _prepare(self) -> None:
+        q, k, v, dout = self._inputs
+        out, lse = self._results[:2]
+        self._stats = (lse, self._backend.delta(out, dout))
+        self._grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+
+    def _dq(self) -> list[Tensor]:
+        args = (*self._inputs, *self._stats, self._tiles)
+        self._backend.backward_q(*args, self._grads[0], scores=self._scores)
+        return self._grads[:1]
+
+    def _dkdv(self) -> list[Tensor]:
+        args = (*self._inputs, *self._stats, self._tiles)
+        self._backend.backward_kv(*args, self._grads[1], self._grads[2], scores=self._scores)
+        return self._grads[1:]
+
+
+def candidate(kind: str, config: Config, frozen: Config, *, gluon: bool = False) -> Row:
+    """A row of a config that nothing is known of yet."""
+    name = f"gluon {label(config)}" if gluon else label(config)
+    return Row(kind, name, asdict(config), gluon, not gluon and config == frozen)
+
+
+def configs_of(row: Row) -> dict[str, Config]:
+    """The config of a row, by the kind that the backend knows it by."""
+    return {GLUON if row.gluon else row.kind: config_of(row)}
+
+
+class Tuning(Report[Setting, Row]):
+    """One run: searches kind by kind."""
+
+    def __init__(self, setting: Setting, path: Path | None = None) -> None:
+        """Takes what `Report` takes; the report is saved after every kind."""
+        from ring_attn.kernels import configs
+
+        super().__init__(setting, path)
+        self._configs, self._arch = configs, configs.architecture(setting.device)
+        self._watch = watch_for(setting.device)
+        self._dead = False
+
+    def run(self) -> None:
+        """Every kind that there is time for; what one leaves of its share goes to the next."""
+        kinds = self.setting.kinds
+        for index, kind in enumerate(kinds):
+            share = self.left() / (len(kinds) - index + 1)
+            self._attempt(kind, partial(self._search, kind, share))
+        for causal in (True, False):
+            self._attempt("a whole", partial(self._whole, causal=causal))
+        self.save(last=True)
+
+    def _attempt(self, name: str, stage: Callable[[], None]) -> None:
+        """Runs a stage if there is time; an error past its candidates costs no other stage."""
+        if self.left() <= 0.0 or self._dead:
+            return
+        try:
+            stage()
+        except Exception as error:
+            traceback.print_exception(error)
+            self.failures.append(f"{name} failed: {reason(error)}")
+            self._dead = not is_alive(self.setting.device)
+        self._free_memory()
+        self.save()
+
+    def summary(self) -> list[str]:
+        """Lines: speeds, wrong configs, then entries for the table of configs, and counts."""
+        where = f"{self._device_name()}, triton {machine()['versions']['triton']}"
+        chosen = best(self.rows)
+        lines = [
+            f"{r.kind}: {r.name} is {show(r.speed, '.3f')} x the frozen config" for r in chosen
+        ]
+        lines += [f"WRONG {row.kind}: {row.name}: {row.note}" for row in self.rows if row.wrong]
+        head_dim = self.setting.head_dim
+        lines += [table_line(row, self._arch, head_dim, where) for row in chosen]
+        ours = [row for row in self.rows if row.config is not None]
+        timed, wrong = sum(row.samples > 0 for row in ours), sum(row.wrong for row in ours)
+        counts = f"{len(ours)} configs, {timed} timed, {wrong} wrong"
+        return [*lines, f"{counts}; {self.seconds:.0f} s, {len(self.failures)} failures"]
+
+    def _search(self, kind: str, seconds: float) -> None:
+        """The configs of a kind, and then the fastest in other orders of its tasks."""
+        end = time.monotonic() + seconds
+        problem = self.setting.problem_of(causal=not kind.endswith("_whole"))
+        data = problem.data()
+        found = self._measure(problem, data, self._candidates(kind), end)
+        orders = self._orders(found)
+        if orders and not self._dead:
+            # The frozen config runs once more, beside them.
+            again = candidate(kind, config_of(found[0]), config_of(found[0]))
+            found += self._measure(problem, data, [again, *orders], end)[1:]
+        for row in found:
+            if row.frozen and row.note:
+                self.failures.append(f"{kind}, the frozen config: {row.note}")
+        self.rows += found
+
+    def _orders(self, found: Sequence[Row]) -> list[Row]:
+        """The fastest on sm_90 in the orders of its tasks that it has not been timed in."""
+        timed = [row for row in found if row.median_ms]
+        fastest = min(timed, key=lambda row: row.median_ms or math.inf, default=None)
+        if self._arch != "sm_90" or fastest is None or fastest.gluon:
+            return []
+        frozen, known = config_of(found[0]), {label(config_of(row)) for row in found}
+        orders = self._configs.reordered(config_of(fastest))
+        return [candidate(fastest.kind, x, frozen) for x in orders if label(x) not in known]
+
+    def _candidates(self, kind: str) -> list[Row]:
+        """The frozen config, those of the search space, and those of the forward in Gluon."""
+        setting = self.setting
+        sizes = (self._arch, setting.head_dim, setting.dtype)
+        frozen = replace(self._configs.frozen(kind, *sizes), note="")
+        space = [replace(x, note="") for x in self._configs.search_space(kind, *sizes)]
+        found = [candidate(kind, x, frozen) for x in dict.fromkeys([frozen, *space])]
+        if kernel_of(kind) == "fwd" and self._arch == "sm_90" and setting.dtype.itemsize == 2:
+            from ring_attn.kernels.gluon_guard import gluon_missing
+
+            if gluon_missing() is None:
+                from ring_attn.kernels.hopper_fwd import CONFIGS
+
+                gluon = CONFIGS.get(setting.head_dim, ())
+                found += [candidate(kind, replace(x, note=""), frozen, gluon=True) for x in gluon]
+        return found
+
+    def _measure(self, problem: Problem, data: Data, rows: Sequence[Row], end: float) -> list[Row]:
+        """Builds, checks and times candidates of one kind, the frozen config first."""
+        rows = self._built(problem, rows)
+        last_check = time.monotonic() + CHECK_SHARE * (end - time.monotonic())
+        judge = Judge(problem, data, backward=True)
+        judge.prepare()
+        rows = [self._checked(row, problem, data, judge, last_check) for row in rows]
+        del judge
+        rows = self._timed(problem, data, rows, end)
+        return [with_speed(row, rows[0]) for row in rows]
+
+    def _built(self, problem: Problem, rows: Sequence[Row]) -> list[Row]:
+        """Compiles all; notes which do not compile, or take their process down."""
+        tasks = [(problem, row) for row in rows]
+        if self.setting.jobs:
+            notes = map_in_processes(build, tasks, self.setting.jobs, lambda _: "the process died")
+        else:
+            notes = map(build, tasks)
+        return [
+            replace(row, note=f"not built: {why}" if why else "")
+            for row, why in zip(rows, notes, strict=True)
+        ]
+
+    def _checked(
+        self, row: Row, problem: Problem, data: Data, judge: Judge, deadline: float
+    ) -> Row:
+        """The row with its error, and a note if it is wrong or cannot be checked."""
+        if row.note:
+            return row
+        if self._dead:
+            return replace(row, note="not checked: the device failed before")
+        if time.monotonic() > deadline and not row.frozen:
+            return replace(row, note="not checked: there was no time left")
+        try:
+            ratio, note = self._judged(row, problem, data, judge)
+        except Exception as error:
+            return replace(row, note=self._reason(row, error))
+        return replace(row, max_ratio=ratio, note=note)
+
+    def _judged(self, row: Row, problem: Problem, data: Data, judge: Judge) -> tuple[float, str]:
+        """The greatest error / bound, and what is wrong: with float64, or between two runs."""
+        configs, kernel = configs_of(row), kernel_of(row.kind)
+
+        def build(problem: Problem, data: Data) -> Attention:
+            return Kernels(problem, data, configs)
+
+        verdicts = judge.whole(build) + judge.sampled(build)
+        ratio = max(math.inf if math.isnan(v.ratio) else v.ratio for v in verdicts)
+        wrong = [str(verdict) for verdict in verdicts if not verdict.ok]
+        if wrong:
+            return ratio, wrong[0]
+        first = Kernels(problem, data, configs).one(kernel)()
+        for repeat in range(1, self.setting.repeats):
+            if not all(map(torch.equal, first, Kernels(problem, data, configs).one(kernel)())):
+                return ratio, f"other bits after {repeat} equal runs of {self.setting.repeats}"
+        return ratio, ""
+
+    def _timed(self, problem: Problem, data: Data, rows: Sequence[Row], end: float) -> list[Row]:
+        """The rows with times: all that are right, more often the fastest and the frozen one."""
+        right = {row.name: row for row in rows if not row.note and not self._dead}
+        calls = {
+            name: Call([Kernels(problem, data, configs_of(row)).one(kernel_of(row.kind))])
+            for name, row in right.items()
+        }
+        notes: dict[str, str] = {}
+
+        def failed(name: str, error: Exception) -> None:
+            notes[name] = self._reason(right[name], error)
+
+        def race(names: Iterable[str], iters: int) -> dict[str, list[Sample]]:
+            chosen = {name: calls[name] for name in names}
+            seconds = max(end - time.monotonic(), 0.0)
+            return time_in_turn(chosen, self._watch, iters, seconds=seconds, failed=failed)
+
+        samples = race(right, min(HEATS, self.setting.iters))
+        shortest = {name: median_ms(taken) for name, taken in samples.items() if taken}
+        limit = MARGIN * min(shortest.values(), default=math.inf)
+        close = [n for n, ms in shortest.items() if ms <= limit or right[n].frozen]
+        samples |= race(close, self.setting.iters)
+        flops = PRODUCTS[kernel_of(rows[0].kind)] * problem.flops("fwd") // PRODUCTS["fwd"]
+        return [
+            with_times(
+                replace(row, note=notes.get(row.name, row.note)), samples.get(row.name, []), flops
+            )
+            for row in rows
+        ]
+
+    def _whole(self, *, causal: bool) -> None:
+        """Whole forwards and backwards: frozen configs, the best, and other implementations."""
+        setting = self.setting
+        problem = setting.problem_of(causal=causal)
+        data = problem.data()
+        chosen: dict[str, Config] = {}
+        for row in best(self.rows):
+            chosen[GLUON if row.gluon else row.kind] = config_of(row)
+        attentions: dict[str, Attention] = {
+            "ours, frozen configs": Kernels(problem, data, {}),
+            "ours, best configs": Kernels(problem, data, chosen),
+        }
+        for name in PEERS:
+            if unavailable(name, setting.device) is None:
+                attentions[name] = make(name, problem, data, backend="triton", backward=True)
+        notes: dict[str, str] = {}
+        calls = {
+            name: Call([one.forward, one.backward], one.release) for name, one in attentions.items()
+        }
+        samples = time_in_turn(
+            calls, self._watch, setting.iters, seconds=self.left(),
+            failed=lambda name, error: notes.update({name: f"cannot run: {reason(error)}"}),
+        )  # fmt: skip
+        for stage, mode in enumerate(("fwd", "bwd")):
+            kind = f"{'forward' if mode == 'fwd' else 'backward'} {'causal' if causal else 'full'}"
+            stages = {
+                name: [Sample((sample.ms[stage],), sample.host_ms) for sample in taken]
+                for name, taken in samples.items()
+            }
+            rows = [
+                with_times(Row(kind, name, note=notes.get(name, "")), taken, problem.flops(mode))
+                for name, taken in stages.items()
+            ]
+            self.rows += [with_speed(row, rows[0]) for row in rows]
+
+    def _reason(self, row: Row, error: Exception) -> str:
+        """Why a candidate cannot run; ends the search if it has broken the device's context."""
+        if not self._dead and not is_alive(self.setting.device):
+            self._dead = True
+            self.failures.append(f"the device failed while {row.kind} {row.name} ran")
+        return f"cannot run: {reason(error)}"
+
+    def _device_name(self) -> str:
+        gpu = self.setting.device.type == "cuda"
+        return torch.cuda.get_device_name(self.setting.device) if gpu else "interpreter"
+
+    def _free_memory(self) -> None:
+        gc.collect()
+        if self.setting.device.type == "cuda" and not self._dead:
+            torch.cuda.empty_cache()
+
+
+def build(task: tuple[Problem, Row]) -> str:
+    """Compiles a config and runs it, which puts it into triton's cache on disk.
+
+    Returns:
+        Why there is no kernel; "" where there is one.
+    """
+    problem, row = task
+    why = ""
+    try:
+        Kernels(problem, problem.data(), configs_of(row)).one(kernel_of(row.kind))()
+    except Exception as error:
+        why = reason(error)
+    if not is_alive(problem.device):
+        print(f"{row.kind} {row.name}: the device failed", file=sys.stderr, flush=True)
+        os._exit(1)  # nothing runs in this process any more
+    return why
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `ring-attn tune`."""
+    add = parser.add_argument
+    add("--kernels", default=",".join(PRODUCTS), help=f"of {','.join(PRODUCTS)} (all)")
+    add(
+        "--full-rows",
+        type=parse_size,
+        help="without a mask (16k, on a CPU 128; --quick: a quarter)",
+    )
+    add("--causal-rows", type=parse_size, help="causal (32k, on a CPU 128; --quick: a quarter)")
+    add("--batch", type=parse_size, default=1, help="sequences (1: these lengths fill a GPU)")
+    add("--iters", type=parse_size, help=f"samples of the fastest ({ITERS}; on a CPU 1)")
+    add("--repeats", type=parse_size, help=f"runs with the same bits ({REPEATS}; on a CPU 2)")
+    add("--jobs", type=int, help="processes that compile; 0: this one alone (a core each)")
+    add_device_arguments(parser)
+
+
+def setting_of(args: argparse.Namespace) -> Setting:
+    """The setting that the options describe.
+
+    Raises:
+        ValueError: options that cannot be, kernels that cannot run here, or no GPU.
+    """
+    if args.device is None and not torch.cuda.is_available():
+        raise ValueError(
+            "this machine has no GPU that torch can use; --device cpu takes tiny sizes and "
+            "Triton's interpreter"
+        )
+    shared = one_device(args)
+    gpu, quick = shared.device.type == "cuda", args.quick
+    chosen = args.kernels.split(",")
+    for name in chosen:
+        if name not in PRODUCTS:
+            raise ValueError(f"--kernels must be of {list(PRODUCTS)}, got {name!r}")
+    jobs = min(MOST_JOBS, num_cores()) if args.jobs is None else args.jobs
+    if jobs < 0:
+        raise ValueError(f"--jobs must be at least 0, got {jobs}")
+    setting = Setting(
+        **vars(shared),
+        kernels=tuple(kernel for kernel in PRODUCTS if kernel in chosen),
+        full_rows=args.full_rows or ((16384 if gpu else 128) // (4 if quick else 1)),
+        causal_rows=args.causal_rows or ((32768 if gpu else 128) // (4 if quick else 1)),
+        batch=args.batch,
+        iters=args.iters or (ITERS if gpu else 1),
+        repeats=args.repeats or (REPEATS if gpu else 2),
+        jobs=jobs,
+    )
+    refused = get_backend("triton").supports(setting.problem_of(causal=True).spec, named=True)
+    if refused is not None:
+        raise ValueError(f"backend triton {refused}")
+    return setting
+
+
+def run(args: argparse.Namespace) -> int:
+    """Searches, writes the JSON as it goes, prints the table; 1 if a frozen config is wrong."""
+    bench = Tuning(setting_of(args), args.json)
+    bench.run()
+    shown = [] if args.quiet else [table(bench.rows, str(bench.setting))]
+    return bench.finish(shown, bench.summary())

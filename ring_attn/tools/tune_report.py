@@ -1,0 +1,171 @@
+"""Results of `ring-attn tune`: rows, the best config of each kind, lines for the table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from ring_attn.arguments import format_size
+from ring_attn.bench.report import new_table, show
+from ring_attn.bench.timing import Sample, quantiles
+
+if TYPE_CHECKING:
+    from ring_attn.kernels.configs import Config
+
+# Kinds of the table of configs that are searched, the most valuable first.
+KINDS = ("fwd_whole", "fwd", "dkdv", "dkdv_whole", "dq", "dq_whole")
+
+# Kinds that differ in the mask alone fold over blocks of one length, of kv rows or of q rows: else
+# a ring would not have the bits of a single pass.
+FOLDED = {"fwd": "BLOCK_N", "dkdv": "BLOCK_M", "dq": "BLOCK_N"}
+
+# Configs of each kind that the table shows, the fastest first.
+SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One config of a kind, or one implementation of a whole; None where there is no figure.
+
+    Attributes:
+        kind: in the table of configs; "forward causal" and the like for a whole.
+        name: the config or the implementation, in words.
+        config: its fields.
+        gluon: it is of the forward in Gluon.
+        frozen: it is the table's.
+        max_ratio: greatest error / bound; above 1 is wrong.
+        tflops: by the operations that are done.
+        speed: over the frozen config's, above 1 is faster.
+        note: why there is no time, or what is wrong.
+    """
+
+    kind: str
+    name: str
+    config: dict[str, Any] | None = None
+    gluon: bool = False
+    frozen: bool = False
+    max_ratio: float | None = None
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    samples: int = 0
+    tflops: float | None = None
+    speed: float | None = None
+    note: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        """It was run, and its results must not be used."""
+        return self.max_ratio is not None and bool(self.note)
+
+
+def kernel_of(kind: str) -> str:
+    """The kernel of a kind: "dkdv" of "dkdv_whole"."""
+    return kind.partition("_")[0]
+
+
+def config_of(row: Row) -> Config:
+    """The config of a row that has one."""
+    from ring_attn.kernels.configs import Config
+
+    return Config(**(row.config or {}))
+
+
+def median_ms(samples: Iterable[Sample]) -> float:
+    """The median of calls of one stage."""
+    return quantiles([sample.ms[0] for sample in samples])[1]
+
+
+def with_times(row: Row, samples: Sequence[Sample], flops: int) -> Row:
+    """The row with medians; as it is where nothing was timed."""
+    if not samples:
+        return row
+    p20, median, p80 = quantiles([sample.ms[0] for sample in samples])
+    return replace(
+        row, median_ms=median, p20_ms=p20, p80_ms=p80, samples=len(samples),
+        tflops=flops / median / 1e9,
+    )  # fmt: skip
+
+
+def with_speed(row: Row, reference: Row | None) -> Row:
+    """The row with its speed over that of another."""
+    if reference is None or not (row.median_ms and reference.median_ms):
+        return row
+    return replace(row, speed=reference.median_ms / row.median_ms)
+
+
+def best(rows: Sequence[Row]) -> list[Row]:
+    """The fastest row of every kind that was timed, as far as a ring's bits allow.
+
+    Kinds of one kernel take configs whose folded blocks have one length; a kind that was not timed
+    keeps its frozen config, whose length the other must have then.
+    """
+    found: list[Row] = []
+    for kernel, block in FOLDED.items():
+        mine = [row for row in rows if kernel_of(row.kind) == kernel and row.config]
+        kinds = {kind: [r for r in mine if r.kind == kind and r.speed] for kind in KINDS}
+        timed = [of_kind for of_kind in kinds.values() if of_kind]
+        lengths = {row.name: getattr(config_of(row), block) for row in mine}
+        frozen = {lengths[row.name] for row in mine if row.frozen}
+        options = [
+            option
+            for option in product(*timed)
+            if len({(lengths[row.name], row.gluon) for row in option}) == 1
+            and (len(timed) == 2 or lengths[option[0].name] in frozen)
+        ]
+        if options:
+            found += max(options, key=lambda option: math.prod(row.speed or 0.0 for row in option))
+    return found
+
+
+def label(config: Config) -> str:
+    """A config by its tile, warps and stages, and what else is not as by default."""
+    tile = f"{config.BLOCK_M}x{config.BLOCK_N} {config.num_warps}w {config.num_stages}s"
+    sizes = ((name, format_size(x) if x >= 1024 else x) for name, x in _extras(config).items())
+    return " ".join([tile, *(f"{name}={size}" for name, size in sizes)])
+
+
+def table_line(row: Row, arch: str, head_dim: int, where: str) -> str:
+    """The line that puts a row's config into the table of `kernels/configs.py`."""
+    config = config_of(row)
+    names = [field.name for field in fields(config) if field.default is MISSING]
+    words = [repr(getattr(config, name)) for name in names]
+    words.append(f'"{show(row.median_ms, ".3g")} ms ({where})"')
+    words += [f"{name}={value!r}" for name, value in _extras(config).items()]
+    key = f"GLUON {head_dim}" if row.gluon else f'("{arch}", "{row.kind}", {head_dim})'
+    return f"{key}: Config({', '.join(words)}),"
+
+
+def _extras(config: Config) -> dict[str, Any]:
+    """The optional fields of a config that differ from their defaults, but for its note."""
+    return {
+        field.name: getattr(config, field.name)
+        for field in fields(config)
+        if field.name != "note" and field.default not in (MISSING, getattr(config, field.name))
+    }
+
+
+def table(rows: Sequence[Row], title: str) -> Table:
+    """The frozen config, the fastest ones and the other implementations; the JSON has all."""
+    found = new_table(
+        title, ("kind", "config"), ("ms", "p20-p80", "TFLOP/s", "x frozen", "error / bound")
+    )
+    for kind in dict.fromkeys(row.kind for row in rows):
+        mine = [row for row in rows if row.kind == kind]
+        timed = sorted((row for row in mine if row.median_ms), key=lambda row: row.median_ms or 0.0)
+        shown = [row for row in timed if row.frozen or row in timed[:SHOWN]]
+        for index, row in enumerate(shown):
+            found.add_row(
+                "" if index else kind, f"{row.name} (frozen)" if row.frozen else row.name,
+                show(row.median_ms, ".4g"), f"{row.p20_ms:.4g}-{row.p80_ms:.4g}",
+                show(row.tflops, ".0f"), show(row.speed, ".3f"), show(row.max_ratio, ".2f"),
+            )  # fmt: skip
+        without = sum(not row.median_ms for row in mine)
+        found.add_row("", f"and {len(mine) - len(shown)} more, {without} without a time")
+        found.add_section()
+    return found
