@@ -301,6 +301,7 @@ def _with_strategy(
         same_bits=arguments.same_bits,
         backward=arguments.differentiated,
         node_size=shape[1] if len(shape) == 2 else None,
+        global_ranks=dist.get_process_group_ranks(group),
     )
     return arguments._replace(strategy="", degrees=strategy.numbers, mesh_shape=())
 

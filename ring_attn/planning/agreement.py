@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from ring_attn.mask import Mask
 from ring_attn.planning import planner
 from ring_attn.planning.choice import Layouts, Problem
-from ring_attn.planning.devices import find_cluster
+from ring_attn.planning.devices import LOCAL_WORLD_SIZE, find_cluster, node_size_of
 from ring_attn.spec import AttentionSpec
 from ring_attn.strategy import Strategy
 from ring_attn.transport.base import Agreement, Transport
@@ -50,6 +51,7 @@ def agreed_strategy(
     same_bits: bool | None,
     backward: bool,
     node_size: int | None = None,
+    global_ranks: Sequence[int] | None = None,
 ) -> Strategy:
     """The strategy of `strategy="auto"`: rank 0's choice, the same on every rank.
 
@@ -66,6 +68,8 @@ def agreed_strategy(
         same_bits: as for `ring_attention`.
         backward: whether gradients are wanted.
         node_size: consecutive ranks that are a node, where a mesh tells it.
+        global_ranks: of all ranks of the call, where they are not consecutive: those of a ring
+            between which other axes of a mesh lie are spread over more nodes.
 
     Raises:
         ValueError: ranks with different arguments, by number; or what rank 0 raised, on all alike.
@@ -79,9 +83,12 @@ def agreed_strategy(
 
         def chosen() -> Strategy:
             cluster = find_cluster(spec.device_type, transport.world_size)
-            if node_size is not None:
+            size = node_size
+            if size is None and global_ranks is not None and LOCAL_WORLD_SIZE in os.environ:
+                size = node_size_of(global_ranks, cluster.node_size)
+            if size is not None and size != cluster.node_size:
                 # A node's ports are those of the cluster's own nodes.
-                cluster = replace(cluster, node_size=node_size, ports=None)
+                cluster = replace(cluster, node_size=size, ports=None)
             problem = Problem(
                 spec, mask, transport.world_size, cluster, backend, same_bits, backward,
                 planner.memory_of(cluster),

@@ -16,8 +16,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import groupby
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -28,6 +29,9 @@ GB = 1e9
 
 # Where the machine's calibration is found, if no cluster is given.
 CLUSTER_VARIABLE = "RING_ATTN_CLUSTER"
+
+# Ranks of a node, as torchrun tells them.
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 
 
 @dataclass(frozen=True)
@@ -411,7 +415,7 @@ def find_cluster(device_type: str | None = None, world_size: int | None = None) 
         return load_cluster(path, world_size)
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    local = int(os.environ.get(LOCAL_WORLD_SIZE, 0))
     if device_type == "cpu":
         return cpu_cluster(local or world_size or 1)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
@@ -422,6 +426,21 @@ def find_cluster(device_type: str | None = None, world_size: int | None = None) 
         f"there is no built-in description of this machine ({name}): pass cluster=, or run "
         f"`ring-attn calibrate --json PATH` and set {CLUSTER_VARIABLE}=PATH"
     )
+
+
+def node_size_of(global_ranks: Sequence[int], ranks_per_node: int) -> int:
+    """Consecutive ranks of a group that always share a node.
+
+    Args:
+        global_ranks: of the group's ranks, in their order.
+        ranks_per_node: consecutive global ranks that are a node.
+
+    Example:
+        >>> node_size_of(range(16), 8), node_size_of(range(0, 16, 4), 8), node_size_of([0, 8, 1], 8)
+        (8, 2, 1)
+    """
+    runs = groupby(rank // ranks_per_node for rank in global_ranks)
+    return math.gcd(*(len(list(run)) for _, run in runs))
 
 
 def cpu_cluster(node_size: int = 1) -> Cluster:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import SequenceLayout, TransportOptions, ops, ring_attention
+from ring_attn import SequenceLayout, TransportOptions, ops, ring_attention, tree_decode
 from ring_attn.transport.p2p import open_p2p
 
 pytestmark = pytest.mark.dist
@@ -242,3 +243,28 @@ def test_off_by_default(ranks: Any) -> None:
 @pytest.mark.parametrize("check_on_ranks", [run_same_bits], ids=lambda fn: fn.__name__)
 def test_debug_changes_no_result(ranks: Any, check_on_ranks: Callable[[], None]) -> None:
     ranks(WORLD_SIZE).run(check_on_ranks)
+
+
+def alone_in_debug(kind: str) -> tuple[str, float]:
+    """Rank 1 does not come; the group itself would wait for much longer."""
+    group = dist.new_group()
+    if dist.get_rank() == ODD:
+        return "", 0.0
+    options = TransportOptions(timeout=1.5)
+    x = torch.ones(1, 4, 2, 8)
+    started = time.monotonic()
+    with debug("1"), pytest.raises(RuntimeError) as caught:
+        if kind == "decode":
+            tree_decode(x, x, x, group=group, transport=options)
+        else:
+            # An error of this rank, too, waits no longer for the others to be told.
+            bad = {"softcap": -1.0} if kind == "refused" else {}
+            ring_attention(x, x, x, group=group, transport=options, **bad)
+    return str(caught.value), time.monotonic() - started
+
+
+@pytest.mark.parametrize("kind", ["call", "decode", "refused"])
+def test_the_check_keeps_the_timeout(ranks: Any, kind: str) -> None:
+    for rank, (text, seconds) in enumerate(ranks(WORLD_SIZE).run(alone_in_debug, kind)):
+        if rank != ODD:
+            assert f"ranks [{ODD}] did not come" in text and seconds < 3.0, (rank, text, seconds)

@@ -38,6 +38,7 @@ from ring_attn.testing import (
 )
 from ring_attn.transport.local import LocalTransport, run_local
 from ring_attn.transport.p2p import P2PTransport, open_p2p
+from ring_attn.transport.ranks.group import rank_group
 
 pytestmark = pytest.mark.dist
 
@@ -710,15 +711,13 @@ def test_unshard(ranks: Any, world_size: int) -> None:
     ranks(world_size).run(unshard_round_trips)
 
 
-def transport_of_the_world() -> tuple[int, int, set[str]]:
-    """Rank, world size, and the channels that the ring has made process groups for."""
+def transport_of_the_world() -> tuple[int, int, list[str]]:
+    """Rank, world size, and the connections that the ring has made."""
     transport: P2PTransport = open_p2p(_world(), TransportOptions())
-    return transport.rank, transport.world_size, set(transport._groups)
+    ring_attention(*(torch.ones(1, 3, 2, 8) for _ in range(3)))
+    return transport.rank, transport.world_size, list(rank_group(_world())._media)
 
 
-def test_a_ring_of_one_makes_no_group(ranks: Any) -> None:
-    assert ranks(1).run(transport_of_the_world) == [(0, 1, set())]
-    for rank, found in enumerate(ranks(2).run(transport_of_the_world)):
-        assert found[:2] == (rank, 2)
-        # Other tests may have opened channels of double rings and decoding.
-        assert found[2] >= {"shards", "gradients"}
+def test_a_ring_of_one_makes_no_connections(ranks: Any) -> None:
+    assert ranks(1).run(transport_of_the_world) == [(0, 1, [])]
+    assert ranks(2).run(transport_of_the_world) == [(0, 2, ["cpu"]), (1, 2, ["cpu"])]

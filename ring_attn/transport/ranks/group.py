@@ -89,7 +89,9 @@ class RankGroup:
         self.seed = 0
         self.headers = Headers()
         self.waiting: Waiting | None = None
-        self._store = group.get_group_store()
+        # A client of its own: another thread that waits for a key, as torch does while it connects
+        # a group, keeps its client from everybody else for as long.
+        self._store = group.get_group_store().clone()
         self._sequence = 0
         self._number = 0
         self._calls: deque[Identity] = deque(maxlen=CALLS_TOLD)
