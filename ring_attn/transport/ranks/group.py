@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -91,7 +91,8 @@ class RankGroup:
         self.waiting: Waiting | None = None
         # A client of its own: another thread that waits for a key, as torch does while it connects
         # a group, keeps its client from everybody else for as long.
-        self._store = group.get_group_store().clone()
+        store: Any = group.get_group_store()
+        self._store = store.clone()
         self._sequence = 0
         self._number = 0
         self._calls: deque[Identity] = deque(maxlen=CALLS_TOLD)
