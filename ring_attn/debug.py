@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ring_attn import validation as check
 from ring_attn.spec import TransportOptions
@@ -60,6 +61,17 @@ def check_agreement(
         differences.append(f"{name}: {odd}, the other {count} have {usual}")
     if differences:
         raise ValueError("ranks disagree on the call; " + "; ".join(differences))
+
+
+def values_of(**tensors: Tensor | None) -> dict[str, object]:
+    """What is compared of tensors whose values must be equal on all ranks: weighted sums."""
+    sums: dict[str, object] = {}
+    for name, x in tensors.items():
+        if x is not None:
+            flat = x.detach().double().flatten()
+            weights = torch.arange(1.0, flat.numel() + 1, dtype=flat.dtype, device=x.device)
+            sums[f"values of {name}"] = (flat @ weights).item()
+    return sums
 
 
 def tell_refusal(error: BaseException, group: object, options: object = None) -> None:

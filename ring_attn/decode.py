@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn import validation as check
 from ring_attn.compiling import left_out_of_graphs
-from ring_attn.debug import check_agreement, debug_enabled, tell_refusal
+from ring_attn.debug import check_agreement, debug_enabled, tell_refusal, values_of
 from ring_attn.layout import Segment, SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.plan import Tile
@@ -30,7 +30,6 @@ from ring_attn.strategies.tree_decode import (
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks.group import refused
-from ring_attn.transport.ranks.identity import checksum
 from ring_attn.values import as_int, check_flag, check_type
 
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -172,10 +171,11 @@ def tree_decode(
         raise
     try:
         agreement = _agreement(spec, rows, causal, window, layout, call, transport)
-        values = [x for x in (q, sinks) if x is not None]
+        values = () if sinks is None else (sinks,)
         if debug_enabled():
-            sums = {"values of q and sinks": int(checksum(values))}
-            check_agreement(agreement.values | sums, process_group, transport)
+            check_agreement(
+                agreement.values | values_of(q=q, sinks=sinks), process_group, transport
+            )
         ends = open_p2p(process_group, transport)
         with ends.call("decode", agreement, q.device, values=values):
             tiles = _tiles(Mask(rows, 0, causal, window), rows_kv, layout, q.device, ends)

@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 
 from ring_attn import validation as check
 from ring_attn.backends import choose_backend
-from ring_attn.debug import check_agreement, debug_enabled, tell_refusal
+from ring_attn.debug import check_agreement, debug_enabled, tell_refusal, values_of
 from ring_attn.heads import share_heads
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
@@ -38,7 +38,6 @@ from ring_attn.strategy import Strategy, resolve_strategy
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks.group import refused
-from ring_attn.transport.ranks.identity import checksum
 
 # `layout` is a name, unless there are the numbers of two layouts, `strategy` one, unless there are
 # those of a Strategy. `group` is torch's name of the process group.
@@ -276,8 +275,8 @@ def _agreed(
         tell_refusal(error, arguments.process_group, arguments.transport)
         raise
     if debug_enabled():
-        values = {} if sinks is None else {"values of sinks": int(checksum([sinks]))}
-        check_agreement(agreement.values | values, arguments.process_group, arguments.transport)
+        described = agreement.values | values_of(sinks=sinks)
+        check_agreement(described, arguments.process_group, arguments.transport)
     return call, agreement
 
 

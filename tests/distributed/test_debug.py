@@ -146,6 +146,20 @@ def test_every_rank_is_told_who_differs_in_what(ranks: Any, name: str) -> None:
             assert f"rank {innocent} has" not in text, (rank, text)
 
 
+def run_other_sinks() -> str:
+    """The odd rank has the same sinks in another order."""
+    sinks = torch.tensor([0.5, -1.0, 0.0, 2.0])
+    mine = sinks.flip(0) if dist.get_rank() == ODD else sinks
+    with debug("1"), pytest.raises(ValueError) as caught:
+        ring_attention(**USUAL, sinks=mine)
+    return str(caught.value)
+
+
+def test_values_of_sinks_are_compared(ranks: Any) -> None:
+    for text in ranks(WORLD_SIZE).run(run_other_sinks):
+        assert f"values of sinks: rank {ODD} has" in text
+
+
 def run_nothing_else(name: str) -> list[str]:
     """What the message lists, by its names."""
     _, text, _ = run_different(name)

@@ -224,7 +224,7 @@ def with_another_query() -> str:
 
 def test_ranks_with_different_queries_are_named(ranks: Pools) -> None:
     for text in ranks(2).run(with_another_query):
-        assert "ranks disagree on the call; values of q and sinks: rank 1 has" in text
+        assert "ranks disagree on the call; values of q: rank 1 has" in text
 
 
 CONFIG = ModelConfig(dim=32, num_layers=2, nheads=4, nheads_kv=2, hidden_dim=48)

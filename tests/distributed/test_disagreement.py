@@ -167,7 +167,6 @@ HAPPENED: dict[str, Callable[..., None]] = {
 DECODES: dict[str, tuple[Arguments, Arguments]] = {
     "scale": ({}, {"softmax_scale": 0.5}),
     "softcap": ({"softcap": 5.0}, {"softcap": 6.0}),
-    "values of q": ({}, {"q": 2.0}),
     "values of sinks": ({"sinks": SINKS}, {"sinks": SINKS.flip(0)}),
     "queries": ({}, {"queries": 3}),
     "dtype of one size": ({"dtype": torch.float16}, {"dtype": torch.bfloat16}),
@@ -176,12 +175,12 @@ DECODES: dict[str, tuple[Arguments, Arguments]] = {
 }
 
 
-def decode(group: Group, q: float = 1.0, queries: int = 2, **arguments: Any) -> Tensor:
+def decode(group: Group, queries: int = 2, **arguments: Any) -> Tensor:
     dtype = arguments.pop("dtype", torch.float32)
     rows = torch.ones(1, queries, 4, 8, dtype=dtype)
     cache = torch.ones(1, ROWS, 4, 8, dtype=dtype)
     transport = TransportOptions(timeout=TIMEOUT)
-    return tree_decode(rows * q, cache, cache, group=group, transport=transport, **arguments)
+    return tree_decode(rows, cache, cache, group=group, transport=transport, **arguments)
 
 
 @dataclass(frozen=True)
@@ -282,7 +281,7 @@ def names_of(strategy: str) -> list[str]:
 def test_values_and_moments(ranks: Pools, strategy: str) -> None:
     """Differences that no size shows, and one that makes a message longer than its buffer."""
     if strategy == "decode":
-        names = ["values of q", "queries"]
+        names = ["values of sinks", "queries"]
     else:
         names = ["values of sinks", "backwards swapped", "refused", "more rows"]
     check(ranks, strategy, 2, names)

@@ -8,7 +8,7 @@ that must be equal, that tells one call from every other:
     number     of the forward: tells the backwards of two equal layers apart
     kind       forward, backward, decode, ...
     digest     of strategy, layout, mask, sizes, dtype, scale, ... by the names of the arguments
-    values     of sinks, and of a decode's queries
+    values     of sinks
 
 Every message carries it: on gloo as its tag, so that a message of another call is never received;
 on NCCL, which has no tags, as 64 bytes beside it that the device compares.
@@ -103,7 +103,7 @@ def difference(mine: Mapping[str, Any], others: Mapping[str, Any]) -> str | None
     names = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
     parts = [f"{name}: {there.get(name)} and {here.get(name)}" for name in names]
     if not parts and others["values"] != mine["values"]:
-        parts = ["values of sinks, or of the queries of a decode"]
+        parts = ["the values of sinks"]
     return f"{ranks}, {'; '.join(parts)}" if parts else None
 
 

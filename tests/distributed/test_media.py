@@ -1,0 +1,137 @@
+"""NCCL's communicators, with a class in NCCL's place that writes down how it is made."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, ClassVar
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from ring_attn import TransportOptions
+from ring_attn.transport.base import Channel
+from ring_attn.transport.p2p import open_p2p
+from ring_attn.transport.ranks import media
+
+pytestmark = pytest.mark.dist
+
+GPU = torch.device("cuda", 0)
+
+
+class Recorder:
+    """A ProcessGroupNCCL that connects to nothing."""
+
+    made: ClassVar[list[Recorder]] = []
+    Options = staticmethod(lambda: SimpleNamespace(config=SimpleNamespace()))
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        self.rank, self.size, self.options = rank, size, options
+        self.connected: list[torch.device] = []
+        self.ended: list[str] = []
+        # All members meet under one name in the store.
+        store.set(f"member {rank}", "")
+        store.wait([f"member {other}" for other in range(size)])
+        Recorder.made.append(self)
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.connected.append(device)
+
+    def abort(self) -> None:
+        self.ended.append("abort")
+
+    def shutdown(self) -> None:
+        self.ended.append("shutdown")
+
+
+def groups_of(kind: str) -> tuple[dist.ProcessGroup, list[int]]:
+    """A group that this rank is in, and its members."""
+    rank = dist.get_rank()
+    if kind == "world":
+        world = dist.group.WORLD
+        assert world is not None
+        return world, [0, 1, 2, 3]
+    if kind == "subgroup":
+        return dist.new_group([3, 1, 0, 2], sort_ranks=False), [3, 1, 0, 2]
+    if kind == "mesh":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        return mesh["cp"].get_group(), [rank // 2 * 2, rank // 2 * 2 + 1]
+    # Ranks of pipeline stages have made other numbers of groups, and only members make these.
+    members = [0, 1] if rank < 2 else [2, 3]
+    for _ in range(rank // 2):
+        dist.new_group(members, use_local_synchronization=True)
+    return dist.new_group(members, use_local_synchronization=True), members
+
+
+def made_for(kind: str, eager: bool) -> list[dict[str, Any]]:
+    """The communicators of two channels, each asked for twice, and one with an option."""
+    group, members = groups_of(kind)
+    world = dist.group.WORLD
+    assert world is not None
+    Recorder.made.clear()
+    channels: tuple[Channel, ...] = ("shards", "shards", "gradients")
+    if eager:
+        world.bound_device_id = GPU
+    try:
+        with (
+            mock.patch.object(dist, "ProcessGroupNCCL", Recorder, create=True),
+            mock.patch.object(dist, "new_group", side_effect=AssertionError("a group of torch's")),
+        ):
+            for channel in channels:
+                open_p2p(group, TransportOptions()).join(channel, GPU)
+            open_p2p(group, TransportOptions(nccl_max_ctas=4)).join("shards", GPU)
+    finally:
+        world.bound_device_id = None
+    expected = (members.index(dist.get_rank()), len(members))
+    return [
+        {
+            "place": (one.rank, one.size) == expected,
+            "connected": one.connected == [GPU],
+            "split": hasattr(one.options, "split_from"),
+            "ctas": getattr(one.options.config, "max_ctas", None),
+            "name": one.options.group_name,
+        }
+        for one in Recorder.made
+    ]
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["lazy", "eager"])
+@pytest.mark.parametrize("kind", ["world", "subgroup", "mesh", "stages"])
+def test_communicators_are_made_by_their_members(fresh_ranks: Any, kind: str, eager: bool) -> None:
+    """None is split off another one, whatever init_process_group was told."""
+    results = fresh_ranks(4).run(made_for, kind, eager)
+    for made in results:
+        assert len(made) == 3
+        assert all(one["place"] and one["connected"] and not one["split"] for one in made)
+        assert [one["ctas"] for one in made] == [None, None, 4]
+        assert len({one["name"] for one in made}) == 3
+    assert results[0] == results[1]
+
+
+def test_communicators_end_with_their_owner() -> None:
+    """They are shut down when nobody holds them any more, and aborted when the ring fails."""
+    store = dist.HashStore()
+    Recorder.made.clear()
+    with mock.patch.object(dist, "ProcessGroupNCCL", Recorder, create=True):
+        nccl = media.Nccl(store, "meeting", 0)
+        nccl.communicator((0,), "shards", TransportOptions(), 1.0, GPU)
+        (one,) = Recorder.made
+        nccl.close()
+        assert one.ended == ["abort"]
+        del nccl
+    assert one.ended == ["abort", "shutdown"]
+
+
+def test_several_operations_are_one_group() -> None:
+    """What NCCL starts one by one could wait for each other."""
+    log: list[str] = []
+    communicator = mock.Mock()
+    communicator._start_coalescing.side_effect = lambda: log.append("start")
+    communicator._end_coalescing.side_effect = lambda: log.append("end") or "work"
+    tensors: list[Tensor] = [torch.zeros(1), torch.zeros(1)]
+    starts = [lambda i=i: log.append(f"op {i}") for i in range(len(tensors))]
+    assert media.coalesced(communicator, starts) == "work"
+    assert log == ["start", "op 0", "op 1", "end"]
