@@ -20,6 +20,7 @@ from ring_attn.ops import CallArguments
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.spec import AttentionSpec, TransportOptions
 from ring_attn.strategy import Strategy, checked_strategy
+from ring_attn.torch_private import is_traced_as_constant
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.p2p import new_p2p, open_p2p
 from ring_attn.transport.ranks.group import refused
@@ -261,15 +262,12 @@ def _checked(
     )
 
 
+@is_traced_as_constant
 def _described(group: Group, device_type: str) -> tuple[str, tuple[int, ...]]:
     """Torch's name of the group and the shape of the mesh; a compiled graph is for one group."""
     process_group = check.check_group(group)
     check.check_group_device(process_group, torch.device(device_type))
     return process_group.group_name, check.mesh_shape(group)
-
-
-# As torch.compiler.assume_constant_result marks a function; that would load the compiler.
-vars(_described)["_dynamo_marked_constant"] = True
 
 
 @left_out_of_graphs(

@@ -8,6 +8,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
+from ring_attn.torch_private import break_graph
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -45,7 +47,7 @@ def left_out_of_graphs(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             if not torch.compiler.is_compiling():
                 return function(*args, **kwargs)
-            torch._dynamo.graph_break(msg=reason)
+            break_graph(reason)
             result: T = torch.compiler.disable(function)(*args, **kwargs)
             return result
 

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from ring_attn import validation as check
 from ring_attn.backends import choose_backend
@@ -35,6 +34,7 @@ from ring_attn.spec import AttentionSpec, TransportOptions
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.core import make_call
 from ring_attn.strategy import Strategy, resolve_strategy
+from ring_attn.torch_private import group_by_name
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks.group import refused
@@ -83,9 +83,7 @@ class CallArguments(NamedTuple):
     @property
     def process_group(self) -> dist.ProcessGroup:
         """All ranks of the call."""
-        # What torch's own operators find a group by; a name is all that a graph can hold.
-        resolve_group: Any = vars(distributed_c10d)["_resolve_process_group"]
-        return cast(dist.ProcessGroup, resolve_group(self.group))
+        return group_by_name(self.group)
 
     @property
     def transport(self) -> TransportOptions:

@@ -41,7 +41,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
-from torch.utils._pytree import tree_map_only
 
 from ring_attn import validation as check
 from ring_attn.api import Layout, ring_attention
@@ -49,6 +48,7 @@ from ring_attn.layout import SequenceLayout
 from ring_attn.sdpa import route_sdpa, sdpa_attention
 from ring_attn.spec import TransportOptions
 from ring_attn.strategy import NAMES, Strategy, checked_strategy, resolve_strategy
+from ring_attn.torch_private import tree_map_only
 from ring_attn.values import as_int, as_tuple, check_one_of
 
 Inside = Literal["global", "local", "whole"]

@@ -35,8 +35,9 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._autograd import _profiler_enabled
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from ring_attn.torch_private import profiler_enabled
 
 Direction = Literal["forward", "backward"]
 
@@ -337,7 +338,7 @@ class Observer:
 
 def is_observed() -> bool:
     """Whether a call that begins now is to be watched, by whomever."""
-    return _collected.depth > 0 or NVTX or _profiler_enabled()
+    return _collected.depth > 0 or NVTX or profiler_enabled()
 
 
 @contextmanager
@@ -533,7 +534,7 @@ _collected = _Collected(int(STATS_ALWAYS))
 def _named(name: str) -> Iterator[None]:
     """A range in the profilers that are on."""
     with ExitStack() as ranges:
-        if _profiler_enabled():
+        if profiler_enabled():
             ranges.enter_context(record_function(name))
         if NVTX:
             ranges.enter_context(_nvtx_range(name))

@@ -20,9 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ring_attn.api import ring_attention
 from ring_attn.layout import SequenceLayout
-
-# By identity, and as it was before anybody patched the module.
-_SDPA: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
+from ring_attn.torch_private import native_sdpa
 
 
 def sdpa_attention(
@@ -152,7 +150,7 @@ class route_sdpa(TorchFunctionMode):  # noqa: N801 - used as a context manager, 
     ) -> Any:
         """Every function of torch comes by here; the mode is off meanwhile, if not said here."""
         kwargs = kwargs or {}
-        if func is _SDPA:
+        if func is native_sdpa:
             return self.attend(*args, **kwargs)
         if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
             raise NotImplementedError(

@@ -9,19 +9,18 @@ all ranks share, or on a rank's own shard; so a bad argument on every rank raise
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn.layout import LAYOUTS, SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.spec import TransportOptions
+from ring_attn.torch_private import flattened, functorch
 from ring_attn.values import check_dim, check_int, check_number, check_type
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -371,24 +370,8 @@ def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
         if ranks == dist.get_process_group_ranks(world):
             _flat_groups[mesh] = world
         else:
-            with _never_split(world):
-                _flat_groups[mesh] = mesh._flatten().get_group()
+            _flat_groups[mesh] = flattened(mesh)
     return _flat_groups[mesh]
-
-
-@contextmanager
-def _never_split(world: dist.ProcessGroup) -> Iterator[None]:
-    """Groups that torch makes within are new ones, not split off the world's communicator.
-
-    With init_process_group(device_id=...) torch would split it, which ranks of the world that make
-    no such group never join.
-    """
-    device = world.bound_device_id
-    world.bound_device_id = None
-    try:
-        yield
-    finally:
-        world.bound_device_id = device
 
 
 # torch looks the flattened mesh up by a name that it builds at every call.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -164,7 +165,7 @@ def _installed() -> str | None:
         return None
 
 
-def _operators() -> torch._ops._OpNamespace:
+def _operators() -> Any:
     import flash_attn.flash_attn_interface  # noqa: F401 - registers the operators
 
     return torch.ops.flash_attn

@@ -6,7 +6,6 @@ torch.distributed. All tensors are flat; at most one exchange is under way on a 
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +14,6 @@ from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn.plan import Hop
@@ -177,15 +175,3 @@ def check_ranks(ranks: tuple[int, ...], rank: int, world_size: int) -> None:
         raise ValueError(f"rank {rank} must be among the ranks of its transport, got {ranks}")
     if list(ranks) != sorted({r for r in ranks if 0 <= r < world_size}):
         raise ValueError(f"ranks must ascend, each in [0, {world_size}), got {ranks}")
-
-
-def group_timeout(group: dist.ProcessGroup) -> float:
-    """Seconds of the group's own timeout."""
-    for device in ("cuda", "cpu"):
-        try:
-            backend = group._get_backend(torch.device(device))
-        except RuntimeError:
-            continue
-        timeout: datetime.timedelta = backend.options._timeout
-        return timeout.total_seconds()
-    raise RuntimeError("the process group has no backend for cpu or cuda")

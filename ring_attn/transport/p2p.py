@@ -33,16 +33,16 @@ from torch import Tensor
 
 from ring_attn.plan import Hop
 from ring_attn.spec import TransportOptions
+from ring_attn.torch_private import coalesced, group_timeout
 from ring_attn.transport.base import (
     Agreement,
     Channel,
     TransportStats,
     check_ranks,
-    group_timeout,
 )
 from ring_attn.transport.ranks.group import RankGroup, Waiting, describe_error, rank_group
 from ring_attn.transport.ranks.identity import Identity, checksum, message_tag
-from ring_attn.transport.ranks.media import Gloo, Nccl, coalesced
+from ring_attn.transport.ranks.media import Gloo, Nccl
 
 RECEIVE, SEND = "receive from", "send to"
 Started = tuple[dist.Work, str, int]

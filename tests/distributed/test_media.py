@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_attn import TransportOptions
+from ring_attn.torch_private import coalesced
 from ring_attn.transport.base import Channel
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import media
@@ -133,5 +134,5 @@ def test_several_operations_are_one_group() -> None:
     communicator._end_coalescing.side_effect = lambda: log.append("end") or "work"
     tensors: list[Tensor] = [torch.zeros(1), torch.zeros(1)]
     starts = [lambda i=i: log.append(f"op {i}") for i in range(len(tensors))]
-    assert media.coalesced(communicator, starts) == "work"
+    assert coalesced(communicator, starts) == "work"
     assert log == ["start", "op 0", "op 1", "end"]

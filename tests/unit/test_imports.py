@@ -18,8 +18,8 @@ PACKAGE = "ring_attn"
 # (SIBLINGS restricts that) and the units named here, and nothing else of ours. Imports inside
 # functions count.
 DATA = {
-    "values", "compiling", "heads", "mask", "layout", "plan", "buffers", "work", "cost", "state",
-    "spec",
+    "torch_private", "values", "compiling", "heads", "mask", "layout", "plan", "buffers", "work",
+    "cost", "state", "spec",
 }  # fmt: skip
 ENGINE = DATA | {"strategy", "validation", "profiling", "backends", "transport", "strategies"}
 API = ENGINE | {
@@ -36,14 +36,15 @@ PUBLIC = API | {"sdpa", "parallel_style", "__init__", "integrations"}
 TOOLS = PUBLIC | {"interrupt", "launch", "arguments", "env", "testing"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
-    "compiling": set(),
+    "torch_private": set(),
+    "compiling": {"torch_private"},
     "values": set(),
     "heads": set(),
     "mask": set(),
     "spec": set(),
     "strategy": {"values"},
     "state": set(),
-    "profiling": set(),
+    "profiling": {"torch_private"},
     "layout": {"values", "compiling", "mask"},
     "plan": {"mask", "layout"},
     "buffers": {"plan"},
@@ -204,6 +205,33 @@ def test_imports_go_one_way(module: str) -> None:
     path = MODULES[module]
     wrong = violations(module, path.name == "__init__.py", path.read_text(), set(MODULES))
     assert not wrong, "\n".join(wrong)
+
+
+def private_names(source: str) -> list[str]:
+    """Names of torch's in a module that begin with an underscore, as far as imports show them."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            found += [name for name in names if name.startswith("_")]
+            if "distributed_c10d" in names:
+                found.append("distributed_c10d")
+        elif (
+            isinstance(node, ast.Attribute)
+            and node.attr.startswith("_")
+            and not node.attr.startswith("__")
+            and ast.unparse(node.value).split(".")[0] in ("torch", "dist")
+        ):
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_private_names_of_torch_stand_in_one_file() -> None:
+    assert private_names(MODULES["ring_attn.torch_private"].read_text())
+    for module, path in MODULES.items():
+        unit = unit_of(module)
+        if unit not in ("torch_private", "bench", "kernels"):
+            assert not private_names(path.read_text()), module
 
 
 def test_the_table_has_no_cycle() -> None:

@@ -11,8 +11,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from torch.distributed.distributed_c10d import Store
-
+from ring_attn.torch_private import Store
 from ring_attn.transport.ranks.identity import Identity, difference
 
 # Of an error's text.

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from ring_attn.torch_private import PrefixStore, Store
 
 T = TypeVar("T")
 

@@ -16,11 +16,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ring_attn.torch_private import store_client
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.ranks.board import Board
 from ring_attn.transport.ranks.formation import bounded, meet
@@ -89,10 +90,7 @@ class RankGroup:
         self.seed = 0
         self.headers = Headers()
         self.waiting: Waiting | None = None
-        # A client of its own: another thread that waits for a key, as torch does while it connects
-        # a group, keeps its client from everybody else for as long.
-        store: Any = group.get_group_store()
-        self._store = store.clone()
+        self._store = store_client(group)
         self._sequence = 0
         self._number = 0
         self._calls: deque[Identity] = deque(maxlen=CALLS_TOLD)

@@ -11,15 +11,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import weakref
-from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store
 
 from ring_attn.spec import TransportOptions
+from ring_attn.torch_private import PrefixStore, Store, nccl_options
 from ring_attn.transport.base import Channel
 from ring_attn.transport.ranks.formation import connect_gloo, meet
 
@@ -105,17 +104,9 @@ class Nccl:
         if key not in self._communicators:
             name = f"{self._meeting}/{members}/{channel}/{options.nccl_max_ctas}"
             meeting = meet(self._store, name, self._rank, members, seconds)
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = datetime.timedelta(seconds=seconds)
-            nccl.group_name = GroupName(meeting)
-            if options.nccl_max_ctas is not None:
-                nccl.config.max_ctas = options.nccl_max_ctas
-            communicator: Any = dist.ProcessGroupNCCL(
-                PrefixStore(meeting, self._store),
-                members.index(self._rank),
-                len(members),
-                nccl,
-            )
+            nccl = nccl_options(meeting, seconds, options.nccl_max_ctas)
+            store, rank = PrefixStore(meeting, self._store), members.index(self._rank)
+            communicator: Any = dist.ProcessGroupNCCL(store, rank, len(members), nccl)
             # Not split off another communicator, which would need that one's other ranks.
             communicator.eager_connect_single_device(device)
             self._communicators[key] = communicator
@@ -130,12 +121,3 @@ class Nccl:
 def _shut_down(communicators: dict[Any, Any]) -> None:
     for communicator in communicators.values():
         communicator.shutdown()
-
-
-def coalesced(communicator: Any, starts: Sequence[Callable[[], object]]) -> dist.Work:
-    """Starts several operations as one group of NCCL, in which none waits for another."""
-    communicator._start_coalescing()
-    for start in starts:
-        start()
-    work: dist.Work = communicator._end_coalescing()
-    return work

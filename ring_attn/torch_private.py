@@ -1,0 +1,128 @@
+"""Every private name of torch that this package uses: what a new torch may break stands here.
+
+Beside it, only the methods of a process group's backend that torch itself calls: `send`, `recv`,
+`_allgather_base`, `_reduce_scatter_base`, `alltoall_base`, in `transport`.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _functorch as functorch
+from torch._C._autograd import _profiler_enabled as profiler_enabled
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store
+from torch.utils._pytree import tree_map_only
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+__all__ = [
+    "PrefixStore",
+    "Store",
+    "break_graph",
+    "coalesced",
+    "flattened",
+    "functorch",
+    "group_by_name",
+    "group_timeout",
+    "is_traced_as_constant",
+    "native_sdpa",
+    "nccl_options",
+    "profiler_enabled",
+    "store_client",
+    "tree_map_only",
+]
+
+# By identity, and as it was before anybody patched the module.
+native_sdpa: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
+
+
+def group_by_name(name: str) -> dist.ProcessGroup:
+    """The process group of that name, which is all that a graph can hold of it."""
+    resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
+    return cast(dist.ProcessGroup, resolve(name))
+
+
+def group_timeout(group: dist.ProcessGroup) -> float:
+    """Seconds of the group's own timeout."""
+    for device in ("cuda", "cpu"):
+        try:
+            backend = group._get_backend(torch.device(device))
+        except RuntimeError:
+            continue
+        timeout: datetime.timedelta = backend.options._timeout
+        return timeout.total_seconds()
+    raise RuntimeError("the process group has no backend for cpu or cuda")
+
+
+def store_client(group: dist.ProcessGroup) -> Store:
+    """A client of the group's store for one user alone.
+
+    Another thread that waits for a key, as torch does while it connects a group, keeps its client
+    from everybody else for as long.
+    """
+    store: Any = group.get_group_store()
+    return cast(Store, store.clone())
+
+
+def nccl_options(name: str, seconds: float, max_ctas: int | None) -> Any:
+    """Options of a communicator."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = datetime.timedelta(seconds=seconds)
+    options.group_name = GroupName(name)
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+    return options
+
+
+def coalesced(communicator: Any, starts: Sequence[Callable[[], object]]) -> dist.Work:
+    """Starts several operations as one group of NCCL, in which none waits for another."""
+    communicator._start_coalescing()
+    for start in starts:
+        start()
+    work: dist.Work = communicator._end_coalescing()
+    return work
+
+
+def flattened(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of all ranks of a mesh with several axes; every rank of the mesh calls it."""
+    world = dist.group.WORLD
+    assert world is not None, "a mesh has a process group"
+    with _never_split(world):
+        return mesh._flatten().get_group()
+
+
+@contextmanager
+def _never_split(world: dist.ProcessGroup) -> Iterator[None]:
+    """Groups that torch makes within are new ones, not split off the world's communicator.
+
+    With init_process_group(device_id=...) torch would split it, which ranks of the world that make
+    no such group never join.
+    """
+    device = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+def break_graph(reason: str) -> None:
+    """Ends the graph that dynamo is tracing; with fullgraph=True it raises the reason."""
+    torch._dynamo.graph_break(msg=reason)
+
+
+def is_traced_as_constant(function: F) -> F:
+    """Marks a function whose result a graph holds, without loading the compiler.
+
+    As `torch.compiler.assume_constant_result`.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
