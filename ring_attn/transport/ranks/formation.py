@@ -118,7 +118,11 @@ def connect_gloo(
     try:
         gloo = bounded(lambda: dist.ProcessGroupGloo(prefix, rank, world_size, each), seconds)
     except (RuntimeError, TimeoutError) as error:
-        # Who is missing now has gone between the roll-call and here.
-        meet(store, f"{meeting}/left", rank, range(world_size), LEAST_CONNECT_S)
-        raise MissingRanksError(f"all ranks came, but could not connect: {error}") from error
+        text = "all ranks came, but they could not connect to each other"
+        try:
+            meet(store, f"{meeting}/left", rank, range(world_size), LEAST_CONNECT_S)
+        except MissingRanksError as missing:
+            # Those that have gone, and those that are still trying.
+            raise MissingRanksError(f"{text}; when asked again, {missing}") from error
+        raise MissingRanksError(f"{text}: {error}") from error
     return gloo
