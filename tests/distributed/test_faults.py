@@ -177,10 +177,10 @@ def test_a_fault_anywhere_on_one_rank(ranks: Pools, case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("num_odd", [1, 2, 3])
 def test_faults_on_several_ranks(ranks: Pools, case: str, num_odd: int) -> None:
-    """Every event and every choice of ranks."""
+    """Every event, each with one choice of ranks after another; all of them take 17 minutes."""
     number = max(ranks(WORLD_SIZE).run(count_events, case))
     choices = list(combinations(range(WORLD_SIZE), num_odd))
-    check(ranks, case, [(at, odd) for at in range(number) for odd in choices])
+    check(ranks, case, [(at, choices[at % len(choices)]) for at in range(number)])
 
 
 # -- interrupts
