@@ -42,7 +42,7 @@ STORE_S = 1.0
 
 # Seconds that the other ranks are given to read of a failure before connections are closed. gloo
 # does not wake a rank that waits for the rest of a message when its connection is lost halfway
-# (4 of 2,700 faults raised on purpose): that rank would wait until its timeout.
+# (4 of 2,338 faults raised on purpose): that rank would wait until its timeout.
 NOTICE_S = 3 * PERIOD_S
 
 # Seconds after a lost connection in which its reason may still be written down.
