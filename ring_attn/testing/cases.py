@@ -174,7 +174,7 @@ class Case:
         batch: None is one packed sequence where there are documents, else two.
         softmax_scale: as for `ring_attention`.
         softcap: as for `ring_attention`.
-        sinks: whether there are sinks.
+        sinks: whether there are sinks, or a logit for each head.
         noncontiguous: shards with heads before rows in memory and gaps between elements.
         large_logits: logits some hundreds apart.
         same_bits: as for `ring_attention`.
@@ -191,7 +191,7 @@ class Case:
     batch: int | None = None
     softmax_scale: float | None = None
     softcap: float = 0.0
-    sinks: bool = False
+    sinks: bool | tuple[float, ...] = False
     noncontiguous: bool = False
     large_logits: bool = False
     same_bits: bool | None = None
@@ -236,6 +236,8 @@ class Case:
         """(nheads,) float32, None without."""
         if not self.sinks:
             return None
+        if isinstance(self.sinks, tuple):
+            return torch.tensor(self.sinks, device=device)
         return random_sinks(self.build_heads().nheads, device=device, seed=self.seed)
 
     @property
@@ -249,7 +251,7 @@ class Case:
         options = {
             "strided": self.noncontiguous,
             "large logits": self.large_logits,
-            "sinks": self.sinks,
+            "sinks": bool(self.sinks),
             f"softcap={self.softcap:g}": self.softcap > 0.0,
         }
         return [name for name, there in options.items() if there]

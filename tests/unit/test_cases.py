@@ -1,13 +1,17 @@
-"""The table of cases, and the harness that runs all ranks of one: it can fail."""
+"""The table of cases, and the harness that runs all ranks of one: planted faults are found."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from torch import Tensor
 
 from ring_attn import testing
 from ring_attn.strategy import Strategy
+from ring_attn.testing import Case, run_all_ranks
+from ring_attn.transport.local import LocalTransport
 
 
 def test_cases_cover_what_they_say() -> None:
@@ -60,3 +64,37 @@ def test_layouts_of_cases_hold_every_row(world_size: int) -> None:
         assert [layout.seqlen for layout in layouts] == [mask.seqlen_q, mask.seqlen_k]
         if case.layout == "boundaries" and world_size > 1:
             assert all(0 in layout.shard_lens for layout in layouts)
+
+
+# -- planted faults
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses", "q_exchange"])
+def test_a_message_that_is_lost_is_found(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was received is left as it was allocated."""
+    wait = LocalTransport.wait
+
+    def lose(self: LocalTransport, channel: Any) -> None:
+        pending = self._pending[channel]
+        if self.rank == 1:
+            pending.take = lambda *_: None
+        wait(self, channel)
+
+    monkeypatch.setattr(LocalTransport, "wait", lose)
+    failures = run_all_ranks(Case("full", strategy=strategy, seqlen=61), 4).failures
+    assert {name for name in ("out", "dq", "dk", "dv") if f" {name}: " in str(failures)} == {
+        "out", "dq", "dk", "dv",
+    }  # fmt: skip
+
+
+def test_heads_mixed_up_on_one_rank_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = testing.ranks._shards
+
+    def mixed(case: Case, inputs: Any, layouts: Any, rank: int) -> list[Tensor]:
+        q, *others = shards(case, inputs, layouts, rank)
+        return [q.roll(1, 2) if rank == 1 else q, *others]
+
+    monkeypatch.setattr(testing.ranks, "_shards", mixed)
+    for strategy in testing.STRATEGIES[:-1]:
+        layout = "contiguous" if strategy == "q_exchange" else "zigzag"
+        assert run_all_ranks(Case("causal", layout, strategy, seqlen=61), 4).failures
