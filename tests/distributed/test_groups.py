@@ -37,6 +37,7 @@ from ring_attn.testing import (
 )
 from ring_attn.transport import p2p
 from ring_attn.transport.p2p import open_p2p
+from ring_attn.transport.ranks.group import rank_group
 
 pytestmark = pytest.mark.dist
 
@@ -280,6 +281,19 @@ def everything_goes_with_the_group() -> None:
     while any(now > one for now, one in zip(held_by_the_process(), before, strict=True)):
         assert time.monotonic() < deadline, (held_by_the_process(), before)
         time.sleep(0.02)
+
+
+def connections() -> list[str]:
+    """What the ring of the world is connected by after a call."""
+    world = dist.group.WORLD
+    assert world is not None
+    ring_attention(*(torch.ones(1, 3, 2, 8) for _ in range(3)))
+    return list(rank_group(world)._media)
+
+
+def test_a_ring_of_one_makes_no_connections(ranks: Any) -> None:
+    assert ranks(1).run(connections) == [[]]
+    assert ranks(2).run(connections) == [["cpu"], ["cpu"]]
 
 
 def groups_by_torch(strategy: str) -> int:

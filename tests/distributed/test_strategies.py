@@ -1,107 +1,116 @@
-"""ring_attention(strategy=) over gloo: names, meshes with two axes, autograd around the calls."""
+"""Every strategy between processes: the results, bits and messages of the same call in one process.
+
+And in Triton's interpreter, on meshes with two axes, with a batch dim and other odd inputs.
+"""
 
 from __future__ import annotations
 
+import os
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
-from ring_attn import SequenceLayout, Strategy, ring_attention, unshard
+from ring_attn import SequenceLayout, Strategy, ring_attention
 from ring_attn.mask import Mask
 from ring_attn.testing import (
-    RESULTS_WITH_SINKS,
-    Expected,
-    check_all,
-    dense_gradients,
-    plain_gradients,
-    poisoned_empty,
+    LAYOUTS,
+    AllRanks,
+    Case,
+    Heads,
+    Sent,
+    cases,
     random_qkv,
-    random_sinks,
+    run_all_ranks,
 )
 
 pytestmark = pytest.mark.dist
 
-SEQLEN = 97
-MASK = Mask(SEQLEN, SEQLEN, causal=True)
-
-STRATEGIES: dict[str, str | Strategy] = {
-    "ring": "ring",
-    "all_gather": "all_gather",
-    "all_gather of two heads": Strategy("all_gather", heads_per_chunk=2),
-    "ulysses": "ulysses",
-    "hybrid": Strategy(ulysses_degree=2),
-    "double_ring": Strategy(inner_degree=2),
-    "hybrid all_gather": Strategy("all_gather", ulysses_degree=2),
-    "q_exchange": "q_exchange",
-}
+GRID = [
+    *((name, p) for name in ("ring", "all_gather", "q_exchange") for p in (1, 2, 3, 4)),
+    ("ulysses", 2),
+    ("ulysses", 3),
+    ("ulysses", 4),
+    *((name, 4) for name in ("double_ring", "hybrid", "hybrid all_gather")),
+]
 
 
-def shards(layout: SequenceLayout) -> tuple[list[Tensor], Tensor]:
-    """This rank's q, k, v, with gradients, the sinks, and its dout."""
-    rank = dist.get_rank()
-    inputs = random_qkv(seqlen_q=SEQLEN, nheads=4, nheads_kv=2, headdim=16)
-    *qkv, dout = (layout.shard(x, rank) for x in inputs)
-    return [x.requires_grad_() for x in (*qkv, random_sinks(4))], dout
+def assert_as_in_one_process(ranks: Any, case: Case, world_size: int) -> AllRanks:
+    got = run_all_ranks(case, world_size, ranks(world_size).run)
+    alone = run_all_ranks(case, world_size)
+    assert not got.failures
+    assert got.differing(alone) == [] and got.sent == alone.sent, str(case)
+    return got
 
 
-def attend(leaves: list[Tensor], layout: SequenceLayout, **options: Any) -> tuple[Tensor, Tensor]:
-    *qkv, sinks = leaves
-    with poisoned_empty():
-        return ring_attention(
-            *qkv, causal=True, sinks=sinks, layout=layout, return_lse=True, **options
-        )
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("name", "world_size"), GRID)
+def test_as_in_one_process(
+    ranks: Any, one_thread: None, name: str, world_size: int, layout: str
+) -> None:
+    if name == "q_exchange" and layout in ("zigzag", "striped"):
+        return  # refused, see test_refused_calls
+    backends = ("auto", "reference")
+    for case in cases(True, backends=backends, layouts=[layout], strategies=[name]):
+        got = assert_as_in_one_process(ranks, case, world_size)
+        if world_size == 1:
+            assert got.sent == ((Sent(0, 0), Sent(0, 0)),)
 
 
-def results(layout: SequenceLayout, **options: Any) -> tuple[Tensor, ...]:
-    """This rank's out, lse, dq, dk, dv, dsinks."""
-    leaves, dout = shards(layout)
-    out, lse = attend(leaves, layout, **options)
-    return out.detach(), lse, *torch.autograd.grad(out, leaves, dout)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("documents", "zigzag", batch=1),
+        Case("documents unequal", "boundaries", batch=1, noncontiguous=True),
+        Case("causal", "zigzag", seqlen=257, batch=3, large_logits=True),
+        Case("causal", "contiguous", heads=Heads(4, 1, 7, 5), softmax_scale=0.3),
+        Case("full", "zigzag", heads=Heads(4, 1, 128, 128), dtype="bfloat16"),
+        Case("causal", "striped", backend="reference", dtype="float64", heads=Heads(6, 3, 16, 40)),
+        Case("window", "zigzag", Strategy("all_gather", heads_per_chunk=2), sinks=True),
+        *(
+            Case(mask, layout, "ring", heads=Heads(2, nheads_kv, 16, 16))
+            for mask, layout, nheads_kv in (
+                ("no keys", "contiguous", 1),
+                ("no queries", "zigzag", 2),
+                ("three rows", "boundaries", 1),
+                ("diagonal", "striped", 2),
+                ("few visible", "zigzag", 1),
+                ("keys unseen", "contiguous", 2),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_odd_calls(ranks: Any, one_thread: None, case: Case) -> None:
+    for world_size in (2, 4):
+        assert_as_in_one_process(ranks, case, world_size)
 
 
-def layout_for(name: str) -> SequenceLayout:
-    kind = "contiguous" if name == "q_exchange" else "zigzag"
-    return SequenceLayout.from_name(kind, SEQLEN, dist.get_world_size())
-
-
-def run_by_name(name: str) -> Expected:
-    """The whole of it on every rank."""
-    layout = layout_for(name)
-    out, lse, dq, dk, dv, dsinks = results(layout, strategy=STRATEGIES[name])
-    dist.all_reduce(dsinks)
-    rows = (unshard(x, layout) for x in (dq, dk, dv))
-    return Expected(unshard(out, layout), unshard(lse, layout, dim=2), *rows, dsinks)
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_is_dense_attention(ranks: Any, one_thread: None, name: str) -> None:
-    inputs = random_qkv(seqlen_q=SEQLEN, nheads=4, nheads_kv=2, headdim=16)
-    oracle, plain = (
-        f(*inputs, MASK, sinks=random_sinks(4)) for f in (dense_gradients, plain_gradients)
-    )
-    for got in ranks(4).run(run_by_name, name):
-        verdicts = check_all(got, oracle, plain)
-        assert len(verdicts) == len(RESULTS_WITH_SINKS)
-        assert all(verdict.ok for verdict in verdicts), [str(v) for v in verdicts if not v.ok]
+# -- meshes
 
 
 def run_on_a_mesh() -> dict[str, bool]:
     """Whether a mesh with two axes gives the bits of the strategy with the same degree."""
-    layout = layout_for("ring")
+    layout = SequenceLayout.zigzag(97, 4)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "gpus"))
+    inputs = random_qkv(seqlen_q=97, nheads=4, nheads_kv=2, headdim=16)
+    q, k, v, dout = (layout.shard(x, dist.get_rank()) for x in inputs)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def results(**options: Any) -> list[torch.Tensor]:
+        out, lse = ring_attention(*leaves, causal=True, layout=layout, return_lse=True, **options)
+        return [out, lse, *torch.autograd.grad(out, leaves, dout)]
+
     same = {}
     for name, strategy in {
         "hybrid": Strategy(ulysses_degree=2),
         "double_ring": Strategy(inner_degree=2),
     }.items():
-        expected = results(layout, strategy=strategy)
-        got = results(layout, strategy=name, group=mesh)
-        again = results(layout, strategy=strategy, group=mesh)
+        expected = results(strategy=strategy)
+        got, again = (results(strategy=one, group=mesh) for one in (name, strategy))
         same[name] = all(map(torch.equal, got, expected)) and all(map(torch.equal, again, expected))
     return same
 
@@ -110,53 +119,79 @@ def test_a_mesh_with_two_axes_gives_the_degree(ranks: Any) -> None:
     assert ranks(4).run(run_on_a_mesh) == [{"hybrid": True, "double_ring": True}] * 4
 
 
-def run_checkpointed(name: str) -> bool:
-    """Whether recomputed activations give the bits of kept ones, and no others are kept."""
-    layout, strategy = layout_for(name), STRATEGIES[name]
-    expected = results(layout, strategy=strategy)
-    leaves, dout = shards(layout)
+# -- triton
 
-    def attention(*xs: Tensor) -> tuple[Tensor, Tensor]:
-        return attend(list(xs), layout, strategy=strategy)
-
-    out, _ = checkpoint(attention, *leaves, use_reentrant=False)
-    return all(map(torch.equal, torch.autograd.grad(out, leaves, dout), expected[2:]))
+# Where there is a GPU the interpreter has to be asked for.
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
+    reason="CPU tensors need TRITON_INTERPRET=1 on a machine with a GPU",
+)
+SHARED = Heads(2, 1, 20, 16)
 
 
-def run_twice_differentiated(name: str) -> str:
-    """What differentiating a gradient again says; dout is constant, so nothing else is in it."""
-    layout = layout_for(name)
-    leaves, dout = shards(layout)
-    out, _ = attend(leaves, layout, strategy=STRATEGIES[name])
-    grads = torch.autograd.grad(out, leaves, dout, create_graph=True)
-    try:
-        torch.autograd.grad(sum(x.sum() for x in grads), leaves)
-    except NotImplementedError as error:
-        return str(error)
-    return "no error"
+@interpreted
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("causal", "zigzag", "ring", "triton", "float16", SHARED, softcap=2.0, sinks=True),
+        Case("causal", "striped", "ring", "triton", heads=Heads(2, 2, 20, 16), noncontiguous=True),
+        Case("window causal", "contiguous", "ring", "triton", "float16", Heads(2, 2, 20, 16)),
+        Case("documents", "contiguous", "ring", "triton", heads=SHARED, sinks=True),
+        Case("empty rows", "zigzag", "ring", "triton", heads=SHARED, sinks=True),
+    ],
+    ids=str,
+)
+def test_triton(ranks: Any, one_thread: None, case: Case, world_size: int) -> None:
+    got = run_all_ranks(case, world_size, ranks(world_size).run)
+    assert not got.failures
 
 
-@pytest.mark.parametrize("name", ["all_gather", "ulysses", "hybrid", "q_exchange"])
-def test_under_autograd(ranks: Any, name: str) -> None:
-    assert ranks(4).run(run_checkpointed, name) == [True] * 4
-    for text in ranks(4).run(run_twice_differentiated, name):
-        assert "differentiable once" in text
+@interpreted
+def test_every_world_size_has_the_bits_of_one(ranks: Any) -> None:
+    case = Case(
+        Mask(384, 384, True), "contiguous", "ring", "triton", "float16", SHARED, batch=1,
+        softcap=5.0, sinks=True, same_bits=True,
+    )  # fmt: skip
+    alone, got = (run_all_ranks(case, size, ranks(size).run) for size in (1, 3))
+    assert got.differing(alone) == []
 
 
-def run_two_layers(name: str) -> list[bool]:
-    """Whether calls that are under way at the same time leave each other's tensors alone."""
-    layout, strategy = layout_for(name), STRATEGIES[name]
-    expected = results(layout, strategy=strategy)
-    made = []
-    for _ in range(2):
-        leaves, dout = shards(layout)
-        made.append((attend(leaves, layout, strategy=strategy)[0], leaves, dout))
-    same = []
-    for out, leaves, dout in reversed(made):
-        same.append(all(map(torch.equal, torch.autograd.grad(out, leaves, dout), expected[2:])))
-    return same
+def refusals() -> list[str]:
+    """What every rank is told, before anything is sent."""
+    x = torch.randn(1, 8, 2, 16)
+    said = []
+    for dtype in (torch.bfloat16, torch.float64):
+        y = x.to(dtype)
+        with pytest.raises(NotImplementedError) as caught:
+            ring_attention(y, y, y, backend="triton")
+        said.append(str(caught.value))
+    return said
 
 
-@pytest.mark.parametrize("name", ["all_gather", "ulysses", "hybrid", "q_exchange"])
-def test_two_layers_in_flight(ranks: Any, name: str) -> None:
-    assert ranks(4).run(run_two_layers, name) == [[True, True]] * 4
+@interpreted
+def test_what_cannot_run_is_refused_on_every_rank(ranks: Any) -> None:
+    for said in ranks(2).run(refusals):
+        assert "bfloat16 arithmetic is wrong in Triton's interpreter" in said[0]
+        assert "takes float16, bfloat16 and float32, not torch.float64" in said[1]
+
+
+def warnings_of_two_calls() -> list[str]:
+    """Of a process that may have been warned before."""
+    from ring_attn.backends import kept_launches
+
+    kept_launches._warn_of_interpreter.cache_clear()
+    x = torch.randn(1, 8, 2, 16)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            ring_attention(x, x, x, backend="triton")
+        ring_attention(x, x, x)
+    return [str(warning.message) for warning in caught]
+
+
+@interpreted
+def test_each_rank_is_told_once_that_it_is_the_interpreter(ranks: Any) -> None:
+    for said in ranks(2).run(warnings_of_two_calls):
+        assert len(said) == 1
+        assert "backend='triton' on CPU tensors runs in Triton's interpreter" in said[0]

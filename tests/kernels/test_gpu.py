@@ -19,6 +19,7 @@ from ring_attn.kernels import configs
 from ring_attn.kernels.configs import Config
 from ring_attn.mask import Mask
 from ring_attn.testing import (
+    MASKS,
     RESULTS,
     Inputs,
     check,
@@ -28,7 +29,6 @@ from ring_attn.testing import (
     random_qkv,
     random_sinks,
 )
-from ring_attn.verify import MASKS
 from tests.kernels.calls import (
     assert_holds,
     cut_keys,

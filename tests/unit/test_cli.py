@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import ring_attn
-from ring_attn import __version__, cli, env, launch, verify
+from ring_attn import __version__, cli, env, launch, testing, verify
 from ring_attn.arguments import (
     add_common,
     command_line,
@@ -32,7 +31,6 @@ from ring_attn.arguments import (
     write_json,
 )
 from ring_attn.launch import run_ranks
-from ring_attn.strategy import Strategy
 from ring_attn.testing import RESULTS, RESULTS_WITH_SINKS, Verdict
 
 ROOT = Path(__file__).parents[2]
@@ -190,60 +188,8 @@ def test_env(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert word in shown
 
 
-def test_cases_cover_what_they_say() -> None:
-    backends = ("reference", "aten")
-    everything, quick = verify.cases(backends=backends), verify.cases(True, backends=backends)
-    assert len(set(everything)) == len(everything)
-    for found in (everything, quick):
-        assert {(c.layout, c.mask) for c in found} == {
-            (layout, mask) for layout in verify.LAYOUTS for mask in verify.MASKS
-        }
-        assert {c.heads for c in found} == set(verify.HEADS)
-        assert {c.backend for c in found} == set(backends)
-        for layout in verify.LAYOUTS:
-            assert {(c.softcap > 0.0, c.sinks) for c in found if c.layout == layout} == {
-                *((False, False), (False, True), (True, False), (True, True))
-            }
-    assert {(c.backend, c.dtype) for c in everything} >= {
-        (backend, dtype) for backend in backends for dtype in ("float16", "bfloat16", "float32")
-    } | {("reference", "float64")}
-    assert {1, 63, 113, 257} <= {c.seqlen for c in everything}
-    assert any(c.large_logits for c in everything) and any(c.noncontiguous for c in everything)
-    for strategy in verify.STRATEGIES:
-        assert {replace(c, strategy="") for c in everything if c.strategy == strategy} == {
-            replace(c, strategy="") for c in everything if c.strategy == "ring"
-        }
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8])
-def test_strategies_of_cases(world_size: int) -> None:
-    least = {4: 2, 6: 2, 8: 2}.get(world_size)
-    for name in verify.STRATEGIES:
-        if least is None and name in ("hybrid", "hybrid all_gather", "double_ring"):
-            with pytest.raises(NotImplementedError, match=f"two factors, got {world_size}"):
-                verify.strategy_of(name, world_size)
-            continue
-        strategy = verify.strategy_of(name, world_size)
-        if name.startswith("hybrid"):
-            assert strategy.ulysses_degree == least
-            assert strategy.core == ("ring" if name == "hybrid" else "all_gather")
-        elif name == "double_ring":
-            assert strategy == Strategy(inner_degree=least)
-        else:
-            assert strategy == name
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-def test_layouts_of_cases_hold_every_row(world_size: int) -> None:
-    for case in verify.cases(backends=("reference",)):
-        mask, layouts = case.build_mask(), case.build_layouts(world_size)
-        assert [layout.seqlen for layout in layouts] == [mask.seqlen_q, mask.seqlen_k]
-        if case.layout == "boundaries" and world_size > 1:
-            assert all(0 in layout.shard_lens for layout in layouts)
-
-
 def test_a_case_result_tells_failed_from_refused() -> None:
-    case = verify.cases(True, backends=("reference",))[0]
+    case = testing.cases(True, backends=("reference",))[0]
     good = tuple(Verdict(name, 0.5, 1.0, True) for name in RESULTS)
     bad = (*good[:4], Verdict("dv", 2.0, 1.0, False))
     assert verify.CaseResult(case, good).status == "passed"
@@ -259,7 +205,7 @@ def test_verify_in_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     words = ["--world-size", "2", "--quick", "--layout", "zigzag", "--json", str(path)]
     assert cli.main(["verify", *words, "--strategy", "all_gather", "hybrid"]) == 0
     report = json.loads(path.read_text())
-    count = len(verify.MASKS) + len(verify.SCORES)
+    count = len(testing.MASKS) + len(testing.SCORES)
     # Two ranks have no divisor between 1 and all of them.
     assert report["summary"] == {"passed": count, "failed": 0, "refused": count}
     for case in report["cases"]:
@@ -292,10 +238,10 @@ def raising_attention(*_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run_wrong_cases() -> list[tuple[str, str | None]]:
-    case = verify.Case("reference", "contiguous", "causal")
+    case = testing.Case("causal", backend="reference")
     results = []
     for attention in (wrong_attention, raising_attention):
-        with mock.patch.object(verify, "ring_attention", attention):
+        with mock.patch("ring_attn.testing.ranks.ring_attention", attention):
             results.append(verify.run_case(case))
     return [(result.status, result.error) for result in results]
 

@@ -73,7 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "interrupt": set(),
     "launch": {"interrupt"},
     "arguments": {"interrupt"},
-    "testing": PUBLIC | {"launch"},
+    "testing": PUBLIC | {"launch", "arguments", "env"},
     "env": PUBLIC | {"launch", "arguments"},
     "verify": TOOLS,
     "tools.calibrate": TOOLS,

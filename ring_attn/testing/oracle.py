@@ -1,16 +1,4 @@
-"""What results are held against: a float64 oracle, plain PyTorch, and a bound made from the two.
-
-    error <= 2 * (error of plain PyTorch in the same dtype) + rounding floor
-
-All three are taken from the data of the case: no tolerance is set by hand anywhere. Tests,
-`ring-attn verify` and the benchmarks use the same functions, and so can yours, without pytest.
-
-    inputs = random_qkv(seqlen_q=113, dtype=torch.bfloat16)
-    mask = Mask(113, 113, causal=True)
-    oracle = dense_gradients(*inputs, mask)
-    plain = plain_gradients(*inputs, mask)
-    verdict = check("dq", got_dq, oracle.dq, plain.dq, oracle.terms["dq"])
-"""
+"""The float64 oracle, plain PyTorch as the yardstick, and `check`, which holds a result to both."""
 
 from __future__ import annotations
 

@@ -1,0 +1,109 @@
+"""What results are held against, the cases that are tried, and a harness that runs all ranks.
+
+    error <= 2 * (error of plain PyTorch in the same dtype) + rounding floor
+
+The oracle is dense attention in float64. The bound is taken from the data of the case: no tolerance
+is set by hand anywhere. Tests, `ring-attn verify` and the benchmarks use the same functions, and so
+can yours, without pytest.
+
+    inputs = random_qkv(seqlen_q=113, dtype=torch.bfloat16)
+    mask = Mask(113, 113, causal=True)
+    oracle = dense_gradients(*inputs, mask)
+    plain = plain_gradients(*inputs, mask)
+    verdict = check("dq", got_dq, oracle.dq, plain.dq, oracle.terms["dq"])
+
+A whole call, on all ranks, in this process or in processes of their own:
+
+    ran = run_all_ranks(Case("documents", layout="zigzag", strategy="all_gather"), world_size=4)
+    assert not ran.failures
+"""
+
+from ring_attn.testing.cases import (
+    DEFAULT_SEQLEN,
+    EDGE_MASKS,
+    HEADS,
+    LAYOUTS,
+    MASKS,
+    OTHER_SEQLENS,
+    SCORES,
+    STRATEGIES,
+    Case,
+    Heads,
+    Layouts,
+    cases,
+    layouts_of,
+    masks,
+    strategy_of,
+    usable_backends,
+)
+from ring_attn.testing.oracle import (
+    LARGE_LOGITS,
+    PERTURBATION,
+    RESULTS,
+    RESULTS_WITH_SINKS,
+    Expected,
+    Inputs,
+    Verdict,
+    check,
+    check_all,
+    dense_attention,
+    dense_gradients,
+    plain_attention,
+    plain_gradients,
+    poisoned_empty,
+    random_qkv,
+    random_sinks,
+)
+from ring_attn.testing.ranks import (
+    AllRanks,
+    RankResult,
+    Sent,
+    expected,
+    put_together,
+    run_all_ranks,
+    run_rank,
+    strided,
+)
+
+__all__ = [
+    "DEFAULT_SEQLEN",
+    "EDGE_MASKS",
+    "HEADS",
+    "LARGE_LOGITS",
+    "LAYOUTS",
+    "MASKS",
+    "OTHER_SEQLENS",
+    "PERTURBATION",
+    "RESULTS",
+    "RESULTS_WITH_SINKS",
+    "SCORES",
+    "STRATEGIES",
+    "AllRanks",
+    "Case",
+    "Expected",
+    "Heads",
+    "Inputs",
+    "Layouts",
+    "RankResult",
+    "Sent",
+    "Verdict",
+    "cases",
+    "check",
+    "check_all",
+    "dense_attention",
+    "dense_gradients",
+    "expected",
+    "layouts_of",
+    "masks",
+    "plain_attention",
+    "plain_gradients",
+    "poisoned_empty",
+    "put_together",
+    "random_qkv",
+    "random_sinks",
+    "run_all_ranks",
+    "run_rank",
+    "strategy_of",
+    "strided",
+    "usable_backends",
+]

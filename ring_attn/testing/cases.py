@@ -1,0 +1,370 @@
+"""The table of cases: masks, layouts, heads and scores by name, and `cases`, which combines them.
+
+A `Case` is one call as data. It names entries of the table, or has a mask, layouts, heads and a
+strategy of its own. `ring-attn verify` and the tests of the strategies draw from the same table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_attn.arguments import DTYPES
+from ring_attn.env import backend_reasons
+from ring_attn.layout import LAYOUTS as NAMED_LAYOUTS
+from ring_attn.layout import SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.strategy import NAMES as STRATEGY_NAMES
+from ring_attn.strategy import Strategy
+from ring_attn.testing.oracle import Inputs, random_qkv, random_sinks
+
+Layouts = tuple[SequenceLayout, SequenceLayout]
+
+# The names that `ring_attention` takes, a hybrid around all_gather, and the planner's choice.
+STRATEGIES = (*STRATEGY_NAMES, "hybrid all_gather", "auto")
+
+# "boundaries" has shards of unequal length, and of no rows where there are two ranks or more.
+LAYOUTS = (*NAMED_LAYOUTS, "boundaries")
+
+
+class Heads(NamedTuple):
+    """Sizes of a call, apart from its rows."""
+
+    nheads: int
+    nheads_kv: int
+    headdim: int
+    headdim_v: int
+
+
+HEADS = {
+    "mha": Heads(2, 2, 32, 32),
+    "gqa": Heads(4, 2, 16, 16),
+    "mqa": Heads(3, 1, 24, 24),
+    "headdim_v": Heads(2, 1, 32, 16),
+}
+
+# softcap and whether there are sinks, and the masks that they are tried with. The cap is of the
+# size of the scores, so that it bends most of them.
+SCORES = ((2.0, False), (0.0, True), (2.0, True))
+SCORES_MASKS = ("causal", "window causal", "documents", "longer kv", "empty rows")
+
+DEFAULT_SEQLEN = 113
+OTHER_SEQLENS = (1, 2, 63, 257)
+
+
+def _documents(seqlen: int) -> tuple[int, ...]:
+    """Boundaries of unequal documents, an empty one and one of a single row among them."""
+    return (0, seqlen // 5, seqlen // 5, seqlen // 2, max(seqlen // 2, seqlen - 1), seqlen)
+
+
+def _longer_documents(seqlen: int) -> tuple[int, ...]:
+    """Boundaries of as many documents of keys, each but the empty one longer by three."""
+    cuts = _documents(seqlen)
+    grown = [0]
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        grown.append(grown[-1] + (stop - start + 3 if stop > start else 0))
+    return tuple(grown)
+
+
+def _unseen_documents(seqlen: int) -> tuple[int, ...]:
+    """Boundaries of as many documents of keys: one without keys, one that has keys and no query."""
+    return (0, 0, seqlen // 7, seqlen // 3, seqlen // 2, seqlen // 2 + 3)
+
+
+# Name -> the mask of a case with that many rows.
+MASKS: dict[str, Callable[[int], Mask]] = {
+    "full": lambda n: Mask(n, n),
+    "causal": lambda n: Mask(n, n, causal=True),
+    "window causal": lambda n: Mask(n, n, causal=True, window_size=(13, -1)),
+    "window": lambda n: Mask(n, n, window_size=(9, 5)),
+    "documents": lambda n: Mask(n, n, cu_seqlens_q=_documents(n), cu_seqlens_k=_documents(n)),
+    "documents window": lambda n: Mask(n, n, True, (7, -1), _documents(n), _documents(n)),
+    "documents unequal": lambda n: Mask(
+        n, _longer_documents(n)[-1], True, (-1, -1), _documents(n), _longer_documents(n)
+    ),
+    "longer kv": lambda n: Mask(n, 2 * n + 31, causal=True),
+    "empty rows": lambda n: Mask(n, (n + 1) // 2, causal=True),
+}
+
+# Masks at the edge of what there is, for the tests.
+EDGE_MASKS: dict[str, Callable[[int], Mask]] = {
+    "diagonal": lambda n: Mask(n, n, window_size=(0, 0)),
+    "right window": lambda n: Mask(n, n, window_size=(-1, n // 9)),
+    "few visible": lambda n: Mask(n, n // 5, window_size=(3, 2)),
+    "keys unseen": lambda n: Mask(
+        n, _unseen_documents(n)[-1], False, (9, -1), _documents(n), _unseen_documents(n)
+    ),
+    "three rows": lambda n: Mask(3, 3, causal=True),
+    "no keys": lambda n: Mask(n, 0),
+    "no queries": lambda n: Mask(0, n, causal=True),
+}
+
+
+def masks(seqlen: int) -> dict[str, Mask]:
+    """Every mask of the table by its name, over that many rows."""
+    return {name: make(seqlen) for name, make in (MASKS | EDGE_MASKS).items()}
+
+
+def layouts_of(layout: str | tuple[str, str] | Layouts, mask: Mask, world_size: int) -> Layouts:
+    """The layouts of queries and keys.
+
+    Args:
+        layout: a name of `LAYOUTS`, a pair of names, or a pair of layouts.
+        mask: over the positions of the layouts.
+        world_size: number of ranks.
+    """
+    of_q, of_kv = (layout, layout) if isinstance(layout, str) else layout
+    if isinstance(of_q, SequenceLayout) and isinstance(of_kv, SequenceLayout):
+        return of_q, of_kv
+    return (
+        _layout_of(str(of_q), mask.seqlen_q, world_size, backwards=False),
+        _layout_of(str(of_kv), mask.seqlen_k, world_size, backwards=True),
+    )
+
+
+def _layout_of(name: str, seqlen: int, world_size: int, *, backwards: bool) -> SequenceLayout:
+    """The layout of that name; with "boundaries" shards are 3 : 0 : 1 : 2 : 3 : 0 ... long.
+
+    `backwards` takes these proportions from the last rank on.
+    """
+    if name != "boundaries":
+        return SequenceLayout.from_name(name, seqlen, world_size)
+    weights = [(3, 0, 1, 2)[rank % 4] for rank in range(world_size)]
+    if backwards:
+        weights.reverse()
+    ends = [sum(weights[: rank + 1]) for rank in range(world_size)]
+    return SequenceLayout.boundaries([0, *(seqlen * end // ends[-1] for end in ends)])
+
+
+def strategy_of(name: str, world_size: int) -> str | Strategy:
+    """What `ring_attention` takes for a name, with the least degree between 1 and all ranks.
+
+    Raises:
+        NotImplementedError: it needs a degree, and the world size has no such divisor.
+    """
+    option = {"hybrid": "ulysses_degree", "hybrid all_gather": "ulysses_degree"}.get(name)
+    option = "inner_degree" if name == "double_ring" else option
+    if option is None:
+        return name
+    degree = next((n for n in range(2, world_size) if world_size % n == 0), None)
+    if degree is None:
+        raise NotImplementedError(f"a {name} needs ranks in two factors, got {world_size}")
+    if name == "double_ring":
+        return Strategy(inner_degree=degree)
+    return Strategy("ring" if name == "hybrid" else "all_gather", ulysses_degree=degree)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, as data: the same on every rank and at every world size.
+
+    Attributes:
+        mask: a name of `MASKS` or `EDGE_MASKS`, or a mask.
+        layout: as for `layouts_of`.
+        strategy: a name of `STRATEGIES`, or a strategy.
+        backend: as for `ring_attention`.
+        dtype: of q, k, v by name.
+        heads: a name of `HEADS`, or sizes.
+        seqlen: rows of a mask by name.
+        batch: None is one packed sequence where there are documents, else two.
+        softmax_scale: as for `ring_attention`.
+        softcap: as for `ring_attention`.
+        sinks: whether there are sinks, or a logit for each head.
+        noncontiguous: shards with heads before rows in memory and gaps between elements.
+        large_logits: logits some hundreds apart.
+        same_bits: as for `ring_attention`.
+        seed: of the inputs.
+    """
+
+    mask: str | Mask
+    layout: str | tuple[str, str] | Layouts = "contiguous"
+    strategy: str | Strategy = "ring"
+    backend: str = "auto"
+    dtype: str = "float32"
+    heads: str | Heads = "gqa"
+    seqlen: int = DEFAULT_SEQLEN
+    batch: int | None = None
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    sinks: bool | tuple[float, ...] = False
+    noncontiguous: bool = False
+    large_logits: bool = False
+    same_bits: bool | None = None
+    seed: int = 0
+
+    def build_mask(self) -> Mask:
+        """The mask over the global sequence."""
+        if isinstance(self.mask, Mask):
+            return self.mask
+        return (MASKS | EDGE_MASKS)[self.mask](self.seqlen)
+
+    def build_layouts(self, world_size: int) -> Layouts:
+        """The layouts of queries and keys."""
+        return layouts_of(self.layout, self.build_mask(), world_size)
+
+    def build_strategy(self, world_size: int) -> str | Strategy:
+        """What `ring_attention` takes for the strategy."""
+        if isinstance(self.strategy, Strategy):
+            return self.strategy
+        return strategy_of(self.strategy, world_size)
+
+    def build_inputs(self, device: torch.device | str = "cpu") -> Inputs:
+        """Whole q, k, v and dout."""
+        mask, heads = self.build_mask(), self.build_heads()
+        return random_qkv(
+            batch=self.batch or (1 if self.packed else 2),
+            seqlen_q=mask.seqlen_q,
+            seqlen_k=mask.seqlen_k,
+            **heads._asdict(),
+            dtype=DTYPES[self.dtype],
+            device=device,
+            seed=self.seed,
+            noncontiguous=self.noncontiguous,
+            large_logits=self.large_logits,
+        )
+
+    def build_heads(self) -> Heads:
+        """Numbers of heads and head dims."""
+        return self.heads if isinstance(self.heads, Heads) else HEADS[self.heads]
+
+    def build_sinks(self, device: torch.device | str = "cpu") -> Tensor | None:
+        """(nheads,) float32, None without."""
+        if not self.sinks:
+            return None
+        if isinstance(self.sinks, tuple):
+            return torch.tensor(self.sinks, device=device)
+        return random_sinks(self.build_heads().nheads, device=device, seed=self.seed)
+
+    @property
+    def packed(self) -> bool:
+        """Whether q, k, v are (rows, nheads, headdim)."""
+        return self.batch is None and self.build_mask().cu_seqlens_q is not None
+
+    @property
+    def options(self) -> list[str]:
+        """What is unusual about its inputs."""
+        options = {
+            "strided": self.noncontiguous,
+            "large logits": self.large_logits,
+            "sinks": bool(self.sinks),
+            f"softcap={self.softcap:g}": self.softcap > 0.0,
+        }
+        return [name for name, there in options.items() if there]
+
+    def __str__(self) -> str:
+        mask = self.build_mask()
+        names = (self.strategy, self.backend, self.layout, self.mask, self.dtype, self.heads)
+        return " ".join([*map(str, names), f"{mask.seqlen_q}x{mask.seqlen_k}", *self.options])
+
+
+def cases(
+    quick: bool = False,
+    *,
+    backends: Sequence[str] | None = None,
+    layouts: Sequence[str] = LAYOUTS,
+    strategies: Sequence[str] = STRATEGIES,
+) -> list[Case]:
+    """The cases to run, in the order in which they are shown.
+
+    Args:
+        quick: every layout with every mask once, backends, dtypes and heads in turn; else every
+            backend and dtype with each, and odd lengths and large logits besides.
+        backends: names; those that can run on the CPU of this machine if None.
+        layouts: some of `LAYOUTS`.
+        strategies: some of `STRATEGIES`.
+    """
+    if backends is None:
+        backends = usable_backends("cpu")
+    make = _quick_cases if quick else _all_cases
+    return [
+        case for strategy in strategies for case in make(tuple(backends), tuple(layouts), strategy)
+    ]
+
+
+def usable_backends(device: str) -> tuple[str, ...]:
+    """The backends that take at least one dtype on that type of device."""
+    return tuple(
+        backend
+        for backend, answers in backend_reasons().items()
+        if any(
+            reason is None for where, reason in answers.items() if where.startswith(f"{device} ")
+        )
+    )
+
+
+def _all_cases(
+    backends: tuple[str, ...], layouts: tuple[str, ...], strategy: str
+) -> Iterator[Case]:
+    for (b, backend), (d, dtype), (i, layout), (j, mask) in product(
+        *map(enumerate, (backends, DTYPES, layouts, MASKS))
+    ):
+        if dtype == "float64" and backend != "reference":
+            continue
+        turn = b + d + i + j
+        yield Case(
+            mask,
+            layout,
+            strategy,
+            backend,
+            dtype,
+            list(HEADS)[turn % len(HEADS)],
+            noncontiguous=(i + j) % 2 == 1,
+            seed=turn,
+        )
+    for backend, layout in product(backends, layouts):
+        for seqlen, mask in product(OTHER_SEQLENS, ("full", "causal", "documents")):
+            yield Case(mask, layout, strategy, backend, "float32", "gqa", seqlen)
+        for dtype in ("float32", "bfloat16"):
+            yield Case("causal", layout, strategy, backend, dtype, "gqa", large_logits=True)
+    for (b, backend), (i, layout), (j, mask) in product(
+        *map(enumerate, (backends, layouts, SCORES_MASKS))
+    ):
+        for s, (softcap, sinks) in enumerate(SCORES):
+            turn = b + i + j + s
+            yield Case(
+                mask,
+                layout,
+                strategy,
+                backend,
+                ("float32", "bfloat16", "float16")[turn % 3],
+                list(HEADS)[(turn + j) % len(HEADS)],
+                seed=turn,
+                softcap=softcap,
+                sinks=sinks,
+            )
+
+
+def _quick_cases(
+    backends: tuple[str, ...], layouts: tuple[str, ...], strategy: str
+) -> Iterator[Case]:
+    dtypes = ("float32", "bfloat16", "float16")
+    for (i, layout), (j, mask) in product(enumerate(layouts), enumerate(MASKS)):
+        turn = i + j
+        yield Case(
+            mask,
+            layout,
+            strategy,
+            backends[turn % len(backends)],
+            dtypes[(turn // len(backends) + i) % len(dtypes)],
+            list(HEADS)[(turn + i) % len(HEADS)],
+            (DEFAULT_SEQLEN, *OTHER_SEQLENS)[turn % (1 + len(OTHER_SEQLENS))],
+            noncontiguous=j % 2 == 1,
+            seed=turn,
+        )
+    for (i, layout), (s, (softcap, sinks)) in product(enumerate(layouts), enumerate(SCORES)):
+        yield Case(
+            SCORES_MASKS[(i + s) % len(SCORES_MASKS)],
+            layout,
+            strategy,
+            backends[(1 + 2 * i + s) % len(backends)],
+            dtypes[(i + 2 * s) % len(dtypes)],
+            list(HEADS)[(1 + i + s) % len(HEADS)],
+            seed=i,
+            softcap=softcap,
+            sinks=sinks,
+        )

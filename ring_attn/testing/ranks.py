@@ -1,0 +1,237 @@
+"""Runs all ranks of a case, over the local transport or in processes, and puts them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_attn.api import ring_attention
+from ring_attn.spec import AttentionSpec, TransportOptions
+from ring_attn.strategies.core import make_call
+from ring_attn.strategy import resolve_strategy
+from ring_attn.testing.cases import Case
+from ring_attn.testing.oracle import (
+    RESULTS,
+    Expected,
+    Inputs,
+    Verdict,
+    check_all,
+    dense_gradients,
+    plain_gradients,
+    poisoned_empty,
+)
+from ring_attn.transport.local import LocalTransport, run_local
+from ring_attn.transport.p2p import open_p2p
+
+# A rank that waits longer than this for another has lost it.
+TRANSPORT = TransportOptions(timeout=60.0)
+
+# Calls a function with the same arguments on every rank of a process group; results by rank.
+Launch = Callable[..., Sequence[Any]]
+
+
+class Sent(NamedTuple):
+    """What a rank sends in one direction of a call."""
+
+    nbytes: int
+    messages: int
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """One rank's part of a case.
+
+    Attributes:
+        tensors: out, lse, dq, dk, dv with a batch dim, and dsinks where there are sinks; on CPU.
+        sent: forward and backward.
+    """
+
+    tensors: tuple[Tensor, ...]
+    sent: tuple[Sent, Sent]
+
+
+@dataclass(frozen=True)
+class AllRanks:
+    """What all ranks of a case return.
+
+    Attributes:
+        case: the case.
+        whole: results of the whole sequence; dsinks is the sum of the ranks' shares.
+        sent: by rank, forward and backward.
+    """
+
+    case: Case
+    whole: Expected
+    sent: tuple[tuple[Sent, Sent], ...]
+
+    @cached_property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Every result against its bound."""
+        return check_all(self.whole, *expected(self.case))
+
+    @property
+    def failures(self) -> list[str]:
+        """The results that exceed their bound, in words."""
+        return [f"{self.case}: {verdict}" for verdict in self.verdicts if not verdict.ok]
+
+    def differing(self, other: AllRanks) -> list[str]:
+        """Names of the results that have other bits than those of another run; dsinks left out.
+
+        dsinks is summed over the ranks by the caller, in an order of the caller's.
+        """
+        pairs = {name: (getattr(self.whole, name), getattr(other.whole, name)) for name in RESULTS}
+        return [name for name, (x, y) in pairs.items() if not torch.equal(x, y)]
+
+
+def run_all_ranks(
+    case: Case,
+    world_size: int,
+    transport: Launch | None = None,
+    *,
+    device: torch.device | str = "cpu",
+) -> AllRanks:
+    """Forward and backward of all ranks; memory that is allocated starts as NaN.
+
+    Args:
+        case: the call.
+        world_size: number of ranks.
+        transport: None runs the ranks in this process over the local transport. Else a function
+            that calls `fn(*args)` on `world_size` ranks that have a default process group, such as
+            `partial(run_ranks, ...)`; the ranks then call `ring_attention`.
+        device: where the shards are.
+
+    Raises:
+        ValueError: what `ring_attention` refuses; "auto" without processes.
+        NotImplementedError: a strategy or backend does not take the case.
+    """
+    if transport is None:
+        return put_together(case, _in_this_process(case, world_size, device))
+    return put_together(case, transport(run_rank, case, device))
+
+
+def run_rank(case: Case, device: torch.device | str = "cpu") -> RankResult:
+    """This rank's part of a case, by `ring_attention` over the default process group."""
+    world = dist.group.WORLD
+    assert world is not None
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mask, layouts = case.build_mask(), case.build_layouts(world_size)
+    shards = _shards(case, case.build_inputs(device), layouts, rank)
+    q, k, v, dout = (x.squeeze(0) if case.packed else x for x in shards)
+    sinks = case.build_sinks(device)
+    leaves = [x.requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    stats = open_p2p(world, TRANSPORT).stats
+    stats.reset()
+    with poisoned_empty():
+        out, lse = ring_attention(
+            q,
+            k,
+            v,
+            causal=mask.causal,
+            window_size=mask.window_size,
+            softmax_scale=case.softmax_scale,
+            softcap=case.softcap,
+            sinks=sinks,
+            cu_seqlens=_boundaries(mask.cu_seqlens_q),
+            cu_seqlens_k=_boundaries(mask.cu_seqlens_k),
+            layout=layouts,
+            strategy=case.build_strategy(world_size),
+            backend=case.backend,
+            same_bits=case.same_bits,
+            return_lse=True,
+            transport=TRANSPORT,
+        )
+        forward = Sent(stats.bytes_sent, stats.messages)
+        stats.reset()
+        dq, dk, dv, *dsinks = torch.autograd.grad(out, leaves, dout)
+    results = (out.detach(), lse.detach(), dq, dk, dv)
+    return RankResult(
+        tuple(x.cpu() for x in (*(x[None] if case.packed else x for x in results), *dsinks)),
+        (forward, Sent(stats.bytes_sent, stats.messages)),
+    )
+
+
+def put_together(case: Case, ranks: Sequence[RankResult]) -> AllRanks:
+    """The whole of a case from the parts of all ranks."""
+    layout_q, layout_kv = case.build_layouts(len(ranks))
+    out, lse, dq, dk, dv, *dsinks = zip(*(rank.tensors for rank in ranks), strict=True)
+    whole = Expected(
+        layout_q.unshard(out),
+        layout_q.unshard(lse, 2),
+        layout_q.unshard(dq),
+        layout_kv.unshard(dk),
+        layout_kv.unshard(dv),
+        torch.stack(dsinks[0]).sum(0) if dsinks else None,
+    )
+    return AllRanks(case, whole, tuple(rank.sent for rank in ranks))
+
+
+def expected(case: Case) -> tuple[Expected, Expected]:
+    """The oracle and plain PyTorch of a case."""
+    # How the case is run changes neither.
+    return _expected(
+        replace(case, strategy="", backend="", layout="", noncontiguous=False, same_bits=None)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _expected(case: Case) -> tuple[Expected, Expected]:
+    inputs, mask, sinks = case.build_inputs(), case.build_mask(), case.build_sinks()
+    oracle, plain = (
+        results(*inputs, mask, case.softmax_scale, softcap=case.softcap, sinks=sinks)
+        for results in (dense_gradients, plain_gradients)
+    )
+    return oracle, plain
+
+
+def _in_this_process(case: Case, world_size: int, device: torch.device | str) -> list[RankResult]:
+    inputs, sinks = case.build_inputs(device), case.build_sinks(device)
+    mask, layouts = case.build_mask(), case.build_layouts(world_size)
+    spec = AttentionSpec.of(*inputs[:3], case.softcap, sinks)
+    strategy = resolve_strategy(case.build_strategy(world_size), world_size)
+
+    def work(rank: int, transport: LocalTransport) -> RankResult:
+        call = make_call(
+            strategy,
+            spec,
+            layouts,
+            mask,
+            rank,
+            softmax_scale=case.softmax_scale,
+            backend=case.backend,
+            same_bits=case.same_bits,
+        )
+        q, k, v, dout = _shards(case, inputs, layouts, rank)
+        out, lse, saved = call.forward(q, k, v, transport, sinks)
+        forward = Sent(transport.stats.bytes_sent, transport.stats.messages)
+        transport.stats.reset()
+        dq, dk, dv, dsinks = call.backward(saved, dout, transport, sinks)
+        backward = Sent(transport.stats.bytes_sent, transport.stats.messages)
+        results = (out, lse, dq, dk, dv, *(() if dsinks is None else (dsinks,)))
+        return RankResult(tuple(x.cpu() for x in results), (forward, backward))
+
+    with poisoned_empty():
+        return run_local(world_size, work)
+
+
+def _shards(case: Case, inputs: Inputs, layouts: Any, rank: int) -> list[Tensor]:
+    layout_q, layout_kv = layouts
+    sides = (layout_q, layout_kv, layout_kv, layout_q)
+    shards = [layout.shard(x, rank) for x, layout in zip(inputs, sides, strict=True)]
+    return [strided(x) for x in shards] if case.noncontiguous else shards
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values in memory with heads before rows and a gap after every element."""
+    spread = x.new_zeros(*x.transpose(-2, -3).shape, 2)
+    spread[..., 0] = x.transpose(-2, -3)
+    return spread[..., 0].transpose(-2, -3)
+
+
+def _boundaries(cuts: tuple[int, ...] | None) -> Tensor | None:
+    return None if cuts is None else torch.tensor(cuts, dtype=torch.int32)

@@ -1,0 +1,291 @@
+"""ring_attention under autograd on real ranks, for every strategy; and unshard.
+
+Each function runs on every rank and checks there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from ring_attn import SequenceLayout, TransportOptions, ring_attention, unshard
+from ring_attn.mask import Mask
+from ring_attn.testing import (
+    HEADS,
+    LAYOUTS,
+    Case,
+    Heads,
+    Inputs,
+    layouts_of,
+    strategy_of,
+)
+from ring_attn.transport.p2p import open_p2p
+
+pytestmark = pytest.mark.dist
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def _ring(name: str, heads: Heads = HEADS["gqa"]) -> tuple[Callable[..., Any], Inputs]:
+    """A causal call of that strategy, and this rank's shards, which require a gradient."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    case = Case("causal", "contiguous" if name == "q_exchange" else "zigzag", heads=heads, batch=1)
+    layout, _ = case.build_layouts(world_size)
+    q, k, v, dout = (layout.shard(x, rank) for x in case.build_inputs())
+    shards = Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
+    strategy = strategy_of(name, world_size)
+    return partial(ring_attention, causal=True, layout=layout, strategy=strategy), shards
+
+
+def two_layers_in_one_graph(name: str) -> None:
+    """One layer's output is the next one's query and part of its value; against call by call."""
+    ring, (q, k, v, dout) = _ring(name, Heads(2, 2, 16, 16))
+    first = ring(q, k, v)
+    got = torch.autograd.grad(ring(first, k, first + v), (q, k, v), dout)
+
+    # The chain rule by hand; each sum has two terms, so their order is no matter.
+    first = ring(q, k, v)
+    query, value = (x.detach().requires_grad_() for x in (first, first + v))
+    grads = torch.autograd.grad(ring(query, k, value), (query, k, value), dout)
+    below = torch.autograd.grad(first, (q, k, v), grads[0] + grads[2])
+    wanted = (below[0], below[1] + grads[1], below[2] + grads[2])
+    for side, x, y in zip("qkv", got, wanted, strict=True):
+        assert torch.equal(x, y), side
+
+
+def calls_in_flight(name: str) -> None:
+    """Two forwards, then their backwards in either order, against one after the other."""
+    (ring, a), (_, b) = _ring(name), _ring(name, Heads(4, 1, 16, 16))
+
+    def both(order: str) -> dict[str, tuple[Tensor, ...]]:
+        outs = {"a": ring(*a[:3]), "b": ring(*b[:3])}
+        inputs = {"a": a, "b": b}
+        return {n: torch.autograd.grad(outs[n], inputs[n][:3], inputs[n].dout) for n in order}
+
+    forwards, backwards = both("ab"), both("ba")
+    for call, shards in (("a", a), ("b", b)):
+        alone = torch.autograd.grad(ring(*shards[:3]), shards[:3], shards.dout)
+        for x, y, z in zip(alone, forwards[call], backwards[call], strict=True):
+            assert torch.equal(x, y) and torch.equal(x, z), call
+
+
+def double_backward_is_refused(name: str) -> None:
+    """Whether dout is a constant, depends on the inputs, or is a leaf that requires a gradient."""
+    ring, (q, k, v, dout) = _ring(name)
+    for wrt in (q, k, v):
+        for seed in (torch.ones_like(dout), dout.clone().requires_grad_()):
+            (grad,) = torch.autograd.grad(ring(q, k, v), wrt, seed, create_graph=True)
+            assert grad.requires_grad
+            with pytest.raises(NotImplementedError, match="differentiable once"):
+                grad.sum().backward()
+    (grad,) = torch.autograd.grad(ring(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiable once"):
+        torch.autograd.grad(grad.sum(), k)
+    # Asked for and not used, it changes nothing.
+    (kept,) = torch.autograd.grad(ring(q, k, v), q, dout, create_graph=True)
+    (usual,) = torch.autograd.grad(ring(q, k, v), q, dout)
+    assert torch.equal(kept, usual) and not usual.requires_grad
+
+
+def lse_takes_no_gradient(name: str) -> None:
+    """lse is a constant to autograd, and out beside it is not."""
+    ring, (q, k, v, dout) = _ring(name)
+    out, lse = ring(q, k, v, return_lse=True)
+    assert out.requires_grad and not lse.requires_grad
+    assert lse.dtype == torch.float32 and lse.shape == (1, 4, q.size(1))
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.autograd.grad(lse.sum(), q)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    usual = torch.autograd.grad(ring(q, k, v), (q, k, v), dout)
+    assert all(torch.equal(x, y) for x, y in zip(grads, usual, strict=True))
+
+
+def saves_five_tensors(name: str) -> None:
+    """q, k, v as they were passed, out, lse: no buffer of the communication, nor a view of one.
+
+    And the number of the call, for its backward.
+    """
+    ring, (q, k, v, _) = _ring(name)
+    saved: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        out, lse = ring(q, k, v, return_lse=True)
+    *saved, number = saved
+    assert number.shape == () and [x.shape for x in saved] == [x.shape for x in (q, k, v, out, lse)]
+    for one, x in zip(saved, (q, k, v, out, lse), strict=True):
+        assert one.data_ptr() == x.data_ptr()
+        assert one.untyped_storage().nbytes() == x.numel() * x.element_size()
+
+
+def checkpointed(name: str) -> None:
+    """Recomputed in the backward, by either implementation: the same bits."""
+    ring, (q, k, v, dout) = _ring(name)
+    usual = torch.autograd.grad(ring(q, k, v), (q, k, v), dout)
+    for use_reentrant in (False, True):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = checkpoint(ring, *leaves, use_reentrant=use_reentrant)
+        out.backward(dout)
+        for leaf, grad in zip(leaves, usual, strict=True):
+            assert leaf.grad is not None and torch.equal(leaf.grad, grad), use_reentrant
+
+
+def some_inputs_without_gradient(name: str) -> None:
+    """Every choice of inputs gets the bits of all three; with none there is no graph."""
+    ring, (q, k, v, dout) = _ring(name)
+    usual = torch.autograd.grad(ring(q, k, v), (q, k, v), dout)
+    for chosen in range(8):
+        leaves = [x.detach().requires_grad_(bool(chosen >> i & 1)) for i, x in enumerate((q, k, v))]
+        out = ring(*leaves)
+        assert out.requires_grad == bool(chosen)
+        if chosen:
+            out.backward(dout)
+        for leaf, grad in zip(leaves, usual, strict=True):
+            assert (leaf.grad is not None) == leaf.requires_grad
+            assert leaf.grad is None or torch.equal(leaf.grad, grad)
+    with torch.no_grad():
+        assert not ring(q, k, v).requires_grad
+    with torch.inference_mode():
+        assert torch.equal(ring(q, k, v), ring(q.detach(), k.detach(), v.detach()))
+
+
+def any_strides_of_dout(name: str) -> None:
+    """A gradient of stride 0 (out.sum()), of transposed heads, and one that starts off its rows."""
+    ring, (q, k, v, dout) = _ring(name)
+
+    def gradients(seed: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(ring(q, k, v), (q, k, v), seed)
+
+    summed = torch.autograd.grad(ring(q, k, v).sum(), (q, k, v))
+    expanded = torch.ones(()).expand_as(dout)
+    transposed = dout.transpose(1, 2).contiguous().transpose(1, 2)
+    spread = torch.zeros(*dout.shape[:-1], 2 * dout.size(-1) + 1)[..., 1::2].copy_(dout)
+    usual, ones = gradients(dout), gradients(torch.ones_like(dout))
+    pairs = ((summed, ones), (gradients(expanded), ones))
+    pairs += ((gradients(transposed), usual), (gradients(spread), usual))
+    for got, wanted in pairs:
+        assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
+
+
+def inputs_are_not_touched(name: str) -> None:
+    """q, k, v and dout are read only; a second backward through a kept graph gives the same."""
+    ring, (q, k, v, dout) = _ring(name)
+    before = [x.detach().clone() for x in (q, k, v, dout)]
+    out = ring(q, k, v)
+    first = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    second = torch.autograd.grad(out, (q, k, v), dout)
+    assert all(torch.equal(x, y) for x, y in zip((q, k, v, dout), before, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+def gradients_accumulate(name: str) -> None:
+    """backward() twice adds to .grad, as for any parameter."""
+    ring, (q, k, v, dout) = _ring(name)
+    once = torch.autograd.grad(ring(q, k, v), (q, k, v), dout)
+    for _ in range(2):
+        ring(q, k, v).backward(dout)
+    for x, grad in zip((q, k, v), once, strict=True):
+        assert x.grad is not None and torch.equal(x.grad, grad + grad)
+
+
+def changed_inputs_are_found(name: str) -> None:
+    """A saved input changed in place before the backward is an error, not a wrong gradient."""
+    ring, (q, k, v, dout) = _ring(name)
+    out = ring(q, k, v)
+    with torch.no_grad():
+        k.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward(dout)
+
+
+def the_ring_has_its_own_groups(name: str) -> None:
+    """One transport for each group and options; collectives of the caller run between its steps."""
+    world = _world()
+    ring, (q, k, v, _) = _ring(name)
+    assert open_p2p(world, TransportOptions()) is open_p2p(world, TransportOptions())
+    other = open_p2p(world, TransportOptions(timeout=20))
+    assert other is not open_p2p(world, TransportOptions())
+    usual = ring(q, k, v)
+    before = other.stats.messages
+    assert torch.equal(usual, ring(q, k, v, transport=TransportOptions(timeout=20)))
+    assert other.stats.messages - before == dist.get_world_size() - 1
+    # An unfinished collective on the caller's group does not stand in the way.
+    x = torch.full((1000,), float(dist.get_rank() + 1))
+    work = dist.all_reduce(x, async_op=True)
+    assert torch.equal(usual, ring(q, k, v))
+    work.wait()
+    total = dist.get_world_size() * (dist.get_world_size() + 1) // 2
+    assert bool((x == total).all())
+
+
+ON_RANKS = [
+    two_layers_in_one_graph,
+    calls_in_flight,
+    double_backward_is_refused,
+    lse_takes_no_gradient,
+    saves_five_tensors,
+    checkpointed,
+    some_inputs_without_gradient,
+    any_strides_of_dout,
+    inputs_are_not_touched,
+    gradients_accumulate,
+    changed_inputs_are_found,
+    the_ring_has_its_own_groups,
+]
+
+
+# With world size. Three functions look at what a ring keeps and connects; others keep heads apart.
+STRATEGIES = (("ring", 1), ("ring", 3), ("double_ring", 4), ("all_gather", 2), ("ulysses", 3))
+STRATEGIES += (("hybrid", 4), ("q_exchange", 4))
+OF_THE_RING = (saves_five_tensors, changed_inputs_are_found, the_ring_has_its_own_groups)
+
+
+@pytest.mark.parametrize(("name", "world_size"), STRATEGIES)
+@pytest.mark.parametrize("check_on_ranks", ON_RANKS, ids=lambda fn: fn.__name__)
+def test_autograd(
+    ranks: Any, check_on_ranks: Callable[[str], None], name: str, world_size: int
+) -> None:
+    if name == "ring" or check_on_ranks not in OF_THE_RING:
+        ranks(world_size).run(check_on_ranks, name)
+
+
+# -- gathering
+
+
+def unshard_round_trips() -> None:
+    """unshard undoes shard for every layout, dim and dtype, uneven and empty shards included."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for kind in LAYOUTS:
+        for seqlen in (1, 2, 113):
+            layout = layouts_of(kind, Mask(seqlen, seqlen), world_size)[1]
+            for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+                x = torch.arange(2 * seqlen * 3).reshape(2, seqlen, 3).to(dtype)
+                assert torch.equal(unshard(layout.shard(x, rank), layout), x)
+            x = torch.arange(seqlen * 4.0)
+            for shape, dim in (((seqlen, 4), 0), ((4, seqlen), 1), ((2, 2, seqlen), -1)):
+                whole = x.reshape(shape)
+                got = unshard(layout.shard(whole, rank, dim), layout, dim=dim)
+                assert torch.equal(got, whole), (kind, seqlen, shape)
+    layout = SequenceLayout.contiguous(113, world_size)
+    shard = layout.shard(torch.randn(1, 113, 4), rank).requires_grad_()
+    assert not unshard(shard, layout).requires_grad
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_unshard(ranks: Any, world_size: int) -> None:
+    ranks(world_size).run(unshard_round_trips)

@@ -1,0 +1,95 @@
+"""The local transport: all ranks in this process, one at a time."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from ring_attn.backends.aten import AtenBackend
+from ring_attn.plan import Hop
+from ring_attn.testing import Case, run_all_ranks
+from ring_attn.transport.local import LocalTransport, run_local
+
+
+def test_results_are_in_the_order_of_the_ranks() -> None:
+    assert run_local(4, lambda rank, transport: (rank, transport.rank, transport.world_size)) == [
+        (rank, rank, 4) for rank in range(4)
+    ]
+
+
+def test_messages_of_two_channels_do_not_mix() -> None:
+    def fn(rank: int, transport: LocalTransport) -> tuple[list[int], list[int]]:
+        got = {"shards": [], "gradients": []}
+        for step in range(3):
+            received = {}
+            hops = {
+                "shards": Hop((rank + 1) % 3, (rank - 1) % 3),
+                "gradients": Hop((rank - 1) % 3, (rank + 1) % 3),
+            }
+            for offset, channel in ((0, "shards"), (100, "gradients")):
+                mine = torch.tensor([offset + 10 * step + rank], dtype=torch.uint8)
+                received[channel] = torch.zeros(1, dtype=torch.uint8)
+                transport.post(channel, step, hops[channel], mine, received[channel])
+            for channel in ("gradients", "shards"):
+                transport.wait(channel)
+                got[channel].append(int(received[channel]))
+        return got["shards"], got["gradients"]
+
+    for rank, (shards, gradients) in enumerate(run_local(3, fn)):
+        assert shards == [10 * step + (rank - 1) % 3 for step in range(3)]
+        assert gradients == [100 + 10 * step + (rank + 1) % 3 for step in range(3)]
+
+
+def test_grad_mode_is_the_callers() -> None:
+    with torch.no_grad():
+        assert run_local(2, lambda rank, transport: torch.is_grad_enabled()) == [False, False]
+    assert run_local(2, lambda rank, transport: torch.is_grad_enabled()) == [True, True]
+
+
+class Broken(Exception):
+    """What a rank fails with here."""
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("steps", range(9))
+def test_an_error_in_one_rank_surfaces(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend raises after so many of the nine forward steps of three ranks."""
+    forward, left = AtenBackend.forward, steps
+
+    def breaking(*args: Any, **kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Broken("step failed")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(AtenBackend, "forward", breaking)
+    threads = threading.active_count()
+    with pytest.raises(Broken, match="step failed"):
+        run_all_ranks(Case("full", backend="aten", seqlen=61), 3)
+    assert threading.active_count() == threads, "a rank is still waiting"
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("failing", range(3))
+def test_whoever_waits_is_told(failing: int) -> None:
+    told: list[tuple[int, str]] = []
+
+    def fn(rank: int, transport: LocalTransport) -> None:
+        hop = Hop((rank + 1) % 3, (rank - 1) % 3)
+        send, recv = torch.zeros(2, 1, dtype=torch.uint8)
+        try:
+            for step in range(2):
+                if (rank, step) == (failing, 1):
+                    raise Broken("before its second message")
+                transport.post("shards", step, hop, send, recv)
+                transport.wait("shards")
+        except RuntimeError as error:
+            told.append((rank, str(error)))
+            raise
+
+    with pytest.raises(Broken, match="before its second message"):
+        run_local(3, fn)
+    message = "another rank of the local ring failed"
+    assert sorted(told) == [(rank, message) for rank in range(3) if rank != failing]

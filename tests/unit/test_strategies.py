@@ -1,0 +1,456 @@
+"""Every strategy, forward and backward, with all ranks in this process.
+
+Results are held against dense attention in float64, what is sent against the closed forms, and
+memory that is allocated starts as NaN.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from ring_attn import cost
+from ring_attn.backends.aten import AtenBackend
+from ring_attn.balance import by_area, by_cost, by_documents, by_memory, by_separators
+from ring_attn.layout import Segment, SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.spec import AttentionSpec
+from ring_attn.strategies import all_gather, q_exchange, ulysses
+from ring_attn.strategies.core import make_call
+from ring_attn.strategies.ring import RingCall
+from ring_attn.strategy import Strategy, resolve_strategy
+from ring_attn.testing import (
+    LAYOUTS,
+    RESULTS,
+    AllRanks,
+    Case,
+    Heads,
+    Sent,
+    cases,
+    expected,
+    masks,
+    run_all_ranks,
+)
+from ring_attn.transport.local import LocalTransport, run_local
+
+RING, GATHER = Strategy(), Strategy("all_gather")
+# World sizes and what they run.
+STRATEGIES: dict[str, tuple[tuple[int, ...], Strategy]] = {
+    "ring": ((1, 2, 3, 4), RING),
+    "double ring": ((4, 8), Strategy(inner_degree=2)),
+    "double ring of threes": ((6,), Strategy(inner_degree=3)),
+    "all_gather": ((1, 2, 3, 4), GATHER),
+    "all_gather, two heads": ((3,), Strategy("all_gather", heads_per_chunk=2)),
+    "ulysses": ((3,), Strategy(ulysses_degree=3)),
+    "ulysses of four": ((4,), Strategy(ulysses_degree=4)),
+    "hybrid": ((4,), Strategy(ulysses_degree=2)),
+    "hybrid of threes": ((6,), Strategy(ulysses_degree=3)),
+    "hybrid all_gather": ((4,), Strategy("all_gather", ulysses_degree=2)),
+    "hybrid double ring": ((8,), Strategy(ulysses_degree=2, inner_degree=2)),
+    "q_exchange": ((1, 2, 3, 4), Strategy("all_gather", exchange_q=True)),
+    "q_exchange ring": ((3, 4), Strategy("ring", exchange_q=True)),
+}
+GRID = [(name, ranks) for name, (sizes, _) in STRATEGIES.items() for ranks in sizes]
+
+# Replicated kv heads, groups of heads that ranks cut, ranks without heads, head dims of no load.
+HEADS = (
+    Heads(4, 2, 8, 8),
+    Heads(4, 1, 8, 8),
+    Heads(3, 3, 12, 5),
+    Heads(9, 3, 5, 12),
+    Heads(1, 1, 8, 1),
+)
+DTYPES = ("float32", "bfloat16", "float32", "float16", "float64")
+SCORES = ((0.0, False), (0.0, True), (0.0, False), (2.0, True))
+
+
+def table(layout: str, strategy: Strategy) -> Iterator[Case]:
+    """Every mask; heads, dtypes, scores, strides and backends in turn."""
+    for turn, (name, mask) in enumerate(masks(61).items(), len(layout)):
+        softcap, sinks = SCORES[turn % len(SCORES)]
+        yield Case(
+            mask,
+            layout,
+            strategy,
+            "reference" if softcap or turn % 3 == 0 else "aten",
+            DTYPES[(turn // 2) % len(DTYPES)],
+            HEADS[turn % len(HEADS)],
+            batch=1 + turn % 2,
+            softcap=softcap,
+            sinks=sinks,
+            noncontiguous=turn % 4 == 1,
+            seed=len(name),
+        )
+
+
+def assert_holds(case: Case, world_size: int) -> AllRanks:
+    """The results are within their bounds, and what is sent is what the closed forms say."""
+    ran = run_all_ranks(case, world_size)
+    assert not ran.failures
+    for call, sent in zip(calls_of(case, world_size), ran.sent, strict=True):
+        assert sent == (closed_form(call, backward=False), closed_form(call, backward=True))
+    return ran
+
+
+def calls_of(case: Case, world_size: int) -> list[Any]:
+    """The calls of all ranks."""
+    spec = AttentionSpec.of(*case.build_inputs()[:3], case.softcap, case.build_sinks())
+    strategy = resolve_strategy(case.build_strategy(world_size), world_size)
+    args = (strategy, spec, case.build_layouts(world_size), case.build_mask())
+    return [make_call(*args, rank, backend=case.backend) for rank in range(world_size)]
+
+
+def closed_form(call: Any, *, backward: bool) -> Sent:
+    """What a call sends in one direction."""
+    match call:
+        case RingCall():
+            plan, order = call.plan(backward=backward), call.in_order
+            return Sent(
+                cost.bytes_sent(plan, call.spec, backward=backward, in_order=order),
+                cost.num_messages(plan, backward=backward, in_order=order),
+            )
+        case all_gather.AllGatherCall():
+            return Sent(
+                all_gather.bytes_sent(call, backward=backward),
+                all_gather.num_messages(call, backward=backward),
+            )
+        case ulysses.UlyssesCall():
+            return Sent(
+                ulysses.bytes_sent(call, nbytes_of, backward=backward),
+                ulysses.num_messages(call, messages_of, backward=backward),
+            )
+        case _:
+            core = closed_form(call.inner, backward=backward)
+            return Sent(
+                core.nbytes + q_exchange.bytes_sent(call, backward=backward),
+                core.messages + q_exchange.num_messages(call),
+            )
+
+
+def nbytes_of(call: Any, *, backward: bool) -> int:
+    return closed_form(call, backward=backward).nbytes
+
+
+def messages_of(call: Any, *, backward: bool) -> int:
+    return closed_form(call, backward=backward).messages
+
+
+# -- every strategy, layout and mask
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("name", "world_size"), GRID)
+def test_every_mask(name: str, world_size: int, layout: str) -> None:
+    strategy = STRATEGIES[name][1]
+    if strategy.exchange_q and layout in ("zigzag", "striped"):
+        with pytest.raises(NotImplementedError, match=f"for a contiguous layout, got {layout}"):
+            run_all_ranks(Case("causal", layout, strategy), world_size)
+        return
+    for case in table(layout, strategy):
+        ran = assert_holds(case, world_size)
+        assert (sum(sum(one.messages for one in rank) for rank in ran.sent) > 0) <= (world_size > 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("name", "world_size"), GRID)
+def test_the_whole_table(name: str, world_size: int, layout: str) -> None:
+    strategy = STRATEGIES[name][1]
+    if strategy.exchange_q and layout in ("zigzag", "striped"):
+        return
+    for case in cases(backends=("reference", "auto"), layouts=[layout], strategies=["ring"]):
+        ran = run_all_ranks(Case(**{**vars(case), "strategy": strategy}), world_size)
+        assert not ran.failures
+
+
+# Both sides travel in a ring's backward: KV where kv heads are few, else the Q side.
+@pytest.mark.parametrize("heads", [Heads(4, 4, 16, 16), Heads(4, 1, 16, 16)], ids=["q", "kv"])
+@pytest.mark.parametrize("name", ["ring", "double ring", "q_exchange ring"])
+def test_either_side_travels(name: str, heads: Heads) -> None:
+    for turn, mask in enumerate(masks(61).values()):
+        layout, backend = LAYOUTS[-(turn % 2)], ("reference", "aten")[turn % 2]
+        case = Case(mask, layout, STRATEGIES[name][1], backend, "bfloat16", heads, batch=1)
+        assert_holds(case, 4)
+    call = calls_of(Case("causal", "contiguous", STRATEGIES[name][1], heads=heads), 4)[1]
+    assert getattr(call, "inner", call).travels_back == ("q" if heads.nheads_kv == 4 else "kv")
+
+
+@pytest.mark.parametrize("name", ["ring", "double ring", "all_gather", "hybrid"])
+def test_layouts_of_q_and_kv_may_differ(name: str) -> None:
+    kinds = ("contiguous", "zigzag", "boundaries")
+    for pair, mask in product(product(kinds, kinds), ("causal", "longer kv", "keys unseen")):
+        assert_holds(Case(mask, pair, STRATEGIES[name][1], seqlen=61, batch=1), 4)
+    with pytest.raises(NotImplementedError, match="both be striped or neither"):
+        run_all_ranks(Case("causal", ("striped", "zigzag"), STRATEGIES[name][1]), 4)
+
+
+@pytest.mark.parametrize("name", ["ring", "all_gather", "hybrid"])
+@pytest.mark.parametrize("seqlen", [1, 63, 97, 113, 257])
+def test_odd_lengths_and_large_logits(seqlen: int, name: str) -> None:
+    for layout in LAYOUTS:
+        case = Case("causal", layout, STRATEGIES[name][1], seqlen=seqlen, large_logits=True)
+        assert_holds(case, 4)
+
+
+def test_a_softmax_scale_of_ones_own() -> None:
+    for name, (world_sizes, strategy) in STRATEGIES.items():
+        case = Case("causal", "contiguous", strategy, seqlen=61, softmax_scale=0.3)
+        assert not run_all_ranks(case, world_sizes[-1]).failures, name
+
+
+def test_segments_in_any_order() -> None:
+    """Nine runs, of a strided sequence its three residues in thirds, dealt to ranks anyhow."""
+    runs = {
+        1: [Segment(20 * first, 20) for first in range(9)],
+        3: [Segment(first, 20, 3) for first in (0, 1, 2, 60, 61, 62, 120, 121, 122)],
+    }
+    for pieces, name in product(runs.values(), ("ulysses", "hybrid")):
+        world_sizes, strategy = STRATEGIES[name]
+        ranks = world_sizes[0]
+        order = torch.randperm(9, generator=torch.Generator().manual_seed(ranks)).tolist()
+        layout = SequenceLayout.from_segments(
+            [[pieces[i] for i in order[rank::ranks]] for rank in range(ranks)]
+        )
+        assert_holds(Case(Mask(180, 180, True), (layout, layout), strategy), ranks)
+
+
+def test_few_keys_in_stride() -> None:
+    """Queries in stride 4 and keys of one row or none to a rank: still one band."""
+    for name, seqlen_k in product(("ring", "all_gather", "hybrid"), range(5)):
+        assert_holds(Case(Mask(13, seqlen_k, True), "striped", STRATEGIES[name][1]), 4)
+
+
+# -- layouts from content
+
+PACKING = (0, 40, 41, 41, 63, 97, 113)
+CAUSAL = Mask(113, 113, causal=True)
+WINDOW = Mask(113, 113, causal=True, window_size=(9, -1))
+PACKED = Mask(113, 113, True, (-1, -1), PACKING, PACKING)
+TOKENS = [(7 * n * n + 3 * n) % 11 for n in range(113)]
+COSTS = torch.tensor([1.0 + (n % 13) ** 2 for n in range(113)])
+
+
+def content_layouts(ranks: int) -> Iterator[tuple[Mask, SequenceLayout]]:
+    yield CAUSAL, by_area(CAUSAL, ranks)
+    yield CAUSAL, by_area(CAUSAL, ranks, align=16)
+    yield WINDOW, by_area(WINDOW, ranks)
+    yield PACKED, by_documents(PACKING, ranks, causal=True)
+    yield PACKED, by_documents(PACKING, ranks, causal=True, max_balance=4.0)
+    yield CAUSAL, by_separators(TOKENS, {0, 4}, ranks, work=CAUSAL)
+    yield PACKED, by_cost(COSTS, ranks)
+    # The last rank has no memory, and so no rows.
+    yield CAUSAL, by_memory(113, [400, 200, 300, 0][-ranks:], 2, align=8)
+    yield Mask(2, 2, True), by_area(Mask(2, 2, True), ranks)
+
+
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_the_ring_runs_uneven_shards(world_size: int, backend: str) -> None:
+    for (mask, layout), heads in product(content_layouts(world_size), HEADS[:3]):
+        case = Case(mask, (layout, layout), RING, backend, heads=heads, batch=1, sinks=True)
+        assert_holds(case, world_size)
+
+
+def test_queries_and_keys_are_cut_each_their_own_way() -> None:
+    mask = Mask(37, 113, causal=True)
+    layouts = (by_area(mask, 3), by_memory(113, [5000, 1000, 3000], 7))
+    assert_holds(Case(mask, layouts, RING), 3)
+
+
+def test_packed_documents_cut_at_their_ends_send_nothing() -> None:
+    layout = by_documents(PACKING, 3, causal=True, max_balance=4.0)
+    assert layout.cuts is not None and set(layout.cuts) <= set(PACKING)
+    ran = run_all_ranks(Case(PACKED, (layout, layout), RING), 3)
+    assert ran.sent == 3 * ((Sent(0, 0), Sent(0, 0)),)
+
+
+# -- sinks, repeated runs, the error on more ranks
+
+
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+@pytest.mark.parametrize("name", ["ring", "all_gather", "ulysses of four"])
+def test_rows_that_see_nothing_have_their_sinks(name: str, backend: str) -> None:
+    case = Case("empty rows", "contiguous", STRATEGIES[name][1], backend, seqlen=61)
+    got = run_all_ranks(Case(**{**vars(case), "sinks": (-torch.inf, -1e4, 0.0, 3.0)}), 4).whole
+    without = run_all_ranks(case, 4).whole
+    alone = ~case.build_mask().dense().any(-1)
+    assert int(alone.sum()) == 30
+    sinks = torch.tensor([-torch.inf, -1e4, 0.0, 3.0]).view(1, 4, 1)
+    assert bool((got.lse[:, :, alone] == sinks).all())
+    assert bool((without.lse[:, :, alone] == -torch.inf).all())
+    assert got.dsinks is not None and got.dsinks[:2].tolist() == [0.0, 0.0]
+    assert bool((got.dsinks[2:] != 0.0).all()) and bool(got.dsinks.isfinite().all())
+    # A sink of -inf is none.
+    assert torch.equal(got.out[:, :, 0], without.out[:, :, 0])
+    assert torch.equal(got.lse[:, 0], without.lse[:, 0])
+
+
+@pytest.mark.parametrize(("name", "world_size"), GRID)
+def test_two_runs_are_bit_equal(name: str, world_size: int) -> None:
+    for heads in HEADS[:2]:
+        case = Case("window causal", "contiguous", STRATEGIES[name][1], "aten", "bfloat16", heads)
+        first, second = (run_all_ranks(case, world_size) for _ in range(2))
+        assert first.differing(second) == []
+
+
+def test_one_inner_ring_has_the_bits_of_a_plain_ring() -> None:
+    for heads in HEADS[:2]:
+        plain, double = (
+            run_all_ranks(Case("window causal", "zigzag", Strategy(inner_degree=d), heads=heads), 6)
+            for d in (1, 6)
+        )
+        assert plain.differing(double) == [] and plain.sent == double.sent
+
+
+def rms_errors(case: Case, world_size: int) -> dict[str, float]:
+    oracle, _ = expected(case)
+    got = run_all_ranks(case, world_size).whole
+    return {
+        name: float((getattr(got, name).double() - getattr(oracle, name)).square().mean().sqrt())
+        for name in RESULTS
+    }
+
+
+@pytest.mark.parametrize("backend", ["reference", "aten"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+def test_the_error_does_not_grow_with_the_ranks(layout: str, dtype: str, backend: str) -> None:
+    for nheads_kv in (2, 1):
+        heads = Heads(2, nheads_kv, 32, 32)
+        case = Case("causal", layout, RING, backend, dtype, heads, seqlen=512, batch=1)
+        alone, errors = (rms_errors(case, ranks) for ranks in (1, 8))
+        for name in RESULTS:
+            # The promise of the design: within 10 % of the error of one rank.
+            assert errors[name] <= 1.1 * alone[name], (name, nheads_kv, errors, alone)
+
+
+# -- what is kept for the backward
+
+
+@pytest.mark.parametrize(("name", "world_size"), GRID)
+def test_what_is_kept_and_when_it_is_rounded(name: str, world_size: int) -> None:
+    """No message is kept, nothing kept or given is written to, gradients are rounded once."""
+    for heads in (Heads(9, 3, 8, 8), Heads(4, 1, 8, 8)):
+        case = Case("causal", "contiguous", STRATEGIES[name][1], "aten", "bfloat16", heads, 61)
+        run_local(world_size, partial(keep, case, calls_of(case, world_size)))
+
+
+def keep(case: Case, calls: list[Any], rank: int, transport: LocalTransport) -> None:
+    layout, _ = case.build_layouts(len(calls))
+    q, k, v, dout = shards = [layout.shard(x, rank) for x in case.build_inputs()]
+    saved = calls[rank].forward(q, k, v, transport, None).saved
+    assert sum(x.untyped_storage().nbytes() for x in saved) <= sum(x.nbytes for x in saved)
+    before = [x.clone() for x in (*shards, *saved)]
+    rounded, wide = (
+        calls[rank].backward(saved, dout, transport, None, rounded=rounded)[:3]
+        for rounded in (True, False)
+    )
+    assert all(map(torch.equal, before, (*shards, *saved)))
+    for x, y in zip(rounded, wide, strict=True):
+        assert (x.dtype, y.dtype) == (torch.bfloat16, torch.float32)
+        assert torch.equal(x, y.bfloat16())
+
+
+# -- what is refused
+
+
+def refused_case(strategy: Strategy, heads: Heads = HEADS[0], **options: Any) -> Case:
+    return Case(Mask(64, 64, causal=True), strategy=strategy, heads=heads, **options)
+
+
+NO_BITS = "same_bits=True cannot be had here: "
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "message"),
+    [
+        (refused_case(Strategy(ulysses_degree=3)), ValueError, "ulysses_degree .* 3 and 4"),
+        (refused_case(Strategy(inner_degree=8)), ValueError, "inner_degree .* 8 and 4"),
+        (refused_case(Strategy(ulysses_degree=2), Heads(7, 3, 8, 8)), ValueError, "7 and 3"),
+        (
+            refused_case(Strategy(ulysses_degree=2), Heads(6, 3, 8, 8), same_bits=True),
+            NotImplementedError,
+            NO_BITS + "with 6 heads, 3 kv heads and ulysses_degree 2",
+        ),
+        *(
+            (
+                refused_case(strategy, Heads(8, 4, 8, 8), backend="aten", same_bits=True),
+                NotImplementedError,
+                NO_BITS + "backend 'aten'",
+            )
+            for strategy in (RING, GATHER, Strategy(ulysses_degree=4), STRATEGIES["q_exchange"][1])
+        ),
+        *(
+            (
+                Case(Mask(64, 64), (SequenceLayout.zigzag(64, 4), other), strategy),
+                ValueError,
+                message,
+            )
+            for strategy in (RING, GATHER, Strategy(ulysses_degree=2))
+            for other, message in (
+                (SequenceLayout.zigzag(63, 4), r"mask is over \(64, 64\) positions"),
+                (SequenceLayout.contiguous(64, 2), "same ranks"),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_refused_before_anything_is_sent(case: Case, error: type[Exception], message: str) -> None:
+    inputs, mask = case.build_inputs(), case.build_mask()
+    with pytest.raises(error, match=message):
+        make_call(
+            resolve_strategy(case.build_strategy(4), 4), AttentionSpec.of(*inputs[:3]),
+            case.build_layouts(4), mask, 0, backend=case.backend, same_bits=case.same_bits,
+        )  # fmt: skip
+
+
+# -- transfers and kernels
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected_steps"),
+    [
+        (RING, ["10", "10", "00", "10", "10", "01"]),
+        (GATHER, ["10", "10", "00", "10", "11", "01"]),
+    ],
+    ids=["ring", "all_gather"],
+)
+def test_what_is_under_way_while_a_step_is_computed(
+    strategy: Strategy, expected_steps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps forward and three backward: whether shards, and whether gradients are."""
+    pending: dict[int, set[str]] = {}
+    seen: dict[int, list[str]] = {}
+
+    def here(table: dict[int, Any], empty: type) -> Any:
+        return table.setdefault(threading.get_ident(), empty())
+
+    def noting(cls: type, name: str, note: Any) -> None:
+        original = getattr(cls, name)
+
+        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            note(*args)
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(cls, name, noted)
+
+    for name in ("post", "all_gather", "reduce_scatter"):
+        noting(LocalTransport, name, lambda channel, *_: here(pending, set).add(channel))
+    noting(LocalTransport, "wait", lambda channel: here(pending, set).discard(channel))
+
+    def computing(*_: Any) -> None:
+        under_way = here(pending, set)
+        here(seen, list).append(
+            "".join(str(int(name in under_way)) for name in ("shards", "gradients"))
+        )
+
+    for name in ("forward", "backward"):
+        noting(AtenBackend, name, computing)
+    run_all_ranks(Case("full", "contiguous", strategy, "aten", heads=Heads(3, 3, 8, 8)), 3)
+    assert list(seen.values()) == 3 * [expected_steps]
