@@ -25,9 +25,10 @@ from ring_attn import validation as check
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import folds_in_order
 from ring_attn.cost import flops
-from ring_attn.heads import is_replicated, share_heads
+from ring_attn.heads import share_heads
 from ring_attn.layout import LAYOUTS, SequenceLayout
 from ring_attn.mask import Mask
+from ring_attn.order import why_not_in_order
 from ring_attn.plan import Traveller, check_fit
 from ring_attn.planning.choice import (
     Candidate,
@@ -45,7 +46,7 @@ from ring_attn.planning.memory import peak_of
 from ring_attn.planning.schedule import SHARE_OF_DQ, Schedule, schedule_of
 from ring_attn.planning.simulate import simulate
 from ring_attn.spec import AttentionSpec
-from ring_attn.strategies import all_gather, q_exchange, ring, ulysses
+from ring_attn.strategies import q_exchange, ring, ulysses
 from ring_attn.strategy import NAMES, Strategy, resolve_strategy
 from ring_attn.values import (
     as_int,
@@ -403,7 +404,8 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
         check_fit(*candidate.layouts, problem.mask)
         core_spec, layouts = core_of(candidate, spec)
         check_fit(*layouts, problem.mask)
-        why_not = _why_not_same_bits(problem, strategy, layouts)
+        heads = spec.nheads, spec.nheads_kv
+        why_not = why_not_in_order(strategy, heads, layouts, problem.mask, problem.backend)
         if problem.same_bits and why_not is not None:
             raise NotImplementedError(f"same_bits=True cannot be had here: {why_not}")
         same_bits = why_not is None if problem.same_bits is None else problem.same_bits
@@ -462,18 +464,6 @@ def core_of(candidate: Candidate, spec: AttentionSpec) -> tuple[AttentionSpec, L
     share = max(share_heads(spec.nheads, spec.nheads_kv, degree), key=lambda s: s.num)
     merged_q, merged_kv = (ulysses.merge_groups(one, degree)[0] for one in candidate.layouts)
     return replace(spec, nheads=share.num, nheads_kv=share.num_kv), (merged_q, merged_kv)
-
-
-def _why_not_same_bits(problem: Problem, strategy: Strategy, layouts: Layouts) -> str | None:
-    """None where the call would have the same bits at every world size, else the reason."""
-    spec, degree = problem.spec, strategy.ulysses_degree
-    if degree > 1 and is_replicated(
-        share_heads(spec.nheads, spec.nheads_kv, degree), spec.nheads_kv
-    ):
-        return f"with ulysses_degree {degree} a kv head is on several ranks"
-    if strategy.core == "all_gather":
-        return all_gather.why_not_same_bits(layouts, problem.backend)
-    return ring.why_not_same_bits(layouts, problem.mask, problem.backend, strategy.inner_degree)
 
 
 @lru_cache(maxsize=64)

@@ -36,17 +36,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_attn.backends import choose_backend, get_backend
-from ring_attn.backends.base import Backend, InOrderBackend, folds_in_order
+from ring_attn.backends.base import Backend
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
+from ring_attn.order import folding_backend, why_not_in_order
 from ring_attn.plan import Tile, Traveller, gathered_tiles
 from ring_attn.spec import AttentionSpec, Packet, Scores
 from ring_attn.strategies.base import Forward, Gradients
@@ -58,6 +57,7 @@ from ring_attn.strategies.messages import (
     zeros_like,
 )
 from ring_attn.strategies.observed import observed, observed_backend, observed_steps
+from ring_attn.strategy import Strategy
 from ring_attn.transport.base import Transport
 
 
@@ -119,7 +119,7 @@ class AllGatherCall:
         longest = max(layout.shard_lens)
         if self.same_bits and self.world_size > 1:
             # Blocks of rows and columns are on a grid that begins at row 0 of what is gathered.
-            unit = _in_order(self.backend).bits_unit
+            unit = folding_backend(self.backend).bits_unit
             longest = -(-longest // unit) * unit
         return max(longest, 1)
 
@@ -199,7 +199,8 @@ def make_call(
     if heads_per_chunk is not None and heads_per_chunk < 1:
         raise ValueError(f"heads_per_chunk must be at least 1, got {heads_per_chunk}")
     backend = choose_backend(spec, backend).name
-    reason = why_not_same_bits(layouts, backend)
+    heads, gathering = (spec.nheads, spec.nheads_kv), Strategy("all_gather")
+    reason = why_not_in_order(gathering, heads, layouts, mask, backend)
     if same_bits and reason is not None:
         raise NotImplementedError(f"same_bits=True cannot be had here: {reason}")
     call = AllGatherCall(
@@ -214,24 +215,6 @@ def make_call(
     )
     call.tiles()  # raises here, where nothing has been sent yet, if the layouts do not fit
     return call
-
-
-@lru_cache(maxsize=1024)
-def why_not_same_bits(layouts: tuple[SequenceLayout, SequenceLayout], backend: str) -> str | None:
-    """None where the bits can be the same at every world size, for any mask; else the reason."""
-    in_order = get_backend(backend)
-    if not folds_in_order(in_order):
-        return f"backend {backend!r} does not fold in one order; triton does"
-    if any(layout.kind not in ("contiguous", "boundaries") for layout in layouts):
-        return f"the layout must be contiguous, got {layouts[0]} and {layouts[1]}"
-    unit = in_order.bits_unit
-    for layout in layouts:
-        for start in accumulate(layout.shard_lens):
-            if start % unit and start != layout.seqlen:
-                return (
-                    f"every rank's rows must start at a multiple of {unit}, one's start at {start}"
-                )
-    return None
 
 
 def all_gather_forward(
@@ -531,7 +514,7 @@ def _compute_in_place(
     grads: _Gradients,
 ) -> None:
     """dQ from the gathered KV, dK and dV from the gathered Q side."""
-    backend = observed_backend(_in_order(call.backend), transport)
+    backend = observed_backend(folding_backend(call.backend), transport)
     q, dout, lse, delta = q_side
     messages = []
     for chunk in call.chunks:
@@ -663,12 +646,3 @@ class _Gradients:
 
     def put_dv(self, chunk: Chunk, grad: Tensor) -> None:
         self.dv.put(chunk.kv, rounded_gradient(grad, self._dtype, 1.0))
-
-
-def _in_order(name: str) -> InOrderBackend:
-    backend = get_backend(name)
-    if not folds_in_order(backend):
-        raise NotImplementedError(
-            f"same_bits=True needs a backend that folds in one order, as triton does, got {name!r}"
-        )
-    return backend

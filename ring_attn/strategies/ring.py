@@ -51,10 +51,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 
 from torch import Tensor
 
+from ring_attn import order
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import folds_in_order
 from ring_attn.buffers import (
@@ -83,6 +83,7 @@ from ring_attn.strategies.messages import (
     zeros_like,
 )
 from ring_attn.strategies.observed import observed, observed_backend, observed_steps
+from ring_attn.strategy import Strategy
 from ring_attn.transport.base import Channel, PointToPoint
 
 
@@ -115,8 +116,8 @@ class RingCall:
     @property
     def same_bits(self) -> bool:
         """Whether the bits are those of every other world size."""
-        place = (self.layouts, self.mask, self.backend, self.inner_degree)
-        return self.in_order and why_not_same_bits(*place) is None
+        place = (self.spec, self.layouts, self.mask, self.backend, self.inner_degree)
+        return self.in_order and why_not_in_order(*place) is None
 
     @property
     def scores(self) -> Scores:
@@ -171,7 +172,7 @@ def make_call(
     """
     ring_grid(layouts[0].world_size, inner_degree)
     backend = choose_backend(spec, backend).name
-    reason = why_not_same_bits(layouts, mask, backend, inner_degree)
+    reason = why_not_in_order(spec, layouts, mask, backend, inner_degree)
     if same_bits and reason is not None:
         raise NotImplementedError(f"same_bits=True cannot be had here: {reason}")
     travels_back, in_order = choose_gradients(spec, layouts, mask, backend, same_bits, inner_degree)
@@ -203,7 +204,7 @@ def choose_gradients(
     times more. With a window there is too little to compute at a step to hide them behind its dQ.
     `same_bits=False` adds them up, behind whole steps, for links that are too slow for that.
     """
-    can_have = why_not_same_bits(layouts, mask, backend, inner_degree) is None
+    can_have = why_not_in_order(spec, layouts, mask, backend, inner_degree) is None
     if same_bits or (same_bits is None and can_have):
         return "kv", True
     travels = choose_traveller(spec, *layouts, mask)
@@ -212,34 +213,13 @@ def choose_gradients(
     return travels, same_bits is None and in_order
 
 
-@lru_cache(maxsize=1024)
-def why_not_same_bits(
-    layouts: tuple[SequenceLayout, SequenceLayout], mask: Mask, backend: str, inner_degree: int = 1
-) -> str | None:
-    """None where a ring can have the same bits at every world size, else the reason why not."""
-    in_order = get_backend(backend)
-    if not folds_in_order(in_order):
-        return f"backend {backend!r} does not fold in one order; triton does"
-    if any(layout.kind not in ("contiguous", "boundaries") for layout in layouts):
-        return f"the layout must be contiguous, got {layouts[0]} and {layouts[1]}"
-    if layouts[0].world_size == 1:
-        return None
-    if mask.right != 0 or mask.left is not None or mask.cu_seqlens_q is not None:
-        return "the mask must be causal without window_size and cu_seqlens"
-    grid = ring_grid(layouts[0].world_size, inner_degree)
-    if grid.outer > 1:
-        return (
-            f"the ring must be a plain one, got {grid.outer} inner rings of {grid.inner}: in every "
-            "place of an inner ring the shards of those before it come in another order"
-        )
-    starts, starts_kv = ((0, *accumulate(layout.shard_lens)) for layout in layouts)
-    if starts != starts_kv:
-        return f"q and kv must have one layout, got {layouts[0]} and {layouts[1]}"
-    unit = in_order.bits_unit
-    for start in starts:
-        if start % unit and start != starts[-1]:
-            return f"every rank's rows must start at a multiple of {unit}, one's start at {start}"
-    return None
+def why_not_in_order(
+    spec: AttentionSpec, layouts: tuple[SequenceLayout, SequenceLayout], mask: Mask, backend: str,
+    inner_degree: int = 1,
+) -> str | None:  # fmt: skip
+    """`order.why_not_in_order` of a ring."""
+    ring = Strategy(inner_degree=inner_degree)
+    return order.why_not_in_order(ring, (spec.nheads, spec.nheads_kv), layouts, mask, backend)
 
 
 def predicted_peak_bytes(call: RingCall, *, backward: bool) -> int:

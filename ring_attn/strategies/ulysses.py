@@ -36,6 +36,7 @@ from torch import Tensor
 
 from ring_attn.heads import HeadRun, HeadShare, is_replicated, share_heads
 from ring_attn.layout import MergedRows, SequenceLayout
+from ring_attn.order import why_not_by_heads
 from ring_attn.spec import ALIGNMENT, AttentionSpec, Packet
 from ring_attn.strategies.base import Call, Forward, Gradients
 from ring_attn.strategies.observed import observed
@@ -197,13 +198,9 @@ def make_call(
             f"ulysses_degree must divide the world size, got {degree} and {world_size}"
         )
     shares = share_heads(spec.nheads, spec.nheads_kv, degree)
-    replicated = is_replicated(shares, spec.nheads_kv)
-    if same_bits and replicated:
-        raise NotImplementedError(
-            f"same_bits=True cannot be had here: with {spec.nheads} heads, {spec.nheads_kv} kv "
-            f"heads and ulysses_degree {degree} a kv head is on several ranks, and its gradients "
-            "are added up in another order; take a degree that cuts between kv heads"
-        )
+    reason = why_not_by_heads((spec.nheads, spec.nheads_kv), degree)
+    if same_bits and reason is not None:
+        raise NotImplementedError(f"same_bits=True cannot be had here: {reason}")
     merged: Layouts = (merge_groups(layouts[0], degree)[0], merge_groups(layouts[1], degree)[0])
 
     def core_spec(run: HeadRun) -> AttentionSpec:
@@ -223,7 +220,7 @@ def make_call(
         tuple(cores[core_spec(run)] for run in shares[rank % degree].runs),
         first.softmax_scale,
         first.backend,
-        not replicated and all(core.same_bits for core in cores.values()),
+        reason is None and all(core.same_bits for core in cores.values()),
     )
 
 

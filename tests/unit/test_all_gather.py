@@ -9,9 +9,10 @@ import torch
 
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
+from ring_attn.order import why_not_in_order
 from ring_attn.plan import MaskKind, gathered_tiles
-from ring_attn.strategies.all_gather import why_not_same_bits
 from ring_attn.strategies.messages import Records
+from ring_attn.strategy import Strategy
 from ring_attn.testing import LAYOUTS, layouts_of, masks
 
 # -- tiles
@@ -92,14 +93,16 @@ def test_records_of_several_messages_are_one_tensor(name: str) -> None:
 
 
 def test_same_bits_are_for_backends_and_layouts_that_have_them() -> None:
-    def reason(layout: SequenceLayout, backend: str = "triton") -> str | None:
-        return why_not_same_bits((layout, layout), backend)
+    def reason(q: SequenceLayout, backend: str = "triton", k: SequenceLayout | None = None) -> str:
+        layouts, mask = (q, k or q), Mask(q.seqlen, (k or q).seqlen)
+        strategy = Strategy("all_gather")
+        return why_not_in_order(strategy, (4, 2), layouts, mask, backend) or "in order"
 
-    assert reason(SequenceLayout.contiguous(1024, 8)) is None
-    assert reason(SequenceLayout.boundaries([0, 128, 128, 384, 401])) is None
-    assert reason(SequenceLayout.boundaries([0, 401, 401])) is None
-    assert "one's start at 100" in str(reason(SequenceLayout.boundaries([0, 100, 384])))
-    assert "layout must be contiguous" in str(reason(SequenceLayout.zigzag(1024, 2)))
-    assert "does not fold in one order" in str(reason(SequenceLayout.contiguous(1024, 8), "aten"))
+    assert reason(SequenceLayout.contiguous(1024, 8)) == "in order"
+    assert reason(SequenceLayout.boundaries([0, 128, 128, 384, 401])) == "in order"
+    assert reason(SequenceLayout.boundaries([0, 401, 401])) == "in order"
+    assert "one's start at 100" in reason(SequenceLayout.boundaries([0, 100, 384]))
+    assert "layout must be contiguous" in reason(SequenceLayout.zigzag(1024, 2))
+    assert "does not fold in one order" in reason(SequenceLayout.contiguous(1024, 8), "aten")
     other = (SequenceLayout.contiguous(1024, 4), SequenceLayout.boundaries([0, 0, 128, 256, 999]))
-    assert why_not_same_bits(other, "triton") is None
+    assert reason(other[0], k=other[1]) == "in order"

@@ -21,7 +21,15 @@ DATA = {
     "torch_private", "values", "compiling", "heads", "mask", "layout", "plan", "buffers", "work",
     "cost", "state", "spec",
 }  # fmt: skip
-ENGINE = DATA | {"strategy", "validation", "profiling", "backends", "transport", "strategies"}
+ENGINE = DATA | {
+    "order",
+    "strategy",
+    "validation",
+    "profiling",
+    "backends",
+    "transport",
+    "strategies",
+}
 API = ENGINE | {
     "balance",
     "planning",
@@ -52,7 +60,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "validation": DATA,
     "transport": DATA | {"profiling", "kernels"},
     "backends": DATA | {"profiling", "kernels"},
-    "strategies": DATA | {"strategy", "validation", "profiling", "transport", "backends"},
+    "order": {"heads", "layout", "mask", "plan", "strategy", "backends"},
+    "strategies": DATA | {"order", "strategy", "validation", "profiling", "transport", "backends"},
     # What a call costs and how long it takes, for all ranks at once.
     "work": {"mask", "layout", "plan"},
     "balance": {"values", "mask", "layout", "validation"},

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attn import backends
+from ring_attn import backends, order
 from ring_attn.backends.base import folds_in_order, tile_within
 from ring_attn.backends.reference import ReferenceBackend
 from ring_attn.layout import SequenceLayout
@@ -20,7 +20,8 @@ from ring_attn.mask import Mask
 from ring_attn.plan import Tile
 from ring_attn.spec import AttentionSpec, Scores
 from ring_attn.strategies import ring as ring_module
-from ring_attn.strategies.ring import RingCall, make_call, why_not_same_bits
+from ring_attn.strategies.ring import RingCall, make_call
+from ring_attn.strategy import Strategy
 from ring_attn.testing import LAYOUTS, AllRanks, Case, Heads, Layouts, masks, run_all_ranks
 from ring_attn.transport.local import LocalTransport
 
@@ -102,9 +103,10 @@ def in_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(backends, "PREFERENCE", {**backends.PREFERENCE, "blocks": ("", "")})
     monkeypatch.setattr(backends, "get_backend", get_backend)
     monkeypatch.setattr(ring_module, "get_backend", get_backend)
+    monkeypatch.setattr(order, "get_backend", get_backend)
     yield
     backends.choose_backend.cache_clear()
-    why_not_same_bits.cache_clear()
+    order.why_not_in_order.cache_clear()
 
 
 def cut(world_size: int, seqlen: int = 61) -> SequenceLayout:
@@ -235,7 +237,7 @@ WITHOUT: dict[str, tuple[Layouts, Mask, str, str]] = {
 @pytest.mark.parametrize("name", WITHOUT)
 def test_why_not(name: str) -> None:
     layouts, mask, backend, reason = WITHOUT[name]
-    assert reason in str(why_not_same_bits(layouts, mask, backend))
+    assert reason in str(order.why_not_in_order(Strategy(), (8, 2), layouts, mask, backend))
     make = partial(make_call, FEW_KV_HEADS, layouts, mask, 0, backend=backend)
     with pytest.raises(NotImplementedError, match="same_bits=True cannot be had here: "):
         make(same_bits=True)
@@ -255,7 +257,7 @@ def test_why_not(name: str) -> None:
     ids=str,
 )  # fmt: skip
 def test_on_where_it_can_be_had(layouts: Layouts, mask: Mask) -> None:
-    assert why_not_same_bits(layouts, mask, "blocks") is None
+    assert order.why_not_in_order(Strategy(), (8, 2), layouts, mask, "blocks") is None
     # Heads for which the Q side would cost fewer bytes.
     spec = AttentionSpec("cpu", torch.bfloat16, 1, 4, 4, 64, 64)
     usual = {

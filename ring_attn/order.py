@@ -1,0 +1,109 @@
+"""Order of summation: where a call has the same bits at every world size, and why not elsewhere.
+
+A sum of floating-point numbers has other bits in another order. Results are those of one process
+where every sum is made in that process's order:
+
+    backend        folds tiles in one order, on a grid of blocks (`bits_unit` positions)
+    all_gather     keys stand in the order of their positions: contiguous shards, cut at blocks
+    ring           the same, and shards come by in that order: causal, one plain ring
+    Ulysses        as its core, where no KV head is on several ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import accumulate
+
+from ring_attn.backends import get_backend
+from ring_attn.backends.base import InOrderBackend, folds_in_order
+from ring_attn.heads import is_replicated, share_heads
+from ring_attn.layout import SequenceLayout
+from ring_attn.mask import Mask
+from ring_attn.plan import ring_grid
+from ring_attn.strategy import Strategy
+
+Layouts = tuple[SequenceLayout, SequenceLayout]
+
+
+@lru_cache(maxsize=1024)
+def why_not_in_order(
+    strategy: Strategy, heads: tuple[int, int], layouts: Layouts, mask: Mask, backend: str
+) -> str | None:
+    """None where every sum is made in the order of one process, else the reason why not.
+
+    Args:
+        strategy: of the call.
+        heads: numbers of query heads and of KV heads.
+        layouts: of queries and keys where the core computes: after the exchange of queries, or of
+            heads for rows.
+        mask: over the whole sequence.
+        backend: its name.
+    """
+    reason = why_not_by_heads(heads, strategy.ulysses_degree)
+    if reason is not None:
+        return reason
+    folding = get_backend(backend)
+    if not folds_in_order(folding):
+        return f"backend {backend!r} does not fold in one order; triton does"
+    if any(layout.kind not in ("contiguous", "boundaries") for layout in layouts):
+        return f"the layout must be contiguous, got {layouts[0]} and {layouts[1]}"
+    if strategy.core == "ring":
+        if layouts[0].world_size == 1:
+            return None
+        reason = _why_not_by_turns(layouts, mask, strategy.inner_degree)
+        if reason is not None:
+            return reason
+    for start in _starts(layouts):
+        if start % folding.bits_unit:
+            return (
+                f"every rank's rows must start at a multiple of {folding.bits_unit}, one's start "
+                f"at {start}"
+            )
+    return None
+
+
+def why_not_by_heads(heads: tuple[int, int], ulysses_degree: int) -> str | None:
+    """None where every KV head is on one rank of a group, else the reason against it."""
+    if not is_replicated(share_heads(*heads, ulysses_degree), heads[1]):
+        return None
+    return (
+        f"with {heads[0]} heads, {heads[1]} kv heads and ulysses_degree {ulysses_degree} a kv head "
+        "is on several ranks, and its gradients are added up in another order; take a degree that "
+        "cuts between kv heads"
+    )
+
+
+def folding_backend(name: str) -> InOrderBackend:
+    """The backend of a call whose sums are to be made in order.
+
+    Raises:
+        NotImplementedError: it folds in no order.
+    """
+    backend = get_backend(name)
+    if not folds_in_order(backend):
+        raise NotImplementedError(
+            f"same_bits=True needs a backend that folds in one order, as triton does, got {name!r}"
+        )
+    return backend
+
+
+def _why_not_by_turns(layouts: Layouts, mask: Mask, inner_degree: int) -> str | None:
+    """Why shards do not come by in the order of their positions."""
+    if mask.right != 0 or mask.left is not None or mask.cu_seqlens_q is not None:
+        return "the mask must be causal without window_size and cu_seqlens"
+    grid = ring_grid(layouts[0].world_size, inner_degree)
+    if grid.outer > 1:
+        return (
+            f"the ring must be a plain one, got {grid.outer} inner rings of {grid.inner}: in every "
+            "place of an inner ring the shards of those before it come in another order"
+        )
+    if layouts[0].shard_lens != layouts[1].shard_lens:
+        return f"q and kv must have one layout, got {layouts[0]} and {layouts[1]}"
+    return None
+
+
+def _starts(layouts: Layouts) -> Iterator[int]:
+    """First positions of all shards but those behind the end."""
+    for layout in layouts:
+        yield from (start for start in accumulate(layout.shard_lens) if start != layout.seqlen)
