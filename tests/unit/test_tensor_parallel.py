@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import get_args
@@ -216,7 +215,7 @@ def test_what_cannot_be_is_refused(change: dict[str, int], text: str) -> None:
 
 @pytest.mark.parametrize("wrong", [2.0, True, "2"])
 def test_a_size_that_is_no_int(wrong: object) -> None:
-    with pytest.raises(TypeError, match=re.escape(f"tp_size must be an int, got {wrong!r}")):
+    with pytest.raises(TypeError, match=rf"tp_size must be an int, .*{wrong!r}"):
         TensorParallelConfig(0, wrong, 64, 64, 4, 4)  # type: ignore[arg-type]
 
 
