@@ -172,14 +172,9 @@ class TensorPartition:
 
 
 class AllReduceCost(NamedTuple):
-    """What a forward of a tensor-parallel model reduces, the bytes of each tensor counted once.
+    """What the all-reduces of a forward send, in the bytes of the tensors.
 
-    Attributes:
-        nbytes: of one all-reduce.
-        num: how many there are.
-        total_bytes: of all.
-        seconds: at the link's speed. A ring sends `2 (tp_size - 1) / tp_size` times the bytes from
-            each rank.
+    A ring sends `2 (tp_size - 1) / tp_size` times the bytes from each rank.
     """
 
     nbytes: int
@@ -196,17 +191,12 @@ class TensorParallelConfig:
 
     Args:
         rank: within the tensor-parallel group.
-        tp_size: its size.
+        tp_size: size of that group.
         hidden_size: of the residual stream.
-        intermediate_size: of the MLP; where it does not divide, parts are ceil-sized, and the last
-            ones shorter or empty.
+        intermediate_size: of the MLP; where it does not divide, parts are ceil-sized.
         num_heads: q heads; a multiple of `tp_size`.
         num_kv_heads: kv heads; a multiple of `tp_size`, or a divisor of it (replicated).
         headdim: of a head; `hidden_size / num_heads` by default.
-
-    Raises:
-        ValueError: a number below 1, a rank that does not exist, or heads that do not divide.
-        TypeError: a number that is not an int.
 
     Example:
         >>> config = TensorParallelConfig(2, 4, 1024, 4096, num_heads=16, num_kv_heads=4)
@@ -303,12 +293,8 @@ class TensorParallelConfig:
 
             weight.grad[config.replicated_outputs("qkv")]   summed over config.kv_replica_ranks
 
-        Args:
-            kind: of the parameter.
-
-        Returns:
-            Positions in the output dim of the *shard*; an empty slice where nothing is shared, and
-            for "replicated", whose gradients are the same on all ranks already.
+        They are positions in the output dim of the *shard*; none where nothing is shared, and for
+        "replicated", whose gradients are the same on all ranks already.
 
         Example:
             >>> config = TensorParallelConfig(0, 4, 64, 128, num_heads=8, num_kv_heads=2)
@@ -332,7 +318,7 @@ class TensorParallelConfig:
             seqlen: rows of a rank, of all sequences.
             num_blocks: layers.
             itemsize: bytes of a number.
-            gbit_per_s: of the link; ValueError if it has no bandwidth.
+            gbit_per_s: of the link.
         """
         for name, value in (("seqlen", seqlen), ("num_blocks", num_blocks), ("itemsize", itemsize)):
             check_int(name, value, least=0)
@@ -385,16 +371,8 @@ def unshard_parameter(
 ) -> Tensor:
     """The whole weight or bias again, bit for bit: undoes `shard_parameter`.
 
-    Args:
-        shards: in the order of the ranks; None where `shard_parameter` gives None.
-        kind: as for `shard_parameter`.
-        config: of any rank.
-        order: as for `shard_parameter`.
-
-    Raises:
-        ValueError: a wrong number of parts, a wrong shape, or ranks that have different values of
-            what they all should have: replicated kv heads whose gradients were not summed.
-        TypeError: parts of different dtypes.
+    `shards` are in the order of the ranks, with None where `shard_parameter` gives None. Raises
+    ValueError where they differ and must be equal: kv heads whose gradients were not summed.
     """
     _check_choices(kind, config, order)
     shards = _checked_count(shards, config.tp_size)
@@ -438,13 +416,6 @@ def shard_state_dict(
     Raises:
         ValueError: names that no pattern fits, tensors inside a module that is cut that are neither
             its weight nor its bias (scales of quantised weights, adapters), or wrong shapes.
-
-    Example:
-        >>> config = TensorParallelConfig(1, 2, 4, 8, num_heads=2, num_kv_heads=1)
-        >>> whole = {"mlp.up_proj.weight": torch.zeros(8, 4), "norm.weight": torch.ones(4)}
-        >>> part = shard_state_dict(whole, config, otherwise="replicated")
-        >>> {name: tuple(x.shape) for name, x in part.items()}
-        {'mlp.up_proj.weight': (4, 4), 'norm.weight': (4,)}
     """
     check_type("state_dict", state_dict, Mapping, "tensors by name")
     for name, x in state_dict.items():
@@ -460,19 +431,9 @@ def unshard_state_dict(
     otherwise: Kind | None = None,
     order: Order = "out_in",
 ) -> dict[str, Tensor]:
-    """The whole model again, from the parts of all ranks: undoes `shard_state_dict`.
+    """The whole model again, from the state dicts of all ranks: undoes `shard_state_dict`.
 
-    Args:
-        shards: a state dict of each rank, in their order.
-        config: of any rank.
-        plan: as for `shard_state_dict`, like the next two.
-        otherwise: see there.
-        order: see there.
-
-    Raises:
-        ValueError: as `unshard_parameter`, and names that no pattern fits.
-        TypeError: parts of different dtypes.
-        KeyError: a parameter that rank 0 does not have, or another rank should have.
+    Raises KeyError for a parameter that rank 0 does not have, or another rank should have.
     """
     check_type("config", config, TensorParallelConfig)
     shards = _checked_count(shards, config.tp_size)
@@ -601,11 +562,7 @@ def _cut_dim(ndim: int, kind: Kind, order: Order) -> int:
 def _checked_held(
     name: str, shape: tuple[int, ...], kind: Kind, config: TensorParallelConfig, order: Order
 ) -> Tensor | None:
-    """Which positions of the dim that is cut the rank has; None where nothing is cut.
-
-    Raises:
-        ValueError: an unknown kind or order, or a shape that does not fit.
-    """
+    """`_held`, for a shape that is checked; None where nothing is cut."""
     _check_choices(kind, config, order)
     if kind == "replicated":
         return None
@@ -708,12 +665,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def _kinds(
     names: Iterable[str], plan: Mapping[str, Kind], otherwise: Kind | None
 ) -> dict[str, Kind]:
-    """The kind of each name by the plan.
-
-    Raises:
-        ValueError: names that no pattern fits, an unknown kind, or a tensor inside a module that is
-            cut which has no pattern of its own.
-    """
+    """The kind of each name by the plan, all of which must have one."""
     check_type("plan", plan, Mapping, "kinds by the ends of names")
     for pattern, kind in plan.items():
         check_type("each pattern of plan", pattern, str, "the end of a name")

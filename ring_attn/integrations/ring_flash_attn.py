@@ -12,17 +12,16 @@ Names, parameters, their order and defaults, shapes and what is returned are tho
     llama3_flash_attn_prepare_cu_seqlens, llama3_flash_attn_varlen_{...} the sequence of all
                                                                      documents split in runs
 
-These are 19 of its 21 functions. The other two, `substitute_hf_flash_attn` and
-`update_ring_flash_attn_params`, patch transformers and are refused with what to call instead.
+The other two of its 21 functions, `substitute_hf_flash_attn` and `update_ring_flash_attn_params`,
+patch transformers and are refused with what to call instead.
 
-What is different, where the other's result is not what its parameters say: `window_size` counts
-global positions, not those within a shard; gradients have the dtypes of their inputs; every dtype,
-headdim and backend of `ring_attention` works, on CPUs too; the zigzag and stripe functions take
+Differences, where the other's result is not what its parameters say: `window_size` counts global
+positions, not those within a shard; gradients have the dtypes of their inputs; every dtype, headdim
+and backend of `ring_attention` works, on CPUs too; the zigzag and stripe functions take
 `causal=False`. `dropout_p` and `alibi_slopes` are refused.
 
 torch.compile takes the nine functions without documents into a graph. Those over documents break
-the graph, because their plans follow from the values of `cu_seqlens`: with `fullgraph=True` they
-are refused with what to call instead.
+the graph, because their plans follow from the values of `cu_seqlens`.
 """
 
 from __future__ import annotations
@@ -84,20 +83,13 @@ def llama3_flash_attn_prepare_cu_seqlens(
 ) -> tuple[Tensor, Tensor, int, int, slice]:
     """The documents of one rank's run of a packed sequence, for `llama3_flash_attn_varlen_func`.
 
-    Args:
-        cu_seqlens: boundaries of the documents in the global sequence, whose length is a multiple
-            of `world_size`.
-        causal: as in the call that follows.
-        rank: whose run.
-        world_size: in how many equal runs the sequence is split.
+    `cu_seqlens` has the boundaries in the whole sequence, whose length is a multiple of
+    `world_size`; `causal` is that of the call that follows.
 
     Returns:
         `(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice)`: boundaries of the
         documents within the rank's rows, boundaries of the keys that they see, counted from the
         first, the longest of each, and where those keys are in the sequence.
-
-    Raises:
-        ValueError: boundaries that do not fit, or a length that the ranks do not divide.
 
     Example:
         >>> llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 3, 8]), True, 1, 2)
@@ -113,10 +105,8 @@ def llama3_flash_attn_prepare_cu_seqlens(
             "the sequence, or call ring_attn.ring_attention, which takes any length"
         )
     cu_q, cu_k, keys = _local_documents(boundaries, causal, rank, world_size)
-    local = (
-        torch.tensor(x, dtype=cu_seqlens.dtype, device=cu_seqlens.device) for x in (cu_q, cu_k)
-    )
-    return *local, _longest(cu_q), _longest(cu_k), keys  # type: ignore[return-value]
+    local_q, local_k = (cu_seqlens.new_tensor(cuts) for cuts in (cu_q, cu_k))
+    return local_q, local_k, _longest(cu_q), _longest(cu_k), keys
 
 
 def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> NoReturn:
@@ -167,7 +157,7 @@ def _attend(
 
 
 def _check_deterministic(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Two runs have the same bits: always on CPUs, and with backends that add up in order."""
+    """Refuses what may differ between two runs: on CPUs nothing does."""
     if q.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         _check_backend_is_deterministic(q, k, v)
 
@@ -191,22 +181,21 @@ def _unpacked(name: str, x: Tensor, dims: str) -> tuple[Tensor, ...]:
     return x.unbind(-3)
 
 
-def _boundaries(name: str, cu_seqlens: Tensor, most_name: str, most: int) -> tuple[int, ...]:
-    """Boundaries on the host, whose longest document must not be longer than `most`."""
-    boundaries = _on_host(name, cu_seqlens)
-    longest = _longest(boundaries)
-    if int(most) < longest:
-        raise ValueError(
-            f"{most_name} must be at least the longest document of {name}, {longest}, got "
-            f"{int(most)}"
-        )
-    return boundaries
-
-
 def _on_host(name: str, cu_seqlens: Tensor) -> tuple[int, ...]:
     boundaries = check.check_cu_seqlens(name, cu_seqlens)
     if boundaries is None:
         raise TypeError(f"{name} must be an int32 tensor, got None")
+    return boundaries
+
+
+def _boundaries(name: str, cu_seqlens: Tensor, most: int) -> tuple[int, ...]:
+    """Boundaries on the host, whose longest document must not be longer than `most`."""
+    boundaries = _on_host(name, cu_seqlens)
+    longest, most_name = _longest(boundaries), name.replace("cu_seqlens", "max_seqlen")
+    if int(most) < longest:
+        raise ValueError(
+            f"{most_name} must be at least the longest document of {name}, {longest}, got {most}"
+        )
     return boundaries
 
 
@@ -219,7 +208,7 @@ def _attend_split(
     qkv: Qkv, options: _Options, cu_seqlens: Tensor, max_seqlen: int, *, chunks: int
 ) -> Result:
     """Attention within packed documents, each of which is split over all ranks."""
-    boundaries = _boundaries("cu_seqlens", cu_seqlens, "max_seqlen", max_seqlen)
+    boundaries = _boundaries("cu_seqlens", cu_seqlens, max_seqlen)
     world_size = dist.get_world_size(check.check_group(options.group))
     layout, documents = _split_documents(boundaries, world_size, chunks)
     return _attend(qkv, options, documents, layout=layout)
@@ -229,13 +218,7 @@ def _attend_split(
 def _split_documents(
     boundaries: tuple[int, ...], world_size: int, chunks: int
 ) -> tuple[SequenceLayout, Tensor]:
-    """The layout where each rank holds so many chunks of every document, and global boundaries.
-
-    Args:
-        boundaries: of the documents' parts on one rank.
-        world_size: number of ranks.
-        chunks: 1, or the zigzag's 2.
-    """
+    """The layout where a rank holds so many chunks of each document, and global boundaries."""
     parts: list[list[Segment]] = [[] for _ in range(world_size)]
     for start, stop in pairwise(boundaries):
         size, left = divmod(stop - start, chunks)
@@ -279,8 +262,8 @@ def _attend_gathered(qkv: Qkv, options: _Options, *local: Any) -> Result:
     rows, nheads_kv, _ = k.shape
     if heads_k_stride < 1 or nheads_kv % heads_k_stride:
         raise ValueError(f"heads_k_stride must divide nheads_kv {nheads_kv}, got {heads_k_stride}")
-    _boundaries("cu_seqlens_q", cu_q, "max_seqlen_q", max_seqlen_q)
-    _boundaries("cu_seqlens_k", cu_k, "max_seqlen_k", max_seqlen_k)
+    _boundaries("cu_seqlens_q", cu_q, max_seqlen_q)
+    _boundaries("cu_seqlens_k", cu_k, max_seqlen_k)
     check_type("local_k_slice", keys, slice)
     group = check.check_group(options.group)
     documents = _all_documents(cu_q, cu_k, keys, rows, options.causal, group)
@@ -304,7 +287,7 @@ def _all_documents(
     known = _documents.setdefault(cu_q, {})
     if asked not in known:
         reported: list[Any] = [None] * dist.get_world_size(group)
-        q, k = _on_host("cu_seqlens_q", cu_q), _on_host("cu_seqlens_k", cu_k)
+        q, k = cu_q.tolist(), cu_k.tolist()
         mine = {"rows": rows, "q": q, "k": k, "keys": (keys.start, keys.stop)}
         dist.all_gather_object(reported, mine, group=group)
         known[asked] = (torch.tensor(_joined_documents(reported, causal)), cu_k)
@@ -337,6 +320,7 @@ def _joined_documents(reported: Sequence[dict[str, Any]], causal: bool) -> list[
     return boundaries
 
 
+# Parameters as they are written in signatures.
 _SPLIT = "cu_seqlens: Tensor, max_seqlen: int"
 _GATHERED = (
     "cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, "
@@ -361,8 +345,7 @@ _FAMILIES: dict[str, tuple[Function, str]] = {
 _DOCSTRING = """Attention of this rank's queries to all keys that they see.
 
 Args, by the names that are in the signature:
-    q, qkv: ({rows}, nheads, headdim) and ({rows}, 3, nheads, headdim), this rank's rows.
-    k, v, kv: ({rows}, nheads_kv, headdim) and ({rows}, 2, nheads_kv, headdim).
+    q, k, v, kv, qkv: ({rows}, nheads, headdim), kv with a dim of 2 before the heads, qkv of 3.
     cu_seqlens: global boundaries of the documents, divided by the ranks; each document is as long
         on every rank, an even number of rows where a rank holds two chunks of it.
     max_seqlen: rows of the longest document on this rank, or more.
@@ -370,23 +353,14 @@ Args, by the names that are in the signature:
         `llama3_flash_attn_prepare_cu_seqlens` gave for the same `causal`. Calls with new tensors
         exchange them between the ranks; so the tensors must be new on every rank, or on none.
     heads_k_stride: KV heads that are gathered at a time; must divide nheads_kv.
-    dropout_p, alibi_slopes: must be 0 and None.
-    softmax_scale: factor of the scores; `headdim ** -0.5` by default.
-    causal: a query sees nothing after its own global position.
-    window_size: `(left, right)` global positions; -1 is unbounded, and with `causal` the right is 0
-        whatever is given.
+    causal, window_size: by global positions; with `causal` the right is 0 whatever is given.
     deterministic: refused where the backend that would run is not.
-    return_attn_probs: return `(out, lse, None)`.
+    dropout_p, alibi_slopes: must be 0 and None.
     group: a process group, or one axis of a mesh; the default group by default.
 
 Returns:
-    `out` ({rows}, nheads, headdim), or `(out, lse, None)` with lse float32, natural logarithm:
-    (batch, nheads, rows), or (nheads, rows) of packed documents.
-
-Raises:
-    ValueError: documents that do not fit the rows, one another or the ranks.
-    NotImplementedError: dropout, ALiBi, or `deterministic` where it cannot be promised.
-    Exception: what `ring_attention` raises.
+    `out` ({rows}, nheads, headdim); with `return_attn_probs` `(out, lse, None)`, lse (batch,
+    nheads, rows), or (nheads, rows) of packed documents, float32, natural logarithm.
 """
 
 
@@ -421,12 +395,10 @@ def _call(
     family: str, form: str, tensors: tuple[Tensor, ...], options: _Options, *documents: Any
 ) -> Result:
     """Computes a function of a family."""
-    attend, _ = _FAMILIES[family]
     if form:
-        *q, packed = tensors
         dims = f"{'rows' if documents else 'batch, rows'}, {len(form)}"
-        tensors = (*q, *_unpacked(form, packed, dims))
-    return attend(tensors, options, *documents)
+        tensors = (*tensors[:-1], *_unpacked(form, tensors[-1], dims))
+    return _FAMILIES[family][0](tensors, options, *documents)
 
 
 ring_flash_attn_func = _function("ring_flash_attn")
