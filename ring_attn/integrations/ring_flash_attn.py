@@ -39,13 +39,13 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_attn import validation as check
-from ring_attn.api import Group, Layout, ring_attention, select_backend
+from ring_attn.api import Group, ring_attention, select_backend
 from ring_attn.compiling import left_out_of_graphs
 from ring_attn.layout import Segment, SequenceLayout
 from ring_attn.strategy import Strategy
 from ring_attn.values import check_tensor, check_type
 
-# What torch.compile says with fullgraph=True of a function that is left out of the graph.
+# What torch.compile says with fullgraph=True of functions that are left out of the graph.
 _READS_DOCUMENTS = (
     "the plans of all ranks follow from the values of cu_seqlens, and a graph knows none: compile "
     "without fullgraph=True, or call ring_attn.ring_attention with the global cu_seqlens and a "
@@ -56,7 +56,7 @@ _ASKS_BACKEND = (
     "fullgraph=True, or call torch.use_deterministic_algorithms(True) before"
 )
 
-# Backends whose backward is deterministic on CUDA whatever torch is told.
+# Backends whose backward is deterministic on CUDA by itself; on CPUs all are.
 _DETERMINISTIC = ("triton", "flash_attn")
 
 Result = Tensor | tuple[Tensor, Tensor, None]
@@ -95,8 +95,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
         >>> llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 3, 8]), True, 1, 2)
         (tensor([0, 4]), tensor([0, 5]), 4, 5, slice(3, 8, None))
     """
-    boundaries = _on_host("cu_seqlens", cu_seqlens)
-    total = boundaries[-1]
+    *_, total = boundaries = _on_host("cu_seqlens", cu_seqlens)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
     if total == 0 or total % world_size:
@@ -121,20 +120,12 @@ def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> NoRet
 def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> NoReturn:
     """Raises NotImplementedError, as `substitute_hf_flash_attn`, whose documents it sets."""
     raise NotImplementedError(
-        "update_ring_flash_attn_params is not built: it belongs to substitute_hf_flash_attn; see "
-        "ring_attn.integrations.transformers.register"
+        "update_ring_flash_attn_params is not built: call integrations.transformers.register"
     )
 
 
-def _attend(
-    qkv: Qkv,
-    options: _Options,
-    documents: Tensor | None = None,
-    *,
-    layout: Layout,
-    strategy: str | Strategy = "ring",
-) -> Result:
-    """Calls ring_attention with the options that it knows by other names or values."""
+def _attend(qkv: Qkv, options: _Options, documents: Tensor | None = None, **how: Any) -> Result:
+    """Calls ring_attention, by a layout and a strategy, with what flash-attention calls options."""
     if options.deterministic:
         _check_deterministic(*qkv)
     window: Any = options.window_size
@@ -147,17 +138,15 @@ def _attend(
         softmax_scale=options.softmax_scale,
         cu_seqlens=documents,
         group=options.group,
-        layout=layout,
-        strategy=strategy,
         return_lse=True,
         dropout_p=options.dropout_p,
         alibi_slopes=options.alibi_slopes,
+        **how,
     )
     return (out, lse, None) if options.return_attn_probs else out
 
 
 def _check_deterministic(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuses what may differ between two runs: on CPUs nothing does."""
     if q.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
         _check_backend_is_deterministic(q, k, v)
 
@@ -170,15 +159,6 @@ def _check_backend_is_deterministic(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"deterministic=True cannot be promised by backend {name!r}, which would run; call "
             f"torch.use_deterministic_algorithms(True), or install one of {_DETERMINISTIC}"
         )
-
-
-def _unpacked(name: str, x: Tensor, dims: str) -> tuple[Tensor, ...]:
-    """The tensors of a packed one, which stand in the dim before the heads."""
-    check_tensor(name, x)
-    leading = dims.split(", ")
-    if x.ndim != len(leading) + 2 or x.size(-3) != int(leading[-1]):
-        raise ValueError(f"{name} must be ({dims}, nheads, headdim), got {tuple(x.shape)}")
-    return x.unbind(-3)
 
 
 def _on_host(name: str, cu_seqlens: Tensor) -> tuple[int, ...]:
@@ -232,8 +212,7 @@ def _split_documents(
         for rank, held in enumerate(parts):
             mine = (rank, 2 * world_size - 1 - rank)[:chunks]
             held += [Segment(start * world_size + chunk * size, size) for chunk in mine]
-    whole = torch.tensor([cut * world_size for cut in boundaries], dtype=torch.int64)
-    return SequenceLayout.from_segments(parts), whole
+    return SequenceLayout.from_segments(parts), torch.tensor(boundaries) * world_size
 
 
 def _local_documents(
@@ -254,9 +233,9 @@ def _local_documents(
 @left_out_of_graphs(_READS_DOCUMENTS)
 def _attend_gathered(qkv: Qkv, options: _Options, *local: Any) -> Result:
     """Attention by all-gather over a sequence in equal runs, from one rank's own documents."""
-    q, k, v = qkv
+    q, k, _ = qkv
     cu_q, cu_k, max_seqlen_q, max_seqlen_k, heads_k_stride, keys = local
-    check.check_tensors(q, k, v, packed=True)
+    check.check_tensors(*qkv, packed=True)
     if q.ndim != 3:
         raise ValueError(f"q, k, v must be (rows, nheads, headdim), got q {tuple(q.shape)}")
     rows, nheads_kv, _ = k.shape
@@ -284,15 +263,13 @@ def _all_documents(
     """Global boundaries of all documents but empty ones, which the ranks exchange once."""
     versions = [0 if x.is_inference() else x._version for x in (cu_q, cu_k)]
     asked = (*versions, id(cu_k), keys.start, keys.stop, rows, causal, group)
-    known = _documents.setdefault(cu_q, {})
+    known: dict[Any, tuple[Tensor, Tensor]] = _documents.setdefault(cu_q, {})
     if asked not in known:
         reported: list[Any] = [None] * dist.get_world_size(group)
-        q, k = cu_q.tolist(), cu_k.tolist()
-        mine = {"rows": rows, "q": q, "k": k, "keys": (keys.start, keys.stop)}
-        dist.all_gather_object(reported, mine, group=group)
+        own = {"q": cu_q.tolist(), "k": cu_k.tolist(), "keys": (keys.start, keys.stop)}
+        dist.all_gather_object(reported, {"rows": rows, **own}, group=group)
         known[asked] = (torch.tensor(_joined_documents(reported, causal)), cu_k)
-    documents: Tensor = known[asked][0]
-    return documents
+    return known[asked][0]
 
 
 def _joined_documents(reported: Sequence[dict[str, Any]], causal: bool) -> list[int]:
@@ -346,16 +323,15 @@ _DOCSTRING = """Attention of this rank's queries to all keys that they see.
 
 Args, by the names that are in the signature:
     q, k, v, kv, qkv: ({rows}, nheads, headdim), kv with a dim of 2 before the heads, qkv of 3.
-    cu_seqlens: global boundaries of the documents, divided by the ranks; each document is as long
-        on every rank, an even number of rows where a rank holds two chunks of it.
+    cu_seqlens: global boundaries of the documents, divided by the ranks; zigzag needs an even
+        number of a document's rows on each rank.
     max_seqlen: rows of the longest document on this rank, or more.
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice: what
         `llama3_flash_attn_prepare_cu_seqlens` gave for the same `causal`. Calls with new tensors
         exchange them between the ranks; so the tensors must be new on every rank, or on none.
     heads_k_stride: KV heads that are gathered at a time; must divide nheads_kv.
     causal, window_size: by global positions; with `causal` the right is 0 whatever is given.
-    deterministic: refused where the backend that would run is not.
-    dropout_p, alibi_slopes: must be 0 and None.
+    dropout_p, alibi_slopes, deterministic: refused, the last where the backend cannot promise it.
     group: a process group, or one axis of a mesh; the default group by default.
 
 Returns:
@@ -394,10 +370,13 @@ def _names(parameters: str) -> str:
 def _call(
     family: str, form: str, tensors: tuple[Tensor, ...], options: _Options, *documents: Any
 ) -> Result:
-    """Computes a function of a family."""
+    """Computes a function of a family, whose last tensor may hold as many as its name has."""
     if form:
-        dims = f"{'rows' if documents else 'batch, rows'}, {len(form)}"
-        tensors = (*tensors[:-1], *_unpacked(form, tensors[-1], dims))
+        dims, packed = f"{'rows' if documents else 'batch, rows'}, {len(form)}", tensors[-1]
+        check_tensor(form, packed)
+        if packed.ndim != dims.count(",") + 3 or packed.size(-3) != len(form):
+            raise ValueError(f"{form} must be ({dims}, nheads, headdim), got {tuple(packed.shape)}")
+        tensors = (*tensors[:-1], *packed.unbind(-3))
     return _FAMILIES[family][0](tensors, options, *documents)
 
 
