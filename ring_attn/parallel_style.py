@@ -197,6 +197,7 @@ def parallelize(
 
     torch only warns of it, and the module stays as it is. Here all keys are looked up before
     anything is changed. A mesh with two axes is handed to `ContextParallel` in every version.
+    Returns `module`.
 
     Args:
         module: the model, changed in place.
@@ -204,9 +205,6 @@ def parallelize(
         plan: a style for `module` itself, or styles by name; "*" in a name stands for any part
             between dots, "" for `module` itself.
         src_data_rank: as for `parallelize_module`.
-
-    Returns:
-        `module`.
 
     Example:
         >>> model = nn.ModuleDict({"attn": nn.Identity()})

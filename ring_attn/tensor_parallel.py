@@ -538,9 +538,8 @@ def _shard(
     """The rank's part of a tensor in memory or in a file."""
     shape = tuple(x.shape)
     held = _checked_held(name, shape, kind, config, order)
-    if held is None:
-        row_bias = kind in _ROW_PARALLEL
-        return None if row_bias and config.rank > 0 else _take(x, 0, ())
+    if held is None:  # "replicated", or the bias of a row-parallel layer
+        return None if kind in _ROW_PARALLEL and config.rank > 0 else _take(x, 0, ())
     edges = torch.diff(pad(held.to(torch.int8), (1, 1))).nonzero().flatten().tolist()
     runs = [*zip(edges[::2], edges[1::2], strict=True)] or [(0, 0)]
     return _take(x, _cut_dim(len(shape), kind, order), runs)
@@ -643,9 +642,9 @@ def _assembled(
         at = torch.arange(len(owner)) if held is None else held.nonzero().flatten()
         expected = [*shape[:dim], len(at), *shape[dim + 1 :]] if shape else []
         _check_part(rank, x, expected, f"{kind!r} {(*shape,)} with {order=}")
-        bits = x.view(whole.dtype).reshape(x.shape or (1,))
+        bits = x.to(whole.device).view(whole.dtype).reshape(x.shape or (1,))
         again = (owner[at] >= 0).nonzero().flatten()
-        there, here = at[again].to(x.device), again.to(x.device)
+        there, here = at[again].to(whole.device), again.to(whole.device)
         if not torch.equal(bits.index_select(dim, here), whole.index_select(dim, there)):
             raise ValueError(
                 f"ranks {int(owner[at[again[0]]])} and {rank} both have positions from "
@@ -653,7 +652,7 @@ def _assembled(
                 "several ranks have must stay equal, which takes gradients summed over "
                 "kv_replica_ranks"
             )
-        whole.index_copy_(dim, at.to(x.device), bits)
+        whole.index_copy_(dim, at.to(whole.device), bits)
         owner[at] = rank
     return whole.view(first.dtype).reshape(shape)
 
