@@ -16,27 +16,27 @@ any layout. `balance_of` says how good it is: max / mean of the work, and of the
 Equal work is unequal memory: there rank 0 holds 7 of 12 rows. Over a causal mask without documents
 `SequenceLayout.zigzag` balances both; boundaries are for what a fixed pattern cannot know.
 
-Work is what a mask makes it, the keys that each query sees, and is counted in exact integers.
-Cutting it into contiguous parts so that the greatest is least (the linear partition problem) is
-solved exactly: a binary search for the greatest part, each probe a greedy walk of bisections, in
+Work is the keys that each query sees, in exact integers. Cutting it into contiguous parts so that
+the greatest is least (the linear partition problem) is solved exactly: a binary search for the
+greatest part, each probe a greedy walk of bisections, in
 O(seqlen + log(greatest item) * world_size * log(seqlen)).
 
-What a cut costs is the KV rows that must cross it: those on one side that a query on the other side
-sees. Within a document that is `min(rows before, left) + min(rows after, right)` of the window, and
-nothing between documents. Summed over the cuts it is rows x links on a line of ranks.
+A cut costs the KV rows that must cross it: rows on one side that a query on the other side sees.
+Within a document that is `min(rows before, left) + min(rows after, right)` of the window, and
+nothing between documents.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from operator import sub
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,12 +46,12 @@ from ring_attn.mask import Mask
 from ring_attn.validation import check_cu_seqlens, check_window
 from ring_attn.values import as_int, as_tuple, check_int, check_number, check_tensor, check_type
 
-# `by_documents` weighs so many positions inside documents, beside all ends of documents: every one
-# of a sequence up to this length, and of longer ones at least 16 for each of 4096 ranks.
+# Positions inside documents that `by_documents` considers, beside all ends of documents: all of a
+# sequence up to this length, and in longer ones at least 16 for each of 4096 ranks.
 MAX_INNER_CUTS = 1 << 16
 
-# How far from its place in equal work `by_documents` seeks a boundary, in ranks' work: with 5 %
-# imbalance that excludes nothing up to 160 ranks, and beyond keeps the search short.
+# How far from its place in equal work `by_documents` looks for a boundary, in ranks' work: with 5 %
+# imbalance that excludes nothing up to 160 ranks, and keeps the search short beyond.
 MAX_DRIFT = 8
 
 # Above any cost of cuts, and with room to add one.
@@ -92,10 +92,6 @@ def balance_of(layout: SequenceLayout, work: Mask | Tensor | Sequence[float]) ->
         work: a mask over as many queries, whose visible pairs are the work; or (seqlen,) costs,
             finite and not negative.
 
-    Raises:
-        TypeError: costs that are not real numbers.
-        ValueError: another length than the layout's; a cost that is negative or not finite.
-
     Example:
         >>> causal = Mask(12, 12, causal=True)
         >>> balance_of(SequenceLayout.contiguous(12, 3), causal).work
@@ -103,21 +99,13 @@ def balance_of(layout: SequenceLayout, work: Mask | Tensor | Sequence[float]) ->
         >>> balance_of(by_area(causal, 3), causal)
         Balance(work=(28, 27, 23), rows=(7, 3, 2))
     """
-    costs = visible_keys(work) if isinstance(work, Mask) else _checked_costs("work", work)
+    costs = _work("work", work)
     check_type("layout", layout, SequenceLayout)
     _check_length(costs.numel(), layout)
-    shares: list[float] = []
-    for rank in range(layout.world_size):
-        segments = layout.segments(rank)
-        runs = [
-            costs[s.start : s.start + (s.length - 1) * s.stride + 1 : s.stride] for s in segments
-        ]
-        if costs.is_floating_point():
-            # Rounded once: the order of the rows, and the threads of torch, make no difference.
-            shares.append(math.fsum(cost for run in runs for cost in run.tolist()))
-        else:
-            shares.append(sum(int(run.sum()) for run in runs))
-    return Balance(tuple(shares), layout.shard_lens)
+    own = [costs[layout.position_ids(rank)].tolist() for rank in range(layout.world_size)]
+    # Floats are rounded once: the order of the rows makes no difference.
+    total: Callable[[list[Any]], float] = math.fsum if costs.is_floating_point() else sum
+    return Balance(tuple(map(total, own)), layout.shard_lens)
 
 
 def visible_keys(mask: Mask) -> Tensor:
@@ -134,14 +122,7 @@ def visible_keys(mask: Mask) -> Tensor:
 def crossing_rows(mask: Mask) -> Tensor:
     """(seqlen + 1,) int64: KV rows that must cross a cut before each position, either way.
 
-    Rows on one side of the cut that a query on the other side sees. 0 at both ends of the sequence
-    and between documents.
-
-    Args:
-        mask: of queries and keys that are split alike: equal lengths, the same documents.
-
-    Raises:
-        ValueError: queries and keys of other lengths or documents.
+    Queries and keys of the mask must be split alike: equal lengths, the same documents.
 
     Example:
         >>> crossing_rows(Mask(7, 7, True, (-1, -1), (0, 3, 7), (0, 3, 7))).tolist()
@@ -167,24 +148,17 @@ def by_area(mask: Mask, world_size: int, *, align: int = 1) -> SequenceLayout:
     """Boundaries that balance the visible pairs of any mask: no others have a smaller maximum.
 
     Args:
-        mask: causal, windows, documents, and queries and keys of different lengths; the layout is
-            of its queries.
+        mask: of any kind; the layout is of its queries.
         world_size: number of ranks; those beyond the number of rows get none.
         align: every shard begins at a multiple of it, as kernels and `same_bits` like it (128).
 
-    Raises:
-        TypeError: world_size or align that is not an int.
-        ValueError: world_size or align below 1.
-
     Example:
-        >>> print(by_area(Mask(1024, 1024, causal=True), world_size=4))
-        boundaries([0, 512, 724, 887, 1024])
         >>> print(by_area(Mask(1024, 1024, causal=True), world_size=4, align=128))
         boundaries([0, 512, 768, 896, 1024])
     """
     check_type("mask", mask, Mask)
     _check_counts(world_size=world_size, align=align)
-    return _balanced(_sums(visible_keys(mask)), world_size, align)
+    return _balanced(_sums(visible_keys(mask)), _places(mask.seqlen_q, align), world_size)[0]
 
 
 def by_cost(cost: Tensor | Sequence[float], world_size: int, *, align: int = 1) -> SequenceLayout:
@@ -197,16 +171,13 @@ def by_cost(cost: Tensor | Sequence[float], world_size: int, *, align: int = 1) 
         world_size: number of ranks.
         align: every shard begins at a multiple of it.
 
-    Raises:
-        TypeError: costs that are not real numbers; world_size or align that is not an int.
-        ValueError: costs that are negative, not finite or not 1-D; world_size or align below 1.
-
     Example:
         >>> by_cost([1.0, 1.0, 1.0, 1.0, 4.0, 0.5], world_size=2).cuts
         (0, 4, 6)
     """
     _check_counts(world_size=world_size, align=align)
-    return _balanced(_sums(_checked_costs("cost", cost)), world_size, align)
+    sums = _sums(_checked_costs("cost", cost))
+    return _balanced(sums, _places(len(sums) - 1, align), world_size)[0]
 
 
 def by_separators(
@@ -226,41 +197,22 @@ def by_separators(
         work: what is balanced: a mask's visible pairs, or (seqlen,) costs; None is rows.
         max_balance: refuse max / mean of the work above it; None takes what the separators allow.
 
-    Raises:
-        TypeError: ids that are not integers, costs that are not real numbers.
-        ValueError: no separators given; token ids that are not 1-D; work of another length;
-            max_balance below 1, or below what any cuts after separators reach.
-
     Example:
-        >>> text = [5, 6, 0, 7, 0, 8, 9, 8, 0, 3]
-        >>> by_separators(text, {0}, world_size=3).cuts
+        >>> by_separators([5, 6, 0, 7, 0, 8, 9, 8, 0, 3], {0}, world_size=3).cuts
         (0, 3, 5, 10)
-        >>> by_separators(text, {0}, world_size=3, max_balance=1.05)
-        Traceback (most recent call last):
-            ...
-        ValueError: max_balance is 1.05, and of all cuts after separators the best balance over 3 \
-ranks is 1.5; allow that, add separators, or use by_area or by_cost
     """
     _check_counts(world_size=world_size)
     ids = _integers("token_ids", token_ids)
-    after = (
-        torch.isin(ids, _integers("separators", as_tuple("separators", separators)))
-        .nonzero()
-        .flatten()
-        + 1
-    )
-    if not len(separators):
+    ends = _integers("separators", as_tuple("separators", separators))
+    if not len(ends):
         raise ValueError("separators must hold at least one token id, got none")
-    if work is None:
-        items = torch.ones_like(ids)
-    else:
-        items = visible_keys(work) if isinstance(work, Mask) else _checked_costs("work", work)
+    items = torch.ones_like(ids) if work is None else _work("work", work)
     if items.numel() != ids.numel():
         raise ValueError(f"work is over {items.numel()} positions, token_ids over {ids.numel()}")
-    sums = _sums(items)
+    after = torch.isin(ids, ends).nonzero().flatten() + 1
     cuts = sorted({0, *after.tolist(), ids.numel()})
-    at_cuts = [sums[cut] for cut in cuts]
-    greatest = _least_maximum(at_cuts, world_size)
+    sums = _sums(items)
+    layout, greatest = _balanced(sums, cuts, world_size)
     if max_balance is not None:
         _check_max_balance(max_balance)
         reached = greatest * world_size / sums[-1] if sums[-1] else 1.0
@@ -270,7 +222,7 @@ ranks is 1.5; allow that, add separators, or use by_area or by_cost
                 f"over {world_size} ranks is {reached:.4g}; allow that, add separators, or use "
                 "by_area or by_cost"
             )
-    return SequenceLayout.boundaries(_even_cuts(at_cuts, cuts, world_size, greatest))
+    return layout
 
 
 def by_documents(
@@ -287,25 +239,16 @@ def by_documents(
     A rank's visible pairs are at most `max_balance` times the mean; where the lengths do not allow
     that, at most what the best cuts of all reach (then `balance_of` says more than `max_balance`).
     Within that limit the KV rows that cross the cuts are fewest: ends of documents cost nothing,
-    and where they alone keep to the limit, the best balanced of them are taken. One document is
-    fine too: then it says where a window or a causal sequence is cut cheapest.
-
-    The minimum is over all positions up to 65536 of them (`MAX_INNER_CUTS`); in longer sequences
-    over all ends of documents and that many positions evenly between.
+    and where they alone keep to the limit, the best balanced of them are taken. The minimum is over
+    all ends of documents, and `MAX_INNER_CUTS` positions evenly between or all positions.
 
     Args:
         cu_seqlens: (documents + 1,) boundaries of the documents, from 0 to the length.
         world_size: number of ranks.
-        causal: as for `ring_attention`.
-        window_size: as for `ring_attention`.
+        causal, window_size: as for `ring_attention`.
         max_balance: imbalance of the work, as max / mean, that cheaper cuts may bring; 1.0 buys
             none: the work is balanced first, and cuts are chosen among the best balanced.
         align: every shard begins at a multiple of it; ends of documents elsewhere are not used.
-
-    Raises:
-        TypeError: arguments of other types.
-        ValueError: boundaries that do not start at 0 or decrease; world_size, align or max_balance
-            below 1; window sizes below -1.
 
     Example:
         >>> by_documents([0, 100, 140, 200], world_size=2, causal=True).cuts
@@ -323,8 +266,8 @@ def by_documents(
     if not seqlen:
         return SequenceLayout.boundaries([0] * (world_size + 1))
     sums = torch.nn.functional.pad(visible_keys(mask).cumsum(0), (1, 0))
-    anywhere = [*range(0, seqlen, align), seqlen]
-    at_any = sums[torch.tensor(anywhere)].tolist() if align > 1 else sums.tolist()
+    anywhere = _places(seqlen, align)
+    at_any = sums[torch.tensor(anywhere)].tolist()
     best = _least_maximum(at_any, world_size)
     limit = max(best, math.floor(Fraction(max_balance) * at_any[-1] / world_size))
 
@@ -357,10 +300,6 @@ def by_memory(
         free_bytes: per rank, what a shard may take; the same list on every rank (all-gather it).
         bytes_per_token: what one row takes there, activations and KV of all layers that are held.
         align: every shard begins at a multiple of it.
-
-    Raises:
-        TypeError: numbers that are not ints.
-        ValueError: the sequence does not fit, with the numbers; no ranks; negative sizes.
 
     Example:
         >>> by_memory(1000, [8 << 30, 8 << 30, 4 << 30], bytes_per_token=1 << 20).shard_lens
@@ -412,10 +351,6 @@ def least_world_size(
         bytes_per_token: what one row takes there.
         world_size: how many ranks there are.
 
-    Raises:
-        TypeError: numbers that are not ints.
-        ValueError: not even all ranks hold it, with the numbers; negative sizes.
-
     Example:
         >>> least_world_size(10_000, 8 << 30, 1 << 10, world_size=4)
         Size(world_size=1, tokens_per_rank=10000)
@@ -447,10 +382,6 @@ def halo(layout: SequenceLayout, mask: Mask, rank: int) -> tuple[int, int]:
         mask: over queries and keys of the layout's length.
         rank: whose halo.
 
-    Raises:
-        ValueError: another length of the mask; a rank that does not exist; a layout whose shards
-            are not runs, such as zigzag.
-
     Example:
         >>> layout = SequenceLayout.contiguous(1000, 4)
         >>> halo(layout, Mask(1000, 1000, causal=True, window_size=(96, -1)), rank=2)
@@ -474,22 +405,10 @@ def halo(layout: SequenceLayout, mask: Mask, rank: int) -> tuple[int, int]:
 
 
 def check_halo(layout: SequenceLayout, mask: Mask) -> None:
-    """That each rank needs less than the whole shard of its neighbours, and nothing beyond them.
+    """Refuses a layout where a rank needs a neighbour's whole shard, or rows beyond it.
 
-    The ring runs without it, in more hops. It is for who wants neighbours to talk to each other
-    alone, in one hop, as an overlap shorter than a chunk promises.
-
-    Raises:
-        ValueError: a halo as long as a neighbour's shard or longer, with both lengths; or as
-            `halo`.
-
-    Example:
-        >>> check_halo(SequenceLayout.contiguous(64, 4), Mask(64, 64, True, (16, -1)))
-        Traceback (most recent call last):
-            ...
-        ValueError: the overlap must be shorter than a chunk: rank 1 needs 16 rows before its \
-shard and rank 0 holds 16, in contiguous(seqlen=64, world_size=4); use a smaller window or fewer \
-ranks
+    The ring runs without this check, in more hops. It is for users whose neighbours must exchange
+    rows with each other alone, in one hop, as an overlap shorter than a chunk promises.
     """
     check_type("layout", layout, SequenceLayout)
     for rank in range(layout.world_size):
@@ -506,11 +425,7 @@ ranks
 
 
 def local_rows(layout: SequenceLayout, rank: int, start: int, stop: int) -> slice:
-    """Where a rank's shard holds the global positions `[start, stop)`.
-
-    Raises:
-        ValueError: positions that the rank does not hold, or not as one run of rows; a rank or
-            positions that do not exist.
+    """Where a rank's shard holds the global positions `[start, stop)`, as one run of rows.
 
     Example:
         >>> local_rows(SequenceLayout.zigzag(16, 2), rank=0, start=13, stop=16)
@@ -530,8 +445,7 @@ def local_rows(layout: SequenceLayout, rank: int, start: int, stop: int) -> slic
             f"of them in {layout}"
         )
     first = int(rows[0]) if rows.numel() else 0
-    wanted = torch.arange(start, stop)
-    if not torch.equal(positions[first : first + rows.numel()], wanted):
+    if not torch.equal(positions[first : first + rows.numel()], torch.arange(start, stop)):
         raise ValueError(
             f"positions [{start}, {stop}) are not one run of rank {rank}'s rows in {layout}"
         )
@@ -541,13 +455,16 @@ def local_rows(layout: SequenceLayout, rank: int, start: int, stop: int) -> slic
 # -- the linear partition
 
 
-def _balanced(sums: list[int], world_size: int, align: int) -> SequenceLayout:
-    """Boundaries at multiples of `align` whose greatest part is least."""
-    seqlen = len(sums) - 1
-    cuts = [*range(0, seqlen, align), seqlen]
-    at_cuts = sums if align == 1 and seqlen else [sums[cut] for cut in cuts]
+def _places(seqlen: int, align: int) -> list[int]:
+    """Positions where a sequence may be cut."""
+    return [*range(0, seqlen, align), seqlen]
+
+
+def _balanced(sums: list[int], cuts: list[int], world_size: int) -> tuple[SequenceLayout, int]:
+    """Boundaries at some of the cuts whose greatest part is least, and that part."""
+    at_cuts = [sums[cut] for cut in cuts]
     greatest = _least_maximum(at_cuts, world_size)
-    return SequenceLayout.boundaries(_even_cuts(at_cuts, cuts, world_size, greatest))
+    return SequenceLayout.boundaries(_even_cuts(at_cuts, cuts, world_size, greatest)), greatest
 
 
 def _least_maximum(sums: list[int], parts: int) -> int:
@@ -579,13 +496,8 @@ def _suffice(sums: list[int], parts: int, limit: int) -> bool:
 def _even_cuts(sums: list[int], positions: list[int], parts: int, limit: int) -> list[int]:
     """`parts + 1` of the positions with no part above `limit`, each as near to equal parts as can.
 
-    The greedy walk would fill the first ranks to the limit and leave the last ones with nothing.
-
-    Args:
-        sums: work before each position.
-        positions: where cuts may be, from 0 to the end.
-        parts: how many.
-        limit: at least `_least_maximum(sums, parts)`.
+    `sums` is the work before each position. The greedy walk would fill the first ranks to the limit
+    and leave the last ones with nothing.
     """
     earliest = _earliest_cuts(sums, parts, limit)
     chosen = [0]
@@ -621,12 +533,8 @@ def _cheapest_cuts(sums: Tensor, costs: Tensor, limit: int, feasible: list[int])
 
     Dynamic programming over the cuts: the cost up to cut r at x is that of x and the least up to
     cut r - 1 at any y <= x from which the part [y, x) is within the limit: a minimum over a range.
-
-    Args:
-        sums: (n,) work before each candidate position.
-        costs: (n,) rows that cross a cut there.
-        limit: of the work of a part.
-        feasible: cuts that keep to it, which bounds the search from above.
+    `sums` is the work before each candidate, `costs` the rows that cross a cut there, and
+    `feasible` are cuts within the limit, which bound the search.
     """
     parts = len(feasible) - 1
     mean = int(sums[-1]) / parts
@@ -741,6 +649,10 @@ def _max_over_mean(shares: Sequence[float]) -> float:
 
 
 # -- checks
+
+
+def _work(name: str, work: Mask | Tensor | Sequence[float]) -> Tensor:
+    return visible_keys(work) if isinstance(work, Mask) else _checked_costs(name, work)
 
 
 def _check_counts(least: int = 1, **counts: int) -> None:

@@ -1,9 +1,8 @@
 """Tensors of a safetensors checkpoint, of which the disk reads only what is asked for.
 
-safetensors maps a file and gives views of it. Left to itself the system reads around each page that
-is looked at, as much as the disk's read-ahead says: megabytes on some, several times the shard of a
-matrix. So the pages of a view are asked for by name before anyone looks at them; then they are
-there, and nothing around them is.
+safetensors maps a file and gives views of it. At each page that is looked at, the system reads as
+much ahead as the disk's setting says: megabytes on some, several times the shard of a matrix. So
+the pages of a view are requested before anyone looks at them, and nothing around them is read.
 """
 
 from __future__ import annotations
@@ -11,18 +10,20 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import Tensor
 
-#: (start, length) in bytes of a file.
-Piece: TypeAlias = tuple[int, int]
+# The longest header that the format allows.
+_MAX_HEADER = 100_000_000
+
+# Linux takes at most so much of one request as it reads ahead by default.
+_AT_ONCE = 128 * 1024
 
 
 class Checkpoint:
@@ -40,23 +41,23 @@ class Checkpoint:
     """
 
     def __init__(self, source: str | os.PathLike[str], *, outside_folder: bool = False) -> None:
-        """Finds out which tensor is in which file."""
+        """Finds the file of each tensor."""
         try:
-            from safetensors import safe_open
+            import safetensors  # noqa: F401
         except ImportError as error:
             raise ImportError(
                 "reading safetensors files needs safetensors: pip install 'ring-attn[hf]'"
             ) from error
         if not isinstance(source, (str, os.PathLike)):
             raise TypeError(f"source must be a path, got {type(source).__name__}")
-        self._safe_open = safe_open
-        self._opened: dict[Path, _SafetensorsFile] = {}
+        self._opened: dict[Path, _File] = {}
         self._source = _index_or_file(Path(source))
-        with ExitStack() as self._stack:  # closes the file where it is none of safetensors
+        with ExitStack() as self._stack:  # closes the file if it is damaged
             if self._source.suffix == ".json":
                 self.files = _weight_map(self._source, outside_folder)
             else:
-                self.files = dict.fromkeys(self._file(self._source).names, self._source)
+                names = self._file(self._source).names
+                self.files = dict.fromkeys(names, self._source)
             self._stack = self._stack.pop_all()
 
     def __enter__(self) -> Checkpoint:
@@ -65,8 +66,8 @@ class Checkpoint:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def tensor(self, name: str) -> FileTensor:
-        """One of them.
+    def __getitem__(self, name: str) -> FileTensor:
+        """The tensor of that name, still in its file.
 
         Raises:
             KeyError: no tensor of that name; the message has the nearest ones.
@@ -78,19 +79,19 @@ class Checkpoint:
             raise KeyError(f"{self._source} has no tensor {name!r}; the nearest are {near}")
         return self._file(self.files[name]).tensor(name)
 
-    def _file(self, path: Path) -> _SafetensorsFile:
+    def _file(self, path: Path) -> _File:
         if path not in self._opened:
             if not path.is_file():
                 named = "" if path == self._source else f", which {self._source} names"
                 raise FileNotFoundError(f"there is no file {path}{named}")
             with _naming(path):
-                self._opened[path] = _SafetensorsFile(path, self._safe_open, self._stack)
+                self._opened[path] = _File(path, self._stack)
         return self._opened[path]
 
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Raises what is wrong with the content of a file as ValueError with its name."""
+    """Raises an error in the content of a file as ValueError with the file's name."""
     from safetensors import SafetensorError
 
     try:
@@ -101,100 +102,67 @@ def _naming(path: Path) -> Iterator[None]:
         ) from None
 
 
-class _SafetensorsFile:
-    """One file, of which only what is asked for is read from the disk."""
+class _File:
+    """A safetensors file, open until the stack is closed."""
 
-    def __init__(self, path: Path, safe_open: Any, stack: ExitStack) -> None:
-        """Reads the header; the file stays open until the stack is closed."""
-        self._path = path
-        self._fd = os.open(path, os.O_RDONLY)
-        stack.callback(os.close, self._fd)
-        # Once here, the header is not looked for on the disk with megabytes around it.
-        _advise(self._fd, "RANDOM", [(0, 0)])
-        length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
-        header = os.pread(self._fd, min(length, _MAX_HEADER), 8)
-        # It says so where this is no such file.
-        self._file = stack.enter_context(safe_open(path, framework="pt"))
-        self._start = 8 + length
-        self._entries = json.loads(header)
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        from safetensors import safe_open
 
-    @property
-    def names(self) -> list[str]:
-        """Of the tensors."""
-        return [*self._file.keys()]
+        self.path, self.fd = path, os.open(path, os.O_RDONLY)
+        stack.callback(os.close, self.fd)
+        # Read so, the header comes alone; safetensors then finds it in memory.
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
+        length = int.from_bytes(os.pread(self.fd, 8, 0), "little")
+        header = os.pread(self.fd, min(length, _MAX_HEADER), 8)
+        self._opened: Any = stack.enter_context(safe_open(path, framework="pt"))  # checks it
+        self._start, self._entries = 8 + length, json.loads(header)
+        self.names = [*self._opened.keys()]
 
     def tensor(self, name: str) -> FileTensor:
-        """One of them."""
-        with _naming(self._path):
-            x = self._file.get_slice(name)
-        start, end = self._entries[name]["data_offsets"]
-        shape = tuple(x.get_shape())
-        return FileTensor(x, shape, self._path, self._fd, self._start + start, end - start)
-
-
-# The most that the format allows.
-_MAX_HEADER = 100_000_000
-
-# Linux takes at most so much of one request as it reads ahead by default.
-_AT_ONCE = 128 * 1024
+        with _naming(self.path):
+            x = self._opened.get_slice(name)
+        start, end = (self._start + at for at in self._entries[name]["data_offsets"])
+        return FileTensor(x, tuple(x.get_shape()), self, start, end - start)
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a file: where it lies, and safetensors' slices of it."""
+    """A tensor in a file: safetensors' slices of it, and where its bytes are."""
 
     x: Any
     shape: tuple[int, ...]
-    path: Path
-    fd: int
+    file: _File
     start: int
     nbytes: int
 
     def __getitem__(self, index: tuple[slice, ...], /) -> Tensor:
-        """A view of the mapped file, whose pages are on their way; the last index is the cut."""
-        # The view is made with a look at the tensor's first byte.
-        _advise(self.fd, "WILLNEED", [(self.start, 1), *self._pieces(index)])
-        with _naming(self.path):
+        """A view of the mapped file, whose pages are requested; the last index is the cut."""
+        if hasattr(os, "posix_fadvise"):  # elsewhere more of the file is read
+            # safetensors looks at the first byte of the tensor, too.
+            for start, length in [(self.start, 1), *self._pieces(index)]:
+                for at in range(start, start + length, _AT_ONCE):
+                    size = min(_AT_ONCE, start + length - at)
+                    os.posix_fadvise(self.file.fd, at, size, os.POSIX_FADV_WILLNEED)
+        with _naming(self.file.path):
             part: Tensor = self.x[index]
         return part
 
-    def _pieces(self, index: tuple[slice, ...]) -> Iterator[Piece]:
-        """(start, length) in the file of what is indexed: pieces that are pages apart."""
-        start, length, gap, pieces = self.start, self.nbytes, 0, 1
-        if index and length:
+    def _pieces(self, index: tuple[slice, ...]) -> Iterator[tuple[int, int]]:
+        """Start and length in the file of each run of bytes that is indexed."""
+        if not index:
+            yield self.start, self.nbytes
+        elif self.nbytes:
             dim = len(index) - 1
             first, last, _ = index[dim].indices(self.shape[dim])
-            pieces = math.prod(self.shape[:dim])
-            stride = self.nbytes // pieces
-            item = stride // self.shape[dim]
-            start, length = self.start + first * item, (last - first) * item
-            gap = stride - length
-        if length and gap < mmap.PAGESIZE:
-            length, pieces = pieces * (length + gap) - gap, 1
-        for piece in range(pieces):
-            at = start + piece * (length + gap)
-            for done in range(0, length, _AT_ONCE):
-                yield at + done, min(_AT_ONCE, length - done)
-
-
-def _advise(fd: int, advice: str, ranges: Iterable[Piece]) -> None:
-    """Tells the system how (start, length) of a file are used; where it cannot be told, it is not.
-
-    Without it more of a file is read, and the same comes out.
-    """
-    if hasattr(os, "posix_fadvise"):
-        kind = getattr(os, f"POSIX_FADV_{advice}")
-        for start, length in ranges:
-            os.posix_fadvise(fd, start, length, kind)
+            row = self.nbytes // math.prod(self.shape[:dim])
+            item = row // self.shape[dim]
+            for start in range(self.start, self.start + self.nbytes, row):
+                yield start + first * item, (last - first) * item
 
 
 def _index_or_file(source: Path) -> Path:
-    """The index or the one file that a source is.
-
-    Raises:
-        FileNotFoundError: a folder with neither.
-        ValueError: a folder with several files and no index, or a file of another kind.
-    """
+    """The index or the one file that a source is."""
     if source.is_dir():
         found = sorted(source.glob("*.safetensors"))
         for name in ("model.safetensors.index.json", "model.safetensors"):
@@ -217,22 +185,14 @@ def _index_or_file(source: Path) -> Path:
 
 
 def _weight_map(index: Path, outside_folder: bool) -> dict[str, Path]:
-    """From each tensor's name to its file.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: not the index of a safetensors checkpoint, or files outside of its folder.
-    """
+    """The file of each tensor by its name."""
     if not index.is_file():
         raise FileNotFoundError(f"there is no file {index}")
     with _naming(index):
         content = json.loads(index.read_text(encoding="utf-8"))
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ValueError(
-            f"{index} has no weight_map, from tensors' names to files: it is not the index of a "
-            "checkpoint"
-        )
+        raise ValueError(f"{index} has no weight_map: it is not the index of a checkpoint")
     other = [file for file in weight_map.values() if not _is_safetensors_name(file)]
     if other:
         raise ValueError(f"{index} names files that are not safetensors files: {other[:3]}")

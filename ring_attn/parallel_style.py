@@ -14,10 +14,6 @@ While a forward runs, and only there, `F.scaled_dot_product_attention` is `ring_
 be that of a shard. Checkpoint the module, not parts within it: what is recomputed there is
 recomputed after the forward, and raises.
 
-    strategy        degree 1      between              degree = size of the mesh
-    "ring"          ring          hybrid               Ulysses
-    "all_gather"    all-gather    hybrid of it         Ulysses
-
 (The modes by degree, the Q exchange and the choice of dims are those of hyper-parallel's context
 parallelism of attention modules; the ring is added. Ulysses: arXiv 2309.14509.)
 """
@@ -30,20 +26,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial, wraps
-from itertools import accumulate
-from math import prod
 from typing import Any, Literal, NamedTuple, get_args
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ring_attn import validation as check
 from ring_attn.api import Layout, ring_attention
+from ring_attn.dtensors import Dims, Layouts, SplitRows, placed_as, rows_of
+from ring_attn.head_exchange import HeadExchange
 from ring_attn.layout import SequenceLayout
 from ring_attn.sdpa import route_sdpa, sdpa_attention
 from ring_attn.spec import TransportOptions
@@ -53,7 +48,6 @@ from ring_attn.values import as_int, as_tuple, check_one_of
 
 Inside = Literal["global", "local", "whole"]
 Options = Mapping[str, Any]
-Layouts = tuple[SequenceLayout, SequenceLayout]
 Key = int | str
 
 # The arguments of `ring_attention` that say what is computed; the others say how.
@@ -61,33 +55,11 @@ OPTIONS = (
     "causal", "window_size", "softmax_scale", "softcap", "sinks", "cu_seqlens", "cu_seqlens_k",
 )  # fmt: skip
 
-# Of a dim that is split twice in another order; a subclass of Shard in some versions. (Not type()
-# is Shard: compilers of torch 2.11 do not know the type of a placement, but what it is one of.)
-_STRIDED: Any = getattr(placement_types, "_StridedShard", ())
-
 # On the class that a module has once a style is applied to it.
 _MARK = "_ring_attn_context_parallel"
 
-
-class _Dims(NamedTuple):
-    """Where a tensor has its rows and its heads."""
-
-    seq: int
-    head: int
-
-    def order(self, ndim: int) -> list[int]:
-        """The permutation to (batch, rows, heads, headdim), or (rows, heads, headdim)."""
-        if max(self) >= ndim - 1:
-            raise ValueError(
-                f"seq_dim {self.seq} and head_dim {self.head} must come before the last dim, which "
-                f"is headdim; got tensors with {ndim} dims"
-            )
-        others = [dim for dim in range(ndim - 1) if dim not in self]
-        return [*others, self.seq, self.head, ndim - 1]
-
-
 # (batch, heads, rows, headdim)
-_SDPA_DIMS = _Dims(seq=2, head=1)
+_SDPA_DIMS = Dims(seq=2, head=1)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -133,21 +105,6 @@ class ContextParallel(ParallelStyle):
     Raises:
         ValueError: a choice that does not exist, dims or indices that are not distinct.
         TypeError: a degree that is no int.
-
-    Example:
-        >>> import torch.distributed as dist
-        >>> from torch.distributed.device_mesh import init_device_mesh
-        >>> class Core(torch.nn.Module):
-        ...     def forward(self, q, k, v):  # (batch, heads, rows, headdim)
-        ...         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
-        >>> model = torch.nn.ModuleDict({"core": Core()})
-        >>> style = ContextParallel(seq_dim=2, head_dim=1)
-        >>> model = parallelize(model, mesh, {"core": style})
-        >>> model["core"](*torch.randn(3, 1, 4, 16, 8)).shape
-        torch.Size([1, 4, 16, 8])
-        >>> dist.destroy_process_group()
     """
 
     strategy: str | Strategy = "ring"
@@ -198,10 +155,8 @@ class ContextParallel(ParallelStyle):
                 )
             if not callable(self.replace):
                 _check_options(self.replace)
-        given = {"backend": self.backend, "same_bits": self.same_bits, "transport": self.transport}
-        usual: dict[str, object] = {
-            "backend": "auto", "same_bits": None, "transport": TransportOptions(),
-        }  # fmt: skip
+        given = {n: getattr(self, n) for n in ("backend", "same_bits", "transport")}
+        usual = {n: getattr(ContextParallel, n) for n in given}
         if self.inside == "whole" and given != usual:
             raise ValueError(
                 f"inside='whole' leaves the attention to the module: {list(given)} are for "
@@ -242,6 +197,7 @@ def parallelize(
 
     torch only warns of it, and the module stays as it is. Here all keys are looked up before
     anything is changed. A mesh with two axes is handed to `ContextParallel` in every version.
+    Returns `module`.
 
     Args:
         module: the model, changed in place.
@@ -250,15 +206,8 @@ def parallelize(
             between dots, "" for `module` itself.
         src_data_rank: as for `parallelize_module`.
 
-    Returns:
-        `module`.
-
-    Raises:
-        ValueError: an empty plan, or keys that match nothing, each with the nearest names.
-        TypeError: a value that is no `ParallelStyle`.
-
     Example:
-        >>> model = torch.nn.ModuleDict({"attn": torch.nn.Identity()})
+        >>> model = nn.ModuleDict({"attn": nn.Identity()})
         >>> parallelize(model, None, {"attention": ContextParallel()})
         Traceback (most recent call last):
             ...
@@ -287,12 +236,8 @@ def _matches(module: nn.Module, key: str) -> list[nn.Module]:
     """The modules that torch means by the key of a plan: each part of it is a pattern."""
     found = [module]
     for token in key.split(".") if key else ():
-        found = [
-            child
-            for parent in found
-            for name, child in parent.named_children()
-            if fnmatch(name, token)
-        ]
+        children = (child for parent in found for child in parent.named_children())
+        found = [child for name, child in children if fnmatch(name, token)]
     return found
 
 
@@ -311,16 +256,9 @@ class _Shards(NamedTuple):
 
 
 class _ParallelAttention:
-    """A style on a mesh, for the modules of one class: everything that does not change with calls.
-
-    Raises:
-        ValueError: degree, layout, names or mesh that do not fit.
-        TypeError: a mesh or layout of another type.
-        RuntimeError: no process group, or a rank that is not in the mesh.
-    """
+    """A style on a mesh, for the modules of one class: what does not change with calls."""
 
     def __init__(self, style: ContextParallel, mesh: DeviceMesh, module: nn.Module) -> None:
-        """Checks the style against the mesh and the module's forward."""
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(f"ContextParallel needs a DeviceMesh, got {type(mesh).__name__}")
         if mesh.get_coordinate() is None:
@@ -329,15 +267,12 @@ class _ParallelAttention:
         self.group = check.check_group(mesh)
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.strategy = _strategy_on(mesh, style)
-        self.dims = _Dims(style.seq_dim, style.head_dim)
-        self._known_axes = {mesh: tuple(range(mesh.ndim))}
+        self.dims = Dims(style.seq_dim, style.head_dim)
+        self.rows = SplitRows(mesh, style.seq_dim)
         self.how: dict[str, Any] = {
-            "group": mesh,
-            "strategy": self.strategy,
-            "backend": style.backend,
-            "same_bits": style.same_bits,
-            "transport": style.transport,
-        }
+            "group": mesh, "strategy": self.strategy, "backend": style.backend,
+            "same_bits": style.same_bits, "transport": style.transport,
+        }  # fmt: skip
         self.indices, self.names = _places_of_qkv(style, module)
         _check_layout(style.layout, self.world_size)
         degree = self.strategy.ulysses_degree if isinstance(self.strategy, Strategy) else 1
@@ -371,7 +306,7 @@ class _ParallelAttention:
             return self._replaced(module, qkv, others)
         if self.style.inside == "global":
             return self._seen_globally(module, call, qkv)
-        shards = self._shards(qkv, self.dims)
+        shards = self._shards(qkv, self.dims, self.style.layout)
         if self.style.inside == "whole":
             output = self._on_whole(module, call, shards)
         else:
@@ -447,51 +382,20 @@ class _ParallelAttention:
 
     def _seen_globally(self, module: nn.Module, call: Callable[..., Any], qkv: list[Tensor]) -> Any:
         if isinstance(qkv[0], DTensor):
-            self._check_placements(qkv, self.dims)
+            self.rows.check_placements(qkv, self.dims)
             output = self._captured(module, call, qkv, self.style.layout)
             self._attention_of(module, output)
             return output
-        output = self._captured(module, call, self._distributed(qkv), self.style.layout)
+        self.dims.order(qkv[0].ndim)
+        layout = self.style.layout
+        layouts = None if isinstance(layout, str) else self._resolved(qkv, layout)
+        output = self._captured(module, call, self.rows.distributed(qkv, layouts), layout)
         if not isinstance(self._attention_of(module, output), DTensor):
             raise TypeError(
                 f"{type(module).__name__} was given DTensors and returned a plain tensor; use "
                 "inside='local', where it is given its shard"
             )
-        return tree_map_only(DTensor, self._rows_of, output)
-
-    def _distributed(self, qkv: list[Tensor]) -> list[Tensor]:
-        """Plain shards as DTensors with the shape of the whole sequence."""
-        self.dims.order(qkv[0].ndim)
-        if isinstance(self.style.layout, str):  # as many rows on every rank
-            lengths = [x.size(self.dims.seq) * self.world_size for x in qkv]
-        else:
-            layout_q, layout_kv = self._resolved(qkv, self.style.layout)
-            for layout in (layout_q, layout_kv):
-                lens = _chunk_lens(layout.seqlen, self.mesh)
-                if layout.shard_lens != lens:
-                    raise ValueError(
-                        f"inside='global' makes DTensors, whose {layout.seqlen} rows are split "
-                        f"into {list(lens)}; layout {layout} has {list(layout.shard_lens)}. Use "
-                        f"inside='local', or SequenceLayout.boundaries({_cuts(lens)})"
-                    )
-            lengths = [layout_q.seqlen, layout_kv.seqlen, layout_kv.seqlen]
-        placements = [Shard(self.dims.seq)] * self.mesh.ndim
-        tensors: list[Tensor] = []
-        for x, length in zip(qkv, lengths, strict=True):
-            shape = list(x.shape)
-            shape[self.dims.seq] = length
-            tensors.append(_from_local(x, self.mesh, placements, shape))
-        return tensors
-
-    def _rows_of(self, x: DTensor) -> Tensor:
-        """This rank's rows of an output that is a DTensor on the style's mesh."""
-        dims = {_sharded_dim(p) for p in x.placements}
-        if len(dims) != 1 or None in dims:
-            raise ValueError(
-                "every DTensor that the module returns must be split along the rows, got "
-                f"placements {list(x.placements)} of shape {tuple(x.shape)}"
-            )
-        return x.to_local()
+        return tree_map_only(DTensor, rows_of, output)
 
     def sdpa(
         self,
@@ -524,12 +428,11 @@ class _ParallelAttention:
                 f"{type(module).__name__} is replaced by ring_attention, which does not know its "
                 f"arguments {list(others)}; leave them out or None, and give replace= the options"
             )
-        options = self.style.replace
-        assert options is not None, "asked before"
+        options: Any = self.style.replace
         if callable(options):
             options = options(module)
             _check_options(options)
-        shards = self._shards(qkv, self.dims)
+        shards = self._shards(qkv, self.dims, self.style.layout)
         order = self.dims.order(shards.tensors[0].ndim)
         q, k, v = (x.permute(order) for x in shards.tensors)
         out = ring_attention(q, k, v, layout=shards.layout, **self.how, **options)
@@ -548,7 +451,8 @@ class _ParallelAttention:
                     "and 'local' have no such limit"
                 )
         pairs = zip(shards.tensors, (*layouts, layouts[1]), strict=True)
-        output = call([self._to_heads(x, layout) for x, layout in pairs])
+        exchange = HeadExchange(self.group, *self.dims)
+        output = call([exchange.to_heads(x, layout) for x, layout in pairs])
         out = self._attention_of(module, output)
         shape = list(q.shape[:-1])
         shape[self.dims.seq] = layouts[0].seqlen
@@ -564,137 +468,22 @@ class _ParallelAttention:
                 f"with inside='whole' {type(module).__name__} may return no tensor beside the "
                 f"attention, as it would be that of some heads; got {len(others) + 1} elements"
             )
-        return self._with_attention(module, output, partial(self._to_rows, layout=layouts[0]))
+        return self._with_attention(module, output, partial(exchange.to_rows, layout=layouts[0]))
 
-    def _to_heads(self, x: Tensor, layout: SequenceLayout) -> Tensor:
-        """This rank's rows of all heads -> all rows, in the order of positions, of its heads."""
-        to_front, back = (self.dims.seq, self.dims.head), (0, 1)
-        x = x.movedim(to_front, back).unflatten(1, (self.world_size, -1)).transpose(0, 1)
-        sizes = [layout.shard_len(self.rank)] * self.world_size
-        x = _exchange(x.flatten(0, 1), sizes, layout.shard_lens, self.group)
-        return layout.unshard(x.split(layout.shard_lens), dim=0).movedim(back, to_front)
-
-    def _to_rows(self, x: Tensor, layout: SequenceLayout) -> Tensor:
-        """The inverse."""
-        to_front, back = (self.dims.seq, self.dims.head), (0, 1)
-        x = x.movedim(to_front, back)
-        x = torch.cat([layout.shard(x, rank, dim=0) for rank in range(self.world_size)])
-        sizes = [layout.shard_len(self.rank)] * self.world_size
-        x = _exchange(x, layout.shard_lens, sizes, self.group)
-        x = x.unflatten(0, (self.world_size, -1)).transpose(0, 1).flatten(1, 2)
-        return x.movedim(back, to_front)
-
-    # -- DTensors
-
-    def _shards(self, qkv: list[Tensor], dims: _Dims, layout: Layout | None = None) -> _Shards:
-        """This rank's tensors, and how the rows of all ranks lie; the style's layout by default."""
+    def _shards(self, qkv: list[Tensor], dims: Dims, layout: Layout) -> _Shards:
         q, k, _ = qkv
-        layout = self.style.layout if layout is None else layout
         if not isinstance(q, DTensor):
             return _Shards(qkv, layout, lambda out: out)
-        self._check_placements(qkv, dims)
-        layout = self._layout_of_lengths((q.size(dims.seq), k.size(dims.seq)), layout)
+        self.rows.check_placements(qkv, dims)
+        layout = self.rows.layout_of_lengths((q.size(dims.seq), k.size(dims.seq)), layout)
         tensors = [x.to_local() for x in qkv if isinstance(x, DTensor)]
-        expected = list(tensors[0].shape[:-1])
-
-        def restore(out: Tensor) -> Tensor:
-            dim_v = out.size(-1)
-            if list(out.shape[:-1]) != expected:
-                raise ValueError(
-                    f"the attention must have the dims of q, shape {(*expected, dim_v)} on this "
-                    f"rank, got {tuple(out.shape)}"
-                )
-            return _from_local(out, q.device_mesh, q.placements, [*q.shape[:-1], dim_v])
-
-        return _Shards(tensors, layout, restore)
+        return _Shards(tensors, layout, partial(placed_as, q=q))
 
     def _resolved(self, qkv: Sequence[Tensor], layout: Layout) -> Layouts:
         """The layouts of queries and keys of plain shards, checked against their rows."""
         self.dims.order(qkv[0].ndim)
         rows = (qkv[0].size(self.dims.seq), qkv[1].size(self.dims.seq))
         return check.resolve_layouts(layout, rows, (None, None), self.rank, self.world_size)
-
-    def _layout_of_lengths(self, lengths: tuple[int, int], given: Layout) -> Layout:
-        """How queries and keys of such lengths lie, split as DTensor splits."""
-        if isinstance(given, str) and all(n % self.world_size == 0 for n in lengths):
-            return given
-        pair = given if isinstance(given, tuple | list) else (given, given)
-        layouts = []
-        for seqlen, layout in zip(lengths, pair, strict=True):
-            lens = _chunk_lens(seqlen, self.mesh)
-            if layout == "contiguous":
-                layout = SequenceLayout.boundaries(_cuts(lens))
-            elif isinstance(layout, str):
-                layout = SequenceLayout.from_name(layout, seqlen, self.world_size)
-            if (layout.seqlen, layout.shard_lens) != (seqlen, lens):
-                raise ValueError(
-                    f"DTensors with {seqlen} rows have {list(lens)} on the ranks, layout {layout} "
-                    f"has {list(layout.shard_lens)}"
-                )
-            layouts.append(layout)
-        return layouts[0], layouts[1]
-
-    def _check_placements(self, qkv: Sequence[Tensor], dims: _Dims) -> None:
-        """The style's axes split the rows and nothing else does; other axes split heads or batch.
-
-        Raises:
-            ValueError: placements under which a shard's attention would not be a shard of it.
-        """
-        q = qkv[0]
-        assert isinstance(q, DTensor), "asked before"
-        dims.order(q.ndim)
-        axes, mesh = self._axes(q.device_mesh), q.device_mesh
-        num_shares = 1  # ranks among which the heads are split
-        for name, x in zip("qkv", qkv, strict=True):
-            assert isinstance(x, DTensor), "asked before"
-            if x.device_mesh != mesh or x.placements != q.placements:
-                raise ValueError(
-                    "q, k, v must be placed alike on one mesh, got q "
-                    f"{list(q.placements)} and {name} {list(x.placements)}"
-                )
-        for axis, placement in enumerate(q.placements):
-            dim = _sharded_dim(placement)
-            if axis in axes:
-                fits = dim == dims.seq
-            else:
-                fits = placement == Replicate() or dim not in (None, dims.seq, q.ndim - 1)
-                num_shares *= mesh.size(axis) if dim == dims.head else 1
-            if not fits:
-                raise ValueError(
-                    f"placements of q, k, v must be Shard({dims.seq}), of the rows, on the axes of "
-                    f"ContextParallel (axes {list(axes)} of the mesh) and of heads or batch on "
-                    f"others, got {list(q.placements)} for shape {tuple(q.shape)}; is seq_dim="
-                    f"{self.style.seq_dim} right?"
-                )
-        for name, x in zip("qkv", qkv, strict=True):
-            if x.size(dims.head) % num_shares:
-                raise ValueError(
-                    f"the {x.size(dims.head)} heads of {name} must divide by the {num_shares} "
-                    "ranks of the mesh among which they are split: a rank needs the kv heads of "
-                    "its q heads"
-                )
-
-    def _axes(self, mesh: DeviceMesh) -> tuple[int, ...]:
-        """Which axes of a DTensor's mesh are those of the style."""
-        if mesh not in self._known_axes:
-            self._known_axes[mesh] = self._find_axes(mesh)
-        return self._known_axes[mesh]
-
-    def _find_axes(self, mesh: DeviceMesh) -> tuple[int, ...]:
-        ours, theirs = self.mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
-        axes = tuple(theirs.index(name) for name in ours if name in theirs)
-        if len(axes) != self.mesh.ndim and mesh.ndim == self.mesh.ndim:
-            axes = tuple(range(mesh.ndim))
-        coordinate = mesh.get_coordinate()
-        if len(axes) == self.mesh.ndim and list(axes) == sorted(axes) and coordinate is not None:
-            here = tuple(slice(None) if i in axes else at for i, at in enumerate(coordinate))
-            if torch.equal(mesh.mesh[here], self.mesh.mesh):
-                return axes
-        raise ValueError(
-            f"q, k, v are on a mesh with axes {theirs} of sizes {tuple(mesh.shape)}, which does "
-            f"not have those of ContextParallel, {ours} of sizes {tuple(self.mesh.shape)}, over "
-            "the same ranks; distribute them over both, or pass this rank's shards as plain tensors"
-        )
 
 
 class _Routed(route_sdpa):
@@ -709,33 +498,6 @@ class _Routed(route_sdpa):
         """What stands for the function."""
         self.calls.append(None)
         return self.attention.sdpa(self.layout, *args, **kwargs)
-
-
-class _Exchange(torch.autograd.Function):
-    """all_to_all of rows; its gradient goes the other way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, send: Sequence[int], recv: Sequence[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        """The rows that the ranks have for this one, in the order of the ranks."""
-        ctx.send, ctx.recv, ctx.group = send, recv, group
-        out = x.new_empty(sum(recv), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), [*recv], [*send], group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients, back where the rows came from; differentiable again."""
-        return _exchange(dout, ctx.recv, ctx.send, ctx.group), None, None, None
-
-
-def _exchange(
-    x: Tensor, send: Sequence[int], recv: Sequence[int], group: dist.ProcessGroup
-) -> Tensor:
-    """Sends `send[r]` rows to rank r, in turn, and receives `recv[r]`."""
-    out: Tensor = _Exchange.apply(x, send, recv, group)
-    return out
 
 
 def _strategy_on(mesh: DeviceMesh, style: ContextParallel) -> str | Strategy:
@@ -835,50 +597,3 @@ def _check_forms(qkv: Sequence[object]) -> None:
                 f"q, k, v must be plain tensors or DTensors, all of them: q is "
                 f"{type(qkv[0]).__name__}, {name} is {type(x).__name__}"
             )
-
-
-def _chunk_lens(seqlen: int, mesh: DeviceMesh) -> tuple[int, ...]:
-    """Rows of each rank where DTensor splits so many along all axes of a mesh, as torch.chunk."""
-    lens = [seqlen]
-    for size in mesh.shape:
-        lens = [
-            min(max(n - part * -(-n // size), 0), -(-n // size))
-            for n in lens
-            for part in range(size)
-        ]
-    return tuple(lens)
-
-
-def _cuts(lens: Sequence[int]) -> list[int]:
-    """First position of each rank, and the end."""
-    return [*accumulate(lens, initial=0)]
-
-
-def _sharded_dim(placement: object) -> int | None:
-    """The dim that is split plainly along an axis of the mesh."""
-    if isinstance(placement, Shard) and not isinstance(placement, _STRIDED):
-        return placement.dim
-    return None
-
-
-def _from_local(
-    x: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]
-) -> DTensor:
-    """A DTensor of that shape whose dims lie in memory in the order in which those of `x` do."""
-    even = list(x.shape)
-    for axis, placement in enumerate(placements):
-        dim = _sharded_dim(placement)
-        if dim is not None:
-            even[dim] *= mesh.size(axis)
-    # torch works it out itself, also for lengths that a compiler leaves open.
-    if even == list(shape):
-        return DTensor.from_local(x, mesh, placements, run_check=False)
-    if 0 in x.stride():
-        x = x.contiguous()
-    inward = sorted(range(x.ndim), key=lambda dim: -x.stride()[dim])
-    stride = [0] * x.ndim
-    for at, dim in enumerate(inward):
-        stride[dim] = prod([shape[d] for d in inward[at + 1 :]])
-    return DTensor.from_local(
-        x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
-    )

@@ -16,31 +16,32 @@ not show which it is.
     column parallel      W[start:end, :]         W[:, start:end]
     row parallel         W[:, start:end]         W[start:end, :]
 
-All of it is data: a shard is a few runs `[start, end)` of one dim of the whole, and cutting a
-tensor, reading a file and putting shards together again go by the same runs.
+All of it is data: a shard is some positions of one dim of the whole (`_held`), by which tensors are
+cut, files are read and shards are put together again.
 
     q k v (fused)     [ q0 q1 q2 q3 | k0 k1 | v0 v1 ]    rank 0 of 2: q0 q1, k0, v0
     grouped           [ q0 q1 k0 v0 | q2 q3 k1 v1 ]      rank 0 of 2: q0 q1 k0 v0
 
-Biases. Of a column-parallel layer a rank has the part of its outputs. Of a row-parallel one rank 0
-has all, and the others have none (`None`; no entry in a state dict): the sum over the ranks then
-has it once, and only one rank trains it. As zeros on the others it would learn on every rank.
+Biases. A rank has the part of a column-parallel bias that belongs to its outputs. Rank 0 has all of
+a row-parallel bias and the others have none (`None`; no entry in a state dict): the sum over the
+ranks then has the bias once, and only one rank trains it.
 
 Where there are fewer kv heads than ranks, `tp_size / num_kv_heads` consecutive ranks have the same
-one. Each has the part of its gradient that comes from its own q heads, and what is owed is the sum:
-`TensorParallelConfig.kv_replica_ranks` says over which ranks.
+kv head, and each computes the part of its gradient that comes from its own q heads. The ranks whose
+parts must be summed are `TensorParallelConfig.kv_replica_ranks`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple, Protocol, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ring_attn.checkpoint import Checkpoint
 from ring_attn.cost import all_reduce_bytes, transfer_seconds
@@ -65,12 +66,8 @@ Kind = Literal[
 Order = Literal["out_in", "in_out"]
 
 T = TypeVar("T")
-
-#: Positions `[start, end)` of a dim.
-Run = tuple[int, int]
-
-#: Projections of Llama-style models. A pattern is held against the end of a parameter's name
-#: without `.weight` or `.bias`, part by part; the first one that fits counts.
+#: Projections of Llama-style models. A pattern is compared with the end of a parameter's name
+#: without `.weight` or `.bias`, part by part; the first pattern that fits counts.
 LLAMA_TP_PLAN: Mapping[str, Kind] = {
     "q_proj": "q",
     "k_proj": "k",
@@ -87,18 +84,28 @@ LLAMA_TP_PLAN: Mapping[str, Kind] = {
 _ROW_PARALLEL = ("o", "down", "row")
 
 
+# What the size of the dim that is cut must be; kinds that are not here may have any.
+_CUT_SIZE = {
+    "q": "num_heads * headdim",
+    "o": "num_heads * headdim",
+    "k": "num_kv_heads * headdim",
+    "v": "num_kv_heads * headdim",
+    "qkv": "(num_heads + 2 * num_kv_heads) * headdim",
+    "grouped_qkv": "(num_heads + 2 * num_kv_heads) * headdim",
+    "gate": "intermediate_size",
+    "up": "intermediate_size",
+    "down": "intermediate_size",
+    "gate_up": "2 * intermediate_size",
+    "heads": "num_heads",
+}
+
+
 @dataclass(frozen=True)
 class TensorPartition:
-    """One rank's part of a tensor that is cut along a dim, as data.
+    """One rank's part of a tensor that is cut along a dim, as `torch.chunk` and DTensor cut it.
 
     All parts are `ceil(size / num_partitions)` long; where that does not divide, the last ones are
-    shorter or empty, as `torch.chunk` and DTensor's `Shard` have it.
-
-    Args:
-        global_shape: of the whole tensor.
-        dim: along which it is cut; negative counts from the end.
-        num_partitions: number of ranks.
-        rank: whose part.
+    shorter or empty. A negative dim counts from the end.
 
     Raises:
         ValueError: a dim that the shape does not have, or a rank that does not exist.
@@ -131,61 +138,43 @@ class TensorPartition:
     @property
     def start(self) -> int:
         """First position of the part."""
-        return min(self.rank * self._part, self.global_shape[self.dim])
+        return self._cut(self.rank)
 
     @property
     def end(self) -> int:
         """Position after the last."""
-        return min((self.rank + 1) * self._part, self.global_shape[self.dim])
+        return self._cut(self.rank + 1)
+
+    def _cut(self, rank: int) -> int:
+        size = self.global_shape[self.dim]
+        return min(rank * -(-size // self.num_partitions), size)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the part."""
+        """Shape of the part."""
         shape = self.global_shape
         return (*shape[: self.dim], self.end - self.start, *shape[self.dim + 1 :])
 
-    @property
-    def _part(self) -> int:
-        return -(-self.global_shape[self.dim] // self.num_partitions)
-
     def shard(self, x: Tensor) -> Tensor:
-        """The part of a whole tensor, as a copy.
-
-        Raises:
-            ValueError: `x` has another shape.
-        """
+        """Copies the part of a whole tensor; ValueError if `x` has another shape."""
         check_tensor("x", x)
         if tuple(x.shape) != self.global_shape:
             raise ValueError(f"x must have shape {self.global_shape}, got {tuple(x.shape)}")
         return _take(x, self.dim, ((self.start, self.end),))
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        """The whole tensor again, from the parts of all ranks in their order.
-
-        Raises:
-            ValueError: a wrong number of parts, or one with a wrong shape.
-        """
+        """Joins the parts of all ranks; ValueError if their number or a shape is wrong."""
         shards = _checked_count(shards, self.num_partitions)
         for rank, x in enumerate(shards):
             check_tensor(f"shards[{rank}]", x)
-            expected = replace(self, rank=rank).shape
-            if tuple(x.shape) != expected:
-                raise ValueError(
-                    f"part of rank {rank} must have shape {expected} of {self.global_shape} cut in "
-                    f"dim {self.dim} over {self.num_partitions} ranks, got {tuple(x.shape)}"
-                )
-        return torch.cat(list(shards), self.dim)
+            _check_part(rank, x, replace(self, rank=rank).shape, f"a tensor {self.global_shape}")
+        return torch.cat(shards, self.dim)
 
 
 class AllReduceCost(NamedTuple):
-    """What a forward of a tensor-parallel model reduces, the bytes of each tensor counted once.
+    """What the all-reduces of a forward send, in the bytes of the tensors.
 
-    Attributes:
-        nbytes: of one all-reduce.
-        num: how many there are.
-        total_bytes: of all.
-        seconds: at the link's speed. A ring sends `2 (tp_size - 1) / tp_size` times the bytes from
-            each rank.
+    A ring sends `2 (tp_size - 1) / tp_size` times the bytes from each rank.
     """
 
     nbytes: int
@@ -202,17 +191,12 @@ class TensorParallelConfig:
 
     Args:
         rank: within the tensor-parallel group.
-        tp_size: its size.
+        tp_size: size of that group.
         hidden_size: of the residual stream.
-        intermediate_size: of the MLP; where it does not divide, parts are ceil-sized, and the last
-            ones shorter or empty.
+        intermediate_size: of the MLP; where it does not divide, parts are ceil-sized.
         num_heads: q heads; a multiple of `tp_size`.
         num_kv_heads: kv heads; a multiple of `tp_size`, or a divisor of it (replicated).
         headdim: of a head; `hidden_size / num_heads` by default.
-
-    Raises:
-        ValueError: a number below 1, a rank that does not exist, or heads that do not divide.
-        TypeError: a number that is not an int.
 
     Example:
         >>> config = TensorParallelConfig(2, 4, 1024, 4096, num_heads=16, num_kv_heads=4)
@@ -231,36 +215,32 @@ class TensorParallelConfig:
     headdim: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is None and name == "headdim":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {value!r}")
-            if value < 1 and name != "rank":
-                raise ValueError(f"{name} must be at least 1, got {value}")
         _check_rank("tp_size", self.tp_size, self.rank)
-        if self.num_heads % self.num_kv_heads:
+        for name, value in vars(self).items():
+            if name != "rank" and not (name == "headdim" and value is None):
+                check_int(name, value, least=1)
+        heads, kv_heads, ranks = self.num_heads, self.num_kv_heads, self.tp_size
+        if heads % kv_heads:
             raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and "
-                f"{self.num_kv_heads}"
+                f"num_heads must be a multiple of num_kv_heads, got {heads} and {kv_heads}"
             )
-        if self.num_heads % self.tp_size:
+        if heads % ranks:
             raise ValueError(
-                f"num_heads must divide by tp_size, got {self.num_heads} heads over {self.tp_size} "
-                f"ranks; heads are not cut"
+                f"num_heads must divide by tp_size, got {heads} heads over {ranks} ranks; heads "
+                "are not cut"
             )
-        if self.num_kv_heads % self.tp_size and self.tp_size % self.num_kv_heads:
+        if kv_heads % ranks and ranks % kv_heads:
             raise ValueError(
-                f"num_kv_heads must be a multiple of tp_size, or a divisor of it, got "
-                f"{self.num_kv_heads} kv heads over {self.tp_size} ranks"
+                "num_kv_heads must be a multiple of tp_size, or a divisor of it, got "
+                f"{kv_heads} kv heads over {ranks} ranks"
             )
         if self.headdim is None:
-            if self.hidden_size % self.num_heads:
+            if self.hidden_size % heads:
                 raise ValueError(
-                    f"hidden_size must divide by num_heads, got {self.hidden_size} and "
-                    f"{self.num_heads}; pass headdim where a model has its own"
+                    f"hidden_size must divide by num_heads, got {self.hidden_size} and {heads}; "
+                    "pass headdim where a model has its own"
                 )
-            object.__setattr__(self, "headdim", self.hidden_size // self.num_heads)
+            object.__setattr__(self, "headdim", self.hidden_size // heads)
 
     @property
     def local_heads(self) -> int:
@@ -275,18 +255,17 @@ class TensorParallelConfig:
     @property
     def local_q_size(self) -> int:
         """Outputs of the rank's q projection."""
-        return self.local_heads * self._headdim
+        return self.local_heads * (self.headdim or 0)
 
     @property
     def local_kv_size(self) -> int:
         """Outputs of the rank's k projection, and of its v."""
-        return self.local_kv_heads * self._headdim
+        return self.local_kv_heads * (self.headdim or 0)
 
     @property
     def local_intermediate_size(self) -> int:
         """Outputs of the rank's gate and up projections, inputs of its down."""
-        start, end = self._intermediate
-        return end - start
+        return self._part(self.intermediate_size).shape[0]
 
     @property
     def weight_fraction(self) -> float:
@@ -297,7 +276,7 @@ class TensorParallelConfig:
     def kv_replica_ranks(self) -> tuple[int, ...]:
         """Ranks that have the same kv heads as this one, itself among them.
 
-        The gradients of k and v projections are to be summed over them; one rank is alone.
+        The gradients of k and v projections must be summed over them.
         """
         num = max(1, self.tp_size // self.num_kv_heads)
         first = self.rank // num * num
@@ -305,7 +284,7 @@ class TensorParallelConfig:
 
     @property
     def kv_replica_groups(self) -> tuple[tuple[int, ...], ...]:
-        """`kv_replica_ranks` of all ranks, each group once: `dist.new_group` wants to know all."""
+        """`kv_replica_ranks` of all ranks, each group once: `dist.new_group` needs all groups."""
         ranks = (replace(self, rank=rank).kv_replica_ranks for rank in range(self.tp_size))
         return tuple(sorted(set(ranks)))
 
@@ -314,19 +293,15 @@ class TensorParallelConfig:
 
             weight.grad[config.replicated_outputs("qkv")]   summed over config.kv_replica_ranks
 
-        Args:
-            kind: of the parameter.
-
-        Returns:
-            Positions in the output dim of the *shard*; an empty slice where nothing is shared, and
-            for "replicated", whose gradients are the same on all ranks already.
+        They are positions in the output dim of the *shard*; none where nothing is shared, and for
+        "replicated", whose gradients are the same on all ranks already.
 
         Example:
             >>> config = TensorParallelConfig(0, 4, 64, 128, num_heads=8, num_kv_heads=2)
             >>> config.replicated_outputs("k"), config.replicated_outputs("grouped_qkv")
             (slice(0, 8, None), slice(16, 32, None))
         """
-        _check_kind(kind)
+        check_one_of("kind", kind, get_args(Kind))
         q, kv = self.local_q_size, self.local_kv_size
         if len(self.kv_replica_ranks) > 1 and kind in ("k", "v"):
             return slice(0, kv)
@@ -344,16 +319,6 @@ class TensorParallelConfig:
             num_blocks: layers.
             itemsize: bytes of a number.
             gbit_per_s: of the link.
-
-        Raises:
-            ValueError: a link without bandwidth, or a negative number.
-            TypeError: a number of another type.
-
-        Example:
-            >>> config = TensorParallelConfig(0, 2, 1024, 4096, 16, 4)
-            >>> cost = config.all_reduce_cost(1024, 24, itemsize=4, gbit_per_s=100.0)
-            >>> cost.nbytes >> 20, cost.num, cost.total_bytes >> 20, round(cost.seconds, 3)
-            (4, 48, 192, 0.016)
         """
         for name, value in (("seqlen", seqlen), ("num_blocks", num_blocks), ("itemsize", itemsize)):
             check_int(name, value, least=0)
@@ -362,36 +327,18 @@ class TensorParallelConfig:
         total = num * nbytes
         return AllReduceCost(nbytes, num, total, transfer_seconds(total, gbit_per_s))
 
-    @property
-    def _headdim(self) -> int:
-        return self.headdim or 0  # never 0: __post_init__ has set it
-
-    @property
-    def _q(self) -> Run:
-        return self.rank * self.local_q_size, (self.rank + 1) * self.local_q_size
-
-    @property
-    def _kv(self) -> Run:
-        start = self.rank * self.num_kv_heads // self.tp_size * self._headdim
-        return start, start + self.local_kv_size
-
-    @property
-    def _intermediate(self) -> Run:
-        return _ceil_part(self.intermediate_size, self)
+    def _part(self, size: int) -> TensorPartition:
+        return TensorPartition((size,), 0, self.tp_size, self.rank)
 
 
 def shard_parameter(
-    x: Tensor,
-    kind: Kind,
-    config: TensorParallelConfig,
-    *,
-    order: Order = "out_in",
+    x: Tensor, kind: Kind, config: TensorParallelConfig, *, order: Order = "out_in"
 ) -> Tensor | None:
     """The rank's part of a weight or of its bias.
 
     Args:
         x: the whole weight, `(out, in)` or `(in, out)`, or its bias, `(out,)`; any dtype.
-        kind: what it is; see `Kind`.
+        kind: what the parameter is; see `Kind`.
         config: sizes of the model, and the rank.
         order: of a weight: "out_in" as torch's Linear has it, or "in_out".
 
@@ -411,7 +358,7 @@ def shard_parameter(
         [[0, 1], [4, 5], [8, 9], [12, 13]]
     """
     check_tensor("x", x)
-    return _shard("x", x, tuple(x.shape), kind, config, order)
+    return _shard("x", x, kind, config, order)
 
 
 @torch.no_grad()
@@ -422,55 +369,26 @@ def unshard_parameter(
     *,
     order: Order = "out_in",
 ) -> Tensor:
-    """The whole weight or bias again, from the parts of all ranks: undoes `shard_parameter`.
+    """The whole weight or bias again, bit for bit: undoes `shard_parameter`.
 
-    Args:
-        shards: in the order of the ranks; None where `shard_parameter` gives None.
-        kind: as it was cut.
-        config: of any rank.
-        order: as it was cut.
-
-    Returns:
-        The whole parameter, bit for bit.
-
-    Raises:
-        ValueError: a wrong number of parts, a wrong shape, or ranks that have different values of
-            what they all should have: replicated kv heads that have drifted apart, or whose
-            gradients were not summed.
-        TypeError: parts of different dtypes.
+    `shards` are in the order of the ranks, with None where `shard_parameter` gives None. Raises
+    ValueError where they differ and must be equal: kv heads whose gradients were not summed.
     """
-    _check_kind(kind)
-    _check_config(config)
-    _check_order(order)
+    _check_choices(kind, config, order)
     shards = _checked_count(shards, config.tp_size)
-    for rank, x in enumerate(shards):
-        if x is not None:
-            check_tensor(f"shards[{rank}]", x)
-    first = shards[0]
-    row_bias = kind in _ROW_PARALLEL and first is not None and first.ndim == 1
-    held = [rank for rank, x in enumerate(shards) if x is not None]
-    if held != ([0] if row_bias else [*range(config.tp_size)]):
+    parts = {rank: x for rank, x in enumerate(shards) if x is not None}
+    for rank, x in parts.items():
+        check_tensor(f"shards[{rank}]", x)
+    row_bias = kind in _ROW_PARALLEL and 0 in parts and parts[0].ndim == 1
+    if [*parts] != ([0] if row_bias else [*range(config.tp_size)]):
         raise ValueError(
             f"{kind!r} must be there on every rank, the bias of a row-parallel layer on rank 0 "
-            f"alone; got it on ranks {held} of {config.tp_size}"
+            f"alone; got it on ranks {[*parts]} of {config.tp_size}"
         )
-    parts = [x for x in shards if x is not None]
-    dtypes = {x.dtype for x in parts}
+    dtypes = {x.dtype for x in parts.values()}
     if len(dtypes) > 1:
         raise TypeError(f"all parts must have one dtype, got {sorted(map(str, dtypes))}")
-    dim = _cut_dim(parts[0].ndim, kind, order)
-    shape = _whole_shape(parts, kind, config, dim)
-    runs = []
-    for rank, x in enumerate(parts):
-        own = _checked_runs("the whole", shape, kind, replace(config, rank=rank), order)
-        expected = (*shape[:dim], sum(b - a for a, b in own), *shape[dim + 1 :]) if own else shape
-        if tuple(x.shape) != expected:
-            raise ValueError(
-                f"part of rank {rank} must have shape {expected} of {kind!r} {shape} over "
-                f"{config.tp_size} ranks with order={order!r}, got {tuple(x.shape)}"
-            )
-        runs.append(own)
-    return _assembled(parts, shape, dim, runs)
+    return _assembled(parts, kind, config, order)
 
 
 def shard_state_dict(
@@ -486,9 +404,9 @@ def shard_state_dict(
     Args:
         state_dict: of the whole model.
         config: sizes of the model, and the rank.
-        plan: from the end of a name, without `.weight` or `.bias`, to what it is; `*` stands for
-            any part. `LLAMA_TP_PLAN | {"query_key_value": "grouped_qkv"}` adds to ours.
-        otherwise: of names that no pattern fits, such as "replicated"; None refuses them.
+        plan: kinds by the ends of names, without `.weight` or `.bias`; `*` stands for any part.
+            `LLAMA_TP_PLAN | {"query_key_value": "grouped_qkv"}` adds to ours.
+        otherwise: kind of names that no pattern fits, such as "replicated"; None refuses them.
         order: of all matrices that are cut.
 
     Returns:
@@ -498,23 +416,11 @@ def shard_state_dict(
     Raises:
         ValueError: names that no pattern fits, tensors inside a module that is cut that are neither
             its weight nor its bias (scales of quantised weights, adapters), or wrong shapes.
-
-    Example:
-        >>> config = TensorParallelConfig(1, 2, 4, 8, num_heads=2, num_kv_heads=1)
-        >>> whole = {"mlp.up_proj.weight": torch.zeros(8, 4), "norm.weight": torch.ones(4)}
-        >>> part = shard_state_dict(whole, config, otherwise="replicated")
-        >>> {name: tuple(x.shape) for name, x in part.items()}
-        {'mlp.up_proj.weight': (4, 4), 'norm.weight': (4,)}
     """
     check_type("state_dict", state_dict, Mapping, "tensors by name")
-    kinds = _kinds(state_dict, plan, otherwise)
     for name, x in state_dict.items():
         check_tensor(f"state_dict[{name!r}]", x)
-    found = {
-        name: _shard(name, x, tuple(x.shape), kinds[name], config, order)
-        for name, x in state_dict.items()
-    }
-    return {name: x for name, x in found.items() if x is not None}
+    return dict(_shards(state_dict, _kinds(state_dict, plan, otherwise), config, order))
 
 
 def unshard_state_dict(
@@ -525,30 +431,20 @@ def unshard_state_dict(
     otherwise: Kind | None = None,
     order: Order = "out_in",
 ) -> dict[str, Tensor]:
-    """The whole model again, from the parts of all ranks: undoes `shard_state_dict`.
+    """The whole model again, from the state dicts of all ranks: undoes `shard_state_dict`.
 
-    Args:
-        shards: a state dict of each rank, in their order.
-        config: of any rank.
-        plan: as it was cut.
-        otherwise: as it was cut.
-        order: as it was cut.
-
-    Raises:
-        ValueError: as `unshard_parameter`, and names that no pattern fits.
-        TypeError: parts of different dtypes.
-        KeyError: a parameter that rank 0 does not have, or another rank should have.
+    Raises KeyError for a parameter that rank 0 does not have, or another rank should have.
     """
-    _check_config(config)
+    check_type("config", config, TensorParallelConfig)
     shards = _checked_count(shards, config.tp_size)
     for rank, part in enumerate(shards):
         check_type(f"shards[{rank}]", part, Mapping, "tensors by name")
-    kinds = _kinds(dict.fromkeys(name for part in shards for name in part), plan, otherwise)
     whole = {}
-    for name, kind in kinds.items():
+    names = dict.fromkeys(name for part in shards for name in part)
+    for name, kind in _kinds(names, plan, otherwise).items():
         parts = [part.get(name) for part in shards]
-        bias = kind in _ROW_PARALLEL and parts[0] is not None and parts[0].ndim == 1
-        missing = [r for r, x in enumerate(parts) if x is None and not (bias and r > 0)]
+        row_bias = kind in _ROW_PARALLEL and parts[0] is not None and parts[0].ndim == 1
+        missing = [r for r, x in enumerate(parts) if x is None and not (row_bias and r > 0)]
         if missing:
             raise KeyError(f"{name} is missing from the state dicts of ranks {missing}")
         whole[name] = unshard_parameter(parts, kind, config, order=order)
@@ -567,19 +463,16 @@ def load_tp_shard(
 ) -> Tensor | None:
     """The rank's part of one tensor of a safetensors checkpoint; the rest of it is not read.
 
-    safetensors maps the file and gives a view of the shard, which is copied out. What the disk
-    reads are the file's header and the pages that the shard lies in: they are asked for before the
-    copy, so that the system does not read ahead of them (which would be megabytes on some disks). A
-    cut in the first dim is a run of bytes. One in the second ("o" and "down" in "out_in" files) is
-    a piece of every row, and where those are apart by less than a page of 4 KiB, all of the tensor
-    is read; the memory taken is that of the shard.
+    A cut in the first dim is a run of bytes. A cut in the second ("o" and "down" in "out_in" files)
+    is a piece of every row; where the pieces are apart by less than a page of 4 KiB, the disk reads
+    the whole tensor, and the memory taken is still that of the shard.
 
     Args:
         source: a `.safetensors` file, a `model.safetensors.index.json`, or the folder of either.
         name: of the tensor in it.
-        kind: what it is; see `Kind`.
+        kind: as for `shard_parameter`.
         config: sizes of the model, and the rank.
-        order: of a weight: "out_in" as torch's Linear has it, or "in_out".
+        order: as for `shard_parameter`.
         device: where the shard goes.
         outside_folder: whether an index may name files outside of its folder, by an absolute path,
             by `..` or behind a link; only for an index that is trusted as a program is.
@@ -593,20 +486,10 @@ def load_tp_shard(
             or has files outside of the folder of its index.
         FileNotFoundError: no such file, or the index names one that is not there.
         ImportError: safetensors is not installed.
-
-    Example:
-        >>> import tempfile
-        >>> from safetensors.torch import save_file
-        >>> config = TensorParallelConfig(1, 2, 4, 8, num_heads=2, num_kv_heads=2)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save_file({"up.weight": torch.arange(32).view(8, 4)}, f"{folder}/model.safetensors")
-        ...     load_tp_shard(folder, "up.weight", "up", config)[:, 0].tolist()
-        [16, 20, 24, 28]
     """
     check_type("name", name, str)
     with Checkpoint(source, outside_folder=outside_folder) as checkpoint:
-        x = checkpoint.tensor(name)
-        shard = _shard(name, x, x.shape, kind, config, order)
+        shard = _shard(name, checkpoint[name], kind, config, order)
     return None if shard is None else shard.to(device)
 
 
@@ -622,59 +505,49 @@ def load_tp_state_dict(
 ) -> dict[str, Tensor]:
     """The rank's part of every tensor of a safetensors checkpoint; the rest is not read.
 
-    Args:
-        source: as for `load_tp_shard`. Each file of an index is opened once.
-        config: sizes of the model, and the rank.
-        plan: as for `shard_state_dict`.
-        otherwise: as for `shard_state_dict`.
-        order: of all matrices that are cut.
-        device: where the shards go.
-        outside_folder: as for `load_tp_shard`.
-
-    Returns:
-        As `shard_state_dict` of the whole model.
-
-    Raises:
-        ValueError: as `shard_state_dict`; or a source that is no safetensors checkpoint, is
-            damaged, or has files outside of the folder of its index.
-        FileNotFoundError: no such file, or the index names one that is not there.
-        ImportError: safetensors is not installed.
+    Takes the arguments of `load_tp_shard` and of `shard_state_dict`, returns what the latter does
+    for the whole model, and raises the errors of both.
     """
     with Checkpoint(source, outside_folder=outside_folder) as checkpoint:
         kinds = _kinds(checkpoint.files, plan, otherwise)
-        found = {}
-        for name, kind in kinds.items():
-            x = checkpoint.tensor(name)
-            shard = _shard(name, x, x.shape, kind, config, order)
-            if shard is not None:
-                found[name] = shard.to(device)
-    return found
+        shards = _shards(checkpoint, kinds, config, order)
+        return {name: x.to(device) for name, x in shards}
 
 
 class _Sliced(Protocol):
-    """What a tensor and safetensors' slice of a file have in common."""
+    """What a tensor in memory and one in a file have in common."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
     def __getitem__(self, index: tuple[slice, ...], /) -> Tensor: ...
 
 
+def _shards(
+    tensors: Any, kinds: Mapping[str, Kind], config: TensorParallelConfig, order: Order
+) -> Iterator[tuple[str, Tensor]]:
+    for name, kind in kinds.items():
+        shard = _shard(name, tensors[name], kind, config, order)
+        if shard is not None:
+            yield name, shard
+
+
 def _shard(
-    name: str,
-    x: _Sliced,
-    shape: tuple[int, ...],
-    kind: Kind,
-    config: TensorParallelConfig,
-    order: Order,
+    name: str, x: _Sliced, kind: Kind, config: TensorParallelConfig, order: Order
 ) -> Tensor | None:
-    """The one way to a shard: from a tensor in memory or in a file."""
-    runs = _checked_runs(name, shape, kind, config, order)
-    if kind in _ROW_PARALLEL and len(shape) == 1 and config.rank > 0:
-        return None
+    """The rank's part of a tensor in memory or in a file."""
+    shape = tuple(x.shape)
+    held = _checked_held(name, shape, kind, config, order)
+    if held is None:  # "replicated", or the bias of a row-parallel layer
+        return None if kind in _ROW_PARALLEL and config.rank > 0 else _take(x, 0, ())
+    edges = torch.diff(pad(held.to(torch.int8), (1, 1))).nonzero().flatten().tolist()
+    runs = [*zip(edges[::2], edges[1::2], strict=True)] or [(0, 0)]
     return _take(x, _cut_dim(len(shape), kind, order), runs)
 
 
-def _take(x: _Sliced, dim: int, runs: Sequence[Run]) -> Tensor:
-    """A copy of those positions of a dim; without runs, of everything."""
-    parts = [x[(*[slice(None)] * dim, slice(start, end))] for start, end in runs] or [x[()]]
+def _take(x: _Sliced, dim: int, runs: Sequence[tuple[int, int]]) -> Tensor:
+    """Copies the positions `[start, end)` of a dim; without runs, everything."""
+    parts = [x[(*[slice(None)] * dim, slice(*run))] for run in runs] or [x[()]]
     if len(parts) > 1:
         return torch.cat(parts, dim)
     # A view of a file would keep all of it mapped, one of a tensor all of it alive.
@@ -682,23 +555,16 @@ def _take(x: _Sliced, dim: int, runs: Sequence[Run]) -> Tensor:
 
 
 def _cut_dim(ndim: int, kind: Kind, order: Order) -> int:
-    """The dim that is cut, where one is."""
     return int(ndim == 2 and (kind in _ROW_PARALLEL) == (order == "out_in"))
 
 
-def _checked_runs(
+def _checked_held(
     name: str, shape: tuple[int, ...], kind: Kind, config: TensorParallelConfig, order: Order
-) -> tuple[Run, ...]:
-    """What the rank has of the dim that is cut; none where nothing is cut.
-
-    Raises:
-        ValueError: an unknown kind or order, or a shape that does not fit.
-    """
-    _check_kind(kind)
-    _check_config(config)
-    _check_order(order)
+) -> Tensor | None:
+    """`_held`, for a shape that is checked; None where nothing is cut."""
+    _check_choices(kind, config, order)
     if kind == "replicated":
-        return ()
+        return None
     if len(shape) not in ((1,) if kind == "heads" else (1, 2)):
         form = "a vector" if kind == "heads" else "a matrix or a bias"
         raise ValueError(
@@ -707,204 +573,140 @@ def _checked_runs(
         )
     dim = _cut_dim(len(shape), kind, order)
     row_bias = kind in _ROW_PARALLEL and len(shape) == 1
+    held = _held(kind, config, shape[dim])
     if kind in _CUT_SIZE:
-        cut = _CUT_SIZE[kind], sum(size for size, _ in _blocks(kind, config, 0))
-        other = "hidden_size", config.hidden_size
-        sizes = (cut, other) if dim == 0 and not row_bias else (other, cut)
+        sizes = [("hidden_size", config.hidden_size)] * 2
+        if not row_bias:
+            sizes[dim] = (_CUT_SIZE[kind], len(held))
         for at, (size, (words, wanted)) in enumerate(zip(shape, sizes, strict=False)):
             if size != wanted:
                 raise ValueError(
                     f"{name} of kind {kind!r}, to be cut over {config.tp_size} ranks, must have "
                     f"{words} = {wanted} in dim {at} with order={order!r}, got shape {shape}"
                 )
-    return () if row_bias else _runs(_blocks(kind, config, shape[dim]))
+    return None if row_bias else held
 
 
-# What the size of the dim that is cut is to be; that of the others is any.
-_CUT_SIZE = {
-    "q": "num_heads * headdim",
-    "o": "num_heads * headdim",
-    "k": "num_kv_heads * headdim",
-    "v": "num_kv_heads * headdim",
-    "qkv": "(num_heads + 2 * num_kv_heads) * headdim",
-    "grouped_qkv": "(num_heads + 2 * num_kv_heads) * headdim",
-    "gate": "intermediate_size",
-    "up": "intermediate_size",
-    "down": "intermediate_size",
-    "gate_up": "2 * intermediate_size",
-    "heads": "num_heads",
-}
-
-
-def _blocks(kind: Kind, config: TensorParallelConfig, size: int) -> list[tuple[int, Run]]:
-    """The dim that is cut, as blocks one after another: the size of each, and the rank's part.
+def _held(kind: Kind, config: TensorParallelConfig, size: int) -> Tensor:
+    """Which positions of the dim that is cut the rank has, of as many as the config says.
 
     `size` is that of the dim, for the kinds that have any.
     """
-    headdim, num_kv = config._headdim, config.num_kv_heads
-    q = config.num_heads * headdim, config._q
-    kv = num_kv * headdim, config._kv
-    mlp = config.intermediate_size, config._intermediate
-    heads = config.local_heads
+
+    def part(size: int, start: int, length: int) -> Tensor:
+        positions = torch.arange(size)
+        return (positions >= start) & (positions < start + length)
+
+    def ceil_part(size: int) -> Tensor:
+        mine = config._part(size)
+        return part(size, mine.start, mine.end - mine.start)
+
+    heads, kv_heads, rank = config.num_heads, config.num_kv_heads, config.rank
+    num_q, num_kv = config.local_q_size, config.local_kv_size
+    q = part(num_q * config.tp_size, rank * num_q, num_q)
+    headdim = len(q) // heads
+    kv = part(kv_heads * headdim, rank * kv_heads // config.tp_size * headdim, num_kv)
+    mlp = ceil_part(config.intermediate_size)
     match kind:
         case "q" | "o":
-            return [q]
+            return q
         case "k" | "v":
-            return [kv]
+            return kv
         case "qkv":
-            return [q, kv, kv]
+            return torch.cat([q, kv, kv])
         case "grouped_qkv":
-            group = q[0] // num_kv
-            per_head = ((group, config._q), (headdim, config._kv), (headdim, config._kv))
-            return [(n, _within(run, g * n, n)) for g in range(num_kv) for n, run in per_head]
+            return torch.cat([x.view(kv_heads, -1) for x in (q, kv, kv)], 1).flatten()
         case "gate" | "up" | "down":
-            return [mlp]
+            return mlp
         case "gate_up":
-            return [mlp, mlp]
+            return torch.cat([mlp, mlp])
         case "heads":
-            return [(config.num_heads, (config.rank * heads, (config.rank + 1) * heads))]
+            return part(heads, rank * config.local_heads, config.local_heads)
         case _:
-            return [(size, _ceil_part(size, config))]
-
-
-def _within(run: Run, start: int, size: int) -> Run:
-    """What of a run lies in `[start, start + size)`, counted from there."""
-    first, last = (min(max(position - start, 0), size) for position in run)
-    return first, last
-
-
-def _ceil_part(size: int, config: TensorParallelConfig) -> Run:
-    part = TensorPartition((size,), 0, config.tp_size, config.rank)
-    return part.start, part.end
-
-
-def _runs(blocks: Iterable[tuple[int, Run]]) -> tuple[Run, ...]:
-    """The rank's parts of all blocks, counted from the first; neighbours are joined."""
-    runs: list[Run] = []
-    before = 0
-    for size, (start, end) in blocks:
-        first = before + start
-        if end > start:
-            if runs and runs[-1][1] == first:
-                first, _ = runs.pop()
-            runs.append((first, before + end))
-        before += size
-    return tuple(runs) or ((0, 0),)
-
-
-def _whole_shape(
-    parts: Sequence[Tensor], kind: Kind, config: TensorParallelConfig, dim: int
-) -> tuple[int, ...]:
-    """Shape of the whole parameter, from those of the parts and the config."""
-    shape = tuple(parts[0].shape)
-    if kind == "replicated" or (kind in _ROW_PARALLEL and len(shape) == 1) or not shape:
-        return shape
-    found = sum(x.size(dim) for x in parts)
-    size = sum(size for size, _ in _blocks(kind, config, found))
-    return (*shape[:dim], size, *shape[dim + 1 :])
+            return ceil_part(size)
 
 
 def _assembled(
-    parts: Sequence[Tensor], shape: tuple[int, ...], dim: int, runs: Sequence[Sequence[Run]]
+    parts: Mapping[int, Tensor], kind: Kind, config: TensorParallelConfig, order: Order
 ) -> Tensor:
-    """The whole of all parts; what several ranks have must be the same bits on all of them."""
-    dtype, bits = parts[0].dtype, _BITS[parts[0].element_size()]
-    # A number is a row, too; and what is whole on a rank is one run of it.
-    rows = shape or (1,)
-    whole = torch.empty(rows, dtype=bits, device=parts[0].device)
-    owner = torch.full((rows[dim],), -1)
-    for rank, (x, own) in enumerate(zip(parts, runs, strict=True)):
-        x, at = x.reshape(x.shape or (1,)).view(bits), 0
-        for start, end in own or ((0, rows[dim]),):
-            piece, there = x.narrow(dim, at, end - start), whole.narrow(dim, start, end - start)
-            again = (owner[start:end] >= 0).nonzero().flatten().to(x.device)
-            if not torch.equal(piece.index_select(dim, again), there.index_select(dim, again)):
-                other = int(owner[start + int(again[0])])
-                raise ValueError(
-                    f"ranks {other} and {rank} both have positions of [{start}, {end}) in dim "
-                    f"{dim}, with different values: parameters that several ranks have must stay "
-                    "equal, which takes gradients summed over kv_replica_ranks"
-                )
-            there.copy_(piece)
-            owner[start:end] = rank
-            at += end - start
-    return whole.view(dtype).view(shape)
+    """The whole of the parts by rank; what several ranks have must be the same bits on all."""
+    first = parts[0]
+    dim, shape = _cut_dim(first.ndim, kind, order), list(first.shape)
+    row_bias = kind in _ROW_PARALLEL and first.ndim == 1
+    if first.ndim and not row_bias and kind != "replicated":
+        shape[dim] = len(_held(kind, config, sum(x.size(dim) for x in parts.values())))
+    whole = first.new_empty(shape).view(_BITS[first.element_size()]).reshape(shape or [1])
+    owner = torch.full((whole.size(dim),), -1)
+    for rank, x in parts.items():
+        held = _checked_held("the whole", (*shape,), kind, replace(config, rank=rank), order)
+        at = torch.arange(len(owner)) if held is None else held.nonzero().flatten()
+        expected = [*shape[:dim], len(at), *shape[dim + 1 :]] if shape else []
+        _check_part(rank, x, expected, f"{kind!r} {(*shape,)} with {order=}")
+        bits = x.to(whole.device).view(whole.dtype).reshape(x.shape or (1,))
+        again = (owner[at] >= 0).nonzero().flatten()
+        there, here = at[again].to(whole.device), again.to(whole.device)
+        if not torch.equal(bits.index_select(dim, here), whole.index_select(dim, there)):
+            raise ValueError(
+                f"ranks {int(owner[at[again[0]]])} and {rank} both have positions from "
+                f"{int(at[again[0]])} on in dim {dim}, with different values: parameters that "
+                "several ranks have must stay equal, which takes gradients summed over "
+                "kv_replica_ranks"
+            )
+        whole.index_copy_(dim, at.to(whole.device), bits)
+        owner[at] = rank
+    return whole.view(first.dtype).reshape(shape)
 
 
-# One number of bits for each size of element: comparing those holds for NaN and for 8-bit floats.
+# A number of bits for each size of element: they compare NaN and 8-bit floats, too.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _kinds(
     names: Iterable[str], plan: Mapping[str, Kind], otherwise: Kind | None
 ) -> dict[str, Kind]:
-    """What each name is by the plan.
-
-    Raises:
-        ValueError: names that no pattern fits, or an unknown kind.
-    """
+    """The kind of each name by the plan, all of which must have one."""
     check_type("plan", plan, Mapping, "kinds by the ends of names")
     for pattern, kind in plan.items():
         check_type("each pattern of plan", pattern, str, "the end of a name")
-        _check_kind(kind, f"plan[{pattern!r}]")
+        check_one_of(f"plan[{pattern!r}]", kind, get_args(Kind))
     if otherwise is not None:
-        _check_kind(otherwise, "otherwise")
-    found: dict[str, Kind] = {}
-    unknown = []
-    for name in names:
-        fitting = _kind_of(name, plan) or otherwise
-        if fitting is None:
-            unknown.append(name)
-        else:
-            found[name] = fitting
+        check_one_of("otherwise", otherwise, get_args(Kind))
+    found = {name: _kind_of(name, plan) or otherwise for name in names}
+    unknown = [name for name, kind in found.items() if kind is None]
     if unknown:
         raise ValueError(
             f"no pattern of the plan fits {len(unknown)} names, such as {unknown[:3]}: add "
             'patterns for them, or pass otherwise="replicated" where every rank is to have all'
         )
-    return found
+    return {name: kind for name, kind in found.items() if kind is not None}
 
 
 def _kind_of(name: str, plan: Mapping[str, Kind]) -> Kind | None:
-    """What a name is by the plan; None where no pattern fits.
-
-    Raises:
-        ValueError: a tensor inside a module that is cut, which the plan does not speak of.
-    """
+    """The kind of the first pattern that fits the end of a name; None where none fits."""
     parts = name.split(".")
     if parts[-1] in ("weight", "bias") and len(parts) > 1:
         parts.pop()
-    found = _fitting(parts, plan)
-    for end in range(len(parts) - 1, 0, -1) if found is None else ():
-        outer = _fitting(parts[:end], plan)
-        if outer not in (None, "replicated"):
-            raise ValueError(
-                f"{name} lies in {'.'.join(parts[:end])}, which the plan cuts as {outer!r}, but it "
-                "is neither its weight nor its bias: give it a pattern of its own"
-            )
-    return found
-
-
-def _fitting(parts: Sequence[str], plan: Mapping[str, Kind]) -> Kind | None:
-    """The kind of the first pattern that fits the end of a name."""
-    for pattern, kind in plan.items():
-        wanted = pattern.split(".")
-        ending = parts[-len(wanted) :]
-        if len(ending) == len(wanted) and all(map(fnmatchcase, ending, wanted)):
-            return kind
+    for end in range(len(parts), 0, -1):
+        for pattern, kind in plan.items():
+            wanted = pattern.split(".")
+            ending = parts[max(0, end - len(wanted)) : end]
+            if len(ending) < len(wanted) or not all(map(fnmatchcase, ending, wanted)):
+                continue
+            if end < len(parts) and kind != "replicated":
+                raise ValueError(
+                    f"{name} lies in {'.'.join(parts[:end])}, which the plan cuts as {kind!r}, but "
+                    "it is neither its weight nor its bias: give it a pattern of its own"
+                )
+            if end == len(parts):
+                return kind
+            break
     return None
 
 
-def _check_kind(kind: str, name: str = "kind") -> None:
-    check_one_of(name, kind, get_args(Kind))
-
-
-def _check_order(order: str) -> None:
-    check_one_of("order", order, get_args(Order))
-
-
-def _check_config(config: TensorParallelConfig) -> None:
+def _check_choices(kind: str, config: object, order: str) -> None:
+    check_one_of("kind", kind, get_args(Kind))
     check_type("config", config, TensorParallelConfig)
+    check_one_of("order", order, get_args(Order))
 
 
 def _check_rank(name: str, num: int, rank: int) -> None:
@@ -914,8 +716,15 @@ def _check_rank(name: str, num: int, rank: int) -> None:
 
 
 def _checked_count(shards: Sequence[T], num: int) -> tuple[T, ...]:
-    """Parts, of which there must be so many."""
     parts = as_tuple("shards", shards)
     if len(parts) != num:
         raise ValueError(f"shards must be the parts of all {num} ranks, got {len(parts)}")
     return parts
+
+
+def _check_part(rank: int, x: Tensor, expected: Sequence[int], whole: str) -> None:
+    if tuple(x.shape) != tuple(expected):
+        raise ValueError(
+            f"part of rank {rank} must have shape {tuple(expected)} of {whole}, got "
+            f"{tuple(x.shape)}"
+        )

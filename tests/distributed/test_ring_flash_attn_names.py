@@ -265,39 +265,43 @@ def test_llama3_arguments_that_do_not_fit(ranks: Any, what: str) -> None:
     assert texts[0] == texts[1], "every rank says the same"
 
 
-def refusals() -> None:
-    """Everything that is given and not honoured, by name, on every rank."""
+def refusals() -> list[tuple[str, str]]:
+    """What is given and not honoured: the facts of the message, and the message, on every rank."""
     varlen = Case("zigzag_ring_flash_attn_varlen")
     cu, most = own_arguments(varlen, 0)
     x = torch.randn(int(cu[-1]), 2, 8)
-    call = varlen.function
-    with pytest.raises(ValueError, match="max_seqlen must be at least the longest .* 14, got 13"):
-        call(x, x, x, cu, most - 1)
-    with pytest.raises(ValueError, match="multiple of 4, an even number of rows on each of 2"):
-        call(x, x, x, torch.tensor([0, 3, 26]), most + 9)
-    with pytest.raises(ValueError, match="q of rank . must have 26 rows"):
-        call(x[1:], x[1:], x[1:], cu, most)
-    with pytest.raises(TypeError, match="cu_seqlens must be an int32 tensor, got None"):
-        call(x, x, x, None, most)
-    with pytest.raises(ValueError, match=r"kv must be \(rows, 2, nheads, headdim\), got \(26, 2"):
-        names.ring_flash_attn_varlen_kvpacked_func(x, x, cu, most)
-    for options, text in (({"dropout_p": 0.1}, "dropout_p"), ({"alibi_slopes": x}, "alibi_slopes")):
-        with pytest.raises(NotImplementedError, match=text):
-            call(x, x, x, cu, most, **options)
-
-    tensors, arguments = llama3_tensors(), own_arguments(LLAMA3, dist.get_rank())
-    with pytest.raises(ValueError, match="heads_k_stride must divide nheads_kv 2, got 3"):
-        LLAMA3.function(*tensors, *arguments[:4], 3, arguments[5], causal=True)
-    with pytest.raises(ValueError, match=r"must be \(rows, nheads, headdim\), got q \(1, 30"):
-        LLAMA3.function(*(x[None] for x in tensors), *arguments, causal=True)
-    with pytest.raises(TypeError, match="local_k_slice must be a slice, got int"):
-        LLAMA3.function(*tensors, *arguments[:5], 7, causal=True)
-    with pytest.raises(ValueError, match="max_seqlen_k must be at least"):
-        LLAMA3.function(*tensors, *arguments[:3], 1, *arguments[4:], causal=True)
+    tensors, own = llama3_tensors(), own_arguments(LLAMA3, dist.get_rank())
+    calls = [
+        (ValueError, "max_seqlen|14|13", varlen, (x, x, x, cu, most - 1), {}),
+        (ValueError, "of 4|2 ranks", varlen, (x, x, x, torch.tensor([0, 3, 26]), most + 9), {}),
+        (ValueError, "q of rank|26 rows", varlen, (x[1:], x[1:], x[1:], cu, most), {}),
+        (TypeError, "cu_seqlens|None", varlen, (x, x, x, None, most), {}),
+        (
+            ValueError,
+            "kv|rows, 2|(26, 2",
+            replace(varlen, packing="kvpacked_"),
+            (x, x, cu, most),
+            {},
+        ),
+        (NotImplementedError, "dropout_p", varlen, (x, x, x, cu, most), {"dropout_p": 0.1}),
+        (NotImplementedError, "alibi_slopes", varlen, (x, x, x, cu, most), {"alibi_slopes": x}),
+        (ValueError, "heads_k_stride|2|3", LLAMA3, (*tensors, *own[:4], 3, own[5]), {}),
+        (ValueError, "rows|q (1, 30", LLAMA3, (*(x[None] for x in tensors), *own), {}),
+        (TypeError, "local_k_slice|int", LLAMA3, (*tensors, *own[:5], 7), {}),
+        (ValueError, "max_seqlen_k", LLAMA3, (*tensors, *own[:3], 1, *own[4:]), {}),
+    ]
+    found = []
+    for kind, words, case, arguments, options in calls:
+        with pytest.raises(kind) as error:
+            case.function(*arguments, causal=True, **options)
+        found.append((words, str(error.value)))
+    return found
 
 
 def test_refusals(ranks: Any) -> None:
-    ranks(2).run(refusals)
+    for found in ranks(2).run(refusals):
+        for words, text in found:
+            assert all(word in text for word in words.split("|")), text
 
 
 def a_group_that_is_not_the_default() -> bool:

@@ -40,7 +40,9 @@ API = ENGINE | {
     "decode",
     "gradients",
 }
-PUBLIC = API | {"sdpa", "parallel_style", "__init__", "integrations"}
+PUBLIC = API | {
+    "sdpa", "dtensors", "head_exchange", "parallel_style", "__init__", "integrations",
+}  # fmt: skip
 TOOLS = PUBLIC | {"interrupt", "launch", "arguments", "env", "testing"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
@@ -74,7 +76,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decode": ENGINE | {"debug"},
     "gradients": {"values", "validation", "profiling"},
     "sdpa": API,
-    "parallel_style": API | {"sdpa"},
+    "dtensors": {"layout"},
+    "head_exchange": {"layout"},
+    "parallel_style": API | {"sdpa", "dtensors", "head_exchange"},
     # `import ring_attn` itself: whoever imports it imports all that it exports.
     "__init__": API | {"parallel_style", "interrupt"},
     "integrations": PUBLIC - {"integrations"},

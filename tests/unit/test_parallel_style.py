@@ -120,6 +120,8 @@ def test_a_key_that_matches_nothing_changes_nothing(mesh: DeviceMesh, key: str, 
 
 
 def test_plans_that_are_none(mesh: DeviceMesh) -> None:
+    with pytest.raises(TypeError, match="needs a DeviceMesh, got NoneType"):
+        style()._apply(Core(), None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="plan has no key"):
         parallelize(model(), mesh, {})
     with pytest.raises(TypeError, match=r"plan\['head'\] must be a ParallelStyle, got str"):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import safetensors
@@ -151,63 +151,6 @@ def test_a_shard_outlives_its_file(tmp_path: Path) -> None:
 
 
 # -- only the shard is read
-
-
-class CountedFile:
-    """A safetensors file that counts the bytes it is asked for."""
-
-    asked = 0
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self._file = SAFE_OPEN(*args, **options)
-
-    def __enter__(self) -> CountedFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def keys(self) -> list[str]:
-        return self._file.keys()
-
-    def get_slice(self, name: str) -> CountedSlice:
-        return CountedSlice(self._file.get_slice(name))
-
-
-class CountedSlice:
-    """A tensor of it."""
-
-    def __init__(self, x: Any) -> None:
-        self._x = x
-
-    def get_shape(self) -> list[int]:
-        return self._x.get_shape()
-
-    def __getitem__(self, index: Any) -> Tensor:
-        part = self._x[index]
-        CountedFile.asked += part.nbytes
-        return part
-
-
-SAFE_OPEN = safetensors.safe_open
-
-
-def test_the_bytes_asked_for_are_those_of_the_shards(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    model = model_of()
-    save_in_two(model, tmp_path)
-    monkeypatch.setattr(safetensors, "safe_open", CountedFile)
-    asked = []
-    for rank in range(3):
-        CountedFile.asked = 0
-        loaded = load_tp_state_dict(tmp_path, replace(CONFIG, rank=rank), otherwise="replicated")
-        assert CountedFile.asked == sum(x.nbytes for x in loaded.values())
-        asked.append(CountedFile.asked)
-    replicated = sum(model[name].nbytes for name in SHAPES if "layers" not in name)
-    once = replicated + 2 * 40  # and the bias that only rank 0 has
-    cut = sum(x.nbytes for x in model.values()) - once
-    assert sum(asked) == cut + 3 * replicated + 2 * 40
 
 
 MIB = 1 << 20
@@ -350,9 +293,18 @@ def lost_file(folder: Path) -> Path:
     return index
 
 
-def written(folder: Path, name: str, text: str) -> Path:
-    (folder / name).write_text(text)
-    return folder / name
+def index(text: str) -> Callable[[Path], Path]:
+    """Makes an index of that text."""
+
+    def make(folder: Path) -> Path:
+        (folder / "i.json").write_text(text)
+        return folder / "i.json"
+
+    return make
+
+
+def wrong_file(folder: Path) -> Path:
+    return beside(save_in_two(model_of(), folder), "model-00002-of-00002.safetensors")
 
 
 def damaged(content: bytes, random: Random) -> bytes:
@@ -472,43 +424,19 @@ def test_the_cache_of_the_hub_is_read(tmp_path: Path) -> None:
         (two_files, ValueError, "has 2 safetensors files and no model.safetensors.index.json"),
         (lost_file, FileNotFoundError, "00001-of-00002.safetensors, which .*index.json names"),
         (lambda folder: folder / "model.bin", ValueError, "source must be a .safetensors file"),
-        (lambda folder: written(folder, "i.json", "[]"), ValueError, "has no weight_map"),
+        (index("[]"), ValueError, "i.json has no weight_map"),
+        (index('{"weight_map": {}}'), ValueError, "i.json has no weight_map"),
+        (index("{"), ValueError, "i.json is not a file of"),
+        (index("[" * 20_000), ValueError, "i.json is not a file of"),
+        (index('{"weight_map": {"w": 1}}'), ValueError, r"i.json .*not safetensors files: \[1\]"),
+        (index('{"weight_map": {"w": "w.bin"}}'), ValueError, r"safetensors files: \['w.bin'\]"),
         (
-            lambda folder: written(folder, "i.json", '{"weight_map": {}}'),
-            ValueError,
-            "i.json has no weight_map",
-        ),
-        (lambda folder: written(folder, "i.json", "{"), ValueError, "i.json is not a file of"),
-        (
-            lambda folder: written(folder, "i.json", "[" * 20_000),
-            ValueError,
-            "i.json is not a file of",
-        ),
-        (
-            lambda folder: written(folder, "i.json", '{"weight_map": {"w": 1}}'),
-            ValueError,
-            r"i.json names files that are not safetensors files: \[1\]",
-        ),
-        (
-            lambda folder: written(
-                folder, "i.json", '{"weight_map": {"w": "\\u0000.safetensors"}}'
-            ),
+            index('{"weight_map": {"w": "\\u0000.safetensors"}}'),
             ValueError,
             "i.json names files that are not safetensors files",
         ),
-        (
-            lambda folder: beside(
-                save_in_two(model_of(), folder), "model-00002-of-00002.safetensors"
-            ),
-            ValueError,
-            "00002-of-00002.safetensors is not a file of .* model.embed_tokens.weight",
-        ),
+        (wrong_file, ValueError, "00002-of-00002.safetensors .* model.embed_tokens.weight"),
         (lambda folder: 3, TypeError, "source must be a path, got int"),
-        (
-            lambda folder: written(folder, "i.json", '{"weight_map": {"w": "w.bin"}}'),
-            ValueError,
-            r"not safetensors files: \['w.bin'\]",
-        ),
     ],
 )
 def test_a_source_that_cannot_be_read(

@@ -1,0 +1,220 @@
+"""DTensors of attention whose rows are split along a mesh: placements, lengths, local shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
+
+from ring_attn.layout import SequenceLayout
+
+Layouts = tuple[SequenceLayout, SequenceLayout]
+
+# Of a dim that is split twice in another order; a subclass of Shard in some versions. (Not type()
+# is Shard: compilers of torch 2.11 do not know the type of a placement, but what it is one of.)
+_STRIDED: Any = getattr(placement_types, "_StridedShard", ())
+
+
+class Dims(NamedTuple):
+    """Where a tensor has its rows and its heads."""
+
+    seq: int
+    head: int
+
+    def order(self, ndim: int) -> list[int]:
+        """The permutation to (batch, rows, heads, headdim), or (rows, heads, headdim)."""
+        if max(self) >= ndim - 1:
+            raise ValueError(
+                f"seq_dim {self.seq} and head_dim {self.head} must come before the last dim, which "
+                f"is headdim; got tensors with {ndim} dims"
+            )
+        others = [dim for dim in range(ndim - 1) if dim not in self]
+        return [*others, self.seq, self.head, ndim - 1]
+
+
+class SplitRows:
+    """The axes of a mesh along which the rows of DTensors are split, nested in their order."""
+
+    def __init__(self, mesh: DeviceMesh, seq_dim: int) -> None:
+        self.mesh, self.seq_dim = mesh, seq_dim
+        self._known_axes = {mesh: tuple(range(mesh.ndim))}
+
+    def distributed(self, qkv: Sequence[Tensor], layouts: Layouts | None) -> list[Tensor]:
+        """Plain shards as DTensors of the whole; without layouts they are equally long."""
+        lengths = [x.size(self.seq_dim) * self.mesh.size() for x in qkv]
+        if layouts is not None:
+            for layout in layouts:
+                lens = _chunk_lens(layout.seqlen, self.mesh)
+                if layout.shard_lens != lens:
+                    raise ValueError(
+                        f"inside='global' makes DTensors, whose {layout.seqlen} rows are split "
+                        f"into {list(lens)}; layout {layout} has {list(layout.shard_lens)}. Use "
+                        f"inside='local', or SequenceLayout.boundaries({_cuts(lens)})"
+                    )
+            lengths = [layouts[0].seqlen, layouts[1].seqlen, layouts[1].seqlen]
+        placements = [Shard(self.seq_dim)] * self.mesh.ndim
+        tensors: list[Tensor] = []
+        for x, length in zip(qkv, lengths, strict=True):
+            shape = list(x.shape)
+            shape[self.seq_dim] = length
+            tensors.append(_from_local(x, self.mesh, placements, shape))
+        return tensors
+
+    def layout_of_lengths(
+        self, lengths: tuple[int, int], given: str | SequenceLayout | Layouts
+    ) -> str | Layouts:
+        """How queries and keys of such lengths lie, split as DTensor splits."""
+        if isinstance(given, str) and all(n % self.mesh.size() == 0 for n in lengths):
+            return given
+        pair = given if isinstance(given, tuple | list) else (given, given)
+        layouts = []
+        for seqlen, layout in zip(lengths, pair, strict=True):
+            lens = _chunk_lens(seqlen, self.mesh)
+            if layout == "contiguous":
+                layout = SequenceLayout.boundaries(_cuts(lens))
+            elif isinstance(layout, str):
+                layout = SequenceLayout.from_name(layout, seqlen, self.mesh.size())
+            if (layout.seqlen, layout.shard_lens) != (seqlen, lens):
+                raise ValueError(
+                    f"DTensors with {seqlen} rows have {list(lens)} on the ranks, layout {layout} "
+                    f"has {list(layout.shard_lens)}"
+                )
+            layouts.append(layout)
+        return layouts[0], layouts[1]
+
+    def check_placements(self, qkv: Sequence[Tensor], dims: Dims) -> None:
+        """The style's axes split the rows and nothing else does; other axes split heads or batch.
+
+        Raises:
+            ValueError: placements under which a shard's attention would not be a shard of it.
+        """
+        q = qkv[0]
+        assert isinstance(q, DTensor), "asked before"
+        dims.order(q.ndim)
+        axes, mesh = self._axes(q.device_mesh), q.device_mesh
+        num_shares = 1  # ranks among which the heads are split
+        for name, x in zip("qkv", qkv, strict=True):
+            assert isinstance(x, DTensor), "asked before"
+            if x.device_mesh != mesh or x.placements != q.placements:
+                raise ValueError(
+                    "q, k, v must be placed alike on one mesh, got q "
+                    f"{list(q.placements)} and {name} {list(x.placements)}"
+                )
+        for axis, placement in enumerate(q.placements):
+            dim = _sharded_dim(placement)
+            if axis in axes:
+                fits = dim == dims.seq
+            else:
+                fits = placement == Replicate() or dim not in (None, dims.seq, q.ndim - 1)
+                num_shares *= mesh.size(axis) if dim == dims.head else 1
+            if not fits:
+                raise ValueError(
+                    f"placements of q, k, v must be Shard({dims.seq}), of the rows, on the axes of "
+                    f"ContextParallel (axes {list(axes)} of the mesh) and of heads or batch on "
+                    f"others, got {list(q.placements)} for shape {tuple(q.shape)}; is seq_dim="
+                    f"{self.seq_dim} right?"
+                )
+        for name, x in zip("qkv", qkv, strict=True):
+            if x.size(dims.head) % num_shares:
+                raise ValueError(
+                    f"the {x.size(dims.head)} heads of {name} must divide by the {num_shares} "
+                    "ranks of the mesh among which they are split: a rank needs the kv heads of "
+                    "its q heads"
+                )
+
+    def _axes(self, mesh: DeviceMesh) -> tuple[int, ...]:
+        """Which axes of a DTensor's mesh are those of the style."""
+        if mesh not in self._known_axes:
+            self._known_axes[mesh] = self._find_axes(mesh)
+        return self._known_axes[mesh]
+
+    def _find_axes(self, mesh: DeviceMesh) -> tuple[int, ...]:
+        ours, theirs = self.mesh.mesh_dim_names or (), mesh.mesh_dim_names or ()
+        axes = tuple(theirs.index(name) for name in ours if name in theirs)
+        if len(axes) != self.mesh.ndim and mesh.ndim == self.mesh.ndim:
+            axes = tuple(range(mesh.ndim))
+        coordinate = mesh.get_coordinate()
+        if len(axes) == self.mesh.ndim and list(axes) == sorted(axes) and coordinate is not None:
+            here = tuple(slice(None) if i in axes else at for i, at in enumerate(coordinate))
+            if torch.equal(mesh.mesh[here], self.mesh.mesh):
+                return axes
+        raise ValueError(
+            f"q, k, v are on a mesh with axes {theirs} of sizes {tuple(mesh.shape)}, which does "
+            f"not have those of ContextParallel, {ours} of sizes {tuple(self.mesh.shape)}, over "
+            "the same ranks; distribute them over both, or pass this rank's shards as plain tensors"
+        )
+
+
+def rows_of(x: DTensor) -> Tensor:
+    """This rank's rows of an output that is a DTensor on the style's mesh."""
+    dims = {_sharded_dim(p) for p in x.placements}
+    if len(dims) != 1 or None in dims:
+        raise ValueError(
+            "every DTensor that the module returns must be split along the rows, got "
+            f"placements {list(x.placements)} of shape {tuple(x.shape)}"
+        )
+    return x.to_local()
+
+
+def placed_as(out: Tensor, q: DTensor) -> DTensor:
+    """The attention of this rank's part of q, as a DTensor that is placed as q is."""
+    expected, dim_v = list(q.to_local().shape[:-1]), out.size(-1)
+    if list(out.shape[:-1]) != expected:
+        raise ValueError(
+            f"the attention must have the dims of q, shape {(*expected, dim_v)} on this rank, got "
+            f"{tuple(out.shape)}"
+        )
+    return _from_local(out, q.device_mesh, q.placements, [*q.shape[:-1], dim_v])
+
+
+def _chunk_lens(seqlen: int, mesh: DeviceMesh) -> tuple[int, ...]:
+    """Rows of each rank where DTensor splits so many along all axes of a mesh, as torch.chunk."""
+    lens = [seqlen]
+    for size in mesh.shape:
+        lens = [
+            min(max(n - part * -(-n // size), 0), -(-n // size))
+            for n in lens
+            for part in range(size)
+        ]
+    return tuple(lens)
+
+
+def _cuts(lens: Sequence[int]) -> list[int]:
+    """First position of each rank, and the end."""
+    return [*accumulate(lens, initial=0)]
+
+
+def _sharded_dim(placement: object) -> int | None:
+    """The dim that is split plainly along an axis of the mesh."""
+    if isinstance(placement, Shard) and not isinstance(placement, _STRIDED):
+        return placement.dim
+    return None
+
+
+def _from_local(
+    x: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]
+) -> DTensor:
+    """A DTensor of that shape whose dims lie in memory in the order in which those of `x` do."""
+    even = list(x.shape)
+    for axis, placement in enumerate(placements):
+        dim = _sharded_dim(placement)
+        if dim is not None:
+            even[dim] *= mesh.size(axis)
+    # torch works it out itself, also for lengths that a compiler leaves open.
+    if even == list(shape):
+        return DTensor.from_local(x, mesh, placements, run_check=False)
+    if 0 in x.stride():
+        x = x.contiguous()
+    inward = sorted(range(x.ndim), key=lambda dim: -x.stride()[dim])
+    stride = [0] * x.ndim
+    for at, dim in enumerate(inward):
+        stride[dim] = prod([shape[d] for d in inward[at + 1 :]])
+    return DTensor.from_local(
+        x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+    )

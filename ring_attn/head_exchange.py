@@ -1,0 +1,78 @@
+"""Ulysses' exchange for any module: rows of all heads against all rows of some heads.
+
+(arXiv 2309.14509.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_attn.layout import SequenceLayout
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """The exchange among the ranks of a group, for tensors with these dims of rows and heads."""
+
+    group: dist.ProcessGroup
+    seq_dim: int
+    head_dim: int
+
+    def to_heads(self, x: Tensor, layout: SequenceLayout) -> Tensor:
+        """This rank's rows of all heads -> all rows, in the order of positions, of its heads."""
+        world_size = layout.world_size
+        x = self._to_front(x).unflatten(1, (world_size, -1)).transpose(0, 1)
+        x = self._exchange(x.flatten(0, 1), self._own_rows(layout), layout.shard_lens)
+        return self._back(layout.unshard(x.split(layout.shard_lens), dim=0))
+
+    def to_rows(self, x: Tensor, layout: SequenceLayout) -> Tensor:
+        """The inverse of `to_heads`."""
+        world_size, x = layout.world_size, self._to_front(x)
+        x = torch.cat([layout.shard(x, rank, dim=0) for rank in range(world_size)])
+        x = self._exchange(x, layout.shard_lens, self._own_rows(layout))
+        return self._back(x.unflatten(0, (world_size, -1)).transpose(0, 1).flatten(1, 2))
+
+    def _own_rows(self, layout: SequenceLayout) -> list[int]:
+        return [layout.shard_len(dist.get_rank(self.group))] * layout.world_size
+
+    def _to_front(self, x: Tensor) -> Tensor:
+        return x.movedim((self.seq_dim, self.head_dim), (0, 1))
+
+    def _back(self, x: Tensor) -> Tensor:
+        return x.movedim((0, 1), (self.seq_dim, self.head_dim))
+
+    def _exchange(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
+        return _exchange(x, send, recv, self.group)
+
+
+class _Exchange(torch.autograd.Function):
+    """all_to_all of rows; its gradient goes the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, send: Sequence[int], recv: Sequence[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        """The rows that the ranks have for this one, in the order of the ranks."""
+        ctx.send, ctx.recv, ctx.group = send, recv, group
+        out = x.new_empty(sum(recv), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), [*recv], [*send], group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients, back where the rows came from; differentiable again."""
+        return _exchange(dout, ctx.recv, ctx.send, ctx.group), None, None, None
+
+
+def _exchange(
+    x: Tensor, send: Sequence[int], recv: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Sends `send[r]` rows to rank r, in turn, and receives `recv[r]`."""
+    out: Tensor = _Exchange.apply(x, send, recv, group)
+    return out
