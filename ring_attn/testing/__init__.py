@@ -61,8 +61,9 @@ from ring_attn.testing.ranks import (
     expected,
     put_together,
     run_all_ranks,
+    run_calls,
     run_rank,
-    strided,
+    whole_of,
 )
 
 __all__ = [
@@ -102,8 +103,9 @@ __all__ = [
     "random_qkv",
     "random_sinks",
     "run_all_ranks",
+    "run_calls",
     "run_rank",
     "strategy_of",
-    "strided",
     "usable_backends",
+    "whole_of",
 ]

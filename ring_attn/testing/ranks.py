@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ring_attn.api import ring_attention
 from ring_attn.spec import AttentionSpec, TransportOptions
+from ring_attn.strategies.base import Call
 from ring_attn.strategies.core import make_call
 from ring_attn.strategy import resolve_strategy
-from ring_attn.testing.cases import Case
+from ring_attn.testing.cases import Case, Layouts
 from ring_attn.testing.oracle import (
     RESULTS,
     Expected,
@@ -62,7 +63,7 @@ class AllRanks:
 
     Attributes:
         case: the case.
-        whole: results of the whole sequence; dsinks is the sum of the ranks' shares.
+        whole: as `whole_of`.
         sent: by rank, forward and backward.
     """
 
@@ -121,7 +122,7 @@ def run_rank(case: Case, device: torch.device | str = "cpu") -> RankResult:
     assert world is not None
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mask, layouts = case.build_mask(), case.build_layouts(world_size)
-    shards = _shards(case, case.build_inputs(device), layouts, rank)
+    shards = _shards(case.build_inputs(device), layouts, rank, case.noncontiguous)
     q, k, v, dout = (x.squeeze(0) if case.packed else x for x in shards)
     sinks = case.build_sinks(device)
     leaves = [x.requires_grad_() for x in (q, k, v, sinks) if x is not None]
@@ -158,9 +159,15 @@ def run_rank(case: Case, device: torch.device | str = "cpu") -> RankResult:
 
 def put_together(case: Case, ranks: Sequence[RankResult]) -> AllRanks:
     """The whole of a case from the parts of all ranks."""
-    layout_q, layout_kv = case.build_layouts(len(ranks))
+    whole = whole_of(ranks, case.build_layouts(len(ranks)))
+    return AllRanks(case, whole, tuple(rank.sent for rank in ranks))
+
+
+def whole_of(ranks: Sequence[RankResult], layouts: Layouts) -> Expected:
+    """The results of the whole sequence; dsinks is the sum of the ranks' shares."""
+    layout_q, layout_kv = layouts
     out, lse, dq, dk, dv, *dsinks = zip(*(rank.tensors for rank in ranks), strict=True)
-    whole = Expected(
+    return Expected(
         layout_q.unshard(out),
         layout_q.unshard(lse, 2),
         layout_q.unshard(dq),
@@ -168,7 +175,6 @@ def put_together(case: Case, ranks: Sequence[RankResult]) -> AllRanks:
         layout_kv.unshard(dv),
         torch.stack(dsinks[0]).sum(0) if dsinks else None,
     )
-    return AllRanks(case, whole, tuple(rank.sent for rank in ranks))
 
 
 def expected(case: Case) -> tuple[Expected, Expected]:
@@ -189,14 +195,47 @@ def _expected(case: Case) -> tuple[Expected, Expected]:
     return oracle, plain
 
 
+def run_calls(
+    calls: Sequence[Call],
+    inputs: Inputs,
+    layouts: Layouts,
+    sinks: Tensor | None = None,
+    *,
+    noncontiguous: bool = False,
+) -> list[RankResult]:
+    """Runs the calls of all ranks in this process, for a call that no `Case` describes.
+
+    Args:
+        calls: by rank.
+        inputs: whole q, k, v and dout.
+        layouts: of queries and keys.
+        sinks: (nheads,).
+        noncontiguous: as for `Case`.
+    """
+
+    def work(rank: int, transport: LocalTransport) -> RankResult:
+        stats = transport.stats
+        q, k, v, dout = _shards(inputs, layouts, rank, noncontiguous)
+        out, lse, saved = calls[rank].forward(q, k, v, transport, sinks)
+        forward = Sent(stats.bytes_sent, stats.messages)
+        stats.reset()
+        dq, dk, dv, dsinks = calls[rank].backward(saved, dout, transport, sinks)
+        results = (out, lse, dq, dk, dv, *(() if dsinks is None else (dsinks,)))
+        return RankResult(
+            tuple(x.cpu() for x in results), (forward, Sent(stats.bytes_sent, stats.messages))
+        )
+
+    with poisoned_empty():
+        return run_local(len(calls), work)
+
+
 def _in_this_process(case: Case, world_size: int, device: torch.device | str) -> list[RankResult]:
     inputs, sinks = case.build_inputs(device), case.build_sinks(device)
     mask, layouts = case.build_mask(), case.build_layouts(world_size)
     spec = AttentionSpec.of(*inputs[:3], case.softcap, sinks)
     strategy = resolve_strategy(case.build_strategy(world_size), world_size)
-
-    def work(rank: int, transport: LocalTransport) -> RankResult:
-        call = make_call(
+    calls = [
+        make_call(
             strategy,
             spec,
             layouts,
@@ -206,27 +245,19 @@ def _in_this_process(case: Case, world_size: int, device: torch.device | str) ->
             backend=case.backend,
             same_bits=case.same_bits,
         )
-        q, k, v, dout = _shards(case, inputs, layouts, rank)
-        out, lse, saved = call.forward(q, k, v, transport, sinks)
-        forward = Sent(transport.stats.bytes_sent, transport.stats.messages)
-        transport.stats.reset()
-        dq, dk, dv, dsinks = call.backward(saved, dout, transport, sinks)
-        backward = Sent(transport.stats.bytes_sent, transport.stats.messages)
-        results = (out, lse, dq, dk, dv, *(() if dsinks is None else (dsinks,)))
-        return RankResult(tuple(x.cpu() for x in results), (forward, backward))
-
-    with poisoned_empty():
-        return run_local(world_size, work)
+        for rank in range(world_size)
+    ]
+    return run_calls(calls, inputs, layouts, sinks, noncontiguous=case.noncontiguous)
 
 
-def _shards(case: Case, inputs: Inputs, layouts: Any, rank: int) -> list[Tensor]:
+def _shards(inputs: Inputs, layouts: Layouts, rank: int, noncontiguous: bool) -> list[Tensor]:
     layout_q, layout_kv = layouts
     sides = (layout_q, layout_kv, layout_kv, layout_q)
     shards = [layout.shard(x, rank) for x, layout in zip(inputs, sides, strict=True)]
-    return [strided(x) for x in shards] if case.noncontiguous else shards
+    return [_strided(x) for x in shards] if noncontiguous else shards
 
 
-def strided(x: Tensor) -> Tensor:
+def _strided(x: Tensor) -> Tensor:
     """The same values in memory with heads before rows and a gap after every element."""
     spread = x.new_zeros(*x.transpose(-2, -3).shape, 2)
     spread[..., 0] = x.transpose(-2, -3)

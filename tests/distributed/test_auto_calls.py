@@ -12,62 +12,25 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ring_attn
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
 from ring_attn.planning import planner
 from ring_attn.planning.choice import Choice, Problem
-from ring_attn.spec import TransportOptions
-from ring_attn.testing import Expected, check_all
-from ring_attn.transport.p2p import open_p2p
+from ring_attn.testing import Case, run_all_ranks
 from tests.distributed.pool import Pools
-from tests.strategies import MASKS, case, config
 
 pytestmark = pytest.mark.dist
 
 CASES = (("causal", "zigzag"), ("window", "contiguous"), ("longer kv", "striped"))
 
 
-def layouts(mask: Mask, kind: str) -> tuple[SequenceLayout, SequenceLayout]:
-    world_size = dist.get_world_size()
-    q, kv = (SequenceLayout.from_name(kind, n, world_size) for n in (mask.seqlen_q, mask.seqlen_k))
-    return q, kv
-
-
-def attend(name: str, kind: str, group: Any = None, **options: Any) -> tuple[Any, list[int]]:
-    """out, lse, dq, dk, dv of the whole sequence, and the messages of two calls."""
-    mask, inputs = MASKS[name], case(MASKS[name], config())[0]
-    layout = layouts(mask, kind)
-    sides = (layout[0], layout[1], layout[1], layout[0])
-    q, k, v, dout = (x.shard(t, dist.get_rank()) for t, x in zip(inputs, sides, strict=True))
-    stats = open_p2p(dist.group.WORLD, TransportOptions()).stats
-    counts = []
-    for _ in range(2):
-        before = stats.messages
-        qkv = [x.clone().requires_grad_() for x in (q, k, v)]
-        out, lse = ring_attn.ring_attention(
-            *qkv, causal=mask.causal, window_size=mask.window_size, layout=layout, group=group,
-            strategy="auto", return_lse=True, **options,
-        )  # fmt: skip
-        grads = torch.autograd.grad(out, qkv, dout)
-        counts.append(stats.messages - before)
-    results = [
-        ring_attn.unshard(x, side, dim=dim)
-        for x, side, dim in zip(
-            (out.detach(), lse, *grads), (*2 * layout[:1], layout[0], *2 * layout[1:]),
-            (1, 2, 1, 1, 1), strict=True,
-        )
-    ]  # fmt: skip
-    return results, counts
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_auto_is_exact_and_agrees_once(world_size: int, name: str, kind: str, ranks: Pools) -> None:
-    _, oracle, plain = case(MASKS[name], config())
-    for results, (first, second) in ranks(world_size).run(attend, name, kind):
-        verdicts = check_all(Expected(*results, None), oracle, plain)
-        assert all(verdict.ok for verdict in verdicts), [str(v) for v in verdicts if not v.ok]
-        assert first - second == (world_size > 1)
+    case = Case(name, kind, "auto", seqlen=61, seed=world_size)
+    first, second = (run_all_ranks(case, world_size, ranks(world_size).run) for _ in range(2))
+    assert not first.failures and not second.failures
+    for (forward, backward), (again, backward_again) in zip(first.sent, second.sent, strict=True):
+        assert forward.messages - again.messages == (world_size > 1)
+        assert backward == backward_again
 
 
 def on_a_mesh(axes: tuple[str, ...]) -> list[int]:

@@ -1,4 +1,4 @@
-"""A ring of the triton backend in this process, for the kernel tests."""
+"""A ring of the triton backend in this process, over any tensors, for the kernel tests."""
 
 from __future__ import annotations
 
@@ -6,26 +6,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.plan import Traveller
 from ring_attn.spec import AttentionSpec
 from ring_attn.strategies.ring import RingCall, make_call
-from ring_attn.testing import Expected, Inputs
-from tests.strategies import run_calls
-
-Layouts = tuple[SequenceLayout, SequenceLayout]
-
-
-def layouts_of(kind: str, mask: Mask, world_size: int) -> Layouts:
-    """The same kind for queries and keys."""
-    q, k = (SequenceLayout.from_name(kind, n, world_size) for n in (mask.seqlen_q, mask.seqlen_k))
-    return q, k
-
-
-def spec_of(inputs: Inputs, softcap: float = 0.0, sinks: Tensor | None = None) -> AttentionSpec:
-    """Sizes and options of a call."""
-    return AttentionSpec.of(*inputs[:3], softcap, sinks)
+from ring_attn.testing import Expected, Inputs, Layouts, run_calls, whole_of
 
 
 def ring(
@@ -51,9 +36,9 @@ def ring(
         sinks: (nheads,) float32 or None.
         same_bits: as for `make_call`.
         travels: what travels in the backward instead of what `make_call` chooses.
-        strided: shards get the strides of `random_qkv(noncontiguous=True)`.
+        strided: shards have heads before rows and gaps between elements.
     """
-    spec = spec_of(inputs, softcap, sinks)
+    spec = AttentionSpec.of(*inputs[:3], softcap, sinks)
 
     def make(rank: int) -> RingCall:
         call = make_call(
@@ -61,12 +46,5 @@ def ring(
         )
         return call if travels is None else replace(call, travels_back=travels, in_order=False)
 
-    if strided:
-        return run_calls(make, inputs, layouts, sinks, _strided)
-    return run_calls(make, inputs, layouts, sinks)
-
-
-def _strided(x: Tensor) -> Tensor:
-    spread = x.new_zeros(*x.transpose(1, 2).shape[:-1], 2 * x.size(-1))
-    spread[..., ::2] = x.transpose(1, 2)
-    return spread[..., ::2].transpose(1, 2)
+    calls = [make(rank) for rank in range(layouts[0].world_size)]
+    return whole_of(run_calls(calls, inputs, layouts, sinks, noncontiguous=strided), layouts)

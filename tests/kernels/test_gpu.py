@@ -25,6 +25,7 @@ from ring_attn.testing import (
     check,
     check_all,
     dense_gradients,
+    layouts_of,
     plain_gradients,
     random_qkv,
     random_sinks,
@@ -40,7 +41,7 @@ from tests.kernels.calls import (
     grad_q,
     whole,
 )
-from tests.kernels.rings import layouts_of, ring
+from tests.kernels.rings import ring
 
 CUDA = torch.cuda.is_available()
 pytestmark = [

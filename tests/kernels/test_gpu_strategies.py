@@ -5,8 +5,6 @@ What travels between the ranks is copied on the device, by the local transport.
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,23 +13,20 @@ from ring_attn.decode import next_rank
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.spec import AttentionSpec
-from ring_attn.strategies.base import Call
-from ring_attn.strategies.core import make_call
 from ring_attn.strategies.tree_decode import decode_tiles, tree_decode_forward
 from ring_attn.strategies.tree_decode import make_call as make_decode
 from ring_attn.strategy import Strategy
 from ring_attn.testing import (
-    RESULTS,
-    Expected,
+    Case,
+    Heads,
     check,
-    check_all,
     dense_gradients,
     plain_gradients,
     random_qkv,
+    run_all_ranks,
 )
 from ring_attn.transport.local import LocalTransport, run_local
 from tests.kernels.calls import DEVICE
-from tests.strategies import Layouts, case, config, layouts_of, run_calls, spec_of
 
 CUDA = torch.cuda.is_available()
 pytestmark = [
@@ -56,52 +51,32 @@ MASKS = {
     "window": Mask(1999, 1999, causal=True, window_size=(300, -1)),
     "documents": Mask(1999, 1999, True, (-1, -1), DOCUMENTS, DOCUMENTS),
 }
-SIZES = config(nheads=8, nheads_kv=2, headdim=128, dtype=torch.bfloat16, device=DEVICE)
-
-
-def call_of(
-    strategy: Strategy, mask: Mask, backend: str, spec: AttentionSpec, layouts: Layouts, rank: int
-) -> Call:
-    return make_call(strategy, spec, layouts, mask, rank, backend=backend)
-
-
-def run(strategy: Strategy, mask: Mask, layouts: Layouts, backend: str = "triton") -> Expected:
-    inputs, _, _ = case(mask, SIZES)
-    make = partial(call_of, strategy, mask, backend, spec_of(inputs), layouts)
-    return run_calls(make, inputs, layouts)
+HEADS = Heads(8, 2, 128, 128)
 
 
 @pytest.mark.parametrize("backend", ["triton", "aten"])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_holds_and_repeats(name: str, mask: Mask, backend: str) -> None:
-    layouts = layouts_of("contiguous" if name == "q_exchange" else "zigzag", mask, WORLD_SIZE)
-    got = run(STRATEGIES[name], mask, layouts, backend)
-    verdicts = check_all(got, *case(mask, SIZES)[1:])
-    assert all(verdict.ok for verdict in verdicts), [str(verdict) for verdict in verdicts]
+    layout = "contiguous" if name == "q_exchange" else "zigzag"
+    case = Case(mask, layout, STRATEGIES[name], backend, "bfloat16", HEADS, batch=1)
+    got = run_all_ranks(case, WORLD_SIZE, device=DEVICE)
+    assert not got.failures
     if backend == "triton":
-        again = run(STRATEGIES[name], mask, layouts)
-        assert all(torch.equal(getattr(got, each), getattr(again, each)) for each in RESULTS)
+        assert got.differing(run_all_ranks(case, WORLD_SIZE, device=DEVICE)) == []
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_the_bits_of_one_rank(strategy: str, world_size: int) -> None:
-    mask = Mask(2048, 2048, causal=True)
-    degree = world_size if strategy == "ulysses" else 1
-    core = "all_gather" if strategy == "all_gather" else "ring"
     # As many KV heads as ranks: Ulysses keeps the bits only where none is on two of them.
-    sizes = config(nheads=8, nheads_kv=8, headdim=128, dtype=torch.bfloat16, device=DEVICE)
-    inputs, _, _ = case(mask, sizes)
-    results = []
-    for ranks, chosen in ((1, Strategy()), (world_size, Strategy(core, ulysses_degree=degree))):
-        layouts = layouts_of("contiguous", mask, ranks)
-        make = partial(call_of, chosen, mask, "triton", spec_of(inputs), layouts)
-        assert make(0).same_bits
-        results.append(run_calls(make, inputs, layouts))
-    alone, got = results
-    assert [name for name in RESULTS if not torch.equal(*(getattr(x, name) for x in results))] == []
-    assert bool(got.out.any()) and bool(alone.dk.any())
+    case = Case(
+        Mask(2048, 2048, causal=True), "contiguous", strategy, "triton", "bfloat16",
+        Heads(8, 8, 128, 128), batch=1, same_bits=True,
+    )  # fmt: skip
+    alone, got = (run_all_ranks(case, ranks, device=DEVICE) for ranks in (1, world_size))
+    assert got.differing(alone) == []
+    assert bool(got.whole.out.any()) and bool(alone.whole.dk.any())
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 17, 64])

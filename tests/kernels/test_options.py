@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
-from ring_attn.testing import random_qkv, random_sinks
+from ring_attn.testing import Layouts, random_qkv, random_sinks
 from tests.kernels.calls import (
     DEVICE,
     DTYPES,
@@ -31,7 +31,7 @@ from tests.kernels.calls import (
     inputs_for,
     patched_select,
 )
-from tests.kernels.rings import Layouts, ring
+from tests.kernels.rings import ring
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning"),

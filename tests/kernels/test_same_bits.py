@@ -1,7 +1,13 @@
-"""Causal contiguous rings give the bits of one process; every ring gives its own again."""
+"""Where a strategy has the bits of one process at every world size; and where it has others.
+
+ring         causal, contiguous shards that start at multiples of a block
+all_gather   such shards, any mask
+ulysses      any layout and mask, no KV head on two ranks; a hybrid where its ring has them
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,171 +15,277 @@ import torch
 
 from ring_attn.layout import SequenceLayout
 from ring_attn.mask import Mask
-from ring_attn.plan import Traveller
-from ring_attn.strategies.ring import make_call
-from ring_attn.testing import RESULTS, Expected, Inputs, random_qkv
+from ring_attn.spec import AttentionSpec
+from ring_attn.strategies.core import make_call
+from ring_attn.strategy import Strategy
+from ring_attn.testing import (
+    RESULTS,
+    AllRanks,
+    Case,
+    Heads,
+    Layouts,
+    run_all_ranks,
+    run_calls,
+    whole_of,
+)
 from tests.kernels.calls import DEVICE, DTYPES, blocks, patched_select
-from tests.kernels.rings import layouts_of, ring, spec_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
 
 # Cuts are at multiples of the longest block that any config may have.
 SHARD = 128
-
-
-def sequence(world_size: int, seqlen: int) -> tuple[SequenceLayout, SequenceLayout]:
-    """Shards that start at multiples of SHARD; the last is short where seqlen is no multiple."""
-    longest = -(-seqlen // (SHARD * world_size)) * SHARD
-    cuts = [min(rank * longest, seqlen) for rank in range(world_size + 1)]
-    layout = SequenceLayout.boundaries(cuts)
-    return layout, layout
-
-
-USUAL = {"dtype": torch.float32, "nheads": 1, "softcap": 0.0, "with_sinks": False}
-
-# By name: rows of the last shard and options.
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "float16, softcap, sinks": (
-        SHARD, {"dtype": torch.float16, "softcap": 2.0, "with_sinks": True},
-    ),
-    "float32 gqa": (104, {"nheads": 2}),
-}  # fmt: skip
-MORE_CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "float16 gqa": (104, {"dtype": torch.float16, "nheads": 4}),
-    "float16 sinks": (4, {"dtype": torch.float16, "with_sinks": True}),
-    "float32 mqa, softcap, sinks": (1, {"nheads": 3, "softcap": 0.5, "with_sinks": True}),
-    "float32 of a head": (SHARD, {}),
-}
-
-
-def run(name: str, seqlen: int, world_size: int) -> Expected:
-    case = USUAL | (CASES | MORE_CASES)[name][1]
-    nheads = case["nheads"]
-    inputs = random_qkv(
-        seqlen_q=seqlen, nheads=nheads, nheads_kv=1, headdim=16, dtype=case["dtype"], device=DEVICE
-    )
-    sinks = torch.linspace(0.5, 2.0, nheads, device=DEVICE) if case["with_sinks"] else None
-    mask = Mask(seqlen, seqlen, causal=True)
-    layouts = sequence(world_size, seqlen)
-    return ring(inputs, mask, layouts, softcap=case["softcap"], sinks=sinks, same_bits=True)
+ONE_HEAD = Heads(1, 1, 16, 16)
+SHARED = Heads(2, 1, 16, 16)
 
 
 @pytest.fixture(autouse=True)
 def long_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter a block of 128 x 128 costs little more than one of 64 x 64."""
     if DEVICE == "cpu":
-        patched_select(monkeypatch, blocks(128, 128))
+        patched_select(monkeypatch, blocks(SHARD, SHARD))
 
 
-def differing(a: Expected, b: Expected) -> list[str]:
-    return [name for name in RESULTS if not torch.equal(getattr(a, name), getattr(b, name))]
+def sequence(mask: Mask, world_size: int) -> Layouts:
+    """Shards that start at multiples of SHARD; the last is short where the length is none."""
+
+    def layout_of(seqlen: int) -> SequenceLayout:
+        longest = -(-seqlen // (SHARD * world_size)) * SHARD
+        return SequenceLayout.boundaries([min(r * longest, seqlen) for r in range(world_size + 1)])
+
+    return layout_of(mask.seqlen_q), layout_of(mask.seqlen_k)
 
 
-# -- world sizes
+def causal(seqlen: int) -> Mask:
+    return Mask(seqlen, seqlen, causal=True)
+
+
+def run(mask: Mask, world_size: int, layout: Any = None, **options: Any) -> AllRanks:
+    """One rank, the whole sequence, is a ring of one."""
+    usual = {"strategy": "ring", "heads": ONE_HEAD, "same_bits": True, "batch": 1}
+    case = Case(mask, layout or sequence(mask, world_size), backend="triton", **(usual | options))
+    ran = run_all_ranks(case, world_size, device=DEVICE)
+    assert all(bool(getattr(ran.whole, name).nan_to_num(0.0, 0.0, 0.0).any()) for name in RESULTS)
+    return ran
+
+
+# -- rings and gatherings
+
+OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
+    "float16, softcap, sinks": (SHARD, {"dtype": "float16", "softcap": 2.0, "sinks": True}),
+    "float32 gqa": (104, {"heads": SHARED}),
+}
+MORE_OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
+    "float16 gqa": (104, {"dtype": "float16", "heads": Heads(4, 2, 16, 16)}),
+    "float16 sinks": (4, {"dtype": "float16", "sinks": True}),
+    "float32 mqa, softcap, sinks": (
+        1,
+        {"heads": Heads(3, 1, 16, 16), "softcap": 0.5, "sinks": True},
+    ),
+    "float32 of a head": (SHARD, {}),
+}
+MARKED = [
+    *OPTIONS,
+    *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_OPTIONS),
+]
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-@pytest.mark.parametrize("name", CASES)
-def test_every_world_size_has_the_bits_of_one(name: str, world_size: int) -> None:
-    exercise(name, world_size)
+@pytest.mark.parametrize("name", MARKED)
+def test_causal_rings_and_gatherings(name: str, world_size: int) -> None:
+    """The number is of rows of the last shard."""
+    rows, options = (OPTIONS | MORE_OPTIONS)[name]
+    mask = causal((world_size - 1) * SHARD + rows)
+    alone = run(mask, 1, **options)
+    for strategy in ("ring", "all_gather"):
+        got = run(mask, world_size, strategy=strategy, **options)
+        assert got.differing(alone) == [], strategy
+        if "sinks" in options:
+            # Summed over the ranks, by the caller.
+            assert torch.allclose(got.whole.dsinks, alone.whole.dsinks)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-@pytest.mark.parametrize("name", MORE_CASES)
-def test_every_world_size_in_more_cases(name: str, world_size: int) -> None:
-    exercise(name, world_size)
-
-
-def exercise(name: str, world_size: int) -> None:
-    seqlen = (world_size - 1) * SHARD + (CASES | MORE_CASES)[name][0]
-    got, alone = (run(name, seqlen, size) for size in (world_size, 1))
-    assert differing(got, alone) == []
-    for result in RESULTS:
-        assert bool(getattr(got, result).isfinite().all()) and bool(getattr(got, result).any())
-
-
-def test_one_sequence_on_any_number_of_ranks() -> None:
-    one, *others = (run("float32 of a head", 500, size) for size in (1, 2, 3, 4))
-    assert [differing(other, one) for other in others] == [[]] * 3
+def test_a_ring_of_uneven_shards() -> None:
+    layout = SequenceLayout.boundaries([0, 128, 128, 384, 401])
+    alone, got = (
+        run(causal(401), 1, heads=SHARED),
+        run(causal(401), 4, (layout, layout), heads=SHARED),
+    )
+    assert got.differing(alone) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(64, 64), (32, 128), (128, 32)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_blocks(
-    dtype: torch.dtype, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype", [str(dtype).removeprefix("torch.") for dtype in DTYPES])
+def test_any_blocks(dtype: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    patched_select(monkeypatch, blocks(*shape))
+    one, four = (run(causal(500), p, heads=SHARED, dtype=dtype) for p in (1, 4))
+    assert four.differing(one) == []
+
+
+# -- gatherings under other masks
+
+DOCUMENTS = (0, 60, 61, 130, 290)
+MASKS = {
+    "documents": Mask(290, 290, True, (-1, -1), DOCUMENTS, DOCUMENTS),
+    "causal window, longer kv": Mask(203, 290, True, (140, -1)),
+}
+MORE_MASKS = {
+    "full": Mask(290, 290),
+    "window": Mask(290, 290, window_size=(140, 33)),
+    "rows that see nothing": Mask(290, 177, causal=True),
+    "documents of other lengths": Mask(290, 271, False, (99, -1), DOCUMENTS, (0, 60, 60, 201, 271)),
+}
+SHAPES = [
+    ("documents", (64, 64)),
+    ("documents", (32, 128)),
+    ("causal window, longer kv", (128, 32)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *((name, (SHARD, SHARD)) for name in MASKS),
+        *(pytest.param(name, (SHARD, SHARD), marks=pytest.mark.slow) for name in MORE_MASKS),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in SHAPES),
+    ],
+    ids=str,
+)
+def test_gatherings_of_any_mask(
+    name: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patched_select(monkeypatch, blocks(*shape))
-    inputs = random_qkv(seqlen_q=500, nheads=2, nheads_kv=1, headdim=16, dtype=dtype, device=DEVICE)
-    mask = Mask(500, 500, causal=True)
-    one, four = (ring(inputs, mask, sequence(p, 500), same_bits=True) for p in (1, 4))
-    assert differing(four, one) == []
+    mask = (MASKS | MORE_MASKS)[name]
+    one, three = (run(mask, p, strategy="all_gather") for p in (1, 3))
+    assert three.differing(one) == []
+    # Queries and keys may be cut apart, and shards be empty.
+    q, k = mask.seqlen_q, mask.seqlen_k
+    apart = (SequenceLayout.boundaries([0, 128, q]), SequenceLayout.boundaries([0, 0, k]))
+    assert run(mask, 2, apart, strategy="all_gather").differing(one) == []
+
+
+# -- ulysses: no multiple of a block, of the ranks, or of their chunks
+
+BY_HEADS = {
+    "causal": causal(67),
+    "window, documents": Mask(67, 67, True, (40, -1), (0, 9, 67), (0, 9, 67)),
+}
+MANY = Heads(8, 4, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (2, "contiguous"),
+        (4, "contiguous"),
+        (4, "zigzag"),
+        *(
+            pytest.param(p, layout, marks=pytest.mark.slow)
+            for p in (2, 3, 4)
+            for layout in ("zigzag", "striped", "boundaries")
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", BY_HEADS)
+def test_ulysses(name: str, layout: str, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        patched_select(monkeypatch, blocks(64, 64))
+    heads = Heads(6, 6, 16, 16) if world_size == 3 else MANY
+    alone = run(BY_HEADS[name], 1, heads=heads, sinks=True, same_bits=None)
+    got = run(BY_HEADS[name], world_size, layout, strategy="ulysses", heads=heads, sinks=True)
+    assert got.differing(alone) == []
+
+
+def test_a_hybrid_has_them_where_its_ring_has() -> None:
+    """Two groups of two ranks; what matters is where a group's rows start, not a rank's."""
+    layout = SequenceLayout.boundaries([0, 50, 128, 130, 140])
+    heads = Heads(2, 2, 16, 16)
+    got = run(causal(140), 4, (layout, layout), strategy=Strategy(ulysses_degree=2), heads=heads)
+    assert got.differing(run(causal(140), 1, heads=heads)) == []
 
 
 # -- that the above can fail
 
 
-@pytest.fixture(scope="module")
-def short() -> tuple[Inputs, Mask]:
-    return random_qkv(seqlen_q=512, nheads=1, headdim=16, device=DEVICE), Mask(512, 512, True)
+def forced(mask: Mask, layout: SequenceLayout, **changed: Any) -> list[str]:
+    """What differs from one rank where a gathering is made to take that order."""
+    case = Case(mask, (layout, layout), "all_gather", "triton", heads=ONE_HEAD, batch=1)
+    inputs, ranks = case.build_inputs(DEVICE), range(layout.world_size)
+    spec = AttentionSpec.of(*inputs[:3])
+    calls: Any = [
+        make_call(Strategy("all_gather"), spec, (layout, layout), mask, rank, backend="triton")
+        for rank in ranks
+    ]
+    results = run_calls([replace(call, **changed) for call in calls], inputs, (layout, layout))
+    whole, alone = whole_of(results, (layout, layout)), run(mask, 1).whole
+    return [name for name in RESULTS if not torch.equal(getattr(whole, name), getattr(alone, name))]
 
 
-def test_zigzag_folds_in_another_order(short: tuple[Inputs, Mask]) -> None:
-    inputs, mask = short
-    one, two = (ring(inputs, mask, layouts_of("zigzag", mask, p)) for p in (1, 2))
-    assert set(differing(two, one)) >= {"out", "dq", "dk", "dv"}
-
-
-def test_shards_that_start_within_a_block_have_other_sums(short: tuple[Inputs, Mask]) -> None:
-    inputs, mask = short
+def test_shards_that_start_within_a_block_have_other_sums() -> None:
     layout = SequenceLayout.boundaries([0, 200, 512])
-    one, two = (ring(inputs, mask, layouts) for layouts in (sequence(1, 512), (layout, layout)))
-    assert set(differing(two, one)) >= {"out", "dq", "dk", "dv"}
+    got = run(causal(512), 2, (layout, layout), same_bits=None)
+    assert set(got.differing(run(causal(512), 1))) >= {"out", "dq", "dk", "dv"}
+    layout = SequenceLayout.boundaries([0, 100, 256])
+    assert set(forced(causal(256), layout, same_bits=True)) >= {"out", "dq", "dk", "dv"}
 
 
-def test_gradients_that_are_added_up_have_other_sums(short: tuple[Inputs, Mask]) -> None:
-    inputs, mask = short
-    one = ring(inputs, mask, sequence(1, 512))
-    added = ring(inputs, mask, sequence(4, 512), travels="kv")
-    assert differing(added, one) == ["dk", "dv"]
-    assert "dq" in differing(ring(inputs, mask, sequence(4, 512), travels="q"), one)
+def test_gradients_that_are_added_up_have_other_sums() -> None:
+    alone = run(causal(512), 1)
+    assert run(causal(512), 2, strategy="all_gather", same_bits=False).differing(alone) == [
+        "dk", "dv",
+    ]  # fmt: skip
+    # In a ring the Q side travels for one KV head to a query head, and KV for fewer.
+    assert "dq" in run(causal(512), 4, same_bits=False).differing(alone)
+    few = (run(causal(512), p, heads=SHARED, same_bits=False) for p in (4, 1))
+    assert next(few).differing(next(few)) == ["dk", "dv"]
 
 
-def test_the_order_is_chosen_where_it_can_be_had(short: tuple[Inputs, Mask]) -> None:
-    inputs, mask = short
-    spec = spec_of(inputs)
-    chosen = make_call(spec, sequence(4, 512), mask, 1, backend="triton")
-    assert chosen.same_bits and chosen.travels_back == "kv"
-    layouts = layouts_of("zigzag", mask, 2)
-    assert not make_call(spec, layouts, mask, 1, backend="triton").same_bits
-    with pytest.raises(NotImplementedError, match="layout must be contiguous"):
-        make_call(spec, layouts, mask, 1, backend="triton", same_bits=True)
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_zigzag_folds_in_another_order(strategy: str) -> None:
+    got = run(causal(512), 2, "zigzag", strategy=strategy, same_bits=None)
+    assert set(got.differing(run(causal(512), 1))) >= {"out", "dq", "dk", "dv"}
+
+
+def test_a_kv_head_on_two_ranks_has_other_gradients() -> None:
+    heads = Heads(4, 1, 16, 16)
+    got = run(causal(67), 2, "contiguous", strategy="ulysses", heads=heads, same_bits=None)
+    assert got.differing(run(causal(67), 1, heads=heads)) == ["dk", "dv"]
+    with pytest.raises(NotImplementedError, match="4 heads, 1 kv heads and ulysses_degree 2"):
+        run(causal(67), 2, "contiguous", strategy="ulysses", heads=heads)
+
+
+def test_the_call_says_what_it_has() -> None:
+    def says(heads: tuple[int, int], layout: str, degree: int, mask: Mask) -> bool:
+        spec = AttentionSpec(DEVICE, torch.float32, 1, *heads, 16, 16)
+        layouts = Case(mask, layout).build_layouts(4)
+        strategy = Strategy(ulysses_degree=degree)
+        answers = {
+            make_call(strategy, spec, layouts, mask, rank, backend="triton").same_bits
+            for rank in range(4)
+        }
+        assert len(answers) == 1, "the same on every rank"
+        return answers.pop()
+
+    window = Mask(1024, 1024, True, (40, -1))
+    assert says((8, 4), "contiguous", 4, causal(1024)) and says((8, 4), "zigzag", 4, window)
+    assert not says((8, 2), "contiguous", 4, causal(1024))
+    assert says((8, 2), "contiguous", 2, causal(1024))
+    assert not says((8, 4), "contiguous", 2, window)
+    assert not says((8, 4), "zigzag", 2, causal(1024))
+    # Two ranks without heads know it too.
+    assert says((2, 2), "striped", 4, window)
+    assert says((8, 4), "contiguous", 1, causal(512)) and not says((8, 4), "zigzag", 1, causal(512))
 
 
 # -- two runs
 
 
-DOCUMENTS = (0, 30, 31, 100, 193)
-
-
-@pytest.mark.parametrize("travels", ["kv", "q"])
-@pytest.mark.parametrize(
-    ("kind", "mask"),
-    [
-        ("zigzag", Mask(193, 193, True)),
-        ("striped", Mask(193, 193, True)),
-        ("contiguous", Mask(193, 193, True, (40, -1))),
-        ("zigzag", Mask(193, 193, True, (-1, -1), DOCUMENTS, DOCUMENTS)),
-    ],
-    ids=["zigzag", "striped", "window", "documents"],
-)
-def test_two_runs_are_bit_equal(kind: str, mask: Mask, travels: Traveller) -> None:
-    inputs = random_qkv(seqlen_q=193, nheads=1, headdim=16, dtype=torch.float16, device=DEVICE)
-    sinks = torch.tensor([0.5], device=DEVICE)
-    layouts = layouts_of(kind, mask, 2)
-    first, second = (
-        ring(inputs, mask, layouts, sinks=sinks, softcap=2.0, travels=travels) for _ in range(2)
-    )
-    assert differing(first, second) == []
-    assert torch.equal(first.dsinks, second.dsinks)
+@pytest.mark.parametrize("heads", [ONE_HEAD, SHARED], ids=["q", "kv"])
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
+def test_two_runs_are_bit_equal(layout: str, heads: Heads) -> None:
+    mask = {"zigzag": "documents", "striped": "causal", "contiguous": "window causal"}[layout]
+    case = Case(mask, layout, "ring", "triton", "float16", heads, batch=1, softcap=2.0, sinks=True)
+    first, second = (run_all_ranks(case, 2, device=DEVICE) for _ in range(2))
+    assert not first.failures
+    assert first.differing(second) == []
+    assert torch.equal(first.whole.dsinks, second.whole.dsinks)

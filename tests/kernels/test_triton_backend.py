@@ -24,7 +24,7 @@ from ring_attn.kernels.flash_fwd import Carried
 from ring_attn.mask import Mask
 from ring_attn.plan import Tile
 from ring_attn.spec import AttentionSpec, Scores
-from ring_attn.testing import Expected, Inputs, poisoned_empty, random_qkv
+from ring_attn.testing import Expected, Inputs, layouts_of, poisoned_empty, random_qkv
 from tests.kernels.calls import (
     DEVICE,
     DTYPES,
@@ -37,7 +37,7 @@ from tests.kernels.calls import (
     inputs_for,
     whole,
 )
-from tests.kernels.rings import layouts_of, ring
+from tests.kernels.rings import ring
 
 pytestmark = pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
 

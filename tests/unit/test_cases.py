@@ -90,8 +90,8 @@ def test_a_message_that_is_lost_is_found(strategy: str, monkeypatch: pytest.Monk
 def test_heads_mixed_up_on_one_rank_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     shards = testing.ranks._shards
 
-    def mixed(case: Case, inputs: Any, layouts: Any, rank: int) -> list[Tensor]:
-        q, *others = shards(case, inputs, layouts, rank)
+    def mixed(inputs: Any, layouts: Any, rank: int, noncontiguous: bool) -> list[Tensor]:
+        q, *others = shards(inputs, layouts, rank, noncontiguous)
         return [q.roll(1, 2) if rank == 1 else q, *others]
 
     monkeypatch.setattr(testing.ranks, "_shards", mixed)

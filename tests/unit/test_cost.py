@@ -19,11 +19,11 @@ from ring_attn.mask import Mask
 from ring_attn.plan import Plan, Traveller, plan_ring
 from ring_attn.spec import AttentionSpec
 from ring_attn.strategies.ring import RingCall, ring_backward, ring_forward
-from ring_attn.testing import random_qkv
+from ring_attn.testing import LAYOUTS, layouts_of, masks, random_qkv
 from ring_attn.transport.base import TransportStats
 from ring_attn.transport.local import LocalTransport, run_local
-from tests.strategies import LAYOUTS, MASKS, layouts_of
 
+MASKS = masks(61)
 TRAVELLERS: tuple[Traveller, ...] = ("kv", "q")
 
 

@@ -32,10 +32,11 @@ from ring_attn.spec import AttentionSpec
 from ring_attn.strategies import all_gather, ring, ulysses
 from ring_attn.strategies.core import make_call
 from ring_attn.strategy import Strategy
+from ring_attn.testing import LAYOUTS, layouts_of, masks
 from ring_attn.transport.local import LocalTransport, run_local
-from tests.strategies import LAYOUTS, MASKS, layouts_of
 
 GIB = 1 << 30
+MASKS = masks(61)
 
 
 def cluster(

@@ -28,11 +28,12 @@ from ring_attn.strategies.base import Call
 from ring_attn.strategies.core import make_call
 from ring_attn.strategies.ring import RingCall
 from ring_attn.strategy import Strategy
-from ring_attn.testing import random_qkv
+from ring_attn.testing import LAYOUTS, Layouts, layouts_of, masks, random_qkv
 from ring_attn.transport.base import Channel
 from ring_attn.transport.local import LocalTransport, run_local
 from ring_attn.work import pair_work
-from tests.strategies import LAYOUTS, MASKS, Layouts, layouts_of
+
+MASKS = masks(61)
 
 # What a rank did: (op, channel, bytes that left it, to whom or with whom), or ("wait", channel).
 Event = tuple[Any, ...]
@@ -181,7 +182,7 @@ def degrees(world_size: int) -> list[Strategy]:
 def test_every_driver_does_what_is_scheduled(world_size: int) -> None:
     spec = spec_of()
     for strategy in degrees(world_size):
-        for name, kind in product(("causal", "window", "documents of other lengths"), LAYOUTS):
+        for name, kind in product(("causal", "window", "documents unequal"), LAYOUTS):
             mask = MASKS[name]
             layouts = layouts_of(kind, mask, world_size)
 
@@ -192,7 +193,7 @@ def test_every_driver_does_what_is_scheduled(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_exchanged_queries(world_size: int, core: Any) -> None:
     strategy, spec = Strategy(core, exchange_q=True), spec_of(dtype=torch.bfloat16)
-    names = ("causal", "longer kv", "fewer rows than ranks")
+    names = ("causal", "longer kv", "three rows")
     for name, kind in product(names, ("contiguous", "boundaries")):
         mask = MASKS[name]
         layouts = layouts_of(kind, mask, world_size)
@@ -262,7 +263,7 @@ def test_work_of_all_pairs_is_that_of_the_plans(world_size: int) -> None:
 @pytest.mark.parametrize("inner_degree", [1, 2, 4])
 @pytest.mark.parametrize("node_size", [1, 2, 3, 8])
 def test_bytes_by_link_are_those_of_the_plans(node_size: int, inner_degree: int) -> None:
-    spec, mask = spec_of(), MASKS["causal window"]
+    spec, mask = spec_of(), MASKS["window causal"]
     layouts = layouts_of("zigzag", mask, 8)
     for backward in (False, True):
         schedule = schedule_of(
@@ -304,7 +305,7 @@ def test_the_same_side_travels_as_in_the_call(heads: tuple[int, int], inner_degr
 
 
 def test_operations_are_those_of_the_mask() -> None:
-    spec, mask = spec_of(), MASKS["documents of other lengths"]
+    spec, mask = spec_of(), MASKS["documents unequal"]
     for strategy, backward in product(degrees(4), (False, True)):
         layouts = layouts_of("zigzag", mask, 4)
         schedule = schedule_of(strategy, spec, layouts, mask, backward=backward)
