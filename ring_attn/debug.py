@@ -64,7 +64,7 @@ def check_agreement(
 
 
 def values_of(**tensors: Tensor | None) -> dict[str, object]:
-    """What is compared of tensors whose values must be equal on all ranks: weighted sums."""
+    """Weighted sums of tensors whose values must be equal on all ranks, to compare and to show."""
     sums: dict[str, object] = {}
     for name, x in tensors.items():
         if x is not None:

@@ -198,7 +198,7 @@ def _agreement(
     call: DecodeCall,
     transport: TransportOptions,
 ) -> Agreement:
-    """What must be the same on all ranks."""
+    """Everything that must be equal on all ranks of a call, apart from values."""
     return Agreement(
         {
             **vars(spec),

@@ -55,7 +55,7 @@ class Agreement:
 
     @cached_property
     def texts(self) -> dict[str, str]:
-        """What ranks tell each other of it."""
+        """The values as text, which other ranks can be told."""
         return {name: repr(value) for name, value in self.values.items()}
 
     @cached_property

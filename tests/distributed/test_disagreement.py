@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import SequenceLayout, Strategy, TransportOptions, ring_attention, tree_decode
+from ring_attn import SequenceLayout, TransportOptions, ring_attention, tree_decode
+from ring_attn.testing.cases import strategy_of
 from ring_attn.transport.ranks import media
 from tests.distributed.pool import Pools
 
@@ -31,15 +32,7 @@ TIMEOUT = 4.0
 Arguments = dict[str, Any]
 Group = dist.ProcessGroup
 
-STRATEGIES: dict[str, str | Strategy] = {
-    "ring": "ring",
-    "double_ring": Strategy(inner_degree=2),
-    "all_gather": "all_gather",
-    "ulysses": "ulysses",
-    "hybrid": Strategy(ulysses_degree=2),
-    "q_exchange": "q_exchange",
-    "auto": "auto",
-}
+STRATEGIES = ("ring", "double_ring", "all_gather", "ulysses", "hybrid", "q_exchange", "auto")
 
 
 def tensors(
@@ -221,10 +214,10 @@ def all_trials(strategy: str, odd_rank: int, names: list[str]) -> dict[str, Ende
             arguments = DECODES[name][odd]
             results[name] = trial(lambda group, a=arguments: decode(group, **a))
         elif name in DIFFERENT:
-            arguments = {"strategy": STRATEGIES[strategy], **DIFFERENT[name][odd]}
+            arguments = {"strategy": strategy_of(strategy, 4), **DIFFERENT[name][odd]}
             results[name] = trial(lambda group, a=arguments: call(group, **a))
         else:
-            happened, arguments = HAPPENED[name], {"strategy": STRATEGIES[strategy]}
+            happened, arguments = HAPPENED[name], {"strategy": strategy_of(strategy, 4)}
             results[name] = trial(lambda group, fn=happened, a=arguments: fn(group, odd, **a))
     return results
 
@@ -249,7 +242,7 @@ def with_headers(strategy: str) -> tuple[bool, Ended, Ended]:
     """Calls that agree; one in which rank 1 has other sinks, and the next."""
     with mock.patch.object(media.Gloo, "honours_tags", False):
         groups = [dist.new_group() for _ in range(2)]
-        run = decode if strategy == "decode" else partial(call, strategy=STRATEGIES[strategy])
+        run = decode if strategy == "decode" else partial(call, strategy=strategy_of(strategy, 4))
         outs = [run(groups[0], sinks=SINKS) for _ in range(2)]
         run(groups[1], sinks=SINKS)
         sinks = SINKS.flip(0) if dist.get_rank() == 1 else SINKS

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ring_attn
-from ring_attn import Strategy, TransportOptions, ring_attention, tree_decode
+from ring_attn import TransportOptions, ring_attention, tree_decode
 from ring_attn.backends import get_backend
+from ring_attn.testing.cases import strategy_of
 from ring_attn.transport.p2p import P2PTransport
 from tests.distributed.pool import Pools
 
@@ -35,14 +36,7 @@ ROWS = 5
 TIMEOUT = 10.0
 Group = dist.ProcessGroup
 
-STRATEGIES: dict[str, str | Strategy] = {
-    "ring": "ring",
-    "double_ring": Strategy(inner_degree=2),
-    "all_gather": "all_gather",
-    "ulysses": "ulysses",
-    "hybrid": Strategy(ulysses_degree=2),
-    "q_exchange": "q_exchange",
-}
+STRATEGIES = ("ring", "double_ring", "all_gather", "ulysses", "hybrid", "q_exchange")
 CASES = [*STRATEGIES, "decode"]
 
 
@@ -66,7 +60,7 @@ def run(case: str, group: Group, batch: int = 0) -> list[Tensor]:
         queries = torch.full((1, 1, 4, 8), 0.5 + batch)
         return [tree_decode(queries, k.detach(), v.detach(), group=group, transport=options)]
     out = ring_attention(
-        q, k, v, causal=True, group=group, strategy=STRATEGIES[case], transport=options
+        q, k, v, causal=True, group=group, strategy=strategy_of(case, 4), transport=options
     )
     return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
 
@@ -208,6 +202,7 @@ def interrupted_batches(case: str, after_s: float, odd_rank: int) -> list[str]:
 
     def interrupt(_: int, frame: FrameType | None) -> None:
         if is_inside(frame):
+            signal.setitimer(signal.ITIMER_REAL, 0.0)  # once
             raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
@@ -219,7 +214,6 @@ def interrupted_batches(case: str, after_s: float, odd_rank: int) -> list[str]:
         try:
             got = run(case, group, batch)
         except KeyboardInterrupt:
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
             log.append("interrupted")
             continue
         except RuntimeError:

@@ -35,6 +35,7 @@ from ring_attn.testing import (
     plain_gradients,
     random_qkv,
 )
+from ring_attn.testing.cases import strategy_of
 from ring_attn.transport import p2p
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks.group import rank_group
@@ -138,15 +139,7 @@ def test_mesh_of_unsorted_ranks(ranks: Any) -> None:
 
 
 UNSORTED = [2, 0, 3, 1]
-STRATEGIES: dict[str, str | Strategy] = {
-    "ring": "ring",
-    "double_ring": Strategy(inner_degree=2),
-    "all_gather": "all_gather",
-    "ulysses": "ulysses",
-    "hybrid": Strategy(ulysses_degree=2),
-    "q_exchange": "q_exchange",
-    "auto": "auto",
-}
+STRATEGIES = ("ring", "double_ring", "all_gather", "ulysses", "hybrid", "q_exchange", "auto")
 
 
 def unsorted_group(strategy: str) -> tuple[int, Expected]:
@@ -154,7 +147,7 @@ def unsorted_group(strategy: str) -> tuple[int, Expected]:
     group = dist.new_group(UNSORTED, sort_ranks=False)
     assert dist.get_rank(group) == UNSORTED.index(dist.get_rank())
     layout = "contiguous" if strategy == "q_exchange" else "zigzag"
-    return 0, run_ring(0, group, STRATEGIES[strategy], layout)
+    return 0, run_ring(0, group, strategy_of(strategy, 4), layout)
 
 
 def unsorted_others() -> None:
@@ -304,7 +297,7 @@ def groups_by_torch(strategy: str) -> int:
         "_new_process_group_helper",
         side_effect=distributed_c10d._new_process_group_helper,
     ) as made:
-        run_ring(0, group, STRATEGIES[strategy])
+        run_ring(0, group, strategy_of(strategy, 4))
         x = torch.ones(1, 2, 2, 8)
         tree_decode(x[:, :1], x, x, group=group)
     return made.call_count

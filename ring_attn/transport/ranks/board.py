@@ -1,4 +1,4 @@
-"""What ranks tell each other beside their messages, through the store of their group.
+"""Notes that ranks leave each other in the store of their group, beside their messages.
 
 A rank writes down its last calls when it has to wait for long, and reads those of the ranks that it
 waits for; and the first rank whose call fails writes that down for all. None of it costs anything

@@ -2,7 +2,7 @@
 
     RankGroup    which call of this rank it is, connections, the first failure, notes to the others
 
-What a call leaves half done makes every later message ambiguous. So a group fails as a whole: its
+A call that is left half done makes every later message ambiguous. So a group fails as a whole: its
 connections are closed, which the others notice, its first error is written down for them, and every
 later call on it raises.
 """
@@ -131,7 +131,7 @@ class RankGroup:
         return self._number
 
     def medium(self, device: torch.device, seconds: float) -> Medium:
-        """What carries messages of such tensors; made together at the first call.
+        """The medium that carries messages of such tensors; made together at the first call.
 
         Raises:
             RuntimeError: a rank did not come in time, or one has failed before.
@@ -258,7 +258,7 @@ def refused(group: dist.ProcessGroup, error: BaseException) -> None:
 
 
 def _in_time(work: Callable[[], T]) -> T | None:
-    """What the store answers, or None where it does not."""
+    """The store's answer, or None where it does not answer."""
     try:
         return bounded(work, STORE_S)
     except (RuntimeError, TimeoutError):

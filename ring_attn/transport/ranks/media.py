@@ -1,4 +1,4 @@
-"""What carries the messages of a group: gloo for CPU tensors, NCCL for CUDA tensors.
+"""Media that carry the messages of a group: gloo for CPU tensors, NCCL for CUDA tensors.
 
 gloo    one connection between each two ranks, for all channels and parts of the group: a
         message has a tag, and is received only by who asks for that tag

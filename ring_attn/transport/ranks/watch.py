@@ -20,7 +20,7 @@ LONGEST_S = 5.0
 
 
 class Watched(Protocol):
-    """What the watch looks after."""
+    """An object whose waits the watch looks after."""
 
     def look(self) -> None:
         """Looks whether a wait under way can still end well."""
