@@ -103,24 +103,29 @@ def run_all_ranks(
         case: the call.
         world_size: number of ranks.
         transport: None runs the ranks in this process over the local transport. Else a function
-            that calls `fn(*args)` on `world_size` ranks that have a default process group, such as
-            `partial(run_ranks, ...)`; the ranks then call `ring_attention`.
+            that takes `fn, *args`, calls `fn(*args)` on every rank of a default process group, and
+            returns the results by rank; the ranks then call `ring_attention`.
         device: where the shards are.
 
     Raises:
-        ValueError: what `ring_attention` refuses; "auto" without processes.
+        ValueError: what `ring_attention` refuses, "auto" without processes, or a transport with
+            another number of ranks.
         NotImplementedError: a strategy or backend does not take the case.
     """
     if transport is None:
         return put_together(case, _in_this_process(case, world_size, device))
-    return put_together(case, transport(run_rank, case, device))
+    results = transport(run_rank, case, device)
+    if len(results) != world_size:
+        raise ValueError(
+            f"transport must run world_size={world_size} ranks, got {len(results)} results"
+        )
+    return put_together(case, results)
 
 
 def run_rank(case: Case, device: torch.device | str = "cpu") -> RankResult:
     """This rank's part of a case, by `ring_attention` over the default process group."""
-    world = dist.group.WORLD
+    rank, world_size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert world is not None
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     mask, layouts = case.build_mask(), case.build_layouts(world_size)
     shards = _shards(case.build_inputs(device), layouts, rank, case.noncontiguous)
     q, k, v, dout = (x.squeeze(0) if case.packed else x for x in shards)

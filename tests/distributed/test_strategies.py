@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from ring_attn.testing import (
     cases,
     random_qkv,
     run_all_ranks,
+    run_rank,
 )
 
 pytestmark = pytest.mark.dist
@@ -52,7 +54,7 @@ def test_as_in_one_process(
     ranks: Any, one_thread: None, name: str, world_size: int, layout: str
 ) -> None:
     if name == "q_exchange" and layout in ("zigzag", "striped"):
-        return  # refused, see test_refused_calls
+        return  # refused
     backends = ("auto", "reference")
     for case in cases(True, backends=backends, layouts=[layout], strategies=[name]):
         got = assert_as_in_one_process(ranks, case, world_size)
@@ -87,6 +89,21 @@ def test_as_in_one_process(
 def test_odd_calls(ranks: Any, one_thread: None, case: Case) -> None:
     for world_size in (2, 4):
         assert_as_in_one_process(ranks, case, world_size)
+
+
+def refusal(case: Case) -> str:
+    with pytest.raises(NotImplementedError) as caught:
+        run_rank(case)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_a_layout_that_is_refused_on_every_rank(ranks: Any, one_thread: None, layout: str) -> None:
+    case = Case("causal", layout, "q_exchange")
+    for text in ranks(2).run(refusal, case):
+        assert f"for a contiguous layout, got {layout}" in text
+    # Nothing was sent: the ranks go on.
+    assert_as_in_one_process(ranks, replace(case, layout="contiguous"), 2)
 
 
 # -- meshes

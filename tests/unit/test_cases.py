@@ -98,3 +98,8 @@ def test_heads_mixed_up_on_one_rank_are_found(monkeypatch: pytest.MonkeyPatch) -
     for strategy in testing.STRATEGIES[:-1]:
         layout = "contiguous" if strategy == "q_exchange" else "zigzag"
         assert run_all_ranks(Case("causal", layout, strategy, seqlen=61), 4).failures
+
+
+def test_a_transport_of_another_world_size_is_refused() -> None:
+    with pytest.raises(ValueError, match="world_size=3 ranks, got 0 results"):
+        run_all_ranks(Case("causal"), 3, lambda *_: [])

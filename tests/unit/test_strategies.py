@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -165,7 +166,7 @@ def test_the_whole_table(name: str, world_size: int, layout: str) -> None:
     if strategy.exchange_q and layout in ("zigzag", "striped"):
         return
     for case in cases(backends=("reference", "auto"), layouts=[layout], strategies=["ring"]):
-        ran = run_all_ranks(Case(**{**vars(case), "strategy": strategy}), world_size)
+        ran = run_all_ranks(replace(case, strategy=strategy), world_size)
         assert not ran.failures
 
 
@@ -277,7 +278,7 @@ def test_packed_documents_cut_at_their_ends_send_nothing() -> None:
 @pytest.mark.parametrize("name", ["ring", "all_gather", "ulysses of four"])
 def test_rows_that_see_nothing_have_their_sinks(name: str, backend: str) -> None:
     case = Case("empty rows", "contiguous", STRATEGIES[name][1], backend, seqlen=61)
-    got = run_all_ranks(Case(**{**vars(case), "sinks": (-torch.inf, -1e4, 0.0, 3.0)}), 4).whole
+    got = run_all_ranks(replace(case, sinks=(-torch.inf, -1e4, 0.0, 3.0)), 4).whole
     without = run_all_ranks(case, 4).whole
     alone = ~case.build_mask().dense().any(-1)
     assert int(alone.sum()) == 30
