@@ -32,15 +32,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import SequenceLayout, TransportOptions, ring_attention, select_backend
-from ring_attn.arguments import (
-    DTYPES,
-    add_common,
-    parse_size,
-    write_if_interrupted,
-    write_json,
-)
-from ring_attn.env import backend_reasons, device_types, machine
-from ring_attn.launch import DEVICES, rank_device, run_ranks, send_part, under_torchrun
 from ring_attn.layout import LAYOUTS as NAMED_LAYOUTS
 from ring_attn.mask import Mask
 from ring_attn.strategy import NAMES as STRATEGY_NAMES
@@ -58,6 +49,15 @@ from ring_attn.testing import (
     random_qkv,
     random_sinks,
 )
+from ring_attn.tools.arguments import (
+    DTYPES,
+    add_common,
+    parse_size,
+    write_if_interrupted,
+    write_json,
+)
+from ring_attn.tools.env import backend_reasons, device_types, machine
+from ring_attn.tools.launch import DEVICES, rank_device, run_ranks, send_part, under_torchrun
 
 # Beside those by name: what a hybrid may have in the place of a ring, and what the planner takes.
 STRATEGIES = (*STRATEGY_NAMES, "hybrid all_gather", "auto")

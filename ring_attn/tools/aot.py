@@ -22,7 +22,9 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from ring_attn.arguments import (
+from ring_attn.bench.report import new_table
+from ring_attn.kernels.launch import Launch
+from ring_attn.tools.arguments import (
     SHORT_DTYPES,
     add_common,
     command_line,
@@ -30,9 +32,6 @@ from ring_attn.arguments import (
     write_if_interrupted,
     write_json,
 )
-from ring_attn.bench.report import new_table
-from ring_attn.env import machine
-from ring_attn.kernels.launch import Launch
 from ring_attn.tools.compiled import (
     TENSOR_CORE,
     TMA,
@@ -41,6 +40,7 @@ from ring_attn.tools.compiled import (
     compile_launch,
     interpreting,
 )
+from ring_attn.tools.env import machine
 from ring_attn.tools.processes import map_in_processes
 
 if TYPE_CHECKING:

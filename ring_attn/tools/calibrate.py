@@ -26,7 +26,13 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
 
-from ring_attn.arguments import (
+from ring_attn.backends import choose_backend, get_backend
+from ring_attn.backends.base import Backend
+from ring_attn.cost import flops
+from ring_attn.plan import Band, Hop, Tile
+from ring_attn.planning.devices import Cluster, Device, Link, Rate, compute_seconds, to_json
+from ring_attn.spec import AttentionSpec, Scores, TransportOptions
+from ring_attn.tools.arguments import (
     add_common,
     dtype_name,
     parse_dtype,
@@ -36,14 +42,8 @@ from ring_attn.arguments import (
     write_if_interrupted,
     write_json,
 )
-from ring_attn.backends import choose_backend, get_backend
-from ring_attn.backends.base import Backend
-from ring_attn.cost import flops
-from ring_attn.env import machine
-from ring_attn.launch import check_memory, rank_device, run_ranks, send_part
-from ring_attn.plan import Band, Hop, Tile
-from ring_attn.planning.devices import Cluster, Device, Link, Rate, compute_seconds, to_json
-from ring_attn.spec import AttentionSpec, Scores, TransportOptions
+from ring_attn.tools.env import machine
+from ring_attn.tools.launch import check_memory, rank_device, run_ranks, send_part
 from ring_attn.transport.p2p import P2PTransport, open_p2p
 from ring_attn.validation import check_group
 

@@ -39,7 +39,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import SequenceLayout, shard_batch
-from ring_attn.arguments import (
+from ring_attn.layout import LAYOUTS
+from ring_attn.profiling import reset_resident_peak, resident_bytes, trace
+from ring_attn.testing import Verdict
+from ring_attn.tools.arguments import (
     add_common,
     add_profile,
     dtype_name,
@@ -49,12 +52,16 @@ from ring_attn.arguments import (
     write_if_interrupted,
     write_json,
 )
-from ring_attn.env import machine
-from ring_attn.launch import DEVICES, check_memory, num_cores, rank_device, run_ranks, send_part
-from ring_attn.layout import LAYOUTS
-from ring_attn.profiling import reset_resident_peak, resident_bytes, trace
-from ring_attn.testing import Verdict
+from ring_attn.tools.env import machine
 from ring_attn.tools.generate import Comparison, generate_twice
+from ring_attn.tools.launch import (
+    DEVICES,
+    check_memory,
+    num_cores,
+    rank_device,
+    run_ranks,
+    send_part,
+)
 from ring_attn.tools.mesh import CLIP_NORM, SCHEDULES, Axes, MeshTrainer, Settings
 from ring_attn.tools.model import ModelConfig, dense_attention, mean_loss, token_losses
 

@@ -22,7 +22,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ring_attn.arguments import (
+from ring_attn.layout import LAYOUTS
+from ring_attn.planning.choice import Candidate, Choice, Problem
+from ring_attn.planning.devices import Cluster, builtin_cluster, find_cluster, load_cluster
+from ring_attn.planning.planner import explain, schedule_for
+from ring_attn.planning.schedule import Compute, Transfer
+from ring_attn.planning.simulate import Simulation, simulate
+from ring_attn.strategy import NAMES
+from ring_attn.tools import plan_report as report
+from ring_attn.tools.arguments import (
     add_common,
     command_line,
     format_size,
@@ -34,14 +42,6 @@ from ring_attn.arguments import (
     table_console,
     write_json,
 )
-from ring_attn.layout import LAYOUTS
-from ring_attn.planning.choice import Candidate, Choice, Problem
-from ring_attn.planning.devices import Cluster, builtin_cluster, find_cluster, load_cluster
-from ring_attn.planning.planner import explain, schedule_for
-from ring_attn.planning.schedule import Compute, Transfer
-from ring_attn.planning.simulate import Simulation, simulate
-from ring_attn.strategy import NAMES
-from ring_attn.tools import plan_report as report
 
 BUILTIN = {"a100": "A100", "h100": "H100", "h200": "H200", "b200": "B200"}
 PLOTS = (".png", ".svg")

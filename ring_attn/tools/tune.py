@@ -39,7 +39,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ring_attn.arguments import parse_size
 from ring_attn.backends import get_backend
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.bench.implementations import Attention, Data, Problem, make, reason, unavailable
@@ -47,11 +46,12 @@ from ring_attn.bench.judge import Judge
 from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
 from ring_attn.bench.report import Report, show
 from ring_attn.bench.timing import Call, Sample, is_alive, time_in_turn, watch_for
-from ring_attn.env import machine
-from ring_attn.launch import num_cores
 from ring_attn.layout import SequenceLayout
 from ring_attn.plan import pair_tiles
 from ring_attn.spec import Scores
+from ring_attn.tools.arguments import parse_size
+from ring_attn.tools.env import machine
+from ring_attn.tools.launch import num_cores
 from ring_attn.tools.processes import map_in_processes
 from ring_attn.tools.tune_report import (
     KINDS,

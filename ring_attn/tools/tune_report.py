@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from ring_attn.arguments import format_size
 from ring_attn.bench.report import new_table, show
 from ring_attn.bench.timing import Sample, quantiles
+from ring_attn.tools.arguments import format_size
 
 if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config

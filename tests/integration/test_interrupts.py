@@ -146,7 +146,7 @@ def test_ranks_end_with_a_process_that_is_killed(start: Callable[[list[str]], St
     # In the place of a rank `sleep` runs, which shows that its parent has handed over all it must:
     # to a rank that is still being started, multiprocessing's own EOFError is the end.
     ranks = "run_ranks(os.execlp, 2, 'sleep', 'sleep', '600')"
-    command = start(["-c", f"import os; from ring_attn.launch import run_ranks; {ranks}"])
+    command = start(["-c", f"import os; from ring_attn.tools.launch import run_ranks; {ranks}"])
 
     def sleeping() -> int:
         return sum(

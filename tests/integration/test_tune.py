@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ring_attn.bench.judge import Judge
-from ring_attn.cli import main
 from ring_attn.kernels.configs import INTERPRETER, Config
 from ring_attn.tools import tune, tune_report
+from ring_attn.tools.cli import main
 from ring_attn.tools.processes import map_in_processes
 from ring_attn.tools.tune import Kernels, Tuning
 from ring_attn.tools.tune_report import Row, best, label

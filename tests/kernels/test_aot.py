@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from ring_attn.cli import main
 from ring_attn.kernels.launch import Launch
 from ring_attn.tools import aot
+from ring_attn.tools.cli import main
 from ring_attn.tools.compiled import OPCODES, TENSOR_CORE, Report
 from tests.kernels.toys import die_at_one
 

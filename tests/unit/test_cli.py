@@ -20,8 +20,11 @@ import torch
 import torch.distributed as dist
 
 import ring_attn
-from ring_attn import __version__, cli, env, launch, verify
-from ring_attn.arguments import (
+from ring_attn import __version__, verify
+from ring_attn.strategy import Strategy
+from ring_attn.testing import RESULTS, RESULTS_WITH_SINKS, Verdict
+from ring_attn.tools import cli, env, launch
+from ring_attn.tools.arguments import (
     add_common,
     command_line,
     dtype_name,
@@ -31,9 +34,7 @@ from ring_attn.arguments import (
     parse_sizes,
     write_json,
 )
-from ring_attn.launch import run_ranks
-from ring_attn.strategy import Strategy
-from ring_attn.testing import RESULTS, RESULTS_WITH_SINKS, Verdict
+from ring_attn.tools.launch import run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,7 +101,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_loads_no_subcommand() -> None:
     code = (
-        "import sys\nfrom ring_attn import cli\n"
+        "import sys\nfrom ring_attn.tools import cli\n"
         "try:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass\n"
         "loaded = {'rich', *(c.module for c in cli.COMMANDS)} & set(sys.modules)\n"
         "assert not loaded, loaded"
