@@ -248,7 +248,7 @@ def cluster_for(path: Path | None, world_size: int, dtype: torch.dtype, *, quick
     """That of the file, or measured now."""
     if path is not None:
         return load_cluster(path, world_size)
-    return calibrate(world_size, dtype=dtype, quick=quick)[0]
+    return calibrate(world_size, dtype=dtype, quick=quick)
 
 
 def explained(shape: Shape, world_size: int, cluster: Cluster, dtype: torch.dtype) -> Choice:
