@@ -30,7 +30,9 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command("env", "ring_attn.tools.env", "what is installed here and which backends can run"),
-    Command("verify", "ring_attn.verify", "check every result against dense attention in float64"),
+    Command(
+        "verify", "ring_attn.tools.verify", "check every result against dense attention in float64"
+    ),
     Command("demo", "ring_attn.tools.demo", "see a ring at work"),
     Command(
         "plan", "ring_attn.tools.plan", "which strategy is best where, and what each step costs"

@@ -28,7 +28,7 @@ from ring_attn.testing import (
     random_qkv,
     random_sinks,
 )
-from ring_attn.verify import MASKS
+from ring_attn.tools.verify import MASKS
 from tests.kernels.calls import (
     assert_holds,
     cut_keys,

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 import ring_attn
-from ring_attn import __version__, verify
+from ring_attn import __version__
 from ring_attn.strategy import Strategy
 from ring_attn.testing import RESULTS, RESULTS_WITH_SINKS, Verdict
-from ring_attn.tools import cli, env, launch
+from ring_attn.tools import cli, env, launch, verify
 from ring_attn.tools.arguments import (
     add_common,
     command_line,

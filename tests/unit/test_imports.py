@@ -75,11 +75,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tools.arguments": {"tools.interrupt"},
     "testing": PUBLIC | {"tools.launch"},
     "tools.env": PUBLIC | {"tools.launch", "tools.arguments"},
-    "verify": TOOLS,
+    "tools.verify": TOOLS,
     "tools.calibrate": TOOLS,
     "bench": TOOLS | {"tools.calibrate"},
     "tools": TOOLS | {"kernels", "bench"},
-    "tools.cli": TOOLS | {"verify", "bench", "tools"},
+    "tools.cli": TOOLS | {"tools.verify", "bench", "tools"},
     "__main__": {"tools.cli"},
 }
 
