@@ -28,11 +28,6 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ring_attn.arguments import (
-    format_size,
-    parse_size,
-    parse_sizes,
-)
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import decodes
 from ring_attn.bench.implementations import reason
@@ -44,6 +39,11 @@ from ring_attn.mask import Mask
 from ring_attn.spec import AttentionSpec, Scores
 from ring_attn.strategies.tree_decode import decode_tiles
 from ring_attn.testing import check, dense_attention, plain_attention
+from ring_attn.tools.arguments import (
+    format_size,
+    parse_size,
+    parse_sizes,
+)
 
 ITERS = 15
 OURS, PEERS = ("parts", "whole"), {"torch-flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}

@@ -32,14 +32,6 @@ from typing import Any, TypeVar
 import torch
 from rich.table import Table
 
-from ring_attn.arguments import (
-    add_common,
-    format_size,
-    parse_dtype,
-    parse_report,
-    parse_size,
-    parse_sizes,
-)
 from ring_attn.backends import get_backend
 from ring_attn.bench.implementations import (
     FLASH_PACKAGES,
@@ -67,8 +59,16 @@ from ring_attn.bench.timing import (
     time_in_turn,
     watch_for,
 )
-from ring_attn.launch import DEVICES, check_memory
 from ring_attn.testing import Verdict
+from ring_attn.tools.arguments import (
+    add_common,
+    format_size,
+    parse_dtype,
+    parse_report,
+    parse_size,
+    parse_sizes,
+)
+from ring_attn.tools.launch import DEVICES, check_memory
 
 # What is measured in each mode, and the stages of a call that it spans.
 MODES = {"fwd": ("fwd",), "fwd_bwd": ("fwd", "bwd", "fwd_bwd")}

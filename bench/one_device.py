@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ring_attn.arguments import add_common, dtype_name, parse_dtype, parse_size
 from ring_attn.bench.implementations import Problem
-from ring_attn.launch import DEVICES
+from ring_attn.tools.arguments import add_common, dtype_name, parse_dtype, parse_size
+from ring_attn.tools.launch import DEVICES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,15 +13,15 @@ import torch
 from rich import box
 from rich.table import Table
 
-from ring_attn.arguments import (
+from ring_attn.bench.timing import gpu_state
+from ring_attn.tools.arguments import (
     command_line,
     dtype_name,
     replace_json,
     table_console,
     write_if_interrupted,
 )
-from ring_attn.bench.timing import gpu_state
-from ring_attn.env import machine
+from ring_attn.tools.env import machine
 
 S = TypeVar("S")
 R = TypeVar("R")

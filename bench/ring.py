@@ -28,15 +28,6 @@ from rich.table import Table
 from torch import Tensor
 
 import ring_attn
-from ring_attn.arguments import (
-    add_common,
-    add_profile,
-    dtype_name,
-    parse_dtype,
-    parse_size,
-    write_if_interrupted,
-    write_json,
-)
 from ring_attn.backends import get_backend
 from ring_attn.bench.report import described, new_table, show
 from ring_attn.bench.ring_implementations import (
@@ -51,13 +42,22 @@ from ring_attn.bench.ring_implementations import (
 )
 from ring_attn.bench.timing import quantiles, turned
 from ring_attn.cost import bytes_sent, flops
-from ring_attn.launch import check_memory, rank_device, run_ranks, send_part
 from ring_attn.layout import LAYOUTS, SequenceLayout
 from ring_attn.mask import Mask
 from ring_attn.profiling import peak_bytes, trace
 from ring_attn.spec import AttentionSpec
 from ring_attn.strategies.ring import RingCall, make_call, predicted_peak_bytes
 from ring_attn.testing import Verdict, check
+from ring_attn.tools.arguments import (
+    add_common,
+    add_profile,
+    dtype_name,
+    parse_dtype,
+    parse_size,
+    write_if_interrupted,
+    write_json,
+)
+from ring_attn.tools.launch import check_memory, rank_device, run_ranks, send_part
 
 SEQLEN, ITERS, WARMUP = 8192, 9, 2
 QUICK = (1024, 3, 1)

@@ -24,7 +24,14 @@ from rich.table import Table
 from torch import Tensor
 
 import ring_attn
-from ring_attn.arguments import (
+from ring_attn.bench.report import new_table, show
+from ring_attn.bench.timing import turned
+from ring_attn.layout import SequenceLayout
+from ring_attn.planning.choice import Choice
+from ring_attn.planning.devices import Cluster, load_cluster, to_json
+from ring_attn.planning.planner import explain
+from ring_attn.strategy import Strategy
+from ring_attn.tools.arguments import (
     add_common,
     command_line,
     parse_dtype,
@@ -35,16 +42,9 @@ from ring_attn.arguments import (
     write_if_interrupted,
     write_json,
 )
-from ring_attn.bench.report import new_table, show
-from ring_attn.bench.timing import turned
-from ring_attn.env import machine
-from ring_attn.launch import run_ranks, send_part
-from ring_attn.layout import SequenceLayout
-from ring_attn.planning.choice import Choice
-from ring_attn.planning.devices import Cluster, load_cluster, to_json
-from ring_attn.planning.planner import explain
-from ring_attn.strategy import Strategy
 from ring_attn.tools.calibrate import calibrate
+from ring_attn.tools.env import machine
+from ring_attn.tools.launch import run_ranks, send_part
 
 WORLD_SIZES = (2, 4)
 # Short calls vary most: a shape is repeated for so many seconds, within these bounds.
@@ -248,7 +248,7 @@ def cluster_for(path: Path | None, world_size: int, dtype: torch.dtype, *, quick
     """That of the file, or measured now."""
     if path is not None:
         return load_cluster(path, world_size)
-    return calibrate(world_size, dtype=dtype, quick=quick)[0]
+    return calibrate(world_size, dtype=dtype, quick=quick)
 
 
 def explained(shape: Shape, world_size: int, cluster: Cluster, dtype: torch.dtype) -> Choice:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 # isort: off
-from ring_attn import interrupt
+from ring_attn.tools import interrupt
 
 # Before torch, whose import takes seconds.
 if interrupt.is_command():

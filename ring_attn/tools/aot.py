@@ -12,7 +12,6 @@ import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,9 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from ring_attn.arguments import (
+from ring_attn.bench.report import new_table
+from ring_attn.kernels.launch import Launch
+from ring_attn.tools.arguments import (
     SHORT_DTYPES,
     add_common,
     command_line,
@@ -30,9 +31,6 @@ from ring_attn.arguments import (
     write_if_interrupted,
     write_json,
 )
-from ring_attn.bench.report import new_table
-from ring_attn.env import machine
-from ring_attn.kernels.launch import Launch
 from ring_attn.tools.compiled import (
     TENSOR_CORE,
     TMA,
@@ -41,6 +39,7 @@ from ring_attn.tools.compiled import (
     compile_launch,
     interpreting,
 )
+from ring_attn.tools.env import machine
 from ring_attn.tools.processes import map_in_processes
 
 if TYPE_CHECKING:
@@ -83,25 +82,12 @@ WIDTH = 150
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A launch to compile, and what is expected of it.
+class Expected:
+    """What a compiled kernel must have: warps that are specialised, tensor-core instructions, and
+    exponentials while a product is under way."""
 
-    Attributes:
-        kernel: its name.
-        variant: what it is compiled to do, in words.
-        launch: what is compiled.
-        note: of the configuration.
-        warp_specialize: the kernel asks for it, so it must come out specialised.
-        needs_tensor_cores: there are matrix products in it.
-        overlaps: its exponentials are to be taken while a product is under way.
-    """
-
-    kernel: str
-    variant: str
-    launch: Launch
-    note: str = ""
     warp_specialize: bool = False
-    needs_tensor_cores: bool = True
+    tensor_cores: bool = True
     overlaps: bool = False
 
 
@@ -183,13 +169,18 @@ KERNELS = tuple(dict.fromkeys(variant.kernel for variant in VARIANTS))
 
 
 @dataclass(frozen=True)
-class Key:
-    """Which cell: the `index`-th that `cells` gives for the rest."""
+class Cell:
+    """A kernel's variant to compile, and in which configuration."""
 
     arch: str
     head_dim: int
     dtype: str
-    index: int
+    variant: Variant
+    config: Config
+
+    def launch(self) -> Launch:
+        """The launch over tensors that have no memory."""
+        return variant_launch(self.variant, self.config, self.head_dim, parse_dtype(self.dtype))
 
 
 @dataclass(frozen=True)
@@ -205,24 +196,15 @@ class Row:
     num_warps: int
     num_stages: int
     note: str
-    warp_specialize: bool
     report: Report | None
     failures: tuple[str, ...]
 
 
-def cells(arch: str, head_dim: int, dtype: torch.dtype) -> Iterator[Cell]:
+def cells(arch: str, head_dim: int, dtype: str) -> Iterator[Cell]:
     """Every kernel and variant in the configurations that a GPU of `arch` is given by the table."""
     for variant in variants(arch, head_dim):
-        for config in _configs(variant, arch, head_dim, dtype):
-            yield Cell(
-                variant.kernel,
-                variant.label,
-                variant_launch(variant, config, head_dim, dtype),
-                config.note,
-                warp_specialize=variant.kernel == "hopper_fwd",
-                needs_tensor_cores=variant.kernel not in ("delta", "merge"),
-                overlaps=variant.kernel == "hopper_fwd",
-            )
+        for config in _configs(variant, arch, head_dim, parse_dtype(dtype)):
+            yield Cell(arch, head_dim, dtype, variant, config)
 
 
 def variants(arch: str, head_dim: int) -> tuple[Variant, ...]:
@@ -320,8 +302,8 @@ def _table(variant: Variant, config: Config) -> StepTable:
     return make_step_table(seen, config.BLOCK_M, config.BLOCK_N, cpu, descending=True)
 
 
-def failures(cell: Cell, report: Report, arch: str) -> tuple[str, ...]:
-    """Rules that a compiled cell breaks, in words."""
+def failures(report: Report, arch: str, expected: Expected) -> tuple[str, ...]:
+    """Rules that a compiled kernel breaks, in words."""
     before, after = report.atomics
     checks = (
         (report.spill_bytes > 0, f"spills {report.spill_bytes} bytes per thread"),
@@ -334,16 +316,16 @@ def failures(cell: Cell, report: Report, arch: str) -> tuple[str, ...]:
             f"needs {report.tensor_memory} columns of tensor memory, {arch} has {TENSOR_MEMORY}",
         ),
         (
-            cell.needs_tensor_cores and not report.tensor_cores,
+            expected.tensor_cores and not report.tensor_cores,
             f"no tensor-core instruction (looked for {', '.join(TENSOR_CORE)})",
         ),
         (bool(report.advisories), "; ".join(report.advisories)),
         (
-            cell.warp_specialize and not report.warp_specialized,
+            expected.warp_specialize and not report.warp_specialized,
             "warp specialisation was asked for and dropped (no USETMAXREG)",
         ),
         (
-            cell.overlaps and not (report.hidden and all(report.hidden)),
+            expected.overlaps and not (report.hidden and all(report.hidden)),
             "no exponentials between the start and the end of a product",
         ),
         (after < before, f"{before - after} of {before} atomics lost between ttir and ttgir"),
@@ -351,54 +333,36 @@ def failures(cell: Cell, report: Report, arch: str) -> tuple[str, ...]:
     return tuple(text for failed, text in checks if failed)
 
 
-def compile_cell(cell: Cell, key: Key) -> Row:
-    """Compiles a cell and judges it."""
+def judged(launch: Launch, arch: str, expected: Expected) -> tuple[Report | None, tuple[str, ...]]:
+    """Compiles a launch: what came out, if anything did, and what is wrong with it."""
     try:
-        report = compile_launch(cell.launch, key.arch)
+        report = compile_launch(launch, arch)
     except CompileError as error:
-        return _row(cell, key, None, (f"does not compile: {error}",))
-    return _row(cell, key, report, failures(cell, report, key.arch))
+        return None, (f"does not compile: {error}",)
+    return report, failures(report, arch, expected)
 
 
-def _row(cell: Cell, key: Key, report: Report | None, wrong: tuple[str, ...]) -> Row:
-    options, constants = cell.launch.options, cell.launch.constants
+def compile_cell(cell: Cell) -> Row:
+    """Compiles a cell and judges it."""
+    kernel = cell.variant.kernel
+    hopper = kernel == "hopper_fwd"
+    expected = Expected(hopper, tensor_cores=kernel not in ("delta", "merge"), overlaps=hopper)
+    return _row(cell, *judged(cell.launch(), cell.arch, expected))
+
+
+def compile_all(all_cells: Sequence[Cell], jobs: int) -> Iterator[Row]:
+    """The rows of cells in their order; a compiler that takes its process down fails one cell."""
+    lost = ("does not compile: the process died",)
+    return map_in_processes(compile_cell, all_cells, jobs, lambda cell: _row(cell, None, lost))
+
+
+def _row(cell: Cell, report: Report | None, wrong: tuple[str, ...]) -> Row:
+    config = cell.config
     return Row(
-        kernel=cell.kernel,
-        variant=cell.variant,
-        arch=key.arch,
-        head_dim=key.head_dim,
-        dtype=key.dtype,
-        tile="x".join(str(constants[n]) for n in ("BLOCK_M", "BLOCK_N") if n in constants),
-        num_warps=options["num_warps"],
-        num_stages=options["num_stages"],
-        note=cell.note,
-        warp_specialize=cell.warp_specialize,
-        report=report,
-        failures=wrong,
-    )
-
-
-@lru_cache
-def _cells(arch: str, head_dim: int, dtype: str) -> tuple[Cell, ...]:
-    return tuple(cells(arch, head_dim, parse_dtype(dtype)))
-
-
-def _cell(key: Key) -> Cell:
-    return _cells(key.arch, key.head_dim, key.dtype)[key.index]
-
-
-def compile_key(key: Key) -> Row:
-    """Compiles and judges in this process, which makes the launch: launches do not travel."""
-    return compile_cell(_cell(key), key)
-
-
-def compile_all(keys: Sequence[Key], jobs: int) -> Iterator[Row]:
-    """The rows of `keys` in their order; a compiler that takes its process down fails one cell."""
-
-    def lost(key: Key) -> Row:
-        return _row(_cell(key), key, None, ("does not compile: the process died",))
-
-    return map_in_processes(compile_key, keys, jobs, lost)
+        cell.variant.kernel, cell.variant.label, cell.arch, cell.head_dim, cell.dtype,
+        f"{config.BLOCK_M}x{config.BLOCK_N}", config.num_warps, config.num_stages, config.note,
+        report, wrong,
+    )  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -419,7 +383,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("TRITON_INTERPRET=1: kernels of the interpreter cannot be compiled")
     if args.jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {args.jobs}")
-    keys = keys_of(args)
+    chosen = cells_of(args)
     terminal = Console(stderr=True)
     hidden = args.quiet or not terminal.is_terminal
     start = time.perf_counter()
@@ -434,9 +398,9 @@ def run(args: argparse.Namespace) -> int:
         }
 
     write_if_interrupted(args.json, report)
-    compiled = compile_all(keys, args.jobs)
+    compiled = compile_all(chosen, args.jobs)
     for row in track(
-        compiled, "compiling", len(keys), console=terminal, transient=True, disable=hidden
+        compiled, "compiling", len(chosen), console=terminal, transient=True, disable=hidden
     ):
         rows.append(row)
     seconds = time.perf_counter() - start
@@ -454,7 +418,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def keys_of(args: argparse.Namespace) -> list[Key]:
+def cells_of(args: argparse.Namespace) -> list[Cell]:
     """Every cell that the options name; --quick changes what is not given."""
     default = QUICK if args.quick else (ARCHS, HEAD_DIMS, DTYPES)
     archs = _choices("--arch", args.arch, tuple(SHARED_BYTES), default[0])
@@ -462,10 +426,10 @@ def keys_of(args: argparse.Namespace) -> list[Key]:
     dtypes = _choices("--dtype", args.dtype, DTYPES, default[2])
     kernels = _choices("--kernel", args.kernel, KERNELS, KERNELS)
     return [
-        Key(arch, int(head_dim), dtype, index)
+        cell
         for arch, head_dim, dtype in product(archs, head_dims, dtypes)
-        for index, cell in enumerate(_cells(arch, int(head_dim), dtype))
-        if cell.kernel in kernels
+        for cell in cells(arch, int(head_dim), dtype)
+        if cell.variant.kernel in kernels
     ]
 
 
@@ -509,7 +473,7 @@ def _texts(row: Row) -> Iterator[str]:
         yield from ("", "", "", *map(str, sizes), "", "", "", "")
     else:
         yield from (_counted(report, TENSOR_CORE), _counted(report, TMA))
-        yield "yes" if report.warp_specialized else "dropped" if row.warp_specialize else "-"
+        yield "yes" if report.warp_specialized else "-"
         yield from map(str, (*sizes, report.registers, report.spill_bytes, report.shared_bytes))
         yield f"{report.seconds:.1f}"
     yield "FAIL" if row.failures else ""

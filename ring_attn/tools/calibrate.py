@@ -18,7 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any, TypeVar
 
 import torch
@@ -26,9 +26,15 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
 
-from ring_attn.arguments import (
+from ring_attn.backends import choose_backend, get_backend
+from ring_attn.backends.base import Backend
+from ring_attn.cost import flops
+from ring_attn.plan import Band, Hop, Tile
+from ring_attn.planning.devices import Cluster, Device, Link, Rate, compute_seconds, to_json
+from ring_attn.spec import AttentionSpec, Scores, TransportOptions
+from ring_attn.tools.arguments import (
     add_common,
-    dtype_name,
+    command_line,
     parse_dtype,
     parse_size,
     parse_sizes,
@@ -36,14 +42,8 @@ from ring_attn.arguments import (
     write_if_interrupted,
     write_json,
 )
-from ring_attn.backends import choose_backend, get_backend
-from ring_attn.backends.base import Backend
-from ring_attn.cost import flops
-from ring_attn.env import machine
-from ring_attn.launch import check_memory, rank_device, run_ranks, send_part
-from ring_attn.plan import Band, Hop, Tile
-from ring_attn.planning.devices import Cluster, Device, Link, Rate, compute_seconds, to_json
-from ring_attn.spec import AttentionSpec, Scores, TransportOptions
+from ring_attn.tools.env import machine
+from ring_attn.tools.launch import check_memory, rank_device, run_ranks, send_part
 from ring_attn.transport.p2p import P2PTransport, open_p2p
 from ring_attn.validation import check_group
 
@@ -56,6 +56,14 @@ COPIED = 1 << 22
 
 # A transfer that is to lie under a tile's compute takes about this share of it.
 OVERLAPPED_SHARE = 0.3
+
+# Tiles that have a rate of their own: (backward, window).
+KINDS = {
+    (False, False): "forward",
+    (True, False): "backward",
+    (False, True): "window, forward",
+    (True, True): "window, backward",
+}
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
 
@@ -83,6 +91,11 @@ class TileSample:
     per_pair: int
     seconds: float
 
+    @property
+    def window(self) -> bool:
+        """Whether the mask cuts the tile on both sides."""
+        return self.kind == "window"
+
     def predicted(self, rate: Rate) -> float:
         """Seconds at that rate."""
         shape = (self.area, self.rows, self.edge, self.per_pair)
@@ -100,48 +113,34 @@ class MessageSample:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `ring-attn calibrate`."""
-    parser.add_argument(
-        "--world-sizes", type=parse_sizes, help="numbers of ranks, with commas between (1,2,4)"
-    )
-    parser.add_argument("--heads", type=parse_size, default=8, help="query heads (8)")
-    parser.add_argument(
-        "--kv-heads", type=parse_size, help="KV heads; as many as --heads by default"
-    )
-    parser.add_argument("--head-dim", type=parse_size, default=64, help="of q, k and v (64)")
-    parser.add_argument("--dtype", type=parse_dtype, default=torch.float32, help="float32")
-    parser.add_argument("--backend", default="auto", help="as for ring_attention (auto)")
-    parser.add_argument(
-        "--threads", type=parse_size, default=1, help="CPU threads of each rank (1)"
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="cuda where there are enough GPUs"
-    )
+    add = parser.add_argument
+    add("--world-sizes", type=parse_sizes, help="numbers of ranks, with commas between (1,2,4)")
+    add("--heads", type=parse_size, default=8, help="query heads (8)")
+    add("--kv-heads", type=parse_size, help="KV heads; as many as --heads by default")
+    add("--head-dim", type=parse_size, default=64, help="of q, k and v (64)")
+    add("--dtype", type=parse_dtype, default=torch.float32, help="float32")
+    add("--backend", default="auto", help="as for ring_attention (auto)")
+    add("--threads", type=parse_size, default=1, help="CPU threads of each rank (1)")
+    add("--device", choices=("cpu", "cuda"), help="cuda where there are enough GPUs")
     add_common(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints what was fitted, and writes the JSON that `load_cluster` reads."""
-    world_sizes = args.world_sizes or (WORLD_SIZES[:2] if args.quick else WORLD_SIZES)
-    command = (
-        f"ring-attn calibrate --world-sizes {','.join(map(str, world_sizes))} --heads "
-        f"{args.heads} --kv-heads {args.kv_heads or args.heads} --head-dim {args.head_dim} "
-        f"--dtype {dtype_name(args.dtype)} --backend {args.backend} --threads {args.threads}"
-    ) + (" --quick" if args.quick else "")
-    found: dict[int, tuple[Cluster, list[dict[str, Any]]]] = {}
-    samples: dict[str, list[dict[str, Any]]] = {}
+    clusters: dict[int, Cluster] = {}
+    samples: dict[int, list[dict[str, Any]]] = {}
 
     def report() -> dict[str, Any]:
         return {
             "machine": machine(),
-            "command": command,
-            "clusters": {str(ranks): to_json(cluster) for ranks, (cluster, _) in found.items()},
+            "command": command_line(),
+            "clusters": {ranks: to_json(cluster) for ranks, cluster in clusters.items()},
             "samples": samples,
         }
 
     write_if_interrupted(args.json, report)
-    for world_size in world_sizes:
-        taken = samples.setdefault(str(world_size), [])
-        found[world_size] = calibrate(
+    for world_size in args.world_sizes or (WORLD_SIZES[:2] if args.quick else WORLD_SIZES):
+        clusters[world_size] = calibrate(
             world_size,
             heads=args.heads,
             kv_heads=args.kv_heads or args.heads,
@@ -151,12 +150,12 @@ def run(args: argparse.Namespace) -> int:
             threads=args.threads,
             device=args.device,
             quick=args.quick,
-            on_sample=taken.append,
+            on_sample=samples.setdefault(world_size, []).append,
         )
     if args.json:
         write_json(args.json, report())
     if not args.quiet:
-        table_console().print(_table(found))
+        table_console().print(_table(clusters, samples))
     return 0
 
 
@@ -172,20 +171,12 @@ def calibrate(
     device: str | None = None,
     quick: bool = False,
     on_sample: Callable[[dict[str, Any]], object] | None = None,
-) -> tuple[Cluster, list[dict[str, Any]]]:
-    """The cluster that so many ranks on this machine are, and the measurements behind it.
-
-    `on_sample` gets each measurement as it comes.
-    """
+) -> Cluster:
+    """The cluster that so many ranks on this machine are; `on_sample` gets each measurement."""
     kind = device or ("cuda" if torch.cuda.device_count() >= world_size else "cpu")
     spec = AttentionSpec(kind, dtype, 1, heads, kv_heads, head_dim, head_dim)
-    setting = Setting(
-        spec,
-        choose_backend(spec, backend).name,
-        QUICK_ROWS if quick else ROWS,
-        QUICK_MESSAGES if quick else MESSAGES,
-        QUICK_REPEATS if quick else REPEATS,
-    )
+    sizes = (QUICK_ROWS, QUICK_MESSAGES, QUICK_REPEATS) if quick else (ROWS, MESSAGES, REPEATS)
+    setting = Setting(spec, choose_backend(spec, backend).name, *sizes)
     if kind == "cpu":
         # q, k, v, out, their gradients and the state of the largest tile, in each rank.
         rows = setting.rows[-1] * (2 * heads + 2 * kv_heads) * head_dim
@@ -194,23 +185,22 @@ def calibrate(
         measure, world_size, setting, threads=threads, device=device, on_part=on_sample
     )
     tiles, messages, bandwidth, slowdown = ranks[0]  # the same on every rank
-    forward, backward, window_forward, window_backward = (
-        fit_rate([t for t in tiles if t.backward == b and (t.kind == "window") == window])
-        for window in (False, True)
-        for b in (False, True)
-    )
-    links = {
-        op: fit_link(op, [m for m in messages if m.op == op])
-        for op in dict.fromkeys(m.op for m in messages)
-    }
+    rates = {x: fit_rate([t for t in tiles if x == (t.backward, t.window)]) for x in KINDS}
+    ops = dict.fromkeys(m.op for m in messages)
+    links = {op: fit_link(op, [m for m in messages if m.op == op]) for op in ops}
     inside = links.pop("shift", Link("alone", 0.0, bandwidth))
-    name = str(machine().get("cpu", kind)) if kind == "cpu" else torch.cuda.get_device_name()
-    memory = torch.cuda.get_device_properties(0).total_memory if kind == "cuda" else 0
+    gpu = torch.cuda.get_device_properties(0) if kind == "cuda" else None
     made = Device(
-        name, 0.0, forward, backward, bandwidth, float(memory), window_forward, window_backward
+        gpu.name if gpu else str(machine()["cpu"]),
+        peak_flops=0.0,
+        forward=rates[False, False],
+        backward=rates[True, False],
+        memory_bandwidth=bandwidth,
+        memory_bytes=float(gpu.total_memory) if gpu else 0.0,
+        window_forward=rates[False, True],
+        window_backward=rates[True, True],
     )
-    cluster = Cluster(made, world_size, inside, inside, None, slowdown, links)
-    return cluster, [*map(asdict, tiles), *map(asdict, messages)]
+    return Cluster(made, world_size, inside, inside, None, slowdown, links)
 
 
 Sample = TypeVar("Sample", TileSample, MessageSample)
@@ -219,68 +209,38 @@ Measured = tuple[list[TileSample], list[MessageSample], float, float]
 
 
 def fit_rate(samples: Sequence[TileSample]) -> Rate:
-    """The rate that meets the times best, relative to each; no part of it negative.
-
-    Example:
-        >>> from dataclasses import replace
-        >>> rate = Rate(1e9, 1e-3, 50.0, 20.0)
-        >>> shapes = [(n * n, n, 0) for n in (64, 256)] + [(n * n // 2, n, n) for n in (64, 256)]
-        >>> samples = [TileSample(False, "", *shape, 1000, 0.0) for shape in shapes]
-        >>> fitted = fit_rate([replace(s, seconds=s.predicted(rate)) for s in samples])
-        >>> round(fitted.flops / 1e9, 3), round(fitted.row_columns), round(fitted.edge_columns)
-        (1.0, 50, 20)
-    """
-    table = torch.tensor(
-        [[1.0, *(x * s.per_pair for x in (s.area, s.rows, s.edge))] for s in samples],
-        dtype=torch.float64,
-    )
-    seconds = torch.tensor([s.seconds for s in samples], dtype=torch.float64)
-    launch, pair, row, edge = _nonnegative(table / seconds[:, None], needed=1)
+    """The rate that meets the times best, relative to each; no part of it negative."""
+    shapes = [[1.0, *(x * s.per_pair for x in (s.area, s.rows, s.edge))] for s in samples]
+    launch, pair, row, edge = _nonnegative(shapes, samples)
     return Rate(1 / pair, launch, row / pair, edge / pair)
 
 
 def fit_link(name: str, samples: Sequence[MessageSample]) -> Link:
-    """The link that meets the times best, relative to each.
-
-    Example:
-        >>> samples = [MessageSample("shift", n, 1e-3 + n / 1e9) for n in (10**4, 10**6, 10**7)]
-        >>> link = fit_link("loopback", samples)
-        >>> round(link.latency, 6), round(link.bandwidth / 1e9, 6)
-        (0.001, 1.0)
-    """
-    table = torch.tensor([[1.0, s.nbytes] for s in samples], dtype=torch.float64)
-    seconds = torch.tensor([s.seconds for s in samples], dtype=torch.float64)
-    latency, byte = _nonnegative(table / seconds[:, None], needed=1)
+    """The link that meets the times best, relative to each; no part of it negative."""
+    latency, byte = _nonnegative([[1.0, s.nbytes] for s in samples], samples)
     return Link(name, latency, 1 / byte)
 
 
-def _nonnegative(table: Tensor, needed: int) -> list[float]:
-    """x >= 0 with the least squares |table x - 1|, x[needed] > 0: the best of all supports."""
+def _nonnegative(
+    rows: Sequence[Sequence[float]], samples: Sequence[TileSample] | Sequence[MessageSample]
+) -> list[float]:
+    """x >= 0 with the least relative squares of rows @ x from the seconds, and x[1] > 0."""
+    seconds = torch.tensor([s.seconds for s in samples], dtype=torch.float64)
+    table = torch.tensor(rows, dtype=torch.float64) / seconds[:, None]
     scale = table.abs().amax(0).clamp(min=1e-300)
-    columns = table.size(1)
-    best, found = math.inf, [0.0] * columns
-    for count in range(1, columns + 1):
-        for support in combinations(range(columns), count):
-            if needed not in support:
-                continue
-            part = (table / scale)[:, support]
-            solution = torch.linalg.lstsq(
-                part, torch.ones(len(table), 1, dtype=table.dtype)
-            ).solution
-            residual = float((part @ solution - 1).square().sum())
-            # A column more has to be worth it, and may not take from the others.
-            if (
-                bool((solution >= 0).all())
-                and residual < best * (1 - 1e-6)
-                and float(solution[support.index(needed)]) > 0
-            ):
-                best = residual
-                found = [0.0] * columns
-                for column, value in zip(
-                    support, (solution[:, 0] / scale[list(support)]).tolist(), strict=True
-                ):
-                    found[column] = value
-    return found
+    ones, best, found = torch.ones_like(seconds), math.inf, torch.zeros_like(scale)
+    others = [i for i in range(len(scale)) if i != 1]
+    for more in chain.from_iterable(combinations(others, n) for n in range(len(scale))):
+        support = [1, *more]
+        part = (table / scale)[:, support]
+        solution = torch.linalg.lstsq(part, ones[:, None]).solution[:, 0]
+        residual = float((part @ solution - ones).square().sum())
+        # A column more has to be worth it, and may not take from the others.
+        worth = residual < best * (1 - 1e-6)
+        if worth and bool((solution >= 0).all()) and float(solution[0]) > 0:
+            best, found = residual, torch.zeros_like(scale)
+            found[support] = solution / scale[support]
+    return found.tolist()
 
 
 # -- within a rank
@@ -390,37 +350,34 @@ class _Bench:
                 seconds = self.seconds(self.exchange(op, part), MESSAGE_REPEATS)
                 yield MessageSample(op, leaving, seconds)
 
-    def exchange(self, op: str, part: int) -> Callable[[], None]:
-        """One exchange with so many bytes for a rank, posted and waited for."""
-        post = self.post(op, part)
-
-        def both() -> None:
-            post()
-            self.transport.wait("shards")
-
-        return both
-
-    def post(self, op: str, part: int) -> Callable[[], None]:
-        """The posting of it."""
+    def exchange(
+        self, op: str, part: int, meanwhile: Callable[[], object] | None = None
+    ) -> Callable[[], None]:
+        """One exchange with so many bytes for a rank, posted and, after `meanwhile`, waited for."""
         ranks, transport = self.world_size, self.transport
         whole = torch.zeros(ranks * part, dtype=torch.uint8, device=self.device)
-        one = whole[:part]
-
-        def new(nbytes: int) -> Tensor:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
-        if op == "shift":
-            hop = Hop((self.rank + 1) % ranks, (self.rank - 1) % ranks)
-            return lambda: transport.post("shards", 0, hop, one, new(part))
-        if op == "all_gather":
-            return lambda: transport.all_gather("shards", 0, one, new(ranks * part))
-        if op == "reduce_scatter":
-            send = whole.view(torch.float32)
-            return lambda: transport.reduce_scatter(
-                "shards", 0, send, new(part).view(torch.float32)
-            )
+        hop = Hop((self.rank + 1) % ranks, (self.rank - 1) % ranks)
         counts = [part] * ranks
-        return lambda: transport.all_to_all("shards", 0, whole, counts, new(ranks * part), counts)
+
+        def both() -> None:
+            size = part if op in ("shift", "reduce_scatter") else ranks * part
+            new = torch.empty(size, dtype=torch.uint8, device=self.device)
+            if op == "shift":
+                transport.post("shards", 0, hop, whole[:part], new)
+            elif op == "all_gather":
+                transport.all_gather("shards", 0, whole[:part], new)
+            elif op == "reduce_scatter":
+                # It adds, so it takes numbers.
+                transport.reduce_scatter(
+                    "shards", 0, whole.view(torch.float32), new.view(torch.float32)
+                )
+            else:
+                transport.all_to_all("shards", 0, whole, counts, new, counts)
+            if meanwhile is not None:
+                meanwhile()
+            transport.wait("shards")
+
+        return both
 
     def memory_bandwidth(self) -> float:
         """Bytes/s of copying half the heads of some rows: read, and written to a new tensor."""
@@ -440,42 +397,30 @@ class _Bench:
         dist.broadcast(share, 0)
         size = max(int(size * float(share)) // 64 * 64, 64)
         transfer = self.seconds(self.exchange("shift", size))
-        post = self.post("shift", size)
-
-        def both() -> None:
-            post()
-            compute()
-            self.transport.wait("shards")
-
-        lost = self.seconds(both) - alone
+        lost = self.seconds(self.exchange("shift", size, compute)) - alone
         return min(max(lost / transfer, 0.0), 0.9)
 
 
-def _table(found: dict[int, tuple[Cluster, list[dict[str, Any]]]]) -> Table:
+def _table(clusters: dict[int, Cluster], samples: dict[int, list[dict[str, Any]]]) -> Table:
     columns = ("ranks", "what", "GFLOP/s, GB/s", "s at 0", "columns a row, an edge", "missed by")
     table = Table(*columns, title="this machine, all ranks at work")
-    for ranks, (cluster, samples) in found.items():
-        tiles = [TileSample(**s) for s in samples if "kind" in s]
-        for name, backward, window in (
-            ("forward", False, False),
-            ("backward", True, False),
-            ("window, forward", False, True),
-            ("window, backward", True, True),
-        ):
-            rate = cluster.device.rate(backward=backward, window=window)
-            some = [t for t in tiles if t.backward == backward and (t.kind == "window") == window]
+    for ranks, cluster in clusters.items():
+        tiles = [TileSample(**s) for s in samples[ranks] if "kind" in s]
+        device = cluster.device
+        for (backward, window), name in KINDS.items():
+            rate = device.rate(backward=backward, window=window)
+            mine = [t for t in tiles if (backward, window) == (t.backward, t.window)]
             table.add_row(
                 str(ranks), name, f"{rate.flops / 1e9:.1f}", f"{rate.launch:.2g}",
                 f"{rate.row_columns:.0f}, {rate.edge_columns:.0f}",
-                f"{100 * worst_miss(rate, some):.0f} %",
+                f"{100 * worst_miss(rate, mine):.0f} %",
             )  # fmt: skip
-        copied = f"{cluster.device.memory_bandwidth / 1e9:.1f}"
-        table.add_row(str(ranks), "copy", copied, "", "", "")
+        table.add_row(str(ranks), "copy", f"{device.memory_bandwidth / 1e9:.1f}")
         if ranks > 1:
             for name, link in {"shift": cluster.inside, **cluster.collectives}.items():
                 speed = f"{link.bandwidth / 1e9:.2f}"
-                table.add_row(str(ranks), name, speed, f"{link.latency:.2g}", "", "")
-            table.add_row(str(ranks), "slowdown", f"{100 * cluster.slowdown:.0f} %", "", "", "")
+                table.add_row(str(ranks), name, speed, f"{link.latency:.2g}")
+            table.add_row(str(ranks), "slowdown", f"{100 * cluster.slowdown:.0f} %")
     return table
 
 

@@ -1,111 +1,138 @@
-"""`ring-attn demo`: trains a small transformer, its sequence sharded over ranks, beside its twin.
+"""`ring-attn demo`: trains a small transformer over ranks, beside its twin in one process.
 
-The text is real, the sources of Python's standard library; a token is a byte. Ranks 0 .. nproc-1
-are the ring: each holds its part of every sequence and sees the rest through ring attention. One
-more process is the twin: the same model on the same bytes, with dense attention over the whole
-sequence. They take turns within a step, so that neither is measured while the other computes, and
-all ranks of the ring together use as many cores as the twin does.
+The text is real, the sources of Python's standard library; a token is a byte. By default the ranks
+are a ring: each holds its part of every sequence and sees the rest through ring attention. With
+`--mesh cp=2,tp=2` (any of pp, dp, cp, tp) the ring is one axis of a mesh with pipeline, data and
+tensor parallelism: see `ring_attn.tools.mesh`.
+
+The twin is the same model on the same bytes, with dense attention over the whole sequence. It runs
+on rank 0 with all cores while the other ranks wait, so that neither side is measured while the
+other computes.
 
 Two float32 runs of one model drift apart, since the optimizer feeds every rounding back; that
-difference is shown, not judged. What is judged are three more batches at the trained weights: the
-losses of the ring's bytes and the gradients of its parameters may be twice as far from float64 as
-the dense twin's, and a rounding. The exit status is 1 if they are not, or if a loss is not finite.
+difference is shown, not judged. Three more batches at the trained weights are judged: the losses of
+the mesh's bytes and the gradients of its parameters may be twice as far from float64 as those of
+the twin, and a rounding. The exit status is 1 if they are not, or if a loss is not finite.
 
 With `--generate N` the trained model continues a text by N bytes, greedily: the ring from a KV
 cache that is split over its ranks and grows, its twin from a whole one. The bytes must be equal.
-
-With `--mesh cp=2,tp=2` (any of pp, dp, cp, tp) the ring is one axis of a mesh with pipeline, data
-and tensor parallelism; see `ring_attn.tools.mesh_demo`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import os
 import statistics
+import sysconfig
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn.arguments import add_common, add_profile, dtype_name, parse_dtype, parse_size
-from ring_attn.launch import DEVICES, num_cores, send_part
+from ring_attn import SequenceLayout, shard_batch
 from ring_attn.layout import LAYOUTS
 from ring_attn.profiling import reset_resident_peak, resident_bytes, trace
 from ring_attn.testing import Verdict
-from ring_attn.tools import mesh_demo
-from ring_attn.tools.generate import (
-    CHUNKS,
-    Comparison,
-    Generated,
-    ShardedCache,
-    WholeCache,
-    compare,
-    generate,
+from ring_attn.tools.arguments import (
+    add_common,
+    add_profile,
+    dtype_name,
+    parse_dtype,
+    parse_size,
+    shortened,
+    write_if_interrupted,
+    write_json,
 )
-from ring_attn.tools.model import Transformer
-from ring_attn.tools.training import (
-    JUDGED_BATCHES,
-    NPROC,
-    SEQLEN,
-    STEPS,
-    Column,
-    Report,
-    Settings,
-    Trainer,
-    check_sizes,
-    print_row,
-    print_titles,
-    run_and_report,
-    sample_batches,
-    settings_of,
-    squared_errors,
-    standard_library_text,
-    verdicts_of,
+from ring_attn.tools.env import machine
+from ring_attn.tools.generate import Comparison, generate_twice
+from ring_attn.tools.launch import (
+    DEVICES,
+    check_memory,
+    num_cores,
+    rank_device,
+    run_ranks,
+    send_part,
 )
+from ring_attn.tools.mesh import CLIP_NORM, SCHEDULES, Axes, MeshTrainer, Settings
+from ring_attn.tools.model import ModelConfig, dense_attention, mean_loss, token_losses
 
-WARM_UP_SEQLEN = 128
+NPROC, SEQLEN, STEPS = 2, 2048, 40
+QUICK_SEQLEN, QUICK_STEPS = 512, 10
+JUDGED_BATCHES = 3
 
-MESH_OPTIONS = ("schedule", "microbatches", "batch", "fsdp", "strategy")
+NOT_TEXT = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test"))
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every rank does with one training.
+
+    Attributes:
+        training: model, batches and mesh.
+        steps: training steps.
+        generate: bytes to generate at the end; 0 for none.
+        quiet: whether rows are not shown.
+        profile: folder for each rank's trace of one more backward, or None.
+    """
+
+    training: Settings
+    steps: int
+    generate: int = 0
+    quiet: bool = False
+    profile: Path | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """One step: mean losses in nats per byte, and what it took; memory is the highest so far."""
+    """One step: mean losses in nats per byte, speed, and the memory that the step added."""
 
     step: int
-    ring_loss: float
+    mesh_loss: float
     dense_loss: float
-    ring_tokens_per_s: float
+    mesh_tokens_per_s: float
     dense_tokens_per_s: float
-    ring_peak_bytes: int
+    mesh_peak_bytes: int
     dense_peak_bytes: int
 
     @property
-    def losses(self) -> tuple[float, float]:
-        """Losses of the ring and of its twin."""
-        return self.ring_loss, self.dense_loss
+    def difference(self) -> float:
+        """Distance between the two losses."""
+        return abs(self.mesh_loss - self.dense_loss)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of a demo: its steps, verdicts at the trained weights, and what these generate."""
+
+    rows: list[Row]
+    verdicts: list[Verdict]
+    generation: Comparison | None = None
 
     @property
-    def difference(self) -> float:
-        """Between the two."""
-        return abs(self.ring_loss - self.dense_loss)
+    def ok(self) -> bool:
+        """Whether all losses are finite, all verdicts hold and one process generates the same."""
+        return (
+            all(math.isfinite(row.mesh_loss + row.dense_loss) for row in self.rows)
+            and all(verdict.ok for verdict in self.verdicts)
+            and (self.generation is None or self.generation.equal)
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the demo."""
     add = parser.add_argument
-    add(
-        "--nproc",
-        "--world-size",
-        type=parse_size,
-        help=f"ranks of the ring (default: {NPROC})",
-    )
+    add("--nproc", "--world-size", type=parse_size, help=f"ranks of the ring (default: {NPROC})")
     add("--seqlen", type=parse_size, help=f"bytes of each sequence (default: {SEQLEN})")
     add("--steps", type=parse_size, help=f"training steps (default: {STEPS})")
     add("--layout", choices=LAYOUTS, default="zigzag", help="who holds what (default: zigzag)")
@@ -124,17 +151,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="then continue a text by N bytes, from a sharded and from a whole KV cache",
     )
-    mesh = parser.add_argument_group("on a mesh")
-    mesh.add_argument("--mesh", metavar="AXES", help="sizes of pp, dp, cp and tp: cp=2,tp=2")
-    mesh.add_argument("--schedule", help="gpipe, 1f1b or interleaved (default: 1f1b)")
-    mesh.add_argument(
+    add("--mesh", metavar="AXES", help="sizes of pp, dp, cp and tp: cp=2,tp=2 (default: the ring)")
+    add("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)} (default: 1f1b)")
+    add(
         "--microbatches",
         type=parse_size,
         help="of a replica's sequences (default: 2 * pp; 1 if pp=1)",
     )
-    mesh.add_argument("--batch", type=parse_size, help="sequences (default: dp * microbatches)")
-    mesh.add_argument("--fsdp", action="store_true", help="shard parameters over dp and cp")
-    mesh.add_argument("--strategy", help="of the attention over cp (default: ring)")
+    add("--batch", type=parse_size, help="sequences (default: dp * microbatches)")
+    add("--fsdp", action="store_true", help="shard parameters over dp and cp")
+    add("--strategy", default="ring", help="of the attention over cp (default: ring)")
     add_profile(parser)
     add_common(parser)
 
@@ -149,247 +175,377 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: sizes that do not fit each other, the text or this machine.
         TypeError: a dtype that is not trained in.
+        NotImplementedError: `--generate` on a mesh that is not a ring alone.
     """
     if args.profile:
         # The profiler greets on stderr, unless it is told before torch is imported.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    if args.mesh:
-        return mesh_demo.run(args)
-    for name in MESH_OPTIONS:
-        if getattr(args, name):
-            raise ValueError(f"--{name} is for a mesh: give --mesh cp=2,tp=2 or the like")
-    settings = settings_of(args)
-    check_sizes(settings)
-    # gloo is the default group on every device: it carries figures between ring and twin, which may
-    # share a GPU. The ring has its own group.
-    return run_and_report(
-        args, train, settings.nproc + 1, settings, settings.described(), heading(settings), summary,
-        device="cpu", threads=1,
-    )  # fmt: skip
+    device, what = run_of(args)
+    check_sizes(what.training)
+    is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts this on every rank
+    if is_first and not args.quiet:
+        print(heading(what.training, device), flush=True)
+    rows: list[Row] = []
+
+    def to_json() -> dict[str, Any]:
+        settings = asdict(what.training) | {
+            "dtype": dtype_name(what.training.dtype),
+            "nproc": what.training.axes.size,
+            "device": device,
+            "steps": what.steps,
+            "generate": what.generate,
+        }
+        steps = [asdict(row) | {"difference": row.difference} for row in rows]
+        return {"command": "demo", "machine": machine(), "settings": settings, "rows": steps}
+
+    write_if_interrupted(args.json, to_json)
+    report = run_ranks(train, what.training.axes.size, what, device=device, on_part=rows.append)[0]
+    assert report is not None, "rank 0 has it"
+    if is_first:
+        print(summary(what.training, report), flush=True)
+    if is_first and args.json:
+        verdicts = {
+            "greatest_difference": max(row.difference for row in report.rows),
+            "checks": [asdict(verdict) for verdict in report.verdicts],
+            "generation": None if report.generation is None else asdict(report.generation),
+            "ok": report.ok,
+        }
+        write_json(args.json, {**to_json(), **verdicts})
+    return 0 if report.ok else 1
 
 
-def train(settings: Settings, profile: Path | None = None) -> Report:
-    """One process of the demo: a rank of the ring, or the twin. The report is rank 0's.
+def run_of(args: argparse.Namespace) -> tuple[str, Run]:
+    """The device, and the run that the options describe; raises as `run` does."""
+    axes = Axes(cp=args.nproc or NPROC) if args.mesh is None else Axes.parse(args.mesh)
+    if args.nproc not in (None, axes.size):
+        raise ValueError(f"mesh {axes} has {axes.size} ranks, got --nproc {args.nproc}")
+    if args.generate and axes.size != axes.cp:
+        raise NotImplementedError(
+            f"--generate is for a ring alone, got mesh {axes}: give only cp, or leave out --mesh"
+        )
+    if not -(1 << 63) <= args.seed < 1 << 64:
+        raise ValueError(f"--seed must fit into 64 bits, got {shortened(str(args.seed))}")
+    seqlen = args.seqlen or (QUICK_SEQLEN if args.quick else SEQLEN)
+    if args.generate and args.generate >= seqlen:
+        raise ValueError(
+            f"generate must be less than seqlen, of which the rest is the prompt, got "
+            f"{args.generate} and {seqlen}"
+        )
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    device = args.device or ("cuda" if num_gpus >= axes.size else "cpu")
+    dtype = args.dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"dtype must be float32 or bfloat16, got {dtype_name(dtype)}")
+    microbatches = args.microbatches or (2 * axes.pp if axes.pp > 1 else 1)
+    training = Settings(
+        axes=axes,
+        model=ModelConfig(dim=args.dim, hidden_dim=3 * args.dim, num_layers=args.layers),
+        seqlen=seqlen,
+        batch=args.batch or axes.dp * microbatches,
+        microbatches=microbatches,
+        schedule=args.schedule,
+        fsdp=args.fsdp,
+        strategy=args.strategy,
+        layout=args.layout,
+        dtype=dtype,
+        seed=args.seed,
+    )
+    steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
+    return device, Run(training, steps, args.generate or 0, args.quiet, args.profile)
 
-    Args:
-        settings: the same in every process.
-        profile: folder for each rank's trace of the last batch once more, or None.
+
+def check_sizes(settings: Settings) -> None:
+    """Refuses, before any rank is started, a run that this machine or the text is too small for.
+
+    A layer keeps its input, q, k, v, out and three rows of the hidden dim for the backward.
+
+    Raises:
+        ValueError: a sequence longer than the text, or tensors that need more memory.
     """
-    rank = dist.get_rank()
-    is_twin = rank == settings.twin
-    backend = "nccl" if settings.device == "cuda" else "gloo"
-    ring = dist.new_group(list(range(settings.nproc)), backend=backend)
-    torch.set_num_threads(num_cores() if is_twin else max(1, num_cores() // settings.nproc))
-    device = _device(settings, rank)
-    trainer = Trainer(settings, device, None if is_twin else ring)
-    batches = sample_batches(standard_library_text(), settings.seqlen, settings.seed)
+    _check_length(standard_library_text(), settings.seqlen)
+    model = settings.model
+    row = model.num_layers * (4 * model.dim + 3 * model.hidden_dim) + 2 * model.vocab_size
+    weights = model.num_layers * model.dim * (2 * model.dim + 3 * model.hidden_dim)
+    # Weights, gradients and both moments of AdamW, in each rank and in the twin.
+    models = 4 * weights * (settings.axes.size + 1)
+    nbytes = torch.float32.itemsize * (2 * settings.batch * settings.seqlen * row + models)
+    check_memory("model and activations", nbytes, "use a smaller --dim or --seqlen")
 
-    # Operators are loaded and connections made before anything is measured.
-    trainer.backward({name: x[:, :WARM_UP_SEQLEN] for name, x in next(batches).items()})
-    memory = PeakMemory(device)
-    rows, shown = [], rank == 0 and not settings.quiet
+
+def train(what: Run) -> Report | None:
+    """One rank of the mesh; rank 0 is also the twin and returns the report."""
+    settings, device = what.training, rank_device()
+    trainer = MeshTrainer(settings, settings.axes.mesh(device.type), device)
+    twin = Twin(settings, device) if dist.get_rank() == 0 else None
+    batches = sample_batches(
+        standard_library_text(), settings.seqlen, settings.seed, settings.batch
+    )
+    num_tokens = settings.batch * settings.seqlen
+    rows: list[Row] = []
+    shown = twin is not None and not what.quiet
     if shown:
-        print_titles(COLUMNS)
-    for step in range(settings.steps):
-        batch = next(batches)
-        if not is_twin:
-            figures = _measured(trainer, batch, memory)
+        print("  ".join(COLUMNS), flush=True)
+    for step, batch in enumerate(islice(batches, what.steps)):
         dist.barrier()
-        if is_twin:
-            figures = _measured(trainer, batch, memory)
-        rows.append(_gathered(step, figures, settings))
-        send_part(rows[-1])
+        loss, *figures = measured(trainer.step, batch, device)
+        worst = torch.tensor(figures, dtype=torch.float64, device=device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        if twin is not None:
+            seconds, peak = worst.tolist()
+            with _all_cores():
+                dense_loss, dense_seconds, dense_peak = measured(twin.step, batch, device)
+            speeds = (num_tokens / seconds, num_tokens / dense_seconds)
+            rows.append(Row(step, loss, dense_loss, *speeds, int(peak), dense_peak))
+            send_part(rows[-1])
         if shown:
-            print_row(COLUMNS, rows[-1])
-    if profile is not None and not is_twin:
-        with trace(profile, rank):
+            print(_text(rows[-1]), flush=True)
+    dist.barrier()
+    if what.profile is not None:
+        with trace(what.profile):
             trainer.backward(batch)
-    verdicts = judge(trainer, islice(batches, JUDGED_BATCHES), settings)
-    if not settings.generate:
-        return Report(rows, verdicts)
-    return Report(rows, verdicts, generate_twice(trainer, next(batches)["input_ids"], settings))
+    verdicts = judge(trainer, twin, islice(batches, JUDGED_BATCHES))
+    generation = None
+    if what.generate:
+        model = replace(settings, dtype=torch.float32).make_model(device)
+        weights = trainer.get_weights().to(device)
+        torch.nn.utils.vector_to_parameters(weights, model.parameters())
+        text = next(batches)["input_ids"][:1].to(device)
+        prompt = text[:, : settings.seqlen - what.generate]
+        group = trainer.mesh.get_group("cp")
+        generation = generate_twice(model, prompt, what.generate, group, settings.layout)
+    return None if twin is None else Report(rows, verdicts, generation)
 
 
-class PeakMemory:
-    """How far a process's memory has risen above what it held when this was made.
+class Twin:
+    """The whole model in one process, with dense attention; no line of the mesh takes part."""
 
-    On CUDA that is what torch has allocated. On the CPU it is the resident set, which knows of
-    everything the process holds: torch, the transport's buffers, and what malloc has kept.
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self.settings, self.device = settings, device
+        self.model = settings.make_model(device)
+        self._optimizer = settings.make_optimizer(self.model.parameters())
+
+    def step(self, batch: Batch) -> float:
+        """Trains on one batch; returns its mean loss before the update."""
+        loss, _ = self.backward(batch)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        self._optimizer.step()
+        return loss
+
+    def backward(self, batch: Batch) -> tuple[float, Tensor]:
+        """Leaves gradients in the parameters; returns the mean loss, and each byte's."""
+        self._optimizer.zero_grad()
+        layout = SequenceLayout.contiguous(self.settings.seqlen, 1)
+        whole = {name: x.to(self.device) for name, x in shard_batch(batch, layout, 0).items()}
+        with self.settings.autocast(self.device):
+            logits = self.model(whole["input_ids"], whole["position_ids"], dense_attention)
+            losses = token_losses(logits, whole["shift_labels"])
+        # The last byte of a sequence has no next one.
+        loss = mean_loss(losses, num_targets=losses.size(0) * (losses.size(1) - 1))
+        loss.backward()
+        return loss.item(), losses.detach()
+
+    def results_of(self, batch: Batch) -> Tensor:
+        """(batch * seqlen + number of parameters,) on the CPU: each byte's loss, all gradients."""
+        _, losses = self.backward(batch)
+        gradients = [x.grad.flatten() for x in self.model.parameters() if x.grad is not None]
+        return torch.cat([losses.flatten(), *gradients]).cpu()
+
+    def get_weights(self) -> Tensor:
+        """(number of parameters,) on the CPU."""
+        return torch.nn.utils.parameters_to_vector(self.model.parameters()).detach().cpu()
+
+    def set_weights(self, weights: Tensor) -> None:
+        """Takes over weights that `get_weights` returned, here or elsewhere."""
+        weights = weights.to(self.device, next(self.model.parameters()).dtype)
+        torch.nn.utils.vector_to_parameters(weights, self.model.parameters())
+
+
+def measured(
+    step: Callable[[Batch], float], batch: Batch, device: torch.device
+) -> tuple[float, float, int]:
+    """A step's loss, its seconds, and the bytes by which memory rose above what was held before.
+
+    Memory is what torch has allocated on a GPU, and the process's resident set on a CPU.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self._start = torch.cuda.memory_allocated(device)
-        else:
-            # Where the kernel does not let a process reset its peak, only a rise above it is seen.
-            reset_resident_peak()
-            _, self._start = resident_bytes()
-        self._highest = 0
-
-    def read(self) -> int:
-        """Bytes above the start, at the highest point since."""
-        if self._device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._device)
-        else:
-            _, peak = resident_bytes()
-        # Some kernels take the resident set's peak from samples, and it may even fall.
-        self._highest = max(self._highest, peak - self._start)
-        return self._highest
+    gpu = device.type == "cuda"
+    if gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
+    else:
+        # Where the kernel does not let a process reset its peak, only a rise above it is seen.
+        reset_resident_peak()
+        _, held = resident_bytes()
+    start = time.perf_counter()
+    loss = step(batch)
+    if gpu:
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - start
+    peak = torch.cuda.max_memory_allocated(device) if gpu else resident_bytes()[1]
+    # Some kernels take the resident set's peak from samples, and it may even fall.
+    return loss, seconds, max(0, peak - held)
 
 
-COLUMNS: tuple[Column, ...] = (
-    ("step", 4, lambda row: str(row.step)),
-    ("ring loss", 9, lambda row: f"{row.ring_loss:.6f}"),
-    ("dense loss", 10, lambda row: f"{row.dense_loss:.6f}"),
-    ("difference", 10, lambda row: f"{row.difference:.1e}"),
-    ("ring tok/s", 10, lambda row: f"{row.ring_tokens_per_s:,.0f}"),
-    ("dense tok/s", 11, lambda row: f"{row.dense_tokens_per_s:,.0f}"),
-    ("MiB/rank", 8, lambda row: f"{row.ring_peak_bytes / 2**20:.1f}"),
-    ("dense MiB", 9, lambda row: f"{row.dense_peak_bytes / 2**20:.1f}"),
-)
+def judge(trainer: MeshTrainer, twin: Twin | None, batches: Iterable[Batch]) -> list[Verdict]:
+    """Losses and gradients at the mesh's weights against float64; every rank calls it.
 
+    The bound is twice the twin's error, plus the rounding of the results to float32. Both errors
+    are norms over all bytes, or all parameters in units of each one's gradient: the greatest error
+    of a single parameter is a matter of luck, since roundings of one row reach all of it.
 
-def judge(
-    trainer: Trainer, batches: Iterable[dict[str, Tensor]], settings: Settings
-) -> list[Verdict]:
-    """The ring's losses and gradients against float64, at the ring's weights.
-
-    The bound is twice the dense twin's error, plus the rounding of the results to float32. Both
-    errors are norms over all bytes, or all parameters in units of each one's gradient. Roundings of
-    one row reach whole parameters, so that of a single one the greatest error is a matter of luck.
-
-    Every process calls it and gets the verdicts.
+    Returns:
+        The verdicts on rank 0, which has the twin; nothing elsewhere.
     """
-    is_twin = trainer.ring is None
-    weights = trainer.get_weights()
-    dist.broadcast(weights, src=0)
-    trainer.set_weights(weights)
-    if is_twin:
-        oracle = Trainer(replace(settings, dtype=torch.float64), trainer.device)
-        oracle.set_weights(weights)
-    sizes = [settings.seqlen, *(p.numel() for p in trainer.model.parameters())]
+    weights, settings = trainer.get_weights(), trainer.settings
+    sizes = [settings.batch * settings.seqlen, *trainer.parameter_sizes]
+    if twin is not None:
+        oracle = Twin(replace(settings, dtype=torch.float64), twin.device)
+        for one in (twin, oracle):
+            one.set_weights(weights)
     num_batches, squares = 0, torch.zeros(2, 2, dtype=torch.float64)
     for batch in batches:
         results = trainer.results_of(batch)
-        ring_results = results.clone()
-        dist.broadcast(ring_results, src=0)
-        if is_twin:
-            exact = oracle.results_of(batch)
-            pair = [squared_errors(x, exact, sizes) for x in (ring_results, results)]
+        if twin is not None:
+            with _all_cores():
+                dense, exact = twin.results_of(batch), oracle.results_of(batch)
+            pair = [squared_errors(x, exact, sizes) for x in (results, dense)]
             squares += torch.stack(pair, dim=1)
         num_batches += 1
-    dist.broadcast(squares, src=settings.twin)
-    return verdicts_of(squares, num_batches, len(sizes) - 1)
+        dist.barrier()
+    return [] if twin is None else verdicts_of(squares, num_batches, len(sizes) - 1)
 
 
-def generate_twice(trainer: Trainer, text: Tensor, settings: Settings) -> Comparison:
-    """Continues a text from the ring's sharded cache and from the twin's whole one.
+def squared_errors(x: Tensor, exact: Tensor, sizes: list[int]) -> Tensor:
+    """(2,) of the losses, which are the first part, and of the gradients, in units of each part."""
+    parts = zip(x.double().split(sizes), exact.split(sizes), strict=True)
+    # A part that is exactly zero must be met exactly.
+    tiny = torch.finfo(torch.float64).tiny
+    losses, *gradients = ((a - b).square().sum() / b.square().sum().clamp(tiny) for a, b in parts)
+    return torch.stack([losses, torch.stack(gradients).sum()])
 
-    In the type of the weights, float32: with bfloat16 a choice between two bytes would often hang
-    on a rounding.
 
-    Args:
-        trainer: with the weights that `judge` leaves, the same in every process.
-        text: (1, seqlen) int64, the same in every process; its last bytes are left out.
-        settings: of the run.
+def verdicts_of(squares: Tensor, num_batches: int, num_parameters: int) -> list[Verdict]:
+    """Judges sums of `squared_errors` over batches: columns of what is judged, and of the twin."""
+    rounding = torch.finfo(torch.float32).eps / 2
+    verdicts = []
+    for name, parts, (error, plain) in zip(
+        ("losses", "gradients"), (1, num_parameters), squares.sqrt().tolist(), strict=True
+    ):
+        bound = 2.0 * plain + rounding * math.sqrt(num_batches * parts)
+        verdicts.append(Verdict(name, error, bound, ok=error <= bound))
+    return verdicts
 
-    Every process calls it and gets the result.
+
+@contextlib.contextmanager
+def _all_cores() -> Iterator[None]:
+    """All cores of the machine for one rank while the others wait."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_cores())
+    yield
+    torch.set_num_threads(before)
+
+
+# -- the text
+
+
+@lru_cache(maxsize=1)
+def standard_library_text() -> Tensor:
+    """(bytes,) uint8: the sources of the running Python's standard library, in the order of names.
+
+    Raises:
+        FileNotFoundError: this Python came without sources.
     """
-    prompt = text[:, : settings.seqlen - settings.generate].to(trainer.device)
-    num_layers = settings.model.num_layers
-    if trainer.ring is None:
-        mine = generate(trainer.model, prompt, settings.generate, WholeCache(num_layers))
-    else:
-        cache = ShardedCache(num_layers, trainer.ring, settings.layout)
-        mine = generate(trainer.model, prompt, settings.generate, cache, CHUNKS)
-    generated: list[Generated] = []
-    for source in (0, settings.twin):
-        box = [mine if dist.get_rank() == source else None]
-        dist.broadcast_object_list(box, src=source)
-        assert box[0] is not None, "its source has filled it"
-        generated.append(box[0])
-    return compare(prompt, *generated)
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [path.relative_to(root) for path in root.rglob("*.py")]
+    text = bytearray()
+    for path in sorted(paths):
+        if NOT_TEXT.isdisjoint(path.parts):
+            text += (root / path).read_bytes()
+    if not text:
+        raise FileNotFoundError(f"no sources of the standard library in {root}")
+    return torch.frombuffer(text, dtype=torch.uint8)
 
 
-def heading(settings: Settings) -> str:
+def sample_batches(text: Tensor, seqlen: int, seed: int, batch: int = 1) -> Iterator[Batch]:
+    """Random windows of a text (bytes,) uint8 without end, the same for the same seed.
+
+    Yields:
+        `input_ids` and `labels`, (batch, seqlen) int64 each, unshifted.
+
+    Raises:
+        ValueError: the text is shorter than a window.
+    """
+    _check_length(text, seqlen)
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(text.numel() - seqlen + 1, (batch,), generator=generator).tolist()
+        windows = torch.stack([text[start : start + seqlen].long() for start in starts])
+        yield {"input_ids": windows, "labels": windows}
+
+
+def _check_length(text: Tensor, seqlen: int) -> None:
+    if seqlen > text.numel():
+        raise ValueError(f"seqlen must be at most {text.numel()}, all of the text, got {seqlen}")
+
+
+# -- what is printed
+
+COLUMNS = (
+    "step", "mesh loss", "dense loss", "difference", "mesh tok/s", "dense tok/s", "MiB/rank",
+    "dense MiB",
+)  # fmt: skip
+
+
+def heading(settings: Settings, device: str) -> str:
     """Describes the run that is about to begin."""
     with torch.device("meta"):
-        num_parameters = sum(p.numel() for p in Transformer(settings.model).parameters())
-    return (
-        f"{num_parameters:,} parameters in {dtype_name(settings.dtype)}, sequences of "
-        f"{settings.seqlen:,} bytes: a {settings.layout} ring of {settings.nproc} on "
-        f"{settings.device}, beside one process with dense attention"
+        model = settings.make_model(torch.device("meta"))
+    num_parameters = sum(p.numel() for p in model.parameters())
+    stages = (
+        f", schedule {settings.schedule} with {settings.num_stages} stages and "
+        f"{settings.microbatches} microbatches"
+        if settings.num_stages > 1
+        else ""
     )
+    spread = ", parameters sharded over dp and cp" if settings.fsdp else ""
+    return (
+        f"{num_parameters:,} parameters in {dtype_name(settings.dtype)} on mesh {settings.axes}, "
+        f"{settings.axes.size} ranks on {device}{stages}{spread}; {settings.batch} sequences of "
+        f"{settings.seqlen:,} bytes, {settings.layout} {settings.strategy}, beside one process "
+        "with dense attention"
+    )
+
+
+def _text(row: Row) -> str:
+    cells = (
+        str(row.step), f"{row.mesh_loss:.6f}", f"{row.dense_loss:.6f}", f"{row.difference:.1e}",
+        f"{row.mesh_tokens_per_s:,.0f}", f"{row.dense_tokens_per_s:,.0f}",
+        f"{row.mesh_peak_bytes / 2**20:.1f}", f"{row.dense_peak_bytes / 2**20:.1f}",
+    )  # fmt: skip
+    return "  ".join(cell.rjust(len(title)) for title, cell in zip(COLUMNS, cells, strict=True))
 
 
 def summary(settings: Settings, report: Report) -> str:
     """The result in a few lines."""
-    last = report.rows[-1]
-    ring_speed = statistics.median(row.ring_tokens_per_s for row in report.rows)
-    dense_speed = statistics.median(row.dense_tokens_per_s for row in report.rows)
+    rows, first, last = report.rows, report.rows[0], report.rows[-1]
+    speeds = [
+        statistics.median(speed)
+        for speed in zip(*((r.mesh_tokens_per_s, r.dense_tokens_per_s) for r in rows), strict=True)
+    ]
+    peak, dense_peak = (
+        max(sizes) / 2**20
+        for sizes in zip(*((r.mesh_peak_bytes, r.dense_peak_bytes) for r in rows), strict=True)
+    )
+    greatest = max(rows, key=lambda row: row.difference)
     return "\n".join(
         (
-            report.losses_line("", "dense"),
-            f"tokens/s  {ring_speed:,.0f} in a ring of {settings.nproc}, {dense_speed:,.0f} dense "
-            "(medians)",
-            f"memory    {last.ring_peak_bytes / 2**20:.1f} MiB a rank, "
-            f"{last.dense_peak_bytes / 2**20:.1f} MiB dense, above the built model",
+            f"loss      {first.mesh_loss:.4f} -> {last.mesh_loss:.4f} nats per byte in "
+            f"{len(rows)} steps (dense {first.dense_loss:.4f} -> {last.dense_loss:.4f})",
+            f"tokens/s  {speeds[0]:,.0f} on {settings.axes}, {speeds[1]:,.0f} dense (medians)",
+            f"memory    {peak:.1f} MiB a rank, {dense_peak:.1f} MiB dense, added by a step",
             "check     at the trained weights, against float64: "
             + "; ".join(map(str, report.verdicts)),
-            *_generation_lines(report.generation),
-            report.last_line(),
+            *([] if report.generation is None else report.generation.lines()),
+            f"greatest loss difference {greatest.difference:.2e} (step {greatest.step}): "
+            f"{'ok' if report.ok else 'FAILED'}",
         )
     )
-
-
-def _generation_lines(generation: Comparison | None) -> list[str]:
-    if generation is None:
-        return []
-    first = generation.first_difference
-    where = "" if first is None else f", from byte {first} on"
-    return [
-        f"after     {generation.context!r}",
-        f"generated {generation.text!r}",
-        f"equal to one process: {'yes' if generation.equal else 'no'}{where}; greatest logit "
-        f"difference {generation.greatest_difference:.1e}, closest choice by "
-        f"{generation.smallest_margin:.1e}, KV rows on the ranks "
-        f"{', '.join(map(str, generation.rows))}",
-    ]
-
-
-def _measured(trainer: Trainer, batch: dict[str, Tensor], memory: PeakMemory) -> Tensor:
-    """One step: (3,) float64 loss, seconds and peak bytes."""
-    start = time.perf_counter()
-    loss = trainer.step(batch)
-    if trainer.device.type == "cuda":
-        torch.cuda.synchronize(trainer.device)
-    seconds = time.perf_counter() - start
-    return torch.tensor([loss, seconds, memory.read()], dtype=torch.float64)
-
-
-def _gathered(step: int, figures: Tensor, settings: Settings) -> Row:
-    """The figures of all processes as a row; of the ring, those of its slowest and largest rank."""
-    everyone = [torch.empty_like(figures) for _ in range(settings.nproc + 1)]
-    dist.all_gather(everyone, figures)
-    ring, dense = torch.stack(everyone[: settings.twin]), everyone[settings.twin]
-    ring_loss, dense_loss = ring[0, 0].item(), dense[0].item()
-    return Row(
-        step,
-        ring_loss,
-        dense_loss,
-        settings.seqlen / ring[:, 1].max().item(),
-        settings.seqlen / dense[1].item(),
-        int(ring[:, 2].max()),
-        int(dense[2]),
-    )
-
-
-def _device(settings: Settings, rank: int) -> torch.device:
-    """The rank's own GPU; the twin takes the next one, or shares the last."""
-    if settings.device == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", min(rank, torch.cuda.device_count() - 1))
-    torch.cuda.set_device(device)
-    return device

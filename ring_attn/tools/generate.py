@@ -69,6 +69,18 @@ class Comparison:
     smallest_margin: float
     rows: tuple[int, ...]
 
+    def lines(self) -> list[str]:
+        """The comparison in words."""
+        first = self.first_difference
+        where = "" if first is None else f", from byte {first} on"
+        return [
+            f"after     {self.context!r}",
+            f"generated {self.text!r}",
+            f"equal to one process: {'yes' if self.equal else 'no'}{where}; greatest logit "
+            f"difference {self.greatest_difference:.1e}, closest choice by "
+            f"{self.smallest_margin:.1e}, KV rows on the ranks {', '.join(map(str, self.rows))}",
+        ]
+
 
 class WholeCache:
     """Everything in this process, with dense attention: no line of `ring_attn` takes part."""
@@ -188,6 +200,20 @@ def generate(
         steps.append(logits.float())
     all_logits = torch.stack(steps).cpu()
     return Generated(all_logits.argmax(-1).tolist(), all_logits, cache.rows)
+
+
+def generate_twice(
+    model: Transformer, prompt: Tensor, num_tokens: int, group: dist.ProcessGroup, layout: str
+) -> Comparison:
+    """Continues a prompt from a cache that is split over the group, and from a whole one.
+
+    The type of the weights must be float32: with bfloat16 a choice between two bytes would often
+    hang on a rounding. Every rank calls it, with the same arguments, and gets the result.
+    """
+    num_layers = len(model.layers)
+    cache = ShardedCache(num_layers, group, layout)
+    sharded = generate(model, prompt, num_tokens, cache, CHUNKS)
+    return compare(prompt, sharded, generate(model, prompt, num_tokens, WholeCache(num_layers)))
 
 
 def compare(prompt: Tensor, sharded: Generated, whole: Generated) -> Comparison:

@@ -36,6 +36,7 @@ What must not be done:
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Iterable
@@ -79,7 +80,11 @@ from ring_attn.tools.model import (
     rope_rotation,
     token_losses,
 )
-from ring_attn.tools.training import CLIP_NORM, Settings, autocast, make_optimizer
+
+# For dim 128; wider layers take smaller steps. Twice as much, or no clipping, trains no better in
+# so few steps, and the optimizer then feeds roundings back tens of times as strongly.
+LEARNING_RATE = 1e-3
+CLIP_NORM = 1.0
 
 AXES = ("pp", "dp", "cp", "tp")
 
@@ -135,32 +140,48 @@ class Axes:
         return init_device_mesh(device_type, self.sizes, mesh_dim_names=AXES)
 
 
-@dataclass(frozen=True)
-class MeshSettings:
-    """One run on a mesh.
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One training, the same on every rank.
 
     Attributes:
-        run: the model, the batches and how long; `run.nproc` ranks.
-        axes: of the mesh.
-        schedule: of the pipeline, "gpipe", "1f1b" or "interleaved" (two stages a rank); there is
-            one of a single stage where pp is 1.
+        axes: sizes of the mesh's axes.
+        model: sizes of the model.
+        seqlen: bytes of a sequence.
+        batch: sequences of a batch, over all replicas.
         microbatches: parts in which a replica's sequences go through the pipeline.
+        schedule: of the pipeline, "gpipe", "1f1b" or "interleaved" (two stages a rank); a pipeline
+            of a single stage where pp is 1.
         fsdp: whether parameters are sharded over dp and cp, rather than replicated.
         strategy: how the ranks of cp share the attention.
+        layout: which rows a rank of cp holds.
+        dtype: bfloat16 is autocast, float64 all the way.
+        seed: of the weights and the batches.
 
     Raises:
-        ValueError: sizes that do not fit each other, or names that there are not.
+        ValueError: sizes that do not fit each other, or names that do not exist.
     """
 
-    run: Settings
     axes: Axes
-    schedule: str = "1f1b"
+    model: ModelConfig
+    seqlen: int
+    batch: int = 1
     microbatches: int = 1
+    schedule: str = "1f1b"
     fsdp: bool = False
     strategy: str | Strategy = "ring"
+    layout: str = "zigzag"
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        model, axes = self.run.model, self.axes
+        model, axes = self.model, self.axes
+        least = max(2, axes.cp)
+        if self.seqlen < least:
+            raise ValueError(
+                f"seqlen must be at least {least}, a byte for each rank of cp and one to predict, "
+                f"got {self.seqlen}"
+            )
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {list(SCHEDULES)}, got {self.schedule!r}")
         if self.num_stages > model.num_layers:
@@ -168,10 +189,10 @@ class MeshSettings:
                 f"layers must be at least {self.num_stages}, one for each stage of schedule "
                 f"{self.schedule!r} with pp={axes.pp}, got {model.num_layers}"
             )
-        if self.run.batch % (axes.dp * self.microbatches):
+        if self.batch % (axes.dp * self.microbatches):
             raise ValueError(
                 f"batch must be a multiple of dp={axes.dp} times microbatches="
-                f"{self.microbatches}, got {self.run.batch}"
+                f"{self.microbatches}, got {self.batch}"
             )
         if self.schedule == "1f1b" and self.microbatches < axes.pp:
             raise ValueError(
@@ -193,6 +214,25 @@ class MeshSettings:
         """Stages of the pipeline."""
         return self.axes.pp * SCHEDULES[self.schedule]
 
+    def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        """The context in which the model and its loss are computed."""
+        if self.dtype == torch.bfloat16:
+            return torch.autocast(device.type, self.dtype)
+        return contextlib.nullcontext()
+
+    def make_model(self, device: torch.device) -> Transformer:
+        """The whole model, with the same weights in every process."""
+        torch.manual_seed(self.seed)
+        model = Transformer(self.model).to(device)
+        return model.double() if self.dtype == torch.float64 else model
+
+    def make_optimizer(
+        self, parameters: Iterable[nn.Parameter], *, foreach: bool | None = None
+    ) -> torch.optim.Optimizer:
+        """The optimizer of every process; `foreach` as torch has it."""
+        rate = LEARNING_RATE * 128 / self.model.dim
+        return torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), foreach=foreach)
+
 
 class Stage(nn.Module):
     """Consecutive layers of a model; the first stage embeds too, the last has norm and head.
@@ -201,25 +241,26 @@ class Stage(nn.Module):
     """
 
     def __init__(
-        self, model: Transformer, index: int, num_stages: int, attention: Attention, run: Settings
+        self, model: Transformer, index: int, attention: Attention, settings: Settings
     ) -> None:
         super().__init__()
+        num_stages = settings.num_stages
         is_first, is_last = index == 0, index == num_stages - 1
         cuts = [i * len(model.layers) // num_stages for i in (index, index + 1)]
         self.embed_tokens = model.embed_tokens if is_first else nn.Identity()
         self.layers = nn.ModuleDict({str(i): model.layers[i] for i in range(*cuts)})
         self.norm = model.norm if is_last else nn.Identity()
         self.lm_head = model.lm_head if is_last else nn.Identity()
-        self._attention, self._run = attention, run
+        self._attention, self._settings = attention, settings
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
         """Token ids (batch, rows) or activations (batch, rows, dim), to activations or logits.
 
         position_ids are (batch, rows): the schedule cuts them along with the batch.
         """
-        with autocast(self._run, x.device):
+        with self._settings.autocast(x.device):
             x = self.embed_tokens(x)
-            rotation = rope_rotation(position_ids, self._run.model, x.dtype)
+            rotation = rope_rotation(position_ids, self._settings.model, x.dtype)
             for layer in self.layers.values():
                 x = layer(x, rotation, self._attention)
             return self.lm_head(self.norm(x))
@@ -235,18 +276,15 @@ class MeshTrainer:
         parameter_sizes: of the whole model, in its order.
     """
 
-    def __init__(self, settings: MeshSettings, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(self, settings: Settings, mesh: DeviceMesh, device: torch.device) -> None:
         self.settings, self.mesh, self.device = settings, mesh, device
-        run, axes = settings.run, settings.axes
+        axes = settings.axes
         self._at = {axis: mesh.get_local_rank(axis) for axis in AXES}
-        self.layout = SequenceLayout.from_name(run.layout, run.seqlen, axes.cp)
+        self.layout = SequenceLayout.from_name(settings.layout, settings.seqlen, axes.cp)
         # The ranks between which only the rows differ have the same parameters.
         self._replicas = mesh["dp", "cp"]._flatten("dp_cp")
 
-        torch.manual_seed(run.seed)
-        whole = Transformer(run.model).to(device)
-        if run.dtype == torch.float64:
-            whole.double()
+        whole = settings.make_model(device)
         self._names = [name for name, _ in whole.named_parameters()]
         self.parameter_sizes = [p.numel() for p in whole.parameters()]
         attention = partial(
@@ -257,10 +295,10 @@ class MeshTrainer:
             strategy=settings.strategy,
         )
         mine = range(self._at["pp"], settings.num_stages, axes.pp)
-        stages = [Stage(whole, i, settings.num_stages, attention, run) for i in mine]
+        stages = [Stage(whole, i, attention, settings) for i in mine]
         if axes.tp > 1:
             for stage in stages:
-                _shard_heads(stage, mesh["tp"], run.model)
+                _shard_heads(stage, mesh["tp"], settings.model)
         if settings.fsdp:
             for stage in stages:
                 _shard_parameters(stage, self._replicas)
@@ -268,7 +306,7 @@ class MeshTrainer:
         self._is_first, self._is_last = mine[0] == 0, mine[-1] == settings.num_stages - 1
         self._schedule = self._pipeline(list(mine))
         # Plain parameters and DTensors do not go together into one operator.
-        self._optimizer = make_optimizer(self.stages.parameters(), run, foreach=False)
+        self._optimizer = settings.make_optimizer(self.stages.parameters(), foreach=False)
 
     def step(self, batch: dict[str, Tensor]) -> float:
         """Trains on one batch; returns its mean loss before the update."""
@@ -322,7 +360,7 @@ class MeshTrainer:
 
     def _part_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """This rank's sequences, and its rows of them."""
-        size = self.settings.run.batch // self.settings.axes.dp
+        size = self.settings.batch // self.settings.axes.dp
         start = self._at["dp"] * size
         sequences = {name: x[start : start + size].to(self.device) for name, x in batch.items()}
         part = shard_batch(sequences, self.layout, self._at["cp"])
@@ -352,11 +390,11 @@ class MeshTrainer:
 
     def _share_of_loss(self, logits: Tensor, shift_labels: Tensor) -> Tensor:
         """The share of the whole batch's mean loss that a microbatch's rows on this rank have."""
-        run = self.settings.run
-        with autocast(run, self.device):
+        settings = self.settings
+        with settings.autocast(self.device):
             losses = token_losses(logits, shift_labels)
         # The last byte of a sequence has no next one.
-        return mean_loss(losses, num_targets=run.batch * (run.seqlen - 1))
+        return mean_loss(losses, num_targets=settings.batch * (settings.seqlen - 1))
 
     @torch.no_grad()
     def _clip(self, max_norm: float) -> None:

@@ -17,12 +17,19 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ring_attn.arguments import (
+from ring_attn.layout import LAYOUTS
+from ring_attn.planning.choice import Candidate, Choice, Problem
+from ring_attn.planning.devices import Cluster, builtin_cluster, find_cluster, load_cluster
+from ring_attn.planning.planner import explain, schedule_for
+from ring_attn.planning.schedule import Compute, Transfer
+from ring_attn.planning.simulate import Simulation, simulate
+from ring_attn.strategy import NAMES
+from ring_attn.tools import plan_report as report
+from ring_attn.tools.arguments import (
     add_common,
     command_line,
     format_size,
@@ -34,14 +41,6 @@ from ring_attn.arguments import (
     table_console,
     write_json,
 )
-from ring_attn.layout import LAYOUTS
-from ring_attn.planning.choice import Candidate, Choice, Problem
-from ring_attn.planning.devices import Cluster, builtin_cluster, find_cluster, load_cluster
-from ring_attn.planning.planner import explain, schedule_for
-from ring_attn.planning.schedule import Compute, Transfer
-from ring_attn.planning.simulate import Simulation, simulate
-from ring_attn.strategy import NAMES
-from ring_attn.tools import plan_report as report
 
 BUILTIN = {"a100": "A100", "h100": "H100", "h200": "H200", "b200": "B200"}
 PLOTS = (".png", ".svg")
@@ -61,20 +60,11 @@ MOST_RANK_STEPS = 1 << 21
 
 @dataclass(frozen=True)
 class StepRow:
-    """One step of the chosen strategy, over all ranks; seconds of the rank that takes longest.
+    """One step of the chosen strategy, over all ranks; seconds are those of the slowest rank.
 
-    Attributes:
-        direction: "forward" or "backward".
-        step: its label.
-        full: ranks that compute without a mask.
-        cut: ranks whose rows the mask cuts.
-        absent: ranks with nothing to compute.
-        least_area: visible pairs of the rank with fewest.
-        most_area: of the rank with most.
-        bytes_sent: that leave the rank which sends most.
-        compute_s: in attention.
-        transfer_s: from the beginning to the end of the exchanges that are posted.
-        wait_s: until an exchange is complete.
+    Ranks compute without a mask (`full`), have rows that the mask cuts (`cut`) or nothing to
+    compute (`absent`). Areas are visible pairs of a rank; `bytes_sent` is of the rank that sends
+    most; exchanges that the step posts take `transfer_s`, waiting for one takes `wait_s`.
     """
 
     direction: str
@@ -122,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--same-bits", action=argparse.BooleanOptionalAction, help="only where it can be had")
     add("--backward", action=argparse.BooleanOptionalAction, default=True)
     add("--memory", type=parse_size, metavar="BYTES", help="of a rank, such as 80G")
-    add("--plot", metavar="PATH", type=parse_plot, help="draw the pictures as .png or .svg")
+    add("--plot", metavar="PATH", type=parse_report, help="draw the pictures as .png or .svg")
     add_common(parser)
 
 
@@ -139,20 +129,10 @@ def parse_window(text: str) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-def parse_plot(text: str) -> Path:
-    """A path that ends in .png or .svg, in a folder that exists.
-
-    Raises:
-        argparse.ArgumentTypeError: anything else; argparse shows the text.
-    """
-    path = parse_report(text)
-    if path.suffix not in PLOTS:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither .png nor .svg")
-    return path
-
-
 def run(args: argparse.Namespace) -> int:
     """Plans, prints, draws."""
+    if args.plot is not None and args.plot.suffix not in PLOTS:
+        raise ValueError(f"--plot {str(args.plot)!r} is neither .png nor .svg")
     if args.plot is not None and find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib, which is not installed: pip install matplotlib")
     check_bounds(args)
@@ -175,12 +155,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         report.plot(choice, simulations, args.plot)
     if args.json is not None:
-        found = {
-            "command": command_line(),
-            **choice.to_dict(),
-            "steps": [asdict(row) for row in rows],
-        }
-        write_json(args.json, found)
+        steps = [asdict(row) for row in rows]
+        write_json(args.json, {"command": command_line(), **choice.to_dict(), "steps": steps})
     return 0
 
 
@@ -193,17 +169,14 @@ def check_bounds(args: argparse.Namespace) -> None:
     documents = 0
     if args.documents is not None:
         documents = -(-args.seqlen * len(args.documents) // sum(args.documents))
+    heads = args.batch * args.heads
     for option, value, most in (
         ("--world-size", args.world_size, MOST_RANKS),
         ("--seqlen", args.seqlen, MOST_ROWS),
         ("--seqlen-k", args.seqlen_k or 0, MOST_ROWS),
         ("--heads", args.heads, MOST_HEADS),
-        ("--batch x heads x head dim", args.batch * args.heads * args.head_dim, MOST_ROW),
-        (
-            "--batch x heads x head dim of v",
-            args.batch * args.heads * (args.head_dim_v or 0),
-            MOST_ROW,
-        ),
+        ("--batch x heads x head dim", heads * args.head_dim, MOST_ROW),
+        ("--batch x heads x head dim of v", heads * (args.head_dim_v or 0), MOST_ROW),
         ("documents", documents, MOST_DOCUMENTS),
     ):
         if value > most:

@@ -9,7 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import TypeVar
 
-from ring_attn import interrupt
+from ring_attn.tools import interrupt
 
 T = TypeVar("T")
 R = TypeVar("R")

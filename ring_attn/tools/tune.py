@@ -13,8 +13,7 @@ orders of its tasks. The configs of a kind are
                --repeats runs must be equal bit for bit
     timed      in turn within every repetition; more often, where they are close to the fastest
 
-At the end whole forwards and backwards, in the frozen and in the best configs, are timed beside
-cuDNN's and torch's flash attention.
+`ring-attn bench kernel` times whole forwards and backwards beside other implementations.
 
 A config that is wrong, or differs between two runs, is named and never recommended. TFLOP/s count
 the matrix products that a kernel does: 2 forward, 4 for dk and dv, 3 for dq. The last lines are
@@ -31,46 +30,41 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ring_attn.arguments import parse_size
 from ring_attn.backends import get_backend
 from ring_attn.backends.triton import TritonBackend
-from ring_attn.bench.implementations import Attention, Data, Problem, make, reason, unavailable
+from ring_attn.bench.implementations import Attention, Data, Problem, reason
 from ring_attn.bench.judge import Judge
 from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
 from ring_attn.bench.report import Report, show
 from ring_attn.bench.timing import Call, Sample, is_alive, time_in_turn, watch_for
-from ring_attn.env import machine
-from ring_attn.launch import num_cores
 from ring_attn.layout import SequenceLayout
 from ring_attn.plan import pair_tiles
 from ring_attn.spec import Scores
+from ring_attn.tools.arguments import parse_size
+from ring_attn.tools.env import machine
+from ring_attn.tools.launch import num_cores
 from ring_attn.tools.processes import map_in_processes
 from ring_attn.tools.tune_report import (
     KINDS,
     Row,
     best,
-    config_of,
     kernel_of,
     label,
     median_ms,
     table,
     table_line,
-    with_speed,
     with_times,
 )
 
 if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config
-
-PEERS = ("cudnn", "torch-flash")
 
 # Matrix products of a kernel, of 2 x pairs x head_dim operations each.
 PRODUCTS = {"fwd": 2, "dkdv": 4, "dq": 3}
@@ -187,12 +181,13 @@ class Kernels:
 def candidate(kind: str, config: Config, frozen: Config, *, gluon: bool = False) -> Row:
     """A row of a config that nothing is known of yet."""
     name = f"gluon {label(config)}" if gluon else label(config)
-    return Row(kind, name, asdict(config), gluon, not gluon and config == frozen)
+    config = replace(config, note="")
+    return Row(kind, name, config, gluon, not gluon and config == replace(frozen, note=""))
 
 
 def configs_of(row: Row) -> dict[str, Config]:
     """The config of a row, by the kind that the backend knows it by."""
-    return {GLUON if row.gluon else row.kind: config_of(row)}
+    return {GLUON if row.gluon else row.kind: row.config}
 
 
 class Tuning(Report[Setting, Row]):
@@ -211,24 +206,17 @@ class Tuning(Report[Setting, Row]):
         """Every kind that there is time for; what one leaves of its share goes to the next."""
         kinds = self.setting.kinds
         for index, kind in enumerate(kinds):
-            share = self.left() / (len(kinds) - index + 1)
-            self._attempt(kind, partial(self._search, kind, share))
-        for causal in (True, False):
-            self._attempt("a whole", partial(self._whole, causal=causal))
+            if self.left() <= 0.0 or self._dead:
+                break
+            try:
+                self._search(kind, self.left() / (len(kinds) - index))
+            except Exception as error:  # past its candidates: it costs no other kind
+                traceback.print_exception(error)
+                self.failures.append(f"{kind} failed: {reason(error)}")
+                self._dead = not is_alive(self.setting.device)
+            self._free_memory()
+            self.save()
         self.save(last=True)
-
-    def _attempt(self, name: str, stage: Callable[[], None]) -> None:
-        """Runs a stage if there is time; an error past its candidates costs no other stage."""
-        if self.left() <= 0.0 or self._dead:
-            return
-        try:
-            stage()
-        except Exception as error:
-            traceback.print_exception(error)
-            self.failures.append(f"{name} failed: {reason(error)}")
-            self._dead = not is_alive(self.setting.device)
-        self._free_memory()
-        self.save()
 
     def summary(self) -> list[str]:
         """Lines: speeds, wrong configs, then entries for the table of configs, and counts."""
@@ -240,9 +228,8 @@ class Tuning(Report[Setting, Row]):
         lines += [f"WRONG {row.kind}: {row.name}: {row.note}" for row in self.rows if row.wrong]
         head_dim = self.setting.head_dim
         lines += [table_line(row, self._arch, head_dim, where) for row in chosen]
-        ours = [row for row in self.rows if row.config is not None]
-        timed, wrong = sum(row.samples > 0 for row in ours), sum(row.wrong for row in ours)
-        counts = f"{len(ours)} configs, {timed} timed, {wrong} wrong"
+        timed, wrong = sum(row.samples > 0 for row in self.rows), sum(r.wrong for r in self.rows)
+        counts = f"{len(self.rows)} configs, {timed} timed, {wrong} wrong"
         return [*lines, f"{counts}; {self.seconds:.0f} s, {len(self.failures)} failures"]
 
     def _search(self, kind: str, seconds: float) -> None:
@@ -254,7 +241,7 @@ class Tuning(Report[Setting, Row]):
         orders = self._orders(found)
         if orders and not self._dead:
             # The frozen config runs once more, beside them.
-            again = candidate(kind, config_of(found[0]), config_of(found[0]))
+            again = candidate(kind, found[0].config, found[0].config)
             found += self._measure(problem, data, [again, *orders], end)[1:]
         for row in found:
             if row.frozen and row.note:
@@ -267,17 +254,17 @@ class Tuning(Report[Setting, Row]):
         fastest = min(timed, key=lambda row: row.median_ms or math.inf, default=None)
         if self._arch != "sm_90" or fastest is None or fastest.gluon:
             return []
-        frozen, known = config_of(found[0]), {label(config_of(row)) for row in found}
-        orders = self._configs.reordered(config_of(fastest))
+        frozen, known = found[0].config, {row.name for row in found}
+        orders = self._configs.reordered(fastest.config)
         return [candidate(fastest.kind, x, frozen) for x in orders if label(x) not in known]
 
     def _candidates(self, kind: str) -> list[Row]:
         """The frozen config, those of the search space, and those of the forward in Gluon."""
         setting = self.setting
         sizes = (self._arch, setting.head_dim, setting.dtype)
-        frozen = replace(self._configs.frozen(kind, *sizes), note="")
-        space = [replace(x, note="") for x in self._configs.search_space(kind, *sizes)]
-        found = [candidate(kind, x, frozen) for x in dict.fromkeys([frozen, *space])]
+        frozen = self._configs.frozen(kind, *sizes)
+        space = [frozen, *self._configs.search_space(kind, *sizes)]
+        found = list(dict.fromkeys(candidate(kind, x, frozen) for x in space))
         if kernel_of(kind) == "fwd" and self._arch == "sm_90" and setting.dtype.itemsize == 2:
             from ring_attn.kernels.gluon_guard import gluon_missing
 
@@ -285,7 +272,7 @@ class Tuning(Report[Setting, Row]):
                 from ring_attn.kernels.hopper_fwd import CONFIGS
 
                 gluon = CONFIGS.get(setting.head_dim, ())
-                found += [candidate(kind, replace(x, note=""), frozen, gluon=True) for x in gluon]
+                found += [candidate(kind, x, frozen, gluon=True) for x in gluon]
         return found
 
     def _measure(self, problem: Problem, data: Data, rows: Sequence[Row], end: float) -> list[Row]:
@@ -296,8 +283,7 @@ class Tuning(Report[Setting, Row]):
         judge.prepare()
         rows = [self._checked(row, problem, data, judge, last_check) for row in rows]
         del judge
-        rows = self._timed(problem, data, rows, end)
-        return [with_speed(row, rows[0]) for row in rows]
+        return self._timed(problem, data, rows, end)
 
     def _built(self, problem: Problem, rows: Sequence[Row]) -> list[Row]:
         """Compiles all; notes which do not compile, or take their process down."""
@@ -368,47 +354,10 @@ class Tuning(Report[Setting, Row]):
         close = [n for n, ms in shortest.items() if ms <= limit or right[n].frozen]
         samples |= race(close, self.setting.iters)
         flops = PRODUCTS[kernel_of(rows[0].kind)] * problem.flops("fwd") // PRODUCTS["fwd"]
-        return [
-            with_times(
-                replace(row, note=notes.get(row.name, row.note)), samples.get(row.name, []), flops
-            )
-            for row in rows
-        ]
-
-    def _whole(self, *, causal: bool) -> None:
-        """Whole forwards and backwards: frozen configs, the best, and other implementations."""
-        setting = self.setting
-        problem = setting.problem_of(causal=causal)
-        data = problem.data()
-        chosen: dict[str, Config] = {}
-        for row in best(self.rows):
-            chosen[GLUON if row.gluon else row.kind] = config_of(row)
-        attentions: dict[str, Attention] = {
-            "ours, frozen configs": Kernels(problem, data, {}),
-            "ours, best configs": Kernels(problem, data, chosen),
-        }
-        for name in PEERS:
-            if unavailable(name, setting.device) is None:
-                attentions[name] = make(name, problem, data, backend="triton", backward=True)
-        notes: dict[str, str] = {}
-        calls = {
-            name: Call([one.forward, one.backward], one.release) for name, one in attentions.items()
-        }
-        samples = time_in_turn(
-            calls, self._watch, setting.iters, seconds=self.left(),
-            failed=lambda name, error: notes.update({name: f"cannot run: {reason(error)}"}),
-        )  # fmt: skip
-        for stage, mode in enumerate(("fwd", "bwd")):
-            kind = f"{'forward' if mode == 'fwd' else 'backward'} {'causal' if causal else 'full'}"
-            stages = {
-                name: [Sample((sample.ms[stage],), sample.host_ms) for sample in taken]
-                for name, taken in samples.items()
-            }
-            rows = [
-                with_times(Row(kind, name, note=notes.get(name, "")), taken, problem.flops(mode))
-                for name, taken in stages.items()
-            ]
-            self.rows += [with_speed(row, rows[0]) for row in rows]
+        rows = [replace(row, note=notes.get(row.name, row.note)) for row in rows]
+        of_frozen = samples.get(rows[0].name)
+        frozen_ms = median_ms(of_frozen) if of_frozen else None
+        return [with_times(row, samples.get(row.name, []), flops, frozen_ms) for row in rows]
 
     def _reason(self, row: Row, error: Exception) -> str:
         """Why a candidate cannot run; ends the search if it has broken the device's context."""

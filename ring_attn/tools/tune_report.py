@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from ring_attn.arguments import format_size
 from ring_attn.bench.report import new_table, show
 from ring_attn.bench.timing import Sample, quantiles
+from ring_attn.tools.arguments import format_size
 
 if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config
@@ -30,12 +30,12 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class Row:
-    """One config of a kind, or one implementation of a whole; None where there is no figure.
+    """One config of a kind; None where there is no figure.
 
     Attributes:
-        kind: in the table of configs; "forward causal" and the like for a whole.
-        name: the config or the implementation, in words.
-        config: its fields.
+        kind: in the table of configs.
+        name: the config in words.
+        config: the config.
         gluon: it is of the forward in Gluon.
         frozen: it is the table's.
         max_ratio: greatest error / bound; above 1 is wrong.
@@ -46,7 +46,7 @@ class Row:
 
     kind: str
     name: str
-    config: dict[str, Any] | None = None
+    config: Config
     gluon: bool = False
     frozen: bool = False
     max_ratio: float | None = None
@@ -69,34 +69,20 @@ def kernel_of(kind: str) -> str:
     return kind.partition("_")[0]
 
 
-def config_of(row: Row) -> Config:
-    """The config of a row that has one."""
-    from ring_attn.kernels.configs import Config
-
-    return Config(**(row.config or {}))
-
-
-def median_ms(samples: Iterable[Sample]) -> float:
+def median_ms(samples: Sequence[Sample]) -> float:
     """The median of calls of one stage."""
     return quantiles([sample.ms[0] for sample in samples])[1]
 
 
-def with_times(row: Row, samples: Sequence[Sample], flops: int) -> Row:
+def with_times(row: Row, samples: Sequence[Sample], flops: int, frozen_ms: float | None) -> Row:
     """The row with medians; as it is where nothing was timed."""
     if not samples:
         return row
     p20, median, p80 = quantiles([sample.ms[0] for sample in samples])
     return replace(
         row, median_ms=median, p20_ms=p20, p80_ms=p80, samples=len(samples),
-        tflops=flops / median / 1e9,
+        tflops=flops / median / 1e9, speed=frozen_ms and frozen_ms / median,
     )  # fmt: skip
-
-
-def with_speed(row: Row, reference: Row | None) -> Row:
-    """The row with its speed over that of another."""
-    if reference is None or not (row.median_ms and reference.median_ms):
-        return row
-    return replace(row, speed=reference.median_ms / row.median_ms)
 
 
 def best(rows: Sequence[Row]) -> list[Row]:
@@ -107,10 +93,10 @@ def best(rows: Sequence[Row]) -> list[Row]:
     """
     found: list[Row] = []
     for kernel, block in FOLDED.items():
-        mine = [row for row in rows if kernel_of(row.kind) == kernel and row.config]
+        mine = [row for row in rows if kernel_of(row.kind) == kernel]
         kinds = {kind: [r for r in mine if r.kind == kind and r.speed] for kind in KINDS}
         timed = [of_kind for of_kind in kinds.values() if of_kind]
-        lengths = {row.name: getattr(config_of(row), block) for row in mine}
+        lengths = {row.name: getattr(row.config, block) for row in mine}
         frozen = {lengths[row.name] for row in mine if row.frozen}
         options = [
             option
@@ -132,7 +118,7 @@ def label(config: Config) -> str:
 
 def table_line(row: Row, arch: str, head_dim: int, where: str) -> str:
     """The line that puts a row's config into the table of `kernels/configs.py`."""
-    config = config_of(row)
+    config = row.config
     names = [field.name for field in fields(config) if field.default is MISSING]
     words = [repr(getattr(config, name)) for name in names]
     words.append(f'"{show(row.median_ms, ".3g")} ms ({where})"')
@@ -151,7 +137,7 @@ def _extras(config: Config) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Row], title: str) -> Table:
-    """The frozen config, the fastest ones and the other implementations; the JSON has all."""
+    """The frozen config, and the fastest ones; the JSON has all."""
     found = new_table(
         title, ("kind", "config"), ("ms", "p20-p80", "TFLOP/s", "x frozen", "error / bound")
     )

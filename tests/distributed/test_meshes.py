@@ -22,18 +22,18 @@ from torch.distributed.fsdp import FSDPModule
 
 from ring_attn import Strategy
 from ring_attn.testing import Verdict
+from ring_attn.tools import demo
 from ring_attn.tools import mesh as on_mesh
-from ring_attn.tools import mesh_demo
-from ring_attn.tools.mesh import SCHEDULES, Axes, MeshSettings, MeshTrainer
-from ring_attn.tools.model import ModelConfig
-from ring_attn.tools.training import (
+from ring_attn.tools.demo import (
     Report,
-    Settings,
-    Trainer,
+    Run,
+    Twin,
     sample_batches,
     squared_errors,
     standard_library_text,
 )
+from ring_attn.tools.mesh import SCHEDULES, Axes, MeshTrainer, Settings
+from ring_attn.tools.model import ModelConfig
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("one_thread")]
 
@@ -56,13 +56,20 @@ def settings_for(
     seqlen: int = 33,
     batch: int = 4,
     dim: int = 32,
-) -> MeshSettings:
+) -> Settings:
     model = ModelConfig(dim=dim, hidden_dim=3 * dim, num_layers=4, nheads_kv=nheads_kv)
-    sizes = Axes.parse(axes)
-    run = Settings(
-        sizes.size, seqlen, STEPS, layout, "cpu", torch.float64, 0, True, model, batch=batch
+    return Settings(
+        axes=Axes.parse(axes),
+        model=model,
+        seqlen=seqlen,
+        batch=batch,
+        microbatches=microbatches,
+        schedule=schedule,
+        fsdp=fsdp,
+        strategy=strategy,
+        layout=layout,
+        dtype=torch.float64,
     )
-    return MeshSettings(run, sizes, schedule, microbatches, fsdp, strategy)
 
 
 @dataclass(frozen=True)
@@ -80,11 +87,12 @@ def some_text() -> Tensor:
     return standard_library_text()[: 1 << 18].clone()
 
 
-def trained(trainer: Trainer | MeshTrainer, run: Settings, text: Tensor) -> Trained:
+def trained(trainer: Twin | MeshTrainer, text: Tensor, steps: int = STEPS) -> Trained:
     """Either kind, on the same batches."""
-    batches = sample_batches(text, run.seqlen, run.seed, run.batch)
+    settings = trainer.settings
+    batches = sample_batches(text, settings.seqlen, settings.seed, settings.batch)
     results = trainer.results_of(next(batches))
-    losses = [trainer.step(batch) for batch in islice(batches, run.steps)]
+    losses = [trainer.step(batch) for batch in islice(batches, steps)]
     return Trained(torch.tensor(losses, dtype=torch.float64), results, trainer.get_weights())
 
 
@@ -94,29 +102,32 @@ def open_mesh(axes: Axes) -> DeviceMesh:
     return axes.mesh("cpu")
 
 
-def train_on_mesh(settings: MeshSettings, text: Tensor) -> Trained:
+def train_on_mesh(settings: Settings, text: Tensor, steps: int = STEPS) -> Trained:
     """In a rank."""
-    return trained(MeshTrainer(settings, open_mesh(settings.axes), CPU), settings.run, text)
+    return trained(MeshTrainer(settings, open_mesh(settings.axes), CPU), text, steps)
 
 
 @lru_cache(maxsize=8)
-def train_alone(run: Settings) -> Trained:
-    """One process, dense attention; only what it depends on is in `run`."""
-    return trained(Trainer(run, CPU), run, some_text())
+def train_alone(settings: Settings) -> Trained:
+    """One process, dense attention; only the settings that it depends on may differ."""
+    return trained(Twin(settings, CPU), some_text())
 
 
-def verdicts_of(mesh: Trained, settings: MeshSettings) -> list[Verdict]:
+def verdicts_of(mesh: Trained, settings: Settings) -> list[Verdict]:
     """The mesh in float64 against one process in float64, by one process in float32."""
-    run = replace(settings.run, nproc=1, layout="contiguous")
-    exact = train_alone(run)
-    plain = train_alone(replace(run, dtype=torch.float32))
-    sizes = [run.batch * run.seqlen, *(p.numel() for p in Trainer(run, CPU).model.parameters())]
+    alone = Settings(
+        axes=Axes(), model=settings.model, seqlen=settings.seqlen, batch=settings.batch,
+        dtype=torch.float64,
+    )  # fmt: skip
+    exact = train_alone(alone)
+    plain = train_alone(replace(alone, dtype=torch.float32))
+    sizes = [alone.batch * alone.seqlen, *(p.numel() for p in Twin(alone, CPU).model.parameters())]
 
     def judged(name: str, error: Tensor, of_float32: Tensor, floor: float) -> Verdict:
         bound = 3.0 * SCALE * float(of_float32) + floor
         return Verdict(name, float(error), bound, ok=float(error) <= bound)
 
-    distances = [(x.losses - exact.losses).abs().max() for x in (mesh, plain)]
+    distances = [(x.losses - exact.losses[: len(x.losses)]).abs().max() for x in (mesh, plain)]
     errors = [squared_errors(x.results, exact.results, sizes).sqrt() for x in (mesh, plain)]
     return [
         judged("losses of all steps", *distances, 4.0 * ROUNDING * float(exact.losses.max())),
@@ -125,7 +136,7 @@ def verdicts_of(mesh: Trained, settings: MeshSettings) -> list[Verdict]:
     ]
 
 
-def assert_holds(results: list[Trained], settings: MeshSettings) -> None:
+def assert_holds(results: list[Trained], settings: Settings) -> None:
     for result in results[1:]:
         assert torch.equal(result.losses, results[0].losses)
         assert torch.equal(result.weights, results[0].weights), "copies must stay the same"
@@ -179,7 +190,7 @@ def test_all_axes_at_once(fresh_ranks: Any) -> None:
     assert_holds(pool.run(train_on_mesh, settings, some_text(), timeout=240), settings)
 
 
-def order_of_work(settings: MeshSettings, text: Tensor) -> str:
+def order_of_work(settings: Settings, text: Tensor) -> str:
     """In a rank: F0 where a microbatch goes forward through its stage 0, B0 backward, and so on."""
     trainer = MeshTrainer(settings, open_mesh(settings.axes), CPU)
     events: list[str] = []
@@ -191,7 +202,7 @@ def order_of_work(settings: MeshSettings, text: Tensor) -> str:
 
     for name, stage in trainer.stages.named_children():
         stage.register_forward_hook(partial(note, name))
-    batches = sample_batches(text, settings.run.seqlen, settings.run.seed, settings.run.batch)
+    batches = sample_batches(text, settings.seqlen, settings.seed, settings.batch)
     trainer.step(next(batches))  # in the first one torch finds out about shapes
     events.clear()
     trainer.step(next(batches))
@@ -247,30 +258,29 @@ MISTAKES = {
 _schedule, _rotation = on_mesh.Schedule1F1B, on_mesh.rope_rotation
 
 
-def train_with_mistake(settings: MeshSettings, text: Tensor, name: str) -> Trained:
+def train_with_mistake(settings: Settings, text: Tensor, name: str) -> Trained:
     """In a rank."""
     owner, attribute, wrong = MISTAKES[name]
     with mock.patch.object(owner, attribute, wrong):
-        return train_on_mesh(settings, text)
+        return train_on_mesh(settings, text, 1)
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_found(ranks: Any, name: str) -> None:
     settings = settings_for("dp=1,cp=2", microbatches=2, fsdp=name.startswith("FSDP"))
-    settings = replace(settings, run=replace(settings.run, steps=1))
     results = ranks(2).run(train_with_mistake, settings, some_text(), name)
     verdicts = verdicts_of(results[0], settings)
     assert not verdicts[2].ok, [str(verdict) for verdict in verdicts]
 
 
-def run_demo(settings: MeshSettings, text: Tensor, options: dict[str, Any]) -> Report | None:
+def run_demo(settings: Settings, text: Tensor, options: dict[str, Any]) -> Report | None:
     """In a rank; with options of the attention that one process does not have."""
     mistaken = partial(on_mesh.ring_attention, **options)
     with (
         mock.patch.object(on_mesh, "ring_attention", mistaken),
-        mock.patch.object(mesh_demo, "standard_library_text", return_value=text),
+        mock.patch.object(demo, "standard_library_text", return_value=text),
     ):
-        return mesh_demo.train(settings)
+        return demo.train(Run(settings, STEPS, quiet=True))
 
 
 @pytest.mark.parametrize(
@@ -278,7 +288,7 @@ def run_demo(settings: MeshSettings, text: Tensor, options: dict[str, Any]) -> R
 )
 def test_demo(ranks: Any, dtype: torch.dtype) -> None:
     settings = settings_for("cp=2,tp=2", microbatches=2, batch=2)
-    settings = replace(settings, run=replace(settings.run, dtype=dtype))
+    settings = replace(settings, dtype=dtype)
     report, *others = ranks(4).run(run_demo, settings, some_text(), {})
     assert report is not None and others == [None] * 3
     assert report.ok, [str(verdict) for verdict in report.verdicts]
@@ -288,7 +298,7 @@ def test_demo(ranks: Any, dtype: torch.dtype) -> None:
 def test_a_few_missing_keys_fail_the_demo(ranks: Any) -> None:
     """Three rows do not see the first key."""
     settings = settings_for("cp=2", batch=1)
-    settings = replace(settings, run=replace(settings.run, dtype=torch.float32))
-    options = {"window_size": (settings.run.seqlen - 5, 0)}
+    settings = replace(settings, dtype=torch.float32)
+    options = {"window_size": (settings.seqlen - 5, 0)}
     report, _ = ranks(2).run(run_demo, settings, some_text(), options)
     assert not report.ok and not any(verdict.ok for verdict in report.verdicts)

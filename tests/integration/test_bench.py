@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ring_attn.bench import ring
-from ring_attn.cli import main
+from ring_attn.tools.cli import main
 
 FIELDS = [
     "impl",

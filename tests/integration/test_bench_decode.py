@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.bench import decode
-from ring_attn.cli import main
+from ring_attn.tools.cli import main
 
 TINY = ["--device", "cpu", "--backend", "triton", "--heads", "2/1", "--seqlen", "97,300"]
 TINY += ["--iters", "2", "--quiet"]

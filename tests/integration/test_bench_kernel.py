@@ -17,7 +17,7 @@ from torch import Tensor
 from ring_attn.bench import kernel, timing
 from ring_attn.bench.implementations import Attention, Data, Ours, Problem, make, unavailable
 from ring_attn.bench.judge import Judge
-from ring_attn.cli import main
+from ring_attn.tools.cli import main
 
 CPU = torch.device("cpu")
 TINY = "--device cpu --seqlen 64 --head-dim 16 --heads 4/2 --tokens 128 --iters 2 --quiet"

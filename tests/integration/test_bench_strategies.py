@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ring_attn import cli
 from ring_attn.bench.strategies import (
     SHAPES,
     Row,
@@ -19,6 +18,7 @@ from ring_attn.bench.strategies import (
 )
 from ring_attn.planning.devices import cpu_cluster, to_json
 from ring_attn.strategy import Strategy
+from ring_attn.tools import cli
 
 
 def test_the_shapes_are_of_every_kind() -> None:

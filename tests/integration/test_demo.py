@@ -6,28 +6,20 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
-from ring_attn import ring_attention
-from ring_attn.launch import run_ranks
 from ring_attn.testing import Verdict, check
-from ring_attn.tools import demo, training
+from ring_attn.tools import demo
+from ring_attn.tools.demo import Report, Row, Run, Twin, sample_batches, standard_library_text
 from ring_attn.tools.generate import Comparison, Generated, compare
-from ring_attn.tools.training import (
-    Report,
-    Settings,
-    Trainer,
-    sample_batches,
-    standard_library_text,
-)
+from ring_attn.tools.mesh import Axes
 
-TINY = "--seqlen 97 --dim 32 --layers 2 --quiet"
+TINY = "--seqlen 33 --dim 32 --layers 2"
+ROW = Row(0, 5.5, 5.5, 1.0, 1.0, 1, 1)
 
 
 def parsed(options: str) -> argparse.Namespace:
@@ -36,40 +28,48 @@ def parsed(options: str) -> argparse.Namespace:
     return parser.parse_args(options.split())
 
 
-def dense_losses(settings: Settings, dtype: torch.dtype) -> torch.Tensor:
+def run_of(options: str) -> Run:
+    return demo.run_of(parsed(options))[1]
+
+
+def dense_losses(what: Run, dtype: torch.dtype) -> torch.Tensor:
     """Losses of the same training in one process."""
-    trainer = Trainer(replace(settings, dtype=dtype), torch.device("cpu"))
+    settings = replace(what.training, dtype=dtype)
+    twin = Twin(settings, torch.device("cpu"))
     batches = sample_batches(standard_library_text(), settings.seqlen, settings.seed)
-    next(batches)  # the one that warms up
-    losses = [trainer.step(batch) for batch in islice(batches, settings.steps)]
+    losses = [twin.step(batch) for batch in islice(batches, what.steps)]
     return torch.tensor(losses, dtype=dtype)
 
 
 @pytest.mark.dist
-def test_ring_trains_as_one_process_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ring_trains_and_generates_as_one_process_does(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path, traces = tmp_path / "demo.json", tmp_path / "traces"
-    words = f"--steps 4 --nproc 3 --layout zigzag --generate 64 --json {path} --profile {traces}"
+    words = f"--steps 4 --nproc 2 --seqlen 97 --generate 64 --json {path} --profile {traces}"
     args = parsed(f"{TINY} {words}")
     assert demo.run(args) == 0
-    for rank in range(3):
+    for rank in range(2):
         text = (traces / f"rank{rank}_trace.json").read_text()
         assert "ring_attn::backward" in text and "ring_attn::gradient_sync" in text
     report = json.loads(path.read_text())
     assert report["ok"] and report["machine"]["versions"]["torch"]
+    assert report["settings"]["axes"]["cp"] == report["settings"]["nproc"] == 2
     assert [row["step"] for row in report["rows"]] == [0, 1, 2, 3]
+    assert [check["name"] for check in report["checks"]] == ["losses", "gradients"]
 
-    settings = demo.settings_of(args)
-    oracle, plain = (dense_losses(settings, t) for t in (torch.float64, torch.float32))
-    for side in ("ring_loss", "dense_loss"):
+    what = demo.run_of(args)[1]
+    oracle, plain = (dense_losses(what, t) for t in (torch.float64, torch.float32))
+    for side in ("mesh_loss", "dense_loss"):
         losses = torch.tensor([row[side] for row in report["rows"]])
         verdict = check(side, losses, oracle, plain)
         assert verdict.ok, str(verdict)
         assert losses[-1] < losses[0]
-    differences = [abs(row["ring_loss"] - row["dense_loss"]) for row in report["rows"]]
+    differences = [abs(row["mesh_loss"] - row["dense_loss"]) for row in report["rows"]]
     assert report["greatest_difference"] == max(differences)
     for row in report["rows"]:
-        assert row["ring_tokens_per_s"] > 0 and row["dense_tokens_per_s"] > 0
-        assert row["ring_peak_bytes"] > 0 and row["dense_peak_bytes"] > 0
+        assert row["mesh_tokens_per_s"] > 0 and row["dense_tokens_per_s"] > 0
+    assert report["rows"][0]["mesh_peak_bytes"] > 0 < report["rows"][0]["dense_peak_bytes"]
 
     generation = report["generation"]
     assert generation["equal"] and generation["first_difference"] is None
@@ -78,38 +78,26 @@ def test_ring_trains_as_one_process_does(tmp_path: Path, capfd: pytest.CaptureFi
     assert sum(generation["rows"]) == 33 + 63 and min(generation["rows"]) > 0
 
     printed = capfd.readouterr().out.splitlines()
-    assert len(printed) == 8 and printed[-1].startswith("greatest loss difference")
-    assert printed[4] == f"after     {generation['context']!r}"
-    assert printed[5] == f"generated {generation['text']!r}"
-    assert printed[6].startswith("equal to one process: yes; greatest logit difference ")
-
-
-def train_with_a_mistake(settings: Settings) -> Report:
-    """Three rows do not see the first key."""
-    window_size = (settings.seqlen - 5, 0)
-    mistaken = partial(ring_attention, window_size=window_size)
-    with mock.patch.object(training, "ring_attention", mistaken):
-        return demo.train(settings)
+    assert "mesh cp=2, 2 ranks on cpu" in printed[0] and "mesh loss" in printed[1]
+    assert [line.split()[0] for line in printed[2:6]] == ["0", "1", "2", "3"]
+    assert f"generated {generation['text']!r}" in printed
+    assert printed[-1].startswith("greatest loss difference") and printed[-1].endswith(": ok")
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_few_missing_keys_fail_the_demo() -> None:
-    settings = demo.settings_of(parsed(f"{TINY} --steps 1 --nproc 1"))
-    report = run_ranks(train_with_a_mistake, 2, settings, threads=1, device="cpu")[0]
-    assert not report.ok
-    assert not any(verdict.ok for verdict in report.verdicts)
+def test_a_mesh_on_the_command_line() -> None:
+    assert demo.run(parsed(f"{TINY} --mesh cp=2,tp=2 --fsdp --steps 2 --batch 2 --quiet")) == 0
 
 
-def test_report_fails_where_a_loss_is_not_finite() -> None:
-    row = demo.Row(0, 5.5, 5.5, 1.0, 1.0, 1, 1)
-    verdicts = [Verdict("losses", 0.0, 1.0, ok=True)]
-    assert Report([row], verdicts).ok
-    assert not Report([replace(row, ring_loss=math.nan)], verdicts).ok
+def test_report_fails_where_a_loss_is_not_finite_or_a_verdict_fails() -> None:
+    verdict = Verdict("losses", 0.0, 1.0, ok=True)
+    assert Report([ROW], [verdict]).ok
+    assert not Report([replace(ROW, mesh_loss=math.nan)], [verdict]).ok
+    assert not Report([ROW], [replace(verdict, ok=False)]).ok
 
 
 def test_report_fails_where_the_ranks_generate_something_else() -> None:
-    row = demo.Row(0, 5.5, 5.5, 1.0, 1.0, 1, 1)
     logits = torch.eye(256)[[65, 66, 67]]
     whole = Generated([65, 66, 67], logits, (7,))
     other = Generated([65, 90, 91], logits - 0.125, (3, 4))
@@ -119,11 +107,8 @@ def test_report_fails_where_the_ranks_generate_something_else() -> None:
     wrong = compare(prompt, other, whole)
     assert wrong == Comparison(40 * "*", "AZ[", False, 1, 0.125, 1.0, (3, 4))
     assert not compare(prompt, replace(whole, logits=logits * math.nan), whole).equal
-    assert Report([row], [], same).ok and not Report([row], [], wrong).ok
-    settings = demo.settings_of(parsed(TINY))
-    assert "equal to one process: no, from byte 1 on" in demo.summary(
-        settings, Report([row], [], wrong)
-    )
+    assert Report([ROW], [], same).ok and not Report([ROW], [], wrong).ok
+    assert "no, from byte 1 on" in demo.summary(run_of(TINY).training, Report([ROW], [], wrong))
 
 
 def test_batches_are_windows_of_the_text_and_repeat_by_seed() -> None:
@@ -134,6 +119,8 @@ def test_batches_are_windows_of_the_text_and_repeat_by_seed() -> None:
     )
     assert torch.equal(first, second) and not torch.equal(first, other)
     assert bytes(first[0].tolist()) in text.numpy().tobytes()
+    with pytest.raises(ValueError, match="at most 5, .* got 6"):
+        next(sample_batches(torch.zeros(5, dtype=torch.uint8), 6, seed=0))
 
 
 def test_peak_memory_sees_what_was_held_and_is_gone() -> None:
@@ -141,35 +128,54 @@ def test_peak_memory_sees_what_was_held_and_is_gone() -> None:
     size = 64 << 20
     code = f"""
 import torch
-from ring_attn.tools.demo import PeakMemory
-memory = PeakMemory(torch.device("cpu"))
-torch.ones({size} // 4)
-held = memory.read()
-assert memory.read() >= held
-print(held)
+from ring_attn.tools.demo import measured
+print(measured(lambda batch: float(torch.ones({size} // 4)[0]), {{}}, torch.device("cpu"))[2])
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     # The kernel counts pages in batches, so a few may be missing.
     assert size // 2 < int(run.stdout) < 2 * size
 
 
-def test_quick_is_smaller_unless_sizes_are_given() -> None:
-    quick, given = (
-        demo.settings_of(parsed("--quick")),
-        demo.settings_of(parsed("--quick --steps 3")),
-    )
-    assert (quick.seqlen, quick.steps) == (training.QUICK_SEQLEN, training.QUICK_STEPS)
-    assert (given.seqlen, given.steps) == (training.QUICK_SEQLEN, 3)
+def test_defaults_follow_from_the_mesh() -> None:
+    what = run_of("--mesh pp=2,dp=2")
+    assert (what.training.microbatches, what.training.batch) == (4, 8)
+    assert (what.training.seqlen, what.steps) == (demo.SEQLEN, demo.STEPS)
+    quick = run_of("--mesh cp=2 --nproc 2 --quick --steps 3")
+    assert (quick.training.microbatches, quick.training.batch) == (1, 1)
+    assert (quick.training.seqlen, quick.steps) == (demo.QUICK_SEQLEN, 3)
+    assert run_of("--nproc 3").training == run_of("--mesh cp=3").training
+
+
+def test_axes_in_any_order() -> None:
+    assert Axes.parse("tp=2, pp=3") == Axes(pp=3, tp=2)
+    assert str(Axes.parse("tp=2,cp=1,pp=3")) == "pp=3,tp=2" and Axes(2, 3, 4, 5).size == 120
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ("--seqlen 1", ValueError, "seqlen must be at least 2, a byte for each rank"),
+        ("--seqlen 1", ValueError, "seqlen must be at least 2,"),
         ("--seqlen 3 --nproc 4", ValueError, "seqlen must be at least 4"),
-        ("--dtype float16", TypeError, "dtype must be float32 or bfloat16, got float16"),
+        ("--dtype float16", TypeError, "float32 or bfloat16, got float16"),
         ("--dim 12", ValueError, "even headdim"),
         ("--seqlen 64 --generate 64", ValueError, "generate must be less than seqlen"),
+        ("--seqlen 1G", ValueError, "seqlen must be at most"),
+        ("--mesh cp", ValueError, "pp, dp, cp, tp, each once"),
+        ("--mesh cp=2,cp=2", ValueError, "each once, .* got 'cp=2,cp=2'"),
+        ("--mesh ep=2", ValueError, "got 'ep=2'"),
+        ("--mesh cp=0", ValueError, "got 'cp=0'"),
+        ("--mesh cp=2 --nproc 3", ValueError, "mesh cp=2 has 2 ranks, got --nproc 3"),
+        ("--mesh cp=2,tp=2 --generate 8", NotImplementedError, "leave out --mesh"),
+        ("--mesh cp=2 --schedule zb", ValueError, "schedule must be one of .*got 'zb'"),
+        ("--mesh pp=8", ValueError, "layers must be at least 8"),
+        ("--mesh pp=4 --schedule interleaved", ValueError, "layers must be at least 8"),
+        ("--mesh pp=2 --microbatches 1", ValueError, "microbatches must be at least pp=2"),
+        ("--mesh pp=2 --schedule interleaved --microbatches 5", ValueError, "2 \\* pp=2"),
+        ("--mesh dp=2 --batch 3", ValueError, "batch must be a multiple of dp=2 times"),
+        ("--mesh tp=3", ValueError, "tp must divide nheads=8"),
+        ("--mesh tp=16", ValueError, "tp must divide nheads=8"),
+        ("--strategy halo", ValueError, "strategy must be one of .*got 'halo'"),
+        ("--mesh cp=4 --strategy hybrid", ValueError, "needs its degree"),
     ],
 )
 def test_options_that_cannot_be_are_refused(
@@ -183,8 +189,3 @@ def test_options_that_cannot_be_are_refused(
 def test_cuda_without_a_gpu_is_refused() -> None:
     with pytest.raises(ValueError, match="2 ranks on device 'cuda' need as many GPUs"):
         demo.run(parsed("--device cuda"))
-
-
-def test_text_shorter_than_a_sequence_is_refused() -> None:
-    with pytest.raises(ValueError, match="seqlen must be at most 5"):
-        next(sample_batches(torch.zeros(5, dtype=torch.uint8), 6, seed=0))

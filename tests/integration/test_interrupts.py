@@ -143,10 +143,18 @@ def test_a_signal_to_all_ranks_leaves_what_was_measured(
 
 @pytest.mark.dist
 def test_ranks_end_with_a_process_that_is_killed(start: Callable[[list[str]], Started]) -> None:
-    code = "import time; from ring_attn.launch import run_ranks; run_ranks(time.sleep, 2, 600)"
-    command = start(["-c", code])
-    # Both ranks, and multiprocessing's own process.
-    command.wait_for(lambda: len(command.running()) >= 4)
+    # In the place of a rank `sleep` runs, which shows that its parent has handed over all it must:
+    # to a rank that is still being started, multiprocessing's own EOFError is the end.
+    ranks = "run_ranks(os.execlp, 2, 'sleep', 'sleep', '600')"
+    command = start(["-c", f"import os; from ring_attn.tools.launch import run_ranks; {ranks}"])
+
+    def sleeping() -> int:
+        return sum(
+            Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
+            for pid in command.running()
+        )
+
+    command.wait_for(lambda: sleeping() == 2)
     command.process.kill()
     code, said = command.ended()
     assert (code, said) == (-signal.SIGKILL, "")

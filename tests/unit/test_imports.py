@@ -43,7 +43,8 @@ API = ENGINE | {
 PUBLIC = API | {
     "sdpa", "dtensors", "head_exchange", "parallel_style", "__init__", "integrations",
 }  # fmt: skip
-TOOLS = PUBLIC | {"interrupt", "launch", "arguments", "env", "testing"}
+COMMANDS = {"tools.interrupt", "tools.launch", "tools.arguments", "tools.env"}
+TOOLS = PUBLIC | COMMANDS | {"testing"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "torch_private": set(),
@@ -80,20 +81,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "head_exchange": {"layout"},
     "parallel_style": API | {"sdpa", "dtensors", "head_exchange"},
     # `import ring_attn` itself: whoever imports it imports all that it exports.
-    "__init__": API | {"parallel_style", "interrupt"},
+    "__init__": API | {"parallel_style", "tools.interrupt"},
     "integrations": PUBLIC - {"integrations"},
     # The command line and what only it, the benchmarks and the tests use.
-    "interrupt": set(),
-    "launch": {"interrupt"},
-    "arguments": {"interrupt"},
-    "testing": PUBLIC | {"launch", "arguments", "env"},
-    "env": PUBLIC | {"launch", "arguments"},
-    "verify": TOOLS,
+    "tools.interrupt": set(),
+    "tools.launch": {"tools.interrupt"},
+    "tools.arguments": {"tools.interrupt"},
+    "testing": PUBLIC | {"tools.launch", "tools.arguments", "tools.env"},
+    "tools.env": PUBLIC | {"tools.launch", "tools.arguments"},
+    "tools.verify": TOOLS,
     "tools.calibrate": TOOLS,
     "bench": TOOLS | {"tools.calibrate"},
     "tools": TOOLS | {"kernels", "bench"},
-    "cli": TOOLS | {"verify", "bench", "tools"},
-    "__main__": {"cli"},
+    "tools.cli": TOOLS | {"tools.verify", "bench", "tools"},
+    "__main__": {"tools.cli"},
 }
 
 # Folders in which siblings do not know each other: only these modules may be imported by all.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ring_attn import interrupt
+from ring_attn.tools import interrupt
 
 # An interrupt writes from a thread of its own: it lets a report that is being written be whole.
 _writing = threading.Lock()

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ring_attn import __version__, select_backend
-from ring_attn.arguments import DTYPES, add_common, write_json
-from ring_attn.launch import num_cores
+from ring_attn.tools.arguments import DTYPES, add_common, write_json
+from ring_attn.tools.launch import num_cores
 
 # Not imported to be asked: importing triton or flash-attn may fail, or take seconds.
 PACKAGES = ("numpy", "triton", "flash-attn", "einops", "rich", "transformers")

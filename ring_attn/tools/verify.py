@@ -29,9 +29,6 @@ import torch
 import torch.distributed as dist
 
 from ring_attn import select_backend
-from ring_attn.arguments import add_common, parse_size, write_if_interrupted, write_json
-from ring_attn.env import backend_reasons, device_types, machine
-from ring_attn.launch import DEVICES, rank_device, run_ranks, send_part, under_torchrun
 from ring_attn.testing import (
     LAYOUTS,
     RESULTS_WITH_SINKS,
@@ -44,6 +41,14 @@ from ring_attn.testing import (
     run_rank,
     usable_backends,
 )
+from ring_attn.tools.arguments import (
+    add_common,
+    parse_size,
+    write_if_interrupted,
+    write_json,
+)
+from ring_attn.tools.env import backend_reasons, device_types, machine
+from ring_attn.tools.launch import DEVICES, rank_device, run_ranks, send_part, under_torchrun
 
 DEFAULT_WORLD_SIZE = 4
 

@@ -2,7 +2,7 @@
 
 A subcommand's module is imported when that subcommand is chosen, and not before. What a user can
 put right is one line on stderr and exit status 2; RING_ATTN_DEBUG=1 shows where it was raised.
-^C, SIGTERM and SIGHUP are one line too, and 130, 143 and 129: see `ring_attn.interrupt`.
+^C, SIGTERM and SIGHUP are one line too, and 130, 143 and 129: see `ring_attn.tools.interrupt`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple, NoReturn
 
-from ring_attn import __version__, interrupt
+from ring_attn import __version__
 from ring_attn.debug import debug_enabled
+from ring_attn.tools import interrupt
 
 PROG = "ring-attn"
 
@@ -28,8 +29,10 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("env", "ring_attn.env", "what is installed here and which backends can run"),
-    Command("verify", "ring_attn.verify", "check every result against dense attention in float64"),
+    Command("env", "ring_attn.tools.env", "what is installed here and which backends can run"),
+    Command(
+        "verify", "ring_attn.tools.verify", "check every result against dense attention in float64"
+    ),
     Command("demo", "ring_attn.tools.demo", "see a ring at work"),
     Command(
         "plan", "ring_attn.tools.plan", "which strategy is best where, and what each step costs"

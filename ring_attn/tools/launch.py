@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from ring_attn import interrupt
+from ring_attn.tools import interrupt
 
 T = TypeVar("T")
 
