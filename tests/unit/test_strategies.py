@@ -37,6 +37,7 @@ from ring_attn.testing import (
     expected,
     masks,
     run_all_ranks,
+    run_calls,
 )
 from ring_attn.transport.local import LocalTransport, run_local
 
@@ -409,6 +410,18 @@ def test_refused_before_anything_is_sent(case: Case, error: type[Exception], mes
             resolve_strategy(case.build_strategy(4), 4), AttentionSpec.of(*inputs[:3]),
             case.build_layouts(4), mask, 0, backend=case.backend, same_bits=case.same_bits,
         )  # fmt: skip
+
+
+def test_calls_made_past_the_strategy_are_checked_too() -> None:
+    case = refused_case(GATHER)
+    spec, layouts = AttentionSpec.of(*case.build_inputs()[:3]), case.build_layouts(4)
+    with pytest.raises(ValueError, match="heads_per_chunk must be at least 1, got 0"):
+        all_gather.make_call(spec, layouts, case.build_mask(), 0, heads_per_chunk=0)
+    with pytest.raises(ValueError, match="ulysses_degree must divide .* got 3 and 4"):
+        ulysses.make_call(spec, layouts, 0, 3, lambda *_: None)
+    calls = [replace(call, same_bits=True) for call in calls_of(case, 4)]
+    with pytest.raises(NotImplementedError, match="folds in one order, .* got 'aten'"):
+        run_calls(calls, case.build_inputs(), layouts)
 
 
 # -- transfers and kernels
