@@ -10,14 +10,15 @@ from ring_attn.tools.cli import main
 
 
 def test_a_calibration_is_written_and_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "machine.json"
     words = f"calibrate --quick --world-sizes 2 --heads 2 --head-dim 16 --json {path}"
-    assert main(words.split()) == 0
+    monkeypatch.setattr("sys.argv", ["ring-attn", *words.split()])
+    assert main() == 0
     assert "all_gather" in capsys.readouterr().out
     report = json.loads(path.read_text())
-    assert report["command"].startswith("ring-attn ") and set(report["clusters"]) == {"2"}
+    assert report["command"] == f"ring-attn {words}" and set(report["clusters"]) == {"2"}
     kinds = {sample.get("kind", sample.get("op")) for sample in report["samples"]["2"]}
     links = {"shift", "all_gather", "reduce_scatter", "all_to_all"}
     assert kinds == {"full", "causal", "window"} | links

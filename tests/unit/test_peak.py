@@ -238,7 +238,7 @@ def test_every_strategy_holds_what_is_predicted(
     if in_order:
         calls = [replace(call, same_bits=True) for call in calls]  # type: ignore[type-var]
     if idle:
-        for module in ("strategies.ring", "strategies.all_gather", "planning.memory"):
+        for module in ("order", "strategies.ring", "strategies.all_gather", "planning.memory"):
             monkeypatch.setattr(f"ring_attn.{module}.get_backend", lambda _: Idle())
     # By tiles the last rank or group, by heads the first of a group.
     fullest = {0, world_size - strategy.ulysses_degree, world_size - 1}
