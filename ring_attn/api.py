@@ -148,8 +148,7 @@ def ring_attention(
         return_lse: also return lse.
         dropout_p: must be 0.
         alibi_slopes: must be None.
-        transport: how shards travel: by torch.distributed or by copy engines; timeout, and NCCL's
-            share of the device.
+        transport: the timeout, and NCCL's share of the device.
 
     Returns:
         `out` (batch, rows, nheads, headdim_v) like q; with `return_lse` also `lse` (batch, nheads,
@@ -165,7 +164,8 @@ def ring_attention(
             `torch.func`, what the named backend does not support,
             `same_bits=True` where it cannot be had, or a call within the capture of a CUDA graph.
         ImportError: the named backend's package is not installed.
-        RuntimeError: no process group, or a peer that died or stalled.
+        RuntimeError: no process group, a rank that did not come, died, stalled, left its call by an
+            error, or is in another call; and every call on a process group after such an error.
 
     Example:
         >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")

@@ -136,7 +136,7 @@ def tree_decode(
         NotImplementedError: inputs that require a gradient, which only `ring_attention` has, or
             what the named backend does not support.
         ImportError: the named backend's package is not installed.
-        RuntimeError: no process group, or a peer that died or stalled.
+        RuntimeError: as `ring_attention`.
 
     Example:
         >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
