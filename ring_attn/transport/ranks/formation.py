@@ -19,9 +19,8 @@ from ring_attn.torch_private import PrefixStore, Store
 
 T = TypeVar("T")
 
-# gloo tries to connect to a peer five times, each for the whole timeout of the group.
-CONNECT_TRIES = 5
-LEAST_CONNECT_S = 1.0
+# Seconds in which ranks that could not connect say that they are still there.
+ASKED_AGAIN_S = 1.0
 
 # Seconds that the store may take to answer beyond the time that is waited for ranks.
 STORE_S = 1.0
@@ -113,14 +112,15 @@ def connect_gloo(
     Raises:
         MissingRanksError: naming the ranks that went away while connecting.
     """
-    each = datetime.timedelta(seconds=max(seconds / CONNECT_TRIES, LEAST_CONNECT_S))
+    # gloo tries each peer five times, each for all of the timeout: it is not waited for that long.
+    timeout = datetime.timedelta(seconds=seconds)
     prefix = PrefixStore(f"{meeting}/gloo", store)
     try:
-        gloo = bounded(lambda: dist.ProcessGroupGloo(prefix, rank, world_size, each), seconds)
+        gloo = bounded(lambda: dist.ProcessGroupGloo(prefix, rank, world_size, timeout), seconds)
     except (RuntimeError, TimeoutError) as error:
         text = "all ranks came, but they could not connect to each other"
         try:
-            meet(store, f"{meeting}/left", rank, range(world_size), LEAST_CONNECT_S)
+            meet(store, f"{meeting}/left", rank, range(world_size), ASKED_AGAIN_S)
         except MissingRanksError as missing:
             # Those that have gone, and those that are still trying.
             raise MissingRanksError(f"{text}; when asked again, {missing}") from error
