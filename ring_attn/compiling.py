@@ -1,4 +1,4 @@
-"""What torch.compile sees of the package: properties that it can read, functions it leaves out."""
+"""Properties that torch.compile can read, and functions that it leaves out of its graphs."""
 
 from __future__ import annotations
 
