@@ -34,9 +34,9 @@ from ring_attn.bench.implementations import reason
 from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
 from ring_attn.bench.report import Report, new_table, show
 from ring_attn.bench.timing import Call, Sample, Watch, quantiles, time_in_turn, watch_for
-from ring_attn.layout import Segment
-from ring_attn.mask import Mask
-from ring_attn.spec import AttentionSpec, Scores
+from ring_attn.core.layout import Segment
+from ring_attn.core.mask import Mask
+from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.strategies.tree_decode import decode_tiles
 from ring_attn.testing import check, dense_attention, plain_attention
 from ring_attn.tools.arguments import (

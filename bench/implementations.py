@@ -30,11 +30,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_attn.cost import flops
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import Hop
-from ring_attn.spec import AttentionSpec
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import Hop
+from ring_attn.core.sizes import flops
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.strategies.ring import make_call, ring_backward, ring_forward
 from ring_attn.testing import Inputs
 from ring_attn.transport.base import Channel, TransportStats

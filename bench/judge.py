@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.bench.implementations import Attention, Data, Problem
-from ring_attn.mask import Mask
+from ring_attn.core.mask import Mask
 from ring_attn.testing import Inputs, Verdict, check, dense_gradients, plain_gradients
 
 # Length of the whole check, and how much of the measured length the sampled one looks at.

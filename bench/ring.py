@@ -41,11 +41,11 @@ from ring_attn.bench.ring_implementations import (
     threads,
 )
 from ring_attn.bench.timing import quantiles, turned
-from ring_attn.cost import bytes_sent, flops
-from ring_attn.layout import LAYOUTS, SequenceLayout
-from ring_attn.mask import Mask
+from ring_attn.core.layout import LAYOUTS, SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.sizes import bytes_sent, flops
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.profiling import peak_bytes, trace
-from ring_attn.spec import AttentionSpec
 from ring_attn.strategies.ring import RingCall, make_call, predicted_peak_bytes
 from ring_attn.testing import Verdict, check
 from ring_attn.tools.arguments import (

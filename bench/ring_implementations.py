@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ring_attn
-from ring_attn.layout import SequenceLayout
-from ring_attn.spec import TransportOptions
+from ring_attn.check import check_group
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.spec import TransportOptions
 from ring_attn.tools.arguments import parse_dtype
 from ring_attn.transport.base import TransportStats
 from ring_attn.transport.p2p import open_p2p
-from ring_attn.validation import check_group
 
 MODES = {"fwd": ("fwd",), "fwd_bwd": ("fwd", "bwd", "fwd_bwd")}
 

@@ -26,11 +26,11 @@ from torch import Tensor
 import ring_attn
 from ring_attn.bench.report import new_table, show
 from ring_attn.bench.timing import turned
-from ring_attn.layout import SequenceLayout
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.strategy import Strategy
 from ring_attn.planning.choice import Choice
 from ring_attn.planning.devices import Cluster, load_cluster, to_json
 from ring_attn.planning.planner import explain
-from ring_attn.strategy import Strategy
 from ring_attn.tools.arguments import (
     add_common,
     command_line,

@@ -10,18 +10,20 @@ if interrupt.is_command():
     interrupt.install()
 # isort: on
 
-from ring_attn import balance, profiling, tensor_parallel
+from ring_attn import profiling
 from ring_attn.api import ring_attention, select_backend, unshard
+from ring_attn.core.layout import SequenceLayout, shard_batch
+from ring_attn.core.spec import TransportOptions
+from ring_attn.core.strategy import Strategy
 from ring_attn.decode import next_rank, tree_decode
-from ring_attn.gradients import sync_gradients
-from ring_attn.layout import SequenceLayout, shard_batch
+from ring_attn.models import tensor_parallel
+from ring_attn.models.gradients import sync_gradients
+from ring_attn.planning import balance
 from ring_attn.planning.planner import explain
 from ring_attn.profiling import stats
-from ring_attn.spec import TransportOptions
-from ring_attn.strategy import Strategy
 
 if TYPE_CHECKING:
-    from ring_attn.parallel_style import ContextParallel, parallelize
+    from ring_attn.models.style import ContextParallel, parallelize
 
 __version__ = "0.1.0"
 
@@ -50,7 +52,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Those that need DTensor, whose import takes longer than all the rest."""
     if name in ("ContextParallel", "parallelize"):
-        from ring_attn import parallel_style
+        from ring_attn.models import style as parallel_style
 
         return getattr(parallel_style, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,21 +10,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn import ops
-from ring_attn import validation as check
+from ring_attn import check, ops
 from ring_attn.backends import BackendChoice, choose_backend
 from ring_attn.compiling import left_out_of_graphs
-from ring_attn.debug import check_agreement, debug_enabled, tell_refusal
-from ring_attn.layout import SequenceLayout
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.spec import AttentionSpec, TransportOptions
+from ring_attn.core.strategy import Strategy, checked_strategy
+from ring_attn.core.values import check_flag
 from ring_attn.ops import CallArguments
 from ring_attn.planning.agreement import agreed_strategy
-from ring_attn.spec import AttentionSpec, TransportOptions
-from ring_attn.strategy import Strategy, checked_strategy
 from ring_attn.torch_private import is_traced_as_constant
 from ring_attn.transport.base import Agreement
+from ring_attn.transport.debug import check_agreement, debug_enabled, tell_refusal
 from ring_attn.transport.p2p import new_p2p, open_p2p
 from ring_attn.transport.ranks.group import refused
-from ring_attn.values import check_flag
 
 Group = dist.ProcessGroup | DeviceMesh | None
 Layout = str | SequenceLayout | tuple[SequenceLayout, SequenceLayout]

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn import validation as check
+from ring_attn import check
 from ring_attn.compiling import left_out_of_graphs
-from ring_attn.debug import check_agreement, debug_enabled, tell_refusal, values_of
-from ring_attn.layout import Segment, SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import Tile
-from ring_attn.spec import AttentionSpec, TransportOptions
+from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import Tile
+from ring_attn.core.spec import AttentionSpec, TransportOptions
+from ring_attn.core.values import as_int, check_flag, check_type
 from ring_attn.strategies.tree_decode import (
     DecodeCall,
     decode_tiles,
@@ -28,9 +28,9 @@ from ring_attn.strategies.tree_decode import (
     tree_decode_forward,
 )
 from ring_attn.transport.base import Agreement, Transport
+from ring_attn.transport.debug import check_agreement, debug_enabled, tell_refusal, values_of
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks.group import refused
-from ring_attn.values import as_int, check_flag, check_type
 
 Group = dist.ProcessGroup | DeviceMesh | None
 

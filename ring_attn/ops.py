@@ -24,18 +24,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import validation as check
+from ring_attn import check
 from ring_attn.backends import choose_backend
-from ring_attn.debug import check_agreement, debug_enabled, tell_refusal, values_of
-from ring_attn.heads import share_heads
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.spec import AttentionSpec, TransportOptions
+from ring_attn.core.heads import share_heads
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.spec import AttentionSpec, TransportOptions
+from ring_attn.core.strategy import Strategy, resolve_strategy
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.core import make_call
-from ring_attn.strategy import Strategy, resolve_strategy
 from ring_attn.torch_private import group_by_name
 from ring_attn.transport.base import Agreement
+from ring_attn.transport.debug import check_agreement, debug_enabled, tell_refusal, values_of
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks.group import refused
 

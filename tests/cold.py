@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ring_attn import layout
+from ring_attn.core import layout
 
 
 def compile_cold(

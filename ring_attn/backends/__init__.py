@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib import import_module
 
 from ring_attn.backends.base import Backend
-from ring_attn.spec import AttentionSpec
+from ring_attn.core.spec import AttentionSpec
 
 # name -> (module, class), the preferred first.
 PREFERENCE = {

@@ -30,9 +30,9 @@ from ring_attn.backends.base import (
     out_from_delta,
     tile_within,
 )
-from ring_attn.plan import Band, MaskKind, Tile
-from ring_attn.spec import AttentionSpec, Scores
-from ring_attn.state import State
+from ring_attn.core.plan import Band, MaskKind, Tile
+from ring_attn.core.spec import AttentionSpec, Scores
+from ring_attn.core.state import State
 
 aten = torch.ops.aten
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_attn.plan import MaskKind, Tile, make_tile
-from ring_attn.spec import AttentionSpec, Scores
-from ring_attn.state import State
+from ring_attn.core.plan import MaskKind, Tile, make_tile
+from ring_attn.core.spec import AttentionSpec, Scores
+from ring_attn.core.state import State
 
 
 class Backend(Protocol):

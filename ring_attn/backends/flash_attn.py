@@ -22,9 +22,9 @@ from ring_attn.backends.base import (
     flash_window,
     out_from_delta,
 )
-from ring_attn.plan import Tile
-from ring_attn.spec import AttentionSpec, Scores
-from ring_attn.state import State
+from ring_attn.core.plan import Tile
+from ring_attn.core.spec import AttentionSpec, Scores
+from ring_attn.core.state import State
 
 # Before it the operators had other names and arguments.
 OLDEST = (2, 8)

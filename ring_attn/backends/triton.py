@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends.kept_launches import KeptLaunches
-from ring_attn.plan import MaskKind, Tile
-from ring_attn.spec import AttentionSpec, Scores
+from ring_attn.core.plan import MaskKind, Tile
+from ring_attn.core.spec import AttentionSpec, Scores
 
 if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config

@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ring_attn.api import unshard
-from ring_attn.layout import SequenceLayout
-from ring_attn.sdpa import route_sdpa, sdpa_attention
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.models.sdpa import route_sdpa, sdpa_attention
 
 # torch's name -> ours.
 _STRATEGIES = {"allgather": "all_gather", "alltoall": "ring"}
@@ -65,7 +65,7 @@ def as_load_balancer(layout: SequenceLayout, device: torch.device | str = "cpu")
     """A layout as a load balancer for torch's context parallelism.
 
     torch's `_context_parallel_shard` and `context_parallel_unshard`, and ours, take it. Attention
-    over such shards is `ring_attention(..., layout=layout)`, or `ring_attn.sdpa.route_sdpa(group=
+    over such shards is `ring_attention(..., layout=layout)`, or `models.sdpa.route_sdpa(group=
     mesh, layout=layout)` around a model: torch's own attention knows the head-tail order only.
 
     Args:
@@ -104,7 +104,7 @@ def context_parallel(
     `_cp_options.enable_load_balance` is off; else the r-th run of `ceil(seqlen / ranks)`. Calls of
     F.scaled_dot_product_attention must have query, key and value (batch, nheads, rows, headdim)
     with this rank's rows, plain or as DTensors of this mesh that are sharded in dim 2; the output
-    is plain. Only calls of this thread are routed: see `ring_attn.sdpa.route_sdpa`, also for what
+    is plain. Only calls of this thread are routed: see `models.sdpa.route_sdpa`, also for what
     is refused. A backward may run outside, but not with activation checkpointing.
 
     Args:
@@ -219,7 +219,7 @@ def set_rotate_method(rotate_method: str) -> None:
     if rotate_method not in _STRATEGIES:
         raise ValueError(
             f"rotate_method must be one of {list(_STRATEGIES)}, got {rotate_method!r}; "
-            "ring_attn.sdpa.route_sdpa(group=mesh, strategy=...) takes every strategy"
+            "ring_attn.models.sdpa.route_sdpa(group=mesh, strategy=...) takes every strategy"
         )
     _strategy = _STRATEGIES[rotate_method]
 

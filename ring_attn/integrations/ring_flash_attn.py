@@ -38,12 +38,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ring_attn import validation as check
+from ring_attn import check
 from ring_attn.api import Group, ring_attention, select_backend
 from ring_attn.compiling import left_out_of_graphs
-from ring_attn.layout import Segment, SequenceLayout
-from ring_attn.strategy import Strategy
-from ring_attn.values import check_tensor, check_type
+from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.strategy import Strategy
+from ring_attn.core.values import check_tensor, check_type
 
 # What torch.compile says with fullgraph=True of functions that are left out of the graph.
 _READS_DOCUMENTS = (

@@ -41,15 +41,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn import validation as check
+from ring_attn import check
 from ring_attn.api import ring_attention
-from ring_attn.debug import tell_refusal
+from ring_attn.core.layout import LAYOUTS, SequenceLayout
+from ring_attn.core.spec import TransportOptions
+from ring_attn.core.strategy import Strategy
 from ring_attn.decode import tree_decode
 from ring_attn.integrations.transformers_cache import CacheStep, make_cache
-from ring_attn.layout import LAYOUTS, SequenceLayout
-from ring_attn.sdpa import as_autocast
-from ring_attn.spec import TransportOptions
-from ring_attn.strategy import Strategy
+from ring_attn.models.sdpa import as_autocast
+from ring_attn.transport.debug import tell_refusal
 
 Group = dist.ProcessGroup | DeviceMesh | None
 

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn import validation as check
+from ring_attn import check
 from ring_attn.api import unshard
+from ring_attn.core.layout import SequenceLayout
 from ring_attn.decode import next_rank
-from ring_attn.layout import SequenceLayout
 
 Group = dist.ProcessGroup | DeviceMesh | None
 

@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import Traveller
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import Traveller
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
 from ring_attn.planning.devices import Cluster
 from ring_attn.planning.simulate import Simulation
-from ring_attn.spec import AttentionSpec
-from ring_attn.strategy import Strategy
 
 Layouts = tuple[SequenceLayout, SequenceLayout]
 

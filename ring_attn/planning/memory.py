@@ -12,21 +12,21 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ring_attn.backends import get_backend
-from ring_attn.cost import peak_bytes
-from ring_attn.heads import is_replicated, share_heads
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import Band, Plan, Tile, Traveller, pair_tiles, ring_grid
+from ring_attn.core.heads import is_replicated, share_heads
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import Band, Plan, Tile, Traveller, pair_tiles, ring_grid
+from ring_attn.core.sizes import peak_bytes
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
+from ring_attn.core.work import pair_work
 from ring_attn.planning.schedule import plan_outline
-from ring_attn.spec import AttentionSpec
 from ring_attn.strategies import all_gather, q_exchange, ulysses
 from ring_attn.strategies.all_gather import AllGatherCall
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.q_exchange import QExchangeCall
 from ring_attn.strategies.ring import RingCall
 from ring_attn.strategies.ulysses import UlyssesCall
-from ring_attn.strategy import Strategy
-from ring_attn.work import pair_work
 
 Layouts = tuple[SequenceLayout, SequenceLayout]
 

@@ -20,16 +20,28 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ring_attn import balance
-from ring_attn import validation as check
+from ring_attn import check
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import folds_in_order
-from ring_attn.cost import flops
-from ring_attn.heads import share_heads
-from ring_attn.layout import LAYOUTS, SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.order import why_not_in_order
-from ring_attn.plan import Traveller, check_fit
+from ring_attn.core.heads import share_heads
+from ring_attn.core.layout import LAYOUTS, SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.order import why_not_in_order
+from ring_attn.core.plan import Traveller, check_fit
+from ring_attn.core.sizes import flops
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import NAMES, Strategy, resolve_strategy
+from ring_attn.core.values import (
+    as_int,
+    as_tuple,
+    check_flag,
+    check_int,
+    check_number,
+    check_one_of,
+    check_type,
+)
+from ring_attn.core.work import pair_work
+from ring_attn.planning import balance
 from ring_attn.planning.choice import (
     Candidate,
     Choice,
@@ -45,19 +57,7 @@ from ring_attn.planning.devices import Cluster, Rate, find_cluster
 from ring_attn.planning.memory import peak_of
 from ring_attn.planning.schedule import SHARE_OF_DQ, Schedule, schedule_of
 from ring_attn.planning.simulate import simulate
-from ring_attn.spec import AttentionSpec
 from ring_attn.strategies import q_exchange, ring, ulysses
-from ring_attn.strategy import NAMES, Strategy, resolve_strategy
-from ring_attn.values import (
-    as_int,
-    as_tuple,
-    check_flag,
-    check_int,
-    check_number,
-    check_one_of,
-    check_type,
-)
-from ring_attn.work import pair_work
 
 # What is simulated of the candidates that could be the best: only those, or of each name of
 # `strategy.NAMES` at least the one with the least bound, or all.

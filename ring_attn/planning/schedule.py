@@ -26,13 +26,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ring_attn import buffers
-from ring_attn.buffers import gradient_schedule, shard_schedule
-from ring_attn.cost import choose_traveller, flops, gradient_packet, shard_packet
-from ring_attn.heads import HeadRun, HeadShare, is_replicated, share_heads
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import (
+from ring_attn.core import buffers
+from ring_attn.core.buffers import gradient_schedule, shard_schedule
+from ring_attn.core.heads import HeadRun, HeadShare, is_replicated, share_heads
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import (
     Band,
     Displacement,
     Grid,
@@ -45,13 +44,14 @@ from ring_attn.plan import (
     ring_grid,
     step_exchanges,
 )
-from ring_attn.spec import AttentionSpec, Packet
+from ring_attn.core.sizes import choose_traveller, flops, gradient_packet, shard_packet
+from ring_attn.core.spec import AttentionSpec, Packet
+from ring_attn.core.strategy import Strategy
+from ring_attn.core.work import StepWork, pair_work
 from ring_attn.strategies.all_gather import AllGatherCall, Chunk
 from ring_attn.strategies.q_exchange import exchanged_layout
 from ring_attn.strategies.ulysses import merge_groups
-from ring_attn.strategy import Strategy
 from ring_attn.transport.base import Channel
-from ring_attn.work import StepWork, pair_work
 
 Op = Literal["shift", "all_gather", "reduce_scatter", "all_to_all"]
 Layouts = tuple[SequenceLayout, SequenceLayout]
@@ -381,7 +381,7 @@ def _sizes(rows: Tensor, nbytes: Callable[[int], int]) -> Tensor:
 
 
 class _Ring:
-    """`strategies.ring`: shards, and gradients one step behind, as `ring_attn.buffers` has them.
+    """`strategies.ring`: shards, and gradients one step behind, as `core.buffers` has them.
 
     Every rank makes the same moves, so those of rank 0 are worked out, and its hops as
     displacements on the grid of ranks.

@@ -130,11 +130,11 @@ def simulate(schedule: Schedule, cluster: Cluster, *, spans: bool = False) -> Si
 
     Example:
         >>> from ring_attn.planning.devices import builtin_cluster
-        >>> from ring_attn.layout import SequenceLayout
-        >>> from ring_attn.mask import Mask
+        >>> from ring_attn.core.layout import SequenceLayout
+        >>> from ring_attn.core.mask import Mask
         >>> from ring_attn.planning.schedule import schedule_of
-        >>> from ring_attn.spec import AttentionSpec
-        >>> from ring_attn.strategy import Strategy
+        >>> from ring_attn.core.spec import AttentionSpec
+        >>> from ring_attn.core.strategy import Strategy
         >>> layout = SequenceLayout.zigzag(seqlen=1 << 20, world_size=64)
         >>> spec = AttentionSpec("cuda", torch.bfloat16, 1, 32, 8, 128, 128)
         >>> mask = Mask(1 << 20, 1 << 20, causal=True)

@@ -43,11 +43,12 @@ from torch import Tensor
 
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import Backend
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.order import folding_backend, why_not_in_order
-from ring_attn.plan import Tile, Traveller, gathered_tiles
-from ring_attn.spec import AttentionSpec, Packet, Scores
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.order import folding_backend, why_not_in_order
+from ring_attn.core.plan import Tile, Traveller, gathered_tiles
+from ring_attn.core.spec import AttentionSpec, Packet, Scores
+from ring_attn.core.strategy import Strategy
 from ring_attn.strategies.base import Forward, Gradients
 from ring_attn.strategies.messages import (
     Message,
@@ -57,7 +58,6 @@ from ring_attn.strategies.messages import (
     zeros_like,
 )
 from ring_attn.strategies.observed import observed, observed_backend, observed_steps
-from ring_attn.strategy import Strategy
 from ring_attn.transport.base import Transport
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.spec import AttentionSpec
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
 from ring_attn.strategies import all_gather, q_exchange, ring, ulysses
 from ring_attn.strategies.base import Call
-from ring_attn.strategy import Strategy
 
 
 def make_call(

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ring_attn.spec import ALIGNMENT, Packet
+from ring_attn.core.spec import ALIGNMENT, Packet
 
 
 def new_buffers(packets: Iterable[Packet], count: int, device: torch.device) -> list[Tensor]:

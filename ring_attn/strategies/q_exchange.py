@@ -31,9 +31,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ring_attn.layout import Segment, SequenceLayout
-from ring_attn.plan import Hop
-from ring_attn.spec import AttentionSpec, Packet
+from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.plan import Hop
+from ring_attn.core.spec import AttentionSpec, Packet
 from ring_attn.strategies.base import Call, Forward, Gradients
 from ring_attn.strategies.messages import Message, new_buffers
 from ring_attn.strategies.observed import observed

@@ -54,10 +54,10 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from ring_attn import order
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import folds_in_order
-from ring_attn.buffers import (
+from ring_attn.core import order
+from ring_attn.core.buffers import (
     Add,
     Clear,
     Move,
@@ -69,11 +69,12 @@ from ring_attn.buffers import (
     gradient_schedule,
     shard_schedule,
 )
-from ring_attn.cost import choose_traveller, gradient_packet, peak_bytes, shard_packet
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import Plan, Tile, Traveller, plan_ring, ring_grid
-from ring_attn.spec import AttentionSpec, Packet, Scores
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import Plan, Tile, Traveller, plan_ring, ring_grid
+from ring_attn.core.sizes import choose_traveller, gradient_packet, peak_bytes, shard_packet
+from ring_attn.core.spec import AttentionSpec, Packet, Scores
+from ring_attn.core.strategy import Strategy
 from ring_attn.strategies.base import Forward, Gradients
 from ring_attn.strategies.messages import (
     Message,
@@ -83,7 +84,6 @@ from ring_attn.strategies.messages import (
     zeros_like,
 )
 from ring_attn.strategies.observed import observed, observed_backend, observed_steps
-from ring_attn.strategy import Strategy
 from ring_attn.transport.base import Channel, PointToPoint
 
 

@@ -30,11 +30,11 @@ from torch import Tensor
 
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import decodes
-from ring_attn.layout import Segment
-from ring_attn.mask import Mask
-from ring_attn.plan import Band, Tile, make_tile
-from ring_attn.spec import AttentionSpec, Packet, Scores
-from ring_attn.state import State
+from ring_attn.core.layout import Segment
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import Band, Tile, make_tile
+from ring_attn.core.spec import AttentionSpec, Packet, Scores
+from ring_attn.core.state import State
 from ring_attn.strategies.messages import Message
 from ring_attn.strategies.observed import observed, observed_backend, observed_merge
 from ring_attn.transport.base import Transport

@@ -18,7 +18,7 @@ that layout the core, a ring or a gathering, runs among the ranks with the same 
 Backward: dout goes the way of q, and dq, dk, dv come back the way of out. They come back rounded;
 but where a kv head was sent to several ranks, dk and dv come back as they were accumulated, are
 added up at home in the order of the ranks, and are rounded then. Which heads go where is in
-`ring_attn.heads`. (DeepSpeed-Ulysses, Jacobs et al., arXiv 2309.14509; hybrid: USP, Fang and Zhao,
+`core.heads`. (DeepSpeed-Ulysses, Jacobs et al., arXiv 2309.14509; hybrid: USP, Fang and Zhao,
 arXiv 2405.07719.)
 """
 
@@ -34,10 +34,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ring_attn.heads import HeadRun, HeadShare, is_replicated, share_heads
-from ring_attn.layout import MergedRows, SequenceLayout
-from ring_attn.order import why_not_by_heads
-from ring_attn.spec import ALIGNMENT, AttentionSpec, Packet
+from ring_attn.core.heads import HeadRun, HeadShare, is_replicated, share_heads
+from ring_attn.core.layout import MergedRows, SequenceLayout
+from ring_attn.core.order import why_not_by_heads
+from ring_attn.core.spec import ALIGNMENT, AttentionSpec, Packet
 from ring_attn.strategies.base import Call, Forward, Gradients
 from ring_attn.strategies.observed import observed
 from ring_attn.transport.base import Channel, Transport
@@ -180,7 +180,7 @@ def make_call(
 
     Example:
         >>> from functools import partial
-        >>> from ring_attn.mask import Mask
+        >>> from ring_attn.core.mask import Mask
         >>> from ring_attn.strategies import ring
         >>> layout = SequenceLayout.zigzag(seqlen=80, world_size=4)
         >>> spec = AttentionSpec("cpu", torch.float32, 1, 8, 2, 64, 64)

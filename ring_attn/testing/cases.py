@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attn.layout import LAYOUTS as NAMED_LAYOUTS
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.strategy import NAMES as STRATEGY_NAMES
-from ring_attn.strategy import Strategy
+from ring_attn.core.layout import LAYOUTS as NAMED_LAYOUTS
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.strategy import NAMES as STRATEGY_NAMES
+from ring_attn.core.strategy import Strategy
 from ring_attn.testing.oracle import Inputs, random_qkv, random_sinks
 from ring_attn.tools.arguments import DTYPES
 from ring_attn.tools.env import backend_reasons

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ring_attn.mask import Mask
+from ring_attn.core.mask import Mask
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 RESULTS_WITH_SINKS = (*RESULTS, "dsinks")

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn.api import ring_attention
-from ring_attn.spec import AttentionSpec, TransportOptions
+from ring_attn.core.spec import AttentionSpec, TransportOptions
+from ring_attn.core.strategy import resolve_strategy
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.core import make_call
-from ring_attn.strategy import resolve_strategy
 from ring_attn.testing.cases import Case, Layouts
 from ring_attn.testing.oracle import (
     RESULTS,

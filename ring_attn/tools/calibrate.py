@@ -28,10 +28,11 @@ from torch import Tensor
 
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import Backend
-from ring_attn.cost import flops
-from ring_attn.plan import Band, Hop, Tile
+from ring_attn.check import check_group
+from ring_attn.core.plan import Band, Hop, Tile
+from ring_attn.core.sizes import flops
+from ring_attn.core.spec import AttentionSpec, Scores, TransportOptions
 from ring_attn.planning.devices import Cluster, Device, Link, Rate, compute_seconds, to_json
-from ring_attn.spec import AttentionSpec, Scores, TransportOptions
 from ring_attn.tools.arguments import (
     add_common,
     command_line,
@@ -45,7 +46,6 @@ from ring_attn.tools.arguments import (
 from ring_attn.tools.env import machine
 from ring_attn.tools.launch import check_memory, rank_device, run_ranks, send_part
 from ring_attn.transport.p2p import P2PTransport, open_p2p
-from ring_attn.validation import check_group
 
 WORLD_SIZES = (1, 2, 4)
 ROWS, QUICK_ROWS = (128, 256, 512, 1024, 2048, 3072), (128, 256, 512)

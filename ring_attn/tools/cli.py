@@ -14,8 +14,8 @@ from importlib import import_module
 from typing import NamedTuple, NoReturn
 
 from ring_attn import __version__
-from ring_attn.debug import debug_enabled
 from ring_attn.tools import interrupt
+from ring_attn.transport.debug import debug_enabled
 
 PROG = "ring-attn"
 

@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import SequenceLayout, shard_batch
-from ring_attn.layout import LAYOUTS
+from ring_attn.core.layout import LAYOUTS
 from ring_attn.profiling import reset_resident_peak, resident_bytes, trace
 from ring_attn.testing import Verdict
 from ring_attn.tools.arguments import (

@@ -71,7 +71,7 @@ from ring_attn import (
     sync_gradients,
     unshard,
 )
-from ring_attn.strategy import resolve_strategy
+from ring_attn.core.strategy import resolve_strategy
 from ring_attn.tools.model import (
     Attention,
     ModelConfig,

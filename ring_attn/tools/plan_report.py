@@ -19,13 +19,13 @@ from rich.text import Text
 from torch import Tensor
 from torch.nn.functional import max_pool2d
 
-from ring_attn.plan import ring_grid
+from ring_attn.core.plan import ring_grid
+from ring_attn.core.work import pair_work
 from ring_attn.planning.choice import Choice, format_bytes, format_seconds
 from ring_attn.planning.planner import core_of
 from ring_attn.planning.schedule import Transfer
 from ring_attn.planning.simulate import Simulation
 from ring_attn.transport.base import CHANNELS
-from ring_attn.work import pair_work
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from ring_attn.plan import Hop
+from ring_attn.core.plan import Hop
 
 # Shards and gradients travel apart: a gradient is sent when its step is done, while the next shard
 # is already on its way. So does what a double ring sends between nodes, round for round.

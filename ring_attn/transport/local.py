@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ring_attn.plan import Hop
+from ring_attn.core.plan import Hop
 from ring_attn.transport.base import Agreement, Channel, TransportStats, check_ranks
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn.plan import Hop
+from ring_attn.core.plan import Hop
 from ring_attn.profiling import Observer
 from ring_attn.transport.base import Agreement, Channel, Transport, TransportStats
 

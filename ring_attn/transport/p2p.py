@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn.plan import Hop
-from ring_attn.spec import TransportOptions
+from ring_attn.core.plan import Hop
+from ring_attn.core.spec import TransportOptions
 from ring_attn.torch_private import coalesced, group_timeout
 from ring_attn.transport.base import (
     Agreement,

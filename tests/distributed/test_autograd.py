@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ring_attn import SequenceLayout, TransportOptions, ring_attention, unshard
-from ring_attn.mask import Mask
+from ring_attn.core.mask import Mask
 from ring_attn.testing import (
     HEADS,
     LAYOUTS,

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from ring_attn import SequenceLayout, TransportOptions, ring_attention, select_backend, unshard
-from ring_attn.strategy import Strategy
+from ring_attn.core.strategy import Strategy
 from ring_attn.transport import p2p
 
 pytestmark = pytest.mark.dist

@@ -24,8 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-import ring_attn.sdpa
+import ring_attn.models.sdpa
 from ring_attn import SequenceLayout
+from ring_attn.core.layout import Segment
+from ring_attn.core.mask import Mask
 from ring_attn.integrations import context_parallel as names
 from ring_attn.integrations.context_parallel import (
     as_load_balancer,
@@ -33,9 +35,7 @@ from ring_attn.integrations.context_parallel import (
     context_parallel_unshard,
     set_rotate_method,
 )
-from ring_attn.layout import Segment
-from ring_attn.mask import Mask
-from ring_attn.sdpa import route_sdpa
+from ring_attn.models.sdpa import route_sdpa
 from ring_attn.testing import Inputs, check, dense_gradients, plain_gradients, random_qkv
 from tests.cold import compile_cold
 
@@ -262,7 +262,7 @@ def rotate_methods_are_strategies() -> None:
     q = torch.randn(1, 2, 6, 8)
     asked = []
     with mock.patch.object(
-        ring_attn.sdpa, "ring_attention", side_effect=ring_attn.sdpa.ring_attention
+        ring_attn.models.sdpa, "ring_attention", side_effect=ring_attn.models.sdpa.ring_attention
     ) as called:
         for method in ("alltoall", "allgather"):
             set_rotate_method(method)
@@ -441,8 +441,8 @@ def run_examples() -> int:
     """The docstrings' examples, which need these ranks."""
     attempted = 0
     scope = {"torch": torch, "F": F, "init_device_mesh": init_device_mesh}
-    for function in (ring_attn.sdpa.sdpa_attention, route_sdpa, context_parallel):
-        module = names if function is context_parallel else ring_attn.sdpa
+    for function in (ring_attn.models.sdpa.sdpa_attention, route_sdpa, context_parallel):
+        module = names if function is context_parallel else ring_attn.models.sdpa
         finder = doctest.DocTestFinder(recurse=False, exclude_empty=True)
         (test,) = finder.find(function, function.__name__, module, {**vars(module), **scope})
         report: list[str] = []

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ring_attn import SequenceLayout, TransportOptions, decode, ring_attention, unshard
+from ring_attn.core.mask import Mask
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.decode import next_rank, tree_decode
-from ring_attn.mask import Mask
-from ring_attn.spec import AttentionSpec
 from ring_attn.strategies.tree_decode import decode_packet
 from ring_attn.testing import (
     check,

@@ -26,7 +26,7 @@ from ring_attn import (
     tree_decode,
     unshard,
 )
-from ring_attn.mask import Mask
+from ring_attn.core.mask import Mask
 from ring_attn.testing import (
     Expected,
     Inputs,

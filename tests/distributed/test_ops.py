@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from ring_attn import SequenceLayout, Strategy, TransportOptions, ring_attention
-from ring_attn.layout import Segment
-from ring_attn.mask import Mask
-from ring_attn.spec import AttentionSpec
+from ring_attn.core.layout import Segment
+from ring_attn.core.mask import Mask
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import resolve_strategy
 from ring_attn.strategies.core import make_call
-from ring_attn.strategy import resolve_strategy
 from ring_attn.transport.p2p import open_p2p
 from tests.cold import compile_cold
 from tests.distributed.pool import Pool

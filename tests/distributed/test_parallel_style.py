@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ring_attn import SequenceLayout, Strategy, TransportOptions
-from ring_attn.mask import Mask
-from ring_attn.parallel_style import ContextParallel, parallelize
+from ring_attn.core.mask import Mask
+from ring_attn.models.style import ContextParallel, parallelize
 from ring_attn.testing import (
     Expected,
     Inputs,

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ring_attn.core.mask import Mask
 from ring_attn.integrations import ring_flash_attn as names
-from ring_attn.mask import Mask
 from ring_attn.testing import (
     Expected,
     Inputs,

@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attn import SequenceLayout, Strategy, cost, ring_attention
+from ring_attn import SequenceLayout, Strategy, ring_attention
+from ring_attn.core import sizes as cost
+from ring_attn.core.mask import Mask
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import resolve_strategy
 from ring_attn.decode import tree_decode
-from ring_attn.mask import Mask
 from ring_attn.profiling import Figures, Stats, collect, stats, trace
-from ring_attn.spec import AttentionSpec
 from ring_attn.strategies import all_gather, core, q_exchange, ulysses
 from ring_attn.strategies.all_gather import AllGatherCall
 from ring_attn.strategies.base import Call
@@ -23,7 +25,6 @@ from ring_attn.strategies.q_exchange import QExchangeCall
 from ring_attn.strategies.ring import RingCall
 from ring_attn.strategies.tree_decode import decode_packet
 from ring_attn.strategies.ulysses import UlyssesCall
-from ring_attn.strategy import resolve_strategy
 from ring_attn.testing import random_qkv
 from tests.distributed.pool import Pools
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_attn import SequenceLayout, Strategy, ring_attention
-from ring_attn.mask import Mask
+from ring_attn.core.mask import Mask
 from ring_attn.testing import (
     LAYOUTS,
     AllRanks,

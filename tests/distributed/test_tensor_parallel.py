@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_attn import SequenceLayout, ring_attention
-from ring_attn.tensor_parallel import (
+from ring_attn.models.tensor_parallel import (
     TensorParallelConfig,
     load_tp_state_dict,
     unshard_state_dict,

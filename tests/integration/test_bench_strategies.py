@@ -16,8 +16,8 @@ from ring_attn.bench.strategies import (
     judged,
     verdict_table,
 )
+from ring_attn.core.strategy import Strategy
 from ring_attn.planning.devices import cpu_cluster, to_json
-from ring_attn.strategy import Strategy
 from ring_attn.tools import cli
 
 

@@ -20,13 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import Tile, make_tile, pair_tiles, plan_ring
 from ring_attn.kernels.configs import Config
 from ring_attn.kernels.flash_bwd import delta_launch, dkdv_launch, dq_launch
 from ring_attn.kernels.flash_fwd import Carried, forward_launch
 from ring_attn.kernels.step_table import Rectangle, StepTable, make_step_table, transposed
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import Tile, make_tile, pair_tiles, plan_ring
 from ring_attn.testing import (
     Expected,
     Inputs,

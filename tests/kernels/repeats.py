@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends.triton import TritonBackend
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import Tile, pair_tiles
+from ring_attn.core.spec import Scores
 from ring_attn.kernels import configs, hopper_fwd
 from ring_attn.kernels.launch import Launch
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import Tile, pair_tiles
-from ring_attn.spec import Scores
 from tests.kernels.stub_driver import StubDriver, install
 
 ROWS, HEADS, KV_HEADS, DIM = 97, 4, 2, 16

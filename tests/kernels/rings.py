@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ring_attn.mask import Mask
-from ring_attn.plan import Traveller
-from ring_attn.spec import AttentionSpec
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import Traveller
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.strategies.ring import RingCall, make_call
 from ring_attn.testing import Expected, Inputs, Layouts, run_calls, whole_of
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ring_attn import testing
 from ring_attn.backends.triton import TritonBackend
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import Tile
+from ring_attn.core.spec import Scores
 from ring_attn.kernels import decode, tasks
 from ring_attn.kernels.decode import Parts, choose_parts, part_rectangles, part_rows
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import Tile
-from ring_attn.spec import Scores
 from ring_attn.strategies.tree_decode import decode_tiles
 from ring_attn.testing import Inputs, poisoned_empty
 from tests.kernels.calls import DTYPES, expect, inputs_for, whole

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import Tile
 from ring_attn.kernels import flash_bwd
 from ring_attn.kernels.configs import Config
-from ring_attn.mask import Mask
-from ring_attn.plan import Tile
 from ring_attn.testing import Inputs, random_qkv, random_sinks
 from tests.kernels.calls import (
     DEVICE,

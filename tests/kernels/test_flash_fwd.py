@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_attn.core.mask import Mask
 from ring_attn.kernels import flash_fwd
 from ring_attn.kernels.flash_fwd import forward_launch
-from ring_attn.mask import Mask
 from ring_attn.testing import Inputs, check, random_qkv, random_sinks
 from tests.kernels.calls import (
     DEVICE,

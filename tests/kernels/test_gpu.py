@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends.triton import TritonBackend
+from ring_attn.core.mask import Mask
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import Config
-from ring_attn.mask import Mask
 from ring_attn.testing import (
     MASKS,
     RESULTS,

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
 from ring_attn.decode import next_rank
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.spec import AttentionSpec
 from ring_attn.strategies.tree_decode import decode_tiles, tree_decode_forward
 from ring_attn.strategies.tree_decode import make_call as make_decode
-from ring_attn.strategy import Strategy
 from ring_attn.testing import (
     Case,
     Heads,

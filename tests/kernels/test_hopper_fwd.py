@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_attn.core.mask import Mask
 from ring_attn.kernels import configs, gluon_guard
 from ring_attn.kernels.configs import Config
 from ring_attn.kernels.flash_fwd import Carried
@@ -29,7 +30,6 @@ from ring_attn.kernels.hopper_fwd import (
     hopper_launch,
 )
 from ring_attn.kernels.step_table import StepTable, make_step_table
-from ring_attn.mask import Mask
 from ring_attn.testing import (
     Expected,
     Inputs,

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
 from ring_attn.testing import Layouts, random_qkv, random_sinks
 from tests.kernels.calls import (
     DEVICE,

@@ -12,6 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import plan_ring
 from ring_attn.kernels.step_table import (
     UNBOUNDED,
     Rectangle,
@@ -22,9 +25,6 @@ from ring_attn.kernels.step_table import (
     transposed,
     visible_pairs,
 )
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import plan_ring
 from tests.kernels.calls import rectangles
 
 BLOCKS = ((16, 16), (32, 16), (16, 64), (64, 32))

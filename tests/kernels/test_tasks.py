@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ring_attn.core.mask import Mask
 from ring_attn.kernels import tasks
 from ring_attn.kernels.configs import Config
 from ring_attn.kernels.tasks import Schedule, block_and_head, make_schedule, tasks_of_program
-from ring_attn.mask import Mask
 from ring_attn.testing import Inputs
 from tests.kernels.calls import (
     DEVICE,

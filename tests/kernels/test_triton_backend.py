@@ -19,11 +19,11 @@ from ring_attn.backends import choose_backend, get_backend, kept_launches
 from ring_attn.backends import triton as module
 from ring_attn.backends.base import Backend
 from ring_attn.backends.triton import TritonBackend
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import Tile
+from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.kernels import configs
 from ring_attn.kernels.flash_fwd import Carried
-from ring_attn.mask import Mask
-from ring_attn.plan import Tile
-from ring_attn.spec import AttentionSpec, Scores
 from ring_attn.testing import Expected, Inputs, layouts_of, poisoned_empty, random_qkv
 from tests.kernels.calls import (
     DEVICE,
@@ -180,7 +180,7 @@ def test_in_a_new_process_it_asks_for_the_interpreter_itself() -> None:
         warnings.simplefilter("ignore")
         import torch
         from ring_attn.backends import choose_backend, get_backend
-        from ring_attn.spec import AttentionSpec, Scores
+        from ring_attn.core.spec import AttentionSpec, Scores
 
         spec = AttentionSpec("cpu", torch.float32, 1, 1, 1, 16, 16)
         assert choose_backend(spec).name == "aten"

@@ -25,10 +25,10 @@ from ring_attn.backends.base import (
     flash_window,
     out_from_delta,
 )
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import Band, MaskKind, Tile, make_tile, pair_tiles
-from ring_attn.spec import AttentionSpec, Scores
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import Band, MaskKind, Tile, make_tile, pair_tiles
+from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.testing import (
     Expected,
     Inputs,

@@ -13,7 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_attn import balance
-from ring_attn.balance import (
+from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import pair_tiles, plan_ring, travelling_rows
+from ring_attn.planning.balance import (
     Balance,
     Size,
     balance_of,
@@ -29,9 +32,6 @@ from ring_attn.balance import (
     local_rows,
     visible_keys,
 )
-from ring_attn.layout import Segment, SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import pair_tiles, plan_ring, travelling_rows
 
 reproducible = settings(deadline=None, derandomize=True, max_examples=100)
 

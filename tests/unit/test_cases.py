@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from ring_attn import testing
-from ring_attn.strategy import Strategy
+from ring_attn.core.strategy import Strategy
 from ring_attn.testing import Case, run_all_ranks
 from ring_attn.transport.local import LocalTransport
 

@@ -5,7 +5,10 @@ from itertools import product
 import pytest
 import torch
 
-from ring_attn.cost import (
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import Plan, Traveller, plan_ring
+from ring_attn.core.sizes import (
     bytes_sent,
     choose_traveller,
     flops,
@@ -14,10 +17,7 @@ from ring_attn.cost import (
     num_messages,
     shard_packet,
 )
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import Plan, Traveller, plan_ring
-from ring_attn.spec import AttentionSpec
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.strategies.ring import RingCall, ring_backward, ring_forward
 from ring_attn.testing import LAYOUTS, layouts_of, masks, random_qkv
 from ring_attn.transport.base import TransportStats

@@ -15,8 +15,8 @@ NEED_TORCHRUN = {
     "ring_attn.api.ring_attention",
     "ring_attn.decode.tree_decode",
     "ring_attn.integrations.context_parallel.context_parallel",
-    "ring_attn.sdpa.route_sdpa",
-    "ring_attn.sdpa.sdpa_attention",
+    "ring_attn.models.sdpa.route_sdpa",
+    "ring_attn.models.sdpa.sdpa_attention",
 }
 
 # Importing it runs the command line.
@@ -25,11 +25,11 @@ NOT_IMPORTED = {"ring_attn.__main__"}
 # Every module here has at least one example; which keeps this test from running none.
 MODULES_WITH_EXAMPLES = {
     "ring_attn.api",
-    "ring_attn.cost",
+    "ring_attn.core.sizes",
     "ring_attn.decode",
-    "ring_attn.layout",
-    "ring_attn.mask",
-    "ring_attn.plan",
+    "ring_attn.core.layout",
+    "ring_attn.core.mask",
+    "ring_attn.core.plan",
     "ring_attn.transport.local",
 }
 

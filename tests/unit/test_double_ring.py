@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from ring_attn import cost
-from ring_attn.buffers import (
+from ring_attn.core import sizes as cost
+from ring_attn.core.buffers import (
     Add,
     Clear,
     Move,
@@ -30,10 +30,10 @@ from ring_attn.buffers import (
     gradient_schedule,
     shard_schedule,
 )
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import Plan, Traveller, needed_displacements, plan_ring, ring_grid
-from ring_attn.spec import AttentionSpec
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import Plan, Traveller, needed_displacements, plan_ring, ring_grid
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.strategies.ring import make_call
 from ring_attn.testing import LAYOUTS, Layouts, layouts_of
 

@@ -7,7 +7,7 @@ from itertools import combinations_with_replacement, pairwise
 
 import pytest
 
-from ring_attn.heads import HeadRun, HeadShare, is_replicated, share_heads
+from ring_attn.core.heads import HeadRun, HeadShare, is_replicated, share_heads
 
 # (kv heads, q heads of each, ranks); primes, powers of 2, more ranks than heads.
 CASES = [

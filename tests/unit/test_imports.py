@@ -17,71 +17,47 @@ PACKAGE = "ring_attn"
 # package, or a module of a folder that has a row of its own here. It may import its own siblings
 # (SIBLINGS restricts that) and the units named here, and nothing else of ours. Imports inside
 # functions count.
-DATA = {
-    "torch_private", "values", "compiling", "heads", "mask", "layout", "plan", "buffers", "work",
-    "cost", "state", "spec",
+CORE = {
+    "core", "core.values", "core.heads", "core.mask", "core.spec", "core.state", "core.strategy",
+    "core.layout", "core.plan", "core.buffers", "core.work", "core.sizes",
 }  # fmt: skip
-ENGINE = DATA | {
-    "order",
-    "strategy",
-    "validation",
-    "profiling",
-    "backends",
-    "transport",
-    "strategies",
-}
-API = ENGINE | {
-    "balance",
-    "planning",
-    "ops",
-    "debug",
-    "tensor_parallel",
-    "api",
-    "decode",
-    "gradients",
-}
-PUBLIC = API | {
-    "sdpa", "dtensors", "head_exchange", "parallel_style", "__init__", "integrations",
-}  # fmt: skip
+DATA = CORE | {"torch_private", "compiling"}
+ENGINE = DATA | {"core.order", "check", "profiling", "backends", "transport", "strategies"}
+API = ENGINE | {"planning", "ops", "transport.debug", "api", "decode"}
+PUBLIC = API | {"models", "__init__", "integrations"}
 COMMANDS = {"tools.interrupt", "tools.launch", "tools.arguments", "tools.env"}
 TOOLS = PUBLIC | COMMANDS | {"testing"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "torch_private": set(),
     "compiling": {"torch_private"},
-    "values": set(),
-    "heads": set(),
-    "mask": set(),
-    "spec": set(),
-    "strategy": {"values"},
-    "state": set(),
+    "core": set(),
+    "core.values": set(),
+    "core.heads": set(),
+    "core.mask": set(),
+    "core.spec": set(),
+    "core.state": set(),
+    "core.strategy": {"core.values"},
+    "core.layout": {"core.values", "core.mask", "compiling"},
+    "core.plan": {"core.mask", "core.layout"},
+    "core.buffers": {"core.plan"},
+    # The work of all pairs of ranks, and what a call costs.
+    "core.work": {"core.mask", "core.layout", "core.plan"},
+    "core.sizes": CORE - {"core.sizes"},
+    "core.order": CORE | {"backends"},
     "profiling": {"torch_private"},
-    "layout": {"values", "compiling", "mask"},
-    "plan": {"mask", "layout"},
-    "buffers": {"plan"},
-    "cost": {"values", "mask", "layout", "plan", "buffers", "spec", "work"},
-    "validation": DATA,
+    "check": DATA,
     "transport": DATA | {"profiling", "kernels"},
+    "transport.debug": DATA | {"check", "transport"},
     "backends": DATA | {"profiling", "kernels"},
-    "order": {"heads", "layout", "mask", "plan", "strategy", "backends"},
-    "strategies": DATA | {"order", "strategy", "validation", "profiling", "transport", "backends"},
-    # What a call costs and how long it takes, for all ranks at once.
-    "work": {"mask", "layout", "plan"},
-    "balance": {"values", "mask", "layout", "validation"},
-    "debug": DATA | {"validation", "transport"},
-    "checkpoint": set(),
-    "tensor_parallel": {"values", "checkpoint", "cost"},
-    "planning": ENGINE | {"balance"},
-    "ops": ENGINE | {"debug"},
-    "api": ENGINE | {"ops", "debug", "planning"},
-    "decode": ENGINE | {"debug"},
-    "gradients": {"values", "validation", "profiling"},
-    "sdpa": API,
-    "dtensors": {"layout"},
-    "head_exchange": {"layout"},
-    "parallel_style": API | {"sdpa", "dtensors", "head_exchange"},
+    "strategies": DATA | {"core.order", "check", "profiling", "transport", "backends"},
+    "planning": ENGINE,
+    "ops": ENGINE | {"transport.debug"},
+    "api": ENGINE | {"ops", "transport.debug", "planning"},
+    "decode": ENGINE | {"transport.debug"},
+    "models": API,
     # `import ring_attn` itself: whoever imports it imports all that it exports.
-    "__init__": API | {"parallel_style", "tools.interrupt"},
+    "__init__": API | {"models", "tools.interrupt"},
     "integrations": PUBLIC - {"integrations"},
     # The command line and what only it, the benchmarks and the tests use.
     "tools.interrupt": set(),
@@ -267,8 +243,8 @@ KNOWN = {
     "ring_attn.backends.triton",
     "ring_attn.kernels.flash_fwd",
     "ring_attn.kernels.online_softmax",
-    "ring_attn.layout",
-    "ring_attn.plan",
+    "ring_attn.core.layout",
+    "ring_attn.core.plan",
     "ring_attn.testing",
 }
 
@@ -276,21 +252,24 @@ KNOWN = {
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("ring_attn.layout", "from ring_attn.plan import Plan"),
-        ("ring_attn.layout", "from .plan import Plan"),
-        ("ring_attn.layout", "from . import plan"),
-        ("ring_attn.layout", "def f():\n    from ring_attn import plan"),
-        ("ring_attn.layout", "import importlib\nimportlib.import_module('ring_attn.plan')"),
-        ("ring_attn.layout", "import ring_attn"),
+        ("ring_attn.core.layout", "from ring_attn.core.plan import Plan"),
+        ("ring_attn.core.layout", "from .plan import Plan"),
+        ("ring_attn.core.layout", "from . import plan"),
+        ("ring_attn.core.layout", "def f():\n    from ring_attn import plan"),
+        (
+            "ring_attn.core.layout",
+            "import importlib\nimportlib.import_module('ring_attn.core.plan')",
+        ),
+        ("ring_attn.core.layout", "import ring_attn"),
         ("ring_attn.api", "from ring_attn.testing import attend"),
-        ("ring_attn.plan", "from ring_attn.backends import select"),
+        ("ring_attn.core.plan", "from ring_attn.backends import select"),
         ("ring_attn.backends.aten", "from ring_attn.backends import triton"),
         ("ring_attn.backends.aten", "def f():\n    from .triton import Triton"),
         ("ring_attn.backends.aten", "from ring_attn.backends import select"),
         ("ring_attn.backends", "from ring_attn.backends import triton"),
         ("ring_attn.backends.triton", "import triton"),
         ("ring_attn.backends.triton", "try:\n    import triton\nexcept ImportError:\n    pass"),
-        ("ring_attn.kernels.flash_fwd", "from ring_attn.plan import Plan"),
+        ("ring_attn.kernels.flash_fwd", "from ring_attn.core.plan import Plan"),
         ("ring_attn.kernels.flash_fwd", "def f():\n    import einops.layers\n    import numpy"),
         ("ring_attn.kernels.flash_fwd", "from kernels.online_softmax import LOG2E"),
         ("ring_attn.unheard_of", "import torch"),
@@ -303,7 +282,7 @@ def test_a_wrong_import_is_found(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("ring_attn.plan", "from ring_attn.layout import Segment"),
+        ("ring_attn.core.plan", "from ring_attn.core.layout import Segment"),
         ("ring_attn.backends.aten", "from .base import TileBackend"),
         ("ring_attn.backends.triton", "def f():\n    from ring_attn.kernels import flash_fwd"),
         ("ring_attn.backends.triton", "def f():\n    import triton"),

@@ -16,7 +16,7 @@ from torch import nn
 from ring_attn import SequenceLayout
 from ring_attn.backends import BackendChoice
 from ring_attn.integrations import context_parallel, ring_flash_attn
-from ring_attn.sdpa import route_sdpa, sdpa_attention
+from ring_attn.models.sdpa import route_sdpa, sdpa_attention
 
 DENSE = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None, "

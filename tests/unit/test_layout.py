@@ -15,8 +15,8 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
     _HeadTailLoadBalancer,
 )
 
-from ring_attn.layout import LAYOUTS, Segment, SequenceLayout, shard_batch
-from ring_attn.mask import Mask
+from ring_attn.core.layout import LAYOUTS, Segment, SequenceLayout, shard_batch
+from ring_attn.core.mask import Mask
 from tests.cold import compile_cold
 
 reproducible = settings(deadline=None, derandomize=True, max_examples=150)

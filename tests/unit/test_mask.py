@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from ring_attn.mask import Document, Mask
+from ring_attn.core.mask import Document, Mask
 
 WINDOWS = [(-1, -1), (0, 0), (2, -1), (-1, 1), (1, 2), (9, 9), (0, 3), (3, 0)]
 

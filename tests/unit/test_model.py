@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ring_attn import SequenceLayout, shard_batch
-from ring_attn.layout import LAYOUTS
-from ring_attn.mask import Mask
+from ring_attn.core.layout import LAYOUTS
+from ring_attn.core.mask import Mask
 from ring_attn.testing import check, plain_attention, random_qkv
 from ring_attn.testing import dense_attention as oracle_attention
 from ring_attn.tools.generate import WholeCache, generate

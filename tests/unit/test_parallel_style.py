@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from ring_attn import TransportOptions
-from ring_attn.parallel_style import ContextParallel, parallelize
+from ring_attn.models.style import ContextParallel, parallelize
 
 
 @pytest.fixture(scope="module")

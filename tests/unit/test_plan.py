@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import (
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import (
     Band,
     Hop,
     MaskKind,

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
 from ring_attn.planning import agreement, devices, planner
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.planning.choice import Candidate, Choice, Problem, label
@@ -28,10 +30,8 @@ from ring_attn.planning.devices import (
 )
 from ring_attn.planning.memory import peak_of
 from ring_attn.planning.planner import choose, explain
-from ring_attn.spec import AttentionSpec
 from ring_attn.strategies import all_gather, ring, ulysses
 from ring_attn.strategies.core import make_call
-from ring_attn.strategy import Strategy
 from ring_attn.testing import LAYOUTS, layouts_of, masks
 from ring_attn.transport.local import LocalTransport, run_local
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from ring_attn import SequenceLayout, profiling
-from ring_attn.mask import Mask
+from ring_attn.core.mask import Mask
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.profiling import collect, gradient_sync, observe, stats, trace
-from ring_attn.spec import AttentionSpec
 from ring_attn.strategies import observed, ring
 from ring_attn.testing import random_qkv
 from ring_attn.transport.base import TransportStats

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import gathered_tiles
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import gathered_tiles
 from ring_attn.strategies.q_exchange import exchanged_layout
 
 

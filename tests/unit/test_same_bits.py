@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attn import backends, order
+from ring_attn import backends
 from ring_attn.backends.base import folds_in_order, tile_within
 from ring_attn.backends.reference import ReferenceBackend
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import Tile
-from ring_attn.spec import AttentionSpec, Scores
+from ring_attn.core import order
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import Tile
+from ring_attn.core.spec import AttentionSpec, Scores
+from ring_attn.core.strategy import Strategy
 from ring_attn.strategies import ring as ring_module
 from ring_attn.strategies.ring import RingCall, make_call
-from ring_attn.strategy import Strategy
 from ring_attn.testing import LAYOUTS, AllRanks, Case, Heads, Layouts, masks, run_all_ranks
 from ring_attn.transport.local import LocalTransport
 

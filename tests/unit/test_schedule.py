@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attn.cost import bytes_by_link, choose_traveller, flops
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import (
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import (
     Hop,
     needed_displacements,
     pair_tiles,
@@ -22,16 +21,17 @@ from ring_attn.plan import (
     ring_grid,
     travelling_rows,
 )
+from ring_attn.core.sizes import bytes_by_link, choose_traveller, flops
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
+from ring_attn.core.work import pair_work
 from ring_attn.planning.schedule import Schedule, Transfer, Wait, schedule_of
-from ring_attn.spec import AttentionSpec
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.core import make_call
 from ring_attn.strategies.ring import RingCall
-from ring_attn.strategy import Strategy
 from ring_attn.testing import LAYOUTS, Layouts, layouts_of, masks, random_qkv
 from ring_attn.transport.base import Channel
 from ring_attn.transport.local import LocalTransport, run_local
-from ring_attn.work import pair_work
 
 MASKS = masks(61)
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from ring_attn.cost import SequenceShare, all_reduce_bytes, bytes_sent, transfer_seconds
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import plan_ring
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import plan_ring
+from ring_attn.core.sizes import SequenceShare, all_reduce_bytes, bytes_sent, transfer_seconds
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
 from ring_attn.planning.schedule import schedule_of
-from ring_attn.spec import AttentionSpec
-from ring_attn.strategy import Strategy
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ring_attn.spec import ALIGNMENT, AttentionSpec, Packet
+from ring_attn.core.spec import ALIGNMENT, AttentionSpec, Packet
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8)
 

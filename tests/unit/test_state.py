@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attn.state import State
+from ring_attn.core.state import State
 from ring_attn.testing import check
 
 BATCH, ROWS, HEADS, KEYS, DIM = 2, 5, 3, 24, 8

@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from ring_attn import cost
 from ring_attn.backends.aten import AtenBackend
-from ring_attn.balance import by_area, by_cost, by_documents, by_memory, by_separators
-from ring_attn.layout import Segment, SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.spec import AttentionSpec
+from ring_attn.core import sizes as cost
+from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy, resolve_strategy
+from ring_attn.planning.balance import by_area, by_cost, by_documents, by_memory, by_separators
 from ring_attn.strategies import all_gather, q_exchange, ulysses
 from ring_attn.strategies.core import make_call
 from ring_attn.strategies.ring import RingCall
-from ring_attn.strategy import Strategy, resolve_strategy
 from ring_attn.testing import (
     LAYOUTS,
     RESULTS,

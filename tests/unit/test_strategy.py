@@ -2,7 +2,7 @@
 
 import pytest
 
-from ring_attn.strategy import NAMES, Strategy, resolve_strategy
+from ring_attn.core.strategy import NAMES, Strategy, resolve_strategy
 
 
 @pytest.mark.parametrize(

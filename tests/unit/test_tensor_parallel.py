@@ -11,7 +11,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ring_attn.tensor_parallel import (
+from ring_attn.models.tensor_parallel import (
     LLAMA_TP_PLAN,
     Kind,
     Order,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ring_attn.mask import Mask
+from ring_attn.core.mask import Mask
 from ring_attn.testing import (
     RESULTS,
     RESULTS_WITH_SINKS,

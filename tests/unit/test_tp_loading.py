@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ring_attn.tensor_parallel import (
+from ring_attn.models.tensor_parallel import (
     Kind,
     Order,
     TensorParallelConfig,

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_attn.core.layout import LAYOUTS, Segment, SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import pair_tiles
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.decode import next_rank
-from ring_attn.layout import LAYOUTS, Segment, SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import pair_tiles
-from ring_attn.spec import AttentionSpec
 from ring_attn.strategies.tree_decode import (
     decode_packet,
     decode_tiles,

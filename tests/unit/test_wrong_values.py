@@ -22,10 +22,9 @@ from ring_attn import (
     select_backend,
     shard_batch,
 )
-from ring_attn.layout import Segment
-from ring_attn.mask import Mask
-from ring_attn.planning.devices import cpu_cluster
-from ring_attn.tensor_parallel import (
+from ring_attn.core.layout import Segment
+from ring_attn.core.mask import Mask
+from ring_attn.models.tensor_parallel import (
     LLAMA_TP_PLAN,
     TensorParallelConfig,
     TensorPartition,
@@ -34,6 +33,7 @@ from ring_attn.tensor_parallel import (
     unshard_parameter,
     unshard_state_dict,
 )
+from ring_attn.planning.devices import cpu_cluster
 
 KINDS = (ValueError, TypeError, NotImplementedError)
 

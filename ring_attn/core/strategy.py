@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from ring_attn.values import check_flag, check_one_of
+from ring_attn.core.values import check_flag, check_one_of
 
 Core = Literal["ring", "all_gather"]
 CORES: tuple[Core, ...] = ("ring", "all_gather")

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ring_attn.compiling import kept
-from ring_attn.mask import Mask
-from ring_attn.values import as_int, as_tuple, check_dim, check_one_of, check_type
+from ring_attn.core.mask import Mask
+from ring_attn.core.values import as_int, as_tuple, check_dim, check_one_of, check_type
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 KINDS = (*LAYOUTS, "boundaries", "segments")

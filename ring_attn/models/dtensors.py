@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 
-from ring_attn.layout import SequenceLayout
+from ring_attn.core.layout import SequenceLayout
 
 Layouts = tuple[SequenceLayout, SequenceLayout]
 

@@ -17,11 +17,11 @@ from itertools import accumulate
 
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import InOrderBackend, folds_in_order
-from ring_attn.heads import is_replicated, share_heads
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import ring_grid
-from ring_attn.strategy import Strategy
+from ring_attn.core.heads import is_replicated, share_heads
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import ring_grid
+from ring_attn.core.strategy import Strategy
 
 Layouts = tuple[SequenceLayout, SequenceLayout]
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn.layout import SequenceLayout
+from ring_attn.core.layout import SequenceLayout
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import Displacement, Grid, Traveller, check_fit
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import Displacement, Grid, Traveller, check_fit
 
 # A bound of a band that is none. Small enough that sums of it with positions do not overflow.
 UNBOUNDED = 1 << 50

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ring_attn.api import ring_attention
-from ring_attn.layout import SequenceLayout
+from ring_attn.core.layout import SequenceLayout
 from ring_attn.torch_private import native_sdpa
 
 

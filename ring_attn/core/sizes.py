@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from ring_attn.buffers import gradient_schedule, shard_schedule
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.plan import Plan, Tile, Transfer, Traveller
-from ring_attn.spec import AttentionSpec, Packet
-from ring_attn.values import check_number
-from ring_attn.work import pair_work
+from ring_attn.core.buffers import gradient_schedule, shard_schedule
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import Plan, Tile, Transfer, Traveller
+from ring_attn.core.spec import AttentionSpec, Packet
+from ring_attn.core.values import check_number
+from ring_attn.core.work import pair_work
 
 
 def shard_packet(spec: AttentionSpec, travels: Traveller, rows: int) -> Packet:
@@ -38,7 +38,7 @@ def bytes_sent(plan: Plan, spec: AttentionSpec, *, backward: bool, in_order: boo
 
     Example:
         >>> import torch
-        >>> from ring_attn.plan import plan_ring
+        >>> from ring_attn.core.plan import plan_ring
         >>> layout = SequenceLayout.contiguous(2048, 2)
         >>> spec = AttentionSpec("cpu", torch.float32, 1, 16, 4, 64, 64)
         >>> plan = plan_ring(layout, layout, Mask(2048, 2048, causal=True), rank=0)
@@ -81,7 +81,7 @@ def bytes_by_link(
 
     Example:
         >>> import torch
-        >>> from ring_attn.plan import plan_ring
+        >>> from ring_attn.core.plan import plan_ring
         >>> layout, mask = SequenceLayout.contiguous(64, 8), Mask(64, 64)
         >>> spec = AttentionSpec("cpu", torch.bfloat16, 1, 4, 1, 16, 16)
         >>> for inner_degree in (1, 4):
@@ -134,7 +134,7 @@ def peak_bytes(
                     + workspace of a step
         at its end  out, lse + delta + own gradients, rounded one by one
 
-    A double ring takes 3 or 4 shard buffers, and 3 or 5 of gradients: `ring_attn.buffers`. Nothing
+    A double ring takes 3 or 4 shard buffers, and 3 or 5 of gradients: `core.buffers`. Nothing
     in it grows with the whole length or the number of steps.
 
     Args:

@@ -10,7 +10,7 @@ called core or inner attention. Each rank calls it with its rows and gets the ou
     replace=    it does not run                            `ring_attention` with these options
 
 While a forward runs, and only there, `F.scaled_dot_product_attention` is `ring_attention`, by
-`ring_attn.sdpa.route_sdpa`. A forward that makes no such call is refused, since its attention would
+`models.sdpa.route_sdpa`. A forward that makes no such call is refused, since its attention would
 be that of a shard. Checkpoint the module, not parts within it: what is recomputed there is
 recomputed after the forward, and raises.
 
@@ -35,16 +35,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from ring_attn import validation as check
+from ring_attn import check
 from ring_attn.api import Layout, ring_attention
-from ring_attn.dtensors import Dims, Layouts, SplitRows, placed_as, rows_of
-from ring_attn.head_exchange import HeadExchange
-from ring_attn.layout import SequenceLayout
-from ring_attn.sdpa import route_sdpa, sdpa_attention
-from ring_attn.spec import TransportOptions
-from ring_attn.strategy import NAMES, Strategy, checked_strategy, resolve_strategy
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.spec import TransportOptions
+from ring_attn.core.strategy import NAMES, Strategy, checked_strategy, resolve_strategy
+from ring_attn.core.values import as_int, as_tuple, check_one_of
+from ring_attn.models.dtensors import Dims, Layouts, SplitRows, placed_as, rows_of
+from ring_attn.models.head_exchange import HeadExchange
+from ring_attn.models.sdpa import route_sdpa, sdpa_attention
 from ring_attn.torch_private import tree_map_only
-from ring_attn.values import as_int, as_tuple, check_one_of
 
 Inside = Literal["global", "local", "whole"]
 Options = Mapping[str, Any]

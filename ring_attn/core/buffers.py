@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ring_attn.plan import Plan, Transfer
+from ring_attn.core.plan import Plan, Transfer
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def shard_schedule(plan: Plan) -> Schedule:
 
     Example:
         >>> from ring_attn import SequenceLayout
-        >>> from ring_attn.mask import Mask
-        >>> from ring_attn.plan import plan_ring
+        >>> from ring_attn.core.mask import Mask
+        >>> from ring_attn.core.plan import plan_ring
         >>> layout, mask = SequenceLayout.zigzag(64, 8), Mask(64, 64, causal=True)
         >>> [
         ...     shard_schedule(plan_ring(layout, layout, mask, 0, inner_degree=n)).num_buffers

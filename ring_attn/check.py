@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn.layout import LAYOUTS, SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.spec import TransportOptions
+from ring_attn.core.layout import LAYOUTS, SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.spec import TransportOptions
+from ring_attn.core.values import check_dim, check_int, check_number, check_type
 from ring_attn.torch_private import flattened, functorch
-from ring_attn.values import check_dim, check_int, check_number, check_type
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

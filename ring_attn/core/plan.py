@@ -40,8 +40,8 @@ from functools import lru_cache
 from itertools import product
 from typing import Literal, NamedTuple
 
-from ring_attn.layout import Segment, SequenceLayout
-from ring_attn.mask import Document, Mask
+from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.mask import Document, Mask
 
 Traveller = Literal["kv", "q"]
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import validation as check
-from ring_attn.spec import TransportOptions
+from ring_attn import check
+from ring_attn.core.spec import TransportOptions
 from ring_attn.transport.base import Agreement, gather_texts
 from ring_attn.transport.p2p import new_p2p
 from ring_attn.transport.ranks.group import refused

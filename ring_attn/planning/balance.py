@@ -41,10 +41,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attn.layout import SequenceLayout
-from ring_attn.mask import Mask
-from ring_attn.validation import check_cu_seqlens, check_window
-from ring_attn.values import as_int, as_tuple, check_int, check_number, check_tensor, check_type
+from ring_attn.check import check_cu_seqlens, check_window
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.values import (
+    as_int,
+    as_tuple,
+    check_int,
+    check_number,
+    check_tensor,
+    check_type,
+)
 
 # Positions inside documents that `by_documents` considers, beside all ends of documents: all of a
 # sequence up to this length, and in longer ones at least 16 for each of 4096 ranks.

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn import validation as check
+from ring_attn import check
+from ring_attn.core.values import check_one_of
 from ring_attn.profiling import gradient_sync
-from ring_attn.values import check_one_of
 
 OPS = ("sum", "mean")
 

@@ -43,9 +43,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ring_attn.checkpoint import Checkpoint
-from ring_attn.cost import all_reduce_bytes, transfer_seconds
-from ring_attn.values import as_int, as_tuple, check_int, check_one_of, check_tensor, check_type
+from ring_attn.core.sizes import all_reduce_bytes, transfer_seconds
+from ring_attn.core.values import (
+    as_int,
+    as_tuple,
+    check_int,
+    check_one_of,
+    check_tensor,
+    check_type,
+)
+from ring_attn.models.checkpoint import Checkpoint
 
 #: What a parameter is, and so how it is cut.
 #:

@@ -1,0 +1,1 @@
+"""Attention modules, meshes and weight shards: ring attention inside a model."""
