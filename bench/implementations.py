@@ -32,12 +32,14 @@ from torch import Tensor
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Hop
+from ring_attn.core.program import Channel, Hop
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.strategies.ring import make_call, ring_backward, ring_forward
+from ring_attn.core.strategy import Strategy
+from ring_attn.machines import run
+from ring_attn.strategies.registry import make_call
 from ring_attn.testing import Inputs
-from ring_attn.transport.base import Channel, TransportStats
+from ring_attn.transport.base import TransportStats
 
 FLASH_PACKAGES = {
     "flash-attn": "flash_attn",
@@ -162,9 +164,13 @@ class Ours:
 
     def __init__(self, problem: Problem, data: Data, backend: str) -> None:
         layout = SequenceLayout.contiguous(problem.seqlen, 1)
-        self._call = make_call(problem.spec, (layout, layout), problem.mask, 0, backend=backend)
-        self._inputs, self._alone = data.rows_first, Alone()
+        self._call = make_call(
+            Strategy(), problem.spec, (layout, layout), problem.mask, 0, backend=backend
+        )
+        self._inputs = data.rows_first
+        self._alone: Any = Alone()
         self._results: list[Tensor] = []
+        self._saved: tuple[Tensor, ...] = ()
 
     @property
     def backend(self) -> str:
@@ -174,13 +180,13 @@ class Ours:
     def forward(self) -> None:
         """Computes `out` and lse."""
         q, k, v, _ = self._inputs
-        self._results = list(ring_forward(q, k, v, self._call, self._alone))
+        out, lse, self._saved = run.forward(self._call, q, k, v, self._alone)
+        self._results = [out, lse]
 
     def backward(self) -> None:
         """Computes the gradients of the last forward."""
-        q, k, v, dout = self._inputs
-        out, lse = self._results
-        dq, dk, dv, _ = ring_backward(q, k, v, out, lse, dout, self._call, self._alone)
+        out, dout = self._results[0], self._inputs[3]
+        dq, dk, dv, _ = run.backward(self._call, self._saved, dout, self._alone)
         self._results = [out, dq, dk, dv]
 
     def results(self) -> list[Tensor]:

@@ -43,10 +43,13 @@ from ring_attn.bench.ring_implementations import (
 from ring_attn.bench.timing import quantiles, turned
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.sizes import bytes_sent, flops
+from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
+from ring_attn.machines import count
 from ring_attn.profiling import peak_bytes, trace
-from ring_attn.strategies.ring import RingCall, make_call, predicted_peak_bytes
+from ring_attn.strategies.base import Call
+from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.testing import Verdict, check
 from ring_attn.tools.arguments import (
     add_common,
@@ -367,33 +370,32 @@ def _mask(setting: Setting) -> Mask:
     return Mask(setting.seqlen, setting.seqlen, setting.causal)
 
 
-def _call(setting: Setting, rank: int = 0) -> RingCall:
+def _call(setting: Setting, rank: int = 0) -> Call:
     """The plain data of our call on one rank."""
     spec = AttentionSpec(
         rank_device().type, setting.torch_dtype, setting.batch, setting.heads, setting.kv_heads,
         setting.head_dim, setting.head_dim,
     )  # fmt: skip
     layout = setting.sequence
-    return make_call(spec, (layout, layout), _mask(setting), rank, backend=setting.backend)
+    return make_call(
+        Strategy(), spec, (layout, layout), _mask(setting), rank, backend=setting.backend
+    )
 
 
 def _planned_bytes(setting: Setting, mode: str) -> int:
-    """Bytes that the plan of the busiest rank sends."""
+    """Bytes that the program of the busiest rank sends."""
 
     def planned(rank: int) -> int:
         call = _call(setting, rank)
         directions = {"fwd": (False,), "bwd": (True,), "fwd_bwd": (False, True)}[mode]
-        return sum(
-            bytes_sent(call.plan(backward=back), call.spec, backward=back, in_order=call.in_order)
-            for back in directions
-        )
+        return sum(count.bytes_sent(program_of(call, backward=back)) for back in directions)
 
     return max(planned(rank) for rank in range(setting.world_size))
 
 
 def _planned_peak(setting: Setting, mode: str) -> int:
     return max(
-        predicted_peak_bytes(_call(setting, rank), backward=mode != "fwd")
+        count.peak_bytes(_call(setting, rank), backward=mode != "fwd")
         for rank in range(setting.world_size)
     )
 

@@ -19,13 +19,14 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.plan import Tile
 from ring_attn.core.spec import AttentionSpec, TransportOptions
 from ring_attn.core.values import as_int, check_flag, check_type
+from ring_attn.machines import run
 from ring_attn.strategies.tree_decode import (
     DecodeCall,
     decode_tiles,
     gather_lengths,
     hides_nothing,
     make_call,
-    tree_decode_forward,
+    program,
 )
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.debug import check_agreement, debug_enabled, tell_refusal, values_of
@@ -181,7 +182,8 @@ def tree_decode(
             tiles = _tiles(Mask(rows, 0, causal, window), rows_kv, layout, q.device, ends)
             # Once here: no operator takes a strided last dim.
             q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-            out, lse = tree_decode_forward(q, k, v, tiles, call, ends, sinks)
+            steps = program(call, tiles, rows, rows_kv, rank, world_size)
+            out, lse = run.decode(call, steps, q, k, v, ends, sinks)
         return (out, lse) if return_lse else out
     except BaseException as error:
         refused(process_group, error)

@@ -31,8 +31,9 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec, TransportOptions
 from ring_attn.core.strategy import Strategy, resolve_strategy
+from ring_attn.machines import run
 from ring_attn.strategies.base import Call
-from ring_attn.strategies.core import make_call
+from ring_attn.strategies.registry import make_call, why_not_same_bits
 from ring_attn.torch_private import group_by_name
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.debug import check_agreement, debug_enabled, tell_refusal, values_of
@@ -212,7 +213,7 @@ def _make_call(
         "softmax_scale": call.softmax_scale,
         "strategy": str(strategy),
         "backend": call.backend,
-        "same_bits": call.same_bits,
+        "same_bits": why_not_same_bits(call) is None,
     }
     return call, Agreement(describe(spec, resolved, plain) | decided)
 
@@ -251,7 +252,7 @@ def _attention(
         transport = open_p2p(group, arguments.transport)
         values = () if sinks is None else (sinks,)
         with transport.call("forward", agreement, q.device, values=values) as number:
-            out, lse, saved = call.forward(q, k, v, transport, sinks)
+            out, lse, saved = run.forward(call, q, k, v, transport, sinks)
     except BaseException as error:
         refused(group, error)
         raise
@@ -455,7 +456,7 @@ def _attention_backward(
         with transport.call(
             "backward", agreement, dout.device, values=values, number=_as_number(number)
         ):
-            grads = call.backward(in_order, dout.contiguous(), transport, sinks)
+            grads = run.backward(call, in_order, dout.contiguous(), transport, sinks)
     except BaseException as error:
         refused(group, error)
         raise

@@ -1,6 +1,7 @@
-r"""Which rectangles exist at each step of the ring, and what is sent: pure data, no processes.
+r"""Which rectangles of queries and keys exist between ranks: pure data, no processes.
 
-`plan_ring` turns two layouts and a mask into one rank's steps. The chunk-level rule
+`pair_tiles` turns two layouts and a mask into the tiles of one rank's queries and another's keys.
+The chunk-level rule
 
     kv chunk entirely before the q chunk   FULL           no mask
     the two overlap                        CAUSAL         masked on the diagonal
@@ -10,24 +11,13 @@ falls out of one fact. Segments of equal stride turn every mask (causal, window,
 order) into a *band* of local indices, `lo <= j - i <= hi`, and a document into a pair of slices.
 So a tile is two slices and two integers, whatever the layout and the mask.
 
-    zigzag, P = 2, causal, what rank 0 (chunks 0 and 3) does:
+    zigzag, P = 2, causal, what rank 0 (chunks 0 and 3) computes:
 
-        step 0, its own kv 0 3      step 1, rank 1's kv 1 2
+        with its own kv 0 3         with rank 1's kv 1 2
              k 0  3                      k 1  2
          q 0   \ .                   q 0   .  .
          q 3   # \                   q 3   #  #
         one CAUSAL tile             one FULL tile: second half of q x all kv
-
-Ranks may stand on a grid, `inner_degree` of them in a row: inner rings in the nodes, and an outer
-ring between them. Every rank then visits the shards round by round, and what begins the next round
-comes straight from the node before, while this round is computed (`Transfer`).
-
-    inner_degree = 3, P = 6: whose shard rank (o, i) holds, all ranks a row
-
-        step             0 1 2   3 4 5       inner ring: one rank on, in the node, at every step
-        (0, 0)           0 2 1 | 3 5 4       outer ring: 0 -> 3, of steps 0 to 3; as long as a round
-        (0, 1)           1 0 2 | 4 3 5
-        ...              round 0 round 1
 """
 
 from __future__ import annotations
@@ -110,32 +100,6 @@ class Tile:
         return area - (0 if lo is None else _pairs_up_to(self.rows, self.cols, lo - 1))
 
 
-@dataclass(frozen=True)
-class Hop:
-    """One symmetric exchange: every rank of the ring sends and receives one message."""
-
-    send_to: int
-    recv_from: int
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """One exchange of a plan: every rank of the ring passes on what belongs to one of its steps.
-
-    Attributes:
-        outer: between inner rings; it is then under way beside the exchanges of the inner ring, and
-            for as long as a whole round is computed.
-        hop: with whom.
-        sends: the step whose shard is sent, or whose shard's gradients.
-        brings: the step whose shard is received, or whose shard's gradients: 0 is home.
-    """
-
-    outer: bool
-    hop: Hop
-    sends: int
-    brings: int
-
-
 class Grid(NamedTuple):
     """Ranks as `outer` inner rings of `inner` ranks each: rank = o * inner + i."""
 
@@ -147,178 +111,6 @@ class Grid(NamedTuple):
         o, i = divmod(rank, self.inner)
         a, b = by
         return (o + sign * a) % self.outer * self.inner + (i + sign * b) % self.inner
-
-    def hop(self, rank: int, here: Displacement, there: Displacement) -> Hop:
-        """Brings shards that are displaced so far from their owners to where they are so far."""
-        by = (there[0] - here[0], there[1] - here[1])
-        return Hop(self.moved(rank, by), self.moved(rank, by, -1))
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of a rank: the tiles it computes, and what it passes on before and after that.
-
-    Attributes:
-        index: 0 for the rank's own shard, then upwards.
-        source: whose shard is held during this step (kv, or the q side where that travels).
-        rows: which rows of that shard are held: all of one's own, then those that travel.
-        tiles: in folding order: by first q row, then kv from the last row down; the travelling
-            side is counted from the first row that is held.
-        hop: from whoever holds a shard now to whoever does so at the next step; None at the last.
-        area: visible pairs of all tiles.
-        kind: FULL / CAUSAL / NO_ATTENTION of the whole rectangle of this step.
-        posts: exchanges of shards that begin with this step, the outer ring's first.
-        returns: exchange of gradients after this step, where what ranks have computed for others is
-            added up on the way: on in the inner ring, and after each round straight home; None at
-            step 0, whose gradients are at home.
-    """
-
-    index: int
-    source: int
-    rows: slice
-    tiles: tuple[Tile, ...]
-    hop: Hop | None
-    area: int
-    kind: MaskKind
-    posts: tuple[Transfer, ...] = ()
-    returns: Transfer | None = None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one rank does in one direction of a ring call.
-
-    Attributes:
-        rank: whose plan.
-        world_size: number of ranks.
-        travels: "kv" (always so in the forward) or "q", the side that is sent round.
-        sends: the rows of the rank's own shard that travel.
-        steps: at least one, the rank's own shard.
-        home: from whoever holds a shard at the last step to its owner; None where nothing
-            travelled.
-    """
-
-    rank: int
-    world_size: int
-    travels: Traveller
-    sends: slice
-    steps: tuple[Step, ...]
-    home: Hop | None
-
-    def __hash__(self) -> int:
-        """A cheap one: what is derived from a plan is cached, and equal plans are mostly one."""
-        return hash((self.rank, self.world_size, self.travels, len(self.steps), self.area))
-
-    @property
-    def area(self) -> int:
-        """Visible pairs that this rank computes."""
-        return sum(step.area for step in self.steps)
-
-    def rows_moving(self, index: int) -> int:
-        """Rows in the message that is passed on at a step: of the shard that is held then."""
-        rows = self.steps[index].rows if index else self.sends
-        return int(rows.stop - rows.start)
-
-    @property
-    def num_hops(self) -> int:
-        """Exchanges that bring shards; the same on every rank."""
-        return len(self.steps) - 1
-
-    @property
-    def shard_transfers(self) -> tuple[Transfer, ...]:
-        """The exchanges of shards; as many as there are hops."""
-        return tuple(transfer for step in self.steps for transfer in step.posts)
-
-    def gradient_transfers(self, *, continued: bool = False) -> tuple[Transfer, ...]:
-        """The exchanges of gradients, in the order of the steps after which they are posted.
-
-        Args:
-            continued: gradients go from their owner through all steps, rank by rank, and home;
-                otherwise they take the ways of `Step.returns`.
-        """
-        if not continued:
-            return tuple(step.returns for step in self.steps if step.returns is not None)
-        if self.home is None:
-            return ()
-        hops = [*(step.hop for step in self.steps[:-1]), self.home]
-        count = len(hops)
-        return tuple(
-            Transfer(False, hop, index, (index + 1) % count)
-            for index, hop in enumerate(hops)
-            if hop is not None
-        )
-
-
-@lru_cache(maxsize=4096)
-def plan_ring(
-    layout_q: SequenceLayout,
-    layout_kv: SequenceLayout,
-    mask: Mask,
-    rank: int,
-    travels: Traveller = "kv",
-    inner_degree: int = 1,
-) -> Plan:
-    """The steps of one rank: own shard first, then those of rank-1, rank-2, ...
-
-    With `inner_degree` > 1 those of the ranks before it in its inner ring come first, then those of
-    the inner ring before, and so on (LoongTrain's double ring, arXiv 2406.18485; the topology-aware
-    ring of BurstAttention, arXiv 2403.09347). The slow link between nodes is then crossed once
-    a round, by every rank at the same time, and has the time of a round for it.
-
-    Shards that no rank of the ring needs at some distance are jumped over, by every rank alike, so
-    sends and receives match by construction: a window of w positions over contiguous shards of c
-    makes ceil(w / c) hops, in either direction. Of a shard only those rows travel that any other
-    rank needs: of a window its halo, of a causal zigzag's rank 0 the first half.
-
-    Args:
-        layout_q: where the queries are.
-        layout_kv: where the keys are; the same number of ranks and strides as `layout_q`.
-        mask: over the same lengths as the layouts.
-        rank: whose plan.
-        travels: what is sent round; "q" is for the backward.
-        inner_degree: ranks of an inner ring; they are consecutive. 1, or all, is one plain ring.
-
-    Raises:
-        ValueError: layouts and mask that do not fit each other, a rank that does not exist, or an
-            `inner_degree` that does not divide the number of ranks.
-        NotImplementedError: layouts whose strides differ (striped against another kind).
-
-    Example:
-        >>> layout = SequenceLayout.contiguous(1024, 4)
-        >>> plan = plan_ring(layout, layout, Mask(1024, 1024, causal=True), rank=2)
-        >>> [(step.source, step.kind.name) for step in plan.steps]
-        [(2, 'CAUSAL'), (1, 'FULL'), (0, 'FULL'), (3, 'NO_ATTENTION')]
-        >>> plan.steps[0].hop
-        Hop(send_to=3, recv_from=1)
-    """
-    world_size = layout_q.world_size
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
-    grid = ring_grid(world_size, inner_degree)
-    order = needed_displacements(layout_q, layout_kv, mask, inner_degree)
-    if travels == "q":
-        order = tuple(sorted((-a % grid.outer, -b % grid.inner) for a, b in order))
-    begins = [i for i, (a, _) in enumerate(order) if i == 0 or a != order[i - 1][0]]
-    steps = []
-    for index, displacement in enumerate(order):
-        source = grid.moved(rank, displacement, -1)
-        q_rank, kv_rank = (rank, source) if travels == "kv" else (source, rank)
-        moving = layout_kv if travels == "kv" else layout_q
-        rows = slice(0, moving.shard_len(source))
-        tiles = pair_tiles(layout_q, layout_kv, mask, q_rank, kv_rank)
-        if index:
-            rows = travelling_rows(layout_q, layout_kv, mask, source, travels)
-            tiles = tuple(_counted_from(rows.start, tile, travels) for tile in tiles)
-        area = sum(tile.area for tile in tiles)
-        rectangle = layout_q.shard_len(q_rank) * layout_kv.shard_len(kv_rank)
-        kind = _kind_of(area, rectangle)
-        last = index + 1 == len(order)
-        hop = None if last else grid.hop(rank, displacement, order[index + 1])
-        posts, returns = step_exchanges(grid, rank, order, begins, index)
-        steps.append(Step(index, source, rows, tiles, hop, area, kind, posts, returns))
-    home = grid.hop(rank, order[-1], order[0]) if len(order) > 1 else None
-    sends = travelling_rows(layout_q, layout_kv, mask, rank, travels)
-    return Plan(rank, world_size, travels, sends, tuple(steps), home)
 
 
 def ring_grid(world_size: int, inner_degree: int = 1) -> Grid:
@@ -337,35 +129,6 @@ def ring_grid(world_size: int, inner_degree: int = 1) -> Grid:
         )
     inner = world_size if inner_degree == 1 else inner_degree
     return Grid(world_size // inner, inner)
-
-
-def step_exchanges(
-    grid: Grid, rank: int, order: tuple[Displacement, ...], begins: list[int], index: int
-) -> tuple[tuple[Transfer, ...], Transfer | None]:
-    """`Step.posts` and `Step.returns` of a step; `begins` has the first step of each round."""
-
-    def transfer(outer: bool, brings: int) -> Transfer:
-        hop = grid.hop(rank, order[index], order[brings])
-        return Transfer(outer, hop, index, brings)
-
-    following = index + 1
-    in_round = following < len(order) and following not in begins
-    posts = [transfer(outer=False, brings=following)] if in_round else []
-    next_round = next((first for first in begins if first > index), None)
-    if index in begins and next_round is not None:
-        posts.insert(0, transfer(outer=True, brings=next_round))
-    returns = None
-    if index:
-        first_round = order[index][0] == order[0][0]
-        returns = transfer(False, following) if in_round else transfer(not first_round, 0)
-    return tuple(posts), returns
-
-
-def needed_distances(
-    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask
-) -> tuple[int, ...]:
-    """Ring distances `(q_rank - kv_rank) mod P` at which any rank sees anything; 0 always."""
-    return tuple(distance for _, distance in needed_displacements(layout_q, layout_kv, mask))
 
 
 @lru_cache(maxsize=1024)
@@ -502,7 +265,7 @@ def gathered_tiles(
     for source in range(layout_q.world_size):
         ranks = (rank, source) if gathers == "kv" else (source, rank)
         for tile in pair_tiles(layout_q, layout_kv, mask, *ranks):
-            tile = _counted_from(-source * rows, tile, gathers)
+            tile = counted_from(-source * rows, tile, gathers)
             start = (tile.kv if gathers == "kv" else tile.q).start
             for before in by_end.get(start, ()):
                 both = _surrounding(before, tile)
@@ -537,7 +300,7 @@ def make_tile(q: slice, kv: slice, lo: int | None, hi: int | None) -> Tile | Non
     return Tile(slice(q0, q1), slice(k0, k1), Band(lo, hi))
 
 
-def _counted_from(first: int, tile: Tile, travels: Traveller) -> Tile:
+def counted_from(first: int, tile: Tile, travels: Traveller) -> Tile:
     """The tile with its travelling side counted from that row."""
     lo, hi = tile.band
     moved = tile.kv if travels == "kv" else tile.q
@@ -631,7 +394,8 @@ def _pairs_up_to(rows: int, cols: int, hi: int) -> int:
     return below(hi + rows) - below(hi)
 
 
-def _kind_of(area: int, rectangle: int) -> MaskKind:
+def kind_of(area: int, rectangle: int) -> MaskKind:
+    """FULL, CAUSAL or NO_ATTENTION of a whole rectangle with so many visible pairs."""
     if area == 0:
         return MaskKind.NO_ATTENTION
     return MaskKind.FULL if area == rectangle else MaskKind.CAUSAL

@@ -125,3 +125,44 @@ def _weights(m: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _to_rows(x: Tensor) -> Tensor:
     """(batch, nheads, rows) -> (batch, rows, nheads, 1), to weigh rows of acc."""
     return x.transpose(1, 2).unsqueeze(-1)
+
+
+def merge_tree(
+    out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Merges the results of disjoint sets of keys in a tree: each level merges many states at once.
+
+    It works element by element, hence the bits are the same for every number of threads.
+
+    Args:
+        out: (sets, batch, rows, nheads, headdim_v) in the type of the state.
+        lse: (sets, batch, nheads, rows).
+        sinks: (nheads,), joined at the root.
+        dtype: of the result.
+
+    Returns:
+        `out` (batch, rows, nheads, headdim_v) and `lse` (batch, nheads, rows).
+    """
+    every = slice(None)
+    world_size, batch = out.shape[:2]
+    acc, m = out.flatten(0, 1), lse.flatten(0, 1)
+    l = torch.ones_like(m)
+    left = world_size
+    while left > 1:
+        half = -(-left // 2)
+        lower, upper = slice(0, (left - half) * batch), slice(half * batch, left * batch)
+        state = _state_of(acc[lower])
+        # The first of all rows is taken over, not copied: the second is merged into acc, m and l.
+        state.fold(every, acc[lower], m[lower], l[lower])
+        state.fold(every, acc[upper], m[upper], l[upper])
+        left = half
+    sinks = None if sinks is None else sinks.to(acc.dtype)
+    root = _state_of(acc[:batch], sinks)
+    # Of its own memory: a result must not keep those of all ranks alive.
+    root.fold(every, *(x[:batch].clone() for x in (acc, m, l)))
+    return root.finalize(dtype)
+
+
+def _state_of(acc: Tensor, sinks: Tensor | None = None) -> State:
+    batch, rows, nheads, headdim_v = acc.shape
+    return State((batch, rows, nheads, headdim_v), acc.dtype, acc.device, sinks)

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
 
 from ring_attn.core.values import check_flag, check_one_of
 
-Core = Literal["ring", "all_gather"]
-CORES: tuple[Core, ...] = ("ring", "all_gather")
+# How keys and values reach the ranks; `strategies.registry.register` adds more.
+CORES = ["ring", "all_gather"]
 NAMES = ("ring", "double_ring", "all_gather", "ulysses", "hybrid", "q_exchange")
 
 
@@ -50,7 +49,7 @@ class Strategy:
         'hybrid'
     """
 
-    core: Core = "ring"
+    core: str = "ring"
     ulysses_degree: int = 1
     inner_degree: int = 1
     exchange_q: bool = False

@@ -16,8 +16,8 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.plan import Traveller
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
+from ring_attn.machines.time import Simulation
 from ring_attn.planning.devices import Cluster
-from ring_attn.planning.simulate import Simulation
 
 Layouts = tuple[SequenceLayout, SequenceLayout]
 

@@ -1,192 +1,127 @@
-"""Peak memory of any call on the rank with most rows, without listing the steps of thousands.
+"""Peak memory of any call on the rank with most rows, without the tiles of thousands of steps.
 
-`predicted_peak_bytes` of the strategies reads every tile of a rank's plan. Here two steps stand
-for all of a ring: the rank's own shard, and that with which it has most pairs; messages are as
-long as the longest of any rank. So it is exact where shards are equal, else a little above.
+`machines.count` reads every tile of a rank's program. Here two steps stand for all of a ring: the
+rank's own shard, and that with which it has most pairs; messages are as long as the longest of any
+rank. So it is exact where shards are equal, else a little above.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ring_attn.backends import get_backend
-from ring_attn.core.heads import is_replicated, share_heads
-from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.heads import share_heads
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Band, Plan, Tile, Traveller, pair_tiles, ring_grid
-from ring_attn.core.sizes import peak_bytes
-from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import Strategy
+from ring_attn.core.messages import Message
+from ring_attn.core.plan import Band, Displacement, Grid, Tile, Traveller, pair_tiles
+from ring_attn.core.ranks import Layouts, OneRank, every_count, mirrored
 from ring_attn.core.work import pair_work
-from ring_attn.planning.schedule import plan_outline
-from ring_attn.strategies import all_gather, q_exchange, ulysses
-from ring_attn.strategies.all_gather import AllGatherCall
+from ring_attn.machines.count import peak_of_programs
 from ring_attn.strategies.base import Call
-from ring_attn.strategies.q_exchange import QExchangeCall
-from ring_attn.strategies.ring import RingCall
-from ring_attn.strategies.ulysses import UlyssesCall
-
-Layouts = tuple[SequenceLayout, SequenceLayout]
+from ring_attn.strategies.registry import programs
 
 # More pieces than these of a step are not listed.
 MOST_TILES = 256
 
+_ANY_TILE = (Tile(slice(0, 1), slice(0, 1), Band(None, None)),)
 
-def peak_of(
-    strategy: Strategy,
-    spec: AttentionSpec,
-    layouts: Layouts,
-    mask: Mask,
-    *,
-    backend: str,
-    in_order: bool = False,
-    travels: Traveller = "kv",
-    backward: bool = True,
-) -> int:
+
+def peak_of(call: Call, *, backward: bool = True) -> int:
     """Most bytes that a call holds at a time beyond its inputs, on the rank with most rows.
 
     Args:
-        strategy: its degrees divide the ranks.
-        spec: sizes and types of the whole call.
-        layouts: of the queries and of the keys.
-        mask: over the whole sequence.
-        backend: by name.
-        in_order: as for `schedule_of`.
-        travels: what goes round in the backward of a ring.
+        call: of any rank.
         backward: of forward and backward, else of the forward alone.
 
     Example:
         >>> import torch
+        >>> from ring_attn.core.layout import SequenceLayout
+        >>> from ring_attn.core.spec import AttentionSpec
+        >>> from ring_attn.core.strategy import Strategy
+        >>> from ring_attn.strategies.registry import make_call
         >>> layout = SequenceLayout.contiguous(1 << 16, 4)
         >>> spec = AttentionSpec("cpu", torch.float32, 1, 8, 2, 64, 64)
+        >>> both = Strategy(), Strategy("all_gather", heads_per_chunk=2)
+        >>> mask = Mask(1 << 16, 1 << 16)
         >>> ring, gathered = (
-        ...     peak_of(strategy, spec, (layout, layout), Mask(1 << 16, 1 << 16), backend="aten")
-        ...     for strategy in (Strategy(), Strategy("all_gather", heads_per_chunk=2))
+        ...     peak_of(make_call(one, spec, (layout, layout), mask, 0, backend="aten"))
+        ...     for one in both
         ... )
         >>> ring < gathered
         True
     """
-    calls = (
-        _call(strategy, spec, layouts, mask, rank, backend, in_order, travels)
-        for rank in _fullest_ranks(strategy, spec, layouts)
-    )
-    return max(_peak(call, backward=backward) for call in calls)
+    directions = (False, True) if backward else (False,)
+    found = []
+    for rank in _fullest_ranks(call):
+        one = replace(call, rank=rank)
+        ranks = _RoughRank(call.layouts, call.mask, rank)
+        found.append(peak_of_programs([programs(one, ranks, backward=b) for b in directions], one))
+    return max(found)
 
 
-def _fullest_ranks(strategy: Strategy, spec: AttentionSpec, layouts: Layouts) -> set[int]:
+def _fullest_ranks(call: Call) -> set[int]:
     """Of the ranks with most rows the first and the last; in their groups that with most heads."""
+    spec, degree = call.spec, call.strategy.ulysses_degree
     dims = spec.headdim + spec.headdim_v
     rows = [
         (q * spec.nheads + kv * spec.nheads_kv) * dims
-        for q, kv in zip(*(layout.shard_lens for layout in layouts), strict=True)
+        for q, kv in zip(*(layout.shard_lens for layout in call.layouts), strict=True)
     ]
     last = len(rows) - 1 - rows[::-1].index(max(rows))
-    fullest, degree = {rows.index(max(rows)), last}, strategy.ulysses_degree
+    fullest = {rows.index(max(rows)), last}
     if degree == 1:
         return fullest
     heads = [share.num for share in share_heads(spec.nheads, spec.nheads_kv, degree)]
     return {rank - rank % degree + heads.index(max(heads)) for rank in fullest}
 
 
-def _call(
-    strategy: Strategy,
-    spec: AttentionSpec,
-    layouts: Layouts,
-    mask: Mask,
-    rank: int,
-    backend: str,
-    in_order: bool,
-    travels: Traveller,
-) -> Call:
-    """The call as plain data, with the choices that it is told."""
-    if strategy.exchange_q:
-        exchanged = (q_exchange.exchanged_layout(layouts[0]), layouts[1])
-        core = replace(strategy, exchange_q=False)
-        inner = _call(core, spec, exchanged, mask, rank, backend, in_order, travels)
-        return QExchangeCall(spec, layouts, rank, inner)
-    degree = strategy.ulysses_degree
-    if degree > 1:
-        core = replace(strategy, ulysses_degree=1)
-        shares = share_heads(spec.nheads, spec.nheads_kv, degree)
-        merged = tuple(ulysses.merge_groups(layout, degree)[0] for layout in layouts)
-        cores = tuple(
-            _call(
-                core,
-                replace(spec, nheads=run.num, nheads_kv=run.num_kv),
-                (merged[0], merged[1]),
-                mask,
-                rank // degree,
-                backend,
-                in_order,
-                travels,
-            )
-            for run in shares[rank % degree].runs
-        )
-        kept = in_order and not is_replicated(shares, spec.nheads_kv)
-        return UlyssesCall(spec, layouts, rank, degree, cores, 1.0, backend, kept)
-    if strategy.core == "all_gather":
-        chunk = strategy.heads_per_chunk or 1
-        return AllGatherCall(spec, layouts, mask, rank, 1.0, backend, chunk, in_order)
-    inner_degree = strategy.inner_degree
-    return RingCall(spec, layouts, mask, rank, 1.0, backend, travels, in_order, inner_degree)
+@dataclass(frozen=True)
+class _RoughRank(OneRank):
+    """A rank with all exchanges, and of the tiles those that take most memory."""
+
+    def order(self, grid: Grid, travels: Traveller) -> tuple[Displacement, ...]:
+        """From the work of all pairs."""
+        return mirrored(pair_work(*self.layouts, self.mask).displacements(grid), grid, travels)
+
+    def moving(self, grid: Grid, travels: Traveller, by: Displacement) -> slice:
+        """As many rows as the longest message has."""
+        return slice(0, _longest(self.layouts, self.mask, travels))
+
+    def moving_message(
+        self,
+        grid: Grid,
+        travels: Traveller,
+        by: Displacement,
+        make: Callable[[int], Message],
+    ) -> Message:
+        """The longest message of any rank."""
+        return make(_longest(self.layouts, self.mask, travels))
+
+    def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> tuple[Tile, ...]:
+        """Those with the own shard, and with the shard with which there are most pairs."""
+        owner = grid.moved(self.rank, by, -1)
+        if owner not in (self.rank, _most_pairs(self.layouts, self.mask, self.rank, travels)):
+            return _ANY_TILE
+        pair = (self.rank, owner) if travels == "kv" else (owner, self.rank)
+        # A step without tiles takes fewer buffers; one of no size has the same.
+        return _tiles(self.layouts, self.mask, pair) or (() if by == (0, 0) else _ANY_TILE)
 
 
-def _peak(call: Call, *, backward: bool) -> int:
-    match call:
-        case RingCall():
-            return _ring_peak(call, backward=backward)
-        case AllGatherCall():
-            return all_gather.predicted_peak_bytes(call, backward=backward)
-        case UlyssesCall():
-            return ulysses.predicted_peak_bytes(call, _peak, backward=backward)
-        case QExchangeCall():
-            return q_exchange.predicted_peak_bytes(call, _peak, backward=backward)
-    raise NotImplementedError(f"the memory of {type(call).__name__} is not known")
+@lru_cache(maxsize=64)
+def _longest(layouts: Layouts, mask: Mask, travels: Traveller) -> int:
+    return int(every_count(*layouts, mask, travels).max())
 
 
-def _ring_peak(call: RingCall, *, backward: bool) -> int:
-    """`strategies.ring.predicted_peak_bytes` with two steps' tiles in the place of all."""
-    backend = get_backend(call.backend)
-
-    def workspace(tiles: Sequence[Tile], rebuilds_out: bool) -> int:
-        return backend.workspace_bytes(call.spec, tiles, backward=True, rebuilds_out=rebuilds_out)
-
-    forward = _sketch(call.layouts, call.mask, call.rank, "kv", call.inner_degree)
-    rows = call.layouts[0].shard_len(call.rank)
-    return peak_bytes(
-        forward,
-        _sketch(call.layouts, call.mask, call.rank, call.travels_back, call.inner_degree)
-        if backward
-        else None,
-        call.spec,
-        call.layouts,
-        backend.forward_bytes(call.spec, rows, [step.tiles for step in forward.steps]),
-        workspace,
-        in_order=call.in_order,
-    )
-
-
-@lru_cache(maxsize=256)
-def _sketch(layouts: Layouts, mask: Mask, rank: int, travels: Traveller, inner_degree: int) -> Plan:
-    """A plan with all exchanges, and of the tiles those that take most."""
-    work, grid = pair_work(*layouts, mask), ring_grid(layouts[0].world_size, inner_degree)
-    order = work.displacements(grid)
-    if travels == "q":
-        order = tuple(sorted((-a % grid.outer, -b % grid.inner) for a, b in order))
-    plan = plan_outline(grid, order, travels)
-    longest = slice(0, int(work.travelling(travels).count.max()))
-    steps = [replace(step, rows=longest) for step in plan.steps]
+@lru_cache(maxsize=64)
+def _most_pairs(layouts: Layouts, mask: Mask, rank: int, travels: Traveller) -> int:
+    work = pair_work(*layouts, mask)
     areas = (work.area[rank] if travels == "kv" else work.area[:, rank]).clone()
     areas[rank] = -1
-    for index, other in enumerate([rank, int(areas.argmax())][: len(steps)]):
-        tiles = _tiles(layouts, mask, (rank, other) if travels == "kv" else (other, rank))
-        # A step without tiles takes fewer buffers; one of no size has the same.
-        steps[index] = replace(steps[index], tiles=tiles or steps[index].tiles)
-    return Plan(rank, plan.world_size, travels, longest, tuple(steps), plan.home)
+    return int(areas.argmax())
 
 
+@lru_cache(maxsize=64)
 def _tiles(layouts: Layouts, mask: Mask, pair: tuple[int, int]) -> tuple[Tile, ...]:
     """The tiles between two ranks; where they would be many, one around all of them."""
     num_tiles = len(mask.documents)

@@ -26,7 +26,6 @@ from ring_attn.backends.base import folds_in_order
 from ring_attn.core.heads import share_heads
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.order import why_not_in_order
 from ring_attn.core.plan import Traveller, check_fit
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
@@ -41,6 +40,8 @@ from ring_attn.core.values import (
     check_type,
 )
 from ring_attn.core.work import pair_work
+from ring_attn.machines.actions import SHARE_OF_DQ, Schedule, schedule_of
+from ring_attn.machines.time import simulate
 from ring_attn.planning import balance
 from ring_attn.planning.choice import (
     Candidate,
@@ -55,9 +56,9 @@ from ring_attn.planning.choice import (
 )
 from ring_attn.planning.devices import Cluster, Rate, find_cluster
 from ring_attn.planning.memory import peak_of
-from ring_attn.planning.schedule import SHARE_OF_DQ, Schedule, schedule_of
-from ring_attn.planning.simulate import simulate
 from ring_attn.strategies import q_exchange, ring, ulysses
+from ring_attn.strategies.base import Call
+from ring_attn.strategies.registry import code_of, why_not_same_bits
 
 # What is simulated of the candidates that could be the best: only those, or of each name of
 # `strategy.NAMES` at least the one with the least bound, or all.
@@ -243,20 +244,18 @@ def choose(
     return Choice(problem, found[0], tuple(found))
 
 
+def call_of(problem: Problem, candidate: Candidate) -> Call:
+    """The candidate's call, of rank 0."""
+    scale = problem.spec.headdim**-0.5
+    return Call(
+        problem.spec, candidate.layouts, problem.mask, 0, candidate.strategy, scale,
+        problem.backend, problem.same_bits,
+    )  # fmt: skip
+
+
 def schedule_for(problem: Problem, candidate: Candidate, *, backward: bool) -> Schedule:
     """What all ranks do in one direction of a candidate's call."""
-    # Runs of heads of unlike sizes may each send another side round.
-    travels = candidate.travels if candidate.strategy.ulysses_degree == 1 else None
-    return schedule_of(
-        candidate.strategy,
-        problem.spec,
-        candidate.layouts,
-        problem.mask,
-        backward=backward,
-        travels=travels if backward else None,
-        in_order=candidate.in_order,
-        backend=problem.backend,
-    )
+    return schedule_of(call_of(problem, candidate), backward=backward)
 
 
 # -- candidates
@@ -398,31 +397,28 @@ def _balanced(problem: Problem) -> Layouts:
 
 def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
     """With its choices and its bound; or refused."""
-    strategy, spec = candidate.strategy, problem.spec
+    strategy = candidate.strategy
     try:
         resolve_strategy(strategy, problem.world_size)
         check_fit(*candidate.layouts, problem.mask)
-        core_spec, layouts = core_of(candidate, spec)
-        check_fit(*layouts, problem.mask)
-        heads = spec.nheads, spec.nheads_kv
-        why_not = why_not_in_order(strategy, heads, layouts, problem.mask, problem.backend)
+        call = call_of(problem, candidate)
+        code_of(strategy).check(call)
+        why_not = why_not_same_bits(call)
         if problem.same_bits and why_not is not None:
             raise NotImplementedError(f"same_bits=True cannot be had here: {why_not}")
-        same_bits = why_not is None if problem.same_bits is None else problem.same_bits
+        same_bits = why_not is None
+        core = core_of(call)
         travels: Traveller | None = None
         in_order = same_bits
-        if strategy.core == "ring" and layouts[0].world_size > 1:
-            travels, in_order = ring.choose_gradients(
-                core_spec, layouts, problem.mask, problem.backend, problem.same_bits,
-                strategy.inner_degree,
-            )  # fmt: skip
+        if strategy.core == "ring" and core.world_size > 1:
+            travels, in_order = ring.choose_gradients(core)
         candidate = replace(
             candidate,
             same_bits=same_bits,
             in_order=in_order,
             travels=travels,
             at_least=_least_seconds(
-                problem, strategy, layouts, _share_at_queries(strategy, in_order, travels)
+                problem, strategy, core.layouts, _share_at_queries(strategy, in_order, travels)
             ),
         )
     except (ValueError, NotImplementedError) as error:
@@ -432,16 +428,7 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
 
 def _with_memory(problem: Problem, candidate: Candidate) -> Candidate:
     """With its peak memory; refused where a rank has less."""
-    peak = peak_of(
-        candidate.strategy,
-        problem.spec,
-        candidate.layouts,
-        problem.mask,
-        backend=problem.backend,
-        in_order=candidate.in_order,
-        travels=candidate.travels or "kv",
-        backward=problem.backward,
-    )
+    peak = peak_of(call_of(problem, candidate), backward=problem.backward)
     candidate = replace(candidate, peak_bytes=peak)
     inputs = _input_bytes(problem, candidate.layouts)
     if peak + inputs <= problem.memory_bytes:
@@ -453,17 +440,22 @@ def _with_memory(problem: Problem, candidate: Candidate) -> Candidate:
     return replace(candidate, reason=reason, refused=True)
 
 
-def core_of(candidate: Candidate, spec: AttentionSpec) -> tuple[AttentionSpec, Layouts]:
-    """Sizes and layouts of the core, after the exchange of heads or of queries."""
-    strategy, (layout_q, layout_kv) = candidate.strategy, candidate.layouts
+def core_of(call: Call) -> Call:
+    """The call of the core, after the exchange of heads (of the most heads) or of queries."""
+    strategy, spec, (layout_q, layout_kv) = call.strategy, call.spec, call.layouts
     if strategy.exchange_q:
-        return spec, (q_exchange.exchanged_layout(layout_q), layout_kv)
+        layouts = q_exchange.exchanged_layout(layout_q), layout_kv
+        return replace(call, layouts=layouts, strategy=replace(strategy, exchange_q=False))
     degree = strategy.ulysses_degree
     if degree == 1:
-        return spec, candidate.layouts
+        return call
     share = max(share_heads(spec.nheads, spec.nheads_kv, degree), key=lambda s: s.num)
-    merged_q, merged_kv = (ulysses.merge_groups(one, degree)[0] for one in candidate.layouts)
-    return replace(spec, nheads=share.num, nheads_kv=share.num_kv), (merged_q, merged_kv)
+    return replace(
+        call,
+        spec=replace(spec, nheads=share.num, nheads_kv=share.num_kv),
+        layouts=ulysses.core_layouts(call),
+        strategy=replace(strategy, ulysses_degree=1),
+    )
 
 
 @lru_cache(maxsize=64)

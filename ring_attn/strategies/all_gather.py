@@ -33,32 +33,44 @@ ring-flash-attention's `llama3_flash_attn_varlen_func` does with `heads_k_stride
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from ring_attn.backends import choose_backend, get_backend
-from ring_attn.backends.base import Backend
-from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.mask import Mask
-from ring_attn.core.order import folding_backend, why_not_in_order
-from ring_attn.core.plan import Tile, Traveller, gathered_tiles
-from ring_attn.core.spec import AttentionSpec, Packet, Scores
-from ring_attn.core.strategy import Strategy
-from ring_attn.strategies.base import Forward, Gradients
-from ring_attn.strategies.messages import (
-    Message,
-    Records,
-    rounded_gradient,
-    sinks_gradient,
-    zeros_like,
+from ring_attn.backends import get_backend
+from ring_attn.backends.base import folds_in_order
+from ring_attn.core import order
+from ring_attn.core.messages import Gathered, Parcels, Records
+from ring_attn.core.plan import Traveller, check_fit
+from ring_attn.core.program import (
+    Array,
+    Assign,
+    Attend,
+    Buffer,
+    Collective,
+    Copy,
+    Delta,
+    Differentiate,
+    Entry,
+    Finish,
+    Free,
+    New,
+    Op,
+    Operand,
+    Pack,
+    Post,
+    Program,
+    Round,
+    Start,
+    Step,
+    View,
+    Wait,
 )
-from ring_attn.strategies.observed import observed, observed_backend, observed_steps
-from ring_attn.transport.base import Transport
+from ring_attn.core.ranks import Ranks
+from ring_attn.core.spec import AttentionSpec, Packet
+from ring_attn.strategies.base import Call, StrategyCode, input_arrays, result_arrays
 
 
 class Chunk(NamedTuple):
@@ -68,581 +80,322 @@ class Chunk(NamedTuple):
     q: slice
 
 
-@dataclass(frozen=True)
-class AllGatherCall:
-    """One call as plain data, the same on every rank but for `rank`.
-
-    Attributes:
-        spec: sizes and types.
-        layouts: of the queries and of the keys.
-        mask: over the whole sequence.
-        rank: of this process.
-        softmax_scale: factor of the scores.
-        backend: name of the backend.
-        heads_per_chunk: KV heads that are gathered at a time, at most; one rank takes all at once.
-        same_bits: dK and dV are computed in one place, with the same bits at every world size.
-    """
-
-    spec: AttentionSpec
-    layouts: tuple[SequenceLayout, SequenceLayout]
-    mask: Mask
-    rank: int
-    softmax_scale: float
-    backend: str
-    heads_per_chunk: int = 1
-    same_bits: bool = False
-
-    @property
-    def scores(self) -> Scores:
-        """How products become scores."""
-        return Scores(self.softmax_scale, self.spec.softcap)
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.layouts[0].world_size
-
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        """The heads in the order in which they are gathered; the last chunk may have fewer."""
-        heads, group = self.spec.nheads_kv, self.spec.nheads // self.spec.nheads_kv
-        step = heads if self.world_size == 1 else self.heads_per_chunk
-        cuts = [*range(0, heads, step), heads]
-        return tuple(
-            Chunk(slice(a, b), slice(a * group, b * group))
-            for a, b in zip(cuts, cuts[1:], strict=False)
-        )
-
-    def rows(self, gathers: Traveller) -> int:
-        """Rows of a gathered shard: of the longest, and at least one."""
-        layout = self.layouts[1 if gathers == "kv" else 0]
-        longest = max(layout.shard_lens)
-        if self.same_bits and self.world_size > 1:
-            # Blocks of rows and columns are on a grid that begins at row 0 of what is gathered.
-            unit = folding_backend(self.backend).bits_unit
-            longest = -(-longest // unit) * unit
-        return max(longest, 1)
-
-    def tiles(self, gathers: Traveller = "kv") -> tuple[Tile, ...]:
-        """This rank's tiles with what is gathered of the other side."""
-        return gathered_tiles(*self.layouts, self.mask, self.rank, self.rows(gathers), gathers)
-
-    def records(self, gathers: Traveller, chunk: Chunk) -> Records:
-        """A rank's message: K and V of a chunk, or Q, dO, lse and delta."""
-        spec = self.spec
-        fields = [(spec.headdim, spec.dtype), (spec.headdim_v, spec.dtype)]
-        if gathers == "q":
-            fields += 2 * [(1, spec.accum_dtype)]
-        heads = chunk.kv if gathers == "kv" else chunk.q
-        return Records(spec.batch, self.rows(gathers), heads.stop - heads.start, tuple(fields))
-
-    def gradient_packet(self, chunk: Chunk) -> Packet:
-        """A rank's part of what is reduced: dK and dV of a chunk."""
-        return self.chunk_spec(chunk).kv_grad_packet(self.rows("kv"))
-
-    def chunk_spec(self, chunk: Chunk) -> AttentionSpec:
-        """Sizes and types of the call of a chunk."""
-        nheads, nheads_kv = chunk.q.stop - chunk.q.start, chunk.kv.stop - chunk.kv.start
-        return replace(self.spec, nheads=nheads, nheads_kv=nheads_kv)
-
-    @observed("forward")
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, transport: Transport, sinks: Tensor | None
-    ) -> Forward:
-        """`all_gather_forward`; saves its arguments, out and lse."""
-        out, lse = all_gather_forward(q, k, v, self, transport, sinks)
-        return Forward(out, lse, (q, k, v, out, lse))
-
-    @observed("backward")
-    def backward(
-        self,
-        saved: tuple[Tensor, ...],
-        dout: Tensor,
-        transport: Transport,
-        sinks: Tensor | None,
-        *,
-        rounded: bool = True,
-    ) -> Gradients:
-        """`all_gather_backward`."""
-        q, k, v, out, lse = saved
-        return all_gather_backward(q, k, v, out, lse, dout, self, transport, sinks, rounded=rounded)
+def check(call: Call) -> None:
+    """Refuses layouts and masks that do not fit."""
+    check_fit(*call.layouts, call.mask)
 
 
-def make_call(
-    spec: AttentionSpec,
-    layouts: tuple[SequenceLayout, SequenceLayout],
-    mask: Mask,
-    rank: int,
-    *,
-    softmax_scale: float | None = None,
-    backend: str = "auto",
-    same_bits: bool | None = None,
-    heads_per_chunk: int | None = None,
-) -> AllGatherCall:
-    """The call with its choices made; the same on every rank but for `rank`.
+def why_not_same_bits(call: Call) -> str | None:
+    """Why an all-gather has other bits at other world sizes."""
+    if call.same_bits is False:
+        return "gradients are added up: same_bits=False"
+    heads = (call.spec.nheads, call.spec.nheads_kv)
+    return order.why_not_in_order(call.strategy, heads, call.layouts, call.mask, call.backend)
 
-    Args:
-        spec: sizes and types.
-        layouts: of the queries and of the keys, over as many ranks; both striped or neither.
-        mask: over the whole sequence.
-        rank: of this process.
-        softmax_scale: factor of the scores; None is 1 / sqrt(headdim).
-        backend: name of the backend, or "auto".
-        same_bits: None is on where it can be had.
-        heads_per_chunk: KV heads that are gathered at a time, at most; None is 1.
 
-    Raises:
-        ValueError: layouts and mask that do not fit each other, or `heads_per_chunk` below 1.
-        NotImplementedError: the named backend does not support the call, layouts whose strides
-            differ, or `same_bits` is asked for and cannot be had; other errors as `choose_backend`.
-    """
-    if heads_per_chunk is not None and heads_per_chunk < 1:
-        raise ValueError(f"heads_per_chunk must be at least 1, got {heads_per_chunk}")
-    backend = choose_backend(spec, backend).name
-    heads, gathering = (spec.nheads, spec.nheads_kv), Strategy("all_gather")
-    reason = why_not_in_order(gathering, heads, layouts, mask, backend)
-    if same_bits and reason is not None:
-        raise NotImplementedError(f"same_bits=True cannot be had here: {reason}")
-    call = AllGatherCall(
-        spec,
-        layouts,
-        mask,
-        rank,
-        1.0 / math.sqrt(spec.headdim) if softmax_scale is None else softmax_scale,
-        backend,
-        heads_per_chunk or 1,
-        reason is None if same_bits is None else same_bits,
+def in_one_place(call: Call) -> bool:
+    """Whether dK and dV are computed in one place."""
+    if call.gradients is not None:
+        return call.gradients[1]
+    return why_not_same_bits(call) is None
+
+
+def chunks_of(call: Call) -> tuple[Chunk, ...]:
+    """The heads in the order in which they are gathered; the last chunk may have fewer."""
+    heads, group = call.spec.nheads_kv, call.spec.nheads // call.spec.nheads_kv
+    step = heads if call.world_size == 1 else call.strategy.heads_per_chunk or 1
+    cuts = [*range(0, heads, step), heads]
+    return tuple(
+        Chunk(slice(a, b), slice(a * group, b * group))
+        for a, b in zip(cuts, cuts[1:], strict=False)
     )
-    call.tiles()  # raises here, where nothing has been sent yet, if the layouts do not fit
-    return call
 
 
-def all_gather_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: AllGatherCall,
-    transport: Transport,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of this rank's queries to all keys.
-
-    Args:
-        q: (batch, rows, nheads, headdim), this rank's shard.
-        k: (batch, rows_kv, nheads_kv, headdim).
-        v: (batch, rows_kv, nheads_kv, headdim_v).
-        call: the same on every rank but for `rank`.
-        transport: of this rank.
-        sinks: (nheads,), the same on every rank; used in the type of the state.
-
-    Returns:
-        `out` (batch, rows, nheads, headdim_v) in the dtype of q, `lse` (batch, nheads, rows).
-    """
-    out, lse = _Heads(2, call.spec.nheads), _Heads(1, call.spec.nheads)
-    messages = [_kv_message(k, v, call, chunk) for chunk in call.chunks]
-    backend = observed_backend(get_backend(call.backend), transport)
-    chunks = observed_steps(call.chunks, transport)
-    for chunk, kv in zip(chunks, _gathered(messages, call, transport), strict=True):
-        # Nothing of a chunk is kept in names here while the next one is computed.
-        _put_results(chunk, (out, lse), q, kv, call, backend, sinks)
-    return out.whole, lse.whole
+def _shard_rows(call: Call, gathers: Traveller) -> int:
+    """Rows of a gathered shard: of the longest, and at least one."""
+    longest = max(call.layouts[1 if gathers == "kv" else 0].shard_lens)
+    if call.world_size > 1 and in_one_place(call):
+        # Blocks of rows and columns are on a grid that begins at row 0 of what is gathered.
+        backend = get_backend(call.backend)
+        unit = backend.bits_unit if folds_in_order(backend) else 1
+        longest = -(-longest // unit) * unit
+    return max(longest, 1)
 
 
-def all_gather_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    call: AllGatherCall,
-    transport: Transport,
-    sinks: Tensor | None = None,
-    *,
-    rounded: bool = True,
-) -> Gradients:
-    """Gradients of this rank's shards.
-
-    Args:
-        q: as in the forward, likewise k and v.
-        out: the forward's, (batch, rows, nheads, headdim_v).
-        lse: the forward's, (batch, nheads, rows).
-        dout: gradient of `out`.
-        call: the forward's.
-        transport: of this rank.
-        sinks: as in the forward.
-        rounded: see below.
-
-    Returns:
-        dq, dk, dv in the dtypes of q, k, v, accumulated in float32 and rounded once (with
-        `rounded=False` not at all); and dsinks, this rank's rows' share of the gradient of the
-        sinks, None without them.
-
-    Raises:
-        NotImplementedError: a call with `same_bits` and a backend that does not fold in order.
-    """
-    backend = observed_backend(get_backend(call.backend), transport)
-    delta = backend.delta(out, dout)
-    dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta)
-    dtype = q.dtype if rounded else call.spec.accum_dtype
-    grads = _Gradients(call, q, (k, v), backend.gradient_factor(call.scores), dtype)
-    q_side = (q, dout, lse, delta)
-    if call.same_bits:
-        _compute_in_place(q_side, (k, v), call, transport, grads)
-    else:
-        _compute_and_reduce(q_side, (k, v), out, call, transport, grads)
-    return Gradients(grads.dq.whole, grads.dk.whole, grads.dv.whole, dsinks)
-
-
-def bytes_sent(call: AllGatherCall, *, backward: bool) -> int:
-    """Bytes that each rank sends in one call, in one direction; the same on every rank.
-
-    Example:
-        >>> layout = SequenceLayout.contiguous(2048, 2)
-        >>> spec = AttentionSpec("cpu", torch.float32, 1, 16, 4, 64, 64)
-        >>> call = make_call(spec, (layout, layout), Mask(2048, 2048, causal=True), rank=0)
-        >>> bytes_sent(call, backward=False) == 2 * 1024 * 64 * 4 * 4
-        True
-    """
-    if call.world_size == 1:
-        return 0
-    total = 0
-    for chunk in call.chunks:
-        total += call.records("kv", chunk).nbytes
-        if backward and call.same_bits:
-            total += call.records("q", chunk).nbytes
-        elif backward:
-            total += call.gradient_packet(chunk).nbytes
-    return (call.world_size - 1) * total
-
-
-def num_messages(call: AllGatherCall, *, backward: bool) -> int:
-    """Collectives in one call, in one direction."""
-    if call.world_size == 1:
-        return 0
-    return (2 if backward else 1) * len(call.chunks)
-
-
-def predicted_peak_bytes(call: AllGatherCall, *, backward: bool) -> int:
-    """Most bytes that a call holds at a time beyond its inputs, on its rank.
-
-        always      2 gathered buffers, one message
-        forward     out, lse + state and workspace of a chunk
-        backward    out, lse + delta + dq, dk, dv + gradients and workspace of a chunk, where
-                        added up       dq, and dk and dv of all rows, these twice
-                        in one place   dq; then dk and dv, and lse and delta of all rows
-
-    What is gathered, and the gradients of all rows, grow with the length of the whole sequence;
-    `heads_per_chunk` says by how much.
-    """
-    spec, part, backend = call.spec, call.chunk_spec(call.chunks[0]), get_backend(call.backend)
-    rows, rows_kv = (layout.shard_len(call.rank) for layout in call.layouts)
-    several = len(call.chunks) > 1
-    results = _result_bytes(spec, rows)
-    forward = backend.forward_bytes(part, rows, [call.tiles()])
-    if several:
-        following = backend.forward_bytes(call.chunk_spec(call.chunks[1]), rows, [call.tiles()])
-        forward = max(forward, sum(results) + max(following, sum(_result_bytes(part, rows))))
-    forward += _gather_bytes(call, "kv")
+def program(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
+    """The program of an all-gather, in one direction."""
+    arrays = input_arrays(call.spec, ranks, backward=backward)
+    work = _Gathering(call, ranks, arrays)
     if not backward:
-        return forward
-    wide = spec.accum_dtype
-    kept = sum(results) + results[1]  # delta is as long as lse
-    if several:
-        kept += sum(_gradient_bytes(spec, rows, rows_kv, spec.dtype))
-    dq, dk, dv = _gradient_bytes(part, rows, rows_kv, wide)
-    rounds = spec.dtype != wide
-    copied = 2 * _result_bytes(part, rows)[1] if several and spec.batch > 1 else 0
-    if call.same_bits:
-        statistics = 0
-        if call.world_size > 1:
-            kept += _gather_bytes(call, "kv", "q")
-            statistics = 2 * call.world_size * _result_bytes(part, call.rows("q"))[1]
-        first = dq + max(copied, dq // 2 if rounds else 0)
-        second = 0 if several else dq // 2 if rounds else dq
-        second += dk + dv + max(statistics, max(dv, dk - dv) // 2 if rounds else 0)
-        return max(forward, kept + max(first, second))
-    workspace = copied + backend.workspace_bytes(part, call.tiles(), backward=True)
-    if call.world_size == 1:
-        # dv, dk, dq in turn: each takes half of what it gives back.
-        rounded = max(dv, dq - dk - dv) // 2 if rounds else 0
-        return max(forward, kept + dq + dk + dv + max(workspace, rounded))
-    kept += _gather_bytes(call, "kv")
-    kept += (call.world_size + 1) * call.gradient_packet(call.chunks[0]).nbytes
-    if not several:
-        kept += sum(_gradient_bytes(part, 0, rows_kv, spec.dtype))
-    all_rows = _gradient_bytes(part, rows, call.world_size * call.rows("kv"), wide)
-    return max(forward, kept + sum(all_rows) + max(workspace, dk // 2 if rounds else 0))
+        ops = tuple(work.forward())
+        saved = ("q", "k", "v", "out", "lse")
+        return Program(ranks.world_size, ranks.rank, False, ops, arrays, saved)
+    dtype = call.spec.dtype if rounded else call.spec.accum_dtype
+    ops = tuple(work.in_one_place(dtype) if in_one_place(call) else work.added_up(dtype))
+    return Program(ranks.world_size, ranks.rank, True, ops, arrays)
 
 
-def _result_bytes(spec: AttentionSpec, rows: int) -> tuple[int, int]:
-    """Of out and of lse."""
-    heads = spec.batch * rows * spec.nheads
-    return heads * spec.headdim_v * spec.dtype.itemsize, heads * spec.accum_dtype.itemsize
+@dataclass(frozen=True)
+class _Message:
+    """What is gathered at a time: a side, and its heads."""
+
+    side: Traveller
+    chunk: Chunk
 
 
-def _gradient_bytes(
-    spec: AttentionSpec, rows: int, rows_kv: int, dtype: torch.dtype
-) -> tuple[int, int, int]:
-    """Of dq, dk and dv."""
-    heads = spec.batch * rows * spec.nheads * dtype.itemsize
-    heads_kv = spec.batch * rows_kv * spec.nheads_kv * dtype.itemsize
-    return heads * spec.headdim, heads_kv * spec.headdim, heads_kv * spec.headdim_v
+class _Gathering:
+    """Builds the programs: gatherings one ahead of the compute, and the sums behind it."""
 
+    def __init__(self, call: Call, ranks: Ranks, arrays: dict[str, Array]) -> None:
+        self.call, self.ranks, self.arrays = call, ranks, arrays
+        self.chunks = chunks_of(call)
+        self.alone = call.world_size == 1
+        self._buffers: dict[int, tuple[Buffer, Buffer]] = {}
 
-def _gather_bytes(call: AllGatherCall, *gathers: Traveller) -> int:
-    """Of the gathered buffers and the message."""
-    if call.world_size == 1:
-        return 0
-    count = min(2, len(gathers) * len(call.chunks))
-    longest = max(call.records(side, call.chunks[0]).nbytes for side in gathers)
-    return (count * call.world_size + 1) * longest
+    # -- gathering
 
+    def _records(self, message: _Message) -> Records:
+        spec, chunk = self.call.spec, message.chunk
+        fields: list[tuple[int | None, torch.dtype]] = [
+            (spec.headdim, spec.dtype), (spec.headdim_v, spec.dtype)
+        ]  # fmt: skip
+        heads = chunk.kv
+        if message.side == "q":
+            heads = chunk.q
+            fields += 2 * [(None, spec.accum_dtype)]
+        rows = _shard_rows(self.call, message.side)
+        return Records(spec.batch, rows, heads.stop - heads.start, tuple(fields))
 
-class _Message(NamedTuple):
-    """What a rank gives to a gathering: tensors (batch, rows, heads, dim), as records."""
-
-    records: Records
-    tensors: tuple[Tensor, ...]
-
-
-def _kv_message(k: Tensor, v: Tensor, call: AllGatherCall, chunk: Chunk) -> _Message:
-    return _Message(call.records("kv", chunk), (k[:, :, chunk.kv], v[:, :, chunk.kv]))
-
-
-def _q_message(q_side: tuple[Tensor, ...], call: AllGatherCall, chunk: Chunk) -> _Message:
-    q, dout, lse, delta = q_side
-    statistics = (x[:, chunk.q].transpose(1, 2).unsqueeze(-1) for x in (lse, delta))
-    tensors = (q[:, :, chunk.q], dout[:, :, chunk.q], *statistics)
-    return _Message(call.records("q", chunk), tensors)
-
-
-def _gathered(
-    messages: Sequence[_Message], call: AllGatherCall, transport: Transport
-) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors of one message after another, of all ranks: (batch, all rows, heads, dim) each.
-
-    While one is held the next is under way: what is yielded holds until the next is asked for.
-    """
-    if call.world_size == 1:
-        yield from (message.tensors for message in messages)
-        return
-    longest = max(message.records.nbytes for message in messages)
-    device, world_size = messages[0].tensors[0].device, call.world_size
-    send = torch.zeros(longest, dtype=torch.uint8, device=device)
-    buffers = [
-        torch.empty(world_size * longest, dtype=torch.uint8, device=device) for _ in messages[:2]
-    ]
-
-    def received(index: int) -> Tensor:
-        return buffers[index % 2][: world_size * messages[index].records.nbytes]
-
-    def post(index: int) -> None:
-        records, tensors = messages[index]
-        message = send[: records.nbytes]
-        records.pack(message, tensors)
-        transport.all_gather("shards", index, message, received(index))
-
-    post(0)
-    for index, message in enumerate(messages):
-        transport.wait("shards")
-        if index + 1 < len(messages):
-            post(index + 1)
-        yield message.records.views(received(index))
-
-
-def _put_results(
-    chunk: Chunk,
-    results: tuple[_Heads, _Heads],
-    q: Tensor,
-    kv: tuple[Tensor, ...],
-    call: AllGatherCall,
-    backend: Backend,
-    sinks: Tensor | None,
-) -> None:
-    """Out and lse of a chunk."""
-    tiles, (k, v) = call.tiles(), kv
-    if sinks is not None:
-        sinks = sinks.to(call.spec.accum_dtype)[chunk.q]
-    q_heads = q[:, :, chunk.q]
-    state = backend.new_state(q_heads, v.size(-1), sinks)
-    if tiles:
-        state = backend.forward(q_heads, k, v, tiles, state, scores=call.scores, last=True)
-    for whole, part in zip(results, backend.finalize(state, q.dtype), strict=True):
-        whole.put(chunk.q, part)
-
-
-def _compute_and_reduce(
-    q_side: tuple[Tensor, ...],
-    kv: tuple[Tensor, Tensor],
-    out: Tensor,
-    call: AllGatherCall,
-    transport: Transport,
-    grads: _Gradients,
-) -> None:
-    """dQ, and every rank's share of dK and dV, which are summed over the ranks."""
-    backend = observed_backend(get_backend(call.backend), transport)
-    q, dout, lse, delta = q_side
-    messages = [_kv_message(*kv, call, chunk) for chunk in call.chunks]
-    reduction = _Reduction(call, transport, grads, q.device) if call.world_size > 1 else None
-    chunks = observed_steps(call.chunks, transport)
-    for chunk, (k, v) in zip(chunks, _gathered(messages, call, transport), strict=True):
-        q_heads = q[:, :, chunk.q]
-        parts = [zeros_like(x, call.spec.accum_dtype) for x in (q_heads, k, v)]
-        if call.tiles():
-            backend.backward(
-                q_heads, k, v, dout[:, :, chunk.q], lse[:, chunk.q].contiguous(),
-                delta[:, chunk.q].contiguous(), call.tiles(), *parts, scores=call.scores,
-                out=out[:, :, chunk.q],
-            )  # fmt: skip
-        if reduction is None:
-            grads.put_dv(chunk, parts.pop())
-            grads.put_dk(chunk, parts.pop())
-        else:
-            reduction.receive()
-            reduction.post(chunk, parts)
-        grads.put_dq(chunk, parts.pop())
-    if reduction is not None:
-        reduction.receive()
-
-
-def _compute_in_place(
-    q_side: tuple[Tensor, ...],
-    kv: tuple[Tensor, Tensor],
-    call: AllGatherCall,
-    transport: Transport,
-    grads: _Gradients,
-) -> None:
-    """dQ from the gathered KV, dK and dV from the gathered Q side."""
-    backend = observed_backend(folding_backend(call.backend), transport)
-    q, dout, lse, delta = q_side
-    messages = []
-    for chunk in call.chunks:
-        messages += [_kv_message(*kv, call, chunk), _q_message(q_side, call, chunk)]
-    gathered = _gathered(messages, call, transport)
-    for chunk in observed_steps(call.chunks, transport):
-        k, v = next(gathered)
-        q_heads = q[:, :, chunk.q]
-        parts = [zeros_like(q_heads, call.spec.accum_dtype)]
-        backend.backward_q(
-            q_heads, k, v, dout[:, :, chunk.q], lse[:, chunk.q].contiguous(),
-            delta[:, chunk.q].contiguous(), call.tiles("kv"), *parts, scores=call.scores,
+    def _post(self, messages: list[_Message], index: int) -> Iterator[Op]:
+        """Packs a message and starts to gather it."""
+        if self.alone or index == len(messages):
+            return
+        message, others = messages[index], self.call.world_size - 1
+        longest = max(self._records(m).nbytes for m in messages)
+        send = Buffer(f"message {index}", longest)
+        recv = Buffer(f"gathered {index}", longest * self.call.world_size)
+        self._buffers[index] = send, recv
+        records = self._records(message)
+        yield Pack(send, records, self._copies(message, records))
+        yield Post(
+            "shards", index, self._collective("all_gather"), send, recv,
+            Gathered(records, self.call.world_size), records.nbytes * others,
         )  # fmt: skip
-        grads.put_dq(chunk, parts.pop())
-        own = [x[:, :, chunk.kv] for x in kv]
-        parts = [zeros_like(x, call.spec.accum_dtype) for x in own]
-        backend.backward_kv(
-            *_q_side_of(next(gathered), own), call.tiles("q"), *parts, scores=call.scores
+
+    def _collective(self, op: str, dtype: torch.dtype = torch.uint8) -> Collective:
+        groups = None
+        if self.ranks.rank is None:
+            groups = torch.arange(self.call.world_size)[None]
+        return Collective(op, dtype, groups=groups)  # type: ignore[arg-type]
+
+    def _copies(self, message: _Message, records: Records) -> tuple[Copy, ...]:
+        rows = self.ranks.rows(message.side)
+        if not isinstance(rows, int):
+            return ()
+        heads = message.chunk.q if message.side == "q" else message.chunk.kv
+        names = ("q", "dout", "lse", "delta") if message.side == "q" else ("k", "v")
+        copies = [Copy(i, View(n, None, heads), slice(0, rows)) for i, n in enumerate(names)]
+        if rows < records.rows:
+            copies += [Copy(i, None, slice(rows, records.rows)) for i in range(len(names))]
+        return tuple(copies)
+
+    def _wait(self, messages: list[_Message], index: int) -> Iterator[Op]:
+        """Until a message is gathered; the next is then on its way."""
+        if not self.alone:
+            yield Wait("shards")
+            yield Free((self._buffers[index][0],))
+        yield from self._post(messages, index + 1)
+
+    def _free(self, index: int) -> Iterator[Op]:
+        if not self.alone:
+            yield Free((self._buffers[index][1],))
+
+    def _held(self, index: int, message: _Message) -> tuple[Operand, ...]:
+        """The gathered tensors; one rank has its own."""
+        if not self.alone:
+            count = 2 if message.side == "kv" else 4
+            return tuple(Entry(self._buffers[index][1], i) for i in range(count))
+        names = ("k", "v") if message.side == "kv" else ("q", "dout", "lse", "delta")
+        heads = message.chunk.kv if message.side == "kv" else message.chunk.q
+        return tuple(View(name, None, heads) for name in names)
+
+    def _tiles(self, gathers: Traveller = "kv") -> object:
+        return self.ranks.gathered(gathers, _shard_rows(self.call, gathers))
+
+    # -- compute
+
+    def forward(self) -> Iterator[Op]:
+        """Heads after heads; out and lse are put together from them."""
+        spec, several = self.call.spec, len(self.chunks) > 1
+        whole = result_arrays(spec, self.ranks.rows("q"))
+        messages = [_Message("kv", chunk) for chunk in self.chunks]
+        yield from self._post(messages, 0)
+        for index, message in enumerate(messages):
+            chunk = message.chunk
+            yield Step(f"heads {chunk.kv.start}", index)
+            yield from self._wait(messages, index)
+            part = result_arrays(self._chunk_spec(chunk), self.ranks.rows("q"))
+            q, (k, v) = View("q", None, chunk.q), self._held(index, message)
+            state = replace(part["out"], dtype=spec.accum_dtype)
+            yield Start(q, spec.headdim_v, state, chunk.q)
+            yield Attend(self._tiles(), q, k, v, last=True)
+            names = ("out", "lse")
+            parts = tuple(f"{name} part" for name in names) if several else names
+            yield Finish(parts[0], parts[1], part["out"], part["lse"])
+            if several:
+                for name, one in zip(names, parts, strict=True):
+                    if index == 0:
+                        yield New(name, whole[name])
+                    yield Assign(View(name, None, chunk.q), View(one))
+                    yield Free((one,))
+            yield from self._free(index)
+
+    def added_up(self, dtype: torch.dtype) -> Iterator[Op]:
+        """dQ, and every rank's share of dK and dV, which are summed over the ranks."""
+        yield Delta(self.arrays["lse"])
+        messages = [_Message("kv", chunk) for chunk in self.chunks]
+        sums = _Sums(self, dtype)
+        yield from self._new_gradients(dtype, copied=not self.alone)
+        yield from self._post(messages, 0)
+        for index, message in enumerate(messages):
+            chunk = message.chunk
+            yield Step(f"heads {chunk.kv.start}", index)
+            yield from self._wait(messages, index)
+            k, v = self._held(index, message)
+            all_rows = self.call.world_size * _shard_rows(self.call, "kv")
+            rows = self.ranks.rows("kv") if self.alone else all_rows
+            yield from self._parts(chunk, rows)
+            yield Differentiate(
+                "all", self._tiles(), self._q_side(chunk), (k, v), View("dq part"),
+                (View("dk part"), View("dv part")), View("out", None, chunk.q),
+            )  # fmt: skip
+            if self.alone:
+                yield self._round("dv", chunk, dtype)
+                yield self._round("dk", chunk, dtype)
+            else:
+                yield from sums.receive()
+                yield from sums.post(index, chunk)
+            yield self._round("dq", chunk, dtype)
+            yield from self._free(index)
+        yield Step("end")
+        yield from sums.receive()
+
+    def in_one_place(self, dtype: torch.dtype) -> Iterator[Op]:
+        """dQ from the gathered KV, dK and dV from the gathered Q side."""
+        yield Delta(self.arrays["lse"])
+        messages = [_Message(side, chunk) for chunk in self.chunks for side in ("kv", "q")]
+        yield from self._new_gradients(dtype, copied=False)
+        yield from self._post(messages, 0)
+        for index, message in enumerate(messages):
+            chunk, step = message.chunk, index // 2
+            if message.side == "kv":
+                yield Step(f"heads {chunk.kv.start}", step)
+            yield from self._wait(messages, index)
+            held = self._held(index, message)
+            if message.side == "kv":
+                yield self._part("dq", chunk, self.ranks.rows("q"))
+                yield Differentiate(
+                    "q", self._tiles("kv"), self._q_side(chunk), (held[0], held[1]),
+                    View("dq part"),
+                )  # fmt: skip
+                yield self._round("dq", chunk, dtype)
+            else:
+                for name in ("dk", "dv"):
+                    yield self._part(name, chunk, self.ranks.rows("kv"))
+                own = (View("k", None, chunk.kv), View("v", None, chunk.kv))
+                yield Differentiate(
+                    "kv", self._tiles("q"), held, own, None, (View("dk part"), View("dv part"))
+                )
+                yield self._round("dv", chunk, dtype)
+                yield self._round("dk", chunk, dtype)
+            yield from self._free(index)
+        yield Step("end")
+
+    def _q_side(self, chunk: Chunk) -> tuple[Operand, ...]:
+        return tuple(View(name, None, chunk.q) for name in ("q", "dout", "lse", "delta"))
+
+    def _chunk_spec(self, chunk: Chunk) -> AttentionSpec:
+        nheads, nheads_kv = chunk.q.stop - chunk.q.start, chunk.kv.stop - chunk.kv.start
+        return replace(self.call.spec, nheads=nheads, nheads_kv=nheads_kv)
+
+    # -- gradients
+
+    def _array(self, name: str, chunk: Chunk, rows: int, dtype: torch.dtype) -> Array:
+        heads = chunk.q if name == "dq" else chunk.kv
+        of = self.arrays[name[1:]]
+        return Array(of.batch, rows, heads.stop - heads.start, of.dim, dtype)
+
+    def _part(self, name: str, chunk: Chunk, rows: int) -> New:
+        """Zeros for a gradient of some heads."""
+        array = self._array(name, chunk, rows, self.call.spec.accum_dtype)
+        return New(f"{name} part", array, zero=True)
+
+    def _parts(self, chunk: Chunk, rows_kv: int) -> Iterator[Op]:
+        yield self._part("dq", chunk, self.ranks.rows("q"))
+        yield self._part("dk", chunk, rows_kv)
+        yield self._part("dv", chunk, rows_kv)
+
+    def _new_gradients(self, dtype: torch.dtype, *, copied: bool) -> Iterator[Op]:
+        """Gradients that are put together: from heads, or (dK, dV) from what has been summed."""
+        several = len(self.chunks) > 1
+        for name in ("q", "k", "v"):
+            if several or (copied and name != "q"):
+                yield New(f"d{name}", replace(self.arrays[name], dtype=dtype))
+
+    def _round(self, name: str, chunk: Chunk, dtype: torch.dtype) -> Round:
+        heads = None
+        if len(self.chunks) > 1:
+            heads = chunk.q if name == "dq" else chunk.kv
+        rows = self.ranks.rows("q" if name == "dq" else "kv")
+        array = self._array(name, chunk, rows, dtype)
+        return Round(View(name, None, heads), View(f"{name} part"), array, scaled=name != "dv")
+
+
+class _Sums:
+    """dK and dV of all rows of some heads, summed over the ranks while the next are computed."""
+
+    def __init__(self, gathering: _Gathering, dtype: torch.dtype) -> None:
+        self._of, self._dtype = gathering, dtype
+        self._under_way: tuple[Chunk, Buffer, Buffer] | None = None
+
+    def _packet(self, chunk: Chunk) -> Packet:
+        call = self._of.call
+        return self._of._chunk_spec(chunk).kv_grad_packet(_shard_rows(call, "kv"))
+
+    def post(self, index: int, chunk: Chunk) -> Iterator[Op]:
+        """Starts to sum dK and dV of all rows, which are used up."""
+        call, packet = self._of.call, self._packet(chunk)
+        rows, world_size = _shard_rows(call, "kv"), call.world_size
+        longest = self._packet(self._of.chunks[0]).nbytes
+        send = Buffer(f"shares {index}", world_size * longest)
+        recv = Buffer(f"sums {index}", longest)
+        copies = tuple(
+            Copy(2 * rank + i, View(name, slice(rank * rows, (rank + 1) * rows)))
+            for rank in range(world_size if self._of.ranks.rank is not None else 0)
+            for i, name in enumerate(("dk part", "dv part"))
         )
-        grads.put_dv(chunk, parts.pop())
-        grads.put_dk(chunk, parts.pop())
+        shares = Parcels((packet,) * world_size)
+        yield Pack(send, shares, copies)
+        yield Free(("dk part", "dv part"))
+        sums = self._of._collective("reduce_scatter", call.spec.accum_dtype)
+        nbytes = packet.nbytes * (world_size - 1)
+        yield Post("gradients", index, sums, send, recv, packet, nbytes)
+        self._under_way = chunk, send, recv
 
-
-def _q_side_of(
-    gathered: tuple[Tensor, ...], kv: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, dout, lse, delta as backends take them: statistics (batch, heads, rows)."""
-    q, dout, *statistics = gathered
-    lse, delta = (x.squeeze(-1).transpose(1, 2).contiguous() for x in statistics)
-    k, v = kv
-    return q, k, v, dout, lse, delta
-
-
-class _Reduction:
-    """dK and dV of all rows of a chunk, summed over the ranks while the next is computed."""
-
-    def __init__(
-        self, call: AllGatherCall, transport: Transport, grads: _Gradients, device: torch.device
-    ) -> None:
-        self._call, self._transport, self._grads = call, transport, grads
-        longest, dtype = call.gradient_packet(call.chunks[0]).nbytes, torch.uint8
-        # Zeros, so that the padding in it can be summed.
-        self._send = torch.zeros(call.world_size * longest, dtype=dtype, device=device)
-        self._recv = torch.empty(longest, dtype=dtype, device=device)
-        self._under_way: Chunk | None = None
-        self._step = 0
-
-    def post(self, chunk: Chunk, grads: list[Tensor]) -> None:
-        """Starts to sum the last two of the gradients, which are used up."""
-        packet, rows = self._call.gradient_packet(chunk), self._call.rows("kv")
-        dk_dv = [grads.pop(), grads.pop()][::-1]
-        send = self._send[: self._call.world_size * packet.nbytes]
-        for rank, message in enumerate(send.chunk(self._call.world_size)):
-            Message(packet, message).pack(dk_dv, slice(rank * rows, (rank + 1) * rows))
-        wide = self._call.spec.accum_dtype
-        self._transport.reduce_scatter(
-            "gradients", self._step, send.view(wide), self._recv[: packet.nbytes].view(wide)
-        )
-        self._under_way = chunk
-        self._step += 1
-
-    def receive(self) -> None:
+    def receive(self) -> Iterator[Op]:
         """Waits for the sums that are under way, if any, and takes this rank's rows of them."""
         if self._under_way is None:
             return
-        self._transport.wait("gradients")
-        chunk, self._under_way = self._under_way, None
-        rows = self._call.layouts[1].shard_len(self._call.rank)
-        dk, dv = self._call.gradient_packet(chunk).views(self._recv)
-        self._grads.put_dk(chunk, dk[:, :rows])
-        self._grads.put_dv(chunk, dv[:, :rows])
+        chunk, send, recv = self._under_way
+        self._under_way = None
+        yield Wait("gradients")
+        yield Free((send,))
+        rows = self._of.ranks.rows("kv")
+        for i, name in enumerate(("dk", "dv")):
+            heads = chunk.kv if len(self._of.chunks) > 1 else None
+            array = self._of._array(name, chunk, rows, self._dtype)
+            yield Round(View(name, None, heads), Entry(recv, i), array, scaled=name != "dv")
+        yield Free((recv,))
 
 
-class _Heads:
-    """A tensor that is put together from heads; what has them all is taken over."""
-
-    def __init__(self, dim: int, num: int) -> None:
-        self._dim, self._num = dim, num
-        self._whole: Tensor | None = None
-
-    @classmethod
-    def empty(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> _Heads:
-        """With memory from the start: nothing is taken over."""
-        heads = cls(2, -1)
-        heads._whole = torch.empty(shape, dtype=dtype, device=device)
-        return heads
-
-    @property
-    def whole(self) -> Tensor:
-        assert self._whole is not None, "a call has at least one chunk"
-        return self._whole
-
-    def put(self, heads: slice, part: Tensor) -> None:
-        if part.size(self._dim) == self._num:
-            self._whole = part
-            return
-        if self._whole is None:
-            shape = list(part.shape)
-            shape[self._dim] = self._num
-            self._whole = part.new_empty(shape)
-        self._whole.narrow(self._dim, heads.start, part.size(self._dim)).copy_(part)
-
-
-class _Gradients:
-    """dq, dk and dv of this rank, put together from chunks of heads and rounded one by one."""
-
-    def __init__(
-        self,
-        call: AllGatherCall,
-        q: Tensor,
-        kv: tuple[Tensor, Tensor],
-        factor: float,
-        dtype: torch.dtype,
-    ) -> None:
-        self._factor, self._dtype = factor, dtype
-        several = len(call.chunks) > 1
-        # What is reduced arrives in a buffer of messages.
-        copied = several or (call.world_size > 1 and not call.same_bits)
-        self.dq, self.dk, self.dv = (
-            _Heads.empty(x.shape, dtype, x.device) if copies else _Heads(2, x.size(2))
-            for x, copies in ((q, several), (kv[0], copied), (kv[1], copied))
-        )
-
-    def put_dq(self, chunk: Chunk, grad: Tensor) -> None:
-        self.dq.put(chunk.q, rounded_gradient(grad, self._dtype, self._factor))
-
-    def put_dk(self, chunk: Chunk, grad: Tensor) -> None:
-        self.dk.put(chunk.kv, rounded_gradient(grad, self._dtype, self._factor))
-
-    def put_dv(self, chunk: Chunk, grad: Tensor) -> None:
-        self.dv.put(chunk.kv, rounded_gradient(grad, self._dtype, 1.0))
+CODE = StrategyCode(program, why_not_same_bits, check)

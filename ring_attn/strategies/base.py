@@ -1,99 +1,133 @@
-"""What every strategy is: a call, as plain data, that can be run forward and backward.
+"""A call as plain data, and what a strategy is: a function from a call to programs.
 
-    Call             sizes, layouts, mask, rank: the same on every rank but for `rank`
-    Call.forward     this rank's shards -> out, lse, and what the backward needs of them
-    Call.backward    that, and dout -> dq, dk, dv, dsinks
-
-The operators of `ring_attn.ops` put the two under autograd, for all strategies.
-
-Calls contain one another: one that exchanges heads or queries has inside it the call of a ring or a
-gathering, over other layouts.
+Call        sizes, layouts, mask, strategy, backend: the same on every rank but for `rank`
+Program     what a rank does, or every rank: `core.program`
+machines    run a program on tensors, count, time, check and draw it
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from torch import Tensor
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import Traveller
+from ring_attn.core.program import Array, Program
+from ring_attn.core.ranks import EveryRank, OneRank, Ranks
+from ring_attn.core.spec import AttentionSpec, Scores
+from ring_attn.core.strategy import Strategy
 
-from ring_attn.transport.base import Transport
+Layouts = tuple[SequenceLayout, SequenceLayout]
 
 
-class Forward(NamedTuple):
-    """What a forward gives.
+@dataclass(frozen=True)
+class Call:
+    """One call as plain data, the same on every rank but for `rank`.
 
     Attributes:
-        out: (batch, rows, nheads, headdim_v) in the dtype of q.
-        lse: (batch, nheads, rows) in the type of the state.
-        saved: tensors that the backward wants; none of them a communication buffer.
+        spec: sizes and types.
+        layouts: of the queries and of the keys.
+        mask: over the whole sequence.
+        rank: of this process.
+        strategy: how the ranks share the call.
+        softmax_scale: factor of the scores.
+        backend: name of the backend.
+        same_bits: what the caller asked for; None leaves the choice to the strategy.
+        gradients: what travels in a ring's backward, and whether its gradients are summed in the
+            order of the queries; None leaves the choice to the ring.
     """
 
-    out: Tensor
-    lse: Tensor
-    saved: tuple[Tensor, ...]
-
-
-class Gradients(NamedTuple):
-    """What a backward gives: of this rank's shards, and its share of that of the sinks."""
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dsinks: Tensor | None
-
-
-class Call(Protocol):
-    """One call of a strategy on one rank.
-
-    `same_bits` says that its results have the same bits at every world size.
-    """
+    spec: AttentionSpec
+    layouts: Layouts
+    mask: Mask
+    rank: int
+    strategy: Strategy
+    softmax_scale: float
+    backend: str
+    same_bits: bool | None = None
+    gradients: tuple[Traveller, bool] | None = None
 
     @property
-    def softmax_scale(self) -> float:
-        """Factor of the scores."""
-        ...
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.layouts[0].world_size
 
     @property
-    def backend(self) -> str:
-        """Name of the backend."""
-        ...
+    def scores(self) -> Scores:
+        """How products become scores."""
+        return Scores(self.softmax_scale, self.spec.softcap)
 
     @property
-    def same_bits(self) -> bool:
-        """Whether the bits are those of every other world size."""
-        ...
+    def ranks(self) -> OneRank:
+        """This rank."""
+        return OneRank(self.layouts, self.mask, self.rank)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, transport: Transport, sinks: Tensor | None
-    ) -> Forward:
-        """Attention of this rank's queries to all keys.
+    @property
+    def every_rank(self) -> EveryRank:
+        """All ranks."""
+        return EveryRank(self.layouts, self.mask)
+
+    def inner(self, ranks: Ranks, strategy: Strategy, spec: AttentionSpec | None = None) -> Call:
+        """The call that another strategy makes of this one, over other layouts."""
+        rank = 0 if ranks.rank is None else ranks.rank
+        return replace(
+            self, spec=spec or self.spec, layouts=ranks.layouts, rank=rank, strategy=strategy
+        )
+
+
+class MakeProgram(Protocol):
+    """A strategy: from a call to a program of one rank, or of every rank."""
+
+    def __call__(
+        self, call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True
+    ) -> Program:
+        """The program in one direction.
 
         Args:
-            q: (batch, rows, nheads, headdim), this rank's shard.
-            k: (batch, rows_kv, nheads_kv, headdim).
-            v: (batch, rows_kv, nheads_kv, headdim_v).
-            transport: of this rank among all ranks of the call.
-            sinks: (nheads,), the same on every rank.
-        """
-        ...
-
-    def backward(
-        self,
-        saved: tuple[Tensor, ...],
-        dout: Tensor,
-        transport: Transport,
-        sinks: Tensor | None,
-        *,
-        rounded: bool = True,
-    ) -> Gradients:
-        """Gradients of this rank's shards.
-
-        Args:
-            saved: the forward's; neither changed nor kept.
-            dout: gradient of `out`.
-            transport: as in the forward.
-            sinks: as in the forward.
+            call: the same on every rank.
+            ranks: whose program.
+            backward: the direction.
             rounded: dq, dk, dv in the dtypes of q, k, v; else as they were accumulated, for a
-                call around this one that has more to add.
+                strategy around this one that has more to add.
         """
         ...
+
+
+@dataclass(frozen=True)
+class StrategyCode:
+    """A strategy by its functions.
+
+    Attributes:
+        program: makes the programs.
+        why_not_same_bits: the reason why a call has other bits at other world sizes, None where it
+            has the same.
+        check: raises for a call that the strategy does not take, before anything is sent.
+    """
+
+    program: MakeProgram
+    why_not_same_bits: Callable[[Call], str | None]
+    check: Callable[[Call], None] = lambda call: None
+
+
+def input_arrays(spec: AttentionSpec, ranks: Ranks, *, backward: bool) -> dict[str, Array]:
+    """Sizes of the tensors that a program is given: q, k, v, and what the backward needs."""
+    q, kv, batch, dtype = ranks.rows("q"), ranks.rows("kv"), spec.batch, spec.dtype
+    arrays = {
+        "q": Array(batch, q, spec.nheads, spec.headdim, dtype),
+        "k": Array(batch, kv, spec.nheads_kv, spec.headdim, dtype),
+        "v": Array(batch, kv, spec.nheads_kv, spec.headdim_v, dtype),
+    }
+    if backward:
+        arrays |= result_arrays(spec, q)
+        arrays["dout"] = arrays["out"]
+    return arrays
+
+
+def result_arrays(spec: AttentionSpec, rows: int) -> dict[str, Array]:
+    """Sizes of out and lse of so many rows."""
+    return {
+        "out": Array(spec.batch, rows, spec.nheads, spec.headdim_v, spec.dtype),
+        "lse": Array(spec.batch, rows, spec.nheads, None, spec.accum_dtype),
+    }

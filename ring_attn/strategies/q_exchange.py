@@ -23,8 +23,8 @@ arXiv 2407.21783, section 3.3.2, which has the keys in that order too.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -32,14 +32,28 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ring_attn.core.layout import Segment, SequenceLayout
-from ring_attn.core.plan import Hop
-from ring_attn.core.spec import AttentionSpec, Packet
-from ring_attn.strategies.base import Call, Forward, Gradients
-from ring_attn.strategies.messages import Message, new_buffers
-from ring_attn.strategies.observed import observed
-from ring_attn.transport.base import Transport
-
-Layouts = tuple[SequenceLayout, SequenceLayout]
+from ring_attn.core.messages import Message, Number, lengths
+from ring_attn.core.program import (
+    Array,
+    Assign,
+    Buffer,
+    Copy,
+    Free,
+    Inner,
+    Join,
+    New,
+    Op,
+    Pack,
+    Post,
+    Program,
+    Step,
+    Unpack,
+    View,
+    Wait,
+)
+from ring_attn.core.ranks import Layouts, Ranks
+from ring_attn.core.spec import Packet
+from ring_attn.strategies.base import Call, StrategyCode, input_arrays, result_arrays
 
 
 class Halves(NamedTuple):
@@ -49,133 +63,149 @@ class Halves(NamedTuple):
     tail: slice
 
 
-@dataclass(frozen=True)
-class QExchangeCall:
-    """One call as plain data, the same on every rank but for `rank`.
+def around(inner: StrategyCode) -> StrategyCode:
+    """The exchange of queries around another strategy."""
 
-    Attributes:
-        spec: sizes and types.
-        layouts: of the queries and of the keys, as they are given.
-        rank: of this process.
-        inner: the call over the exchanged queries.
-    """
+    def why_not_same_bits(call: Call) -> str | None:
+        return inner.why_not_same_bits(_core(call))
 
-    spec: AttentionSpec
-    layouts: Layouts
-    rank: int
-    inner: Call
+    def check(call: Call) -> None:
+        inner.check(_core(call))
+
+    def program(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
+        held = ranks.over(_exchanged(call.layouts))
+        core = call.inner(held, replace(call.strategy, exchange_q=False))
+        within = inner.program(core, held, backward=backward, rounded=rounded)
+        arrays = input_arrays(call.spec, ranks, backward=backward)
+        ops = tuple(_around(call, ranks, within, arrays, rounded=rounded))
+        if backward:
+            saved_arrays = {_inner_name(name): within.arrays[name] for name in _SAVED}
+            arrays = {"dout": arrays["dout"], **saved_arrays}
+        saved = tuple(_inner_name(name) for name in within.saved)
+        return Program(ranks.world_size, ranks.rank, backward, ops, arrays, saved)
+
+    return StrategyCode(program, why_not_same_bits, check)
+
+
+def _core(call: Call) -> Call:
+    strategy = replace(call.strategy, exchange_q=False)
+    return replace(call, layouts=_exchanged(call.layouts), strategy=strategy)
+
+
+def _exchanged(layouts: Layouts) -> Layouts:
+    return exchanged_layout(layouts[0]), layouts[1]
+
+
+def _inner_name(name: str) -> str:
+    """Name of a tensor over the exchanged queries; keys are the same tensors."""
+    return name if name in ("k", "v", "dk", "dv") else f"{name} there"
+
+
+def _around(
+    call: Call, ranks: Ranks, within: Program, arrays: dict[str, Array], *, rounded: bool
+) -> Iterator[Op]:
+    """Queries (or dout) there, the other program, and its results (or dq) back."""
+    exchange = _Exchange(ranks)
+    spec, rows = call.spec, exchange.rows_there
+    if within.backward:
+        dtype = spec.dtype if rounded else spec.accum_dtype
+        dout = {"dout": replace(arrays["dout"], rows=rows)}
+        dq = {"dq": replace(arrays["q"], dtype=dtype)}
+        yield from exchange.ops("swap dout", dout, 0, there=True)
+        yield _inner(call, within, ("dout", *_SAVED), ("dq", "dk", "dv"))
+        yield from exchange.ops("swap dq back", dq, 1, there=False)
+        return
+    queries = {"q": replace(arrays["q"], rows=rows)}
+    yield from exchange.ops("swap queries", queries, 0, there=True)
+    yield _inner(call, within, ("q", "k", "v"), ("out", "lse"))
+    results = result_arrays(spec, ranks.rows("q"))
+    yield from exchange.ops("swap back", results, 1, there=False)
+
+
+# The tensors that a core's forward saves, as every core does.
+_SAVED = ("q", "k", "v", "out", "lse")
+
+
+def _inner(call: Call, within: Program, inputs: tuple[str, ...], results: tuple[str, ...]) -> Inner:
+    names = {name: (name, _inner_name(name)) for name in (*inputs, *results, *within.saved)}
+    given = tuple(names[name] for name in inputs)
+    kept = tuple(names[name] for name in dict.fromkeys((*results, *within.saved)))
+    return Inner(within, call.spec, None, given, kept, slice(None))
+
+
+class _Exchange:
+    """The exchange of tails with rank P - 1 - r."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.mine, self.theirs = ranks.rows("q"), ranks.partner_rows()
+        self.hop, self.active = ranks.partner()
 
     @property
-    def softmax_scale(self) -> float:
-        """Factor of the scores."""
-        return self.inner.softmax_scale
+    def alone(self) -> bool:
+        """Whether the rank is its own partner."""
+        return self.ranks.rank is not None and self.hop.send_to == self.ranks.rank
 
     @property
-    def backend(self) -> str:
-        """Name of the backend."""
-        return self.inner.backend
+    def rows_there(self) -> Number:
+        """Rows of the exchanged queries: the own head and the partner's tail."""
+        return self.mine - self.mine // 2 + self.theirs // 2
 
-    @property
-    def same_bits(self) -> bool:
-        """Whether the bits are those of every other world size."""
-        return self.inner.same_bits
-
-    @property
-    def partner(self) -> int:
-        """With whom queries are exchanged; a rank that is its own partner keeps them."""
-        return self.layouts[0].world_size - 1 - self.rank
-
-    @property
-    def home(self) -> Halves:
-        """Rows of the head and of this rank's own tail in its shard."""
-        rows = self.layouts[0].shard_len(self.rank)
-        return Halves(slice(0, rows - rows // 2), slice(rows - rows // 2, rows))
-
-    @property
-    def there(self) -> Halves:
-        """Rows of the head and of the partner's tail, in the order of positions."""
-        if self.partner == self.rank:
-            return self.home
-        head, tail = self.home.head.stop, self.layouts[0].shard_len(self.partner) // 2
-        if self.partner < self.rank:
-            return Halves(slice(tail, tail + head), slice(0, tail))
+    def _halves(self, *, there: bool) -> Halves:
+        """The head and the tail in a tensor at home, or of the exchanged queries, by position."""
+        head, tail = self.mine - self.mine // 2, self.mine // 2
+        if there and not self.alone:
+            tail = self.theirs // 2
+            if self.hop.send_to < self.ranks.rank:
+                return Halves(slice(tail, tail + head), slice(0, tail))
         return Halves(slice(0, head), slice(head, head + tail))
 
-    @observed("forward")
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, transport: Transport, sinks: Tensor | None
-    ) -> Forward:
-        """Attention of this rank's queries to all keys; arguments as of `Call.forward`.
+    def ops(self, label: str, arrays: dict[str, Array], step: int, *, there: bool) -> Iterator[Op]:
+        """Tensors with the other tail; `arrays` has the names at home and the new sizes."""
+        yield Step(label)
+        names = [(name, _inner_name(name)) for name in arrays]
+        sources, targets = zip(*(pair if there else pair[::-1] for pair in names), strict=True)
+        if self.alone:
+            yield Join("shards")
+            for name, source in zip(targets, sources, strict=True):
+                yield Assign(View(name), View(source))
+            return
+        sent = self._message(arrays, self.mine if there else self.theirs)
+        received = self._message(arrays, self.theirs if there else self.mine)
+        send, recv = (
+            Buffer(f"{label}: {what}", x.nbytes if isinstance(x.nbytes, int) else 0)
+            for what, x in (("sent", sent), ("received", received))
+        )
+        if self.ranks.rank is None:
+            packed: tuple[Copy, ...] = ()
+            unpacked, heads = packed, None
+        else:
+            before, after = self._halves(there=not there), self._halves(there=there)
+            packed = tuple(Copy(i, View(x, before.tail)) for i, x in enumerate(sources))
+            unpacked = tuple(Copy(i, View(x, after.tail)) for i, x in enumerate(targets))
+            heads = before.head, after.head
+        nbytes = sent.nbytes if self.active is None else sent.nbytes * self.active
+        yield Pack(send, sent, packed)
+        yield Post("shards", step, self.hop, send, recv, received, nbytes, None, self.active)
+        yield Wait("shards", None, self.active)
+        yield Free((send,))
+        for name, array, source in zip(targets, arrays.values(), sources, strict=True):
+            yield New(name, array)
+            if heads is not None:
+                yield Assign(View(name, heads[1]), View(source, heads[0]))
+        yield Unpack(recv, received, unpacked)
+        if not there:
+            yield Free(tuple(x for x in sources if x == "dq there"))
 
-        Saves what the call over the exchanged queries saves.
-        """
-        (q,) = self._exchanged((q,), self.home, self.there, 0, transport)
-        out, lse, saved = self.inner.forward(q, k, v, transport, sinks)
-        out, lse = self._exchanged((out, lse), self.there, self.home, 1, transport)
-        return Forward(out, lse, saved)
+    def _message(self, arrays: dict[str, Array], rows: Number) -> Message:
+        """Tails of the tensors of a shard with so many rows."""
 
-    @observed("backward")
-    def backward(
-        self,
-        saved: tuple[Tensor, ...],
-        dout: Tensor,
-        transport: Transport,
-        sinks: Tensor | None,
-        *,
-        rounded: bool = True,
-    ) -> Gradients:
-        """Gradients of this rank's shards; arguments as of `Call.backward`."""
-        (dout,) = self._exchanged((dout,), self.home, self.there, 0, transport)
-        dq, dk, dv, dsinks = self.inner.backward(saved, dout, transport, sinks, rounded=rounded)
-        (dq,) = self._exchanged((dq,), self.there, self.home, 1, transport)
-        return Gradients(dq, dk, dv, dsinks)
+        def make(tail: int) -> Packet:
+            tails = [replace(array, rows=tail) for array in arrays.values()]
+            return Packet(tuple(x.shape for x in tails), tuple(x.dtype for x in tails))
 
-    def _exchanged(
-        self,
-        tensors: Sequence[Tensor],
-        held: Halves,
-        wanted: Halves,
-        step: int,
-        transport: Transport,
-    ) -> list[Tensor]:
-        """The tensors with the other tail. Rows are dim 1 of 4-D tensors, dim 2 of statistics."""
-        if self.partner == self.rank:
-            transport.join("shards", tensors[0].device)
-            return list(tensors)
-        outgoing, incoming = (_packet(tensors, _len(rows.tail)) for rows in (held, wanted))
-        send, recv = (new_buffers([p], 1, tensors[0].device)[0] for p in (outgoing, incoming))
-        Message(outgoing, send).pack(tensors, held.tail)
-        transport.post("shards", step, Hop(self.partner, self.partner), send, recv)
-        transport.wait("shards")
-        results = []
-        for x, tail in zip(tensors, incoming.views(recv), strict=True):
-            result = x.new_empty(_with_rows(x, _len(wanted.head) + _len(wanted.tail)))
-            _rows(result, wanted.head).copy_(_rows(x, held.head))
-            _rows(result, wanted.tail).copy_(tail)
-            results.append(result)
-        return results
-
-
-def make_call(
-    spec: AttentionSpec,
-    layouts: Layouts,
-    rank: int,
-    make_core: Callable[[AttentionSpec, Layouts, int], Call],
-) -> QExchangeCall:
-    """The call around another one.
-
-    Args:
-        spec: sizes and types.
-        layouts: of the queries, contiguous or `boundaries`, and of the keys, of stride 1.
-        rank: of this process.
-        make_core: from spec, layouts and rank, the call over the exchanged queries.
-
-    Raises:
-        NotImplementedError: queries that do not lie contiguously; other errors as `make_core`.
-    """
-    return QExchangeCall(
-        spec, layouts, rank, make_core(spec, (exchanged_layout(layouts[0]), layouts[1]), rank)
-    )
+        tail = rows // 2
+        return lengths(make, tail) if isinstance(tail, Tensor) else make(tail)
 
 
 @lru_cache(maxsize=1024)
@@ -206,98 +236,3 @@ def exchanged_layout(layout: SequenceLayout) -> SequenceLayout:
         segments = [Segment(starts[rank], head), Segment(starts[partner + 1] - tail, tail)]
         parts.append(sorted(segments, key=lambda segment: segment.start))
     return SequenceLayout.from_segments(parts)
-
-
-def bytes_sent(call: QExchangeCall, *, backward: bool) -> int:
-    """Bytes that the rank's own exchanges send in one direction, beside what `call.inner` sends."""
-    if call.partner == call.rank:
-        return 0
-    spec, mine, theirs = call.spec, _len(call.home.tail), _len(call.there.tail)
-
-    def nbytes(rows: int, dim: int, *, with_lse: bool = False) -> int:
-        shapes = ((spec.batch, rows, spec.nheads, dim), (spec.batch, spec.nheads, rows))
-        count = 2 if with_lse else 1
-        return Packet(shapes[:count], (spec.dtype, spec.accum_dtype)[:count]).nbytes
-
-    if backward:
-        return nbytes(mine, spec.headdim_v) + nbytes(theirs, spec.headdim)
-    return nbytes(mine, spec.headdim) + nbytes(theirs, spec.headdim_v, with_lse=True)
-
-
-def num_messages(call: QExchangeCall) -> int:
-    """Exchanges of the rank in one direction, beside those of `call.inner`."""
-    return 0 if call.partner == call.rank else 2
-
-
-def predicted_peak_bytes(
-    call: QExchangeCall, of_core: Callable[..., int], *, backward: bool
-) -> int:
-    """Most bytes that a call holds at a time beyond its inputs, on its rank.
-
-        forward     exchanged q + what the core takes
-                    exchanged q, out, lse + messages of both sides + out, lse at home
-        backward    exchanged q, out, lse + out, lse at home + exchanged dout
-                    + what the core takes; or + its gradients, messages of both sides, dq at home
-
-    Args:
-        call: its core saves what it is given, out and lse, as a ring does.
-        of_core: most bytes of the core beyond its inputs, as `of_core(core, backward=backward)`.
-        backward: of forward and backward, else of the forward alone.
-    """
-    if call.partner == call.rank:
-        return of_core(call.inner, backward=backward)
-    spec, tails = call.spec, (_len(call.home.tail), _len(call.there.tail))
-    heads = spec.batch * spec.nheads
-
-    def side(rows: int, *dims: int, with_lse: bool = False) -> int:
-        lse = heads * rows * spec.accum_dtype.itemsize if with_lse else 0
-        return heads * rows * sum(dims) * spec.dtype.itemsize + lse
-
-    def messages(*dims: int, with_lse: bool = False) -> int:
-        return sum(side(rows, *dims, with_lse=with_lse) for rows in tails)
-
-    home, there = (_len(rows.head) + _len(rows.tail) for rows in (call.home, call.there))
-    q, result = side(there, spec.headdim), side(there, spec.headdim_v, with_lse=True)
-    result_home = side(home, spec.headdim_v, with_lse=True)
-    forward = q + max(
-        messages(spec.headdim),
-        of_core(call.inner, backward=False),
-        result + messages(spec.headdim_v, with_lse=True) + result_home,
-    )
-    if not backward:
-        return forward
-    dout, dq_home = side(there, spec.headdim_v), side(home, spec.headdim)
-    rows_kv = spec.batch * call.layouts[1].shard_len(call.rank) * spec.nheads_kv
-    grads = q + rows_kv * (spec.headdim + spec.headdim_v) * spec.dtype.itemsize
-    held = q + result_home + dout
-    # A core counts its own out and lse.
-    within = of_core(call.inner, backward=True)
-    return max(
-        forward,
-        held + result + messages(spec.headdim_v) - dout,
-        held + within,
-        held + result + grads + messages(spec.headdim) + dq_home,
-    )
-
-
-def _packet(tensors: Sequence[Tensor], rows: int) -> Packet:
-    """The message with so many rows of each tensor."""
-    return Packet(tuple(_with_rows(x, rows) for x in tensors), tuple(x.dtype for x in tensors))
-
-
-def _with_rows(x: Tensor, rows: int) -> tuple[int, ...]:
-    """Its shape with another number of rows."""
-    dim = _rows_dim(x)
-    return (*x.shape[:dim], rows, *x.shape[dim + 1 :])
-
-
-def _rows(x: Tensor, rows: slice) -> Tensor:
-    return x.narrow(_rows_dim(x), rows.start, _len(rows))
-
-
-def _rows_dim(x: Tensor) -> int:
-    return 1 if x.ndim == 4 else 2
-
-
-def _len(rows: slice) -> int:
-    return int(rows.stop - rows.start)

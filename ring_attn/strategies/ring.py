@@ -8,21 +8,21 @@ stays and is normalised and rounded once, at the end. Backward: delta = rowsum(d
 lse; either KV or the Q side travels, whichever costs fewer bytes. Its float32 gradients follow, in
 a channel of their own, in one of two orders.
 
-Added up: what the ranks on its way have to add follows one step behind, and is added at home to
-what the owner has computed. A step computes into a cleared buffer while the gradients of the step
-before are on their way, and adds the two when both are there: so that transfer is hidden.
+Added up: the sums of the ranks on the way follow one step behind the shard, and are added at home
+to what the owner has computed. A step computes into cleared bytes while the sums of the step before
+are on their way, and adds the two when both are there: so that transfer is hidden.
 
     owner r       own -------------------------------------------> + = dK, dV (or dQ)
     rank r+1             0 + own --.                              |
     rank r+2                        `-> + own --.                 |
     rank r+3                                     `-> + own -------'   home
 
-Continued (`in_order`): KV travels, and dK and dV with it, from their owner on. Every rank
-accumulates into what it has received, so the queries of all ranks are folded in the order of the
-ring: for a causal mask over contiguous shards that is the order of one process, and with a backend
-that folds in order the bits are the same at every world size. A step computes dQ while dK and dV
-are on their way: so that transfer is hidden too. It is one message more, that of the first step,
-and one pass less over each: nothing is cleared, nothing added up in memory.
+In order: KV travels, and dK and dV with it, from their owner on. Every rank accumulates into what
+it has received, so the queries of all ranks are folded in the order of the ring: for a causal mask
+over contiguous shards that is the order of one process, and with a backend that folds in order the
+bits are the same at every world size. A step computes dQ while dK and dV are on their way: so that
+transfer is hidden too. It is one message more, that of the first step, and one pass less over each:
+nothing is cleared, nothing added up in memory.
 
     owner r       own --.                                          = dK, dV
     rank r+1             `-> + own --.                            |
@@ -30,434 +30,571 @@ and one pass less over each: nothing is cleared, nothing added up in memory.
     rank r+3                                       `-> + own -----'   home
 
 Double ring (`inner_degree`): inner rings in the nodes, an outer ring between them. A rank passes
-shards on in its inner ring, and what began a round goes to the next node meanwhile; so the slow
-link has a whole round for one shard. Gradients that are added up go home after every round, from
-wherever in the node they have got to, and have the next round for it; home adds up the rounds.
-With one inner ring the messages are those of the plain ring: the driver knows no difference.
+shards on in its inner ring, and the first shard of a round goes to the next node meanwhile; so the
+slow link has a whole round for one shard. Sums go home after every round, from wherever in the node
+they are then, and have the next round for it; home adds up the rounds. With one inner ring the
+messages are those of the plain ring.
 
-    round 0, 2 nodes of 3       round 1                       dK, dV of rank 0, after round 1
-    0 -> 1 -> 2 -> 0 ...        0 -> 1 -> 2 -> 0 ...          rank 3 -> 4 -> 5 -.
-    3 -> 4 -> 5 -> 3 ...        3 -> 4 -> 5 -> 3 ...                            |
-    beside it 0 <-> 3, 1 <-> 4, 2 <-> 5                       rank 0 + <--------'
+    inner_degree = 3, P = 6: whose shard rank (o, i) holds, all ranks a row
 
-`ring_forward` and `ring_backward` are functions of tensors and plain data. (Ring Attention, Liu et
-al., arXiv 2310.01889; the travelling Q side, BurstAttention, arXiv 2403.09347; the double ring,
-LoongTrain, arXiv 2406.18485.)
+        step             0 1 2   3 4 5       inner ring: one rank on, in the node, at every step
+        (0, 0)           0 2 1 | 3 5 4       outer ring: 0 -> 3, of steps 0 to 3; as long as a round
+        (0, 1)           1 0 2 | 4 3 5
+        ...              round 0 round 1
+
+Shards that no rank needs at some distance are jumped over, by every rank alike, so sends and
+receives match by construction: a window of w positions over contiguous shards of c makes
+ceil(w / c) hops, in either direction.
+
+(Ring Attention, Liu et al., arXiv 2310.01889; the travelling Q side, BurstAttention, arXiv
+2403.09347; the double ring, LoongTrain, arXiv 2406.18485.)
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
-from torch import Tensor
-
-from ring_attn.backends import choose_backend, get_backend
+from ring_attn.backends import get_backend
 from ring_attn.backends.base import folds_in_order
 from ring_attn.core import order
-from ring_attn.core.buffers import (
-    Add,
-    Clear,
-    Move,
-    Pack,
-    Post,
-    Return,
-    Schedule,
-    Wait,
-    gradient_schedule,
-    shard_schedule,
-)
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Plan, Tile, Traveller, plan_ring, ring_grid
-from ring_attn.core.sizes import choose_traveller, gradient_packet, peak_bytes, shard_packet
-from ring_attn.core.spec import AttentionSpec, Packet, Scores
-from ring_attn.core.strategy import Strategy
-from ring_attn.strategies.base import Forward, Gradients
-from ring_attn.strategies.messages import (
-    Message,
-    new_buffers,
-    rounded_gradient,
-    sinks_gradient,
-    zeros_like,
+from ring_attn.core.messages import Message
+from ring_attn.core.plan import (
+    Displacement,
+    Grid,
+    MaskKind,
+    Tile,
+    Traveller,
+    check_fit,
+    kind_of,
+    ring_grid,
 )
-from ring_attn.strategies.observed import observed, observed_backend, observed_steps
-from ring_attn.transport.base import Channel, PointToPoint
+from ring_attn.core.program import (
+    Add,
+    Array,
+    Attend,
+    Buffer,
+    Channel,
+    Clear,
+    Copy,
+    Delta,
+    Differentiate,
+    Entry,
+    Finish,
+    Free,
+    Hop,
+    New,
+    Op,
+    Operand,
+    Pack,
+    Post,
+    Program,
+    Round,
+    Start,
+    Step,
+    Unpack,
+    View,
+    Wait,
+)
+from ring_attn.core.ranks import OneRank, Ranks, starts_of_rounds
+from ring_attn.core.sizes import choose_traveller, gradient_packet, shard_packet
+from ring_attn.strategies.base import Call, StrategyCode, input_arrays, result_arrays
+
+# The tensors of a shard, of its gradients, and those that stay, by what travels.
+SHARD = {"kv": ("k", "v"), "q": ("q", "dout", "lse", "delta")}
+MOVING = {"kv": ("dk", "dv"), "q": ("dq",)}
+
+
+def check(call: Call) -> None:
+    """Refuses layouts, masks and degrees that no ring can be made of."""
+    ring_grid(call.world_size, call.strategy.inner_degree)
+    check_fit(*call.layouts, call.mask)
+
+
+def why_not_same_bits(call: Call) -> str | None:
+    """Why a ring has other bits at other world sizes."""
+    if not choose_gradients(call)[1]:
+        return "gradients are added up: same_bits=False"
+    return _why_not_in_order(call)
+
+
+def _why_not_in_order(call: Call) -> str | None:
+    heads = (call.spec.nheads, call.spec.nheads_kv)
+    return order.why_not_in_order(call.strategy, heads, call.layouts, call.mask, call.backend)
+
+
+def choose_gradients(call: Call) -> tuple[Traveller, bool]:
+    """What travels in the backward, and whether gradients are summed in order.
+
+    Where KV travels anyway, an in-order backend accumulates into the travelling dK and dV in
+    place, which saves three reads and writes a step. With a window there is too little to compute
+    at a step to hide them behind its dQ. `same_bits=False` adds them up, behind whole steps, for
+    links that are too slow for that.
+    """
+    if call.gradients is not None:
+        return call.gradients
+    if call.same_bits or (call.same_bits is None and _why_not_in_order(call) is None):
+        return "kv", True
+    travels = choose_traveller(call.spec, *call.layouts, call.mask)
+    grid = ring_grid(call.world_size, call.strategy.inner_degree)
+    plain = grid.outer == 1 and call.mask.left is None
+    in_order = folds_in_order(get_backend(call.backend)) and plain and travels == "kv"
+    return travels, call.same_bits is None and in_order
+
+
+def program(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
+    """The program of a ring, in one direction."""
+    grid = ring_grid(ranks.world_size, call.strategy.inner_degree)
+    travels, in_order = choose_gradients(call) if backward else ("kv", False)
+    steps = Steps(call, ranks, grid, travels, ranks.order(grid, travels))
+    arrays = input_arrays(call.spec, ranks, backward=backward)
+    if backward:
+        ops = tuple(_backward(call, steps, arrays, in_order=in_order, rounded=rounded))
+        return Program(ranks.world_size, ranks.rank, True, ops, arrays)
+    ops = tuple(_forward(call, steps))
+    saved = ("q", "k", "v", "out", "lse")
+    return Program(ranks.world_size, ranks.rank, False, ops, arrays, saved)
+
+
+class RingStep(NamedTuple):
+    """One step of one rank, as tables and pictures have it.
+
+    Attributes:
+        source: whose shard is held (KV, or the Q side where that travels).
+        rows: the rows of that shard that are held: all of one's own, then those that travel.
+        tiles: in folding order; the travelling side is counted from the first row that is held.
+        kind: FULL, CAUSAL or NO_ATTENTION of the whole rectangle.
+        hop: from the holder of a shard at this step to its holder at the next; None at the last.
+    """
+
+    source: int
+    rows: slice
+    tiles: tuple[Tile, ...]
+    kind: MaskKind
+    hop: Hop | None
+
+
+def ring_steps(
+    layout_q: SequenceLayout,
+    layout_kv: SequenceLayout,
+    mask: Mask,
+    rank: int,
+    travels: Traveller = "kv",
+    inner_degree: int = 1,
+) -> list[RingStep]:
+    """The steps of one rank: its own shard first, then those of rank - 1, rank - 2, ...
+
+    Args:
+        layout_q: where the queries are.
+        layout_kv: where the keys are; the same number of ranks and strides as `layout_q`.
+        mask: over the same lengths as the layouts.
+        rank: whose steps.
+        travels: the side that is sent round; "q" is for the backward.
+        inner_degree: ranks of an inner ring; 1, or all, is one plain ring.
+
+    Raises:
+        ValueError: layouts and mask that do not fit each other, a rank that does not exist, or an
+            `inner_degree` that does not divide the number of ranks.
+        NotImplementedError: layouts whose strides differ (striped against another kind).
+
+    Example:
+        >>> layout = SequenceLayout.contiguous(1024, 4)
+        >>> steps = ring_steps(layout, layout, Mask(1024, 1024, causal=True), rank=2)
+        >>> [(step.source, step.kind.name) for step in steps]
+        [(2, 'CAUSAL'), (1, 'FULL'), (0, 'FULL'), (3, 'NO_ATTENTION')]
+        >>> steps[0].hop
+        Hop(send_to=3, recv_from=1)
+    """
+    world_size = layout_q.world_size
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
+    ranks, grid = OneRank((layout_q, layout_kv), mask, rank), ring_grid(world_size, inner_degree)
+    order = ranks.order(grid, travels)
+    moving = layout_kv if travels == "kv" else layout_q
+    steps = []
+    for index, by in enumerate(order):
+        source = grid.moved(rank, by, -1)
+        rows = ranks.moving(grid, travels, by) if index else slice(0, moving.shard_len(source))
+        tiles = ranks.tiles(grid, travels, by)
+        pair = (rank, source) if travels == "kv" else (source, rank)
+        rectangle = layout_q.shard_len(pair[0]) * layout_kv.shard_len(pair[1])
+        kind = kind_of(sum(tile.area for tile in tiles), rectangle)
+        hop = None
+        if index + 1 < len(order):
+            (a, b), (c, d) = by, order[index + 1]
+            hop = ranks.hop(grid, (c - a, d - b))
+        steps.append(RingStep(source, rows, tiles, kind, hop))
+    return steps
 
 
 @dataclass(frozen=True)
-class RingCall:
-    """One call as plain data, the same on every rank but for `rank`.
+class Transfer:
+    """An exchange: what belongs to one step is sent, what belongs to another is received.
+
+    `outer` is an exchange between inner rings, which is under way for as long as a whole round is
+    computed. `brings` is 0 for sums that arrive at their owner.
+    """
+
+    outer: bool
+    sends: int
+    brings: int
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps of a ring: which shard is held, where it goes, and how long messages are.
 
     Attributes:
-        spec: sizes and types.
-        layouts: of the queries and of the keys.
-        mask: over the whole sequence.
-        rank: of this process in the ring.
-        softmax_scale: factor of the scores.
-        backend: name of the backend.
-        travels_back: the side that travels in the backward.
-        in_order: gradients are continued rank by rank; else they are added up.
-        inner_degree: ranks of an inner ring; 1, or all, is one plain ring.
+        call: the call.
+        ranks: whose steps.
+        grid: inner rings and the outer one.
+        travels: the side that travels.
+        order: displacement of the holder from the owner, step by step; the first is (0, 0).
     """
 
-    spec: AttentionSpec
-    layouts: tuple[SequenceLayout, SequenceLayout]
-    mask: Mask
-    rank: int
-    softmax_scale: float
-    backend: str
-    travels_back: Traveller
-    in_order: bool = False
-    inner_degree: int = 1
+    call: Call
+    ranks: Ranks
+    grid: Grid
+    travels: Traveller
+    order: tuple[Displacement, ...]
 
     @property
-    def same_bits(self) -> bool:
-        """Whether the bits are those of every other world size."""
-        place = (self.spec, self.layouts, self.mask, self.backend, self.inner_degree)
-        return self.in_order and why_not_in_order(*place) is None
+    def num(self) -> int:
+        """Number of steps."""
+        return len(self.order)
+
+    def hop(self, here: int, there: int) -> Hop:
+        """Brings what is held at one step to where it is held at another."""
+        (a, b), (c, d) = self.order[here], self.order[there]
+        return self.ranks.hop(self.grid, (c - a, d - b))
+
+    def shard(self, index: int) -> Message:
+        """The message of the shard that is held at a step."""
+        spec, travels = self.call.spec, self.travels
+        return self._message(index, lambda rows: shard_packet(spec, travels, rows))
+
+    def gradient(self, index: int) -> Message:
+        """The message of its gradients."""
+        spec, travels = self.call.spec, self.travels
+        return self._message(index, lambda rows: gradient_packet(spec, travels, rows))
+
+    def _message(self, index: int, make: object) -> Message:
+        by = self.order[index]
+        return self.ranks.moving_message(self.grid, self.travels, by, make)  # type: ignore[arg-type]
+
+    def tiles(self, index: int) -> object:
+        """The tiles of a step."""
+        return self.ranks.tiles(self.grid, self.travels, self.order[index])
+
+    def copies(self, names: tuple[str, ...]) -> tuple[Copy, ...]:
+        """A message's tensors and the rows of the rank's own that travel."""
+        rows = self.ranks.moving(self.grid, self.travels, (0, 0))
+        return tuple(Copy(i, View(name, rows)) for i, name in enumerate(names))
+
+    def shard_transfers(self, index: int) -> list[Transfer]:
+        """Exchanges of shards that begin with a step, the outer ring's first."""
+        following = index + 1
+        transfers = []
+        if index in self.rounds:
+            next_round = next((first for first in self.rounds if first > index), None)
+            if next_round is not None:
+                transfers.append(Transfer(True, index, next_round))
+        if following < self.num and following not in self.rounds:
+            transfers.append(Transfer(False, index, following))
+        return transfers
+
+    def sums_transfer(self, index: int) -> Transfer:
+        """Where the sums of a step go: on in the inner ring, and after each round home."""
+        following = index + 1
+        if following < self.num and following not in self.rounds:
+            return Transfer(False, index, following)
+        first_round = self.order[index][0] == self.order[0][0]
+        return Transfer(not first_round, index, 0)
 
     @property
-    def scores(self) -> Scores:
-        """How products become scores."""
-        return Scores(self.softmax_scale, self.spec.softcap)
-
-    def plan(self, *, backward: bool) -> Plan:
-        """This rank's steps in one direction."""
-        travels = self.travels_back if backward else "kv"
-        return plan_ring(*self.layouts, self.mask, self.rank, travels, self.inner_degree)
-
-    @observed("forward")
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, transport: PointToPoint, sinks: Tensor | None
-    ) -> Forward:
-        """`ring_forward`; saves its arguments, out and lse."""
-        out, lse = ring_forward(q, k, v, self, transport, sinks)
-        return Forward(out, lse, (q, k, v, out, lse))
-
-    @observed("backward")
-    def backward(
-        self,
-        saved: tuple[Tensor, ...],
-        dout: Tensor,
-        transport: PointToPoint,
-        sinks: Tensor | None,
-        *,
-        rounded: bool = True,
-    ) -> Gradients:
-        """`ring_backward`."""
-        q, k, v, out, lse = saved
-        return ring_backward(q, k, v, out, lse, dout, self, transport, sinks, rounded=rounded)
+    def rounds(self) -> tuple[int, ...]:
+        """First steps of the rounds."""
+        return _rounds(self.order)
 
 
-def make_call(
-    spec: AttentionSpec,
-    layouts: tuple[SequenceLayout, SequenceLayout],
-    mask: Mask,
-    rank: int,
-    *,
-    softmax_scale: float | None = None,
-    backend: str = "auto",
-    same_bits: bool | None = None,
-    inner_degree: int = 1,
-) -> RingCall:
-    """The call with its choices made: backend, and what travels back; the same on every rank.
-
-    Raises:
-        ValueError: `inner_degree` does not divide the number of ranks.
-        NotImplementedError: the named backend does not support the call, or `same_bits` is asked
-            for and cannot be had; other errors as `choose_backend`.
-    """
-    ring_grid(layouts[0].world_size, inner_degree)
-    backend = choose_backend(spec, backend).name
-    reason = why_not_in_order(spec, layouts, mask, backend, inner_degree)
-    if same_bits and reason is not None:
-        raise NotImplementedError(f"same_bits=True cannot be had here: {reason}")
-    travels_back, in_order = choose_gradients(spec, layouts, mask, backend, same_bits, inner_degree)
-    return RingCall(
-        spec,
-        layouts,
-        mask,
-        rank,
-        1.0 / math.sqrt(spec.headdim) if softmax_scale is None else softmax_scale,
-        backend,
-        travels_back,
-        in_order,
-        inner_degree,
-    )
-
-
-def choose_gradients(
-    spec: AttentionSpec,
-    layouts: tuple[SequenceLayout, SequenceLayout],
-    mask: Mask,
-    backend: str,
-    same_bits: bool | None,
-    inner_degree: int = 1,
-) -> tuple[Traveller, bool]:
-    """What travels in the backward, and whether its gradients are continued.
-
-    Where KV travels anyway, a backend that folds in order continues its gradients wherever they
-    come by: each is then read and written once a step where adding up reads and writes it three
-    times more. With a window there is too little to compute at a step to hide them behind its dQ.
-    `same_bits=False` adds them up, behind whole steps, for links that are too slow for that.
-    """
-    can_have = why_not_in_order(spec, layouts, mask, backend, inner_degree) is None
-    if same_bits or (same_bits is None and can_have):
-        return "kv", True
-    travels = choose_traveller(spec, *layouts, mask)
-    plain = ring_grid(layouts[0].world_size, inner_degree).outer == 1 and mask.left is None
-    in_order = folds_in_order(get_backend(backend)) and plain and travels == "kv"
-    return travels, same_bits is None and in_order
-
-
-def why_not_in_order(
-    spec: AttentionSpec, layouts: tuple[SequenceLayout, SequenceLayout], mask: Mask, backend: str,
-    inner_degree: int = 1,
-) -> str | None:  # fmt: skip
-    """`order.why_not_in_order` of a ring."""
-    ring = Strategy(inner_degree=inner_degree)
-    return order.why_not_in_order(ring, (spec.nheads, spec.nheads_kv), layouts, mask, backend)
-
-
-def predicted_peak_bytes(call: RingCall, *, backward: bool) -> int:
-    """Most bytes that a call holds beyond its inputs: see `cost.peak_bytes`."""
-    backend = get_backend(call.backend)
-
-    def workspace(tiles: Sequence[Tile], rebuilds_out: bool) -> int:
-        return backend.workspace_bytes(call.spec, tiles, backward=True, rebuilds_out=rebuilds_out)
-
-    forward = call.plan(backward=False)
-    rows = call.layouts[0].shard_len(call.rank)
-    return peak_bytes(
-        forward,
-        call.plan(backward=True) if backward else None,
-        call.spec,
-        call.layouts,
-        backend.forward_bytes(call.spec, rows, [step.tiles for step in forward.steps]),
-        workspace,
-        in_order=call.in_order,
-    )
-
-
-def ring_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: RingCall,
-    transport: PointToPoint,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of this rank's queries to all keys.
-
-    Args:
-        q: (batch, rows, nheads, headdim), this rank's shard.
-        k: (batch, rows_kv, nheads_kv, headdim).
-        v: (batch, rows_kv, nheads_kv, headdim_v).
-        call: the same on every rank but for `rank`.
-        transport: of this rank.
-        sinks: (nheads,), the same on every rank; used in the type of the state.
-
-    Returns:
-        `out` (batch, rows, nheads, headdim_v) in the dtype of q, `lse` (batch, nheads, rows).
-    """
-    plan = call.plan(backward=False)
-    backend = observed_backend(get_backend(call.backend), transport)
-    shards = _shards(plan, call, transport, (k, v))
-    if sinks is not None:
-        sinks = sinks.to(call.spec.accum_dtype)
-    state, scores = backend.new_state(q, v.size(-1), sinks), call.scores
-    last = max((step.index for step in plan.steps if step.tiles), default=0)
-    for step in observed_steps(plan.steps, transport):
-        shards.before(step.index)
-        if step.tiles:
-            k, v = shards.held(step.index)
-            state = backend.forward(
-                q, k, v, step.tiles, state, scores=scores, last=step.index == last
-            )
-        shards.after(step.index)
-    return backend.finalize(state, q.dtype)
-
-
-def ring_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    call: RingCall,
-    transport: PointToPoint,
-    sinks: Tensor | None = None,
-    *,
-    rounded: bool = True,
-) -> Gradients:
-    """Gradients of this rank's shards.
-
-    Args:
-        q: as in the forward, likewise k and v.
-        out: the forward's, (batch, rows, nheads, headdim_v).
-        lse: the forward's, (batch, nheads, rows).
-        dout: gradient of `out`.
-        call: the forward's.
-        transport: of this rank.
-        sinks: as in the forward.
-        rounded: see below.
-
-    Returns:
-        dq, dk, dv in the dtypes of q, k, v, accumulated in float32 and rounded once (with
-        `rounded=False` not at all); and dsinks, this rank's rows' share of the gradient of the
-        sinks, None without them.
-    """
-    backend = observed_backend(get_backend(call.backend), transport)
-    delta = backend.delta(out, dout)
-    dsinks = None if sinks is None else sinks_gradient(sinks, lse, delta)
-    grads = _gradients((q, dout, lse, delta), (k, v), out, call, transport)
-    # Rounded one by one, so that little is held twice.
-    factor = backend.gradient_factor(call.scores)
-    dtypes = [x.dtype if rounded else call.spec.accum_dtype for x in (q, k, v)]
-    dv = rounded_gradient(grads.pop(), dtypes[2], 1.0)
-    dk = rounded_gradient(grads.pop(), dtypes[1], factor)
-    return Gradients(rounded_gradient(grads.pop(), dtypes[0], factor), dk, dv, dsinks)
-
-
-def _gradients(
-    q_side: tuple[Tensor, ...],
-    kv: tuple[Tensor, ...],
-    out: Tensor,
-    call: RingCall,
-    transport: PointToPoint,
-) -> list[Tensor]:
-    """dq, dk, dv in the type of the state; what the ring needs beside them is freed on return."""
-    plan, scores = call.plan(backward=True), call.scores
-    backend = observed_backend(get_backend(call.backend), transport)
-    kv_travels = plan.travels == "kv"
-    shards = _shards(plan, call, transport, kv if kv_travels else q_side)
-    own = [zeros_like(x, call.spec.accum_dtype) for x in (q_side[0], *kv)]
-    staying, moving = (own[:1], own[1:]) if kv_travels else (own[1:], own[:1])
-    travelling = _travelling_gradients(plan, call, transport, moving)
-    for step in observed_steps(plan.steps, transport):
-        shards.before(step.index)
-        if step.tiles:
-            held = shards.held(step.index)
-            q, dout, lse, delta = q_side if kv_travels else held
-            k, v = held if kv_travels else kv
-            if call.in_order and folds_in_order(backend):
-                args = (q, k, v, dout, lse, delta, step.tiles)
-                backend.backward_q(*args, *staying, scores=scores)
-                travelling.before(step.index)
-                backend.backward_kv(*args, *travelling.held(step.index), scores=scores)
-            else:
-                travelling.before(step.index)
-                grads = travelling.held(step.index)
-                dq, dk, dv = (*staying, *grads) if kv_travels else (*grads, *staying)
-                backend.backward(
-                    q, k, v, dout, lse, delta, step.tiles, dq, dk, dv,
-                    scores=scores, out=out if kv_travels or step.index == 0 else None,
-                )  # fmt: skip
-        travelling.after(step.index)
-        shards.after(step.index)
-    travelling.end()
-    return own
+@lru_cache(maxsize=64)
+def _rounds(order: tuple[Displacement, ...]) -> tuple[int, ...]:
+    return tuple(starts_of_rounds(order))
 
 
 class _Messages:
-    """The buffers of a schedule, and the moves between them: what a rank does with its messages.
+    """The travelling side: ops before and after each step, and what a step computes with."""
 
-    The exchanges of the inner ring and of the outer one have a channel each.
-    """
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._names = SHARD[steps.travels]
+        every = [steps.shard(i) for i in range(steps.num)] if steps.num > 1 else []
+        room = _room(every)
+        self._messages = every
+        self._buffers = [Buffer(f"shard {i}", room) for i in range(len(every))]
+        self._coming: dict[int, Transfer] = {}
+        # A shard is kept until it has been computed with and all that send it have been waited for.
+        self._until = list(range(steps.num))
+        for index in range(steps.num):
+            for transfer in steps.shard_transfers(index):
+                self._coming[transfer.brings] = transfer
+                until = max(self._until[transfer.sends], transfer.brings - 1)
+                self._until[transfer.sends] = until
 
-    def __init__(
-        self,
-        plan: Plan,
-        schedule: Schedule,
-        packets: Sequence[Packet],
-        channels: tuple[Channel, Channel],
-        transport: PointToPoint,
-        own: Sequence[Tensor],
-    ) -> None:
-        self._sends, self._schedule, self._packets = plan.sends, schedule, packets
-        self._channels, self._transport, self._own = channels, transport, own
-        self._buffers = new_buffers(packets, schedule.num_buffers, own[0].device)
-        self._messages: dict[tuple[int, int], Message] = {}
+    def before(self, index: int) -> Iterator[Op]:
+        """Packs the own shard, and starts the exchanges that the step hides."""
+        steps = self._steps
+        if index == 0 and steps.num > 1:
+            yield Pack(self._buffers[0], self._messages[0], steps.copies(self._names))
+        for transfer in steps.shard_transfers(index):
+            yield _post(
+                "outer" if transfer.outer else "shards",
+                index,
+                steps.hop(transfer.sends, transfer.brings),
+                (self._buffers[transfer.sends], self._messages[transfer.sends]),
+                (self._buffers[transfer.brings], self._messages[transfer.brings]),
+            )
 
-    def before(self, index: int) -> None:
-        """The moves before a step is computed."""
-        self._do(index, self._schedule.steps[index].before)
+    def held(self, index: int) -> tuple[Operand, ...]:
+        """The tensors of the shard that a step computes with."""
+        if index == 0:
+            return tuple(View(name) for name in self._names)
+        return tuple(Entry(self._buffers[index], i) for i in range(len(self._names)))
 
-    def held(self, index: int) -> Sequence[Tensor]:
-        """What a step is computed with or into: the rank's own, or views of a buffer."""
-        buffer = self._schedule.steps[index].held
-        if buffer is None:
-            return self._own
-        return self._message(buffer, index).tensors
-
-    def after(self, index: int) -> None:
-        """The moves when a step has been computed."""
-        self._do(index, self._schedule.steps[index].after)
-
-    def end(self) -> None:
-        """The moves when all steps are over."""
-        self._do(len(self._schedule.steps), self._schedule.end)
-
-    def _do(self, index: int, moves: Sequence[Move]) -> None:
-        for move in moves:
-            match move:
-                case Pack(buffer):
-                    self._message(buffer, 0).pack(self._own, self._sends)
-                case Clear(buffer, step):
-                    self._message(buffer, step).bytes.zero_()
-                case Post(transfer, send, recv):
-                    self._transport.post(
-                        self._channels[transfer.outer],
-                        index,
-                        transfer.hop,
-                        self._message(send, transfer.sends).bytes,
-                        self._message(recv, transfer.brings).bytes,
-                    )
-                case Wait(outer):
-                    self._transport.wait(self._channels[outer])
-                case Add(into, buffer, step):
-                    self._message(into, step).numbers.add_(self._message(buffer, step).numbers)
-                case Return(buffer, replace):
-                    returned = self._message(buffer, 0).tensors
-                    for mine, others in zip(self._own, returned, strict=True):
-                        if replace:
-                            mine[:, self._sends] = others
-                        else:
-                            mine[:, self._sends] += others
-
-    def _message(self, buffer: int, step: int) -> Message:
-        # Steps of equal rows have one packet.
-        key = (buffer, id(self._packets[step]))
-        if key not in self._messages:
-            self._messages[key] = Message(self._packets[step], self._buffers[buffer])
-        return self._messages[key]
+    def after(self, index: int) -> Iterator[Op]:
+        """Waits for the next shard, and frees those that are no longer used."""
+        if index + 1 in self._coming:
+            yield Wait("outer" if self._coming[index + 1].outer else "shards")
+        if self._steps.num > 1:
+            done = tuple(b for b, until in zip(self._buffers, self._until, strict=True)
+                         if until == index)  # fmt: skip
+            if done:
+                yield Free(done)
 
 
-def _shards(
-    plan: Plan, call: RingCall, transport: PointToPoint, own: tuple[Tensor, ...]
-) -> _Messages:
-    """The travelling side: this rank's own shard first, then those that come by."""
-    packets = _packets(plan, call.spec, shard_packet)
-    return _Messages(plan, shard_schedule(plan), packets, ("shards", "outer"), transport, own)
+def _room(messages: list[Message]) -> int:
+    sizes = [message.nbytes for message in messages]
+    return max(sizes) if sizes and isinstance(sizes[0], int) else 0
 
 
-def _travelling_gradients(
-    plan: Plan, call: RingCall, transport: PointToPoint, own: Sequence[Tensor]
-) -> _Messages:
-    """The gradients of the travelling side, passed on one step behind its shards."""
-    schedule = gradient_schedule(plan, continued=call.in_order)
-    packets = _packets(plan, call.spec, gradient_packet)
-    channels: tuple[Channel, Channel] = ("gradients", "outer_gradients")
-    return _Messages(plan, schedule, packets, channels, transport, own)
+def _post(
+    channel: Channel,
+    index: int,
+    hop: Hop,
+    send: tuple[Buffer, Message],
+    recv: tuple[Buffer, Message],
+) -> Post:
+    return Post(channel, index, hop, send[0], recv[0], recv[1], send[1].nbytes)
 
 
-@lru_cache(maxsize=4096)
-def _packets(
-    plan: Plan, spec: AttentionSpec, packet_of: Callable[[AttentionSpec, Traveller, int], Packet]
-) -> tuple[Packet, ...]:
-    """The message of every step: what is passed on of the shard that is held then."""
-    return tuple(packet_of(spec, plan.travels, plan.rows_moving(step.index)) for step in plan.steps)
+def _forward(call: Call, steps: Steps) -> Iterator[Op]:
+    spec = call.spec
+    rows = steps.ranks.rows("q")
+    state = Array(spec.batch, rows, spec.nheads, spec.headdim_v, spec.accum_dtype)
+    results = result_arrays(spec, rows)
+    yield Start(View("q"), spec.headdim_v, state)
+    shards = _Messages(steps)
+    last = _last_with_tiles(steps)
+    for index in range(steps.num):
+        yield Step(f"step {index}", index)
+        yield from shards.before(index)
+        k, v = shards.held(index)
+        yield Attend(steps.tiles(index), View("q"), k, v, last=index == last)
+        yield from shards.after(index)
+    yield Step("end")
+    yield Finish("out", "lse", results["out"], results["lse"])
+
+
+def _last_with_tiles(steps: Steps) -> int:
+    if steps.ranks.rank is None:
+        return steps.num - 1
+    return max((i for i in range(steps.num) if steps.tiles(i)), default=0)
+
+
+def _backward(
+    call: Call, steps: Steps, arrays: dict[str, Array], *, in_order: bool, rounded: bool
+) -> Iterator[Op]:
+    spec, wide = call.spec, call.spec.accum_dtype
+    yield Delta(arrays["lse"])
+    shards = _Messages(steps)
+    sums = _InOrder(steps) if in_order else _AddedUp(steps)
+    grads = {
+        f"d{name}": Array(x.batch, x.rows, x.heads, x.dim, wide)
+        for name, x in arrays.items() if name in ("q", "k", "v")
+    }  # fmt: skip
+    for name, array in grads.items():
+        yield New(f"{name} sum", array, zero=True)
+    for index in range(steps.num):
+        yield Step(f"step {index}", index)
+        yield from shards.before(index)
+        yield from sums.compute(index, _computed(steps, shards.held(index), sums, index))
+        yield from sums.after(index)
+        yield from shards.after(index)
+    yield Step("end")
+    yield from sums.end()
+    dtype = spec.dtype if rounded else wide
+    # One by one, so that little is held twice.
+    for name in ("dv", "dk", "dq"):
+        array = grads[name]
+        result = Array(array.batch, array.rows, array.heads, array.dim, dtype)
+        yield Round(View(name), View(f"{name} sum"), result, scaled=name != "dv")
+
+
+def _computed(
+    steps: Steps, held: tuple[Operand, ...], sums: _InOrder | _AddedUp, index: int
+) -> Differentiate:
+    """The gradients of a step's tiles, with what is held and into where its gradients go."""
+    own_q = tuple(View(name) for name in SHARD["q"])
+    into = sums.held(index)
+    if steps.travels == "kv":
+        k, v = held
+        return Differentiate(
+            "all", steps.tiles(index), own_q, (k, v), View("dq sum"), (into[0], into[1]),
+            View("out"),
+        )  # fmt: skip
+    out = View("out") if index == 0 else None
+    kv, dkv = (View("k"), View("v")), (View("dk sum"), View("dv sum"))
+    return Differentiate("all", steps.tiles(index), held, kv, into[0], dkv, out)
+
+
+class _Sums:
+    """The gradients of the travelling side: ops of each step, and where a step adds its own."""
+
+    def __init__(self, steps: Steps) -> None:
+        self.steps = steps
+        self.names = MOVING[steps.travels]
+        every = [steps.gradient(i) for i in range(steps.num)] if steps.num > 1 else []
+        self.messages, self.room = every, _room(every)
+
+    def buffer(self, name: str) -> Buffer:
+        """A buffer for a message of gradients."""
+        return Buffer(name, self.room)
+
+    def own(self) -> tuple[Operand, ...]:
+        """The rank's own sums."""
+        return tuple(View(f"{name} sum") for name in self.names)
+
+    def unpack(self, buffer: Buffer, *, add: bool) -> Unpack:
+        """Adds what came home to the rank's own sums, or puts it in their place."""
+        names = tuple(f"{name} sum" for name in self.names)
+        copies = tuple(copy._replace(add=add) for copy in self.steps.copies(names))
+        return Unpack(buffer, self.messages[0], copies)
+
+    def entries(self, buffer: Buffer) -> tuple[Operand, ...]:
+        """The tensors of a buffer."""
+        return tuple(Entry(buffer, i) for i in range(len(self.names)))
+
+
+class _InOrder(_Sums):
+    """Gradients start at their owner; every rank adds its own to what it has received."""
+
+    def __init__(self, steps: Steps) -> None:
+        super().__init__(steps)
+        self._buffers = [self.buffer(f"sums {i}") for i in range(steps.num)]
+        self._home = self.buffer("sums home")
+        self._split = folds_in_order(get_backend(steps.call.backend))
+
+    def held(self, index: int) -> tuple[Operand, ...]:
+        """The rank's own at first, then what has been received."""
+        return self.entries(self._buffers[index]) if index else self.own()
+
+    def compute(self, index: int, work: Differentiate) -> Iterator[Op]:
+        """dQ while what is added to is on its way, then dK and dV."""
+        if not self._split:
+            yield from self._arrived(index)
+            yield work
+            return
+        yield work._replace(part="q", dkv=None)
+        yield from self._arrived(index)
+        yield work._replace(part="kv", dq=None)
+
+    def after(self, index: int) -> Iterator[Op]:
+        """Sends on what has been added to."""
+        steps = self.steps
+        if steps.num == 1:
+            return
+        last = index + 1 == steps.num
+        if index == 0:
+            names = tuple(f"{name} sum" for name in self.names)
+            yield Pack(self._buffers[0], self.messages[0], steps.copies(names))
+        following = 0 if last else index + 1
+        recv = self._home if last else self._buffers[following]
+        yield _post(
+            "gradients",
+            index,
+            steps.hop(index, following),
+            (self._buffers[index], self.messages[index]),
+            (recv, self.messages[following]),
+        )
+
+    def end(self) -> Iterator[Op]:
+        """What came home takes the place of the rank's own."""
+        if self.steps.num > 1:
+            yield Wait("gradients")
+            yield Free((self._buffers[-1],))
+            yield self.unpack(self._home, add=False)
+
+    def _arrived(self, index: int) -> Iterator[Op]:
+        if index:
+            yield Wait("gradients")
+            yield Free((self._buffers[index - 1],))
+
+
+class _AddedUp(_Sums):
+    """Every rank adds up for others in cleared bytes, and home adds the sum to its own."""
+
+    def __init__(self, steps: Steps) -> None:
+        super().__init__(steps)
+        self._buffers = [self.buffer(f"sums {i}") for i in range(steps.num)]
+        # What is under way on the inner ring (False) and on the outer one (True).
+        self._under_way: dict[bool, tuple[Transfer, Buffer, Buffer]] = {}
+
+    def held(self, index: int) -> tuple[Operand, ...]:
+        """The rank's own at first, then bytes of its own for every step."""
+        return self.entries(self._buffers[index]) if index else self.own()
+
+    def compute(self, index: int, work: Differentiate) -> Iterator[Op]:
+        """Into cleared bytes."""
+        if index:
+            yield Clear(self._buffers[index], self.messages[index])
+        yield work
+
+    def after(self, index: int) -> Iterator[Op]:
+        """Adds what has arrived to what was computed, and sends it on."""
+        if index == 0:
+            return
+        transfer = self.steps.sums_transfer(index)
+        for outer, (other, _, recv) in list(self._under_way.items()):
+            if outer == transfer.outer or other.brings == index:
+                yield from self._land(outer)
+                if other.brings == index:
+                    yield Add(self._buffers[index], recv, self.messages[index])
+        recv = self.buffer(f"received {index}")
+        mine = self._buffers[index]
+        yield _post(
+            "outer_gradients" if transfer.outer else "gradients",
+            index,
+            self.steps.hop(index, transfer.brings),
+            (mine, self.messages[index]),
+            (recv, self.messages[transfer.brings]),
+        )
+        self._under_way[transfer.outer] = transfer, mine, recv
+
+    def end(self) -> Iterator[Op]:
+        """What is still under way comes home."""
+        for outer in list(self._under_way):
+            yield from self._land(outer)
+
+    def _land(self, outer: bool) -> Iterator[Op]:
+        transfer, sent, recv = self._under_way.pop(outer)
+        yield Wait("outer_gradients" if outer else "gradients")
+        yield Free((sent,))
+        if transfer.brings == 0:
+            yield self.unpack(recv, add=True)
+
+
+CODE = StrategyCode(program, why_not_same_bits, check)

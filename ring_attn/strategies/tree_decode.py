@@ -26,20 +26,33 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import decodes
 from ring_attn.core.layout import Segment
 from ring_attn.core.mask import Mask
+from ring_attn.core.messages import Gathered
 from ring_attn.core.plan import Band, Tile, make_tile
+from ring_attn.core.program import (
+    Array,
+    Attend,
+    Buffer,
+    Collective,
+    Copy,
+    Decode,
+    Finish,
+    Free,
+    Merge,
+    Op,
+    Pack,
+    Post,
+    Program,
+    Start,
+    View,
+    Wait,
+)
 from ring_attn.core.spec import AttentionSpec, Packet, Scores
-from ring_attn.core.state import State
-from ring_attn.strategies.messages import Message
-from ring_attn.strategies.observed import observed, observed_backend, observed_merge
 from ring_attn.transport.base import Transport
-
-ALL_ROWS = slice(None)
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,57 @@ def make_call(
     """The call with its choices made; errors as `choose_backend`."""
     scale = 1.0 / math.sqrt(spec.headdim) if softmax_scale is None else softmax_scale
     return DecodeCall(spec, scale, choose_backend(spec, backend).name)
+
+
+@lru_cache(maxsize=256)
+def program(
+    call: DecodeCall, tiles: tuple[Tile, ...], rows: int, rows_kv: int, rank: int, world_size: int
+) -> Program:
+    """The program of one rank: attend to its rows, gather all partial results, merge them.
+
+    Args:
+        call: the same on every rank.
+        tiles: of all queries x this rank's rows.
+        rows: number of queries.
+        rows_kv: rows of the cache on this rank.
+        rank: whose program.
+        world_size: number of ranks.
+    """
+    spec, wide = call.spec, call.spec.accum_dtype
+    out = Array(spec.batch, rows, spec.nheads, spec.headdim_v, wide)
+    lse = Array(spec.batch, rows, spec.nheads, None, wide)
+    q = View("q")
+    ops: list[Op]
+    if tiles and decodes(get_backend(call.backend)):
+        ops = [Decode(tiles, q, View("k"), View("v"))]
+    else:
+        # Not rounded to the type of q: that is done once, at the root of the tree.
+        ops = [Start(q, spec.headdim_v, out)]
+        if tiles:
+            ops.append(Attend(tiles, q, View("k"), View("v")))
+        ops.append(Finish("partial out", "partial lse", out, lse))
+    packet = decode_packet(spec, rows)
+    send = Buffer("partial", packet.nbytes)
+    recv = Buffer("partials", world_size * packet.nbytes)
+    everyone = Gathered(packet, world_size)
+    names = ("partial out", "partial lse")
+    ops += [
+        Pack(send, packet, tuple(Copy(i, View(name)) for i, name in enumerate(names))),
+        Post(
+            "shards", 0, Collective("all_gather"), send, recv, everyone,
+            packet.nbytes * (world_size - 1),
+        ),
+        Wait("shards"),
+        Free((send,)),
+        Merge(recv, everyone, "out", "lse"),
+    ]  # fmt: skip
+    lead = (spec.batch, rows_kv, spec.nheads_kv)
+    arrays = {
+        "q": Array(spec.batch, rows, spec.nheads, spec.headdim, spec.dtype),
+        "k": Array(*lead, spec.headdim, spec.dtype),
+        "v": Array(*lead, spec.headdim_v, spec.dtype),
+    }
+    return Program(world_size, rank, False, tuple(ops), arrays)
 
 
 def hides_nothing(mask: Mask) -> bool:
@@ -151,46 +215,6 @@ def decode_packet(spec: AttentionSpec, rows: int) -> Packet:
     return Packet(shapes, (spec.accum_dtype, spec.accum_dtype))
 
 
-@observed("forward")
-def tree_decode_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tiles: tuple[Tile, ...],
-    call: DecodeCall,
-    transport: Transport,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of all queries to the whole cache, on every rank.
-
-    Args:
-        q: (batch, seqlen_q, nheads, headdim), the same on every rank.
-        k: (batch, rows, nheads_kv, headdim), this rank's rows of the cache; it may be none.
-        v: (batch, rows, nheads_kv, headdim_v).
-        tiles: of all queries x this rank's rows.
-        call: the same on every rank.
-        transport: of this rank.
-        sinks: (nheads,), the same on every rank; used in the type of the state.
-
-    Returns:
-        `out` (batch, seqlen_q, nheads, headdim_v) in the dtype of q, `lse` (batch, nheads,
-        seqlen_q); the same bits on every rank.
-    """
-    backend = observed_backend(get_backend(call.backend), transport)
-    # Not rounded to the type of q: that is done once, at the root of the tree.
-    if tiles and decodes(backend):
-        partial = backend.decode(q, k, v, tiles, scores=call.scores)
-    else:
-        state = backend.new_state(q, v.size(-1))
-        if tiles:
-            state = backend.forward(q, k, v, tiles, state, scores=call.scores)
-        partial = backend.finalize(state, call.spec.accum_dtype)
-    packet = decode_packet(call.spec, q.size(1))
-    out, lse = _gathered(packet, partial, transport)
-    with observed_merge(transport, transport.world_size):
-        return _merged(out, lse, sinks, q.dtype)
-
-
 def gather_lengths(rows: int, device: torch.device, transport: Transport) -> list[int]:
     """Rows of the cache on each rank: a message of 16 bytes, which on CUDA the host waits for."""
     mine = torch.tensor([rows, 0], device=device).view(torch.uint8)
@@ -199,52 +223,3 @@ def gather_lengths(rows: int, device: torch.device, transport: Transport) -> lis
     transport.wait("shards")
     lengths: list[int] = everyone.view(torch.int64)[::2].tolist()
     return lengths
-
-
-def _gathered(
-    packet: Packet, partial: tuple[Tensor, Tensor], transport: Transport
-) -> tuple[Tensor, Tensor]:
-    """`out` (P, batch, seqlen_q, nheads, headdim_v) and `lse` (P, batch, nheads, seqlen_q)."""
-    world_size = transport.world_size
-    send = torch.empty(packet.nbytes, dtype=torch.uint8, device=partial[0].device)
-    Message(packet, send).pack(partial, ALL_ROWS)
-    recv = send.new_empty(world_size * packet.nbytes)
-    transport.all_gather("shards", 0, send, recv)
-    transport.wait("shards")
-    numbers = recv.view(world_size, -1).view(packet.dtypes[0])
-    out, lse = (
-        numbers[:, offset // numbers.itemsize :][:, : math.prod(shape)].unflatten(1, shape)
-        for offset, shape in zip(packet.offsets, packet.shapes, strict=False)
-    )
-    return out, lse
-
-
-def _merged(
-    out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The partial results of all ranks as one, in a tree: each level is one merge of many states.
-
-    Element by element, hence the same bits whatever the number of threads.
-    """
-    world_size, batch = out.shape[:2]
-    acc, m = out.flatten(0, 1), lse.flatten(0, 1)
-    l = torch.ones_like(m)
-    left = world_size
-    while left > 1:
-        half = -(-left // 2)
-        lower, upper = slice(0, (left - half) * batch), slice(half * batch, left * batch)
-        state = _state_of(acc[lower])
-        # The first of all rows is taken over, not copied: the second is merged into acc, m and l.
-        state.fold(ALL_ROWS, acc[lower], m[lower], l[lower])
-        state.fold(ALL_ROWS, acc[upper], m[upper], l[upper])
-        left = half
-    sinks = None if sinks is None else sinks.to(acc.dtype)
-    root = _state_of(acc[:batch], sinks)
-    # Of its own memory: a result must not keep those of all ranks alive.
-    root.fold(ALL_ROWS, *(x[:batch].clone() for x in (acc, m, l)))
-    return root.finalize(dtype)
-
-
-def _state_of(acc: Tensor, sinks: Tensor | None = None) -> State:
-    batch, rows, nheads, headdim_v = acc.shape
-    return State((batch, rows, nheads, headdim_v), acc.dtype, acc.device, sinks)

@@ -14,8 +14,9 @@ from torch import Tensor
 from ring_attn.api import ring_attention
 from ring_attn.core.spec import AttentionSpec, TransportOptions
 from ring_attn.core.strategy import resolve_strategy
+from ring_attn.machines import run
 from ring_attn.strategies.base import Call
-from ring_attn.strategies.core import make_call
+from ring_attn.strategies.registry import make_call
 from ring_attn.testing.cases import Case, Layouts
 from ring_attn.testing.oracle import (
     RESULTS,
@@ -221,10 +222,10 @@ def run_calls(
     def work(rank: int, transport: LocalTransport) -> RankResult:
         stats = transport.stats
         q, k, v, dout = _shards(inputs, layouts, rank, noncontiguous)
-        out, lse, saved = calls[rank].forward(q, k, v, transport, sinks)
+        out, lse, saved = run.forward(calls[rank], q, k, v, transport, sinks)
         forward = Sent(stats.bytes_sent, stats.messages)
         stats.reset()
-        dq, dk, dv, dsinks = calls[rank].backward(saved, dout, transport, sinks)
+        dq, dk, dv, dsinks = run.backward(calls[rank], saved, dout, transport, sinks)
         results = (out, lse, dq, dk, dv, *(() if dsinks is None else (dsinks,)))
         return RankResult(
             tuple(x.cpu() for x in results), (forward, Sent(stats.bytes_sent, stats.messages))

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from ring_attn.core.layout import LAYOUTS
 from ring_attn.core.strategy import NAMES
+from ring_attn.machines.actions import Compute, Transfer
+from ring_attn.machines.time import Simulation, simulate
 from ring_attn.planning.choice import Candidate, Choice, Problem
 from ring_attn.planning.devices import Cluster, builtin_cluster, find_cluster, load_cluster
 from ring_attn.planning.planner import explain, schedule_for
-from ring_attn.planning.schedule import Compute, Transfer
-from ring_attn.planning.simulate import Simulation, simulate
 from ring_attn.tools import plan_report as report
 from ring_attn.tools.arguments import (
     add_common,

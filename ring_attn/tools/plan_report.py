@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.nn.functional import max_pool2d
 
 from ring_attn.core.plan import ring_grid
+from ring_attn.core.program import CHANNELS
 from ring_attn.core.work import pair_work
+from ring_attn.machines.actions import Transfer
+from ring_attn.machines.time import Simulation
 from ring_attn.planning.choice import Choice, format_bytes, format_seconds
-from ring_attn.planning.planner import core_of
-from ring_attn.planning.schedule import Transfer
-from ring_attn.planning.simulate import Simulation
-from ring_attn.transport.base import CHANNELS
+from ring_attn.planning.planner import call_of, core_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -137,7 +137,7 @@ class MaskPicture(NamedTuple):
 def mask_picture(choice: Choice) -> MaskPicture:
     """The picture of the best strategy: between ranks, or between groups that exchange heads."""
     best, problem = choice.best, choice.problem
-    _, layouts = core_of(best, problem.spec)
+    layouts = core_of(call_of(problem, best)).layouts
     work = pair_work(*layouts, problem.mask)
     count = layouts[0].world_size
     kind = torch.where(work.area > 0, torch.where(work.edge > 0, CUT, FULL), ABSENT)

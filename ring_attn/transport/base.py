@@ -11,17 +11,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ring_attn.core.plan import Hop
-
-# Shards and gradients travel apart: a gradient is sent when its step is done, while the next shard
-# is already on its way. So does what a double ring sends between nodes, round for round.
-Channel = Literal["shards", "gradients", "outer", "outer_gradients"]
-CHANNELS: tuple[Channel, ...] = ("shards", "gradients", "outer", "outer_gradients")
+from ring_attn.core.program import Channel, Hop
 
 
 @dataclass

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ring_attn.core.plan import Hop
-from ring_attn.transport.base import Agreement, Channel, TransportStats, check_ranks
+from ring_attn.core.program import Channel, Hop
+from ring_attn.transport.base import Agreement, TransportStats, check_ranks
 
 T = TypeVar("T")
 Ranks = tuple[int, ...]

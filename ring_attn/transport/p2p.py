@@ -31,12 +31,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn.core.plan import Hop
+from ring_attn.core.program import Channel, Hop
 from ring_attn.core.spec import TransportOptions
 from ring_attn.torch_private import coalesced, group_timeout
 from ring_attn.transport.base import (
     Agreement,
-    Channel,
     TransportStats,
     check_ranks,
 )

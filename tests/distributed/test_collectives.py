@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import TransportOptions
-from ring_attn.core.plan import Hop
+from ring_attn.core.program import Hop
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.local import LocalTransport, run_local
 from ring_attn.transport.p2p import P2PTransport, open_p2p

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import SequenceLayout, TransportOptions, ring_attention
-from ring_attn.core.plan import Hop
-from ring_attn.transport.base import Channel
+from ring_attn.core.program import Channel, Hop
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import media
 

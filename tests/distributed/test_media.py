@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_attn import TransportOptions
+from ring_attn.core.program import Channel
 from ring_attn.torch_private import coalesced
-from ring_attn.transport.base import Channel
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import media
 

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Tile, make_tile, pair_tiles, plan_ring
+from ring_attn.core.plan import Tile, make_tile, pair_tiles
 from ring_attn.kernels.configs import Config
 from ring_attn.kernels.flash_bwd import delta_launch, dkdv_launch, dq_launch
 from ring_attn.kernels.flash_fwd import Carried, forward_launch
 from ring_attn.kernels.step_table import Rectangle, StepTable, make_step_table, transposed
+from ring_attn.strategies.ring import ring_steps
 from ring_attn.testing import (
     Expected,
     Inputs,
@@ -156,7 +157,7 @@ def steps_by_name() -> dict[str, tuple[Step, Tensor]]:
         ("striped", 1, 1),
     ):
         layout = SequenceLayout.from_name(kind, 193, 3 if kind == "contiguous" else 2)
-        step = plan_ring(layout, layout, mask, rank).steps[index]
+        step = ring_steps(layout, layout, mask, rank)[index]
         keys = layout.position_ids(step.source)[step.rows]
         dense = mask.dense(layout.position_ids(rank), keys)
         found[f"{kind}, rank {rank}, step {index}"] = step.tiles, dense

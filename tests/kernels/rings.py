@@ -9,7 +9,9 @@ from torch import Tensor
 from ring_attn.core.mask import Mask
 from ring_attn.core.plan import Traveller
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.strategies.ring import RingCall, make_call
+from ring_attn.core.strategy import Strategy
+from ring_attn.strategies.base import Call
+from ring_attn.strategies.registry import make_call
 from ring_attn.testing import Expected, Inputs, Layouts, run_calls, whole_of
 
 
@@ -40,11 +42,18 @@ def ring(
     """
     spec = AttentionSpec.of(*inputs[:3], softcap, sinks)
 
-    def make(rank: int) -> RingCall:
+    def make(rank: int) -> Call:
         call = make_call(
-            spec, layouts, mask, rank, softmax_scale=scale, backend="triton", same_bits=same_bits
-        )
-        return call if travels is None else replace(call, travels_back=travels, in_order=False)
+            Strategy(),
+            spec,
+            layouts,
+            mask,
+            rank,
+            softmax_scale=scale,
+            backend="triton",
+            same_bits=same_bits,
+        )  # fmt: skip
+        return call if travels is None else replace(call, gradients=(travels, False))
 
     calls = [make(rank) for rank in range(layouts[0].world_size)]
     return whole_of(run_calls(calls, inputs, layouts, sinks, noncontiguous=strided), layouts)

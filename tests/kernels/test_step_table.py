@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import plan_ring
 from ring_attn.kernels.step_table import (
     UNBOUNDED,
     Rectangle,
@@ -25,6 +24,7 @@ from ring_attn.kernels.step_table import (
     transposed,
     visible_pairs,
 )
+from ring_attn.strategies.ring import ring_steps
 from tests.kernels.calls import rectangles
 
 BLOCKS = ((16, 16), (32, 16), (16, 64), (64, 32))
@@ -65,10 +65,10 @@ def cases() -> Iterator[Case]:
             SequenceLayout.from_name(kind, n, world_size) for n in (mask.seqlen_q, mask.seqlen_k)
         ]
         for rank in range(world_size):
-            for step in plan_ring(*layouts, mask, rank).steps:
+            for index, step in enumerate(ring_steps(*layouts, mask, rank)):
                 keys = layouts[1].position_ids(step.source)[step.rows]
                 yield Case(
-                    f"{name}, {kind} {world_size}, rank {rank}, step {step.index}",
+                    f"{name}, {kind} {world_size}, rank {rank}, step {index}",
                     rectangles(step.tiles),
                     mask.dense(layouts[0].position_ids(rank), keys),
                 )

@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-
-from ring_attn.core import sizes as cost
 from ring_attn.core.buffers import (
     Add,
     Clear,
@@ -30,6 +28,8 @@ from ring_attn.core.buffers import (
     gradient_schedule,
     shard_schedule,
 )
+
+from ring_attn.core import sizes as cost
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.plan import Plan, Traveller, needed_displacements, plan_ring, ring_grid

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ring_attn.backends.aten import AtenBackend
-from ring_attn.core.plan import Hop
+from ring_attn.core.program import Hop
 from ring_attn.testing import Case, run_all_ranks
 from ring_attn.transport.local import LocalTransport, run_local
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from ring_attn.strategies.core import make_call
 
 from ring_attn.backends.aten import AtenBackend
 from ring_attn.core.layout import SequenceLayout
@@ -17,7 +18,6 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.planning.memory import peak_of
 from ring_attn.profiling import peak_bytes
-from ring_attn.strategies.core import make_call
 from ring_attn.strategies.ring import (
     RingCall,
     predicted_peak_bytes,

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from ring_attn.planning.simulate import Simulation
 
 from ring_attn.planning.choice import Choice
 from ring_attn.planning.devices import builtin_cluster, to_json
-from ring_attn.planning.simulate import Simulation
 from ring_attn.tools import cli
 from ring_attn.tools import plan as command
 from ring_attn.tools import plan_report as report

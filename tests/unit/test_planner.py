@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ring_attn.strategies.core import make_call
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -31,7 +32,6 @@ from ring_attn.planning.devices import (
 from ring_attn.planning.memory import peak_of
 from ring_attn.planning.planner import choose, explain
 from ring_attn.strategies import all_gather, ring, ulysses
-from ring_attn.strategies.core import make_call
 from ring_attn.testing import LAYOUTS, layouts_of, masks
 from ring_attn.transport.local import LocalTransport, run_local
 

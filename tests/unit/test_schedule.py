@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from ring_attn.planning.schedule import Schedule, Transfer, Wait, schedule_of
+from ring_attn.strategies.core import make_call
 from torch import Tensor
 
 from ring_attn.core.layout import SequenceLayout
@@ -21,16 +23,14 @@ from ring_attn.core.plan import (
     ring_grid,
     travelling_rows,
 )
+from ring_attn.core.program import Channel
 from ring_attn.core.sizes import bytes_by_link, choose_traveller, flops
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.core.work import pair_work
-from ring_attn.planning.schedule import Schedule, Transfer, Wait, schedule_of
 from ring_attn.strategies.base import Call
-from ring_attn.strategies.core import make_call
 from ring_attn.strategies.ring import RingCall
 from ring_attn.testing import LAYOUTS, Layouts, layouts_of, masks, random_qkv
-from ring_attn.transport.base import Channel
 from ring_attn.transport.local import LocalTransport, run_local
 
 MASKS = masks(61)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ring_attn.planning.schedule import schedule_of
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -9,7 +10,6 @@ from ring_attn.core.plan import plan_ring
 from ring_attn.core.sizes import SequenceShare, all_reduce_bytes, bytes_sent, transfer_seconds
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
-from ring_attn.planning.schedule import schedule_of
 
 
 @pytest.mark.parametrize(

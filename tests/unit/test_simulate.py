@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from ring_attn.planning.schedule import schedule_of
+from ring_attn.planning.simulate import Simulation, simulate
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -15,8 +17,6 @@ from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.planning.devices import Cluster, Device, Link, Rate, builtin_cluster
-from ring_attn.planning.schedule import schedule_of
-from ring_attn.planning.simulate import Simulation, simulate
 
 SPEC = AttentionSpec("cpu", torch.float32, 1, 4, 4, 16, 16)
 ROWS = 64

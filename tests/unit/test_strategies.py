@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from ring_attn.strategies.core import make_call
 
 from ring_attn.backends.aten import AtenBackend
 from ring_attn.core import sizes as cost
@@ -24,7 +25,6 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy, resolve_strategy
 from ring_attn.planning.balance import by_area, by_cost, by_documents, by_memory, by_separators
 from ring_attn.strategies import all_gather, q_exchange, ulysses
-from ring_attn.strategies.core import make_call
 from ring_attn.strategies.ring import RingCall
 from ring_attn.testing import (
     LAYOUTS,

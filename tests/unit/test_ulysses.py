@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from ring_attn.strategies.core import make_call
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
-from ring_attn.strategies.core import make_call
 from ring_attn.strategies.ulysses import bytes_sent, merge_groups, num_messages
 from ring_attn.testing import LAYOUTS, layouts_of
 

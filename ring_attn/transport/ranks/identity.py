@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn.transport.base import CHANNELS, Agreement, Channel
+from ring_attn.core.program import CHANNELS, Channel
+from ring_attn.transport.base import Agreement
 
 # gloo's tags are 32 bits, of which torch takes the lower 31.
 TAG_BITS = 0x7FFFFFFF

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ring_attn.core.program import Channel
 from ring_attn.core.spec import TransportOptions
 from ring_attn.torch_private import PrefixStore, Store, nccl_options
-from ring_attn.transport.base import Channel
 from ring_attn.transport.ranks.formation import connect_gloo, meet
 
 Ranks = tuple[int, ...]

@@ -22,9 +22,9 @@ from math import ceil, log2
 import torch
 from torch import Tensor
 
+from ring_attn.core.program import Channel
+from ring_attn.machines.actions import Action, Compute, Move, Schedule, Transfer, Wait
 from ring_attn.planning.devices import Cluster, Link, compute_seconds
-from ring_attn.planning.schedule import Action, Compute, Move, Schedule, Transfer, Wait
-from ring_attn.transport.base import Channel
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,14 +132,15 @@ def simulate(schedule: Schedule, cluster: Cluster, *, spans: bool = False) -> Si
         >>> from ring_attn.planning.devices import builtin_cluster
         >>> from ring_attn.core.layout import SequenceLayout
         >>> from ring_attn.core.mask import Mask
-        >>> from ring_attn.planning.schedule import schedule_of
         >>> from ring_attn.core.spec import AttentionSpec
         >>> from ring_attn.core.strategy import Strategy
+        >>> from ring_attn.strategies.base import Call
+        >>> from ring_attn.machines.actions import schedule_of
         >>> layout = SequenceLayout.zigzag(seqlen=1 << 20, world_size=64)
         >>> spec = AttentionSpec("cuda", torch.bfloat16, 1, 32, 8, 128, 128)
         >>> mask = Mask(1 << 20, 1 << 20, causal=True)
-        >>> schedule = schedule_of(Strategy(), spec, (layout, layout), mask, backward=False)
-        >>> found = simulate(schedule, builtin_cluster("H100"))
+        >>> call = Call(spec, (layout, layout), mask, 0, Strategy(), 0.088, "triton")
+        >>> found = simulate(schedule_of(call, backward=False), builtin_cluster("H100"))
         >>> round(found.share_of_peak, 2), found.slowest_link.link
         (0.39, 'between')
     """

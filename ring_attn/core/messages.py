@@ -1,0 +1,170 @@
+"""How tensors lie in the bytes of a message: pure data.
+
+    Packet     tensors one after another, each contiguous: K and V, or the whole Q side
+    Records    tensors side by side, one record for each row, batch entry and head
+    Parcels    messages one after another, one for each receiver or sender
+    Gathered   equal messages of all ranks, in their order
+    Bytes      a message of which only the length is known, of every rank
+
+A message has `nbytes` and `views(buffer)`, its tensors in a (>= nbytes,) uint8 buffer. Statistics
+(lse, delta) are (batch, heads, rows), all other tensors (batch, rows, heads, dim).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ring_attn.core.spec import ALIGNMENT, Packet
+
+# A number of one rank, or an int64 tensor (world_size,) with that of every rank.
+Number = Any
+
+
+class Message(Protocol):
+    """Tensors in a byte buffer."""
+
+    @property
+    def nbytes(self) -> Number:
+        """Bytes of the message."""
+        ...
+
+    def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """The tensors as views of a (>= nbytes,) uint8 buffer."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Bytes:
+    """A message of every rank, (world_size,) int64; nothing can be read from it."""
+
+    nbytes: Tensor
+
+    def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """Refused: the lengths of every rank's messages have no tensors."""
+        raise NotImplementedError("the messages of every rank have lengths and no tensors")
+
+
+@dataclass(frozen=True)
+class Records:
+    """A message whose tensors lie side by side, one record for each row, batch entry and head.
+
+    Messages that are received one after another are then one tensor of all their rows, with one
+    stride between rows, and nothing has to be copied together:
+
+        message of rank 0              message of rank 1
+        row 0    row 1    row 2        row 0    row 1 ...
+        [K V..]  [K V..]  [K V..]      [K V..]  [K V..]            .. to multiples of 16 bytes
+
+    Attributes:
+        batch: entries of dim 0.
+        rows: of the message, at least 1.
+        heads: number of heads.
+        fields: dim and dtype of each tensor; dim None is a statistic.
+    """
+
+    batch: int
+    rows: int
+    heads: int
+    fields: tuple[tuple[int | None, torch.dtype], ...]
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """First byte of each field in a record, and the length of a record."""
+        offsets, end = [], 0
+        for dim, dtype in self.fields:
+            # Statistics are read one by one, rows of a head in loads of 16 bytes.
+            start = _multiple(end, dtype.itemsize if dim is None else ALIGNMENT)
+            offsets.append(start)
+            end = start + (dim or 1) * dtype.itemsize
+        return (*offsets, _multiple(end, ALIGNMENT))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a message."""
+        return self.batch * self.rows * self.heads * self.offsets[-1]
+
+    def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """(batch, n * rows, heads, dim) each, as views of the uint8 bytes of n messages."""
+        records = buffer.view(-1, self.batch, self.heads, self.offsets[-1]).transpose(0, 1)
+        found = []
+        for (dim, dtype), start in zip(self.fields, self.offsets, strict=False):
+            x = records[..., start : start + (dim or 1) * dtype.itemsize].view(dtype)
+            found.append(x.squeeze(-1).transpose(1, 2) if dim is None else x)
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Parcels:
+    """Messages one after another."""
+
+    parts: tuple[Packet, ...]
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Bytes of each part."""
+        return [part.nbytes for part in self.parts]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.counts)
+
+    def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of all parts, in their order."""
+        buffers = buffer[: self.nbytes].split(self.counts)
+        both = zip(self.parts, buffers, strict=True)
+        return tuple(view for part, some in both for view in part.views(some))
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The equal messages of `count` ranks, in the order of the ranks.
+
+    Records are one tensor of all rows; a packet's tensors get a leading dim of `count`.
+    """
+
+    part: Packet | Records
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all messages."""
+        return self.count * self.part.nbytes
+
+    def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of all ranks."""
+        buffer = buffer[: self.nbytes]
+        if isinstance(self.part, Records):
+            return self.part.views(buffer)
+        each = [self.part.views(some) for some in buffer.chunk(self.count)]
+        return tuple(
+            first.as_strided(
+                (self.count, *first.shape),
+                (self.part.nbytes // first.itemsize, *first.stride()),
+                first.storage_offset(),
+            )
+            for first in each[0]
+        )
+
+
+def lengths(make: Callable[[int], Message], rows: Tensor) -> Bytes:
+    """The lengths of every rank's messages, each number of rows worked out once."""
+    found, inverse = torch.unique(rows, return_inverse=True)
+    sizes = [make(n).nbytes for n in found.tolist()]
+    return Bytes(torch.tensor(sizes, dtype=torch.int64)[inverse])
+
+
+def packet_of(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Packet:
+    """The packet of tensors of those shapes and dtypes."""
+    return Packet(tuple(shape for shape, _ in tensors), tuple(dtype for _, dtype in tensors))
+
+
+def _multiple(size: int, unit: int) -> int:
+    """The least multiple of `unit` that is no less."""
+    return -(-size // unit) * unit

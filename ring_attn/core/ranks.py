@@ -1,0 +1,324 @@
+"""The numbers in a program: of one rank, or of every rank at once.
+
+A strategy writes its program against `Ranks`. `OneRank` answers with that rank's tiles, rows and
+peers; `EveryRank` with one tensor (world_size,) for all of them, so that a program of thousands of
+ranks is as short as that of one.
+
+A displacement says how many inner rings, and how many places in them, a rank comes after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.messages import Message, Number, lengths
+from ring_attn.core.plan import (
+    Displacement,
+    Grid,
+    Tile,
+    Traveller,
+    counted_from,
+    gathered_tiles,
+    needed_displacements,
+    pair_tiles,
+    travelling_rows,
+)
+from ring_attn.core.program import Hop, Tiles
+from ring_attn.core.work import StepWork, pair_work
+
+Layouts = tuple[SequenceLayout, SequenceLayout]
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """The ranks of a call, and what each has and does in it."""
+
+    @property
+    def layouts(self) -> Layouts:
+        """Of the queries and of the keys."""
+        ...
+
+    @property
+    def mask(self) -> Mask:
+        """Over the whole sequence."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    @property
+    def rank(self) -> int | None:
+        """The rank; None is every rank."""
+        ...
+
+    def order(self, grid: Grid, travels: Traveller) -> tuple[Displacement, ...]:
+        """Displacements from their owners of the shards that a rank holds, step by step."""
+        ...
+
+    def hop(self, grid: Grid, by: Displacement) -> Hop:
+        """Sends to the rank that comes so far after, receives from the one so far before."""
+        ...
+
+    def partner(self) -> tuple[Hop, Tensor | None]:
+        """An exchange with rank P - 1 - r, and which ranks are not their own partner."""
+        ...
+
+    def rows(self, side: Traveller) -> Number:
+        """Rows of the shard of queries or keys."""
+        ...
+
+    def partner_rows(self) -> Number:
+        """Rows of the queries of rank P - 1 - r."""
+        ...
+
+    def moving(self, grid: Grid, travels: Traveller, by: Displacement) -> slice | None:
+        """Rows that travel of the shard of the rank displaced so far; None in every rank's."""
+        ...
+
+    def moving_message(
+        self,
+        grid: Grid,
+        travels: Traveller,
+        by: Displacement,
+        make: Callable[[int], Message],
+    ) -> Message:
+        """The message with these rows; `make` is from their number."""
+        ...
+
+    def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> Tiles:
+        """Tiles with the shard of the rank displaced so far."""
+        ...
+
+    def gathered(self, gathers: Traveller, rows: int) -> Tiles:
+        """Tiles with the shards of all ranks, each in so many rows, in the order of the ranks."""
+        ...
+
+    def in_group(self, degree: int, of: Callable[[tuple[Layouts, int]], T]) -> T:
+        """A number that depends on the rank's group of `degree` consecutive ranks."""
+        ...
+
+    def over(self, layouts: Layouts) -> Ranks:
+        """The same ranks with other layouts."""
+        ...
+
+    def groups(self, layouts: Layouts, degree: int) -> Ranks:
+        """The groups of `degree` consecutive ranks, as ranks of those layouts."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """One rank: tiles are tuples, numbers are ints."""
+
+    layouts: Layouts
+    mask: Mask
+    rank: int
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.layouts[0].world_size
+
+    def order(self, grid: Grid, travels: Traveller) -> tuple[Displacement, ...]:
+        """Displacements at which any rank sees anything, own shard first."""
+        needed = needed_displacements(*self.layouts, self.mask, grid.inner)
+        return mirrored(needed, grid, travels)
+
+    def hop(self, grid: Grid, by: Displacement) -> Hop:
+        """Two ranks."""
+        return Hop(grid.moved(self.rank, by), grid.moved(self.rank, by, -1))
+
+    def partner(self) -> tuple[Hop, Tensor | None]:
+        """One rank, both ways."""
+        other = self.world_size - 1 - self.rank
+        return Hop(other, other), None
+
+    def rows(self, side: Traveller) -> int:
+        """Rows of this rank's shard."""
+        return self.layouts[_index(side)].shard_len(self.rank)
+
+    def partner_rows(self) -> int:
+        """Rows of the partner's queries."""
+        return self.layouts[0].shard_len(self.world_size - 1 - self.rank)
+
+    def moving(self, grid: Grid, travels: Traveller, by: Displacement) -> slice:
+        """A run of rows."""
+        owner = grid.moved(self.rank, by, -1)
+        return travelling_rows(*self.layouts, self.mask, owner, travels)
+
+    def moving_message(
+        self,
+        grid: Grid,
+        travels: Traveller,
+        by: Displacement,
+        make: Callable[[int], Message],
+    ) -> Message:
+        """The message of that owner's rows."""
+        rows = self.moving(grid, travels, by)
+        return make(rows.stop - rows.start)
+
+    def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> tuple[Tile, ...]:
+        """In folding order; the travelling side is counted from the first row that travels."""
+        owner = grid.moved(self.rank, by, -1)
+        pair = (self.rank, owner) if travels == "kv" else (owner, self.rank)
+        tiles = pair_tiles(*self.layouts, self.mask, *pair)
+        if by == (0, 0):
+            return tiles
+        first = self.moving(grid, travels, by).start
+        return tuple(counted_from(first, tile, travels) for tile in tiles)
+
+    def gathered(self, gathers: Traveller, rows: int) -> tuple[Tile, ...]:
+        """`plan.gathered_tiles`."""
+        return gathered_tiles(*self.layouts, self.mask, self.rank, rows, gathers)
+
+    def in_group(self, degree: int, of: Callable[[tuple[Layouts, int]], T]) -> T:
+        """Of this rank."""
+        return of((self.layouts, self.rank))
+
+    def over(self, layouts: Layouts) -> OneRank:
+        """The same rank."""
+        return replace(self, layouts=layouts)
+
+    def groups(self, layouts: Layouts, degree: int) -> OneRank:
+        """This rank's group."""
+        return replace(self, layouts=layouts, rank=self.rank // degree)
+
+
+@dataclass(frozen=True)
+class EveryRank:
+    """Every rank at once: tiles are `StepWork`, numbers are int64 tensors (world_size,)."""
+
+    layouts: Layouts
+    mask: Mask
+
+    @property
+    def rank(self) -> None:
+        """None: every rank."""
+        return None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.layouts[0].world_size
+
+    @cached_property
+    def _numbers(self) -> Tensor:
+        return torch.arange(self.world_size)
+
+    def order(self, grid: Grid, travels: Traveller) -> tuple[Displacement, ...]:
+        """As one rank's, from the work of all pairs."""
+        return mirrored(pair_work(*self.layouts, self.mask).displacements(grid), grid, travels)
+
+    def hop(self, grid: Grid, by: Displacement) -> Hop:
+        """(world_size,) each; equal displacements have the same tensors."""
+        return Hop(_moved(grid, by), _moved(grid, (-by[0], -by[1])))
+
+    def partner(self) -> tuple[Hop, Tensor | None]:
+        """(world_size,) each."""
+        other = self._numbers.flip(0)
+        return Hop(other, other), other != self._numbers
+
+    def rows(self, side: Traveller) -> Tensor:
+        """(world_size,)."""
+        return torch.tensor(self.layouts[_index(side)].shard_lens)
+
+    def partner_rows(self) -> Tensor:
+        """(world_size,)."""
+        return self.rows("q").flip(0)
+
+    def moving(self, grid: Grid, travels: Traveller, by: Displacement) -> slice | None:
+        """None: the rows of every rank are no slice."""
+        return None
+
+    def moving_message(
+        self,
+        grid: Grid,
+        travels: Traveller,
+        by: Displacement,
+        make: Callable[[int], Message],
+    ) -> Message:
+        """The lengths of the owners' messages, by holder."""
+        counts = every_count(*self.layouts, self.mask, travels)
+        if bool((counts == counts[0]).all()):
+            return lengths(make, counts)
+        return lengths(make, counts.view(grid.outer, grid.inner).roll(by, (0, 1)).flatten())
+
+    def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> StepWork:
+        """Sizes of the tiles of every rank."""
+        return _by_displacement(*self.layouts, self.mask, grid, travels)[by[0] * grid.inner + by[1]]
+
+    def gathered(self, gathers: Traveller, rows: int) -> StepWork:
+        """Sizes of the tiles of every rank."""
+        return pair_work(*self.layouts, self.mask).gathered(gathers)
+
+    def in_group(self, degree: int, of: Callable[[tuple[Layouts, int]], T]) -> T:
+        """A tensor (world_size,); groups of shards of equal lengths are looked at once."""
+        found: dict[tuple[tuple[int, ...], ...], list[T]] = {}
+        numbers: list[T] = []
+        for first in range(0, self.world_size, degree):
+            some = slice(first, first + degree)
+            key = tuple(layout.shard_lens[some] for layout in self.layouts)
+            if key not in found:
+                found[key] = [of((self.layouts, first + n)) for n in range(degree)]
+            numbers += found[key]
+        return torch.tensor(numbers, dtype=torch.int64)  # type: ignore[return-value]
+
+    def over(self, layouts: Layouts) -> EveryRank:
+        """The same ranks."""
+        return replace(self, layouts=layouts)
+
+    def groups(self, layouts: Layouts, degree: int) -> EveryRank:
+        """Every group."""
+        return replace(self, layouts=layouts)
+
+
+def mirrored(
+    order: tuple[Displacement, ...], grid: Grid, travels: Traveller
+) -> tuple[Displacement, ...]:
+    """Displacements of keys' owners from the queries', where the queries travel."""
+    if travels == "kv":
+        return order
+    return tuple(sorted((-a % grid.outer, -b % grid.inner) for a, b in order))
+
+
+def _index(side: Traveller) -> int:
+    return 0 if side == "q" else 1
+
+
+@lru_cache(maxsize=64)
+def _moved(grid: Grid, by: Displacement) -> Tensor:
+    ranks = torch.arange(grid.outer * grid.inner).view(grid.outer, grid.inner)
+    return ranks.roll((-by[0], -by[1]), (0, 1)).flatten()
+
+
+@lru_cache(maxsize=8)
+def every_count(
+    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, travels: Traveller
+) -> Tensor:
+    return pair_work(layout_q, layout_kv, mask).travelling(travels).count
+
+
+@lru_cache(maxsize=2)
+def _by_displacement(
+    layout_q: SequenceLayout,
+    layout_kv: SequenceLayout,
+    mask: Mask,
+    grid: Grid,
+    travels: Traveller,
+) -> list[StepWork]:
+    return pair_work(layout_q, layout_kv, mask).by_displacement(grid, travels)
+
+
+def starts_of_rounds(order: tuple[Displacement, ...]) -> Iterator[int]:
+    """First steps of the rounds of a double ring; 0 alone of a plain one."""
+    return (i for i, (a, _) in enumerate(order) if i == 0 or a != order[i - 1][0])

@@ -1,0 +1,1 @@
+"""Machines over programs: `run`, `count`, `time`, `check` and `draw`, each for all strategies."""

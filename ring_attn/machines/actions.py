@@ -1,0 +1,396 @@
+"""What every rank does at each op of a program: exchanges, waits, compute and copies, as tensors.
+
+One list of actions serves all ranks, each with a number per rank; so thousands of ranks cost as
+many tensor operations as one. `machines.time` goes through it with the ranks' clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ring_attn.core.messages import Number
+from ring_attn.core.program import (
+    Add,
+    Attend,
+    Channel,
+    Clear,
+    Collective,
+    Delta,
+    Differentiate,
+    Finish,
+    Inner,
+    New,
+    Op,
+    Pack,
+    Post,
+    Program,
+    Round,
+    Start,
+    Step,
+    Unpack,
+    part_of_heads,
+)
+from ring_attn.core.program import Wait as WaitOp
+from ring_attn.core.sizes import flops
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
+from ring_attn.core.work import StepWork
+from ring_attn.strategies.base import Call
+from ring_attn.strategies.registry import program_of_every_rank
+
+# Where dq and dk, dv are computed apart: matrix products of the first of seven, both passes making
+# the scores and dp anew. The whole is counted as one pass, of five, in the rates of devices too.
+SHARE_OF_DQ = 3 / 7
+
+
+Exchange = Literal["shift", "all_gather", "reduce_scatter", "all_to_all"]
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """An exchange is posted.
+
+    Attributes:
+        channel: it is waited for by this name; one at a time is under way.
+        op: "shift" sends one message to one rank, the others are collectives.
+        nbytes: (P,) int64 bytes that leave each rank, as transports count them.
+        to: (P,) int64 the receiver of each rank's message; of collectives empty.
+        groups: (groups, ranks) int64 who take part together; of shifts empty.
+        active: (P,) bool ranks that take part.
+    """
+
+    channel: Channel
+    op: Exchange
+    nbytes: Tensor
+    to: Tensor
+    groups: Tensor
+    active: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Wait:
+    """Until the exchange under way on a channel is complete, on the (P,) `active` ranks."""
+
+    channel: Channel
+    active: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Compute:
+    """The tiles of a step, or one of several passes over them.
+
+    Attributes:
+        backward: whose passes.
+        area: (P,) int64 visible pairs.
+        edge: (P,) int64 rows that the mask cuts.
+        rows: (P,) int64 rows whose state is loaded and stored; backward the mean of both sides.
+        per_pair: (P,) int64 operations for a pair in all heads, of all passes of the direction.
+        share: of these passes, what this one takes of the operations.
+        window: whether the mask is one with a window.
+    """
+
+    backward: bool
+    area: Tensor
+    edge: Tensor
+    rows: Tensor
+    per_pair: Tensor
+    share: float = 1.0
+    window: bool = False
+
+    @property
+    def flops(self) -> Tensor:
+        """(P,) float64 operations."""
+        return self.area.double() * self.per_pair * self.share
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """A pass over memory: packing, adding, rounding; (P,) `nbytes` int64 are read and written."""
+
+    label: str
+    nbytes: Tensor
+
+
+Action = Transfer | Wait | Compute | Move
+
+
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """A step, as pictures and tables have it: a name and what is done."""
+
+    label: str
+    actions: tuple[Action, ...]
+
+    @property
+    def posts(self) -> tuple[Transfer, ...]:
+        """What is sent."""
+        return tuple(action for action in self.actions if isinstance(action, Transfer))
+
+    @property
+    def waits(self) -> tuple[Channel, ...]:
+        """What is waited for."""
+        return tuple(action.channel for action in self.actions if isinstance(action, Wait))
+
+    @property
+    def computes(self) -> tuple[Compute, ...]:
+        """What is computed."""
+        return tuple(action for action in self.actions if isinstance(action, Compute))
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """What all ranks of a call do in one direction.
+
+    Attributes:
+        strategy: whose schedule.
+        world_size: number of ranks, P.
+        backward: the direction.
+        phases: in order.
+    """
+
+    strategy: Strategy
+    world_size: int
+    backward: bool
+    phases: tuple[Phase, ...]
+
+    def actions(self) -> Iterator[Action]:
+        """All actions in order."""
+        for phase in self.phases:
+            yield from phase.actions
+
+    @property
+    def bytes_sent(self) -> Tensor:
+        """(P,) int64 bytes that leave each rank."""
+        total = torch.zeros(self.world_size, dtype=torch.int64)
+        for phase in self.phases:
+            for post in phase.posts:
+                total += post.nbytes * post.active
+        return total
+
+    def bytes_by_link(self, node_size: int) -> tuple[Tensor, Tensor]:
+        """(P,) int64 bytes that each rank sends within its node, and to ranks of other nodes.
+
+        Of a collective so much goes to each of the others: what an all-to-all sends there, and what
+        the others need of a gathering.
+
+        Args:
+            node_size: so many consecutive ranks are a node.
+
+        Raises:
+            ValueError: `node_size` below 1.
+        """
+        if node_size < 1:
+            raise ValueError(f"node_size must be at least 1, got {node_size}")
+        node = torch.arange(self.world_size) // node_size
+        between = torch.zeros(self.world_size, dtype=torch.int64)
+        for phase in self.phases:
+            for post in phase.posts:
+                nbytes = post.nbytes * post.active
+                if post.op == "shift":
+                    between += nbytes * (node != node[post.to])
+                    continue
+                members = post.groups
+                away = (node[members][:, :, None] != node[members][:, None, :]).sum(2)
+                others = max(members.size(1) - 1, 1)
+                between[members] += nbytes[members] * away // others
+        return self.bytes_sent - between, between
+
+    @property
+    def messages(self) -> Tensor:
+        """(P,) int64 exchanges that each rank takes part in; a collective is one."""
+        total = torch.zeros(self.world_size, dtype=torch.int64)
+        for phase in self.phases:
+            for post in phase.posts:
+                total += post.active
+        return total
+
+    @property
+    def flops(self) -> Tensor:
+        """(P,) float64 operations of each rank."""
+        total = torch.zeros(self.world_size, dtype=torch.float64)
+        for phase in self.phases:
+            for compute in phase.computes:
+                total += compute.flops
+        return total
+
+
+def schedule_of(call: Call, *, backward: bool) -> Schedule:
+    """What all ranks do in one direction of a call.
+
+    Raises:
+        ValueError: layouts and mask that do not fit each other, or degrees that do not divide.
+        NotImplementedError: layouts of different strides.
+
+    Example:
+        >>> from ring_attn.core.layout import SequenceLayout
+        >>> from ring_attn.core.mask import Mask
+        >>> from ring_attn.strategies.registry import make_call
+        >>> layout = SequenceLayout.zigzag(seqlen=1 << 12, world_size=4)
+        >>> spec = AttentionSpec("cpu", torch.bfloat16, 1, 32, 8, 128, 128)
+        >>> mask = Mask(1 << 12, 1 << 12, causal=True)
+        >>> call = make_call(Strategy(), spec, (layout, layout), mask, rank=0)
+        >>> schedule = schedule_of(call, backward=False)
+        >>> len(schedule.phases), schedule.bytes_sent.tolist()
+        (6, [10485760, 10485760, 10485760, 12582912])
+    """
+    program = program_of_every_rank(call, backward=backward)
+    phases = _phases(program, call.spec, window=call.mask.left is not None)
+    return Schedule(call.strategy, call.world_size, backward, tuple(phases))
+
+
+def _phases(program: Program, spec: AttentionSpec, *, window: bool) -> Iterator[Phase]:
+    """A phase for each step of the program, one before and one after."""
+    actions = _Actions(program, spec, window)
+    label, found = "start", list[Action]()
+    for op in program.ops:
+        if isinstance(op, Step | Inner) and found:
+            yield Phase(label, tuple(found))
+            found = []
+        if isinstance(op, Step):
+            label = op.label
+        elif isinstance(op, Inner):
+            phases = _phases(op.program, op.spec, window=window)
+            if op.members is not None:
+                phases = map(_Spread(op.members, op.degree).phase, phases)
+            yield from phases
+        else:
+            found += actions.of(op)
+    if found:
+        yield Phase(label, tuple(found))
+
+
+class _Actions:
+    """From the ops of a program to actions, with a number for each rank."""
+
+    def __init__(self, program: Program, spec: AttentionSpec, window: bool) -> None:
+        self._size, self._spec, self._window = program.world_size, spec, window
+        self._everyone = torch.ones(program.world_size, dtype=torch.bool)
+        self._out = program.arrays.get("out")
+
+    def of(self, op: Op) -> list[Action]:
+        """The actions of an op; none of those that move no bytes."""
+        spec = self._spec
+        wide = spec.accum_dtype.itemsize
+        both = 1 + wide / spec.dtype.itemsize
+        match op:
+            case Pack():
+                return self._move("pack", 2 * op.message.nbytes)
+            case Post():
+                return [self._transfer(op)]
+            case WaitOp():
+                return [Wait(op.channel, self._everyone if op.active is None else op.active)]
+            case Clear():
+                return self._move("clear", op.message.nbytes)
+            case Add():
+                return self._move("add", 3 * op.message.nbytes)
+            case Unpack():
+                passes = 3 if any(copy.add for copy in op.copies) else 2
+                return self._move("unpack", passes * op.message.nbytes)
+            case New():
+                return self._move("clear", op.array.nbytes) if op.zero else []
+            case Start():
+                statistics = 2 * op.array.nbytes // spec.headdim_v
+                return self._move("state", op.array.nbytes + statistics)
+            case Attend():
+                return [self._compute(op, 1.0)]
+            case Finish():
+                return self._move("finalize", op.out_array.nbytes * both)
+            case Delta() if self._out is not None:
+                return self._move("delta", 2 * self._out.nbytes)
+            case Differentiate():
+                share = {"all": 1.0, "q": SHARE_OF_DQ, "kv": 1 - SHARE_OF_DQ}[op.part]
+                return [self._compute(op, share)]
+            case Round():
+                elements = op.array.nbytes // op.array.dtype.itemsize
+                return self._move("round", elements * (wide + op.array.dtype.itemsize))
+        return []
+
+    def _each(self, value: Number) -> Tensor:
+        """(P,) int64."""
+        if isinstance(value, Tensor):
+            return value.long()
+        return torch.full((self._size,), int(value), dtype=torch.int64)
+
+    def _move(self, label: str, nbytes: Number) -> list[Action]:
+        return [Move(label, self._each(nbytes))]
+
+    def _transfer(self, op: Post) -> Transfer:
+        nothing = torch.empty(0, dtype=torch.int64)
+        active = self._everyone if op.active is None else op.active
+        nbytes = self._each(op.nbytes)
+        if isinstance(op.route, Collective):
+            assert op.route.groups is not None, "of every rank"
+            return Transfer(op.channel, op.route.op, nbytes, nothing, op.route.groups, active)
+        groups = nothing.view(0, 0)
+        return Transfer(op.channel, "shift", nbytes, op.route.send_to, groups, active)
+
+    def _compute(self, op: Attend | Differentiate, share: float) -> Compute:
+        work: StepWork = op.tiles
+        backward = isinstance(op, Differentiate)
+        operations = flops(1, part_of_heads(op, self._spec), backward=backward)
+        rows = (work.rows + work.cols) // 2 if backward else work.rows
+        per_pair = torch.full_like(work.area, operations)
+        return Compute(backward, work.area, work.edge, rows, per_pair, share, self._window)
+
+
+class _Spread:
+    """What is done between the groups, by some members of every group.
+
+    Tensors that several actions share are spread once, and shared again.
+    """
+
+    def __init__(self, members: Tensor, degree: int) -> None:
+        self._members, self._degree = members, degree
+        self._spread: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def phase(self, phase: Phase) -> Phase:
+        """The phase with a number for each rank in the place of one for each group."""
+        return Phase(phase.label, tuple(self._action(action) for action in phase.actions))
+
+    def _action(self, action: Action) -> Action:
+        match action:
+            case Wait():
+                return replace(action, active=self._once(action.active, self._placed))
+            case Move():
+                return replace(action, nbytes=self._placed(action.nbytes))
+            case Compute():
+                return replace(
+                    action,
+                    area=self._placed(action.area),
+                    edge=self._placed(action.edge),
+                    rows=self._placed(action.rows),
+                    per_pair=self._placed(action.per_pair),
+                )
+            case Transfer():
+                return replace(
+                    action,
+                    nbytes=self._placed(action.nbytes),
+                    to=self._once(action.to, self._receivers),
+                    groups=self._once(action.groups, self._groups),
+                    active=self._once(action.active, self._placed),
+                )
+
+    def _once(self, values: Tensor, spread: Callable[[Tensor], Tensor]) -> Tensor:
+        # With the tensor itself, so that its id is not given to another.
+        if id(values) not in self._spread:
+            self._spread[id(values)] = values, spread(values)
+        return self._spread[id(values)][1]
+
+    def _placed(self, values: Tensor) -> Tensor:
+        if len(self._members) == self._degree:
+            return values.repeat_interleave(self._degree)
+        whole = torch.zeros(len(values), self._degree, dtype=values.dtype)
+        whole[:, self._members] = values[:, None]
+        return whole.flatten()
+
+    def _receivers(self, to: Tensor) -> Tensor:
+        """The same member of the other group."""
+        return (to[:, None] * self._degree + torch.arange(self._degree)).flatten()
+
+    def _groups(self, groups: Tensor) -> Tensor:
+        return (groups[:, None, :] * self._degree + self._members[:, None]).flatten(0, 1)

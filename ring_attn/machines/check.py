@@ -1,0 +1,502 @@
+"""Checks the programs of all ranks of a call against each other, without running them.
+
+    messages   every send has its receive: order, bytes, peer and channel; collectives agree
+    order      posts on the connections of a group come in one order on all its ranks; nobody
+               waits for what is never posted
+    buffers    between post and wait nothing writes what is sent or touches what is received;
+               buffers are taken once, freed once, and freed after their last use
+    tensors    exist before they are used; every result is made
+    work       all visible pairs of all heads are computed, once
+
+A new strategy is developed with it: `ring-attn plan --check`, or `check(programs)` in a test.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ring_attn.core.program import (
+    Add,
+    Assign,
+    Attend,
+    Buffer,
+    Channel,
+    Clear,
+    Collective,
+    Decode,
+    Delta,
+    Differentiate,
+    Entry,
+    Finish,
+    Free,
+    Hop,
+    Inner,
+    Join,
+    Merge,
+    New,
+    Op,
+    Operand,
+    Pack,
+    Post,
+    Program,
+    Round,
+    Start,
+    Unpack,
+    View,
+    Wait,
+    part_of_heads,
+)
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.strategies.base import Call
+from ring_attn.strategies.registry import program_of
+
+
+class Fault(NamedTuple):
+    """What is wrong with a program.
+
+    Attributes:
+        kind: "message", "order", "buffer", "tensor" or "work".
+        rank: whose program; None is all of them together.
+        op: number of the op, with those of inner programs counted in.
+        text: the fault in words.
+    """
+
+    kind: str
+    rank: int | None
+    op: int | None
+    text: str
+
+    def __str__(self) -> str:
+        where = "all ranks" if self.rank is None else f"rank {self.rank}"
+        at = "" if self.op is None else f", op {self.op}"
+        return f"{self.kind}: {where}{at}: {self.text}"
+
+
+def check_calls(calls: Sequence[Call], *, backward: bool) -> list[Fault]:
+    """The faults of one direction of a call; `calls` are those of all ranks."""
+    programs = [program_of(call, backward=backward) for call in calls]
+    return check(programs, calls[0])
+
+
+def check(programs: Sequence[Program], call: Call | None = None) -> list[Fault]:
+    """The faults in the programs of all ranks.
+
+    Args:
+        programs: by rank.
+        call: with it the work is checked too.
+    """
+    everyone = tuple(range(len(programs)))
+    faults: list[Fault] = []
+    lines = []
+    for rank, program in enumerate(programs):
+        line = list(_flat(program, everyone, _NO_SCOPE))
+        lines.append(line)
+        faults += _Tracking(rank, line).faults(program)
+    faults += _check_order(lines)
+    # Where sends and receives do not match, waiting for them says nothing more.
+    faults += _check_messages(lines) or _check_waits(lines)
+    if call is not None and not faults:
+        faults += _check_work(programs, call)
+    return faults
+
+
+# -- programs without inner ones
+
+
+class _Scope(NamedTuple):
+    """Names of an inner program: a prefix, and what its tensors are called outside."""
+
+    prefix: str
+    outside: tuple[tuple[str, str], ...] = ()
+
+    def name(self, name: str) -> str:
+        """The name outside."""
+        return dict(self.outside).get(name, f"{self.prefix}{name}")
+
+
+_NO_SCOPE = _Scope("")
+
+
+class _Line(NamedTuple):
+    """An op, the ranks of its program as ranks of the call, and its names."""
+
+    op: Op
+    ranks: tuple[int, ...]
+    scope: _Scope
+
+
+def _flat(program: Program, ranks: tuple[int, ...], scope: _Scope) -> Iterator[_Line]:
+    """The ops of a program and of those within it, in order."""
+    for number, op in enumerate(program.ops):
+        if not isinstance(op, Inner):
+            yield _Line(op, ranks, scope)
+            continue
+        among = ranks if op.ranks is None else tuple(ranks[r] for r in op.ranks)
+        names = {**dict(op.results), **dict(op.inputs)}
+        outside = tuple((inner, scope.name(outer)) for inner, outer in names.items())
+        yield _Line(op, ranks, scope)
+        yield from _flat(op.program, among, _Scope(f"{scope.prefix}{number}/", outside))
+
+
+def _members(line: _Line) -> tuple[int, ...]:
+    """The ranks of the call that a post or wait is among."""
+    ranks = getattr(line.op, "ranks", None)
+    return line.ranks if ranks is None else tuple(line.ranks[r] for r in ranks)
+
+
+# -- one rank
+
+
+class _Tracking:
+    """Buffers and tensors of one rank, op by op."""
+
+    def __init__(self, rank: int, lines: Sequence[_Line]) -> None:
+        self._rank, self._lines = rank, lines
+        self._found: list[Fault] = []
+        self._held: set[str] = set()
+        self._freed: set[str] = set()
+        self._sent: Counter[str] = Counter()
+        self._received: set[str] = set()
+        self._under_way: dict[tuple[tuple[int, ...], Channel], tuple[str, str]] = {}
+        self._tensors: set[str] = set()
+        self._at = 0
+
+    def faults(self, program: Program) -> list[Fault]:
+        """All that is wrong."""
+        self._tensors = set(program.arrays)
+        for at, line in enumerate(self._lines):
+            self._at = at
+            self._do(line)
+        for (_, channel), _ in self._under_way.items():
+            self._fault("order", f"the exchange on {channel!r} is never waited for")
+        for name in sorted(self._held):
+            self._fault("buffer", f"buffer {name!r} is never freed")
+        results = ("dq", "dk", "dv") if program.backward else ("out", "lse", *program.saved)
+        for name in results:
+            if name not in self._tensors:
+                self._fault("tensor", f"result {name!r} is never made")
+        return self._found
+
+    def _fault(self, kind: str, text: str) -> None:
+        self._found.append(Fault(kind, self._rank, self._at, text))
+
+    def _do(self, line: _Line) -> None:
+        op, scope = line.op, line.scope
+        for operand in _reads(op):
+            self._read(operand, scope)
+        for operand in _writes(op):
+            self._write(operand, scope)
+        match op:
+            case Pack() | Clear():
+                self._take(scope.name(op.buffer.name))
+            case Post():
+                self._post(op, line)
+            case Wait():
+                self._wait(op, line)
+            case Add():
+                self._free(scope.name(op.buffer.name))
+            case Unpack() | Merge():
+                self._free(scope.name(op.buffer.name))
+            case Free():
+                for name in op.names:
+                    if isinstance(name, Buffer):
+                        self._free(scope.name(name.name))
+                    else:
+                        self._drop(scope.name(name))
+            case Round() if isinstance(op.gradient, View):
+                self._drop(scope.name(op.gradient.name))
+        self._tensors |= {scope.name(name) for name in _made(op)}
+
+    def _take(self, name: str) -> None:
+        if name in self._held:
+            self._fault("buffer", f"buffer {name!r} is taken while it is in use")
+        self._held.add(name)
+        self._freed.discard(name)
+
+    def _free(self, name: str) -> None:
+        if name not in self._held:
+            again = "again " if name in self._freed else ""
+            self._fault("buffer", f"buffer {name!r} is freed {again}and was not in use")
+        if name in self._received or self._sent[name]:
+            self._fault("buffer", f"buffer {name!r} is freed before its exchange is waited for")
+        self._held.discard(name)
+        self._freed.add(name)
+
+    def _drop(self, name: str) -> None:
+        if name not in self._tensors:
+            self._fault("tensor", f"{name!r} is dropped and does not exist")
+        self._tensors.discard(name)
+
+    def _read(self, operand: Operand, scope: _Scope) -> None:
+        if isinstance(operand, View):
+            name = scope.name(operand.name)
+            if name not in self._tensors:
+                self._fault("tensor", f"{name!r} is read and does not exist")
+            return
+        name = scope.name(operand.buffer.name)
+        if name in self._received:
+            self._fault("buffer", f"buffer {name!r} is read before what it receives is there")
+        elif name not in self._held:
+            self._fault("buffer", f"buffer {name!r} is read and not in use")
+
+    def _write(self, operand: Operand, scope: _Scope) -> None:
+        self._read(operand, scope)
+        if isinstance(operand, Entry) and self._sent[scope.name(operand.buffer.name)]:
+            self._fault("buffer", f"buffer {operand.buffer.name!r} is written while it is sent")
+
+    def _post(self, op: Post, line: _Line) -> None:
+        send, recv = line.scope.name(op.send.name), line.scope.name(op.recv.name)
+        if send in self._received:
+            self._fault("buffer", f"buffer {send!r} is sent before what it receives is there")
+        elif send not in self._held:
+            self._fault("buffer", f"buffer {send!r} is sent and not in use")
+        key = _members(line), op.channel
+        if key in self._under_way:
+            self._fault("order", f"channel {op.channel!r} has an exchange under way")
+        self._take(recv)
+        self._under_way[key] = send, recv
+        self._sent[send] += 1
+        self._received.add(recv)
+
+    def _wait(self, op: Wait, line: _Line) -> None:
+        pair = self._under_way.pop((_members(line), op.channel), None)
+        if pair is None:
+            self._fault("order", f"nothing is under way on channel {op.channel!r}")
+            return
+        self._sent[pair[0]] -= 1
+        self._received.discard(pair[1])
+
+
+def _reads(op: Op) -> tuple[Operand, ...]:
+    """What an op reads."""
+    match op:
+        case Pack():
+            return tuple(copy.tensor for copy in op.copies if copy.tensor is not None)
+        case Unpack() | Merge():
+            return (Entry(op.buffer, 0),)
+        case Add():
+            return (Entry(op.buffer, 0),)
+        case Assign():
+            return (op.source,)
+        case Start():
+            return (op.q,)
+        case Attend() | Decode():
+            return (op.q, op.k, op.v)
+        case Delta():
+            return tuple(map(View, ("out", "dout", "lse")))
+        case Differentiate():
+            return (*op.q_side, *op.kv, *(() if op.out is None else (op.out,)))
+        case Round():
+            return (op.gradient,)
+        case Inner():
+            return tuple(View(outer) for _, outer in op.inputs)
+    return ()
+
+
+def _writes(op: Op) -> tuple[Operand, ...]:
+    """What exists and is written to."""
+    match op:
+        case Unpack():
+            return tuple(copy.tensor for copy in op.copies if copy.tensor is not None)
+        case Add():
+            return (Entry(op.into, 0),)
+        case Differentiate():
+            return tuple(x for x in (op.dq, *(op.dkv or ())) if x is not None)
+        case Assign() | Round() if op.into.rows is not None or op.into.heads is not None:
+            return (op.into,)
+    return ()
+
+
+def _made(op: Op) -> tuple[str, ...]:
+    """Names of the tensors that an op makes."""
+    match op:
+        case New():
+            return (op.name,)
+        case Assign() | Round():
+            return (op.into.name,)
+        case Finish() | Merge():
+            return (op.out, op.lse)
+        case Decode():
+            return ("partial out", "partial lse")
+        case Delta():
+            return ("delta",)
+    return ()
+
+
+# -- all ranks
+
+
+def _exchange_kind(op: Post | Join) -> str:
+    return op.route.op if isinstance(op, Post) and isinstance(op.route, Collective) else "shift"
+
+
+def _check_order(lines: Sequence[Sequence[_Line]]) -> Iterator[Fault]:
+    """Every member of a group makes the same exchanges on its connections, in one order."""
+    orders: dict[tuple[int, ...], dict[int, list[tuple[str, str]]]] = defaultdict(dict)
+    for rank, line in enumerate(lines):
+        for one in line:
+            if isinstance(one.op, Post | Join):
+                order = orders[_members(one)].setdefault(rank, [])
+                order.append((one.op.channel, _exchange_kind(one.op)))
+    for members, by_rank in orders.items():
+        first = by_rank.get(members[0], [])
+        for rank in members[1:]:
+            mine = by_rank.get(rank, [])
+            if mine != first:
+                at = next((i for i, (a, b) in enumerate(zip(mine, first, strict=False)) if a != b),
+                          min(len(mine), len(first)))  # fmt: skip
+                yield Fault(
+                    "order", rank, None,
+                    f"its exchange {at} among ranks {members} is "
+                    f"{mine[at] if at < len(mine) else 'missing'}, that of rank {members[0]} is "
+                    f"{first[at] if at < len(first) else 'missing'}",
+                )  # fmt: skip
+
+
+def _check_messages(lines: Sequence[Sequence[_Line]]) -> list[Fault]:
+    """Messages by sender, receiver and channel: what is sent is what is received."""
+    sent: dict[Any, list[int]] = defaultdict(list)
+    received: dict[Any, list[int]] = defaultdict(list)
+    for rank, line in enumerate(lines):
+        messages: dict[str, int] = {}
+        for one in line:
+            op = one.op
+            if isinstance(op, Pack | Clear):
+                messages[one.scope.name(op.buffer.name)] = op.message.nbytes
+            if not isinstance(op, Post):
+                continue
+            members = _members(one)
+            messages[one.scope.name(op.recv.name)] = op.message.nbytes
+            nbytes = messages.get(one.scope.name(op.send.name), -1)
+            for to, count in _parts(op, members, rank, nbytes, sends=True):
+                sent[members, op.channel, rank, to].append(count)
+            for source, count in _parts(op, members, rank, op.message.nbytes, sends=False):
+                received[members, op.channel, source, rank].append(count)
+    faults = []
+    for key in sorted({*sent, *received}, key=str):
+        if sent[key] != received[key]:
+            _, channel, source, to = key
+            faults.append(Fault(
+                "message", source, None,
+                f"sends {sent[key]} bytes to rank {to} on {channel!r}, which receives "
+                f"{received[key]}",
+            ))  # fmt: skip
+    return faults
+
+
+def _parts(
+    op: Post, members: tuple[int, ...], rank: int, nbytes: int, *, sends: bool
+) -> Iterator[tuple[int, int]]:
+    """Ranks and bytes of the parts of an exchange that are sent or received."""
+    route = op.route
+    if isinstance(route, Hop):
+        yield members[route.send_to if sends else route.recv_from], nbytes
+        return
+    others = [(index, member) for index, member in enumerate(members) if member != rank]
+    for index, member in others:
+        if route.op == "all_to_all":
+            counts = route.send_counts if sends else route.recv_counts
+            yield member, counts[index]
+        elif route.op == "all_gather":
+            yield member, nbytes if sends else nbytes // len(members)
+        else:
+            yield member, nbytes // len(members) if sends else nbytes
+
+
+@dataclass
+class _Clock:
+    """How far a rank has come, and how many exchanges it has posted by group and channel."""
+
+    lines: deque[_Line]
+    posted: Counter[Any]
+    waited: Counter[Any]
+
+
+def _check_waits(lines: Sequence[Sequence[_Line]]) -> list[Fault]:
+    """Runs all ranks as far as their waits let them; who is left waits for ever."""
+    clocks = [_Clock(deque(line), Counter(), Counter()) for line in lines]
+    peers = _peers(lines)
+    moved = True
+    while moved:
+        moved = False
+        for rank, clock in enumerate(clocks):
+            while clock.lines:
+                one = clock.lines[0]
+                key = _members(one), getattr(one.op, "channel", "")
+                if isinstance(one.op, Post):
+                    clock.posted[key] += 1
+                elif isinstance(one.op, Wait):
+                    turn = clock.waited[key]
+                    needed = peers.get((rank, *key, turn), ())
+                    if any(clocks[r].posted[key] < n for r, n in needed):
+                        break
+                    clock.waited[key] += 1
+                clock.lines.popleft()
+                moved = True
+    return [
+        Fault("order", rank, len(lines[rank]) - len(clock.lines), "waits for ever")
+        for rank, clock in enumerate(clocks)
+        if clock.lines
+    ]
+
+
+def _peers(lines: Sequence[Sequence[_Line]]) -> dict[Any, list[tuple[int, int]]]:
+    """For every exchange of a rank the posts of others that complete it: ranks and their number."""
+    count: Counter[Any] = Counter()
+    sends: dict[Any, list[int]] = defaultdict(list)
+    receives: dict[Any, list[int]] = defaultdict(list)
+    exchanges = []
+    for rank, line in enumerate(lines):
+        for one in line:
+            if not isinstance(one.op, Post):
+                continue
+            members, channel = _members(one), one.op.channel
+            turn = count[rank, members, channel]
+            count[rank, members, channel] += 1
+            tos = [to for to, _ in _parts(one.op, members, rank, 0, sends=True)]
+            froms = [source for source, _ in _parts(one.op, members, rank, 0, sends=False)]
+            for to in tos:
+                sends[members, channel, rank, to].append(turn)
+            for source in froms:
+                receives[members, channel, source, rank].append(turn)
+            exchanges.append((rank, members, channel, turn, tos, froms))
+    found: dict[Any, list[tuple[int, int]]] = {}
+    for rank, members, channel, turn, tos, froms in exchanges:
+        needed = []
+        for source in froms:
+            at = receives[members, channel, source, rank].index(turn)
+            needed.append((source, sends[members, channel, source, rank][at] + 1))
+        for to in tos:
+            at = sends[members, channel, rank, to].index(turn)
+            needed.append((to, receives[members, channel, rank, to][at] + 1))
+        found[rank, members, channel, turn] = needed
+    return found
+
+
+def _check_work(programs: Sequence[Program], call: Call) -> Iterator[Fault]:
+    """The pairs of all ranks together are those of the mask, in every head."""
+    wanted = sum(call.layouts[0].mask_area(call.mask)) * call.spec.nheads
+    parts: Counter[str] = Counter()
+    for program in programs:
+        _add_work(program, call.spec, parts)
+    for part, found in parts.items():
+        if found != wanted:
+            yield Fault("work", None, None, f"{part}: {found} pairs of all heads, not {wanted}")
+
+
+def _add_work(program: Program, spec: AttentionSpec, parts: Counter[str]) -> None:
+    for op in program.ops:
+        if isinstance(op, Inner):
+            _add_work(op.program, op.spec, parts)
+        elif isinstance(op, Attend | Differentiate):
+            pairs = sum(tile.area for tile in op.tiles) * part_of_heads(op, spec).nheads
+            if isinstance(op, Attend):
+                parts["attended"] += pairs
+                continue
+            if op.part in ("all", "q"):
+                parts["differentiated by q"] += pairs
+            if op.part in ("all", "kv"):
+                parts["differentiated by k and v"] += pairs

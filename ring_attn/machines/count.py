@@ -1,0 +1,268 @@
+"""Counts a program's bytes, messages and memory, for one rank or for every rank at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ring_attn.backends import get_backend
+from ring_attn.backends.base import Backend
+from ring_attn.core.messages import Gathered, Message, Number, Records
+from ring_attn.core.plan import Tile
+from ring_attn.core.program import (
+    Add,
+    Array,
+    Assign,
+    Attend,
+    Buffer,
+    Clear,
+    Delta,
+    Differentiate,
+    Entry,
+    Finish,
+    Free,
+    Inner,
+    New,
+    Op,
+    Operand,
+    Pack,
+    Post,
+    Program,
+    Round,
+    Start,
+    Unpack,
+    View,
+    part_of_heads,
+)
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.strategies.base import Call
+from ring_attn.strategies.registry import program_of
+
+
+def bytes_sent(program: Program) -> Number:
+    """Bytes that leave a rank."""
+    return sum(post.nbytes for post in program.posts())
+
+
+def num_messages(program: Program) -> int:
+    """Exchanges of a rank; a collective is one."""
+    return sum(1 for _ in program.posts())
+
+
+def peak_bytes(call: Call, *, backward: bool) -> int:
+    """Most bytes that a call holds at a time beyond its inputs, on its rank.
+
+    Args:
+        call: of that rank.
+        backward: of forward and backward, else of the forward alone.
+    """
+    programs = [program_of(call, backward=False)]
+    if backward:
+        programs.append(program_of(call, backward=True))
+    return peak_of_programs(programs, call)
+
+
+def peak_of_programs(programs: Sequence[Program], call: Call) -> int:
+    """Most bytes that a forward, or a forward and a backward, hold at a time beyond the inputs."""
+    backend = get_backend(call.backend)
+    memory = Memory(programs[0], call.spec, backend, dict(programs[0].arrays), 0)
+    memory.all()
+    if len(programs) == 1:
+        return memory.most
+    forward, (_, program) = programs[0], programs
+    # The results and what is saved are held; dout is an input.
+    arrays = {name: memory.arrays[name] for name in (*forward.saved, "out", "lse")}
+    held = sum(x.nbytes for name, x in arrays.items() if name in memory.own)
+    arrays["dout"] = program.arrays["dout"]
+    back = Memory(program, call.spec, backend, arrays, held)
+    back.all()
+    return max(memory.most, back.most)
+
+
+class Memory:
+    """The bytes that a rank holds while its program runs, as `machines.run` takes and frees them.
+
+    Attributes:
+        arrays: sizes of the tensors by name.
+        own: names of the tensors that the program has made.
+        held: bytes that are held now.
+        most: most bytes so far.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        spec: AttentionSpec,
+        backend: Backend,
+        arrays: dict[str, Array],
+        held: int,
+    ) -> None:
+        self.program, self.spec, self.backend, self.arrays = program, spec, backend, arrays
+        self.own: set[str] = set()
+        self.held = self.most = held
+        self._index = self._rows = 0
+        self._heads = spec
+        self._steps: list[Sequence[Tile]] = []
+        # Rooms of the buffers that have bytes; cleared ones have none yet.
+        self._rooms: dict[str, int] = {}
+        self._messages: dict[str, Message] = {}
+        self._free: dict[int, int] = {}
+
+    def all(self) -> None:
+        """Every op in order; afterwards buffers are gone."""
+        for index, op in enumerate(self.program.ops):
+            self._index = index
+            self._do(op)
+        self.held -= sum(self._rooms.values())
+        self.held -= sum(room * count for room, count in self._free.items())
+
+    def _hold(self, nbytes: int) -> None:
+        self.held += nbytes
+        self.most = max(self.most, self.held)
+
+    def _make(self, name: str, array: Array) -> None:
+        self.arrays[name] = array
+        self.own.add(name)
+        self._hold(array.nbytes)
+
+    def _drop(self, name: str) -> None:
+        if name in self.own:
+            self.own.remove(name)
+            self.held -= self.arrays[name].nbytes
+
+    def _take(self, buffer: Buffer, message: Message) -> None:
+        if self._free.get(buffer.room, 0):
+            self._free[buffer.room] -= 1
+        else:
+            self._hold(buffer.room)
+        self._rooms[buffer.name] = buffer.room
+        self._messages[buffer.name] = message
+
+    def _give(self, buffer: Buffer) -> None:
+        room = self._rooms.pop(buffer.name, None)
+        if room is None:
+            return
+        if self.program.last_takes.get(room, -1) > self._index:
+            self._free[room] = self._free.get(room, 0) + 1
+        else:
+            self.held -= room
+
+    def _do(self, op: Op) -> None:
+        match op:
+            case Pack():
+                self._take(op.buffer, op.message)
+            case Post():
+                self._written(op.send)
+                self._take(op.recv, op.message)
+            case Clear():
+                self._messages[op.buffer.name] = op.message
+            case Add():
+                if op.into.name in self._rooms:
+                    self._give(op.buffer)
+                else:
+                    self._rooms[op.into.name] = self._rooms.pop(op.buffer.name)
+            case Unpack():
+                self._give(op.buffer)
+            case Free():
+                for name in op.names:
+                    if isinstance(name, Buffer):
+                        self._give(name)
+                    else:
+                        self._drop(name)
+            case New():
+                self._make(op.name, op.array)
+            case Assign():
+                # A tensor that does not exist becomes the source, which the program still has.
+                self.arrays.setdefault(op.into.name, self.arrays[op.source.name])
+            case Start():
+                self._rows, self._steps = op.array.rows, []
+            case Attend():
+                self._steps.append(op.tiles)
+                self._heads = part_of_heads(op, self.spec)
+            case Finish():
+                self._finish(op)
+            case Delta():
+                self._make("delta", op.array)
+            case Differentiate():
+                self._differentiate(op)
+            case Round():
+                self._round(op)
+            case Inner():
+                self._inner(op)
+
+    def _written(self, buffer: Buffer) -> None:
+        """Cleared bytes take their memory here."""
+        if buffer.name not in self._rooms:
+            self._take(buffer, self._messages[buffer.name])
+
+    def _finish(self, op: Finish) -> None:
+        taken = self.backend.forward_bytes(self._heads, self._rows, self._steps)
+        self.most = max(self.most, self.held + taken)
+        self._make(op.out, op.out_array)
+        self._make(op.lse, op.lse_array)
+
+    def _differentiate(self, op: Differentiate) -> None:
+        if not op.tiles:
+            return
+        for operand in (op.dq, *(op.dkv or ())):
+            if isinstance(operand, Entry):
+                self._written(operand.buffer)
+        spec = part_of_heads(op, self.spec)
+        copied = sum(map(self._copied_bytes, op.q_side[2:]))
+        taken = 0
+        if op.part == "all":
+            taken = self.backend.workspace_bytes(
+                spec, op.tiles, backward=True, rebuilds_out=op.out is None
+            )
+        self.most = max(self.most, self.held + copied + taken)
+
+    def _records(self, entry: Entry) -> Records | None:
+        message = self._messages[entry.buffer.name]
+        if isinstance(message, Gathered) and isinstance(message.part, Records):
+            return message.part
+        return None
+
+    def _copied_bytes(self, statistic: Operand) -> int:
+        """Bytes of a statistic that is made contiguous."""
+        item = self.spec.accum_dtype.itemsize
+        if isinstance(statistic, Entry):
+            found = self._records(statistic)
+            if found is None:
+                return 0
+            message = self._messages[statistic.buffer.name]
+            assert isinstance(message, Gathered)
+            return message.count * found.batch * found.rows * found.heads * item
+        if statistic.heads is None or self.spec.batch == 1:
+            return 0
+        array = self.arrays[statistic.name]
+        heads = statistic.heads.stop - statistic.heads.start
+        return int(array.batch * array.rows * heads * item)
+
+    def _round(self, op: Round) -> None:
+        """The result is made beside the gradient, which is then dropped."""
+        source = op.gradient.name if isinstance(op.gradient, View) else None
+        wide = self.spec.accum_dtype
+        same = op.array.dtype == wide
+        whole = op.into.name in self.arrays and op.into.name in self.own
+        if whole:
+            if not same:
+                self.most = max(self.most, self.held + op.array.nbytes)
+        elif same and source is not None:
+            self._drop(source)
+            self._make(op.into.name, op.array)
+            return
+        else:
+            self._make(op.into.name, op.array)
+        if source is not None:
+            self._drop(source)
+
+    def _inner(self, op: Inner) -> None:
+        arrays = {inner: self.arrays[outer] for inner, outer in op.inputs}
+        within = Memory(op.program, op.spec, self.backend, arrays, self.held)
+        within.all()
+        self.most = max(self.most, within.most)
+        for inner, outer in op.results:
+            array = within.arrays[inner]
+            if inner in within.own:
+                self._make(outer, array)
+            else:
+                self.arrays[outer] = array

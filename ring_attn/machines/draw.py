@@ -1,0 +1,143 @@
+"""Draws a program of one rank as text: what is computed, and what is under way beside it.
+
+rank 1 of 3, backward
+                           shards  gradients
+delta                      .       .
+pack shard 0               .       .          1.02 kB
+step 0
+post shard 0 -> 2          |       .          1.02 kB
+differentiate 1 tile       |       .          1225 pairs
+wait shards                '       .
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ring_attn.core.program import (
+    CHANNELS,
+    Add,
+    Attend,
+    Clear,
+    Collective,
+    Decode,
+    Differentiate,
+    Free,
+    Inner,
+    Join,
+    New,
+    Op,
+    Pack,
+    Post,
+    Program,
+    Round,
+    Step,
+    Unpack,
+    Wait,
+)
+
+_WIDTH = 34
+
+
+def draw(program: Program) -> str:
+    """The ops of one rank, one a line, with a column for each channel that it uses.
+
+    Example:
+        >>> import torch
+        >>> from ring_attn.core.layout import SequenceLayout
+        >>> from ring_attn.core.mask import Mask
+        >>> from ring_attn.core.spec import AttentionSpec
+        >>> from ring_attn.core.strategy import Strategy
+        >>> from ring_attn.strategies.registry import make_call, program_of
+        >>> layout = SequenceLayout.contiguous(8, 2)
+        >>> spec = AttentionSpec("cpu", torch.float32, 1, 1, 1, 8, 8)
+        >>> call = make_call(Strategy(), spec, (layout, layout), Mask(8, 8), 0, backend="aten")
+        >>> print(draw(program_of(call, backward=False)))
+        rank 0 of 2, forward
+                                           shards
+        start                              .
+        step 0
+        pack shard 0                       .          256 B
+        post shard 0 -> 1                  |          256 B
+        attend 1 tile                      |          16 pairs
+        wait shards                        '
+        step 1
+        attend 1 tile                      .          16 pairs
+        end
+        finish                             .
+    """
+    direction = "backward" if program.backward else "forward"
+    used = {post.channel for post in program.posts()}
+    channels = [channel for channel in CHANNELS if channel in used]
+    head = " " * (_WIDTH + 1) + "  ".join(channels)
+    title = f"rank {program.rank} of {program.world_size}, {direction}"
+    return "\n".join([title, head.rstrip(), *_lines(program, channels, 0)])
+
+
+def _lines(program: Program, channels: Sequence[str], depth: int) -> Iterator[str]:
+    under_way: set[str] = set()
+    for op in program.ops:
+        if isinstance(op, Step):
+            yield f"{'  ' * depth}{op.label}"
+            continue
+        if isinstance(op, Inner):
+            among = "" if op.ranks is None else f" among ranks {op.ranks}"
+            yield f"{'  ' * depth}inner program{among}"
+            yield from _lines(op.program, channels, depth + 1)
+            continue
+        text, size = _text(op), _size(op)
+        if not text:
+            continue
+        if isinstance(op, Post):
+            under_way.add(op.channel)
+        ended = op.channel if isinstance(op, Wait) else None
+        marks = [
+            ("'" if channel == ended else "|" if channel in under_way else ".").ljust(
+                len(channel) + 2
+            )
+            for channel in channels
+        ]
+        under_way.discard(ended or "")
+        yield f"{'  ' * depth + text:<{_WIDTH}} {''.join(marks)}   {size}".rstrip()
+
+
+def _text(op: Op) -> str:
+    """The op in a few words; empty where it costs nothing."""
+    match op:
+        case Pack() | Clear() | Unpack():
+            return f"{_name(op)} {op.buffer.name}"
+        case Post():
+            route = op.route
+            to = route.op if isinstance(route, Collective) else f"-> {route.send_to}"
+            return f"post {op.send.name} {to}"
+        case Wait() | Join():
+            return f"{_name(op)} {op.channel}"
+        case Add():
+            return f"add {op.buffer.name} to {op.into.name}"
+        case Attend() | Decode() | Differentiate():
+            count = f"{len(op.tiles)} tile{'' if len(op.tiles) == 1 else 's'}"
+            part = op.part if isinstance(op, Differentiate) and op.part != "all" else ""
+            return " ".join(word for word in (_name(op), part, count) if word)
+        case New():
+            return f"zeros {op.name}" if op.zero else ""
+        case Round():
+            return f"round {op.into.name}"
+        case Free():
+            return ""
+    return _name(op)
+
+
+def _name(op: Op) -> str:
+    return type(op).__name__.lower()
+
+
+def _size(op: Op) -> str:
+    """Bytes that are sent or copied, or pairs that are computed."""
+    match op:
+        case Attend() | Decode() | Differentiate():
+            return f"{sum(tile.area for tile in op.tiles)} pairs"
+        case Pack() | Add() | Unpack():
+            return f"{op.message.nbytes} B"
+        case Post():
+            return f"{op.nbytes} B"
+    return ""

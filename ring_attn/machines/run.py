@@ -1,0 +1,532 @@
+"""Runs a program on tensors: every strategy, forward and backward, through this one file.
+
+Also what is measured comes from here: named ranges, counts of steps and merges, and the times of
+posts, waits and compute of a call that somebody watches (`ring_attn.profiling`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ring_attn.backends import get_backend
+from ring_attn.backends.base import Backend, decodes, folds_in_order
+from ring_attn.core.messages import Message
+from ring_attn.core.program import (
+    Add,
+    Assign,
+    Attend,
+    Buffer,
+    Channel,
+    Clear,
+    Collective,
+    Copy,
+    Decode,
+    Delta,
+    Differentiate,
+    Entry,
+    Finish,
+    Free,
+    Inner,
+    Join,
+    Merge,
+    New,
+    Operand,
+    Pack,
+    Post,
+    Program,
+    Round,
+    Start,
+    Step,
+    Unpack,
+    View,
+    Wait,
+)
+from ring_attn.core.spec import AttentionSpec, Scores
+from ring_attn.core.state import merge_tree
+from ring_attn.profiling import Direction, Observer, is_observed, observe
+from ring_attn.strategies.base import Call
+from ring_attn.strategies.registry import program_of
+from ring_attn.strategies.tree_decode import DecodeCall
+from ring_attn.transport.base import Transport
+
+
+class Forward(NamedTuple):
+    """Results of a forward.
+
+    Attributes:
+        out: (batch, rows, nheads, headdim_v) in the dtype of q.
+        lse: (batch, nheads, rows) in the type of the state.
+        saved: tensors that the backward needs; none of them a communication buffer.
+    """
+
+    out: Tensor
+    lse: Tensor
+    saved: tuple[Tensor, ...]
+
+
+class Gradients(NamedTuple):
+    """Gradients of this rank's shards, and its share of the gradient of the sinks."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsinks: Tensor | None
+
+
+def forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, transport: Transport, sinks: Tensor | None = None
+) -> Forward:
+    """Attention of this rank's queries to all keys.
+
+    Args:
+        call: the same on every rank but for `rank`.
+        q: (batch, rows, nheads, headdim), this rank's shard.
+        k: (batch, rows_kv, nheads_kv, headdim).
+        v: (batch, rows_kv, nheads_kv, headdim_v).
+        transport: of this rank among all ranks of the call.
+        sinks: (nheads,), the same on every rank; used in the type of the state.
+    """
+    program = program_of(call, backward=False)
+    given = {"q": q, "k": k, "v": v}
+    run = execute(program, call.spec, call.scores, call.backend, given, transport, sinks)
+    saved = tuple(run.tensors[name] for name in program.saved)
+    return Forward(run.tensors["out"], run.tensors["lse"], saved)
+
+
+def backward(
+    call: Call,
+    saved: tuple[Tensor, ...],
+    dout: Tensor,
+    transport: Transport,
+    sinks: Tensor | None = None,
+) -> Gradients:
+    """Gradients of this rank's shards, accumulated in float32 and rounded once.
+
+    Args:
+        call: the forward's.
+        saved: the forward's; neither changed nor kept.
+        dout: gradient of `out`.
+        transport: as in the forward.
+        sinks: as in the forward.
+    """
+    names = program_of(call, backward=False).saved
+    given = {**dict(zip(names, saved, strict=True)), "dout": dout}
+    program = program_of(call, backward=True)
+    run = execute(program, call.spec, call.scores, call.backend, given, transport, sinks)
+    dq, dk, dv = (run.tensors[name] for name in ("dq", "dk", "dv"))
+    return Gradients(dq, dk, dv, run.dsinks)
+
+
+def decode(
+    call: DecodeCall,
+    program: Program,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    transport: Transport,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of all queries to the whole cache, on every rank.
+
+    Args:
+        call: the same on every rank.
+        program: of this rank.
+        q: (batch, seqlen_q, nheads, headdim), the same on every rank.
+        k: (batch, rows, nheads_kv, headdim), this rank's rows of the cache; it may be none.
+        v: (batch, rows, nheads_kv, headdim_v).
+        transport: of this rank.
+        sinks: (nheads,), the same on every rank; used in the type of the state.
+
+    Returns:
+        `out` (batch, seqlen_q, nheads, headdim_v) in the dtype of q, `lse` (batch, nheads,
+        seqlen_q); the same bits on every rank.
+    """
+    given = {"q": q, "k": k, "v": v}
+    run = execute(program, call.spec, call.scores, call.backend, given, transport, sinks)
+    return run.tensors["out"], run.tensors["lse"]
+
+
+def execute(
+    program: Program,
+    spec: AttentionSpec,
+    scores: Scores,
+    backend: str,
+    tensors: Mapping[str, Tensor],
+    transport: Transport,
+    sinks: Tensor | None = None,
+) -> Run:
+    """Runs a program to its end, watched where somebody watches.
+
+    Args:
+        program: of one rank.
+        spec: sizes and types of the call.
+        scores: how products become scores.
+        backend: name of the backend.
+        tensors: by the names that the program expects.
+        transport: of this rank.
+        sinks: (nheads,).
+    """
+    run = Run(program, spec, scores, get_backend(backend), dict(tensors), transport, sinks)
+    if not is_observed():
+        run.all()
+        return run
+    direction: Direction = "backward" if program.backward else "forward"
+    with observe(direction, next(iter(tensors.values())).device, transport) as observer:
+        run.observer = observer
+        run.all()
+    return run
+
+
+class Run:
+    """One rank's tensors and buffers while its program runs.
+
+    Attributes:
+        tensors: by name: those given, then also results.
+        dsinks: gradient of the sinks, after a backward with sinks.
+        observer: of a call that somebody watches.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        spec: AttentionSpec,
+        scores: Scores,
+        backend: Backend,
+        tensors: dict[str, Tensor],
+        transport: Transport,
+        sinks: Tensor | None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.program, self.spec, self.scores = program, spec, scores
+        self.backend, self.tensors, self.transport = backend, tensors, transport
+        self.sinks, self.observer = sinks, observer
+        self.dsinks: Tensor | None = None
+        self._device = next(iter(tensors.values())).device
+        self._state: Any = None
+        # Bytes of each buffer in use by name; None are zeros that take no memory yet.
+        self._bytes: dict[str, Tensor | None] = {}
+        self._messages: dict[str, Message] = {}
+        # Buffers that are free, by their length.
+        self._free: dict[int, list[Tensor]] = {}
+        self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self._posted: dict[Channel, Any] = {}
+        self._index = 0  # of the op
+
+    def all(self) -> None:
+        """Every op in order."""
+        for index, op in enumerate(self.program.ops):
+            self._index = index
+            _DO[type(op)](self, op)
+        if self.observer is not None:
+            self.observer.step = None
+
+    # -- tensors
+
+    def get(self, operand: Operand) -> Tensor:
+        """A tensor, or the part of it."""
+        if isinstance(operand, Entry):
+            return self._entries(operand.buffer)[operand.number]
+        x = self.tensors[operand.name]
+        rows, heads = operand.rows, operand.heads
+        if rows is None and heads is None:
+            return x
+        rows, heads = rows or slice(None), heads or slice(None)
+        return x[:, rows, heads] if x.ndim == 4 else x[:, heads, rows]
+
+    def _put(self, into: View, x: Tensor) -> None:
+        """Copies into a tensor that exists; else the name is that of `x`."""
+        if into.name in self.tensors:
+            self.get(into).copy_(x)
+        else:
+            self.tensors[into.name] = x
+
+    def step(self, op: Step) -> None:
+        if self.observer is not None:
+            self.observer.step = op.number
+            self.observer.steps += op.number is not None
+
+    def new(self, op: New) -> None:
+        make = torch.zeros if op.zero else torch.empty
+        array = op.array
+        self.tensors[op.name] = make(array.shape, dtype=array.dtype, device=self._device)
+
+    def assign(self, op: Assign) -> None:
+        self._put(op.into, self.get(op.source))
+
+    def free(self, op: Free) -> None:
+        for name in op.names:
+            if isinstance(name, Buffer):
+                self._give(name)
+            else:
+                del self.tensors[name]
+
+    # -- buffers
+
+    def _take(self, buffer: Buffer, message: Message) -> Tensor:
+        free = self._free.get(buffer.room)
+        if free:
+            found = free.pop()
+        else:
+            found = torch.empty(buffer.room, dtype=torch.uint8, device=self._device)
+        self._bytes[buffer.name] = found
+        self._messages[buffer.name] = message
+        return found
+
+    def _give(self, buffer: Buffer) -> None:
+        found = self._bytes.pop(buffer.name)
+        if found is None:
+            return
+        if self.program.last_takes.get(buffer.room, -1) > self._index:
+            self._free.setdefault(buffer.room, []).append(found)
+        else:
+            # Views that are kept hold the memory.
+            for key in [key for key in self._views if key[0] == id(found)]:
+                del self._views[key]
+
+    def _held(self, buffer: Buffer) -> Tensor:
+        """The bytes of its message; zeros take their memory here."""
+        found = self._bytes[buffer.name]
+        message = self._messages[buffer.name]
+        if found is None:
+            found = self._take(buffer, message)
+            found[: message.nbytes].zero_()
+        return found[: message.nbytes]
+
+    def _entries(self, buffer: Buffer) -> tuple[Tensor, ...]:
+        """The tensors of its message."""
+        message = self._messages[buffer.name]
+        held = self._bytes[buffer.name]
+        if held is None:
+            self._held(buffer)
+            held = self._bytes[buffer.name]
+        # Slicing and viewing takes more of the host's time than a copy.
+        key = id(held), id(message)
+        if key not in self._views:
+            self._views[key] = message.views(cast(Tensor, held)[: message.nbytes])
+        return self._views[key]
+
+    def pack(self, op: Pack) -> None:
+        self._take(op.buffer, op.message)
+        entries = self._entries(op.buffer)
+        for copy in op.copies:
+            target = _rows_of(entries[copy.entry], copy)
+            if copy.tensor is None:
+                target.zero_()
+            else:
+                target.copy_(self.get(copy.tensor))
+
+    def unpack(self, op: Unpack) -> None:
+        entries = self._entries(op.buffer)
+        for copy in op.copies:
+            assert copy.tensor is not None, "only what is packed can be zeros"
+            source, target = _rows_of(entries[copy.entry], copy), self.get(copy.tensor)
+            if copy.add:
+                target.add_(source)
+            else:
+                target.copy_(source)
+        del entries
+        self._give(op.buffer)
+
+    def clear(self, op: Clear) -> None:
+        self._bytes[op.buffer.name] = None
+        self._messages[op.buffer.name] = op.message
+
+    def add(self, op: Add) -> None:
+        if self._bytes[op.into.name] is None:
+            self._bytes[op.into.name] = self._bytes.pop(op.buffer.name)
+            return
+        dtype = self._entries(op.into)[0].dtype
+        self._held(op.into).view(dtype).add_(self._held(op.buffer).view(dtype))
+        self._give(op.buffer)
+
+    # -- exchanges
+
+    def _among(self, ranks: tuple[int, ...] | None) -> Transport:
+        return self.transport if ranks is None else self.transport.sub(ranks)
+
+    def post(self, op: Post) -> None:
+        transport, send = self._among(op.ranks), self._held(op.send)
+        recv = self._take(op.recv, op.message)[: op.message.nbytes]
+        if self.observer is None:
+            _post(transport, op, send, recv)
+            return
+        start = self.observer.mark()
+        with self.observer.span("post"):
+            _post(transport, op, send, recv)
+        if transport.world_size > 1:
+            self._posted[op.channel] = start
+            channel = op.channel
+            self.observer.arrival(start, lambda stream: transport.follow(channel, stream))
+
+    def wait(self, op: Wait) -> None:
+        transport = self._among(op.ranks)
+        if self.observer is None:
+            transport.wait(op.channel)
+            return
+        with self.observer.span("wait"):
+            transport.wait(op.channel)
+        if transport.world_size > 1:
+            self.observer.landed(self._posted.pop(op.channel))
+
+    def join(self, op: Join) -> None:
+        self.transport.join(op.channel, self._device)
+
+    def inner(self, op: Inner) -> None:
+        sinks = self.sinks
+        if sinks is not None and op.sinks is not None:
+            sinks = sinks[op.sinks]
+        given = {inner: self.tensors[outer] for inner, outer in op.inputs}
+        run = Run(
+            op.program, op.spec, self.scores, self.backend, given, self._among(op.ranks), sinks,
+            self.observer,
+        )  # fmt: skip
+        run.all()
+        for inner, outer in op.results:
+            self.tensors[outer] = run.tensors[inner]
+        if run.dsinks is not None:
+            if self.dsinks is None:
+                self.dsinks = torch.zeros_like(cast(Tensor, self.sinks))
+            self.dsinks[op.sinks or slice(None)] = run.dsinks
+
+    # -- attention
+
+    @contextmanager
+    def _watched(self, what: str, merges: int) -> Iterator[None]:
+        assert self.observer is not None
+        self.observer.merges += merges
+        with self.observer.span(what):
+            yield
+
+    def _part(self, what: str, merges: int = 0) -> Any:
+        """A part of the call that has a range and a time of its own."""
+        return _NOTHING if self.observer is None else self._watched(what, merges)
+
+    def _sinks(self, heads: slice | None) -> Tensor | None:
+        if self.sinks is None:
+            return None
+        sinks = self.sinks.to(self.spec.accum_dtype)
+        return sinks if heads is None else sinks[heads]
+
+    def start(self, op: Start) -> None:
+        self._state = self.backend.new_state(self.get(op.q), op.headdim_v, self._sinks(op.sinks))
+
+    def attend(self, op: Attend) -> None:
+        if not op.tiles:
+            return
+        q, k, v = self.get(op.q), self.get(op.k), self.get(op.v)
+        with self._part("attend", len(op.tiles)):
+            self._state = self.backend.forward(
+                q, k, v, op.tiles, self._state, scores=self.scores, last=op.last
+            )
+
+    def decode(self, op: Decode) -> None:
+        assert decodes(self.backend)
+        q, k, v = self.get(op.q), self.get(op.k), self.get(op.v)
+        with self._part("attend", len(op.tiles)):
+            out, lse = self.backend.decode(q, k, v, op.tiles, scores=self.scores)
+        self.tensors |= {"partial out": out, "partial lse": lse}
+
+    def finish(self, op: Finish) -> None:
+        state, self._state = self._state, None
+        with self._part("finalize"):
+            out, lse = self.backend.finalize(state, op.out_array.dtype)
+        self.tensors |= {op.out: out, op.lse: lse}
+
+    def delta(self, op: Delta) -> None:
+        out, dout, lse = (self.tensors[name] for name in ("out", "dout", "lse"))
+        with self._part("delta"):
+            delta = self.backend.delta(out, dout)
+        self.tensors["delta"] = delta
+        if self.sinks is not None:
+            self.dsinks = sinks_gradient(self.sinks, lse, delta)
+
+    def differentiate(self, op: Differentiate) -> None:
+        if not op.tiles:
+            return
+        q, dout, lse, delta = map(self.get, op.q_side)
+        k, v = map(self.get, op.kv)
+        args = (q, k, v, dout, lse.contiguous(), delta.contiguous(), op.tiles)
+        dq = () if op.dq is None else (self.get(op.dq),)
+        dkv = () if op.dkv is None else tuple(map(self.get, op.dkv))
+        backend = self.backend
+        with self._part("attend", len(op.tiles)):
+            if op.part == "all":
+                out = None if op.out is None else self.get(op.out)
+                backend.backward(*args, *dq, *dkv, scores=self.scores, out=out)
+            elif not folds_in_order(backend):
+                raise NotImplementedError(
+                    f"gradients in order need a backend that folds in one order, as triton does, "
+                    f"got {backend.name!r}"
+                )
+            elif op.part == "q":
+                backend.backward_q(*args, *dq, scores=self.scores)
+            else:
+                backend.backward_kv(*args, *dkv, scores=self.scores)
+
+    def round(self, op: Round) -> None:
+        if isinstance(op.gradient, View):
+            grad = self.tensors.pop(op.gradient.name)
+        else:
+            grad = self.get(op.gradient)[:, : op.array.rows]
+        factor = self.backend.gradient_factor(self.scores) if op.scaled else 1.0
+        self._put(op.into, rounded_gradient(grad, op.array.dtype, factor))
+
+    def merge(self, op: Merge) -> None:
+        out, lse = self._entries(op.buffer)
+        q = self.tensors["q"]
+        with self._part("merge", out.size(0)):
+            merged = merge_tree(out, lse, self.sinks, q.dtype)
+        self.tensors[op.out], self.tensors[op.lse] = merged
+
+
+_NOTHING = nullcontext()
+
+_DO: dict[type, Callable[[Run, Any], None]] = {
+    Step: Run.step, Pack: Run.pack, Post: Run.post, Wait: Run.wait, Join: Run.join,
+    Free: Run.free, Clear: Run.clear, Add: Run.add, Unpack: Run.unpack, New: Run.new,
+    Assign: Run.assign, Start: Run.start, Attend: Run.attend, Decode: Run.decode,
+    Finish: Run.finish, Delta: Run.delta, Differentiate: Run.differentiate, Round: Run.round,
+    Inner: Run.inner, Merge: Run.merge,
+}  # fmt: skip
+
+
+def _post(transport: Transport, op: Post, send: Tensor, recv: Tensor) -> None:
+    route = op.route
+    if not isinstance(route, Collective):
+        transport.post(op.channel, op.step, route, send, recv)
+    elif route.op == "all_gather":
+        transport.all_gather(op.channel, op.step, send, recv)
+    elif route.op == "reduce_scatter":
+        transport.reduce_scatter(
+            op.channel, op.step, send.view(route.dtype), recv.view(route.dtype)
+        )
+    else:
+        transport.all_to_all(op.channel, op.step, send, route.send_counts, recv, route.recv_counts)
+
+
+def _rows_of(entry: Tensor, copy: Copy) -> Tensor:
+    if copy.rows is None:
+        return entry
+    return entry[:, copy.rows] if entry.ndim == 4 else entry[:, :, copy.rows]
+
+
+def rounded_gradient(grad: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
+    """`factor * grad` in that type, rounded once; `grad` is used up."""
+    if factor == 1.0:
+        return grad.to(dtype)
+    if grad.dtype == dtype:
+        return grad.mul_(factor)
+    return torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))
+
+
+def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """(nheads,) -sum exp(sink - lse) delta over the rows: a sink takes weight and has no value."""
+    # Rows that see nothing beside a sink of -inf: their delta is 0, and must not meet a NaN.
+    lse = lse.masked_fill(lse == -torch.inf, 0.0)
+    weight = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp_()
+    return weight.mul_(delta).sum((0, 2)).neg_().to(sinks.dtype)

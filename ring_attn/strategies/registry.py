@@ -1,0 +1,92 @@
+"""The strategies by name, and from a call to its programs.
+
+A strategy of your own takes the same two lines as one of ours:
+
+    register("star", StrategyCode(program, why_not_same_bits))
+    ring_attention(..., strategy=Strategy("star"))
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from ring_attn.backends import choose_backend
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.program import Program
+from ring_attn.core.ranks import Ranks
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import CORES, Strategy
+from ring_attn.strategies import all_gather, q_exchange, ring, ulysses
+from ring_attn.strategies.base import Call, StrategyCode
+
+_CODES: dict[str, StrategyCode] = {"ring": ring.CODE, "all_gather": all_gather.CODE}
+
+
+def register(name: str, code: StrategyCode) -> None:
+    """Makes `Strategy(name)` run that code.
+
+    Raises:
+        ValueError: a strategy of that name exists.
+    """
+    if name in _CODES:
+        raise ValueError(f"strategy {name!r} is registered already; choose another name")
+    _CODES[name] = code
+    CORES.append(name)
+
+
+def code_of(strategy: Strategy) -> StrategyCode:
+    """The strategy's core, with the exchanges around it."""
+    core = _CODES[strategy.core]
+    if strategy.exchange_q:
+        return q_exchange.around(core)
+    return ulysses.around(core) if strategy.ulysses_degree > 1 else core
+
+
+def make_call(
+    strategy: Strategy,
+    spec: AttentionSpec,
+    layouts: tuple[SequenceLayout, SequenceLayout],
+    mask: Mask,
+    rank: int,
+    *,
+    softmax_scale: float | None = None,
+    backend: str = "auto",
+    same_bits: bool | None = None,
+) -> Call:
+    """The call with its choices made; the same on every rank but for `rank`.
+
+    Raises:
+        ValueError: degrees, heads or layouts that do not fit the strategy.
+        NotImplementedError: what the strategy or the named backend does not support, or `same_bits`
+            where it cannot be had; other errors as `choose_backend`.
+    """
+    scale = 1.0 / math.sqrt(spec.headdim) if softmax_scale is None else softmax_scale
+    backend = choose_backend(spec, backend).name
+    call = Call(spec, layouts, mask, rank, strategy, scale, backend, same_bits)
+    code_of(strategy).check(call)
+    if same_bits and (reason := why_not_same_bits(call)) is not None:
+        raise NotImplementedError(f"same_bits=True cannot be had here: {reason}")
+    return call
+
+
+def why_not_same_bits(call: Call) -> str | None:
+    """Why the call has other bits at other world sizes; None where it has the same."""
+    return code_of(call.strategy).why_not_same_bits(call)
+
+
+@lru_cache(maxsize=4096)
+def program_of(call: Call, *, backward: bool) -> Program:
+    """The program of the call's rank, in one direction."""
+    return programs(call, call.ranks, backward=backward)
+
+
+def program_of_every_rank(call: Call, *, backward: bool) -> Program:
+    """The program of every rank at once, in one direction."""
+    return programs(call, call.every_rank, backward=backward)
+
+
+def programs(call: Call, ranks: Ranks, *, backward: bool) -> Program:
+    """The program of one rank or of every rank, in one direction."""
+    return code_of(call.strategy).program(call, ranks, backward=backward)
