@@ -176,8 +176,7 @@ class Memory:
             case Start():
                 self._rows, self._steps = op.array.rows, []
             case Attend():
-                self._steps.append(op.tiles)
-                self._heads = part_of_heads(op, self.spec)
+                self._attend(op)
             case Finish():
                 self._finish(op)
             case Delta():
@@ -193,6 +192,14 @@ class Memory:
         """Cleared bytes take their memory here."""
         if buffer.name not in self._rooms:
             self._take(buffer, self._messages[buffer.name])
+
+    def _attend(self, op: Attend) -> None:
+        """Beside a step only the first one counts: the state takes over its results."""
+        if op.tiles:
+            self._heads = part_of_heads(op, self.spec)
+            self._steps = [*self._steps[:1], op.tiles]
+            taken = self.backend.forward_bytes(self._heads, self._rows, self._steps)
+            self.most = max(self.most, self.held + taken)
 
     def _finish(self, op: Finish) -> None:
         taken = self.backend.forward_bytes(self._heads, self._rows, self._steps)

@@ -119,7 +119,10 @@ def backward(
     program = program_of(call, backward=True)
     run = execute(program, call.spec, call.scores, call.backend, given, transport, sinks)
     dq, dk, dv = (run.tensors[name] for name in ("dq", "dk", "dv"))
-    return Gradients(dq, dk, dv, run.dsinks)
+    dsinks = run.dsinks
+    if sinks is not None and dsinks is None:  # a rank without heads
+        dsinks = torch.zeros_like(sinks)
+    return Gradients(dq, dk, dv, dsinks)
 
 
 def decode(

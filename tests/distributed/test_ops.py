@@ -24,7 +24,7 @@ from ring_attn.core.layout import Segment
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import resolve_strategy
-from ring_attn.machines import run
+from ring_attn.machines import run as machine
 from ring_attn.strategies.registry import make_call
 from ring_attn.transport.p2p import open_p2p
 from tests.cold import compile_cold
@@ -201,9 +201,11 @@ def differentiated(strategy: Any, sinks: Tensor | None) -> bool:
     )
     transport = open_p2p(group, TransportOptions())
     with torch.no_grad():
-        out, lse, saved = run.forward(call, q, k, v, transport, sinks)
+        out, lse, saved = machine.forward(call, q, k, v, transport, sinks)
         dout = torch.cos(out)
-        expected = [x for x in run.backward(call, saved, dout, transport, sinks) if x is not None]
+        expected = [
+            x for x in machine.backward(call, saved, dout, transport, sinks) if x is not None
+        ]
     leaves = [q, k, v] if sinks is None else [q, k, v, sinks]
     got, got_lse = ring_attention(
         q, k, v, causal=True, sinks=sinks, strategy=strategy, return_lse=True

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from ring_attn.strategies.messages import Records
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.messages import Records
 from ring_attn.core.order import why_not_in_order
 from ring_attn.core.plan import MaskKind, gathered_tiles
 from ring_attn.core.strategy import Strategy
@@ -63,8 +63,13 @@ def test_equal_contiguous_shards_are_one_tile(gathers: Any) -> None:
 
 FIELDS = {
     "kv": ((8, torch.bfloat16), (3, torch.bfloat16)),
-    "q side": ((5, torch.float16), (8, torch.float16), (1, torch.float32), (1, torch.float32)),
-    "float64": ((3, torch.float64), (1, torch.float64)),
+    "q side": (
+        (5, torch.float16),
+        (8, torch.float16),
+        (None, torch.float32),
+        (None, torch.float32),
+    ),
+    "float64": ((3, torch.float64), (None, torch.float64)),
     "scalars": ((1, torch.float16), (1, torch.float16)),
 }
 
@@ -74,12 +79,18 @@ def test_records_of_several_messages_are_one_tensor(name: str) -> None:
     records = Records(2, 5, 3, FIELDS[name])
     assert records.nbytes % 16 == 0
     lens = (5, 3, 0)
-    shards = [[torch.randn(2, n, 3, dim).to(t) for dim, t in FIELDS[name]] for n in lens]
+    shards = [[torch.randn(2, n, 3, dim or 1).to(t) for dim, t in FIELDS[name]] for n in lens]
     buffer = torch.full((3 * records.nbytes,), 0xFF, dtype=torch.uint8)
     for message, tensors in zip(buffer.chunk(3), shards, strict=True):
-        records.pack(message, tensors)
+        message.zero_()
+        for view, x in zip(records.views(message), tensors, strict=True):
+            view = view if view.ndim == 4 else view.transpose(1, 2).unsqueeze(-1)
+            view[:, : x.size(1)] = x
     for field, view in enumerate(records.views(buffer)):
-        assert view.shape == (2, 15, 3, FIELDS[name][field][0])
+        if FIELDS[name][field][0] is None:
+            assert view.shape == (2, 3, 15)
+            view = view.transpose(1, 2).unsqueeze(-1)
+        assert view.shape == (2, 15, 3, FIELDS[name][field][0] or 1)
         for source, rows in enumerate(lens):
             mine = view[:, 5 * source : 5 * source + 5]
             assert torch.equal(mine[:, :rows], shards[source][field])

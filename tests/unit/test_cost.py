@@ -1,27 +1,27 @@
 """Costs: what is predicted is what a ring then sends, and the cheaper side travels."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Plan, Traveller, plan_ring
+from ring_attn.core.plan import Traveller
 from ring_attn.core.sizes import (
-    bytes_sent,
     choose_traveller,
     flops,
     gradient_packet,
     memory_saving,
-    num_messages,
     shard_packet,
 )
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.strategies.ring import RingCall, ring_backward, ring_forward
-from ring_attn.testing import LAYOUTS, layouts_of, masks, random_qkv
-from ring_attn.transport.base import TransportStats
-from ring_attn.transport.local import LocalTransport, run_local
+from ring_attn.core.strategy import Strategy
+from ring_attn.machines.count import bytes_sent, num_messages
+from ring_attn.strategies.base import Call
+from ring_attn.strategies.registry import program_of
+from ring_attn.testing import LAYOUTS, Layouts, Sent, layouts_of, masks, random_qkv, run_calls
 
 MASKS = masks(61)
 TRAVELLERS: tuple[Traveller, ...] = ("kv", "q")
@@ -36,6 +36,18 @@ def spec_of(
 def zigzag(seqlen: int, world_size: int) -> tuple[SequenceLayout, SequenceLayout]:
     layout = SequenceLayout.zigzag(seqlen, world_size)
     return layout, layout
+
+
+def sent(
+    rank: int, spec: AttentionSpec, layouts: Layouts, mask: Mask, gradients: Any = None,
+    inner_degree: int = 1,
+) -> tuple[Sent, Sent]:  # fmt: skip
+    """What a rank of a ring sends, forward and backward."""
+    strategy = Strategy(inner_degree=inner_degree)
+    call = Call(spec, layouts, mask, rank, strategy, 0.5, "reference", gradients=gradients)
+    programs = (program_of(call, backward=backward) for backward in (False, True))
+    forward, backward = (Sent(bytes_sent(one), num_messages(one)) for one in programs)
+    return forward, backward
 
 
 @pytest.mark.parametrize("in_order", [False, True])
@@ -58,48 +70,28 @@ def test_predicted_bytes_and_messages_are_those_sent(
 ) -> None:
     spec = AttentionSpec("cpu", dtype, 2, 4, 2, 8, 16)
     inputs = random_qkv(
-        batch=2,
-        seqlen_q=mask.seqlen_q,
-        seqlen_k=mask.seqlen_k,
-        nheads=4,
-        nheads_kv=2,
-        headdim=8,
-        headdim_v=16,
-        dtype=dtype,
-    )
+        batch=2, seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, nheads=4, nheads_kv=2,
+        headdim=8, headdim_v=16, dtype=dtype,
+    )  # fmt: skip
     # Shards of every length, none at all among them.
     cuts = {37: [0, 20, 20, 30, 37], 23: [0, 4, 9, 9, 23], 0: [0] * 5}
     layouts = (
         SequenceLayout.boundaries([0] + cuts[mask.seqlen_q][5 - world_size :]),
         SequenceLayout.boundaries([0] + cuts[mask.seqlen_k][5 - world_size :]),
     )
-
-    def rank_of_ring(rank: int, transport: LocalTransport) -> tuple[TransportStats, ...]:
-        call = RingCall(spec, layouts, mask, rank, 0.5, "reference", travels, in_order)
-        q, dout = (layouts[0].shard(x, rank) for x in (inputs.q, inputs.dout))
-        k, v = (layouts[1].shard(x, rank) for x in (inputs.k, inputs.v))
-        out, lse = ring_forward(q, k, v, call, transport)
-        forward = TransportStats(transport.stats.bytes_sent, transport.stats.messages)
-        transport.stats.reset()
-        ring_backward(q, k, v, out, lse, dout, call, transport)
-        return forward, transport.stats
-
-    for rank, (forward, backward) in enumerate(run_local(world_size, rank_of_ring)):
-        for stats, direction, backwards in ((forward, "kv", False), (backward, travels, True)):
-            plan = plan_ring(*layouts, mask, rank, direction)
-            options = {"backward": backwards, "in_order": in_order}
-            assert stats.bytes_sent == bytes_sent(plan, spec, **options)
-            assert stats.messages == num_messages(plan, **options)
+    gradients = (travels, in_order)
+    calls = [
+        Call(spec, layouts, mask, r, Strategy(), 0.5, "reference", gradients=gradients)
+        for r in range(world_size)
+    ]
+    for rank, result in enumerate(run_calls(calls, inputs, layouts)):
+        assert result.sent == sent(rank, spec, layouts, mask, gradients)
 
 
 def test_a_ring_of_one_sends_nothing() -> None:
-    layouts = zigzag(64, 1)
-    plan = plan_ring(*layouts, Mask(64, 64, causal=True), 0)
-    for backward in (False, True):
-        for in_order in (False, True):
-            options = {"backward": backward, "in_order": in_order}
-            assert bytes_sent(plan, spec_of(), **options) == 0
-            assert num_messages(plan, **options) == 0
+    for gradients in product(TRAVELLERS, (False, True)):
+        found = sent(0, spec_of(), zigzag(64, 1), Mask(64, 64, causal=True), gradients)
+        assert found == (Sent(0, 0), Sent(0, 0))
 
 
 def test_bytes_of_a_send_vector() -> None:
@@ -109,11 +101,7 @@ def test_bytes_of_a_send_vector() -> None:
     send = 2 * 1024 * 64 * 4 * 4
     assert spec.kv_packet(1024).nbytes == send
     for rank in range(2):
-        plan = plan_ring(layout, layout, Mask(2048, 2048), rank)
-        total = bytes_sent(plan, spec, backward=False)
-        assert total == send * 1
-        assert 24 * total == 24 * 2 * 1024 * 64 * 4 * 4
-        assert num_messages(plan, backward=False) == 1
+        assert sent(rank, spec, (layout, layout), Mask(2048, 2048))[0] == Sent(send * 1, 1)
 
 
 def test_bytes_are_counted_step_by_step() -> None:
@@ -122,27 +110,23 @@ def test_bytes_are_counted_step_by_step() -> None:
     kv, grad = 2 * 64 * 2 * 2, 2 * 64 * 2 * 4
     # Rank 1 sends its own 32 rows, then the half of rank 0's that others need; in the backward the
     # gradients of that half, and then of rank 2's rows, homewards.
-    plan = plan_ring(*layouts, mask, 1)
-    assert [plan.rows_moving(index) for index in range(3)] == [32, 16, 32]
-    assert bytes_sent(plan, spec, backward=False) == (32 + 16) * kv
-    assert bytes_sent(plan, spec, backward=True) == (32 + 16) * kv + (16 + 32) * grad
-    assert num_messages(plan, backward=True) == 4
-    # Continued from their owner on, the gradients of its own 32 rows are one message more.
-    continued = bytes_sent(plan, spec, backward=True, in_order=True)
-    assert continued == (32 + 16) * kv + (32 + 16 + 32) * grad
-    assert num_messages(plan, backward=True, in_order=True) == 5
+    forward, backward = sent(1, spec, layouts, mask, ("kv", False))
+    assert forward == Sent((32 + 16) * kv, 2)
+    assert backward == Sent((32 + 16) * kv + (16 + 32) * grad, 4)
+    # In order, the gradients of its own 32 rows are one message more.
+    _, backward = sent(1, spec, layouts, mask, ("kv", True))
+    assert backward == Sent((32 + 16) * kv + (32 + 16 + 32) * grad, 5)
     q, dq = 8 * (2 * 64 * 2 + 2 * 4), 8 * 64 * 4
-    plan = plan_ring(*layouts, mask, 1, "q")
-    assert bytes_sent(plan, spec, backward=True) == (32 + 16) * q + (16 + 32) * dq
+    _, backward = sent(1, spec, layouts, mask, ("q", False))
+    assert backward.nbytes == (32 + 16) * q + (16 + 32) * dq
 
 
 def test_a_window_sends_its_halo_alone() -> None:
     layout, window = SequenceLayout.contiguous(4096, 4), 100
     spec, mask = spec_of(), Mask(4096, 4096, causal=True, window_size=(window, 0))
     for rank in range(4):
-        plan = plan_ring(layout, layout, mask, rank)
         halo = window if rank < 3 else 0  # nobody sees the last rank's keys
-        assert bytes_sent(plan, spec, backward=False) == spec.kv_packet(halo).nbytes
+        assert sent(rank, spec, (layout, layout), mask)[0].nbytes == spec.kv_packet(halo).nbytes
 
 
 def test_packets_are_those_of_the_travelling_side() -> None:
@@ -194,9 +178,7 @@ def test_the_side_with_fewer_bytes_travels(
         layouts = layouts_of(kind, mask, 6)
         q, kv = (
             sum(
-                bytes_sent(
-                    plan_ring(*layouts, mask, rank, travels, inner_degree), spec, backward=True
-                )
+                sent(rank, spec, layouts, mask, (travels, False), inner_degree)[1].nbytes
                 for rank in range(6)
             )
             for travels in ("q", "kv")
@@ -209,11 +191,9 @@ def test_kv_travels_where_it_is_equal() -> None:
     layouts = zigzag(64, 1)
     spec = spec_of(nheads=1, nheads_kv=1)
     mask = Mask(64, 64)
-    total = {
-        travels: bytes_sent(plan_ring(*layouts, mask, 0, travels), spec, backward=True)
-        for travels in TRAVELLERS
-    }
-    assert total == {"kv": 0, "q": 0}
+    for travels in TRAVELLERS:
+        assert sent(0, spec, layouts, mask, (travels, False))[1].nbytes == 0
+    assert choose_traveller(spec, *layouts, mask) == "kv"
 
 
 def total_bytes(
@@ -222,10 +202,8 @@ def total_bytes(
     mask: Mask,
     travels: Traveller,
 ) -> int:
-    plans: list[Plan] = [
-        plan_ring(*layouts, mask, rank, travels) for rank in range(layouts[0].world_size)
-    ]
-    return sum(bytes_sent(plan, spec, backward=True) for plan in plans)
+    ranks = range(layouts[0].world_size)
+    return sum(sent(rank, spec, layouts, mask, (travels, False))[1].nbytes for rank in ranks)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -264,14 +242,6 @@ def test_flops_count_each_headdim() -> None:
     # q k^T and p v; then q k^T, do v^T, ds k, ds^T q and p^T do.
     assert flops(7, spec, backward=False) == 7 * 2 * (10 + 3)
     assert flops(7, spec, backward=True) == 7 * 2 * (10 + 3 + 10 + 10 + 3)
-
-
-def test_flops_of_a_plan_are_those_of_its_area() -> None:
-    layouts, mask = zigzag(64, 4), Mask(64, 64, causal=True)
-    areas = [plan_ring(*layouts, mask, rank).area for rank in range(4)]
-    spec = spec_of()
-    total = sum(flops(area, spec, backward=False) for area in areas)
-    assert total == flops(sum(layouts[0].mask_area(mask)), spec, backward=False)
 
 
 def test_memory_saving() -> None:

@@ -16,17 +16,22 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.plan import (
     Band,
-    Hop,
     MaskKind,
-    Plan,
-    Step,
     Tile,
     Traveller,
     make_tile,
-    needed_distances,
+    needed_displacements,
     pair_tiles,
-    plan_ring,
 )
+from ring_attn.core.program import Hop
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
+from ring_attn.machines.count import num_messages
+from ring_attn.strategies.base import Call
+from ring_attn.strategies.registry import program_of
+from ring_attn.strategies.ring import RingStep, ring_steps
+
+Plan = list[RingStep]
 
 KINDS = ("contiguous", "zigzag", "striped", "boundaries")
 WORLD_SIZES = (1, 2, 3, 4, 5)
@@ -111,28 +116,26 @@ def plans(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, travels: Traveller = "kv"
 ) -> list[Plan]:
     ranks = range(layout_q.world_size)
-    return [plan_ring(layout_q, layout_kv, mask, rank, travels) for rank in ranks]
+    return [ring_steps(layout_q, layout_kv, mask, rank, travels) for rank in ranks]
+
+
+def area_of(plan: Plan) -> int:
+    return sum(tile.area for step in plan for tile in step.tiles)
 
 
 def check_hops(ring: list[Plan]) -> None:
-    """What a rank sends is what its receiver expects, and all shards come back in the end."""
-    num_steps = {len(plan.steps) for plan in ring}
+    """What a rank sends is what its receiver expects."""
+    num_steps = {len(plan) for plan in ring}
     assert len(num_steps) == 1, "ranks make different numbers of hops"
-    held = [plan.rank for plan in ring]
+    held = list(range(len(ring)))
     for index in range(num_steps.pop()):
-        steps = [plan.steps[index] for plan in ring]
-        assert [step.index for step in steps] == [index] * len(ring)
+        steps = [plan[index] for plan in ring]
         assert [step.source for step in steps] == held
         assert sorted(held) == list(range(len(ring))), "a shard is lost or held twice"
-        if index + 1 == len(ring[0].steps):
+        if index + 1 == len(ring[0]):
             assert all(step.hop is None for step in steps)
         else:
             held = after([step.hop for step in steps], held)
-    homes = [plan.home for plan in ring]
-    if ring[0].num_hops == 0:
-        assert homes == [None] * len(ring)
-    else:
-        assert after(homes, held) == [plan.rank for plan in ring], "gradients end at a wrong rank"
 
 
 def after(hops: list[Hop | None], held: list[int]) -> list[int]:
@@ -156,7 +159,8 @@ def check_everything(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: 
         (r, s): dense[q_rows[r]][:, kv_rows[s]] for r, s in product(range(world_size), repeat=2)
     }
     needed = {0} | {(r - s) % world_size for (r, s), pairs in visible.items() if bool(pairs.any())}
-    assert needed_distances(layout_q, layout_kv, mask) == tuple(sorted(needed))
+    displacements = needed_displacements(layout_q, layout_kv, mask)
+    assert [distance for _, distance in displacements] == sorted(needed)
 
     for (r, s), pairs in visible.items():
         tiles = pair_tiles(layout_q, layout_kv, mask, r, s)
@@ -171,49 +175,45 @@ def check_everything(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: 
         ring = plans(layout_q, layout_kv, mask, travels)
         check_hops(ring)
         done = set()
-        for plan in ring:
-            assert plan.travels == travels
-            assert plan.world_size == world_size
-            assert plan.num_hops == len(needed) - 1
-            for step in plan.steps:
-                pair = (plan.rank, step.source) if travels == "kv" else (step.source, plan.rank)
+        for rank, plan in enumerate(ring):
+            assert len(plan) == len(needed)
+            for index, step in enumerate(plan):
+                pair = (rank, step.source) if travels == "kv" else (step.source, rank)
                 assert pair not in done
                 done.add(pair)
-                check_step(step, visible[pair], travels)
-            check_rows_that_travel(plan, visible)
+                check_step(index, step, visible[pair], travels)
+            check_rows_that_travel(plan, visible, travels)
         assert all(pair in done for pair, pairs in visible.items() if bool(pairs.any()))
-        assert sum(plan.area for plan in ring) == int(dense.sum())
+        assert sum(map(area_of, ring)) == int(dense.sum())
         if travels == "kv":
-            assert tuple(plan.area for plan in ring) == layout_q.mask_area(mask)
+            assert tuple(map(area_of, ring)) == layout_q.mask_area(mask)
 
 
-def check_step(step: Step, visible: Tensor, travels: Traveller) -> None:
+def check_step(index: int, step: RingStep, visible: Tensor, travels: Traveller) -> None:
     """The tiles, counted from the first row that is held, cover what is visible, and no more."""
     held = visible[:, step.rows] if travels == "kv" else visible[step.rows]
     assert int(held.sum()) == int(visible.sum()), "a row that is needed does not travel"
     assert torch.equal(painted(step.tiles, *held.shape), held.long())
     for tile in step.tiles:
         check_tile(tile)
-    assert step.area == int(visible.sum())
     assert step.kind is step_kind(visible)
-    if step.index == 0:
+    if index == 0:
         side = visible.size(1 if travels == "kv" else 0)
         assert step.rows == slice(0, side), "a rank's own rows are all there"
 
 
-def check_rows_that_travel(plan: Plan, visible: dict[tuple[int, int], Tensor]) -> None:
+def check_rows_that_travel(
+    plan: Plan, visible: dict[tuple[int, int], Tensor], travels: Traveller
+) -> None:
     """From the first to the last row that any other rank needs, of each source alike."""
-    for source, rows in ((plan.rank, plan.sends), *((s.source, s.rows) for s in plan.steps[1:])):
+    for step in plan[1:]:
         needed = torch.zeros(0, dtype=torch.bool)
         for (r, s), pairs in visible.items():
-            if r != s and source == (s if plan.travels == "kv" else r):
-                seen = pairs.any(0 if plan.travels == "kv" else 1)
+            if r != s and step.source == (s if travels == "kv" else r):
+                seen = pairs.any(0 if travels == "kv" else 1)
                 needed = needed | seen if needed.numel() else seen
         found = needed.nonzero().flatten().tolist()
-        assert rows == (slice(found[0], found[-1] + 1) if found else slice(0, 0))
-    for index, step in enumerate(plan.steps):
-        rows = step.rows if index else plan.sends
-        assert plan.rows_moving(index) == rows.stop - rows.start
+        assert step.rows == (slice(found[0], found[-1] + 1) if found else slice(0, 0))
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -282,24 +282,25 @@ def test_zigzag_balances_every_step(world_size: int) -> None:
     n = 2 * world_size * chunk
     layout = SequenceLayout.zigzag(n, world_size)
     ring = plans(layout, layout, causal(n))
-    for plan in ring:
-        assert plan.num_hops == world_size - 1
-        (own,) = plan.steps[0].tiles
+    for rank, plan in enumerate(ring):
+        assert len(plan) == world_size
+        (own,) = plan[0].tiles
         assert own.kind is MaskKind.CAUSAL
         assert (own.rows, own.cols) == (2 * chunk, 2 * chunk)
         assert own.area == 2 * chunk * (2 * chunk + 1) // 2
-        for step in plan.steps[1:]:
+        for step in plan[1:]:
             (tile,) = step.tiles
             assert tile.kind is MaskKind.FULL
             assert tile.area == 2 * chunk * chunk
             # All q against the first half of an earlier kv, or the second half of q against all.
-            earlier = step.source < plan.rank
+            earlier = step.source < rank
             expected = (2 * chunk, chunk) if earlier else (chunk, 2 * chunk)
             assert (tile.rows, tile.cols) == expected
             assert tile.kv.start == 0
             assert tile.q.stop == 2 * chunk
-    for steps in zip(*(plan.steps for plan in ring), strict=True):
-        assert len({step.area for step in steps}) == 1, "a rank waits for another"
+    for steps in zip(*ring, strict=True):
+        areas = {sum(tile.area for tile in step.tiles) for step in steps}
+        assert len(areas) == 1, "a rank waits for another"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
@@ -312,16 +313,16 @@ def test_steps_have_one_tile_where_one_is_enough(world_size: int) -> None:
             one_tile += [Mask(n, n, True, (9, -1)), Mask(n, n, False, (5, 7))]
         for mask in one_tile:
             for plan in plans(layout, layout, mask):
-                assert max(len(step.tiles) for step in plan.steps) == 1, (kind, mask)
+                assert max(len(step.tiles) for step in plan) == 1, (kind, mask)
 
 
 def test_striped_steps_are_all_causal() -> None:
     layout = SequenceLayout.striped(32, 4)
-    for plan in plans(layout, layout, causal(32)):
-        assert [step.tiles[0].kind for step in plan.steps] == [MaskKind.CAUSAL] * 4
-        for step in plan.steps:
+    for rank, plan in enumerate(plans(layout, layout, causal(32))):
+        assert [step.tiles[0].kind for step in plan] == [MaskKind.CAUSAL] * 4
+        for step in plan:
             # A later stripe's row i does not see its own position: the diagonal is one off.
-            assert step.tiles[0].band.hi == (0 if step.source <= plan.rank else -1)
+            assert step.tiles[0].band.hi == (0 if step.source <= rank else -1)
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 6])
@@ -334,27 +335,26 @@ def test_a_window_makes_as_many_hops_as_it_is_shards_wide(world_size: int, chunk
         mask = Mask(n, n, causal=True, window_size=(window, -1))
         for travels in ("kv", "q"):
             for plan in plans(layout, layout, mask, travels):
-                assert plan.num_hops == hops
+                assert len(plan) == hops + 1
         both = Mask(n, n, window_size=(window, window))
         expected = min(2 * -(-window // chunk), world_size - 1)
-        assert plan_ring(layout, layout, both, 0).num_hops == expected
+        assert len(ring_steps(layout, layout, both, 0)) == expected + 1
 
 
 def test_distances_that_nobody_needs_are_jumped_over() -> None:
     # Two documents of two shards each: neighbours talk, and nobody beyond them.
     layout = SequenceLayout.contiguous(16, 4)
     mask = Mask(16, 16, False, (-1, -1), (0, 8, 16), (0, 8, 16))
-    assert needed_distances(layout, layout, mask) == (0, 1, 3)
-    plan = plan_ring(layout, layout, mask, 0)
-    assert [step.source for step in plan.steps] == [0, 3, 1]
-    assert [step.hop for step in plan.steps] == [Hop(1, 3), Hop(2, 2), None]
-    assert plan.home == Hop(send_to=1, recv_from=3)
-    backward = plan_ring(layout, layout, mask, 0, "q")
-    assert [step.source for step in backward.steps] == [0, 3, 1]
+    assert needed_displacements(layout, layout, mask) == ((0, 0), (0, 1), (0, 3))
+    plan = ring_steps(layout, layout, mask, 0)
+    assert [step.source for step in plan] == [0, 3, 1]
+    assert [step.hop for step in plan] == [Hop(1, 3), Hop(2, 2), None]
+    backward = ring_steps(layout, layout, mask, 0, "q")
+    assert [step.source for step in backward] == [0, 3, 1]
 
     alone = Mask(16, 16, False, (-1, -1), (0, 4, 8, 12, 16), (0, 4, 8, 12, 16))
-    plan = plan_ring(layout, layout, alone, 2)
-    assert (plan.num_hops, plan.home, plan.steps[0].hop) == (0, None, None)
+    plan = ring_steps(layout, layout, alone, 2)
+    assert len(plan) == 1 and plan[0].hop is None
 
 
 # -- the vectors of the project's specification, section A
@@ -370,32 +370,33 @@ def test_schedule_vectors(
     n = 256 * world_size
     layout = SequenceLayout.contiguous(n, world_size)
     for mask in (Mask(n, n), causal(n)):
-        plan = plan_ring(layout, layout, mask, rank)
-        assert plan.num_hops == world_size - 1
-        assert [step.source for step in plan.steps] == [rank, *sources]
-        hops = [step.hop for step in plan.steps[:-1]]
+        plan = ring_steps(layout, layout, mask, rank)
+        assert len(plan) == world_size
+        assert [step.source for step in plan] == [rank, *sources]
+        hops = [step.hop for step in plan[:-1]]
         assert hops == [Hop(send_to, recv_from)] * (world_size - 1)
 
 
 @pytest.mark.parametrize("world_size", range(1, 12))
 def test_every_rank_sees_every_chunk_once(world_size: int) -> None:
     layout = SequenceLayout.contiguous(4 * world_size, world_size)
-    for plan in plans(layout, layout, Mask(4 * world_size, 4 * world_size)):
-        expected = [(plan.rank - step) % world_size for step in range(world_size)]
-        assert [step.source for step in plan.steps] == expected
+    every = plans(layout, layout, Mask(4 * world_size, 4 * world_size))
+    for rank, plan in enumerate(every):
+        expected = [(rank - step) % world_size for step in range(world_size)]
+        assert [step.source for step in plan] == expected
 
 
 def test_mask_kind_vectors() -> None:
     layout = SequenceLayout.contiguous(1024, 4)
-    steps = plan_ring(layout, layout, causal(1024), 2).steps
+    steps = ring_steps(layout, layout, causal(1024), 2)
     assert steps[0].kind is MaskKind.CAUSAL
     # Those of the specification count from the first exchange: its step 0 is our step 1.
     assert (steps[1].source, steps[1].kind) == (1, MaskKind.FULL)
     assert (steps[3].source, steps[3].kind) == (3, MaskKind.NO_ATTENTION)
     assert steps[3].tiles == ()
-    for plan in plans(layout, layout, causal(1024)):
-        for step in plan.steps[1:]:
-            before = step.source < plan.rank
+    for rank, plan in enumerate(plans(layout, layout, causal(1024))):
+        for step in plan[1:]:
+            before = step.source < rank
             assert step.kind is (MaskKind.FULL if before else MaskKind.NO_ATTENTION)
 
 
@@ -410,47 +411,33 @@ def test_striped_goes_with_striped_only() -> None:
             with pytest.raises(
                 NotImplementedError, match="both be striped or neither, got .*strip"
             ):
-                plan_ring(*layouts, Mask(8, 8), 0)
+                ring_steps(*layouts, Mask(8, 8), 0)
 
 
 def test_layouts_and_mask_must_fit() -> None:
     layout = SequenceLayout.contiguous(8, 2)
     for rank in (-1, 2):
         with pytest.raises(ValueError, match=rf"rank must be in \[0, 2\), got {rank}"):
-            plan_ring(layout, layout, Mask(8, 8), rank)
+            ring_steps(layout, layout, Mask(8, 8), rank)
     with pytest.raises(ValueError, match="same ranks, got .*world_size=2.*world_size=4"):
-        plan_ring(layout, SequenceLayout.contiguous(8, 4), Mask(8, 8), 0)
+        ring_steps(layout, SequenceLayout.contiguous(8, 4), Mask(8, 8), 0)
     for mask in (Mask(8, 9), Mask(9, 8)):
         with pytest.raises(ValueError, match=r"positions, the layouts over \(8, 8\)"):
-            plan_ring(layout, layout, mask, 0)
+            ring_steps(layout, layout, mask, 0)
 
 
-def test_equal_arguments_give_the_same_plan() -> None:
-    cu = (0, 100, 1024)
-    made = [
-        plan_ring(
-            SequenceLayout.zigzag(1024, 4),
-            SequenceLayout.zigzag(1024, 4),
-            Mask(1024, 1024, True, (-1, -1), tuple(cu), tuple(cu)),
-            rank=1,
-        )
-        for _ in range(2)
-    ]
-    assert made[0] is made[1]
-
-
-def test_a_plan_is_made_quickly() -> None:
+def test_a_program_is_made_quickly() -> None:
     # One rank needs to know which distances all 64 need. Process time: other work does not count.
     n, world_size = 2**20, 64
-    layout = SequenceLayout.zigzag(n, world_size)
+    layout, mask = SequenceLayout.zigzag(n, world_size), Mask(n, n, causal=True)
     start = time.process_time()
-    plan = plan_ring(layout, layout, Mask(n, n, causal=True), rank=17)
+    program = program_of(call_of(layout, mask), backward=False)
     assert time.process_time() - start < 1.0
-    assert plan.area == n * (n + 1) // 2 // world_size
-    assert plan.num_hops == world_size - 1
+    assert program is program_of(call_of(layout, mask), backward=False)
+    assert area_of(ring_steps(layout, layout, mask, 17)) == n * (n + 1) // 2 // world_size
 
 
-def test_a_plan_of_many_documents_is_made_quickly() -> None:
+def test_a_program_of_many_documents_is_made_quickly() -> None:
     """As each new packed batch needs one, on every rank."""
     n, world_size = 2**20, 64
     cuts = torch.randint(1, n, (1999,), generator=torch.Generator().manual_seed(0))
@@ -458,6 +445,11 @@ def test_a_plan_of_many_documents_is_made_quickly() -> None:
     layout = SequenceLayout.zigzag(n, world_size)
     mask = Mask(n, n, True, (-1, -1), documents, documents)
     start = time.process_time()
-    plan = plan_ring(layout, layout, mask, rank=17)
+    program = program_of(call_of(layout, mask), backward=False)
     assert time.process_time() - start < 0.15  # 0.03 on a quiet core
-    assert 0 < plan.num_hops < world_size - 1
+    assert 0 < num_messages(program) < world_size - 1
+
+
+def call_of(layout: SequenceLayout, mask: Mask) -> Call:
+    spec = AttentionSpec("cpu", torch.bfloat16, 1, 8, 2, 64, 64)
+    return Call(spec, (layout, layout), mask, 17, Strategy(), 0.1, "aten")

@@ -1,6 +1,6 @@
 """Every strategy, forward and backward, with all ranks in this process.
 
-Results are held against dense attention in float64, what is sent against the closed forms, and
+Results are held against dense attention in float64, what is sent against what is counted, and
 memory that is allocated starts as NaN.
 """
 
@@ -15,17 +15,18 @@ from typing import Any
 
 import pytest
 import torch
-from ring_attn.strategies.core import make_call
 
 from ring_attn.backends.aten import AtenBackend
-from ring_attn.core import sizes as cost
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy, resolve_strategy
+from ring_attn.machines import run
+from ring_attn.machines.count import bytes_sent, num_messages
 from ring_attn.planning.balance import by_area, by_cost, by_documents, by_memory, by_separators
-from ring_attn.strategies import all_gather, q_exchange, ulysses
-from ring_attn.strategies.ring import RingCall
+from ring_attn.strategies import ring
+from ring_attn.strategies.base import Call
+from ring_attn.strategies.registry import code_of, make_call, program_of
 from ring_attn.testing import (
     LAYOUTS,
     RESULTS,
@@ -92,11 +93,11 @@ def table(layout: str, strategy: Strategy) -> Iterator[Case]:
 
 
 def assert_holds(case: Case, world_size: int) -> AllRanks:
-    """The results are within their bounds, and what is sent is what the closed forms say."""
+    """The results are within their bounds, and what is sent is what is counted."""
     ran = run_all_ranks(case, world_size)
     assert not ran.failures
     for call, sent in zip(calls_of(case, world_size), ran.sent, strict=True):
-        assert sent == (closed_form(call, backward=False), closed_form(call, backward=True))
+        assert sent == (counted(call, backward=False), counted(call, backward=True))
     return ran
 
 
@@ -108,39 +109,10 @@ def calls_of(case: Case, world_size: int) -> list[Any]:
     return [make_call(*args, rank, backend=case.backend) for rank in range(world_size)]
 
 
-def closed_form(call: Any, *, backward: bool) -> Sent:
-    """What a call sends in one direction."""
-    match call:
-        case RingCall():
-            plan, order = call.plan(backward=backward), call.in_order
-            return Sent(
-                cost.bytes_sent(plan, call.spec, backward=backward, in_order=order),
-                cost.num_messages(plan, backward=backward, in_order=order),
-            )
-        case all_gather.AllGatherCall():
-            return Sent(
-                all_gather.bytes_sent(call, backward=backward),
-                all_gather.num_messages(call, backward=backward),
-            )
-        case ulysses.UlyssesCall():
-            return Sent(
-                ulysses.bytes_sent(call, nbytes_of, backward=backward),
-                ulysses.num_messages(call, messages_of, backward=backward),
-            )
-        case _:
-            core = closed_form(call.inner, backward=backward)
-            return Sent(
-                core.nbytes + q_exchange.bytes_sent(call, backward=backward),
-                core.messages + q_exchange.num_messages(call),
-            )
-
-
-def nbytes_of(call: Any, *, backward: bool) -> int:
-    return closed_form(call, backward=backward).nbytes
-
-
-def messages_of(call: Any, *, backward: bool) -> int:
-    return closed_form(call, backward=backward).messages
+def counted(call: Call, *, backward: bool) -> Sent:
+    """What the call's program sends in one direction."""
+    program = program_of(call, backward=backward)
+    return Sent(bytes_sent(program), num_messages(program))
 
 
 # -- every strategy, layout and mask
@@ -180,7 +152,7 @@ def test_either_side_travels(name: str, heads: Heads) -> None:
         case = Case(mask, layout, STRATEGIES[name][1], backend, "bfloat16", heads, batch=1)
         assert_holds(case, 4)
     call = calls_of(Case("causal", "contiguous", STRATEGIES[name][1], heads=heads), 4)[1]
-    assert getattr(call, "inner", call).travels_back == ("q" if heads.nheads_kv == 4 else "kv")
+    assert ring.choose_gradients(call)[0] == ("q" if heads.nheads_kv == 4 else "kv")
 
 
 @pytest.mark.parametrize("name", ["ring", "double ring", "all_gather", "hybrid"])
@@ -343,18 +315,21 @@ def test_what_is_kept_and_when_it_is_rounded(name: str, world_size: int) -> None
         run_local(world_size, partial(keep, case, calls_of(case, world_size)))
 
 
-def keep(case: Case, calls: list[Any], rank: int, transport: LocalTransport) -> None:
+def keep(case: Case, calls: list[Call], rank: int, transport: LocalTransport) -> None:
     layout, _ = case.build_layouts(len(calls))
+    call: Call = calls[rank]
     q, k, v, dout = shards = [layout.shard(x, rank) for x in case.build_inputs()]
-    saved = calls[rank].forward(q, k, v, transport, None).saved
+    saved = run.forward(call, q, k, v, transport).saved
     assert sum(x.untyped_storage().nbytes() for x in saved) <= sum(x.nbytes for x in saved)
     before = [x.clone() for x in (*shards, *saved)]
-    rounded, wide = (
-        calls[rank].backward(saved, dout, transport, None, rounded=rounded)[:3]
-        for rounded in (True, False)
-    )
+    rounded = run.backward(call, saved, dout, transport)[:3]
+    names = program_of(call, backward=False).saved
+    program = code_of(call.strategy).program(call, call.ranks, backward=True, rounded=False)
+    given = {**dict(zip(names, saved, strict=True)), "dout": dout}
+    ran = run.execute(program, call.spec, call.scores, call.backend, given, transport)
     assert all(map(torch.equal, before, (*shards, *saved)))
-    for x, y in zip(rounded, wide, strict=True):
+    for x, name in zip(rounded, ("dq", "dk", "dv"), strict=True):
+        y = ran.tensors[name]
         assert (x.dtype, y.dtype) == (torch.bfloat16, torch.float32)
         assert torch.equal(x, y.bfloat16())
 
@@ -412,16 +387,11 @@ def test_refused_before_anything_is_sent(case: Case, error: type[Exception], mes
         )  # fmt: skip
 
 
-def test_calls_made_past_the_strategy_are_checked_too() -> None:
+def test_gradients_in_order_need_a_backend_that_folds_in_order() -> None:
     case = refused_case(GATHER)
-    spec, layouts = AttentionSpec.of(*case.build_inputs()[:3]), case.build_layouts(4)
-    with pytest.raises(ValueError, match="heads_per_chunk must be at least 1, got 0"):
-        all_gather.make_call(spec, layouts, case.build_mask(), 0, heads_per_chunk=0)
-    with pytest.raises(ValueError, match="ulysses_degree must divide .* got 3 and 4"):
-        ulysses.make_call(spec, layouts, 0, 3, lambda *_: None)
-    calls = [replace(call, same_bits=True) for call in calls_of(case, 4)]
-    with pytest.raises(NotImplementedError, match="folds in one order, .* got 'aten'"):
-        run_calls(calls, case.build_inputs(), layouts)
+    calls = [replace(call, gradients=("kv", True)) for call in calls_of(case, 4)]
+    with pytest.raises(NotImplementedError, match="one order.* got 'aten'"):
+        run_calls(calls, case.build_inputs(), case.build_layouts(4))
 
 
 # -- transfers and kernels

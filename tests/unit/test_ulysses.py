@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from ring_attn.strategies.core import make_call
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
-from ring_attn.strategies.ulysses import bytes_sent, merge_groups, num_messages
+from ring_attn.machines.count import bytes_sent, num_messages
+from ring_attn.strategies.registry import make_call, program_of
+from ring_attn.strategies.ulysses import merge_groups
 from ring_attn.testing import LAYOUTS, layouts_of
 
 
@@ -42,10 +43,11 @@ def test_bytes_of_a_plain_case() -> None:
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
         spec = AttentionSpec("cpu", dtype, 1, 8, 4, 32, 32)
         call: Any = make_call(Strategy(ulysses_degree=4), spec, (layout, layout), Mask(64, 64), 1)
-        rows, nothing = 3 * 16, lambda *_, **__: 0  # to each of three others a quarter of the heads
+        rows = 3 * 16  # to each of three others a quarter of the heads
         there = rows * (2 + 1 + 1) * 32 * size
         back = rows * 2 * (32 * size + 4)
-        assert bytes_sent(call, nothing, backward=False) == there + back
+        assert bytes_sent(program_of(call, backward=False)) == there + back
         # dout there; dq, dk and dv back, rounded.
-        assert bytes_sent(call, nothing, backward=True) == rows * (2 + 2 + 1 + 1) * 32 * size
-        assert num_messages(call, nothing, backward=True) == 2
+        backward = program_of(call, backward=True)
+        assert bytes_sent(backward) == rows * (2 + 2 + 1 + 1) * 32 * size
+        assert num_messages(backward) == 2

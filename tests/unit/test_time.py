@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from ring_attn.planning.schedule import schedule_of
-from ring_attn.planning.simulate import Simulation, simulate
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
+from ring_attn.machines.actions import Schedule
+from ring_attn.machines.actions import schedule_of as of_call
+from ring_attn.machines.time import Simulation, simulate
 from ring_attn.planning.devices import Cluster, Device, Link, Rate, builtin_cluster
+from ring_attn.strategies.base import Call
 
+Layouts = tuple[SequenceLayout, SequenceLayout]
 SPEC = AttentionSpec("cpu", torch.float32, 1, 4, 4, 16, 16)
 ROWS = 64
 RING = Strategy()
@@ -51,6 +54,13 @@ def simulated(
     mask = Mask(layout.seqlen, layout.seqlen, causal=causal)
     schedule = schedule_of(strategy, SPEC, (layout, layout), mask, backward=backward)
     return simulate(schedule, on, **options)
+
+
+def schedule_of(
+    strategy: Strategy, spec: AttentionSpec, layouts: Layouts, mask: Mask, *, backward: bool
+) -> Schedule:
+    call = Call(spec, layouts, mask, 0, strategy, 0.1, "reference")
+    return of_call(call, backward=backward)
 
 
 def step_seconds(speed: float = 1e9) -> float:

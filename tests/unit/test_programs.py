@@ -1,0 +1,344 @@
+"""Programs: without a fault for every strategy, layout and mask; planted faults are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.plan import Traveller, needed_displacements
+from ring_attn.core.program import (
+    Add,
+    Clear,
+    Copy,
+    Differentiate,
+    Free,
+    Hop,
+    Op,
+    Pack,
+    Post,
+    Program,
+    Round,
+    View,
+    Wait,
+)
+from ring_attn.core.sizes import flops
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
+from ring_attn.machines.actions import Schedule, schedule_of
+from ring_attn.machines.check import check, check_calls
+from ring_attn.machines.count import bytes_sent, num_messages
+from ring_attn.machines.draw import draw
+from ring_attn.strategies.base import Call
+from ring_attn.strategies.registry import make_call, program_of
+from ring_attn.strategies.ring import ring_steps
+from ring_attn.testing import LAYOUTS, layouts_of, masks
+
+MASKS = masks(61)
+ORDERS: tuple[tuple[Traveller, bool] | None, ...] = (
+    None, ("kv", False), ("q", False), ("kv", True)
+)  # fmt: skip
+
+
+def strategies(world_size: int) -> list[Strategy]:
+    """Every strategy that so many ranks can have."""
+    divisors = [d for d in range(2, world_size + 1) if world_size % d == 0]
+    return [
+        Strategy(),
+        Strategy("all_gather"),
+        Strategy("all_gather", heads_per_chunk=2),
+        Strategy(exchange_q=True),
+        Strategy("all_gather", exchange_q=True),
+        *(Strategy(inner_degree=d) for d in divisors),
+        *(Strategy(core, ulysses_degree=d) for d in divisors for core in ("ring", "all_gather")),
+    ]
+
+
+def spec_of(
+    nheads: int = 4, nheads_kv: int = 2, dtype: torch.dtype = torch.float32
+) -> AttentionSpec:
+    return AttentionSpec("cpu", dtype, 1, nheads, nheads_kv, 8, 12)
+
+
+def calls_of(
+    strategy: Strategy,
+    mask: Mask,
+    layout: str,
+    world_size: int,
+    spec: AttentionSpec | None = None,
+    gradients: tuple[Traveller, bool] | None = None,
+) -> list[Call]:
+    """The calls of all ranks; none where the strategy does not take the layout."""
+    layouts = layouts_of(layout, mask, world_size)
+    try:
+        return [
+            replace(
+                make_call(strategy, spec or spec_of(), layouts, mask, rank, backend="reference"),
+                gradients=gradients,
+            )
+            for rank in range(world_size)
+        ]
+    except NotImplementedError:
+        return []
+
+
+def every_call(world_size: int) -> Iterator[list[Call]]:
+    """Strategies, layouts and masks in turn, every pair of them."""
+    for strategy, layout in product(strategies(world_size), LAYOUTS):
+        for turn, mask in enumerate(MASKS.values()):
+            heads = ((4, 2), (3, 3), (4, 1), (6, 3), (5, 1))[turn % 5]
+            dtype = (torch.float32, torch.bfloat16)[turn % 2]
+            order = ORDERS[turn % len(ORDERS)]
+            calls = calls_of(strategy, mask, layout, world_size, spec_of(*heads, dtype), order)
+            if calls:
+                yield calls
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+def test_no_program_has_a_fault(world_size: int) -> None:
+    count = 0
+    for calls, backward in product(every_call(world_size), (False, True)):
+        assert check_calls(calls, backward=backward) == [], calls[0]
+        count += 1
+    assert count > 300
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 6])
+def test_programs_of_every_rank_are_those_of_each(world_size: int) -> None:
+    for turn, (calls, backward) in enumerate(product(every_call(world_size), (False, True))):
+        if turn % 3:
+            continue
+        schedule = schedule_of(calls[0], backward=backward)
+        programs = [program_of(call, backward=backward) for call in calls]
+        assert schedule.bytes_sent.tolist() == [bytes_sent(program) for program in programs]
+        assert schedule.messages.tolist() == [num_messages(program) for program in programs]
+        within, between = schedule.bytes_by_link(2)
+        assert (within + between).tolist() == schedule.bytes_sent.tolist()
+        for rank, program in enumerate(programs):
+            hops = [post for post in program.posts() if isinstance(post.route, Hop)]
+            if len(hops) == num_messages(program) and not calls[0].strategy.ulysses_degree > 1:
+                away = [post.nbytes for post in hops if post.route.send_to // 2 != rank // 2]
+                assert int(between[rank]) == sum(away)
+        call = calls[0]
+        total = sum(call.layouts[0].mask_area(call.mask))
+        assert float(schedule.flops.sum()) == pytest.approx(
+            flops(total, call.spec, backward=backward)
+        )
+
+
+# -- planted faults
+
+Plant = Callable[[Program], list[Op]]
+
+
+def programs_of(strategy: Strategy, *, backward: bool, world_size: int = 4) -> list[Program]:
+    calls = calls_of(strategy, Mask(61, 61, causal=True), "zigzag", world_size, None, ("kv", False))
+    return [program_of(call, backward=backward) for call in calls]
+
+
+def first(program: Program, kind: type, nth: int = 0) -> int:
+    return [i for i, op in enumerate(program.ops) if isinstance(op, kind)][nth]
+
+
+def without(kind: type, nth: int = 0) -> Plant:
+    """The program without an op."""
+
+    def plant(program: Program) -> list[Op]:
+        ops = list(program.ops)
+        del ops[first(program, kind, nth)]
+        return ops
+
+    return plant
+
+
+def changed(kind: type, change: Callable[[Any], Op], nth: int = 0) -> Plant:
+    """The program with an op changed."""
+
+    def plant(program: Program) -> list[Op]:
+        at = first(program, kind, nth)
+        return [change(op) if i == at else op for i, op in enumerate(program.ops)]
+
+    return plant
+
+
+def swapped(kind: type, other: type, nth: int = 0) -> Plant:
+    """The program with an op, and the first of another kind after it, in the other order."""
+
+    def plant(program: Program) -> list[Op]:
+        ops = list(program.ops)
+        a = first(program, kind, nth)
+        b = next(i for i in range(a + 1, len(ops)) if isinstance(ops[i], other))
+        ops[a], ops[b] = ops[b], ops[a]
+        return ops
+
+    return plant
+
+
+def doubled(kind: type, nth: int = 0) -> Plant:
+    """The program with an op twice."""
+
+    def plant(program: Program) -> list[Op]:
+        at = first(program, kind, nth)
+        return [*program.ops[: at + 1], *program.ops[at:]]
+
+    return plant
+
+
+def to_itself(op: Post) -> Op:
+    return op._replace(route=Hop((op.route.send_to + 1) % 4, op.route.recv_from))
+
+
+PLANTED: dict[str, tuple[bool, str, Plant]] = {
+    "a wait is left out": (False, "order", without(Wait)),
+    "a wait too many": (False, "order", doubled(Wait)),
+    "a post is left out": (False, "message", without(Post)),
+    "sent to another rank": (False, "message", changed(Post, to_itself)),
+    "posted on another channel": (
+        False, "order", changed(Post, lambda op: op._replace(channel="outer")),
+    ),
+    "more bytes than are expected": (
+        False, "message",
+        changed(Pack, lambda op: op._replace(message=spec_of().kv_packet(999))),
+    ),
+    "sent before it is packed": (False, "buffer", swapped(Pack, Post)),
+    "a shard is read before it is there": (False, "buffer", swapped(Wait, Post)),
+    "a buffer is freed twice": (False, "buffer", doubled(Free)),
+    "a buffer is never freed": (False, "buffer", without(Free)),
+    "a buffer is freed while it is sent": (True, "buffer", swapped(Wait, Free, 1)),
+    "a buffer is taken twice": (True, "buffer", doubled(Clear)),
+    "sums are written while they are sent": (True, "buffer", swapped(Add, Post)),
+    "a tensor that does not exist": (
+        False, "tensor",
+        changed(Pack, lambda op: op._replace(copies=(Copy(0, View("x")),))),
+    ),
+    "a result is not made": (True, "tensor", without(Round)),
+    "a step computes nothing": (
+        True, "work", changed(Differentiate, lambda op: op._replace(tiles=())),
+    ),
+    "a step computes twice": (True, "work", doubled(Differentiate)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(name: str, rank: int) -> None:
+    backward, kind, plant = PLANTED[name]
+    programs = programs_of(Strategy(), backward=backward)
+    call = calls_of(Strategy(), Mask(61, 61, causal=True), "zigzag", 4)[0]
+    assert check(programs, call) == []
+    programs[rank] = replace(programs[rank], ops=tuple(plant(programs[rank])))
+    assert kind in {fault.kind for fault in check(programs, call)}
+
+
+def test_ranks_that_post_in_another_order_are_found() -> None:
+    programs = programs_of(Strategy(), backward=True)
+    ops = list(programs[1].ops)
+    posts = [i for i, op in enumerate(ops) if isinstance(op, Post)]
+    a, b = next((x, y) for x, y in zip(posts, posts[1:], strict=False)
+                if ops[x].channel != ops[y].channel)  # fmt: skip
+    ops[a], ops[b] = ops[b], ops[a]
+    programs[1] = replace(programs[1], ops=tuple(ops))
+    assert "order" in {fault.kind for fault in check(programs)}
+
+
+# -- double rings
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_one_inner_ring_is_the_plain_ring(kind: str) -> None:
+    for mask, travels in product(MASKS.values(), ("kv", "q")):
+        layouts = layouts_of(kind, mask, 6)
+        for rank in range(6):
+            plain = ring_steps(*layouts, mask, rank, travels)  # type: ignore[arg-type]
+            assert ring_steps(*layouts, mask, rank, travels, 6) == plain  # type: ignore[arg-type]
+
+
+def test_rounds_in_the_node_and_one_hop_between() -> None:
+    layout, mask = SequenceLayout.contiguous(64, 8), Mask(64, 64)
+    steps = ring_steps(layout, layout, mask, 1, inner_degree=4)
+    assert [step.source for step in steps] == [1, 0, 3, 2, 5, 4, 7, 6]
+    call = make_call(
+        Strategy(inner_degree=4), spec_of(), (layout, layout), mask, 1, backend="reference"
+    )
+    call = replace(call, gradients=("kv", False))
+    forward, backward = (program_of(call, backward=b) for b in (False, True))
+    outer = [post for post in forward.posts() if post.channel == "outer"]
+    assert [(post.step, post.route) for post in outer] == [(0, Hop(5, 5))]
+    home = [post for post in backward.posts() if post.channel == "outer_gradients"]
+    assert [(post.step, post.route) for post in home] == [(7, Hop(6, 4))]
+
+
+@pytest.mark.parametrize(("world_size", "inner_degree"), [(4, 2), (6, 2), (6, 3), (8, 4)])
+def test_what_goes_between_nodes_has_a_whole_round(world_size: int, inner_degree: int) -> None:
+    layout = SequenceLayout.contiguous(8 * world_size, world_size)
+    mask = Mask(layout.seqlen, layout.seqlen)
+    strategy, spec = Strategy(inner_degree=inner_degree), spec_of(2, 2, torch.bfloat16)
+    calls = [make_call(strategy, spec, (layout, layout), mask, r, backend="reference")
+             for r in range(world_size)]  # fmt: skip
+    shard = spec.kv_packet(8).nbytes
+    for rank, call in enumerate(calls):
+        posts = [p for p in program_of(call, backward=False).posts() if p.channel == "outer"]
+        assert [post.step for post in posts] == list(
+            range(0, world_size - inner_degree, inner_degree)
+        )
+        for post in program_of(call, backward=False).posts():
+            crosses = post.route.send_to // inner_degree != rank // inner_degree
+            assert crosses == (post.channel == "outer")
+    schedules: dict[int, Schedule] = {}
+    for degree in (1, inner_degree):
+        one = replace(calls[0], strategy=Strategy(inner_degree=degree))
+        schedules[degree] = schedule_of(one, backward=False)
+    nodes = world_size // inner_degree
+    _, between = schedules[inner_degree].bytes_by_link(inner_degree)
+    assert between.tolist() == [(nodes - 1) * shard] * world_size
+    _, plain = schedules[1].bytes_by_link(inner_degree)
+    assert int(plain.max()) == (world_size - 1) * shard
+    with pytest.raises(ValueError, match="node_size .* got 0"):
+        schedules[1].bytes_by_link(0)
+
+
+def test_shards_and_rounds_that_nobody_needs_are_left_out() -> None:
+    layout = SequenceLayout.contiguous(32, 8)
+    window = Mask(32, 32, causal=True, window_size=(4, -1))
+    assert needed_displacements(layout, layout, window, 4) == ((0, 0), (0, 1), (1, 1))
+    steps = ring_steps(layout, layout, window, 5, inner_degree=4)
+    assert [step.source for step in steps] == [5, 4, 0]
+    documents = Mask(32, 32, True, (-1, -1), (0, 16, 32), (0, 16, 32))
+    call = make_call(
+        Strategy(inner_degree=4), spec_of(), (layout, layout), documents, 0, backend="reference"
+    )
+    for backward in (False, True):
+        _, between = schedule_of(call, backward=backward).bytes_by_link(4)
+        assert not between.any()
+
+
+@pytest.mark.parametrize(("world_size", "inner_degree"), [(6, 4), (4, 3), (4, 8)])
+def test_inner_degree_must_divide_the_world_size(world_size: int, inner_degree: int) -> None:
+    layout, mask = SequenceLayout.contiguous(64, world_size), Mask(64, 64)
+    for refused in (
+        lambda: ring_steps(layout, layout, mask, 0, "kv", inner_degree),
+        lambda: make_call(
+            Strategy(inner_degree=inner_degree), spec_of(), (layout, layout), mask, 0
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"inner_degree .* {inner_degree} and {world_size}"):
+            refused()
+
+
+# -- pictures
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_every_exchange_is_drawn(backward: bool) -> None:
+    for strategy in strategies(4):
+        for call in calls_of(strategy, MASKS["causal"], "contiguous", 4):
+            program = program_of(call, backward=backward)
+            text = draw(program)
+            assert text.startswith(f"rank {call.rank} of 4")
+            assert text.count("post ") == num_messages(program)
