@@ -26,7 +26,6 @@ from ring_attn.strategies.tree_decode import (
     gather_lengths,
     hides_nothing,
     make_call,
-    program,
 )
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.debug import check_agreement, debug_enabled, tell_refusal, values_of
@@ -182,8 +181,7 @@ def tree_decode(
             tiles = _tiles(Mask(rows, 0, causal, window), rows_kv, layout, q.device, ends)
             # Once here: no operator takes a strided last dim.
             q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-            steps = program(call, tiles, rows, rows_kv, rank, world_size)
-            out, lse = run.decode(call, steps, q, k, v, ends, sinks)
+            out, lse = run.decode(call, tiles, q, k, v, ends, sinks)
         return (out, lse) if return_lse else out
     except BaseException as error:
         refused(process_group, error)

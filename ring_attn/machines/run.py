@@ -16,6 +16,7 @@ from torch import Tensor
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import Backend, decodes, folds_in_order
 from ring_attn.core.messages import Message
+from ring_attn.core.plan import Tile
 from ring_attn.core.program import (
     Add,
     Assign,
@@ -51,7 +52,7 @@ from ring_attn.core.state import merge_tree
 from ring_attn.profiling import Direction, Observer, is_observed, observe
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import program_of
-from ring_attn.strategies.tree_decode import DecodeCall
+from ring_attn.strategies.tree_decode import DecodeCall, program
 from ring_attn.transport.base import Transport
 
 
@@ -91,10 +92,10 @@ def forward(
         transport: of this rank among all ranks of the call.
         sinks: (nheads,), the same on every rank; used in the type of the state.
     """
-    program = program_of(call, backward=False)
+    steps = program_of(call, backward=False)
     given = {"q": q, "k": k, "v": v}
-    run = execute(program, call.spec, call.scores, call.backend, given, transport, sinks)
-    saved = tuple(run.tensors[name] for name in program.saved)
+    run = execute(steps, call.spec, call.scores, call.backend, given, transport, sinks)
+    saved = tuple(run.tensors[name] for name in steps.saved)
     return Forward(run.tensors["out"], run.tensors["lse"], saved)
 
 
@@ -116,8 +117,8 @@ def backward(
     """
     names = program_of(call, backward=False).saved
     given = {**dict(zip(names, saved, strict=True)), "dout": dout}
-    program = program_of(call, backward=True)
-    run = execute(program, call.spec, call.scores, call.backend, given, transport, sinks)
+    steps = program_of(call, backward=True)
+    run = execute(steps, call.spec, call.scores, call.backend, given, transport, sinks)
     dq, dk, dv = (run.tensors[name] for name in ("dq", "dk", "dv"))
     dsinks = run.dsinks
     if sinks is not None and dsinks is None:  # a rank without heads
@@ -127,7 +128,7 @@ def backward(
 
 def decode(
     call: DecodeCall,
-    program: Program,
+    tiles: tuple[Tile, ...],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -138,7 +139,7 @@ def decode(
 
     Args:
         call: the same on every rank.
-        program: of this rank.
+        tiles: of all queries x this rank's rows.
         q: (batch, seqlen_q, nheads, headdim), the same on every rank.
         k: (batch, rows, nheads_kv, headdim), this rank's rows of the cache; it may be none.
         v: (batch, rows, nheads_kv, headdim_v).
@@ -149,8 +150,9 @@ def decode(
         `out` (batch, seqlen_q, nheads, headdim_v) in the dtype of q, `lse` (batch, nheads,
         seqlen_q); the same bits on every rank.
     """
+    steps = program(call, tiles, q.size(1), k.size(1), transport.rank, transport.world_size)
     given = {"q": q, "k": k, "v": v}
-    run = execute(program, call.spec, call.scores, call.backend, given, transport, sinks)
+    run = execute(steps, call.spec, call.scores, call.backend, given, transport, sinks)
     return run.tensors["out"], run.tensors["lse"]
 
 
@@ -485,6 +487,8 @@ class Run:
         with self._part("merge", out.size(0)):
             merged = merge_tree(out, lse, self.sinks, q.dtype)
         self.tensors[op.out], self.tensors[op.lse] = merged
+        del out, lse
+        self._give(op.buffer)
 
 
 _NOTHING = nullcontext()

@@ -4,7 +4,7 @@
       -> refused                        with the reason: heads, layout, memory, same_bits
       -> bounded                        no faster than its busiest rank computes: not simulated if
                                         that is slower than what has been found
-      -> simulated                      forward and backward on the cluster: `planning.simulate`
+      -> simulated                      forward and backward on the cluster: `machines.time`
       -> the best                       of those within 2.5 % of the fastest the first in order
 
 All of it is a function of the arguments. A call asks through `ring_attn.planning.agreement`.
@@ -111,7 +111,7 @@ def explain(
     """How ranks share a call best, why, and what the other ways cost; needs no process group.
 
     Every strategy with every degree is bounded by what its busiest rank computes, and simulated
-    where that does not rule it out (`planning.simulate`). `strategy="auto"` chooses in the same
+    where that does not rule it out (`machines.time`). `strategy="auto"` chooses in the same
     way, with the layout that the call has.
 
     Args:

@@ -83,7 +83,6 @@ def make_call(
     return DecodeCall(spec, scale, choose_backend(spec, backend).name)
 
 
-@lru_cache(maxsize=256)
 def program(
     call: DecodeCall, tiles: tuple[Tile, ...], rows: int, rows_kv: int, rank: int, world_size: int
 ) -> Program:
@@ -97,10 +96,8 @@ def program(
         rank: whose program.
         world_size: number of ranks.
     """
-    spec, wide = call.spec, call.spec.accum_dtype
-    out = Array(spec.batch, rows, spec.nheads, spec.headdim_v, wide)
-    lse = Array(spec.batch, rows, spec.nheads, None, wide)
-    q = View("q")
+    spec, q = call.spec, View("q")
+    out, lse = _partial(spec, rows)
     ops: list[Op]
     if tiles and decodes(get_backend(call.backend)):
         ops = [Decode(tiles, q, View("k"), View("v"))]
@@ -110,28 +107,37 @@ def program(
         if tiles:
             ops.append(Attend(tiles, q, View("k"), View("v")))
         ops.append(Finish("partial out", "partial lse", out, lse))
+    arrays = {
+        "q": Array(spec.batch, rows, spec.nheads, spec.headdim, spec.dtype),
+        "k": Array(spec.batch, rows_kv, spec.nheads_kv, spec.headdim, spec.dtype),
+        "v": Array(spec.batch, rows_kv, spec.nheads_kv, spec.headdim_v, spec.dtype),
+    }
+    return Program(world_size, rank, False, (*ops, *_merging(spec, rows, world_size)), arrays)
+
+
+def _partial(spec: AttentionSpec, rows: int) -> tuple[Array, Array]:
+    """Sizes of a rank's partial out and lse."""
+    wide = spec.accum_dtype
+    out = Array(spec.batch, rows, spec.nheads, spec.headdim_v, wide)
+    return out, Array(spec.batch, rows, spec.nheads, None, wide)
+
+
+# Every token has a program of its own, of which this part is the same.
+@lru_cache(maxsize=256)
+def _merging(spec: AttentionSpec, rows: int, world_size: int) -> tuple[Op, ...]:
+    """Gathers and merges the partial results of all ranks."""
     packet = decode_packet(spec, rows)
-    send = Buffer("partial", packet.nbytes)
-    recv = Buffer("partials", world_size * packet.nbytes)
     everyone = Gathered(packet, world_size)
-    names = ("partial out", "partial lse")
-    ops += [
-        Pack(send, packet, tuple(Copy(i, View(name)) for i, name in enumerate(names))),
-        Post(
-            "shards", 0, Collective("all_gather"), send, recv, everyone,
-            packet.nbytes * (world_size - 1),
-        ),
+    send, recv = Buffer("partial", packet.nbytes), Buffer("partials", everyone.nbytes)
+    others = packet.nbytes * (world_size - 1)
+    copies = (Copy(0, View("partial out")), Copy(1, View("partial lse")))
+    return (
+        Pack(send, packet, copies),
+        Post("shards", 0, Collective("all_gather"), send, recv, everyone, others),
         Wait("shards"),
         Free((send,)),
         Merge(recv, everyone, "out", "lse"),
-    ]  # fmt: skip
-    lead = (spec.batch, rows_kv, spec.nheads_kv)
-    arrays = {
-        "q": Array(spec.batch, rows, spec.nheads, spec.headdim, spec.dtype),
-        "k": Array(*lead, spec.headdim, spec.dtype),
-        "v": Array(*lead, spec.headdim_v, spec.dtype),
-    }
-    return Program(world_size, rank, False, tuple(ops), arrays)
+    )
 
 
 def hides_nothing(mask: Mask) -> bool:

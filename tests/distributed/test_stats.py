@@ -5,26 +5,21 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ring_attn import SequenceLayout, Strategy, ring_attention
-from ring_attn.core import sizes as cost
 from ring_attn.core.mask import Mask
+from ring_attn.core.program import Attend, Differentiate, Inner, Program, Step
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import resolve_strategy
 from ring_attn.decode import tree_decode
+from ring_attn.machines.count import bytes_sent, num_messages
 from ring_attn.profiling import Figures, Stats, collect, stats, trace
-from ring_attn.strategies import all_gather, core, q_exchange, ulysses
-from ring_attn.strategies.all_gather import AllGatherCall
-from ring_attn.strategies.base import Call
-from ring_attn.strategies.q_exchange import QExchangeCall
-from ring_attn.strategies.ring import RingCall
+from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.strategies.tree_decode import decode_packet
-from ring_attn.strategies.ulysses import UlyssesCall
 from ring_attn.testing import random_qkv
 from tests.distributed.pool import Pools
 
@@ -38,40 +33,18 @@ SIZES = {"batch": 2, "nheads": 6, "nheads_kv": 2, "headdim": 16, "headdim_v": 8}
 Counts = tuple[int, int, int, int]
 
 
-def planned(call: Any, backward: bool) -> Counts:
-    """What the plans of a call have on its rank."""
-    if isinstance(call, RingCall):
-        plan, options = call.plan(backward=backward), {"backward": backward}
-        options["in_order"] = call.in_order
-        return (
-            cost.bytes_sent(plan, call.spec, **options),
-            cost.num_messages(plan, **options),
-            len(plan.steps),
-            sum(len(step.tiles) for step in plan.steps),
-        )
-    if isinstance(call, AllGatherCall):
-        return (
-            all_gather.bytes_sent(call, backward=backward),
-            all_gather.num_messages(call, backward=backward),
-            len(call.chunks),
-            len(call.chunks) * len(call.tiles()),
-        )
-    if isinstance(call, QExchangeCall):
-        nbytes, messages, steps, merges = planned(call.inner, backward)
-        nbytes += q_exchange.bytes_sent(call, backward=backward)
-        return nbytes, messages + q_exchange.num_messages(call), steps, merges
-    assert isinstance(call, UlyssesCall)
-    inside = [planned(one, backward) for one in call.cores]
-    return (
-        ulysses.bytes_sent(
-            call, lambda one, backward: planned(one, backward)[0], backward=backward
-        ),
-        ulysses.num_messages(
-            call, lambda one, backward: planned(one, backward)[1], backward=backward
-        ),
-        sum(counts[2] for counts in inside),
-        sum(counts[3] for counts in inside),
-    )
+def planned(program: Program) -> Counts:
+    """What a program holds."""
+    steps = merges = 0
+    for op in program.ops:
+        if isinstance(op, Inner):
+            inside = planned(op.program)
+            steps, merges = steps + inside[2], merges + inside[3]
+        elif isinstance(op, Step):
+            steps += op.number is not None
+        elif isinstance(op, Attend | Differentiate):
+            merges += len(op.tiles)
+    return bytes_sent(program), num_messages(program), steps, merges
 
 
 def run_measured(kind: str, strategy: str | Strategy) -> tuple[Stats, list[Counts], list[float]]:
@@ -88,8 +61,8 @@ def run_measured(kind: str, strategy: str | Strategy) -> tuple[Stats, list[Count
         end = time.perf_counter()
     spec = AttentionSpec.of(q, k, v)
     resolved = resolve_strategy(strategy, world_size, ())
-    call: Call = core.make_call(resolved, spec, (layout, layout), MASK, rank)
-    counts = [planned(call, backward) for backward in (False, True)]
+    call = make_call(resolved, spec, (layout, layout), MASK, rank)
+    counts = [planned(program_of(call, backward=backward)) for backward in (False, True)]
     return stats(), counts, [middle - start, end - middle]
 
 

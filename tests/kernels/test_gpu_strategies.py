@@ -14,7 +14,8 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.decode import next_rank
-from ring_attn.strategies.tree_decode import decode_tiles, tree_decode_forward
+from ring_attn.machines import run as machine
+from ring_attn.strategies.tree_decode import decode_tiles
 from ring_attn.strategies.tree_decode import make_call as make_decode
 from ring_attn.testing import (
     Case,
@@ -96,7 +97,7 @@ def test_decode(seqlen_q: int) -> None:
     def work(rank: int, transport: LocalTransport) -> tuple[Tensor, Tensor]:
         tiles = decode_tiles(layout.segments(rank), mask)
         shards = (layout.shard(x, rank) for x in (k, v))
-        return tree_decode_forward(q, *shards, tiles, call, transport)
+        return machine.decode(call, tiles, q, *shards, transport)
 
     oracle, plain = dense_gradients(*inputs, mask), plain_gradients(*inputs, mask)
     results = run_local(layout.world_size, work)

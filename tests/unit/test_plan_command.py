@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from ring_attn.planning.simulate import Simulation
 
+from ring_attn.machines.time import Simulation
 from ring_attn.planning.choice import Choice
 from ring_attn.planning.devices import builtin_cluster, to_json
 from ring_attn.tools import cli

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from ring_attn.strategies.core import make_call
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
+from ring_attn.machines.count import peak_bytes
 from ring_attn.planning import agreement, devices, planner
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.planning.choice import Candidate, Choice, Problem, label
@@ -31,7 +31,9 @@ from ring_attn.planning.devices import (
 )
 from ring_attn.planning.memory import peak_of
 from ring_attn.planning.planner import choose, explain
-from ring_attn.strategies import all_gather, ring, ulysses
+from ring_attn.strategies import ring
+from ring_attn.strategies.base import Call
+from ring_attn.strategies.registry import make_call, why_not_same_bits
 from ring_attn.testing import LAYOUTS, layouts_of, masks
 from ring_attn.transport.local import LocalTransport, run_local
 
@@ -253,12 +255,10 @@ def test_a_candidate_is_the_call_that_is_made(name: str, kind: str) -> None:
                 make_call(*args, backend="aten")
             continue
         call: Any = make_call(*args, backend="aten")
-        assert call.same_bits == candidate.same_bits
-        call = getattr(call, "inner", call)
-        cores = [core for core in getattr(call, "cores", (call,)) if hasattr(core, "travels_back")]
-        if cores and len(layouts) == 2 and candidate.travels is not None:
-            made = {(core.travels_back, core.in_order) for core in cores}
-            assert (candidate.travels, candidate.in_order) in made
+        assert (why_not_same_bits(call) is None) == candidate.same_bits
+        if candidate.travels is not None:
+            core = planner.core_of(call)
+            assert (candidate.travels, candidate.in_order) == ring.choose_gradients(core)
 
 
 # -- memory
@@ -273,12 +273,19 @@ def test_the_peak_of_a_ring_is_that_of_its_plan(kind: str, backend: str, inner_d
     strategy = Strategy(inner_degree=inner_degree)
     for mask in (Mask(4096, 4096, causal=True), Mask(4096, 4096)):
         for travels in ("kv", "q"):
-            calls = [
-                ring.RingCall(spec, layouts, mask, rank, 1.0, backend, travels, False, inner_degree)  # type: ignore[arg-type]
-                for rank in range(8)
-            ]
-            exact = max(ring.predicted_peak_bytes(call, backward=True) for call in calls)
-            got = peak_of(strategy, spec, layouts, mask, backend=backend, travels=travels)  # type: ignore[arg-type]
+            call = Call(
+                spec,
+                layouts,
+                mask,
+                0,
+                strategy,
+                1.0,
+                backend,
+                None,
+                (travels, False),  # type: ignore[arg-type]
+            )
+            exact = max(peak_bytes(replace(call, rank=rank), backward=True) for rank in range(8))
+            got = peak_of(call)
             assert exact == pytest.approx(got, rel=0.1)
             assert got >= 0.99 * exact
 
@@ -287,18 +294,11 @@ def test_the_peak_of_the_others_is_theirs() -> None:
     mask = Mask(1024, 1024, causal=True)
     layouts = layouts_of("zigzag", mask, 4)
     spec = AttentionSpec("cpu", torch.float32, 1, 4, 2, 32, 32)
-    gathered: Any = make_call(Strategy("all_gather"), spec, layouts, mask, 0, backend="aten")
-    heads: Any = make_call(Strategy(ulysses_degree=4), spec, layouts, mask, 0, backend="aten")
-    for backward in (False, True):
-        assert all_gather.predicted_peak_bytes(gathered, backward=backward) == peak_of(
-            Strategy("all_gather"), spec, layouts, mask, backend="aten", backward=backward
-        )
-        of_core = ring.predicted_peak_bytes
-        assert ulysses.predicted_peak_bytes(heads, of_core, backward=backward) == pytest.approx(
-            peak_of(
-                Strategy(ulysses_degree=4), spec, layouts, mask, backend="aten", backward=backward
-            )
-        )
+    for strategy in (Strategy("all_gather"), Strategy(ulysses_degree=4)):
+        calls = [make_call(strategy, spec, layouts, mask, r, backend="aten") for r in range(4)]
+        for backward in (False, True):
+            exact = max(peak_bytes(call, backward=backward) for call in calls)
+            assert peak_of(calls[0], backward=backward) == pytest.approx(exact)
 
 
 # -- layouts

@@ -20,8 +20,10 @@ from torch.profiler import ProfilerActivity, profile
 from ring_attn import SequenceLayout, profiling
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
+from ring_attn.machines import run as machine
 from ring_attn.profiling import collect, gradient_sync, observe, stats, trace
-from ring_attn.strategies import observed, ring
+from ring_attn.strategies.registry import make_call
 from ring_attn.testing import random_qkv
 from ring_attn.transport.base import TransportStats
 from ring_attn.transport.local import LocalTransport, run_local
@@ -48,10 +50,10 @@ def ring_call(rank: int, transport: LocalTransport, *, backward: bool = True) ->
     layout = SequenceLayout.contiguous(SEQLEN, transport.world_size)
     inputs = random_qkv(seqlen_q=SEQLEN, nheads=2, nheads_kv=1, headdim=8)
     q, k, v, dout = (layout.shard(x, rank) for x in inputs)
-    call = ring.make_call(AttentionSpec.of(q, k, v), (layout, layout), MASK, rank)
-    out, _, saved = call.forward(q, k, v, transport, None)
+    call = make_call(Strategy(), AttentionSpec.of(q, k, v), (layout, layout), MASK, rank)
+    out, _, saved = machine.forward(call, q, k, v, transport)
     if backward:
-        call.backward(saved, dout, transport, None)
+        machine.backward(call, saved, dout, transport)
     return out
 
 
@@ -167,8 +169,8 @@ def test_transfers_that_cannot_be_seen_are_none() -> None:
 
 
 def watched_calls(world_size: int) -> Counter[str]:
-    """Python functions of the watching modules that ranks enter in their calls, over all ranks."""
-    files = {profiling.__file__, observed.__file__}
+    """Python functions of `profiling` that ranks enter in their calls, over all ranks."""
+    files = {profiling.__file__}
     entered: Counter[str] = Counter()
 
     def count(frame: Any, event: str, _: object) -> None:
@@ -184,11 +186,8 @@ def watched_calls(world_size: int) -> Counter[str]:
 
 
 def test_off_it_is_a_look_for_each_call_and_nothing_for_each_step() -> None:
-    each = Counter(
-        {"run_observed": 2, "is_observed": 2, "observed_backend": 3, "observed_steps": 2}
-    )
     for world_size in (1, 2, 4):
-        assert watched_calls(world_size) == Counter({f: world_size * n for f, n in each.items()})
+        assert watched_calls(world_size) == {"is_observed": 2 * world_size}
 
 
 def test_ranges_have_their_names() -> None:
@@ -297,36 +296,6 @@ def test_memory_that_cannot_be_told_is_none(monkeypatch: pytest.MonkeyPatch) -> 
     figures = stats().forward
     assert figures is not None
     assert figures.peak_bytes is figures.call_bytes is figures.pressure is None
-
-
-class InOrder:
-    """Stands for a backend whose backward is in halves."""
-
-    in_order = True
-    bits_unit = 128
-
-    def backward_q(self, *args: object, scores: object) -> tuple[object, ...]:
-        return args
-
-    def backward_kv(self, *args: object, scores: object) -> tuple[object, ...]:
-        return args
-
-
-def test_both_halves_of_a_backward_count() -> None:
-    transports: list[LocalTransport] = []
-    run_local(1, lambda rank, transport: transports.append(transport))
-    backend: Any = InOrder()
-    assert observed.observed_backend(backend, transports[0]) is backend
-    observer = profiling.Observer(None)
-    watched = observed.observed_backend(
-        backend, observed.ObservedTransport(transports[0], observer)
-    )
-    tiles = ("tile", "tile", "tile")
-    assert watched.in_order and watched.bits_unit == 128
-    args = ("q", "k", "v", "dout", "lse", "delta", tiles)
-    assert watched.backward_q(*args, "dq", scores=None) == (*args, "dq")
-    assert watched.backward_kv(*args, "dk", "dv", scores=None) == (*args, "dk", "dv")
-    assert observer.merges == 2 * len(tiles)
 
 
 @pytest.mark.gpu

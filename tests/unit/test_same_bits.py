@@ -21,8 +21,11 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.plan import Tile
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.strategy import Strategy
+from ring_attn.machines import run as run_module
 from ring_attn.strategies import ring as ring_module
-from ring_attn.strategies.ring import RingCall, make_call
+from ring_attn.strategies.base import Call
+from ring_attn.strategies.registry import make_call, program_of, why_not_same_bits
+from ring_attn.strategies.ring import choose_gradients
 from ring_attn.testing import LAYOUTS, AllRanks, Case, Heads, Layouts, masks, run_all_ranks
 from ring_attn.transport.local import LocalTransport
 
@@ -103,7 +106,9 @@ def in_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(backends, "PREFERENCE", {**backends.PREFERENCE, "blocks": ("", "")})
     monkeypatch.setattr(backends, "get_backend", get_backend)
-    monkeypatch.setattr(ring_module, "get_backend", get_backend)
+    for module in (ring_module, run_module):
+        monkeypatch.setattr(module, "get_backend", get_backend)
+    program_of.cache_clear()
     monkeypatch.setattr(order, "get_backend", get_backend)
     yield
     backends.choose_backend.cache_clear()
@@ -239,10 +244,11 @@ WITHOUT: dict[str, tuple[Layouts, Mask, str, str]] = {
 def test_why_not(name: str) -> None:
     layouts, mask, backend, reason = WITHOUT[name]
     assert reason in str(order.why_not_in_order(Strategy(), (8, 2), layouts, mask, backend))
-    make = partial(make_call, FEW_KV_HEADS, layouts, mask, 0, backend=backend)
+    make = partial(make_call, Strategy(), FEW_KV_HEADS, layouts, mask, 0, backend=backend)
     with pytest.raises(NotImplementedError, match="same_bits=True cannot be had here: "):
         make(same_bits=True)
-    assert not make().same_bits and not make(same_bits=False).same_bits
+    for same_bits in (None, False):
+        assert why_not_same_bits(make(same_bits=same_bits)) is not None
 
 
 @pytest.mark.parametrize(
@@ -262,14 +268,17 @@ def test_on_where_it_can_be_had(layouts: Layouts, mask: Mask) -> None:
     # Heads for which the Q side would cost fewer bytes.
     spec = AttentionSpec("cpu", torch.bfloat16, 1, 4, 4, 64, 64)
     usual = {
-        same_bits: make_call(spec, layouts, mask, 0, backend="blocks", same_bits=same_bits)
+        same_bits: make_call(
+            Strategy(), spec, layouts, mask, 0, backend="blocks", same_bits=same_bits
+        )
         for same_bits in (None, True, False)
     }
-    assert usual[None] == usual[True]
-    assert usual[True].same_bits and usual[True].travels_back == "kv"
-    assert not usual[False].same_bits
+    for same_bits in (None, True):
+        assert why_not_same_bits(usual[same_bits]) is None
+        assert choose_gradients(usual[same_bits]) == ("kv", True)
+    assert why_not_same_bits(usual[False]) is not None
     if layouts == contiguous(64, 4):
-        assert usual[False].travels_back == "q"
+        assert choose_gradients(usual[False])[0] == "q"
 
 
 ZIGZAG = tuple(SequenceLayout.zigzag(64, 4) for _ in range(2))
@@ -287,14 +296,15 @@ ZIGZAG = tuple(SequenceLayout.zigzag(64, 4) for _ in range(2))
     ids=lambda change: next(iter(change)),
 )
 def test_gradients_are_continued_where_kv_travels_anyway(change: dict[str, Any]) -> None:
-    def made(**given: Any) -> RingCall:
+    def made(**given: Any) -> Call:
+        strategy = Strategy(inner_degree=given.pop("inner_degree", 1))
         options = {"spec": FEW_KV_HEADS, "mask": Mask(64, 64, True), "backend": "blocks", **given}
         spec, mask = options.pop("spec"), options.pop("mask")
-        return make_call(spec, ZIGZAG, mask, 0, **options)
+        return make_call(strategy, spec, ZIGZAG, mask, 0, **options)
 
     usual = made()
-    assert usual.in_order and usual.travels_back == "kv" and not usual.same_bits
-    assert not made(**change).in_order
+    assert choose_gradients(usual) == ("kv", True) and why_not_same_bits(usual) is not None
+    assert not choose_gradients(made(**change))[1]
 
 
 def test_only_backends_in_order_say_so() -> None:

@@ -14,13 +14,13 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.plan import pair_tiles
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.decode import next_rank
+from ring_attn.machines import run as machine
 from ring_attn.strategies.tree_decode import (
     decode_packet,
     decode_tiles,
     gather_lengths,
     hides_nothing,
     make_call,
-    tree_decode_forward,
 )
 from ring_attn.testing import (
     Inputs,
@@ -79,7 +79,7 @@ def run(
     def work(rank: int, transport: LocalTransport) -> tuple[Tensor, Tensor, tuple[int, int]]:
         tiles = decode_tiles(layout.segments(rank), mask)
         shards = (layout.shard(x, rank) for x in (k, v))
-        out, lse = tree_decode_forward(q, *shards, tiles, call, transport, sinks)
+        out, lse = machine.decode(call, tiles, q, *shards, transport, sinks)
         return out, lse, (transport.stats.messages, transport.stats.bytes_sent)
 
     with poisoned_empty():
