@@ -141,13 +141,9 @@ class RankGroup:
             try:
                 self._media[device.type] = self._new_medium(device, seconds)
             except BaseException as error:
-                # Ranks that have connected before this one may have failed since, for a reason.
-                board = self._board
-                found = None if board is None else _in_time(board.failure)
-                why = describe_error(error) + ("" if found is None else f"; {found}")
                 text = (
                     f"rank {self.rank} could not form the ring of global ranks "
-                    f"{list(self.global_ranks)}, timeout {seconds:g} s: {why}. "
+                    f"{list(self.global_ranks)}, timeout {seconds:g} s: {describe_error(error)}. "
                     "All ranks of the group must make their first call of ring_attention together"
                 )
                 self.fail(text)
