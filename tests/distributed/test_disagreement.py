@@ -127,7 +127,7 @@ def late(group: Group, odd: bool, **arguments: Any) -> None:
     """The odd rank comes when the others have given up."""
     call(group, **arguments)
     if odd:
-        time.sleep(1.5)
+        time.sleep(3.0)
     call(group, **{"transport": TransportOptions(timeout=1.0), **arguments})
 
 
