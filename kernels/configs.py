@@ -156,11 +156,11 @@ FLOAT32 = {
     256: Config(16, 16, 8, 1, "255 regs and 240 bytes spilled, 68 KB; not measured"),
 }
 
-# Of the forward in Gluon by head dim, on sm_90, wherever it can run: `hopper_fwd.CONFIGS` has what
-# may enter here once a device has measured it faster.
+# Configs of the Gluon forward by head dim, used on sm_90 wherever it can run. Empty until a device
+# has measured one of `hopper_fwd.CONFIGS` as faster.
 GLUON: dict[int, Config] = {}
 
-# What is tried beside the frozen configs; what does not fit a device is left out there.
+# Configs that a search tries beside the frozen ones; a device skips those that do not fit it.
 TILES: dict[str, tuple[Config, ...]] = {
     "fwd": (
         Config(128, 128, 8, 2),
@@ -298,14 +298,14 @@ def frozen(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> Config:
 
 
 def gluon_forward(x: Tensor, headdim_v: int) -> Config | None:
-    """The config of the Gluon forward, where that takes the place of the other; see `GLUON`."""
+    """The config of the Gluon forward where that kernel is used, else None; see `GLUON`."""
     if architecture(x.device) != "sm_90":
         return None
     return GLUON.get(max(x.size(-1), headdim_v))
 
 
 def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tuple[Config, ...]:
-    """What `search` tries: the frozen config, and configs that may or may not suit the device.
+    """The configs that `search` tries: the frozen one, and others that may suit the device.
 
     On sm_90 in the order of what they promise: another tile can be worth a quarter; groups of heads
     less, and only where the columns of all do not fit into the L2 cache; a persistent grid some per
@@ -347,7 +347,7 @@ def search(
         kind: as for `select`.
         x: as for `select`.
         headdim_v: of v.
-        key: what else makes a difference: sizes and options of the call.
+        key: sizes and options of the call on which the best config may depend.
         launch: makes a launch that may be repeated, over scratch results.
     """
     arch, headdim = architecture(x.device), max(x.size(-1), headdim_v)
@@ -361,7 +361,7 @@ def search(
 
 @cache
 def architecture(device: torch.device) -> str:
-    """Which column of the table a device takes."""
+    """The device's architecture, a column of the table."""
     if device.type == "cpu":
         return "interpreter"
     if torch.version.hip is not None:
@@ -378,7 +378,7 @@ def _bucket(headdim: int) -> int:
 
 
 def _distinct(*configs: Config) -> tuple[Config, ...]:
-    """The first of each that differ in their notes alone."""
+    """Without configs that differ from an earlier one in the note alone."""
     found: dict[Config, Config] = {}
     for config in configs:
         found.setdefault(replace(config, note=""), config)

@@ -30,10 +30,10 @@ from .launch import Launch
 from .online_softmax import online_softmax_finalize, online_softmax_merge, softmax_pivot
 from .step_table import Rectangle
 
-# A part begins and ends where blocks of any config do, and is worth the state that it leaves.
+# Parts begin and end at blocks of every config; shorter ones would cost more to merge than to read.
 PART_UNIT, LEAST_PART = 128, 256
 
-# Programs that there should be for each multiprocessor: two share one, and hide each other's waits.
+# Programs per multiprocessor: two hide each other's waits.
 PROGRAMS_PER_SM = 2
 
 # Parts that a program merges at a time.
@@ -53,9 +53,9 @@ def choose_parts(first: int, last: int, programs: int, num_sms: int) -> Parts:
     """Enough parts to fill the GPU, and no more.
 
     Args:
-        first: column that is seen.
-        last: the one behind those that are.
-        programs: of a part: kv heads and blocks of rows of the batch.
+        first: the first column that any row sees.
+        last: the column after the last that any row sees.
+        programs: number of programs of one part: kv heads x blocks of rows x batch.
         num_sms: multiprocessors.
     """
     start = first // PART_UNIT * PART_UNIT
@@ -68,7 +68,7 @@ def choose_parts(first: int, last: int, programs: int, num_sms: int) -> Parts:
 def part_rectangles(
     rectangles: Sequence[Rectangle], num_rows: int, group: int, parts: Parts
 ) -> list[Rectangle]:
-    """What the rows of all parts see, as rectangles without bounds.
+    """The columns that the rows of all parts see, as rectangles without bounds.
 
     Args:
         rectangles: queries x keys.
@@ -89,7 +89,7 @@ def part_rectangles(
 
 
 def _unbounded(rectangles: Sequence[Rectangle]) -> Iterator[tuple[int, int, int, int]]:
-    """The columns that all rows of a rectangle see, and row by row what is left."""
+    """Splits a rectangle: the columns that all its rows see, and row by row the others."""
     for r0, r1, c0, c1, lo, hi in rectangles:
         left = c0 if lo is None else max(c0, r1 - 1 + lo)
         right = c1 if hi is None else min(c1, r0 + hi + 1)

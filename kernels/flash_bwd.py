@@ -10,7 +10,7 @@ With the global lse, probabilities need no renormalisation, whatever part of the
     dq      a task per block of q rows and head: over its keys, from the diagonal downwards
 
 Two kernels do 7 matrix products where one with atomics would do 5; in exchange nothing is added in
-an order that depends on time. dq, dk, dv are float32 and are continued: loaded in the prologue,
+an order that depends on time. dq, dk, dv are float32 and accumulated into: loaded in the prologue,
 stored in the epilogue, so that a ring's sums are those of a single pass, bit for bit, if its steps
 come in the folding order. dq and dk are left without softmax_scale, which the caller applies once,
 at the end: ds would lose bits of its 16-bit form to it.
@@ -210,7 +210,7 @@ def flash_dkdv_kernel(
     SOFTCAP: tl.constexpr,
     PERSISTENT: tl.constexpr,
 ):
-    """Tasks: each dk and dv of one block of kv rows of one kv head; columns are q rows here."""
+    """Computes in each task dk, dv of one block of kv rows of one kv head; columns are q rows."""
     num_tasks = tasks_of_program(num_blocks * batch_heads) if PERSISTENT else 1
     for i in range(num_tasks):
         task = tl.program_id(0) + i * tl.num_programs(0)
@@ -344,7 +344,7 @@ def flash_dq_kernel(
     SOFTCAP: tl.constexpr,
     PERSISTENT: tl.constexpr,
 ):
-    """Tasks: each dq of one block of q rows of one head."""
+    """Computes, in each task, dq of one block of q rows of one head."""
     num_tasks = tasks_of_program(num_blocks * batch_heads) if PERSISTENT else 1
     for i in range(num_tasks):
         task = tl.program_id(0) + i * tl.num_programs(0)
@@ -437,7 +437,7 @@ def dkdv_launch(
         dout: (batch, rows, nheads, headdim_v).
         lse: (batch, nheads, rows) float32, contiguous, over all keys of all steps.
         delta: likewise.
-        dk: as k, float32, contiguous; continued in place.
+        dk: as k, float32, contiguous; accumulated into.
         dv: as v, likewise.
         table: of kv rows x q rows (`transposed`), ascending.
         config: tile sizes, warps and stages.
@@ -500,7 +500,7 @@ def dq_launch(
         dout: (batch, rows, nheads, headdim_v).
         lse: (batch, nheads, rows).
         delta: (batch, nheads, rows).
-        dq: as q, float32, contiguous; continued in place.
+        dq: as q, float32, contiguous; accumulated into.
         table: of q rows x kv rows, descending.
         config: tile sizes, warps and stages.
         softmax_scale: positive.

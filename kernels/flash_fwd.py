@@ -81,7 +81,7 @@ def store_rows(ptr, x, row_start, row_stop, stride, HEAD_DIM: tl.constexpr, BLOC
 
 @triton.jit
 def store_stats(ptr, x, row_start, row_stop):
-    """Stores x (BLOCK,) likewise."""
+    """Stores x (BLOCK,) to the rows row_start, row_start + 1, ... below `row_stop`."""
     offs = tl.arange(0, x.shape[0])
     tl.store(ptr + row_start + offs, x, offs < row_stop - row_start)
 
@@ -216,8 +216,8 @@ def flash_fwd_kernel(
     HAS_SINKS: tl.constexpr,
     PERSISTENT: tl.constexpr,
 ):
-    """Tasks: each the state of one block of q rows of one head, moved over the keys it sees."""
-    # The compiler takes a loop of one pass away, and with it all that persistence costs.
+    """Folds, in each task, the keys that one block of q rows of one head sees into its state."""
+    # When not persistent the loop runs once, so the compiler removes it.
     num_tasks = tasks_of_program(num_blocks * batch_heads) if PERSISTENT else 1
     for i in range(num_tasks):
         task = tl.program_id(0) + i * tl.num_programs(0)
@@ -296,7 +296,7 @@ class Carried:
 
 
 def score_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
-    """What raw products are multiplied with before and after tanh; without softcap, once."""
+    """Factors of raw products before and after tanh; without softcap the second is 1."""
     if softcap:
         return softmax_scale / softcap, softcap * LOG2E.value
     return softmax_scale * LOG2E.value, 1.0

@@ -11,7 +11,7 @@ from importlib import import_module
 
 HOPPER = "triton.experimental.gluon.language.nvidia.hopper"
 
-# By module; of names divided by a bar any one will do.
+# Names by module; one of several names divided by a bar is enough.
 NEEDED: dict[str, tuple[str, ...]] = {
     "triton.experimental.gluon": ("jit",),
     "triton.experimental.gluon.language": (
@@ -39,7 +39,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
 
 @cache
 def gluon_missing() -> str | None:
-    """What triton lacks for the Gluon kernels, in words; None where it lacks nothing."""
+    """Names that triton lacks for the Gluon kernels, in words; None where it lacks none."""
     for path, names in NEEDED.items():
         try:
             module = import_module(path)

@@ -67,20 +67,22 @@ from .online_softmax import (
 from .step_table import StepTable, column_range, load_block_row, load_run
 from .tasks import block_and_head, make_schedule
 
-# Rows of q that a warpgroup's products have.
+# Rows of q in the products of one warpgroup.
 ROWS = gl.constexpr(64)
 
-# By their names in triton 3.9, and before.
+# Names in triton 3.9, and in older versions.
 start_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _memory = gl.shared_memory_descriptor
 reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 HEAD_DIMS = (64, 128, 256)
 
-# Where runs begin or end within a block: beyond them there are no registers left for the producer.
+# Head dims at which runs may begin or end within a block: larger ones leave the producer too few
+# registers.
 RAGGED_HEAD_DIMS = (64, 128)
 
-# Of heads that are done together: of the 50 MB of L2, what is left beside q, out and the state.
+# K and V of the heads that are computed together: the share of the 50 MB of L2 that q, out and the
+# state leave.
 L2_BYTES = 32 * 2**20
 
 
@@ -375,8 +377,8 @@ def _fold_blocks(
         p_next, alpha, m_i, l_i = _softmax(
             s, m_i, l_i, rows, start, run, qk_scale, HAS_LO, HAS_HI, RAGGED, MASK
         )
-        # The loop inside this wait also keeps ptxas from moving the softmax below the next one,
-        # which it does else: nothing but that loop tells it that the two belong in this order.
+        # The loop inside this wait also keeps ptxas from moving the softmax below the next wait:
+        # nothing else in the code prevents that.
         next_stage = _await_full(v_buffers, v_full, use)
         acc, l_i = warpgroup_mma_wait(0, deps=[acc, l_i])
         mbarrier.arrive(v_empty.index(v_stage), count=1)
@@ -565,8 +567,8 @@ def _consume(
                 )  # fmt: skip
         mbarrier.arrive(q_empty.index(INDEX), count=1)
 
-        # Read again, so that the pointers of the state are made again: kept over the loops they
-        # take the registers of the products.
+        # Loaded again, so that the state's pointers are computed again: kept during the loops they
+        # would take registers from the products.
         row = gl.load(blocks_ptr + 4 * block) + INDEX * ROWS
         if LAST:
             m_o = gl.convert_layout(m_i, O_ROWS)
@@ -642,14 +644,14 @@ def hopper_fwd_kernel(
         _barriers(STAGES, CONSUMERS),  # v_empty
         _barriers(CONSUMERS, 1),  # turns
     )
-    # Copies, which are no warp's own accesses, complete barriers as they have been made here.
+    # Copies run outside the warps: this fence shows them the barriers that were made above.
     fence_async_shared()
     work = (blocks_ptr, runs_ptr, num_blocks, heads_together, nheads)
     state = (acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr, sinks_ptr)
     descs = (q_desc, k_desc, v_desc)
     given = (buffers, barriers, work, num_tasks, num_programs)
     to_fold = (given, state, num_rows, qk_scale)
-    # Registers a thread: what the producer can do without the consumers get.
+    # Registers per thread: the consumers get those that the producer does not need.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [

@@ -1,4 +1,4 @@
-"""A kernel launch as data: what launchers make, what runs, what is compiled without a GPU."""
+"""A kernel launch as data: it can be run, or compiled without a GPU."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Repeat:
 
 
 class _Address(NamedTuple):
-    """What a launcher wants of a tensor."""
+    """Stands for a tensor where triton asks for its address alone."""
 
     address: int
 
@@ -91,7 +91,7 @@ class _Address(NamedTuple):
 
 
 def _moved(descriptor: Any, base: _Address) -> Any:
-    """The same descriptor of another tensor."""
+    """A copy of a descriptor that describes another tensor."""
     moved = copy.copy(descriptor)
     moved.base = base
     return moved

@@ -48,7 +48,7 @@ TANH_SMALL = tl.constexpr(0.55)
 
 @triton.jit
 def softmax_pivot(m):
-    """What exponents are taken against: m, and 0 for rows that have seen nothing."""
+    """The number subtracted from scores before exp: m, or 0 for rows that have seen nothing."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 

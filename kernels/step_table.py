@@ -1,4 +1,4 @@
-"""What a launch visits, as two small integer tables: blocks of rows, and the columns they see.
+"""Two small integer tables that a launch visits: blocks of rows, and the columns they see.
 
 A rectangle is (row_start, row_stop, col_start, col_stop, lo, hi): its rows see those of its columns
 with `lo <= col - row <= hi`; a bound of None cuts nothing off. Forward and dq take q rows and kv
@@ -29,7 +29,8 @@ from torch import Tensor
 
 Rectangle = tuple[int, int, int, int, int | None, int | None]
 
-# A bound that no difference of rows reaches, with room to add a row to it in int32.
+# Stands for an unbounded side of a band: no difference of rows reaches it, and adding a row to it
+# does not overflow int32.
 UNBOUNDED = 1 << 30
 
 # Ragged columns at the end of a run, or at its start, need a mask as a band does.
@@ -191,5 +192,5 @@ def _visits(row_start: int, row_stop: int, run: tuple[int, int, int, int], block
 
 
 def _to_device(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    # A table without rows is never read, but a kernel wants a pointer.
+    # A table without rows is never read, but a kernel needs a pointer.
     return torch.tensor(rows or [(0,) * COLUMNS], dtype=torch.int32).to(device)

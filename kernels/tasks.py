@@ -24,20 +24,20 @@ import triton.language as tl
 from .configs import Config
 from .step_table import StepTable
 
-# Of the interpreter, so that a persistent grid has programs with several tasks in tests.
+# Multiprocessors of the interpreter: few, so that programs of a persistent grid have several tasks.
 INTERPRETER_SMS = 3
 
 
 @triton.jit
 def tasks_of_program(num_tasks):
-    """How many tasks fall to this program of a persistent grid."""
+    """Number of tasks of this program of a persistent grid."""
     return tl.cdiv(num_tasks - tl.program_id(0), tl.num_programs(0))
 
 
 @triton.jit
 def block_and_head(task, num_blocks, heads_together):
     """(block, head) of a task."""
-    # Groups of one size, for a register's sake: that of a smaller last group was one too many.
+    # All groups have one size: the size of a smaller last group would take one register too many.
     row = task // heads_together
     return row % num_blocks, row // num_blocks * heads_together + task % heads_together
 
@@ -59,7 +59,7 @@ class Schedule(NamedTuple):
 
     @property
     def args(self) -> dict[str, int]:
-        """What kernels take of it."""
+        """The schedule as arguments of a kernel."""
         return {
             "num_blocks": self.num_blocks,
             "batch_heads": self.num_heads,

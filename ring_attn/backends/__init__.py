@@ -25,7 +25,7 @@ PREFERENCE = {
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """What was chosen and why not the others.
+    """The chosen backend, and why the others were not.
 
     Attributes:
         name: the backend that runs.
@@ -57,7 +57,9 @@ def choose_backend(spec: AttentionSpec, backend: str = "auto") -> BackendChoice:
     """
     if backend != "auto":
         get_backend(backend)
-    reasons = {name: get_backend(name).supports(spec, named=name == backend) for name in PREFERENCE}
+    reasons = {
+        name: get_backend(name).supports(spec, explicit=name == backend) for name in PREFERENCE
+    }
     if backend == "auto":
         return BackendChoice(next(n for n, reason in reasons.items() if reason is None), reasons)
     reason = reasons[backend]

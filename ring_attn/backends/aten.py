@@ -51,7 +51,7 @@ class AtenBackend(TileBackend):
 
     name = "aten"
 
-    def supports(self, spec: AttentionSpec, *, named: bool = False) -> str | None:
+    def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
         """CPU in every dtype up to float64; CUDA in float16 and bfloat16 with headdim up to 256."""
         if spec.device_type == "cpu":
             return NO_SOFTCAP if spec.softcap else None
@@ -74,7 +74,7 @@ class AtenBackend(TileBackend):
         of a ring that of one pass.
         """
         for piece in self.pieces(tile, q.device.type):
-            # Two functions, so that a piece's copies are gone before the next one's are made.
+            # In two functions, so that a piece's copies are freed before the next is copied.
             state.fold(piece.q, *self._forward_piece(q, k, v, piece, scores.softmax_scale))
 
     def backward_tile(
@@ -128,7 +128,7 @@ class AtenBackend(TileBackend):
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """`out` (batch, rows, nheads, headdim_v) and `lse` (batch, nheads, rows) of one piece."""
+        """One piece's `out` (batch, rows, nheads, headdim_v) and `lse` (batch, nheads, rows)."""
         headdim_v = v.size(-1)
         if q.device.type == "cpu":
             q, k, v = equal_headdims(q, k, v, multiple=1)
@@ -189,7 +189,7 @@ class AtenBackend(TileBackend):
         backward: bool = False,
         rebuilds_out: bool = False,
     ) -> int:
-        """Outputs and copies of the greatest piece, and what the CPU operator takes itself."""
+        """Bytes of outputs and copies of the greatest piece, and of the CPU operator's scratch."""
         most = 0
         for tile in tiles:
             for piece in self.pieces(tile, spec.device_type):
@@ -206,7 +206,7 @@ class CudnnBackend(AtenBackend):
 
     name = "cudnn"
 
-    def supports(self, spec: AttentionSpec, *, named: bool = False) -> str | None:
+    def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
         """CUDA in float16 and bfloat16 with headdim up to 128."""
         reason = _cuda_reason(spec, "cuDNN")
         if reason is None and not torch.backends.cudnn.is_available():
@@ -358,7 +358,7 @@ def _piece_bytes(spec: AttentionSpec, piece: Tile, backward: bool, rebuilt_out: 
     if cpu:
         if piece.corner_band not in (Band(None, None), Band(None, 0)):
             masks = piece.rows * piece.cols * (2 * item + 1)  # ours, and the operator's copy
-        # The operator's own: a block of scores (two in the backward) for each thread.
+        # Scratch of the operator: a block of scores (two in the backward) for each thread.
         block_q = 256 if piece.rows >= 768 else 64 if piece.rows >= 192 else 32
         block = min(block_q, piece.rows) * min(512, piece.cols)
         scratch = block * (2 if backward else 1) * item * torch.get_num_threads()

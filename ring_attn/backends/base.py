@@ -19,7 +19,7 @@ from ring_attn.core.state import State
 
 
 class Backend(Protocol):
-    """What the strategies need; tensors are (batch, rows, heads, dim) with any strides.
+    """Computes a call's steps; tensors are (batch, rows, heads, dim) with any strides.
 
     The state is the backend's own: it is made by `new_state`, handed from step to step and used up
     by `finalize`. `in_order` says that it is an `InOrderBackend`.
@@ -28,10 +28,11 @@ class Backend(Protocol):
     name: str
     in_order: bool
 
-    def supports(self, spec: AttentionSpec, *, named: bool = False) -> str | None:
+    def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
         """None where this backend can run the call here, else the reason why not.
 
-        `named` says that the backend was asked for by its name: what is for testing runs only then.
+        `explicit` says that the user asked for this backend by name: a backend for testing takes no
+        other calls.
         """
         ...
 
@@ -88,14 +89,14 @@ class Backend(Protocol):
     ) -> None:
         """Adds the tiles' gradients to dq, dk, dv (float32), with the global lse and delta.
 
-        To dq and dk without the factor of `gradient_factor`. `out` is given where the q rows are at
-        home. An operator that wants it rather than delta and is not given it rebuilds what it needs
+        dq and dk lack the factor of `gradient_factor`. `out` is given where the q rows are on the
+        rank that owns them. Elsewhere an operator that needs `out` rather than delta rebuilds one
         with `out_from_delta`.
         """
         ...
 
     def gradient_factor(self, scores: Scores) -> float:
-        """What the caller multiplies dq and dk by, once, when all steps are done."""
+        """The factor by which the caller multiplies dq and dk once, after all steps."""
         ...
 
     def forward_bytes(self, spec: AttentionSpec, rows: int, steps: Sequence[Sequence[Tile]]) -> int:
@@ -120,9 +121,9 @@ class Backend(Protocol):
 class InOrderBackend(Backend, Protocol):
     """A backend that gives the same bits however the tiles are spread over calls.
 
-    As long as the calls come in folding order, state and gradients are continued in place, and
-    every cut is at a multiple of `bits_unit` positions. `backward` does what `backward_q` and then
-    `backward_kv` do.
+    That holds while calls come in folding order, accumulate into the same state and gradients in
+    place, and are cut at multiples of `bits_unit` positions. `backward` is `backward_q` followed by
+    `backward_kv`.
     """
 
     bits_unit: int
@@ -167,7 +168,7 @@ def folds_in_order(backend: Backend) -> TypeGuard[InOrderBackend]:
 
 
 class DecodingBackend(Backend, Protocol):
-    """A backend with a way of its own for a few queries against many keys."""
+    """A backend that computes a few queries against many keys in another way."""
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], *, scores: Scores
@@ -239,7 +240,7 @@ class TileBackend:
             self.backward_tile(side, k, v, tile, dq, dk, dv, scores)
 
     def gradient_factor(self, scores: Scores) -> float:
-        """1: every tile's gradients have the scale in them."""
+        """1: the gradients of every tile have been scaled."""
         return 1.0
 
     def forward_bytes(self, spec: AttentionSpec, rows: int, steps: Sequence[Sequence[Tile]]) -> int:
@@ -258,7 +259,7 @@ class TileBackend:
         return max(most, acc + 4 * statistics + rounded)
 
     def folded(self, spec: AttentionSpec, tiles: Sequence[Tile]) -> Iterator[Tile]:
-        """What is folded into the state at a time: the tiles, or parts of them."""
+        """The tiles, or parts of them, that are folded into the state one at a time."""
         yield from tiles
 
     def workspace_bytes(
@@ -275,7 +276,7 @@ class TileBackend:
     def q_side(
         self, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What every tile's backward reads of the q side, made once a step: q, dout, lse, delta."""
+        """q, dout, lse, delta as every tile's backward reads them, made once a step."""
         return q, dout, lse, delta
 
     def forward_tile(
@@ -300,7 +301,7 @@ class TileBackend:
 
 
 def _accum_dtype(x: Tensor) -> torch.dtype:
-    """Of the state: float32, float64 for float64."""
+    """The dtype of the state: float32, or float64 for float64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -329,7 +330,7 @@ def out_from_delta(dout: Tensor, delta: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def band_mask(tile: Tile, device: torch.device) -> Tensor:
-    """(rows, cols) booleans, True where the tile's band is."""
+    """(rows, cols) booleans, True within the tile's band."""
     lo, hi = tile.corner_band
     mask = torch.ones(tile.rows, tile.cols, dtype=torch.bool, device=device)
     if hi is not None:
@@ -342,7 +343,7 @@ def band_mask(tile: Tile, device: torch.device) -> Tensor:
 def flash_window(piece: Tile) -> tuple[int, int]:
     """The band as flash-attention's window, counted from the bottom right corner; -1 is unbounded.
 
-    For the pieces of `flash_pieces`, which the package's rules for large windows do not touch.
+    Only for pieces of `flash_pieces`: flash-attention changes large windows of other tiles.
     """
     corner = piece.cols - piece.rows
     lo, hi = piece.corner_band

@@ -26,7 +26,7 @@ from ring_attn.core.plan import Tile
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import State
 
-# Before it the operators had other names and arguments.
+# Older versions have other names and arguments.
 OLDEST = (2, 8)
 
 QSide = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -37,7 +37,7 @@ class FlashAttnBackend(TileBackend):
 
     name = "flash_attn"
 
-    def supports(self, spec: AttentionSpec, *, named: bool = False) -> str | None:
+    def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
         """CUDA, float16 or bfloat16, one headdim up to 256, and the package installed."""
         found = _installed()
         if found is None:

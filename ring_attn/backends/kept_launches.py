@@ -1,4 +1,4 @@
-"""What the Triton backend keeps from call to call: step tables on the device, and launches.
+"""Step tables on the device, and launches, that the Triton backend keeps from call to call.
 
 A plan's tiles are one tuple from call to call. By its identity a step's table is made once, and so
 is a launch: the next call of that step goes to the compiled kernel with other addresses.
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 T = TypeVar("T")
 
-# So many tables are kept, and so many launches: more than a few models' plans have steps.
+# Number of tables, and of launches, that are kept: more than the steps of a few models.
 MOST_KEPT = 1024
 
-# Triton compiles another kernel for a tensor whose address is no multiple of that.
+# Triton compiles another kernel for a tensor whose address is not a multiple of this.
 ALIGNMENT = 16
 
 
@@ -48,7 +48,7 @@ class KeptLaunches:
     def table(
         self, tiles: Sequence[Tile], what: tuple[Hashable, ...], make: Callable[[], StepTable]
     ) -> StepTable:
-        """A table of the tiles; one that is used again and again stays."""
+        """A table of the tiles, from the cache where it has one; the least used are dropped."""
         key = (id(tiles), *what)
         if key in self.tables:
             self.tables.move_to_end(key)
@@ -91,7 +91,7 @@ class KeptLaunches:
 
             self.repeats[key] = tiles, Repeat(launch, compiled, len(addresses))
             if len(self.repeats) > MOST_KEPT:
-                # Another thread, of another device's backward, may be about to do the same.
+                # The thread of another device's backward may be doing the same.
                 self.repeats.pop(next(iter(self.repeats)), None)
 
 

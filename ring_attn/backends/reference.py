@@ -19,12 +19,12 @@ from ring_attn.core.state import State
 
 
 class ReferenceBackend(TileBackend):
-    """Scores, mask, exponentials and sums as the equations have them."""
+    """Computes scores, mask, exponentials and sums just as the equations say."""
 
     name = "reference"
 
-    def supports(self, spec: AttentionSpec, *, named: bool = False) -> str | None:
-        """Everything."""
+    def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
+        """None: this backend runs every call."""
         return None
 
     def forward_tile(
@@ -82,7 +82,7 @@ class ReferenceBackend(TileBackend):
         backward: bool = False,
         rebuilds_out: bool = False,
     ) -> int:
-        """Three matrices of the greatest tile's scores forward, five backward, and the slope's."""
+        """Bytes of the greatest tile's score matrices: 3 forward, 5 backward, 7 with softcap."""
         area = max((tile.rows * tile.cols for tile in tiles), default=0)
         matrices = 3 if not backward else 7 if spec.softcap else 5
         return matrices * area * spec.batch * spec.nheads * spec.accum_dtype.itemsize

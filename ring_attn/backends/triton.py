@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEADDIM = 256
 
-# More rows than that, query heads of a kv head counted each, are no few queries: keys need not be
-# read in parts where blocks of rows fill a GPU.
+# At most this many rows (counting each query head of a kv head) count as decoding, where keys are
+# read in parts; above it, blocks of rows already fill the GPU.
 MOST_DECODED_ROWS = 64
 
 # q, k, v, dout, lse, delta.
@@ -47,7 +47,7 @@ BackwardInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 @dataclass
 class TritonState:
-    """What the launches of a call carry on, and where the last one writes.
+    """The state that the launches of a call pass on, and where the last launch writes.
 
     Attributes:
         q: the queries, whose state this is.
@@ -69,7 +69,7 @@ class TritonBackend:
 
     name = "triton"
     in_order = True
-    # No block of any config is longer; all divide it.
+    # The blocks of every config divide it.
     bits_unit = 128
 
     def __init__(self, configs: Mapping[str, Config] | None = None) -> None:
@@ -82,7 +82,7 @@ class TritonBackend:
         self._launches = KeptLaunches()
         self._configs = configs or {}
 
-    def supports(self, spec: AttentionSpec, *, named: bool = False) -> str | None:
+    def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
         """float16, bfloat16, float32 and head dims up to 256, on GPUs of compute capability 8.0."""
         if find_spec("triton") is None:
             return "triton is not installed (pip install triton)"
@@ -92,14 +92,14 @@ class TritonBackend:
             dims = f"{spec.headdim} and {spec.headdim_v}"
             return f"takes head dims up to {MAX_HEADDIM}, got {dims}"
         if spec.device_type == "cpu":
-            return self._interpreter_supports(spec, named)
+            return self._interpreter_supports(spec, explicit)
         if spec.device_type != "cuda":
             return f"runs on cuda, and in the interpreter on cpu, not on {spec.device_type}"
         if not torch.cuda.is_available():
             return "needs a GPU that torch can use"
         if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
             return "needs a GPU of compute capability 8.0 or newer"
-        if not named and os.environ.get("TRITON_INTERPRET") == "1":
+        if not explicit and os.environ.get("TRITON_INTERPRET") == "1":
             return "TRITON_INTERPRET=1 is set: kernels are interpreted only when asked for by name"
         return None
 
@@ -149,7 +149,7 @@ class TritonBackend:
         """`out` and `lse` as the last launch wrote them."""
         q, carried = state.q, state.carried
         if carried.out is None:
-            # Nothing was the last step of this rank: it may have had no tiles at all.
+            # No launch was the last: this rank may have had no tiles.
             state.out_dtype = dtype
             none = q.new_empty(q.size(0), 0, q.size(2), state.headdim_v)
             self.forward(q, none, none, (), state, scores=Scores(1.0), last=True)
@@ -281,7 +281,7 @@ class TritonBackend:
         )
 
     def gradient_factor(self, scores: Scores) -> float:
-        """dq and dk are summed without softmax_scale: 16-bit products keep more bits so."""
+        """softmax_scale: dq and dk are summed without it, so 16-bit products keep more bits."""
         return scores.softmax_scale
 
     def forward_bytes(self, spec: AttentionSpec, rows: int, steps: Sequence[Sequence[Tile]]) -> int:
@@ -301,11 +301,11 @@ class TritonBackend:
         backward: bool = False,
         rebuilds_out: bool = False,
     ) -> int:
-        """None: kernels keep what they need on the chip."""
+        """0: kernels keep intermediate results on the chip."""
         return 0
 
-    def _interpreter_supports(self, spec: AttentionSpec, named: bool) -> str | None:
-        if not named:
+    def _interpreter_supports(self, spec: AttentionSpec, explicit: bool) -> str | None:
+        if not explicit:
             return "runs on a CPU only in Triton's interpreter, and so only when asked for by name"
         if find_spec("numpy") is None:
             return "Triton's interpreter needs numpy, which is not installed"
@@ -416,7 +416,7 @@ class TritonBackend:
         call: object,
         scratch_launch: Callable[[Config], Launch],
     ) -> Config:
-        """The config that was given for a kernel, the frozen one, or the one that a search finds.
+        """A kernel's config: the one given by the user, the frozen one, or the result of a search.
 
         Candidates are searched with RING_ATTN_AUTOTUNE=1.
         """
@@ -476,7 +476,7 @@ class TritonBackend:
 
 
 def _kind(kernel: str, tiles: Sequence[Tile]) -> str:
-    """Of a kernel's config: there is one for steps of a single tile without a mask."""
+    """The name of a kernel's config: steps of a single tile without a mask have their own."""
     whole = len(tiles) == 1 and tiles[0].kind is MaskKind.FULL
     return f"{kernel}_whole" if whole else kernel
 
@@ -505,7 +505,7 @@ def _use_interpreter() -> bool:
 
 
 def _unit_stride(x: Tensor) -> Tensor:
-    """x with adjacent elements in the last dim, which all kernels take for granted."""
+    """x with adjacent elements in the last dim, as all kernels require."""
     return x if x.stride(-1) == 1 or x.size(-1) == 1 else x.contiguous()
 
 

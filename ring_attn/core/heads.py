@@ -70,9 +70,9 @@ class HeadShare:
 def share_heads(nheads: int, nheads_kv: int, degree: int) -> tuple[HeadShare, ...]:
     """The heads of each of `degree` ranks: every q head once, at most ceil(nheads / degree) a rank.
 
-    Of all such shares those with the fewest runs beyond one a rank, of these those with the fewest
-    kv heads on several ranks, and of these the most equal: heads that use one kv head stay together
-    where that makes no rank's share larger.
+    The shares have the fewest runs beyond one a rank, then the fewest kv heads on several ranks,
+    then the most equal sizes: heads that use one kv head stay together where that makes no rank's
+    share larger.
 
     Args:
         nheads: q heads.
@@ -112,7 +112,7 @@ def _cuts(nheads: int, group: int, degree: int) -> tuple[int, ...]:
         behind, best = best, {}
         most_before = (degree - ranks_left) * longest
         for start in range(max(0, nheads - ranks_left * longest), min(nheads, most_before) + 1):
-            # Of equal cost the first: longer shares come before shorter ones.
+            # The first of equal cost: longer shares come before shorter ones.
             best[start] = min(
                 (
                     (_sum(_cost(start, stop, group), behind[stop][0]), (start, *behind[stop][1]))
@@ -125,7 +125,7 @@ def _cuts(nheads: int, group: int, degree: int) -> tuple[int, ...]:
 
 
 def _cost(start: int, stop: int, group: int) -> _Cost:
-    """What the q heads [start, stop) on one rank cost."""
+    """The cost of q heads [start, stop) on one rank."""
     runs = _runs(start, stop, group)
     # A kv head counts once, on the first of its ranks.
     cut = stop % group != 0 and start <= stop // group * group
@@ -137,7 +137,7 @@ def _sum(a: _Cost, b: _Cost) -> _Cost:
 
 
 def _runs(start: int, stop: int, group: int) -> tuple[HeadRun, ...]:
-    """The q heads [start, stop) as runs: what is cut off a group at an end is one of its own."""
+    """The q heads [start, stop) as runs; a part of a group at either end is a run of its own."""
     runs: list[HeadRun] = []
     for kv in range(start // group, -(-stop // group) if stop > start else 0):
         first, last = max(start, kv * group), min(stop, (kv + 1) * group)

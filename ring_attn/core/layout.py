@@ -71,7 +71,7 @@ class SequenceLayout:
     parts: tuple[tuple[Segment, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        """Refuses fields that are not those of one of the constructors."""
+        """Refuses fields that none of the constructors would set."""
         check_one_of("kind", self.kind, KINDS)
         as_int("seqlen", self.seqlen)
         as_int("world_size", self.world_size)
@@ -154,7 +154,7 @@ class SequenceLayout:
             _check_segments(rank, segments)
         strides = sorted({s.stride for segments in parts for s in segments if s.length > 1})
         if not strides:
-            # Single positions have that of the layout they are of, if it is one.
+            # Single positions have the stride of their layout, if that is the same for all.
             of_all = {s.stride for segments in parts for s in segments}
             strides = list(of_all) if len(of_all) == 1 else [1]
         if len(strides) > 1:
@@ -180,7 +180,7 @@ class SequenceLayout:
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> SequenceLayout:
-        """The layout whose `numbers` these are."""
+        """The layout that has these `numbers`."""
         code, *rest = numbers
         if KINDS[code] == "boundaries":
             return cls.boundaries(rest)
@@ -193,7 +193,7 @@ class SequenceLayout:
 
     @kept
     def numbers(self) -> tuple[int, ...]:
-        """The layout as numbers, for operators that take nothing else: its kind, then what is its.
+        """The layout as numbers, for operators that take nothing else: its kind, then its fields.
 
         Example:
             >>> layout = SequenceLayout.boundaries([0, 5, 8])
@@ -249,14 +249,14 @@ class SequenceLayout:
         mine = _joined([*self.parts[rank][-1:], *added], stride)
         parts, lens = [*self.parts], [*self.shard_lens]
         parts[rank], lens[rank] = (*parts[rank][:-1], *mine), lens[rank] + count
-        # Checked and counted again they would take longer with every position.
+        # Without the constructor's checks, which would take longer with every position.
         grown = object.__new__(SequenceLayout)
         vars(grown).update(kind="segments", seqlen=end, world_size=self.world_size, cuts=None)
         vars(grown).update(parts=tuple(parts), _shard_lens=tuple(lens), _stride=stride)
         return grown
 
     def followed_by(self, chunk: SequenceLayout) -> SequenceLayout:
-        """This sequence and then another, each split as it is: a cache and the next of a prompt.
+        """This sequence and then another, each with its own split: a cache, and more of a prompt.
 
         Every rank's rows of the second stand behind those of the first.
 
@@ -297,7 +297,7 @@ class SequenceLayout:
 
     @kept
     def stride(self) -> int:
-        """What lies between the positions of neighbouring rows of a segment: 1 but for striped."""
+        """Distance of the positions of neighbouring rows of a segment: 1 except for striped."""
         if self.kind == "striped":
             return self.world_size
         return next((s.stride for part in self.parts or () for s in part), 1)
@@ -508,7 +508,7 @@ def shard_batch(
 
 
 def _check_ignore_index(labels: Tensor, ignore_index: int) -> None:
-    """A label that the dtype of the labels can hold."""
+    """Refuses an index that the dtype of the labels cannot hold."""
     index = as_int("ignore_index", ignore_index)
     if labels.is_floating_point():
         return
@@ -529,7 +529,7 @@ def _checked(seqlen: int, world_size: int) -> tuple[int, int]:
 
 
 def _check_cuts(cuts: Sequence[int]) -> None:
-    """From 0, never decreasing."""
+    """Refuses cuts that do not start at 0, or decrease."""
     if len(cuts) < 2 or cuts[0] != 0:
         raise ValueError(f"cuts must be world_size + 1 positions that start at 0, got {list(cuts)}")
     for rank, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
@@ -540,7 +540,7 @@ def _check_cuts(cuts: Sequence[int]) -> None:
 
 
 def _check_sizes(layout: SequenceLayout, seqlen: int, world_size: int) -> None:
-    """The length and the ranks that cuts or parts have."""
+    """Refuses another length or number of ranks than the cuts or parts have."""
     if (layout.seqlen, layout.world_size) != (seqlen, world_size):
         raise ValueError(
             f"seqlen and world_size must be those of {layout}, {seqlen} and {world_size}, got "
@@ -549,7 +549,7 @@ def _check_sizes(layout: SequenceLayout, seqlen: int, world_size: int) -> None:
 
 
 def _checked_stride(parts: tuple[tuple[Segment, ...], ...]) -> int:
-    """The one stride of segments that are joined and not empty, as `from_segments` makes them."""
+    """The stride of all segments; refuses parts that `from_segments` would not make."""
     for rank, segments in enumerate(parts):
         _check_segments(rank, as_tuple("each of parts", segments))
     stride = max((s.stride for segments in parts for s in segments), default=1)
@@ -577,7 +577,7 @@ def _equal_cuts(seqlen: int, parts: int) -> list[int]:
 
 
 def _joined(segments: Sequence[Segment], stride: int) -> tuple[Segment, ...]:
-    """Without empty segments, single positions in the stride of all, and neighbours as one."""
+    """The segments without empty ones, all in one stride, and neighbours joined."""
     joined: list[Segment] = []
     for segment in segments:
         last = joined[-1] if joined else None
@@ -589,7 +589,7 @@ def _joined(segments: Sequence[Segment], stride: int) -> tuple[Segment, ...]:
 
 
 def _check_cover(parts: Sequence[Sequence[Segment]], stride: int, seqlen: int) -> None:
-    """Every position of `[0, seqlen)` once, by segments of one stride."""
+    """Refuses segments that do not hold every position of `[0, seqlen)` once."""
     for rank, segments in enumerate(parts):
         for s in segments:
             last = s.start + (s.length - 1) * stride
@@ -618,7 +618,7 @@ def _check_cover(parts: Sequence[Sequence[Segment]], stride: int, seqlen: int) -
 def _segments(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]:
     """Segments of every rank."""
     if layout.parts is not None:
-        # Not looked up: a cache that grows has another layout for every token.
+        # Not cached: in decoding each new token makes a new layout, so no look-up would hit.
         return layout.parts
     # dynamo would trace a cached function without its cache, and warn of that.
     of_kind = _segments_of_kind if torch.compiler.is_compiling() else _cached_segments_of_kind
@@ -626,7 +626,7 @@ def _segments(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]:
 
 
 def _segments_of_kind(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]:
-    """Those of a layout that does not list them: the one place where the kinds differ."""
+    """Segments of a layout that does not list them: the only place where the kinds differ."""
     seqlen, world_size = layout.seqlen, layout.world_size
 
     def runs(cuts: Sequence[int], *chunks: int) -> tuple[Segment, ...]:

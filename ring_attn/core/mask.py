@@ -1,4 +1,4 @@
-"""What may see what: causality, window, documents, unequal lengths as one predicate on positions.
+"""Which queries see which keys: causality, window, documents, lengths as one predicate.
 
     document d  = queries [q_start, q_end) and keys [k_start, k_end) that belong together
     diagonal(d) = k_end - q_end                    (bottom-right aligned, as flash-attention)

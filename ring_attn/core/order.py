@@ -75,7 +75,7 @@ def why_not_by_heads(heads: tuple[int, int], ulysses_degree: int) -> str | None:
 
 
 def folding_backend(name: str) -> InOrderBackend:
-    """The backend of a call whose sums are to be made in order.
+    """The backend of a call that must sum in order.
 
     Raises:
         NotImplementedError: it folds in no order.
@@ -89,7 +89,7 @@ def folding_backend(name: str) -> InOrderBackend:
 
 
 def _why_not_by_turns(layouts: Layouts, mask: Mask, inner_degree: int) -> str | None:
-    """Why shards do not come by in the order of their positions."""
+    """Why shards do not arrive in the order of their positions; None where they do."""
     if mask.right != 0 or mask.left is not None or mask.cu_seqlens_q is not None:
         return "the mask must be causal without window_size and cu_seqlens"
     grid = ring_grid(layouts[0].world_size, inner_degree)
@@ -104,6 +104,6 @@ def _why_not_by_turns(layouts: Layouts, mask: Mask, inner_degree: int) -> str | 
 
 
 def _starts(layouts: Layouts) -> Iterator[int]:
-    """First positions of all shards but those behind the end."""
+    """First positions of all shards, without the empty ones at the end."""
     for layout in layouts:
         yield from (start for start in accumulate(layout.shard_lens) if start != layout.seqlen)

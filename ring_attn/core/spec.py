@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-# Vector loads and TMA want 16-byte aligned tensors; a message of no bytes is avoided, since
+# Vector loads and TMA need 16-byte aligned tensors; a message of no bytes is avoided, since
 # transports differ on it.
 ALIGNMENT = 16
 
@@ -77,7 +77,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a backend, a message and a cost need to know of a call, apart from lengths and mask."""
+    """Sizes, types and options of a call, apart from lengths and mask."""
 
     device_type: str
     dtype: torch.dtype
@@ -93,7 +93,7 @@ class AttentionSpec:
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, softcap: float = 0.0, sinks: Tensor | None = None
     ) -> AttentionSpec:
-        """That of a call with such tensors, (batch, rows, heads, dim) or (rows, heads, dim)."""
+        """The spec of a call with tensors (batch, rows, heads, dim) or (rows, heads, dim)."""
         return cls(
             device_type=q.device.type,
             dtype=q.dtype,

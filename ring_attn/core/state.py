@@ -115,7 +115,7 @@ class State:
 
 
 def _weights(m: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The greater of two maxima, and what the sums that go with each are multiplied by."""
+    """The greater of two maxima, and the factors of the two sums that were taken against them."""
     m_new = torch.maximum(m, other)
     # exp(-inf - -inf) is NaN: rows that both sides have not seen move to a pivot of 0.
     pivot = m_new.masked_fill(m_new == -torch.inf, 0.0)

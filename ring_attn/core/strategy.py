@@ -83,7 +83,7 @@ class Strategy:
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> Strategy:
-        """The strategy whose `numbers` these are."""
+        """The strategy that has these `numbers`."""
         core, ulysses_degree, inner_degree, exchange_q, heads_per_chunk = numbers
         return cls(
             CORES[core], ulysses_degree, inner_degree, bool(exchange_q), heads_per_chunk or None
@@ -103,7 +103,7 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """The name in the table; of pure Ulysses too it is "hybrid", as that takes the ranks."""
+        """The name in the table; "hybrid" for pure Ulysses too."""
         if self.exchange_q:
             return "q_exchange"
         if self.ulysses_degree > 1:

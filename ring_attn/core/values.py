@@ -34,7 +34,7 @@ def _index(value: Any) -> int | None:
 
 
 def check_int(name: str, value: object, *, least: int) -> None:
-    """Refuses what is no int of Python, is below `least`, or does not fit 64 bits."""
+    """Refuses a value that is not an int, is below `least`, or does not fit 64 bits."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {_shown(value)}")
     _check_range(name, value, least)
@@ -48,7 +48,7 @@ def _check_range(name: str, value: int, least: int | None) -> None:
 
 
 def as_tuple(name: str, value: Any) -> tuple[Any, ...]:
-    """The elements of a sequence; text is none."""
+    """The elements of a sequence; text does not count as one."""
     if isinstance(value, Tensor) and (value.is_nested or value.ndim == 0):
         raise TypeError(f"{name} must be a sequence, got a tensor that is nested or has no dims")
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
@@ -63,25 +63,25 @@ def check_type(name: str, value: object, wanted: type, words: str = "") -> None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """Refuses what is neither True nor False."""
+    """Refuses a value that is neither True nor False."""
     check_type(name, value, bool)
 
 
 def check_number(name: str, value: object) -> None:
-    """Refuses what is neither an int nor a float."""
+    """Refuses a value that is neither an int nor a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a float, got {_shown(value)}")
 
 
 def check_one_of(name: str, value: object, names: Sequence[str]) -> None:
-    """Refuses what is none of the names."""
+    """Refuses a value that is none of the names."""
     if not isinstance(value, str) or value not in names:
         given = repr(value) if isinstance(value, str) else _shown(value)
         raise ValueError(f"{name} must be one of {list(names)}, got {given}")
 
 
 def check_tensor(name: str, x: object) -> None:
-    """Refuses what is no tensor, or a nested one, which has no shape."""
+    """Refuses a value that is not a tensor, and nested tensors, which have no shape."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.is_nested:
@@ -92,7 +92,7 @@ def check_tensor(name: str, x: object) -> None:
 
 
 def check_dim(name: str, x: Tensor, dim: int) -> None:
-    """Refuses what is no tensor, or has no such dim."""
+    """Refuses a value that is not a tensor or lacks the dim."""
     check_tensor(name, x)
     if not -x.ndim <= as_int("dim", dim) < x.ndim:
         raise ValueError(f"dim must be one of {name}'s {x.ndim} dims, got {dim}")

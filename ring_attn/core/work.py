@@ -1,8 +1,8 @@
 r"""The work between all pairs of ranks at once, in closed form: what their plans hold.
 
-`plan_ring` lists one rank's tiles. This counts them for every pair (queries of rank a, keys of rank
-b), as tensors, by the same rule: two segments of one stride and a document make one rectangle with
-a band, and the pairs, rows and edges of that are arithmetic.
+`plan_ring` lists one rank's tiles. This counts the tiles of every pair (queries of rank a, keys of
+rank b), as tensors, by the same rule: two segments of one stride and a document make one rectangle
+with a band, and its pairs, rows and edges are arithmetic.
 
     area   visible pairs                                   k 0 1 2 3 4
     edge   rows that a bound of the band cuts, once        q \ . . . .
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +27,16 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.plan import Displacement, Grid, Traveller, check_fit
 
-# A bound of a band that is none. Small enough that sums of it with positions do not overflow.
+# An unbounded side of a band: small enough that sums of it with positions do not overflow.
 UNBOUNDED = 1 << 50
 
-# Pairs of segments computed at a time: what fits in a core's cache, with its intermediate results.
+# A row after every row.
+MOST = torch.iinfo(torch.int32).max
+
+# Segments seen whole by a piece of the queries, from which on they are filled in as dense tables.
+LONG = 64
+
+# Pairs computed at a time: they fit into a core's cache, with all intermediate results.
 CHUNK = 1 << 16
 
 
@@ -91,61 +97,66 @@ class PairWork:
         return self.area.size(0)
 
     def by_displacement(self, grid: Grid, travels: Traveller = "kv") -> list[StepWork]:
-        """What each rank computes when it holds the shard of the rank that is displaced so far.
+        """The work of each rank with the shard of the rank at a displacement before it.
 
         Args:
             grid: of the ranks.
-            travels: the side that is held.
+            travels: the side of that shard; the rank's own is the other side.
 
         Returns:
             For each displacement `(a, b)` at index `a * grid.inner + b`.
         """
-        tables = (self.area, self.edge, self.q.count_int32, self.kv.count_int32)
-        found = [_turned(x if travels == "kv" else x.t().contiguous(), grid) for x in tables]
-        return [StepWork(*(x[by] for x in found)) for by in range(self.world_size)]
+        tables = self._tables() if travels == "kv" else [x.t() for x in self._tables()]
+        turned = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tables]
+        for ranks in _blocks(self.world_size):
+            sources = _sources(grid, ranks)
+            for table, by in zip(tables, turned, strict=True):
+                by[:, ranks] = table[ranks].gather(1, sources).t()
+        return [StepWork(*work) for work in zip(*turned, strict=True)]
 
     def gathered(self, gathers: Traveller = "kv") -> StepWork:
-        """What each rank computes with the shards of all ranks at once."""
+        """The work of each rank with the shards of all ranks at once."""
         dim = 1 if gathers == "kv" else 0
-        tables = (self.area, self.edge, self.q.count_int32, self.kv.count_int32)
-        return StepWork(*(x.sum(dim) for x in tables))
+        return StepWork(*(x.sum(dim) for x in self._tables()))
 
     def displacements(self, grid: Grid) -> tuple[Displacement, ...]:
-        """`plan.needed_displacements`: by what q ranks are after kv ranks that they see; (0, 0)."""
-        needed = torch.zeros(grid.outer, grid.inner, dtype=torch.bool)
-        for rank in range(self.world_size):
-            needed |= _seen_from(self.area[rank] > 0, rank, grid)
-        needed[0, 0] = True
-        return tuple(divmod(by, grid.inner) for by in needed.flatten().nonzero().flatten().tolist())
+        """Displacements of a q rank from a kv rank of which it sees anything, and (0, 0).
+
+        The same as `plan.needed_displacements`.
+        """
+        needed = torch.zeros(self.world_size, dtype=torch.bool)
+        for ranks in _blocks(self.world_size):
+            needed |= (self.area[ranks] > 0).gather(1, _sources(grid, ranks)).any(0)
+        needed[0] = True
+        return tuple(divmod(by, grid.inner) for by in needed.nonzero().flatten().tolist())
 
     def travelling(self, travels: Traveller) -> Rows:
-        """(P,) of each rank's shard the rows that any other rank needs."""
+        """(P,) rows of each rank's shard that any other rank needs."""
         side, dim = (self.kv, 0) if travels == "kv" else (self.q, 1)
         unseen = self.area == 0
         unseen.fill_diagonal_(True)
-        start = side.start.masked_fill(unseen, torch.iinfo(side.start.dtype).max).amin(dim)
+        start = side.start.masked_fill(unseen, MOST).amin(dim)
         stop = side.stop.masked_fill(unseen, 0).amax(dim)
         return Rows(torch.where(stop > 0, start, 0).long(), stop.long())
 
-
-def _seen_from(row: Tensor, rank: int, grid: Grid) -> Tensor:
-    """(outer, inner): at (a, b) the entry of the rank that is so far before this one."""
-    o, i = divmod(rank, grid.inner)
-    return row.view(grid.outer, grid.inner).flip(0, 1).roll((o + 1, i + 1), (0, 1))
+    def _tables(self) -> list[Tensor]:
+        """(P, P) of each field of `StepWork`."""
+        return [self.area, self.edge, self.q.count_int32, self.kv.count_int32]
 
 
-def _turned(table: Tensor, grid: Grid) -> Tensor:
-    """(P, P) of ranks and sources -> (P, P) of displacements and ranks.
+def _blocks(world_size: int) -> Iterator[slice]:
+    """Ranks in runs of which a row of every rank fits into a core's cache."""
+    size = max(1, CHUNK // world_size)
+    for begin in range(0, world_size, size):
+        yield slice(begin, min(begin + size, world_size))
 
-    In blocks of ranks: so that what is written lies together.
-    """
-    world_size, block = table.size(0), 64
-    turned = torch.empty_like(table)
-    for begin in range(0, world_size, block):
-        ranks = range(begin, min(begin + block, world_size))
-        rows = [_seen_from(table[rank], rank, grid).flatten() for rank in ranks]
-        turned[:, begin : begin + block] = torch.stack(rows, 1)
-    return turned
+
+def _sources(grid: Grid, ranks: slice) -> Tensor:
+    """(n, P) int64 for each of n ranks and each displacement: the rank that is so far before it."""
+    rank = torch.arange(ranks.start, ranks.stop)[:, None, None]
+    outer = (rank // grid.inner - torch.arange(grid.outer)[:, None]) % grid.outer
+    inner = (rank % grid.inner - torch.arange(grid.inner)) % grid.inner
+    return (outer * grid.inner + inner).flatten(1)
 
 
 @lru_cache(maxsize=4)
@@ -168,69 +179,77 @@ def pair_work(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -
     """
     check_fit(layout_q, layout_kv, mask)
     total = _Totals(layout_q.world_size)
-    sides = _Side.of(layout_q), _Side.of(layout_kv)
-    documents = torch.tensor(
-        [[d.q_start, d.q_end, d.k_start, d.k_end, d.diagonal] for d in mask.documents],
-        dtype=torch.int64,
-    )
-    if len(documents) == 1:
-        _add_whole(total, sides, mask, documents[0])
+    q, kv = _Side.of(layout_q), _Side.of(layout_kv, by_position=True)
+    if len(mask.documents) == 1 and q.is_interleaved and kv.is_interleaved:
+        _add_interleaved(total, q, kv, mask)
     else:
-        _add_documents(total, sides, mask, documents)
+        _add_runs(total, q, kv, mask)
     return total.done()
 
 
 @dataclass(frozen=True)
 class _Side:
-    """All segments of a layout: (slots, P) tensors, short ranks padded with segments of no rows."""
+    """Segments of a layout, or pieces of them.
 
+    Attributes:
+        world_size: of the layout.
+        stride: between the positions of a segment's rows.
+        rank: (n,) whose it is.
+        slot: (n,) which of the rank's segments it is.
+        first: (n,) its first row in the rank's shard.
+        start: (n,) its first position.
+        length: (n,) its number of rows.
+    """
+
+    world_size: int
+    stride: int
+    rank: Tensor
+    slot: Tensor
     first: Tensor
     start: Tensor
     length: Tensor
-    stride: int
 
     @classmethod
-    def of(cls, layout: SequenceLayout) -> _Side:
-        world_size = layout.world_size
-        found = [layout.segments(rank) for rank in range(world_size)]
-        slots = max(1, max(len(segments) for segments in found))
-        table = torch.zeros(3, slots, world_size, dtype=torch.int64)
-        for rank, segments in enumerate(found):
+    def of(cls, layout: SequenceLayout, *, by_position: bool = False) -> _Side:
+        """All segments, in the order of the ranks or of their positions."""
+        found = []
+        for rank in range(layout.world_size):
             first = 0
-            for slot, segment in enumerate(segments):
-                table[:, slot, rank] = torch.tensor((first, segment.start, segment.length))
+            for slot, segment in enumerate(layout.segments(rank)):
+                found.append((rank, slot, first, segment.start, segment.length))
                 first += segment.length
-        return cls(table[0], table[1], table[2], layout.stride)
+        if by_position:
+            found.sort(key=lambda row: row[3])
+        columns = torch.tensor(found, dtype=torch.int64).view(-1, 5).t().contiguous()
+        return cls(layout.world_size, layout.stride, *columns)
 
-    def rows_between(self, start: Tensor, stop: Tensor, at: Any) -> tuple[Tensor, ...]:
+    @property
+    def end(self) -> Tensor:
+        """(n,) the position after the last one."""
+        return self.start + (self.length - 1) * self.stride + 1
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether every segment has all positions of one remainder, as those of striped."""
+        return self.stride > 1 and bool((self.start < self.stride).all())
+
+    def rows_between(self, index: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of some segments, counted in each, whose positions lie in `[start, stop)`."""
-        begin, length = self.start[at], self.length[at]
+        begin, length = self.start[index], self.length[index]
         first = _ceil_div(start - begin, self.stride).clamp_(min=0)
         last = torch.minimum(length, _ceil_div(stop - begin, self.stride))
         return first, torch.maximum(first, last)
 
-
-class _Totals:
-    """The tables while tiles are added to them."""
-
-    def __init__(self, world_size: int) -> None:
-        shape = (world_size, world_size)
-        most = torch.iinfo(torch.int32).max
-        self.area = torch.zeros(shape, dtype=torch.int64)
-        self.edge = torch.zeros(shape, dtype=torch.int32)
-        self.q = Rows(*(torch.full(shape, x, dtype=torch.int32) for x in (most, 0)))
-        self.kv = Rows(*(torch.full(shape, x, dtype=torch.int32) for x in (most, 0)))
-
-    def done(self) -> PairWork:
-        """Runs that nothing was added to become 0, 0."""
-        for rows in (self.q, self.kv):
-            rows.start.masked_fill_(rows.stop == 0, 0)
-        return PairWork(self.area, self.edge, self.q, self.kv)
+    def by_slot(self, values: Tensor, missing: int = 0) -> Tensor:
+        """(slots, P) table of one value for each segment."""
+        slots = int(self.slot.max()) + 1 if len(self.slot) else 0
+        table = torch.full((slots, self.world_size), missing, dtype=values.dtype)
+        table[self.slot, self.rank] = values
+        return table
 
 
-@dataclass(frozen=True)
-class _Tiles:
-    """Rectangles cut to what their bands touch, in rows of segments; empty ones have area 0."""
+class _Tiles(NamedTuple):
+    """Rectangles cut to what their bands touch, in rows of segments or shards; area 0 if empty."""
 
     area: Tensor
     edge: Tensor
@@ -238,6 +257,47 @@ class _Tiles:
     q1: Tensor
     k0: Tensor
     k1: Tensor
+
+    def moved(self, q: Tensor, kv: Tensor) -> _Tiles:
+        """The same `q` and `kv` rows further."""
+        return _Tiles(*self[:2], self.q0 + q, self.q1 + q, self.k0 + kv, self.k1 + kv)
+
+    @property
+    def ends(self) -> tuple[Tensor, ...]:
+        """Ends of the runs of rows, of which those around several tiles are the greatest."""
+        some = self.area > 0
+        ends = MOST - self.q0, self.q1, MOST - self.k0, self.k1
+        return tuple(x.int() * some for x in ends)
+
+
+class _Totals:
+    """The tables while tiles are added to them."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size, shape = world_size, (world_size, world_size)
+        self.area = torch.zeros(shape, dtype=torch.int64)
+        self.edge, *self.ends = (torch.zeros(shape, dtype=torch.int32) for _ in range(5))
+
+    def add_block(self, ranks: slice, tiles: _Tiles) -> None:
+        """Adds a tile for each of some q ranks with each kv rank."""
+        self.area[ranks] += tiles.area
+        self.edge[ranks] += tiles.edge
+        for table, ends in zip(self.ends, tiles.ends, strict=True):
+            torch.maximum(table[ranks], ends, out=table[ranks])
+
+    def add_pairs(self, pair: Tensor, tiles: _Tiles) -> None:
+        """Adds a tile for each of some pairs of ranks `q_rank * P + kv_rank`, which may repeat."""
+        self.area.view(-1).index_add_(0, pair, tiles.area)
+        self.edge.view(-1).index_add_(0, pair, tiles.edge.int())
+        for table, ends in zip(self.ends, tiles.ends, strict=True):
+            table.view(-1).scatter_reduce_(0, pair, ends, "amax")
+
+    def done(self) -> PairWork:
+        """The tables, with 0, 0 for runs of pairs that no tile was added to."""
+        q0, q1, k0, k1 = self.ends
+        for start, stop in ((q0, q1), (k0, k1)):
+            torch.sub(MOST, start, out=start).mul_(stop > 0)
+        return PairWork(self.area, self.edge, Rows(q0, q1), Rows(k0, k1))
 
 
 def _tiles(q: tuple[Tensor, ...], kv: tuple[Tensor, ...], lo: Tensor, hi: Tensor) -> _Tiles:
@@ -247,14 +307,15 @@ def _tiles(q: tuple[Tensor, ...], kv: tuple[Tensor, ...], lo: Tensor, hi: Tensor
     q0, q1 = torch.maximum(q0, k0 - hi), torch.minimum(q1, k1 - lo)
     k1 = torch.minimum(k1, q1 + hi)
     k0 = torch.maximum(k0, q0 + lo)
-    some &= (q0 < q1) & (k0 < k1)
+    some = some & (q0 < q1) & (k0 < k1)
     rows, cols = q1 - q0, k1 - k0
     shift = q0 - k0
     hi = torch.minimum(hi + shift, cols - 1)
     lo = torch.maximum(lo + shift, 1 - rows)
     area = _pairs_up_to(rows, cols, hi) - _pairs_up_to(rows, cols, lo - 1)
     edge = torch.minimum(cols - 1 - hi, rows) + torch.minimum(rows - 1 + lo, rows)
-    return _Tiles(area.mul_(some), edge.mul_(some), q0, q1, k0, k1)
+    area = area * some
+    return _Tiles(area, edge * (area > 0), q0, q1, k0, k1)
 
 
 def _pairs_up_to(rows: Tensor, cols: Tensor, hi: Tensor) -> Tensor:
@@ -268,177 +329,115 @@ def _pairs_up_to(rows: Tensor, cols: Tensor, hi: Tensor) -> Tensor:
     return below(hi + rows) - below(hi)
 
 
-def _band(
-    mask: Mask, q_start: Tensor, kv_start: Tensor, diagonal: Tensor, stride: int
-) -> tuple[Tensor, Tensor]:
-    """The mask between two segments as bounds on `j - i`, rows of theirs: `plan._local_band`."""
-    gap = q_start + diagonal - kv_start
-    lo = (
-        torch.full_like(gap, -UNBOUNDED)
-        if mask.left is None
-        else _ceil_div(gap - mask.left, stride)
-    )
-    hi = (
-        torch.full_like(gap, UNBOUNDED)
-        if mask.right is None
-        else _floor_div(gap + mask.right, stride)
-    )
-    return lo, hi
+def _bounds(mask: Mask) -> tuple[int, int]:
+    """The mask's band: the least and the greatest `j - i` from the diagonal of a document."""
+    least = -UNBOUNDED if mask.left is None else -mask.left
+    return least, UNBOUNDED if mask.right is None else mask.right
 
 
-def _add_whole(total: _Totals, sides: tuple[_Side, _Side], mask: Mask, document: Tensor) -> None:
-    """One document: every segment of the queries against every one of the keys, as dense tables."""
-    q, kv = sides
-    world_size = q.start.size(1)
-    block = max(1, CHUNK // (4 * world_size))
-    for q_slot, kv_slot in product(range(q.start.size(0)), range(kv.start.size(0))):
-        for begin in range(0, world_size, block):
-            ranks = slice(begin, min(begin + block, world_size))
-            whole, cut = _columns((q, kv), (q_slot, kv_slot), ranks, mask, document)
-            for columns in _runs(whole):
-                _add_block(total, (q, kv), (q_slot, kv_slot), (ranks, columns), None, document)
-            for columns in _runs(cut):
-                _add_block(total, (q, kv), (q_slot, kv_slot), (ranks, columns), mask, document)
+def _band(mask: Mask, gap: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+    """Least and greatest `j - i` in rows of two segments whose first rows are `gap` apart."""
+    least, greatest = _bounds(mask)
+    return _ceil_div(gap + least, stride), _floor_div(gap + greatest, stride)
 
 
-def _columns(
-    sides: tuple[_Side, _Side],
-    slots: tuple[int, int],
-    ranks: slice,
-    mask: Mask,
-    document: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """(P,) which ranks' keys all of these queries see whole, and which some of them see in part."""
-    (q, kv), (q_slot, kv_slot) = sides, slots
-    begin, length = q.start[q_slot, ranks], q.length[q_slot, ranks]
-    end = begin + (length - 1) * q.stride
-    diagonal = int(document[4])
-    # Ranks without rows add nothing, and must not widen the block.
-    begin, end = begin[length > 0], end[length > 0]
-    first, length_kv = kv.start[kv_slot], kv.length[kv_slot]
-    last = first + (length_kv - 1) * kv.stride
-    if not len(begin):
-        none = torch.zeros_like(first, dtype=torch.bool)
-        return none, none
-    low, high = int(begin.min()) + diagonal, int(end.max()) + diagonal
-    left = UNBOUNDED if mask.left is None else mask.left
-    right = UNBOUNDED if mask.right is None else mask.right
-    some = (first <= high + right) & (last >= low - left) & (length_kv > 0)
-    whole = (last <= low + right) & (first >= high - left)
-    return some & whole, some & ~whole
+def _add_interleaved(total: _Totals, q: _Side, kv: _Side, mask: Mask) -> None:
+    """Adds one document over interleaved segments.
+
+    A tile depends on the distance between the starts of two segments, and on their lengths, which
+    are few: each such tile is computed once, and looked up for all pairs of ranks.
+    """
+    stride, zero = q.stride, torch.zeros((), dtype=torch.int64)
+    gap = torch.arange(1 - stride, stride)[:, None, None] + mask.documents[0].diagonal
+    sides = ([side.by_slot(x) for x in (side.first.int(), side.start, side.length)]
+             for side in (q, kv))  # fmt: skip
+    for q_slot, kv_slot in product(*(zip(*side, strict=True) for side in sides)):
+        (q_first, q_start, q_length), (kv_first, kv_start, kv_length) = q_slot, kv_slot
+        rows, q_kind = q_length.unique(return_inverse=True)
+        cols, kv_kind = kv_length.unique(return_inverse=True)
+        each = _tiles((zero, rows[:, None]), (zero, cols), *_band(mask, gap, stride))
+        area, *others = (x.expand_as(each.area).flatten() for x in each)
+        table = area, *(x.int() for x in others)
+        at_q = ((q_start + stride - 1) * len(rows) + q_kind) * len(cols)
+        at_kv = kv_kind - kv_start * len(rows) * len(cols)
+        for ranks in _blocks(q.world_size):
+            at = at_q[ranks, None] + at_kv
+            tiles = _Tiles(*(x.take(at) for x in table))
+            total.add_block(ranks, tiles.moved(q_first[ranks, None], kv_first))
 
 
-def _runs(chosen: Tensor) -> Iterator[slice]:
-    """The runs of True."""
-    padded = torch.zeros(len(chosen) + 2, dtype=torch.int8)
-    padded[1:-1] = chosen
-    steps = padded.diff()
-    for start, stop in zip((steps == 1).nonzero(), (steps == -1).nonzero(), strict=True):
-        yield slice(int(start), int(stop))
+def _add_runs(total: _Totals, q: _Side, kv: _Side, mask: Mask) -> None:
+    """Adds any documents: a piece of the queries sees a run of the keys' segments, by position.
+
+    It sees them whole but for a few at the ends of the run, which are computed pair by pair.
+    """
+    pieces, (k_start, k_stop, diagonal) = _pieces(q, mask)
+    left, right = _bounds(mask)
+    first = pieces.start + diagonal
+    last = first + (pieces.length - 1) * q.stride
+    # The run that any query of a piece may see.
+    reach = kv.end.cummax(0).values if len(kv.end) else kv.end
+    seen = torch.searchsorted(reach, torch.maximum(k_start, first + left), right=True)
+    unseen = torch.searchsorted(kv.start, torch.minimum(k_stop, last + right + 1))
+    # The run within that one of segments which all its queries see whole.
+    whole = torch.searchsorted(kv.start, torch.maximum(k_start, last + left))
+    cut = torch.searchsorted(kv.end, torch.minimum(k_stop, first + right + 1), right=True)
+    some = (cut - whole >= LONG) & (q.stride == 1)
+    whole, cut = whole.where(some, unseen), cut.where(some, unseen)
+    _add_whole(total, pieces, kv, whole, cut)
+    for index, at in _expanded(torch.cat((seen, cut)), torch.cat((whole, unseen))):
+        piece = index % len(some)
+        length, start = pieces.length[piece], pieces.start[piece] + diagonal[piece]
+        kv_rows = kv.rows_between(at, k_start[piece], k_stop[piece])
+        band = _band(mask, start - kv.start[at], q.stride)
+        tiles = _tiles((torch.zeros_like(length), length), kv_rows, *band)
+        pair = pieces.rank[piece] * q.world_size + kv.rank[at]
+        total.add_pairs(pair, tiles.moved(pieces.first[piece], kv.first[at]))
 
 
-def _add_block(
-    total: _Totals,
-    sides: tuple[_Side, _Side],
-    slots: tuple[int, int],
-    block: tuple[slice, slice],
-    mask: Mask | None,
-    document: Tensor,
-) -> None:
-    """Adds one segment of some ranks' queries against one of some ranks' keys; no mask is FULL."""
-    (q, kv), (ranks, columns) = sides, block
-    at_q, at_kv = (slots[0], ranks), (slots[1], columns)
-    q_start, q_stop, k_start, k_stop, diagonal = document
-    q0, q1 = (x[:, None] for x in q.rows_between(q_start, q_stop, at_q))
-    k0, k1 = kv.rows_between(k_start, k_stop, at_kv)
-    if mask is None:
-        area = (q1 - q0) * (k1 - k0)
-        found = _Tiles(area, torch.zeros((), dtype=torch.int64), q0, q1, k0, k1)
-    else:
-        band = _band(mask, q.start[at_q][:, None], kv.start[at_kv], diagonal, q.stride)
-        found = _tiles((q0, q1), (k0, k1), *band)
-    total.area[block] += found.area
-    total.edge[block] += found.edge.int()
-    none = found.area == 0
-    most = torch.iinfo(torch.int32).max
-    for rows, first, start, stop in (
-        (total.q, q.first[at_q][:, None], found.q0, found.q1),
-        (total.kv, kv.first[at_kv], found.k0, found.k1),
-    ):
-        lowest, highest = rows.start[block], rows.stop[block]
-        begin = (start + first).int().expand_as(none).masked_fill(none, most)
-        end = (stop + first).int().expand_as(none).masked_fill(none, 0)
-        torch.minimum(lowest, begin, out=lowest)
-        torch.maximum(highest, end, out=highest)
-
-
-def _add_documents(
-    total: _Totals, sides: tuple[_Side, _Side], mask: Mask, documents: Tensor
-) -> None:
-    """Many documents: only the segments that a document lies in meet each other."""
-    q, kv = sides
-    q_meets = _overlaps(q, documents[:, 0], documents[:, 1])
-    kv_meets = _overlaps(kv, documents[:, 2], documents[:, 3])
-    world_size = q.start.size(1)
-    for document, at_q, at_kv in _joined(q_meets, kv_meets, len(documents)):
-        bounds = documents[document]
-        q_rows = q.rows_between(bounds[:, 0], bounds[:, 1], at_q)
-        kv_rows = kv.rows_between(bounds[:, 2], bounds[:, 3], at_kv)
-        band = _band(mask, q.start[at_q], kv.start[at_kv], bounds[:, 4], q.stride)
-        found = _tiles(q_rows, kv_rows, *band)
-        keep = found.area > 0
-        pair = (at_q[1] * world_size + at_kv[1])[keep]
-        total.area.view(-1).index_add_(0, pair, found.area[keep])
-        total.edge.view(-1).index_add_(0, pair, found.edge[keep].int())
-        for rows, first, start, stop in (
-            (total.q, q.first[at_q], found.q0, found.q1),
-            (total.kv, kv.first[at_kv], found.k0, found.k1),
-        ):
-            begin, end = ((x + first)[keep].int() for x in (start, stop))
-            rows.start.view(-1).scatter_reduce_(0, pair, begin, "amin")
-            rows.stop.view(-1).scatter_reduce_(0, pair, end, "amax")
-
-
-# (n,) documents, and for each (slot, rank) of a segment that has rows of it.
-_Meets = tuple[Tensor, tuple[Tensor, Tensor]]
-
-
-def _overlaps(side: _Side, starts: Tensor, stops: Tensor) -> _Meets:
-    """Documents and the segments that have rows of them, in the order of the documents."""
-    begin = side.start.flatten()
-    end = begin + (side.length.flatten() - 1) * side.stride + 1
+def _pieces(q: _Side, mask: Mask) -> tuple[_Side, Tensor]:
+    """The queries' segments, cut where documents end; (3, n) k_start, k_end, diagonal of each."""
+    found = [(d.q_start, d.q_end, d.k_start, d.k_end, d.diagonal) for d in mask.documents]
+    documents = torch.tensor(found).t().contiguous()
     # Documents follow one another: those that a segment reaches into are a run.
-    first = torch.searchsorted(stops.contiguous(), begin, right=True)
-    last = torch.searchsorted(starts.contiguous(), end)
-    count = (last - first).clamp_(min=0) * (side.length.flatten() > 0)
-    segment = torch.repeat_interleave(torch.arange(len(begin)), count)
-    offset = torch.arange(len(segment)) - (count.cumsum(0) - count)[segment]
-    document = first[segment] + offset
-    order = torch.argsort(document, stable=True)
-    slot, rank = segment[order] // side.start.size(1), segment[order] % side.start.size(1)
-    return document[order], (slot, rank)
+    first = torch.searchsorted(documents[1], q.start, right=True)
+    last = torch.searchsorted(documents[0], q.end)
+    parts = []
+    for segment, document in _expanded(first, last):
+        start, stop = q.rows_between(segment, *documents[:2, document])
+        position = q.start[segment] + start * q.stride
+        one = q.rank[segment], q.slot[segment], q.first[segment] + start, position, stop - start
+        parts.append(torch.stack((*one, *documents[2:, document]))[:, start < stop])
+    columns = torch.cat([torch.empty(8, 0, dtype=torch.int64), *parts], 1)
+    return _Side(q.world_size, q.stride, *columns[:5]), columns[5:]
 
 
-def _joined(
-    q: _Meets, kv: _Meets, num_documents: int
-) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]:
-    """Every segment of the queries with every one of the keys in the same document, in chunks."""
-    per_document = torch.bincount(kv[0], minlength=num_documents)
-    first_kv = per_document.cumsum(0) - per_document
-    count = per_document[q[0]]
-    ends = count.cumsum(0)
-    begin = 0
-    while begin < len(count):
-        done = int(ends[begin - 1]) if begin else 0
-        stop = int(torch.searchsorted(ends, done + CHUNK, right=True))
-        stop = max(stop, begin + 1)
-        meeting = torch.repeat_interleave(torch.arange(begin, stop), count[begin:stop])
-        if len(meeting):
-            document = q[0][meeting]
-            before = (ends - count)[meeting] - done
-            other = first_kv[document] + torch.arange(len(meeting)) - before
-            yield document, (q[1][0][meeting], q[1][1][meeting]), (kv[1][0][other], kv[1][1][other])
-        begin = stop
+def _add_whole(total: _Totals, pieces: _Side, kv: _Side, begin: Tensor, end: Tensor) -> None:
+    """Adds what pieces see whole, the segments `[begin, end)`: dense, one piece of each rank."""
+    some = begin < end
+    rank = pieces.rank[some]
+    turn = torch.arange(len(rank)) - torch.searchsorted(rank, rank)
+    turns = torch.zeros(int(turn.max()) + 1 if len(turn) else 0, 4, total.world_size).int()
+    bounds = torch.stack((begin, end, pieces.first, pieces.first + pieces.length), 1)
+    turns[turn, :, rank] = bounds[some].int()
+    place = kv.by_slot(torch.arange(len(kv.rank)).int(), missing=-1)
+    slots = list(zip(place, kv.by_slot(kv.first.int()), kv.by_slot(kv.length), strict=True))
+    zero = torch.zeros((), dtype=torch.int32)
+    for ranks, bounds, (place, k0, length) in product(_blocks(total.world_size), turns, slots):
+        begin, end, q0, q1 = bounds[:, ranks, None]
+        if (begin < end).any():
+            area = ((begin <= place) & (place < end)) * ((q1 - q0) * length)
+            total.add_block(ranks, _Tiles(area, zero, q0, q1, k0, k0 + length.int()))
+
+
+def _expanded(begin: Tensor, end: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The indices of many runs `[begin, end)`, and the number of each one's run; in chunks."""
+    count = (end - begin).clamp_(min=0)
+    before = count.cumsum(0) - count
+    sizes = (before // CHUNK).unique_consecutive(return_counts=True)[1].tolist()
+    for run in torch.arange(len(count)).split(sizes):
+        owner = torch.repeat_interleave(run, count[run])
+        yield owner, torch.arange(len(owner)) + (begin - before)[owner] + before[run[0]]
 
 
 def _floor_div(x: Tensor, stride: int) -> Tensor:

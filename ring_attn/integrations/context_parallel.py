@@ -39,7 +39,7 @@ _SEQ_DIM = 2
 
 
 class LoadBalancer(Protocol):
-    """What torch's balancers have: `LayoutBalancer` and those of torch are some."""
+    """The interface of torch's load balancers and of `LayoutBalancer`."""
 
     def _generate_indices(self, restore: bool = False) -> Tensor | None:
         """(1, seqlen) or (batch, seqlen): which rows stand where, or where they stood."""
@@ -50,7 +50,7 @@ class LayoutBalancer:
     """A `SequenceLayout` as torch's load balancers are; made by `as_load_balancer`."""
 
     def __init__(self, layout: SequenceLayout, device: torch.device | str) -> None:
-        """Keeps both; indices are made when asked for."""
+        """Keeps layout and device; makes no indices yet."""
         self.layout, self.device = layout, device
 
     def _generate_indices(self, restore: bool = False) -> Tensor:
@@ -293,18 +293,18 @@ def _chunks(seqlen: int, world_size: int) -> SequenceLayout:
 
 
 def _balances() -> bool:
-    """torch's switch, which programs set; where its module was never imported nobody has."""
+    """torch's switch for load balancing, if a program has set it; else True."""
     theirs = sys.modules.get("torch.distributed.tensor.experimental._attention")
     options = getattr(theirs, "_cp_options", None)
     return True if options is None else bool(options.enable_load_balance)
 
 
 def _runs_of(rows: int, mesh: DeviceMesh, device: torch.device) -> SequenceLayout:
-    """Runs in the order of the ranks, of as many rows as each has."""
+    """The layout of runs in the order of the ranks, each as long as its rank's rows."""
     mine = torch.tensor([rows], device=device)
-    told = [torch.empty_like(mine) for _ in range(mesh.size())]
-    dist.all_gather(told, mine, group=mesh.get_group())
-    return SequenceLayout.boundaries([0, *accumulate(int(n) for n in told)])
+    lengths = [torch.empty_like(mine) for _ in range(mesh.size())]
+    dist.all_gather(lengths, mine, group=mesh.get_group())
+    return SequenceLayout.boundaries([0, *accumulate(int(n) for n in lengths)])
 
 
 def _reordered(x: Tensor, restore: Tensor, dim: int) -> Tensor:

@@ -98,7 +98,7 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True)
 class Registration:
-    """What a name of `attn_implementation` stands for; leaving it as a context unregisters it.
+    """A registered name of `attn_implementation`; leaving it as a context unregisters it.
 
     Attributes:
         name: of the implementation.
@@ -121,7 +121,7 @@ class Registration:
     ignore: frozenset[str]
 
     def unregister(self) -> None:
-        """Takes the name back; models that still have it raise then."""
+        """Removes the name; models that still use it raise then."""
         package = _transformers()
         package.AttentionInterface._global_mapping.pop(self.name, None)
         package.AttentionMaskInterface._global_mapping.pop(self.name, None)
@@ -237,7 +237,7 @@ class Registration:
             raise
 
     def _tell(self, error: Exception) -> None:
-        """Lets the other ranks, which may be waiting for this one, know of the refusal."""
+        """Tells the other ranks, which may be waiting for this one, of the refusal."""
         tell_refusal(error, self.group)
 
     def _check_positions(
@@ -426,7 +426,7 @@ def _patterns(mask_function: Callable[..., Any]) -> Iterator[str]:
 def _check_arguments(
     attention_mask: object, dropout: float, kwargs: dict[str, Any], ignore: frozenset[str]
 ) -> None:
-    """Everything that the attention gets is honoured, or known not to be meant for it."""
+    """Refuses arguments of the attention that are neither honoured nor meant for something else."""
     if attention_mask is not None:
         shape = tuple(getattr(attention_mask, "shape", ()))
         raise NotImplementedError(
@@ -448,7 +448,7 @@ def _check_arguments(
 
 
 def _check_config(module: nn.Module) -> None:
-    """What a model does besides attention must not depend on rows that other ranks have."""
+    """Refuses models that outside of attention depend on rows of other ranks."""
     config = getattr(module, "config", None)
     others = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
     if others:
@@ -465,7 +465,7 @@ def _check_config(module: nn.Module) -> None:
 
 
 def _rope_types(config: Any) -> Iterator[str]:
-    """Those of the config, or of each type of layers in it."""
+    """The RoPE types of the config: one, or one for each type of layers."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [one for one in parameters.values() if isinstance(one, dict)]
     for one in nested or [parameters]:
@@ -509,7 +509,7 @@ def _window(module: nn.Module, kwargs: dict[str, Any], causal: bool) -> tuple[in
 
 
 def _placed(given: object, name: str) -> str | SequenceLayout | CacheStep:
-    """Where the rows are: as the forward says, else by the name that was registered."""
+    """The layout of the rows: the forward's, else that of the registered name."""
     if given is None:
         return name
     if not isinstance(given, (str, SequenceLayout, CacheStep)):
@@ -526,20 +526,20 @@ def _check_rows(q: Tensor, k: Tensor, name: str) -> None:
         )
 
 
-# id -> (the tensor, its version, what its values were found right for): all layers of a model have
+# id -> (the tensor, its version, the key of its checked values): all layers of a model have
 # the same position_ids, and on a GPU each look at them waits for it.
-_found_right: dict[int, tuple[weakref.ref[Tensor], int, object]] = {}
+_validated: dict[int, tuple[weakref.ref[Tensor], int, object]] = {}
 
 
 def _seen(x: Tensor, key: object) -> bool:
-    known = _found_right.get(id(x))
+    known = _validated.get(id(x))
     return known is not None and known[0]() is x and known[1:] == (x._version, key)
 
 
 def _remember(x: Tensor, key: object) -> None:
     number = id(x)
-    ref = weakref.ref(x, lambda _: _found_right.pop(number, None))
-    _found_right[number] = (ref, x._version, key)
+    ref = weakref.ref(x, lambda _: _validated.pop(number, None))
+    _validated[number] = (ref, x._version, key)
 
 
 def _shown(positions: Tensor) -> str:
@@ -552,7 +552,7 @@ def _shown(positions: Tensor) -> str:
 
 
 def _transformers() -> ModuleType:
-    """The package, if it is one that this module is for."""
+    """The package transformers; refuses versions without the interface that this module needs."""
     try:
         import transformers
     except ImportError as error:

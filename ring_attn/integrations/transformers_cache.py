@@ -54,7 +54,7 @@ class CacheStep:
 
     @property
     def layouts(self) -> tuple[SequenceLayout, SequenceLayout]:
-        """Of queries and keys."""
+        """The layouts of queries and keys."""
         assert self.chunk is not None, "queries that are not split have no layout"
         return self.chunk, self.cache
 
@@ -93,7 +93,7 @@ def make_cache(model: Any, *, group: Group, kind: str, block: int, keyword: str)
 
 @lru_cache(maxsize=1)
 def _classes() -> tuple[type[Any], type[Any]]:
-    """The classes of a cache and of its layers: made late, as their bases are transformers'."""
+    """The classes of a cache and of its layers, made late: their bases are in transformers."""
     from transformers.cache_utils import Cache, DynamicLayer
 
     class RingLayer(DynamicLayer):
@@ -106,7 +106,7 @@ def _classes() -> tuple[type[Any], type[Any]]:
         def update(
             self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
         ) -> tuple[Tensor, Tensor]:
-            """Takes the new rows, if they are this rank's to keep; returns all that it has."""
+            """Appends the new rows if this rank keeps them; returns all rows that it has."""
             cache = self._cache()
             assert cache is not None, "a layer does not outlive its cache"
             if not cache.keeps:
@@ -114,7 +114,7 @@ def _classes() -> tuple[type[Any], type[Any]]:
             return super().update(key_states, value_states, *args, **kwargs)
 
         def get_seq_length(self, *args: Any) -> int:
-            """Of the whole sequence, without what this forward adds."""
+            """Length of the whole sequence, without the rows that this forward adds."""
             cache = self._cache()
             return 0 if cache is None else cache.num_seen
 
@@ -155,7 +155,7 @@ def _classes() -> tuple[type[Any], type[Any]]:
             return CacheStep(self.layout, None, keep)
 
         def end(self) -> None:
-            """The forward is through all layers."""
+            """Ends a forward that has been through all layers."""
             self.num_seen = self.layout.seqlen
 
         def update(
@@ -176,7 +176,7 @@ def _classes() -> tuple[type[Any], type[Any]]:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
         def get_seq_length(self, layer_idx: int = 0) -> int:
-            """Of the whole sequence, without what this forward adds."""
+            """Length of the whole sequence, without the rows that this forward adds."""
             return self.num_seen
 
         def get_mask_sizes(self, new: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
@@ -252,7 +252,7 @@ def _completed(logits: Tensor, step: CacheStep, cache: Any) -> Tensor:
 
 
 def _owner_of_last(layout: SequenceLayout) -> int:
-    """The rank that has the last position, as its last row."""
+    """The rank whose last row is the last position."""
     ends = [layout.segments(rank)[-1] for rank in range(layout.world_size)]
     lasts = [s.start + (s.length - 1) * s.stride for s in ends]
     return lasts.index(layout.seqlen - 1)
@@ -278,7 +278,7 @@ def _tokens(kwargs: dict[str, Any]) -> Tensor:
 
 
 def _check_forward(kwargs: dict[str, Any], keyword: str) -> None:
-    """What a forward with a split cache cannot do."""
+    """Refuses arguments of a forward that a split cache cannot honour."""
     if kwargs.get(keyword) is not None:
         raise ValueError(f"{keyword} must be left out: the cache knows the layout")
     if kwargs.get("use_cache") is False:
@@ -301,7 +301,7 @@ def _check_forward(kwargs: dict[str, Any], keyword: str) -> None:
 
 
 def _check_cut(kwargs: dict[str, Any], rows: int) -> None:
-    """Whatever else has a row for each token would have to be cut, too."""
+    """Refuses other arguments with a row for each token, which would have to be cut too."""
     known = {*SEQUENCE_DIMS, "attention_mask", "past_key_values"}
     for name, value in kwargs.items():
         if name not in known and isinstance(value, Tensor) and rows in value.shape[1:]:

@@ -26,7 +26,7 @@ from ring_attn.planning.choice import Layouts, Problem
 from ring_attn.planning.devices import LOCAL_WORLD_SIZE, find_cluster, node_size_of
 from ring_attn.transport.base import Agreement, Transport
 
-# Bytes of what a rank tells about a choice.
+# Bytes of a rank's message about a choice.
 MESSAGE_BYTES = 1024
 
 # By transport, so that it goes with its group: what was agreed on for which arguments. With other

@@ -91,7 +91,7 @@ MASKS: dict[str, Callable[[int], Mask]] = {
     "empty rows": lambda n: Mask(n, (n + 1) // 2, causal=True),
 }
 
-# Masks at the edge of what there is, for the tests.
+# Extreme masks, for the tests.
 EDGE_MASKS: dict[str, Callable[[int], Mask]] = {
     "diagonal": lambda n: Mask(n, n, window_size=(0, 0)),
     "right window": lambda n: Mask(n, n, window_size=(-1, n // 9)),
@@ -142,7 +142,7 @@ def _layout_of(name: str, seqlen: int, world_size: int, *, backwards: bool) -> S
 
 
 def strategy_of(name: str, world_size: int) -> str | Strategy:
-    """What `ring_attention` takes for a name, with the least degree between 1 and all ranks.
+    """A strategy by its name as an argument of `ring_attention`, its degree the least above 1.
 
     Raises:
         NotImplementedError: it needs a degree, and the world size has no such divisor.
@@ -208,7 +208,7 @@ class Case:
         return layouts_of(self.layout, self.build_mask(), world_size)
 
     def build_strategy(self, world_size: int) -> str | Strategy:
-        """What `ring_attention` takes for the strategy."""
+        """The strategy as an argument of `ring_attention`."""
         if isinstance(self.strategy, Strategy):
             return self.strategy
         return strategy_of(self.strategy, world_size)
@@ -247,7 +247,7 @@ class Case:
 
     @property
     def options(self) -> list[str]:
-        """What is unusual about its inputs."""
+        """Names of the unusual properties of its inputs."""
         options = {
             "strided": self.noncontiguous,
             "large logits": self.large_logits,

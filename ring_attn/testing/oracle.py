@@ -20,7 +20,7 @@ RESULTS_WITH_SINKS = (*RESULTS, "dsinks")
 # Puts logits some hundreds apart: rows become one-hot, and exp(s) without its maximum overflows.
 LARGE_LOGITS = 64.0
 
-# What flash-attention adds and takes away again, to see how a result of order 1 is rounded.
+# The number that flash-attention's tests add and subtract again to see how a result is rounded.
 PERTURBATION = 0.3
 
 

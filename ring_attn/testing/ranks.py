@@ -31,7 +31,7 @@ from ring_attn.testing.oracle import (
 from ring_attn.transport.local import LocalTransport, run_local
 from ring_attn.transport.p2p import open_p2p
 
-# A rank that waits longer than this for another has lost it.
+# Seconds that a rank waits for another before it takes it for lost.
 TRANSPORT = TransportOptions(timeout=60.0)
 
 # Calls a function with the same arguments on every rank of a process group; results by rank.
@@ -39,7 +39,7 @@ Launch = Callable[..., Sequence[Any]]
 
 
 class Sent(NamedTuple):
-    """What a rank sends in one direction of a call."""
+    """Bytes and messages that a rank sends in one direction of a call."""
 
     nbytes: int
     messages: int
@@ -60,7 +60,7 @@ class RankResult:
 
 @dataclass(frozen=True)
 class AllRanks:
-    """What all ranks of a case return.
+    """The results of all ranks of a case.
 
     Attributes:
         case: the case.
@@ -185,7 +185,7 @@ def whole_of(ranks: Sequence[RankResult], layouts: Layouts) -> Expected:
 
 def expected(case: Case) -> tuple[Expected, Expected]:
     """The oracle and plain PyTorch of a case."""
-    # How the case is run changes neither.
+    # Neither depends on how the case is run.
     return _expected(
         replace(case, strategy="", backend="", layout="", noncontiguous=False, same_bits=None)
     )

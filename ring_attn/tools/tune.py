@@ -441,7 +441,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
         repeats=args.repeats or (REPEATS if gpu else 2),
         jobs=jobs,
     )
-    refused = get_backend("triton").supports(setting.problem_of(causal=True).spec, named=True)
+    refused = get_backend("triton").supports(setting.problem_of(causal=True).spec, explicit=True)
     if refused is not None:
         raise ValueError(f"backend triton {refused}")
     return setting

@@ -21,7 +21,7 @@ from ring_attn.core.program import Channel, Hop
 
 @dataclass
 class TransportStats:
-    """What a transport has done since it was made or `reset`; one with all of its `sub`s.
+    """Counts of a transport, shared with its `sub`s, since it was made or `reset`.
 
     Attributes:
         bytes_sent: bytes that have left this rank: of a collective what it has for the others.
@@ -50,18 +50,18 @@ class Agreement:
 
     @cached_property
     def texts(self) -> dict[str, str]:
-        """The values as text, which other ranks can be told."""
+        """The values as text, to send to other ranks."""
         return {name: repr(value) for name, value in self.values.items()}
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes of all of it."""
+        """A hash of all values, 16 bytes."""
         text = repr(sorted(self.texts.items())).encode()
         return hashlib.blake2b(text, digest_size=16).digest()
 
 
 class PointToPoint(Protocol):
-    """What a ring needs of a transport.
+    """The exchanges of a ring.
 
     No tensor of an exchange may be touched between its posting and the end of `wait`.
     """
@@ -75,15 +75,15 @@ class PointToPoint(Protocol):
         ...
 
     def wait(self, channel: Channel) -> None:
-        """Until the exchange posted on this channel is complete on this rank.
+        """Waits until the exchange posted on this channel is complete on this rank.
 
-        Of a ring's exchange both sides are: so its buffers may be written to.
+        Both sides of a ring's exchange are complete then: its buffers may be written to.
         """
         ...
 
 
 class Transport(PointToPoint, Protocol):
-    """What the other strategies need: collectives, and transports among some of the ranks."""
+    """A transport for all strategies: collectives too, and transports among some of the ranks."""
 
     def call(
         self,
@@ -94,7 +94,7 @@ class Transport(PointToPoint, Protocol):
         values: Sequence[Tensor] = (),
         number: int | None = None,
     ) -> AbstractContextManager[int]:
-        """A call, which all ranks make: its messages reach no other one; gives its number.
+        """Begins a call that all ranks make, whose messages reach no other call; gives its number.
 
         Args:
             kind: "forward", "backward", "decode", ...
@@ -122,18 +122,18 @@ class Transport(PointToPoint, Protocol):
         recv: Tensor,
         recv_counts: Sequence[int],
     ) -> None:
-        """Starts to bring from every rank its part for this one.
+        """Starts to bring every rank's part for this rank.
 
         `send` and `recv` are uint8, cut by the counts (bytes) in the order of the ranks.
         """
         ...
 
     def join(self, channel: Channel, device: torch.device) -> None:
-        """Takes part where other ranks exchange and this one has nothing to send or to receive."""
+        """Takes part in an exchange in which this rank neither sends nor receives."""
         ...
 
     def follow(self, channel: Channel, stream: torch.cuda.Stream) -> bool:
-        """Makes a stream wait for the exchange under way; False where it cannot be known there."""
+        """Makes a stream wait for the exchange under way; False where only the host can wait."""
         ...
 
     def sub(self, ranks: tuple[int, ...]) -> Transport:
@@ -159,7 +159,7 @@ def gather_texts(transport: Transport, text: str, device: torch.device) -> list[
 
 
 def check_ranks(ranks: tuple[int, ...], rank: int, world_size: int) -> None:
-    """Refuses ranks that no transport can be made among.
+    """Refuses ranks among which no transport can be made.
 
     torch.distributed numbers a group's ranks upwards, whatever order they are given in.
 

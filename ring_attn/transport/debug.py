@@ -75,7 +75,7 @@ def values_of(**tensors: Tensor | None) -> dict[str, object]:
 
 
 def tell_refusal(error: BaseException, group: object, options: object = None) -> None:
-    """Does for the other ranks what they need to know of a call that this rank has refused.
+    """Tells the other ranks of a call that this rank has refused.
 
     The call is counted, so that this rank's next one cannot pass for it. Under RING_ATTN_DEBUG this
     rank takes part in the comparison: the others then raise at once, and name it.
@@ -101,7 +101,7 @@ def _gather(
 ) -> list[dict[str, str]]:
     if dist.get_world_size(group) == 1:
         return [dict(described)]
-    # Ranks that differ in nccl_max_ctas compare notes, too.
+    # Without nccl_max_ctas, so that ranks that differ in it can compare their arguments too.
     transport = new_p2p(group, replace(options, nccl_max_ctas=None))
     on_cuda = "nccl" in dist.get_backend_config(group)
     device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")

@@ -43,7 +43,7 @@ class _Exchange:
 
 @dataclass
 class _Pending:
-    """One exchange under way: to whom it sends, and what becomes of each rank's message."""
+    """One exchange under way: its receivers, and what to do with the message of each sender."""
 
     receivers: Sequence[int]
     senders: Sequence[int]
@@ -68,7 +68,7 @@ class LocalTransport:
     def call(
         self, kind: str, agreement: Agreement, device: torch.device, **_: Any
     ) -> Iterator[int]:
-        """Any: ranks in one process are in one call."""
+        """Begins a call without a check: ranks in one process make the same calls."""
         yield 0
 
     def post(self, channel: Channel, step: int, hop: Hop, send: Tensor, recv: Tensor) -> None:
@@ -114,7 +114,7 @@ class LocalTransport:
         self._offer(channel, {r: outgoing[r] for r in self._others}, pending)
 
     def wait(self, channel: Channel) -> None:
-        """Until all messages have been copied in, and one's own have been taken."""
+        """Waits until this rank has copied its messages and the others have copied theirs."""
         pending = self._pending.pop(channel)
         sent, turn = self._exchange.sent, self._exchange.turn
         for rank in pending.senders:
@@ -128,10 +128,10 @@ class LocalTransport:
             self._exchange.until(partial(_lacks, sent, outgoing))
 
     def join(self, channel: Channel, device: torch.device) -> None:
-        """Nothing: there are no connections."""
+        """Does nothing: there are no connections to make."""
 
     def follow(self, channel: Channel, stream: torch.cuda.Stream) -> bool:
-        """False: messages are copied by whoever waits for them."""
+        """False: the rank that waits for a message copies it."""
         return False
 
     def sub(self, ranks: Ranks) -> LocalTransport:

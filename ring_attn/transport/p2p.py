@@ -104,7 +104,7 @@ class P2PTransport:
         values: Sequence[Tensor] = (),
         number: int | None = None,
     ) -> Iterator[int]:
-        """A call, which all ranks of the group make; whatever leaves it by an error ends the ring.
+        """Begins a call that all ranks of the group make; an error that leaves it ends the ring.
 
         Args:
             kind: "forward", "backward", "decode", ...
@@ -210,7 +210,7 @@ class P2PTransport:
         recv: Tensor,
         recv_counts: Sequence[int],
     ) -> None:
-        """Starts to bring from every rank its part for this one; counts in bytes."""
+        """Starts to bring every rank's part for this rank; counts in bytes."""
         if self._alone(recv, send):
             return
         mine = self.rank
@@ -228,7 +228,7 @@ class P2PTransport:
         self._exchange(channel, step, receives, [(r, outgoing[r]) for r in self._others])
 
     def wait(self, channel: Channel) -> None:
-        """Until the exchange is complete; RuntimeError names step, peer and timeout if it fails."""
+        """Waits for the exchange; a RuntimeError names step, peer and timeout if it fails."""
         if self.world_size == 1:
             return
         pending, start = self._pending.pop(channel), time.monotonic()
@@ -253,12 +253,12 @@ class P2PTransport:
         return True
 
     def join(self, channel: Channel, device: torch.device) -> None:
-        """Takes part where others exchange: a communicator is made by all of its ranks."""
+        """Takes part in an exchange of other ranks: all its ranks make a communicator together."""
         if self.world_size > 1 and device.type == "cuda":
             self._communicator(channel, device)
 
     def sub(self, ranks: tuple[int, ...]) -> P2PTransport:
-        """The transport among some of these ranks, which fails with this one."""
+        """The transport among some of these ranks; when one of the two fails, so does the other."""
         if ranks not in self._subs:
             check_ranks(ranks, self.rank, self.world_size)
             members = tuple(self._members[rank] for rank in ranks)
@@ -270,7 +270,7 @@ class P2PTransport:
         return self._subs[ranks]
 
     def _forget(self) -> None:
-        """Lets go of the buffers of exchanges that nobody will wait for."""
+        """Releases the buffers of exchanges that nobody will wait for."""
         self._pending.clear()
         for sub in self._subs.values():
             if sub is not self:
@@ -281,7 +281,7 @@ class P2PTransport:
         return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def _alone(self, recv: Tensor, send: Tensor) -> bool:
-        """Does a collective of one rank, which needs no connections."""
+        """Whether this rank is alone; then the collective is done here, as a copy."""
         if self.world_size == 1:
             recv.copy_(send)
         return self.world_size == 1
@@ -304,7 +304,7 @@ class P2PTransport:
             receives = receives + [(r, x) for (r, _), x in zip(receives, incoming, strict=True)]
             sends = sends + [(r, own) for r, _ in sends]
 
-        # The receives first: the order of the works in `wait`, where they are what compute needs.
+        # Receives first: `wait` takes the works in this order, and compute needs what is received.
         if isinstance(medium, Gloo):
             start = partial(self._send_tagged, medium, channel, step, receives, sends)
         else:
@@ -314,7 +314,7 @@ class P2PTransport:
     def _send_tagged(
         self, gloo: Gloo, channel: Channel, step: int, receives: Parts, sends: Parts
     ) -> list[Started]:
-        # Without tags messages would be told apart by their order alone.
+        # Without tags only their order tells messages apart.
         seed = self._shared.seed ^ self._scope if gloo.honours_tags else 0
 
         def tag(x: Tensor) -> int:
@@ -340,7 +340,7 @@ class P2PTransport:
         device: torch.device,
         start: Callable[[Any], object],
     ) -> None:
-        """One of NCCL's own collectives, and beside it the headers of all ranks."""
+        """Starts one of NCCL's collectives, and a gathering of all ranks' headers with it."""
         nccl, headers = self._communicator(channel, device), self._shared.headers
         incoming, own = headers.incoming(step, self.world_size), headers.outgoing(step)
         starts = [partial(start, nccl), partial(nccl._allgather_base, incoming.view(-1), own)]
@@ -366,7 +366,7 @@ class P2PTransport:
         start: Callable[[], list[Started]],
         finish: Callable[[], None] | None = None,
     ) -> None:
-        """Starts what is under way until `wait`; `nbytes` are sent and received by it."""
+        """Starts an exchange that `wait` ends; it sends and receives `nbytes`."""
         if channel in self._pending:
             raise RuntimeError(
                 f"rank {self.rank} posts step {step} on channel {channel!r}, where step "
@@ -383,7 +383,7 @@ class P2PTransport:
 
     def _wait_for(self, work: dist.Work, peer: int, start: float, on_cuda: bool) -> None:
         if on_cuda:
-            # With a timeout NCCL's wait would block the host; its watchdog has the timeout.
+            # With a timeout NCCL's wait would block the host; torch's watchdog keeps the timeout.
             work.wait()
             return
         now = time.monotonic()

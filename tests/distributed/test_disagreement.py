@@ -127,7 +127,7 @@ def late(group: Group, odd: bool, **arguments: Any) -> None:
     """The odd rank comes when the others have given up."""
     call(group, **arguments)
     if odd:
-        time.sleep(1.5)
+        time.sleep(3.0)
     call(group, **{"transport": TransportOptions(timeout=1.0), **arguments})
 
 
@@ -229,10 +229,8 @@ def check(ranks: Pools, strategy: str, odd_rank: int, names: list[str]) -> None:
         if strategy == "auto" and all(one.error == "ValueError" for one in told):
             continue  # the ranks were told when they chose
         assert all(one.error == "RuntimeError" for one in told), (strategy, name, told)
-        assert all(one.seconds < 3 * TIMEOUT for one in told), (strategy, name, told)
-        # On a busy machine ranks may not even meet in time, which is an error on all of them, too.
-        met = not any("could not form the ring" in one.text for one in told)
-        if name != "late" and met:
+        assert all(one.seconds < 2 * TIMEOUT for one in told), (strategy, name, told)
+        if name != "late":
             # Somebody has seen why, and told the others.
             assert all("call differs" in one.text for one in told), (strategy, name, told)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -222,6 +223,42 @@ def test_a_rank_that_dies_while_the_ring_is_formed(fresh_ranks: Callable[..., An
         assert got.error is RuntimeError, (rank, got)
         assert got.seconds < IN_TIME, (rank, got)
         assert f"ranks [{victim}] did not come" in got.text, (rank, got)
+
+
+def slow_to_connect(slow: int, seconds: float) -> Ended:
+    """One rank is slower than its peers to see that it is connected; rank 0's call differs."""
+    rank, connect = dist.get_rank(), dist.ProcessGroupGloo
+
+    def connect_slowly(*args: Any) -> dist.ProcessGroupGloo:
+        gloo = connect(*args)
+        time.sleep(seconds)
+        return gloo
+
+    with mock.patch.object(dist, "ProcessGroupGloo", connect_slowly if rank == slow else connect):
+        return ended(lambda: layer(8 if rank == 0 else 16))
+
+
+def test_nobody_leaves_before_all_are_connected(fresh_ranks: Callable[..., Any]) -> None:
+    """Ranks that raise because their calls differ would close connections that are being made."""
+    seconds = TIMEOUT / 2
+    for rank, got in enumerate(fresh_ranks(3).run(slow_to_connect, 2, seconds, timeout=30)):
+        assert got.error is RuntimeError and "seqlen_q: " in got.text, (rank, got)
+        assert seconds < got.seconds < IN_TIME, (rank, got)
+
+
+def failed_while_connecting(odd: int) -> Ended:
+    connect = dist.ProcessGroupGloo
+    if dist.get_rank() == odd:
+        connect = mock.Mock(side_effect=RuntimeError("no route to host"))
+    with mock.patch.object(dist, "ProcessGroupGloo", connect):
+        return ended(layer)
+
+
+def test_a_rank_that_cannot_connect_is_not_waited_for(fresh_ranks: Callable[..., Any]) -> None:
+    for rank, got in enumerate(fresh_ranks(3).run(failed_while_connecting, 1, timeout=30)):
+        assert got.error is RuntimeError, (rank, got)
+        assert "rank 1 has given up: no route to host" in got.text, (rank, got)
+        assert got.seconds < TIMEOUT, (rank, got)
 
 
 def with_other_rows(odd: int, rows: int, backward: bool) -> Ended:

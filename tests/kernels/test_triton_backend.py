@@ -78,11 +78,11 @@ def test_it_runs_by_name() -> None:
     backend = get_backend("triton")
     assert isinstance(backend, TritonBackend) and backend.name == "triton"
     for dtype in DTYPES:
-        assert backend.supports(replace(SPEC, dtype=dtype), named=True) is None
+        assert backend.supports(replace(SPEC, dtype=dtype), explicit=True) is None
         assert choose_backend(replace(SPEC, dtype=dtype), "triton").name == "triton"
     for dims in ({"headdim": 256}, {"headdim_v": 256}, {"headdim": 1, "headdim_v": 3}):
-        assert backend.supports(replace(SPEC, **dims), named=True) is None
-    assert backend.supports(replace(SPEC, softcap=30.0, sinks=True), named=True) is None
+        assert backend.supports(replace(SPEC, **dims), explicit=True) is None
+    assert backend.supports(replace(SPEC, softcap=30.0, sinks=True), explicit=True) is None
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_it_runs_by_name() -> None:
     ],
 )
 def test_what_it_does_not_take(changes: dict[str, object], reason: str) -> None:
-    assert reason in str(TritonBackend().supports(replace(SPEC, **changes), named=True))
+    assert reason in str(TritonBackend().supports(replace(SPEC, **changes), explicit=True))
     with pytest.raises(NotImplementedError, match=f"backend='triton' cannot run this: {reason}"):
         choose_backend(replace(SPEC, **changes), "triton")
 
@@ -118,7 +118,9 @@ def test_bfloat16_is_refused_in_the_interpreter() -> None:
 def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = {"numpy"}
     monkeypatch.setattr(module, "find_spec", lambda name: None if name in missing else object())
-    assert "needs numpy, which is not installed" in str(TritonBackend().supports(SPEC, named=True))
+    assert "needs numpy, which is not installed" in str(
+        TritonBackend().supports(SPEC, explicit=True)
+    )
     missing.add("triton")
     # A spec that nothing else asks for: choices are cached.
     spec = replace(SPEC, headdim=77)
@@ -130,7 +132,7 @@ def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @in_interpreter
 def test_a_compiler_cannot_become_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    reason = str(TritonBackend().supports(SPEC, named=True))
+    reason = str(TritonBackend().supports(SPEC, explicit=True))
     assert "set TRITON_INTERPRET=1 before the program starts" in reason
 
 
@@ -138,7 +140,7 @@ def test_gpus_that_are_too_old_or_not_there(monkeypatch: pytest.MonkeyPatch) -> 
     backend, spec = TritonBackend(), replace(SPEC, device_type="cuda", dtype=torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "needs a GPU that torch can use" in str(backend.supports(spec))
-    assert "not on mps" in str(backend.supports(replace(spec, device_type="mps"), named=True))
+    assert "not on mps" in str(backend.supports(replace(spec, device_type="mps"), explicit=True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for capability, taken in (((7, 5), False), ((8, 0), True), ((9, 0), True), ((12, 1), True)):
@@ -149,7 +151,7 @@ def test_gpus_that_are_too_old_or_not_there(monkeypatch: pytest.MonkeyPatch) -> 
     # What was set for tests must not slow a program down in silence.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "TRITON_INTERPRET=1 is set" in str(backend.supports(spec))
-    assert backend.supports(spec, named=True) is None
+    assert backend.supports(spec, explicit=True) is None
 
 
 def test_an_interpreter_and_a_numpy_that_do_not_go_together(
@@ -157,9 +159,9 @@ def test_an_interpreter_and_a_numpy_that_do_not_go_together(
 ) -> None:
     versions = {"triton": "3.6.0", "numpy": "2.4.6"}
     monkeypatch.setattr(module, "version", versions.__getitem__)
-    assert "numpy below 2.4" in str(TritonBackend().supports(SPEC, named=True))
+    assert "numpy below 2.4" in str(TritonBackend().supports(SPEC, explicit=True))
     versions["numpy"] = "2.3.5"
-    assert "numpy" not in str(TritonBackend().supports(SPEC, named=True))
+    assert "numpy" not in str(TritonBackend().supports(SPEC, explicit=True))
 
 
 @in_interpreter

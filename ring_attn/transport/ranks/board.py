@@ -14,29 +14,29 @@ from typing import Any
 from ring_attn.torch_private import Store
 from ring_attn.transport.ranks.identity import Identity, difference
 
-# Of an error's text.
+# Characters of an error's text that a note has at most.
 MOST_CHARACTERS = 600
 
 
 class Board:
-    """Notes of the ranks of one group in its store, by one rank."""
+    """One rank's access to the notes of a group in its store."""
 
     def __init__(self, store: Store, meeting: str, rank: int) -> None:
-        """Takes a name in the store that only this meeting has."""
+        """Keeps the notes under the name of a meeting, which no other meeting has."""
         self._store, self._prefix, self._rank = store, f"{meeting}/board", rank
 
     def tell_calls(self, calls: Iterable[Identity]) -> None:
         """Writes down the last calls of this rank."""
-        text = json.dumps([self._told(call) for call in calls])
+        text = json.dumps([self._reported(call) for call in calls])
         self._store.set(f"{self._prefix}/calls/{self._rank}", text)
 
     def difference(self, calls: Iterable[Identity], peer: int) -> str | None:
-        """How the first call in which a peer differs from this rank does so; None if unknown."""
+        """How a peer's calls differ from this rank's, at the first that does; None if unknown."""
         others = self._read(f"calls/{peer}")
         known = {one["sequence"]: one for one in others or ()}
         for mine in calls:
             if mine.sequence in known:
-                differs = difference(self._told(mine), known[mine.sequence])
+                differs = difference(self._reported(mine), known[mine.sequence])
                 if differs is not None:
                     return differs
         return None
@@ -56,8 +56,8 @@ class Board:
             return None
         return f"rank {note['rank']} left its call: {note['text']}"
 
-    def _told(self, call: Identity) -> dict[str, Any]:
-        return {"rank": self._rank, **call.told()}
+    def _reported(self, call: Identity) -> dict[str, Any]:
+        return {"rank": self._rank, **call.reported()}
 
     def _read(self, name: str) -> Any:
         key = f"{self._prefix}/{name}"

@@ -1,4 +1,8 @@
-"""How ranks come together: a roll-call through the store, which says who is missing; connections.
+"""How ranks come together: a roll-call through the store, connections, and a second roll-call.
+
+The first names the ranks that are missing. The second keeps every rank from its first message until
+all are connected: a rank that went on, raised and closed its connections would break those that a
+slower rank is still making.
 
 torch's own groups are not made here. Nothing is split off another communicator, no name is taken
 from torch's counters, and nothing is registered with torch: a connection is closed when the last
@@ -7,6 +11,7 @@ reference to it goes.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import threading
 import time
@@ -15,26 +20,26 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from ring_attn.torch_private import PrefixStore, Store
+from ring_attn.torch_private import PrefixStore, Store, cloned
 
 T = TypeVar("T")
 
-# Seconds in which ranks that could not connect say that they are still there.
+# Seconds of the roll-call that tells, when connecting has failed, which ranks are still alive.
 ASKED_AGAIN_S = 1.0
 
-# Seconds that the store may take to answer beyond the time that is waited for ranks.
+# Seconds that the store may take to answer, beyond the seconds that the ranks have.
 STORE_S = 1.0
 
 
 class MissingRanksError(RuntimeError):
-    """Ranks that did not come in time; the message names them."""
+    """Ranks did not come in time; the message names them."""
 
 
 def bounded(work: Callable[[], T], seconds: float) -> T:
     """The result of `work`, done in a thread of its own.
 
-    A store whose host is gone, and gloo while it connects, cannot be interrupted: the thread is
-    left behind then, and ends by itself.
+    A store whose host is gone cannot be interrupted: the thread is then left behind, and ends by
+    itself.
 
     Raises:
         TimeoutError: `work` took longer.
@@ -58,48 +63,75 @@ def bounded(work: Callable[[], T], seconds: float) -> T:
     return results[0]
 
 
-def roll_call(store: Store, name: str, rank: int, members: Sequence[int], seconds: float) -> str:
-    """Waits until all members have come; returns a name in the store that only this meeting has.
+class RollCall:
+    """Ranks that wait for each other: each comes, or says why none should wait any longer."""
 
-    Args:
-        store: of the group.
-        name: what the members form together.
-        rank: this one of the members.
-        members: ranks of the group.
-        seconds: how long to wait for the others.
+    def __init__(
+        self, store: Store, name: str, rank: int, members: Sequence[int], verb: str = "come"
+    ) -> None:
+        """Prepares a roll-call without taking part in it.
 
-    Raises:
-        MissingRanksError: naming the ranks that did not come, or who gave up before this one came.
-    """
-    # A process that meets the same ranks over the same store again must not read the old notes.
-    meeting = f"{name}/{store.add(f'{name}/arrivals/{rank}', 1)}"
-    deadline = time.monotonic() + seconds
-    store.set(f"{meeting}/here/{rank}", "")
-    store.add(f"{meeting}/count", 1)
-    pause = 0.001
-    while store.add(f"{meeting}/count", 0) < len(members):
-        if time.monotonic() > deadline:
-            missing = [m for m in members if not store.check([f"{meeting}/here/{m}"])]
-            store.set(f"{meeting}/gave_up", str(rank))
-            raise MissingRanksError(f"ranks {missing} did not come within {seconds:g} s")
-        if store.check([f"{meeting}/gave_up"]):
-            break
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
-    if store.check([f"{meeting}/gave_up"]):
-        first = store.get(f"{meeting}/gave_up").decode()
-        missing = [m for m in members if not store.check([f"{meeting}/here/{m}"])]
-        raise MissingRanksError(
-            f"rank {first} has given up waiting"
-            + (f"; ranks {missing} did not come" if missing else ", before this rank came")
-        )
-    return meeting
+        Args:
+            store: of the group.
+            name: in the store; never used before.
+            rank: this one of the members.
+            members: ranks of the group.
+            verb: what the members do, for messages.
+        """
+        self._store, self._name, self._rank = store, name, rank
+        self._members, self._verb = members, verb
+
+    def come(self) -> None:
+        """Counts this rank."""
+        self._store.set(f"{self._name}/here/{self._rank}", "")
+        self._store.add(f"{self._name}/count", 1)
+
+    def give_up(self, why: str) -> None:
+        """Ends the roll-call on all ranks that have not seen everyone come."""
+        self._store.set(f"{self._name}/gave_up", f"rank {self._rank} has given up: {why}")
+
+    def wait(self, seconds: float) -> None:
+        """Waits until all members have come.
+
+        Raises:
+            MissingRanksError: naming the ranks that did not come in time, or the one that gave up.
+        """
+        gave_up = f"{self._name}/gave_up"
+        deadline = time.monotonic() + seconds
+        pause = 0.001
+        while True:
+            complete = self._store.add(f"{self._name}/count", 0) >= len(self._members)
+            if self._store.check([gave_up]):
+                raise MissingRanksError(self._store.get(gave_up).decode())
+            if complete:
+                return
+            if time.monotonic() > deadline:
+                here = [self._store.check([f"{self._name}/here/{m}"]) for m in self._members]
+                missing = [m for m, came in zip(self._members, here, strict=True) if not came]
+                why = f"ranks {missing} did not {self._verb} within {seconds:g} s"
+                self.give_up(why)
+                raise MissingRanksError(why)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
 
 
 def meet(store: Store, name: str, rank: int, members: Sequence[int], seconds: float) -> str:
-    """A `roll_call` that ends in time also where the store's host is gone; errors are the same."""
+    """Waits until all members have come; returns a name in the store that only this meeting has.
+
+    Raises:
+        MissingRanksError: a rank did not come in time, or the store's host is gone.
+    """
+
+    def come_and_wait() -> str:
+        # A process that meets the same ranks over the same store again must not read old notes.
+        meeting = f"{name}/{store.add(f'{name}/arrivals/{rank}', 1)}"
+        roll_call = RollCall(store, meeting, rank, members)
+        roll_call.come()
+        roll_call.wait(seconds)
+        return meeting
+
     try:
-        return bounded(lambda: roll_call(store, name, rank, members, seconds), seconds + STORE_S)
+        return bounded(come_and_wait, seconds + STORE_S)
     except TimeoutError as error:
         raise MissingRanksError(f"the group's store does not answer: {error}") from error
 
@@ -107,22 +139,37 @@ def meet(store: Store, name: str, rank: int, members: Sequence[int], seconds: fl
 def connect_gloo(
     store: Store, meeting: str, rank: int, world_size: int, seconds: float
 ) -> dist.ProcessGroupGloo:
-    """gloo's connections between all ranks, which have all been at the roll-call.
+    """gloo's connections between all ranks, as soon as every rank has all of its own.
 
     Raises:
         MissingRanksError: naming the ranks that went away while connecting.
     """
-    # gloo tries each peer five times, each for all of the timeout: it is not waited for that long.
-    timeout = datetime.timedelta(seconds=seconds)
-    prefix = PrefixStore(f"{meeting}/gloo", store)
+    everyone = range(world_size)
+    connected = RollCall(store, f"{meeting}/connected", rank, everyone, "connect")
+    connections: list[dist.ProcessGroupGloo] = []
+
+    def connect() -> None:
+        try:
+            # A client of its own: gloo blocks it while it waits for the other ranks' addresses.
+            prefix = PrefixStore(f"{meeting}/gloo", cloned(store))
+            timeout = datetime.timedelta(seconds=seconds)
+            connections.append(dist.ProcessGroupGloo(prefix, rank, world_size, timeout))
+            connected.come()
+        except RuntimeError as error:
+            with contextlib.suppress(RuntimeError):  # the store has gone
+                connected.give_up(str(error))
+
+    # gloo tries each peer five times, each for all of the timeout, and cannot be interrupted: the
+    # thread is left behind where that takes too long.
+    threading.Thread(target=connect, name="ring_attn_connect", daemon=True).start()
     try:
-        gloo = bounded(lambda: dist.ProcessGroupGloo(prefix, rank, world_size, timeout), seconds)
+        bounded(lambda: connected.wait(seconds), seconds + STORE_S)
     except (RuntimeError, TimeoutError) as error:
         text = "all ranks came, but they could not connect to each other"
         try:
-            meet(store, f"{meeting}/left", rank, range(world_size), ASKED_AGAIN_S)
+            meet(store, f"{meeting}/left", rank, everyone, ASKED_AGAIN_S)
         except MissingRanksError as missing:
-            # Those that have gone, and those that are still trying.
+            # Ranks that have gone.
             raise MissingRanksError(f"{text}; when asked again, {missing}") from error
         raise MissingRanksError(f"{text}: {error}") from error
-    return gloo
+    return connections[0]

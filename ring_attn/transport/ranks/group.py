@@ -34,13 +34,13 @@ T = TypeVar("T")
 
 NOTHING = Agreement({})
 
-# How many of its last calls a rank tells of.
-CALLS_TOLD = 8
+# Number of its last calls that a rank reports.
+CALLS_REPORTED = 8
 
 # Seconds to write to the store, or to read from it, when a call has failed: its host may be gone.
 STORE_S = 1.0
 
-# Seconds that the other ranks are given to read of a failure before connections are closed. gloo
+# Seconds that the other ranks have to read of a failure before connections are closed. gloo
 # does not wake a rank that waits for the rest of a message when its connection is lost halfway
 # (4 of 2,338 faults raised on purpose): that rank would wait until its timeout.
 NOTICE_S = 3 * PERIOD_S
@@ -93,8 +93,8 @@ class RankGroup:
         self._store = store_client(group)
         self._sequence = 0
         self._number = 0
-        self._calls: deque[Identity] = deque(maxlen=CALLS_TOLD)
-        self._told = -1
+        self._calls: deque[Identity] = deque(maxlen=CALLS_REPORTED)
+        self._reported = -1
         self._lock = threading.Lock()
         self._meeting = ""
         self._board: Board | None = None
@@ -106,12 +106,12 @@ class RankGroup:
         return len(self.global_ranks)
 
     def begin(self, call: Identity) -> None:
-        """Counts a call, which is under way until `end`."""
+        """Begins a call, which is under way until `end`."""
         self._calls.append(call)
         self.call, self.seed = call, call.seed()
 
     def end(self) -> None:
-        """The call is over."""
+        """Ends the call."""
         self.call = None
 
     def refuse(self, error: BaseException) -> None:
@@ -141,13 +141,9 @@ class RankGroup:
             try:
                 self._media[device.type] = self._new_medium(device, seconds)
             except BaseException as error:
-                # Ranks that have connected before this one may have failed since, for a reason.
-                board = self._board
-                found = None if board is None else _in_time(board.failure)
-                why = describe_error(error) + ("" if found is None else f"; {found}")
                 text = (
                     f"rank {self.rank} could not form the ring of global ranks "
-                    f"{list(self.global_ranks)}, timeout {seconds:g} s: {why}. "
+                    f"{list(self.global_ranks)}, timeout {seconds:g} s: {describe_error(error)}. "
                     "All ranks of the group must make their first call of ring_attention together"
                 )
                 self.fail(text)
@@ -194,9 +190,9 @@ class RankGroup:
             return
         waiting.next_look_s += min(waiting.next_look_s, LONGEST_S)
         calls = list(self._calls)
-        if self._told < calls[-1].sequence:
+        if self._reported < calls[-1].sequence:
             board.tell_calls(calls)
-            self._told = calls[-1].sequence
+            self._reported = calls[-1].sequence
         found = board.failure()
         for peer in waiting.peers if found is None else ():
             found = found or board.difference(calls, peer)
@@ -244,7 +240,7 @@ _groups_lock = threading.Lock()
 
 
 def rank_group(group: dist.ProcessGroup) -> RankGroup:
-    """This rank's share in a group, which goes with the group."""
+    """This rank's share in a group, which lives as long as the group."""
     with _groups_lock:
         if group not in _groups:
             _groups[group] = RankGroup(group)
@@ -252,7 +248,7 @@ def rank_group(group: dist.ProcessGroup) -> RankGroup:
 
 
 def refused(group: dist.ProcessGroup, error: BaseException) -> None:
-    """Counts a call that an error has ended, once, wherever the error comes by.
+    """Counts a call that an error has ended, once for each error.
 
     The other ranks may be in that call: this rank's next one must not pass for it.
     """

@@ -45,7 +45,7 @@ class Identity:
         agreement: what must be equal on all ranks.
         values: checksum of the tensors that must be equal on all ranks; 0 on CUDA, where only the
             device knows it.
-        note: what other ranks should know of it; it need not be equal.
+        note: for messages on other ranks; need not be equal.
     """
 
     sequence: int
@@ -60,17 +60,17 @@ class Identity:
         return f"{self.kind} {self.number}, call {self.sequence} of this group"
 
     def words(self) -> tuple[int, ...]:
-        """All of it as five int64."""
+        """The identity, but for the checksum of values, as five int64."""
         digest = struct.unpack("<qq", self.agreement.digest)
         kind = zlib.crc32(self.kind.encode())
         return (self.sequence, self.number, kind, *digest)
 
     def seed(self) -> int:
-        """Where the tags of its messages start from."""
+        """The number from which the tags of its messages are computed."""
         return zlib.crc32(struct.pack("<6q", *self.words(), self.values))
 
-    def told(self) -> dict[str, Any]:
-        """As JSON, for other ranks."""
+    def reported(self) -> dict[str, Any]:
+        """The call as JSON, for other ranks."""
         return {
             "sequence": self.sequence,
             "number": self.number,
@@ -88,11 +88,11 @@ def message_tag(seed: int, channel: Channel, step: int, nbytes: int) -> int:
 
 
 def difference(mine: Mapping[str, Any], others: Mapping[str, Any]) -> str | None:
-    """How the calls of two ranks differ, both as told; None where they do not.
+    """How the calls of two ranks differ, both as they report them; None where they do not.
 
     Example:
         >>> calls = (Identity(7, 3, "forward", Agreement({"causal": c})) for c in (True, False))
-        >>> mine, others = ({"rank": rank, **call.told()} for rank, call in enumerate(calls))
+        >>> mine, others = ({"rank": rank, **call.reported()} for rank, call in enumerate(calls))
         >>> difference(mine, others)
         "rank 1's call differs from rank 0's, causal: False and True"
     """

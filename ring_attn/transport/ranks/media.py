@@ -63,8 +63,8 @@ class Gloo:
     def close(self) -> None:
         """See `Medium`.
 
-        gloo cannot be told to let go while a thread waits. But a wait that times out closes every
-        connection of the rank: so one for a message that nobody sends does it.
+        gloo cannot close its connections while a thread waits. But a wait that times out closes
+        all connections of the rank: so this waits for a message that nobody sends.
         """
         at_once = datetime.timedelta(milliseconds=1)
         for peer in self._peers:
@@ -72,7 +72,7 @@ class Gloo:
                 self._gloo.recv([torch.empty(1)], peer, CLOSING_TAG).wait(at_once)
 
 
-# No message has it: theirs are taken from 31 bits.
+# A tag that a message has by accident only: one in 2^31.
 CLOSING_TAG = 0x7FFFFFFF
 
 

@@ -20,10 +20,10 @@ LONGEST_S = 5.0
 
 
 class Watched(Protocol):
-    """An object whose waits the watch looks after."""
+    """An object that may wait for other ranks."""
 
     def look(self) -> None:
-        """Looks whether a wait under way can still end well."""
+        """Ends a wait under way that can only time out."""
         ...
 
 
@@ -33,7 +33,7 @@ _thread: threading.Thread | None = None
 
 
 def watch(one: Watched) -> None:
-    """Looks after it for as long as it lives."""
+    """Calls `one.look()` from time to time, as long as the object lives."""
     global _thread
     with _lock:
         _watched.add(one)
