@@ -366,12 +366,12 @@ def test_kv_heads_that_have_drifted_apart(kind: Kind) -> None:
     config = config_of(4, 2)
     parts = parts_of(torch.randn(outputs_and_inputs(kind, 2)), kind, config)
     parts[3][config.replicated_outputs(kind)][-1, -1] += 1.0
-    with pytest.raises(ValueError, match="ranks 2 and 3 both have .* summed over kv_replica_ranks"):
+    with pytest.raises(ValueError, match=r"rank 2 .*\bkv_replica_ranks"):
         unshard_parameter(parts, kind, config)
 
 
 def test_replicated_parameters_that_differ() -> None:
-    with pytest.raises(ValueError, match="ranks 0 and 1 both have"):
+    with pytest.raises(ValueError, match="rank 0 "):
         unshard_parameter([torch.zeros(3), torch.ones(3)], "replicated", config_of(2, 4))
 
 
