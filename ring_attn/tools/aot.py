@@ -1,9 +1,9 @@
-"""Compiles every kernel in every tile configuration without a GPU, and judges what came out.
+"""Compiles every kernel in every tile configuration without a GPU, and judges the machine code.
 
 A cell is one kernel, variant, configuration, head dim, dtype and architecture. It fails where the
 compiled kernel spills registers, needs more shared memory than the architecture has, does without
-tensor cores, has wgmma instructions that ptxas serialised, is not warp-specialised though it was
-asked for, or lost an atomic on the way. Nothing is run: it says nothing of speed or of results.
+tensor cores, has wgmma instructions that ptxas serialised, is not warp-specialised though it should
+be, or lost an atomic on the way. Nothing is run: this says nothing of speed or of results.
 """
 
 from __future__ import annotations
@@ -83,8 +83,7 @@ WIDTH = 150
 
 @dataclass(frozen=True)
 class Expected:
-    """What a compiled kernel must have: warps that are specialised, tensor-core instructions, and
-    exponentials while a product is under way."""
+    """Demands on a compiled kernel; `overlaps`: exponentials while a product is under way."""
 
     warp_specialize: bool = False
     tensor_cores: bool = True
@@ -170,7 +169,7 @@ KERNELS = tuple(dict.fromkeys(variant.kernel for variant in VARIANTS))
 
 @dataclass(frozen=True)
 class Cell:
-    """A kernel's variant to compile, and in which configuration."""
+    """A kernel's variant and configuration to compile."""
 
     arch: str
     head_dim: int
@@ -201,14 +200,14 @@ class Row:
 
 
 def cells(arch: str, head_dim: int, dtype: str) -> Iterator[Cell]:
-    """Every kernel and variant in the configurations that a GPU of `arch` is given by the table."""
+    """Every kernel and variant in the table's configurations for a GPU of `arch`."""
     for variant in variants(arch, head_dim):
         for config in _configs(variant, arch, head_dim, parse_dtype(dtype)):
             yield Cell(arch, head_dim, dtype, variant, config)
 
 
 def variants(arch: str, head_dim: int) -> tuple[Variant, ...]:
-    """Those whose kernel takes them there."""
+    """The variants that exist for an architecture and head dim."""
     from ring_attn.kernels.hopper_fwd import RAGGED_HEAD_DIMS
 
     def takes(variant: Variant) -> bool:
@@ -220,7 +219,7 @@ def variants(arch: str, head_dim: int) -> tuple[Variant, ...]:
 
 
 def _configs(variant: Variant, arch: str, head_dim: int, dtype: torch.dtype) -> tuple[Config, ...]:
-    """The frozen one, and those of the forward in Gluon; not the rest of what is searched."""
+    """The frozen config, or all configs of the forward in Gluon."""
     from ring_attn.kernels import configs
 
     if variant.kernel == "hopper_fwd":
@@ -303,7 +302,7 @@ def _table(variant: Variant, config: Config) -> StepTable:
 
 
 def failures(report: Report, arch: str, expected: Expected) -> tuple[str, ...]:
-    """Rules that a compiled kernel breaks, in words."""
+    """The rules that a compiled kernel breaks, in words."""
     before, after = report.atomics
     checks = (
         (report.spill_bytes > 0, f"spills {report.spill_bytes} bytes per thread"),
@@ -334,7 +333,7 @@ def failures(report: Report, arch: str, expected: Expected) -> tuple[str, ...]:
 
 
 def judged(launch: Launch, arch: str, expected: Expected) -> tuple[Report | None, tuple[str, ...]]:
-    """Compiles a launch: what came out, if anything did, and what is wrong with it."""
+    """Compiles a launch: its report, None where that failed, and the rules that it breaks."""
     try:
         report = compile_launch(launch, arch)
     except CompileError as error:
@@ -376,7 +375,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compiles, prints the table, writes the JSON, names what failed; 1 if anything did."""
+    """Compiles, prints the table and the failures, writes the JSON; 1 if a cell failed."""
     import triton
 
     if interpreting():
@@ -419,7 +418,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def cells_of(args: argparse.Namespace) -> list[Cell]:
-    """Every cell that the options name; --quick changes what is not given."""
+    """Every cell that the options name; --quick has smaller defaults."""
     default = QUICK if args.quick else (ARCHS, HEAD_DIMS, DTYPES)
     archs = _choices("--arch", args.arch, tuple(SHARED_BYTES), default[0])
     head_dims = _choices("--head-dim", args.head_dim, HEAD_DIMS, default[1])

@@ -53,6 +53,7 @@ from ring_attn.tools.generate import Comparison, generate_twice
 from ring_attn.tools.launch import (
     DEVICES,
     check_memory,
+    checked_device,
     num_cores,
     rank_device,
     run_ranks,
@@ -209,8 +210,7 @@ def run_of(args: argparse.Namespace) -> tuple[str, Run]:
             f"generate must be less than seqlen, of which the rest is the prompt, got "
             f"{args.generate} and {seqlen}"
         )
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = args.device or ("cuda" if num_gpus >= axes.size else "cpu")
+    device = checked_device(args.device, axes.size)
     dtype = args.dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     if dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"dtype must be float32 or bfloat16, got {dtype_name(dtype)}")

@@ -67,7 +67,7 @@ def run_ranks(
         raise ValueError(f"nproc must be at least 1, got {nproc}")
     if threads is not None and not 1 <= threads <= MOST_THREADS:
         raise ValueError(f"threads must be at least 1 and at most {MOST_THREADS}, got {threads}")
-    device = _checked_device(device, nproc)
+    device = checked_device(device, nproc)
     if under_torchrun():
         world_size = int(os.environ["WORLD_SIZE"])
         if world_size != nproc:
@@ -143,7 +143,8 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _checked_device(device: str | None, nproc: int) -> str:
+def checked_device(device: str | None, nproc: int) -> str:
+    """The device for so many ranks here: "cuda" by default where each can have a GPU."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     local = int(os.environ.get("LOCAL_WORLD_SIZE", nproc)) if under_torchrun() else nproc
     if device is None:
