@@ -92,7 +92,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compile a kernel.
+    """A way to compile a kernel.
 
     Attributes:
         kernel: "fwd", "hopper_fwd", "dq", "dkdv", "delta", "decode" or "merge".
@@ -452,7 +452,7 @@ def _name(row: Row) -> str:
 
 
 def _tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """One for each architecture."""
+    """A table for each architecture."""
     for arch in dict.fromkeys(row.arch for row in rows):
         table = new_table(
             f"{arch}: {SHARED_BYTES[arch]} bytes of shared memory",

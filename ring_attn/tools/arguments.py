@@ -1,4 +1,4 @@
-"""What the subcommands of `ring-attn` share: sizes such as 8k, dtypes by name, --json, --quiet."""
+"""Options that the subcommands of `ring-attn` share: sizes such as 8k, dtypes, --json, --quiet."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def format_size(size: int) -> str:
 
 
 def parse_output(text: str) -> Path:
-    """A path in a folder that exists: said before a run of minutes.
+    """A path in a folder that exists, checked before a run of minutes.
 
     Raises:
         argparse.ArgumentTypeError: there is no such folder; argparse shows the text.

@@ -193,7 +193,7 @@ def _stderr_of_process() -> Iterator[Callable[[], str]]:
 
 
 def _reason(error: BaseException, output: str) -> str:
-    """One line: the first exception, and the compiler's first error before it."""
+    """The first exception and the compiler's first error before it, in a line."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -146,7 +146,7 @@ def _pairs(title: str, pairs: dict[str, str]) -> Any:
 
 
 def _backend_table(backends: dict[str, dict[str, str | None]]) -> Any:
-    """One row for each backend and answer: the dtypes that share a reason stand together."""
+    """A row for each backend and answer: dtypes that share a reason stand together."""
     from rich.table import Table
     from rich.text import Text
 

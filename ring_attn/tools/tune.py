@@ -93,7 +93,7 @@ class Setting(OneDevice):
 
     @property
     def kinds(self) -> list[str]:
-        """Those of the kernels that are searched."""
+        """The kinds of the chosen kernels."""
         return [kind for kind in KINDS if kernel_of(kind) in self.kernels]
 
     def problem_of(self, *, causal: bool) -> Problem:
@@ -183,7 +183,7 @@ def configs_of(row: Row) -> dict[str, Config]:
 
 
 class Tuning(Report[Setting, Row]):
-    """One run: searches kind by kind, and saves the report after each."""
+    """Searches kind by kind, and saves the report after each."""
 
     def __init__(self, setting: Setting, path: Path | None = None) -> None:
         from ring_attn.kernels import configs
