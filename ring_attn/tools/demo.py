@@ -125,27 +125,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=parse_size, help=f"training steps (default: {STEPS})")
     add("--layout", choices=LAYOUTS, default="zigzag", help="who holds what (default: zigzag)")
     add("--device", choices=DEVICES, help="default: cuda where every rank can have a GPU")
-    add(
-        "--dtype",
-        type=parse_dtype,
-        help="float32, or bfloat16 for autocast (default: float32 on cpu, bfloat16 on cuda)",
-    )
+    dtypes = "float32, or bfloat16 for autocast (default: float32 on cpu, bfloat16 on cuda)"
+    add("--dtype", type=parse_dtype, help=dtypes)
     add("--dim", type=parse_size, default=128, help="width of the model (default: 128)")
     add("--layers", type=parse_size, default=4, help="layers of the model (default: 4)")
     add("--seed", type=int, default=0, help="of the weights and the batches (default: 0)")
-    add(
-        "--generate",
-        type=parse_size,
-        metavar="N",
-        help="then continue a text by N bytes, from a sharded and from a whole KV cache",
-    )
+    generate = "then continue a text by N bytes, from a sharded KV cache and in one process"
+    add("--generate", type=parse_size, metavar="N", help=generate)
     add("--mesh", metavar="AXES", help="sizes of pp, dp, cp and tp: cp=2,tp=2 (default: the ring)")
     add("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)} (default: 1f1b)")
-    add(
-        "--microbatches",
-        type=parse_size,
-        help="of a replica's sequences (default: 2 * pp; 1 if pp=1)",
-    )
+    add("--microbatches", type=parse_size, help="of a replica's batch (default: 2 * pp; 1 if pp=1)")
     add("--batch", type=parse_size, help="sequences (default: dp * microbatches)")
     add("--fsdp", action="store_true", help="shard parameters over dp and cp")
     add("--strategy", default="ring", help="of the attention over cp (default: ring)")
@@ -194,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_of(args: argparse.Namespace) -> tuple[str, Run]:
-    """The device, and the run that the options describe; raises as `run` does."""
+    """The device and the run that the options describe; ValueError where they do not fit."""
     axes = Axes(cp=args.nproc or NPROC) if args.mesh is None else Axes.parse(args.mesh)
     if args.nproc not in (None, axes.size):
         raise ValueError(f"mesh {axes} has {axes.size} ranks, got --nproc {args.nproc}")
@@ -339,11 +328,10 @@ def measured(
     gpu = device.type == "cuda"
     if gpu:
         torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device)
     else:
         # Where the kernel does not let a process reset its peak, only a rise above it is seen.
         reset_resident_peak()
-        _, held = resident_bytes()
+    held = torch.cuda.memory_allocated(device) if gpu else resident_bytes()[1]
     start = time.perf_counter()
     loss = step(batch)
     if gpu:
@@ -450,16 +438,11 @@ COLUMNS = ("step", "mesh loss", "dense loss", "difference", "mesh tok/s", "dense
 
 def heading(settings: Settings, device: str) -> str:
     """The run that is about to begin, in a line."""
-    pipeline = (
-        f", schedule {settings.schedule} with {settings.num_stages} stages and "
-        f"{settings.microbatches} microbatches"
-    )
+    names = ("batch", "seqlen", "microbatches", "schedule", "fsdp", "strategy", "layout")
+    values = ", ".join(f"{name} {getattr(settings, name)}" for name in names)
     return (
-        f"mesh {settings.axes}, {settings.axes.size} ranks on {device} in "
-        f"{dtype_name(settings.dtype)}{pipeline if settings.num_stages > 1 else ''}"
-        f"{', parameters sharded over dp and cp' if settings.fsdp else ''}: {settings.batch} "
-        f"sequences of {settings.seqlen:,} bytes, {settings.layout} {settings.strategy}, beside "
-        "one process with dense attention"
+        f"mesh {settings.axes}, {settings.axes.size} ranks on {device}, "
+        f"{dtype_name(settings.dtype)}, {values}; beside one process with dense attention"
     )
 
 
