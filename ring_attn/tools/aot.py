@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,6 @@ from ring_attn.tools.arguments import (
 )
 from ring_attn.tools.compiled import (
     TENSOR_CORE,
-    TMA,
     CompileError,
     Report,
     compile_launch,
@@ -366,11 +365,12 @@ def _row(cell: Cell, report: Report | None, wrong: tuple[str, ...]) -> Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ring-attn aot`."""
-    parser.add_argument("--arch", help=f"of {','.join(SHARED_BYTES)} (default {','.join(ARCHS)})")
-    parser.add_argument("--head-dim", help=f"of {','.join(HEAD_DIMS)} (default all)")
-    parser.add_argument("--dtype", help=f"of {','.join(DTYPES)} (default all)")
-    parser.add_argument("--kernel", help=f"of {','.join(KERNELS)} (default all)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes that compile (default 2)")
+    add = parser.add_argument
+    add("--arch", help=f"of {','.join(SHARED_BYTES)} (default {','.join(ARCHS)})")
+    add("--head-dim", help=f"of {','.join(HEAD_DIMS)} (default all)")
+    add("--dtype", help=f"of {','.join(DTYPES)} (default all)")
+    add("--kernel", help=f"of {','.join(KERNELS)} (default all)")
+    add("--jobs", type=int, default=2, help="processes that compile (default 2)")
     add_common(parser)
 
 
@@ -407,7 +407,7 @@ def run(args: argparse.Namespace) -> int:
         write_json(args.json, report())
     console = Console(width=WIDTH, highlight=False)
     if not args.quiet:
-        console.print(*_tables(rows))
+        console.print(_results(rows))
     failed = [row for row in rows if row.failures]
     for row in failed:
         console.print(f"FAIL {_name(row)}: {'; '.join(row.failures)}", style="red", markup=False)
@@ -451,32 +451,22 @@ def _name(row: Row) -> str:
     )
 
 
-def _tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """A table for each architecture."""
-    for arch in dict.fromkeys(row.arch for row in rows):
-        table = new_table(
-            f"{arch}: {SHARED_BYTES[arch]} bytes of shared memory",
-            ("kernel", "variant", "dtype", "tile", "tensor cores", "TMA", "specialised"),
-            ("dim", "warps", "stages", "regs", "spill", "shared", "s", ""),
-        )
-        for row in rows:
-            if row.arch == arch:
-                table.add_row(*_texts(row), style="red" if row.failures else "")
-        yield table
-
-
-def _texts(row: Row) -> Iterator[str]:
-    yield from (row.kernel, row.variant, row.dtype, row.tile)
-    report, sizes = row.report, (row.head_dim, row.num_warps, row.num_stages)
-    if report is None:
-        yield from ("", "", "", *map(str, sizes), "", "", "", "")
-    else:
-        yield from (_counted(report, TENSOR_CORE), _counted(report, TMA))
-        yield "yes" if report.warp_specialized else "-"
-        yield from map(str, (*sizes, report.registers, report.spill_bytes, report.shared_bytes))
-        yield f"{report.seconds:.1f}"
-    yield "FAIL" if row.failures else ""
-
-
-def _counted(report: Report, names: Iterable[str]) -> str:
-    return " ".join(f"{n} {report.opcodes[n]}" for n in names if report.opcodes[n]) or "-"
+def _results(rows: Sequence[Row]) -> Table:
+    """A line for each cell; the JSON has the instructions too."""
+    table = new_table(
+        "compiled",
+        ("arch", "kernel", "variant", "dtype", "tile"),
+        ("dim", "warps", "stages", "regs", "spill", "shared", "s", ""),
+    )
+    for row in rows:
+        figures = ["", "", "", ""]
+        if row.report is not None:
+            report = row.report
+            sizes = (report.registers, report.spill_bytes, report.shared_bytes)
+            figures = [*map(str, sizes), f"{report.seconds:.1f}"]
+        names = (row.arch, row.kernel, row.variant, row.dtype, row.tile)
+        sizes = (row.head_dim, row.num_warps, row.num_stages)
+        failed = bool(row.failures)
+        cells = (*names, *map(str, sizes), *figures, "FAIL" if failed else "")
+        table.add_row(*cells, style="red" if failed else "")
+    return table
