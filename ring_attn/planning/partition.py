@@ -14,6 +14,9 @@ from typing import Any
 # imbalance that excludes nothing up to 160 ranks, and keeps the search short beyond.
 MAX_DRIFT = 8
 
+# Distances from equal parts are counted in such fractions of a part.
+UNITS = 1024
+
 
 def least_maximum(sums: list[int], parts: int) -> int:
     """The least value that the greatest of so many contiguous parts can have."""
@@ -87,6 +90,7 @@ def cheapest_cuts(sums: list[int], costs: list[int], limit: int, feasible: list[
         feasible: indices of some cuts within the limit.
     """
     parts, total = len(feasible) - 1, sums[-1]
+    mean = total / parts
     # A way: cost, distance from equal parts, index of its last cut, the way to the cut before.
     ways: list[tuple[int, int, int, Any]] = [(0, 0, 0, None)]
     for part in range(1, parts + 1):
@@ -106,7 +110,7 @@ def cheapest_cuts(sums: list[int], costs: list[int], limit: int, feasible: list[
                 queue.popleft()
             if queue:
                 cost, distance = queue[0][:2]
-                distance += abs(sums[x] * parts - part * total)
+                distance += int(abs(sums[x] - part * mean) * UNITS / mean)
                 reached.append((cost + costs[x], distance, x, queue[0]))
         ways = reached
     way, chosen = ways[0], list[int]()
