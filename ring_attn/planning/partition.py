@@ -91,14 +91,16 @@ def cheapest_cuts(sums: list[int], costs: list[int], limit: int, feasible: list[
     """
     parts, total = len(feasible) - 1, sums[-1]
     mean = total / parts
+    earliest, latest = _earliest_cuts(sums, parts, limit), 0
     # A way: cost, distance from equal parts, index of its last cut, the way to the cut before.
     ways: list[tuple[int, int, int, Any]] = [(0, 0, 0, None)]
     for part in range(1, parts + 1):
         near = bisect_left(sums, (part - MAX_DRIFT) * total // parts)
         far = bisect_right(sums, (part + MAX_DRIFT) * total // parts) - 1
-        low, high = min(near, feasible[part]), max(far, feasible[part])
-        if part == parts:
-            low = high = feasible[part]
+        # Before `earliest` the parts behind would exceed the limit, after `latest` those in front.
+        latest = bisect_right(sums, sums[latest] + limit, latest) - 1
+        low = max(earliest[part], min(near, feasible[part]))
+        high = min(latest, max(far, feasible[part]))
         queue: deque[tuple[int, int, int, Any]] = deque()
         waiting, reached = deque(ways), []
         for x in range(low, high + 1):

@@ -245,7 +245,7 @@ def train(what: Run) -> Report | None:
     rows: list[Row] = []
     shown = twin is not None and not what.quiet
     if shown:
-        print("  ".join(COLUMNS), flush=True)
+        print(COLUMNS, flush=True)
     for step, batch in enumerate(islice(batches, what.steps)):
         dist.barrier()
         loss, *figures = measured(trainer.step, batch, device)
@@ -433,7 +433,7 @@ def _check_length(text: Tensor, seqlen: int) -> None:
 
 # -- the printed report
 
-COLUMNS = ("step", "mesh loss", "dense loss", "difference", "mesh tok/s", "dense tok/s")
+COLUMNS = "step  mesh loss  dense loss  difference   mesh tok/s  dense tok/s"
 
 
 def heading(settings: Settings, device: str) -> str:
@@ -447,11 +447,10 @@ def heading(settings: Settings, device: str) -> str:
 
 
 def _text(row: Row) -> str:
-    cells = (
-        str(row.step), f"{row.mesh_loss:.6f}", f"{row.dense_loss:.6f}", f"{row.difference:.1e}",
-        f"{row.mesh_tokens_per_s:,.0f}", f"{row.dense_tokens_per_s:,.0f}",
-    )  # fmt: skip
-    return "  ".join(cell.rjust(len(title)) for title, cell in zip(COLUMNS, cells, strict=True))
+    return (
+        f"{row.step:4}  {row.mesh_loss:9.6f}  {row.dense_loss:10.6f}  {row.difference:10.1e}  "
+        f"{row.mesh_tokens_per_s:11,.0f}  {row.dense_tokens_per_s:11,.0f}"
+    )
 
 
 def summary(report: Report) -> str:
