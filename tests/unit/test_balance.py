@@ -113,16 +113,18 @@ def test_costs_of_any_dtype(dtype: torch.dtype) -> None:
     assert balance_of(by_cost(cost, 3), cost) == Balance((9, 14, 8), (4, 2, 2))
 
 
-def test_without_work_the_rows_are_shared() -> None:
-    assert by_cost([0] * 12, 4).cuts == (0, 3, 6, 9, 12)
-    assert by_area(Mask(9, 0), 3).cuts == (0, 3, 6, 9)
-    # Work at both ends only: between them the cut is where rows are equal.
-    assert by_cost([1] + [0] * 8 + [1], 2).cuts == (0, 5, 10)
-
-
-def test_ranks_beyond_the_greatest_part_are_not_left_empty() -> None:
-    # A greedy walk to the limit would put 5 rows on rank 1, 1 on rank 2, and none on rank 3.
-    assert by_cost([10, 2, 2, 2, 2, 2, 2], 4).cuts == (0, 1, 3, 5, 7)
+@pytest.mark.parametrize(
+    ("costs", "world_size", "cuts"),
+    [
+        # Without work the rows are shared; between work at both ends, the cut is in the middle.
+        ([0] * 12, 4, (0, 3, 6, 9, 12)),
+        ([1] + [0] * 8 + [1], 2, (0, 5, 10)),
+        # A greedy walk to the limit would put 5 rows on rank 1, 1 on rank 2, and none on rank 3.
+        ([10, 2, 2, 2, 2, 2, 2], 4, (0, 1, 3, 5, 7)),
+    ],
+)
+def test_no_rank_is_left_empty(costs: list[int], world_size: int, cuts: tuple[int, ...]) -> None:
+    assert by_cost(costs, world_size).cuts == cuts
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped", "segments"])
@@ -219,15 +221,6 @@ def test_no_cuts_within_the_limit_are_cheaper(
     if cheapest == 0:
         free = [cuts for cuts in allowed if all(cut in (*cu, seqlen) for cut in cuts)]
         assert not free or greatest(work, chosen) == min(greatest(work, cuts) for cuts in free)
-
-
-def test_of_ends_that_will_do_the_best_balanced_are_taken() -> None:
-    cu = (0, 4, 10, 15, 18, 23, 25, 27, 33, 38)
-    layout = by_documents(cu, 3, causal=True, max_balance=2.5)
-    # Cuts that are each nearest to equal parts would give 1.156.
-    assert layout.cuts == (0, 10, 25, 38)
-    got = balance_of(layout, Mask(38, 38, True, (-1, -1), cu, cu))
-    assert got.of_work == pytest.approx(1.0734, abs=1e-4)
 
 
 @reproducible
