@@ -73,7 +73,7 @@ class Setting(OneDevice):
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation on one cache; None where there is no time.
+    """Times of an implementation on a cache; None where there is no time.
 
     Attributes:
         gbps: K and V over the median.
@@ -155,7 +155,7 @@ class Cache:
 
 
 class Decode(Report[Setting, Row]):
-    """One run: measures cache by cache."""
+    """Measures cache by cache, and saves the report after each."""
 
     def __init__(self, setting: Setting, path: Path | None = None) -> None:
         """Takes what `Report` takes; the report is saved after every cache."""

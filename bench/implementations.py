@@ -57,7 +57,7 @@ REASON_CHARS = 160
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention call: sizes, type and mask."""
+    """Sizes, dtype and mask of an attention call."""
 
     batch: int
     seqlen: int
@@ -76,7 +76,7 @@ class Problem:
 
     @property
     def mask(self) -> Mask:
-        """Over the whole sequence."""
+        """The mask over the whole sequence."""
         return Mask(self.seqlen, self.seqlen, self.causal)
 
     @property
@@ -113,12 +113,12 @@ class Data:
 
     @cached_property
     def heads_first(self) -> Inputs:
-        """The same as (batch, heads, seqlen, dim), contiguous."""
+        """The inputs as (batch, heads, seqlen, dim), contiguous."""
         return Inputs(*(x.transpose(1, 2).contiguous() for x in self.rows_first))
 
 
 class Attention(Protocol):
-    """One implementation on the inputs of one problem."""
+    """An implementation on the inputs of a problem."""
 
     name: str
 
@@ -255,7 +255,7 @@ def unavailable(name: str, device: torch.device) -> str | None:
 
 
 def make(name: str, problem: Problem, data: Data, *, backend: str, backward: bool) -> Attention:
-    """One of IMPLEMENTATIONS on the data of a problem; raises what it raises."""
+    """Builds one of IMPLEMENTATIONS on the data of a problem; its errors pass through."""
     if name == "ours":
         return Ours(problem, data, backend)
     heads_first = name not in FLASH_PACKAGES
@@ -333,7 +333,7 @@ def forget_compiled() -> None:
 
 
 def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Without warnings: flex uncompiled, on a CPU, says at every call that it is slow."""
+    """Silences warnings: flex uncompiled, on a CPU, says at every call that it is slow."""
 
     def run(*args: Any, **options: Any) -> Any:
         with warnings.catch_warnings():
@@ -363,7 +363,7 @@ def _installed(package: str) -> bool:
 
 
 def reason(error: Exception, warned: Sequence[str] = ()) -> str:
-    """One line that says why a call cannot run.
+    """The reason why a call cannot run, in a line.
 
     Args:
         error: what it raised.

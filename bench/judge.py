@@ -46,7 +46,7 @@ class _Rows(Mask):
 
 
 class Judge:
-    """The oracle of one problem, against which every implementation is held."""
+    """The oracle of a problem, against which every implementation is held."""
 
     def __init__(self, problem: Problem, data: Data, *, backward: bool, seed: int = 1) -> None:
         """

@@ -142,7 +142,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation on one cell in one mode; None where there is no time.
+    """Times of an implementation on a cell in a mode; None where there is no time.
 
     Attributes:
         peak_share: tflops over the peak rate, 0 to 1.
@@ -263,7 +263,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
 
 @dataclass
 class Tried:
-    """How far one implementation has come on one cell."""
+    """The progress of an implementation on a cell."""
 
     note: str = ""
     attention: Attention | None = None
@@ -271,7 +271,7 @@ class Tried:
 
 
 class Bench(Report[Setting, Row]):
-    """One run: measures cell by cell."""
+    """Measures cell by cell, and saves the report after each."""
 
     def __init__(self, setting: Setting, path: Path | None = None) -> None:
         """Takes what `Report` takes; the report is saved after every cell."""
@@ -345,7 +345,7 @@ class Bench(Report[Setting, Row]):
         return ""
 
     def _measure(self, problem: Problem) -> None:
-        """One cell: builds, judges, then times all implementations that can run it."""
+        """Builds, judges, then times all implementations that can run a cell."""
         forget_compiled()
         self._free_memory()
         try:
@@ -396,7 +396,7 @@ class Bench(Report[Setting, Row]):
     def _verdict(
         self, name: str, problem: Problem, verdicts: Sequence[Verdict]
     ) -> tuple[float, str]:
-        """Greatest error / bound, and what is wrong; of ours that is a failure."""
+        """Greatest error / bound, and the error as a note; for ours it is a failure too."""
         wrong = [str(verdict) for verdict in verdicts if not verdict.ok]
         if name == "ours":
             self.failures += [f"{name}, {title(problem)}: {text}" for text in wrong]
@@ -473,7 +473,7 @@ class Bench(Report[Setting, Row]):
         )  # fmt: skip
 
     def _free_memory(self) -> None:
-        """Gives back what the last cell, or a call that failed, has left."""
+        """Gives back the memory of the last cell, or of a call that failed."""
         gc.collect()
         if self.setting.device.type == "cuda" and not self._dead:
             torch.cuda.empty_cache()
@@ -489,7 +489,7 @@ def title(what: Row | Problem) -> str:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """One for each number of heads, head dim and mask: a line for a length and implementation."""
+    """A table for each number of heads, head dim and mask: a line a length and implementation."""
     found: list[Table] = []
     for key in dict.fromkeys(row.table for row in rows):
         mine = [row for row in rows if row.table == key]
@@ -515,7 +515,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """Why cells have no times, or what is wrong in them: a line for each reason."""
+    """A line for each reason why cells have no times, or are wrong."""
     cells: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         if row.note and not row.note.startswith(NOT_MEASURED):

@@ -70,7 +70,7 @@ BASELINES = ("dense", "torch-template")
 
 @dataclass(frozen=True)
 class Row:
-    """One implementation in one mode; None where it does not apply."""
+    """Figures of an implementation in a mode; None where they do not apply."""
 
     impl: str
     mode: str
@@ -433,7 +433,7 @@ def _failures(rows: Iterable[Row], verdicts: Iterable[Verdict]) -> list[str]:
 
 
 def _tables(setting: Setting, rows: Sequence[Row]) -> list[Table]:
-    """Times, and what was held and sent: two tables that fit a terminal."""
+    """Two tables that fit a terminal: times, and bytes held and sent."""
     dense = {row.mode: row.median_ms for row in rows if row.impl == "dense"}
     times = new_table(
         f"{setting.world_size} ranks x {setting.threads} threads, seqlen {setting.seqlen}, "

@@ -55,7 +55,7 @@ class Setting:
 
 
 class Impl(Protocol):
-    """One way to attention: forward, then backward of that forward."""
+    """An implementation of attention: forward, then backward of that forward."""
 
     name: str
     stats: TransportStats
@@ -186,7 +186,7 @@ class TorchTemplate:
 
 
 class Dense:
-    """One process with the threads of all ranks; the other ranks sleep in a barrier."""
+    """Dense attention in one process with all threads; the other ranks sleep in a barrier."""
 
     name = "dense"
 

@@ -57,7 +57,7 @@ SHARE = 0.10
 
 @dataclass(frozen=True)
 class Shape:
-    """One call, apart from the number of ranks.
+    """A call, apart from the number of ranks.
 
     Attributes:
         name: for tables.
@@ -92,7 +92,7 @@ class Shape:
         return cuts
 
     def layout_for(self, world_size: int) -> SequenceLayout:
-        """Over so many ranks."""
+        """The layout over so many ranks."""
         return SequenceLayout.from_name(self.layout, self.seqlen, world_size)
 
 
@@ -126,7 +126,7 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy over one shape.
+    """Times of a strategy over a shape.
 
     Attributes:
         shape: its name.
@@ -225,7 +225,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen_shapes(words: str | None, *, quick: bool) -> list[Shape]:
-    """Those that are asked for; quick ones are an eighth as long.
+    """The shapes that the options name; quick ones are an eighth as long.
 
     Raises:
         ValueError: no shape has such a name.
@@ -245,7 +245,7 @@ def _shortened(shape: Shape) -> Shape:
 
 
 def cluster_for(path: Path | None, world_size: int, dtype: torch.dtype, *, quick: bool) -> Cluster:
-    """That of the file, or measured now."""
+    """The cluster of the file, or one that is measured now."""
     if path is not None:
         return load_cluster(path, world_size)
     return calibrate(world_size, dtype=dtype, quick=quick)

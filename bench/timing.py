@@ -71,11 +71,11 @@ class Watch(Protocol):
     """Marks moments on a device and tells the time between them."""
 
     def ready(self, head_start_ms: float) -> None:
-        """Waits until the device is idle; what is enqueued next starts so much later."""
+        """Waits until the device is idle; the next work in its queue starts so much later."""
         ...
 
     def mark(self) -> Any:
-        """A moment in the order of what has been enqueued."""
+        """A moment in the order of the enqueued work."""
         ...
 
     def ms(self, start: Any, stop: Any) -> float:
@@ -83,7 +83,7 @@ class Watch(Protocol):
         ...
 
     def done(self) -> None:
-        """Waits for all that has been enqueued."""
+        """Waits for all enqueued work."""
         ...
 
 
@@ -91,7 +91,7 @@ class HostWatch:
     """The clock of the host, for CPUs."""
 
     def ready(self, head_start_ms: float) -> None:
-        """Nothing: what a CPU is given it does at once."""
+        """Does nothing: a CPU has no queue."""
 
     def mark(self) -> float:
         """Now."""
@@ -102,7 +102,7 @@ class HostWatch:
         return 1e3 * (stop - start)
 
     def done(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: a CPU has no queue."""
 
 
 class CudaWatch:
@@ -235,7 +235,7 @@ def measured_tflops(device: torch.device, dtype: torch.dtype, size: int = MATMUL
 
 
 def is_alive(device: torch.device) -> bool:
-    """False once a kernel has broken the device's context: nothing runs any more then."""
+    """Whether the device still runs anything: not once a kernel has broken its context."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize()

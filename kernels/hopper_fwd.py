@@ -1,8 +1,8 @@
 """Forward for sm_90 in Gluon: warps that load beside warps that compute, every wait written out.
 
-It does what `flash_fwd` does, with the same table, state and folding order. Who does what when is
-spelled out here, for triton's own pipeline waits for each product before the softmax. A program is
-one warp that loads and BLOCK_M / 64 warpgroups that compute, 64 rows of q each:
+The table, state and folding order are those of `flash_fwd`; but triton's own pipeline waits for
+each product before the softmax. A program is one warp that loads and BLOCK_M / 64 warpgroups that
+compute, 64 rows of q each:
 
                              shared memory
                  full   .---------------------.   full
@@ -26,16 +26,14 @@ tensor cores multiply the weights of the block before it.
 With PING_PONG consumers also take turns to issue their two products, so that the softmax of one
 runs during the products of the other. Gluon has no named barriers: a turn is an mbarrier as well.
 
-A program does one task after the other (`tasks`), and the producer is ahead: it loads for the next
-task while the consumers store the results of this one.
+A program does one task after the other (`tasks`), and the producer loads for the next task while
+the consumers store the results of this one.
 
 Rows beyond the tensor are copied as zeros. Rows beyond a run but within the tensor are another
 document's, maybe NaN; their weights are 0, but 0 * NaN is NaN. So where a run begins or ends within
-a block, the producer waits for V itself and overwrites what is not the run's with zeros.
+a block, the producer waits for V itself and overwrites the other rows with zeros.
 
-Scores, state and lse are as in `flash_fwd`; per block the arithmetic is `online_softmax_update`'s.
-
-Shah et al., arXiv 2407.08608.
+Per block the arithmetic is that of `online_softmax_update`. Shah et al., arXiv 2407.08608.
 """
 
 from __future__ import annotations
@@ -50,30 +48,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .configs import Config
 from .flash_fwd import Carried, score_scales
-from .launch import Launch
-from .online_softmax import (
-    LOG2E,
-    online_softmax_add_sink,
-    online_softmax_finalize,
-    softmax_pivot,
+from .hopper_blocks import (
+    ROWS,
+    as_operand,
+    clear_outside,
+    issue_output,
+    issue_scores,
+    load_state,
+    make_barriers,
+    make_buffers,
+    rescale,
+    softmax,
+    store_rows,
+    store_stats,
 )
+from .launch import Launch
+from .online_softmax import LOG2E, online_softmax_add_sink, online_softmax_finalize
 from .step_table import StepTable, column_range, load_block_row, load_run
 from .tasks import block_and_head, make_schedule
 
-# Rows of q in the products of one warpgroup.
-ROWS = gl.constexpr(64)
-
 # Names in triton 3.9, and in older versions.
 start_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_memory = gl.shared_memory_descriptor
-reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -160,25 +161,6 @@ def _copy(desc, coord, buffer, full):
 
 
 @gluon.jit
-def _clear_outside(buffer, start, run):
-    """Makes rows of a block (1, BLOCK_N, 1, HEAD_DIM_V) that are not the run's zero.
-
-    In shared memory the block lies as copies leave it, swizzled in pieces of 8 rows x 64 dims:
-    those of the first 64 dims, then those of the next.
-    """
-    BLOCK_N: gl.constexpr = buffer.shape[1]
-    PIECES: gl.constexpr = BLOCK_N * buffer.shape[3] // (8 * 64)
-    SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
-    pieces = reinterpret(buffer, buffer.dtype, [PIECES, 8, 64], SHARED)
-    for i in range(PIECES):
-        rows = start + (8 * i) % BLOCK_N + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
-        inside = (rows >= run[0]) & (rows < run[1])
-        x = pieces.index(i).load(LAYOUT)
-        pieces.index(i).store(gl.where(inside[:, None], x, gl.zeros_like(x)))
-
-
-@gluon.jit
 def _produce(given, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
     """Loads what the consumers need, in the order in which they need it."""
     buffers, barriers, work, num_tasks, num_programs = given
@@ -218,115 +200,12 @@ def _produce(given, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
                     if not whole:
                         mbarrier.wait(v_full.index(LANDED), landed_parity)
                         landed_parity ^= 1
-                        _clear_outside(v, start, run)
+                        clear_outside(v, start, run)
                         fence_async_shared()
                         mbarrier.arrive(v_full.index(stage), count=1)
                 else:
                     _copy(v_desc, coord, v, v_full.index(stage))
                 use += 1
-
-
-@gluon.jit
-def _issue_scores(q, k_buffers, stage, rows):
-    """Starts S = Q K' in the layout of `rows`; returns what `warpgroup_mma_wait` takes."""
-    BLOCK_N: gl.constexpr = k_buffers.shape[2]
-    HEAD_DIM: gl.constexpr = k_buffers.shape[4]
-    k = k_buffers.index(stage).reshape([BLOCK_N, HEAD_DIM]).permute((1, 0))
-    S_LAYOUT: gl.constexpr = rows.type.layout.parent
-    s = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    return warpgroup_mma(q, k, s, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _issue_output(p, v_buffers, stage, acc):
-    """Starts acc += P V; returns what `warpgroup_mma_wait` takes."""
-    BLOCK_N: gl.constexpr = v_buffers.shape[2]
-    HEAD_DIM_V: gl.constexpr = v_buffers.shape[4]
-    v = v_buffers.index(stage).reshape([BLOCK_N, HEAD_DIM_V])
-    return warpgroup_mma(p, v, acc, is_async=True)
-
-
-@gluon.jit
-def _mask(
-    s,
-    rows,
-    start,
-    stop,
-    lo,
-    hi,
-    HAS_LO: gl.constexpr,
-    HAS_HI: gl.constexpr,
-    RAGGED: gl.constexpr,
-):
-    """s (ROWS, BLOCK_N) with -inf where a row does not see a column; see `visible_pairs`.
-
-    rows (ROWS,), start and stop of the run are counted from the block's first column. Columns are
-    taken apart into eights and the place within, since all that a thread has of eights are
-    constants: it would keep its columns in registers, over all loops.
-    """
-    BLOCK_N: gl.constexpr = s.shape[1]
-    LAYOUT: gl.constexpr = s.type.layout
-    s = s.reshape([ROWS, BLOCK_N // 8, 8])
-    PARTS: gl.constexpr = s.type.layout
-    rows = gl.convert_layout(rows, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))[:, None][:, :, None]
-    eights = 8 * gl.arange(0, BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, PARTS)))
-    eights = eights[None, :][:, :, None]
-    within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))[None, :][:, None, :]
-    if HAS_HI:
-        above = gl.minimum(rows + hi + 1, stop) - within
-        s = gl.where(eights < above, s, float("-inf"))
-    elif RAGGED:
-        s = gl.where(eights < stop - within, s, float("-inf"))
-    if HAS_LO:
-        below = gl.maximum(rows + lo, start) - within
-        s = gl.where(eights >= below, s, float("-inf"))
-    elif RAGGED:
-        s = gl.where(eights >= start - within, s, float("-inf"))
-    return gl.convert_layout(s.reshape([ROWS, BLOCK_N]), LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def _softmax(
-    s,
-    m_i,
-    l_i,
-    rows,
-    start,
-    run,
-    qk_scale,
-    HAS_LO: gl.constexpr,
-    HAS_HI: gl.constexpr,
-    RAGGED: gl.constexpr,
-    MASK: gl.constexpr,
-):
-    """`online_softmax_update` without its product: returns p, alpha, m_i and l_i.
-
-    s (ROWS, BLOCK_N) raw products, m_i l_i rows (ROWS,), all float32 but rows. MASK: this block has
-    a mask; by the other flags any block of the launch may.
-    """
-    if MASK:
-        s = _mask(
-            s, rows - start, run[0] - start, run[1] - start, run[2], run[3], HAS_LO, HAS_HI, RAGGED
-        )
-    MASKED: gl.constexpr = HAS_LO or HAS_HI or RAGGED
-    m_new = gl.maximum(m_i, gl.max(s, 1) * qk_scale)
-    pivot = softmax_pivot(m_new) if MASKED else m_new
-    alpha = gl.exp2(m_i - pivot)
-    p = gl.exp2(gl.fma(s, qk_scale, -pivot[:, None]))
-    l_i = gl.fma(l_i, alpha, gl.sum(p, 1))
-    return p, alpha, m_new, l_i
-
-
-@gluon.jit
-def _rescale(acc, alpha):
-    """acc (ROWS, HEAD_DIM_V) times alpha (ROWS,), which is laid out for scores."""
-    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
-
-
-@gluon.jit
-def _as_operand(p, buffers, acc):
-    """Weights p rounded as the buffers' blocks are, and laid out for a product that adds to acc."""
-    return gl.convert_layout(p.to(buffers.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
 
 
 @gluon.jit
@@ -367,14 +246,14 @@ def _fold_blocks(
         k_stage = _await_full(k_buffers, k_full, use)
         if PING_PONG:
             mbarrier.wait(turns.index(INDEX), (turn & 1) ^ (INDEX == 0))
-        s = _issue_scores(q, k_buffers, k_stage, rows)
-        acc = _issue_output(p, v_buffers, v_stage, acc)
+        s = issue_scores(q, k_buffers, k_stage, rows)
+        acc = issue_output(p, v_buffers, v_stage, acc)
         if PING_PONG:
             mbarrier.arrive(turns.index((INDEX + 1) % CONSUMERS), count=1)
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(k_empty.index(k_stage), count=1)
         start = (last - 1 - i) * BLOCK_N
-        p_next, alpha, m_i, l_i = _softmax(
+        p_next, alpha, m_i, l_i = softmax(
             s, m_i, l_i, rows, start, run, qk_scale, HAS_LO, HAS_HI, RAGGED, MASK
         )
         # The loop inside this wait also keeps ptxas from moving the softmax below the next wait:
@@ -382,8 +261,8 @@ def _fold_blocks(
         next_stage = _await_full(v_buffers, v_full, use)
         acc, l_i = warpgroup_mma_wait(0, deps=[acc, l_i])
         mbarrier.arrive(v_empty.index(v_stage), count=1)
-        acc = _rescale(acc, alpha)
-        p = _as_operand(p_next, v_buffers, acc)
+        acc = rescale(acc, alpha)
+        p = as_operand(p_next, v_buffers, acc)
         v_stage = next_stage
         use += 1
         turn += 1
@@ -422,16 +301,16 @@ def _fold_run(
     first, full_first, full_last, last = span
 
     k_stage = _await_full(k_buffers, k_full, use)
-    s = _issue_scores(q, k_buffers, k_stage, rows)
+    s = issue_scores(q, k_buffers, k_stage, rows)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(k_stage), count=1)
     start = (last - 1) * BLOCK_N
-    p, alpha, m_i, l_i = _softmax(
+    p, alpha, m_i, l_i = softmax(
         s, m_i, l_i, rows, start, run, qk_scale, HAS_LO, HAS_HI, RAGGED, MASKED
     )
     v_stage = _await_full(v_buffers, v_full, use)
-    acc = _rescale(acc, alpha)
-    p = _as_operand(p, v_buffers, acc)
+    acc = rescale(acc, alpha)
+    p = as_operand(p, v_buffers, acc)
     use += 1
 
     # Blocks from the last one down: [1, above) and [below, last - first) are masked.
@@ -452,63 +331,10 @@ def _fold_run(
             last, run, qk_scale, INDEX, HAS_LO, HAS_HI, RAGGED, True, PING_PONG,
         )  # fmt: skip
 
-    acc = _issue_output(p, v_buffers, v_stage, acc)
+    acc = issue_output(p, v_buffers, v_stage, acc)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(v_stage), count=1)
     return acc, m_i, l_i, use, turn
-
-
-@gluon.jit
-def _row_ptrs(ptr, batch, head, row, num_rows, nheads, HEAD_DIM_V: gl.constexpr, L: gl.constexpr):
-    """Pointers (ROWS, HEAD_DIM_V) from a row on, in (batch, rows, nheads, HEAD_DIM_V).
-
-    Rows are added before dims: so a thread keeps the pointers of its rows, and not of its elements.
-    """
-    first = gl.cast((batch * num_rows + row) * nheads + head, gl.int64)
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, L))
-    dims = gl.arange(0, HEAD_DIM_V, gl.SliceLayout(0, L))
-    return (ptr + first * HEAD_DIM_V + rows * (nheads * HEAD_DIM_V))[:, None] + dims[None, :]
-
-
-@gluon.jit
-def _stat_ptrs(ptr, batch, head, row, num_rows, nheads, L: gl.constexpr):
-    """Pointers (ROWS,) from a row on, in (batch, nheads, rows)."""
-    first = (batch * nheads + head) * num_rows + row
-    return (ptr + first) + gl.arange(0, ROWS, gl.SliceLayout(1, L))
-
-
-@gluon.jit
-def _load_state(
-    state, batch, head, row, row_stop, num_rows, nheads, HEAD_DIM_V, S_LAYOUT, O_LAYOUT
-):
-    """acc (ROWS, HEAD_DIM_V), m_i and l_i (ROWS,); for rows that are not the block's, of no key."""
-    acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr, sinks_ptr = state
-    inside = gl.arange(0, ROWS, gl.SliceLayout(1, O_LAYOUT)) < row_stop - row
-    ptrs = _row_ptrs(acc_ptr, batch, head, row, num_rows, nheads, HEAD_DIM_V, O_LAYOUT)
-    acc = gl.load(ptrs, inside[:, None], 0.0)
-    inside = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT)) < row_stop - row
-    ptrs = _stat_ptrs(m_ptr, batch, head, row, num_rows, nheads, S_LAYOUT)
-    m_i = gl.load(ptrs, inside, float("-inf"))
-    ptrs = _stat_ptrs(l_ptr, batch, head, row, num_rows, nheads, S_LAYOUT)
-    return acc, m_i, gl.load(ptrs, inside, 0.0)
-
-
-@gluon.jit
-def _store_rows(ptr, x, batch, head, row, row_stop, num_rows, nheads):
-    """Stores x (ROWS, HEAD_DIM_V) to the rows below `row_stop`."""
-    L: gl.constexpr = x.type.layout
-    ptrs = _row_ptrs(ptr, batch, head, row, num_rows, nheads, x.shape[1], L)
-    inside = gl.arange(0, ROWS, gl.SliceLayout(1, L)) < row_stop - row
-    gl.store(ptrs, x.to(ptr.dtype.element_ty), inside[:, None])
-
-
-@gluon.jit
-def _store_stats(ptr, x, batch, head, row, row_stop, num_rows, nheads):
-    """Stores x (ROWS,) likewise."""
-    L: gl.constexpr = x.type.layout.parent
-    ptrs = _stat_ptrs(ptr, batch, head, row, num_rows, nheads, L)
-    inside = gl.arange(0, ROWS, gl.SliceLayout(1, L)) < row_stop - row
-    gl.store(ptrs, x, inside)
 
 
 @gluon.jit
@@ -550,7 +376,7 @@ def _consume(
             m_i = gl.full([ROWS], float("-inf"), gl.float32, S_ROWS)
             l_i = gl.zeros([ROWS], gl.float32, S_ROWS)
         else:
-            acc, m_i, l_i = _load_state(
+            acc, m_i, l_i = load_state(
                 state, batch, head, row, row_stop, num_rows, nheads, HEAD_DIM_V, S_LAYOUT, O_LAYOUT
             )
 
@@ -577,27 +403,12 @@ def _consume(
                 sink = gl.load(sinks_ptr + head) * LOG2E
                 acc, m_o, l_o = online_softmax_add_sink(acc, m_o, l_o, sink)
             acc, lse = online_softmax_finalize(acc, m_o, l_o)
-            _store_rows(out_ptr, acc, batch, head, row, row_stop, num_rows, nheads)
-            _store_stats(lse_ptr, lse, batch, head, row, row_stop, num_rows, nheads)
+            store_rows(out_ptr, acc, batch, head, row, row_stop, num_rows, nheads)
+            store_stats(lse_ptr, lse, batch, head, row, row_stop, num_rows, nheads)
         else:
-            _store_rows(acc_ptr, acc, batch, head, row, row_stop, num_rows, nheads)
-            _store_stats(m_ptr, m_i, batch, head, row, row_stop, num_rows, nheads)
-            _store_stats(l_ptr, l_i, batch, head, row, row_stop, num_rows, nheads)
-
-
-@gluon.jit
-def _buffers(desc, COUNT: gl.constexpr):
-    """(COUNT, *block) of shared memory for the blocks of a descriptor."""
-    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)
-
-
-@gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """So many mbarriers, each of which completes with so many arrivals."""
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
+            store_rows(acc_ptr, acc, batch, head, row, row_stop, num_rows, nheads)
+            store_stats(m_ptr, m_i, batch, head, row, row_stop, num_rows, nheads)
+            store_stats(l_ptr, l_i, batch, head, row, row_stop, num_rows, nheads)
 
 
 @gluon.jit(do_not_specialize=["num_tasks", "num_programs", "num_blocks", "heads_together"])
@@ -634,15 +445,16 @@ def hopper_fwd_kernel(
 ):
     """Every num_programs-th task: the state of a block of q rows of one head, over its keys."""
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
-    buffers = (_buffers(q_desc, CONSUMERS), _buffers(k_desc, STAGES), _buffers(v_desc, STAGES))
+    q_buffers = make_buffers(q_desc, CONSUMERS)
+    buffers = (q_buffers, make_buffers(k_desc, STAGES), make_buffers(v_desc, STAGES))
     barriers = (
-        _barriers(CONSUMERS, 1),  # q_full
-        _barriers(CONSUMERS, 1),  # q_empty
-        _barriers(STAGES, 1),  # k_full
-        _barriers(STAGES, CONSUMERS),  # k_empty
-        _barriers(STAGES + 1, 1),  # v_full, and one for what the producer waits for itself
-        _barriers(STAGES, CONSUMERS),  # v_empty
-        _barriers(CONSUMERS, 1),  # turns
+        make_barriers(CONSUMERS, 1),  # q_full
+        make_barriers(CONSUMERS, 1),  # q_empty
+        make_barriers(STAGES, 1),  # k_full
+        make_barriers(STAGES, CONSUMERS),  # k_empty
+        make_barriers(STAGES + 1, 1),  # v_full, and one for what the producer waits for itself
+        make_barriers(STAGES, CONSUMERS),  # v_empty
+        make_barriers(CONSUMERS, 1),  # turns
     )
     # Copies run outside the warps: this fence shows them the barriers that were made above.
     fence_async_shared()
@@ -678,8 +490,8 @@ def hopper_fwd_kernel(
 def can_run(q: Tensor, k: Tensor, v: Tensor, table: StepTable, softcap: float) -> bool:
     """Whether `hopper_launch` takes a step, on sm_90.
 
-    It wants 16-bit types, head dims that need no padding, no softcap, rows that 32-bit integers
-    count, and what the bulk copies do: addresses and strides that are multiples of 16 bytes.
+    It needs 16-bit types, head dims without padding, no softcap, rows that 32-bit integers count,
+    and for the bulk copies addresses and strides that are multiples of 16 bytes.
     """
     tensors = (q, k, v)
     head_dims = RAGGED_HEAD_DIMS if table.ragged else HEAD_DIMS
@@ -713,17 +525,15 @@ def hopper_launch(
     last: bool,
     ping_pong: bool = True,
 ) -> Launch:
-    """The launch that folds one step; `can_run` says for which.
+    """The launch that folds one step, as `forward_launch`; `can_run` says which steps it takes.
 
     Args:
-        q: (batch, rows, nheads, headdim), any strides that `can_run` takes.
-        k: (batch, rows_kv, nheads_kv, headdim), likewise.
-        v: (batch, rows_kv, nheads_kv, headdim_v), likewise.
+        q: (batch, rows, nheads, headdim), any strides that `can_run` takes; so k and v.
+        k: (batch, rows_kv, nheads_kv, headdim).
+        v: (batch, rows_kv, nheads_kv, headdim_v).
         state: allocated by the caller: acc, m, l unless first and last; out and lse if last.
-        table: of q rows x kv rows, descending, for this config's blocks; first and last need blocks
-            for all rows.
-        config: of CONFIGS, or such: BLOCK_M 128 or 192, 4 warps, which a consumer has, and at least
-            2 stages.
+        table: descending, for this config's blocks; first and last need blocks for all rows.
+        config: BLOCK_M 128 or 192, 4 warps, which a consumer has, and at least 2 stages.
         softmax_scale: positive.
         first: nothing is loaded of the state.
         last: out and lse are written instead of the state.

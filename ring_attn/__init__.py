@@ -12,7 +12,8 @@ if interrupt.is_command():
 
 from ring_attn import profiling
 from ring_attn.api import ring_attention, select_backend, unshard
-from ring_attn.core.layout import SequenceLayout, shard_batch
+from ring_attn.core.batch import shard_batch
+from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import TransportOptions
 from ring_attn.core.strategy import Strategy
 from ring_attn.decode import next_rank, tree_decode

@@ -14,7 +14,7 @@ Nothing has to divide: where a length does not, the first parts are one position
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -359,7 +359,7 @@ class SequenceLayout:
         Raises:
             ValueError: `x` has another number of rows.
         """
-        self._check_rows(x, dim)
+        self.check_rows(x, dim)
         parts = []
         for segment in self.segments(rank):
             stop = segment.start + (segment.length - 1) * segment.stride + 1
@@ -441,82 +441,13 @@ class SequenceLayout:
             raise ValueError(f"rank must be in [0, {self.world_size}) for {self}, got {rank}")
         return rank
 
-    def _check_rows(self, x: Tensor, dim: int, name: str = "x") -> None:
+    def check_rows(self, x: Tensor, dim: int, name: str = "x") -> None:
+        """Refuses a tensor without `seqlen` rows in `dim`."""
         check_dim(name, x, dim)
         if x.size(dim) != self.seqlen:
             raise ValueError(
                 f"{name} must have {self.seqlen} rows in dim {dim} for {self}, got {tuple(x.shape)}"
             )
-
-
-def shard_batch(
-    batch: Mapping[str, Tensor],
-    layout: SequenceLayout,
-    rank: int,
-    *,
-    dim: int = 1,
-    ignore_index: int = -100,
-) -> dict[str, Tensor]:
-    """The rank's part of a training batch, labels shifted *before* they are cut.
-
-    Shifting inside a shard would pair the last row of each segment with the wrong token, or lose
-    it; here row i of the shard is predicted to be `labels[position_ids[i] + 1]`.
-
-    Args:
-        batch: tensors with `layout.seqlen` rows in `dim`, such as `input_ids` (batch, seqlen). With
-            `labels` (unshifted, as Hugging Face has them) the result has `shift_labels` instead,
-            whose last position is `ignore_index`.
-        layout: how the sequence is split.
-        rank: whose part.
-        dim: the sequence dim of every tensor.
-        ignore_index: the label of the position that has no next token.
-
-    Returns:
-        The shards by the same names, `shift_labels` for `labels`, and `position_ids` of shape
-        (1, shard_len), unless the batch brings its own (packed documents that restart at 0).
-
-    Raises:
-        ValueError: a tensor without `layout.seqlen` rows, labels that cannot hold `ignore_index`,
-            or a batch that has `shift_labels` already.
-        TypeError: something else than tensors by name, or a layout by name.
-
-    Example:
-        >>> layout = SequenceLayout.contiguous(4, 2)
-        >>> part = shard_batch({"input_ids": torch.tensor([[5, 6, 7, 8]]),
-        ...                     "labels": torch.tensor([[5, 6, 7, 8]])}, layout, rank=0)
-        >>> part["shift_labels"].tolist(), part["position_ids"].tolist()
-        ([[6, 7]], [[0, 1]])
-    """
-    check_type("batch", batch, Mapping, "a dict of tensors")
-    check_type("layout", layout, SequenceLayout)
-    for name, x in batch.items():
-        layout._check_rows(x, dim, f"batch[{name!r}]")
-    whole = dict(batch)
-    if "labels" in whole:
-        if "shift_labels" in whole:
-            raise ValueError("batch has both labels and shift_labels; give one of them")
-        labels = whole.pop("labels")
-        _check_ignore_index(labels, ignore_index)
-        shifted = labels.roll(-1, dim)
-        shifted.narrow(dim, max(layout.seqlen - 1, 0), min(layout.seqlen, 1)).fill_(ignore_index)
-        whole["shift_labels"] = shifted
-    part = {name: layout.shard(x, rank, dim) for name, x in whole.items()}
-    if "position_ids" not in part:
-        device = next(iter(part.values())).device if part else None
-        part["position_ids"] = layout.position_ids(rank, device)[None]
-    return part
-
-
-def _check_ignore_index(labels: Tensor, ignore_index: int) -> None:
-    """Refuses an index that the dtype of the labels cannot hold."""
-    index = as_int("ignore_index", ignore_index)
-    if labels.is_floating_point():
-        return
-    if labels.is_complex() or labels.dtype == torch.bool:
-        raise TypeError(f"labels must be integers, got {labels.dtype}")
-    bounds = torch.iinfo(labels.dtype)
-    if not bounds.min <= index <= bounds.max:
-        raise ValueError(f"ignore_index must fit labels of {labels.dtype}, got {index}")
 
 
 def _checked(seqlen: int, world_size: int) -> tuple[int, int]:
@@ -618,7 +549,7 @@ def _check_cover(parts: Sequence[Sequence[Segment]], stride: int, seqlen: int) -
 def _segments(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]:
     """Segments of every rank."""
     if layout.parts is not None:
-        # Not cached: in decoding each new token makes a new layout, so no look-up would hit.
+        # Not cached: while decoding, each token makes a new layout, so the cache would never hit.
         return layout.parts
     # dynamo would trace a cached function without its cache, and warn of that.
     of_kind = _segments_of_kind if torch.compiler.is_compiling() else _cached_segments_of_kind

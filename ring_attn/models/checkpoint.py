@@ -1,8 +1,8 @@
-"""Tensors of a safetensors checkpoint, of which the disk reads only what is asked for.
+"""Tensors of a safetensors checkpoint, of which the disk reads only the slices that are asked for.
 
-safetensors maps a file and gives views of it. At each page that is looked at, the system reads as
+safetensors gives views of a mapped file. At each page that a reader touches, the system reads as
 much ahead as the disk's setting says: megabytes on some, several times the shard of a matrix. So
-the pages of a view are requested before anyone looks at them, and nothing around them is read.
+the pages of a view are requested before anyone touches them, and nothing around them is read.
 """
 
 from __future__ import annotations
@@ -32,16 +32,9 @@ class Checkpoint:
     Args:
         source: a `.safetensors` file, a `model.safetensors.index.json`, or the folder of either.
         outside_folder: whether an index may name files outside of its folder.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: a source that is no safetensors checkpoint, is damaged, or whose index names
-            files outside of its folder.
-        ImportError: safetensors is not installed.
     """
 
     def __init__(self, source: str | os.PathLike[str], *, outside_folder: bool = False) -> None:
-        """Finds the file of each tensor."""
         try:
             import safetensors  # noqa: F401
         except ImportError as error:
@@ -67,13 +60,7 @@ class Checkpoint:
         self._stack.close()
 
     def __getitem__(self, name: str) -> FileTensor:
-        """The tensor of that name, still in its file.
-
-        Raises:
-            KeyError: no tensor of that name; the message has the nearest ones.
-            FileNotFoundError: the index names a file that is not there.
-            ValueError: a file that is damaged, or has no tensor of that name.
-        """
+        """The tensor of that name, still in its file; KeyError with the nearest names."""
         if name not in self.files:
             near = difflib.get_close_matches(name, self.files, n=3, cutoff=0.0)
             raise KeyError(f"{self._source} has no tensor {name!r}; the nearest are {near}")
@@ -91,7 +78,7 @@ class Checkpoint:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Raises an error in the content of a file as ValueError with the file's name."""
+    """Turns an error in the content of a file into a ValueError with the file's name."""
     from safetensors import SafetensorError
 
     try:
@@ -128,7 +115,7 @@ class _File:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a file: safetensors' slices of it, and where its bytes are."""
+    """A tensor in a file: safetensors' slices of it, and the position of its bytes."""
 
     x: Any
     shape: tuple[int, ...]

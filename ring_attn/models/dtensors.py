@@ -16,13 +16,13 @@ from ring_attn.core.layout import SequenceLayout
 
 Layouts = tuple[SequenceLayout, SequenceLayout]
 
-# Of a dim that is split twice in another order; a subclass of Shard in some versions. (Not type()
-# is Shard: compilers of torch 2.11 do not know the type of a placement, but what it is one of.)
+# The placement of a dim that is split twice in another order; a subclass of Shard in some versions.
+# (isinstance, not type(): compilers of torch 2.11 do not know the type of a placement.)
 _STRIDED: Any = getattr(placement_types, "_StridedShard", ())
 
 
 class Dims(NamedTuple):
-    """Where a tensor has its rows and its heads."""
+    """The dims of a tensor that are its rows and its heads."""
 
     seq: int
     head: int
@@ -163,7 +163,7 @@ def rows_of(x: DTensor) -> Tensor:
 
 
 def placed_as(out: Tensor, q: DTensor) -> DTensor:
-    """The attention of this rank's part of q, as a DTensor that is placed as q is."""
+    """This rank's attention as a DTensor with the placements of q."""
     expected, dim_v = list(q.to_local().shape[:-1]), out.size(-1)
     if list(out.shape[:-1]) != expected:
         raise ValueError(
@@ -200,7 +200,7 @@ def _sharded_dim(placement: object) -> int | None:
 def _from_local(
     x: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]
 ) -> DTensor:
-    """A DTensor of that shape whose dims lie in memory in the order in which those of `x` do."""
+    """A DTensor of that shape, whose dims have the order in memory of those of `x`."""
     even = list(x.shape)
     for axis, placement in enumerate(placements):
         dim = _sharded_dim(placement)

@@ -1,4 +1,4 @@
-"""Gradients of parameters that ranks have in common, added up over these ranks.
+"""Sums gradients over the ranks that have parameters in common.
 
 Every rank of a ring has the whole model and some rows of each sequence. Its backward pass gives the
 gradient of its own rows' loss, with respect to everything those rows saw, keys and values of other
@@ -49,7 +49,7 @@ def sync_gradients(
         loss = losses.mean() of the rank's own rows          "mean": as many targets on every rank
 
     Args:
-        module: whose parameters, of any shapes; or parameters, in the same order on every rank.
+        module: a module, or parameters of any shapes in the same order on every rank.
             float16 and bfloat16 gradients are added up in float32 and rounded once. Those of a
             tensor-parallel DTensor are added up shard by shard. A parameter that has a gradient on
             some ranks only counts as zero on the others, and gets one there; one that has none
@@ -102,12 +102,9 @@ def sync_gradients(
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Gradients under way.
+    """Gradients in an all-reduce, `work`, as one `flat` tensor.
 
-    Attributes:
-        parameters: whose.
-        flat: all gradients one after the other, then for each parameter how many ranks have one.
-        work: the all-reduce.
+    After the gradients stands, for each parameter, the number of ranks that have one.
     """
 
     parameters: list[Tensor]
@@ -190,7 +187,7 @@ def _split(parameters: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]
 
 
 def _local(x: Any) -> Tensor:
-    """What this rank holds of a DTensor; a plain tensor is itself."""
+    """This rank's part of a DTensor; a plain tensor as it is."""
     return x.to_local() if _is_dtensor(x) else x
 
 

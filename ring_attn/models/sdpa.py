@@ -56,8 +56,8 @@ def sdpa_attention(
 
     Raises:
         ValueError: tensors of other than four dims, or heads that differ without `enable_gqa`.
-        NotImplementedError: an `attn_mask`, dropout, or `is_causal` with as many queries as not
-            keys.
+        NotImplementedError: an `attn_mask`, dropout, or `is_causal` with unequal numbers of queries
+            and keys.
         Exception: what `ring_attention` raises.
 
     Example:
@@ -108,9 +108,9 @@ def sdpa_attention(
 
 
 class route_sdpa(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch.no_grad
-    """Within it, F.scaled_dot_product_attention of this thread is `sdpa_attention`.
+    """A context in which F.scaled_dot_product_attention of this thread is `sdpa_attention`.
 
-    A torch function mode: nothing is patched, however the caller came by the function, and no other
+    A torch function mode: nothing is patched, however the caller got the function, and no other
     thread sees it but those of a backward that is run inside. `nn.MultiheadAttention` and the
     transformer layers of `torch.nn` are taken along with `need_weights=False`; with True they
     compute attention without that function and are refused, as is `flex_attention`. A backward may
@@ -138,7 +138,7 @@ class route_sdpa(TorchFunctionMode):  # noqa: N801 - used as a context manager, 
         self.options = options
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What stands for the function; the one thing to override."""
+        """Called instead of the function; subclasses override it."""
         return sdpa_attention(*args, **{**kwargs, **self.options})
 
     def __torch_function__(
@@ -148,7 +148,7 @@ class route_sdpa(TorchFunctionMode):  # noqa: N801 - used as a context manager, 
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Every function of torch comes by here; the mode is off meanwhile, if not said here."""
+        """Called for every function of torch; the mode is off meanwhile, unless turned on here."""
         kwargs = kwargs or {}
         if func is native_sdpa:
             return self.attend(*args, **kwargs)
@@ -178,7 +178,7 @@ _WITH_CALLS_INSIDE = (
 
 
 def _body_of(func: Any) -> Callable[..., Any]:
-    """A function of torch without the question whether it is overridden, asked first of all.
+    """The function without its first question, whether it is overridden.
 
     The answer is yes while a mode is on, so that its body only ever runs with the mode off. A
     tensor subclass that overrides one of these functions is not asked either.
@@ -195,14 +195,14 @@ def _never(*_: object) -> bool:
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """As autocast gives it to scaled_dot_product_attention, where it is on."""
+    """The tensor that scaled_dot_product_attention gets under autocast."""
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _lengths(query: Tensor, key: Tensor, layout: object) -> tuple[int, int]:
-    """Of the whole sequences, up to a common factor."""
+    """Lengths of queries and keys of the whole sequences, up to a common factor."""
     if isinstance(layout, (tuple, list)) and all(isinstance(x, SequenceLayout) for x in layout):
         return layout[0].seqlen, layout[1].seqlen
     return query.size(2), key.size(2)

@@ -55,7 +55,7 @@ OPTIONS = (
     "causal", "window_size", "softmax_scale", "softcap", "sinks", "cu_seqlens", "cu_seqlens_k",
 )  # fmt: skip
 
-# On the class that a module has once a style is applied to it.
+# An attribute of the class that a module gets when a style is applied to it.
 _MARK = "_ring_attn_context_parallel"
 
 # (batch, heads, rows, headdim)
@@ -256,7 +256,7 @@ class _Shards(NamedTuple):
 
 
 class _ParallelAttention:
-    """A style on a mesh, for the modules of one class: what does not change with calls."""
+    """A style on a mesh, for the modules of one class; holds no state of a call."""
 
     def __init__(self, style: ContextParallel, mesh: DeviceMesh, module: nn.Module) -> None:
         if not isinstance(mesh, DeviceMesh):
@@ -290,7 +290,7 @@ class _ParallelAttention:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """The forward of the module: what it returns for this rank's rows, or for DTensors."""
+        """Runs the module's forward for this rank's rows, or for DTensors."""
         arguments: dict[Key, Any] = dict(enumerate(args))
         arguments.update(kwargs)
         keys = [self._key(i, args, kwargs, module) for i in range(3)]
@@ -331,7 +331,7 @@ class _ParallelAttention:
         )
 
     def _attention_of(self, module: nn.Module, output: Any) -> Tensor:
-        """The attention in what a forward returned."""
+        """The attention in the output of a forward."""
         index, found = self.style.output_index, output
         if isinstance(output, tuple | list):
             if not -len(output) <= index < len(output):
@@ -350,7 +350,7 @@ class _ParallelAttention:
     def _with_attention(
         self, module: nn.Module, output: Any, change: Callable[[Tensor], Tensor]
     ) -> Any:
-        """What a forward returned, with the attention in it changed."""
+        """The output of a forward, with the attention in it changed."""
         changed = change(self._attention_of(module, output))
         if isinstance(output, Tensor):
             return changed
@@ -487,7 +487,7 @@ class _ParallelAttention:
 
 
 class _Routed(route_sdpa):
-    """Within it, scaled_dot_product_attention is that of the whole sequence."""
+    """A context in which scaled_dot_product_attention is that of the whole sequence."""
 
     def __init__(self, attention: _ParallelAttention, layout: Layout, calls: list[None]) -> None:
         """Adds an element to `calls` with every call."""
@@ -495,7 +495,7 @@ class _Routed(route_sdpa):
         self.attention, self.layout, self.calls = attention, layout, calls
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What stands for the function."""
+        """Called instead of the function."""
         self.calls.append(None)
         return self.attention.sdpa(self.layout, *args, **kwargs)
 
@@ -565,7 +565,7 @@ def _places_of_qkv(
 
 
 def _check_layout(layout: object, world_size: int) -> None:
-    """What can be said of a layout before there are tensors."""
+    """Refuses a layout that fits no tensors: an unknown name, or another number of ranks."""
     if isinstance(layout, str):
         SequenceLayout.from_name(layout, world_size, world_size)
         return
@@ -577,7 +577,7 @@ def _check_layout(layout: object, world_size: int) -> None:
 
 
 def _check_options(options: Options) -> None:
-    """Options of `ring_attention` that say what is computed."""
+    """Refuses options that do not say what `ring_attention` computes."""
     if not isinstance(options, Mapping):
         raise TypeError(
             f"replace must be options of ring_attention by name, got {type(options).__name__}"
@@ -588,7 +588,7 @@ def _check_options(options: Options) -> None:
 
 
 def _check_forms(qkv: Sequence[object]) -> None:
-    """Tensors, all of them DTensors or none."""
+    """Refuses all but tensors, of which all are DTensors or none."""
     for name, x in zip("qkv", qkv, strict=True):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")

@@ -1,13 +1,13 @@
-"""Layouts from content: where to cut a sequence so that every rank has as much to do.
+"""Layouts from content: where to cut a sequence so that all ranks have equal work.
 
-    by_area        as many visible pairs on every rank, of any mask
+    by_area        equal visible pairs, of any mask
     by_documents   packed documents: the cheapest cuts that keep the work balanced
     by_separators  cuts only after given tokens (ends of sentences, of turns)
     by_cost        any cost per token
     by_memory      shards in proportion to the free memory of their ranks
 
-Each gives `SequenceLayout.boundaries(...)`, the same on every rank, and the ring runs it as it runs
-any layout. `balance_of` says how good it is: max / mean of the work, and of the rows.
+Each returns `SequenceLayout.boundaries(...)`, the same on every rank. `balance_of` says how good a
+layout is: max / mean of the work, and of the rows.
 
     causal, 12 rows, 3 ranks        rank 0           rank 1     rank 2         work   max / mean
     equal rows                      0 1 2 3          4 5 6 7    8 9 10 11      10 26 42   1.62
@@ -16,26 +16,20 @@ any layout. `balance_of` says how good it is: max / mean of the work, and of the
 Equal work is unequal memory: there rank 0 holds 7 of 12 rows. Over a causal mask without documents
 `SequenceLayout.zigzag` balances both; boundaries are for what a fixed pattern cannot know.
 
-Work is the keys that each query sees, in exact integers. Cutting it into contiguous parts so that
-the greatest is least (the linear partition problem) is solved exactly: a binary search for the
-greatest part, each probe a greedy walk of bisections, in
-O(seqlen + log(greatest item) * world_size * log(seqlen)).
+Work is the keys that each query sees, in exact integers. The contiguous parts whose greatest is
+least are found exactly: a binary search for the greatest part, each probe a greedy walk.
 
 A cut costs the KV rows that must cross it: rows on one side that a query on the other side sees.
-Within a document that is `min(rows before, left) + min(rows after, right)` of the window, and
-nothing between documents.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from heapq import heapify, heappop, heappush
 from itertools import accumulate
-from operator import sub
 from typing import Any, NamedTuple
 
 import torch
@@ -52,37 +46,25 @@ from ring_attn.core.values import (
     check_tensor,
     check_type,
 )
+from ring_attn.planning.partition import cheapest_cuts, even_cuts, least_maximum
 
 # Positions inside documents that `by_documents` considers, beside all ends of documents: all of a
 # sequence up to this length, and in longer ones at least 16 for each of 4096 ranks.
 MAX_INNER_CUTS = 1 << 16
-
-# How far from its place in equal work `by_documents` looks for a boundary, in ranks' work: with 5 %
-# imbalance that excludes nothing up to 160 ranks, and keeps the search short beyond.
-MAX_DRIFT = 8
-
-# Above any cost of cuts, and with room to add one.
-_NO_WAY = 1 << 62
-
 
 # -- how good a layout is
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Each rank's share of a sequence.
-
-    Attributes:
-        work: per rank, visible pairs or summed costs.
-        rows: per rank, rows of the shard: its share of the memory.
-    """
+    """Each rank's work (visible pairs, or summed costs), and the rows of its shard."""
 
     work: tuple[float, ...]
     rows: tuple[int, ...]
 
     @property
     def of_work(self) -> float:
-        """max / mean of the work: 1.0 is perfect, `world_size` is all of it on one rank."""
+        """max / mean of the work: 1.0 is perfect, `world_size` is the work of one rank alone."""
         return _max_over_mean(self.work)
 
     @property
@@ -92,12 +74,7 @@ class Balance:
 
 
 def balance_of(layout: SequenceLayout, work: Mask | Tensor | Sequence[float]) -> Balance:
-    """Work and rows of every rank, for a layout of any kind.
-
-    Args:
-        layout: of the queries.
-        work: a mask over as many queries, whose visible pairs are the work; or (seqlen,) costs,
-            finite and not negative.
+    """Work and rows of every rank; the work is a mask's visible pairs, or (seqlen,) costs.
 
     Example:
         >>> causal = Mask(12, 12, causal=True)
@@ -116,7 +93,7 @@ def balance_of(layout: SequenceLayout, work: Mask | Tensor | Sequence[float]) ->
 
 
 def visible_keys(mask: Mask) -> Tensor:
-    """(seqlen_q,) int64: how many keys each query sees, which is what its attention costs.
+    """(seqlen_q,) int64: how many keys each query sees, the cost of its attention.
 
     Example:
         >>> visible_keys(Mask(5, 5, causal=True, window_size=(2, -1))).tolist()
@@ -154,10 +131,8 @@ def crossing_rows(mask: Mask) -> Tensor:
 def by_area(mask: Mask, world_size: int, *, align: int = 1) -> SequenceLayout:
     """Boundaries that balance the visible pairs of any mask: no others have a smaller maximum.
 
-    Args:
-        mask: of any kind; the layout is of its queries.
-        world_size: number of ranks; those beyond the number of rows get none.
-        align: every shard begins at a multiple of it, as kernels and `same_bits` like it (128).
+    Every shard begins at a multiple of `align`, as kernels and `same_bits` like it (128). Where
+    there are fewer rows than ranks, some ranks get none.
 
     Example:
         >>> print(by_area(Mask(1024, 1024, causal=True), world_size=4, align=128))
@@ -169,14 +144,10 @@ def by_area(mask: Mask, world_size: int, *, align: int = 1) -> SequenceLayout:
 
 
 def by_cost(cost: Tensor | Sequence[float], world_size: int, *, align: int = 1) -> SequenceLayout:
-    """Boundaries that balance a cost per token: no others have a smaller maximum.
+    """Boundaries that balance a cost (seqlen,) per token: no others have a smaller maximum.
 
-    Costs are added up exactly, floating point ones too, so that every rank finds the same cuts.
-
-    Args:
-        cost: (seqlen,) finite and not negative, of any integer or floating dtype.
-        world_size: number of ranks.
-        align: every shard begins at a multiple of it.
+    Costs are finite and not negative. They are added exactly, floating point ones too, so that
+    every rank finds the same cuts. Every shard begins at a multiple of `align`.
 
     Example:
         >>> by_cost([1.0, 1.0, 1.0, 1.0, 4.0, 0.5], world_size=2).cuts
@@ -241,20 +212,18 @@ def by_documents(
     max_balance: float = 1.05,
     align: int = 1,
 ) -> SequenceLayout:
-    """Boundaries for packed documents: those cuts that cost least, among all that balance the work.
+    """Boundaries for packed documents: the cheapest cuts, among all that balance the work.
 
     A rank's visible pairs are at most `max_balance` times the mean; where the lengths do not allow
-    that, at most what the best cuts of all reach (then `balance_of` says more than `max_balance`).
-    Within that limit the KV rows that cross the cuts are fewest: ends of documents cost nothing,
-    and where they alone keep to the limit, the best balanced of them are taken. The minimum is over
-    all ends of documents, and `MAX_INNER_CUTS` positions evenly between or all positions.
+    that, at most what the best cuts of all reach. Within that limit the KV rows that cross the cuts
+    are fewest, among all ends of documents and `MAX_INNER_CUTS` positions between them. Where ends
+    of documents alone keep to the limit, the best balanced of them are taken.
 
     Args:
         cu_seqlens: (documents + 1,) boundaries of the documents, from 0 to the length.
         world_size: number of ranks.
         causal, window_size: as for `ring_attention`.
-        max_balance: imbalance of the work, as max / mean, that cheaper cuts may bring; 1.0 buys
-            none: the work is balanced first, and cuts are chosen among the best balanced.
+        max_balance: max / mean of the work that cheaper cuts may bring.
         align: every shard begins at a multiple of it; ends of documents elsewhere are not used.
 
     Example:
@@ -272,26 +241,25 @@ def by_documents(
     mask = Mask(seqlen, seqlen, causal, window, boundaries, boundaries)
     if not seqlen:
         return SequenceLayout.boundaries([0] * (world_size + 1))
-    sums = torch.nn.functional.pad(visible_keys(mask).cumsum(0), (1, 0))
+    sums = _sums(visible_keys(mask))
     anywhere = _places(seqlen, align)
-    at_any = sums[torch.tensor(anywhere)].tolist()
-    best = _least_maximum(at_any, world_size)
-    limit = max(best, math.floor(Fraction(max_balance) * at_any[-1] / world_size))
+    at_any = [sums[place] for place in anywhere]
+    best = least_maximum(at_any, world_size)
+    limit = max(best, math.floor(Fraction(max_balance) * sums[-1] / world_size))
 
-    ends = torch.tensor(boundaries).unique()
-    ends = ends[(ends % align == 0) | (ends == seqlen)]
-    at_ends = sums[ends].tolist()
-    greatest = _least_maximum(at_ends, world_size)
+    ends = sorted({end for end in boundaries if end % align == 0 or end == seqlen})
+    at_ends = [sums[end] for end in ends]
+    greatest = least_maximum(at_ends, world_size)
     if greatest <= limit:
-        return SequenceLayout.boundaries(_even_cuts(at_ends, ends.tolist(), world_size, greatest))
+        return SequenceLayout.boundaries(even_cuts(at_ends, ends, world_size, greatest))
 
+    balanced = even_cuts(at_any, anywhere, world_size, best)
     step = align * -(-(len(anywhere) - 1) // MAX_INNER_CUTS)
-    balanced = torch.tensor(_even_cuts(at_any, anywhere, world_size, best))
-    positions = torch.cat([ends, torch.arange(0, seqlen, step), balanced]).unique()
-    costs = crossing_rows(mask)[positions]
-    feasible = torch.searchsorted(positions, balanced).tolist()
-    chosen = _cheapest_cuts(sums[positions], costs, limit, feasible)
-    return SequenceLayout.boundaries(positions[chosen].tolist())
+    positions = sorted({*ends, *range(0, seqlen, step), *balanced})
+    costs = crossing_rows(mask)[positions].tolist()
+    feasible = [bisect_left(positions, cut) for cut in balanced]
+    chosen = cheapest_cuts([sums[at] for at in positions], costs, limit, feasible)
+    return SequenceLayout.boundaries([positions[index] for index in chosen])
 
 
 def by_memory(
@@ -299,13 +267,13 @@ def by_memory(
 ) -> SequenceLayout:
     """Shards in proportion to the memory that each rank has free, none longer than fits there.
 
-    In proportion to the row, or to the block of `align` rows. What is left of a last block ends the
-    sequence: on the last rank, or on the last before it that has room.
+    Shards are blocks of `align` rows; the last block, which may be shorter, is on the last rank
+    that has room for it.
 
     Args:
         seqlen: positions to place.
-        free_bytes: per rank, what a shard may take; the same list on every rank (all-gather it).
-        bytes_per_token: what one row takes there, activations and KV of all layers that are held.
+        free_bytes: per rank, memory for a shard; the same list on every rank (all-gather it).
+        bytes_per_token: memory of one row: activations and KV of all layers that are held.
         align: every shard begins at a multiple of it.
 
     Example:
@@ -350,13 +318,7 @@ class Size(NamedTuple):
 def least_world_size(
     seqlen: int, bytes_per_rank: int, bytes_per_token: int, world_size: int
 ) -> Size:
-    """The fewest ranks that hold a sequence in equal shards.
-
-    Args:
-        seqlen: positions to place.
-        bytes_per_rank: memory that a shard may take on each rank.
-        bytes_per_token: what one row takes there.
-        world_size: how many ranks there are.
+    """The fewest of `world_size` ranks that hold a sequence in equal shards.
 
     Example:
         >>> least_world_size(10_000, 8 << 30, 1 << 10, world_size=4)
@@ -381,13 +343,8 @@ def least_world_size(
 def halo(layout: SequenceLayout, mask: Mask, rank: int) -> tuple[int, int]:
     """KV rows right before and right after its shard that a rank's queries see, on other ranks.
 
-    The overlap of neighbouring chunks: of a window exactly the rows that the plan of the ring has
-    travel to this rank, and nothing is computed twice for them.
-
-    Args:
-        layout: of queries and keys; each rank holds one run of positions, or none.
-        mask: over queries and keys of the layout's length.
-        rank: whose halo.
+    The overlap of neighbouring chunks: of a window exactly the rows that travel to this rank. Each
+    rank of the layout holds one run of positions, or none.
 
     Example:
         >>> layout = SequenceLayout.contiguous(1000, 4)
@@ -414,8 +371,7 @@ def halo(layout: SequenceLayout, mask: Mask, rank: int) -> tuple[int, int]:
 def check_halo(layout: SequenceLayout, mask: Mask) -> None:
     """Refuses a layout where a rank needs a neighbour's whole shard, or rows beyond it.
 
-    The ring runs without this check, in more hops. It is for users whose neighbours must exchange
-    rows with each other alone, in one hop, as an overlap shorter than a chunk promises.
+    Without this check the ring runs too, in more hops; it is for users who rely on one hop.
     """
     check_type("layout", layout, SequenceLayout)
     for rank in range(layout.world_size):
@@ -459,9 +415,6 @@ def local_rows(layout: SequenceLayout, rank: int, start: int, stop: int) -> slic
     return slice(first, first + rows.numel())
 
 
-# -- the linear partition
-
-
 def _places(seqlen: int, align: int) -> list[int]:
     """Positions where a sequence may be cut."""
     return [*range(0, seqlen, align), seqlen]
@@ -470,145 +423,8 @@ def _places(seqlen: int, align: int) -> list[int]:
 def _balanced(sums: list[int], cuts: list[int], world_size: int) -> tuple[SequenceLayout, int]:
     """Boundaries at some of the cuts whose greatest part is least, and that part."""
     at_cuts = [sums[cut] for cut in cuts]
-    greatest = _least_maximum(at_cuts, world_size)
-    return SequenceLayout.boundaries(_even_cuts(at_cuts, cuts, world_size, greatest)), greatest
-
-
-def _least_maximum(sums: list[int], parts: int) -> int:
-    """The least value that the greatest of so many contiguous parts can have."""
-    total = sums[-1]
-    greatest_item = max(map(sub, sums[1:], sums), default=0)
-    # A part that is filled until the next item would pass the mean exceeds it by less than an item.
-    low = max(greatest_item, -(-total // parts))
-    high = -(-total // parts) + greatest_item
-    while low < high:
-        middle = (low + high) // 2
-        if _suffice(sums, parts, middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-def _suffice(sums: list[int], parts: int, limit: int) -> bool:
-    """Whether so many parts, each at most `limit`, hold everything."""
-    cut, end = 0, len(sums) - 1
-    for _ in range(parts):
-        cut = bisect_right(sums, sums[cut] + limit, cut) - 1
-        if cut == end:
-            return True
-    return False
-
-
-def _even_cuts(sums: list[int], positions: list[int], parts: int, limit: int) -> list[int]:
-    """`parts + 1` of the positions with no part above `limit`, each as near to equal parts as can.
-
-    `sums` is the work before each position. The greedy walk would fill the first ranks to the limit
-    and leave the last ones with nothing.
-    """
-    earliest = _earliest_cuts(sums, parts, limit)
-    chosen = [0]
-    for part in range(1, parts):
-        done, left = chosen[-1], parts - part + 1
-        low = max(earliest[part], done)
-        high = bisect_right(sums, sums[done] + limit, low) - 1
-        target = sums[done] + (sums[-1] - sums[done]) // left
-        cut = bisect_left(sums, target, low, high)
-        if cut > low and target - sums[cut - 1] < sums[cut] - target:
-            cut -= 1
-        # Rows without work cost memory all the same: share these by their number.
-        first = bisect_left(sums, sums[cut], low, high)
-        last = bisect_right(sums, sums[cut], low, high + 1) - 1
-        middle = positions[done] + (positions[-1] - positions[done]) // left
-        chosen.append(bisect_left(positions, middle, first, last))
-    return [positions[cut] for cut in [*chosen, len(sums) - 1]]
-
-
-def _earliest_cuts(sums: list[int], parts: int, limit: int) -> list[int]:
-    """For each cut, the first index from which the parts after it can hold the rest."""
-    cuts = [len(sums) - 1]
-    for _ in range(parts):
-        cuts.append(bisect_left(sums, sums[cuts[-1]] - limit, 0, cuts[-1]))
-    return cuts[::-1]
-
-
-# -- the cheapest cuts within a limit
-
-
-def _cheapest_cuts(sums: Tensor, costs: Tensor, limit: int, feasible: list[int]) -> list[int]:
-    """Indices of cuts that cost least in all, with no part above `limit`; then nearest to equal.
-
-    Dynamic programming over the cuts: the cost up to cut r at x is that of x and the least up to
-    cut r - 1 at any y <= x from which the part [y, x) is within the limit: a minimum over a range.
-    `sums` is the work before each candidate, `costs` the rows that cross a cut there, and
-    `feasible` are cuts within the limit, which bound the search.
-    """
-    parts = len(feasible) - 1
-    mean = int(sums[-1]) / parts
-    # One integer orders by cost, then by distance from equal parts: all distances of a choice
-    # together stay below one row of cost.
-    finest = ((_NO_WAY >> 1) // (parts * (int(costs.max()) + 1)) - 1) // parts
-    finest = max(0, min(finest, 1024 * MAX_DRIFT))
-    row = parts * finest + 1
-    first = torch.searchsorted(sums, sums - limit)
-    windows = _windows(sums.tolist(), limit, feasible)
-    minima = _RangeMinima(first)
-    least = [torch.zeros(1, dtype=torch.int64)]
-    for part in range(1, parts + 1):
-        low, high = windows[part]
-        distance = (sums[low : high + 1] - part * mean).abs() * (1024 / mean)
-        key = costs[low : high + 1] * row + distance.long().clamp(max=finest)
-        before = minima(least[-1], windows[part - 1][0], low, high)
-        least.append((before + key).clamp(max=_NO_WAY))
-
-    chosen = [windows[parts][0]]
-    for part in range(parts - 1, -1, -1):
-        low, high = windows[part]
-        begin, end = max(low, int(first[chosen[-1]])), min(high, chosen[-1]) + 1
-        chosen.append(begin + int(least[part][begin - low : end - low].argmin()))
-    return chosen[::-1]
-
-
-def _windows(sums: list[int], limit: int, feasible: list[int]) -> list[tuple[int, int]]:
-    """For each cut, first and last index where it may be: reached from both ends, and near."""
-    parts, end = len(feasible) - 1, len(sums) - 1
-    earliest = _earliest_cuts(sums, parts, limit)
-    windows, latest = [(0, 0)], 0
-    for part in range(1, parts):
-        latest = bisect_right(sums, sums[latest] + limit, latest) - 1
-        near = bisect_left(sums, (part - MAX_DRIFT) * sums[-1] // parts)
-        far = bisect_right(sums, (part + MAX_DRIFT) * sums[-1] // parts) - 1
-        low = max(earliest[part], min(near, feasible[part]))
-        windows.append((low, min(latest, max(far, feasible[part]))))
-    return [*windows, (end, end)]
-
-
-class _RangeMinima:
-    """Minima of values over `[first[x], x]`, for many x at a time.
-
-    From minima of all runs of 1, 2, 4, ... values: two runs that overlap cover any range.
-    """
-
-    def __init__(self, first: Tensor) -> None:
-        last = torch.arange(first.numel())
-        self.level = torch.frexp((last - first + 1).double()).exponent.long() - 1
-        self.left = first
-        self.right = last + 1 - (1 << self.level)
-
-    def __call__(self, values: Tensor, start: int, low: int, high: int) -> Tensor:
-        """For x in `[low, high]`; `values[0]` is at `start`, and all others are `_NO_WAY`."""
-        base, level = int(self.left[low]), self.level[low : high + 1]
-        tables = values.new_full((int(level.max()) + 1, high + 1 - base), _NO_WAY)
-        begin, end = max(base, start), min(high + 1, start + values.numel())
-        tables[0, begin - base : end - base] = values[begin - start : end - start]
-        for n in range(1, len(tables)):
-            half = 1 << (n - 1)
-            torch.minimum(tables[n - 1, :-half], tables[n - 1, half:], out=tables[n, :-half])
-        left, right = (at[low : high + 1] - base for at in (self.left, self.right))
-        return torch.minimum(tables[level, left], tables[level, right])
-
-
-# -- memory
+    greatest = least_maximum(at_cuts, world_size)
+    return SequenceLayout.boundaries(even_cuts(at_cuts, cuts, world_size, greatest)), greatest
 
 
 def _rank_of_the_tail(room: list[int], blocks: int, tail: int, align: int) -> int | None:
@@ -623,13 +439,9 @@ def _rank_of_the_tail(room: list[int], blocks: int, tail: int, align: int) -> in
 def _apportioned(wanted: list[int], unit: int, space: list[int], blocks: int) -> list[int]:
     """Blocks per rank, as near to `wanted / unit` as `space` allows: largest remainders first."""
     given = [min(space[r], max(0, want // unit)) for r, want in enumerate(wanted)]
-    missing = [(given[r] * unit - want, r) for r, want in enumerate(wanted) if given[r] < space[r]]
-    heapify(missing)
     for _ in range(blocks - sum(given)):
-        _, rank = heappop(missing)
-        given[rank] += 1
-        if given[rank] < space[rank]:
-            heappush(missing, (given[rank] * unit - wanted[rank], rank))
+        ranks = (rank for rank in range(len(given)) if given[rank] < space[rank])
+        given[max(ranks, key=lambda rank: wanted[rank] - given[rank] * unit)] += 1
     return given
 
 
@@ -637,7 +449,7 @@ def _apportioned(wanted: list[int], unit: int, space: list[int], blocks: int) ->
 
 
 def _sums(costs: Tensor) -> list[int]:
-    """What lies before each position, exactly, in some unit: one longer than the (n,) costs.
+    """The sum before each position, exactly and in some unit: one longer than the (n,) costs.
 
     A float is an integer of 53 bits times a power of two: the least one here is the unit.
     """
@@ -709,8 +521,7 @@ def _checked_costs(name: str, cost: Tensor | Sequence[float]) -> Tensor:
     if not isinstance(cost, Tensor):
         cost = as_tuple(name, cost)
         for value in cost:
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} must be real numbers, got a {type(value).__name__}")
+            check_number(f"each of {name}", value)
         whole = all(isinstance(value, int) for value in cost)
         cost = torch.tensor(cost, dtype=torch.int64 if whole else torch.float64)
     check_tensor(name, cost)

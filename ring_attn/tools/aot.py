@@ -1,16 +1,16 @@
-"""Compiles every kernel in every tile configuration without a GPU, and judges what came out.
+"""Compiles every kernel in every tile configuration without a GPU, and judges the machine code.
 
 A cell is one kernel, variant, configuration, head dim, dtype and architecture. It fails where the
 compiled kernel spills registers, needs more shared memory than the architecture has, does without
-tensor cores, has wgmma instructions that ptxas serialised, is not warp-specialised though it was
-asked for, or lost an atomic on the way. Nothing is run: it says nothing of speed or of results.
+tensor cores, has wgmma instructions that ptxas serialised, is not warp-specialised though it should
+be, or lost an atomic on the way. Nothing is run: this says nothing of speed or of results.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,6 @@ from ring_attn.tools.arguments import (
 )
 from ring_attn.tools.compiled import (
     TENSOR_CORE,
-    TMA,
     CompileError,
     Report,
     compile_launch,
@@ -83,8 +82,7 @@ WIDTH = 150
 
 @dataclass(frozen=True)
 class Expected:
-    """What a compiled kernel must have: warps that are specialised, tensor-core instructions, and
-    exponentials while a product is under way."""
+    """Demands on a compiled kernel; `overlaps`: exponentials while a product is under way."""
 
     warp_specialize: bool = False
     tensor_cores: bool = True
@@ -93,7 +91,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compile a kernel.
+    """A way to compile a kernel.
 
     Attributes:
         kernel: "fwd", "hopper_fwd", "dq", "dkdv", "delta", "decode" or "merge".
@@ -170,7 +168,7 @@ KERNELS = tuple(dict.fromkeys(variant.kernel for variant in VARIANTS))
 
 @dataclass(frozen=True)
 class Cell:
-    """A kernel's variant to compile, and in which configuration."""
+    """A kernel's variant and configuration to compile."""
 
     arch: str
     head_dim: int
@@ -201,14 +199,14 @@ class Row:
 
 
 def cells(arch: str, head_dim: int, dtype: str) -> Iterator[Cell]:
-    """Every kernel and variant in the configurations that a GPU of `arch` is given by the table."""
+    """Every kernel and variant in the table's configurations for a GPU of `arch`."""
     for variant in variants(arch, head_dim):
         for config in _configs(variant, arch, head_dim, parse_dtype(dtype)):
             yield Cell(arch, head_dim, dtype, variant, config)
 
 
 def variants(arch: str, head_dim: int) -> tuple[Variant, ...]:
-    """Those whose kernel takes them there."""
+    """The variants that exist for an architecture and head dim."""
     from ring_attn.kernels.hopper_fwd import RAGGED_HEAD_DIMS
 
     def takes(variant: Variant) -> bool:
@@ -220,7 +218,7 @@ def variants(arch: str, head_dim: int) -> tuple[Variant, ...]:
 
 
 def _configs(variant: Variant, arch: str, head_dim: int, dtype: torch.dtype) -> tuple[Config, ...]:
-    """The frozen one, and those of the forward in Gluon; not the rest of what is searched."""
+    """The frozen config, or all configs of the forward in Gluon."""
     from ring_attn.kernels import configs
 
     if variant.kernel == "hopper_fwd":
@@ -303,7 +301,7 @@ def _table(variant: Variant, config: Config) -> StepTable:
 
 
 def failures(report: Report, arch: str, expected: Expected) -> tuple[str, ...]:
-    """Rules that a compiled kernel breaks, in words."""
+    """The rules that a compiled kernel breaks, in words."""
     before, after = report.atomics
     checks = (
         (report.spill_bytes > 0, f"spills {report.spill_bytes} bytes per thread"),
@@ -334,7 +332,7 @@ def failures(report: Report, arch: str, expected: Expected) -> tuple[str, ...]:
 
 
 def judged(launch: Launch, arch: str, expected: Expected) -> tuple[Report | None, tuple[str, ...]]:
-    """Compiles a launch: what came out, if anything did, and what is wrong with it."""
+    """Compiles a launch: its report, None where that failed, and the rules that it breaks."""
     try:
         report = compile_launch(launch, arch)
     except CompileError as error:
@@ -367,16 +365,17 @@ def _row(cell: Cell, report: Report | None, wrong: tuple[str, ...]) -> Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ring-attn aot`."""
-    parser.add_argument("--arch", help=f"of {','.join(SHARED_BYTES)} (default {','.join(ARCHS)})")
-    parser.add_argument("--head-dim", help=f"of {','.join(HEAD_DIMS)} (default all)")
-    parser.add_argument("--dtype", help=f"of {','.join(DTYPES)} (default all)")
-    parser.add_argument("--kernel", help=f"of {','.join(KERNELS)} (default all)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes that compile (default 2)")
+    add = parser.add_argument
+    add("--arch", help=f"of {','.join(SHARED_BYTES)} (default {','.join(ARCHS)})")
+    add("--head-dim", help=f"of {','.join(HEAD_DIMS)} (default all)")
+    add("--dtype", help=f"of {','.join(DTYPES)} (default all)")
+    add("--kernel", help=f"of {','.join(KERNELS)} (default all)")
+    add("--jobs", type=int, default=2, help="processes that compile (default 2)")
     add_common(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compiles, prints the table, writes the JSON, names what failed; 1 if anything did."""
+    """Compiles, prints the table and the failures, writes the JSON; 1 if a cell failed."""
     import triton
 
     if interpreting():
@@ -408,7 +407,7 @@ def run(args: argparse.Namespace) -> int:
         write_json(args.json, report())
     console = Console(width=WIDTH, highlight=False)
     if not args.quiet:
-        console.print(*_tables(rows))
+        console.print(_results(rows))
     failed = [row for row in rows if row.failures]
     for row in failed:
         console.print(f"FAIL {_name(row)}: {'; '.join(row.failures)}", style="red", markup=False)
@@ -419,7 +418,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def cells_of(args: argparse.Namespace) -> list[Cell]:
-    """Every cell that the options name; --quick changes what is not given."""
+    """Every cell that the options name; --quick has smaller defaults."""
     default = QUICK if args.quick else (ARCHS, HEAD_DIMS, DTYPES)
     archs = _choices("--arch", args.arch, tuple(SHARED_BYTES), default[0])
     head_dims = _choices("--head-dim", args.head_dim, HEAD_DIMS, default[1])
@@ -452,32 +451,22 @@ def _name(row: Row) -> str:
     )
 
 
-def _tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """One for each architecture."""
-    for arch in dict.fromkeys(row.arch for row in rows):
-        table = new_table(
-            f"{arch}: {SHARED_BYTES[arch]} bytes of shared memory",
-            ("kernel", "variant", "dtype", "tile", "tensor cores", "TMA", "specialised"),
-            ("dim", "warps", "stages", "regs", "spill", "shared", "s", ""),
-        )
-        for row in rows:
-            if row.arch == arch:
-                table.add_row(*_texts(row), style="red" if row.failures else "")
-        yield table
-
-
-def _texts(row: Row) -> Iterator[str]:
-    yield from (row.kernel, row.variant, row.dtype, row.tile)
-    report, sizes = row.report, (row.head_dim, row.num_warps, row.num_stages)
-    if report is None:
-        yield from ("", "", "", *map(str, sizes), "", "", "", "")
-    else:
-        yield from (_counted(report, TENSOR_CORE), _counted(report, TMA))
-        yield "yes" if report.warp_specialized else "-"
-        yield from map(str, (*sizes, report.registers, report.spill_bytes, report.shared_bytes))
-        yield f"{report.seconds:.1f}"
-    yield "FAIL" if row.failures else ""
-
-
-def _counted(report: Report, names: Iterable[str]) -> str:
-    return " ".join(f"{n} {report.opcodes[n]}" for n in names if report.opcodes[n]) or "-"
+def _results(rows: Sequence[Row]) -> Table:
+    """A line for each cell; the JSON has the instructions too."""
+    table = new_table(
+        "compiled",
+        ("arch", "kernel", "variant", "dtype", "tile"),
+        ("dim", "warps", "stages", "regs", "spill", "shared", "s", ""),
+    )
+    for row in rows:
+        figures = ["", "", "", ""]
+        if row.report is not None:
+            report = row.report
+            sizes = (report.registers, report.spill_bytes, report.shared_bytes)
+            figures = [*map(str, sizes), f"{report.seconds:.1f}"]
+        names = (row.arch, row.kernel, row.variant, row.dtype, row.tile)
+        sizes = (row.head_dim, row.num_warps, row.num_stages)
+        failed = bool(row.failures)
+        cells = (*names, *map(str, sizes), *figures, "FAIL" if failed else "")
+        table.add_row(*cells, style="red" if failed else "")
+    return table

@@ -1,4 +1,7 @@
-"""What the subcommands of `ring-attn` share: sizes such as 8k, dtypes by name, --json, --quiet."""
+"""Options that the subcommands of `ring-attn` share: sizes such as 8k, dtypes, --json, --quiet.
+
+The `parse_*` functions raise argparse.ArgumentTypeError, whose text argparse shows.
+"""
 
 from __future__ import annotations
 
@@ -64,11 +67,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def parse_dtype(text: str) -> torch.dtype:
-    """A dtype by its name in torch, or fp16, bf16, fp32, fp64.
-
-    Raises:
-        argparse.ArgumentTypeError: anything else; argparse shows the text.
-    """
+    """A dtype by its name in torch, or fp16, bf16, fp32, fp64."""
     name = SHORT_DTYPES.get(text, text)
     if name not in DTYPES:
         raise argparse.ArgumentTypeError(
@@ -99,11 +98,7 @@ def format_size(size: int) -> str:
 
 
 def parse_output(text: str) -> Path:
-    """A path in a folder that exists: said before a run of minutes.
-
-    Raises:
-        argparse.ArgumentTypeError: there is no such folder; argparse shows the text.
-    """
+    """A path in a folder that exists, checked before a run of minutes."""
     path = Path(text)
     if not _writes():
         return path
@@ -119,11 +114,7 @@ def parse_output(text: str) -> Path:
 
 
 def parse_folder(text: str) -> Path:
-    """A folder to write to, which may have to be made: not a file.
-
-    Raises:
-        argparse.ArgumentTypeError: anything else; argparse shows the text.
-    """
+    """A folder to write to, which may have to be made: not a file."""
     path = parse_output(text)
     if _writes() and path.exists() and not path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a file: give a folder")
@@ -131,11 +122,7 @@ def parse_folder(text: str) -> Path:
 
 
 def parse_report(text: str) -> Path:
-    """A file to write: not a folder, and one that may be written.
-
-    Raises:
-        argparse.ArgumentTypeError: anything else; argparse shows the text.
-    """
+    """A file to write: not a folder, and one that may be written."""
     path = parse_output(text)
     if not _writes():
         return path
@@ -148,11 +135,7 @@ def parse_report(text: str) -> Path:
 
 
 def parse_input(text: str) -> Path:
-    """A file that exists.
-
-    Raises:
-        argparse.ArgumentTypeError: anything else; argparse shows the text.
-    """
+    """A file that exists."""
     path = Path(text)
     if os.path.isdir(path):
         raise argparse.ArgumentTypeError(f"{text!r} is a folder: give a file")

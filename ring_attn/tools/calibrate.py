@@ -3,11 +3,10 @@
     ring-attn calibrate --json machine.json           # 1, 2 and 4 ranks, one thread each
     ring-attn plan --cluster machine.json ...
 
-Every figure is that of ranks which work at the same time, so what they take from each other (cores,
-memory, the loopback) is in it. What is received or copied lands in new memory, as it does in a
-call: on a CPU its pages are made then, which may take longer than the copy. What is fitted: times
-of tiles to `devices.Rate`, times of messages to `devices.Link`; the table shows by how much the
-fits miss.
+All ranks work at the same time, so the figures include what ranks take from each other (cores,
+memory, the loopback). Messages and copies land in new memory, as in a call: on a CPU its pages are
+made then, which may take longer than the copy. Times of tiles are fitted to `devices.Rate`, times
+of messages to `devices.Link`; the table shows by how much the fits miss.
 """
 
 from __future__ import annotations
@@ -45,7 +44,13 @@ from ring_attn.tools.arguments import (
     write_json,
 )
 from ring_attn.tools.env import machine
-from ring_attn.tools.launch import check_memory, rank_device, run_ranks, send_part
+from ring_attn.tools.launch import (
+    check_memory,
+    checked_device,
+    rank_device,
+    run_ranks,
+    send_part,
+)
 from ring_attn.transport.p2p import P2PTransport, open_p2p
 
 WORLD_SIZES = (1, 2, 4)
@@ -82,7 +87,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class TileSample:
-    """Seconds of one tile: as `devices.compute_seconds` takes it."""
+    """Seconds of one tile, and its sizes as `devices.compute_seconds` takes them."""
 
     backward: bool
     kind: str
@@ -94,7 +99,6 @@ class TileSample:
 
     @property
     def window(self) -> bool:
-        """Whether the mask cuts the tile on both sides."""
         return self.kind == "window"
 
     def predicted(self, rate: Rate) -> float:
@@ -105,7 +109,7 @@ class TileSample:
 
 @dataclass(frozen=True)
 class MessageSample:
-    """Seconds of one exchange with so many bytes leaving each rank."""
+    """Seconds of one exchange, in which `nbytes` leave each rank."""
 
     op: str
     nbytes: int
@@ -127,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints what was fitted, and writes the JSON that `load_cluster` reads."""
+    """Measures, prints the fits, and writes the JSON that `load_cluster` reads."""
     clusters: dict[int, Cluster] = {}
     samples: dict[int, list[dict[str, Any]]] = {}
 
@@ -140,19 +144,12 @@ def run(args: argparse.Namespace) -> int:
         }
 
     write_if_interrupted(args.json, report)
-    for world_size in args.world_sizes or (WORLD_SIZES[:2] if args.quick else WORLD_SIZES):
-        clusters[world_size] = calibrate(
-            world_size,
-            heads=args.heads,
-            kv_heads=args.kv_heads or args.heads,
-            head_dim=args.head_dim,
-            dtype=args.dtype,
-            backend=args.backend,
-            threads=args.threads,
-            device=args.device,
-            quick=args.quick,
-            on_sample=samples.setdefault(world_size, []).append,
-        )
+    names = ("heads", "head_dim", "dtype", "backend", "threads", "device", "quick")
+    options = {name: getattr(args, name) for name in names}
+    for ranks in args.world_sizes or (WORLD_SIZES[:2] if args.quick else WORLD_SIZES):
+        take = samples.setdefault(ranks, []).append
+        kv_heads = args.kv_heads or args.heads
+        clusters[ranks] = calibrate(ranks, kv_heads=kv_heads, on_sample=take, **options)
     if args.json:
         write_json(args.json, report())
     if not args.quiet:
@@ -173,8 +170,8 @@ def calibrate(
     quick: bool = False,
     on_sample: Callable[[dict[str, Any]], object] | None = None,
 ) -> Cluster:
-    """The cluster that so many ranks on this machine are; `on_sample` gets each measurement."""
-    kind = device or ("cuda" if torch.cuda.device_count() >= world_size else "cpu")
+    """Describes so many ranks on this machine; `on_sample` gets each measurement."""
+    kind = checked_device(device, world_size)
     spec = AttentionSpec(kind, dtype, 1, heads, kv_heads, head_dim, head_dim)
     sizes = (QUICK_ROWS, QUICK_MESSAGES, QUICK_REPEATS) if quick else (ROWS, MESSAGES, REPEATS)
     setting = Setting(spec, choose_backend(spec, backend).name, *sizes)
@@ -182,9 +179,7 @@ def calibrate(
         # q, k, v, out, their gradients and the state of the largest tile, in each rank.
         rows = setting.rows[-1] * (2 * heads + 2 * kv_heads) * head_dim
         check_memory("the tiles", 2 * rows * dtype.itemsize * world_size, "use fewer --heads")
-    ranks = run_ranks(
-        measure, world_size, setting, threads=threads, device=device, on_part=on_sample
-    )
+    ranks = run_ranks(measure, world_size, setting, threads=threads, device=kind, on_part=on_sample)
     tiles, messages, bandwidth, slowdown = ranks[0]  # the same on every rank
     rates = {x: fit_rate([t for t in tiles if x == (t.backward, t.window)]) for x in KINDS}
     ops = dict.fromkeys(m.op for m in messages)
@@ -210,14 +205,14 @@ Measured = tuple[list[TileSample], list[MessageSample], float, float]
 
 
 def fit_rate(samples: Sequence[TileSample]) -> Rate:
-    """The rate that meets the times best, relative to each; no part of it negative."""
+    """The rate with the least relative errors; no part of it negative."""
     shapes = [[1.0, *(x * s.per_pair for x in (s.area, s.rows, s.edge))] for s in samples]
     launch, pair, row, edge = _nonnegative(shapes, samples)
     return Rate(1 / pair, launch, row / pair, edge / pair)
 
 
 def fit_link(name: str, samples: Sequence[MessageSample]) -> Link:
-    """The link that meets the times best, relative to each; no part of it negative."""
+    """The link with the least relative errors; no part of it negative."""
     latency, byte = _nonnegative([[1.0, s.nbytes] for s in samples], samples)
     return Link(name, latency, 1 / byte)
 
@@ -273,10 +268,8 @@ class _Bench:
         self.transport: P2PTransport = open_p2p(check_group(None), TransportOptions())
 
     def seconds(self, fn: Callable[[], object], repeats: int | None = None) -> float:
-        """Until the last rank is done: the median of some repetitions, after one not counted.
-
-        Ranks that share a core are done one after another; a mean over them would be too little.
-        """
+        """Seconds until the last rank is done: the median of some calls, after one not counted."""
+        # Ranks that share a core are done one after another: a mean over them would be too little.
         samples = []
         for _ in range((repeats or self.setting.repeats) + 1):
             dist.barrier()
@@ -354,7 +347,7 @@ class _Bench:
     def exchange(
         self, op: str, part: int, meanwhile: Callable[[], object] | None = None
     ) -> Callable[[], None]:
-        """One exchange with so many bytes for a rank, posted and, after `meanwhile`, waited for."""
+        """One exchange of `part` bytes for a rank: posted and, after `meanwhile`, waited for."""
         ranks, transport = self.world_size, self.transport
         whole = torch.zeros(ranks * part, dtype=torch.uint8, device=self.device)
         hop = Hop((self.rank + 1) % ranks, (self.rank - 1) % ranks)
@@ -369,9 +362,8 @@ class _Bench:
                 transport.all_gather("shards", 0, whole[:part], new)
             elif op == "reduce_scatter":
                 # It adds, so it takes numbers.
-                transport.reduce_scatter(
-                    "shards", 0, whole.view(torch.float32), new.view(torch.float32)
-                )
+                numbers = (whole.view(torch.float32), new.view(torch.float32))
+                transport.reduce_scatter("shards", 0, *numbers)
             else:
                 transport.all_to_all("shards", 0, whole, counts, new, counts)
             if meanwhile is not None:
@@ -381,19 +373,19 @@ class _Bench:
         return both
 
     def memory_bandwidth(self) -> float:
-        """Bytes/s of copying half the heads of some rows: read, and written to a new tensor."""
+        """Bytes/s, read and written, of copying half the heads of some rows."""
         x = torch.zeros(COPIED // 512, 2, 64, device=self.device)
         return COPIED / self.seconds(lambda: x[:, :1].contiguous(), MESSAGE_REPEATS)
 
     def slowdown(self) -> float:
-        """The share of its speed that compute loses while a transfer is under way."""
+        """The share of speed that compute loses while a transfer is under way."""
         rows = self.setting.rows[-2]
         tile = Tile(slice(0, rows), slice(0, rows), Band(None, None))
         compute, _ = self.calls(tile)
         alone = self.seconds(compute)
         size = self.setting.messages[-1]
         transfer = self.seconds(self.exchange("shift", size))
-        # Every rank must send as much: that of rank 0 decides.
+        # All ranks must send as much as rank 0.
         share = torch.tensor(OVERLAPPED_SHARE * alone / transfer, device=self.device)
         dist.broadcast(share, 0)
         size = max(int(size * float(share)) // 64 * 64, 64)

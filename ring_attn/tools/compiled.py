@@ -57,13 +57,12 @@ class Report:
 
     Attributes:
         registers: per thread; on AMD vector registers with accumulation registers.
-        spill_bytes: memory per thread that registers did not hold: the stack frame or the spilled
-            bytes, whichever is more.
+        spill_bytes: per thread: the stack frame or the spilled bytes, whichever is more.
         shared_bytes: shared memory per program.
-        tensor_memory: columns of it, sm_100 only.
-        opcodes: how often each of OPCODES stands in the machine code.
+        tensor_memory: columns of tensor memory, on sm_100.
+        opcodes: counts of OPCODES in the machine code.
         atomics: their number in triton's first IR, and in that for the GPU.
-        advisories: what ptxas says of wgmma instructions that it serialised.
+        advisories: lines of ptxas about serialised wgmma instructions.
         seconds: compile time.
         hidden: exponentials from each wait that leaves a Hopper product under way to the next wait.
     """
@@ -85,12 +84,12 @@ class Report:
 
     @property
     def warp_specialized(self) -> bool:
-        """Whether warps hand registers to one another, as only specialised ones do."""
+        """Whether warps hand registers to one another, as only specialised warps do."""
         return self.opcodes["USETMAXREG"] > 0
 
 
 class CompileError(RuntimeError):
-    """triton or ptxas gave up; the text is one line that says why."""
+    """triton or ptxas failed; the text is one line."""
 
 
 def interpreting() -> bool:
@@ -101,12 +100,7 @@ def interpreting() -> bool:
 
 
 def compile_launch(launch: Launch, arch: str) -> Report:
-    """Compiles for `arch` ("sm_90", "gfx942") what `launch.run()` would run there.
-
-    Raises:
-        CompileError: triton or ptxas gives up.
-        RuntimeError: with TRITON_INTERPRET=1.
-    """
+    """Compiles `launch` for `arch` ("sm_90", "gfx942"); CompileError where that fails."""
     from triton import knobs
 
     if interpreting():
@@ -118,7 +112,7 @@ def compile_launch(launch: Launch, arch: str) -> Report:
         knobs.nvidia.scope(),
         _active_driver(_Target(arch)),
     ):
-        # What comes out of a cache comes without the log of ptxas.
+        # A kernel out of a cache has no log of ptxas.
         knobs.cache.dir = folder
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True
@@ -129,7 +123,7 @@ def compile_launch(launch: Launch, arch: str) -> Report:
 
 
 class _Target:
-    """Stands in for triton's driver of a GPU, as far as compiling asks one."""
+    """Stands in for triton's driver of a GPU while a kernel is compiled."""
 
     def __init__(self, arch: str) -> None:
         from triton.backends.compiler import GPUTarget
@@ -167,7 +161,7 @@ def _active_driver(driver: _Target) -> Iterator[None]:
 
 
 def _compile(launch: Launch) -> tuple[Any, str]:
-    """triton's compiled kernel, and what ptxas wrote."""
+    """triton's compiled kernel, and the output of ptxas."""
     log = io.StringIO()
     with _stderr_of_process() as errors, contextlib.redirect_stdout(log):
         try:
@@ -181,7 +175,7 @@ def _compile(launch: Launch) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _stderr_of_process() -> Iterator[Callable[[], str]]:
-    """Keeps what the compiler writes past Python to stderr; yields the function that reads it."""
+    """Keeps the compiler's own writes to stderr; yields the function that reads them."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as file:
@@ -199,7 +193,7 @@ def _stderr_of_process() -> Iterator[Callable[[], str]]:
 
 
 def _reason(error: BaseException, output: str) -> str:
-    """One line: what was raised first, and what the compiler called an error before it."""
+    """The first exception and the compiler's first error before it, in a line."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

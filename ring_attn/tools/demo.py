@@ -1,21 +1,17 @@
 """`ring-attn demo`: trains a small transformer over ranks, beside its twin in one process.
 
 The text is real, the sources of Python's standard library; a token is a byte. By default the ranks
-are a ring: each holds its part of every sequence and sees the rest through ring attention. With
-`--mesh cp=2,tp=2` (any of pp, dp, cp, tp) the ring is one axis of a mesh with pipeline, data and
-tensor parallelism: see `ring_attn.tools.mesh`.
+are a ring; with `--mesh cp=2,tp=2` (any of pp, dp, cp, tp) the ring is one axis of a mesh: see
+`ring_attn.tools.mesh`. The twin is the same model on the same bytes with dense attention over whole
+sequences, on rank 0 with all cores while the other ranks wait.
 
-The twin is the same model on the same bytes, with dense attention over the whole sequence. It runs
-on rank 0 with all cores while the other ranks wait, so that neither side is measured while the
-other computes.
+Two float32 runs of one model drift apart, since the optimizer feeds every rounding back; their
+difference is shown, not judged. Three more batches at the trained weights are judged: the losses
+and gradients of the mesh may be twice as far from float64 as those of the twin, plus a rounding.
+The exit status is 1 if they are not, or if a loss is not finite.
 
-Two float32 runs of one model drift apart, since the optimizer feeds every rounding back; that
-difference is shown, not judged. Three more batches at the trained weights are judged: the losses of
-the mesh's bytes and the gradients of its parameters may be twice as far from float64 as those of
-the twin, and a rounding. The exit status is 1 if they are not, or if a loss is not finite.
-
-With `--generate N` the trained model continues a text by N bytes, greedily: the ring from a KV
-cache that is split over its ranks and grows, its twin from a whole one. The bytes must be equal.
+With `--generate N` the trained model continues a text by N bytes, greedily, from a KV cache that is
+split over the ring. Its twin must choose the same bytes.
 """
 
 from __future__ import annotations
@@ -57,6 +53,7 @@ from ring_attn.tools.generate import Comparison, generate_twice
 from ring_attn.tools.launch import (
     DEVICES,
     check_memory,
+    checked_device,
     num_cores,
     rank_device,
     run_ranks,
@@ -76,15 +73,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Run:
-    """What every rank does with one training.
-
-    Attributes:
-        training: model, batches and mesh.
-        steps: training steps.
-        generate: bytes to generate at the end; 0 for none.
-        quiet: whether rows are not shown.
-        profile: folder for each rank's trace of one more backward, or None.
-    """
+    """One training, its number of steps, and what follows it; the same on every rank."""
 
     training: Settings
     steps: int
@@ -107,13 +96,12 @@ class Row:
 
     @property
     def difference(self) -> float:
-        """Distance between the two losses."""
         return abs(self.mesh_loss - self.dense_loss)
 
 
 @dataclass(frozen=True)
 class Report:
-    """The result of a demo: its steps, verdicts at the trained weights, and what these generate."""
+    """The steps of a demo, the verdicts at the trained weights, and what these generate."""
 
     rows: list[Row]
     verdicts: list[Verdict]
@@ -137,27 +125,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=parse_size, help=f"training steps (default: {STEPS})")
     add("--layout", choices=LAYOUTS, default="zigzag", help="who holds what (default: zigzag)")
     add("--device", choices=DEVICES, help="default: cuda where every rank can have a GPU")
-    add(
-        "--dtype",
-        type=parse_dtype,
-        help="float32, or bfloat16 for autocast (default: float32 on cpu, bfloat16 on cuda)",
-    )
+    dtypes = "float32, or bfloat16 for autocast (default: float32 on cpu, bfloat16 on cuda)"
+    add("--dtype", type=parse_dtype, help=dtypes)
     add("--dim", type=parse_size, default=128, help="width of the model (default: 128)")
     add("--layers", type=parse_size, default=4, help="layers of the model (default: 4)")
     add("--seed", type=int, default=0, help="of the weights and the batches (default: 0)")
-    add(
-        "--generate",
-        type=parse_size,
-        metavar="N",
-        help="then continue a text by N bytes, from a sharded and from a whole KV cache",
-    )
+    generate = "then continue a text by N bytes, from a sharded KV cache and in one process"
+    add("--generate", type=parse_size, metavar="N", help=generate)
     add("--mesh", metavar="AXES", help="sizes of pp, dp, cp and tp: cp=2,tp=2 (default: the ring)")
     add("--schedule", default="1f1b", help=f"one of {', '.join(SCHEDULES)} (default: 1f1b)")
-    add(
-        "--microbatches",
-        type=parse_size,
-        help="of a replica's sequences (default: 2 * pp; 1 if pp=1)",
-    )
+    add("--microbatches", type=parse_size, help="of a replica's batch (default: 2 * pp; 1 if pp=1)")
     add("--batch", type=parse_size, help="sequences (default: dp * microbatches)")
     add("--fsdp", action="store_true", help="shard parameters over dp and cp")
     add("--strategy", default="ring", help="of the attention over cp (default: ring)")
@@ -166,56 +143,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains, prints and writes what came out.
-
-    Returns:
-        0, or 1 where a loss is not finite, a result at the trained weights misses its bound, or
-        ring and twin do not generate the same.
-
-    Raises:
-        ValueError: sizes that do not fit each other, the text or this machine.
-        TypeError: a dtype that is not trained in.
-        NotImplementedError: `--generate` on a mesh that is not a ring alone.
-    """
+    """Trains, prints and writes the report; 0, or 1 where it is not ok."""
     if args.profile:
-        # The profiler greets on stderr, unless it is told before torch is imported.
+        # The ranks inherit it: else the profiler greets on stderr.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     device, what = run_of(args)
-    check_sizes(what.training)
+    settings = what.training
+    check_sizes(settings)
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts this on every rank
     if is_first and not args.quiet:
-        print(heading(what.training, device), flush=True)
+        print(heading(settings, device), flush=True)
     rows: list[Row] = []
 
     def to_json() -> dict[str, Any]:
-        settings = asdict(what.training) | {
-            "dtype": dtype_name(what.training.dtype),
-            "nproc": what.training.axes.size,
+        values = asdict(settings) | {
+            "dtype": dtype_name(settings.dtype),
+            "nproc": settings.axes.size,
             "device": device,
             "steps": what.steps,
             "generate": what.generate,
         }
         steps = [asdict(row) | {"difference": row.difference} for row in rows]
-        return {"command": "demo", "machine": machine(), "settings": settings, "rows": steps}
+        return {"command": "demo", "machine": machine(), "settings": values, "rows": steps}
 
     write_if_interrupted(args.json, to_json)
-    report = run_ranks(train, what.training.axes.size, what, device=device, on_part=rows.append)[0]
+    report = run_ranks(train, settings.axes.size, what, device=device, on_part=rows.append)[0]
     assert report is not None, "rank 0 has it"
     if is_first:
-        print(summary(what.training, report), flush=True)
+        print(summary(report), flush=True)
     if is_first and args.json:
         verdicts = {
             "greatest_difference": max(row.difference for row in report.rows),
             "checks": [asdict(verdict) for verdict in report.verdicts],
-            "generation": None if report.generation is None else asdict(report.generation),
+            "generation": report.generation and asdict(report.generation),
             "ok": report.ok,
         }
-        write_json(args.json, {**to_json(), **verdicts})
+        write_json(args.json, to_json() | verdicts)
     return 0 if report.ok else 1
 
 
 def run_of(args: argparse.Namespace) -> tuple[str, Run]:
-    """The device, and the run that the options describe; raises as `run` does."""
+    """The device and the run that the options describe; ValueError where they do not fit."""
     axes = Axes(cp=args.nproc or NPROC) if args.mesh is None else Axes.parse(args.mesh)
     if args.nproc not in (None, axes.size):
         raise ValueError(f"mesh {axes} has {axes.size} ranks, got --nproc {args.nproc}")
@@ -231,8 +199,7 @@ def run_of(args: argparse.Namespace) -> tuple[str, Run]:
             f"generate must be less than seqlen, of which the rest is the prompt, got "
             f"{args.generate} and {seqlen}"
         )
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = args.device or ("cuda" if num_gpus >= axes.size else "cpu")
+    device = checked_device(args.device, axes.size)
     dtype = args.dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     if dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"dtype must be float32 or bfloat16, got {dtype_name(dtype)}")
@@ -255,15 +222,10 @@ def run_of(args: argparse.Namespace) -> tuple[str, Run]:
 
 
 def check_sizes(settings: Settings) -> None:
-    """Refuses, before any rank is started, a run that this machine or the text is too small for.
-
-    A layer keeps its input, q, k, v, out and three rows of the hidden dim for the backward.
-
-    Raises:
-        ValueError: a sequence longer than the text, or tensors that need more memory.
-    """
+    """Refuses a run that this machine or the text is too small for, before any rank starts."""
     _check_length(standard_library_text(), settings.seqlen)
     model = settings.model
+    # A layer keeps its input, q, k, v, out and three rows of the hidden dim for the backward.
     row = model.num_layers * (4 * model.dim + 3 * model.hidden_dim) + 2 * model.vocab_size
     weights = model.num_layers * model.dim * (2 * model.dim + 3 * model.hidden_dim)
     # Weights, gradients and both moments of AdamW, in each rank and in the twin.
@@ -273,18 +235,17 @@ def check_sizes(settings: Settings) -> None:
 
 
 def train(what: Run) -> Report | None:
-    """One rank of the mesh; rank 0 is also the twin and returns the report."""
+    """Trains as one rank of the mesh; rank 0 trains the twin too, and returns the report."""
     settings, device = what.training, rank_device()
     trainer = MeshTrainer(settings, settings.axes.mesh(device.type), device)
     twin = Twin(settings, device) if dist.get_rank() == 0 else None
     batches = sample_batches(
         standard_library_text(), settings.seqlen, settings.seed, settings.batch
     )
-    num_tokens = settings.batch * settings.seqlen
     rows: list[Row] = []
     shown = twin is not None and not what.quiet
     if shown:
-        print("  ".join(COLUMNS), flush=True)
+        print(COLUMNS, flush=True)
     for step, batch in enumerate(islice(batches, what.steps)):
         dist.barrier()
         loss, *figures = measured(trainer.step, batch, device)
@@ -294,7 +255,8 @@ def train(what: Run) -> Report | None:
             seconds, peak = worst.tolist()
             with _all_cores():
                 dense_loss, dense_seconds, dense_peak = measured(twin.step, batch, device)
-            speeds = (num_tokens / seconds, num_tokens / dense_seconds)
+            num = settings.batch * settings.seqlen
+            speeds = (num / seconds, num / dense_seconds)
             rows.append(Row(step, loss, dense_loss, *speeds, int(peak), dense_peak))
             send_part(rows[-1])
         if shown:
@@ -317,7 +279,7 @@ def train(what: Run) -> Report | None:
 
 
 class Twin:
-    """The whole model in one process, with dense attention; no line of the mesh takes part."""
+    """The whole model in one process, with dense attention; it uses nothing of the mesh."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings, self.device = settings, device
@@ -345,17 +307,13 @@ class Twin:
         return loss.item(), losses.detach()
 
     def results_of(self, batch: Batch) -> Tensor:
-        """(batch * seqlen + number of parameters,) on the CPU: each byte's loss, all gradients."""
+        """Each byte's loss, then all gradients: (batch * seqlen + parameters,) on the CPU."""
         _, losses = self.backward(batch)
         gradients = [x.grad.flatten() for x in self.model.parameters() if x.grad is not None]
         return torch.cat([losses.flatten(), *gradients]).cpu()
 
-    def get_weights(self) -> Tensor:
-        """(number of parameters,) on the CPU."""
-        return torch.nn.utils.parameters_to_vector(self.model.parameters()).detach().cpu()
-
     def set_weights(self, weights: Tensor) -> None:
-        """Takes over weights that `get_weights` returned, here or elsewhere."""
+        """Takes over weights (parameters,) of `MeshTrainer.get_weights`."""
         weights = weights.to(self.device, next(self.model.parameters()).dtype)
         torch.nn.utils.vector_to_parameters(weights, self.model.parameters())
 
@@ -370,11 +328,10 @@ def measured(
     gpu = device.type == "cuda"
     if gpu:
         torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device)
     else:
         # Where the kernel does not let a process reset its peak, only a rise above it is seen.
         reset_resident_peak()
-        _, held = resident_bytes()
+    held = torch.cuda.memory_allocated(device) if gpu else resident_bytes()[1]
     start = time.perf_counter()
     loss = step(batch)
     if gpu:
@@ -386,7 +343,7 @@ def measured(
 
 
 def judge(trainer: MeshTrainer, twin: Twin | None, batches: Iterable[Batch]) -> list[Verdict]:
-    """Losses and gradients at the mesh's weights against float64; every rank calls it.
+    """Losses and gradients at the mesh's weights against float64; collective.
 
     The bound is twice the twin's error, plus the rounding of the results to float32. Both errors
     are norms over all bytes, or all parameters in units of each one's gradient: the greatest error
@@ -401,21 +358,28 @@ def judge(trainer: MeshTrainer, twin: Twin | None, batches: Iterable[Batch]) -> 
         oracle = Twin(replace(settings, dtype=torch.float64), twin.device)
         for one in (twin, oracle):
             one.set_weights(weights)
-    num_batches, squares = 0, torch.zeros(2, 2, dtype=torch.float64)
+    squares = torch.zeros(2, 2, dtype=torch.float64)
     for batch in batches:
         results = trainer.results_of(batch)
         if twin is not None:
             with _all_cores():
                 dense, exact = twin.results_of(batch), oracle.results_of(batch)
-            pair = [squared_errors(x, exact, sizes) for x in (results, dense)]
-            squares += torch.stack(pair, dim=1)
-        num_batches += 1
+            squares += torch.stack([squared_errors(x, exact, sizes) for x in (results, dense)], 1)
         dist.barrier()
-    return [] if twin is None else verdicts_of(squares, num_batches, len(sizes) - 1)
+    if twin is None:
+        return []
+    rounding = torch.finfo(torch.float32).eps / 2
+    verdicts = []
+    for name, parts, (error, plain) in zip(
+        ("losses", "gradients"), (1, len(sizes) - 1), squares.sqrt().tolist(), strict=True
+    ):
+        bound = 2.0 * plain + rounding * math.sqrt(JUDGED_BATCHES * parts)
+        verdicts.append(Verdict(name, error, bound, ok=error <= bound))
+    return verdicts
 
 
 def squared_errors(x: Tensor, exact: Tensor, sizes: list[int]) -> Tensor:
-    """(2,) of the losses, which are the first part, and of the gradients, in units of each part."""
+    """(2,): of the losses, the first part, and of the gradients, in units of each part."""
     parts = zip(x.double().split(sizes), exact.split(sizes), strict=True)
     # A part that is exactly zero must be met exactly.
     tiny = torch.finfo(torch.float64).tiny
@@ -423,21 +387,8 @@ def squared_errors(x: Tensor, exact: Tensor, sizes: list[int]) -> Tensor:
     return torch.stack([losses, torch.stack(gradients).sum()])
 
 
-def verdicts_of(squares: Tensor, num_batches: int, num_parameters: int) -> list[Verdict]:
-    """Judges sums of `squared_errors` over batches: columns of what is judged, and of the twin."""
-    rounding = torch.finfo(torch.float32).eps / 2
-    verdicts = []
-    for name, parts, (error, plain) in zip(
-        ("losses", "gradients"), (1, num_parameters), squares.sqrt().tolist(), strict=True
-    ):
-        bound = 2.0 * plain + rounding * math.sqrt(num_batches * parts)
-        verdicts.append(Verdict(name, error, bound, ok=error <= bound))
-    return verdicts
-
-
 @contextlib.contextmanager
 def _all_cores() -> Iterator[None]:
-    """All cores of the machine for one rank while the others wait."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_cores())
     yield
@@ -449,11 +400,7 @@ def _all_cores() -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def standard_library_text() -> Tensor:
-    """(bytes,) uint8: the sources of the running Python's standard library, in the order of names.
-
-    Raises:
-        FileNotFoundError: this Python came without sources.
-    """
+    """(bytes,) uint8: the sources of the running Python's standard library, by name."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = [path.relative_to(root) for path in root.rglob("*.py")]
     text = bytearray()
@@ -466,13 +413,10 @@ def standard_library_text() -> Tensor:
 
 
 def sample_batches(text: Tensor, seqlen: int, seed: int, batch: int = 1) -> Iterator[Batch]:
-    """Random windows of a text (bytes,) uint8 without end, the same for the same seed.
+    """Random windows of a text (bytes,) uint8, without end and the same for the same seed.
 
     Yields:
         `input_ids` and `labels`, (batch, seqlen) int64 each, unshifted.
-
-    Raises:
-        ValueError: the text is shorter than a window.
     """
     _check_length(text, seqlen)
     generator = torch.Generator().manual_seed(seed)
@@ -487,65 +431,45 @@ def _check_length(text: Tensor, seqlen: int) -> None:
         raise ValueError(f"seqlen must be at most {text.numel()}, all of the text, got {seqlen}")
 
 
-# -- what is printed
+# -- the printed report
 
-COLUMNS = (
-    "step", "mesh loss", "dense loss", "difference", "mesh tok/s", "dense tok/s", "MiB/rank",
-    "dense MiB",
-)  # fmt: skip
+COLUMNS = "step  mesh loss  dense loss  difference   mesh tok/s  dense tok/s"
 
 
 def heading(settings: Settings, device: str) -> str:
-    """Describes the run that is about to begin."""
-    with torch.device("meta"):
-        model = settings.make_model(torch.device("meta"))
-    num_parameters = sum(p.numel() for p in model.parameters())
-    stages = (
-        f", schedule {settings.schedule} with {settings.num_stages} stages and "
-        f"{settings.microbatches} microbatches"
-        if settings.num_stages > 1
-        else ""
-    )
-    spread = ", parameters sharded over dp and cp" if settings.fsdp else ""
+    """The run that is about to begin, in a line."""
+    names = ("batch", "seqlen", "microbatches", "schedule", "fsdp", "strategy", "layout")
+    values = ", ".join(f"{name} {getattr(settings, name)}" for name in names)
     return (
-        f"{num_parameters:,} parameters in {dtype_name(settings.dtype)} on mesh {settings.axes}, "
-        f"{settings.axes.size} ranks on {device}{stages}{spread}; {settings.batch} sequences of "
-        f"{settings.seqlen:,} bytes, {settings.layout} {settings.strategy}, beside one process "
-        "with dense attention"
+        f"mesh {settings.axes}, {settings.axes.size} ranks on {device}, "
+        f"{dtype_name(settings.dtype)}, {values}; beside one process with dense attention"
     )
 
 
 def _text(row: Row) -> str:
-    cells = (
-        str(row.step), f"{row.mesh_loss:.6f}", f"{row.dense_loss:.6f}", f"{row.difference:.1e}",
-        f"{row.mesh_tokens_per_s:,.0f}", f"{row.dense_tokens_per_s:,.0f}",
-        f"{row.mesh_peak_bytes / 2**20:.1f}", f"{row.dense_peak_bytes / 2**20:.1f}",
-    )  # fmt: skip
-    return "  ".join(cell.rjust(len(title)) for title, cell in zip(COLUMNS, cells, strict=True))
+    return (
+        f"{row.step:4}  {row.mesh_loss:9.6f}  {row.dense_loss:10.6f}  {row.difference:10.1e}  "
+        f"{row.mesh_tokens_per_s:11,.0f}  {row.dense_tokens_per_s:11,.0f}"
+    )
 
 
-def summary(settings: Settings, report: Report) -> str:
+def summary(report: Report) -> str:
     """The result in a few lines."""
-    rows, first, last = report.rows, report.rows[0], report.rows[-1]
-    speeds = [
-        statistics.median(speed)
-        for speed in zip(*((r.mesh_tokens_per_s, r.dense_tokens_per_s) for r in rows), strict=True)
+    rows = report.rows
+    lines = [
+        f"loss      {rows[0].mesh_loss:.4f} -> {rows[-1].mesh_loss:.4f} nats per byte in "
+        f"{len(rows)} steps"
     ]
-    peak, dense_peak = (
-        max(sizes) / 2**20
-        for sizes in zip(*((r.mesh_peak_bytes, r.dense_peak_bytes) for r in rows), strict=True)
-    )
+    for side in ("mesh", "dense"):
+        speed = statistics.median(getattr(row, f"{side}_tokens_per_s") for row in rows)
+        peak = max(getattr(row, f"{side}_peak_bytes") for row in rows)
+        lines.append(f"{side:9} {speed:,.0f} tokens/s (median), a step adds {peak / 2**20:.1f} MiB")
+    lines.append(f"check     against float64: {'; '.join(map(str, report.verdicts))}")
+    if report.generation is not None:
+        lines += report.generation.lines()
     greatest = max(rows, key=lambda row: row.difference)
-    return "\n".join(
-        (
-            f"loss      {first.mesh_loss:.4f} -> {last.mesh_loss:.4f} nats per byte in "
-            f"{len(rows)} steps (dense {first.dense_loss:.4f} -> {last.dense_loss:.4f})",
-            f"tokens/s  {speeds[0]:,.0f} on {settings.axes}, {speeds[1]:,.0f} dense (medians)",
-            f"memory    {peak:.1f} MiB a rank, {dense_peak:.1f} MiB dense, added by a step",
-            "check     at the trained weights, against float64: "
-            + "; ".join(map(str, report.verdicts)),
-            *([] if report.generation is None else report.generation.lines()),
-            f"greatest loss difference {greatest.difference:.2e} (step {greatest.step}): "
-            f"{'ok' if report.ok else 'FAILED'}",
-        )
+    verdict = "ok" if report.ok else "FAILED"
+    lines.append(
+        f"greatest loss difference {greatest.difference:.2e} (step {greatest.step}): {verdict}"
     )
+    return "\n".join(lines)

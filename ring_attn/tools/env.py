@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from ring_attn import __version__, select_backend
 from ring_attn.tools.arguments import DTYPES, add_common, write_json
@@ -105,51 +108,38 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(found: dict[str, Any], all_variables: bool) -> None:
-    from rich.console import Console
-
-    # Reports are pasted into issues: wide enough for a line of each, wherever they are made.
     console = Console(highlight=False)
-    here = found["machine"]
-    console.print(
-        _pairs("versions", {n: v or "not installed" for n, v in here["versions"].items()})
-    )
-    console.print(
-        _pairs(
-            "machine",
-            {
-                "os": here["os"],
-                "cpu": here["cpu"],
-                "cores": f"{here['cores']} (torch uses {here['threads']} threads)",
-                "memory": _gib(here["memory_bytes"]),
-                "devices": "\n".join(_gpu_text(gpu) for gpu in here["devices"]) or "no GPU",
-                "distributed": ", ".join(here["distributed"]) or "not built into this torch",
-            },
-        )
-    )
+    here, variables = found["machine"], found["variables"]
+    versions = {name: version or "not installed" for name, version in here["versions"].items()}
+    console.print(_pairs("versions", versions))
+    hardware = {
+        "os": here["os"],
+        "cpu": here["cpu"],
+        "cores": f"{here['cores']} (torch uses {here['threads']} threads)",
+        "memory": _gib(here["memory_bytes"]),
+        "devices": "\n".join(map(_gpu_text, here["devices"])) or "no GPU",
+        "distributed": ", ".join(here["distributed"]) or "not built into this torch",
+    }
+    console.print(_pairs("machine", hardware))
     console.print(_backend_table(found["backends"]))
-    variables = found["variables"]
-    if not all_variables:
-        variables = {name: value for name, value in variables.items() if value is not None}
-    if variables:
-        shown = {n: "not set" if v is None else v for n, v in variables.items()}
+    shown = {
+        name: "not set" if value is None else value
+        for name, value in variables.items()
+        if all_variables or value is not None
+    }
+    if shown:
         console.print(_pairs("environment", shown))
 
 
-def _pairs(title: str, pairs: dict[str, str]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
+def _pairs(title: str, pairs: dict[str, str]) -> Table:
     table = Table(title=title, title_justify="left", show_header=False, box=None)
     for name, value in pairs.items():
         table.add_row(name, Text(str(value)))
     return table
 
 
-def _backend_table(backends: dict[str, dict[str, str | None]]) -> Any:
-    """One row for each backend and answer: the dtypes that share a reason stand together."""
-    from rich.table import Table
-    from rich.text import Text
-
+def _backend_table(backends: dict[str, dict[str, str | None]]) -> Table:
+    """A row for each backend and answer: dtypes that share a reason stand together."""
     table = Table("backend", "usable", "device dtype", "reason", title="backends", box=None)
     table.title_justify = "left"
     for backend, answers in backends.items():
@@ -180,10 +170,11 @@ def _versions() -> dict[str, str | None]:
         "rocm": torch.version.hip,
     }
     for package in PACKAGES:
+        name = package.replace("-", "_")
         try:
-            versions[package.replace("-", "_")] = importlib.metadata.version(package)
+            versions[name] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            versions[package.replace("-", "_")] = None
+            versions[name] = None
     return versions
 
 
@@ -196,20 +187,16 @@ def _cpu_model() -> str:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    if not torch.cuda.is_available():
-        return []
-    found = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found.append(
-            {
-                "name": properties.name,
-                "memory_bytes": properties.total_memory,
-                "multiprocessors": properties.multi_processor_count,
-                "capability": f"{properties.major}.{properties.minor}",
-            }
-        )
-    return found
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [
+        {
+            "name": properties.name,
+            "memory_bytes": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+            "capability": f"{properties.major}.{properties.minor}",
+        }
+        for properties in map(torch.cuda.get_device_properties, range(num_gpus))
+    ]
 
 
 def _gpu_text(gpu: dict[str, Any]) -> str:

@@ -67,7 +67,7 @@ def run_ranks(
         raise ValueError(f"nproc must be at least 1, got {nproc}")
     if threads is not None and not 1 <= threads <= MOST_THREADS:
         raise ValueError(f"threads must be at least 1 and at most {MOST_THREADS}, got {threads}")
-    device = _checked_device(device, nproc)
+    device = checked_device(device, nproc)
     if under_torchrun():
         world_size = int(os.environ["WORLD_SIZE"])
         if world_size != nproc:
@@ -79,12 +79,12 @@ def run_ranks(
     return _launch(fn, nproc, args, threads, device, on_part)
 
 
-# Takes what rank 0 hands over while it runs; None in other ranks, and where nobody listens.
+# Called in rank 0 with each part of the result; None in other ranks and without a listener.
 _take_part: Callable[[Any], object] | None = None
 
 
 def send_part(part: Any) -> None:
-    """Hands a part of the result to `run_ranks`; of ranks other than 0 it is not wanted."""
+    """Hands a part of the result to `run_ranks`; does nothing in ranks other than 0."""
     if _take_part is not None:
         _take_part(part)
 
@@ -143,7 +143,8 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _checked_device(device: str | None, nproc: int) -> str:
+def checked_device(device: str | None, nproc: int) -> str:
+    """The device for so many ranks here: "cuda" by default where each can have a GPU."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     local = int(os.environ.get("LOCAL_WORLD_SIZE", nproc)) if under_torchrun() else nproc
     if device is None:
@@ -204,7 +205,7 @@ class _Rank:
         end.close()
 
     def next_message(self) -> _Message:
-        """What the rank reports next; its end is a message too."""
+        """The rank's next message; the end of its process is one too."""
         try:
             kind, value = pickle.loads(self.pipe.recv_bytes())
             return _Message(kind, value)
@@ -307,7 +308,7 @@ def _parts_taken_by(take: Callable[[Any], object] | None) -> Iterator[None]:
 
 @contextmanager
 def _process_group(device: str) -> Iterator[None]:
-    """The default group for as long as it lasts; one that exists already is used and left alone."""
+    """Makes the default group for the block; a group that exists already is used and left alone."""
     if dist.is_initialized():
         yield
         return

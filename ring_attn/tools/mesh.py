@@ -15,19 +15,18 @@
                embedding and head the same       complete, and the same, on every rank
 
 Each rank differentiates its share of one mean: the losses of its rows, divided by the targets of
-the *whole* batch. Shares add up, over microbatches as well as over dp and cp, whatever the layout
-and however uneven the shards. So nothing averages again: the schedule has `scale_grads=False`, and
-FSDP, which by default divides by the number of its ranks, has the factor 1.
+the *whole* batch. The shares of microbatches and of ranks add up, however uneven they are. So
+nothing averages again: the schedule has `scale_grads=False`, and FSDP, which by default divides by
+the number of its ranks, has the factor 1.
 
-What a stage needs besides the activations comes from outside, cut into microbatches by the
-schedule: `position_ids` to every stage (RoPE turns the rows of a shard by their global positions),
-labels, shifted before they were cut, to the last.
+The schedule cuts into microbatches what its stages need besides activations: `position_ids` for
+every stage (RoPE needs the global positions of a shard's rows), shifted labels for the last.
 
-What must not be done:
+Mistakes to avoid:
 
     - give ring_attention the mesh, or the default group: its ranks are one axis, `mesh["cp"]`
-    - hand the schedule position_ids of shape (1, rows): it makes only as many microbatches as the
-      shortest input has rows; expanded to (batch, rows) they cost nothing
+    - hand the schedule position_ids of shape (1, rows): it makes at most as many microbatches as
+      an input has rows; expanded to (batch, rows) they cost nothing
     - let the ranks of a ring go through microbatches, layers or recomputation in different orders:
       they meet in every layer, forward and backward, and would wait for each other for ever
     - shift labels within a shard, average over a rank's own rows, or clip by a rank's own norm
@@ -37,10 +36,9 @@ What must not be done:
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from functools import partial
 from typing import Any
 
@@ -62,6 +60,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ring_attn import (
     SequenceLayout,
@@ -88,9 +87,7 @@ CLIP_NORM = 1.0
 
 AXES = ("pp", "dp", "cp", "tp")
 
-KV_PROJECTIONS = ("self_attn.k_proj", "self_attn.v_proj")
-
-#: Stages that a rank has.
+# Stages of a rank, by the pipeline's schedule.
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 
 
@@ -105,11 +102,7 @@ class Axes:
 
     @staticmethod
     def parse(text: str) -> Axes:
-        """Reads "cp=2,tp=2": any of the axes in any order.
-
-        Raises:
-            ValueError: anything else.
-        """
+        """Reads "cp=2,tp=2", any of the axes in any order; ValueError for anything else."""
         sizes: dict[str, int] = {}
         for part in text.split(","):
             match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
@@ -122,44 +115,24 @@ class Axes:
         return Axes(**sizes)
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Sizes in the order of `AXES`."""
-        return self.pp, self.dp, self.cp, self.tp
-
-    @property
     def size(self) -> int:
         """The number of ranks."""
-        return math.prod(self.sizes)
+        return self.pp * self.dp * self.cp * self.tp
 
     def __str__(self) -> str:
-        named = zip(AXES, self.sizes, strict=True)
+        named = asdict(self).items()
         return ",".join(f"{name}={size}" for name, size in named if size > 1) or "cp=1"
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """The mesh of all ranks, which all of them make together."""
-        return init_device_mesh(device_type, self.sizes, mesh_dim_names=AXES)
+        """Makes the mesh; collective over all ranks."""
+        return init_device_mesh(device_type, astuple(self), mesh_dim_names=AXES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One training, the same on every rank.
+    """One training, the same on every rank; ValueError for sizes that do not fit each other.
 
-    Attributes:
-        axes: sizes of the mesh's axes.
-        model: sizes of the model.
-        seqlen: bytes of a sequence.
-        batch: sequences of a batch, over all replicas.
-        microbatches: parts in which a replica's sequences go through the pipeline.
-        schedule: of the pipeline, "gpipe", "1f1b" or "interleaved" (two stages a rank); a pipeline
-            of a single stage where pp is 1.
-        fsdp: whether parameters are sharded over dp and cp, rather than replicated.
-        strategy: how the ranks of cp share the attention.
-        layout: which rows a rank of cp holds.
-        dtype: bfloat16 is autocast, float64 all the way.
-        seed: of the weights and the batches.
-
-    Raises:
-        ValueError: sizes that do not fit each other, or names that do not exist.
+    `batch` counts the sequences of all replicas; bfloat16 is autocast, float64 all the way.
     """
 
     axes: Axes
@@ -176,36 +149,52 @@ class Settings:
 
     def __post_init__(self) -> None:
         model, axes = self.model, self.axes
-        least = max(2, axes.cp)
-        if self.seqlen < least:
-            raise ValueError(
-                f"seqlen must be at least {least}, a byte for each rank of cp and one to predict, "
-                f"got {self.seqlen}"
-            )
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {list(SCHEDULES)}, got {self.schedule!r}")
-        if self.num_stages > model.num_layers:
-            raise ValueError(
-                f"layers must be at least {self.num_stages}, one for each stage of schedule "
-                f"{self.schedule!r} with pp={axes.pp}, got {model.num_layers}"
-            )
-        if self.batch % (axes.dp * self.microbatches):
-            raise ValueError(
-                f"batch must be a multiple of dp={axes.dp} times microbatches="
-                f"{self.microbatches}, got {self.batch}"
-            )
-        if self.schedule == "1f1b" and self.microbatches < axes.pp:
-            raise ValueError(
-                f"microbatches must be at least pp={axes.pp} for schedule '1f1b', got "
-                f"{self.microbatches}"
-            )
+        least = max(2, axes.cp)
         rounds = max(1, self.microbatches // axes.pp)
-        if self.schedule == "interleaved" and self.microbatches % rounds:
-            raise ValueError(
+        kv_heads, kv_width = model.nheads_kv, model.nheads_kv * model.headdim
+        checks = (
+            (
+                self.seqlen >= least,
+                f"seqlen must be at least {least}, a byte for each rank of cp and one to predict, "
+                f"got {self.seqlen}",
+            ),
+            (
+                self.num_stages <= model.num_layers,
+                f"layers must be at least {self.num_stages}, one for each stage of schedule "
+                f"{self.schedule!r} with pp={axes.pp}, got {model.num_layers}",
+            ),
+            (
+                self.batch % (axes.dp * self.microbatches) == 0,
+                f"batch must be a multiple of dp={axes.dp} times microbatches="
+                f"{self.microbatches}, got {self.batch}",
+            ),
+            (
+                self.schedule != "1f1b" or self.microbatches >= axes.pp,
+                f"microbatches must be at least pp={axes.pp} for schedule '1f1b', got "
+                f"{self.microbatches}",
+            ),
+            (
+                self.schedule != "interleaved" or self.microbatches % rounds == 0,
                 f"microbatches must be less than 2 * pp={axes.pp}, or in rounds of as many, for "
-                f"schedule 'interleaved', got {self.microbatches}"
-            )
-        _check_tensor_parallel(model, axes.tp)
+                f"schedule 'interleaved', got {self.microbatches}",
+            ),
+            (
+                model.nheads % axes.tp == 0
+                and (kv_heads % axes.tp == 0 or axes.tp % kv_heads == 0),
+                f"tp must divide nheads={model.nheads}, and divide or be a multiple of "
+                f"nheads_kv={kv_heads}, got {axes.tp}",
+            ),
+            (
+                model.hidden_dim % axes.tp == 0 and kv_width % axes.tp == 0,
+                f"tp must divide hidden_dim={model.hidden_dim} and nheads_kv * headdim={kv_width}, "
+                f"got {axes.tp}",
+            ),
+        )
+        for holds, message in checks:
+            if not holds:
+                raise ValueError(message)
         if self.strategy != "auto":
             resolve_strategy(self.strategy, axes.cp)
 
@@ -226,12 +215,11 @@ class Settings:
         model = Transformer(self.model).to(device)
         return model.double() if self.dtype == torch.float64 else model
 
-    def make_optimizer(
-        self, parameters: Iterable[nn.Parameter], *, foreach: bool | None = None
-    ) -> torch.optim.Optimizer:
-        """The optimizer of every process; `foreach` as torch has it."""
+    def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of every process."""
         rate = LEARNING_RATE * 128 / self.model.dim
-        return torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), foreach=foreach)
+        # Plain parameters and DTensors do not go together into one operator.
+        return torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), foreach=False)
 
 
 class Stage(nn.Module):
@@ -267,10 +255,10 @@ class Stage(nn.Module):
 
 
 class MeshTrainer:
-    """This rank's part of a model on a mesh, and how it is trained.
+    """This rank's part of a model on a mesh, in training.
 
     Every rank of the mesh makes one and calls its methods together with all others, with the same
-    arguments: batches are cut here.
+    arguments: each rank cuts its part out of a batch.
 
     Attributes:
         parameter_sizes: of the whole model, in its order.
@@ -305,8 +293,7 @@ class MeshTrainer:
         self.stages = nn.ModuleList(stages)
         self._is_first, self._is_last = mine[0] == 0, mine[-1] == settings.num_stages - 1
         self._schedule = self._pipeline(list(mine))
-        # Plain parameters and DTensors do not go together into one operator.
-        self._optimizer = settings.make_optimizer(self.stages.parameters(), foreach=False)
+        self._optimizer = settings.make_optimizer(self.stages.parameters())
 
     def step(self, batch: dict[str, Tensor]) -> float:
         """Trains on one batch; returns its mean loss before the update."""
@@ -343,7 +330,7 @@ class MeshTrainer:
         return self._summed(loss, "pp", "dp", "cp").item(), losses
 
     def results_of(self, batch: dict[str, Tensor]) -> Tensor:
-        """(batch * seqlen + number of parameters,) on the CPU: each byte's loss, all gradients."""
+        """Each byte's loss, then all gradients: (batch * seqlen + parameters,) on the CPU."""
         _, losses = self.backward(batch)
         whole = None
         if losses is not None:
@@ -371,22 +358,19 @@ class MeshTrainer:
         """The schedule over this rank's stages, which talk within the pp axis."""
         settings = self.settings
         group = self.mesh.get_group("pp")
-        stages = [
+        stages: list[Any] = [
             PipelineStage(stage, i, settings.num_stages, self.device, group=group)
             for i, stage in zip(mine, self.stages, strict=True)
         ]
-        several = settings.schedule == "interleaved"
-        kinds: dict[str, Any] = {
-            "gpipe": ScheduleGPipe,
-            "1f1b": Schedule1F1B,
-            "interleaved": ScheduleInterleaved1F1B,
+        options: dict[str, Any] = {
+            "n_microbatches": settings.microbatches,
+            "loss_fn": self._share_of_loss,
+            "scale_grads": False,
         }
-        return kinds[settings.schedule](
-            stages if several else stages[0],
-            n_microbatches=settings.microbatches,
-            loss_fn=self._share_of_loss,
-            scale_grads=False,
-        )
+        if settings.schedule == "interleaved":
+            return ScheduleInterleaved1F1B(stages, **options)
+        kind = Schedule1F1B if settings.schedule == "1f1b" else ScheduleGPipe
+        return kind(stages[0], **options)
 
     def _share_of_loss(self, logits: Tensor, shift_labels: Tensor) -> Tensor:
         """The share of the whole batch's mean loss that a microbatch's rows on this rank have."""
@@ -396,23 +380,15 @@ class MeshTrainer:
         # The last byte of a sequence has no next one.
         return mean_loss(losses, num_targets=settings.batch * (settings.seqlen - 1))
 
-    @torch.no_grad()
     def _clip(self, max_norm: float) -> None:
         """Scales the gradients by one factor, so that the norm of all of them is at most max_norm.
 
-        Each rank adds the squares of what it holds, divided by the number of ranks that hold the
-        same: then the sum over the mesh is that over the model.
+        The norm of a DTensor covers all ranks that have a part of it; stages differ along pp only.
         """
-        axes = self.settings.axes
-        gradients = [p.grad for p in self.stages.parameters() if p.grad is not None]
-        square = torch.zeros((), dtype=torch.float64, device=self.device)
-        for gradient in gradients:
-            copies = axes.dp * axes.cp * axes.tp // _num_shards(gradient)
-            square += _local(gradient).double().square().sum() / copies
-        norm = self._summed(square, *AXES).sqrt().item()
-        factor = min(1.0, max_norm / (norm + 1e-6))
-        for gradient in gradients:
-            _local(gradient).mul_(factor)
+        parameters = list(self.stages.parameters())
+        norms = [_full(get_total_norm([p.grad])) for p in parameters if p.grad is not None]
+        square = self._summed(torch.stack(norms).double().square().sum(), "pp")
+        clip_grads_with_norm_(parameters, max_norm, square.sqrt(), foreach=False)
 
     def _summed(self, x: Tensor, *axes: str) -> Tensor:
         for axis in axes:
@@ -435,76 +411,45 @@ class MeshTrainer:
 
 def _shard_heads(stage: Stage, mesh: DeviceMesh, config: ModelConfig) -> None:
     """Tensor parallelism: the heads of each attention and the columns of each MLP, by rank."""
+    shared = mesh.size() > config.nheads_kv
+    whole: dict[str, Any] = (
+        {"output_layouts": Replicate(), "use_local_output": False} if shared else {}
+    )
+    kv = {name: ColwiseParallel(**whole) for name in ("self_attn.k_proj", "self_attn.v_proj")}
+    plan: dict[str, ParallelStyle] = {
+        "self_attn.q_proj": ColwiseParallel(),
+        **kv,
+        "self_attn.o_proj": RowwiseParallel(),
+        "mlp.gate_proj": ColwiseParallel(),
+        "mlp.up_proj": ColwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(),
+    }
+    head = mesh.get_local_rank() * config.nheads_kv // mesh.size()
+    columns = slice(head * config.headdim, (head + 1) * config.headdim)
     for layer in stage.layers.values():
-        plan: dict[str, ParallelStyle] = {
-            "self_attn.q_proj": ColwiseParallel(),
-            "self_attn.o_proj": RowwiseParallel(),
-            "mlp.gate_proj": ColwiseParallel(),
-            "mlp.up_proj": ColwiseParallel(),
-            "mlp.down_proj": RowwiseParallel(),
-        }
-        shared = mesh.size() > config.nheads_kv
-        for name in KV_PROJECTIONS:
-            plan[name] = (
-                ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
-                if shared
-                else ColwiseParallel()
-            )
         parallelize_module(layer, mesh, plan)
-        if shared:
-            head = mesh.get_local_rank() * config.nheads_kv // mesh.size()
-            columns = slice(head * config.headdim, (head + 1) * config.headdim)
-            for name in KV_PROJECTIONS:
-                layer.get_submodule(name).register_forward_hook(partial(_take_head, columns))
+        for name in kv if shared else ():
+            layer.get_submodule(name).register_forward_hook(partial(_take_head, columns))
 
 
 def _take_head(columns: slice, _module: nn.Module, _args: Any, out: DTensor) -> Tensor:
-    """The one KV head that this rank's q heads attend to, where there are fewer than ranks.
+    """The KV head of this rank's q heads, where there are fewer KV heads than ranks.
 
-    The ranks compute a part of a head each and bring them together. Those with q heads of the same
-    KV head have each a part of its gradient: that is what Partial says.
+    Each rank computes a part of a head, and all ranks get all heads. The ranks with q heads of one
+    KV head have a part of its gradient each: hence Partial.
     """
     return out.to_local(grad_placements=[Partial()])[..., columns]
 
 
 def _shard_parameters(stage: Stage, mesh: DeviceMesh) -> None:
-    """FSDP2, layer by layer; gradients are added up, not averaged: each is of a share of one mean.
-
-    "Sum" is asked for by name: a factor alone would be put into an operator that only NCCL has.
-    """
+    """FSDP2, layer by layer; gradients are summed, not averaged: each is of a share of one mean."""
     for module in (*stage.layers.values(), stage):
         sharded = fully_shard(module, mesh=mesh)
+        # Without this the factor goes into an operator that only NCCL has.
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(1.0)
 
 
-def _check_tensor_parallel(config: ModelConfig, tp: int) -> None:
-    if config.nheads % tp or (config.nheads_kv % tp and tp % config.nheads_kv):
-        raise ValueError(
-            f"tp must divide nheads={config.nheads}, and divide or be a multiple of "
-            f"nheads_kv={config.nheads_kv}, got {tp}"
-        )
-    for name, width in (
-        ("hidden_dim", config.hidden_dim),
-        ("nheads_kv * headdim", config.nheads_kv * config.headdim),
-    ):
-        if width % tp:
-            raise ValueError(f"tp must divide {name}={width}, got {tp}")
-
-
-def _local(x: Tensor) -> Tensor:
-    """The part of x that this rank holds."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def _full(x: Tensor) -> Tensor:
-    """All of it, on every rank that holds a part."""
+    """All of a DTensor, on every rank that holds a part; a plain tensor as it is."""
     return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def _num_shards(x: Tensor) -> int:
-    """Number of parts in which x is held."""
-    if not isinstance(x, DTensor):
-        return 1
-    sizes = zip(x.placements, x.device_mesh.shape, strict=True)
-    return math.prod(size for placement, size in sizes if not placement.is_replicate())

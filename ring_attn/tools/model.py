@@ -4,11 +4,9 @@
       embed -> num_layers x [ x + o_proj(attention(q, k, v)),  x + down(silu(gate(x)) * up(x)) ]
             -> norm -> lm_head -> logits (batch, rows, vocab_size)
 
-Attention is the only place where rows meet, and RoPE reads global positions. So the same model is
-right on a whole sequence with `dense_attention` and on a shard of any layout with ring attention:
-the rows of a sharded run are the rows of the whole run, in the shard's order.
-
-Parameters carry the names that Hugging Face's Llama has.
+Rows meet in attention only, and RoPE reads global positions: so the same model runs on a whole
+sequence with `dense_attention` and on a shard of any layout with ring attention. Parameters have
+the names of Hugging Face's Llama.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-#: `(q, k, v) -> out`, causal over the whole sequence; (batch, rows, nheads, headdim) each, k and v
-#: with nheads_kv heads. One that has a KV cache adds the rows of k and v to it.
+#: `(q, k, v) -> out`, causal over the whole sequence: (batch, rows, nheads, headdim) each, k and v
+#: with nheads_kv heads.
 Attention: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 IGNORE_INDEX = -100
@@ -31,11 +29,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model, as a value; the defaults are the demo's bytes-in, bytes-out model.
-
-    Raises:
-        ValueError: heads that do not divide, or an odd headdim (RoPE turns pairs).
-    """
+    """Sizes of the model; ValueError for heads that do not divide, or an odd headdim."""
 
     vocab_size: int = 256
     dim: int = 128
@@ -58,30 +52,14 @@ class ModelConfig:
 
     @property
     def headdim(self) -> int:
-        """Width of one head."""
         return self.dim // self.nheads
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention over a whole sequence in one process: the twin of ring attention.
-
-    Args:
-        q: (batch, seqlen_q, nheads, headdim), the last seqlen_q positions.
-        k: (batch, seqlen, nheads_kv, headdim).
-        v: (batch, seqlen, nheads_kv, headdim).
-
-    Returns:
-        (batch, seqlen_q, nheads, headdim).
-    """
-    before = k.size(1) - q.size(1)
-    q, k, v = (rearrange(x, "b s h d -> b h s d") for x in (q, k, v))
-    if before == 0:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    else:
-        # torch's is_causal is aligned top left.
-        mask = q.new_ones(q.size(2), k.size(2), dtype=torch.bool).tril(before)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    return rearrange(out, "b h s d -> b s h d")
+    """Causal attention over a whole sequence in one process, by torch."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.transpose(1, 2)
 
 
 class Transformer(nn.Module):
@@ -97,11 +75,9 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights that keep the size of rows; what ends in the residual stream is smaller.
-
-        The customary 0.02 is for wide models: here it would leave the logits of attention so close
-        together that the gradients of q and k are mostly rounding.
-        """
+        """Draws normal weights that keep the size of rows, smaller ones before the residual sum."""
+        # The customary 0.02 is for wide models: here it would leave the logits of attention so
+        # close together that the gradients of q and k are mostly rounding.
         std = self.config.dim**-0.5
         for name, parameter in self.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -122,11 +98,7 @@ class Transformer(nn.Module):
         Args:
             input_ids: (batch, rows) int64, in any order of positions that `attention` knows.
             position_ids: (1 or batch, rows) int64, the global position of each row.
-            attention: how rows meet; causal over the whole sequence. One of all layers, or one
-                for each, with a KV cache of its own.
-
-        Returns:
-            (batch, rows, vocab_size).
+            attention: the attention of all layers, or one for each layer.
         """
         attentions = [attention] * len(self.layers) if callable(attention) else attention
         x = self.embed_tokens(input_ids)
@@ -147,7 +119,6 @@ class Layer(nn.Module):
         self.mlp = SwiGLU(config)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        """(batch, rows, dim) to the same shape."""
         x = x + self.self_attn(self.input_layernorm(x), rotation, attention)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -165,7 +136,6 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(config.nheads * headdim, dim, bias=False)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        """(batch, rows, dim) to the same shape."""
         q, k, v = (
             rearrange(project(x), "b s (h d) -> b s h d", d=self.headdim)
             for project in (self.q_proj, self.k_proj, self.v_proj)
@@ -184,23 +154,13 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(config.hidden_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, rows, dim) to the same shape."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 def rope_rotation(
     position_ids: Tensor, config: ModelConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every row's angles.
-
-    Args:
-        position_ids: (1 or batch, rows) int64.
-        config: headdim and base of the frequencies.
-        dtype: of the result.
-
-    Returns:
-        `(cos, sin)`, (1 or batch, rows, 1, headdim / 2) each.
-    """
+    """Cosine and sine of the angles of each row, (1 or batch, rows, 1, headdim / 2) each."""
     # In float32 the angles of position 1e6 are off by up to 0.03 radian.
     pair = torch.arange(0, config.headdim, 2, dtype=torch.float64, device=position_ids.device)
     frequency = config.rope_base ** (-pair / config.headdim)
@@ -217,29 +177,14 @@ def apply_rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def token_losses(logits: Tensor, shift_labels: Tensor) -> Tensor:
-    """Cross-entropy of every row in nats, 0 where the label is left out.
-
-    Args:
-        logits: (batch, rows, vocab_size).
-        shift_labels: (batch, rows) int64, the token after each row; `IGNORE_INDEX` is left out.
-
-    Returns:
-        (batch, rows).
-    """
+    """Cross-entropy (batch, rows) in nats; 0 where the next token is `IGNORE_INDEX`."""
     logits = rearrange(logits, "b s v -> b v s")
     return F.cross_entropy(logits, shift_labels, ignore_index=IGNORE_INDEX, reduction="none")
 
 
 def mean_loss(losses: Tensor, num_targets: int) -> Tensor:
-    """These rows' part of the mean loss of a whole batch: the parts of all shards add up to it.
+    """These rows' share of a mean over `num_targets` rows: the shares of all shards add up to it.
 
     Summed in float64, so that the mean does not depend on how the rows were split.
-
-    Args:
-        losses: (batch, rows), of `token_losses`.
-        num_targets: labels of the *whole* batch that are not left out.
-
-    Returns:
-        () float64.
     """
     return losses.double().sum() / num_targets

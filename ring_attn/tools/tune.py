@@ -9,15 +9,12 @@ orders of its tasks. The configs of a kind are
 
     built      by --jobs processes, which fill triton's cache on disk and run each once: a config
                that takes its process down costs its own row alone
-    checked    against float64 (`judge`), beside the other kernels in their frozen configs; and
-               --repeats runs must be equal bit for bit
+    checked    against float64 (`judge`), and --repeats runs must be equal bit for bit
     timed      in turn within every repetition; more often, where they are close to the fastest
 
-`ring-attn bench kernel` times whole forwards and backwards beside other implementations.
-
 A config that is wrong, or differs between two runs, is named and never recommended. TFLOP/s count
-the matrix products that a kernel does: 2 forward, 4 for dk and dv, 3 for dq. The last lines are
-ready for the table of `kernels/configs.py`. Exit status 1 if a frozen config is wrong.
+the matrix products of a kernel: 2 forward, 4 for dk and dv, 3 for dq. The last lines are ready for
+the table of `kernels/configs.py`. Exit status 1 if a frozen config is wrong.
 """
 
 from __future__ import annotations
@@ -96,7 +93,7 @@ class Setting(OneDevice):
 
     @property
     def kinds(self) -> list[str]:
-        """Those of the kernels that are searched."""
+        """The kinds of the chosen kernels."""
         return [kind for kind in KINDS if kernel_of(kind) in self.kernels]
 
     def problem_of(self, *, causal: bool) -> Problem:
@@ -111,12 +108,7 @@ class Kernels:
     name = "ours"
 
     def __init__(self, problem: Problem, data: Data, configs: Mapping[str, Config]) -> None:
-        """
-        Args:
-            problem: what is computed.
-            data: its inputs.
-            configs: by kind, in the place of the frozen ones.
-        """
+        """`configs`, by kind, take the place of the frozen ones."""
         layout = SequenceLayout.contiguous(problem.seqlen, 1)
         self._tiles = pair_tiles(layout, layout, problem.mask, 0, 0)
         self._backend, self._scores = TritonBackend(configs), Scores(problem.head_dim**-0.5)
@@ -179,22 +171,21 @@ class Kernels:
 
 
 def candidate(kind: str, config: Config, frozen: Config, *, gluon: bool = False) -> Row:
-    """A row of a config that nothing is known of yet."""
+    """The row of a config before it is built."""
     name = f"gluon {label(config)}" if gluon else label(config)
     config = replace(config, note="")
     return Row(kind, name, config, gluon, not gluon and config == replace(frozen, note=""))
 
 
 def configs_of(row: Row) -> dict[str, Config]:
-    """The config of a row, by the kind that the backend knows it by."""
+    """The config of a row, by the backend's name of its kind."""
     return {GLUON if row.gluon else row.kind: row.config}
 
 
 class Tuning(Report[Setting, Row]):
-    """One run: searches kind by kind."""
+    """Searches kind by kind, and saves the report after each."""
 
     def __init__(self, setting: Setting, path: Path | None = None) -> None:
-        """Takes what `Report` takes; the report is saved after every kind."""
         from ring_attn.kernels import configs
 
         super().__init__(setting, path)
@@ -203,7 +194,7 @@ class Tuning(Report[Setting, Row]):
         self._dead = False
 
     def run(self) -> None:
-        """Every kind that there is time for; what one leaves of its share goes to the next."""
+        """Searches every kind that there is time for; unused time goes to the next kind."""
         kinds = self.setting.kinds
         for index, kind in enumerate(kinds):
             if self.left() <= 0.0 or self._dead:
@@ -219,7 +210,7 @@ class Tuning(Report[Setting, Row]):
         self.save(last=True)
 
     def summary(self) -> list[str]:
-        """Lines: speeds, wrong configs, then entries for the table of configs, and counts."""
+        """Speeds, wrong configs, entries for the table of configs, and counts: a line each."""
         where = f"{self._device_name()}, triton {machine()['versions']['triton']}"
         chosen = best(self.rows)
         lines = [
@@ -249,7 +240,7 @@ class Tuning(Report[Setting, Row]):
         self.rows += found
 
     def _orders(self, found: Sequence[Row]) -> list[Row]:
-        """The fastest on sm_90 in the orders of its tasks that it has not been timed in."""
+        """The fastest config on sm_90, in the orders of its tasks that were not timed yet."""
         timed = [row for row in found if row.median_ms]
         fastest = min(timed, key=lambda row: row.median_ms or math.inf, default=None)
         if self._arch != "sm_90" or fastest is None or fastest.gluon:
@@ -286,7 +277,7 @@ class Tuning(Report[Setting, Row]):
         return self._timed(problem, data, rows, end)
 
     def _built(self, problem: Problem, rows: Sequence[Row]) -> list[Row]:
-        """Compiles all; notes which do not compile, or take their process down."""
+        """Compiles all, and notes configs that do not compile or take their process down."""
         tasks = [(problem, row) for row in rows]
         if self.setting.jobs:
             notes = map_in_processes(build, tasks, self.setting.jobs, lambda _: "the process died")
@@ -314,7 +305,7 @@ class Tuning(Report[Setting, Row]):
         return replace(row, max_ratio=ratio, note=note)
 
     def _judged(self, row: Row, problem: Problem, data: Data, judge: Judge) -> tuple[float, str]:
-        """The greatest error / bound, and what is wrong: with float64, or between two runs."""
+        """The greatest error / bound, and a note if float64 or another run disagrees."""
         configs, kernel = configs_of(row), kernel_of(row.kind)
 
         def build(problem: Problem, data: Data) -> Attention:
@@ -332,7 +323,7 @@ class Tuning(Report[Setting, Row]):
         return ratio, ""
 
     def _timed(self, problem: Problem, data: Data, rows: Sequence[Row], end: float) -> list[Row]:
-        """The rows with times: all that are right, more often the fastest and the frozen one."""
+        """Times all rows that are right; the fastest and the frozen one more often."""
         right = {row.name: row for row in rows if not row.note and not self._dead}
         calls = {
             name: Call([Kernels(problem, data, configs_of(row)).one(kernel_of(row.kind))])
@@ -360,7 +351,7 @@ class Tuning(Report[Setting, Row]):
         return [with_times(row, samples.get(row.name, []), flops, frozen_ms) for row in rows]
 
     def _reason(self, row: Row, error: Exception) -> str:
-        """Why a candidate cannot run; ends the search if it has broken the device's context."""
+        """The reason of a failed run; ends the search if the device's context is broken."""
         if not self._dead and not is_alive(self.setting.device):
             self._dead = True
             self.failures.append(f"the device failed while {row.kind} {row.name} ran")
@@ -377,11 +368,7 @@ class Tuning(Report[Setting, Row]):
 
 
 def build(task: tuple[Problem, Row]) -> str:
-    """Compiles a config and runs it, which puts it into triton's cache on disk.
-
-    Returns:
-        Why there is no kernel; "" where there is one.
-    """
+    """Runs a config once, which puts it into triton's cache on disk; the error, or ""."""
     problem, row = task
     why = ""
     try:
@@ -398,11 +385,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ring-attn tune`."""
     add = parser.add_argument
     add("--kernels", default=",".join(PRODUCTS), help=f"of {','.join(PRODUCTS)} (all)")
-    add(
-        "--full-rows",
-        type=parse_size,
-        help="without a mask (16k, on a CPU 128; --quick: a quarter)",
-    )
+    add("--full-rows", type=parse_size, help="no mask (16k, on a CPU 128; --quick: a quarter)")
     add("--causal-rows", type=parse_size, help="causal (32k, on a CPU 128; --quick: a quarter)")
     add("--batch", type=parse_size, default=1, help="sequences (1: these lengths fill a GPU)")
     add("--iters", type=parse_size, help=f"samples of the fastest ({ITERS}; on a CPU 1)")
@@ -412,11 +395,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    """The setting that the options describe.
-
-    Raises:
-        ValueError: options that cannot be, kernels that cannot run here, or no GPU.
-    """
+    """The setting that the options describe; ValueError for kernels that cannot run here."""
     if args.device is None and not torch.cuda.is_available():
         raise ValueError(
             "this machine has no GPU that torch can use; --device cpu takes tiny sizes and "

@@ -30,18 +30,10 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class Row:
-    """One config of a kind; None where there is no figure.
+    """One config of a kind of the table of configs; None where there is no figure.
 
-    Attributes:
-        kind: in the table of configs.
-        name: the config in words.
-        config: the config.
-        gluon: it is of the forward in Gluon.
-        frozen: it is the table's.
-        max_ratio: greatest error / bound; above 1 is wrong.
-        tflops: by the operations that are done.
-        speed: over the frozen config's, above 1 is faster.
-        note: why there is no time, or what is wrong.
+    `max_ratio` is the greatest error / bound, above 1 wrong; `speed` is relative to the frozen
+    config; `note` says why there is no time, or what is wrong.
     """
 
     kind: str
@@ -60,7 +52,7 @@ class Row:
 
     @property
     def wrong(self) -> bool:
-        """It was run, and its results must not be used."""
+        """Whether it ran, and its results must not be used."""
         return self.max_ratio is not None and bool(self.note)
 
 
@@ -88,8 +80,8 @@ def with_times(row: Row, samples: Sequence[Sample], flops: int, frozen_ms: float
 def best(rows: Sequence[Row]) -> list[Row]:
     """The fastest row of every kind that was timed, as far as a ring's bits allow.
 
-    Kinds of one kernel take configs whose folded blocks have one length; a kind that was not timed
-    keeps its frozen config, whose length the other must have then.
+    The folded blocks of a kernel's kinds must have one length; a kind that was not timed keeps its
+    frozen config, and so its length.
     """
     found: list[Row] = []
     for kernel, block in FOLDED.items():
@@ -110,7 +102,7 @@ def best(rows: Sequence[Row]) -> list[Row]:
 
 
 def label(config: Config) -> str:
-    """A config by its tile, warps and stages, and what else is not as by default."""
+    """A config in words: tile, warps, stages, and fields that are not the default."""
     tile = f"{config.BLOCK_M}x{config.BLOCK_N} {config.num_warps}w {config.num_stages}s"
     sizes = ((name, format_size(x) if x >= 1024 else x) for name, x in _extras(config).items())
     return " ".join([tile, *(f"{name}={size}" for name, size in sizes)])

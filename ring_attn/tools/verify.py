@@ -1,32 +1,34 @@
 """`ring-attn verify`: ring attention on this machine's ranks against dense attention in float64.
 
 A case is one call: strategy, backend, layout, mask, dtype, heads, length, softcap and sinks. Each
-rank computes its shard, rank 0 puts the shards together and holds out, lse and every gradient
-against the bound of `ring_attn.testing`, which comes from plain PyTorch's error in the same dtype.
-The figures shown are error / bound: 1 is the most that passes. All buffers start as NaN.
+rank computes its shard, and rank 0 holds out, lse and every gradient against the bound of
+`ring_attn.testing`, which comes from plain PyTorch's error in the same dtype. The figures shown are
+error / bound: 1 is the most that passes. All buffers start as NaN.
 
     ring-attn verify --world-size 4
     ring-attn verify --world-size 4 --strategy ring hybrid
     torchrun --nproc-per-node 4 -m ring_attn verify
 
-Exit status 1 where a case failed, or none passed. What a backend refuses is listed with its reason
-and counts as neither.
+Exit status 1 where a case failed, or none passed. Cases that a backend refuses are listed with its
+reason and count as neither.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
 
 from ring_attn import select_backend
 from ring_attn.testing import (
@@ -44,41 +46,21 @@ from ring_attn.testing import (
 from ring_attn.tools.arguments import (
     add_common,
     parse_size,
+    table_console,
     write_if_interrupted,
     write_json,
 )
-from ring_attn.tools.env import backend_reasons, device_types, machine
-from ring_attn.tools.launch import DEVICES, rank_device, run_ranks, send_part, under_torchrun
+from ring_attn.tools.env import backend_reasons, machine
+from ring_attn.tools.launch import DEVICES, checked_device, rank_device, run_ranks, send_part
 
 DEFAULT_WORLD_SIZE = 4
-
-# What a report has of a case.
-FIELDS = (
-    "backend",
-    "layout",
-    "mask",
-    "dtype",
-    "heads",
-    "seqlen",
-    "noncontiguous",
-    "large_logits",
-    "strategy",
-    "seed",
-    "softcap",
-    "sinks",
-)
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What became of a case: verdicts, or why there are none.
+    """The verdicts on a case, or why there are none.
 
-    Attributes:
-        case: the case.
-        verdicts: one for each of out, lse, dq, dk, dv (and dsinks), where it ran.
-        refused: the reason why the backend does not take it.
-        error: the traceback where it raised.
-        in_step: False where ranks failed in different ways, so that nothing can follow.
+    `in_step` is False where ranks failed in different ways, so that no case can follow.
     """
 
     case: Case
@@ -98,7 +80,7 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One rank's part of a case, or why it has none."""
+    """A rank's part of a case, or the reason why it has none."""
 
     result: RankResult | None = None
     refused: str | None = None
@@ -106,11 +88,7 @@ class _Attempt:
 
 
 def run_case(case: Case) -> CaseResult:
-    """Runs a case on all ranks of the default group; collective.
-
-    Returns:
-        The same result on every rank.
-    """
+    """Runs a case on all ranks of the default group; collective, the same result on every rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     attempt = _attempt(case)
     attempts: list[Any] | None = [None] * world_size if rank == 0 else None
@@ -123,44 +101,31 @@ def run_case(case: Case) -> CaseResult:
 
 def run_cases(wanted: Sequence[Case]) -> list[CaseResult]:
     """Runs the cases in turn on all ranks; stops where the ranks are no longer in step."""
-    results = []
-    with _Progress(len(wanted)) as progress:
-        for case in wanted:
-            results.append(run_case(case))
-            send_part(results[-1])
-            progress.show(len(results))
-            if not results[-1].in_step:
-                break
+    results: list[CaseResult] = []
+    for case in wanted:
+        results.append(run_case(case))
+        send_part(results[-1])
+        if not results[-1].in_step:
+            break
     lost = "not run: the ranks were out of step after the case before"
     return results + [CaseResult(case, error=lost) for case in wanted[len(results) :]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ring-attn verify`."""
-    parser.add_argument(
-        "--world-size",
-        type=parse_size,
-        metavar="N",
+    add = parser.add_argument
+    add(
+        "--world-size", type=parse_size, metavar="N",
         help=f"ranks to start (default: {DEFAULT_WORLD_SIZE}, or as many as torchrun started)",
-    )
-    parser.add_argument(
-        "--strategy",
-        nargs="+",
-        choices=(*STRATEGIES, "all"),
-        metavar="NAME",
-        default=["all"],
+    )  # fmt: skip
+    add(
+        "--strategy", nargs="+", choices=(*STRATEGIES, "all"), metavar="NAME", default=["all"],
         help=f"of {', '.join(STRATEGIES)}; all is every one (default)",
-    )
-    parser.add_argument(
-        "--backend", nargs="+", metavar="NAME", help="(default: every one that can run here)"
-    )
-    parser.add_argument(
-        "--layout", nargs="+", choices=LAYOUTS, metavar="NAME", help=f"of {', '.join(LAYOUTS)}"
-    )
-    parser.add_argument(
-        "--device", choices=DEVICES, help="(default: cuda where every rank can have a GPU)"
-    )
-    parser.add_argument("--threads", type=parse_size, metavar="N", help="CPU threads of each rank")
+    )  # fmt: skip
+    add("--backend", nargs="+", metavar="NAME", help="(default: every one that can run here)")
+    add("--layout", nargs="+", choices=LAYOUTS, metavar="NAME", help=f"of {', '.join(LAYOUTS)}")
+    add("--device", choices=DEVICES, help="(default: cuda where every rank can have a GPU)")
+    add("--threads", type=parse_size, metavar="N", help="CPU threads of each rank")
     add_common(parser)
 
 
@@ -169,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     world_size = args.world_size
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", DEFAULT_WORLD_SIZE))
-    device = args.device or _default_device(world_size)
+    device = checked_device(args.device, world_size)
     backends = _checked_backends(args.backend) or usable_backends(device)
     wanted = cases(
         args.quick,
@@ -179,24 +144,29 @@ def run(args: argparse.Namespace) -> int:
     )
     started = time.perf_counter()
     judged: list[CaseResult] = []
-    write_if_interrupted(
-        args.json,
-        lambda: _payload(judged, world_size, device, time.perf_counter() - started),
-    )
-    # Every rank has the same list.
-    results = run_ranks(
-        run_cases,
-        world_size,
-        wanted,
-        threads=args.threads,
-        device=args.device,
-        on_part=judged.append,
-    )[0]
-    seconds = time.perf_counter() - started
+
+    def payload(results: Sequence[CaseResult]) -> dict[str, Any]:
+        return _payload(results, world_size, device, time.perf_counter() - started)
+
+    write_if_interrupted(args.json, lambda: payload(judged))
+    terminal = Console(stderr=True)
+    with Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as progress:
+        task = progress.add_task("cases", total=len(wanted))
+
+        def take(result: CaseResult) -> None:
+            judged.append(result)
+            progress.advance(task)
+
+        # Every rank has the same list.
+        ranks = run_ranks(
+            run_cases, world_size, wanted, threads=args.threads, device=device, on_part=take
+        )
+    results = ranks[0]
     if int(os.environ.get("RANK", 0)) == 0:
+        report = payload(results)
         if args.json:
-            write_json(args.json, _payload(results, world_size, device, seconds))
-        _show(results, world_size, device, seconds, backends, quiet=args.quiet)
+            write_json(args.json, report)
+        _show(results, report, backends, quiet=args.quiet)
     counts = Counter(result.status for result in results)
     return 1 if counts["failed"] or not counts["passed"] else 0
 
@@ -232,11 +202,6 @@ def _judge(case: Case, attempts: Sequence[_Attempt]) -> CaseResult:
         return CaseResult(case, error=str(error))
 
 
-def _default_device(world_size: int) -> str:
-    cuda = "cuda" in device_types() and torch.cuda.device_count() >= world_size
-    return "cuda" if cuda or (under_torchrun() and "cuda" in device_types()) else "cpu"
-
-
 def _checked_backends(names: Sequence[str] | None) -> tuple[str, ...]:
     known = tuple(backend_reasons())
     for name in names or ():
@@ -245,56 +210,21 @@ def _checked_backends(names: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(names or ())
 
 
-class _Progress:
-    """A count on stderr while the cases run, where somebody watches."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.watched = dist.get_rank() == 0 and sys.stderr.isatty()
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def show(self, done: int) -> None:
-        if self.watched:
-            print(f"\r{done} of {self.total} cases", end="", file=sys.stderr, flush=True)
-
-    def __exit__(self, *_: object) -> None:
-        if self.watched:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-
 def _show(
-    results: Sequence[CaseResult],
-    world_size: int,
-    device: str,
-    seconds: float,
-    backends: Sequence[str],
-    *,
-    quiet: bool,
+    results: Sequence[CaseResult], report: dict[str, Any], backends: Sequence[str], *, quiet: bool
 ) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
+    console = table_console()
     if not quiet:
-        if not console.is_terminal:
-            console = Console(highlight=False, width=TABLE_WIDTH, soft_wrap=True)
         console.print(_table(results))
-        for line in _refusals(results, device, backends):
-            console.print(line, markup=False)
+        for line in _refusals(results, report["device"], backends):
+            console.print(line, markup=False, soft_wrap=True)
     for result in results:
         if result.error is not None:
-            console.print(f"\n{result.case}\n{result.error}", markup=False)
-    console.print(_summary(results, world_size, device, seconds), markup=False)
+            console.print(f"\n{result.case}\n{result.error}", markup=False, soft_wrap=True)
+    console.print(_summary(results, report), markup=False, soft_wrap=True)
 
 
-TABLE_WIDTH = 160
-
-
-def _table(results: Sequence[CaseResult]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
+def _table(results: Sequence[CaseResult]) -> Table:
     table = Table(box=None, title="error / bound", title_justify="left")
     for name in ("strategy", "backend", "layout", "mask", "dtype", "heads", "rows", "input"):
         table.add_column(name, no_wrap=True)
@@ -308,11 +238,10 @@ def _table(results: Sequence[CaseResult]) -> Any:
             verdict.name: Text(f"{verdict.ratio:.2f}", "" if verdict.ok else "bold red")
             for verdict in result.verdicts
         }
+        names = (case.strategy, case.backend, case.layout, case.mask, case.dtype, case.heads)
         passed = result.status == "passed"
         table.add_row(
-            *map(
-                str, (case.strategy, case.backend, case.layout, case.mask, case.dtype, case.heads)
-            ),
+            *map(str, names),
             f"{mask.seqlen_q} x {mask.seqlen_k}",
             ", ".join(case.options),
             *(ratios.get(name, Text("-")) for name in RESULTS_WITH_SINKS),
@@ -322,7 +251,7 @@ def _table(results: Sequence[CaseResult]) -> Any:
 
 
 def _refusals(results: Sequence[CaseResult], device: str, backends: Sequence[str]) -> Iterator[str]:
-    """A line for each backend and reason, those that were not even tried included."""
+    """A line for each backend and reason, backends that were not tried included."""
     counts = Counter(
         (r.case.strategy, r.case.backend, r.refused) for r in results if r.refused is not None
     )
@@ -335,11 +264,11 @@ def _refusals(results: Sequence[CaseResult], device: str, backends: Sequence[str
             yield f"not run: {backend}: {reasons or 'not asked for'}"
 
 
-def _summary(results: Sequence[CaseResult], world_size: int, device: str, seconds: float) -> str:
-    counts = Counter(result.status for result in results)
+def _summary(results: Sequence[CaseResult], report: dict[str, Any]) -> str:
+    counts = ", ".join(f"{count} {status}" for status, count in report["summary"].items())
     text = (
-        f"{counts['passed']} passed, {counts['failed']} failed, {counts['refused']} refused: "
-        f"world size {world_size} on {device}, {seconds:.1f} s"
+        f"{counts}: world size {report['world_size']} on {report['device']}, "
+        f"{report['seconds']:.1f} s"
     )
     judged = [(v.ratio, v.name, r.case) for r in results for v in r.verdicts]
     if not judged:
@@ -361,7 +290,7 @@ def _payload(
         "summary": {status: counts[status] for status in ("passed", "failed", "refused")},
         "cases": [
             {
-                **{name: getattr(result.case, name) for name in FIELDS},
+                **asdict(result.case),
                 "status": result.status,
                 "reason": result.refused or result.error,
                 "results": {

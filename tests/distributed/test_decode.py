@@ -232,7 +232,7 @@ NUM_PROMPT, NUM_TOKENS = 50, 64
 
 
 def generate_twice(kind: str, window: tuple[int, int] | None = None) -> generate.Comparison:
-    """With random weights, from the sharded and from a whole cache; with a mistake if `window`."""
+    """With random weights, from a sharded cache and in one pass; with a mistake if `window`."""
     torch.manual_seed(0)
     model = Transformer(CONFIG)
     prompt = torch.randint(256, (1, NUM_PROMPT))

@@ -93,7 +93,8 @@ def trained(trainer: Twin | MeshTrainer, text: Tensor, steps: int = STEPS) -> Tr
     batches = sample_batches(text, settings.seqlen, settings.seed, settings.batch)
     results = trainer.results_of(next(batches))
     losses = [trainer.step(batch) for batch in islice(batches, steps)]
-    return Trained(torch.tensor(losses, dtype=torch.float64), results, trainer.get_weights())
+    weights = trainer.get_weights() if isinstance(trainer, MeshTrainer) else torch.zeros(0)
+    return Trained(torch.tensor(losses, dtype=torch.float64), results, weights)
 
 
 @lru_cache(maxsize=16)

@@ -45,13 +45,15 @@ def setting(words: str) -> kernel.Setting:
 
 
 class Steps:
-    """A watch whose marks are a millisecond apart, then two, then three."""
+    """A watch whose marks are a millisecond apart, then two, then three; and a host that stands."""
 
     def __init__(self) -> None:
-        self._next, self._gap = 0.0, 0.0
+        self._next = self._gap = self.now = 0.0
+        self.head_starts: list[float] = []
 
     def ready(self, head_start_ms: float) -> None:
         self._gap = 0.0
+        self.head_starts.append(head_start_ms)
 
     def mark(self) -> float:
         self._next += self._gap
@@ -93,25 +95,13 @@ def test_figures_of_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fwd.peak_share == pytest.approx(2.097152)
 
 
-class Clock(Steps):
-    """A host whose time stands still but for what is added to it; the device takes 1 and 2 ms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now, self.head_starts = 0.0, list[float]()
-
-    def ready(self, head_start_ms: float) -> None:
-        super().ready(head_start_ms)
-        self.head_starts.append(head_start_ms)
-
-
 @pytest.mark.parametrize(
     ("host_ms", "head_start"), [(0.5, 1.0), (4.0, 6.0), (1e4, timing.MOST_HEAD_START_MS)]
 )
 def test_the_device_waits_for_as_long_as_the_host_needs(
     host_ms: float, head_start: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock()
+    clock = Steps()
 
     def enqueue() -> None:
         clock.now += 1e-3 * host_ms
@@ -147,7 +137,7 @@ def test_calls_run_in_turn_and_one_that_fails_leaves() -> None:
 
 
 def test_repetitions_end_when_their_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+    clock = Steps()
     monkeypatch.setattr(timing.time, "monotonic", lambda: len(clock.head_starts))
     samples = timing.time_in_turn({"a": timing.Call([lambda: None])}, clock, 50, seconds=4.5)
     assert len(samples["a"]) == 4
@@ -185,11 +175,7 @@ def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
     monkeypatch.setattr(kernel, "find_spec", lambda name: None)
     monkeypatch.setattr(kernel, "Bench", None)
     assert main(["bench", "kernel", *TINY.split(), "--plot", str(tmp_path / "x.png")]) == 2
-    assert "--plot needs matplotlib" in capsys.readouterr().err
-
-
-def test_a_name_that_is_given_twice_is_measured_once() -> None:
-    assert setting(f"{TINY} --implementations ours,ours").implementations == ("ours",)
+    assert "matplotlib" in capsys.readouterr().err
 
 
 def test_report_table_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,29 +199,26 @@ def test_report_table_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_what_cannot_run_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = report_of(f"{TINY} --causal", tmp_path / "x.json")
-    assert report["unavailable"]["cudnn"] == "runs on CUDA, got cpu"
-    assert report["unavailable"]["flash-attn-4"] == "the package flash_attn.cute is not installed"
+    assert "CUDA" in report["unavailable"]["cudnn"]
+    assert "flash_attn.cute" in report["unavailable"]["flash-attn-4"]
     (flex,) = (row for row in report["rows"] if row["impl"] == "flex")
-    assert flex["median_ms"] is None
-    assert flex["note"].startswith("cannot run: NotImplementedError: FlexAttention does not supp")
+    assert flex["median_ms"] is None and "NotImplementedError" in flex["note"]
     shown = capsys.readouterr().out
-    assert "flex: cannot run: NotImplementedError" in shown and "cudnn: runs on CUDA" in shown
+    assert "NotImplementedError" in shown and "CUDA" in shown
 
 
 def test_flex_forward_runs_uncompiled_on_a_cpu(tmp_path: Path) -> None:
-    words = f"{TINY} --mode fwd --implementations flex,ours"
-    rows = report_of(words, tmp_path / "x.json")["rows"]
-    assert {(row["impl"], row["mode"]) for row in rows} == {("flex", "fwd"), ("ours", "fwd")}
-    assert all(row["max_ratio"] <= 1 and row["median_ms"] > 0 for row in rows)
+    rows = report_of(f"{TINY} --mode fwd --implementations flex", tmp_path / "x.json")["rows"]
+    assert rows and all(row["max_ratio"] <= 1 and row["median_ms"] > 0 for row in rows)
 
 
 def test_a_budget_ends_the_run_and_says_what_is_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = f"{TINY} --implementations ours --budget 0"
-    report = report_of(words, tmp_path / "x.json")
-    assert [row["note"] for row in report["rows"]] == ["not measured: beyond the budget of 0 s"] * 2
-    assert "2 cells not measured: beyond the budget of 0 s" in capsys.readouterr().out
+    report = report_of(f"{TINY} --implementations ours --budget 0", tmp_path / "x.json")
+    notes = [row["note"] for row in report["rows"]]
+    assert len(notes) == 2 and all("budget of 0 s" in note for note in notes)
+    assert "2 cells not measured" in capsys.readouterr().out
 
 
 def test_a_cell_that_would_outlast_the_budget_is_left_out() -> None:
@@ -251,9 +234,8 @@ def test_a_wrong_result_of_ours_is_a_failure(
 ) -> None:
     monkeypatch.setattr(Ours, "results", lambda self: [1.01 * x for x in self._results])
     report = report_of(f"{TINY} --causal --implementations ours", tmp_path / "x.json", 1)
-    assert report["rows"][0]["note"].startswith("wrong: out of 64: error")
-    assert report["rows"][0]["max_ratio"] > 1
-    assert "ours, 4/2 heads of 16, causal, 2 x 64: out of 64" in capsys.readouterr().out
+    assert report["rows"][0]["note"].startswith("wrong") and report["rows"][0]["max_ratio"] > 1
+    assert "ours, 4/2 heads of 16, causal, 2 x 64" in capsys.readouterr().out
 
 
 def test_an_error_of_ours_is_a_failure_and_of_a_peer_a_reason(
@@ -268,31 +250,27 @@ def test_an_error_of_ours_is_a_failure_and_of_a_peer_a_reason(
     words = f"{TINY} --causal --implementations ours,torch-flash"
     report = report_of(words, tmp_path / "x.json", status=1)
     notes = {row["impl"]: row["note"] for row in report["rows"]}
-    assert notes == {
-        "ours": "cannot run: ArithmeticError: made to fail",
-        "torch-flash": "cannot run: out of memory",
-    }
+    assert "made to fail" in notes["ours"] and "out of memory" in notes["torch-flash"]
     (failure,) = report["failures"]
-    assert failure.startswith("ours, 4/2 heads of 16, causal, 2 x 64: ArithmeticError")
+    assert failure.startswith("ours, ") and "ArithmeticError" in failure
     assert "made to fail" in capsys.readouterr().err  # the traceback
 
 
 def test_a_backend_that_refuses_is_no_failure(tmp_path: Path) -> None:
     words = f"{TINY} --causal --implementations ours --backend cudnn"
-    report = report_of(words, tmp_path / "x.json")
-    (row,) = report["rows"]
-    assert "cuDNN attention runs on cuda" in row["note"] and row["median_ms"] is None
+    (row,) = report_of(words, tmp_path / "x.json")["rows"]
+    assert "cuDNN" in row["note"] and row["median_ms"] is None
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--implementations sparse", "--implementations must be of"),
-        ("--implementations ,", "--implementations needs at least one"),
-        ("--backend sparse", "backend must be 'auto' or one of"),
-        ("--heads 8/3", "kv heads must divide"),
-        ("--json /nowhere/x.json", "there is no folder /nowhere"),
-        ("--plot /nowhere/x.png", "there is no folder /nowhere"),
+        ("--implementations sparse", "--implementations"),
+        ("--implementations ,", "--implementations"),
+        ("--backend sparse", "backend"),
+        ("--heads 8/3", "8/3"),
+        ("--json /nowhere/x.json", "/nowhere"),
+        ("--plot /nowhere/x.png", "/nowhere"),
     ],
 )
 def test_bad_options_are_refused(
@@ -315,6 +293,7 @@ def test_sizes_by_device_and_option() -> None:
     assert given.sizes.seqlens == (1024, 2048) and given.sizes.heads == ((8, 8),)
     assert given.causal == (True,) and given.sizes.dtype == torch.float16
     assert given.sizes.head_dims == kernel.ON_CPU.head_dims
+    assert setting(f"{TINY} --implementations ours,ours").implementations == ("ours",)
     cells = list(setting("--device cpu --seqlen 64,256 --tokens 128 --heads 4/2").problems())
     assert [(c.seqlen, c.batch, c.causal) for c in cells] == [
         (64, 2, True), (256, 1, True), (64, 2, False), (256, 1, False)
@@ -322,14 +301,13 @@ def test_sizes_by_device_and_option() -> None:
 
 
 def test_peak_rates_by_name() -> None:
-    assert timing.peak_tflops("NVIDIA H200", torch.bfloat16) == 989.5
-    assert timing.peak_tflops("NVIDIA H100 80GB HBM3", torch.float16) == 989.5
-    assert timing.peak_tflops("NVIDIA H100 PCIe", torch.bfloat16) == 756.5
-    assert timing.peak_tflops("NVIDIA A100-SXM4-80GB", torch.bfloat16) == 312.0
-    assert timing.peak_tflops("NVIDIA B200", torch.bfloat16) == 2250.0
-    assert timing.peak_tflops("NVIDIA GB200", torch.bfloat16) == 2500.0
+    rates = {
+        "NVIDIA H200": 989.5, "NVIDIA H100 80GB HBM3": 989.5, "NVIDIA H100 PCIe": 756.5,
+        "NVIDIA A100-SXM4-80GB": 312.0, "NVIDIA B200": 2250.0, "NVIDIA GB200": 2500.0,
+        "Radeon": None,
+    }  # fmt: skip
+    assert {name: timing.peak_tflops(name, torch.float16) for name in rates} == rates
     assert timing.peak_tflops("NVIDIA H200", torch.float32) is None
-    assert timing.peak_tflops("Radeon", torch.bfloat16) is None
     assert timing.measured_tflops(CPU, torch.float32, size=64) > 0
 
 
@@ -405,13 +383,6 @@ def test_a_table_shows_share_of_peak_and_reasons() -> None:
     refused = kernel.Row("cudnn", "fwd", **shape, note="cannot run: RuntimeError: no")
     (table,) = kernel.tables([timed, refused])
     shown = [list(column.cells) for column in table.columns]
-    assert shown == [
-        ["2 x 8k"] * 2,
-        ["ours", "cudnn"],
-        ["1.500 (1.250-20.00)", "cannot run"],
-        ["485 (49%)", ""],
-        ["0.70", ""],
-    ]
-    assert kernel.notes([timed, refused]) == [
-        "cudnn: cannot run: RuntimeError: no (8/2 heads of 128, causal, 2 x 8k)"
-    ]
+    assert shown[1] == ["ours", "cudnn"] and shown[3] == ["485 (49%)", ""]
+    (note,) = kernel.notes([timed, refused])
+    assert all(fact in note for fact in ("cudnn", "RuntimeError: no", "2 x 8k"))

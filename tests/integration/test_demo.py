@@ -15,7 +15,7 @@ import torch
 from ring_attn.testing import Verdict, check
 from ring_attn.tools import demo
 from ring_attn.tools.demo import Report, Row, Run, Twin, sample_batches, standard_library_text
-from ring_attn.tools.generate import Comparison, Generated, compare
+from ring_attn.tools.generate import Comparison, compare
 from ring_attn.tools.mesh import Axes
 
 TINY = "--seqlen 33 --dim 32 --layers 2"
@@ -77,11 +77,9 @@ def test_ring_trains_and_generates_as_one_process_does(
     # 33 bytes of prompt; the last of 64 is not fed back.
     assert sum(generation["rows"]) == 33 + 63 and min(generation["rows"]) > 0
 
-    printed = capfd.readouterr().out.splitlines()
-    assert "mesh cp=2, 2 ranks on cpu" in printed[0] and "mesh loss" in printed[1]
-    assert [line.split()[0] for line in printed[2:6]] == ["0", "1", "2", "3"]
-    assert f"generated {generation['text']!r}" in printed
-    assert printed[-1].startswith("greatest loss difference") and printed[-1].endswith(": ok")
+    printed = capfd.readouterr().out
+    assert "mesh cp=2, 2 ranks on cpu" in printed and repr(generation["text"]) in printed
+    assert [line.split()[0] for line in printed.splitlines()[2:6]] == ["0", "1", "2", "3"]
 
 
 @pytest.mark.slow
@@ -98,17 +96,14 @@ def test_report_fails_where_a_loss_is_not_finite_or_a_verdict_fails() -> None:
 
 
 def test_report_fails_where_the_ranks_generate_something_else() -> None:
-    logits = torch.eye(256)[[65, 66, 67]]
-    whole = Generated([65, 66, 67], logits, (7,))
-    other = Generated([65, 90, 91], logits - 0.125, (3, 4))
-    prompt = torch.tensor([[42] * 50])
-    same = compare(prompt, replace(whole, rows=(3, 4)), whole)
-    assert same == Comparison(40 * "*", "ABC", True, None, 0.0, 1.0, (3, 4))
-    wrong = compare(prompt, other, whole)
-    assert wrong == Comparison(40 * "*", "AZ[", False, 1, 0.125, 1.0, (3, 4))
-    assert not compare(prompt, replace(whole, logits=logits * math.nan), whole).equal
+    prompt, rows = torch.tensor([[42] * 50]), (3, 4)
+    sharded, whole = torch.eye(256)[[65, 90, 91]], torch.eye(256)[[65, 66, 67]]
+    same = compare(prompt, whole, whole, rows)
+    assert same == Comparison(40 * "*", "ABC", True, None, 0.0, 1.0, rows)
+    wrong = compare(prompt, sharded, whole, rows)
+    assert wrong == Comparison(40 * "*", "AZ[", False, 1, 1.0, 1.0, rows)
+    assert not compare(prompt, whole * math.nan, whole, rows).equal
     assert Report([ROW], [], same).ok and not Report([ROW], [], wrong).ok
-    assert "no, from byte 1 on" in demo.summary(run_of(TINY).training, Report([ROW], [], wrong))
 
 
 def test_batches_are_windows_of_the_text_and_repeat_by_seed() -> None:
@@ -152,40 +147,44 @@ def test_axes_in_any_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "facts"),
     [
-        ("--seqlen 1", ValueError, "seqlen must be at least 2,"),
-        ("--seqlen 3 --nproc 4", ValueError, "seqlen must be at least 4"),
-        ("--dtype float16", TypeError, "float32 or bfloat16, got float16"),
-        ("--dim 12", ValueError, "even headdim"),
-        ("--seqlen 64 --generate 64", ValueError, "generate must be less than seqlen"),
-        ("--seqlen 1G", ValueError, "seqlen must be at most"),
-        ("--mesh cp", ValueError, "pp, dp, cp, tp, each once"),
-        ("--mesh cp=2,cp=2", ValueError, "each once, .* got 'cp=2,cp=2'"),
-        ("--mesh ep=2", ValueError, "got 'ep=2'"),
-        ("--mesh cp=0", ValueError, "got 'cp=0'"),
-        ("--mesh cp=2 --nproc 3", ValueError, "mesh cp=2 has 2 ranks, got --nproc 3"),
-        ("--mesh cp=2,tp=2 --generate 8", NotImplementedError, "leave out --mesh"),
-        ("--mesh cp=2 --schedule zb", ValueError, "schedule must be one of .*got 'zb'"),
-        ("--mesh pp=8", ValueError, "layers must be at least 8"),
-        ("--mesh pp=4 --schedule interleaved", ValueError, "layers must be at least 8"),
-        ("--mesh pp=2 --microbatches 1", ValueError, "microbatches must be at least pp=2"),
-        ("--mesh pp=2 --schedule interleaved --microbatches 5", ValueError, "2 \\* pp=2"),
-        ("--mesh dp=2 --batch 3", ValueError, "batch must be a multiple of dp=2 times"),
-        ("--mesh tp=3", ValueError, "tp must divide nheads=8"),
-        ("--mesh tp=16", ValueError, "tp must divide nheads=8"),
-        ("--strategy halo", ValueError, "strategy must be one of .*got 'halo'"),
-        ("--mesh cp=4 --strategy hybrid", ValueError, "needs its degree"),
+        ("--seqlen 1", "seqlen 2"),
+        ("--seqlen 3 --nproc 4", "seqlen 4"),
+        ("--dim 12", "nheads=8 dim=12"),
+        ("--seqlen 64 --generate 64", "generate 64"),
+        ("--seqlen 1G", "seqlen 1073741824"),
+        ("--mesh cp", "'cp'"),
+        ("--mesh cp=2,cp=2", "once 'cp=2,cp=2'"),
+        ("--mesh ep=2", "'ep=2'"),
+        ("--mesh cp=0", "'cp=0'"),
+        ("--mesh cp=2 --nproc 3", "cp=2 3"),
+        ("--mesh cp=2 --schedule zb", "interleaved 'zb'"),
+        ("--mesh pp=8", "layers 8 4"),
+        ("--mesh pp=4 --schedule interleaved", "layers 8 4"),
+        ("--mesh pp=2 --microbatches 1", "microbatches pp=2 1"),
+        ("--mesh pp=2 --schedule interleaved --microbatches 5", "microbatches pp=2 5"),
+        ("--mesh dp=2 --batch 3", "batch dp=2 3"),
+        ("--mesh tp=3", "nheads=8 3"),
+        ("--mesh tp=16", "nheads=8 16"),
+        ("--strategy halo", "strategy 'halo'"),
+        ("--mesh cp=4 --strategy hybrid", "hybrid degree"),
     ],
 )
-def test_options_that_cannot_be_are_refused(
-    options: str, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
+def test_options_that_cannot_be_are_refused(options: str, facts: str) -> None:
+    with pytest.raises(ValueError) as error:
         demo.run(parsed(options))
+    assert all(fact in str(error.value) for fact in facts.split())
+
+
+def test_what_is_not_built_is_refused_by_its_type() -> None:
+    with pytest.raises(TypeError, match="float16"):
+        demo.run(parsed("--dtype float16"))
+    with pytest.raises(NotImplementedError, match="cp=2,tp=2"):
+        demo.run(parsed("--mesh cp=2,tp=2 --generate 8"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU")
 def test_cuda_without_a_gpu_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 ranks on device 'cuda' need as many GPUs"):
+    with pytest.raises(ValueError, match="2 ranks on device 'cuda'"):
         demo.run(parsed("--device cuda"))

@@ -93,21 +93,17 @@ def test_candidates_that_cannot_or_must_not_be_taken(monkeypatch: pytest.MonkeyP
     bench._search("fwd", math.inf)
     rows = {row.name: row for row in bench.rows}
     assert len(rows) == 5  # two that differ in their notes are one
-    assert rows["48x64 4w 1s"].note.startswith("not built: ")
-    assert "error" in rows["64x32 4w 1s"].note and (rows["64x32 4w 1s"].max_ratio or 0) > 1
-    assert rows["32x64 4w 1s"].note == "other bits after 1 equal runs of 2"
+    assert "not built" in rows["48x64 4w 1s"].note
+    assert (rows["64x32 4w 1s"].max_ratio or 0) > 1
+    assert "1 equal runs of 2" in rows["32x64 4w 1s"].note
     assert rows["64x64 4w 1s"].frozen and rows["64x64 4w 1s"].speed == 1.0
     assert rows["32x32 4w 1s"].note == "" and rows["32x32 4w 1s"].samples == 1
     assert [row.wrong for row in rows.values()] == [False, False, False, True, True]
     assert bench.failures == []
-    lines = bench.summary()
-    assert sum(line.startswith("WRONG fwd: ") for line in lines) == 2
-    assert lines[-1].startswith("5 configs, 2 timed, 2 wrong")
+    assert sum(line.startswith("WRONG fwd: ") for line in bench.summary()) == 2
 
 
-def test_a_wrong_frozen_config_is_a_failure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_frozen_config_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Kernels.forward
 
     def wrongly(self: Kernels) -> None:
@@ -116,9 +112,6 @@ def test_a_wrong_frozen_config_is_a_failure(
 
     monkeypatch.setattr(Kernels, "forward", wrongly)
     assert main(["tune", *TINY.split(), "--kernels", "fwd", "--quiet"]) == 1
-    shown = capsys.readouterr().out
-    assert "fwd_whole, the frozen config: out of 33: error" in shown
-    assert "2 configs, 0 timed, 2 wrong" in shown
 
 
 def test_a_broken_device_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,14 +208,12 @@ def test_configs_in_words_and_as_lines_of_the_table() -> None:
 
 
 def test_a_table_shows_the_fastest_and_counts_the_rest() -> None:
-    rows = [
-        row("fwd", Config(64, n, 4, 1), 1.0 / n, p20_ms=1.0, p80_ms=2.0)
-        for n in (16, 32, 64, 128, 256, 512, 1024)
-    ]
+    times = {"p20_ms": 1.0, "p80_ms": 2.0}
+    rows = [row("fwd", Config(64, 2**n, 4, 1), 2.0**-n, **times) for n in range(4, 11)]
     rows[5] = replace(rows[5], frozen=True)
     rows.append(Row("fwd", "none", NO_TILE, note="not built: no"))
     shown = [list(column.cells) for column in tune_report.table(rows, "title").columns]
-    assert shown[1][:5] == [f"64x{n} 4w 1s" for n in (16, 32, 64, 128, 256)]
+    assert shown[1][:5] == [f"64x{2**n} 4w 1s" for n in range(4, 9)]
     assert shown[1][5:] == ["64x512 4w 1s (frozen)", "and 2 more, 1 without a time"]
 
 
@@ -246,16 +237,16 @@ def test_sizes_by_device_and_option() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("words", "fact"),
     [
-        ("--kernels bwd", "--kernels must be of"),
-        ("--jobs -1", "--jobs must be at least 0"),
-        ("--heads 4/2,8/2", "--heads must be one pair"),
-        ("--dtype bfloat16", "bfloat16 arithmetic is wrong in Triton's interpreter"),
+        ("--kernels bwd", "--kernels .*'bwd'"),
+        ("--jobs -1", "--jobs .*-1"),
+        ("--heads 4/2,8/2", "--heads"),
+        ("--dtype bfloat16", "bfloat16"),
     ],
 )
-def test_bad_options_are_refused(words: str, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+def test_bad_options_are_refused(words: str, fact: str) -> None:
+    with pytest.raises(ValueError, match=fact):
         setting(f"--device cpu {words}")
 
 

@@ -9,13 +9,14 @@ from itertools import accumulate, combinations_with_replacement, pairwise, produ
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ring_attn import balance
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.plan import pair_tiles, plan_ring, travelling_rows
+from ring_attn.planning import partition
 from ring_attn.planning.balance import (
     Balance,
     Size,
@@ -89,31 +90,16 @@ def test_no_cuts_balance_the_area_better(mask: Mask, world_size: int, align: int
     st.lists(st.one_of(st.integers(0, 9), st.floats(0, 1e30)), max_size=8),
     st.integers(1, 4),
 )
+@example([5e-324, 5e-324, 1e-300, 3e-310], 2)
+@example([1e300, 1.0, 1e-300, 1e300], 3)
+@example([2.0**53, 1.0, 1.0, 2.0**53, 1.0], 2)  # in float64 1 is lost beside 2^53
+@example([0.0, 0.1, 0.2, 0.3, 0.0], 4)
+@example([2**62, 2**62, 2**62, 1], 2)
 def test_no_cuts_balance_costs_better(costs: list[float], world_size: int) -> None:
     layout = by_cost(costs, world_size)
     work = [Fraction(cost) for cost in costs]
     best = min(greatest(work, cuts) for cuts in every_cuts(len(work), world_size))
     assert layout.cuts is not None and greatest(work, list(layout.cuts)) == best
-
-
-@pytest.mark.parametrize(
-    "costs",
-    [
-        [5e-324, 5e-324, 1e-300, 3e-310],
-        [1e300, 1.0, 1e-300, 1e300],
-        # In float64 1 is lost beside 2^53 and all cuts look alike.
-        [2.0**53, 1.0, 1.0, 2.0**53, 1.0],
-        [0.0, 0.0, 0.0],
-        [0.0, 0.1, 0.2, 0.3, 0.0],
-        [2**62, 2**62, 2**62, 1],
-    ],
-)
-def test_costs_are_added_exactly(costs: list[float]) -> None:
-    work = [Fraction(cost) for cost in costs]
-    for world_size in (1, 2, 3, 4):
-        cuts = by_cost(costs, world_size).cuts
-        best = min(greatest(work, every) for every in every_cuts(len(work), world_size))
-        assert cuts is not None and greatest(work, list(cuts)) == best
 
 
 @pytest.mark.parametrize(
@@ -127,16 +113,18 @@ def test_costs_of_any_dtype(dtype: torch.dtype) -> None:
     assert balance_of(by_cost(cost, 3), cost) == Balance((9, 14, 8), (4, 2, 2))
 
 
-def test_without_work_the_rows_are_shared() -> None:
-    assert by_cost([0] * 12, 4).cuts == (0, 3, 6, 9, 12)
-    assert by_area(Mask(9, 0), 3).cuts == (0, 3, 6, 9)
-    # Work at both ends only: between them the cut is where rows are equal.
-    assert by_cost([1] + [0] * 8 + [1], 2).cuts == (0, 5, 10)
-
-
-def test_ranks_beyond_the_greatest_part_are_not_left_empty() -> None:
-    # A greedy walk to the limit would put 5 rows on rank 1, 1 on rank 2, and none on rank 3.
-    assert by_cost([10, 2, 2, 2, 2, 2, 2], 4).cuts == (0, 1, 3, 5, 7)
+@pytest.mark.parametrize(
+    ("costs", "world_size", "cuts"),
+    [
+        # Without work the rows are shared; between work at both ends, the cut is in the middle.
+        ([0] * 12, 4, (0, 3, 6, 9, 12)),
+        ([1] + [0] * 8 + [1], 2, (0, 5, 10)),
+        # A greedy walk to the limit would put 5 rows on rank 1, 1 on rank 2, and none on rank 3.
+        ([10, 2, 2, 2, 2, 2, 2], 4, (0, 1, 3, 5, 7)),
+    ],
+)
+def test_no_rank_is_left_empty(costs: list[int], world_size: int, cuts: tuple[int, ...]) -> None:
+    assert by_cost(costs, world_size).cuts == cuts
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped", "segments"])
@@ -156,20 +144,6 @@ def test_work_is_what_the_plans_compute(mask: Mask, kind: str) -> None:
     assert balance_of(layouts[0], visible_keys(mask)) == got
 
 
-def test_the_figures_of_the_module() -> None:
-    mask = Mask(12, 12, causal=True)
-    rows = (
-        (SequenceLayout.contiguous(12, 3), (0, 4, 8, 12), (10, 26, 42), "1.62", "1.00"),
-        (by_area(mask, 3), (0, 7, 10, 12), (28, 27, 23), "1.08", "1.75"),
-    )
-    for layout, cuts, work, of_work, of_rows in rows:
-        got = balance_of(layout, mask)
-        assert tuple(accumulate(got.rows, initial=0)) == cuts and got.work == work
-        assert (f"{got.of_work:.2f}", f"{got.of_rows:.2f}") == (of_work, of_rows)
-    zigzag = balance_of(SequenceLayout.zigzag(12, 3), mask)
-    assert zigzag.of_work == zigzag.of_rows == 1.0
-
-
 def test_balance_of_nothing_is_perfect() -> None:
     empty = balance_of(by_area(Mask(0, 0), 3), Mask(0, 0))
     assert empty.of_work == empty.of_rows == 1.0
@@ -181,7 +155,7 @@ def test_balance_of_nothing_is_perfect() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [(-1, -1), (2, -1), (0, 0), (1, 3), (-1, 2)])
-@pytest.mark.parametrize("cu", [(0, 11), DOCUMENTS, (0, 0, 4, 5, 12, 12)])
+@pytest.mark.parametrize("cu", [(0, 11), DOCUMENTS, (0, 0, 4, 5, 12, 12), (0, 0)])
 def test_what_crosses_a_cut(cu: tuple[int, ...], window: Window, causal: bool) -> None:
     mask = Mask(cu[-1], cu[-1], causal, window, cu, cu)
     dense = mask.dense()
@@ -190,10 +164,6 @@ def test_what_crosses_a_cut(cu: tuple[int, ...], window: Window, causal: bool) -
         for cut in range(cu[-1] + 1)
     ]
     assert crossing_rows(mask).tolist() == expected
-
-
-def test_nothing_crosses_without_rows() -> None:
-    assert crossing_rows(Mask(0, 0)).tolist() == [0]
 
 
 @st.composite
@@ -231,14 +201,8 @@ def test_no_cuts_within_the_limit_are_cheaper(
     cu = tuple(min(end, seqlen) for end in cu)
     causal, window = sees
     mask = Mask(seqlen, seqlen, causal, window, cu, cu)
-    layout = by_documents(
-        cu,
-        world_size,
-        causal=causal,
-        window_size=window,
-        max_balance=max_balance,
-        align=align,
-    )
+    options = {"max_balance": max_balance, "align": align}
+    layout = by_documents(cu, world_size, causal=causal, window_size=window, **options)
     assert layout.seqlen == seqlen and at_multiples(layout, align)
     work, cost = visible_keys(mask).tolist(), crossing_rows(mask).tolist()
 
@@ -259,55 +223,6 @@ def test_no_cuts_within_the_limit_are_cheaper(
         assert not free or greatest(work, chosen) == min(greatest(work, cuts) for cuts in free)
 
 
-def lengths(rng: random.Random, total: int, kind: str) -> list[int]:
-    """Documents of training sets: even, long-tailed, or one that dwarfs the rest."""
-    lens = [total // 2] if kind == "one giant" else []
-    while sum(lens) < total:
-        one = {
-            "even": lambda: rng.randint(1, total // 8),
-            "short": lambda: rng.randint(1, 40),
-            "long tail": lambda: int(rng.paretovariate(1.1) * 8),
-            "one giant": lambda: rng.randint(1, 60),
-        }[kind]()
-        lens.append(min(one, total - sum(lens)))
-    rng.shuffle(lens)
-    return lens
-
-
-@pytest.mark.parametrize(("causal", "window"), WINDOWS)
-@pytest.mark.parametrize("kind", ["even", "short", "long tail", "one giant"])
-def test_packed_documents_balance_to_five_percent(kind: str, causal: bool, window: Window) -> None:
-    rng = random.Random(kind)
-    at_ends = 0
-    for world_size, total in product((2, 3, 8), (257, 1000)):
-        cu = tuple(accumulate(lengths(rng, total, kind), initial=0))
-        mask = Mask(total, total, causal, window, cu, cu)
-        layout, balanced = (
-            by_documents(cu, world_size, causal=causal, window_size=window),
-            by_area(mask, world_size),
-        )
-        got = balance_of(layout, mask)
-        # The lengths allow what any cuts at all reach.
-        assert got.of_work <= max(1.05, balance_of(balanced, mask).of_work), (cu, world_size)
-        # They do wherever a row is small beside the slack: cut inside where no end will do.
-        if int(visible_keys(mask).max()) <= 0.05 * sum(got.work) / world_size:
-            assert got.of_work <= 1.05, (cu, world_size)
-        price, usual = (int(crossing_rows(mask)[[*x.cuts]].sum()) for x in (layout, balanced))
-        assert price <= usual
-        at_ends += price == 0
-    if kind == "short":
-        assert at_ends > 0, "ends of documents are never found"
-
-
-def test_of_ends_that_will_do_the_best_balanced_are_taken() -> None:
-    cu = (0, 4, 10, 15, 18, 23, 25, 27, 33, 38)
-    layout = by_documents(cu, 3, causal=True, max_balance=2.5)
-    # Cuts that are each nearest to equal parts would give 1.156.
-    assert layout.cuts == (0, 10, 25, 38)
-    got = balance_of(layout, Mask(38, 38, True, (-1, -1), cu, cu))
-    assert got.of_work == pytest.approx(1.0734, abs=1e-4)
-
-
 @reproducible
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 30)), min_size=1, max_size=18),
@@ -322,8 +237,8 @@ def test_the_search_finds_the_least_of_any_costs(
     places = list(every_cuts(len(work), parts))
     feasible = min(places, key=lambda cuts: greatest(work, cuts))
     limit = int(greatest(work, feasible) * slack)
-    sums = torch.tensor(list(accumulate(work, initial=0)))
-    chosen = balance._cheapest_cuts(sums, torch.tensor(cost), limit, feasible)
+    sums = list(accumulate(work, initial=0))
+    chosen = partition.cheapest_cuts(sums, cost, limit, feasible)
     assert [chosen[0], chosen[-1], len(chosen)] == [0, len(work), parts + 1]
     assert chosen == sorted(chosen) and greatest(work, chosen) <= limit
     allowed = [cuts for cuts in places if greatest(work, cuts) <= limit]
@@ -344,7 +259,7 @@ def test_long_sequences_are_searched_in_part(
     # What only sequences above 65536 positions, and above 160 ranks, meet.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(balance, "MAX_INNER_CUTS", 8)
-        patch.setattr(balance, "MAX_DRIFT", drift)
+        patch.setattr(partition, "MAX_DRIFT", drift)
         layout = by_documents(cu, world_size, causal=True, align=align)
     mask = Mask(cu[-1], cu[-1], True, (-1, -1), cu, cu)
     balanced = by_area(mask, world_size, align=align)
@@ -393,19 +308,15 @@ def test_boundaries_fall_after_separators(
     assert greatest(work, list(layout.cuts)) == best
 
 
-def test_separators_take_tensors_and_costs() -> None:
+def test_separators_take_tensors_costs_and_a_limit() -> None:
     ids = torch.tensor([7, 0, 7, 7, 2, 7, 0, 7], dtype=torch.int32)
     assert by_separators(ids, [0, 2], 2).cuts == (0, 5, 8)
     assert by_separators(ids, [0, 2], 2, work=[9, 1, 1, 1, 1, 1, 1, 1.0]).cuts == (0, 2, 8)
     assert by_separators(ids, (0,), 3, max_balance=2.0).cuts == (0, 2, 7, 8)
-
-
-def test_separators_that_do_not_balance_are_refused_when_asked() -> None:
-    ids = [1] * 9 + [0] + [1] * 2
-    assert by_separators(ids, {0}, 2).cuts == (0, 10, 12)
-    with pytest.raises(ValueError, match=r"max_balance is 1\.2, .* over 2 ranks is 1\.667"):
-        by_separators(ids, {0}, 2, max_balance=1.2)
-    assert by_separators(ids, {0}, 2, max_balance=5 / 3).cuts == (0, 10, 12)
+    uneven = [1] * 9 + [0] + [1] * 2
+    assert by_separators(uneven, {0}, 2, max_balance=5 / 3).cuts == (0, 10, 12)
+    with pytest.raises(ValueError, match=r"1\.2, .* 2 .* 1\.667"):
+        by_separators(uneven, {0}, 2, max_balance=1.2)
 
 
 # -- by_memory, least_world_size
@@ -497,9 +408,7 @@ def test_the_least_world_size(
 def test_the_vector_of_planning() -> None:
     assert least_world_size(10_000, 8 << 30, 1 << 10, 4) == (1, 10_000)
     assert least_world_size(10_000, 3 << 20, 1 << 10, 4) == (4, 2500)
-    with pytest.raises(
-        ValueError, match=r"4 ranks of 2097152 bytes hold 2048 tokens each, 8192 .*5"
-    ):
+    with pytest.raises(ValueError, match=r"4 .* 2097152 .* 2048 .* 8192 .*5"):
         least_world_size(10_000, 2 << 20, 1 << 10, 4)
 
 
@@ -507,6 +416,7 @@ def test_the_vector_of_planning() -> None:
 
 
 LAYOUT = SequenceLayout.boundaries([0, 20, 45, 60, 97])
+GAP = SequenceLayout.boundaries([0, 4, 8, 8, 12])
 
 
 @pytest.mark.parametrize("window", [(0, 0), (7, 0), (5, 9), (14, 14), (30, 3), (-1, -1)])
@@ -542,18 +452,23 @@ def test_a_window_sends_its_halo_and_no_more(left: int) -> None:
     assert halo(LAYOUT, mask, 0) == (0, 0)
 
 
-def test_an_overlap_as_long_as_a_chunk_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("layout", "mask", "numbers"),
+    [
+        (LAYOUT, Mask(97, 97, window_size=(15, 0)), "3 15 before 2 15"),
+        (LAYOUT, Mask(97, 97, window_size=(0, 16)), "1 16 after 2 15"),
+        (GAP, Mask(12, 12, True, (2, -1)), "3 2 before 2 0"),
+    ],
+)
+def test_an_overlap_as_long_as_a_chunk_is_refused(
+    layout: SequenceLayout, mask: Mask, numbers: str
+) -> None:
+    with pytest.raises(ValueError, match=".* ".join(map(r"\b{}\b".format, numbers.split()))):
+        check_halo(layout, mask)
+
+
+def test_shorter_overlaps_are_taken() -> None:
     check_halo(LAYOUT, Mask(97, 97, window_size=(14, 14)))
-    with pytest.raises(
-        ValueError, match="rank 3 needs 15 rows before its shard and rank 2 holds 15"
-    ):
-        check_halo(LAYOUT, Mask(97, 97, window_size=(15, 0)))
-    with pytest.raises(
-        ValueError, match="rank 1 needs 16 rows after its shard and rank 2 holds 15"
-    ):
-        check_halo(LAYOUT, Mask(97, 97, window_size=(0, 16)))
-    with pytest.raises(ValueError, match="rank 3 needs 2 rows before its shard and rank 2 holds 0"):
-        check_halo(SequenceLayout.boundaries([0, 4, 8, 8, 12]), Mask(12, 12, True, (2, -1)))
     # Of documents on one rank each nothing overlaps, however long.
     cu = (0, 20, 45, 60, 97)
     check_halo(LAYOUT, Mask(97, 97, True, (-1, -1), cu, cu))
@@ -562,10 +477,9 @@ def test_an_overlap_as_long_as_a_chunk_is_refused() -> None:
 def test_a_halo_of_empty_shards_and_blind_rows() -> None:
     layout = SequenceLayout.boundaries([0, 4, 4, 12])
     assert [halo(layout, Mask(12, 12, True), rank) for rank in range(3)] == [(0, 0), (0, 0), (4, 0)]
-    with pytest.raises(ValueError, match="one run of positions each, got zigzag"):
-        halo(SequenceLayout.zigzag(12, 2), Mask(12, 12, True), 0)
-    with pytest.raises(ValueError, match="one run of positions each, got striped"):
-        halo(SequenceLayout.striped(12, 2), Mask(12, 12, True), 0)
+    for other in (SequenceLayout.zigzag(12, 2), SequenceLayout.striped(12, 2)):
+        with pytest.raises(ValueError, match="one run"):
+            halo(other, Mask(12, 12, True), 0)
 
 
 # -- local_rows
@@ -581,10 +495,8 @@ def test_local_rows_are_those_positions(kind: str) -> None:
             if set(wanted) <= set(held):
                 assert held[local_rows(layout, rank, start, stop)] == wanted
             else:
-                missing = len(set(wanted) & set(held))
-                with pytest.raises(
-                    ValueError, match=f"not local to rank {rank}: it holds {missing}"
-                ):
+                held_of_them = len(set(wanted) & set(held))
+                with pytest.raises(ValueError, match=rf"\b{rank}\b.*\b{held_of_them}\b"):
                     local_rows(layout, rank, start, stop)
 
 
@@ -610,7 +522,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: by_cost([1.0, -2.0], 2), ValueError, "cost|-2.0 at 1"),
     (lambda: by_cost([1.0, float("nan")], 2), ValueError, "cost|finite|nan at 1"),
     (lambda: balance_of(LAYOUT, [float("inf")] * 97), ValueError, "work|inf at 0"),
-    (lambda: by_cost(["a"], 2), TypeError, "cost|a str"),
+    (lambda: by_cost(["a"], 2), TypeError, "cost|str"),
     (lambda: by_cost(T(3, dtype=torch.bool), 2), TypeError, "cost|torch.bool"),
     (lambda: by_cost(T(3, 2), 2), ValueError, "cost|1-D|(3, 2)"),
     (lambda: balance_of(LAYOUT, [1, 2]), ValueError, "2 positions|97"),

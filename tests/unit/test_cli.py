@@ -48,20 +48,8 @@ def test_parse_size(text: str, size: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "0",
-        "-1",
-        "k",
-        "8kb",
-        "1.3",
-        "1e3",
-        "0.1k",
-        "8 192",
-        "nan",
-        "\N{ARABIC-INDIC DIGIT THREE}",
-    ]
-    + [400 * "9", "1125899906842625"],
+    ["", "0", "-1", "k", "8kb", "1.3", "1e3", "0.1k", "8 192", "nan", 400 * "9", "1125899906842625"]
+    + ["\N{ARABIC-INDIC DIGIT THREE}"],
 )
 def test_parse_size_refuses(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="is not a size"):

@@ -19,7 +19,7 @@ PACKAGE = "ring_attn"
 # functions count.
 CORE = {
     "core", "core.values", "core.heads", "core.mask", "core.spec", "core.state", "core.strategy",
-    "core.layout", "core.plan", "core.buffers", "core.work", "core.sizes",
+    "core.layout", "core.batch", "core.plan", "core.buffers", "core.work", "core.sizes",
 }  # fmt: skip
 DATA = CORE | {"torch_private", "compiling"}
 ENGINE = DATA | {"core.order", "check", "profiling", "backends", "transport", "strategies"}
@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.state": set(),
     "core.strategy": {"core.values"},
     "core.layout": {"core.values", "core.mask", "compiling"},
+    "core.batch": {"core.values", "core.layout"},
     "core.plan": {"core.mask", "core.layout"},
     "core.buffers": {"core.plan"},
     # The work of all pairs of ranks, and what a call costs.

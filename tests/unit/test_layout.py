@@ -15,7 +15,8 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
     _HeadTailLoadBalancer,
 )
 
-from ring_attn.core.layout import LAYOUTS, Segment, SequenceLayout, shard_batch
+from ring_attn.core.batch import shard_batch
+from ring_attn.core.layout import LAYOUTS, Segment, SequenceLayout
 from ring_attn.core.mask import Mask
 from tests.cold import compile_cold
 

@@ -11,7 +11,6 @@ from ring_attn.core.layout import LAYOUTS
 from ring_attn.core.mask import Mask
 from ring_attn.testing import check, plain_attention, random_qkv
 from ring_attn.testing import dense_attention as oracle_attention
-from ring_attn.tools.generate import WholeCache, generate
 from ring_attn.tools.model import (
     IGNORE_INDEX,
     ModelConfig,
@@ -81,14 +80,6 @@ def test_dense_attention_is_causal_and_shares_kv_heads(nheads_kv: int) -> None:
     assert check("out", dense_attention(q, k, v), oracle, plain).ok
 
 
-@pytest.mark.parametrize("seqlen_q", [1, 5, SEQLEN])
-def test_dense_attention_of_the_last_queries(seqlen_q: int) -> None:
-    q, k, v, _ = random_qkv(seqlen_q=seqlen_q, seqlen_k=SEQLEN, nheads_kv=2)
-    mask = Mask(seqlen_q, SEQLEN, causal=True)
-    oracle, plain = oracle_attention(q, k, v, mask)[0], plain_attention(q, k, v, mask)[0]
-    assert check("out", dense_attention(q, k, v), oracle, plain).ok
-
-
 def test_each_layer_may_have_an_attention_of_its_own() -> None:
     model, ids, positions = make_model(), random_bytes(), torch.arange(SEQLEN)[None]
     seen: list[int] = []
@@ -101,21 +92,6 @@ def test_each_layer_may_have_an_attention_of_its_own() -> None:
     assert seen == [0, 1] and torch.equal(got, model(ids, positions))
     with pytest.raises(ValueError, match="zip"):
         model(ids, positions, [dense_attention])
-
-
-def test_a_cache_generates_what_the_whole_sequence_does() -> None:
-    model, prompt = make_model(), random_bytes()[:1]
-    cached = generate(model, prompt, 20, WholeCache(CONFIG.num_layers), (0.3, 1.0))
-    ids = prompt
-    for token in cached.tokens:
-        logits = model(ids, torch.arange(ids.size(1))[None])[0, -1]
-        assert logits.argmax() == token
-        ids = torch.cat([ids, logits.argmax().view(1, 1)], 1)
-    positions = torch.arange(ids.size(1))[None]
-    oracle = make_model(torch.float64)(ids, positions)[0, SEQLEN - 1 : -1]
-    plain = model(ids, positions, reversed_attention)[0, SEQLEN - 1 : -1]
-    assert check("logits", cached.logits, oracle, plain).ok
-    assert cached.rows == (SEQLEN + 19,)
 
 
 def test_a_later_byte_changes_no_earlier_logit() -> None:

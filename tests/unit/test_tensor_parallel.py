@@ -100,11 +100,6 @@ def test_parts_of_1_to_8(kind: Kind, shape: tuple[int, int], expected: list[list
     assert [part.T.flatten().tolist() for part in parts_of(w.T, kind, config)] == expected
 
 
-def test_columns_of_1024_over_2() -> None:
-    parts = [TensorPartition((1024,), 0, 2, rank) for rank in range(2)]
-    assert [(part.start, part.end) for part in parts] == [(0, 512), (512, 1024)]
-
-
 def test_cost() -> None:
     config = TensorParallelConfig(0, 2, 1024, 4096, 16, 4)
     cost = config.all_reduce_cost(1024, 24, 4, 100.0)
@@ -120,9 +115,10 @@ def test_cost() -> None:
 
 def test_a_partition() -> None:
     part = TensorPartition((128, 512), 0, 4, 0)
-    assert (part.global_shape, part.dim, part.num_partitions, part.rank) == ((128, 512), 0, 4, 0)
     assert (part.start, part.end, part.shape) == (0, 32, (32, 512))
     assert TensorPartition((128, 512), -1, 4, 3) == TensorPartition((128, 512), 1, 4, 3)
+    halves = [TensorPartition((1024,), 0, 2, rank) for rank in range(2)]
+    assert [(half.start, half.end) for half in halves] == [(0, 512), (512, 1024)]
 
 
 @pytest.mark.parametrize(
@@ -272,22 +268,18 @@ def test_there_and_back(kind: Kind, order: Order, dtype: torch.dtype) -> None:
             assert not {part.data_ptr() for part in held if part.numel()} & {x.data_ptr()}
 
 
-def test_a_number_that_all_ranks_have() -> None:
-    config, x = config_of(3, 6), torch.tensor(2.5)
-    parts = parts_of(x, "replicated", config)
-    assert torch.equal(unshard_parameter(parts, "replicated", config), x)
-
-
 def test_the_bias_of_a_row_parallel_layer_is_on_rank_0() -> None:
     config, bias = config_of(3, 6), torch.randn(HIDDEN)
     for kind in ("o", "down", "row"):
         first, *others = parts_of(bias, kind, config)
         assert torch.equal(first, bias) and others == [None, None]
         assert torch.equal(unshard_parameter([first, None, None], kind, config), bias)
-        with pytest.raises(ValueError, match=r"rank 0 alone; got it on ranks \[0, 1, 2\] of 3"):
+        with pytest.raises(ValueError, match=r"\[0, 1, 2\] of 3"):
             unshard_parameter([bias, bias, bias], kind, config)
-    with pytest.raises(ValueError, match=r"got it on ranks \[0\] of 3"):
+    with pytest.raises(ValueError, match=r"\[0\] of 3"):
         unshard_parameter([bias, None, None], "q", config)
+    number = torch.tensor(2.5)
+    assert torch.equal(unshard_parameter([number] * 3, "replicated", config), number)
 
 
 @pytest.mark.parametrize(
@@ -320,14 +312,15 @@ def test_a_shape_that_does_not_fit(
 def test_parts_that_do_not_fit() -> None:
     config = config_of(2, 4)
     a, b = parts_of(torch.randn(48, HIDDEN), "q", config)
-    with pytest.raises(ValueError, match="all 2 ranks, got 1"):
-        unshard_parameter([a], "q", config)
-    with pytest.raises(ValueError, match=r"rank 1 must have shape \(24, 40\) .* got \(23, 40\)"):
-        unshard_parameter([a, b[1:]], "q", config)
-    with pytest.raises(TypeError, match="one dtype, got .*float16.*float32"):
-        unshard_parameter([a, b.half()], "q", config)
-    with pytest.raises(ValueError, match=r"rank 0 must have shape \(9, 5\) .* got \(8, 5\)"):
-        unshard_parameter([torch.zeros(8, 5), torch.zeros(9, 5)], "column", config)
+    uneven = [torch.zeros(8, 5), torch.zeros(9, 5)]
+    for kind, parts, error, facts in (
+        ("q", [a], ValueError, "2 .*1"),
+        ("q", [a, b[1:]], ValueError, r"rank 1 .*\(24, 40\).*\(23, 40\)"),
+        ("q", [a, b.half()], TypeError, "float16.*float32"),
+        ("column", uneven, ValueError, r"rank 0 .*\(9, 5\).*\(8, 5\)"),
+    ):
+        with pytest.raises(error, match=facts):
+            unshard_parameter(parts, kind, config)
 
 
 # -- kv heads that several ranks have
@@ -366,12 +359,12 @@ def test_kv_heads_that_have_drifted_apart(kind: Kind) -> None:
     config = config_of(4, 2)
     parts = parts_of(torch.randn(outputs_and_inputs(kind, 2)), kind, config)
     parts[3][config.replicated_outputs(kind)][-1, -1] += 1.0
-    with pytest.raises(ValueError, match="ranks 2 and 3 both have .* summed over kv_replica_ranks"):
+    with pytest.raises(ValueError, match=r"rank 2 .*\bkv_replica_ranks"):
         unshard_parameter(parts, kind, config)
 
 
 def test_replicated_parameters_that_differ() -> None:
-    with pytest.raises(ValueError, match="ranks 0 and 1 both have"):
+    with pytest.raises(ValueError, match="rank 0 "):
         unshard_parameter([torch.zeros(3), torch.ones(3)], "replicated", config_of(2, 4))
 
 
@@ -402,20 +395,18 @@ def test_a_state_dict_there_and_back(tp_size: int, kv_heads: int) -> None:
 
 def test_names_that_no_pattern_fits() -> None:
     whole, config = layer_of(2, bias=False), config_of(2, 2)
-    text = "fits 2 names, such as .'input_layernorm.weight', 'post_attention_layernorm.weight'"
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(ValueError, match="2 names.*input_layernorm.weight"):
         shard_state_dict(whole, config)
     norms: dict[str, Kind] = {"*_layernorm": "replicated"}
     assert {*shard_state_dict(whole, config, LLAMA_TP_PLAN | norms)} == {*whole}
 
 
 @pytest.mark.parametrize("name", ["q_proj.weight_scale_inv", "q_proj.lora_A.weight"])
-def test_what_lies_in_a_module_that_is_cut(name: str) -> None:
+def test_tensors_in_a_module_that_is_cut_need_a_pattern(name: str) -> None:
     config, x = config_of(2, 2), {f"layers.0.self_attn.{name}": torch.ones(3, HIDDEN)}
-    with pytest.raises(ValueError, match=r"lies in layers.0.self_attn.q_proj, .* cuts as 'q'"):
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj,.*'q'"):
         shard_state_dict(x, config, otherwise="replicated")
-    pattern = name.removesuffix(".weight")
-    plan: dict[str, Kind] = {pattern: "replicated", **LLAMA_TP_PLAN}
+    plan: dict[str, Kind] = {name.removesuffix(".weight"): "replicated", **LLAMA_TP_PLAN}
     assert {*shard_state_dict(x, config, plan)} == {*x}
 
 
@@ -426,19 +417,16 @@ def test_the_first_pattern_that_fits_counts() -> None:
     part = shard_state_dict(x, config, plan)
     assert [len(y) for y in part.values()] == [48, 24, 24]
     # A pattern fits whole parts of a name only.
-    with pytest.raises(ValueError, match="no pattern of the plan fits 1 names"):
+    with pytest.raises(ValueError, match="my_q_proj"):
         shard_state_dict({"my_q_proj.weight": w}, config)
-    with pytest.raises(ValueError, match="q_proj.* must be one of .* got 'colwise'"):
+    with pytest.raises(ValueError, match="q_proj.*'colwise'"):
         shard_state_dict(x, config, {"q_proj": "colwise"})  # type: ignore[dict-item]
 
 
 def test_a_parameter_that_a_rank_lacks() -> None:
     config = config_of(2, 2)
-    parts = [
-        shard_state_dict({"q_proj.weight": torch.randn(48, HIDDEN)}, one)
-        for one in ranks_of(config)
-    ]
-    with pytest.raises(KeyError, match=r"q_proj.weight is missing .* ranks \[1\]"):
-        unshard_state_dict([parts[0], {}], config)
-    with pytest.raises(KeyError, match=r"q_proj.weight is missing .* ranks \[0\]"):
-        unshard_state_dict([{}, parts[1]], config)
+    w = {"q_proj.weight": torch.randn(48, HIDDEN)}
+    first, second = (shard_state_dict(w, one) for one in ranks_of(config))
+    for parts, rank in (([first, {}], 1), ([{}, second], 0)):
+        with pytest.raises(KeyError, match=rf"q_proj.weight .*\[{rank}\]"):
+            unshard_state_dict(parts, config)

@@ -183,20 +183,6 @@ def drop_from_memory(path: Path) -> None:
         pytest.skip("files cannot be taken from the page cache of this file system")
 
 
-def pages_of(indices: Tensor, itemsize: int, start: int) -> set[int]:
-    """Pages in which the items of those indices lie, of a tensor that starts there."""
-    at = start + indices.flatten() * itemsize
-    return {*(at // mmap.PAGESIZE).unique().tolist()}
-
-
-def where_is(name: str, path: Path) -> tuple[int, int]:
-    """Bytes of the header, and where the tensor starts."""
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        entry = json.loads(file.read(length))[name]
-    return 8 + length, 8 + length + entry["data_offsets"][0]
-
-
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
@@ -215,7 +201,7 @@ def test_only_the_pages_of_the_shard_are_read(
     path = tmp_path / "model.safetensors"
     config = TensorParallelConfig(3, 8, 512, 4096, num_heads=32, num_kv_heads=8, headdim=128)
     w = torch.arange(shape[0] * shape[1]).view(shape)
-    indices = shard_parameter(w, kind, config)
+    indices = shard_parameter(w, kind, config).flatten()
     w = w.to(torch.int16).view(torch.bfloat16)
     others = {"before": torch.zeros(MIB), "z": torch.zeros(MIB)}
     # As long a header as that of a large model.
@@ -225,19 +211,17 @@ def test_only_the_pages_of_the_shard_are_read(
     shard = load_tp_shard(path, "w", kind, config)
     read = pages_in_memory(path)
 
-    header, start = where_is("w", path)
-    of_shard = pages_of(indices, 2, start)
-    needed = of_shard | pages_of(torch.zeros(1), 2, start)
-    needed |= {*range(-(-header // mmap.PAGESIZE))}
+    content = path.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    start = header + json.loads(content[8:header])["w"]["data_offsets"][0]
+    of_shard = {*((start + indices * 2) // mmap.PAGESIZE).unique().tolist()}
+    needed = of_shard | {start // mmap.PAGESIZE, *range(-(-header // mmap.PAGESIZE))}
     assert needed <= read
     # Not even one request of the usual read-ahead, 128 KiB, besides.
     assert len(read - needed) * mmap.PAGESIZE < 128 * 1024
     if kind != "o":
         assert len(of_shard) * mmap.PAGESIZE <= shard.nbytes + 8 * mmap.PAGESIZE < w.nbytes // 4
-
-    # It is a measure: what is read whole is there whole.
-    with safetensors.safe_open(path, "pt") as file:
-        assert same_bits(file.get_tensor("w"), w)
+    # It is a measure: the file, now read whole, is there whole.
     assert len(pages_in_memory(path)) * mmap.PAGESIZE >= w.nbytes
     assert same_bits(shard, shard_parameter(w, kind, config))
 
@@ -250,16 +234,12 @@ def test_a_missing_tensor_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(KeyError) as raised:
         load_tp_shard(tmp_path, "model.layers.0.attn.q_proj.weight", "q", CONFIG)
     text = str(raised.value)
-    assert "has no tensor 'model.layers.0.attn.q_proj.weight'" in text
-    near = text[text.index("the nearest are") :]
-    assert near.count("model.layers.0") == 3 and "'model.layers.0.self_attn.q_proj.weight'" in near
+    assert text.count("model.layers.0") == 4 and "'model.layers.0.self_attn.q_proj.weight'" in text
 
 
 def test_a_tensor_that_does_not_fit_is_named(tmp_path: Path) -> None:
     save_file({"a.q_proj.weight": torch.zeros(47, 40)}, tmp_path / "model.safetensors")
-    text = (
-        r"a.q_proj.weight of kind 'q', to be cut over 3 ranks, must have .* = 48 in dim 0 .*47, 40"
-    )
+    text = r"a.q_proj.weight .*'q'.* 3 ranks.* 48 in dim 0 .*47, 40"
     with pytest.raises(ValueError, match=text):
         load_tp_shard(tmp_path, "a.q_proj.weight", "q", CONFIG)
     with pytest.raises(ValueError, match=text):
@@ -311,15 +291,12 @@ def damaged(content: bytes, random: Random) -> bytes:
     """A file of which one thing is wrong: cut off, a bit or a byte of the header, its length."""
     header = 8 + int.from_bytes(content[:8], "little")
     at = random.randrange(header)
-    kinds = [
-        content[: random.randrange(len(content))],
-        content[:at] + content[at + 1 :],
-        content[:at] + random.randbytes(1) + content[at:],
-        content[:at] + random.randbytes(1) + content[at + 1 :],
-        content[:at] + bytes([content[at] ^ 1 << random.randrange(8)]) + content[at + 1 :],
-        random.choice([0, header, 2**63, 2**64 - 1]).to_bytes(8, "little") + content[8:],
-    ]
-    return random.choice(kinds)
+    before, after, byte = content[:at], content[at + 1 :], random.randbytes(1)
+    flipped = bytes([content[at] ^ 1 << random.randrange(8)])
+    length = random.choice([0, header, 2**63, 2**64 - 1]).to_bytes(8, "little")
+    cut_off = content[: random.randrange(len(content))]
+    kinds = [before + after, before + byte + content[at:], before + byte + after]
+    return random.choice([cut_off, *kinds, before + flipped + after, length + content[8:]])
 
 
 def test_a_damaged_file_is_named_or_read_as_safetensors_reads_it(tmp_path: Path) -> None:
@@ -415,34 +392,34 @@ def test_the_cache_of_the_hub_is_read(tmp_path: Path) -> None:
     assert {*loaded} == {*shard_state_dict(model_of(), CONFIG, otherwise="replicated")}
 
 
+def index_of(file: object) -> Callable[[Path], Path]:
+    return index(json.dumps({"weight_map": {"w": file}}))
+
+
 @pytest.mark.parametrize(
-    ("make", "error", "text"),
+    ("make", "error", "facts"),
     [
-        (lambda folder: folder, FileNotFoundError, "no safetensors file in"),
-        (lambda folder: folder / "no.safetensors", FileNotFoundError, "there is no file .*no.safe"),
+        (lambda folder: folder, FileNotFoundError, "safetensors"),
+        (lambda folder: folder / "no.safetensors", FileNotFoundError, "no.safetensors"),
         (lambda folder: folder / "no.json", FileNotFoundError, "no.json"),
-        (two_files, ValueError, "has 2 safetensors files and no model.safetensors.index.json"),
-        (lost_file, FileNotFoundError, "00001-of-00002.safetensors, which .*index.json names"),
-        (lambda folder: folder / "model.bin", ValueError, "source must be a .safetensors file"),
-        (index("[]"), ValueError, "i.json has no weight_map"),
-        (index('{"weight_map": {}}'), ValueError, "i.json has no weight_map"),
-        (index("{"), ValueError, "i.json is not a file of"),
-        (index("[" * 20_000), ValueError, "i.json is not a file of"),
-        (index('{"weight_map": {"w": 1}}'), ValueError, r"i.json .*not safetensors files: \[1\]"),
-        (index('{"weight_map": {"w": "w.bin"}}'), ValueError, r"safetensors files: \['w.bin'\]"),
-        (
-            index('{"weight_map": {"w": "\\u0000.safetensors"}}'),
-            ValueError,
-            "i.json names files that are not safetensors files",
-        ),
+        (two_files, ValueError, "2 .*model.safetensors.index.json"),
+        (lost_file, FileNotFoundError, "00001-of-00002.safetensors.*index.json"),
+        (lambda folder: folder / "model.bin", ValueError, "model.bin"),
+        (index("[]"), ValueError, "i.json .*weight_map"),
+        (index('{"weight_map": {}}'), ValueError, "i.json .*weight_map"),
+        (index("{"), ValueError, "i.json"),
+        (index("[" * 20_000), ValueError, "i.json"),
+        (index_of(1), ValueError, r"i.json .*\[1\]"),
+        (index_of("w.bin"), ValueError, r"\['w.bin'\]"),
+        (index_of("\0.safetensors"), ValueError, "i.json"),
         (wrong_file, ValueError, "00002-of-00002.safetensors .* model.embed_tokens.weight"),
-        (lambda folder: 3, TypeError, "source must be a path, got int"),
+        (lambda folder: 3, TypeError, "source .*int"),
     ],
 )
 def test_a_source_that_cannot_be_read(
-    make: Callable[[Path], Path], error: type[Exception], text: str, tmp_path: Path
+    make: Callable[[Path], Path], error: type[Exception], facts: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(error, match=text):
+    with pytest.raises(error, match=facts):
         load_tp_state_dict(make(tmp_path), CONFIG, otherwise="replicated")
 
 

@@ -1,0 +1,207 @@
+"""Blocks of the Gluon forward for sm_90: products, masks, softmax, rows of state, shared memory.
+
+`hopper_fwd` has the kernel, and says who computes when.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+
+from .online_softmax import softmax_pivot
+
+# Rows of q that a warpgroup's products have.
+ROWS = gl.constexpr(64)
+
+# By its name in triton 3.9, and before.
+_memory = gl.shared_memory_descriptor
+reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
+
+
+@gluon.jit
+def clear_outside(buffer, start, run):
+    """Makes rows of a block (1, BLOCK_N, 1, HEAD_DIM_V) that are not the run's zero.
+
+    In shared memory the block lies as copies leave it, swizzled in pieces of 8 rows x 64 dims:
+    those of the first 64 dims, then those of the next.
+    """
+    BLOCK_N: gl.constexpr = buffer.shape[1]
+    PIECES: gl.constexpr = BLOCK_N * buffer.shape[3] // (8 * 64)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    pieces = reinterpret(buffer, buffer.dtype, [PIECES, 8, 64], SHARED)
+    for i in range(PIECES):
+        rows = start + (8 * i) % BLOCK_N + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+        inside = (rows >= run[0]) & (rows < run[1])
+        x = pieces.index(i).load(LAYOUT)
+        pieces.index(i).store(gl.where(inside[:, None], x, gl.zeros_like(x)))
+
+
+@gluon.jit
+def issue_scores(q, k_buffers, stage, rows):
+    """Starts S = Q K' in the layout of `rows`; returns what `warpgroup_mma_wait` takes."""
+    BLOCK_N: gl.constexpr = k_buffers.shape[2]
+    HEAD_DIM: gl.constexpr = k_buffers.shape[4]
+    k = k_buffers.index(stage).reshape([BLOCK_N, HEAD_DIM]).permute((1, 0))
+    S_LAYOUT: gl.constexpr = rows.type.layout.parent
+    s = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    return warpgroup_mma(q, k, s, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def issue_output(p, v_buffers, stage, acc):
+    """Starts acc += P V; returns what `warpgroup_mma_wait` takes."""
+    BLOCK_N: gl.constexpr = v_buffers.shape[2]
+    HEAD_DIM_V: gl.constexpr = v_buffers.shape[4]
+    v = v_buffers.index(stage).reshape([BLOCK_N, HEAD_DIM_V])
+    return warpgroup_mma(p, v, acc, is_async=True)
+
+
+@gluon.jit
+def _mask(
+    s,
+    rows,
+    start,
+    stop,
+    lo,
+    hi,
+    HAS_LO: gl.constexpr,
+    HAS_HI: gl.constexpr,
+    RAGGED: gl.constexpr,
+):
+    """s (ROWS, BLOCK_N) with -inf where a row does not see a column; see `visible_pairs`.
+
+    rows (ROWS,), start and stop of the run are counted from the block's first column. Columns are
+    taken apart into eights and the place within, since all that a thread has of eights are
+    constants: it would keep its columns in registers, over all loops.
+    """
+    BLOCK_N: gl.constexpr = s.shape[1]
+    LAYOUT: gl.constexpr = s.type.layout
+    s = s.reshape([ROWS, BLOCK_N // 8, 8])
+    PARTS: gl.constexpr = s.type.layout
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))[:, None][:, :, None]
+    eights = 8 * gl.arange(0, BLOCK_N // 8, gl.SliceLayout(0, gl.SliceLayout(2, PARTS)))
+    eights = eights[None, :][:, :, None]
+    within = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))[None, :][:, None, :]
+    if HAS_HI:
+        above = gl.minimum(rows + hi + 1, stop) - within
+        s = gl.where(eights < above, s, float("-inf"))
+    elif RAGGED:
+        s = gl.where(eights < stop - within, s, float("-inf"))
+    if HAS_LO:
+        below = gl.maximum(rows + lo, start) - within
+        s = gl.where(eights >= below, s, float("-inf"))
+    elif RAGGED:
+        s = gl.where(eights >= start - within, s, float("-inf"))
+    return gl.convert_layout(s.reshape([ROWS, BLOCK_N]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def softmax(
+    s,
+    m_i,
+    l_i,
+    rows,
+    start,
+    run,
+    qk_scale,
+    HAS_LO: gl.constexpr,
+    HAS_HI: gl.constexpr,
+    RAGGED: gl.constexpr,
+    MASK: gl.constexpr,
+):
+    """`online_softmax_update` without its product: returns p, alpha, m_i and l_i.
+
+    s (ROWS, BLOCK_N) raw products, m_i l_i rows (ROWS,), all float32 but rows. MASK: this block has
+    a mask; by the other flags any block of the launch may.
+    """
+    if MASK:
+        s = _mask(
+            s, rows - start, run[0] - start, run[1] - start, run[2], run[3], HAS_LO, HAS_HI, RAGGED
+        )
+    MASKED: gl.constexpr = HAS_LO or HAS_HI or RAGGED
+    m_new = gl.maximum(m_i, gl.max(s, 1) * qk_scale)
+    pivot = softmax_pivot(m_new) if MASKED else m_new
+    alpha = gl.exp2(m_i - pivot)
+    p = gl.exp2(gl.fma(s, qk_scale, -pivot[:, None]))
+    l_i = gl.fma(l_i, alpha, gl.sum(p, 1))
+    return p, alpha, m_new, l_i
+
+
+@gluon.jit
+def rescale(acc, alpha):
+    """acc (ROWS, HEAD_DIM_V) times alpha (ROWS,), which is laid out for scores."""
+    return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
+
+
+@gluon.jit
+def as_operand(p, buffers, acc):
+    """Weights p rounded as the buffers' blocks are, and laid out for a product that adds to acc."""
+    return gl.convert_layout(p.to(buffers.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
+
+
+@gluon.jit
+def _row_ptrs(ptr, batch, head, row, num_rows, nheads, HEAD_DIM_V: gl.constexpr, L: gl.constexpr):
+    """Pointers (ROWS, HEAD_DIM_V) from a row on, in (batch, rows, nheads, HEAD_DIM_V).
+
+    Rows are added before dims: so a thread keeps the pointers of its rows, and not of its elements.
+    """
+    first = gl.cast((batch * num_rows + row) * nheads + head, gl.int64)
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, L))
+    dims = gl.arange(0, HEAD_DIM_V, gl.SliceLayout(0, L))
+    return (ptr + first * HEAD_DIM_V + rows * (nheads * HEAD_DIM_V))[:, None] + dims[None, :]
+
+
+@gluon.jit
+def _stat_ptrs(ptr, batch, head, row, num_rows, nheads, L: gl.constexpr):
+    """Pointers (ROWS,) from a row on, in (batch, nheads, rows)."""
+    first = (batch * nheads + head) * num_rows + row
+    return (ptr + first) + gl.arange(0, ROWS, gl.SliceLayout(1, L))
+
+
+@gluon.jit
+def load_state(state, batch, head, row, row_stop, num_rows, nheads, HEAD_DIM_V, S_LAYOUT, O_LAYOUT):
+    """acc (ROWS, HEAD_DIM_V), m_i and l_i (ROWS,); for rows that are not the block's, of no key."""
+    acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr, sinks_ptr = state
+    inside = gl.arange(0, ROWS, gl.SliceLayout(1, O_LAYOUT)) < row_stop - row
+    ptrs = _row_ptrs(acc_ptr, batch, head, row, num_rows, nheads, HEAD_DIM_V, O_LAYOUT)
+    acc = gl.load(ptrs, inside[:, None], 0.0)
+    inside = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT)) < row_stop - row
+    ptrs = _stat_ptrs(m_ptr, batch, head, row, num_rows, nheads, S_LAYOUT)
+    m_i = gl.load(ptrs, inside, float("-inf"))
+    ptrs = _stat_ptrs(l_ptr, batch, head, row, num_rows, nheads, S_LAYOUT)
+    return acc, m_i, gl.load(ptrs, inside, 0.0)
+
+
+@gluon.jit
+def store_rows(ptr, x, batch, head, row, row_stop, num_rows, nheads):
+    """Stores x (ROWS, HEAD_DIM_V) to the rows below `row_stop`."""
+    L: gl.constexpr = x.type.layout
+    ptrs = _row_ptrs(ptr, batch, head, row, num_rows, nheads, x.shape[1], L)
+    inside = gl.arange(0, ROWS, gl.SliceLayout(1, L)) < row_stop - row
+    gl.store(ptrs, x.to(ptr.dtype.element_ty), inside[:, None])
+
+
+@gluon.jit
+def store_stats(ptr, x, batch, head, row, row_stop, num_rows, nheads):
+    """Stores x (ROWS,) likewise."""
+    L: gl.constexpr = x.type.layout.parent
+    ptrs = _stat_ptrs(ptr, batch, head, row, num_rows, nheads, L)
+    inside = gl.arange(0, ROWS, gl.SliceLayout(1, L)) < row_stop - row
+    gl.store(ptrs, x, inside)
+
+
+@gluon.jit
+def make_buffers(desc, COUNT: gl.constexpr):
+    """(COUNT, *block) of shared memory for the blocks of a descriptor."""
+    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """So many mbarriers, each of which completes with so many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers

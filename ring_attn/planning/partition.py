@@ -1,0 +1,122 @@
+"""Contiguous parts of a sequence of work: the least greatest part, and cuts that are even or cheap.
+
+Work is in exact integers; `sums[i]` is the work before candidate i for a cut.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import deque
+from operator import sub
+from typing import Any
+
+# How far from its place in equal work `cheapest_cuts` looks for a cut, in ranks' work: with 5 %
+# imbalance that excludes nothing up to 160 ranks, and keeps the search short beyond.
+MAX_DRIFT = 8
+
+# Distances from equal parts are counted in such fractions of a part.
+UNITS = 1024
+
+
+def least_maximum(sums: list[int], parts: int) -> int:
+    """The least value that the greatest of so many contiguous parts can have."""
+    total = sums[-1]
+    greatest_item = max(map(sub, sums[1:], sums), default=0)
+    # A part that is filled until the next item would pass the mean exceeds it by less than an item.
+    low = max(greatest_item, -(-total // parts))
+    high = -(-total // parts) + greatest_item
+    while low < high:
+        middle = (low + high) // 2
+        if _suffice(sums, parts, middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _suffice(sums: list[int], parts: int, limit: int) -> bool:
+    """Whether so many parts, each at most `limit`, hold everything."""
+    cut, end = 0, len(sums) - 1
+    for _ in range(parts):
+        cut = bisect_right(sums, sums[cut] + limit, cut) - 1
+        if cut == end:
+            return True
+    return False
+
+
+def even_cuts(sums: list[int], positions: list[int], parts: int, limit: int) -> list[int]:
+    """`parts + 1` of the positions with no part above `limit`, each as near to equal parts as can.
+
+    `sums` is the work before each position. The greedy walk would fill the first ranks to the limit
+    and leave the last ones with nothing.
+    """
+    earliest = _earliest_cuts(sums, parts, limit)
+    chosen = [0]
+    for part in range(1, parts):
+        done, left = chosen[-1], parts - part + 1
+        low = max(earliest[part], done)
+        high = bisect_right(sums, sums[done] + limit, low) - 1
+        target = sums[done] + (sums[-1] - sums[done]) // left
+        cut = bisect_left(sums, target, low, high)
+        if cut > low and target - sums[cut - 1] < sums[cut] - target:
+            cut -= 1
+        # Rows without work cost memory all the same: share these by their number.
+        first = bisect_left(sums, sums[cut], low, high)
+        last = bisect_right(sums, sums[cut], low, high + 1) - 1
+        middle = positions[done] + (positions[-1] - positions[done]) // left
+        chosen.append(bisect_left(positions, middle, first, last))
+    return [positions[cut] for cut in [*chosen, len(sums) - 1]]
+
+
+def _earliest_cuts(sums: list[int], parts: int, limit: int) -> list[int]:
+    """For each cut, the first index from which the parts after it can hold the rest."""
+    cuts = [len(sums) - 1]
+    for _ in range(parts):
+        cuts.append(bisect_left(sums, sums[cuts[-1]] - limit, 0, cuts[-1]))
+    return cuts[::-1]
+
+
+def cheapest_cuts(sums: list[int], costs: list[int], limit: int, feasible: list[int]) -> list[int]:
+    """Indices of cuts that cost least in all, with no part above `limit`; then nearest to equal.
+
+    Dynamic programming: the best way to put cut r at x is the best way to put cut r - 1 at some
+    y <= x with the work [y, x) within the limit, and the cost of x. The range of such y only moves
+    forward with x, so a queue of ways, each better than all before it, has the best in front.
+
+    Args:
+        sums: work before each candidate.
+        costs: rows that cross a cut there.
+        limit: the most work of a part.
+        feasible: indices of some cuts within the limit.
+    """
+    parts, total = len(feasible) - 1, sums[-1]
+    mean = total / parts
+    earliest, latest = _earliest_cuts(sums, parts, limit), 0
+    # A way: cost, distance from equal parts, index of its last cut, the way to the cut before.
+    ways: list[tuple[int, int, int, Any]] = [(0, 0, 0, None)]
+    for part in range(1, parts + 1):
+        near = bisect_left(sums, (part - MAX_DRIFT) * total // parts)
+        far = bisect_right(sums, (part + MAX_DRIFT) * total // parts) - 1
+        # Before `earliest` the parts behind would exceed the limit, after `latest` those in front.
+        latest = bisect_right(sums, sums[latest] + limit, latest) - 1
+        low = max(earliest[part], min(near, feasible[part]))
+        high = min(latest, max(far, feasible[part]))
+        queue: deque[tuple[int, int, int, Any]] = deque()
+        waiting, reached = deque(ways), []
+        for x in range(low, high + 1):
+            while waiting and waiting[0][2] <= x:
+                while queue and queue[-1] > waiting[0]:
+                    queue.pop()
+                queue.append(waiting.popleft())
+            while queue and sums[x] - sums[queue[0][2]] > limit:
+                queue.popleft()
+            if queue:
+                cost, distance = queue[0][:2]
+                distance += int(abs(sums[x] - part * mean) * UNITS / mean)
+                reached.append((cost + costs[x], distance, x, queue[0]))
+        ways = reached
+    way, chosen = ways[0], list[int]()
+    while way is not None:
+        chosen.append(way[2])
+        way = way[3]
+    return chosen[::-1]
