@@ -11,11 +11,11 @@ if interrupt.is_command():
 # isort: on
 
 from ring_attn import profiling
-from ring_attn.api import ring_attention, select_backend, unshard
+from ring_attn.api import ring_attention, select_backend, tree_decode, unshard
 from ring_attn.core.layout import SequenceLayout, shard_batch
 from ring_attn.core.spec import TransportOptions
 from ring_attn.core.strategy import Strategy
-from ring_attn.decode import next_rank, tree_decode
+from ring_attn.decode import next_rank
 from ring_attn.models import tensor_parallel
 from ring_attn.models.gradients import sync_gradients
 from ring_attn.planning import balance

@@ -17,13 +17,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import TransportOptions
 from ring_attn.core.values import check_dim, check_int, check_number, check_type
 from ring_attn.torch_private import flattened, functorch
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # Scores are computed in float32 for most dtypes. Within these bounds softmax_scale, softcap and
 # their quotients are normal float32 numbers, and so is a score of up to 2**64 before its scale.
@@ -45,6 +44,21 @@ def check_unsupported(dropout_p: float, alibi_slopes: object) -> None:
         )
     if alibi_slopes is not None:
         raise NotImplementedError("alibi_slopes must be None: ALiBi is not built")
+
+
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> None:
+    """All tensors of `ring_attention`: types, dtypes, devices and shapes."""
+    check_tensors(q, k, v, packed=cu_seqlens is not None)
+    check_sinks(sinks, q)
+    check_boundaries("cu_seqlens", cu_seqlens, q.device)
+    check_boundaries("cu_seqlens_k", cu_seqlens_k, q.device)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
@@ -100,10 +114,13 @@ def check_plain(name: str, x: Tensor) -> None:
         )
 
 
-def check_saved(**tensors: Tensor | None) -> None:
-    """Tensors that autograd can keep for the backward, by name."""
-    if torch.compiler.is_compiling():  # which cannot look at this, and raises by itself
-        return
+def check_differentiated(**tensors: Tensor | None) -> bool:
+    """Whether a backward may follow; autograd must then be able to keep each of the tensors."""
+    needs_grad = any(x is not None and x.requires_grad for x in tensors.values())
+    if not needs_grad or not torch.is_grad_enabled():
+        return False
+    if torch.compiler.is_compiling():  # a compiler cannot trace is_inference, and checks it itself
+        return True
     for name, x in tensors.items():
         if x is not None and x.is_inference():
             raise ValueError(
@@ -111,6 +128,7 @@ def check_saved(**tensors: Tensor | None) -> None:
                 f"that the inputs' requires_grad asks for; pass {name}.clone(), or call under "
                 "torch.no_grad()"
             )
+    return True
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
@@ -144,10 +162,10 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
         )
 
 
-def check_scale(softmax_scale: float | None) -> None:
+def check_scale(softmax_scale: float | None) -> float | None:
     """A positive factor of the scores, or None for the default."""
     if softmax_scale is None:
-        return
+        return None
     check_number("softmax_scale", softmax_scale)
     # To a compiler a float that changes is a symbol: it can be compared, math.isfinite takes none.
     # Fused operators mask before they scale: -inf times 0 or a negative factor would be seen.
@@ -156,16 +174,18 @@ def check_scale(softmax_scale: float | None) -> None:
             "softmax_scale must be positive and finite, from 2**-63 (1.1e-19) to 2**63 (9.2e18), "
             f"as scores are float32 numbers, got {softmax_scale}; the default is headdim ** -0.5"
         )
+    return softmax_scale
 
 
-def check_softcap(softcap: float) -> None:
-    """What the scores stay below in size; 0 is no cap."""
+def check_softcap(softcap: float) -> float:
+    """The bound on the size of scores; 0 is no bound."""
     check_number("softcap", softcap)
     if softcap != 0 and not SMALLEST_FACTOR <= softcap <= LARGEST_FACTOR:
         raise ValueError(
             "softcap must be positive and finite, from 2**-63 (1.1e-19) to 2**63 (9.2e18), as "
             f"scores are float32 numbers, or 0 for none, got {softcap}"
         )
+    return softcap
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
@@ -206,10 +226,11 @@ def check_decode(
         )
 
 
-def check_same_bits(same_bits: bool | None) -> None:
-    """True, False, or None for where it can be had."""
+def check_same_bits(same_bits: bool | None) -> bool | None:
+    """True, False, or None: wherever a call can have the same bits."""
     if same_bits is not None and not isinstance(same_bits, bool):
         raise TypeError(f"same_bits must be a bool or None, got {type(same_bits).__name__}")
+    return same_bits
 
 
 def check_window(window_size: Sequence[int], causal: bool) -> tuple[int, int]:
@@ -395,14 +416,15 @@ def check_group_device(group: dist.ProcessGroup, device: torch.device) -> None:
         )
 
 
-def check_name(option: str, name: object) -> None:
-    """The name of something, not the thing."""
+def check_name(option: str, name: object) -> str:
+    """A string, which stands for an object by its name."""
     if not isinstance(name, str):
         raise TypeError(f"{option} must be a name, got {type(name).__name__}")
+    return name
 
 
-def check_transport(options: object) -> None:
-    """Options of the transport."""
+def check_transport(options: object) -> TransportOptions:
+    """Options of the transport, with a timeout and a number of blocks that can be had."""
     if not isinstance(options, TransportOptions):
         raise TypeError(f"transport must be TransportOptions, got {type(options).__name__}")
     timeout, max_ctas = options.timeout, options.nccl_max_ctas
@@ -416,6 +438,7 @@ def check_transport(options: object) -> None:
             )
     if max_ctas is not None:
         check_int("nccl_max_ctas", max_ctas, least=1)
+    return options
 
 
 def check_max_ctas(options: TransportOptions, group: dist.ProcessGroup) -> None:

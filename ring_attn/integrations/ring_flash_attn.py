@@ -39,7 +39,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_attn import check
-from ring_attn.api import Group, ring_attention, select_backend
+from ring_attn.api import ring_attention, select_backend
+from ring_attn.call import Group
 from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.strategy import Strategy

@@ -39,19 +39,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn import check
-from ring_attn.api import ring_attention
+from ring_attn.api import ring_attention, tree_decode
+from ring_attn.call import Group
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.spec import TransportOptions
 from ring_attn.core.strategy import Strategy
-from ring_attn.decode import tree_decode
 from ring_attn.integrations.transformers_cache import CacheStep, make_cache
 from ring_attn.models.sdpa import as_autocast
 from ring_attn.transport.debug import tell_refusal
-
-Group = dist.ProcessGroup | DeviceMesh | None
 
 # The keyword of a model's forward by which a layout, or the step of a cache, gets to the attention.
 LAYOUT = "sequence_layout"

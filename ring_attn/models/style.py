@@ -36,7 +36,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ring_attn import check
-from ring_attn.api import Layout, ring_attention
+from ring_attn.api import ring_attention
+from ring_attn.call import Layout
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import TransportOptions
 from ring_attn.core.strategy import NAMES, Strategy, checked_strategy, resolve_strategy

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ring_attn.core.dtypes import BY_NAME
 from ring_attn.core.layout import LAYOUTS as NAMED_LAYOUTS
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.strategy import NAMES as STRATEGY_NAMES
 from ring_attn.core.strategy import Strategy
 from ring_attn.testing.oracle import Inputs, random_qkv, random_sinks
-from ring_attn.tools.arguments import DTYPES
 from ring_attn.tools.env import backend_reasons
 
 Layouts = tuple[SequenceLayout, SequenceLayout]
@@ -221,7 +221,7 @@ class Case:
             seqlen_q=mask.seqlen_q,
             seqlen_k=mask.seqlen_k,
             **heads._asdict(),
-            dtype=DTYPES[self.dtype],
+            dtype=BY_NAME[self.dtype],
             device=device,
             seed=self.seed,
             noncontiguous=self.noncontiguous,
@@ -301,7 +301,7 @@ def _all_cases(
     backends: tuple[str, ...], layouts: tuple[str, ...], strategy: str
 ) -> Iterator[Case]:
     for (b, backend), (d, dtype), (i, layout), (j, mask) in product(
-        *map(enumerate, (backends, DTYPES, layouts, MASKS))
+        *map(enumerate, (backends, BY_NAME, layouts, MASKS))
     ):
         if dtype == "float64" and backend != "reference":
             continue

@@ -13,10 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ring_attn import SequenceLayout, TransportOptions, decode, ring_attention, unshard
+from ring_attn import (
+    SequenceLayout,
+    TransportOptions,
+    decode,
+    next_rank,
+    ring_attention,
+    tree_decode,
+    unshard,
+)
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.decode import next_rank, tree_decode
 from ring_attn.strategies.tree_decode import decode_packet
 from ring_attn.testing import (
     check,

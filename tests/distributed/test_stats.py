@@ -11,12 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attn import SequenceLayout, Strategy, ring_attention
+from ring_attn import SequenceLayout, Strategy, ring_attention, tree_decode
 from ring_attn.core import sizes as cost
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import resolve_strategy
-from ring_attn.decode import tree_decode
 from ring_attn.profiling import Figures, Stats, collect, stats, trace
 from ring_attn.strategies import all_gather, core, q_exchange, ulysses
 from ring_attn.strategies.all_gather import AllGatherCall
