@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal, Unpack, overload
 
 import torch
@@ -233,7 +232,7 @@ def _with_strategy(
         node_size=shape[1] if len(shape) == 2 else None,
         global_ranks=dist.get_process_group_ranks(group),
     )
-    return arguments._replace(text=replace(call, strategy=strategy, mesh_shape=()).text)
+    return arguments._replace(text=call._replace(strategy=strategy, mesh_shape=()).text)
 
 
 @overload

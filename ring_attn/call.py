@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypedDict
 
@@ -56,22 +55,34 @@ class _Documents(TypedDict, total=False):
     cu_seqlens_k: Tensor | None
 
 
-class _Run(TypedDict, total=False):
+class _Ranks(TypedDict, total=False):
     group: Group
+
+
+class _Means(TypedDict, total=False):
     backend: str
     transport: TransportOptions
+
+
+class Sharing(_Means, total=False):
+    """Options of `ring_attention` that say by what means, once group and layout are known."""
+
+    strategy: str | Strategy
+    same_bits: bool | None
+
+
+class How(_Ranks, Sharing, total=False):
+    """Options of `ring_attention` that say how it is computed."""
+
+    layout: Layout
 
 
 class What(_Basics, _Scores, _Documents, total=False):
     """Options of `ring_attention` that say what is computed."""
 
 
-class How(_Run, total=False):
-    """Options of `ring_attention` that say how."""
-
-    layout: Layout
-    strategy: str | Strategy
-    same_bits: bool | None
+class SdpaOptions(_Scores, _Documents, How, total=False):
+    """Options of `ring_attention` that scaled_dot_product_attention has no argument for."""
 
 
 class AttentionOptions(What, How, total=False):
@@ -81,11 +92,7 @@ class AttentionOptions(What, How, total=False):
     alibi_slopes: Tensor | None
 
 
-class SdpaOptions(_Scores, _Documents, How, total=False):
-    """Options of `ring_attention` that scaled_dot_product_attention has no argument for."""
-
-
-class DecodeOptions(_Basics, _Scores, _Run, total=False):
+class DecodeOptions(_Basics, _Scores, _Ranks, _Means, total=False):
     """All options of `tree_decode` but `return_lse`."""
 
     layout: SequenceLayout | None
@@ -94,8 +101,7 @@ class DecodeOptions(_Basics, _Scores, _Run, total=False):
 # -- the call
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
+class Call(NamedTuple):
     """What a call is asked for, apart from tensors and from layouts that are given by value.
 
     Attributes:
@@ -155,8 +161,10 @@ class Call:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as dicts, field by field: neither `asdict` nor `fields` can be traced."""
-    if isinstance(value, (Call, Strategy, TransportOptions)):
+    """What JSON can write, by means that a compiler can trace."""
+    if isinstance(value, Call):
+        return {name: _plain(getattr(value, name)) for name in Call._fields}
+    if isinstance(value, (Strategy, TransportOptions)):
         return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
     if isinstance(value, tuple):
         return [_plain(element) for element in value]

@@ -9,7 +9,7 @@ all ranks share, or on a rank's own shard; so a bad argument on every rank raise
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -174,7 +174,7 @@ def check_scale(softmax_scale: float | None) -> float | None:
             "softmax_scale must be positive and finite, from 2**-63 (1.1e-19) to 2**63 (9.2e18), "
             f"as scores are float32 numbers, got {softmax_scale}; the default is headdim ** -0.5"
         )
-    return softmax_scale
+    return float(softmax_scale)
 
 
 def check_softcap(softcap: float) -> float:
@@ -185,7 +185,7 @@ def check_softcap(softcap: float) -> float:
             "softcap must be positive and finite, from 2**-63 (1.1e-19) to 2**63 (9.2e18), as "
             f"scores are float32 numbers, or 0 for none, got {softcap}"
         )
-    return softcap
+    return float(softcap)
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
@@ -421,6 +421,16 @@ def check_name(option: str, name: object) -> str:
     if not isinstance(name, str):
         raise TypeError(f"{option} must be a name, got {type(name).__name__}")
     return name
+
+
+def check_options(function: str, given: Mapping[str, object], known: type) -> None:
+    """Names of options, of which a TypedDict has all that are taken."""
+    unknown = [name for name in given if name not in known.__annotations__]
+    if unknown:
+        raise TypeError(
+            f"{function} takes the options {list(known.__annotations__)}, got {unknown}; leave it "
+            "out"
+        )
 
 
 def check_transport(options: object) -> TransportOptions:

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import check
@@ -14,7 +15,7 @@ from ring_attn.call import Call
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.plan import Tile
-from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.spec import AttentionSpec, TransportOptions
 from ring_attn.core.values import as_int, check_type
 from ring_attn.strategies.tree_decode import (
     DecodeCall,
@@ -33,6 +34,7 @@ class Decoding(NamedTuple):
     """A checked call of `tree_decode`; its tiles may have to wait for the other ranks' lengths."""
 
     call: Call
+    group: dist.ProcessGroup
     layout: SequenceLayout | None
     run: DecodeCall
     agreement: Agreement
@@ -54,20 +56,24 @@ def prepare(
         NotImplementedError: what the named backend does not support.
         ImportError: the named backend's package is not installed.
     """
-    check.check_max_ctas(call.transport, call.process_group)
+    group = call.process_group
+    check.check_max_ctas(call.transport, group)
     if layout is not None:
-        check.check_layout("k", layout, k.size(1), None, *call.place)
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        check.check_layout("k", layout, k.size(1), None, rank, world_size)
     spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
     run = make_call(spec, softmax_scale=call.softmax_scale, backend=call.backend)
-    return Decoding(call, layout, run, _agreement(spec, q.size(1), layout, call, run))
+    masked = (call.causal, call.window_size)
+    agreement = _agreement(spec, q.size(1), masked, layout, run, call.transport)
+    return Decoding(call, group, layout, run, agreement)
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, decoding: Decoding
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of all queries, the same on every rank."""
-    call, layout, run, agreement = decoding
-    group, values = call.process_group, () if sinks is None else (sinks,)
+    call, group, layout, run, agreement = decoding
+    values = () if sinks is None else (sinks,)
     if debug_enabled():
         described = agreement.values | values_of(q=q, sinks=sinks)
         check_agreement(described, group, call.transport)
@@ -82,19 +88,24 @@ def attend(
 
 @lru_cache(maxsize=64)
 def _agreement(
-    spec: AttentionSpec, rows: int, layout: SequenceLayout | None, call: Call, run: DecodeCall
+    spec: AttentionSpec,
+    rows: int,
+    masked: tuple[bool, tuple[int, int]],
+    layout: SequenceLayout | None,
+    run: DecodeCall,
+    transport: TransportOptions,
 ) -> Agreement:
     """Everything that must be equal on all ranks of a call, apart from values."""
     return Agreement(
         {
             **vars(spec),
             "seqlen_q": rows,
-            "causal": call.causal,
-            "window_size": call.window_size,
+            "causal": masked[0],
+            "window_size": masked[1],
             "softmax_scale": run.softmax_scale,
             "layout": None if layout is None else str(layout),
             "backend": run.backend,
-            "transport": call.transport,
+            "transport": transport,
         }
     )
 

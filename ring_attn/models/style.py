@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ring_attn import check
 from ring_attn.api import ring_attention
-from ring_attn.call import Layout
+from ring_attn.call import How, Layout, What
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import TransportOptions
 from ring_attn.core.strategy import NAMES, Strategy, checked_strategy, resolve_strategy
@@ -52,9 +52,7 @@ Options = Mapping[str, Any]
 Key = int | str
 
 # The arguments of `ring_attention` that say what is computed; the others say how.
-OPTIONS = (
-    "causal", "window_size", "softmax_scale", "softcap", "sinks", "cu_seqlens", "cu_seqlens_k",
-)  # fmt: skip
+OPTIONS = tuple(What.__annotations__)
 
 # On the class that a module has once a style is applied to it.
 _MARK = "_ring_attn_context_parallel"
@@ -270,7 +268,7 @@ class _ParallelAttention:
         self.strategy = _strategy_on(mesh, style)
         self.dims = Dims(style.seq_dim, style.head_dim)
         self.rows = SplitRows(mesh, style.seq_dim)
-        self.how: dict[str, Any] = {
+        self.how: How = {
             "group": mesh, "strategy": self.strategy, "backend": style.backend,
             "same_bits": style.same_bits, "transport": style.transport,
         }  # fmt: skip
@@ -436,7 +434,8 @@ class _ParallelAttention:
         shards = self._shards(qkv, self.dims, self.style.layout)
         order = self.dims.order(shards.tensors[0].ndim)
         q, k, v = (x.permute(order) for x in shards.tensors)
-        out = ring_attention(q, k, v, layout=shards.layout, **self.how, **options)
+        how: How = {**self.how, "layout": shards.layout}
+        out = ring_attention(q, k, v, **how, **options)
         return shards.restore(out.permute([order.index(dim) for dim in range(out.ndim)]))
 
     # -- the module sees all rows of some heads
