@@ -40,7 +40,7 @@ from ring_attn.api import ring_attention
 from ring_attn.call import How, Layout, What
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import TransportOptions
-from ring_attn.core.strategy import NAMES, Strategy, checked_strategy, resolve_strategy
+from ring_attn.core.strategy import NEED_DEGREE, Strategy, checked_strategy, resolve_strategy
 from ring_attn.core.values import as_int, as_tuple, check_one_of
 from ring_attn.models.dtensors import Dims, Layouts, SplitRows, placed_as, rows_of
 from ring_attn.models.head_exchange import HeadExchange
@@ -521,20 +521,13 @@ def _strategy_on(mesh: DeviceMesh, style: ContextParallel) -> str | Strategy:
         degree = shape[1]
     if strategy == "auto":
         return strategy
-    if isinstance(strategy, str) and strategy in NAMES and degree is not None:
-        fixed = {"ulysses": size, "q_exchange": 1}.get(strategy, degree)
-        if fixed != degree:
-            raise ValueError(f"the degree of {strategy!r} is {fixed} here, got {degree}")
-        if strategy == "double_ring":
-            strategy = Strategy(inner_degree=degree)
-        elif strategy != "q_exchange":
-            core: Any = "all_gather" if strategy == "all_gather" else "ring"
-            strategy = Strategy(core, ulysses_degree=degree)
-    if strategy in ("hybrid", "double_ring"):
+    if strategy in NEED_DEGREE and degree is None:
         raise ValueError(
             f"strategy {strategy!r} needs degree=, a divisor of the {size} ranks, or a mesh with "
             "two axes, the last of which is the degree"
         )
+    if isinstance(strategy, str):
+        strategy = Strategy.from_name(strategy, size, degree)
     return resolve_strategy(strategy, size, shape)
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ring_attn import check
-from ring_attn.backends import choose_backend, get_backend
+from ring_attn.backends import bits_unit, choose_backend, get_backend
 from ring_attn.backends.base import folds_in_order
 from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.heads import share_heads
@@ -406,7 +406,8 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
         core_spec, layouts = core_of(candidate, spec)
         check_fit(*layouts, problem.mask)
         heads = spec.nheads, spec.nheads_kv
-        why_not = why_not_in_order(strategy, heads, layouts, problem.mask, problem.backend)
+        unit = bits_unit(problem.backend)
+        why_not = why_not_in_order(strategy, heads, layouts, problem.mask, problem.backend, unit)
         if problem.same_bits and why_not is not None:
             raise NotImplementedError(f"same_bits=True cannot be had here: {why_not}")
         same_bits = why_not is None if problem.same_bits is None else problem.same_bits

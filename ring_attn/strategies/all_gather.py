@@ -41,11 +41,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attn.backends import choose_backend, get_backend
+from ring_attn.backends import bits_unit, choose_backend, folding_backend, get_backend
 from ring_attn.backends.base import Backend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.order import folding_backend, why_not_in_order
+from ring_attn.core.order import why_not_in_order
 from ring_attn.core.plan import Tile, Traveller, gathered_tiles
 from ring_attn.core.spec import AttentionSpec, Packet, Scores
 from ring_attn.core.strategy import Strategy
@@ -200,7 +200,7 @@ def make_call(
         raise ValueError(f"heads_per_chunk must be at least 1, got {heads_per_chunk}")
     backend = choose_backend(spec, backend).name
     heads, gathering = (spec.nheads, spec.nheads_kv), Strategy("all_gather")
-    reason = why_not_in_order(gathering, heads, layouts, mask, backend)
+    reason = why_not_in_order(gathering, heads, layouts, mask, backend, bits_unit(backend))
     if same_bits and reason is not None:
         raise NotImplementedError(f"same_bits=True cannot be had here: {reason}")
     call = AllGatherCall(

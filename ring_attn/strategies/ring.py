@@ -54,7 +54,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from ring_attn.backends import choose_backend, get_backend
+from ring_attn.backends import bits_unit, choose_backend, get_backend
 from ring_attn.backends.base import folds_in_order
 from ring_attn.core import order
 from ring_attn.core.buffers import (
@@ -219,7 +219,8 @@ def why_not_in_order(
 ) -> str | None:  # fmt: skip
     """`order.why_not_in_order` of a ring."""
     ring = Strategy(inner_degree=inner_degree)
-    return order.why_not_in_order(ring, (spec.nheads, spec.nheads_kv), layouts, mask, backend)
+    heads, unit = (spec.nheads, spec.nheads_kv), bits_unit(backend)
+    return order.why_not_in_order(ring, heads, layouts, mask, backend, unit)
 
 
 def predicted_peak_bytes(call: RingCall, *, backward: bool) -> int:

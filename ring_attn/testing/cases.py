@@ -19,7 +19,7 @@ from ring_attn.core.layout import LAYOUTS as NAMED_LAYOUTS
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.strategy import NAMES as STRATEGY_NAMES
-from ring_attn.core.strategy import Strategy
+from ring_attn.core.strategy import NEED_DEGREE, Strategy
 from ring_attn.testing.oracle import Inputs, random_qkv, random_sinks
 from ring_attn.tools.env import backend_reasons
 
@@ -147,16 +147,12 @@ def strategy_of(name: str, world_size: int) -> str | Strategy:
     Raises:
         NotImplementedError: it needs a degree, and the world size has no such divisor.
     """
-    option = {"hybrid": "ulysses_degree", "hybrid all_gather": "ulysses_degree"}.get(name)
-    option = "inner_degree" if name == "double_ring" else option
-    if option is None:
+    if name not in (*NEED_DEGREE, "hybrid all_gather"):
         return name
     degree = next((n for n in range(2, world_size) if world_size % n == 0), None)
     if degree is None:
         raise NotImplementedError(f"a {name} needs ranks in two factors, got {world_size}")
-    if name == "double_ring":
-        return Strategy(inner_degree=degree)
-    return Strategy("ring" if name == "hybrid" else "all_gather", ulysses_degree=degree)
+    return Strategy.from_name(name.removeprefix("hybrid "), world_size, degree)
 
 
 @dataclass(frozen=True)

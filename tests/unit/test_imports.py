@@ -18,12 +18,13 @@ PACKAGE = "ring_attn"
 # (SIBLINGS restricts that) and the units named here, and nothing else of ours. Imports inside
 # functions count.
 CORE = {
-    "core", "core.values", "core.heads", "core.mask", "core.spec", "core.state", "core.strategy",
-    "core.layout", "core.plan", "core.buffers", "core.work", "core.sizes",
+    "core", "core.dtypes", "core.values", "core.heads", "core.mask", "core.spec", "core.state",
+    "core.strategy", "core.layout", "core.plan", "core.buffers", "core.work", "core.sizes",
+    "core.order",
 }  # fmt: skip
 DATA = CORE | {"torch_private", "compiling"}
-ENGINE = DATA | {"core.order", "check", "profiling", "backends", "transport", "strategies"}
-API = ENGINE | {"planning", "ops", "transport.debug", "api", "decode"}
+ENGINE = DATA | {"check", "profiling", "backends", "transport", "strategies"}
+API = ENGINE | {"planning", "call", "ops", "transport.debug", "api", "decode"}
 PUBLIC = API | {"models", "__init__", "integrations"}
 COMMANDS = {"tools.interrupt", "tools.launch", "tools.arguments", "tools.env"}
 TOOLS = PUBLIC | COMMANDS | {"testing"}
@@ -32,10 +33,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "torch_private": set(),
     "compiling": {"torch_private"},
     "core": set(),
+    "core.dtypes": set(),
     "core.values": set(),
     "core.heads": set(),
     "core.mask": set(),
-    "core.spec": set(),
+    "core.spec": {"core.dtypes"},
     "core.state": set(),
     "core.strategy": {"core.values"},
     "core.layout": {"core.values", "core.mask", "compiling"},
@@ -43,18 +45,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.buffers": {"core.plan"},
     # The work of all pairs of ranks, and what a call costs.
     "core.work": {"core.mask", "core.layout", "core.plan"},
-    "core.sizes": CORE - {"core.sizes"},
-    "core.order": CORE | {"backends"},
+    "core.sizes": CORE - {"core.sizes", "core.order"},
+    "core.order": {"core.heads", "core.layout", "core.mask", "core.plan", "core.strategy"},
     "profiling": {"torch_private"},
     "check": DATA,
     "transport": DATA | {"profiling", "kernels"},
     "transport.debug": DATA | {"check", "transport"},
     "backends": DATA | {"profiling", "kernels"},
-    "strategies": DATA | {"core.order", "check", "profiling", "transport", "backends"},
+    "strategies": DATA | {"check", "profiling", "transport", "backends"},
     "planning": ENGINE,
-    "ops": ENGINE | {"transport.debug"},
-    "api": ENGINE | {"ops", "transport.debug", "planning"},
-    "decode": ENGINE | {"transport.debug"},
+    "call": DATA | {"check"},
+    "ops": ENGINE | {"call", "transport.debug"},
+    "decode": ENGINE | {"call", "transport.debug"},
+    # The public functions: they make the call, which `ops` and `decode` run.
+    "api": ENGINE | {"call", "ops", "decode", "transport.debug", "planning"},
     "models": API,
     # `import ring_attn` itself: whoever imports it imports all that it exports.
     "__init__": API | {"models", "tools.interrupt"},
@@ -62,7 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # The command line and what only it, the benchmarks and the tests use.
     "tools.interrupt": set(),
     "tools.launch": {"tools.interrupt"},
-    "tools.arguments": {"tools.interrupt"},
+    "tools.arguments": {"core.dtypes", "tools.interrupt"},
     "testing": PUBLIC | {"tools.launch", "tools.arguments", "tools.env"},
     "tools.env": PUBLIC | {"tools.launch", "tools.arguments"},
     "tools.verify": TOOLS,

@@ -104,7 +104,6 @@ def in_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(backends, "PREFERENCE", {**backends.PREFERENCE, "blocks": ("", "")})
     monkeypatch.setattr(backends, "get_backend", get_backend)
     monkeypatch.setattr(ring_module, "get_backend", get_backend)
-    monkeypatch.setattr(order, "get_backend", get_backend)
     yield
     backends.choose_backend.cache_clear()
     order.why_not_in_order.cache_clear()
@@ -238,7 +237,11 @@ WITHOUT: dict[str, tuple[Layouts, Mask, str, str]] = {
 @pytest.mark.parametrize("name", WITHOUT)
 def test_why_not(name: str) -> None:
     layouts, mask, backend, reason = WITHOUT[name]
-    assert reason in str(order.why_not_in_order(Strategy(), (8, 2), layouts, mask, backend))
+    assert reason in str(
+        order.why_not_in_order(
+            Strategy(), (8, 2), layouts, mask, backend, backends.bits_unit(backend)
+        )
+    )
     make = partial(make_call, FEW_KV_HEADS, layouts, mask, 0, backend=backend)
     with pytest.raises(NotImplementedError, match="same_bits=True cannot be had here: "):
         make(same_bits=True)
@@ -258,7 +261,7 @@ def test_why_not(name: str) -> None:
     ids=str,
 )  # fmt: skip
 def test_on_where_it_can_be_had(layouts: Layouts, mask: Mask) -> None:
-    assert order.why_not_in_order(Strategy(), (8, 2), layouts, mask, "blocks") is None
+    assert order.why_not_in_order(Strategy(), (8, 2), layouts, mask, "blocks", UNIT) is None
     # Heads for which the Q side would cost fewer bytes.
     spec = AttentionSpec("cpu", torch.bfloat16, 1, 4, 4, 64, 64)
     usual = {
