@@ -25,7 +25,7 @@ from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import AttentionSpec, TransportOptions
 from ring_attn.core.strategy import Strategy, checked_strategy
-from ring_attn.core.values import check_flag
+from ring_attn.core.values import check_dim, check_flag, check_type
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.torch_private import is_traced_as_constant
 from ring_attn.transport.base import Agreement
@@ -419,7 +419,9 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
     process_group = check.check_group(group)
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     try:
-        check.check_unshard(x, layout, dim)
+        check_dim("x", x, dim)
+        check.check_plain("x", x)
+        check_type("layout", layout, SequenceLayout)
         check.check_group_device(process_group, x.device)
         check.check_layout("x", layout, x.size(dim), None, rank, world_size)
     except Exception as error:

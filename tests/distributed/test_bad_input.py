@@ -269,7 +269,7 @@ OPTIONS: dict[str, Bad] = {
         ("same_bits=True cannot be had", "backend 'aten'", "triton"),
     ),
     "causal int": Bad(lambda: {"causal": 1}, TypeError, ("causal must be a bool", "int")),
-    "causal None": Bad(lambda: {"causal": None}, TypeError, ("causal must be a bool", "NoneType")),
+    "causal None": Bad(lambda: {"causal": None}, TypeError, ("causal must be a bool", "None")),
     "window of 3": Bad(
         lambda: {"window_size": (1, 2, 3)},
         ValueError,

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import ring_attn
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = "ring_attn"
 
@@ -350,3 +352,16 @@ def test_import_loads_nothing_heavy_and_is_quick() -> None:
         found = {name for name in loaded if any(f"{name}.".startswith(f"{h}.") for h in heavy)}
         assert not found
     assert min(seconds) < 0.5, f"import ring_attn adds {min(seconds):.2f} s to import torch"
+
+
+# Names that stood in `__all__` before the front of the package was ten names.
+STILL_HERE = {
+    "__version__", "balance", "next_rank", "profiling", "select_backend", "stats",
+    "tensor_parallel", "unshard",
+}  # fmt: skip
+
+
+def test_the_front_is_ten_names_and_no_name_is_lost() -> None:
+    assert len(ring_attn.__all__) == 10 and not STILL_HERE & set(ring_attn.__all__)
+    for name in (*ring_attn.__all__, *STILL_HERE):
+        assert hasattr(ring_attn, name), name
