@@ -151,7 +151,7 @@ TYPES: dict[str, Bad] = {
         TypeError,
         ("q must be a torch.Tensor", "ndarray"),
     ),
-    "None": Bad(lambda: {"v": None}, TypeError, ("v must be a torch.Tensor", "NoneType")),
+    "None": Bad(lambda: {"v": None}, TypeError, ("v must be a torch.Tensor", "None")),
     "DTensor": Bad(
         lambda: {"q": dtensor()}, TypeError, ("q must be a plain tensor", ".to_local()")
     ),
