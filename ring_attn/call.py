@@ -2,13 +2,13 @@
 
     arguments  ->  Call  ->  text  ->  operator of torch.library  ->  Call  ->  strategy
 
-Every option stands once in the public signature, with its default, and once here, with its type.
-Overloads and adapters take options as `**options: Unpack[...]`; one more option is a parameter in
-api.py, a line in a TypedDict and a field of `Call`, and what uses it.
+The public signature has every option with its default, and a TypedDict here has its type; overloads
+and adapters take options as `**options: Unpack[...]`. One more option is a parameter in api.py, a
+line in a TypedDict, a field of `Call`, and the code that uses it.
 
-A graph holds strings and numbers only. So a call crosses into the operators as text, which says
-everything about itself: a graph that is stored and loaded in another process still has its call.
-Beside the text travel tensors, and the numbers of layouts, which may be symbols to a compiler.
+A graph holds strings, numbers and tensors only. So a call crosses into the operators as text that
+needs nothing else to be read: a graph that one process stores and another loads has its call. Only
+tensors and the numbers of layouts, which a compiler may take for symbols, cross beside the text.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class DecodeOptions(_Basics, _Scores, _Ranks, _Means, total=False):
 
 
 class Call(NamedTuple):
-    """What a call is asked for, apart from tensors and from layouts that are given by value.
+    """Everything that a call is asked for, apart from tensors and from layouts given by value.
 
     Attributes:
         causal: as in `ring_attention`; so are all that are not named here.
@@ -182,14 +182,14 @@ def _text(call: Call) -> str:
 
 
 class Arguments(NamedTuple):
-    """What the operators get beside q, k, v and sinks, in the order of their schema.
+    """Arguments of the operators beside q, k, v and sinks, in the order of their schema.
 
     Attributes:
         cu_seqlens: boundaries of the queries' documents.
         cu_seqlens_k: those of the keys', where they differ.
         layout_q: `SequenceLayout.numbers` of the queries' layout; empty where `Call.layout` is set.
         layout_k: those of the keys' layout.
-        text: of the `Call`.
+        text: that of the `Call`.
     """
 
     cu_seqlens: Tensor | None
@@ -205,7 +205,7 @@ class Arguments(NamedTuple):
 
     @property
     def numbers(self) -> LayoutNumbers:
-        """Those of both layouts, hashable."""
+        """Numbers of both layouts, hashable."""
         return tuple(self.layout_q), tuple(self.layout_k)
 
     def documents(self) -> Documents:
@@ -224,11 +224,11 @@ Documents = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
 LayoutNumbers = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-# -- what it is over
+# -- its layouts and mask
 
 
 class Resolved(NamedTuple):
-    """What a call is over: who holds what, and who sees whom."""
+    """Layouts and mask of a call: who holds what, and who sees whom."""
 
     layouts: tuple[SequenceLayout, SequenceLayout]
     mask: Mask
@@ -259,7 +259,7 @@ def resolve(
 
 
 def describe(spec: AttentionSpec, resolved: Resolved, call: Call) -> dict[str, object]:
-    """What is given and must be the same on all ranks, by the names of the arguments."""
+    """Values that must be the same on all ranks, by the names of the arguments."""
     mask = resolved.mask
     return {
         "batch": spec.batch,

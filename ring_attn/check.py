@@ -173,25 +173,24 @@ def check_scale(softmax_scale: float | None) -> float | None:
     if softmax_scale is None:
         return None
     check_number("softmax_scale", softmax_scale)
-    # Comparisons, as a compiler may take the float for a symbol, which math.isfinite refuses.
-    # Positive, as fused operators mask before they scale: -inf times 0 is NaN.
-    if not SMALLEST_FACTOR <= softmax_scale <= LARGEST_FACTOR:
-        raise ValueError(
-            "softmax_scale must be positive and finite, from 2**-63 (1.1e-19) to 2**63 (9.2e18), "
-            f"as scores are float32 numbers, got {softmax_scale}; the default is headdim ** -0.5"
-        )
-    return float(softmax_scale)
+    return _check_factor("softmax_scale", softmax_scale, "; the default is headdim ** -0.5")
 
 
 def check_softcap(softcap: float) -> float:
     """The bound on the size of scores; 0 is no bound."""
     check_number("softcap", softcap)
-    if softcap != 0 and not SMALLEST_FACTOR <= softcap <= LARGEST_FACTOR:
+    return 0.0 if softcap == 0 else _check_factor("softcap", softcap, "; 0 for none")
+
+
+def _check_factor(name: str, value: float, more: str) -> float:
+    # Comparisons, as a compiler may take the float for a symbol, which math.isfinite refuses.
+    # Positive, as fused operators mask before they scale: -inf times 0 is NaN.
+    if not SMALLEST_FACTOR <= value <= LARGEST_FACTOR:
         raise ValueError(
-            "softcap must be positive and finite, from 2**-63 (1.1e-19) to 2**63 (9.2e18), as "
-            f"scores are float32 numbers, or 0 for none, got {softcap}"
+            f"{name} must be positive and finite, from 2**-63 (1.1e-19) to 2**63 (9.2e18), as "
+            f"scores are float32 numbers, got {value}{more}"
         )
-    return float(softcap)
+    return float(value)
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
