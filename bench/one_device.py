@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from ring_attn.bench.implementations import Problem
-from ring_attn.tools.arguments import add_common, dtype_name, parse_dtype, parse_size
+from ring_attn.core.dtypes import dtype_name
+from ring_attn.tools.arguments import add_common, parse_dtype, parse_size
 from ring_attn.tools.launch import DEVICES
 
 

@@ -14,9 +14,9 @@ from rich import box
 from rich.table import Table
 
 from ring_attn.bench.timing import gpu_state
+from ring_attn.core.dtypes import dtype_name
 from ring_attn.tools.arguments import (
     command_line,
-    dtype_name,
     replace_json,
     table_console,
     write_if_interrupted,

@@ -41,6 +41,7 @@ from ring_attn.bench.ring_implementations import (
     threads,
 )
 from ring_attn.bench.timing import quantiles, turned
+from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import flops
@@ -54,7 +55,6 @@ from ring_attn.testing import Verdict, check
 from ring_attn.tools.arguments import (
     add_common,
     add_profile,
-    dtype_name,
     parse_dtype,
     parse_size,
     write_if_interrupted,

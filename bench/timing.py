@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from ring_attn.core.dtypes import HALF_DTYPES
+
 T = TypeVar("T")
 
 # Dense rates in float16 and bfloat16 with float32 accumulation, TFLOP/s, by part of the device's
@@ -222,7 +224,7 @@ def watch_for(device: torch.device) -> Watch:
 
 def peak_tflops(name: str, dtype: torch.dtype) -> float | None:
     """The datasheet's dense rate of a device in 16 bits; None where the table has none."""
-    if dtype not in (torch.float16, torch.bfloat16):
+    if dtype not in HALF_DTYPES:
         return None
     return next((rate for part, rate in PEAK_TFLOPS.items() if part in name), None)
 

@@ -1,4 +1,16 @@
-"""Exact attention over a sequence that is split across ranks: a drop-in function for PyTorch."""
+"""Exact attention over a sequence that is split across ranks: a drop-in function for PyTorch.
+
+The names in `__all__` are the front of the package. The rest stands where it belongs, and can be
+imported from here too:
+
+    ring_attn.api               select_backend, unshard
+    ring_attn.decode            next_rank
+    ring_attn.profiling         stats, collect, trace
+    ring_attn.planning.balance  layouts from content: also ring_attn.balance
+    ring_attn.models            tensor_parallel, sdpa, dtensors: shards of weights, modules
+    ring_attn.integrations      transformers, ring_flash_attn, context_parallel
+    ring_attn.testing           an oracle in float64, all ranks in one process
+"""
 
 from typing import TYPE_CHECKING
 
@@ -10,18 +22,20 @@ if interrupt.is_command():
     interrupt.install()
 # isort: on
 
-from ring_attn import profiling
-from ring_attn.api import ring_attention, select_backend, unshard
+from ring_attn import profiling as profiling
+from ring_attn.api import ring_attention, tree_decode
+from ring_attn.api import select_backend as select_backend
+from ring_attn.api import unshard as unshard
 from ring_attn.core.batch import shard_batch
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import TransportOptions
 from ring_attn.core.strategy import Strategy
-from ring_attn.decode import next_rank, tree_decode
-from ring_attn.models import tensor_parallel
+from ring_attn.decode import next_rank as next_rank
+from ring_attn.models import tensor_parallel as tensor_parallel
 from ring_attn.models.gradients import sync_gradients
-from ring_attn.planning import balance
+from ring_attn.planning import balance as balance
 from ring_attn.planning.planner import explain
-from ring_attn.profiling import stats
+from ring_attn.profiling import stats as stats
 
 if TYPE_CHECKING:
     from ring_attn.models.style import ContextParallel, parallelize
@@ -33,27 +47,19 @@ __all__ = [
     "SequenceLayout",
     "Strategy",
     "TransportOptions",
-    "__version__",
-    "balance",
     "explain",
-    "next_rank",
     "parallelize",
-    "profiling",
     "ring_attention",
-    "select_backend",
     "shard_batch",
-    "stats",
     "sync_gradients",
-    "tensor_parallel",
     "tree_decode",
-    "unshard",
 ]
 
 
 def __getattr__(name: str) -> object:
-    """Those that need DTensor, whose import takes longer than all the rest."""
+    """Imports, at their first use, names that need DTensor, whose import takes the longest."""
     if name in ("ContextParallel", "parallelize"):
-        from ring_attn.models import style as parallel_style
+        from ring_attn.models import style
 
-        return getattr(parallel_style, name)
+        return getattr(style, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

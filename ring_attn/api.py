@@ -1,32 +1,37 @@
-"""The public functions: validation, the choice of a strategy, and the operator that does it."""
+"""The public functions: arguments -> `Call`; `ops` and `decode` run it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn import check, ops
+from ring_attn import check, decode, ops
 from ring_attn.backends import BackendChoice, choose_backend
+from ring_attn.call import (
+    Arguments,
+    AttentionOptions,
+    Call,
+    DecodeOptions,
+    Group,
+    Layout,
+    describe,
+    resolve,
+)
 from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import AttentionSpec, TransportOptions
 from ring_attn.core.strategy import Strategy, checked_strategy
-from ring_attn.core.values import check_flag
-from ring_attn.ops import CallArguments
+from ring_attn.core.values import check_dim, check_flag, check_type
 from ring_attn.planning.agreement import agreed_strategy
 from ring_attn.torch_private import is_traced_as_constant
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.debug import check_agreement, debug_enabled, tell_refusal
 from ring_attn.transport.p2p import new_p2p, open_p2p
 from ring_attn.transport.ranks.group import refused
-
-Group = dist.ProcessGroup | DeviceMesh | None
-Layout = str | SequenceLayout | tuple[SequenceLayout, SequenceLayout]
 
 
 @overload
@@ -35,22 +40,8 @@ def ring_attention(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = ...,
-    window_size: Sequence[int] = ...,
-    softmax_scale: float | None = ...,
-    softcap: float = ...,
-    sinks: Tensor | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    cu_seqlens_k: Tensor | None = ...,
-    group: Group = ...,
-    layout: Layout = ...,
-    strategy: str | Strategy = ...,
-    backend: str = ...,
-    same_bits: bool | None = ...,
     return_lse: Literal[False] = ...,
-    dropout_p: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    transport: TransportOptions = ...,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor: ...
 
 
@@ -60,22 +51,8 @@ def ring_attention(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = ...,
-    window_size: Sequence[int] = ...,
-    softmax_scale: float | None = ...,
-    softcap: float = ...,
-    sinks: Tensor | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    cu_seqlens_k: Tensor | None = ...,
-    group: Group = ...,
-    layout: Layout = ...,
-    strategy: str | Strategy = ...,
-    backend: str = ...,
-    same_bits: bool | None = ...,
     return_lse: Literal[True],
-    dropout_p: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    transport: TransportOptions = ...,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -175,10 +152,26 @@ def ring_attention(
     """
     try:
         check_flag("return_lse", return_lse)
-        arguments = _checked(
-            q, k, v, sinks, cu_seqlens, cu_seqlens_k, causal, window_size, softmax_scale, softcap,
-            group, layout, strategy, backend, same_bits, dropout_p, alibi_slopes, transport,
-        )  # fmt: skip
+        check.check_unsupported(dropout_p, alibi_slopes)
+        check.check_inputs(q, k, v, sinks, cu_seqlens, cu_seqlens_k)
+        group_name, mesh_shape = _described(group, q.device.type)
+        call = Call(
+            causal=causal,
+            window_size=check.check_window(window_size, causal),
+            softmax_scale=check.check_scale(softmax_scale),
+            softcap=check.check_softcap(softcap),
+            group=group_name,
+            mesh_shape=mesh_shape,
+            layout=layout if isinstance(layout, str) else None,
+            strategy=strategy if isinstance(strategy, str) else checked_strategy(strategy),
+            backend=check.check_name("backend", backend),
+            same_bits=check.check_same_bits(same_bits),
+            transport=check.check_transport(transport),
+            differentiated=check.check_differentiated(q=q, k=k, v=v, sinks=sinks),
+        )
+        pair = () if isinstance(layout, str) else check.check_layouts(layout)
+        numbers = (pair[0].numbers, pair[1].numbers) if pair else ((), ())
+        arguments = Arguments(cu_seqlens, cu_seqlens_k, *numbers, call.text)
     except BaseException as error:
         tell_refusal(error, group, transport)
         raise
@@ -190,75 +183,13 @@ def ring_attention(
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         if strategy == "auto":
             arguments = _with_strategy(q, k, v, sinks, arguments)
-        out, lse = ops.attend(q, k, v, sinks, arguments)
+        out, lse = ops.attend(q, k, v, sinks, arguments, call.differentiated)
         if packed:
             out, lse = out[0], lse[0]
         return (out, lse) if return_lse else out
     except BaseException as error:
-        refused(arguments.process_group, error)
+        refused(call.process_group, error)
         raise
-
-
-def _checked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    causal: bool,
-    window_size: Sequence[int],
-    softmax_scale: float | None,
-    softcap: float,
-    group: Group,
-    layout: Layout,
-    strategy: str | Strategy,
-    backend: str,
-    same_bits: bool | None,
-    dropout_p: float,
-    alibi_slopes: Tensor | None,
-    transport: TransportOptions,
-) -> CallArguments:
-    """The call as the operator takes it, with everything checked that does not need all of it."""
-    check.check_unsupported(dropout_p, alibi_slopes)
-    check.check_tensors(q, k, v, packed=cu_seqlens is not None)
-    check.check_scale(softmax_scale)
-    check.check_softcap(softcap)
-    check.check_sinks(sinks, q)
-    check.check_same_bits(same_bits)
-    window = check.check_window(window_size, causal)
-    check.check_boundaries("cu_seqlens", cu_seqlens, q.device)
-    check.check_boundaries("cu_seqlens_k", cu_seqlens_k, q.device)
-    check.check_name("backend", backend)
-    check.check_transport(transport)
-    group_name, mesh_shape = _described(group, q.device.type)
-    layouts = () if isinstance(layout, str) else check.check_layouts(layout)
-    layout_q, layout_k = (one.numbers for one in layouts) if layouts else ((), ())
-    differentiated = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, sinks)
-    )
-    if differentiated:
-        check.check_saved(q=q, k=k, v=v, sinks=sinks)
-    return CallArguments(
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_k=cu_seqlens_k,
-        causal=causal,
-        window_size=window,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        group=group_name,
-        mesh_shape=mesh_shape,
-        layout=layout if isinstance(layout, str) else "",
-        layout_q=layout_q,
-        layout_k=layout_k,
-        strategy=strategy if isinstance(strategy, str) else "",
-        degrees=() if isinstance(strategy, str) else checked_strategy(strategy).numbers,
-        backend=backend,
-        same_bits=same_bits,
-        timeout=transport.timeout,
-        nccl_max_ctas=transport.nccl_max_ctas,
-        differentiated=differentiated,
-    )
 
 
 @is_traced_as_constant
@@ -274,33 +205,157 @@ def _described(group: Group, device_type: str) -> tuple[str, tuple[int, ...]]:
     "ring_attn.explain(...).strategy, or compile without fullgraph=True"
 )
 def _with_strategy(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: CallArguments
-) -> CallArguments:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments
+) -> Arguments:
     """The same call with the strategy that "auto" is here."""
-    group, shape = arguments.process_group, arguments.mesh_shape
+    call = arguments.call
+    group, shape = call.process_group, call.mesh_shape
     try:
-        spec = AttentionSpec.of(q, k, v, arguments.softcap, sinks)
-        resolved = ops.resolve((q.size(1), k.size(1)), arguments)
-        backend = choose_backend(spec, arguments.backend).name
+        spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
+        rows = (q.size(1), k.size(1))
+        resolved = resolve(call, rows, arguments.documents(), arguments.numbers, *call.place)
+        backend = choose_backend(spec, call.backend).name
     except Exception as error:
-        tell_refusal(error, group, arguments.transport)
+        tell_refusal(error, group, call.transport)
         raise
     if debug_enabled():
         # Before the ranks choose together, which only equal arguments allow.
-        asked = {"strategy": "auto", "backend": backend, "same_bits": arguments.same_bits}
-        described = {**ops.describe(spec, resolved, arguments), **asked}
-        check_agreement(described, group, arguments.transport)
+        asked = {"strategy": "auto", "backend": backend, "same_bits": call.same_bits}
+        check_agreement({**describe(spec, resolved, call), **asked}, group, call.transport)
     strategy = agreed_strategy(
         spec,
         *resolved,
-        open_p2p(group, arguments.transport),
+        open_p2p(group, call.transport),
         backend=backend,
-        same_bits=arguments.same_bits,
-        backward=arguments.differentiated,
+        same_bits=call.same_bits,
+        backward=call.differentiated,
         node_size=shape[1] if len(shape) == 2 else None,
         global_ranks=dist.get_process_group_ranks(group),
     )
-    return arguments._replace(strategy="", degrees=strategy.numbers, mesh_shape=())
+    return arguments._replace(text=call._replace(strategy=strategy, mesh_shape=()).text)
+
+
+@overload
+def tree_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[DecodeOptions],
+) -> Tensor: ...
+
+
+@overload
+def tree_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[DecodeOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@left_out_of_graphs(
+    "tree_decode sends its messages from the host, and a graph holds none: compile without "
+    "fullgraph=True, which leaves it out"
+)
+def tree_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    window_size: Sequence[int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    group: Group = None,
+    layout: SequenceLayout | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    transport: TransportOptions = TransportOptions(),  # noqa: B008 - frozen
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the newest tokens to a KV cache that is split over the ranks; for inference.
+
+    Every rank passes the same queries and its own rows of the cache, and gets the whole result,
+    the same bits as every other rank. One message of a call carries all ranks' partial out and lse
+    (Tree Attention, arXiv 2408.04093, in one exchange instead of three). For a prompt, or a long
+    part of one, use `ring_attention` with layouts of the new tokens and of the cache with them.
+
+    Args:
+        q: (batch, seqlen_q, nheads, headdim), the last seqlen_q tokens of the sequence, the same on
+            every rank: usually 1, or the few of speculative decoding; float16, bfloat16, float32 or
+            float64; any strides. The sequences of a batch have one length: there is no
+            `cache_seqlens`. Where lengths differ, call it once for each sequence, `q[i : i + 1]`.
+        k: (batch, rows, nheads_kv, headdim), this rank's rows of the cache, those of the queries'
+            own tokens among them on the rank that holds them; it may have 0 rows.
+        v: (batch, rows, nheads_kv, headdim_v).
+        causal: query i sees key j only if `j <= i + seqlen_k - seqlen_q`: of the newest tokens each
+            sees those before it and itself.
+        window_size: `(left, right)` keys seen on either side of that diagonal; -1 is unbounded.
+        softmax_scale: factor of the scores; `headdim ** -0.5` by default.
+        softcap: where it is not 0, scores are `softcap * tanh(score / softcap)`.
+        sinks: (nheads,), a logit of each head that joins the denominator once; the same on every
+            rank.
+        group: a process group, a mesh with one axis, or None for the default group.
+        layout: which positions the ranks hold, the same on every rank; see
+            `SequenceLayout.appended` and `next_rank` for one that grows. None says that every rank
+            holds one run, in the order of the ranks. Of how many rows is then asked in one more
+            message of 16 bytes, on CUDA with a wait of the host, where the mask depends on it: with
+            a window, or where several queries are causal.
+        backend: as for `ring_attention`.
+        return_lse: also return lse.
+        transport: as for `ring_attention`.
+
+    Returns:
+        `out` (batch, seqlen_q, nheads, headdim_v) like q; with `return_lse` also `lse` (batch,
+        nheads, seqlen_q), natural logarithm in float32 (float64 for float64), the sink in it. A
+        query that sees nothing has out 0 and lse -inf (or its sink).
+
+    Raises:
+        ValueError: shapes, layout, window or sinks that do not fit, or no query.
+        TypeError: a dtype or type that is not taken.
+        NotImplementedError: inputs that require a gradient, which only `ring_attention` has, or
+            what the named backend does not support.
+        ImportError: the named backend's package is not installed.
+        RuntimeError: as `ring_attention`.
+
+    Example:
+        >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
+        >>> q = torch.randn(1, 1, 8, 64)  # the same on both ranks
+        >>> rows = (700, 300)[rank]
+        >>> k, v = torch.randn(2, 1, rows, 2, 64)
+        >>> ring_attn.tree_decode(q, k, v).shape
+        torch.Size([1, 1, 8, 64])
+    """
+    try:
+        check.check_tensors(q, k, v, packed=False)
+        check.check_decode(q, k, v, sinks, layout)
+        process_group = check.check_group(group)
+        check_flag("return_lse", return_lse)
+        check.check_sinks(sinks, q)
+        check.check_group_device(process_group, q.device)
+        call = Call(
+            causal=causal,
+            window_size=check.check_window(window_size, causal),
+            softmax_scale=check.check_scale(softmax_scale),
+            softcap=check.check_softcap(softcap),
+            group=process_group.group_name,
+            backend=check.check_name("backend", backend),
+            transport=check.check_transport(transport),
+        )
+        decoding = decode.prepare(q, k, v, sinks, layout, call)
+    except BaseException as error:
+        tell_refusal(error, group, transport)
+        raise
+    try:
+        out, lse = decode.attend(q, k, v, sinks, decoding)
+        return (out, lse) if return_lse else out
+    except BaseException as error:
+        refused(process_group, error)
+        raise
 
 
 def select_backend(
@@ -364,7 +419,9 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
     process_group = check.check_group(group)
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     try:
-        check.check_unshard(x, layout, dim)
+        check_dim("x", x, dim)
+        check.check_plain("x", x)
+        check_type("layout", layout, SequenceLayout)
         check.check_group_device(process_group, x.device)
         check.check_layout("x", layout, x.size(dim), None, rank, world_size)
     except Exception as error:

@@ -1,15 +1,17 @@
-"""Every check of what a user passes, and its message. Nothing here communicates.
+"""Checks of everything that a user passes, and their messages. Nothing here communicates.
 
 `ValueError` for shapes and options, `TypeError` for dtypes and types, `NotImplementedError` for a
 combination that is known and not built, `RuntimeError` for the state of the process group. Each
-message says what is needed, what was given, and what to do. A check depends only on arguments that
-all ranks share, or on a rank's own shard; so a bad argument on every rank raises on every rank.
+message says what is needed, what was given, and what to do. Most checks return the value that they
+have checked. A check depends only on arguments that all ranks share, or on a rank's own shard: an
+argument that is bad on every rank raises on every rank.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -17,19 +19,18 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import TransportOptions
-from ring_attn.core.values import check_dim, check_int, check_number, check_type
+from ring_attn.core.values import check_flag, check_int, check_number, check_type
 from ring_attn.torch_private import flattened, functorch
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # Scores are computed in float32 for most dtypes. Within these bounds softmax_scale, softcap and
 # their quotients are normal float32 numbers, and so is a score of up to 2**64 before its scale.
 SMALLEST_FACTOR, LARGEST_FACTOR = 2.0**-63, 2.0**63
 
-# gloo counts milliseconds; the clocks that it and NCCL wait by end at 9.2e9 seconds.
+# gloo counts milliseconds; the clocks of gloo and NCCL overflow at 9.2e9 seconds.
 SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 1e-3, 1e9
 
 # The operators of torch.library take int64.
@@ -37,7 +38,7 @@ LARGEST_WINDOW = 2**63 - 1
 
 
 def check_unsupported(dropout_p: float, alibi_slopes: object) -> None:
-    """Options that flash-attention has and this package does not."""
+    """Refuses options that flash-attention has and this package has not built."""
     check_number("dropout_p", dropout_p)
     if dropout_p != 0.0:
         raise NotImplementedError(
@@ -47,14 +48,25 @@ def check_unsupported(dropout_p: float, alibi_slopes: object) -> None:
         raise NotImplementedError("alibi_slopes must be None: ALiBi is not built")
 
 
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> None:
+    """All tensors of `ring_attention`: types, dtypes, devices and shapes."""
+    check_tensors(q, k, v, packed=cu_seqlens is not None)
+    check_sinks(sinks, q)
+    check_boundaries("cu_seqlens", cu_seqlens, q.device)
+    check_boundaries("cu_seqlens_k", cu_seqlens_k, q.device)
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
-    """Types, dtypes, devices and shapes of q, k, v against each other."""
+    """Types, dtypes, devices and shapes of q, k and v, each by itself and against the others."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        check_plain(name, x)
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
+        _check_floating(name, x)
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise TypeError(f"q, k, v must have one dtype, got q {q.dtype} and {name} {x.dtype}")
@@ -67,8 +79,16 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
     _check_shapes(q, k, v, packed=packed)
 
 
+def _check_floating(name: str, x: Tensor, words: str = "a torch.Tensor") -> None:
+    """Refuses everything but a plain tensor of a dtype that attention takes."""
+    check_type(name, x, Tensor, words)
+    check_plain(name, x)
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
+
+
 def check_plain(name: str, x: Tensor) -> None:
-    """A tensor whose numbers lie in memory, outside of forward-mode and `torch.func` transforms."""
+    """Refuses tensors that are not plain and dense, or that torch.func or forward-mode wraps."""
     if hasattr(x, "placements"):
         raise TypeError(
             f"{name} must be a plain tensor, the rank's shard, got {type(x).__name__}; pass "
@@ -83,7 +103,7 @@ def check_plain(name: str, x: Tensor) -> None:
         raise TypeError(
             f"{name} must be a dense tensor, got layout {x.layout}; pass {name}.to_dense()"
         )
-    # A compiler cannot look at this, and raises by itself.
+    # A compiler cannot trace these questions, and refuses such tensors itself.
     if not torch.compiler.is_compiling() and (
         functorch.is_batchedtensor(x)
         or functorch.is_legacy_batchedtensor(x)
@@ -100,10 +120,13 @@ def check_plain(name: str, x: Tensor) -> None:
         )
 
 
-def check_saved(**tensors: Tensor | None) -> None:
-    """Tensors that autograd can keep for the backward, by name."""
-    if torch.compiler.is_compiling():  # which cannot look at this, and raises by itself
-        return
+def check_differentiated(**tensors: Tensor | None) -> bool:
+    """Whether a backward may follow; autograd must then be able to keep each of the tensors."""
+    needs_grad = any(x is not None and x.requires_grad for x in tensors.values())
+    if not needs_grad or not torch.is_grad_enabled():
+        return False
+    if torch.compiler.is_compiling():  # a compiler cannot trace is_inference, and checks it itself
+        return True
     for name, x in tensors.items():
         if x is not None and x.is_inference():
             raise ValueError(
@@ -111,10 +134,11 @@ def check_saved(**tensors: Tensor | None) -> None:
                 f"that the inputs' requires_grad asks for; pass {name}.clone(), or call under "
                 "torch.no_grad()"
             )
+    return True
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
-    # A text of shapes would bind a graph that is being compiled to them: made only for an error.
+    # Only for an error: text with the shapes in it would bind a graph to these shapes.
     def shapes() -> str:
         return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
@@ -144,39 +168,36 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
         )
 
 
-def check_scale(softmax_scale: float | None) -> None:
+def check_scale(softmax_scale: float | None) -> float | None:
     """A positive factor of the scores, or None for the default."""
     if softmax_scale is None:
-        return
+        return None
     check_number("softmax_scale", softmax_scale)
-    # To a compiler a float that changes is a symbol: it can be compared, math.isfinite takes none.
-    # Fused operators mask before they scale: -inf times 0 or a negative factor would be seen.
-    if not SMALLEST_FACTOR <= softmax_scale <= LARGEST_FACTOR:
-        raise ValueError(
-            "softmax_scale must be positive and finite, from 2**-63 (1.1e-19) to 2**63 (9.2e18), "
-            f"as scores are float32 numbers, got {softmax_scale}; the default is headdim ** -0.5"
-        )
+    return _check_factor("softmax_scale", softmax_scale, "; the default is headdim ** -0.5")
 
 
-def check_softcap(softcap: float) -> None:
-    """What the scores stay below in size; 0 is no cap."""
+def check_softcap(softcap: float) -> float:
+    """The bound on the size of scores; 0 is no bound."""
     check_number("softcap", softcap)
-    if softcap != 0 and not SMALLEST_FACTOR <= softcap <= LARGEST_FACTOR:
+    return 0.0 if softcap == 0 else _check_factor("softcap", softcap, "; 0 for none")
+
+
+def _check_factor(name: str, value: float, more: str) -> float:
+    # Comparisons, as a compiler may take the float for a symbol, which math.isfinite refuses.
+    # Positive, as fused operators mask before they scale: -inf times 0 is NaN.
+    if not SMALLEST_FACTOR <= value <= LARGEST_FACTOR:
         raise ValueError(
-            "softcap must be positive and finite, from 2**-63 (1.1e-19) to 2**63 (9.2e18), as "
-            f"scores are float32 numbers, or 0 for none, got {softcap}"
+            f"{name} must be positive and finite, from 2**-63 (1.1e-19) to 2**63 (9.2e18), as "
+            f"scores are float32 numbers, got {value}{more}"
         )
+    return float(value)
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    """A logit for each query head, or None."""
+    """Checks that there is a logit for each query head, or None."""
     if sinks is None:
         return
-    if not isinstance(sinks, Tensor):
-        raise TypeError(f"sinks must be a torch.Tensor or None, got {type(sinks).__name__}")
-    check_plain("sinks", sinks)
-    if sinks.dtype not in DTYPES:
-        raise TypeError(f"sinks must be float16, bfloat16, float32 or float64, got {sinks.dtype}")
+    _check_floating("sinks", sinks, "a torch.Tensor or None")
     if sinks.shape != (q.size(-2),):
         raise ValueError(
             f"sinks must have one logit for each query head, shape ({q.size(-2)},), got "
@@ -189,7 +210,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
 def check_decode(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: SequenceLayout | None
 ) -> None:
-    """What decoding asks for beyond `check_tensors`: no gradient, a query, a layout by value."""
+    """Checks of `tree_decode` beyond `check_tensors`: no gradient, a query, a layout by value."""
     if torch.is_grad_enabled():
         for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
             if isinstance(x, Tensor) and x.requires_grad:
@@ -199,23 +220,21 @@ def check_decode(
                 )
     if q.size(1) == 0:
         raise ValueError(f"q must have at least one token, got shape {tuple(q.shape)}")
-    if layout is not None and not isinstance(layout, SequenceLayout):
-        raise TypeError(
-            "layout of a cache must be a SequenceLayout, or None where every rank holds one run in "
-            f"the order of the ranks, got {layout!r}"
-        )
+    if layout is not None:
+        words = "a SequenceLayout, or None where every rank holds one run in the order of the ranks"
+        check_type("layout of a cache", layout, SequenceLayout, words)
 
 
-def check_same_bits(same_bits: bool | None) -> None:
-    """True, False, or None for where it can be had."""
-    if same_bits is not None and not isinstance(same_bits, bool):
-        raise TypeError(f"same_bits must be a bool or None, got {type(same_bits).__name__}")
+def check_same_bits(same_bits: bool | None) -> bool | None:
+    """True, False, or None: wherever a call can have the same bits."""
+    if same_bits is not None:
+        check_type("same_bits", same_bits, bool, "a bool or None")
+    return same_bits
 
 
 def check_window(window_size: Sequence[int], causal: bool) -> tuple[int, int]:
     """(left, right), each at least 0 or -1 for unbounded."""
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
+    check_flag("causal", causal)
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}")
     for size in window_size:
@@ -238,11 +257,10 @@ def check_window(window_size: Sequence[int], causal: bool) -> tuple[int, int]:
 def check_boundaries(
     name: str, cu_seqlens: Tensor | None, device: torch.device | None = None
 ) -> None:
-    """Type, shape and device of document boundaries; `device` is that of q where there is one."""
+    """Type, shape and device of document boundaries; `device` is that of q, if known."""
     if cu_seqlens is None:
         return
-    if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"{name} must be an int32 tensor, got {type(cu_seqlens).__name__}")
+    check_type(name, cu_seqlens, Tensor, "an int32 tensor")
     check_plain(name, cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 (or int64), got {cu_seqlens.dtype}")
@@ -259,7 +277,10 @@ def check_boundaries(
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor | None) -> tuple[int, ...] | None:
-    """Document boundaries on the host: from 0, never decreasing; read from a device only once."""
+    """Document boundaries on the host, from 0 and never decreasing.
+
+    The values of a tensor on a device are read once, and again only after the tensor has changed.
+    """
     check_boundaries(name, cu_seqlens)
     if cu_seqlens is None:
         return None
@@ -272,7 +293,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor | None) -> tuple[int, ...] | 
     return boundaries
 
 
-# id -> (the tensor, its version, its values): a device tensor is not read again at every call.
+# id -> (the tensor, its version, its values)
 _host_values: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}
 
 
@@ -290,7 +311,7 @@ def _on_host(x: Tensor) -> tuple[int, ...]:
 
 
 def check_documents(cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None) -> None:
-    """As many documents of queries as of keys."""
+    """The number of documents must be the same for queries and keys."""
     if cu_k is not None and cu_q is None:
         raise ValueError("cu_seqlens_k needs cu_seqlens, the boundaries of the queries")
     if cu_q is not None and cu_k is not None and len(cu_q) != len(cu_k):
@@ -301,7 +322,7 @@ def check_documents(cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None) 
 
 
 def check_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """The process group of all ranks: given, of a mesh with one or two axes, or the default one."""
+    """The process group of all ranks: the given one, that of a mesh, or the default one."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "no process group: call torch.distributed.init_process_group, or run under "
@@ -313,7 +334,7 @@ def check_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGro
         return world
     if isinstance(group, DeviceMesh):
         return _alive(_group_of_mesh(group))
-    # torch hands ranks outside a new group a plain integer in its place.
+    # On ranks outside of a new group torch returns an integer in place of the group.
     if isinstance(group, int):
         raise RuntimeError("this rank is not a member of group; only members may call")
     if not isinstance(group, dist.ProcessGroup):
@@ -337,7 +358,7 @@ def _alive(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def mesh_shape(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[int, ...]:
-    """Sizes of the axes where the group is a mesh, else nothing."""
+    """Sizes of the axes where the group is a mesh, else ()."""
     return tuple(group.shape) if isinstance(group, DeviceMesh) else ()
 
 
@@ -374,12 +395,12 @@ def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     return _flat_groups[mesh]
 
 
-# torch looks the flattened mesh up by a name that it builds at every call.
+# Kept here, as torch builds a name at every call to look a flattened mesh up.
 _flat_groups: weakref.WeakKeyDictionary[DeviceMesh, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def check_group_device(group: dist.ProcessGroup, device: torch.device) -> None:
-    """The group must send tensors of that device."""
+    """Refuses a group whose backend cannot send tensors of that device."""
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"tensors that travel must be on cpu or cuda, got {device}")
     if dist.get_world_size(group) == 1:
@@ -395,20 +416,29 @@ def check_group_device(group: dist.ProcessGroup, device: torch.device) -> None:
         )
 
 
-def check_name(option: str, name: object) -> None:
-    """The name of something, not the thing."""
-    if not isinstance(name, str):
-        raise TypeError(f"{option} must be a name, got {type(name).__name__}")
+def check_name(option: str, name: object) -> str:
+    """A string: the name of a backend and the like, in place of the object."""
+    check_type(option, name, str, "a name")
+    return cast(str, name)
 
 
-def check_transport(options: object) -> None:
-    """Options of the transport."""
-    if not isinstance(options, TransportOptions):
-        raise TypeError(f"transport must be TransportOptions, got {type(options).__name__}")
+def check_options(function: str, given: Mapping[str, object], known: type) -> None:
+    """Names of options, of which a TypedDict has all that are taken."""
+    unknown = [name for name in given if name not in known.__annotations__]
+    if unknown:
+        raise TypeError(
+            f"{function} takes the options {list(known.__annotations__)}, got {unknown}; leave it "
+            "out"
+        )
+
+
+def check_transport(options: object) -> TransportOptions:
+    """Options of the transport, each in its range."""
+    check_type("transport", options, TransportOptions, "TransportOptions")
+    options = cast(TransportOptions, options)
     timeout, max_ctas = options.timeout, options.nccl_max_ctas
     if timeout is not None:
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-            raise TypeError(f"timeout must be seconds, got {type(timeout).__name__}")
+        check_number("timeout", timeout)
         if not SHORTEST_TIMEOUT <= timeout <= LONGEST_TIMEOUT:
             raise ValueError(
                 f"timeout must be positive, finite seconds, from {SHORTEST_TIMEOUT} to "
@@ -416,10 +446,11 @@ def check_transport(options: object) -> None:
             )
     if max_ctas is not None:
         check_int("nccl_max_ctas", max_ctas, least=1)
+    return options
 
 
 def check_max_ctas(options: TransportOptions, group: dist.ProcessGroup) -> None:
-    """A share of the device is for NCCL's copies."""
+    """Refuses `nccl_max_ctas` on a group without NCCL."""
     if options.nccl_max_ctas is not None and "nccl" not in dist.get_backend_config(group):
         raise ValueError(
             f"nccl_max_ctas is for NCCL, the group has {dist.get_backend_config(group)}"
@@ -427,7 +458,7 @@ def check_max_ctas(options: TransportOptions, group: dist.ProcessGroup) -> None:
 
 
 def check_layouts(layout: object) -> tuple[SequenceLayout, SequenceLayout]:
-    """Layouts of queries and keys that are not given by a name: one of both, or a pair."""
+    """The layouts of queries and keys, given as one layout of both or as a pair."""
     if isinstance(layout, SequenceLayout):
         return layout, layout
     if (
@@ -453,7 +484,7 @@ def resolve_layouts(
     Args:
         layout: a name, a layout of both, or a pair.
         rows: this rank's q rows and kv rows.
-        totals: global lengths where cu_seqlens tells them.
+        totals: global lengths of q and kv where cu_seqlens tells them.
         rank: of this process.
         world_size: ranks of the ring.
     """
@@ -471,7 +502,7 @@ def resolve_layouts(
 def check_layout(
     name: str, layout: SequenceLayout, rows: int, total: int | None, rank: int, world_size: int
 ) -> None:
-    """One side's layout against the group, cu_seqlens and this rank's rows."""
+    """The layout of queries or of keys against the group, cu_seqlens and this rank's rows."""
     if layout.world_size != world_size:
         raise ValueError(
             f"layout {layout} has another number of ranks than the group, {world_size}"
@@ -488,15 +519,8 @@ def check_layout(
         )
 
 
-def check_unshard(x: Tensor, layout: SequenceLayout, dim: int) -> None:
-    """Types of a shard that is to be gathered, of its layout and of its dim."""
-    check_dim("x", x, dim)
-    check_plain("x", x)
-    check_type("layout", layout, SequenceLayout)
-
-
 def check_mask(mask: Mask) -> Mask:
-    """Document boundaries must end at the lengths."""
+    """The mask, whose document boundaries must end at its lengths."""
     for name, cu, total in (
         ("cu_seqlens", mask.cu_seqlens_q, mask.seqlen_q),
         ("cu_seqlens_k", mask.cu_seqlens_k, mask.seqlen_k),

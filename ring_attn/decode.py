@@ -1,24 +1,22 @@
-"""Decoding against a sharded KV cache: the public function, and who takes the next token."""
+"""Runs `tree_decode`, attention to a sharded KV cache, and says who takes the next token."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Literal, overload
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn import check
-from ring_attn.compiling import left_out_of_graphs
+from ring_attn.call import Call
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.plan import Tile
 from ring_attn.core.spec import AttentionSpec, TransportOptions
-from ring_attn.core.values import as_int, check_flag, check_type
+from ring_attn.core.values import as_int, check_type
 from ring_attn.machines import run
 from ring_attn.strategies.tree_decode import (
     DecodeCall,
@@ -28,174 +26,73 @@ from ring_attn.strategies.tree_decode import (
     make_call,
 )
 from ring_attn.transport.base import Agreement, Transport
-from ring_attn.transport.debug import check_agreement, debug_enabled, tell_refusal, values_of
+from ring_attn.transport.debug import check_agreement, debug_enabled, values_of
 from ring_attn.transport.p2p import open_p2p
-from ring_attn.transport.ranks.group import refused
-
-Group = dist.ProcessGroup | DeviceMesh | None
 
 
-@overload
-def tree_decode(
+class Decoding(NamedTuple):
+    """A checked call of `tree_decode`; its tiles may have to wait for the other ranks' lengths."""
+
+    call: Call
+    group: dist.ProcessGroup
+    layout: SequenceLayout | None
+    decode_call: DecodeCall
+    agreement: Agreement
+
+
+def prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
-    causal: bool = ...,
-    window_size: Sequence[int] = ...,
-    softmax_scale: float | None = ...,
-    softcap: float = ...,
-    sinks: Tensor | None = ...,
-    group: Group = ...,
-    layout: SequenceLayout | None = ...,
-    backend: str = ...,
-    return_lse: Literal[False] = ...,
-    transport: TransportOptions = ...,
-) -> Tensor: ...
-
-
-@overload
-def tree_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = ...,
-    window_size: Sequence[int] = ...,
-    softmax_scale: float | None = ...,
-    softcap: float = ...,
-    sinks: Tensor | None = ...,
-    group: Group = ...,
-    layout: SequenceLayout | None = ...,
-    backend: str = ...,
-    return_lse: Literal[True],
-    transport: TransportOptions = ...,
-) -> tuple[Tensor, Tensor]: ...
-
-
-@left_out_of_graphs(
-    "tree_decode sends its messages from the host, and a graph holds none: compile without "
-    "fullgraph=True, which leaves it out"
-)
-def tree_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    window_size: Sequence[int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    group: Group = None,
-    layout: SequenceLayout | None = None,
-    backend: str = "auto",
-    return_lse: bool = False,
-    transport: TransportOptions = TransportOptions(),  # noqa: B008 - frozen
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the newest tokens to a KV cache that is split over the ranks; for inference.
-
-    Every rank passes the same queries and its own rows of the cache, and gets the whole result,
-    the same bits as every other rank. One message of a call carries all ranks' partial out and lse
-    (Tree Attention, arXiv 2408.04093, in one exchange instead of three). For a prompt, or a long
-    part of one, use `ring_attention` with layouts of the new tokens and of the cache with them.
-
-    Args:
-        q: (batch, seqlen_q, nheads, headdim), the last seqlen_q tokens of the sequence, the same on
-            every rank: usually 1, or the few of speculative decoding; float16, bfloat16, float32 or
-            float64; any strides. The sequences of a batch have one length: there is no
-            `cache_seqlens`. Where lengths differ, call it once for each sequence, `q[i : i + 1]`.
-        k: (batch, rows, nheads_kv, headdim), this rank's rows of the cache, those of the queries'
-            own tokens among them on the rank that holds them; it may have 0 rows.
-        v: (batch, rows, nheads_kv, headdim_v).
-        causal: query i sees key j only if `j <= i + seqlen_k - seqlen_q`: of the newest tokens each
-            sees those before it and itself.
-        window_size: `(left, right)` keys seen on either side of that diagonal; -1 is unbounded.
-        softmax_scale: factor of the scores; `headdim ** -0.5` by default.
-        softcap: where it is not 0, scores are `softcap * tanh(score / softcap)`.
-        sinks: (nheads,), a logit of each head that joins the denominator once; the same on every
-            rank.
-        group: a process group, a mesh with one axis, or None for the default group.
-        layout: which positions the ranks hold, the same on every rank; see
-            `SequenceLayout.appended` and `next_rank` for one that grows. None says that every rank
-            holds one run, in the order of the ranks. Of how many rows is then asked in one more
-            message of 16 bytes, on CUDA with a wait of the host, where the mask depends on it: with
-            a window, or where several queries are causal.
-        backend: as for `ring_attention`.
-        return_lse: also return lse.
-        transport: as for `ring_attention`.
-
-    Returns:
-        `out` (batch, seqlen_q, nheads, headdim_v) like q; with `return_lse` also `lse` (batch,
-        nheads, seqlen_q), natural logarithm in float32 (float64 for float64), the sink in it. A
-        query that sees nothing has out 0 and lse -inf (or its sink).
+    sinks: Tensor | None,
+    layout: SequenceLayout | None,
+    call: Call,
+) -> Decoding:
+    """What a call does, from its arguments; nothing is sent.
 
     Raises:
-        ValueError: shapes, layout, window or sinks that do not fit, or no query.
-        TypeError: a dtype or type that is not taken.
-        NotImplementedError: inputs that require a gradient, which only `ring_attention` has, or
-            what the named backend does not support.
+        ValueError: a layout that does not fit this rank's rows, or options that do not fit the
+            group.
+        NotImplementedError: what the named backend does not support.
         ImportError: the named backend's package is not installed.
-        RuntimeError: as `ring_attention`.
-
-    Example:
-        >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
-        >>> q = torch.randn(1, 1, 8, 64)  # the same on both ranks
-        >>> rows = (700, 300)[rank]
-        >>> k, v = torch.randn(2, 1, rows, 2, 64)
-        >>> ring_attn.tree_decode(q, k, v).shape
-        torch.Size([1, 1, 8, 64])
     """
-    try:
-        check.check_tensors(q, k, v, packed=False)
-        check.check_decode(q, k, v, sinks, layout)
-        process_group = check.check_group(group)
-        check.check_scale(softmax_scale)
-        check.check_softcap(softcap)
-        check.check_sinks(sinks, q)
-        window = check.check_window(window_size, causal)
-        check.check_name("backend", backend)
-        check_flag("return_lse", return_lse)
-        check.check_transport(transport)
-        check.check_group_device(process_group, q.device)
-        check.check_max_ctas(transport, process_group)
-        rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        rows, rows_kv = q.size(1), k.size(1)
-        if layout is not None:
-            check.check_layout("k", layout, rows_kv, None, rank, world_size)
-        spec = AttentionSpec.of(q, k, v, softcap, sinks)
-        # Its tiles may have to wait for the lengths of the other ranks.
-        call = make_call(spec, softmax_scale=softmax_scale, backend=backend)
-    except BaseException as error:
-        tell_refusal(error, group, transport)
-        raise
-    try:
-        agreement = _agreement(spec, rows, causal, window, layout, call, transport)
-        values = () if sinks is None else (sinks,)
-        if debug_enabled():
-            check_agreement(
-                agreement.values | values_of(q=q, sinks=sinks), process_group, transport
-            )
-        ends = open_p2p(process_group, transport)
-        with ends.call("decode", agreement, q.device, values=values):
-            tiles = _tiles(Mask(rows, 0, causal, window), rows_kv, layout, q.device, ends)
-            # Once here: no operator takes a strided last dim.
-            q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-            out, lse = run.decode(call, tiles, q, k, v, ends, sinks)
-        return (out, lse) if return_lse else out
-    except BaseException as error:
-        refused(process_group, error)
-        raise
+    group = call.process_group
+    check.check_max_ctas(call.transport, group)
+    if layout is not None:
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        check.check_layout("k", layout, k.size(1), None, rank, world_size)
+    spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
+    decode_call = make_call(spec, softmax_scale=call.softmax_scale, backend=call.backend)
+    masked = (call.causal, call.window_size)
+    agreement = _agreement(spec, q.size(1), masked, layout, decode_call, call.transport)
+    return Decoding(call, group, layout, decode_call, agreement)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, decoding: Decoding
+) -> tuple[Tensor, Tensor]:
+    """`out` and `lse` of all queries, the same on every rank."""
+    call, group, layout, decode_call, agreement = decoding
+    values = () if sinks is None else (sinks,)
+    if debug_enabled():
+        described = agreement.values | values_of(q=q, sinks=sinks)
+        check_agreement(described, group, call.transport)
+    ends = open_p2p(group, call.transport)
+    with ends.call("decode", agreement, q.device, values=values):
+        queries = Mask(q.size(1), 0, call.causal, call.window_size)
+        tiles = _tiles(queries, k.size(1), layout, q.device, ends)
+        # Once here: no operator takes a strided last dim.
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        return run.decode(decode_call, tiles, q, k, v, ends, sinks)
 
 
 @lru_cache(maxsize=64)
 def _agreement(
     spec: AttentionSpec,
     rows: int,
-    causal: bool,
-    window: tuple[int, int],
+    masked: tuple[bool, tuple[int, int]],
     layout: SequenceLayout | None,
-    call: DecodeCall,
+    decode_call: DecodeCall,
     transport: TransportOptions,
 ) -> Agreement:
     """Everything that must be equal on all ranks of a call, apart from values."""
@@ -203,11 +100,11 @@ def _agreement(
         {
             **vars(spec),
             "seqlen_q": rows,
-            "causal": causal,
-            "window_size": window,
-            "softmax_scale": call.softmax_scale,
+            "causal": masked[0],
+            "window_size": masked[1],
+            "softmax_scale": decode_call.softmax_scale,
             "layout": None if layout is None else str(layout),
-            "backend": call.backend,
+            "backend": decode_call.backend,
             "transport": transport,
         }
     )

@@ -37,6 +37,7 @@ __all__ = [
     "native_sdpa",
     "nccl_options",
     "profiler_enabled",
+    "specialized",
     "store_client",
     "tree_map_only",
 ]
@@ -131,3 +132,12 @@ def is_traced_as_constant(function: F) -> F:
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function
+
+
+def specialized(value: Any) -> Any:
+    """The value; a number that a compiler takes for a symbol becomes a constant of the graph."""
+    if torch.compiler.is_compiling() and isinstance(value, (int, float)):
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+        return guard_scalar(value)
+    return value

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 
-from ring_attn.backends.base import Backend
+from ring_attn.backends.base import Backend, InOrderBackend, folds_in_order
 from ring_attn.core.spec import AttentionSpec
 
 # name -> (module, class), the preferred first.
@@ -43,6 +43,26 @@ def get_backend(name: str) -> Backend:
         raise ValueError(f"backend must be 'auto' or one of {list(PREFERENCE)}, got {name!r}")
     module, cls = PREFERENCE[name]
     backend: Backend = getattr(import_module(f"ring_attn.backends.{module}"), cls)()
+    return backend
+
+
+def bits_unit(name: str) -> int | None:
+    """Positions of a block on whose grid the backend folds in one order; None where it does not."""
+    backend = get_backend(name)
+    return backend.bits_unit if folds_in_order(backend) else None
+
+
+def folding_backend(name: str) -> InOrderBackend:
+    """The backend of a call whose sums are to be made in order.
+
+    Raises:
+        NotImplementedError: it folds in no one order.
+    """
+    backend = get_backend(name)
+    if not folds_in_order(backend):
+        raise NotImplementedError(
+            f"same_bits=True needs a backend that folds in one order, as triton does, got {name!r}"
+        )
     return backend
 
 

@@ -30,6 +30,7 @@ from ring_attn.backends.base import (
     out_from_delta,
     tile_within,
 )
+from ring_attn.core.dtypes import HALF_DTYPES
 from ring_attn.core.plan import Band, MaskKind, Tile
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import State
@@ -374,7 +375,7 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
 def _cuda_reason(spec: AttentionSpec, operator: str) -> str | None:
     if spec.device_type != "cuda":
         return f"torch's {operator} attention runs on cuda, got {spec.device_type}"
-    if spec.dtype not in (torch.float16, torch.bfloat16):
+    if spec.dtype not in HALF_DTYPES:
         return f"torch's {operator} attention on cuda takes float16 and bfloat16, got {spec.dtype}"
     if max(spec.headdim, spec.headdim_v) > 256:
         return f"headdim must be at most 256, got {max(spec.headdim, spec.headdim_v)}"

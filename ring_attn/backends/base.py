@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ring_attn.core.dtypes import accum_dtype
 from ring_attn.core.plan import MaskKind, Tile, make_tile
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import State
@@ -191,7 +192,7 @@ class TileBackend:
     def new_state(self, q: Tensor, headdim_v: int, sinks: Tensor | None = None) -> State:
         """The empty state of q's rows."""
         batch, rows, nheads, _ = q.shape
-        return State((batch, rows, nheads, headdim_v), _accum_dtype(q), q.device, sinks)
+        return State((batch, rows, nheads, headdim_v), accum_dtype(q.dtype), q.device, sinks)
 
     def forward(
         self,
@@ -215,7 +216,7 @@ class TileBackend:
 
     def delta(self, out: Tensor, dout: Tensor) -> Tensor:
         """(batch, nheads, rows) rowsum(dO * O) in the type of the state."""
-        wide = _accum_dtype(out)
+        wide = accum_dtype(out.dtype)
         return (out.to(wide) * dout.to(wide)).sum(-1).transpose(1, 2).contiguous()
 
     def backward(
@@ -298,11 +299,6 @@ class TileBackend:
     ) -> None:
         """Adds one tile's gradients."""
         raise NotImplementedError
-
-
-def _accum_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the state: float32, or float64 for float64."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def out_from_delta(dout: Tensor, delta: Tensor, dtype: torch.dtype) -> Tensor:

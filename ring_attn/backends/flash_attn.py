@@ -22,6 +22,7 @@ from ring_attn.backends.base import (
     flash_window,
     out_from_delta,
 )
+from ring_attn.core.dtypes import HALF_DTYPES
 from ring_attn.core.plan import Tile
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import State
@@ -46,7 +47,7 @@ class FlashAttnBackend(TileBackend):
             return f"flash-attn must be at least {OLDEST[0]}.{OLDEST[1]}, got {found}"
         if spec.device_type != "cuda":
             return f"flash-attn runs on cuda, got {spec.device_type}"
-        if spec.dtype not in (torch.float16, torch.bfloat16):
+        if spec.dtype not in HALF_DTYPES:
             return f"flash-attn takes float16 and bfloat16, got {spec.dtype}"
         if spec.headdim > 256 or spec.headdim_v > 256:
             return f"flash-attn takes headdim up to 256, got {max(spec.headdim, spec.headdim_v)}"

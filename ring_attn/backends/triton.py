@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends.kept_launches import KeptLaunches
+from ring_attn.core.dtypes import HALF_DTYPES
 from ring_attn.core.plan import MaskKind, Tile
 from ring_attn.core.spec import AttentionSpec, Scores
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from ring_attn.kernels.launch import Launch
     from ring_attn.kernels.step_table import Rectangle, StepTable
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEADDIM = 256
 
 # At most this many rows (counting each query head of a kv head) count as decoding, where keys are
@@ -86,7 +86,7 @@ class TritonBackend:
         """float16, bfloat16, float32 and head dims up to 256, on GPUs of compute capability 8.0."""
         if find_spec("triton") is None:
             return "triton is not installed (pip install triton)"
-        if spec.dtype not in DTYPES:
+        if spec.dtype not in (*HALF_DTYPES, torch.float32):
             return f"takes float16, bfloat16 and float32, not {spec.dtype}"
         if max(spec.headdim, spec.headdim_v) > MAX_HEADDIM:
             dims = f"{spec.headdim} and {spec.headdim_v}"

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
 
-from ring_attn.backends import get_backend
-from ring_attn.backends.base import InOrderBackend, folds_in_order
 from ring_attn.core.heads import is_replicated, share_heads
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -28,7 +26,12 @@ Layouts = tuple[SequenceLayout, SequenceLayout]
 
 @lru_cache(maxsize=1024)
 def why_not_in_order(
-    strategy: Strategy, heads: tuple[int, int], layouts: Layouts, mask: Mask, backend: str
+    strategy: Strategy,
+    heads: tuple[int, int],
+    layouts: Layouts,
+    mask: Mask,
+    backend: str,
+    bits_unit: int | None,
 ) -> str | None:
     """None where every sum is made in the order of one process, else the reason why not.
 
@@ -38,13 +41,14 @@ def why_not_in_order(
         layouts: of queries and keys where the core computes: after the exchange of queries, or of
             heads for rows.
         mask: over the whole sequence.
-        backend: its name.
+        backend: its name, for the reason.
+        bits_unit: positions of a block on whose grid the backend folds in one order; None where it
+            folds in no one order.
     """
     reason = why_not_by_heads(heads, strategy.ulysses_degree)
     if reason is not None:
         return reason
-    folding = get_backend(backend)
-    if not folds_in_order(folding):
+    if bits_unit is None:
         return f"backend {backend!r} does not fold in one order; triton does"
     if any(layout.kind not in ("contiguous", "boundaries") for layout in layouts):
         return f"the layout must be contiguous, got {layouts[0]} and {layouts[1]}"
@@ -55,10 +59,9 @@ def why_not_in_order(
         if reason is not None:
             return reason
     for start in _starts(layouts):
-        if start % folding.bits_unit:
+        if start % bits_unit:
             return (
-                f"every rank's rows must start at a multiple of {folding.bits_unit}, one's start "
-                f"at {start}"
+                f"every rank's rows must start at a multiple of {bits_unit}, one's start at {start}"
             )
     return None
 
@@ -74,22 +77,8 @@ def why_not_by_heads(heads: tuple[int, int], ulysses_degree: int) -> str | None:
     )
 
 
-def folding_backend(name: str) -> InOrderBackend:
-    """The backend of a call that must sum in order.
-
-    Raises:
-        NotImplementedError: it folds in no order.
-    """
-    backend = get_backend(name)
-    if not folds_in_order(backend):
-        raise NotImplementedError(
-            f"same_bits=True needs a backend that folds in one order, as triton does, got {name!r}"
-        )
-    return backend
-
-
 def _why_not_by_turns(layouts: Layouts, mask: Mask, inner_degree: int) -> str | None:
-    """Why shards do not arrive in the order of their positions; None where they do."""
+    """Why a ring does not bring shards in the order of their positions; None where it does."""
     if mask.right != 0 or mask.left is not None or mask.cu_seqlens_q is not None:
         return "the mask must be causal without window_size and cu_seqlens"
     grid = ring_grid(layouts[0].world_size, inner_degree)
@@ -104,6 +93,6 @@ def _why_not_by_turns(layouts: Layouts, mask: Mask, inner_degree: int) -> str | 
 
 
 def _starts(layouts: Layouts) -> Iterator[int]:
-    """First positions of all shards, without the empty ones at the end."""
+    """First position of every shard, without shards that start at the end of the sequence."""
     for layout in layouts:
         yield from (start for start in accumulate(layout.shard_lens) if start != layout.seqlen)

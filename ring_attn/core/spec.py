@@ -13,6 +13,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ring_attn.core.dtypes import accum_dtype
+
 # Vector loads and TMA need 16-byte aligned tensors; a message of no bytes is avoided, since
 # transports differ on it.
 ALIGNMENT = 16
@@ -109,7 +111,7 @@ class AttentionSpec:
     @property
     def accum_dtype(self) -> torch.dtype:
         """Type of the state and of gradients on their way: float32, or float64 for float64."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        return accum_dtype(self.dtype)
 
     def kv_packet(self, rows: int) -> Packet:
         """K and V of so many rows."""

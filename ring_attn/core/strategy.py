@@ -16,11 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from ring_attn.core.values import check_flag, check_one_of
+from ring_attn.core.values import check_flag, check_int, check_one_of
 
 # How keys and values reach the ranks; `strategies.registry.register` adds more.
 CORES = ["ring", "all_gather"]
 NAMES = ("ring", "double_ring", "all_gather", "ulysses", "hybrid", "q_exchange")
+# Names that leave a degree open, and the degree.
+NEED_DEGREE = {"hybrid": "ulysses_degree", "double_ring": "inner_degree"}
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,7 @@ class Strategy:
             value = getattr(self, name)
             if value is None and name == "heads_per_chunk":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            check_int(name, value, least=1)
         if self.inner_degree > 1 and self.core != "ring":
             raise NotImplementedError(
                 f"inner_degree={self.inner_degree} is for core 'ring', got core {self.core!r}"
@@ -82,24 +81,40 @@ class Strategy:
             )
 
     @classmethod
-    def from_numbers(cls, numbers: Sequence[int]) -> Strategy:
-        """The strategy that has these `numbers`."""
-        core, ulysses_degree, inner_degree, exchange_q, heads_per_chunk = numbers
-        return cls(
-            CORES[core], ulysses_degree, inner_degree, bool(exchange_q), heads_per_chunk or None
-        )
+    def from_name(cls, name: str, world_size: int, degree: int | None = None) -> Strategy:
+        """The strategy of a name of the table and a degree.
 
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The strategy as numbers, for operators that take nothing else.
+        Args:
+            name: of the table.
+            world_size: ranks of the call.
+            degree: size of an inner ring for "double_ring", else of the groups that exchange heads
+                for rows; "ring" and "all_gather" then run between the groups. None leaves the
+                degree to the name, which "hybrid" and "double_ring" refuse.
+
+        Raises:
+            ValueError: no such name, a degree that the name cannot have, or one that is missing.
 
         Example:
-            >>> print(Strategy.from_numbers(Strategy(ulysses_degree=2).numbers))
-            Strategy(ulysses_degree=2)
+            >>> print(Strategy.from_name("all_gather", 8, 2))
+            Strategy(core='all_gather', ulysses_degree=2)
         """
-        core = CORES.index(self.core)
-        chunk = self.heads_per_chunk or 0
-        return (core, self.ulysses_degree, self.inner_degree, int(self.exchange_q), chunk)
+        if name not in NAMES:
+            raise ValueError(
+                f"strategy must be one of {[*NAMES, 'auto']} or a Strategy, got {name!r}"
+            )
+        fixed = {"ulysses": world_size, "q_exchange": 1}.get(name)
+        if fixed is not None and degree not in (None, fixed):
+            raise ValueError(f"the degree of {name!r} is {fixed} here, got {degree}")
+        if name in NEED_DEGREE and degree is None:
+            raise ValueError(
+                f"strategy {name!r} needs its degree: pass Strategy({NEED_DEGREE[name]}=...) that "
+                f"divides {world_size}, or a mesh with two axes, the last of which is the degree, "
+                "as group"
+            )
+        if name == "double_ring":
+            return cls(inner_degree=degree or 1)
+        core = "all_gather" if name in ("all_gather", "q_exchange") else "ring"
+        return cls(core, fixed or degree or 1, exchange_q=name == "q_exchange")
 
     @property
     def name(self) -> str:
@@ -118,6 +133,32 @@ class Strategy:
             if getattr(self, f.name) != getattr(usual, f.name)
         ]
         return f"Strategy({', '.join(given)})"
+
+
+def family(strategy: Strategy, world_size: int) -> str:
+    """The name in the table; one group of all ranks is "ulysses"."""
+    whole = strategy.ulysses_degree == world_size > 1
+    return "ulysses" if strategy.name == "hybrid" and whole else strategy.name
+
+
+def label(strategy: Strategy, world_size: int) -> str:
+    """The strategy's name with its degrees, for tables.
+
+    Example:
+        >>> label(Strategy("all_gather", ulysses_degree=4), 8)
+        'hybrid 4 x all_gather'
+    """
+    text: str = strategy.core
+    if strategy.heads_per_chunk is not None and strategy.heads_per_chunk > 1:
+        text += f" by {strategy.heads_per_chunk} heads"
+    if strategy.inner_degree > 1:
+        text = f"double_ring {strategy.inner_degree}"
+    if strategy.exchange_q:
+        return f"q_exchange + {text}"
+    if strategy.ulysses_degree > 1:
+        whole = strategy.ulysses_degree == world_size
+        return "ulysses" if whole else f"hybrid {strategy.ulysses_degree} x {text}"
+    return text
 
 
 def resolve_strategy(
@@ -141,7 +182,8 @@ def resolve_strategy(
         Strategy(ulysses_degree=2)
     """
     if isinstance(strategy, str):
-        strategy = _from_name(strategy, world_size, mesh_shape)
+        of_mesh = mesh_shape[1] if strategy in NEED_DEGREE and len(mesh_shape) == 2 else None
+        strategy = Strategy.from_name(strategy, world_size, of_mesh)
     strategy = checked_strategy(strategy)
     degrees = {"ulysses_degree": strategy.ulysses_degree, "inner_degree": strategy.inner_degree}
     for name, degree in degrees.items():
@@ -169,24 +211,3 @@ def checked_strategy(strategy: object) -> Strategy:
             f"{type(strategy).__name__}"
         )
     return strategy
-
-
-def _from_name(name: str, world_size: int, mesh_shape: Sequence[int]) -> Strategy:
-    if name not in NAMES:
-        raise ValueError(f"strategy must be one of {[*NAMES, 'auto']} or a Strategy, got {name!r}")
-    if name in ("hybrid", "double_ring"):
-        option = "ulysses_degree" if name == "hybrid" else "inner_degree"
-        if len(mesh_shape) != 2:
-            raise ValueError(
-                f"strategy {name!r} needs its degree: pass Strategy({option}=...) that divides "
-                f"{world_size}, or a mesh with two axes, the last of which is the degree, as group"
-            )
-        degree = mesh_shape[1]
-        return (
-            Strategy(ulysses_degree=degree) if name == "hybrid" else Strategy(inner_degree=degree)
-        )
-    if name == "ulysses":
-        return Strategy(ulysses_degree=world_size)
-    if name == "q_exchange":
-        return Strategy("all_gather", exchange_q=True)
-    return Strategy("all_gather" if name == "all_gather" else "ring")

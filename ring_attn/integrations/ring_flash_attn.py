@@ -31,7 +31,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Unpack
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_attn import check
-from ring_attn.api import Group, ring_attention, select_backend
+from ring_attn.api import ring_attention, select_backend
+from ring_attn.call import Group, How
 from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.strategy import Strategy
@@ -124,20 +125,22 @@ def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> N
     )
 
 
-def _attend(qkv: Qkv, options: _Options, documents: Tensor | None = None, **how: Any) -> Result:
-    """Calls ring_attention, by a layout and a strategy, with what flash-attention calls options."""
+def _attend(
+    qkv: Qkv, options: _Options, documents: Tensor | None = None, **how: Unpack[How]
+) -> Result:
+    """ring_attention with flash-attention's options, in a layout and by a strategy."""
     if options.deterministic:
         _check_deterministic(*qkv)
     window: Any = options.window_size
     if options.causal and isinstance(window, (tuple, list)) and len(window) == 2:
         window = (window[0], min(window[1], 0))  # what flash-attention makes of it
+    how["group"] = options.group
     out, lse = ring_attention(
         *qkv,
         causal=options.causal,
         window_size=window,
         softmax_scale=options.softmax_scale,
         cu_seqlens=documents,
-        group=options.group,
         return_lse=True,
         dropout_p=options.dropout_p,
         alibi_slopes=options.alibi_slopes,

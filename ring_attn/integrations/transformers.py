@@ -34,24 +34,19 @@ import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn import check
-from ring_attn.api import ring_attention
+from ring_attn.api import ring_attention, tree_decode
+from ring_attn.call import AttentionOptions, DecodeOptions, Group, Sharing
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
-from ring_attn.core.spec import TransportOptions
-from ring_attn.core.strategy import Strategy
-from ring_attn.decode import tree_decode
 from ring_attn.integrations.transformers_cache import CacheStep, make_cache
 from ring_attn.models.sdpa import as_autocast
 from ring_attn.transport.debug import tell_refusal
-
-Group = dist.ProcessGroup | DeviceMesh | None
 
 # The keyword of a model's forward by which a layout, or the step of a cache, gets to the attention.
 LAYOUT = "sequence_layout"
@@ -93,10 +88,12 @@ MASK_PATTERNS = {
     "remap_positions_for_packed_sequence",
 }
 
+DECODE_OPTIONS = frozenset(DecodeOptions.__annotations__)
+
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Registration:
     """A registered name of `attn_implementation`; leaving it as a context unregisters it.
 
@@ -104,20 +101,14 @@ class Registration:
         name: of the implementation.
         group: as for `ring_attention`.
         layout: where a forward has no `sequence_layout`.
-        strategy: as for `ring_attention`.
-        backend: likewise.
-        same_bits: likewise.
-        transport: likewise.
+        sharing: strategy, backend, same_bits and transport, as far as they were given.
         ignore: keywords of a forward that are not for the attention.
     """
 
     name: str
     group: Group
     layout: str
-    strategy: str | Strategy
-    backend: str
-    same_bits: bool | None
-    transport: TransportOptions
+    sharing: Sharing
     ignore: frozenset[str]
 
     def unregister(self) -> None:
@@ -203,30 +194,21 @@ class Registration:
         except Exception as error:
             self._tell(error)
             raise
-        options: dict[str, Any] = {
+        options: AttentionOptions = {
             "causal": causal,
             "window_size": window,
             "softmax_scale": scaling,
             "softcap": kwargs.get("softcap") or 0.0,
             "sinks": kwargs.get("s_aux"),
             "group": self.group,
-            "backend": self.backend,
-            "transport": self.transport,
+            **self.sharing,
         }
         if isinstance(placed, CacheStep) and placed.chunk is None:
-            return tree_decode(q, k, v, layout=placed.cache, **options), None
-        out = ring_attention(
-            q,
-            k,
-            v,
-            layout=placed.layouts if isinstance(placed, CacheStep) else placed,
-            cu_seqlens=documents[0],
-            cu_seqlens_k=documents[1],
-            strategy=self.strategy,
-            same_bits=self.same_bits,
-            **options,
-        )
-        return out, None
+            shared: Any = {n: x for n, x in options.items() if n in DECODE_OPTIONS}
+            return tree_decode(q, k, v, layout=placed.cache, **shared), None
+        options["layout"] = placed.layouts if isinstance(placed, CacheStep) else placed
+        options["cu_seqlens"], options["cu_seqlens_k"] = documents
+        return ring_attention(q, k, v, **options), None
 
     def mask(self, *args: Any, **kwargs: Any) -> None:
         """The mask function that goes with it; see `check_mask`."""
@@ -295,12 +277,9 @@ def register(
     group: Group = None,
     layout: str = "contiguous",
     *,
-    strategy: str | Strategy = "ring",
-    backend: str = "auto",
-    same_bits: bool | None = None,
-    transport: TransportOptions = TransportOptions(),  # noqa: B008 - frozen
     name: str = "ring_attn",
     ignore: Collection[str] = (),
+    **sharing: Unpack[Sharing],
 ) -> Registration:
     """Makes `attn_implementation="ring_attn"` known to transformers, on this rank's shard.
 
@@ -318,13 +297,10 @@ def register(
         group: as for `ring_attention`.
         layout: of a forward without `sequence_layout`, and of prompts: "contiguous", "zigzag" or
             "striped".
-        strategy: as for `ring_attention`.
-        backend: likewise.
-        same_bits: likewise.
-        transport: likewise.
         name: another, where several groups or layouts are used side by side.
         ignore: keywords of the models' forward that are not for the attention, such as those of a
             loss function of your own.
+        **sharing: strategy, backend, same_bits and transport, as for `ring_attention`.
 
     Returns:
         A handle: `unregister()`, `cache(model)`.
@@ -332,7 +308,7 @@ def register(
     Raises:
         ImportError: no transformers, or one before version 5.
         ValueError: a name that is taken or means something else to transformers, a bad layout.
-        TypeError: a layout that is not a name.
+        TypeError: a layout that is not a name, or another option.
 
     Example:
         >>> with register(layout="zigzag", name="ring_zigzag") as ring:
@@ -356,9 +332,8 @@ def register(
             f"attn_implementation {name!r} is registered already: call unregister() of its handle, "
             "or give another name"
         )
-    ring = Registration(
-        name, group, layout, strategy, backend, same_bits, transport, frozenset(ignore)
-    )
+    check.check_options("register", sharing, Sharing)
+    ring = Registration(name, group, layout, sharing, frozenset(ignore))
     package.AttentionInterface.register(name, ring.attend)
     package.AttentionMaskInterface.register(name, ring.mask)
     return ring

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ring_attn.api import ring_attention
+from ring_attn.call import SdpaOptions
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.torch_private import native_sdpa
 
@@ -33,7 +34,7 @@ def sdpa_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-    **options: Any,
+    **options: Unpack[SdpaOptions],
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` over a sequence that is split over ranks.
 
@@ -48,7 +49,7 @@ def sdpa_attention(
             at the bottom right, which is the same where queries and keys are as many.
         scale: factor of the scores; `headdim ** -0.5` by default.
         enable_gqa: that a KV head may serve several query heads.
-        **options: of `ring_attention`: group, layout, strategy, backend and so on.
+        **options: of `ring_attention`: group, layout, strategy, window_size and so on.
 
     Returns:
         (batch, nheads, rows, headdim_v), this rank's rows; the strides are those of a transposed
@@ -103,7 +104,7 @@ def sdpa_attention(
     q, k, v = (
         as_autocast(x).transpose(1, 2) if isinstance(x, Tensor) else x for x in given.values()
     )
-    out: Tensor = ring_attention(q, k, v, causal=is_causal, softmax_scale=scale, **options)
+    out = ring_attention(q, k, v, causal=is_causal, softmax_scale=scale, **options)
     return out.transpose(1, 2)
 
 
@@ -120,7 +121,7 @@ class route_sdpa(TorchFunctionMode):  # noqa: N801 - used as a context manager, 
     what is called inside, but for `nn.MultiheadAttention`, where it breaks the graph.
 
     Args:
-        **options: of `ring_attention`: group, layout, strategy, backend and so on.
+        **options: of `ring_attention`: group, layout, strategy, window_size and so on.
 
     Raises:
         NotImplementedError: inside, what `sdpa_attention` refuses, attention weights, and
@@ -132,7 +133,7 @@ class route_sdpa(TorchFunctionMode):  # noqa: N801 - used as a context manager, 
         ...     out = F.scaled_dot_product_attention(*torch.randn(3, 1, 8, 500, 64), is_causal=True)
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Unpack[SdpaOptions]) -> None:
         """Options of `ring_attention`."""
         super().__init__()
         self.options = options

@@ -36,10 +36,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ring_attn import check
-from ring_attn.api import Layout, ring_attention
+from ring_attn.api import ring_attention
+from ring_attn.call import How, Layout, What
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import TransportOptions
-from ring_attn.core.strategy import NAMES, Strategy, checked_strategy, resolve_strategy
+from ring_attn.core.strategy import NEED_DEGREE, Strategy, checked_strategy, resolve_strategy
 from ring_attn.core.values import as_int, as_tuple, check_one_of
 from ring_attn.models.dtensors import Dims, Layouts, SplitRows, placed_as, rows_of
 from ring_attn.models.head_exchange import HeadExchange
@@ -51,9 +52,7 @@ Options = Mapping[str, Any]
 Key = int | str
 
 # The arguments of `ring_attention` that say what is computed; the others say how.
-OPTIONS = (
-    "causal", "window_size", "softmax_scale", "softcap", "sinks", "cu_seqlens", "cu_seqlens_k",
-)  # fmt: skip
+OPTIONS = tuple(What.__annotations__)
 
 # An attribute of the class that a module gets when a style is applied to it.
 _MARK = "_ring_attn_context_parallel"
@@ -269,7 +268,7 @@ class _ParallelAttention:
         self.strategy = _strategy_on(mesh, style)
         self.dims = Dims(style.seq_dim, style.head_dim)
         self.rows = SplitRows(mesh, style.seq_dim)
-        self.how: dict[str, Any] = {
+        self.how: How = {
             "group": mesh, "strategy": self.strategy, "backend": style.backend,
             "same_bits": style.same_bits, "transport": style.transport,
         }  # fmt: skip
@@ -435,7 +434,8 @@ class _ParallelAttention:
         shards = self._shards(qkv, self.dims, self.style.layout)
         order = self.dims.order(shards.tensors[0].ndim)
         q, k, v = (x.permute(order) for x in shards.tensors)
-        out = ring_attention(q, k, v, layout=shards.layout, **self.how, **options)
+        how: How = {**self.how, "layout": shards.layout}
+        out = ring_attention(q, k, v, **how, **options)
         return shards.restore(out.permute([order.index(dim) for dim in range(out.ndim)]))
 
     # -- the module sees all rows of some heads
@@ -521,20 +521,13 @@ def _strategy_on(mesh: DeviceMesh, style: ContextParallel) -> str | Strategy:
         degree = shape[1]
     if strategy == "auto":
         return strategy
-    if isinstance(strategy, str) and strategy in NAMES and degree is not None:
-        fixed = {"ulysses": size, "q_exchange": 1}.get(strategy, degree)
-        if fixed != degree:
-            raise ValueError(f"the degree of {strategy!r} is {fixed} here, got {degree}")
-        if strategy == "double_ring":
-            strategy = Strategy(inner_degree=degree)
-        elif strategy != "q_exchange":
-            core: Any = "all_gather" if strategy == "all_gather" else "ring"
-            strategy = Strategy(core, ulysses_degree=degree)
-    if strategy in ("hybrid", "double_ring"):
+    if strategy in NEED_DEGREE and degree is None:
         raise ValueError(
             f"strategy {strategy!r} needs degree=, a divisor of the {size} ranks, or a mesh with "
             "two axes, the last of which is the degree"
         )
+    if isinstance(strategy, str):
+        strategy = Strategy.from_name(strategy, size, degree)
     return resolve_strategy(strategy, size, shape)
 
 

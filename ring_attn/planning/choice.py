@@ -15,7 +15,7 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.plan import Traveller
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import Strategy
+from ring_attn.core.strategy import Strategy, family, label
 from ring_attn.machines.time import Simulation
 from ring_attn.planning.devices import Cluster
 
@@ -160,9 +160,7 @@ class Candidate:
     @property
     def family(self) -> str:
         """The name in `strategy.NAMES`; one group of all ranks is "ulysses"."""
-        name = self.strategy.name
-        whole = self.strategy.ulysses_degree == self.world_size > 1
-        return "ulysses" if name == "hybrid" and whole else name
+        return family(self.strategy, self.world_size)
 
     @property
     def label(self) -> str:
@@ -291,26 +289,6 @@ class Choice:
             "reason": self.reason,
             "candidates": [candidate.to_dict() for candidate in self.candidates],
         }
-
-
-def label(strategy: Strategy, world_size: int) -> str:
-    """The strategy's name with its degrees, for tables.
-
-    Example:
-        >>> label(Strategy("all_gather", ulysses_degree=4), 8)
-        'hybrid 4 x all_gather'
-    """
-    text: str = strategy.core
-    if strategy.heads_per_chunk is not None and strategy.heads_per_chunk > 1:
-        text += f" by {strategy.heads_per_chunk} heads"
-    if strategy.inner_degree > 1:
-        text = f"double_ring {strategy.inner_degree}"
-    if strategy.exchange_q:
-        return f"q_exchange + {text}"
-    if strategy.ulysses_degree > 1:
-        whole = strategy.ulysses_degree == world_size
-        return "ulysses" if whole else f"hybrid {strategy.ulysses_degree} x {text}"
-    return text
 
 
 def describe(problem: Problem) -> str:

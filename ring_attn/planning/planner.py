@@ -23,6 +23,7 @@ from torch import Tensor
 from ring_attn import check
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import folds_in_order
+from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.heads import share_heads
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
@@ -171,7 +172,7 @@ def explain(
     if nheads % nheads_kv:
         raise ValueError(f"nheads must be a multiple of nheads_kv, got {nheads} and {nheads_kv}")
     check_one_of("effort", effort, get_args(Effort))
-    if not isinstance(dtype, torch.dtype) or dtype not in check.DTYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise TypeError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype!r}")
     check.check_name("backend", backend)
     check_flag("backward", backward)

@@ -39,7 +39,7 @@ from typing import NamedTuple
 
 import torch
 
-from ring_attn.backends import get_backend
+from ring_attn.backends import bits_unit, get_backend
 from ring_attn.backends.base import folds_in_order
 from ring_attn.core import order
 from ring_attn.core.messages import Gathered, Parcels, Records
@@ -90,7 +90,8 @@ def why_not_same_bits(call: Call) -> str | None:
     if call.same_bits is False:
         return "gradients are added up: same_bits=False"
     heads = (call.spec.nheads, call.spec.nheads_kv)
-    return order.why_not_in_order(call.strategy, heads, call.layouts, call.mask, call.backend)
+    unit = bits_unit(call.backend)
+    return order.why_not_in_order(call.strategy, heads, call.layouts, call.mask, call.backend, unit)
 
 
 def in_one_place(call: Call) -> bool:

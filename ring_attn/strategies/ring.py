@@ -57,7 +57,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from ring_attn.backends import get_backend
+from ring_attn.backends import bits_unit, get_backend
 from ring_attn.backends.base import folds_in_order
 from ring_attn.core import order
 from ring_attn.core.layout import SequenceLayout
@@ -124,7 +124,8 @@ def why_not_same_bits(call: Call) -> str | None:
 
 def _why_not_in_order(call: Call) -> str | None:
     heads = (call.spec.nheads, call.spec.nheads_kv)
-    return order.why_not_in_order(call.strategy, heads, call.layouts, call.mask, call.backend)
+    unit = bits_unit(call.backend)
+    return order.why_not_in_order(call.strategy, heads, call.layouts, call.mask, call.backend, unit)
 
 
 def choose_gradients(call: Call) -> tuple[Traveller, bool]:

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ring_attn.core.dtypes import BY_NAME
 from ring_attn.core.layout import LAYOUTS as NAMED_LAYOUTS
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.strategy import NAMES as STRATEGY_NAMES
-from ring_attn.core.strategy import Strategy
+from ring_attn.core.strategy import NEED_DEGREE, Strategy
 from ring_attn.testing.oracle import Inputs, random_qkv, random_sinks
-from ring_attn.tools.arguments import DTYPES
 from ring_attn.tools.env import backend_reasons
 
 Layouts = tuple[SequenceLayout, SequenceLayout]
@@ -147,16 +147,12 @@ def strategy_of(name: str, world_size: int) -> str | Strategy:
     Raises:
         NotImplementedError: it needs a degree, and the world size has no such divisor.
     """
-    option = {"hybrid": "ulysses_degree", "hybrid all_gather": "ulysses_degree"}.get(name)
-    option = "inner_degree" if name == "double_ring" else option
-    if option is None:
+    if name not in (*NEED_DEGREE, "hybrid all_gather"):
         return name
     degree = next((n for n in range(2, world_size) if world_size % n == 0), None)
     if degree is None:
         raise NotImplementedError(f"a {name} needs ranks in two factors, got {world_size}")
-    if name == "double_ring":
-        return Strategy(inner_degree=degree)
-    return Strategy("ring" if name == "hybrid" else "all_gather", ulysses_degree=degree)
+    return Strategy.from_name(name.removeprefix("hybrid "), world_size, degree)
 
 
 @dataclass(frozen=True)
@@ -221,7 +217,7 @@ class Case:
             seqlen_q=mask.seqlen_q,
             seqlen_k=mask.seqlen_k,
             **heads._asdict(),
-            dtype=DTYPES[self.dtype],
+            dtype=BY_NAME[self.dtype],
             device=device,
             seed=self.seed,
             noncontiguous=self.noncontiguous,
@@ -301,7 +297,7 @@ def _all_cases(
     backends: tuple[str, ...], layouts: tuple[str, ...], strategy: str
 ) -> Iterator[Case]:
     for (b, backend), (d, dtype), (i, layout), (j, mask) in product(
-        *map(enumerate, (backends, DTYPES, layouts, MASKS))
+        *map(enumerate, (backends, BY_NAME, layouts, MASKS))
     ):
         if dtype == "float64" and backend != "reference":
             continue

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from ring_attn.core.dtypes import accum_dtype
 from ring_attn.core.mask import Mask
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
@@ -211,7 +212,7 @@ def check(
     bound += _rounding_floor(oracle, plain.dtype)
     exact = torch.zeros_like(errors, dtype=torch.bool)
     if terms is not None:
-        bound += _rounding_floor(terms.detach().cpu(), _accumulation_dtype(plain.dtype))
+        bound += _rounding_floor(terms.detach().cpu(), accum_dtype(plain.dtype))
         exact = terms.detach().cpu() == 0.0
     error = _largest(errors)
     # Written so that a NaN on either side is a failure.
@@ -388,7 +389,7 @@ def _attention(
         p = p[..., 1:] if backwards else p[..., :-1]
     p = p.masked_fill(alone, 0.0)
     out = torch.einsum("bgnij,bjgd->bignd", p, v).flatten(2, 3)
-    lse = scores_in(_accumulation_dtype(q.dtype)).logsumexp(-1).flatten(1, 2)
+    lse = scores_in(accum_dtype(q.dtype)).logsumexp(-1).flatten(1, 2)
     of_none = lse.new_tensor([-math.inf]) if sinks is None else sinks.to(lse.dtype)
     return out, torch.where(alone.squeeze(-1), of_none.unsqueeze(-1), lse)
 
@@ -468,7 +469,7 @@ def _terms(
 
     p_terms = p * (1.0 + s_terms + lse_terms.unsqueeze(-1))
     out_terms = torch.einsum("bhij,bjhd->bihd", p_terms, v)
-    rounding = torch.finfo(dtype).eps / torch.finfo(_accumulation_dtype(dtype)).eps
+    rounding = torch.finfo(dtype).eps / torch.finfo(accum_dtype(dtype)).eps
     rounded = out.clamp(min=torch.finfo(dtype).smallest_normal).masked_fill(out == 0.0, 0.0)
     delta = torch.einsum("bihd,bihd->bhi", out, dout)
     delta_terms = torch.einsum("bihd,bihd->bhi", out_terms + rounding * rounded, dout)
@@ -516,7 +517,3 @@ def _largest(x: Tensor) -> float:
 
 def _scale(q: Tensor, softmax_scale: float | None) -> float:
     return q.size(-1) ** -0.5 if softmax_scale is None else softmax_scale
-
-
-def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

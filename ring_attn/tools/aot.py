@@ -22,9 +22,9 @@ from rich.table import Table
 from torch import Tensor
 
 from ring_attn.bench.report import new_table
+from ring_attn.core.dtypes import HALF_DTYPES, SHORT_NAMES, dtype_name
 from ring_attn.kernels.launch import Launch
 from ring_attn.tools.arguments import (
-    SHORT_DTYPES,
     add_common,
     command_line,
     parse_dtype,
@@ -63,7 +63,7 @@ TENSOR_MEMORY = 512
 
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 HEAD_DIMS = ("64", "128", "256")
-DTYPES = ("float16", "bfloat16")
+DTYPES = tuple(dtype_name(dtype) for dtype in HALF_DTYPES)
 QUICK = (("sm_90",), ("64",), ("bfloat16",))
 
 # Tensors of the launches: strides and numbers of rows and heads divide by 16, as they mostly do.
@@ -437,7 +437,7 @@ def _choices(
 ) -> tuple[str, ...]:
     if text is None:
         return default
-    chosen = tuple(SHORT_DTYPES.get(name, name) for name in text.split(","))
+    chosen = tuple(SHORT_NAMES.get(name, name) for name in text.split(","))
     for name in chosen:
         if name not in known:
             raise ValueError(f"{option} must be of {', '.join(known)}, got {name!r}")

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ring_attn.core.dtypes import BY_NAME, SHORT_NAMES
 from ring_attn.tools import interrupt
 
 # An interrupt writes from a thread of its own: it lets a report that is being written be whole.
@@ -30,14 +31,6 @@ TABLE_WIDTH = 180
 MOST_SIZE = 1 << 50
 
 SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-
-DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
-SHORT_DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
 def parse_size(text: str) -> int:
@@ -68,17 +61,12 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 def parse_dtype(text: str) -> torch.dtype:
     """A dtype by its name in torch, or fp16, bf16, fp32, fp64."""
-    name = SHORT_DTYPES.get(text, text)
-    if name not in DTYPES:
+    name = SHORT_NAMES.get(text, text)
+    if name not in BY_NAME:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a dtype: give one of {', '.join([*DTYPES, *SHORT_DTYPES])}"
+            f"{text!r} is not a dtype: give one of {', '.join([*BY_NAME, *SHORT_NAMES])}"
         )
-    return DTYPES[name]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
+    return BY_NAME[name]
 
 
 def table_console() -> Any:

@@ -35,13 +35,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import SequenceLayout, shard_batch
+from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import LAYOUTS
 from ring_attn.profiling import reset_resident_peak, resident_bytes, trace
 from ring_attn.testing import Verdict
 from ring_attn.tools.arguments import (
     add_common,
     add_profile,
-    dtype_name,
     parse_dtype,
     parse_size,
     shortened,

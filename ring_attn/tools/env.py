@@ -21,7 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ring_attn import __version__, select_backend
-from ring_attn.tools.arguments import DTYPES, add_common, write_json
+from ring_attn.core.dtypes import BY_NAME
+from ring_attn.tools.arguments import add_common, write_json
 from ring_attn.tools.launch import num_cores
 
 # Not imported to be asked: importing triton or flash-attn may fail, or take seconds.
@@ -68,7 +69,7 @@ def backend_reasons() -> dict[str, dict[str, str | None]]:
     """Backend -> "device dtype" -> None where it can run here, else the reason why not."""
     found: dict[str, dict[str, str | None]] = {}
     for device in device_types():
-        for name, dtype in DTYPES.items():
+        for name, dtype in BY_NAME.items():
             sample = torch.empty(1, 1, SAMPLE_HEADS, SAMPLE_HEADDIM, dtype=dtype, device=device)
             reasons = select_backend(sample, sample, sample).reasons
             for backend, reason in reasons.items():

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import SequenceLayout, ring_attention, unshard
-from ring_attn.decode import next_rank, tree_decode
+from ring_attn import SequenceLayout, next_rank, ring_attention, tree_decode, unshard
 from ring_attn.tools.model import Attention, Transformer
 
 # Tokens that a rank takes at a time: few, so that short runs have several such blocks.

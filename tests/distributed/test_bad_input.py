@@ -151,7 +151,7 @@ TYPES: dict[str, Bad] = {
         TypeError,
         ("q must be a torch.Tensor", "ndarray"),
     ),
-    "None": Bad(lambda: {"v": None}, TypeError, ("v must be a torch.Tensor", "NoneType")),
+    "None": Bad(lambda: {"v": None}, TypeError, ("v must be a torch.Tensor", "None")),
     "DTensor": Bad(
         lambda: {"q": dtensor()}, TypeError, ("q must be a plain tensor", ".to_local()")
     ),
@@ -269,7 +269,7 @@ OPTIONS: dict[str, Bad] = {
         ("same_bits=True cannot be had", "backend 'aten'", "triton"),
     ),
     "causal int": Bad(lambda: {"causal": 1}, TypeError, ("causal must be a bool", "int")),
-    "causal None": Bad(lambda: {"causal": None}, TypeError, ("causal must be a bool", "NoneType")),
+    "causal None": Bad(lambda: {"causal": None}, TypeError, ("causal must be a bool", "None")),
     "window of 3": Bad(
         lambda: {"window_size": (1, 2, 3)},
         ValueError,

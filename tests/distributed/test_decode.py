@@ -13,10 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ring_attn import SequenceLayout, TransportOptions, decode, ring_attention, unshard
+import ring_attn
+from ring_attn import (
+    SequenceLayout,
+    TransportOptions,
+    next_rank,
+    ring_attention,
+    tree_decode,
+    unshard,
+)
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.decode import next_rank, tree_decode
 from ring_attn.strategies.tree_decode import decode_packet
 from ring_attn.testing import (
     check,
@@ -159,7 +166,7 @@ def test_the_group_may_be_a_mesh_axis(ranks: Pools) -> None:
 
 def run_example() -> tuple[int, str]:
     """The example of the docstring on this rank: how many lines, and what failed."""
-    names = {"torch": torch, "rank": dist.get_rank(), "ring_attn": decode}
+    names = {"torch": torch, "rank": dist.get_rank(), "ring_attn": ring_attn}
     (example,) = doctest.DocTestFinder(recurse=False).find(tree_decode, "tree_decode", globs=names)
     failed: list[str] = []
     return doctest.DocTestRunner().run(example, out=failed.append).attempted, "".join(failed)

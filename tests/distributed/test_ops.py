@@ -151,6 +151,36 @@ def test_compiles_with_options(pool: Pool) -> None:
         assert all(found.values()), found
 
 
+CHANGES: dict[str, list[Any]] = {
+    "softmax_scale": [0.3, 0.4, 0.5],
+    "softcap": [30.0, 31.0, 0.0],
+    "window_size": [(5, 0), (6, 0), (7, 0)],
+    "transport": [TransportOptions(timeout=seconds) for seconds in (200.0, 201.0, 202.0)],
+    "strategy": ["ring", Strategy("all_gather"), Strategy("all_gather", heads_per_chunk=2)],
+}
+
+
+def changing_options() -> dict[str, bool]:
+    """Options that change from call to call of one compiled function."""
+
+    def attend(value: Any, name: str, *x: Tensor) -> Tensor:
+        return ring_attention(*x, causal=True, backend="reference", **{name: value})
+
+    found = {}
+    for name, values in CHANGES.items():
+        compiled, num_graphs = compile_cold(attend, fullgraph=True, dynamic=True)
+        x = inputs(8)
+        pairs = [(compiled(value, name, *x), attend(value, name, *x)) for value in values]
+        found[name] = all(torch.equal(*pair) for pair in pairs) and num_graphs() == len(values)
+    return found
+
+
+def test_options_are_constants_of_a_graph(pool: Pool) -> None:
+    """A number that torch would take for a symbol has a graph for each of its values."""
+    for found in pool.run(changing_options, timeout=120):
+        assert len(found) == len(CHANGES) and all(found.values()), found
+
+
 def several_layouts() -> dict[str, Any]:
     """Layouts as arguments, and made within: equal to eager, and how many graphs there are."""
     rank = dist.get_rank()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ring_attn.backends import bits_unit
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.messages import Records
@@ -106,8 +107,8 @@ def test_records_of_several_messages_are_one_tensor(name: str) -> None:
 def test_same_bits_are_for_backends_and_layouts_that_have_them() -> None:
     def reason(q: SequenceLayout, backend: str = "triton", k: SequenceLayout | None = None) -> str:
         layouts, mask = (q, k or q), Mask(q.seqlen, (k or q).seqlen)
-        strategy = Strategy("all_gather")
-        return why_not_in_order(strategy, (4, 2), layouts, mask, backend) or "in order"
+        call = (Strategy("all_gather"), (4, 2), layouts, mask)
+        return why_not_in_order(*call, backend, bits_unit(backend)) or "in order"
 
     assert reason(SequenceLayout.contiguous(1024, 8)) == "in order"
     assert reason(SequenceLayout.boundaries([0, 128, 128, 384, 401])) == "in order"

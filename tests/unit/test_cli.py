@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 import ring_attn
 from ring_attn import __version__, testing
+from ring_attn.core.dtypes import dtype_name
 from ring_attn.testing import RESULTS, RESULTS_WITH_SINKS, Verdict
 from ring_attn.tools import cli, env, launch, verify
 from ring_attn.tools.arguments import (
     add_common,
     command_line,
-    dtype_name,
     format_size,
     parse_dtype,
     parse_size,

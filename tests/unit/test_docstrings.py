@@ -13,7 +13,7 @@ import ring_attn
 # Examples that need processes: they are run, as programs, by the tests of the command line.
 NEED_TORCHRUN = {
     "ring_attn.api.ring_attention",
-    "ring_attn.decode.tree_decode",
+    "ring_attn.api.tree_decode",
     "ring_attn.integrations.context_parallel.context_parallel",
     "ring_attn.models.sdpa.route_sdpa",
     "ring_attn.models.sdpa.sdpa_attention",

@@ -264,7 +264,7 @@ def test_why_not(name: str) -> None:
     ids=str,
 )  # fmt: skip
 def test_on_where_it_can_be_had(layouts: Layouts, mask: Mask) -> None:
-    assert order.why_not_in_order(Strategy(), (8, 2), layouts, mask, "blocks") is None
+    assert order.why_not_in_order(Strategy(), (8, 2), layouts, mask, "blocks", UNIT) is None
     # Heads for which the Q side would cost fewer bytes.
     spec = AttentionSpec("cpu", torch.bfloat16, 1, 4, 4, 64, 64)
     usual = {

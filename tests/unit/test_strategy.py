@@ -2,7 +2,7 @@
 
 import pytest
 
-from ring_attn.core.strategy import NAMES, Strategy, resolve_strategy
+from ring_attn.core.strategy import NAMES, Strategy, family, label, resolve_strategy
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,29 @@ def test_names(name: str, mesh: tuple[int, ...], strategy: Strategy) -> None:
     assert resolve_strategy(name, 8, mesh) == strategy
     assert resolve_strategy(strategy, 8, mesh) == strategy
     assert strategy.name == name or (name == "ulysses" and strategy.name == "hybrid")
+
+
+@pytest.mark.parametrize(
+    ("name", "degree", "text"),
+    [
+        ("ring", 2, "hybrid 2 x ring"),
+        ("all_gather", 4, "hybrid 4 x all_gather"),
+        ("hybrid", 8, "ulysses"),
+        ("double_ring", 4, "double_ring 4"),
+        ("ulysses", 8, "ulysses"),
+        ("q_exchange", 1, "q_exchange + all_gather"),
+    ],
+)
+def test_names_with_a_degree(name: str, degree: int, text: str) -> None:
+    strategy = Strategy.from_name(name, 8, degree)
+    assert label(strategy, 8) == text
+    assert family(strategy, 8) == text.split()[0]
+
+
+@pytest.mark.parametrize(("name", "degree"), [("ulysses", 4), ("q_exchange", 2)])
+def test_degrees_that_a_name_cannot_have(name: str, degree: int) -> None:
+    with pytest.raises(ValueError, match=f"{name}.*got {degree}"):
+        Strategy.from_name(name, 8, degree)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])

@@ -1,0 +1,72 @@
+"""The call as one value: its text, and the types of its options."""
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ring_attn import Strategy, TransportOptions, ring_attention, tree_decode
+from ring_attn.call import AttentionOptions, Call, DecodeOptions, How, SdpaOptions, What
+
+PLAIN = Call(
+    causal=False,
+    window_size=(-1, -1),
+    softmax_scale=None,
+    softcap=0.0,
+    group="0",
+    backend="auto",
+    transport=TransportOptions(),
+)
+CALLS = [
+    PLAIN,
+    PLAIN._replace(layout="zigzag", strategy="ulysses", same_bits=True, differentiated=True),
+    PLAIN._replace(strategy=Strategy("all_gather", 2, heads_per_chunk=3), mesh_shape=(4, 2)),
+    PLAIN._replace(
+        softmax_scale=0.1 + 0.2, softcap=2.0**-63, window_size=(2**63 - 1, 0), causal=True
+    ),
+    PLAIN._replace(group='a "group"\n\u00e9', transport=TransportOptions(1e-3, 4)),
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_text_says_everything(call: Call) -> None:
+    again = Call.from_text(call.text)
+    assert again == call
+    assert hash(again) == hash(call)
+    assert [type(x) for x in again] == [type(x) for x in call]
+
+
+def test_calls_that_differ_have_other_texts() -> None:
+    assert len({call.text for call in CALLS}) == len(CALLS)
+
+
+def test_another_process_reads_the_text() -> None:
+    """As a graph does that was stored by one process and is loaded by another."""
+    program = "import sys; from ring_attn.call import Call; print(Call.from_text(sys.argv[1]))"
+    for call in CALLS:
+        ran = subprocess.run(
+            [sys.executable, "-c", program, call.text], capture_output=True, text=True, timeout=120
+        )
+        assert ran.stdout.strip() == str(call), ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("function", "options"), [(ring_attention, AttentionOptions), (tree_decode, DecodeOptions)]
+)
+def test_every_option_of_the_signature_has_its_type(
+    function: Callable[..., Any], options: type
+) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    given = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert given - {"return_lse"} == set(options.__annotations__)
+
+
+def test_what_and_how_share_no_option() -> None:
+    what, how = set(What.__annotations__), set(How.__annotations__)
+    assert not what & how
+    refused = {"dropout_p", "alibi_slopes"}
+    assert what | how | refused == set(AttentionOptions.__annotations__)
+    assert what - set(SdpaOptions.__annotations__) == {"causal", "softmax_scale"}
