@@ -1,4 +1,4 @@
-"""delta, dq and dk/dv: against float64, continued over launches, and their blocks."""
+"""All kernels against float64; delta, dq and dk/dv continued over launches, and their blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.plan import Tile
 from ring_attn.kernels import flash_bwd
 from ring_attn.kernels.configs import Config
-from ring_attn.testing import Inputs, random_qkv, random_sinks
+from ring_attn.testing import RESULTS, Inputs, random_qkv, random_sinks
 from tests.kernels.calls import (
     DEVICE,
     DTYPES,
@@ -46,10 +46,13 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def exercise(mask: Mask, config: Config, sizes: dict[str, object], **scores: object) -> None:
+def exercise(
+    mask: Mask, config: Config, sizes: dict[str, object], *cuts: int, **scores: object
+) -> None:
+    """Forward and backward; keys are cut into a launch each."""
     inputs = inputs_for(mask, **sizes)
-    got = attend(inputs, [whole(mask)], config, **scores)
-    assert_holds(got, *expect(inputs, mask, **scores))
+    got = attend(inputs, cut_keys(mask, *cuts), config, **scores)
+    assert_holds(got, *map(without_sinks, expect(inputs, mask, **scores)))
 
 
 # -- against float64
@@ -91,26 +94,26 @@ def test_any_scale(scale: float, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_logits_of_1e4(dtype: torch.dtype, softcap: float) -> None:
-    sizes = {"dtype": dtype, "large_logits": True}
-    exercise(Mask(63, 97, causal=True), SMALL, sizes, scale=10.0, softcap=softcap)
+def test_logits_of_1e4_neither_overflow_nor_vanish(dtype: torch.dtype, softcap: float) -> None:
+    mask, sizes = Mask(63, 97, causal=True), {"dtype": dtype, "large_logits": True}
+    for cuts in ((), (30, 40)):
+        exercise(mask, SMALL, sizes, *cuts, scale=10.0, softcap=softcap)
 
 
 @pytest.mark.parametrize("softcap", [0.05, 2.0, 50.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_softcap(dtype: torch.dtype, softcap: float) -> None:
-    for name in ("causal", "narrow window"):
+    for name in ("causal", "narrow window", "rows that see nothing"):
         exercise(MASKS[name], blocks(64, 32), {"dtype": dtype}, softcap=softcap)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["causal", "rows that see nothing", "no keys"])
-def test_the_backward_needs_of_sinks_but_their_lse(name: str, dtype: torch.dtype) -> None:
-    mask, sinks = MASKS[name], random_sinks(2, device=DEVICE)
-    inputs = inputs_for(mask, dtype=dtype, nheads=2)
-    got = attend(inputs, [whole(mask)], LARGE, sinks=sinks)
-    oracle, plain = expect(inputs, mask, sinks=sinks)
-    assert_holds(got, without_sinks(oracle), without_sinks(plain))
+def test_sinks(name: str, dtype: torch.dtype) -> None:
+    """They join the denominators once; the backward needs of them but their lse."""
+    sinks = random_sinks(2, device=DEVICE)
+    for cuts in ((), (16, 32)) if MASKS[name].seqlen_k else ((),):
+        exercise(MASKS[name], LARGE, {"dtype": dtype, "nheads": 2}, *cuts, sinks=sinks)
 
 
 def test_rows_and_keys_without_a_pair_have_no_gradient() -> None:
@@ -158,7 +161,7 @@ def test_any_strides() -> None:
     for inputs in (heads_first, cache):
         assert not any(x.is_contiguous() for x in inputs)
         got = attend(inputs, [whole(mask)], LARGE)
-        for name in ("dq", "dk", "dv"):
+        for name in RESULTS:
             assert torch.equal(getattr(got, name), getattr(expected, name)), name
 
 
