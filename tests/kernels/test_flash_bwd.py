@@ -11,21 +11,19 @@ from ring_attn.core.plan import Tile
 from ring_attn.kernels import flash_bwd
 from ring_attn.kernels.configs import Config
 from ring_attn.testing import RESULTS, Inputs, random_qkv, random_sinks
+from tests.bounds import MASKS, assert_holds, expect, whole
 from tests.kernels.calls import (
     DEVICE,
     DTYPES,
     LARGE,
-    MASKS,
     SMALL,
     STEPS,
-    assert_holds,
     attend,
     blocks,
     blocks_of,
     cut_keys,
     cut_rows,
     delta_of,
-    expect,
     forward,
     grad_kv,
     grad_q,
@@ -35,7 +33,6 @@ from tests.kernels.calls import (
     q_table,
     record,
     times,
-    whole,
     without_sinks,
 )
 
@@ -103,12 +100,12 @@ def test_logits_of_1e4_neither_overflow_nor_vanish(dtype: torch.dtype, softcap: 
 @pytest.mark.parametrize("softcap", [0.05, 2.0, 50.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_softcap(dtype: torch.dtype, softcap: float) -> None:
-    for name in ("causal", "narrow window", "rows that see nothing"):
+    for name in ("causal", "window", "empty rows"):
         exercise(MASKS[name], blocks(64, 32), {"dtype": dtype}, softcap=softcap)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["causal", "rows that see nothing", "no keys"])
+@pytest.mark.parametrize("name", ["causal", "empty rows", "no keys"])
 def test_sinks(name: str, dtype: torch.dtype) -> None:
     """They join the denominators once; the backward needs of them but their lse."""
     sinks = random_sinks(2, device=DEVICE)

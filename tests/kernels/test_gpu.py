@@ -30,17 +30,8 @@ from ring_attn.testing import (
     random_qkv,
     random_sinks,
 )
-from tests.kernels.calls import (
-    assert_holds,
-    cut_keys,
-    cut_rows,
-    delta_of,
-    expect,
-    forward,
-    grad_kv,
-    grad_q,
-    whole,
-)
+from tests.bounds import assert_holds, expect, whole
+from tests.kernels.calls import cut_keys, cut_rows, delta_of, forward, grad_kv, grad_q
 from tests.kernels.rings import ring
 
 CUDA = torch.cuda.is_available()

@@ -22,26 +22,22 @@ from torch import Tensor
 from ring_attn.core.mask import Mask
 from ring_attn.kernels import configs, gluon_guard
 from ring_attn.kernels.configs import Config
-from ring_attn.kernels.flash_fwd import Carried
 from ring_attn.kernels.hopper_fwd import (
     CONFIGS,
     RAGGED_HEAD_DIMS,
     can_run,
     hopper_launch,
 )
-from ring_attn.kernels.step_table import StepTable, make_step_table
 from ring_attn.testing import (
-    Expected,
     Inputs,
     check,
-    dense_gradients,
     plain_gradients,
-    poisoned_empty,
     random_qkv,
     random_sinks,
 )
+from tests.bounds import assert_holds, expect, whole
 from tests.kernels import calls
-from tests.kernels.calls import Step, cut_keys, rectangles, whole
+from tests.kernels.calls import Step, cut_keys, empty_state, q_table
 from tests.kernels.gluon_emulator import Deadlock, Edit, Hazard, emulate
 
 
@@ -89,27 +85,6 @@ def inputs_for(mask: Mask, **sizes: Any) -> Inputs:
     return random_qkv(seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, **(usual | sizes))
 
 
-def table_of(tiles: Step, config: Config, num_rows: int, device: str = "cpu") -> StepTable:
-    """The step's table."""
-    return make_step_table(
-        rectangles(tiles), config.BLOCK_M, config.BLOCK_N, torch.device(device), descending=True,
-        num_rows=num_rows,
-    )  # fmt: skip
-
-
-def empty_state(inputs: Inputs, sinks: Tensor | None, carried: bool) -> Carried:
-    """A state and results of NaN."""
-    q, v = inputs.q, inputs.v
-    batch, rows, nheads, _ = q.shape
-    with poisoned_empty():
-        out = q.new_empty(batch, rows, nheads, v.size(3))
-        m, l, lse = torch.empty(3, batch, nheads, rows, device=q.device)
-        acc = torch.empty(out.shape, device=q.device)
-    if not carried:
-        return Carried(out=out, lse=lse, sinks=sinks)
-    return Carried(acc, m, l, out, lse, sinks)
-
-
 def forward(
     inputs: Inputs,
     steps: Sequence[Step],
@@ -122,10 +97,10 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out and lse, each step in a launch of its own: emulated on the CPU, else run."""
     q, k, v, _ = inputs
-    state = empty_state(inputs, sinks, len(steps) > 1)
+    state = empty_state(inputs, sinks, carried=len(steps) > 1)
     for index, tiles in enumerate(steps):
         first, last = index == 0, index == len(steps) - 1
-        table = table_of(tiles, config, q.size(1) if first or last else 0, q.device.type)
+        table = q_table(tiles, config, q.size(1) if first or last else 0, q.device.type)
         assert can_run(q, k, v, table, 0.0) or not table.num_blocks
         if not table.num_blocks:
             continue
@@ -143,12 +118,7 @@ def forward(
 
 def assert_exact(got: tuple[Tensor, Tensor], inputs: Inputs, mask: Mask, **scores: Any) -> None:
     """Both within their bounds."""
-    oracle: Expected = dense_gradients(*inputs, mask, **scores)
-    plain: Expected = plain_gradients(*inputs, mask, **scores)
-    for name, x in zip(("out", "lse"), got, strict=True):
-        expected = getattr(oracle, name), getattr(plain, name)
-        verdict = check(name, x, *expected, oracle.terms[name])
-        assert verdict.ok, str(verdict)
+    assert_holds(dict(zip(("out", "lse"), got, strict=True)), *expect(inputs, mask, **scores))
 
 
 def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
@@ -249,7 +219,7 @@ def test_what_a_document_holds_does_not_reach_its_neighbours(bad: float) -> None
 def test_what_it_does_not_take() -> None:
     mask = Mask(97, 97, causal=True)
     q, k, v, _ = inputs_for(mask, nheads_kv=2)
-    table = table_of(whole(mask), SMALL, 97)
+    table = q_table(whole(mask), SMALL, 97, "cpu")
 
     def takes(q: Tensor = q, k: Tensor = k, v: Tensor = v, softcap: float = 0.0) -> bool:
         return can_run(q, k, v, table, softcap)
@@ -267,7 +237,7 @@ def test_what_it_does_not_take() -> None:
     assert not can_run(*large, table, 0.0), "no registers to clear with"
     full = Mask(97, 96)
     large = inputs_for(full, headdim=256)[:3]
-    assert can_run(*large, table_of(whole(full), SMALL, 97), 0.0)
+    assert can_run(*large, q_table(whole(full), SMALL, 97, "cpu"), 0.0)
 
 
 # Every one of them makes results that may be wrong, or a kernel that hangs, on a device.

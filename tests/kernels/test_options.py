@@ -19,18 +19,8 @@ from hypothesis import strategies as st
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.testing import Layouts, random_qkv, random_sinks
-from tests.kernels.calls import (
-    DEVICE,
-    DTYPES,
-    MASKS,
-    assert_holds,
-    attend,
-    blocks,
-    cut_keys,
-    expect,
-    inputs_for,
-    patched_select,
-)
+from tests.bounds import MASKS, assert_holds, expect
+from tests.kernels.calls import DEVICE, DTYPES, attend, blocks, cut_keys, inputs_for, patched_select
 from tests.kernels.rings import ring
 
 pytestmark = [

@@ -18,23 +18,8 @@ from ring_attn.kernels import tasks
 from ring_attn.kernels.configs import Config
 from ring_attn.kernels.tasks import Schedule, block_and_head, make_schedule, tasks_of_program
 from ring_attn.testing import Inputs
-from tests.kernels.calls import (
-    DEVICE,
-    DTYPES,
-    Step,
-    blocks,
-    cut_keys,
-    cut_rows,
-    delta_of,
-    forward,
-    grad_kv,
-    grad_q,
-    in_interpreter,
-    inputs_for,
-    kv_table,
-    q_table,
-    whole,
-)
+from tests.bounds import whole
+from tests.kernels.calls import DEVICE, DTYPES, Step, blocks, cut_keys, cut_rows, delta_of, forward, grad_kv, grad_q, in_interpreter, inputs_for, kv_table, q_table
 
 # K and V of one head of 63 columns and 16 dims in float32 are 8 KB.
 ONE_HEAD, TWO_HEADS = 1, 17_000
