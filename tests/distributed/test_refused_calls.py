@@ -14,11 +14,10 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 import ring_attn
-from ring_attn import TransportOptions, ring_attention, tree_decode, unshard
+from ring_attn import ring_attention, tree_decode, unshard
 from tests.distributed.test_bad_input import (
     ROWS,
     SEQLEN,
-    Arguments,
     Raised,
     good,
     no_communication,
@@ -28,28 +27,6 @@ from tests.distributed.test_bad_input import (
 )
 
 pytestmark = pytest.mark.dist
-
-
-def run_decode_table() -> list[Raised]:
-    """Wrong arguments of tree_decode."""
-    wrong: list[Arguments] = [
-        {"backend": []},
-        {"softmax_scale": 1e38},
-        {"softcap": 1e-50},
-        {"return_lse": None},
-        {"q": x(1, 1, 4, 8).to_sparse()},
-        {"sinks": x(4).to_mkldnn()},
-        {"transport": TransportOptions(timeout=1e15)},
-    ]
-    with no_communication():
-        return [raised_by(lambda one=one: tree_decode(**{**good(), **one})) for one in wrong]
-
-
-def test_decode_of_bad_arguments(ranks: Any) -> None:
-    words = ("backend", "softmax_scale", "softcap", "return_lse", "q must", "sinks must", "timeout")
-    for results in ranks(2).run(run_decode_table):
-        for word, got in zip(words, results, strict=True):
-            assert got.error in (ValueError, TypeError) and word in got.text and got.alone, got
 
 
 def run_extreme_scores() -> list[bool]:

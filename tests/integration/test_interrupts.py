@@ -15,19 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-TINY = [
-    "demo",
-    "--nproc",
-    "1",
-    "--seqlen",
-    "113",
-    "--dim",
-    "16",
-    "--layers",
-    "1",
-    "--steps",
-    "1000000",
-]
+TINY = "demo --nproc 1 --seqlen 113 --dim 16 --layers 1 --steps 1000000".split()
 
 
 class Started:

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends.triton import TritonBackend
-from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Tile, pair_tiles
+from ring_attn.core.plan import Tile
 from ring_attn.core.spec import Scores
 from ring_attn.kernels import configs, hopper_fwd
 from ring_attn.kernels.launch import Launch

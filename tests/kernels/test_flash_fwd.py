@@ -1,4 +1,4 @@
-"""The forward kernel: its state between launches, and its blocks; its results: test_flash_bwd.py."""
+"""The forward kernel: its state between launches, and its blocks. Results: test_flash_bwd.py."""
 
 from __future__ import annotations
 

@@ -10,9 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.tensor.experimental._context_parallel._load_balancer import (
-    _HeadTailLoadBalancer,
-)
 
 from ring_attn.core.layout import LAYOUTS, Segment, SequenceLayout, shard_batch
 from ring_attn.core.mask import Mask
@@ -91,20 +88,6 @@ def test_shard_dim_is_one_by_default() -> None:
     x = torch.arange(3 * 8).view(3, 8)
     assert torch.equal(layout.shard(x, 1), x[:, 2:6])
     assert torch.equal(layout.unshard([layout.shard(x, 0), layout.shard(x, 1)]), x)
-
-
-@pytest.mark.parametrize("world_size", range(1, 9))
-def test_zigzag_is_torchs_head_tail_order(world_size: int) -> None:
-    for chunk in (1, 2, 5):
-        seqlen = 2 * world_size * chunk
-        torchs = _HeadTailLoadBalancer(seqlen, world_size, "cpu")
-        layout = SequenceLayout.zigzag(seqlen, world_size)
-        order = torch.cat([layout.position_ids(rank) for rank in range(world_size)])
-        assert torch.equal(order, torchs._generate_indices().view(-1))
-        x = torch.randn(2, seqlen)
-        shards = list(x[:, order].chunk(world_size, dim=1))
-        restored = torchs._generate_indices(restore=True).view(-1)
-        assert torch.equal(layout.unshard(shards), x[:, order][:, restored])
 
 
 def test_the_figure_of_the_module() -> None:

@@ -29,13 +29,6 @@ def test_vectors(
     assert share.headdim == given[3] // given[4]
 
 
-def test_1000_rows_over_3_ranks_are_334_333_333() -> None:
-    shares = [SequenceShare(rank, 3, 1000, 64, 4) for rank in range(3)]
-    assert [share.local_len for share in shares] == [334, 333, 333]
-    assert [share.start for share in shares] == [0, 334, 667]
-    assert shares[-1].end == 1000
-
-
 @pytest.mark.parametrize(
     ("given", "text"),
     [
