@@ -61,7 +61,7 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "scale": (None, 0.3),
     "softcap": (0.0, 2.0),
     "sinks": (False, True),
-    "travels": ("kv", "q"),
+    "travels": ("kv", "q", None),  # None: as `make_call` has it, gradients continued in place
     "strided": (False, True),
     "batch": (1, 2),
 }
