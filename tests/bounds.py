@@ -33,7 +33,6 @@ def whole(mask: Mask) -> tuple[Tile, ...]:
 def expect(
     inputs: Inputs, mask: Mask, scale: float | None = None, **scores: Any
 ) -> tuple[Expected, Expected]:
-    """The oracle and plain PyTorch."""
     oracle, plain = (f(*inputs, mask, scale, **scores) for f in (dense_gradients, plain_gradients))
     return oracle, plain
 

@@ -92,7 +92,6 @@ def test_an_error_is_the_same_on_all_ranks(ranks: Pools, tmp_path: Path) -> None
 
 
 def absent(seconds: float) -> str:
-    """Rank 1 does not come."""
     if dist.get_rank() == 1:
         return ""
     transport = open_p2p(dist.group.WORLD, TransportOptions(timeout=seconds))

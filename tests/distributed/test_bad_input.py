@@ -41,7 +41,6 @@ Table = dict[str, tuple[Arguments | Callable[[], Arguments], type[Exception], st
 
 
 def x(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
-    """A tensor of that shape."""
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
@@ -57,22 +56,18 @@ def packed(*cu_seqlens: int, **arguments: Any) -> Arguments:
 
 
 def ints(*values: int) -> Tensor:
-    """int32 values."""
     return torch.tensor(values, dtype=torch.int32)
 
 
 def all_of(dtype: torch.dtype, device: str = "cpu") -> Arguments:
-    """Good but for dtype and device."""
     return {name: tensor.to(dtype).to(device) for name, tensor in good().items()}
 
 
 def zigzag(seqlen: int, world_size: int = 2) -> SequenceLayout:
-    """A layout."""
     return SequenceLayout.zigzag(seqlen, world_size)
 
 
 def mesh(*shape: int, names: tuple[str, ...] | None = None) -> Any:
-    """A mesh over both ranks."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
@@ -93,7 +88,6 @@ def with_tangent(*shape: int) -> Tensor:
 
 
 def transport(**options: Any) -> Arguments:
-    """Options of the transport."""
     return {"transport": TransportOptions(**options)}
 
 
@@ -382,7 +376,6 @@ def no_communication() -> Iterator[None]:
 
 
 def raised_by(call: Callable[[], object]) -> Raised:
-    """The error of a call."""
     try:
         call()
     except Exception as error:
@@ -418,7 +411,6 @@ def run_table() -> dict[str, Raised]:
 
 @pytest.fixture(scope="module")
 def raised(ranks: Any) -> list[dict[str, Raised]]:
-    """The table's errors by rank."""
     results: list[dict[str, Raised]] = ranks(2).run(run_table)
     return results
 
@@ -466,7 +458,6 @@ def test_non_member(fresh_ranks: Callable[..., Any]) -> None:
 
 
 def run_unshard_table() -> list[Raised]:
-    """Wrong arguments of unshard."""
     layout = zigzag(SEQLEN)
     with no_communication():
         return [

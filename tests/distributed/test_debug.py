@@ -36,7 +36,6 @@ def tensors(
     headdim_v: int = 8,
     dtype: torch.dtype = torch.float32,
 ) -> Arguments:
-    """q, k, v of a rank."""
     return {
         "q": torch.zeros(batch, rows, nheads, headdim, dtype=dtype),
         "k": torch.zeros(batch, rows, nheads_kv, headdim, dtype=dtype),

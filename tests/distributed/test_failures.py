@@ -43,8 +43,6 @@ MESSAGE = re.compile(
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank's call ended."""
-
     error: type[BaseException] | None
     text: str
     seconds: float

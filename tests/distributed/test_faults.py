@@ -101,8 +101,6 @@ def events(at: int | None = None) -> Iterator[Events]:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a call ended on one rank."""
-
     error: str | None
     same: bool
     seconds: float

@@ -101,7 +101,6 @@ def test_gradients_that_not_all_ranks_have(ranks: Any) -> None:
 
 
 def along_an_axis(axes: tuple[str, ...]) -> float:
-    """In a rank of a 2 x 2 mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     parameter = torch.zeros((), requires_grad=True)
     parameter.grad = torch.tensor(10.0 ** dist.get_rank())

@@ -227,7 +227,6 @@ def rings_of_several_sizes() -> None:
 
 
 def held_by_the_process() -> tuple[int, int]:
-    """Descriptors and threads."""
     gc.collect()
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 

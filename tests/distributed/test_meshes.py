@@ -103,7 +103,6 @@ def open_mesh(axes: Axes) -> DeviceMesh:
 
 
 def train_on_mesh(settings: Settings, text: Tensor, steps: int = STEPS) -> Trained:
-    """In a rank."""
     return trained(MeshTrainer(settings, open_mesh(settings.axes), CPU), text, steps)
 
 
@@ -259,7 +258,6 @@ _schedule, _rotation = on_mesh.Schedule1F1B, on_mesh.rope_rotation
 
 
 def train_with_mistake(settings: Settings, text: Tensor, name: str) -> Trained:
-    """In a rank."""
     owner, attribute, wrong = MISTAKES[name]
     with mock.patch.object(owner, attribute, wrong):
         return train_on_mesh(settings, text, 1)

@@ -433,8 +433,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two of them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block() for _ in range(2))

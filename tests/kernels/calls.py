@@ -89,7 +89,6 @@ def _common(a: slice, b: slice) -> slice:
 
 
 def rectangles(tiles: Step) -> list[Rectangle]:
-    """As tables take them."""
     return [(t.q.start, t.q.stop, t.kv.start, t.kv.stop, *t.band) for t in tiles]
 
 
@@ -102,7 +101,6 @@ def q_table(tiles: Step, config: Config, num_rows: int = 0, device: str = DEVICE
 
 
 def kv_table(tiles: Step, config: Config) -> StepTable:
-    """The table of dk and dv."""
     return make_step_table(
         transposed(rectangles(tiles)), config.BLOCK_N, config.BLOCK_M, torch.device(DEVICE),
         descending=False,
@@ -181,7 +179,6 @@ def scale_of(q: Tensor, scale: float | None) -> float:
 
 
 def delta_of(out: Tensor, dout: Tensor, config: Config = LARGE) -> Tensor:
-    """rowsum(out * dout)."""
     with poisoned_empty():
         delta = torch.empty(out.size(0), out.size(2), out.size(1), device=DEVICE)
     delta_launch(out, dout, delta, config).run()
@@ -307,7 +304,6 @@ def blocks_of(table: StepTable, dense: Tensor, block_cols: int, heads: int) -> S
 
 
 def times(counts: Counter[tuple[int, int]], factor: int) -> Counter[tuple[int, int]]:
-    """Every count so many times."""
     return Counter({key: factor * count for key, count in counts.items()})
 
 

@@ -65,7 +65,6 @@ class Tensors:
 
 
 def forward(*lasts: bool, tiles: tuple[Tile, ...] = CAUSAL, sinks: bool = False) -> Call:
-    """Steps of a forward."""
 
     def call(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
         state = backend.new_state(x.q, x.dim, torch.zeros(HEADS) if sinks else None)
@@ -156,7 +155,6 @@ def cases(stub: StubDriver) -> dict[str, Any]:
 
 
 def case(stub: StubDriver, call: Call, **sizes: int) -> dict[str, Any]:
-    """Of one call."""
     first, second = Tensors(**sizes), Tensors(**sizes)
     stub.watch(None)
     stub.watch(last_compiled(call, first))
@@ -224,7 +222,6 @@ def host_us(stub: StubDriver) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints the JSON."""
     stub = install(Path(sys.argv[1]))
     warnings.simplefilter("ignore")
     found = {

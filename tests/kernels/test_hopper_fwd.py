@@ -117,12 +117,10 @@ def forward(
 
 
 def assert_exact(got: tuple[Tensor, Tensor], inputs: Inputs, mask: Mask, **scores: Any) -> None:
-    """Both within their bounds."""
     assert_holds(dict(zip(("out", "lse"), got, strict=True)), *expect(inputs, mask, **scores))
 
 
 def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
-    """Bit for bit."""
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 

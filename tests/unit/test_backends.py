@@ -57,7 +57,6 @@ def case(
 
 
 def sinks_of(inputs: Inputs) -> Tensor:
-    """In the type of the state."""
     double = inputs.q.dtype == torch.float64
     return random_sinks(inputs.q.size(2), dtype=torch.float64 if double else torch.float32)
 

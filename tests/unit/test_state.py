@@ -36,7 +36,6 @@ def partial(s: Tensor, v: Tensor) -> Part:
 
 
 def as_out_lse(part: Part) -> tuple[Tensor, Tensor]:
-    """The same, normalised."""
     acc, m, l = part
     weight = l.masked_fill(l == 0.0, 1.0).transpose(1, 2).unsqueeze(-1)
     return acc / weight, m + l.log()
