@@ -113,7 +113,15 @@ DIFFERENT: dict[str, tuple[Arguments, tuple[str, ...]]] = {
 
 
 # More arguments differ, or are said to.
-MORE = ("rows", "boundaries", "documents of keys", "softcap", "sinks", "gradient of the sinks")
+MORE = (
+    "rows",
+    "boundaries",
+    "documents",
+    "documents of keys",
+    "softcap",
+    "sinks",
+    "gradient of the sinks",
+)
 
 
 @contextmanager

@@ -109,11 +109,17 @@ MOMENTS: dict[str, tuple[int, Channel, int]] = {
 }
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize(
-    ("world_size", "when"),
-    [(3, "forward, first"), (3, "backward, gradient"), (4, "forward, middle")]
-    + [(4, "backward, shard")],
+    ("world_size", "when", "sent"),
+    [
+        (3, "forward, first", signal.SIGKILL),
+        (4, "forward, middle", signal.SIGKILL),
+        (4, "backward, shard", signal.SIGKILL),
+        (3, "backward, gradient", signal.SIGKILL),
+        (3, "forward, first", signal.SIGSTOP),
+        (4, "backward, shard", signal.SIGSTOP),
+        (3, "backward, gradient", signal.SIGSTOP),
+    ],
 )
 def test_a_peer_that_is_gone(
     fresh_ranks: Callable[..., Any], world_size: int, when: str, sent: signal.Signals
