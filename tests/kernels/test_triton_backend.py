@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,43 +16,19 @@ from torch import Tensor
 
 from ring_attn.backends import choose_backend, get_backend, kept_launches
 from ring_attn.backends import triton as module
-from ring_attn.backends.base import Backend
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
 from ring_attn.core.plan import Tile
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.kernels.flash_fwd import Carried
 from ring_attn.testing import RESULTS, Expected, Inputs, layouts_of, poisoned_empty
-from tests.bounds import MASKS, assert_holds, expect, whole
+from tests.bounds import MASKS, assert_holds, expect, run, whole
 from tests.kernels.calls import DEVICE, DTYPES, blocks, cut_keys, in_interpreter, inputs_for
 from tests.kernels.rings import ring
 
 pytestmark = pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
 
 SPEC = AttentionSpec(DEVICE, torch.float16, 1, 4, 2, 64, 64)
-
-
-def run(
-    backend: Backend, inputs: Inputs, steps: Sequence[Sequence[Tile]], *, say_last: bool = True
-) -> Expected:
-    """Forward and backward of one rank, inputs unchanged; `say_last` marks the last step."""
-    q, k, v, dout = inputs
-    before = [x.clone() for x in inputs]
-    scores = Scores(q.size(-1) ** -0.5)
-    grads = [torch.zeros(x.shape, device=DEVICE) for x in (q, k, v)]
-    with poisoned_empty():
-        state = backend.new_state(q, v.size(-1))
-        for tiles in steps:
-            last = say_last and tiles is steps[-1]
-            state = backend.forward(q, k, v, tiles, state, scores=scores, last=last)
-        out, lse = backend.finalize(state, q.dtype)
-        delta = backend.delta(out, dout)
-        for tiles in steps:
-            backend.backward(q, k, v, dout, lse, delta, tiles, *grads, scores=scores)
-    assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
-    factor = backend.gradient_factor(scores)
-    dq, dk, dv = grads
-    return Expected(out, lse, *(x.to(q.dtype) for x in (dq * factor, dk * factor, dv)))
 
 
 def same(a: Expected, b: Expected) -> bool:
