@@ -437,7 +437,10 @@ def run_wrong(case: str) -> None:
         options: dict[str, Any] = {**part, "sequence_layout": layout}
         rows = part["input_ids"].size(1)
         mask = torch.ones(2, rows, dtype=torch.int64)
-        prompt = {"input_ids": make_prompt(), "past_key_values": ring.cache(model)}
+
+        def prompt(of: Any = model, **more: Any) -> dict[str, Any]:
+            return {"input_ids": make_prompt(), "past_key_values": ring.cache(of), **more}
+
         if case == "mask":
             options["attention_mask"] = mask[:, None, None].expand(2, 1, rows, rows).bool()
         elif case == "weights":
@@ -465,25 +468,24 @@ def run_wrong(case: str) -> None:
             cache = ring.cache(model)
             model.generate(make_prompt()[:1], past_key_values=cache, prompt_lookup_num_tokens=2)
         elif case == "failed before":
-            options = prompt
+            options = prompt()
             with pytest.raises(NotImplementedError):
                 model(**options, tilt=0.5)
         elif case == "states":
-            options = {**prompt, "output_hidden_states": True}
+            options = prompt(output_hidden_states=True)
         elif case == "labels":
-            options = {**prompt, "labels": make_prompt()}
+            options = prompt(labels=make_prompt())
         elif case == "cached documents":
-            options = {**prompt, "cu_seq_lens_q": torch.tensor([0, NUM_PROMPT])}
+            options = prompt(cu_seq_lens_q=torch.tensor([0, NUM_PROMPT]))
         elif case == "no layout":
             options["sequence_layout"] = (layout, layout)
         elif case == "token types":
-            options = {**prompt, "token_type_ids": torch.zeros(2, NUM_PROMPT)}
+            options = prompt(token_type_ids=torch.zeros(2, NUM_PROMPT))
         elif case == "changed in place":
             model(**options)
             options["position_ids"] += 1
         elif case == "cache of another":
-            other = make_model("llama", "ring_attn")
-            options = {**prompt, "past_key_values": ring.cache(other)}
+            options = prompt(make_model("llama", "ring_attn"))
         model(**options)
 
 
