@@ -47,6 +47,30 @@ class RankError(AssertionError):
 
 
 @dataclass(frozen=True)
+class Ended:
+    """How a call ended; `alone` says that no error came up while another one was handled."""
+
+    error: type[BaseException] | None
+    text: str
+    seconds: float
+    alone: bool
+
+
+def ended(call: Callable[[], object]) -> Ended:
+    """Runs a call and says how it ended, also where it is to fail."""
+    error, start = None, time.monotonic()
+    try:
+        call()
+    except Exception as raised:
+        error = raised
+    seconds = time.monotonic() - start
+    if error is None:
+        return Ended(None, "it ran", seconds, True)
+    alone = error.__cause__ is None and error.__context__ is None
+    return Ended(type(error), str(error), seconds, alone)
+
+
+@dataclass(frozen=True)
 class Answer:
     """What a rank sends back: a value, or a traceback."""
 

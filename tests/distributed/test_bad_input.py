@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -25,6 +24,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from ring_attn import SequenceLayout, TransportOptions, ring_attention, select_backend, unshard
 from ring_attn.core.strategy import Strategy
 from ring_attn.transport import p2p
+from tests.distributed.pool import Ended, ended
 
 pytestmark = pytest.mark.dist
 
@@ -350,15 +350,6 @@ if importlib.util.find_spec("flash_attn") is None:
     TABLE["options: flash_attn is not installed"] = ({"backend": "flash_attn"}, ImportError, told)
 
 
-@dataclass(frozen=True)
-class Raised:
-    """What a rank got instead of a result."""
-
-    error: type[BaseException] | None
-    text: str
-    alone: bool
-
-
 @contextmanager
 def no_communication() -> Iterator[None]:
     """Within it, whatever starts to communicate raises."""
@@ -375,28 +366,19 @@ def no_communication() -> Iterator[None]:
         yield
 
 
-def raised_by(call: Callable[[], object]) -> Raised:
-    try:
-        call()
-    except Exception as error:
-        alone = error.__cause__ is None and error.__context__ is None
-        return Raised(type(error), str(error), alone)
-    return Raised(None, "it ran", True)
-
-
 def arguments_of(name: str) -> Arguments:
     """Those of an entry of the table."""
     changes = TABLE[name][0]
     return {**good(), **(changes() if callable(changes) else changes)}
 
 
-def is_as_told(name: str, got: Raised) -> bool:
+def is_as_told(name: str, got: Ended) -> bool:
     """Whether the error is that of the entry, and its message names the facts."""
     _, error, says = TABLE[name]
     return got.error is error and all(part in got.text for part in says.split("|"))
 
 
-def run_table() -> dict[str, Raised]:
+def run_table() -> dict[str, Ended]:
     """Every entry of the table on this rank; and that no transport has been made for it."""
     before = set(p2p._transports)
     raised = {}
@@ -404,19 +386,19 @@ def run_table() -> dict[str, Raised]:
         for name in TABLE:
             arguments = arguments_of(name)
             with no_communication():
-                raised[name] = raised_by(lambda arguments=arguments: ring_attention(**arguments))
+                raised[name] = ended(lambda arguments=arguments: ring_attention(**arguments))
     assert set(p2p._transports) == before
     return raised
 
 
 @pytest.fixture(scope="module")
-def raised(ranks: Any) -> list[dict[str, Raised]]:
-    results: list[dict[str, Raised]] = ranks(2).run(run_table)
+def raised(ranks: Any) -> list[dict[str, Ended]]:
+    results: list[dict[str, Ended]] = ranks(2).run(run_table)
     return results
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_bad_argument(raised: list[dict[str, Raised]], name: str) -> None:
+def test_bad_argument(raised: list[dict[str, Ended]], name: str) -> None:
     for rank, one in enumerate(raised):
         got = one[name]
         assert is_as_told(name, got), (rank, got)
@@ -445,10 +427,10 @@ def test_good_arguments_run(ranks: Any) -> None:
     assert ranks(2).run(run_good) == [(1, 1), (1, 1)]
 
 
-def run_non_member() -> Raised:
+def run_non_member() -> Ended:
     """Rank 1 is not in the group, and says so instead of leaving rank 0 to wait."""
     group = dist.new_group([0])
-    return raised_by(lambda: ring_attention(**good(), group=group))
+    return ended(lambda: ring_attention(**good(), group=group))
 
 
 def test_non_member(fresh_ranks: Callable[..., Any]) -> None:
@@ -457,19 +439,19 @@ def test_non_member(fresh_ranks: Callable[..., Any]) -> None:
     assert outsider.error is RuntimeError and "not a member of group" in outsider.text
 
 
-def run_unshard_table() -> list[Raised]:
+def run_unshard_table() -> list[Ended]:
     layout = zigzag(SEQLEN)
     with no_communication():
         return [
-            raised_by(lambda: unshard(x(1, ROWS + 1, 4), layout)),
-            raised_by(lambda: unshard(x(1, ROWS, 4), layout, dim=2)),
-            raised_by(lambda: unshard(x(1, ROWS, 4), zigzag(SEQLEN, 4))),
-            raised_by(lambda: unshard(x(1, ROWS, 4), layout, dim=3)),
-            raised_by(lambda: unshard(x(1, ROWS, 4, device="meta"), layout)),
-            raised_by(lambda: unshard(x(1, ROWS, 4), layout, group=[0, 1])),  # type: ignore[arg-type]
-            raised_by(lambda: unshard(x(1, ROWS, 4), "zigzag")),  # type: ignore[arg-type]
-            raised_by(lambda: unshard(x(1, ROWS, 4).to_sparse(), layout)),
-            raised_by(lambda: unshard([1.0], layout)),  # type: ignore[arg-type]
+            ended(lambda: unshard(x(1, ROWS + 1, 4), layout)),
+            ended(lambda: unshard(x(1, ROWS, 4), layout, dim=2)),
+            ended(lambda: unshard(x(1, ROWS, 4), zigzag(SEQLEN, 4))),
+            ended(lambda: unshard(x(1, ROWS, 4), layout, dim=3)),
+            ended(lambda: unshard(x(1, ROWS, 4, device="meta"), layout)),
+            ended(lambda: unshard(x(1, ROWS, 4), layout, group=[0, 1])),  # type: ignore[arg-type]
+            ended(lambda: unshard(x(1, ROWS, 4), "zigzag")),  # type: ignore[arg-type]
+            ended(lambda: unshard(x(1, ROWS, 4).to_sparse(), layout)),
+            ended(lambda: unshard([1.0], layout)),  # type: ignore[arg-type]
         ]
 
 
@@ -496,7 +478,7 @@ def test_unshard_of_bad_arguments(ranks: Any) -> None:
 )
 def test_no_process_group(call: Callable[[], object]) -> None:
     assert not dist.is_initialized()
-    got = raised_by(call)
+    got = ended(call)
     assert got.error is RuntimeError and got.alone
     for part in ("no process group", "init_process_group", "torchrun"):
         assert part in got.text
@@ -516,12 +498,12 @@ def test_bad_tensors_without_a_process_group(name: str) -> None:
     for call in (ring_attention, select_backend):
         with forward_ad.dual_level():
             arguments = arguments_of(name)
-            got = raised_by(lambda call=call, arguments=arguments: call(**arguments))
+            got = ended(lambda call=call, arguments=arguments: call(**arguments))
         assert is_as_told(name, got), got
 
 
 @pytest.mark.parametrize("backend", ["cudnn", "trition"])
 def test_select_backend_says_why_not(backend: str) -> None:
     name = "options: cudnn on cpu" if backend == "cudnn" else "options: unknown backend"
-    got = raised_by(lambda: select_backend(**good(), backend=backend))
+    got = ended(lambda: select_backend(**good(), backend=backend))
     assert is_as_told(name, got), got

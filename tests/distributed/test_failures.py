@@ -11,7 +11,6 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from ring_attn.core.plan import Hop
 from ring_attn.transport.base import Channel
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import media
+from tests.distributed.pool import Ended, ended
 
 pytestmark = pytest.mark.dist
 
@@ -41,29 +41,12 @@ MESSAGE = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Ended:
-    error: type[BaseException] | None
-    text: str
-    seconds: float
-
-
 def layer(rows: int = 16) -> Tensor:
     """Forward and backward with this rank's shard; the gradient of the keys."""
     q, k, v = (torch.ones(1, rows, 2, 8, requires_grad=True) for _ in range(3))
     out = ring_attention(q, k, v, transport=OPTIONS)
     (dk,) = torch.autograd.grad(out.sum(), k)
     return dk
-
-
-def ended(call: Callable[[], object]) -> Ended:
-    """Runs the call and says how it ended."""
-    start = time.monotonic()
-    try:
-        call()
-    except Exception as error:
-        return Ended(type(error), str(error), time.monotonic() - start)
-    return Ended(None, "it ran", time.monotonic() - start)
 
 
 def with_a_victim(

@@ -15,13 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ring_attn
 from ring_attn import ring_attention, tree_decode, unshard
+from tests.distributed.pool import Ended, ended
 from tests.distributed.test_bad_input import (
     ROWS,
     SEQLEN,
-    Raised,
     good,
     no_communication,
-    raised_by,
     x,
     zigzag,
 )
@@ -47,7 +46,7 @@ def test_scores_are_finite_at_their_bounds(ranks: Any) -> None:
     assert all(all(finite) for finite in ranks(2).run(run_extreme_scores))
 
 
-def run_transforms() -> list[Raised]:
+def run_transforms() -> list[Ended]:
     """Transforms of torch.func and forward-mode differentiation, which the operators have not."""
     tensors = good()
 
@@ -73,10 +72,10 @@ def run_transforms() -> list[Raised]:
         lambda: torch.vmap(decode)(many),
     ]
     with no_communication():
-        return [raised_by(call) for call in calls]
+        return [ended(call) for call in calls]
 
 
-def run_transforms_of_backward() -> list[Raised]:
+def run_transforms_of_backward() -> list[Ended]:
     """The same of the gradient that a backward is given."""
     q = good()["q"].requires_grad_()
     out = ring_attention(**{**good(), "q": q})
@@ -87,13 +86,13 @@ def run_transforms_of_backward() -> list[Raised]:
 
     with no_communication(), forward_ad.dual_level():
         return [
-            raised_by(lambda: grad(forward_ad.make_dual(ones, ones))),
-            raised_by(lambda: grad(torch.stack([ones, ones]), is_grads_batched=True)),
+            ended(lambda: grad(forward_ad.make_dual(ones, ones))),
+            ended(lambda: grad(torch.stack([ones, ones]), is_grads_batched=True)),
         ]
 
 
 @pytest.mark.parametrize("run", [run_transforms, run_transforms_of_backward])
-def test_transforms_are_refused(ranks: Any, run: Callable[[], list[Raised]]) -> None:
+def test_transforms_are_refused(ranks: Any, run: Callable[[], list[Ended]]) -> None:
     for results in ranks(2).run(run):
         for got in results:
             assert got.error is NotImplementedError, got
@@ -112,7 +111,7 @@ def test_functionalize_changes_nothing(ranks: Any) -> None:
     assert max(ranks(2).run(run_functionalized)) < 1e-6
 
 
-def run_lost_groups() -> list[Raised]:
+def run_lost_groups() -> list[Ended]:
     """A group that was destroyed, and on rank 1 a mesh that this rank is not in."""
     group = dist.new_group([0, 1])
     dist.barrier()  # the other rank may still connect
@@ -131,7 +130,7 @@ def run_lost_groups() -> list[Raised]:
             lambda: tree_decode(**good(), group=alone),
         ]
     with no_communication():
-        return [raised_by(call) for call in calls]
+        return [ended(call) for call in calls]
 
 
 def test_lost_groups_are_named(fresh_ranks: Callable[..., Any]) -> None:
