@@ -79,26 +79,10 @@ def folded(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sizes", [(24,), (8, 8, 8), (1, 22, 1), (1,) * 24], ids=str)
-def test_folding_chunks_is_one_softmax(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    s, v = scores_and_values(dtype)
-    assert_softmax(folded(chunks(s, v, *sizes), dtype), s, v)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_order_of_folding_is_one_softmax(dtype: torch.dtype) -> None:
     s, v = scores_and_values(dtype)
     for order in permutations(chunks(s, v, 3, 9, 5, 7)):
         assert_softmax(folded(list(order), dtype), s, v)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_out_and_lse_are_a_state(dtype: torch.dtype) -> None:
-    s, v = scores_and_values(dtype)
-    state = new_state(dtype)
-    for part in chunks(s, v, 10, 6, 8):
-        state.fold(ALL, *as_out_lse(part))
-    assert_softmax(state.finalize(dtype), s, v)
 
 
 def test_one_out_and_lse_come_back_as_they_were() -> None:
@@ -151,35 +135,6 @@ def test_unseen_out_and_lse_pairs_change_nothing() -> None:
         got = state.finalize(torch.float32)
         assert torch.equal(got[0], out)
         assert torch.equal(got[1], lse)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_an_empty_state_is_no_attention(dtype: torch.dtype) -> None:
-    out, lse = new_state(dtype).finalize(dtype)
-    assert (out.shape, out.dtype) == ((BATCH, ROWS, HEADS, DIM), dtype)
-    assert (lse.shape, lse.dtype) == ((BATCH, HEADS, ROWS), dtype)
-    assert bool((out == 0.0).all())
-    assert bool((lse == -torch.inf).all())
-    out, lse = State((1, 0, 2, 4), dtype, "cpu").finalize(dtype)
-    assert (out.shape, lse.shape) == ((1, 0, 2, 4), (1, 2, 0))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_folds_of_some_rows(dtype: torch.dtype) -> None:
-    s, v = scores_and_values(dtype)
-    state = new_state(dtype)
-    for rows, keys in (
-        (slice(2, 5), slice(0, 8)),
-        (slice(0, 3), slice(8, 24)),
-        (slice(2, 5), slice(8, 24)),
-    ):
-        state.fold(rows, *partial(s[:, :, rows, keys], v[:, keys]))
-    # Rows 0 and 1 have seen keys from 8; row 2 has seen those twice.
-    twice = torch.cat([s[:, :, 2:3], s[:, :, 2:3, 8:]], -1)
-    out, lse = state.finalize(dtype)
-    assert_softmax((out[:, :2], lse[:, :, :2]), s[:, :, :2, 8:], v[:, 8:])
-    assert_softmax((out[:, 3:], lse[:, :, 3:]), s[:, :, 3:], v)
-    assert_softmax((out[:, 2:3], lse[:, :, 2:3]), twice, torch.cat([v, v[:, 8:]], 1))
 
 
 def test_16_bit_partials_are_folded_in_float32() -> None:
