@@ -47,6 +47,7 @@ def test_it_runs_by_name() -> None:
     for dims in ({"headdim": 256}, {"headdim_v": 256}, {"headdim": 1, "headdim_v": 3}):
         assert backend.supports(replace(SPEC, **dims), named=True) is None
     assert backend.supports(replace(SPEC, softcap=30.0, sinks=True), named=True) is None
+    assert backend.workspace_bytes(SPEC, whole(MASKS["causal"]), backward=True) == 0
 
 
 @pytest.mark.parametrize(
