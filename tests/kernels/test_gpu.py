@@ -13,17 +13,27 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.decode import next_rank
 from ring_attn.kernels import configs
 from ring_attn.kernels.configs import Config
+from ring_attn.strategies.tree_decode import decode_tiles, tree_decode_forward
+from ring_attn.strategies.tree_decode import make_call as make_decode
 from ring_attn.testing import (
     RESULTS,
+    STRATEGIES,
+    Case,
+    Heads,
     Inputs,
     layouts_of,
     random_qkv,
+    run_all_ranks,
 )
+from ring_attn.transport.local import LocalTransport, run_local
 from tests.bounds import assert_close, assert_holds, expect, whole
-from tests.kernels.calls import cut_keys, cut_rows, delta_of, forward, grad_kv, grad_q
+from tests.kernels.calls import DEVICE, cut_keys, cut_rows, delta_of, forward, grad_kv, grad_q
 from tests.kernels.rings import ring
 
 CUDA = torch.cuda.is_available()
@@ -226,3 +236,66 @@ def test_the_search_for_the_fastest_config(monkeypatch: pytest.MonkeyPatch) -> N
     got = ring(inputs, mask, layouts_of("contiguous", mask, 1))
     assert_holds(got, *expect(inputs, mask))
     assert {"fwd", "dq", "dkdv"} <= set(searched)
+
+
+# -- every strategy; the ranks are in this process, and the local transport copies on the device
+
+WORLD_SIZE = 4
+DOCUMENTS = (0, 300, 300, 1100, 1999)
+MASKS = {
+    "causal": Mask(1999, 1999, causal=True),
+    "full": Mask(2048, 2048),
+    "window": Mask(1999, 1999, causal=True, window_size=(300, -1)),
+    "documents": Mask(1999, 1999, True, (-1, -1), DOCUMENTS, DOCUMENTS),
+}
+HEADS = Heads(8, 2, 128, 128)
+
+
+@pytest.mark.parametrize("backend", ["triton", "aten"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("name", STRATEGIES[:-1])  # "auto" needs processes
+def test_every_strategy_holds_and_repeats(name: str, mask: Mask, backend: str) -> None:
+    layout = "contiguous" if name == "q_exchange" else "zigzag"
+    case = Case(mask, layout, name, backend, "bfloat16", HEADS, batch=1)
+    got = run_all_ranks(case, WORLD_SIZE, device=DEVICE)
+    assert not got.failures
+    if backend == "triton":
+        assert got.differing(run_all_ranks(case, WORLD_SIZE, device=DEVICE)) == []
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ulysses"])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_the_bits_of_one_rank(strategy: str, world_size: int) -> None:
+    # As many KV heads as ranks: Ulysses keeps the bits only where none is on two of them.
+    case = Case(
+        Mask(2048, 2048, causal=True), "contiguous", strategy, "triton", "bfloat16",
+        Heads(8, 8, 128, 128), batch=1, same_bits=True,
+    )  # fmt: skip
+    alone, got = (run_all_ranks(case, ranks, device=DEVICE) for ranks in (1, world_size))
+    assert got.differing(alone) == []
+    assert bool(got.whole.out.any()) and bool(alone.whole.dk.any())
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 17, 64])
+def test_decode(seqlen_q: int) -> None:
+    layout = SequenceLayout.contiguous(3000, 3)
+    while layout.seqlen < 3100:
+        layout = layout.appended(next_rank(layout, block=64), 64)
+    seqlen = layout.seqlen
+    mask = Mask(seqlen_q, seqlen, causal=True)
+    inputs = random_qkv(
+        seqlen_q=seqlen_q, seqlen_k=seqlen, nheads=8, nheads_kv=2, headdim=128,
+        dtype=torch.bfloat16, device=DEVICE,
+    )  # fmt: skip
+    q, k, v, _ = inputs
+    call = make_decode(AttentionSpec.of(q, k, v), backend="triton")
+
+    def work(rank: int, transport: LocalTransport) -> tuple[Tensor, Tensor]:
+        tiles = decode_tiles(layout.segments(rank), mask)
+        shards = (layout.shard(x, rank) for x in (k, v))
+        return tree_decode_forward(q, *shards, tiles, call, transport)
+
+    results = run_local(layout.world_size, work)
+    assert_holds(dict(zip(("out", "lse"), results[0], strict=True)), *expect(inputs, mask))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
