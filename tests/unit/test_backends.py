@@ -247,32 +247,22 @@ def test_band_mask_is_the_band() -> None:
         assert torch.equal(band_mask(tile, torch.device("cpu")), expected), tile
 
 
-def test_causal_pieces_are_full_or_top_left_causal() -> None:
+@pytest.mark.parametrize("edge", [1, 2, 3, 4, 16])
+def test_pieces_for_torchs_cpu_operator(edge: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a mask or top-left causal, never both."""
+    monkeypatch.setattr(aten, "EDGE", edge)
     backend = aten.AtenBackend()
     for tile in all_tiles():
-        if tile.kind is MaskKind.WINDOW:
-            continue
         pieces = list(backend.pieces(tile, "cpu"))
         assert_partition(tile, pieces)
-        assert len(pieces) <= 2
-        for piece in pieces:
-            assert piece.corner_band in (Band(None, None), Band(None, 0))
-
-
-@pytest.mark.parametrize("edge", [1, 2, 3, 4, 16])
-def test_window_pieces_hold_each_pair_once(edge: int) -> None:
-    for tile in all_tiles():
         if tile.kind is not MaskKind.WINDOW:
-            continue
-        pieces = list(aten._window_pieces(tile, edge))
-        assert_partition(tile, pieces)
+            assert len(pieces) <= 2
         for piece in pieces:
-            assert piece.rows <= edge
-            # The CPU operator takes a mask or top-left causal, never both.
             if piece.kind is MaskKind.CAUSAL:
                 assert piece.corner_band == Band(None, 0)
             if piece.kind is MaskKind.WINDOW:
-                assert piece.cols < 2 * edge + max(0, window_width(tile) - edge) + 1
+                width = window_width(tile)
+                assert piece.rows <= edge and piece.cols <= 2 * edge + max(0, width - edge)
 
 
 def window_width(tile: Tile) -> int:
@@ -288,17 +278,6 @@ def test_window_pieces_are_masked_at_the_edges_alone() -> None:
     assert [(piece.rows, piece.cols) for piece in masked] == [(255, 255)] * 4
     full = [p for p in aten._window_pieces(tile, 256) if p.kind is MaskKind.FULL]
     assert sum(piece.area for piece in full) > tile.area // 2
-
-
-def test_square_causal_pieces_are_square() -> None:
-    backend = aten.CudnnBackend()
-    for tile in all_tiles():
-        pieces = list(backend.pieces(tile, "cuda"))
-        assert_partition(tile, pieces)
-        for piece in pieces:
-            if piece.kind is MaskKind.CAUSAL:
-                assert piece.rows == piece.cols
-                assert piece.corner_band == Band(None, 0)
 
 
 def test_flash_window_is_the_band_from_the_bottom_right_corner() -> None:
@@ -528,8 +507,10 @@ def test_pieces_for_flash_are_windows_that_it_can_state(name: str) -> None:
         pieces = list(BACKENDS[name].pieces(tile, "cuda"))
         assert_partition(tile, pieces)
         for piece in pieces:
-            if name == "cudnn" and piece.kind is not MaskKind.WINDOW:
-                continue  # cuDNN takes it
+            if name == "cudnn" and piece.kind is not MaskKind.WINDOW:  # cuDNN takes it
+                assert piece.kind is MaskKind.FULL or piece.corner_band == Band(None, 0)
+                assert piece.kind is MaskKind.FULL or piece.rows == piece.cols
+                continue
             seen = flash_2_visible(piece.rows, piece.cols, *flash_window(piece))
             if not torch.equal(seen, band_mask(piece, torch.device("cpu"))):
                 wrong.append(piece)
