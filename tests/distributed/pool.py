@@ -47,6 +47,30 @@ class RankError(AssertionError):
 
 
 @dataclass(frozen=True)
+class Ended:
+    """How a call ended; `alone` says that no error came up while another one was handled."""
+
+    error: type[BaseException] | None
+    text: str
+    seconds: float
+    alone: bool
+
+
+def ended(call: Callable[[], object]) -> Ended:
+    """Runs a call and says how it ended, also where it is to fail."""
+    error, start = None, time.monotonic()
+    try:
+        call()
+    except Exception as raised:
+        error = raised
+    seconds = time.monotonic() - start
+    if error is None:
+        return Ended(None, "it ran", seconds, True)
+    alone = error.__cause__ is None and error.__context__ is None
+    return Ended(type(error), str(error), seconds, alone)
+
+
+@dataclass(frozen=True)
 class Answer:
     """What a rank sends back: a value, or a traceback."""
 
@@ -58,12 +82,7 @@ class Pool:
     """`world_size` processes with a default process group over gloo."""
 
     def __init__(self, world_size: int, *, group_timeout: float = GROUP_TIMEOUT) -> None:
-        """Starts the processes; returns before they are ready.
-
-        Args:
-            world_size: number of ranks.
-            group_timeout: of the default process group, in seconds.
-        """
+        """Starts the processes; returns before they are ready."""
         self.world_size = world_size
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
@@ -83,22 +102,12 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids in the order of the ranks."""
         return [process.pid or 0 for process in self._processes]
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
-        """Calls `fn(*args)` on every rank.
+        """Calls `fn(*args)` on every rank, for what the ranks return, in their order.
 
-        Args:
-            fn: a function on the top level of a module; asks torch.distributed for its rank.
-            *args: the same for every rank.
-            timeout: seconds for all of it.
-
-        Returns:
-            What the ranks returned, in their order.
-
-        Raises:
-            RankError: with the tracebacks; the pool is closed then.
+        `fn` is on the top level of a module. A RankError has tracebacks; the pool is then closed.
         """
         self.start(fn, *args)
         return self.results(timeout=timeout)
@@ -111,13 +120,7 @@ class Pool:
             pipe.send(message)
 
     def results(self, lost: Collection[int] = (), *, timeout: float = TIMEOUT) -> list[Any]:
-        """The second half of `run`.
-
-        Args:
-            lost: ranks that are not to be waited for, because the test stops or kills them; their
-                results are None.
-            timeout: seconds for all of it.
-        """
+        """The second half of `run`; None for the ranks in `lost`, which a test stops or kills."""
         answers = self.answers(lost, timeout=timeout)
         failed = {rank: a.error for rank, a in answers.items() if a.error is not None}
         if failed:
@@ -153,14 +156,10 @@ class Pool:
         return answer
 
     def close(self, *, now: bool = False, lost: Collection[int] = ()) -> list[int | None]:
-        """Ends the processes: each at the end of its loop, by a signal where it does not come.
+        """Ends the processes and returns their exit codes, negative where a signal was needed.
 
-        Args:
-            now: the signal at once.
-            lost: ranks that are not waited for, because they are stopped.
-
-        Returns:
-            The exit codes in the order of the ranks; negative where a signal was needed.
+        The signal comes when a process has not ended by itself, with `now` at once; the ranks in
+        `lost` are stopped and not waited for.
         """
         self.closed = True
         if not now:
@@ -186,7 +185,6 @@ class Pools:
     """One pool for each world size, started when first asked for."""
 
     def __init__(self) -> None:
-        """No processes yet."""
         self._pools: dict[int, Pool] = {}
 
     def __call__(self, world_size: int) -> Pool:
@@ -197,7 +195,6 @@ class Pools:
         return pool
 
     def close(self) -> None:
-        """Ends all processes."""
         for pool in self._pools.values():
             if not pool.closed:
                 pool.close()

@@ -11,7 +11,6 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +24,7 @@ from ring_attn import SequenceLayout, TransportOptions, ring_attention
 from ring_attn.core.program import Channel, Hop
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import media
+from tests.distributed.pool import Ended, ended
 
 pytestmark = pytest.mark.dist
 
@@ -41,15 +41,6 @@ MESSAGE = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a rank's call ended."""
-
-    error: type[BaseException] | None
-    text: str
-    seconds: float
-
-
 def layer(rows: int = 16) -> Tensor:
     """Forward and backward with this rank's shard; the gradient of the keys."""
     q, k, v = (torch.ones(1, rows, 2, 8, requires_grad=True) for _ in range(3))
@@ -58,18 +49,13 @@ def layer(rows: int = 16) -> Tensor:
     return dk
 
 
-def ended(call: Callable[[], object]) -> Ended:
-    """Runs the call and says how it ended."""
-    start = time.monotonic()
-    try:
-        call()
-    except Exception as error:
-        return Ended(type(error), str(error), time.monotonic() - start)
-    return Ended(None, "it ran", time.monotonic() - start)
+def with_a_victim(
+    victim: int, sent: signal.Signals, when: tuple[int, Channel, int]
+) -> tuple[Ended, Ended, int]:
+    """A good call, one in which the victim sends itself a signal, and another call.
 
-
-def with_a_victim(victim: int, sent: signal.Signals, when: tuple[int, Channel, int]) -> Ended:
-    """A good call, and one in which the victim sends itself a signal.
+    The third is the number of exchanges that the last one has started: messages of the call that
+    failed are under way, which it would take for its own.
 
     Args:
         victim: the rank.
@@ -92,15 +78,8 @@ def with_a_victim(victim: int, sent: signal.Signals, when: tuple[int, Channel, i
             post(channel, step, hop, *buffers)
 
         transport.post = post_or_signal  # type: ignore[method-assign]
-    return ended(layer)
-
-
-def with_a_victim_and_again(*victim: Any) -> tuple[Ended, Ended, int]:
-    """The same, then another call, and how many exchanges that one has started."""
-    first = with_a_victim(*victim)
-    stats = open_p2p(dist.group.WORLD, OPTIONS).stats  # type: ignore[arg-type]
-    before = stats.messages
-    return first, ended(layer), stats.messages - before
+    first, before = ended(layer), transport.stats.messages
+    return first, ended(layer), transport.stats.messages - before
 
 
 # When the victim goes: before anything of the forward is sent, in the middle of it, in the backward
@@ -113,11 +92,17 @@ MOMENTS: dict[str, tuple[int, Channel, int]] = {
 }
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize(
-    ("world_size", "when"),
-    [(3, "forward, first"), (3, "backward, gradient"), (4, "forward, middle")]
-    + [(4, "backward, shard")],
+    ("world_size", "when", "sent"),
+    [
+        (3, "forward, first", signal.SIGKILL),
+        (4, "forward, middle", signal.SIGKILL),
+        (4, "backward, shard", signal.SIGKILL),
+        (3, "backward, gradient", signal.SIGKILL),
+        (3, "forward, first", signal.SIGSTOP),
+        (4, "backward, shard", signal.SIGSTOP),
+        (3, "backward, gradient", signal.SIGSTOP),
+    ],
 )
 def test_a_peer_that_is_gone(
     fresh_ranks: Callable[..., Any], world_size: int, when: str, sent: signal.Signals
@@ -127,8 +112,9 @@ def test_a_peer_that_is_gone(
     pool.start(with_a_victim, victim, sent, MOMENTS[when])
     results = pool.results(lost=[victim], timeout=30)
     for rank in range(1, world_size):
-        first = results[rank]
-        assert first.error is RuntimeError, (rank, first)
+        first, second, exchanges = results[rank]
+        assert first.error is second.error is RuntimeError, (rank, first, second)
+        assert exchanges == 0, (rank, exchanges, second)
         assert first.seconds < IN_TIME, (rank, first)
         found = MESSAGE.match(first.text)
         assert found, (rank, first.text)
@@ -137,25 +123,12 @@ def test_a_peer_that_is_gone(
         assert int(found["peer"]) in neighbours, (rank, first.text)
         assert "restart" in first.text
     # The rank that would have received says whom it has missed.
-    heir = MESSAGE.match(results[1].text)
+    heir = MESSAGE.match(results[1][0].text)
     assert heir is not None and int(heir["peer"]) == victim
     # The survivors come to their end by themselves.
     codes = pool.close(lost=[victim])
     assert codes[victim] == -signal.SIGKILL
     assert [codes[rank] for rank in range(1, world_size)] == [0] * (world_size - 1)
-
-
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_ring_that_has_failed_stays_so(
-    fresh_ranks: Callable[..., Any], sent: signal.Signals
-) -> None:
-    """Messages of the call that failed are under way: a later call would take them for its own."""
-    pool = fresh_ranks(3)
-    pool.start(with_a_victim_and_again, 0, sent, MOMENTS["backward, gradient"])
-    for rank, result in enumerate(pool.results(lost=[0], timeout=30)[1:], 1):
-        first, second, exchanges = result
-        assert first.error is RuntimeError and second.error is RuntimeError, (rank, first, second)
-        assert exchanges == 0, (rank, exchanges, second)
 
 
 def is_stopped(pid: int) -> bool:
@@ -176,8 +149,8 @@ def test_a_late_peer_is_waited_for(fresh_ranks: Callable[..., Any]) -> None:
     time.sleep(stopped)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
-    for rank, got in enumerate(pool.results(timeout=30)):
-        assert got.error is None, (rank, got)
+    for rank, (got, again, _) in enumerate(pool.results(timeout=30)):
+        assert got.error is again.error is None, (rank, got, again)
         # Nobody has gone on without the victim's shard.
         assert got.seconds >= stopped, (rank, got)
 

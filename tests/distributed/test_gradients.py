@@ -101,7 +101,6 @@ def test_gradients_that_not_all_ranks_have(ranks: Any) -> None:
 
 
 def along_an_axis(axes: tuple[str, ...]) -> float:
-    """In a rank of a 2 x 2 mesh."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     parameter = torch.zeros((), requires_grad=True)
     parameter.grad = torch.tensor(10.0 ** dist.get_rank())
@@ -155,41 +154,27 @@ def test_what_fsdp_has_summed_is_refused(ranks: Any) -> None:
         assert said.startswith(f"parameter weight is a DTensor on a mesh with ranks [{rank ^ 1}]")
 
 
-def refusals() -> list[str]:
+def refusals() -> None:
     """In a rank: what each wrong call says, before anything is sent."""
     sparse = nn.Embedding(4, 2, sparse=True)
     sparse(torch.tensor([1])).sum().backward()
     complex_one = torch.zeros(2, dtype=torch.complex64, requires_grad=True)
-    calls: list[tuple[type[Exception], Any, dict[str, Any]]] = [
-        (ValueError, [], {"op": "max"}),
-        (ValueError, [], {"bucket_bytes": 0}),
-        (TypeError, ["weight"], {}),
-        (TypeError, torch.zeros(2, 3, requires_grad=True), {}),
-        (TypeError, None, {}),
-        (TypeError, [complex_one], {}),
-        (NotImplementedError, sparse, {}),
+    wrong: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        ([], {"op": "max"}, ValueError, "op must .*'max'"),
+        ([], {"bucket_bytes": 0}, ValueError, "bucket_bytes must .*got 0"),
+        (["weight"], {}, TypeError, "parameter 0 must be a tensor, got str"),
+        (torch.zeros(2, 3, requires_grad=True), {}, TypeError, "module must .*got Tensor"),
+        (None, {}, TypeError, "module must .*got NoneType"),
+        ([complex_one], {}, TypeError, "parameter 0 must .*torch.complex64"),
+        (sparse, {}, NotImplementedError, "parameter weight is torch.sparse_coo"),
     ]
-    said = []
-    for error, module, options in calls:
-        with pytest.raises(error) as caught:
+    for module, options, error, text in wrong:
+        with pytest.raises(error, match=text):
             sync_gradients(module, **options)
-        said.append(str(caught.value))
-    return said
 
 
 def test_refusals(ranks: Any) -> None:
-    for said in ranks(3).run(refusals):
-        expected = (
-            "op must be one of ['sum', 'mean'], got 'max'",
-            "bucket_bytes must be a positive number of bytes, got 0",
-            "parameter 0 must be a tensor, got str",
-            "module must be a module or parameters in a list, got Tensor",
-            "module must be a module or parameters in a list, got NoneType",
-            "parameter 0 must be floating point, got torch.complex64",
-            "the gradient of parameter weight is torch.sparse_coo",
-        )
-        for text, start in zip(said, expected, strict=True):
-            assert text.startswith(start)
+    ranks(3).run(refusals)
 
 
 def test_without_a_group() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,16 +22,9 @@ from torch.distributed.tensor.parallel import (
 from ring_attn import SequenceLayout, Strategy, TransportOptions
 from ring_attn.core.mask import Mask
 from ring_attn.models.style import ContextParallel, parallelize
-from ring_attn.testing import (
-    Expected,
-    Inputs,
-    check,
-    dense_gradients,
-    plain_gradients,
-    random_qkv,
-    random_sinks,
-)
+from ring_attn.testing import Expected, Inputs, random_qkv, random_sinks
 from ring_attn.transport.p2p import open_p2p
+from tests.bounds import assert_close, assert_holds, expect
 from tests.cold import compile_cold
 
 pytestmark = pytest.mark.dist
@@ -62,7 +55,7 @@ class Core(nn.Module):
         if self.returns == "flat":  # heads in one dim, as the projection that follows wants them
             batch, rows = self.seen[:2]
             return out.reshape(batch, rows, -1)
-        return {"tensor": out, "tuple": (None, out), "list": [out, None]}[self.returns]
+        return {"tuple": (None, out), "list": [out, None]}.get(self.returns, out)
 
 
 class Answer(NamedTuple):
@@ -97,7 +90,7 @@ class Never(nn.Module):
 
 
 class Case(NamedTuple):
-    """A way to call: order of dims, plain or DTensor, and how q, k, v and out are passed."""
+    """A way to call: order of dims, plain or DTensor, and how q, k, v or out are passed."""
 
     order: str
     form: str
@@ -134,20 +127,6 @@ def mesh_of(*shape: int) -> DeviceMesh:
 
 def inputs_of(seqlen: int) -> Inputs:
     return random_qkv(seqlen_q=seqlen, **SIZES)
-
-
-@cache
-def expected(seqlen: int) -> tuple[Expected, Expected]:
-    """The oracle and plain PyTorch."""
-    inputs, mask = inputs_of(seqlen), Mask(seqlen, seqlen, causal=True)
-    return tuple(f(*inputs, mask, SCALE) for f in (dense_gradients, plain_gradients))
-
-
-def layout_of(options: dict[str, Any], seqlen: int) -> SequenceLayout:
-    layout = options.get("layout", "contiguous")
-    if isinstance(layout, SequenceLayout):
-        return layout
-    return SequenceLayout.from_name(layout, seqlen, dist.get_world_size())
 
 
 def placed(x: Tensor, whole: Tensor, mesh: DeviceMesh, dim: int) -> DTensor:
@@ -189,61 +168,64 @@ def call_core(passing: str, core: nn.Module, q: Tensor, k: Tensor, v: Tensor) ->
         return core(v=v, q=q, k=k)
     if passing == "mixed":
         return core(q, k, v=v)
+    found = core(q, k, v)
     if passing in ("tuple", "list"):
-        found = core(q, k, v)
         assert type(found).__name__ == passing and len(found) == 2
         return found[1 if passing == "tuple" else 0]
-    return core(q, k, v)
+    if passing == "flat":
+        assert found.shape == (*q.shape[:2], 32)
+        return found.unflatten(2, (4, 8))
+    return found
 
 
-def run_cases(options: dict[str, Any], cases: list[Case], seqlen: int) -> list[dict[str, Tensor]]:
+def run_cases(
+    options: dict[str, Any], cases: list[Case], layout: SequenceLayout
+) -> list[dict[str, Tensor]]:
     """Each case of a strategy, on this rank."""
-    layout = layout_of(options, seqlen)
     mesh = mesh_of(*options.get("mesh", (dist.get_world_size(),)))
     results = []
     for case in cases:
+        seq_dim = case.order.index("S")
         style = ContextParallel(
-            seq_dim=case.order.index("S"),
+            seq_dim=seq_dim,
             head_dim=case.order.index("H"),
             output_index=1 if case.passing == "tuple" else 0,
             **{name: value for name, value in options.items() if name != "mesh"},
         )
-        core = Core(case.order, case.passing if case.passing in ("tuple", "list") else "tensor")
+        core = Core(case.order, case.passing)
         parallelize_module(core, mesh, style)
-
-        def call(module: nn.Module, *qkv: Tensor, passing: str = case.passing) -> Tensor:
-            return call_core(passing, module, *qkv)
-
-        results.append(run_module(core, call, case, layout, mesh))
-        whole = inputs_of(seqlen).q.permute(ORDERS[case.order]).shape
-        local = options.get("inside") == "local"
-        assert local or core.seen == tuple(whole), (core.seen, whole)
+        results.append(run_module(core, partial(call_core, case.passing), case, layout, mesh))
+        seen = [*inputs_of(layout.seqlen).q.permute(ORDERS[case.order]).shape]
+        if options.get("inside") == "local":
+            seen[seq_dim] = layout.shard_len(dist.get_rank())
+        assert core.seen == tuple(seen)
     return results
 
 
+@cache
+def expected(seqlen: int) -> tuple[Expected, Expected]:
+    return expect(inputs_of(seqlen), Mask(seqlen, seqlen, causal=True), SCALE)
+
+
 def assert_exact(
-    by_rank: list[dict[str, Tensor]], layout: SequenceLayout, case: object = None
+    ran: list[list[dict[str, Tensor]]], layout: SequenceLayout, cases: list[Case]
 ) -> None:
-    """The ranks' shards, put together, within the bound."""
-    oracle, plain = expected(layout.seqlen)
-    for name in ("out", "dq", "dk", "dv"):
-        got = layout.unshard([results[name] for results in by_rank])
-        want = (getattr(one, name) for one in (oracle, plain))
-        verdict = check(name, got, *want, oracle.terms[name])
-        assert verdict.ok, (case, str(verdict))
+    """Of each case the ranks' shards, put together, within the bound."""
+    for case, *by_rank in zip(cases, *ran, strict=True):
+        got = {name: layout.unshard([one[name] for one in by_rank]) for name in by_rank[0]}
+        assert_holds(got, *expected(layout.seqlen), case)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_in_every_form(ranks: Any, one_thread: None, name: str) -> None:
     options = STRATEGIES[name]
     layout = SequenceLayout.from_name(options.get("layout", "contiguous"), SEQLEN, 4)
-    found = ranks(4).run(run_cases, options, CASES, SEQLEN)
-    for case, *by_rank in zip(CASES, *found, strict=True):
-        assert_exact(by_rank, layout, case)
+    assert_exact(ranks(4).run(run_cases, options, CASES, layout), layout, CASES)
 
 
 CHUNKS = SequenceLayout.boundaries([0, 25, 50, 75, 97])  # as torch.chunk splits 97 rows
 NESTED = SequenceLayout.boundaries([0, 25, 49, 73, 97])  # 49 + 48, and each in two
+ZIGZAG = SequenceLayout.zigzag(97, 4)
 
 
 @pytest.mark.parametrize(
@@ -252,50 +234,22 @@ NESTED = SequenceLayout.boundaries([0, 25, 49, 73, 97])  # 49 + 48, and each in 
         ({}, "DTensor", CHUNKS),
         ({"layout": CHUNKS}, "plain", CHUNKS),
         ({"strategy": "all_gather", "mesh": (2, 2)}, "DTensor", NESTED),
-        ({"layout": SequenceLayout.zigzag(97, 4), "inside": "local"}, "plain", None),
+        ({"layout": ZIGZAG, "inside": "local"}, "plain", ZIGZAG),
         ({"inside": "local", "degree": 2}, "DTensor", CHUNKS),
     ],
     ids=["DTensor", "plain", "co x ds", "local zigzag", "local DTensor"],
 )
 def test_uneven_rows(
-    ranks: Any, one_thread: None, options: dict[str, Any], form: str, layout: Any
+    ranks: Any, one_thread: None, options: dict[str, Any], form: str, layout: SequenceLayout
 ) -> None:
-    layout = layout or options["layout"]
-    case = Case("BHSD", form, "positional")
-    for by_rank in zip(*ranks(4).run(run_uneven, options, case, layout), strict=True):
-        assert_exact(list(by_rank), layout, case)
-
-
-def run_uneven(
-    options: dict[str, Any], case: Case, layout: SequenceLayout
-) -> list[dict[str, Tensor]]:
-    mesh = mesh_of(*options.get("mesh", (4,)))
-    options = {n: x for n, x in options.items() if n != "mesh"}
-    style = ContextParallel(seq_dim=2, head_dim=1, output_index=-1, **options)
-    core = parallelize_module(Core("BHSD", "tuple"), mesh, style)
-    results = run_module(core, lambda module, *qkv: module(*qkv)[1], case, layout, mesh)
-    rows = layout.shard_len(dist.get_rank()) if options.get("inside") == "local" else UNEVEN
-    assert core.seen[2] == rows
-    return [results]
-
-
-def run_flat() -> list[dict[str, Tensor]]:
-    """The module joins heads by the shape that it sees; 97 rows on 2 ranks, 49 and 48."""
-    layout, mesh = SequenceLayout.contiguous(UNEVEN, 2), mesh_of(2)
-    style = ContextParallel(layout=layout)
-    core = parallelize_module(Core(returns="flat"), mesh, style)
-
-    def call(module: nn.Module, *qkv: Tensor) -> Tensor:
-        flat = module(*qkv)
-        assert flat.shape == (2, layout.shard_len(dist.get_rank()), 32)
-        return flat.unflatten(2, (4, 8))
-
-    return [run_module(core, call, Case("BSHD", "plain", "positional"), layout, mesh)]
+    cases = [Case("BHSD", form, "tuple")]
+    assert_exact(ranks(4).run(run_cases, options, cases, layout), layout, cases)
 
 
 def test_a_module_that_reshapes_by_what_it_sees(ranks: Any, one_thread: None) -> None:
-    for by_rank in zip(*ranks(2).run(run_flat), strict=True):
-        assert_exact(list(by_rank), SequenceLayout.contiguous(UNEVEN, 2))
+    """It joins heads by the shape that it sees; 97 rows on 2 ranks are 49 and 48."""
+    cases, layout = [Case("BSHD", "plain", "flat")], SequenceLayout.contiguous(UNEVEN, 2)
+    assert_exact(ranks(2).run(run_cases, {"layout": layout}, cases, layout), layout, cases)
 
 
 def run_whole(layout: SequenceLayout, form: str) -> list[dict[str, Tensor]]:
@@ -327,8 +281,8 @@ def run_whole(layout: SequenceLayout, form: str) -> list[dict[str, Tensor]]:
 def test_ulysses_runs_any_module(
     ranks: Any, one_thread: None, layout: SequenceLayout, form: str
 ) -> None:
-    for by_rank in zip(*ranks(2).run(run_whole, layout, form), strict=True):
-        assert_exact(list(by_rank), layout)
+    cases = [Case("BSHD", form, "keywords")]
+    assert_exact(ranks(2).run(run_whole, layout, form), layout, cases)
 
 
 # For two ranks, new at every call.
@@ -356,8 +310,10 @@ def run_compiled(name: str, form: str) -> bool:
     return num_graphs() == 1 and all(got[part].equal(want[part]) for part in want)
 
 
-@pytest.mark.parametrize("form", ["plain", "DTensor"])
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("global", "plain"), ("global", "DTensor"), ("local", "plain"), ("whole", "DTensor")],
+)
 def test_a_module_compiles_with_a_new_layout(ranks: Any, name: str, form: str) -> None:
     assert ranks(2).run(run_compiled, name, form) == [True] * 2
 
@@ -394,14 +350,10 @@ def test_a_module_that_does_not_run(ranks: Any, one_thread: None) -> None:
     layout = SequenceLayout.zigzag(UNEVEN, 2)
     inputs, mask = inputs_of(UNEVEN), Mask(UNEVEN, UNEVEN, True, (20, 0))
     scores = {"softcap": 5.0, "sinks": random_sinks(SIZES["nheads"])}
-    oracle, plain = (f(*inputs, mask, **scores) for f in (dense_gradients, plain_gradients))
     rows, dsinks = zip(*ranks(2).run(run_replaced), strict=True)
     got = {name: layout.unshard([part[name] for part in rows]) for name in rows[0]}
     got["dsinks"] = torch.stack(dsinks).sum(0)
-    assert len(got) == 5
-    for name, x in got.items():
-        verdict = check(name, x, getattr(oracle, name), getattr(plain, name), oracle.terms[name])
-        assert verdict.ok, str(verdict)
+    assert_holds(got, *expect(inputs, mask, **scores))
 
 
 class Cross(nn.Module):
@@ -453,14 +405,10 @@ def run_cross(name: str) -> dict[str, Tensor]:
 def test_other_lengths_and_uneven_heads(ranks: Any, one_thread: None, name: str) -> None:
     options, mask = CROSS[name]
     q_layout, kv_layout = cross_layouts(options, mask)
-    oracle, plain = (f(*cross_inputs(mask), mask) for f in (dense_gradients, plain_gradients))
     by_rank = ranks(2).run(run_cross, name)
     sides = {"out": q_layout, "dq": q_layout, "dk": kv_layout, "dv": kv_layout}
-    for one, layout in sides.items():
-        got = layout.unshard([results[one] for results in by_rank])
-        want = (getattr(expected, one) for expected in (oracle, plain))
-        verdict = check(one, got, *want, oracle.terms[one])
-        assert verdict.ok, str(verdict)
+    got = {one: side.unshard([ran[one] for ran in by_rank]) for one, side in sides.items()}
+    assert_holds(got, *expect(cross_inputs(mask), mask))
 
 
 # -- below tensor parallelism
@@ -487,8 +435,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two of them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block() for _ in range(2))
@@ -546,8 +492,7 @@ def test_below_tensor_parallel_projections(ranks: Any, one_thread: None, inside:
     for found in ranks(4).run(run_with_tensor_parallel, inside):
         assert found.keys() == oracle.keys() and len(found) == 10
         for name, got in found.items():
-            verdict = check(name, got, oracle[name], plain[name])
-            assert verdict.ok, str(verdict)
+            assert_close(name, got, oracle[name], plain[name])
 
 
 def run_on_both_axes(heads_kv: int) -> list[dict[str, Tensor]] | str:
@@ -589,9 +534,8 @@ def run_on_both_axes(heads_kv: int) -> list[dict[str, Tensor]] | str:
 
 
 def test_rows_and_heads_over_two_axes(ranks: Any, one_thread: None) -> None:
-    whole = SequenceLayout.contiguous(SEQLEN, 1)
-    for (results,) in ranks(4).run(run_on_both_axes, 2):
-        assert_exact([results], whole)
+    for (got,) in ranks(4).run(run_on_both_axes, 2):
+        assert_holds(got, *expected(SEQLEN))
     for text in ranks(4).run(run_on_both_axes, 1):
         assert "the 1 heads of k must divide by the 2 ranks" in text
 

@@ -14,42 +14,18 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 import ring_attn
-from ring_attn import TransportOptions, ring_attention, tree_decode, unshard
+from ring_attn import ring_attention, tree_decode, unshard
+from tests.distributed.pool import Ended, ended
 from tests.distributed.test_bad_input import (
     ROWS,
     SEQLEN,
-    Arguments,
-    Raised,
     good,
     no_communication,
-    raised_by,
     x,
     zigzag,
 )
 
 pytestmark = pytest.mark.dist
-
-
-def run_decode_table() -> list[Raised]:
-    """Wrong arguments of tree_decode."""
-    wrong: list[Arguments] = [
-        {"backend": []},
-        {"softmax_scale": 1e38},
-        {"softcap": 1e-50},
-        {"return_lse": None},
-        {"q": x(1, 1, 4, 8).to_sparse()},
-        {"sinks": x(4).to_mkldnn()},
-        {"transport": TransportOptions(timeout=1e15)},
-    ]
-    with no_communication():
-        return [raised_by(lambda one=one: tree_decode(**{**good(), **one})) for one in wrong]
-
-
-def test_decode_of_bad_arguments(ranks: Any) -> None:
-    words = ("backend", "softmax_scale", "softcap", "return_lse", "q must", "sinks must", "timeout")
-    for results in ranks(2).run(run_decode_table):
-        for word, got in zip(words, results, strict=True):
-            assert got.error in (ValueError, TypeError) and word in got.text and got.alone, got
 
 
 def run_extreme_scores() -> list[bool]:
@@ -70,7 +46,7 @@ def test_scores_are_finite_at_their_bounds(ranks: Any) -> None:
     assert all(all(finite) for finite in ranks(2).run(run_extreme_scores))
 
 
-def run_transforms() -> list[Raised]:
+def run_transforms() -> list[Ended]:
     """Transforms of torch.func and forward-mode differentiation, which the operators have not."""
     tensors = good()
 
@@ -96,10 +72,10 @@ def run_transforms() -> list[Raised]:
         lambda: torch.vmap(decode)(many),
     ]
     with no_communication():
-        return [raised_by(call) for call in calls]
+        return [ended(call) for call in calls]
 
 
-def run_transforms_of_backward() -> list[Raised]:
+def run_transforms_of_backward() -> list[Ended]:
     """The same of the gradient that a backward is given."""
     q = good()["q"].requires_grad_()
     out = ring_attention(**{**good(), "q": q})
@@ -110,13 +86,13 @@ def run_transforms_of_backward() -> list[Raised]:
 
     with no_communication(), forward_ad.dual_level():
         return [
-            raised_by(lambda: grad(forward_ad.make_dual(ones, ones))),
-            raised_by(lambda: grad(torch.stack([ones, ones]), is_grads_batched=True)),
+            ended(lambda: grad(forward_ad.make_dual(ones, ones))),
+            ended(lambda: grad(torch.stack([ones, ones]), is_grads_batched=True)),
         ]
 
 
 @pytest.mark.parametrize("run", [run_transforms, run_transforms_of_backward])
-def test_transforms_are_refused(ranks: Any, run: Callable[[], list[Raised]]) -> None:
+def test_transforms_are_refused(ranks: Any, run: Callable[[], list[Ended]]) -> None:
     for results in ranks(2).run(run):
         for got in results:
             assert got.error is NotImplementedError, got
@@ -135,7 +111,7 @@ def test_functionalize_changes_nothing(ranks: Any) -> None:
     assert max(ranks(2).run(run_functionalized)) < 1e-6
 
 
-def run_lost_groups() -> list[Raised]:
+def run_lost_groups() -> list[Ended]:
     """A group that was destroyed, and on rank 1 a mesh that this rank is not in."""
     group = dist.new_group([0, 1])
     dist.barrier()  # the other rank may still connect
@@ -154,7 +130,7 @@ def run_lost_groups() -> list[Raised]:
             lambda: tree_decode(**good(), group=alone),
         ]
     with no_communication():
-        return [raised_by(call) for call in calls]
+        return [ended(call) for call in calls]
 
 
 def test_lost_groups_are_named(fresh_ranks: Callable[..., Any]) -> None:

@@ -15,19 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-TINY = [
-    "demo",
-    "--nproc",
-    "1",
-    "--seqlen",
-    "113",
-    "--dim",
-    "16",
-    "--layers",
-    "1",
-    "--steps",
-    "1000000",
-]
+TINY = ["demo", "--nproc", "1", "--seqlen", "113", "--dim", "16", "--layers", "1"]
+TINY += ["--steps", "1000000"]
 
 
 class Started:

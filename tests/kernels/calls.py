@@ -22,21 +22,14 @@ from torch import Tensor
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Tile, make_tile, pair_tiles
+from ring_attn.core.plan import Tile, make_tile
 from ring_attn.kernels.configs import Config
 from ring_attn.kernels.flash_bwd import delta_launch, dkdv_launch, dq_launch
 from ring_attn.kernels.flash_fwd import Carried, forward_launch
 from ring_attn.kernels.step_table import Rectangle, StepTable, make_step_table, transposed
 from ring_attn.strategies.ring import ring_steps
-from ring_attn.testing import (
-    Expected,
-    Inputs,
-    check_all,
-    dense_gradients,
-    plain_gradients,
-    poisoned_empty,
-    random_qkv,
-)
+from ring_attn.testing import Expected, Inputs, poisoned_empty, random_qkv
+from tests.bounds import MASKS, whole
 
 # As tests/kernels/conftest.py has settled it.
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
@@ -59,24 +52,7 @@ SMALL = blocks(32, 16)
 LARGE = blocks(64, 64)
 
 
-# -- masks and inputs
-
-DOCUMENTS = (0, 20, 20, 21, 70, 97)
-
-MASKS = {
-    "full": Mask(97, 97),
-    "causal": Mask(97, 97, causal=True),
-    "longer kv": Mask(63, 113, causal=True),
-    "rows that see nothing": Mask(113, 63, causal=True),
-    "narrow window": Mask(97, 97, window_size=(3, 2)),
-    "wide window": Mask(97, 97, window_size=(60, 40)),
-    "causal window": Mask(97, 97, causal=True, window_size=(13, -1)),
-    "left window": Mask(97, 97, window_size=(13, -1)),
-    "right window": Mask(97, 63, window_size=(-1, 5)),
-    "documents": Mask(97, 97, True, (-1, -1), DOCUMENTS, DOCUMENTS),
-    "documents of other lengths": Mask(97, 60, True, (30, -1), DOCUMENTS, (0, 0, 5, 20, 50, 60)),
-    "no keys": Mask(7, 0),
-}
+# -- inputs
 
 
 def inputs_for(mask: Mask, **sizes: object) -> Inputs:
@@ -86,12 +62,6 @@ def inputs_for(mask: Mask, **sizes: object) -> Inputs:
 
 
 # -- steps
-
-
-def whole(mask: Mask) -> tuple[Tile, ...]:
-    """The tiles of one rank that holds everything."""
-    layouts = (SequenceLayout.contiguous(n, 1) for n in (mask.seqlen_q, mask.seqlen_k))
-    return pair_tiles(*layouts, mask, 0, 0)
 
 
 def cut_rows(mask: Mask, *cuts: int) -> list[tuple[Tile, ...]]:
@@ -120,20 +90,18 @@ def _common(a: slice, b: slice) -> slice:
 
 
 def rectangles(tiles: Step) -> list[Rectangle]:
-    """As tables take them."""
     return [(t.q.start, t.q.stop, t.kv.start, t.kv.stop, *t.band) for t in tiles]
 
 
-def q_table(tiles: Step, config: Config, num_rows: int = 0) -> StepTable:
+def q_table(tiles: Step, config: Config, num_rows: int = 0, device: str = DEVICE) -> StepTable:
     """The table of the forward and of dq."""
     return make_step_table(
-        rectangles(tiles), config.BLOCK_M, config.BLOCK_N, torch.device(DEVICE),
+        rectangles(tiles), config.BLOCK_M, config.BLOCK_N, torch.device(device),
         descending=True, num_rows=num_rows,
     )  # fmt: skip
 
 
 def kv_table(tiles: Step, config: Config) -> StepTable:
-    """The table of dk and dv."""
     return make_step_table(
         transposed(rectangles(tiles)), config.BLOCK_N, config.BLOCK_M, torch.device(DEVICE),
         descending=False,
@@ -144,7 +112,7 @@ def steps_by_name() -> dict[str, tuple[Step, Tensor]]:
     """(tiles, visible pairs) of steps of every kind."""
     found = {
         name: (whole(MASKS[name]), MASKS[name].dense())
-        for name in ("full", "causal", "wide window", "causal window", "documents", "longer kv")
+        for name in ("full", "causal", "wide window", "window causal", "documents", "longer kv")
     }
     found["whole blocks"] = whole(Mask(64, 96)), Mask(64, 96).dense()
     mask = Mask(193, 193, causal=True)
@@ -196,10 +164,11 @@ def forward(
 def empty_state(inputs: Inputs, sinks: Tensor | None = None, *, carried: bool = True) -> Carried:
     """A state and results of NaN; without acc, m, l where nothing is carried."""
     batch, rows, nheads, _ = inputs.q.shape
+    device = inputs.q.device
     with poisoned_empty():
         out = inputs.q.new_empty(batch, rows, nheads, inputs.v.size(3))
-        m, l, lse = torch.empty(3, batch, nheads, rows, device=DEVICE)
-        acc = torch.empty(out.shape, device=DEVICE)
+        m, l, lse = torch.empty(3, batch, nheads, rows, device=device)
+        acc = torch.empty(out.shape, device=device)
     if not carried:
         return Carried(out=out, lse=lse, sinks=sinks)
     return Carried(acc, m, l, out, lse, sinks)
@@ -211,7 +180,6 @@ def scale_of(q: Tensor, scale: float | None) -> float:
 
 
 def delta_of(out: Tensor, dout: Tensor, config: Config = LARGE) -> Tensor:
-    """rowsum(out * dout)."""
     with poisoned_empty():
         delta = torch.empty(out.size(0), out.size(2), out.size(1), device=DEVICE)
     delta_launch(out, dout, delta, config).run()
@@ -278,20 +246,9 @@ def attend(
     return Expected(out, lse, *grads)
 
 
-def expect(inputs: Inputs, mask: Mask, scale: float | None = None, **scores: Any) -> Any:
-    """The oracle and plain PyTorch."""
-    return tuple(f(*inputs, mask, scale, **scores) for f in (dense_gradients, plain_gradients))
-
-
 def without_sinks(expected: Expected) -> Expected:
     """Without the gradient of the sinks, which is the ring's affair."""
     return replace(expected, dsinks=None)
-
-
-def assert_holds(got: Expected, oracle: Expected, plain: Expected) -> None:
-    """Every result within its bound."""
-    failed = [str(verdict) for verdict in check_all(got, oracle, plain) if not verdict.ok]
-    assert not failed, "\n".join(failed)
 
 
 # -- blocks
@@ -348,7 +305,6 @@ def blocks_of(table: StepTable, dense: Tensor, block_cols: int, heads: int) -> S
 
 
 def times(counts: Counter[tuple[int, int]], factor: int) -> Counter[tuple[int, int]]:
-    """Every count so many times."""
     return Counter({key: factor * count for key, count in counts.items()})
 
 

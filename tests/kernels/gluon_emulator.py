@@ -58,15 +58,12 @@ class _Layout:
 
 
 class Block(np.ndarray):
-    """A tensor in registers."""
-
     @property
     def type(self) -> Any:
         """Its layout is asked for, and not used."""
         return SimpleNamespace(layout=_Layout())
 
     def to(self, dtype: Any) -> Block:
-        """Rounded to a type."""
         return self.astype(dtype)
 
 
@@ -89,7 +86,6 @@ class Pointer:
 
     @property
     def dtype(self) -> Any:
-        """As of a pointer in triton."""
         return SimpleNamespace(element_ty=self.memory.dtype)
 
     def inside(self, mask: Any) -> tuple[Any, Any]:
@@ -149,7 +145,6 @@ class _Partition:
     finished: bool = False
 
     def tick(self) -> tuple[str, int]:
-        """A new event of this partition."""
         self.clock[self.name] = self.clock.get(self.name, 0) + 1
         return self.name, self.clock[self.name]
 
@@ -158,7 +153,6 @@ class _Partition:
         return self.clock.get(event[0], 0) >= event[1]
 
     def learn(self, clock: Clock) -> None:
-        """Takes over what another knows."""
         _join(self.clock, clock)
 
 
@@ -183,7 +177,6 @@ class _Memory:
         return self.reads[-1]
 
     def overwrite(self, writer: _Partition, event: tuple[str, int]) -> None:
-        """Starts a write."""
         if self.written is not None and not writer.knows(self.written):
             raise Hazard(f"{writer.name} overwrites {self.name}, which is still being written")
         for read in self.reads:
@@ -202,20 +195,16 @@ class Read:
 
 @dataclass
 class Buffer:
-    """A view of shared memory."""
-
     machine: Machine
     memory: _Memory
     data: np.ndarray
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the view."""
         return self.data.shape
 
     @property
     def dtype(self) -> Any:
-        """Of its elements."""
         return self.data.dtype
 
     def _view(self, data: np.ndarray) -> Buffer:
@@ -228,15 +217,12 @@ class Buffer:
         return self._view(self.data.reshape(shape))
 
     def permute(self, order: Sequence[int]) -> Buffer:
-        """Transposed."""
         return self._view(self.data.transpose(order))
 
     def index(self, index: int) -> Buffer:
-        """One of the first dim."""
         return self._view(self.data[index])
 
     def load(self, layout: object) -> Block:
-        """Its elements, at once."""
         partition = self.machine.current
         self.memory.read(partition).end = partition.tick()
         return _block(self.data.copy())
@@ -265,8 +251,6 @@ class Pieces:
 
 
 class Buffers:
-    """An allocation of several buffers."""
-
     def __init__(self, machine: Machine, name: str, dtype: Any, shape: Sequence[int]) -> None:
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
         self._buffers = [
@@ -275,22 +259,17 @@ class Buffers:
         ]
 
     def index(self, index: int) -> Buffer:
-        """One of them."""
         return self._buffers[index]
 
 
 @dataclass
 class _Copy:
-    """A copy under way."""
-
     name: str
     buffer: Buffer
     source: np.ndarray
 
 
 class Barrier:
-    """An mbarrier."""
-
     def __init__(self, machine: Machine, name: str) -> None:
         self.machine, self.name = machine, name
         self.count = self.pending = self.bytes = self.phase = 0
@@ -299,7 +278,6 @@ class Barrier:
         self.completed: Clock = {}
 
     def init(self, count: int) -> None:
-        """Sets the arrivals of a phase."""
         self.count = self.pending = count
 
     def arrive(self, count: int = 1, more_bytes: int = 0) -> None:
@@ -350,14 +328,11 @@ class Barrier:
 
 
 class Barriers:
-    """An allocation of barriers."""
-
     def __init__(self, machine: Machine, name: str, shape: Sequence[int]) -> None:
         self.shape = tuple(shape)
         self.barriers = [Barrier(machine, f"{name}[{i}]") for i in range(shape[0])]
 
     def index(self, index: int) -> Barrier:
-        """One of them."""
         return self.barriers[index]
 
 
@@ -463,7 +438,6 @@ class Machine:
         partition.blocked = None
 
     def specialize(self, work: Sequence[tuple[Any, Any]], warps: Any, registers: Any) -> None:
-        """Runs partitions to their ends."""
         if not len(work) == len(warps) + 1 == len(registers) + 1:
             raise Hazard("warp_specialize wants warps and registers for every partition but one")
         names = [f"{function.__name__} {index}" for index, (function, _) in enumerate(work)]
@@ -527,7 +501,6 @@ class Machine:
         return Buffers(self, f"buffers {self.num_buffers - 1}", dtype, shape)
 
     def copy(self, desc: _Descriptor, coord: Sequence[int], barrier: Barrier, buffer: Any) -> None:
-        """Starts a copy."""
         self.num_copies += 1
         name = f"copy {self.num_copies}"
         buffer.memory.overwrite(self.current, (name, 1))

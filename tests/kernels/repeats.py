@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends.triton import TritonBackend
-from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Tile, pair_tiles
+from ring_attn.core.plan import Tile
 from ring_attn.core.spec import Scores
 from ring_attn.kernels import configs, hopper_fwd
 from ring_attn.kernels.launch import Launch
+from tests.bounds import whole
 from tests.kernels.stub_driver import StubDriver, install
 
 ROWS, HEADS, KV_HEADS, DIM = 97, 4, 2, 16
@@ -36,13 +36,7 @@ SCORES = Scores(0.25)
 Call = Callable[[TritonBackend, "Tensors"], dict[str, Tensor | None]]
 
 
-def tiles_of(mask: Mask) -> tuple[Tile, ...]:
-    """Those of one rank that holds everything."""
-    layouts = (SequenceLayout.contiguous(n, 1) for n in (mask.seqlen_q, mask.seqlen_k))
-    return pair_tiles(*layouts, mask, 0, 0)
-
-
-CAUSAL, FULL = (tiles_of(Mask(ROWS, ROWS, causal=causal)) for causal in (True, False))
+CAUSAL, FULL = (whole(Mask(ROWS, ROWS, causal=causal)) for causal in (True, False))
 
 
 @dataclass
@@ -71,7 +65,6 @@ class Tensors:
 
 
 def forward(*lasts: bool, tiles: tuple[Tile, ...] = CAUSAL, sinks: bool = False) -> Call:
-    """Steps of a forward."""
 
     def call(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
         state = backend.new_state(x.q, x.dim, torch.zeros(HEADS) if sinks else None)
@@ -151,18 +144,17 @@ def last_compiled(call: Call, x: Tensors) -> Any:
 def cases(stub: StubDriver) -> dict[str, Any]:
     """Of each call: what a repetition launched, what a new backend launches, how many are new."""
     found = {name: case(stub, call) for name, call in CALLS.items()}
-    whole = {"rows": 256, "dim": 64}
-    call = forward(True, tiles=tiles_of(Mask(256, 256)))
+    sizes = {"rows": 256, "dim": 64}
+    call = forward(True, tiles=whole(Mask(256, 256)))
     with (
         mock.patch.object(configs, "architecture", lambda device: "sm_90"),
         mock.patch.dict(configs.GLUON, {64: hopper_fwd.CONFIGS[64][0]}),
     ):
-        found["forward, gluon"] = case(stub, call, **whole)
+        found["forward, gluon"] = case(stub, call, **sizes)
     return found
 
 
 def case(stub: StubDriver, call: Call, **sizes: int) -> dict[str, Any]:
-    """Of one call."""
     first, second = Tensors(**sizes), Tensors(**sizes)
     stub.watch(None)
     stub.watch(last_compiled(call, first))
@@ -197,7 +189,7 @@ def bound(stub: StubDriver) -> list[int]:
     backend, x, kept = TritonBackend(), Tensors(), []
     with mock.patch("ring_attn.backends.kept_launches.MOST_KEPT", 3):
         for n in range(1, 8):
-            grad_q(tiles_of(Mask(ROWS, ROWS, window_size=(n, 0))))(backend, x)
+            grad_q(whole(Mask(ROWS, ROWS, window_size=(n, 0))))(backend, x)
             kept.append(len(backend._launches.repeats))
     return kept
 
@@ -230,7 +222,6 @@ def host_us(stub: StubDriver) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints the JSON."""
     stub = install(Path(sys.argv[1]))
     warnings.simplefilter("ignore")
     found = {

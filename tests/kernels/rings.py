@@ -29,16 +29,7 @@ def ring(
 ) -> Expected:
     """Forward and backward of all ranks, put together; all memory starts as NaN.
 
-    Args:
-        inputs: of the whole.
-        mask: over the whole.
-        layouts: of queries and keys.
-        scale: softmax_scale.
-        softcap: 0 is none.
-        sinks: (nheads,) float32 or None.
-        same_bits: as for `make_call`.
-        travels: what travels in the backward instead of what `make_call` chooses.
-        strided: shards have heads before rows and gaps between elements.
+    With `travels` that side travels in the backward, whatever `make_call` chooses.
     """
     spec = AttentionSpec.of(*inputs[:3], softcap, sinks)
 

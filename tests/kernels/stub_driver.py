@@ -35,7 +35,6 @@ class StubDriver:
 
     @property
     def count(self) -> int:
-        """Launches so far."""
         return int(self._library.stub_count())
 
     def watch(self, compiled: Any) -> None:

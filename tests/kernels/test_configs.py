@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
+from ring_attn.backends.triton import TritonBackend
 from ring_attn.kernels import configs
 
 HEADDIMS = (64, 128, 256)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 KINDS = ("fwd", "fwd_whole", "dkdv", "dkdv_whole", "dkdv_softcap", "dq", "dq_whole", "dq_softcap")
 
 # Columns of the kernel's blocks, on whose size the order of its sums depends.
@@ -20,11 +23,20 @@ COLUMNS = {"fwd": "BLOCK_N", "dq": "BLOCK_N", "dkdv": "BLOCK_M"}
 @pytest.mark.parametrize("kernel", COLUMNS)
 def test_whole_steps_have_the_columns_of_any_other(arch: str, kernel: str) -> None:
     """Or a ring, most of whose steps are whole, would not add up as one rank does."""
-    for headdim in HEADDIMS:
-        for dtype in (torch.bfloat16, torch.float32):
-            kinds = (kernel, f"{kernel}_whole")
-            found = [configs.frozen(kind, arch, headdim, dtype) for kind in kinds]
-            assert len({getattr(config, COLUMNS[kernel]) for config in found}) == 1
+    for headdim, dtype in product((16, 80, *HEADDIMS), DTYPES):
+        kinds = (kernel, f"{kernel}_whole")
+        found = [configs.frozen(kind, arch, headdim, dtype) for kind in kinds]
+        assert len({getattr(config, COLUMNS[kernel]) for config in found}) == 1
+
+
+@pytest.mark.parametrize("arch", [*configs.ARCHITECTURES, "interpreter"])
+@pytest.mark.parametrize("kind", ["fwd", "fwd_whole", "dkdv", "dq", "delta"])
+def test_blocks_divide_the_unit_of_the_bits(kind: str, arch: str) -> None:
+    unit = TritonBackend.bits_unit
+    for headdim, dtype in product((16, 80, *HEADDIMS), DTYPES):
+        config = configs.frozen(kind, arch, headdim, dtype)
+        sizes = [config.BLOCK_M] if kind == "delta" else [config.BLOCK_M, config.BLOCK_N]
+        assert all(16 <= size <= unit and unit % size == 0 for size in sizes), config
 
 
 @pytest.mark.parametrize("kind", KINDS)

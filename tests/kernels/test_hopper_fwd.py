@@ -22,26 +22,22 @@ from torch import Tensor
 from ring_attn.core.mask import Mask
 from ring_attn.kernels import configs, gluon_guard
 from ring_attn.kernels.configs import Config
-from ring_attn.kernels.flash_fwd import Carried
 from ring_attn.kernels.hopper_fwd import (
     CONFIGS,
     RAGGED_HEAD_DIMS,
     can_run,
     hopper_launch,
 )
-from ring_attn.kernels.step_table import StepTable, make_step_table
 from ring_attn.testing import (
-    Expected,
     Inputs,
     check,
-    dense_gradients,
     plain_gradients,
-    poisoned_empty,
     random_qkv,
     random_sinks,
 )
+from tests.bounds import assert_holds, expect, whole
 from tests.kernels import calls
-from tests.kernels.calls import Step, cut_keys, rectangles, whole
+from tests.kernels.calls import Step, cut_keys, empty_state, q_table
 from tests.kernels.gluon_emulator import Deadlock, Edit, Hazard, emulate
 
 
@@ -89,27 +85,6 @@ def inputs_for(mask: Mask, **sizes: Any) -> Inputs:
     return random_qkv(seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, **(usual | sizes))
 
 
-def table_of(tiles: Step, config: Config, num_rows: int, device: str = "cpu") -> StepTable:
-    """The step's table."""
-    return make_step_table(
-        rectangles(tiles), config.BLOCK_M, config.BLOCK_N, torch.device(device), descending=True,
-        num_rows=num_rows,
-    )  # fmt: skip
-
-
-def empty_state(inputs: Inputs, sinks: Tensor | None, carried: bool) -> Carried:
-    """A state and results of NaN."""
-    q, v = inputs.q, inputs.v
-    batch, rows, nheads, _ = q.shape
-    with poisoned_empty():
-        out = q.new_empty(batch, rows, nheads, v.size(3))
-        m, l, lse = torch.empty(3, batch, nheads, rows, device=q.device)
-        acc = torch.empty(out.shape, device=q.device)
-    if not carried:
-        return Carried(out=out, lse=lse, sinks=sinks)
-    return Carried(acc, m, l, out, lse, sinks)
-
-
 def forward(
     inputs: Inputs,
     steps: Sequence[Step],
@@ -122,10 +97,10 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out and lse, each step in a launch of its own: emulated on the CPU, else run."""
     q, k, v, _ = inputs
-    state = empty_state(inputs, sinks, len(steps) > 1)
+    state = empty_state(inputs, sinks, carried=len(steps) > 1)
     for index, tiles in enumerate(steps):
         first, last = index == 0, index == len(steps) - 1
-        table = table_of(tiles, config, q.size(1) if first or last else 0, q.device.type)
+        table = q_table(tiles, config, q.size(1) if first or last else 0, q.device.type)
         assert can_run(q, k, v, table, 0.0) or not table.num_blocks
         if not table.num_blocks:
             continue
@@ -142,17 +117,10 @@ def forward(
 
 
 def assert_exact(got: tuple[Tensor, Tensor], inputs: Inputs, mask: Mask, **scores: Any) -> None:
-    """Both within their bounds."""
-    oracle: Expected = dense_gradients(*inputs, mask, **scores)
-    plain: Expected = plain_gradients(*inputs, mask, **scores)
-    for name, x in zip(("out", "lse"), got, strict=True):
-        expected = getattr(oracle, name), getattr(plain, name)
-        verdict = check(name, x, *expected, oracle.terms[name])
-        assert verdict.ok, str(verdict)
+    assert_holds(dict(zip(("out", "lse"), got, strict=True)), *expect(inputs, mask, **scores))
 
 
 def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
-    """Bit for bit."""
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -249,7 +217,7 @@ def test_what_a_document_holds_does_not_reach_its_neighbours(bad: float) -> None
 def test_what_it_does_not_take() -> None:
     mask = Mask(97, 97, causal=True)
     q, k, v, _ = inputs_for(mask, nheads_kv=2)
-    table = table_of(whole(mask), SMALL, 97)
+    table = q_table(whole(mask), SMALL, 97, "cpu")
 
     def takes(q: Tensor = q, k: Tensor = k, v: Tensor = v, softcap: float = 0.0) -> bool:
         return can_run(q, k, v, table, softcap)
@@ -267,133 +235,101 @@ def test_what_it_does_not_take() -> None:
     assert not can_run(*large, table, 0.0), "no registers to clear with"
     full = Mask(97, 96)
     large = inputs_for(full, headdim=256)[:3]
-    assert can_run(*large, table_of(whole(full), SMALL, 97), 0.0)
+    assert can_run(*large, q_table(whole(full), SMALL, 97, "cpu"), 0.0)
 
 
-# Every one of them makes results that may be wrong, or a kernel that hangs, on a device.
-FAULTS: dict[str, tuple[Any, ...]] = {
-    "K is not waited for": (
-        Hazard,
-        ("_fold_blocks", "_await_full(k_buffers, k_full, use)", "use % k_buffers.shape[0]"),
-    ),
-    "V is not waited for": (
-        Hazard,
-        ("_fold_blocks", "_await_full(v_buffers, v_full, use)", "use % v_buffers.shape[0]"),
-    ),
-    "Q is not waited for": (
-        Hazard,
-        ("_consume", "mbarrier.wait(q_full.index(INDEX), parity)", "pass"),
-    ),
-    "K is not waited to be free": (
-        Hazard,
-        ("_produce", "_await_empty(k_buffers, k_empty, use)", "use % k_buffers.shape[0]"),
-    ),
-    "V is not waited to be free": (
-        Hazard,
-        ("_produce", "_await_empty(v_buffers, v_empty, use)", "use % v_buffers.shape[0]"),
-    ),
-    "Q is not waited to be free": (
-        Hazard,
-        ("_produce", "mbarrier.wait(q_empty.index(i), parity ^ 1)", "pass"),
-    ),
-    "the phase to be full is the other": (
-        Hazard,
-        ("_await_full", "(use // STAGES) & 1)", "((use // STAGES) & 1) ^ 1)"),
-    ),
-    "the phase to be free is the other": (
-        Deadlock,
-        ("_await_empty", "((use // STAGES) & 1) ^ 1)", "(use // STAGES) & 1)"),
-    ),
-    "Q's phase does not change": (
-        Hazard,
-        ("_consume", "mbarrier.wait(q_full.index(INDEX), parity)",
-         "mbarrier.wait(q_full.index(INDEX), 0)"),
-    ),
-    "K is not given back": (
-        Deadlock,
-        ("_fold_blocks", "mbarrier.arrive(k_empty.index(k_stage), count=1)", "pass"),
-    ),
-    "V is not given back": (
-        Deadlock,
-        ("_fold_run", "mbarrier.arrive(v_empty.index(v_stage), count=1)", "pass"),
-    ),
-    "Q is not given back": (
-        Deadlock,
-        ("_consume", "mbarrier.arrive(q_empty.index(INDEX), count=1)", "pass"),
-    ),
-    "the turn is not passed on": (
-        Deadlock,
-        ("_fold_blocks", "mbarrier.arrive(turns.index((INDEX + 1) % CONSUMERS), count=1)", "pass"),
-    ),
-    "everybody waits for a first turn": (
-        Deadlock,
-        ("_fold_blocks", "(turn & 1) ^ (INDEX == 0)", "turn & 1"),
-    ),
-    "scores are used at once": (
-        Hazard,
-        ("_fold_blocks", "s = warpgroup_mma_wait(1, deps=[s])", "s = s"),
-    ),
-    "the wait for scores covers none": (
-        Hazard,
-        ("_fold_blocks", "warpgroup_mma_wait(1, deps=[s])", "warpgroup_mma_wait(2, deps=[s])"),
-    ),
-    "the wait for out covers none": (
-        Hazard,
-        ("_fold_blocks", "warpgroup_mma_wait(0, deps=[acc, l_i])",
-         "warpgroup_mma_wait(1, deps=[acc, l_i])"),
-    ),
-    "K is given back before its product's end": (
-        Hazard,
-        ("_fold_run", "mbarrier.arrive(k_empty.index(k_stage), count=1)",
-         "s = warpgroup_mma_wait(0, [s])"),
-        ("_fold_run", "s = warpgroup_mma_wait(0, deps=[s])",
-         "mbarrier.arrive(k_empty.index(k_stage), count=1)"),
-    ),
-    "V is given back before its product's end": (
-        Hazard,
-        ("_fold_blocks", "mbarrier.arrive(v_empty.index(v_stage), count=1)",
-         "acc, l_i = warpgroup_mma_wait(0, [acc, l_i])"),
-        ("_fold_blocks", "acc, l_i = warpgroup_mma_wait(0, deps=[acc, l_i])",
-         "mbarrier.arrive(v_empty.index(v_stage), count=1)"),
-    ),
-    "Q is given back before the last product": (
-        Hazard,
-        ("_consume", "mbarrier.arrive(q_empty.index(INDEX), count=1)", "pass"),
-        ("_consume", "mbarrier.wait(q_full.index(INDEX), parity)",
-         "mbarrier.wait(q_full.index(INDEX), parity)\n"
-         "        mbarrier.arrive(q_empty.index(INDEX), count=1)"),
-    ),
-    "the copy's bytes are not counted": (
-        Hazard,
-        ("_copy", "mbarrier.expect(full, desc.block_type.nbytes)", "mbarrier.expect(full, 0)"),
-    ),
-    "too many bytes are waited for": (
-        Deadlock,
-        ("_copy", "desc.block_type.nbytes", "2 * desc.block_type.nbytes"),
-    ),
-    "no fence after clearing": (
-        Hazard,
-        ("_produce", "fence_async_shared()", "pass"),
-    ),
-    "clearing does not wait": (
-        Hazard,
-        ("_produce", "mbarrier.wait(v_full.index(LANDED), landed_parity)", "pass"),
-    ),
-    "a copy too many arrives": (
-        Hazard,
-        ("_produce", "mbarrier.arrive(v_full.index(stage), count=1)",
-         "mbarrier.arrive(v_full.index(stage), count=2)"),
-    ),
-}  # fmt: skip
+# Edits of the kernel's functions, "name: old -> new". Each makes results that may be wrong on a
+# device, or a kernel that hangs there.
+HAZARDS: dict[str, list[str]] = {
+    "K is not waited for": [
+        "_fold_blocks: _await_full(k_buffers, k_full, use) -> use % k_buffers.shape[0]",
+    ],
+    "V is not waited for": [
+        "_fold_blocks: _await_full(v_buffers, v_full, use) -> use % v_buffers.shape[0]",
+    ],
+    "Q is not waited for": ["_consume: mbarrier.wait(q_full.index(INDEX), parity) -> pass"],
+    "K is not waited to be free": [
+        "_produce: _await_empty(k_buffers, k_empty, use) -> use % k_buffers.shape[0]",
+    ],
+    "V is not waited to be free": [
+        "_produce: _await_empty(v_buffers, v_empty, use) -> use % v_buffers.shape[0]",
+    ],
+    "Q is not waited to be free": ["_produce: mbarrier.wait(q_empty.index(i), parity ^ 1) -> pass"],
+    "the phase to be full is the other": [
+        "_await_full: (use // STAGES) & 1) -> ((use // STAGES) & 1) ^ 1)",
+    ],
+    "Q's phase does not change": [
+        "_consume: mbarrier.wait(q_full.index(INDEX), parity)"
+        " -> mbarrier.wait(q_full.index(INDEX), 0)",
+    ],
+    "scores are used at once": ["_fold_blocks: s = warpgroup_mma_wait(1, deps=[s]) -> s = s"],
+    "the wait for scores covers none": [
+        "_fold_blocks: warpgroup_mma_wait(1, deps=[s]) -> warpgroup_mma_wait(2, deps=[s])",
+    ],
+    "the wait for out covers none": [
+        "_fold_blocks: warpgroup_mma_wait(0, deps=[acc, l_i])"
+        " -> warpgroup_mma_wait(1, deps=[acc, l_i])",
+    ],
+    "K is given back before its product's end": [
+        "_fold_run: mbarrier.arrive(k_empty.index(k_stage), count=1)"
+        " -> s = warpgroup_mma_wait(0, [s])",
+        "_fold_run: s = warpgroup_mma_wait(0, deps=[s])"
+        " -> mbarrier.arrive(k_empty.index(k_stage), count=1)",
+    ],
+    "V is given back before its product's end": [
+        "_fold_blocks: mbarrier.arrive(v_empty.index(v_stage), count=1)"
+        " -> acc, l_i = warpgroup_mma_wait(0, [acc, l_i])",
+        "_fold_blocks: acc, l_i = warpgroup_mma_wait(0, deps=[acc, l_i])"
+        " -> mbarrier.arrive(v_empty.index(v_stage), count=1)",
+    ],
+    "Q is given back before the last product": [
+        "_consume: mbarrier.arrive(q_empty.index(INDEX), count=1) -> pass",
+        "_consume: mbarrier.wait(q_full.index(INDEX), parity)"
+        " -> mbarrier.wait(q_full.index(INDEX), parity)\n"
+        "        mbarrier.arrive(q_empty.index(INDEX), count=1)",
+    ],
+    "the copy's bytes are not counted": [
+        "_copy: mbarrier.expect(full, desc.block_type.nbytes) -> mbarrier.expect(full, 0)",
+    ],
+    "no fence after clearing": ["_produce: fence_async_shared() -> pass"],
+    "clearing does not wait": [
+        "_produce: mbarrier.wait(v_full.index(LANDED), landed_parity) -> pass",
+    ],
+    "a copy too many arrives": [
+        "_produce: mbarrier.arrive(v_full.index(stage), count=1)"
+        " -> mbarrier.arrive(v_full.index(stage), count=2)",
+    ],
+}
+DEADLOCKS: dict[str, list[str]] = {
+    "the phase to be free is the other": [
+        "_await_empty: ((use // STAGES) & 1) ^ 1) -> (use // STAGES) & 1)",
+    ],
+    "K is not given back": [
+        "_fold_blocks: mbarrier.arrive(k_empty.index(k_stage), count=1) -> pass",
+    ],
+    "V is not given back": ["_fold_run: mbarrier.arrive(v_empty.index(v_stage), count=1) -> pass"],
+    "Q is not given back": ["_consume: mbarrier.arrive(q_empty.index(INDEX), count=1) -> pass"],
+    "the turn is not passed on": [
+        "_fold_blocks: mbarrier.arrive(turns.index((INDEX + 1) % CONSUMERS), count=1) -> pass",
+    ],
+    "everybody waits for a first turn": ["_fold_blocks: (turn & 1) ^ (INDEX == 0) -> turn & 1"],
+    "too many bytes are waited for": [
+        "_copy: desc.block_type.nbytes -> 2 * desc.block_type.nbytes",
+    ],
+}
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [*HAZARDS, *DEADLOCKS])
 def test_a_planted_fault_is_found(name: str, seed: int) -> None:
     """Whatever the order in which partitions run."""
     mask = MASKS["documents"]
     inputs = inputs_for(mask, nheads=4)
-    error, *edits = FAULTS[name]
+    edits = []
+    for text in (HAZARDS | DEADLOCKS)[name]:
+        function, _, edit = text.partition(": ")
+        edits.append((function, *edit.split(" -> ")))
+    error = Hazard if name in HAZARDS else Deadlock
     with pytest.raises(error) as raised:
         forward(inputs, [whole(mask)], seed=seed, edits=edits)
     if error is Deadlock:

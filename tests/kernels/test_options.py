@@ -19,18 +19,8 @@ from hypothesis import strategies as st
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.testing import Layouts, random_qkv, random_sinks
-from tests.kernels.calls import (
-    DEVICE,
-    DTYPES,
-    MASKS,
-    assert_holds,
-    attend,
-    blocks,
-    cut_keys,
-    expect,
-    inputs_for,
-    patched_select,
-)
+from tests.bounds import MASKS, assert_holds, expect
+from tests.kernels.calls import DEVICE, DTYPES, attend, blocks, cut_keys, inputs_for, patched_select
 from tests.kernels.rings import ring
 
 pytestmark = [
@@ -56,7 +46,7 @@ OPTIONS: dict[str, Sequence[Any]] = {
         Mask(65, 65, True, (-1, -1), DOCUMENTS, DOCUMENTS),
         Mask(65, 47, False, (20, -1), DOCUMENTS, KEYS),
     ),
-    "headdim": (16, 40, 64, 128, 256),
+    "headdim": (16, 40, 128, 256),
     "headdim_v": ("same", "half", "other"),
     "heads": ((1, 1), (2, 1), (4, 2)),
     "ring": (
@@ -67,11 +57,11 @@ OPTIONS: dict[str, Sequence[Any]] = {
         ("boundaries", 3),
     ),
     "dtype": DTYPES,
-    "blocks": ((64, 64), (32, 64), (128, 32), *SMALL_BLOCKS),
+    "blocks": ((64, 64), (128, 32), *SMALL_BLOCKS),
     "scale": (None, 0.3),
     "softcap": (0.0, 2.0),
     "sinks": (False, True),
-    "travels": ("kv", "q"),
+    "travels": ("kv", "q", None),  # None: as `make_call` has it, gradients continued in place
     "strided": (False, True),
     "batch": (1, 2),
 }
@@ -136,7 +126,7 @@ def name_of(case: Mapping[str, Any]) -> str:
 
 def test_every_pair_of_options_is_among_the_cases() -> None:
     assert set().union(*map(pairs_of, ALL_CASES)) == all_pairs()
-    assert len(ALL_CASES) < 80
+    assert len(ALL_CASES) < 50
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)

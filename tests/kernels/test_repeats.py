@@ -34,7 +34,6 @@ CALLS = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What repeats.py prints."""
     result = subprocess.run(
         [sys.executable, "-m", "tests.kernels.repeats", str(tmp_path_factory.mktemp("stub"))],
         cwd=ROOT,

@@ -18,6 +18,7 @@ from ring_attn.kernels import tasks
 from ring_attn.kernels.configs import Config
 from ring_attn.kernels.tasks import Schedule, block_and_head, make_schedule, tasks_of_program
 from ring_attn.testing import Inputs
+from tests.bounds import whole
 from tests.kernels.calls import (
     DEVICE,
     DTYPES,
@@ -31,9 +32,7 @@ from tests.kernels.calls import (
     grad_q,
     in_interpreter,
     inputs_for,
-    kv_table,
     q_table,
-    whole,
 )
 
 # K and V of one head of 63 columns and 16 dims in float32 are 8 KB.
@@ -178,30 +177,3 @@ def test_no_schedule_changes_a_bit(mask: Mask, batch: int, heads: tuple[int, int
         got = results(inputs, mask, replace(config, **fields), stats)
         for index, (x, y) in enumerate(zip(got, expected, strict=True)):
             assert torch.equal(x, y), (title, index)
-
-
-def test_the_schedules_of_these_tests_are_others() -> None:
-    """Or nothing was compared."""
-    mask, config = Mask(63, 63, True), blocks(32, 32)
-    inputs = inputs_for(mask, batch=2, nheads=4, nheads_kv=2)
-    plain = forward_schedule(inputs, mask, config)
-    found = {
-        title: forward_schedule(inputs, mask, replace(config, **fields))
-        for title, fields in SCHEDULES.items()
-    }
-    assert plain == Schedule(16, 2, 8, 8)
-    assert found["by heads"].heads_together == 2
-    assert found["by two heads"].heads_together == 4
-    if DEVICE == "cpu":
-        assert found["persistent"] == Schedule(3, 2, 8, 8)
-        assert found["persistent, by heads"] == Schedule(6, 2, 8, 2)
-    assert kv_table(whole(mask), config).num_cols == 63
-
-
-def forward_schedule(inputs: Inputs, mask: Mask, config: Config) -> Schedule:
-    q, k, v, _ = inputs
-    return make_schedule(
-        q_table(whole(mask), config), config, q.device, num_heads=q.size(0) * q.size(2),
-        heads_per_kv=q.size(2) // k.size(2),
-        bytes_per_column=(k.size(3) + v.size(3)) * k.element_size(),
-    )  # fmt: skip

@@ -106,7 +106,6 @@ def specialized_launch(num_warps: int) -> Launch:
 
 
 def reducing_launch() -> Launch:
-    """64 x 64, head dim 64."""
     args = {"a": empty(), "b": empty(), "c": empty(torch.float32), "d": empty(torch.float32)}
     options = {"num_warps": 4, "num_stages": 2}
     constants = {"BLOCK_M": 64, "BLOCK_N": 64, "DIM": 64}
@@ -114,7 +113,6 @@ def reducing_launch() -> Launch:
 
 
 def refused_launch() -> Launch:
-    """A block of 64."""
     options = {"num_warps": 4, "num_stages": 1}
     return Launch(refused, (1,), {"a": empty(torch.int32), "size": SIZE}, {"BLOCK": 64}, options)
 
@@ -122,13 +120,11 @@ def refused_launch() -> Launch:
 def launch(
     kernel: object, args: dict[str, object], tile: tuple[int, int, int], warps: int, stages: int
 ) -> Launch:
-    """A launch of one program."""
     constants = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), tile, strict=True))
     return Launch(kernel, (1,), args, constants, {"num_warps": warps, "num_stages": stages})
 
 
 def empty(dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Square."""
     return torch.empty(SIZE, SIZE, dtype=dtype)
 
 
@@ -164,7 +160,6 @@ def die_at_one(cell: Cell) -> Row:
 
 
 def main() -> None:
-    """Compiles all."""
     rows = {}
     for name, arch, launched, expected in toys():
         report, failures = judged(launched, arch, expected)

@@ -25,21 +25,17 @@ from ring_attn.backends.base import (
     flash_window,
     out_from_delta,
 )
-from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Band, MaskKind, Tile, make_tile, pair_tiles
+from ring_attn.core.plan import Band, MaskKind, Tile, make_tile
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.testing import (
     Expected,
     Inputs,
     check,
-    check_all,
-    dense_gradients,
-    plain_gradients,
-    poisoned_empty,
     random_qkv,
     random_sinks,
 )
+from tests.bounds import MASKS, assert_holds, expect, run, whole
 
 CPU_BACKENDS = ("reference", "aten")
 
@@ -55,27 +51,17 @@ def case(
     """Inputs, the oracle and plain PyTorch; the gradient of the sinks is the ring's affair."""
     inputs = random_qkv(seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, **dict(config))
     sinks = sinks_of(inputs) if with_sinks else None
-    oracle, plain = (
-        replace(expect(*inputs, mask, softcap=softcap, sinks=sinks), dsinks=None)
-        for expect in (dense_gradients, plain_gradients)
-    )
-    return inputs, oracle, plain
+    oracle, plain = expect(inputs, mask, softcap=softcap, sinks=sinks)
+    return inputs, replace(oracle, dsinks=None), replace(plain, dsinks=None)
 
 
 def sinks_of(inputs: Inputs) -> Tensor:
-    """In the type of the state."""
     double = inputs.q.dtype == torch.float64
     return random_sinks(inputs.q.size(2), dtype=torch.float64 if double else torch.float32)
 
 
 def config(**sizes: Any) -> Config:
     return tuple(sorted({"nheads": 2, "headdim": 16, **sizes}.items()))
-
-
-def whole(mask: Mask) -> tuple[Tile, ...]:
-    """The tiles of one rank that holds everything."""
-    layouts = (SequenceLayout.contiguous(n, 1) for n in (mask.seqlen_q, mask.seqlen_k))
-    return pair_tiles(*layouts, mask, 0, 0)
 
 
 def grid(mask: Mask, rows: int, cols: int) -> tuple[Tile, ...]:
@@ -94,40 +80,6 @@ def grid(mask: Mask, rows: int, cols: int) -> tuple[Tile, ...]:
     return tuple(tiles)
 
 
-def run(
-    backend: Backend,
-    inputs: Inputs,
-    steps: Sequence[Sequence[Tile]],
-    *,
-    rebuild_out: bool = False,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Expected:
-    """Forward and backward of one rank, with the tiles dealt over some steps."""
-    q, k, v, dout = inputs
-    scores = Scores(q.size(-1) ** -0.5 if scale is None else scale, softcap)
-    accum = torch.float64 if q.dtype == torch.float64 else torch.float32
-    state = backend.new_state(q, v.size(-1), sinks)
-    for tiles in steps:
-        state = backend.forward(q, k, v, tiles, state, scores=scores)
-    out, lse = backend.finalize(state, q.dtype)
-    delta = backend.delta(out, dout)
-    grads = [torch.zeros(x.shape, dtype=accum) for x in (q, k, v)]
-    for tiles in steps:
-        backend.backward(
-            *(q, k, v, dout, lse, delta, tiles, *grads),
-            scores=scores,
-            out=None if rebuild_out else out,
-        )
-    return Expected(out, lse, *(grad.to(q.dtype) for grad in grads))
-
-
-def assert_holds(got: Expected, oracle: Expected, plain: Expected) -> None:
-    failed = [str(verdict) for verdict in check_all(got, oracle, plain) if not verdict.ok]
-    assert not failed, "\n".join(failed)
-
-
 def exercise(
     backend: Backend,
     mask: Mask,
@@ -140,27 +92,8 @@ def exercise(
     inputs, oracle, plain = case(mask, sizes, softcap, with_sinks)
     sinks = sinks_of(inputs) if with_sinks else None
     for rebuild_out in (False, True):
-        with poisoned_empty():
-            got = run(backend, inputs, steps, rebuild_out=rebuild_out, softcap=softcap, sinks=sinks)
+        got = run(backend, inputs, steps, rebuild_out=rebuild_out, softcap=softcap, sinks=sinks)
         assert_holds(got, oracle, plain)
-
-
-DOCUMENTS = (0, 20, 20, 21, 70, 97)
-
-MASKS = {
-    "full": Mask(97, 97),
-    "causal": Mask(97, 97, causal=True),
-    "longer kv": Mask(63, 113, causal=True),
-    "rows that see nothing": Mask(113, 63, causal=True),
-    "narrow window": Mask(97, 97, window_size=(3, 2)),
-    "wide window": Mask(97, 97, window_size=(60, 40)),
-    "causal window": Mask(97, 97, causal=True, window_size=(13, -1)),
-    "left window": Mask(97, 97, window_size=(13, -1)),
-    "right window": Mask(97, 63, window_size=(-1, 5)),
-    "diagonal": Mask(63, 63, window_size=(0, 0)),
-    "documents": Mask(97, 97, True, (-1, -1), DOCUMENTS, DOCUMENTS),
-    "documents of other lengths": Mask(97, 60, True, (30, -1), DOCUMENTS, (0, 0, 5, 20, 50, 60)),
-}
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
@@ -193,7 +126,7 @@ SIZES = {
 @pytest.mark.parametrize("name", CPU_BACKENDS)
 def test_sizes_and_dtypes(name: str, sizes: Config) -> None:
     backend = get_backend(name)
-    for mask in (MASKS["causal"], MASKS["causal window"], MASKS["rows that see nothing"]):
+    for mask in (MASKS["causal"], MASKS["window causal"], MASKS["empty rows"]):
         exercise(backend, mask, sizes, [whole(mask)])
         exercise(backend, mask, sizes, [[tile] for tile in grid(mask, 40, 33)])
 
@@ -220,8 +153,7 @@ def test_a_given_scale(name: str) -> None:
     mask = MASKS["causal"]
     inputs, _, _ = case(mask, config())
     got = run(get_backend(name), inputs, [whole(mask)], scale=0.7)
-    oracle, plain = (f(*inputs, mask, 0.7) for f in (dense_gradients, plain_gradients))
-    assert_holds(got, oracle, plain)
+    assert_holds(got, *expect(inputs, mask, 0.7))
 
 
 # Some scores bent, and nearly all of them flat at the cap, where the slope is next to nothing.
@@ -258,15 +190,6 @@ def test_no_tiles_is_no_attention(name: str) -> None:
     assert bool((sunk.out == 0.0).all())
     for zeros in (got.out, got.dq, got.dk, got.dv):
         assert bool((zeros == 0.0).all())
-
-
-@pytest.mark.parametrize("name", CPU_BACKENDS)
-def test_inputs_are_left_as_they_were(name: str) -> None:
-    mask = MASKS["wide window"]
-    inputs = random_qkv(seqlen_q=97, nheads=2, headdim=16)
-    before = [x.clone() for x in inputs]
-    run(get_backend(name), inputs, [[tile] for tile in grid(mask, 32, 25)])
-    assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
 
 
 @pytest.mark.parametrize("name", CPU_BACKENDS)
@@ -324,32 +247,22 @@ def test_band_mask_is_the_band() -> None:
         assert torch.equal(band_mask(tile, torch.device("cpu")), expected), tile
 
 
-def test_causal_pieces_are_full_or_top_left_causal() -> None:
+@pytest.mark.parametrize("edge", [1, 2, 3, 4, 16])
+def test_pieces_for_torchs_cpu_operator(edge: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a mask or top-left causal, never both."""
+    monkeypatch.setattr(aten, "EDGE", edge)
     backend = aten.AtenBackend()
     for tile in all_tiles():
-        if tile.kind is MaskKind.WINDOW:
-            continue
         pieces = list(backend.pieces(tile, "cpu"))
         assert_partition(tile, pieces)
-        assert len(pieces) <= 2
-        for piece in pieces:
-            assert piece.corner_band in (Band(None, None), Band(None, 0))
-
-
-@pytest.mark.parametrize("edge", [1, 2, 3, 4, 16])
-def test_window_pieces_hold_each_pair_once(edge: int) -> None:
-    for tile in all_tiles():
         if tile.kind is not MaskKind.WINDOW:
-            continue
-        pieces = list(aten._window_pieces(tile, edge))
-        assert_partition(tile, pieces)
+            assert len(pieces) <= 2
         for piece in pieces:
-            assert piece.rows <= edge
-            # The CPU operator takes a mask or top-left causal, never both.
             if piece.kind is MaskKind.CAUSAL:
                 assert piece.corner_band == Band(None, 0)
             if piece.kind is MaskKind.WINDOW:
-                assert piece.cols < 2 * edge + max(0, window_width(tile) - edge) + 1
+                width = window_width(tile)
+                assert piece.rows <= edge and piece.cols <= 2 * edge + max(0, width - edge)
 
 
 def window_width(tile: Tile) -> int:
@@ -365,17 +278,6 @@ def test_window_pieces_are_masked_at_the_edges_alone() -> None:
     assert [(piece.rows, piece.cols) for piece in masked] == [(255, 255)] * 4
     full = [p for p in aten._window_pieces(tile, 256) if p.kind is MaskKind.FULL]
     assert sum(piece.area for piece in full) > tile.area // 2
-
-
-def test_square_causal_pieces_are_square() -> None:
-    backend = aten.CudnnBackend()
-    for tile in all_tiles():
-        pieces = list(backend.pieces(tile, "cuda"))
-        assert_partition(tile, pieces)
-        for piece in pieces:
-            if piece.kind is MaskKind.CAUSAL:
-                assert piece.rows == piece.cols
-                assert piece.corner_band == Band(None, 0)
 
 
 def test_flash_window_is_the_band_from_the_bottom_right_corner() -> None:
@@ -437,16 +339,9 @@ def dense_forward(
 
 
 def dense_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    seen: Tensor,
-    softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
+    seen: Tensor, softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dtype, groups = q.dtype, q.size(2) // k.size(2)
     dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
     k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
@@ -481,6 +376,12 @@ def flash_2_visible(rows: int, cols: int, left: int, right: int) -> Tensor:
     return seen if left < 0 else (j >= i - left) & (j <= i + right)
 
 
+def cudnn_visible(rows: int, cols: int, is_causal: bool) -> Tensor:
+    """Causal from the top left corner."""
+    seen = torch.ones(rows, cols, dtype=torch.bool)
+    return seen.tril() if is_causal else seen
+
+
 def require_kernel_shapes(*tensors: Tensor) -> None:
     """What the CUDA kernels insist on."""
     assert len({x.size(-1) for x in tensors}) == 1, "one headdim"
@@ -488,52 +389,30 @@ def require_kernel_shapes(*tensors: Tensor) -> None:
     assert all(x.stride(-1) == 1 for x in tensors), "a contiguous headdim"
 
 
+# Of the operators' results, what nobody uses.
+UNUSED = torch.zeros(0)
+
+
 class FlashAttn2:
     """`torch.ops.flash_attn`: arguments by the names and in the order of flash-attn 2.8."""
 
     @staticmethod
     def _flash_attn_forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int,
-        window_size_right: int,
-        softcap: float,
-        alibi_slopes: Tensor | None,
-        return_softmax: bool,
-    ) -> tuple[Tensor, ...]:
+        q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
+        alibi_slopes, return_softmax,
+    ):  # fmt: skip
         # The package makes the headdim contiguous itself.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         require_kernel_shapes(q, k, v)
         assert (dropout_p, causal, alibi_slopes, return_softmax) == (0.0, False, None, False)
         seen = flash_2_visible(q.size(1), k.size(1), window_size_left, window_size_right)
-        empty = torch.zeros(0)
-        return *dense_forward(q, k, v, softmax_scale, seen, softcap), empty, empty
+        return *dense_forward(q, k, v, softmax_scale, seen, softcap), UNUSED, UNUSED
 
     @staticmethod
     def _flash_attn_backward(
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        softmax_lse: Tensor,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        dropout_p: float,
-        softmax_scale: float,
-        causal: bool,
-        window_size_left: int,
-        window_size_right: int,
-        softcap: float,
-        alibi_slopes: Tensor | None,
-        deterministic: bool,
-        rng_state: Tensor | None = None,
-    ) -> Tensor:
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
+        window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+    ):  # fmt: skip
         dout, q, k, v, out = (
             x if x.stride(-1) == 1 else x.contiguous() for x in (dout, q, k, v, out)
         )
@@ -545,126 +424,60 @@ class FlashAttn2:
         grads = dense_backward(dout, q, k, v, out, softmax_lse, softmax_scale, seen, softcap)
         for into, grad in zip((dq, dk, dv), grads, strict=True):
             into.copy_(grad)
-        return torch.zeros(0)
+        return UNUSED
 
 
 class TorchOnCuda:
     """The operators of `torch.ops.aten` that the backends call on CUDA."""
 
     def __init__(self) -> None:
-        self.called: list[str] = []
+        self.called: set[str] = set()
 
     def _flash_attention_forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cum_seq_q: Tensor | None,
-        cum_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        return_debug_mask: bool,
-        *,
-        scale: float | None = None,
-        window_size_left: int | None = None,
-        window_size_right: int | None = None,
-    ) -> tuple[Tensor, ...]:
-        self.called.append("flash")
+        self, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+        return_debug_mask, *, scale, window_size_left, window_size_right,
+    ):  # fmt: skip
+        self.called.add("flash")
         require_kernel_shapes(query, key, value)
         assert (cum_seq_q, cum_seq_k) == (None, None)
         assert (max_q, max_k) == (query.size(1), key.size(1))
         assert (dropout_p, is_causal, return_debug_mask) == (0.0, False, False)
-        assert scale is not None
-        assert window_size_left is not None
-        assert window_size_right is not None
         seen = flash_2_visible(max_q, max_k, window_size_left, window_size_right)
-        empty = torch.zeros(0)
-        return *dense_forward(query, key, value, scale, seen), empty, empty, empty
+        return *dense_forward(query, key, value, scale, seen), UNUSED, UNUSED, UNUSED
 
     def _flash_attention_backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        cum_seq_q: Tensor | None,
-        cum_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        rng_state: Tensor,
-        unused: Tensor,
-        *,
-        scale: float | None = None,
-        window_size_left: int | None = None,
-        window_size_right: int | None = None,
-    ) -> tuple[Tensor, ...]:
-        self.called.append("flash backward")
+        self, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k,
+        dropout_p, is_causal, rng_state, unused, *, scale, window_size_left, window_size_right,
+    ):  # fmt: skip
+        self.called.add("flash backward")
         require_kernel_shapes(grad_out, query, key, value, out)
         assert logsumexp.is_contiguous()
         assert (dropout_p, is_causal) == (0.0, False)
-        assert scale is not None
-        assert window_size_left is not None
-        assert window_size_right is not None
         seen = flash_2_visible(max_q, max_k, window_size_left, window_size_right)
         return dense_backward(grad_out, query, key, value, out, logsumexp, scale, seen)
 
     def _scaled_dot_product_cudnn_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_bias: Tensor | None,
-        compute_log_sumexp: bool,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        return_debug_mask: bool = False,
-        *,
-        scale: float | None = None,
-    ) -> tuple[Tensor, ...]:
-        self.called.append("cudnn")
+        self, query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
+        return_debug_mask=False, *, scale,
+    ):  # fmt: skip
+        self.called.add("cudnn")
         require_kernel_shapes(query, key, value)
         assert (attn_bias, compute_log_sumexp) == (None, True)
         assert (dropout_p, return_debug_mask) == (0.0, False)
-        assert scale is not None
-        seen = torch.ones(query.size(2), key.size(2), dtype=torch.bool)
-        seen = seen.tril() if is_causal else seen  # top left
+        seen = cudnn_visible(query.size(2), key.size(2), is_causal)
         out, lse = dense_forward(*(x.transpose(1, 2) for x in (query, key, value)), scale, seen)
-        return out.transpose(1, 2), lse.unsqueeze(-1), None, None, None, None, None, None, None
+        return out.transpose(1, 2), lse.unsqueeze(-1), *7 * [None]
 
     def _scaled_dot_product_cudnn_attention_backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        logsumexp: Tensor,
-        philox_seed: Tensor,
-        philox_offset: Tensor,
-        attn_bias: Tensor | None,
-        cum_seq_q: Tensor | None,
-        cum_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        *,
-        scale: float | None = None,
-    ) -> tuple[Tensor, ...]:
-        self.called.append("cudnn backward")
+        self, grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias,
+        cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, *, scale,
+    ):  # fmt: skip
+        self.called.add("cudnn backward")
         require_kernel_shapes(grad_out, query, key, value, out)
         assert logsumexp.shape == (*query.shape[:3], 1)
         assert (attn_bias, cum_seq_q, cum_seq_k, dropout_p) == (None, None, None, 0.0)
         assert (max_q, max_k) == (query.size(2), key.size(2))
-        assert scale is not None
-        seen = torch.ones(max_q, max_k, dtype=torch.bool)
-        seen = seen.tril() if is_causal else seen
+        seen = cudnn_visible(max_q, max_k, is_causal)
         rows = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
         grads = dense_backward(*rows, logsumexp.squeeze(-1), scale, seen)
         return tuple(grad.transpose(1, 2) for grad in grads)
@@ -673,10 +486,8 @@ class TorchOnCuda:
 class PretendCuda(TorchFunctionMode):
     """Tensors say that they are on CUDA; what is made on CUDA is made on the CPU."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func == torch.Tensor.device.__get__:
             return torch.device("cuda")
         args = tuple(self._here(x) for x in args)
         return func(*args, **{name: self._here(x) for name, x in (kwargs or {}).items()})
@@ -686,125 +497,97 @@ class PretendCuda(TorchFunctionMode):
         return torch.device("cpu") if isinstance(x, torch.device) else x
 
 
-@pytest.mark.parametrize(
-    "backend", [aten.AtenBackend(), aten.CudnnBackend()], ids=["aten", "cudnn"]
-)
-def test_pieces_for_flash_are_windows_that_it_can_state(backend: aten.AtenBackend) -> None:
+BACKENDS = {"aten": aten.AtenBackend(), "cudnn": aten.CudnnBackend()}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_pieces_for_flash_are_windows_that_it_can_state(name: str) -> None:
     wrong = []
     for tile in all_tiles():
-        pieces = list(backend.pieces(tile, "cuda"))
+        pieces = list(BACKENDS[name].pieces(tile, "cuda"))
         assert_partition(tile, pieces)
         for piece in pieces:
-            if backend.name == "cudnn" and piece.kind is not MaskKind.WINDOW:
-                continue  # cuDNN takes it
+            if name == "cudnn" and piece.kind is not MaskKind.WINDOW:  # cuDNN takes it
+                assert piece.kind is MaskKind.FULL or piece.corner_band == Band(None, 0)
+                assert piece.kind is MaskKind.FULL or piece.rows == piece.cols
+                continue
             seen = flash_2_visible(piece.rows, piece.cols, *flash_window(piece))
             if not torch.equal(seen, band_mask(piece, torch.device("cpu"))):
                 wrong.append(piece)
     assert not wrong
 
 
-EMULATED = {
-    "gqa": config(nheads=4, nheads_kv=2),
-    "odd headdims": config(headdim=13, headdim_v=21),
-}
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """The backend of flash-attn over the emulated package."""
+    monkeypatch.setattr(flash_attn, "_operators", FlashAttn2)
+    return flash_attn.FlashAttnBackend()
 
 
-def exercise_emulated(backend: Backend, mask: Mask, sizes: Config) -> None:
-    """The tiles of one rank, and those of ranks with equal shards."""
-    exercise(backend, mask, sizes, [whole(mask)])
-    exercise(backend, mask, sizes, [[tile] for tile in grid(mask, 32, 32)])
+GQA = config(nheads=4, nheads_kv=2)
 
 
-def exercise_unequal(backend: Backend, mask: Mask) -> None:
-    """Tiles that are wide or high, as of unequal shards or q and kv of different lengths.
+def exercise_emulated(backend: Backend, mask: Mask) -> None:
+    """Tiles of one rank, of ranks with equal shards, and wide and high ones, as of unequal shards.
 
     FlashAttention 2 counts a bound of at least seqlen_k as none, though a tile with more rows than
     columns may need it, and cannot leave one side alone unbounded there.
     """
-    exercise(backend, mask, EMULATED["gqa"], [grid(mask, 15, 50)])
-    exercise(backend, mask, EMULATED["gqa"], [grid(mask, 90, 20)])
+    for sizes in (GQA, config(headdim=13, headdim_v=21)):
+        exercise(backend, mask, sizes, [whole(mask)])
+        exercise(backend, mask, sizes, [[tile] for tile in grid(mask, 32, 32)])
+    exercise(backend, mask, GQA, [grid(mask, 15, 50)])
+    exercise(backend, mask, GQA, [grid(mask, 90, 20)])
 
 
-@pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_attn, "_operators", FlashAttn2)
-
-
-@pytest.fixture
-def operators(monkeypatch: pytest.MonkeyPatch) -> TorchOnCuda:
-    operators = TorchOnCuda()
-    monkeypatch.setattr(aten, "aten", operators)
-    return operators
-
-
-@pytest.mark.parametrize("sizes", EMULATED.values(), ids=EMULATED)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_flash_attn_on_an_emulated_package(mask: Mask, sizes: Config, package: None) -> None:
-    exercise_emulated(flash_attn.FlashAttnBackend(), mask, sizes)
+def test_flash_attn_on_an_emulated_package(
+    mask: Mask, package: flash_attn.FlashAttnBackend
+) -> None:
+    exercise_emulated(package, mask)
 
 
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("softcap", [0.0, *SOFTCAPS])
-def test_flash_attn_with_softcap_and_sinks(softcap: float, with_sinks: bool, package: None) -> None:
-    for name in ("causal", "wide window", "rows that see nothing", "documents"):
+def test_flash_attn_with_softcap_and_sinks(
+    softcap: float, with_sinks: bool, package: Backend
+) -> None:
+    for name in ("causal", "wide window", "empty rows", "documents"):
         steps = [[tile] for tile in grid(MASKS[name], 32, 32)]
-        backend = flash_attn.FlashAttnBackend()
-        exercise(backend, MASKS[name], EMULATED["gqa"], steps, softcap, with_sinks)
+        exercise(package, MASKS[name], GQA, steps, softcap, with_sinks)
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_flash_attn_on_unequal_shards(mask: Mask, package: None) -> None:
-    exercise_unequal(flash_attn.FlashAttnBackend(), mask)
-
-
-@pytest.mark.parametrize("sizes", EMULATED.values(), ids=EMULATED)
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_aten_on_emulated_cuda(mask: Mask, sizes: Config, operators: TorchOnCuda) -> None:
-    case(mask, sizes)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_torchs_operators_on_emulated_cuda(
+    name: str, mask: Mask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operators = TorchOnCuda()
+    monkeypatch.setattr(aten, "aten", operators)
+    for sizes in (GQA, config(headdim=13, headdim_v=21)):
+        case(mask, sizes)  # the oracle is not for CUDA
     with PretendCuda():
-        exercise_emulated(aten.AtenBackend(), mask, sizes)
-    assert set(operators.called) == {"flash", "flash backward"}
+        exercise_emulated(BACKENDS[name], mask)
+    used = {call.removesuffix(" backward") for call in operators.called}
+    assert len(operators.called) == 2 * len(used), "backwards for all forwards"
+    tiles = [tile for cut in ((97, 225), (32, 32), (15, 50), (90, 20)) for tile in grid(mask, *cut)]
+    windows = [tile.kind is MaskKind.WINDOW for tile in tiles]
+    if name == "aten":
+        assert used == ({"flash"} if tiles else set())
+    else:  # cuDNN takes all but windows
+        assert ("flash" in used) == any(windows)
+        assert "cudnn" in used or all(windows)
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_aten_on_cuda_with_unequal_shards(mask: Mask, operators: TorchOnCuda) -> None:
-    case(mask, EMULATED["gqa"])
-    with PretendCuda():
-        exercise_unequal(aten.AtenBackend(), mask)
-    assert set(operators.called) == {"flash", "flash backward"}
-
-
-@pytest.mark.parametrize("sizes", EMULATED.values(), ids=EMULATED)
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_cudnn_on_emulated_cuda(mask: Mask, sizes: Config, operators: TorchOnCuda) -> None:
-    case(mask, sizes)
-    with PretendCuda():
-        exercise_emulated(aten.CudnnBackend(), mask, sizes)
-    kinds = {tile.kind for tile in (*whole(mask), *grid(mask, 32, 32))}
-    if MaskKind.WINDOW in kinds:
-        assert {"flash", "flash backward"} <= set(operators.called)
-    else:
-        assert set(operators.called) == {"cudnn", "cudnn backward"}
-
-
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_cudnn_on_cuda_with_unequal_shards(mask: Mask, operators: TorchOnCuda) -> None:
-    case(mask, EMULATED["gqa"])
-    with PretendCuda():
-        exercise_unequal(aten.CudnnBackend(), mask)
-    assert {"cudnn", "cudnn backward"} <= set(operators.called) or mask.left is not None
-
-
-def test_flash_attns_inf_becomes_minus_inf(package: None) -> None:
+def test_flash_attns_inf_becomes_minus_inf(package: Backend) -> None:
     q, k, v, _ = random_qkv(seqlen_q=6, seqlen_k=4, headdim=8)
     # No plan makes such a tile: its first two rows see nothing.
     tile = Tile(slice(0, 6), slice(0, 4), Band(None, -2))
     operator = FlashAttn2._flash_attn_forward(q, k, v, 0.0, 1.0, False, -1, 0, 0.0, None, False)
     assert bool((operator[1][:, :, :2] == torch.inf).all())
-    backend = flash_attn.FlashAttnBackend()
-    state = backend.new_state(q, 8)
-    backend.forward(q, k, v, [tile], state, scores=Scores(1.0))
-    out, lse = backend.finalize(state, q.dtype)
+    state = package.new_state(q, 8)
+    package.forward(q, k, v, [tile], state, scores=Scores(1.0))
+    out, lse = package.finalize(state, q.dtype)
     assert bool((lse[:, :, :2] == -torch.inf).all())
     assert bool(lse[:, :, 2:].isfinite().all())
     assert bool((out[:, :2] == 0.0).all())
@@ -832,25 +615,15 @@ def test_out_from_delta_has_that_delta(dtype: torch.dtype, size: float) -> None:
 
 
 def test_out_from_delta_is_exact_where_nothing_rounds() -> None:
-    # Powers of two and one non-zero element, from the smallest rows to the largest.
+    # Powers of two and one non-zero element, from the smallest rows to the largest; a row of zeros.
     for exponent in (-120, -66, -1, 0, 1, 66, 120):
-        dout = torch.zeros(1, 4, 1, 8)
+        dout = torch.zeros(1, 5, 1, 8)
         for row in range(4):
             dout[0, row, 0, row] = math.ldexp(-1.0 if row == 2 else 1.0, exponent)
-        delta = torch.tensor([[[1.0, -2.0, 0.5, 0.0]]])
+        delta = torch.tensor([[[1.0, -2.0, 0.5, 0.0, 0.0]]])
         stand_in = out_from_delta(dout, delta, torch.float32)
         assert torch.equal((dout * stand_in).sum(-1).transpose(1, 2), delta), exponent
-
-
-def test_out_from_delta_of_zero_rows_is_zero() -> None:
-    dout = torch.zeros(1, 3, 2, 8)
-    dout[0, 1, 0, :4] = 1.0
-    delta = torch.zeros(1, 2, 3)
-    delta[0, 0, 1] = 4.0
-    stand_in = out_from_delta(dout, delta, torch.float32)
-    assert stand_in[0, 1, 0].tolist() == [1.0] * 4 + [0.0] * 4
-    stand_in[0, 1, 0] = 0.0
-    assert bool((stand_in == 0.0).all())
+        assert bool((stand_in[0, 4] == 0.0).all())
 
 
 def test_equal_headdims_pads_with_zeros_to_a_multiple() -> None:
@@ -865,9 +638,13 @@ def test_equal_headdims_pads_with_zeros_to_a_multiple() -> None:
 
 
 def spec_of(
-    device: str = "cpu", dtype: torch.dtype = torch.float32, headdim: int = 64, headdim_v: int = 64
+    device: str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    headdim: int = 64,
+    headdim_v: int = 64,
+    softcap: float = 0.0,
 ) -> AttentionSpec:
-    return AttentionSpec(device, dtype, 1, 4, 2, headdim, headdim_v)
+    return AttentionSpec(device, dtype, 1, 4, 2, headdim, headdim_v, softcap)
 
 
 def test_backends_know_their_names() -> None:
@@ -884,70 +661,52 @@ def test_on_cpu_aten_and_the_reference_run_everything(dtype: torch.dtype) -> Non
     choice = choose_backend(spec_of(dtype=dtype))
     assert choice.name == "aten"
     assert list(choice.reasons) == list(PREFERENCE)
-    assert {name for name, reason in choice.reasons.items() if reason is None} == {
-        "aten",
-        "reference",
-    }
+    usable = {name for name, reason in choice.reasons.items() if reason is None}
+    assert usable == {"aten", "reference"}
     assert choose_backend(spec_of(dtype=dtype), "reference").name == "reference"
 
 
-def test_supports_says_why_not() -> None:
-    cuda, half = torch.float32, torch.bfloat16
-    aten_backend, cudnn = get_backend("aten"), get_backend("cudnn")
-    assert aten_backend.supports(spec_of("cuda", half)) is None
-    assert "takes float16 and bfloat16, got torch.float32" in str(
-        aten_backend.supports(spec_of("cuda", cuda))
-    )
-    assert aten_backend.supports(spec_of("cuda", half, headdim=256)) is None
-    assert "at most 256, got 257" in str(aten_backend.supports(spec_of("cuda", half, 257)))
-    assert "at most 256, got 300" in str(
-        aten_backend.supports(spec_of("cuda", half, headdim_v=300))
-    )
-    assert "runs on cuda, got cpu" in str(cudnn.supports(spec_of(dtype=half)))
-    assert "takes float16 and bfloat16" in str(cudnn.supports(spec_of("cuda", cuda)))
-    assert get_backend("reference").supports(spec_of("cuda", cuda, 999)) is None
-
-
-def test_torchs_operators_have_no_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "spec", "reason"),
+    [
+        ("reference", spec_of("cuda", torch.float32, 999), None),
+        ("reference", spec_of("cuda", softcap=30.0), None),
+        ("aten", spec_of("cuda", headdim=256), None),
+        ("aten", spec_of("cuda", torch.float32), "got torch.float32"),
+        ("aten", spec_of("cuda", headdim=257), "at most 256, got 257"),
+        ("aten", spec_of("cuda", headdim_v=300), "at most 256, got 300"),
+        ("aten", spec_of(softcap=30.0), "no softcap"),
+        ("aten", spec_of("cuda", softcap=30.0), "no softcap"),
+        ("cudnn", spec_of("cuda", torch.float16, 128, 128), None),
+        ("cudnn", spec_of(), "on cuda, got cpu"),
+        ("cudnn", spec_of("cuda", torch.float32), "float16 and bfloat16"),
+        ("cudnn", spec_of("cuda", headdim=136), "up to 128, got 136"),
+        ("cudnn", spec_of("cuda", headdim_v=136), "up to 128, got 136"),
+        ("cudnn", spec_of("cuda", softcap=30.0), "no softcap"),
+        ("flash_attn", spec_of("cuda"), None),
+        ("flash_attn", spec_of("cuda", softcap=30.0), None),
+        ("flash_attn", spec_of(), "on cuda, got cpu"),
+        ("flash_attn", spec_of("cuda", torch.float32), "got torch.float32"),
+        ("flash_attn", spec_of("cuda", headdim=264), "up to 256, got 264"),
+    ],
+)
+def test_supports_says_why_not(
+    name: str, spec: AttentionSpec, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     monkeypatch.setattr(flash_attn, "_installed", lambda: "2.8.3.post2")
-    for device, names in (("cpu", ("aten",)), ("cuda", ("aten", "cudnn"))):
-        capped = replace(spec_of(device, torch.bfloat16), softcap=30.0)
-        for name in names:
-            assert get_backend(name).supports(replace(capped, softcap=0.0)) is None
-            assert "no softcap" in str(get_backend(name).supports(capped))
-        assert get_backend("reference").supports(capped) is None
-    assert get_backend("flash_attn").supports(capped) is None
-    assert get_backend("aten").supports(replace(spec_of(), sinks=True)) is None
-    assert choose_backend(replace(spec_of(), softcap=30.0)).name == "reference"
-    with pytest.raises(NotImplementedError, match="backend='aten' cannot run this: .*no softcap"):
-        choose_backend(replace(spec_of(), softcap=30.0), "aten")
+    got = get_backend(name).supports(spec)
+    assert got is None if reason is None else reason in str(got)
 
 
-def test_cudnn_has_limits_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    cudnn, half = get_backend("cudnn"), torch.float16
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    assert cudnn.supports(spec_of("cuda", half, 128, 128)) is None
-    assert "up to 128, got 136" in str(cudnn.supports(spec_of("cuda", half, 136, 64)))
-    assert "up to 128, got 136" in str(cudnn.supports(spec_of("cuda", half, 64, 136)))
+def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
-    assert "no cuDNN" in str(cudnn.supports(spec_of("cuda", half)))
-
-
-def test_flash_attn_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = flash_attn.FlashAttnBackend()
+    assert "no cuDNN" in str(get_backend("cudnn").supports(spec_of("cuda")))
     monkeypatch.setattr(flash_attn, "_installed", lambda: None)
+    backend = get_backend("flash_attn")
     assert "pip install 'ring-attn[flash]'" in str(backend.supports(spec_of("cuda")))
     monkeypatch.setattr(flash_attn, "_installed", lambda: "2.7.4.post1")
-    assert "must be at least 2.8, got 2.7.4.post1" in str(backend.supports(spec_of("cuda")))
-    monkeypatch.setattr(flash_attn, "_installed", lambda: "2.8.3.post2")
-    half = torch.bfloat16
-    assert backend.supports(spec_of("cuda", half)) is None
-    assert "runs on cuda, got cpu" in str(backend.supports(spec_of("cpu", half)))
-    assert "takes float16 and bfloat16, got torch.float32" in str(
-        backend.supports(spec_of("cuda", torch.float32))
-    )
-    assert "up to 256, got 264" in str(backend.supports(spec_of("cuda", half, 264)))
+    assert "2.8, got 2.7.4.post1" in str(backend.supports(spec_of("cuda")))
 
 
 @pytest.fixture
@@ -965,41 +724,33 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]
 
 
 def test_auto_takes_the_first_that_can(gpu: Callable[[int, int], None]) -> None:
+    assert choose_backend(spec_of(softcap=30.0)).name == "reference"
     gpu(9, 0)
-    for dtype in (torch.bfloat16, torch.float32):
-        assert choose_backend(spec_of("cuda", dtype)).name == "triton"
-    assert choose_backend(replace(spec_of("cuda", torch.bfloat16), softcap=30.0)).name == "triton"
+    for spec in (spec_of("cuda"), spec_of("cuda", torch.float32), spec_of("cuda", softcap=30.0)):
+        assert choose_backend(spec).name == "triton"
     # Nothing but the reference takes float64 on CUDA, or headdims beyond 256.
     assert choose_backend(spec_of("cuda", torch.float64)).name == "reference"
-    assert choose_backend(spec_of("cuda", torch.bfloat16, 512)).name == "reference"
+    assert choose_backend(spec_of("cuda", headdim=512)).name == "reference"
     gpu(7, 5)
-    assert choose_backend(spec_of("cuda", torch.bfloat16)).name == "aten"
-
-
-def test_an_unknown_backend_is_named_with_the_known() -> None:
-    with pytest.raises(ValueError, match="'auto' or one of .*'aten'.*'reference'.*, got 'fast'"):
-        choose_backend(spec_of(), "fast")
-    with pytest.raises(ValueError, match="got 'fast'"):
-        get_backend("fast")
+    assert choose_backend(spec_of("cuda")).name == "aten"
 
 
 def test_a_named_backend_runs_or_raises_its_reason(
     monkeypatch: pytest.MonkeyPatch, gpu: Callable[[int, int], None]
 ) -> None:
     gpu(9, 0)
-    half = spec_of(dtype=torch.bfloat16)
-    with pytest.raises(
-        NotImplementedError,
-        match=r"backend='cudnn' cannot run this: .*on cuda, got cpu; "
-        r"usable here: \['aten', 'reference'\]",
-    ):
-        choose_backend(half, "cudnn")
-    with pytest.raises(NotImplementedError, match="backend='aten'.*float16 and bfloat16"):
-        choose_backend(spec_of("cuda", torch.float64), "aten")
+    with pytest.raises(ValueError, match="'aten'.*'reference'.*'fast'"):
+        choose_backend(spec_of(), "fast")
+    with pytest.raises(ValueError, match="'fast'"):
+        get_backend("fast")
+    with pytest.raises(NotImplementedError, match=r"got cpu; .*\['aten', 'reference'\]"):
+        choose_backend(spec_of(), "cudnn")
+    with pytest.raises(NotImplementedError, match="backend='aten'.*no softcap"):
+        choose_backend(spec_of(softcap=30.0), "aten")
     # The package is optional: a spec that no other test asks for, for choices are cached.
     monkeypatch.setattr(flash_attn, "_installed", lambda: None)
-    with pytest.raises(ImportError, match=r"not installed: pip install 'ring-attn\[flash\]'"):
-        choose_backend(spec_of("cuda", torch.bfloat16, 72), "flash_attn")
+    with pytest.raises(ImportError, match=r"pip install 'ring-attn\[flash\]'"):
+        choose_backend(spec_of("cuda", headdim=72), "flash_attn")
     monkeypatch.setattr(flash_attn, "_installed", lambda: "2.8.3.post2")
-    with pytest.raises(NotImplementedError, match="flash-attn runs on cuda, got cpu"):
-        choose_backend(spec_of("cpu", torch.bfloat16, 72), "flash_attn")
+    with pytest.raises(NotImplementedError, match="on cuda, got cpu"):
+        choose_backend(spec_of(headdim=72), "flash_attn")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ring_attn import balance
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import pair_tiles, plan_ring, travelling_rows
+from ring_attn.core.plan import pair_tiles, travelling_rows
 from ring_attn.planning import partition
 from ring_attn.planning.balance import (
     Balance,
@@ -33,6 +33,7 @@ from ring_attn.planning.balance import (
     local_rows,
     visible_keys,
 )
+from ring_attn.strategies.ring import ring_steps
 
 reproducible = settings(deadline=None, derandomize=True, max_examples=100)
 
@@ -139,7 +140,8 @@ def test_work_is_what_the_plans_compute(mask: Mask, kind: str) -> None:
 
     layouts = layout_of(mask.seqlen_q), layout_of(mask.seqlen_k)
     got = balance_of(layouts[0], mask)
-    assert got.work == tuple(plan_ring(*layouts, mask, rank).area for rank in range(3))
+    every = [ring_steps(*layouts, mask, rank) for rank in range(3)]
+    assert got.work == tuple(sum(t.area for s in steps for t in s.tiles) for steps in every)
     assert got.rows == layouts[0].shard_lens
     assert balance_of(layouts[0], visible_keys(mask)) == got
 
@@ -448,7 +450,7 @@ def test_a_window_sends_its_halo_and_no_more(left: int) -> None:
         rows = travelling_rows(LAYOUT, LAYOUT, mask, rank - 1)
         assert halo(LAYOUT, mask, rank) == (left, 0)
         assert rows.stop - rows.start == left == costs[LAYOUT.cuts[rank]]  # type: ignore[index]
-        assert plan_ring(LAYOUT, LAYOUT, mask, rank).num_hops == min(left, 1)
+        assert len(ring_steps(LAYOUT, LAYOUT, mask, rank)) == 1 + min(left, 1)
     assert halo(LAYOUT, mask, 0) == (0, 0)
 
 

@@ -7,7 +7,7 @@ from itertools import combinations_with_replacement, pairwise
 
 import pytest
 
-from ring_attn.core.heads import HeadRun, HeadShare, is_replicated, share_heads
+from ring_attn.core.heads import HeadShare, is_replicated, share_heads
 
 # (kv heads, q heads of each, ranks); primes, powers of 2, more ranks than heads.
 CASES = [
@@ -129,14 +129,6 @@ def test_no_other_cuts_cost_less() -> None:
 )
 def test_shares_of_some_models(heads: tuple[int, int, int], sizes: list[int]) -> None:
     assert [share.num for share in share_heads(*heads)] == sizes
-
-
-def test_a_cut_through_a_group_gives_runs() -> None:
-    first, second = share_heads(9, 3, 2)
-    assert first.runs == (HeadRun(0, 3, 0, 1), HeadRun(3, 2, 1, 1))
-    assert second.runs == (HeadRun(5, 1, 1, 1), HeadRun(6, 3, 2, 1))
-    # What is cut off two groups is one run where it is as much.
-    assert share_heads(8, 2, 3)[1].runs == (HeadRun(3, 2, 0, 2),)
 
 
 @pytest.mark.parametrize(

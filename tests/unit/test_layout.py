@@ -1,6 +1,5 @@
 """Layouts: who holds which positions, what shards look like, and batches cut for training."""
 
-import re
 from collections.abc import Callable
 from itertools import product
 from math import prod
@@ -11,9 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.tensor.experimental._context_parallel._load_balancer import (
-    _HeadTailLoadBalancer,
-)
 
 from ring_attn.core.batch import shard_batch
 from ring_attn.core.layout import LAYOUTS, Segment, SequenceLayout
@@ -43,23 +39,20 @@ def positions(layout: SequenceLayout) -> list[list[int]]:
 
 @reproducible
 @given(layouts())
-def test_every_position_is_on_exactly_one_rank(layout: SequenceLayout) -> None:
+def test_every_position_is_on_one_rank_in_order(layout: SequenceLayout) -> None:
     held = positions(layout)
     assert sorted(sum(held, [])) == list(range(layout.seqlen))
     assert tuple(len(one) for one in held) == layout.shard_lens
-    assert layout.shard_lens == tuple(layout.shard_len(r) for r in range(layout.world_size))
-
-
-@reproducible
-@given(layouts())
-def test_segments_are_the_rows_in_order(layout: SequenceLayout) -> None:
-    for rank, held in enumerate(positions(layout)):
+    everything = torch.arange(layout.seqlen)
+    for rank, one in enumerate(held):
+        assert layout.shard_len(rank) == len(one)
         segments = layout.segments(rank)
         assert all(segment.length > 0 for segment in segments)
-        assert sum((segment.positions().tolist() for segment in segments), []) == held
+        assert sum((segment.positions().tolist() for segment in segments), []) == one
         assert len(segments) <= (2 if layout.kind == "zigzag" else 1)
         # The rows of a shard are in the order of their positions: local causality is global's.
-        assert held == sorted(held)
+        assert one == sorted(one)
+        assert torch.equal(layout.position_ids(rank), layout.shard(everything, rank, dim=0))
 
 
 @reproducible
@@ -91,35 +84,11 @@ def test_shard_and_unshard_are_inverse(
     assert torch.equal(layout.unshard(shards, along), x)
 
 
-@reproducible
-@given(layouts())
-def test_position_ids_are_the_shard_of_arange(layout: SequenceLayout) -> None:
-    everything = torch.arange(layout.seqlen)
-    for rank in range(layout.world_size):
-        ids = layout.position_ids(rank)
-        assert ids.dtype == torch.int64
-        assert torch.equal(ids, layout.shard(everything, rank, dim=0))
-
-
 def test_shard_dim_is_one_by_default() -> None:
     layout = SequenceLayout.zigzag(8, 2)
     x = torch.arange(3 * 8).view(3, 8)
     assert torch.equal(layout.shard(x, 1), x[:, 2:6])
     assert torch.equal(layout.unshard([layout.shard(x, 0), layout.shard(x, 1)]), x)
-
-
-@pytest.mark.parametrize("world_size", range(1, 9))
-def test_zigzag_is_torchs_head_tail_order(world_size: int) -> None:
-    for chunk in (1, 2, 5):
-        seqlen = 2 * world_size * chunk
-        torchs = _HeadTailLoadBalancer(seqlen, world_size, "cpu")
-        layout = SequenceLayout.zigzag(seqlen, world_size)
-        order = torch.cat([layout.position_ids(rank) for rank in range(world_size)])
-        assert torch.equal(order, torchs._generate_indices().view(-1))
-        x = torch.randn(2, seqlen)
-        shards = list(x[:, order].chunk(world_size, dim=1))
-        restored = torchs._generate_indices(restore=True).view(-1)
-        assert torch.equal(layout.unshard(shards), x[:, order][:, restored])
 
 
 def test_the_figure_of_the_module() -> None:
@@ -135,16 +104,6 @@ def test_uneven_lengths_make_the_first_parts_longer() -> None:
     assert SequenceLayout.contiguous(2, 4).shard_lens == (1, 1, 0, 0)
     assert SequenceLayout.boundaries([0, 0, 5, 5, 7]).shard_lens == (0, 5, 0, 2)
     assert SequenceLayout.boundaries([0, 0, 5, 5, 7]).segments(2) == ()
-
-
-@pytest.mark.parametrize(
-    ("rank", "world_size", "seqlen", "local"),
-    [(0, 2, 2048, range(0, 1024)), (2, 4, 8192, range(4096, 6144))],
-)
-def test_contiguous_ranges(rank: int, world_size: int, seqlen: int, local: range) -> None:
-    layout = SequenceLayout.contiguous(seqlen, world_size)
-    assert layout.segments(rank) == (Segment(local.start, len(local)),)
-    assert layout.shard_len(rank) == len(local)
 
 
 def test_rows_between() -> None:
@@ -191,11 +150,6 @@ def test_zigzag_balances_a_causal_mask_exactly(world_size: int) -> None:
         assert sum(areas) == n * (n + 1) // 2
 
 
-def test_contiguous_does_not_balance_a_causal_mask() -> None:
-    areas = SequenceLayout.contiguous(64, 4).mask_area(Mask(64, 64, causal=True))
-    assert areas == (136, 392, 648, 904)
-
-
 @reproducible
 @given(layouts(min_seqlen=1, max_seqlen=40), st.booleans())
 def test_shard_batch_shifts_labels_before_it_cuts(layout: SequenceLayout, first: bool) -> None:
@@ -240,30 +194,13 @@ def test_shard_batch_keeps_what_is_already_there() -> None:
     assert part["shift_labels"].tolist() == [[2, 4, -100]]
 
 
-def test_shard_batch_of_nothing_has_position_ids() -> None:
+def test_shard_batch_of_nothing() -> None:
     part = shard_batch({}, SequenceLayout.contiguous(4, 2), 1)
     assert part["position_ids"].tolist() == [[2, 3]]
-
-
-def test_shard_batch_of_an_empty_sequence() -> None:
     empty = torch.zeros(2, 0, dtype=torch.int64)
-    batch = {"input_ids": empty, "labels": empty}
-    part = shard_batch(batch, SequenceLayout.contiguous(0, 2), 0)
-    assert part["shift_labels"].shape == part["input_ids"].shape == (2, 0)
+    part = shard_batch({"labels": empty}, SequenceLayout.contiguous(0, 2), 0)
+    assert part["shift_labels"].shape == (2, 0)
     assert part["position_ids"].shape == (1, 0)
-
-
-def test_shard_batch_errors() -> None:
-    layout = SequenceLayout.contiguous(8, 2)
-    tokens = torch.arange(8)[None]
-    with pytest.raises(ValueError, match="both labels and shift_labels"):
-        shard_batch({"labels": tokens, "shift_labels": tokens}, layout, 0)
-    with pytest.raises(ValueError, match=r"8 rows in dim 1 .*seqlen=8.*got \(1, 7\)"):
-        shard_batch({"input_ids": tokens[:, :7]}, layout, 0)
-    with pytest.raises(ValueError, match=r"8 rows in dim 1 .*got \(1, 7\)"):
-        shard_batch({"labels": tokens[:, :7]}, layout, 0)
-    with pytest.raises(ValueError, match=r"rank must be in \[0, 2\).*got 2"):
-        shard_batch({"input_ids": tokens}, layout, 2)
 
 
 def test_from_name_is_the_constructor() -> None:
@@ -277,102 +214,59 @@ def test_equal_layouts_are_one_key() -> None:
     assert SequenceLayout.zigzag(8, 2) != SequenceLayout.contiguous(8, 2)
 
 
-def test_str_says_what_it_is() -> None:
-    assert str(SequenceLayout.zigzag(8, 2)) == "zigzag(seqlen=8, world_size=2)"
-    assert str(SequenceLayout.boundaries([0, 3, 8])) == "boundaries([0, 3, 8])"
+ZIGZAG = SequenceLayout.zigzag(8, 2)
+X = torch.zeros(1, 8)
 
 
-def raises(message: str) -> pytest.RaisesExc[ValueError]:
-    return pytest.raises(ValueError, match=re.escape(message))
-
-
-def test_constructor_errors_name_the_numbers() -> None:
-    with raises(
-        "layout must be one of ['contiguous', 'zigzag', 'striped'] or a SequenceLayout, got 'ring'"
-    ):
-        SequenceLayout.from_name("ring", 8, 2)
-    for name in LAYOUTS:
-        with raises("world_size must be at least 1, got 0"):
-            SequenceLayout.from_name(name, 8, 0)
-        with raises("seqlen must not be negative, got -1"):
-            SequenceLayout.from_name(name, -1, 2)
-    with raises("world_size + 1 positions that start at 0, got [0]"):
-        SequenceLayout.boundaries([0])
-    with raises("start at 0, got [1, 8]"):
-        SequenceLayout.boundaries([1, 8])
-    with raises("must not decrease, got 5 then 4 for rank 1 in [0, 5, 4]"):
-        SequenceLayout.boundaries([0, 5, 4])
-
-
+# Of what is of a wrong type: tests/unit/test_wrong_values.py.
 @pytest.mark.parametrize(
-    ("make", "error", "text"),
+    ("make", "text"),
     [
-        (lambda: SequenceLayout("ring", 8, 2), ValueError, "kind must be one of"),
-        (lambda: SequenceLayout("zigzag", -8, 2), ValueError, "seqlen must not be negative"),
-        (lambda: SequenceLayout("zigzag", 8, 0), ValueError, "world_size must be at least 1"),
-        (
-            lambda: SequenceLayout("zigzag", 8, 2, cuts=(0, 4, 8)),
-            ValueError,
-            "cuts must be a tuple",
-        ),
-        (lambda: SequenceLayout("boundaries", 8, 2), ValueError, "cuts must be a tuple"),
-        (lambda: SequenceLayout("boundaries", 8, 2, [0, 4, 8]), ValueError, "cuts must be a tuple"),  # type: ignore[arg-type]
-        (lambda: SequenceLayout("boundaries", 9, 2, (0, 4, 8)), ValueError, "8 and 2, got 9 and 2"),
-        (lambda: SequenceLayout("boundaries", 8, 3, (0, 4, 8)), ValueError, "8 and 2, got 8 and 3"),
-        (lambda: SequenceLayout("boundaries", 8, 2, (0, 9, 8)), ValueError, "got 9 then 8"),
-        (lambda: SequenceLayout("segments", 8, 2), ValueError, "parts must be a tuple"),
-        (
-            lambda: SequenceLayout("segments", 4, 1, parts=((Segment(0, 2), Segment(2, 2)),)),
-            ValueError,
-            "joined segments of one stride",
-        ),
-        (
-            lambda: SequenceLayout("segments", 4, 1, parts=((Segment(1, 4),),)),
-            ValueError,
-            "hold each position",
-        ),
-        (
-            lambda: SequenceLayout("segments", 5, 1, parts=((Segment(0, 4),),)),
-            ValueError,
-            "4 and 1, got 5 and 1",
-        ),
-        (lambda: SequenceLayout.zigzag(1.5, 2), TypeError, "seqlen must be an int, got float 1.5"),  # type: ignore[arg-type]
-        (lambda: SequenceLayout.zigzag(8, True), TypeError, "world_size must be an int, got bool"),
-        (lambda: SequenceLayout.boundaries([0, 2.5, 8]), TypeError, "cuts must be an int"),  # type: ignore[list-item]
-        (
-            lambda: SequenceLayout.from_segments([[Segment(0, 2.5)]]),  # type: ignore[arg-type]
-            TypeError,
-            "length of .* must be an int",
-        ),
-        (lambda: SequenceLayout.from_segments([[(0, 2)]]), TypeError, "must be a Segment"),  # type: ignore[list-item]
-        (lambda: SequenceLayout.zigzag(8, 2).appended(0, 1.5), TypeError, "count must be an int"),  # type: ignore[arg-type]
-        (lambda: SequenceLayout.zigzag(8, 2).segments(0.0), TypeError, "rank must be an int"),  # type: ignore[arg-type]
-        (
-            lambda: SequenceLayout.zigzag(8, 2).unshard(
-                [torch.zeros(1, 4), torch.zeros(1, 4, dtype=torch.float64)]
-            ),
-            TypeError,
-            "rank 1 must be torch.float32 .* got torch.float64",
-        ),
-        (
-            lambda: SequenceLayout.zigzag(8, 2).unshard([torch.zeros(1, 4), torch.zeros(2, 4)]),
-            ValueError,
-            r"rank 1 must be like that of rank 0, \(1, 4\) .* got \(2, 4\)",
-        ),
-        (
-            lambda: shard_batch(
-                {"labels": torch.zeros(1, 8, dtype=torch.uint8)}, SequenceLayout.zigzag(8, 2), 0
-            ),
-            ValueError,
-            "ignore_index must fit labels of torch.uint8, got -100",
-        ),
+        (lambda: SequenceLayout("ring", 8, 2), "kind must be one of"),
+        (lambda: SequenceLayout.from_name("ring", 8, 2), "got 'ring'"),
+        *((lambda name=name: SequenceLayout.from_name(name, 8, 0), "got 0") for name in LAYOUTS),
+        *((lambda name=name: SequenceLayout.from_name(name, -1, 2), "got -1") for name in LAYOUTS),
+        (lambda: SequenceLayout.boundaries([0]), r"got \[0\]"),
+        (lambda: SequenceLayout.boundaries([1, 8]), r"start at 0, got \[1, 8\]"),
+        (lambda: SequenceLayout.boundaries([0, 5, 4]), r"5 then 4 for rank 1 in \[0, 5, 4\]"),
+        (lambda: SequenceLayout("zigzag", 8, 2, cuts=(0, 4, 8)), "cuts must be a tuple"),
+        (lambda: SequenceLayout("boundaries", 8, 2), "cuts must be a tuple"),
+        (lambda: SequenceLayout("boundaries", 8, 2, [0, 4, 8]), "cuts must be a tuple"),
+        (lambda: SequenceLayout("boundaries", 9, 2, (0, 4, 8)), "8 and 2, got 9 and 2"),
+        (lambda: SequenceLayout("boundaries", 8, 3, (0, 4, 8)), "8 and 2, got 8 and 3"),
+        (lambda: SequenceLayout("boundaries", 8, 2, (0, 9, 8)), "got 9 then 8"),
+        (lambda: SequenceLayout("segments", 8, 2), "parts must be a tuple"),
+        (lambda: from_parts(4, Segment(0, 2), Segment(2, 2)), "joined segments of one stride"),
+        (lambda: from_parts(4, Segment(1, 4)), "hold each position"),
+        (lambda: from_parts(5, Segment(0, 4)), "4 and 1, got 5 and 1"),
+        (lambda: ZIGZAG.unshard([X[:, :4], torch.zeros(2, 4)]), r"rank 1 .*\(1, 4\).*\(2, 4\)"),
+        (lambda: ZIGZAG.unshard([X]), "2 shards, got 1"),
+        (lambda: ZIGZAG.unshard([X[:, :5]] * 2), "rank 0 must have 4 rows in dim 1"),
+        (lambda: SequenceLayout.contiguous(9, 2).shard(X, 0), r"9 rows in dim 1 .*got \(1, 8\)"),
+        (lambda: ZIGZAG.segments(-1), r"\[0, 2\) .*got -1"),
+        (lambda: ZIGZAG.shard_len(2), r"\[0, 2\) .*got 2"),
+        (lambda: ZIGZAG.position_ids(2), r"\[0, 2\) .*got 2"),
+        (lambda: ZIGZAG.merged([[0], [0, 1]]), "each rank"),
+        (lambda: ZIGZAG.merged([[0]]), "each rank"),
+        (lambda: ZIGZAG.merged([[0, 1, 2]]), "each rank"),
+        (lambda: shard_batch({"labels": X.byte()}, ZIGZAG, 0), "torch.uint8, got -100"),
+        (lambda: shard_batch({"labels": X, "shift_labels": X}, ZIGZAG, 0), "both labels and"),
+        (lambda: shard_batch({"labels": X[:, :7]}, ZIGZAG, 0), r"8 rows .*got \(1, 7\)"),
+        (lambda: shard_batch({"ids": X}, ZIGZAG, 2), r"\[0, 2\).*got 2"),
     ],
 )
-def test_what_no_constructor_makes_is_refused(
-    make: Callable[[], object], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
+def test_what_cannot_be_is_refused(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
         make()
+
+
+def from_parts(seqlen: int, *segments: Segment) -> SequenceLayout:
+    return SequenceLayout("segments", seqlen, 1, parts=(segments,))
+
+
+def test_shards_of_one_dtype() -> None:
+    with pytest.raises(TypeError, match=r"rank 1 must be torch.float32 .* got torch.float64"):
+        ZIGZAG.unshard([X[:, :4], X[:, :4].double()])
 
 
 def test_integers_of_numpy_are_ints() -> None:
@@ -389,21 +283,6 @@ def test_a_layout_that_grows_is_one_that_is_made() -> None:
     grown = SequenceLayout.zigzag(8, 2).appended(0, 2).appended(1, 3)
     assert grown == SequenceLayout.from_segments(segments_of(grown))
     assert SequenceLayout("segments", grown.seqlen, 2, parts=grown.parts) == grown
-
-
-def test_shard_errors_name_the_numbers() -> None:
-    layout = SequenceLayout.contiguous(9, 2)
-    x = torch.zeros(1, 8)
-    with raises("x must have 9 rows in dim 1 for contiguous(seqlen=9, world_size=2), got (1, 8)"):
-        layout.shard(x, 0)
-    for call in (layout.segments, layout.shard_len, layout.position_ids):
-        for rank in (-1, 2):
-            with raises(f"rank must be in [0, 2) for {layout}, got {rank}"):
-                call(rank)
-    with raises("unshard needs 2 shards, got 1"):
-        layout.unshard([x])
-    with raises("shard of rank 1 must have 4 rows in dim 1"):
-        layout.unshard([torch.zeros(1, 5), torch.zeros(1, 5)])
 
 
 # -- any segments, and ranks that pool their rows
@@ -478,13 +357,6 @@ def test_merged_ranks_pool_their_rows(layout: SequenceLayout, data: st.DataObjec
 def test_a_zigzag_in_pairs_is_a_zigzag() -> None:
     merged, _ = SequenceLayout.zigzag(64, 4).merged([[0, 1], [2, 3]])
     assert positions(merged) == positions(SequenceLayout.zigzag(64, 2))
-
-
-def test_groups_hold_every_rank_once() -> None:
-    layout = SequenceLayout.contiguous(8, 4)
-    for groups in ([[0, 1], [2]], [[0, 1], [1, 2, 3]], [[0, 1, 2, 3, 4]]):
-        with pytest.raises(ValueError, match="each rank"):
-            layout.merged(groups)
 
 
 def test_segments_are_checked_without_a_list_of_positions() -> None:

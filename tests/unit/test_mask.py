@@ -77,26 +77,6 @@ def test_dense_of_chosen_positions() -> None:
         assert torch.equal(mask.dense(k_positions=cols), dense[:, cols]), mask
 
 
-def test_bottom_right_alignment() -> None:
-    # The figure of the module, and the one of flash-attention's README for more queries than keys.
-    assert Mask(2, 5, causal=True).dense().int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
-    assert Mask(5, 2, causal=True).dense().int().tolist() == [
-        [0, 0],
-        [0, 0],
-        [0, 0],
-        [1, 0],
-        [1, 1],
-    ]
-
-
-def test_causal_is_a_right_window_of_zero() -> None:
-    for left, (seqlen_q, seqlen_k) in product((-1, 0, 2), ((5, 5), (3, 6), (6, 3))):
-        causal = Mask(seqlen_q, seqlen_k, causal=True, window_size=(left, -1))
-        window = Mask(seqlen_q, seqlen_k, window_size=(left, 0))
-        assert torch.equal(causal.dense(), window.dense())
-        assert causal.right == window.right == 0
-
-
 def test_sides_are_none_where_unbounded() -> None:
     assert (Mask(4, 4).left, Mask(4, 4).right) == (None, None)
     assert (Mask(4, 4, window_size=(3, 2)).left, Mask(4, 4, window_size=(3, 2)).right) == (3, 2)

@@ -173,15 +173,6 @@ def test_only_calls_within_the_forward_are_ours(mesh: DeviceMesh) -> None:
     assert other.seen is Tensor
 
 
-def test_the_signature_and_type_of_the_module_stay(mesh: DeviceMesh) -> None:
-    import inspect
-
-    core = parallelize(Core(), mesh, style())
-    assert isinstance(core, Core)
-    assert [*inspect.signature(core.forward).parameters] == ["q", "k", "v", "scale"]
-    assert core.state_dict().keys() == Core().state_dict().keys()
-
-
 def test_a_copy_runs_itself(mesh: DeviceMesh) -> None:
     core = parallelize(Core(), mesh, style())
     twin = copy.deepcopy(core)
@@ -284,26 +275,31 @@ class Names(nn.Module):
         return F.scaled_dot_product_attention(query, key, value)
 
 
-@pytest.mark.parametrize("how", ["positional", "keywords", "mixed"])
-def test_names_say_where_positions_are(mesh: DeviceMesh, how: str) -> None:
-    core = parallelize(Names(), mesh, style(qkv_names=("query", "key", "value")))
-    q, k, v = qkv()
-    out = {
-        "positional": lambda: core(5, q, k, v),
-        "keywords": lambda: core(x=5, key=k, value=v, query=q),
-        "mixed": lambda: core(5, q, value=v, key=k),
-    }[how]()
-    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v))
+NAMES = {"qkv_names": ("query", "key", "value")}
 
 
-def test_positions_and_names_of_any_forward(mesh: DeviceMesh) -> None:
-    q, k, v = qkv()
-    want = F.scaled_dot_product_attention(q, k, v)
-    core = parallelize(Keywords(), mesh, style(qkv_names=("query", "key", "value")))
-    torch.testing.assert_close(core(5, query=q, key=k, value=v), want)
-    core = parallelize(Names(), mesh, style(qkv_indices=(1, 2, 3)))
-    torch.testing.assert_close(core(5, q, k, value=v), want)
-    both = style(qkv_names=("q", "k", "value"), qkv_indices=(2, 1, 3))
-    torch.testing.assert_close(parallelize(Variadic(), mesh, both)("x", k, q, value=v), want)
+@pytest.mark.parametrize(
+    ("module", "options", "call"),
+    [
+        (Names, NAMES, lambda core, q, k, v: core(5, q, k, v)),
+        (Names, NAMES, lambda core, q, k, v: core(x=5, key=k, value=v, query=q)),
+        (Names, NAMES, lambda core, q, k, v: core(5, q, value=v, key=k)),
+        (Names, {"qkv_indices": (1, 2, 3)}, lambda core, q, k, v: core(5, q, k, value=v)),
+        (Keywords, NAMES, lambda core, q, k, v: core(5, query=q, key=k, value=v)),
+        (
+            Variadic,
+            {"qkv_names": ("q", "k", "value"), "qkv_indices": (2, 1, 3)},
+            lambda core, q, k, v: core("x", k, q, value=v),
+        ),
+    ],
+)
+def test_positions_and_names_of_any_forward(
+    mesh: DeviceMesh, module: type[nn.Module], options: dict[str, Any], call: Any
+) -> None:
+    core = parallelize(module(), mesh, style(**options))
+    torch.testing.assert_close(call(core, *qkv()), F.scaled_dot_product_attention(*qkv()))
+
+
+def test_names_are_needed_where_there_are_no_positions(mesh: DeviceMesh) -> None:
     with pytest.raises(ValueError, match="pass qkv_names"):
         parallelize(Keywords(), mesh, style())

@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-from ring_attn.planning.schedule import schedule_of
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import plan_ring
-from ring_attn.core.sizes import SequenceShare, all_reduce_bytes, bytes_sent, transfer_seconds
+from ring_attn.core.sizes import SequenceShare, all_reduce_bytes, transfer_seconds
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
+from ring_attn.machines.actions import schedule_of
+from ring_attn.machines.count import bytes_sent
+from ring_attn.strategies.registry import make_call, program_of
 
 
 @pytest.mark.parametrize(
@@ -27,13 +28,6 @@ def test_vectors(
     assert (share.local_len, share.start, share.end) == (local_len, start, end)
     assert (share.memory_saving, share.ring_steps) == (saving, steps)
     assert share.headdim == given[3] // given[4]
-
-
-def test_1000_rows_over_3_ranks_are_334_333_333() -> None:
-    shares = [SequenceShare(rank, 3, 1000, 64, 4) for rank in range(3)]
-    assert [share.local_len for share in shares] == [334, 333, 333]
-    assert [share.start for share in shares] == [0, 334, 667]
-    assert shares[-1].end == 1000
 
 
 @pytest.mark.parametrize(
@@ -55,10 +49,11 @@ def test_bytes_of_a_send_and_in_all() -> None:
     layout = SequenceLayout.contiguous(2048, 2)
     spec = AttentionSpec("cpu", torch.float32, 1, 16, 4, 64, 64)
     mask = Mask(2048, 2048)
-    schedule = schedule_of(Strategy(), spec, (layout, layout), mask, backward=False)
+    call = make_call(Strategy(), spec, (layout, layout), mask, 0, backend="aten")
+    schedule = schedule_of(call, backward=False)
     send = 2 * 1024 * 64 * 4 * 4
     assert schedule.bytes_sent.tolist() == [send, send]
-    assert bytes_sent(plan_ring(layout, layout, mask, 0), spec, backward=False) == send
+    assert bytes_sent(program_of(call, backward=False)) == send
     assert 24 * int(schedule.bytes_sent[0]) == 24 * send == 50331648
 
 
@@ -68,7 +63,8 @@ def test_every_rank_sees_every_chunk_once_its_own_first(world_size: int) -> None
     layout = SequenceLayout.contiguous(8 * world_size, world_size)
     mask = Mask(8 * world_size, 8 * world_size)
     spec = AttentionSpec("cpu", torch.float32, 1, 4, 4, 8, 8)
-    schedule = schedule_of(Strategy(), spec, (layout, layout), mask, backward=False)
+    call = make_call(Strategy(), spec, (layout, layout), mask, 0, backend="aten")
+    schedule = schedule_of(call, backward=False)
     held = torch.arange(world_size)
     seen = [held]
     for phase in schedule.phases:

@@ -68,18 +68,6 @@ def test_what_is_written_is_read_back(packet: Packet, spare: int) -> None:
     assert bool((buffer[rest] == 0xFF).all()), "bytes outside the tensors were written"
 
 
-def test_views_are_views() -> None:
-    packet = Packet(((2, 3), (4,)), (torch.float32, torch.int64))
-    buffer = torch.zeros(packet.nbytes, dtype=torch.uint8)
-    first, second = packet.views(buffer)
-    first.fill_(1.0)
-    second.fill_(7)
-    assert packet.views(buffer)[0].sum() == 6
-    assert packet.views(buffer)[1].tolist() == [7] * 4
-    for view in (first, second):
-        assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
-
-
 def test_an_empty_message_has_bytes() -> None:
     spec = AttentionSpec("cpu", torch.float32, 1, 4, 2, 8, 8)
     for packet in (

@@ -36,7 +36,6 @@ def partial(s: Tensor, v: Tensor) -> Part:
 
 
 def as_out_lse(part: Part) -> tuple[Tensor, Tensor]:
-    """The same, normalised."""
     acc, m, l = part
     weight = l.masked_fill(l == 0.0, 1.0).transpose(1, 2).unsqueeze(-1)
     return acc / weight, m + l.log()
@@ -80,37 +79,10 @@ def folded(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sizes", [(24,), (8, 8, 8), (1, 22, 1), (1,) * 24], ids=str)
-def test_folding_chunks_is_one_softmax(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    s, v = scores_and_values(dtype)
-    assert_softmax(folded(chunks(s, v, *sizes), dtype), s, v)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_order_of_folding_is_one_softmax(dtype: torch.dtype) -> None:
     s, v = scores_and_values(dtype)
     for order in permutations(chunks(s, v, 3, 9, 5, 7)):
         assert_softmax(folded(list(order), dtype), s, v)
-
-
-def test_order_does_not_matter_where_nothing_rounds() -> None:
-    # Equal scores and small integer values: every sum is exact, so the bits must be the same.
-    s = torch.zeros(BATCH, HEADS, ROWS, KEYS)
-    v = torch.randint(-8, 8, (BATCH, KEYS, HEADS, DIM)).float()
-    orders = permutations(chunks(s, v, 3, 9, 5, 7))
-    first, *others = [folded(list(order), torch.float32) for order in orders]
-    for other in others:
-        assert torch.equal(other[0], first[0])
-        assert torch.equal(other[1], first[1])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_out_and_lse_are_a_state(dtype: torch.dtype) -> None:
-    s, v = scores_and_values(dtype)
-    state = new_state(dtype)
-    for part in chunks(s, v, 10, 6, 8):
-        state.fold(ALL, *as_out_lse(part))
-    assert_softmax(state.finalize(dtype), s, v)
 
 
 def test_one_out_and_lse_come_back_as_they_were() -> None:
@@ -136,22 +108,6 @@ def test_a_gap_leaves_the_larger_side_alone(gap: float, larger_first: bool) -> N
         alone = folded([winner], torch.float32)
         assert torch.equal(got[0], alone[0])
         assert torch.equal(got[1], alone[1])
-
-
-def test_gaps_in_both_directions_at_once() -> None:
-    # Rows differ in which chunk wins; each must come out as its winner alone.
-    s, v = scores_and_values(torch.float64)
-    parts = chunks(s, v, 8, 8, 8)
-    winners = torch.arange(ROWS) % 3
-    shifted = [
-        (acc, m + torch.where(winners == index, 1e4, 0.0).to(m.dtype), l)
-        for index, (acc, m, l) in enumerate(parts)
-    ]
-    out, lse = folded(shifted, torch.float64)
-    alone = [folded([part], torch.float64) for part in shifted]
-    for row, winner in enumerate(winners.tolist()):
-        assert torch.equal(out[:, row], alone[winner][0][:, row])
-        assert torch.equal(lse[:, :, row], alone[winner][1][:, :, row])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -181,35 +137,6 @@ def test_unseen_out_and_lse_pairs_change_nothing() -> None:
         assert torch.equal(got[1], lse)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_an_empty_state_is_no_attention(dtype: torch.dtype) -> None:
-    out, lse = new_state(dtype).finalize(dtype)
-    assert (out.shape, out.dtype) == ((BATCH, ROWS, HEADS, DIM), dtype)
-    assert (lse.shape, lse.dtype) == ((BATCH, HEADS, ROWS), dtype)
-    assert bool((out == 0.0).all())
-    assert bool((lse == -torch.inf).all())
-    out, lse = State((1, 0, 2, 4), dtype, "cpu").finalize(dtype)
-    assert (out.shape, lse.shape) == ((1, 0, 2, 4), (1, 2, 0))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_folds_of_some_rows(dtype: torch.dtype) -> None:
-    s, v = scores_and_values(dtype)
-    state = new_state(dtype)
-    for rows, keys in (
-        (slice(2, 5), slice(0, 8)),
-        (slice(0, 3), slice(8, 24)),
-        (slice(2, 5), slice(8, 24)),
-    ):
-        state.fold(rows, *partial(s[:, :, rows, keys], v[:, keys]))
-    # Rows 0 and 1 have seen keys from 8; row 2 has seen those twice.
-    twice = torch.cat([s[:, :, 2:3], s[:, :, 2:3, 8:]], -1)
-    out, lse = state.finalize(dtype)
-    assert_softmax((out[:, :2], lse[:, :, :2]), s[:, :, :2, 8:], v[:, 8:])
-    assert_softmax((out[:, 3:], lse[:, :, 3:]), s[:, :, 3:], v)
-    assert_softmax((out[:, 2:3], lse[:, :, 2:3]), twice, torch.cat([v, v[:, 8:]], 1))
-
-
 def test_16_bit_partials_are_folded_in_float32() -> None:
     s, v = scores_and_values(torch.float32)
     parts = [as_out_lse(part) for part in chunks(s, v, 12, 12)]
@@ -228,22 +155,6 @@ def test_16_bit_partials_are_folded_in_float32() -> None:
 # -- sinks
 
 
-def with_sinks(s: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """The same softmax with one more key for each head, of that score and of value 0."""
-    column = sinks.view(1, -1, 1, 1).expand(*s.shape[:-1], 1)
-    return torch.cat([s, column], -1), torch.cat([v, torch.zeros_like(v[:, :1])], 1)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sizes", [(24,), (8, 8, 8)], ids=str)
-def test_a_sink_is_a_key_without_value(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    s, v = scores_and_values(dtype)
-    s[:, :, 1, 4:] = -torch.inf
-    sinks = torch.tensor([-2.0, 0.5, 4.0], dtype=dtype)
-    got = folded(chunks(s, v, *sizes), dtype, sinks)
-    assert_softmax(got, *with_sinks(s, v, sinks))
-
-
 @pytest.mark.parametrize("gap", [1e3, 1e4, 1e30])
 def test_a_sink_far_off_takes_all_or_nothing(gap: float) -> None:
     s, v = scores_and_values(torch.float32)
@@ -258,35 +169,7 @@ def test_a_sink_far_off_takes_all_or_nothing(gap: float) -> None:
     assert bool(got[0].isfinite().all()) and bool(got[1].isfinite().all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sinks_of_rows_that_saw_nothing(dtype: torch.dtype) -> None:
-    s, v = scores_and_values(dtype)
-    s[:, :, 0] = -torch.inf
-    sinks = torch.tensor([-torch.inf, -1e4, 3.0], dtype=dtype)
-    for got in (folded(chunks(s, v, 8, 16), dtype, sinks), new_state(dtype, sinks).finalize(dtype)):
-        assert bool((got[0][:, 0] == 0.0).all())
-        assert torch.equal(got[1][:, :, 0], sinks.expand(BATCH, HEADS))
-    out, lse = folded(chunks(s, v, 8, 16), dtype, sinks)
-    without = folded(chunks(s, v, 8, 16), dtype)
-    # A sink of -inf is none.
-    assert torch.equal(out[:, :, 0], without[0][:, :, 0])
-    assert torch.equal(lse[:, 0], without[1][:, 0])
-    assert not bool(out.isnan().any())
-
-
 # -- what a fold owns
-
-
-def test_the_first_fold_of_all_rows_is_taken_over() -> None:
-    acc, m, l = partial(*scores_and_values(torch.float32))
-    state = new_state()
-    state.fold(ALL, acc, m, l)
-    # No copy: from here on these tensors are the state's, and the caller must not use them again.
-    assert (state.acc.data_ptr(), state.m.data_ptr(), state.l.data_ptr()) == (
-        acc.data_ptr(),
-        m.data_ptr(),
-        l.data_ptr(),
-    )
 
 
 def test_later_and_partial_folds_leave_the_callers_tensors_alone() -> None:

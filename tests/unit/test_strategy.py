@@ -92,10 +92,3 @@ def test_what_does_not_go_together(
 ) -> None:
     with pytest.raises(error, match=text):
         Strategy(**arguments)  # type: ignore[arg-type]
-
-
-def test_text_names_what_is_unusual() -> None:
-    assert str(Strategy()) == "Strategy()"
-    assert str(Strategy("all_gather", heads_per_chunk=2)) == (
-        "Strategy(core='all_gather', heads_per_chunk=2)"
-    )

@@ -20,6 +20,7 @@ from ring_attn.testing import (
     check_all,
     dense_attention,
     dense_gradients,
+    masks,
     plain_attention,
     plain_gradients,
     poisoned_empty,
@@ -27,16 +28,7 @@ from ring_attn.testing import (
     random_sinks,
 )
 
-MASKS = {
-    "full": Mask(33, 33),
-    "causal": Mask(33, 33, causal=True),
-    "window": Mask(33, 33, window_size=(5, 2)),
-    "own key only": Mask(33, 33, causal=True, window_size=(0, -1)),
-    "longer kv": Mask(33, 50, causal=True),
-    "empty rows": Mask(33, 20, causal=True),
-    "documents": Mask(33, 33, True, (-1, -1), (0, 7, 7, 32, 33), (0, 7, 7, 32, 33)),
-    "no keys": Mask(33, 0),
-}
+MASKS = masks(33)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # softcap and sinks. The cap is of the size of the scores, so that it bends most of them.
@@ -136,7 +128,7 @@ def test_the_oracle_of_capped_scores_and_sinks_is_the_equation() -> None:
     out, lse = dense_attention(*inputs[:3], mask, softcap=softcap, sinks=sinks)
     k, v = (x.repeat_interleave(2, 2) for x in inputs[1:3])
     b, h, i = 1, 3, 20
-    seen = range(15, 23)
+    seen = range(11, 26)
     scores = [float(inputs.q[b, i, h] @ k[b, j, h]) / math.sqrt(16) for j in seen]
     weights = [math.exp(softcap * math.tanh(score / softcap)) for score in scores]
     total = sum(weights) + math.exp(float(sinks[h]))
@@ -187,34 +179,25 @@ def test_the_oracles_gradients_are_those_of_its_forward(scores: str) -> None:
 
 
 @pytest.mark.parametrize("attention", [dense_attention, plain_attention])
-def test_a_row_that_sees_nothing_has_its_sink(
-    attention: Callable[..., tuple[Tensor, Tensor]],
+@pytest.mark.parametrize("sinks", [None, torch.tensor([-math.inf, -1e4, 0.0, 3.0])])
+def test_rows_that_see_nothing(
+    attention: Callable[..., tuple[Tensor, Tensor]], sinks: Tensor | None
 ) -> None:
-    mask, sinks = MASKS["empty rows"], torch.tensor([-math.inf, -1e4, 0.0, 3.0])
-    inputs = inputs_for(mask)
-    leaves = [x.requires_grad_() for x in (*inputs[:3], sinks)]
-    out, lse = attention(*leaves[:3], mask, sinks=sinks)
-    grads = torch.autograd.grad(out, leaves, inputs.dout.to(out.dtype))
-    alone = 13
-    assert (lse[:, :, :alone] == sinks.view(1, 4, 1)).all()
-    assert (out[:, :alone] == 0).all() and (grads[0][:, :alone] == 0).all()
-    assert all(x.isfinite().all() for x in (out, *grads))
-    assert grads[3][0] == 0 and (grads[3][2:] != 0).all()
-    terms = dense_gradients(*inputs, mask, sinks=sinks).terms
-    assert all(x.isfinite().all() for x in terms.values())
-
-
-@pytest.mark.parametrize("attention", [dense_attention, plain_attention])
-def test_rows_that_see_nothing(attention: Callable[..., tuple[Tensor, Tensor]]) -> None:
     mask = MASKS["empty rows"]
     inputs = inputs_for(mask)
-    q, k, v = (x.requires_grad_() for x in inputs[:3])
-    out, lse = attention(q, k, v, mask)
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), inputs.dout.to(out.dtype))
-    alone = 13
-    assert (lse[:, :, :alone] == -math.inf).all() and lse[:, :, alone:].isfinite().all()
+    leaves = [x.clone().requires_grad_() for x in (*inputs[:3], sinks) if x is not None]
+    out, lse = attention(*leaves[:3], mask, sinks=leaves[3] if leaves[3:] else None)
+    dq, *others = torch.autograd.grad(out, leaves, inputs.dout.to(out.dtype))
+    alone = 16
+    expected = torch.full((4,), -math.inf) if sinks is None else sinks
+    assert (lse[:, :, :alone] == expected.view(1, 4, 1)).all()
+    assert lse[:, :, alone:].isfinite().all()
     assert (out[:, :alone] == 0).all() and (dq[:, :alone] == 0).all()
-    assert all(x.isfinite().all() for x in (out, dq, dk, dv))
+    assert all(x.isfinite().all() for x in (out, dq, *others))
+    if sinks is not None:
+        assert others[-1][0] == 0 and (others[-1][2:] != 0).all()
+    terms = dense_gradients(*inputs, mask, sinks=sinks).terms
+    assert all(x.isfinite().all() for x in terms.values())
 
 
 def test_no_keys_at_all() -> None:
@@ -253,8 +236,8 @@ def test_large_logits_that_round_otherwise_in_the_backward_hold(
     """
     sinks = random_sinks(4, seed=seed)
     for name, scores in (
-        ("own key only", {}),
-        ("own key only", {"sinks": sinks}),
+        ("diagonal", {}),
+        ("diagonal", {"sinks": sinks}),
         ("window", {"sinks": sinks, "softcap": 30.0}),
     ):
         mask = MASKS[name]
@@ -272,27 +255,57 @@ def without_head_0(dout: Tensor) -> Tensor:
     return dout.index_fill(2, torch.tensor([0]), 0.0)
 
 
-DEFECTS: dict[str, Callable[[Inputs, Mask], tuple[Expected, set[str]]]] = {
-    "TF32 products": lambda i, m: (
-        textbook(Inputs(ten_bits(i.q), ten_bits(i.k), ten_bits(i.v), i.dout), m),
+def changed(name: str, **by: Any) -> Callable[..., Expected]:
+    """Right but for one result, of which some elements have another value."""
+
+    def defect(inputs: Inputs, mask: Mask, right: Expected) -> Expected:
+        x = getattr(right, name)
+        return replace(right, **{name: x.index_fill(by["dim"], torch.tensor(by["at"]), by["to"])})
+
+    return defect
+
+
+BOTH = SCORES["both"]
+# Scores, what goes wrong, and which results it is to be seen in.
+DEFECTS: dict[str, tuple[dict[str, Any], Callable[..., Expected], set[str]]] = {
+    "TF32 products": (
+        {},
+        lambda i, m, _: textbook(Inputs(ten_bits(i.q), ten_bits(i.k), ten_bits(i.v), i.dout), m),
         set(RESULTS),
     ),
-    "a key too few": lambda i, m: (textbook(i, replace(m, window_size=(31, -1))), set(RESULTS)),
-    "lse in base 2": lambda i, m: (
-        replace(textbook(i, m), lse=textbook(i, m).lse / math.log(2.0)),
-        {"lse"},
+    "a key too few": (
+        {},
+        lambda i, m, _: textbook(i, replace(m, window_size=(31, -1))),
+        set(RESULTS),
     ),
-    "out accumulated in bfloat16": lambda i, m: (
-        replace(textbook(i, m), out=textbook(i, m).out.bfloat16().float()),
-        {"out"},
-    ),
-    "one NaN": lambda i, m: (
-        replace(textbook(i, m), dv=textbook(i, m).dv.index_fill(1, torch.tensor([3]), math.nan)),
-        {"dv"},
-    ),
-    "a head's gradient left out": lambda i, m: (
-        replace(textbook(i, m), dk=textbook(i._replace(dout=without_head_0(i.dout)), m).dk),
+    "lse in base 2": ({}, lambda i, m, y: replace(y, lse=y.lse / math.log(2.0)), {"lse"}),
+    "out in bfloat16": ({}, lambda i, m, y: replace(y, out=y.out.bfloat16().float()), {"out"}),
+    "one NaN": ({}, changed("dv", dim=1, at=[3], to=math.nan), {"dv"}),
+    "a head's gradient left out": (
+        {},
+        lambda i, m, y: replace(y, dk=textbook(i._replace(dout=without_head_0(i.dout)), m).dk),
         {"dk"},
+    ),
+    "no cap": (
+        BOTH,
+        lambda i, m, _: textbook(i, m, sinks=BOTH["sinks"]),
+        set(RESULTS_WITH_SINKS),
+    ),
+    "no sinks": (
+        BOTH,
+        lambda i, m, y: replace(textbook(i, m, softcap=2.0), dsinks=y.dsinks),
+        set(RESULTS),
+    ),
+    "a sink without its gradient": (BOTH, changed("dsinks", dim=0, at=[2], to=0.0), {"dsinks"}),
+    "gradient of a sink without weight": (
+        BOTH,
+        changed("dsinks", dim=0, at=[0], to=1e-30),
+        {"dsinks"},
+    ),
+    "sinks not in lse": (
+        BOTH,
+        lambda i, m, y: replace(y, lse=textbook(i, m, softcap=2.0).lse),
+        {"lse"},
     ),
 }
 
@@ -301,39 +314,7 @@ DEFECTS: dict[str, Callable[[Inputs, Mask], tuple[Expected, set[str]]]] = {
 def test_a_defect_is_seen(defect: str) -> None:
     mask = MASKS["causal"]
     inputs = inputs_for(mask)
-    got, wrong = DEFECTS[defect](inputs, mask)
-    assert failed(got, inputs, mask) == wrong
-
-
-SCORE_DEFECTS: dict[str, tuple[Callable[[Inputs, Mask, Expected], Expected], set[str]]] = {
-    "no cap": (
-        lambda i, m, got: textbook(i, m, sinks=SCORES["both"]["sinks"]),
-        set(RESULTS_WITH_SINKS),
-    ),
-    "no sinks": (
-        lambda i, m, got: replace(textbook(i, m, softcap=2.0), dsinks=got.dsinks),
-        set(RESULTS),
-    ),
-    "a sink without its gradient": (
-        lambda i, m, got: replace(got, dsinks=got.dsinks.index_fill(0, torch.tensor([2]), 0.0)),
-        {"dsinks"},
-    ),
-    "gradient of a sink without weight": (
-        lambda i, m, got: replace(got, dsinks=got.dsinks.index_fill(0, torch.tensor([0]), 1e-30)),
-        {"dsinks"},
-    ),
-    "sinks in the denominator and not in lse": (
-        lambda i, m, got: replace(got, lse=textbook(i, m, softcap=2.0).lse),
-        {"lse"},
-    ),
-}
-
-
-@pytest.mark.parametrize("defect", SCORE_DEFECTS)
-def test_a_defect_of_cap_or_sinks_is_seen(defect: str) -> None:
-    mask, scores = MASKS["causal"], SCORES["both"]
-    inputs = inputs_for(mask)
-    wrongly, wrong = SCORE_DEFECTS[defect]
+    scores, wrongly, wrong = DEFECTS[defect]
     got = wrongly(inputs, mask, textbook(inputs, mask, **scores))
     assert failed(got, inputs, mask, **scores) == wrong
 

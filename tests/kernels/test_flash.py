@@ -1,4 +1,4 @@
-"""delta, dq and dk/dv: against float64, continued over launches, and their blocks."""
+"""The kernels against float64; what they carry on over launches; and the blocks that they take."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from torch import Tensor
 
 from ring_attn.core.mask import Mask
 from ring_attn.core.plan import Tile
-from ring_attn.kernels import flash_bwd
+from ring_attn.kernels import flash_bwd, flash_fwd
 from ring_attn.kernels.configs import Config
-from ring_attn.testing import Inputs, random_qkv, random_sinks
+from ring_attn.kernels.flash_fwd import forward_launch
+from ring_attn.testing import RESULTS, Inputs, random_qkv, random_sinks
+from tests.bounds import MASKS, assert_holds, expect, whole
 from tests.kernels.calls import (
     DEVICE,
     DTYPES,
     LARGE,
-    MASKS,
     SMALL,
     STEPS,
-    assert_holds,
+    Step,
     attend,
     blocks,
     blocks_of,
     cut_keys,
     cut_rows,
     delta_of,
-    expect,
+    empty_state,
     forward,
     grad_kv,
     grad_q,
@@ -35,7 +36,6 @@ from tests.kernels.calls import (
     q_table,
     record,
     times,
-    whole,
     without_sinks,
 )
 
@@ -46,18 +46,22 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def exercise(mask: Mask, config: Config, sizes: dict[str, object], **scores: object) -> None:
+def exercise(
+    mask: Mask, config: Config, sizes: dict[str, object], *cuts: int, **scores: object
+) -> None:
+    """Forward and backward; keys are cut into a launch each."""
     inputs = inputs_for(mask, **sizes)
-    got = attend(inputs, [whole(mask)], config, **scores)
-    assert_holds(got, *expect(inputs, mask, **scores))
+    got = attend(inputs, cut_keys(mask, *cuts), config, **scores)
+    assert_holds(got, *map(without_sinks, expect(inputs, mask, **scores)))
 
 
 # -- against float64
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_masks(mask: Mask, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str) -> None:
+    """The dtypes in turn: tests/kernels/test_options.py has every pair."""
+    mask, dtype = MASKS[name], DTYPES[list(MASKS).index(name) % len(DTYPES)]
     config = blocks(64, 32) if dtype == torch.float32 else blocks(64, 64)
     exercise(mask, config, {"dtype": dtype})
 
@@ -91,26 +95,53 @@ def test_any_scale(scale: float, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_logits_of_1e4(dtype: torch.dtype, softcap: float) -> None:
-    sizes = {"dtype": dtype, "large_logits": True}
-    exercise(Mask(63, 97, causal=True), SMALL, sizes, scale=10.0, softcap=softcap)
+def test_logits_of_1e4_neither_overflow_nor_vanish(dtype: torch.dtype, softcap: float) -> None:
+    mask, sizes = Mask(63, 97, causal=True), {"dtype": dtype, "large_logits": True}
+    for cuts in ((), (30, 40)):
+        exercise(mask, SMALL, sizes, *cuts, scale=10.0, softcap=softcap)
 
 
 @pytest.mark.parametrize("softcap", [0.05, 2.0, 50.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_softcap(dtype: torch.dtype, softcap: float) -> None:
-    for name in ("causal", "narrow window"):
+    for name in ("causal", "window", "empty rows"):
         exercise(MASKS[name], blocks(64, 32), {"dtype": dtype}, softcap=softcap)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["causal", "rows that see nothing", "no keys"])
-def test_the_backward_needs_of_sinks_but_their_lse(name: str, dtype: torch.dtype) -> None:
-    mask, sinks = MASKS[name], random_sinks(2, device=DEVICE)
-    inputs = inputs_for(mask, dtype=dtype, nheads=2)
-    got = attend(inputs, [whole(mask)], LARGE, sinks=sinks)
-    oracle, plain = expect(inputs, mask, sinks=sinks)
-    assert_holds(got, without_sinks(oracle), without_sinks(plain))
+@pytest.mark.parametrize("name", ["causal", "empty rows", "no keys"])
+def test_sinks(name: str, dtype: torch.dtype) -> None:
+    """They join the denominators once; the backward needs of them but their lse."""
+    sinks = random_sinks(2, device=DEVICE)
+    for cuts in ((), (16, 32)) if MASKS[name].seqlen_k else ((),):
+        exercise(MASKS[name], LARGE, {"dtype": dtype, "nheads": 2}, *cuts, sinks=sinks)
+
+
+def test_rows_that_see_nothing() -> None:
+    mask = MASKS["empty rows"]
+    inputs = inputs_for(mask, nheads=2)
+    alone = ~mask.dense().any(1)
+    sinks = torch.tensor([-torch.inf, 3.0], device=DEVICE)
+    for steps in ([whole(mask)], cut_keys(mask, 16, 48)):
+        for given, of_none in ((None, [-torch.inf, -torch.inf]), (sinks, [-torch.inf, 3.0])):
+            out, lse = forward(inputs, steps, SMALL, sinks=given)
+            assert bool((out[:, alone] == 0.0).all())
+            assert torch.equal(lse[0, :, alone].cpu(), torch.tensor(of_none)[:, None].expand(2, 48))
+            assert bool(lse[:, :, ~alone].isfinite().all())
+
+
+def test_a_nan_reaches_the_rows_that_see_it() -> None:
+    mask = Mask(97, 97, True, (-1, -1), (0, 40, 97), (0, 40, 97))
+    clean = inputs_for(mask)
+    expected = forward(clean, [whole(mask)], SMALL)
+    for name, touched in (("q", [50]), ("k", range(60, 97)), ("v", range(60, 97))):
+        inputs = Inputs(*(x.clone() for x in clean))
+        getattr(inputs, name)[:, 50 if name == "q" else 60] = torch.nan
+        out, lse = forward(inputs, [whole(mask)], SMALL)
+        assert bool(out[0, list(touched)].isnan().all()), name
+        # The other document lies in the same blocks of rows and of columns.
+        assert torch.equal(out[:, :40], expected[0][:, :40]), name
+        assert torch.equal(lse[:, :, :40], expected[1][:, :, :40]), name
 
 
 def test_rows_and_keys_without_a_pair_have_no_gradient() -> None:
@@ -158,7 +189,7 @@ def test_any_strides() -> None:
     for inputs in (heads_first, cache):
         assert not any(x.is_contiguous() for x in inputs)
         got = attend(inputs, [whole(mask)], LARGE)
-        for name in ("dq", "dk", "dv"):
+        for name in RESULTS:
             assert torch.equal(getattr(got, name), getattr(expected, name)), name
 
 
@@ -179,17 +210,21 @@ def test_delta_is_rowsum(rows: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
-@pytest.mark.parametrize("name", ["full", "causal", "wide window", "longer kv", "documents"])
+@pytest.mark.parametrize("name", ["full", "causal", "wide window", "documents unequal"])
 def test_any_number_of_launches_gives_the_same_bits(name: str, softcap: float) -> None:
     mask, config = MASKS[name], blocks(32, 32)
     # The order of a group's heads is part of the bits.
     group = {"nheads": 2, "nheads_kv": 1} if name == "causal" else {}
     inputs = inputs_for(mask, dtype=torch.float16 if softcap else torch.float32, **group)
     scores = {"softcap": softcap}
-    out, lse = forward(inputs, [whole(mask)], config, **scores)
+    sinks = torch.full((inputs.q.size(2),), 0.5, device=DEVICE) if softcap else None
+    out, lse = forward(inputs, [whole(mask)], config, sinks=sinks, **scores)
     args = (inputs, lse, delta_of(out, inputs.dout))
     dq = grad_q(*args, [whole(mask)], config, **scores)
     dk, dv = grad_kv(*args, [whole(mask)], config, **scores)
+    for cuts in ((64,), (32, 32, 64, 96)):
+        again = forward(inputs, cut_keys(mask, *cuts), config, sinks=sinks, **scores)
+        assert torch.equal(again[0], out) and torch.equal(again[1], lse)
     cuts = (32, 32, 64)
     assert torch.equal(grad_q(*args, cut_keys(mask, *cuts), config, **scores), dq)
     again = grad_kv(*args, cut_rows(mask, *cuts), config, **scores)
@@ -225,7 +260,114 @@ def test_no_tiles_is_no_gradient() -> None:
     assert not any(bool(x.any()) for x in (dq, dk, dv))
 
 
+# -- the forward's state between launches
+
+
+def test_steps_without_tiles_change_nothing() -> None:
+    mask = MASKS["causal"]
+    inputs = inputs_for(mask)
+    out, lse = forward(inputs, [whole(mask)], SMALL)
+    for steps in ([(), whole(mask), ()], [(), (), whole(mask)], [whole(mask), (), ()]):
+        again = forward(inputs, steps, SMALL)
+        assert torch.equal(again[0], out)
+        assert torch.equal(again[1], lse)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+def test_no_step_with_tiles_is_no_attention(with_sinks: bool) -> None:
+    inputs = inputs_for(MASKS["full"], nheads=2)
+    sinks = torch.tensor([-1.0, 2.0], device=DEVICE)
+    for steps in ([()], [(), ()]):
+        out, lse = forward(inputs, steps, SMALL, sinks=sinks if with_sinks else None)
+        assert bool((out == 0.0).all())
+        wanted = sinks if with_sinks else torch.full_like(sinks, -torch.inf)
+        assert torch.equal(lse, wanted[None, :, None].expand_as(lse))
+
+
+def launch(inputs: Inputs, state: flash_fwd.Carried, tiles: Step, first: bool, last: bool) -> None:
+    q, k, v, _ = inputs
+    table = q_table(tiles, SMALL, num_rows=q.size(1) if first or last else 0)
+    forward_launch(q, k, v, state, table, SMALL, softmax_scale=0.25, first=first, last=last).run()
+
+
+def test_who_writes_what() -> None:
+    """acc, m, l by all launches but the last; out and lse by the last alone."""
+    mask = MASKS["longer kv"]
+    inputs = inputs_for(mask)
+    steps = cut_keys(mask, 48, 96)
+    state = empty_state(inputs)
+    carried, results = (state.acc, state.m, state.l), (state.out, state.lse)
+    for step in range(2):
+        launch(inputs, state, steps[step], first=step == 0, last=False)
+        # The rows that have seen nothing so far are as good as written.
+        assert not any(bool(x.isnan().any()) for x in carried)
+        assert all(bool(x.isnan().all()) for x in results)
+    before = [x.clone() for x in carried]
+    launch(inputs, state, steps[2], first=False, last=True)
+    assert all(torch.equal(x, y) for x, y in zip(carried, before, strict=True))
+    assert not any(bool(x.isnan().any()) for x in results)
+
+
+def test_rows_of_no_tile_are_left_alone_between_the_first_launch_and_the_last() -> None:
+    mask = MASKS["full"]
+    inputs = inputs_for(mask)
+    state = empty_state(inputs)
+    launch(inputs, state, (), first=True, last=False)
+    assert bool((state.acc == 0.0).all() and (state.l == 0.0).all())
+    assert bool((state.m == -torch.inf).all())
+    for x in (state.acc, state.m, state.l):
+        x.fill_(7.0)
+    part = whole(Mask(97, 97, True, (-1, -1), (0, 40, 97), (0, 40, 97)))[1:]
+    assert part[0].q == slice(40, 97)
+    launch(inputs, state, part, first=False, last=False)
+    assert bool((state.acc[:, :40] == 7.0).all())
+    assert bool((state.m[:, :, :40] == 7.0).all() and (state.l[:, :, :40] == 7.0).all())
+    assert bool((state.l[:, :, 40:] != 7.0).any())
+
+
 # -- blocks
+
+
+@in_interpreter
+@pytest.mark.parametrize(("tiles", "dense"), STEPS.values(), ids=STEPS)
+def test_only_blocks_with_visible_pairs_and_masks_where_one_is_hidden(
+    tiles: Step, dense: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = random_qkv(seqlen_q=dense.size(0), seqlen_k=dense.size(1), nheads=2, headdim=16)
+    config = blocks(64, 32)
+    seen = record(monkeypatch, flash_fwd)
+    updates = 0
+    update = flash_fwd.online_softmax_update
+
+    def counted(*args: object, **kwargs: object) -> object:
+        nonlocal updates
+        updates += 1
+        return update(*args, **kwargs)
+
+    monkeypatch.setattr(flash_fwd, "online_softmax_update", counted)
+    forward(inputs, [tiles], config)
+    table = q_table(tiles, config, num_rows=dense.size(0))
+    wanted = blocks_of(table, dense, config.BLOCK_N, heads=2)
+    assert seen.loaded == times(wanted.loaded, 2)  # k and v
+    assert seen.masked == wanted.masked
+    assert updates == wanted.loaded.total() == 2 * table.visits
+
+
+@in_interpreter
+def test_without_bands_and_ragged_ends_there_is_no_masking_code() -> None:
+    inputs = random_qkv(seqlen_q=97, seqlen_k=96, nheads=1, headdim=16)
+    tiles = whole(Mask(97, 96))
+    assert not any(constants(inputs, tiles)[flag] for flag in ("HAS_LO", "HAS_HI", "RAGGED"))
+    assert constants(inputs, whole(Mask(97, 96, True)))["HAS_HI"]
+    assert constants(inputs, whole(Mask(97, 96, window_size=(3, -1))))["HAS_LO"]
+    assert constants(inputs, whole(Mask(97, 95)))["RAGGED"]
+
+
+def constants(inputs: Inputs, tiles: Step) -> dict[str, object]:
+    q, k, v, _ = inputs
+    state, table = empty_state(inputs), q_table(tiles, SMALL)
+    made = forward_launch(q, k, v, state, table, SMALL, softmax_scale=1.0, first=False, last=False)
+    return dict(made.constants)
 
 
 @in_interpreter
