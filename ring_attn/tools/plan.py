@@ -24,10 +24,13 @@ from torch import Tensor
 from ring_attn.core.layout import LAYOUTS
 from ring_attn.core.strategy import NAMES
 from ring_attn.machines.actions import Compute, Transfer
+from ring_attn.machines.check import check_calls
+from ring_attn.machines.draw import draw
 from ring_attn.machines.time import Simulation, simulate
 from ring_attn.planning.choice import Candidate, Choice, Problem
 from ring_attn.planning.devices import Cluster, builtin_cluster, find_cluster, load_cluster
-from ring_attn.planning.planner import explain, schedule_for
+from ring_attn.planning.planner import call_of, explain, schedule_for
+from ring_attn.strategies.registry import program_of
 from ring_attn.tools import plan_report as report
 from ring_attn.tools.arguments import (
     add_common,
@@ -53,6 +56,9 @@ MOST_ROWS, MOST_ROW = 1 << 31, 1 << 26
 
 # In a striped layout every shard has rows of every document.
 MOST_HEADS, MOST_DOCUMENTS, MOST_MEETINGS = 4096, 1 << 16, 1 << 25
+
+# Ranks whose programs are checked, and lines that are shown of a program or of faults.
+MOST_CHECKED, MOST_LINES = 128, 60
 
 # Ranks x steps whose times are kept for tables and pictures: a ring of 1448 ranks, 1.3 GB.
 MOST_RANK_STEPS = 1 << 21
@@ -112,6 +118,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--same-bits", action=argparse.BooleanOptionalAction, help="only where it can be had")
     add("--backward", action=argparse.BooleanOptionalAction, default=True)
     add("--memory", type=parse_size, metavar="BYTES", help="of a rank, such as 80G")
+    add(
+        "--check",
+        action="store_true",
+        help="check the programs of all ranks of the choice against each other, and draw rank 0's",
+    )
     add("--plot", metavar="PATH", type=parse_report, help="draw the pictures as .png or .svg")
     add_common(parser)
 
@@ -152,12 +163,37 @@ def run(args: argparse.Namespace) -> int:
         console.print(report.mask_text(choice))
         console.print(too_many or report.timeline_text(simulations))
     print(choice.reason)
+    if args.check and not checked(choice, quiet=args.quiet):
+        return 1
     if args.plot is not None:
         report.plot(choice, simulations, args.plot)
     if args.json is not None:
         steps = [asdict(row) for row in rows]
         write_json(args.json, {"command": command_line(), **choice.to_dict(), "steps": steps})
     return 0
+
+
+def checked(choice: Choice, *, quiet: bool) -> bool:
+    """Checks the programs of all ranks of the best strategy, draws rank 0's, prints faults."""
+    problem, best = choice.problem, choice.best
+    calls = [replace(call_of(problem, best), rank=rank) for rank in range(problem.world_size)]
+    count, faults = 0, []
+    for backward in (False, True) if problem.backward else (False,):
+        count += sum(len(program_of(call, backward=backward).ops) for call in calls)
+        faults += check_calls(calls, backward=backward)
+        if not quiet:
+            print(shortened_lines(draw(program_of(calls[0], backward=backward)), MOST_LINES))
+    for fault in faults[:MOST_LINES]:
+        print(fault)
+    print(f"checked {count} ops of {len(calls)} ranks: {len(faults)} faults")
+    return not faults
+
+
+def shortened_lines(text: str, most: int) -> str:
+    """The first lines of a text, and how many more there are."""
+    lines = text.splitlines()
+    more = [f"... {len(lines) - most} more lines"] if len(lines) > most else []
+    return "\n".join([*lines[:most], *more, ""])
 
 
 def check_bounds(args: argparse.Namespace) -> None:
@@ -170,6 +206,11 @@ def check_bounds(args: argparse.Namespace) -> None:
     if args.documents is not None:
         documents = -(-args.seqlen * len(args.documents) // sum(args.documents))
     heads = args.batch * args.heads
+    if args.check and args.world_size > MOST_CHECKED:
+        raise ValueError(
+            f"--check can be had for {MOST_CHECKED} ranks at most, whose tiles are listed pair by "
+            f"pair; got {args.world_size}"
+        )
     for option, value, most in (
         ("--world-size", args.world_size, MOST_RANKS),
         ("--seqlen", args.seqlen, MOST_ROWS),

@@ -24,6 +24,7 @@ from ring_attn.kernels.step_table import (
     transposed,
     visible_pairs,
 )
+from ring_attn.strategies.ring import ring_steps
 from ring_attn.testing import masks
 from tests.kernels.calls import rectangles
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ring_attn.machines.check import Fault
 from ring_attn.machines.time import Simulation
 from ring_attn.planning.choice import Choice
 from ring_attn.planning.devices import builtin_cluster, to_json
@@ -228,3 +229,18 @@ def test_as_many_ranks_may_be_planned_as_is_said() -> None:
     command.check_bounds(arguments("--seqlen", "1M", "--world-size", "4096"))
     with pytest.raises(ValueError, match="--world-size can be 4k at most.*got 4097"):
         command.check_bounds(arguments("--seqlen", "1M", "--world-size", "4097"))
+
+
+def test_programs_are_checked_and_drawn(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["plan", *SMALL, "--strategy", "ring", "--layout", "zigzag", "--check"]
+    assert cli.main(words) == 0
+    text = capsys.readouterr().out
+    assert "rank 0 of 4, backward" in text and "4 ranks: 0 faults" in text
+    fault = Fault("message", 1, None, "planted")
+    monkeypatch.setattr(command, "check_calls", lambda calls, backward: [fault])
+    assert cli.main([*words, "--quiet"]) == 1
+    assert str(fault) in capsys.readouterr().out
+    assert cli.main(["plan", "--seqlen", "1M", "--world-size", "4096", "--check"]) != 0
+    assert "128" in capsys.readouterr().err

@@ -66,7 +66,11 @@ WITHOUT: dict[str, tuple[Layouts, Mask, str, str]] = {
 @pytest.mark.parametrize("name", WITHOUT)
 def test_why_not(name: str) -> None:
     layouts, mask, backend, reason = WITHOUT[name]
-    assert reason in str(order.why_not_in_order(Strategy(), (8, 2), layouts, mask, backend))
+    assert reason in str(
+        order.why_not_in_order(
+            Strategy(), (8, 2), layouts, mask, backend, backends.bits_unit(backend)
+        )
+    )
     make = partial(make_call, Strategy(), FEW_KV_HEADS, layouts, mask, 0, backend=backend)
     with pytest.raises(NotImplementedError, match="same_bits=True"):
         make(same_bits=True)
@@ -86,7 +90,7 @@ def test_why_not(name: str) -> None:
     ids=str,
 )
 def test_on_where_it_can_be_had(layouts: Layouts, mask: Mask) -> None:
-    assert order.why_not_in_order(Strategy(), (8, 2), layouts, mask, "triton") is None
+    assert order.why_not_in_order(Strategy(), (8, 2), layouts, mask, "triton", UNIT) is None
     usual = {
         same_bits: make_call(
             Strategy(), MANY_KV_HEADS, layouts, mask, 0, backend="triton", same_bits=same_bits
