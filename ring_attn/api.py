@@ -1,4 +1,4 @@
-"""The public functions: arguments -> `Call`; `ops` and `decode` run it."""
+"""The public functions: arguments -> `Request`; `ops` and `decode` run it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ring_attn.backends import BackendChoice, choose_backend
 from ring_attn.call import (
     Arguments,
     AttentionOptions,
-    Call,
     DecodeOptions,
     Group,
     Layout,
+    Request,
     describe,
     resolve,
 )
@@ -155,7 +155,7 @@ def ring_attention(
         check.check_unsupported(dropout_p, alibi_slopes)
         check.check_inputs(q, k, v, sinks, cu_seqlens, cu_seqlens_k)
         group_name, mesh_shape = _described(group, q.device.type)
-        call = Call(
+        call = Request(
             causal=causal,
             window_size=check.check_window(window_size, causal),
             softmax_scale=check.check_scale(softmax_scale),
@@ -337,7 +337,7 @@ def tree_decode(
         check_flag("return_lse", return_lse)
         check.check_sinks(sinks, q)
         check.check_group_device(process_group, q.device)
-        call = Call(
+        call = Request(
             causal=causal,
             window_size=check.check_window(window_size, causal),
             softmax_scale=check.check_scale(softmax_scale),

@@ -1,14 +1,17 @@
-"""The call: what `ring_attention` and `tree_decode` are asked for, as one frozen value.
+"""Requests: what `ring_attention` and `tree_decode` are asked for, as one frozen value.
 
-    arguments  ->  Call  ->  text  ->  operator of torch.library  ->  Call  ->  strategy
+    arguments -> Request -> text -> operator of torch.library -> Request -> Call -> programs
+
+A `strategies.base.Call` is a request whose choices are made: backend, strategy, layouts, mask.
 
 The public signature has every option with its default, and a TypedDict here has its type; overloads
 and adapters take options as `**options: Unpack[...]`. One more option is a parameter in api.py, a
-line in a TypedDict, a field of `Call`, and the code that uses it.
+line in a TypedDict, a field of `Request`, and the code that uses it.
 
-A graph holds strings, numbers and tensors only. So a call crosses into the operators as text that
-needs nothing else to be read: a graph that one process stores and another loads has its call. Only
-tensors and the numbers of layouts, which a compiler may take for symbols, cross beside the text.
+A graph holds strings, numbers and tensors only. So a request crosses into the operators as text
+that needs nothing else to be read: a graph that one process stores and another loads has its
+request. Only tensors and the numbers of layouts, which a compiler may take for symbols, cross
+beside the text.
 """
 
 from __future__ import annotations
@@ -101,7 +104,7 @@ class DecodeOptions(_Basics, _Scores, _Ranks, _Means, total=False):
 # -- the call
 
 
-class Call(NamedTuple):
+class Request(NamedTuple):
     """Everything that a call is asked for, apart from tensors and from layouts given by value.
 
     Attributes:
@@ -134,7 +137,7 @@ class Call(NamedTuple):
 
     @staticmethod
     @lru_cache(maxsize=1024)
-    def from_text(text: str) -> Call:
+    def from_text(text: str) -> Request:
         """The call whose `text` this is."""
         values: dict[str, Any] = json.loads(text)
         if isinstance(values["strategy"], dict):
@@ -142,7 +145,7 @@ class Call(NamedTuple):
         values["transport"] = TransportOptions(**values["transport"])
         values["window_size"] = tuple(values["window_size"])
         values["mesh_shape"] = tuple(values["mesh_shape"])
-        return Call(**values)
+        return Request(**values)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -162,8 +165,8 @@ class Call(NamedTuple):
 
 def _plain(value: Any) -> Any:
     """What JSON can write, by means that a compiler can trace."""
-    if isinstance(value, Call):
-        return {name: _plain(getattr(value, name)) for name in Call._fields}
+    if isinstance(value, Request):
+        return {name: _plain(getattr(value, name)) for name in Request._fields}
     if isinstance(value, (Strategy, TransportOptions)):
         return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
     if isinstance(value, tuple):
@@ -177,7 +180,7 @@ def _dumped(plain: Any) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _text(call: Call) -> str:
+def _text(call: Request) -> str:
     return _dumped(_plain(call))
 
 
@@ -187,9 +190,9 @@ class Arguments(NamedTuple):
     Attributes:
         cu_seqlens: boundaries of the queries' documents.
         cu_seqlens_k: those of the keys', where they differ.
-        layout_q: `SequenceLayout.numbers` of the queries' layout; empty where `Call.layout` is set.
+        layout_q: `SequenceLayout.numbers` of the queries' layout; empty where the request has it.
         layout_k: those of the keys' layout.
-        text: that of the `Call`.
+        text: that of the `Request`.
     """
 
     cu_seqlens: Tensor | None
@@ -199,9 +202,9 @@ class Arguments(NamedTuple):
     text: str
 
     @property
-    def call(self) -> Call:
+    def call(self) -> Request:
         """The call itself."""
-        return Call.from_text(self.text)
+        return Request.from_text(self.text)
 
     @property
     def numbers(self) -> LayoutNumbers:
@@ -235,7 +238,7 @@ class Resolved(NamedTuple):
 
 
 def resolve(
-    call: Call,
+    call: Request,
     rows: tuple[int, int],
     documents: Documents,
     numbers: LayoutNumbers,
@@ -258,7 +261,7 @@ def resolve(
     return Resolved(layouts, check.check_mask(mask))
 
 
-def describe(spec: AttentionSpec, resolved: Resolved, call: Call) -> dict[str, object]:
+def describe(spec: AttentionSpec, resolved: Resolved, call: Request) -> dict[str, object]:
     """Values that must be the same on all ranks, by the names of the arguments."""
     mask = resolved.mask
     return {

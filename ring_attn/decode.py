@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import check
-from ring_attn.call import Call
+from ring_attn.call import Request
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.plan import Tile
@@ -33,7 +33,7 @@ from ring_attn.transport.p2p import open_p2p
 class Decoding(NamedTuple):
     """A checked call of `tree_decode`; its tiles may have to wait for the other ranks' lengths."""
 
-    call: Call
+    call: Request
     group: dist.ProcessGroup
     layout: SequenceLayout | None
     decode_call: DecodeCall
@@ -46,7 +46,7 @@ def prepare(
     v: Tensor,
     sinks: Tensor | None,
     layout: SequenceLayout | None,
-    call: Call,
+    call: Request,
 ) -> Decoding:
     """What a call does, from its arguments; nothing is sent.
 

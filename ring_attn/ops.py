@@ -25,12 +25,12 @@ from torch import Tensor
 
 from ring_attn import check
 from ring_attn.backends import choose_backend
-from ring_attn.call import Arguments, Call, Documents, LayoutNumbers, describe, resolve
+from ring_attn.call import Arguments, Documents, LayoutNumbers, Request, describe, resolve
 from ring_attn.core.dtypes import accum_dtype
 from ring_attn.core.heads import share_heads
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.machines import run as machine
-from ring_attn.strategies import base
+from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call, why_not_same_bits
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.debug import check_agreement, debug_enabled, tell_refusal, values_of
@@ -59,7 +59,7 @@ _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") 
 
 def _prepare(
     spec: AttentionSpec, rows: tuple[int, int], arguments: Arguments
-) -> tuple[base.Call, Agreement]:
+) -> tuple[Call, Agreement]:
     """The strategy's call for this rank, and the values that must be equal on all ranks."""
     call = arguments.call
     check.check_max_ctas(call.transport, call.process_group)
@@ -79,8 +79,8 @@ def _make_call(
     rank: int,
     world_size: int,
     backend: str,
-) -> tuple[base.Call, Agreement]:
-    asked = Call.from_text(text)
+) -> tuple[Call, Agreement]:
+    asked = Request.from_text(text)
     resolved = resolve(asked, rows, documents, numbers, rank, world_size)
     strategy = asked.given_strategy(world_size)
     call = make_call(
@@ -149,7 +149,7 @@ def _attention(
 
 def _agreed(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments
-) -> tuple[base.Call, Agreement]:
+) -> tuple[Call, Agreement]:
     """As `_prepare`; under RING_ATTN_DEBUG the ranks compare what they are about to do."""
     call = arguments.call
     try:
@@ -204,7 +204,7 @@ def _(
     return out, lse, [number, *_fake_extra(q, k, v, call)]
 
 
-def _fake_extra(q: Tensor, k: Tensor, v: Tensor, call: Call) -> list[Tensor]:
+def _fake_extra(q: Tensor, k: Tensor, v: Tensor, call: Request) -> list[Tensor]:
     """Tensors shaped like those that a forward saves; the compiler does not know their rows."""
     rank, world_size = call.place
     kept = _kept(call.text, rank, world_size)
@@ -242,7 +242,7 @@ _KNOWN = ("q", "k", "v", "out", "lse")
 @lru_cache(maxsize=1024)
 def _kept(text: str, rank: int, world_size: int) -> tuple[str, ...]:
     """Names of the operator's inputs and results that the strategy's backward needs."""
-    strategy = Call.from_text(text).given_strategy(world_size)
+    strategy = Request.from_text(text).given_strategy(world_size)
     if strategy.ulysses_degree > 1:
         return ()
     if strategy.exchange_q and 2 * rank + 1 != world_size:

@@ -249,7 +249,7 @@ class Assign(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The empty state of the queries; its sinks are those of some heads."""
+    """The empty state of the queries, with the sinks of some heads; None is without sinks."""
 
     q: View
     headdim_v: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import Backend
@@ -106,6 +107,7 @@ class Memory:
         self._rooms: dict[str, int] = {}
         self._messages: dict[str, Message] = {}
         self._free: dict[int, int] = {}
+        self._asked: dict[Any, int] = {}
 
     def all(self) -> None:
         """Every op in order; afterwards buffers are gone."""
@@ -198,12 +200,17 @@ class Memory:
         if op.tiles:
             self._heads = part_of_heads(op, self.spec)
             self._steps = [*self._steps[:1], op.tiles]
-            taken = self.backend.forward_bytes(self._heads, self._rows, self._steps)
-            self.most = max(self.most, self.held + taken)
+            self.most = max(self.most, self.held + self._forward_bytes())
+
+    def _forward_bytes(self) -> int:
+        """What the backend takes for the steps so far; steps of the same tiles are asked once."""
+        key = tuple(map(id, self._steps)), self._heads, self._rows
+        if key not in self._asked:
+            self._asked[key] = self.backend.forward_bytes(self._heads, self._rows, self._steps)
+        return self._asked[key]
 
     def _finish(self, op: Finish) -> None:
-        taken = self.backend.forward_bytes(self._heads, self._rows, self._steps)
-        self.most = max(self.most, self.held + taken)
+        self.most = max(self.most, self.held + self._forward_bytes())
         self._make(op.out, op.out_array)
         self._make(op.lse, op.lse_array)
 
@@ -217,9 +224,13 @@ class Memory:
         copied = sum(map(self._copied_bytes, op.q_side[2:]))
         taken = 0
         if op.part == "all":
-            taken = self.backend.workspace_bytes(
-                spec, op.tiles, backward=True, rebuilds_out=op.out is None
-            )
+            rebuilds = op.out is None
+            key = id(op.tiles), spec, rebuilds
+            if key not in self._asked:
+                self._asked[key] = self.backend.workspace_bytes(
+                    spec, op.tiles, backward=True, rebuilds_out=rebuilds
+                )
+            taken = self._asked[key]
         self.most = max(self.most, self.held + copied + taken)
 
     def _records(self, entry: Entry) -> Records | None:

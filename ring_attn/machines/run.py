@@ -412,10 +412,9 @@ class Run:
         return _NOTHING if self.observer is None else self._watched(what, merges)
 
     def _sinks(self, heads: slice | None) -> Tensor | None:
-        if self.sinks is None:
+        if self.sinks is None or heads is None:
             return None
-        sinks = self.sinks.to(self.spec.accum_dtype)
-        return sinks if heads is None else sinks[heads]
+        return self.sinks.to(self.spec.accum_dtype)[heads]
 
     def start(self, op: Start) -> None:
         self._state = self.backend.new_state(self.get(op.q), op.headdim_v, self._sinks(op.sinks))

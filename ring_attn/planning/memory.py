@@ -1,8 +1,8 @@
 """Peak memory of any call on the rank with most rows, without the tiles of thousands of steps.
 
-`machines.count` reads every tile of a rank's program. Here two steps stand for all of a ring: the
-rank's own shard, and that with which it has most pairs; messages are as long as the longest of any
-rank. So it is exact where shards are equal, else a little above.
+`machines.count` reads every tile of a rank's program. With more than a few ranks every step of a
+ring but the first has the tiles with the shard with which there are most pairs, and messages are as
+long as the longest of any rank. So it is exact where shards are equal, else a little above.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from ring_attn.machines.count import peak_of_programs
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import programs
 
-# More pieces than these of a step are not listed.
-MOST_TILES = 256
+# More pieces than these of a step are not listed, and all tiles are where ranks and documents are
+# no more than these.
+MOST_TILES, MOST_RANKS = 256, 16
 
 _ANY_TILE = (Tile(slice(0, 1), slice(0, 1), Band(None, None)),)
 
@@ -55,7 +56,8 @@ def peak_of(call: Call, *, backward: bool = True) -> int:
     found = []
     for rank in _fullest_ranks(call):
         one = replace(call, rank=rank)
-        ranks = _RoughRank(call.layouts, call.mask, rank)
+        few = call.world_size <= MOST_RANKS and len(call.mask.documents) <= MOST_RANKS
+        ranks = (OneRank if few else _RoughRank)(call.layouts, call.mask, rank)
         found.append(peak_of_programs([programs(one, ranks, backward=b) for b in directions], one))
     return max(found)
 
@@ -99,10 +101,10 @@ class _RoughRank(OneRank):
         return make(_longest(self.layouts, self.mask, travels))
 
     def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> tuple[Tile, ...]:
-        """Those with the own shard, and with the shard with which there are most pairs."""
-        owner = grid.moved(self.rank, by, -1)
-        if owner not in (self.rank, _most_pairs(self.layouts, self.mask, self.rank, travels)):
-            return _ANY_TILE
+        """Those with the own shard; then always those with which there are most pairs."""
+        owner = self.rank
+        if by != (0, 0):
+            owner = _most_pairs(self.layouts, self.mask, self.rank, travels)
         pair = (self.rank, owner) if travels == "kv" else (owner, self.rank)
         # A step without tiles takes fewer buffers; one of no size has the same.
         return _tiles(self.layouts, self.mask, pair) or (() if by == (0, 0) else _ANY_TILE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from ring_attn.core.layout import SequenceLayout
@@ -58,6 +59,14 @@ class Call:
     def scores(self) -> Scores:
         """How products become scores."""
         return Scores(self.softmax_scale, self.spec.softcap)
+
+    @cached_property
+    def programs(self) -> dict[bool, Program]:
+        """The rank's programs that were made so far, by `backward`.
+
+        With the call, not in a cache by its value: that takes longer to hash than a step to post.
+        """
+        return {}
 
     @property
     def ranks(self) -> OneRank:

@@ -9,7 +9,6 @@ A strategy of your own takes the same two lines as one of ours:
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 from ring_attn.backends import choose_backend
 from ring_attn.core.layout import SequenceLayout
@@ -76,10 +75,11 @@ def why_not_same_bits(call: Call) -> str | None:
     return code_of(call.strategy).why_not_same_bits(call)
 
 
-@lru_cache(maxsize=4096)
 def program_of(call: Call, *, backward: bool) -> Program:
-    """The program of the call's rank, in one direction."""
-    return programs(call, call.ranks, backward=backward)
+    """The program of the call's rank, in one direction; made once for each call."""
+    if backward not in call.programs:
+        call.programs[backward] = programs(call, call.ranks, backward=backward)
+    return call.programs[backward]
 
 
 def program_of_every_rank(call: Call, *, backward: bool) -> Program:

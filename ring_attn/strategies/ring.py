@@ -397,7 +397,7 @@ def _forward(call: Call, steps: Steps) -> Iterator[Op]:
     rows = steps.ranks.rows("q")
     state = Array(spec.batch, rows, spec.nheads, spec.headdim_v, spec.accum_dtype)
     results = result_arrays(spec, rows)
-    yield Start(View("q"), spec.headdim_v, state)
+    yield Start(View("q"), spec.headdim_v, state, slice(None))
     shards = _Messages(steps)
     last = _last_with_tiles(steps)
     for index in range(steps.num):

@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attn import SequenceLayout, Strategy, ring_attention
+from ring_attn import SequenceLayout, Strategy, ring_attention, tree_decode
 from ring_attn.core.mask import Mask
 from ring_attn.core.program import Attend, Differentiate, Inner, Program, Step
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import resolve_strategy
-from ring_attn.decode import tree_decode
 from ring_attn.machines.count import bytes_sent, num_messages
 from ring_attn.profiling import Figures, Stats, collect, stats, trace
 from ring_attn.strategies.registry import make_call, program_of

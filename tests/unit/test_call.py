@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ring_attn import Strategy, TransportOptions, ring_attention, tree_decode
-from ring_attn.call import AttentionOptions, Call, DecodeOptions, How, SdpaOptions, What
+from ring_attn.call import AttentionOptions, DecodeOptions, How, Request, SdpaOptions, What
 
-PLAIN = Call(
+PLAIN = Request(
     causal=False,
     window_size=(-1, -1),
     softmax_scale=None,
@@ -32,8 +32,8 @@ CALLS = [
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_text_says_everything(call: Call) -> None:
-    again = Call.from_text(call.text)
+def test_text_says_everything(call: Request) -> None:
+    again = Request.from_text(call.text)
     assert again == call
     assert hash(again) == hash(call)
     assert [type(x) for x in again] == [type(x) for x in call]
@@ -45,7 +45,9 @@ def test_calls_that_differ_have_other_texts() -> None:
 
 def test_another_process_reads_the_text() -> None:
     """As a graph does that was stored by one process and is loaded by another."""
-    program = "import sys; from ring_attn.call import Call; print(Call.from_text(sys.argv[1]))"
+    program = (
+        "import sys; from ring_attn.call import Request; print(Request.from_text(sys.argv[1]))"
+    )
     for call in CALLS:
         ran = subprocess.run(
             [sys.executable, "-c", program, call.text], capture_output=True, text=True, timeout=120

@@ -89,7 +89,7 @@ def _forward(call: Call, ranks: Ranks) -> Iterator[Op]:
     spec, grid = call.spec, Grid(1, ranks.world_size)
     results = result_arrays(spec, ranks.rows("q"))
     state = Array(spec.batch, ranks.rows("q"), spec.nheads, spec.headdim_v, spec.accum_dtype)
-    yield Start(View("q"), spec.headdim_v, state)
+    yield Start(View("q"), spec.headdim_v, state, slice(None))
     for ops, by, (k, v) in _shards(call, ranks):
         yield Step(f"step {by}", by)
         yield from ops
