@@ -14,8 +14,8 @@ from ring_attn import check
 from ring_attn.call import Request
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Tile
 from ring_attn.core.spec import AttentionSpec, TransportOptions
+from ring_attn.core.tiles import Tile
 from ring_attn.core.values import as_int, check_type
 from ring_attn.machines import run
 from ring_attn.strategies.tree_decode import (

@@ -11,8 +11,8 @@ from torch import Tensor
 from ring_attn.backends.base import Backend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Tile, pair_tiles
 from ring_attn.core.spec import Scores
+from ring_attn.core.tiles import Tile, pair_tiles
 from ring_attn.testing import (
     Expected,
     Inputs,

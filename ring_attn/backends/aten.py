@@ -10,7 +10,7 @@ What each takes decides how a tile is cut into operator calls:
     CUDA cuDNN      none, top-left causal                full and square causal pieces; a window's
                                                          tile goes to flash
 
-Every row of a tile sees something (`plan.make_tile`), so the operators' values for rows that see
+Every row of a tile sees something (`tiles.make_tile`), so the operators' values for rows that see
 nothing (lse 0 on CPU, +inf in flash) are never met; `-inf` comes from the state alone.
 """
 
@@ -31,9 +31,9 @@ from ring_attn.backends.base import (
     tile_within,
 )
 from ring_attn.core.dtypes import HALF_DTYPES
-from ring_attn.core.plan import Band, MaskKind, Tile
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import State
+from ring_attn.core.tiles import Band, MaskKind, Tile
 
 aten = torch.ops.aten
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ring_attn.core.dtypes import accum_dtype
-from ring_attn.core.plan import MaskKind, Tile, make_tile
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import State
+from ring_attn.core.tiles import MaskKind, Tile, make_tile
 
 
 class Backend(Protocol):

@@ -23,9 +23,9 @@ from ring_attn.backends.base import (
     out_from_delta,
 )
 from ring_attn.core.dtypes import HALF_DTYPES
-from ring_attn.core.plan import Tile
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import State
+from ring_attn.core.tiles import Tile
 
 # Older versions have other names and arguments.
 OLDEST = (2, 8)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from ring_attn.core.plan import Tile
+from ring_attn.core.tiles import Tile
 
 if TYPE_CHECKING:
     from ring_attn.kernels.launch import Launch, Repeat

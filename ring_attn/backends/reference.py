@@ -13,9 +13,9 @@ from einops import rearrange
 from torch import Tensor
 
 from ring_attn.backends.base import TileBackend, band_mask
-from ring_attn.core.plan import Tile
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import State
+from ring_attn.core.tiles import Tile
 
 
 class ReferenceBackend(TileBackend):

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from ring_attn.backends.kept_launches import KeptLaunches
 from ring_attn.core.dtypes import HALF_DTYPES
-from ring_attn.core.plan import MaskKind, Tile
 from ring_attn.core.spec import AttentionSpec, Scores
+from ring_attn.core.tiles import MaskKind, Tile
 
 if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config

@@ -18,8 +18,8 @@ from itertools import accumulate
 from ring_attn.core.heads import is_replicated, share_heads
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import ring_grid
 from ring_attn.core.strategy import Strategy
+from ring_attn.core.tiles import ring_grid
 
 Layouts = tuple[SequenceLayout, SequenceLayout]
 

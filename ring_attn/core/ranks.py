@@ -9,7 +9,7 @@ A displacement says how many inner rings, and how many places in them, a rank co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Protocol, TypeVar
@@ -20,7 +20,8 @@ from torch import Tensor
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.messages import Message, Number, lengths
-from ring_attn.core.plan import (
+from ring_attn.core.program import Hop, Tiles
+from ring_attn.core.tiles import (
     Displacement,
     Grid,
     Tile,
@@ -31,7 +32,6 @@ from ring_attn.core.plan import (
     pair_tiles,
     travelling_rows,
 )
-from ring_attn.core.program import Hop, Tiles
 from ring_attn.core.work import StepWork, pair_work
 
 Layouts = tuple[SequenceLayout, SequenceLayout]
@@ -178,7 +178,7 @@ class OneRank:
         return tuple(counted_from(first, tile, travels) for tile in tiles)
 
     def gathered(self, gathers: Traveller, rows: int) -> tuple[Tile, ...]:
-        """`plan.gathered_tiles`."""
+        """`tiles.gathered_tiles`."""
         return gathered_tiles(*self.layouts, self.mask, self.rank, rows, gathers)
 
     def in_group(self, degree: int, of: Callable[[tuple[Layouts, int]], T]) -> T:
@@ -319,6 +319,7 @@ def _by_displacement(
     return pair_work(layout_q, layout_kv, mask).by_displacement(grid, travels)
 
 
-def starts_of_rounds(order: tuple[Displacement, ...]) -> Iterator[int]:
+@lru_cache(maxsize=64)
+def rounds_of(order: tuple[Displacement, ...]) -> tuple[int, ...]:
     """First steps of the rounds of a double ring; 0 alone of a plain one."""
-    return (i for i, (a, _) in enumerate(order) if i == 0 or a != order[i - 1][0])
+    return tuple(i for i, (a, _) in enumerate(order) if i == 0 or a != order[i - 1][0])

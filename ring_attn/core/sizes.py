@@ -8,8 +8,8 @@ from functools import lru_cache
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Traveller
 from ring_attn.core.spec import AttentionSpec, Packet
+from ring_attn.core.tiles import Traveller
 from ring_attn.core.values import check_number
 from ring_attn.core.work import pair_work
 

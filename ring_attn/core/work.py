@@ -1,8 +1,8 @@
-r"""The work between all pairs of ranks at once, in closed form: what their plans hold.
+r"""The work between all pairs of ranks at once, in closed form: the sizes of their tiles.
 
-`plan_ring` lists one rank's tiles. This counts the tiles of every pair (queries of rank a, keys of
-rank b), as tensors, by the same rule: two segments of one stride and a document make one rectangle
-with a band, and its pairs, rows and edges are arithmetic.
+`tiles.pair_tiles` lists the tiles of one pair. This counts those of every pair (queries of rank a,
+keys of rank b), as tensors, by the same rule: two segments of one stride and a document make one
+rectangle with a band, and its pairs, rows and edges are arithmetic.
 
     area   visible pairs                                   k 0 1 2 3 4
     edge   rows that a bound of the band cuts, once        q \ . . . .
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Displacement, Grid, Traveller, check_fit
+from ring_attn.core.tiles import Displacement, Grid, Traveller, check_fit
 
 # An unbounded side of a band: small enough that sums of it with positions do not overflow.
 UNBOUNDED = 1 << 50
@@ -122,7 +122,7 @@ class PairWork:
     def displacements(self, grid: Grid) -> tuple[Displacement, ...]:
         """Displacements of a q rank from a kv rank of which it sees anything, and (0, 0).
 
-        The same as `plan.needed_displacements`.
+        The same as `tiles.needed_displacements`.
         """
         needed = torch.zeros(self.world_size, dtype=torch.bool)
         for ranks in _blocks(self.world_size):
@@ -301,7 +301,7 @@ class _Totals:
 
 
 def _tiles(q: tuple[Tensor, ...], kv: tuple[Tensor, ...], lo: Tensor, hi: Tensor) -> _Tiles:
-    """`plan.make_tile` and `Tile.area` for many rectangles, which broadcast."""
+    """`tiles.make_tile` and `Tile.area` for many rectangles, which broadcast."""
     (q0, q1), (k0, k1) = q, kv
     some = (q0 < q1) & (k0 < k1)
     q0, q1 = torch.maximum(q0, k0 - hi), torch.minimum(q1, k1 - lo)

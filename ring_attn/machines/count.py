@@ -8,7 +8,6 @@ from typing import Any
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import Backend
 from ring_attn.core.messages import Gathered, Message, Number, Records
-from ring_attn.core.plan import Tile
 from ring_attn.core.program import (
     Add,
     Array,
@@ -35,6 +34,7 @@ from ring_attn.core.program import (
     part_of_heads,
 )
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.tiles import Tile
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import program_of
 

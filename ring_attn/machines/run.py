@@ -16,7 +16,6 @@ from torch import Tensor
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import Backend, decodes, folds_in_order
 from ring_attn.core.messages import Message
-from ring_attn.core.plan import Tile
 from ring_attn.core.program import (
     Add,
     Assign,
@@ -49,6 +48,7 @@ from ring_attn.core.program import (
 )
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import merge_tree
+from ring_attn.core.tiles import Tile
 from ring_attn.profiling import Direction, Observer, is_observed, observe
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import program_of

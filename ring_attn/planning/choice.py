@@ -13,9 +13,9 @@ from typing import Any
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Traveller
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy, family, label
+from ring_attn.core.tiles import Traveller
 from ring_attn.machines.time import Simulation
 from ring_attn.planning.devices import Cluster
 

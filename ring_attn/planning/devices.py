@@ -39,7 +39,7 @@ class Rate:
     """How fast one direction of attention is computed.
 
     Attributes:
-        flops: FLOP/s of large tiles, counted by `cost.flops`.
+        flops: FLOP/s of large tiles, counted by `sizes.flops`.
         launch: seconds before a step's tiles are begun.
         row_columns: columns that every row costs on top.
         edge_columns: columns that every row cut by the mask costs on top.

@@ -14,8 +14,8 @@ from functools import lru_cache
 from ring_attn.core.heads import share_heads
 from ring_attn.core.mask import Mask
 from ring_attn.core.messages import Message
-from ring_attn.core.plan import Band, Displacement, Grid, Tile, Traveller, pair_tiles
 from ring_attn.core.ranks import Layouts, OneRank, every_count, mirrored
+from ring_attn.core.tiles import Band, Displacement, Grid, Tile, Traveller, pair_tiles
 from ring_attn.core.work import pair_work
 from ring_attn.machines.count import peak_of_programs
 from ring_attn.strategies.base import Call

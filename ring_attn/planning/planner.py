@@ -27,10 +27,10 @@ from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.heads import share_heads
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Traveller, check_fit
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import NAMES, Strategy, resolve_strategy
+from ring_attn.core.tiles import Traveller, check_fit
 from ring_attn.core.values import (
     as_int,
     as_tuple,

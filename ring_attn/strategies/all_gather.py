@@ -43,7 +43,6 @@ from ring_attn.backends import bits_unit, get_backend
 from ring_attn.backends.base import folds_in_order
 from ring_attn.core import order
 from ring_attn.core.messages import Gathered, Parcels, Records
-from ring_attn.core.plan import Traveller, check_fit
 from ring_attn.core.program import (
     Array,
     Assign,
@@ -70,6 +69,7 @@ from ring_attn.core.program import (
 )
 from ring_attn.core.ranks import Ranks
 from ring_attn.core.spec import AttentionSpec, Packet
+from ring_attn.core.tiles import Traveller, check_fit
 from ring_attn.strategies.base import Call, StrategyCode, input_arrays, result_arrays
 
 

@@ -14,11 +14,11 @@ from typing import Protocol
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Traveller
 from ring_attn.core.program import Array, Program
 from ring_attn.core.ranks import EveryRank, OneRank, Ranks
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.strategy import Strategy
+from ring_attn.core.tiles import Traveller
 
 Layouts = tuple[SequenceLayout, SequenceLayout]
 

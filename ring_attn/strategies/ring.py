@@ -54,7 +54,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from ring_attn.backends import bits_unit, get_backend
@@ -63,16 +62,6 @@ from ring_attn.core import order
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.messages import Message
-from ring_attn.core.plan import (
-    Displacement,
-    Grid,
-    MaskKind,
-    Tile,
-    Traveller,
-    check_fit,
-    kind_of,
-    ring_grid,
-)
 from ring_attn.core.program import (
     Add,
     Array,
@@ -100,8 +89,18 @@ from ring_attn.core.program import (
     View,
     Wait,
 )
-from ring_attn.core.ranks import OneRank, Ranks, starts_of_rounds
+from ring_attn.core.ranks import OneRank, Ranks, rounds_of
 from ring_attn.core.sizes import choose_traveller, gradient_packet, shard_packet
+from ring_attn.core.tiles import (
+    Displacement,
+    Grid,
+    MaskKind,
+    Tile,
+    Traveller,
+    check_fit,
+    kind_of,
+    ring_grid,
+)
 from ring_attn.strategies.base import Call, StrategyCode, input_arrays, result_arrays
 
 # The tensors of a shard, of its gradients, and those that stay, by what travels.
@@ -319,12 +318,7 @@ class Steps:
     @property
     def rounds(self) -> tuple[int, ...]:
         """First steps of the rounds."""
-        return _rounds(self.order)
-
-
-@lru_cache(maxsize=64)
-def _rounds(order: tuple[Displacement, ...]) -> tuple[int, ...]:
-    return tuple(starts_of_rounds(order))
+        return rounds_of(self.order)
 
 
 class _Messages:

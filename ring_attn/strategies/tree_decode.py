@@ -32,7 +32,6 @@ from ring_attn.backends.base import decodes
 from ring_attn.core.layout import Segment
 from ring_attn.core.mask import Mask
 from ring_attn.core.messages import Gathered
-from ring_attn.core.plan import Band, Tile, make_tile
 from ring_attn.core.program import (
     Array,
     Attend,
@@ -52,6 +51,7 @@ from ring_attn.core.program import (
     Wait,
 )
 from ring_attn.core.spec import AttentionSpec, Packet, Scores
+from ring_attn.core.tiles import Band, Tile, make_tile
 from ring_attn.transport.base import Transport
 
 
@@ -156,7 +156,7 @@ def decode_tiles(segments: Sequence[Segment], mask: Mask) -> tuple[Tile, ...]:
         mask: over all queries and the whole cache, one document.
 
     Returns:
-        Tiles in folding order, as `plan.pair_tiles` has them.
+        Tiles in folding order, as `tiles.pair_tiles` has them.
 
     Example:
         >>> segments = [Segment(0, 4), Segment(9, 3)]

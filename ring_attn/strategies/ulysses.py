@@ -37,7 +37,6 @@ from ring_attn.core.heads import HeadRun, HeadShare, is_replicated, share_heads
 from ring_attn.core.layout import MergedRows, SequenceLayout
 from ring_attn.core.messages import Bytes, Message, Parcels
 from ring_attn.core.order import why_not_by_heads
-from ring_attn.core.plan import Traveller
 from ring_attn.core.program import (
     Array,
     Buffer,
@@ -59,6 +58,7 @@ from ring_attn.core.program import (
 )
 from ring_attn.core.ranks import Layouts, Ranks
 from ring_attn.core.spec import AttentionSpec, Packet
+from ring_attn.core.tiles import Traveller
 from ring_attn.strategies.base import Call, MakeProgram, StrategyCode, input_arrays
 
 

@@ -28,10 +28,10 @@ from torch import Tensor
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import Backend
 from ring_attn.check import check_group
-from ring_attn.core.plan import Band, Tile
 from ring_attn.core.program import Hop
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec, Scores, TransportOptions
+from ring_attn.core.tiles import Band, Tile
 from ring_attn.planning.devices import Cluster, Device, Link, Rate, compute_seconds, to_json
 from ring_attn.tools.arguments import (
     add_common,

@@ -19,8 +19,8 @@ from rich.text import Text
 from torch import Tensor
 from torch.nn.functional import max_pool2d
 
-from ring_attn.core.plan import ring_grid
 from ring_attn.core.program import CHANNELS
+from ring_attn.core.tiles import ring_grid
 from ring_attn.core.work import pair_work
 from ring_attn.machines.actions import Transfer
 from ring_attn.machines.time import Simulation

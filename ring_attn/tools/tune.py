@@ -42,8 +42,8 @@ from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_devi
 from ring_attn.bench.report import Report, show
 from ring_attn.bench.timing import Call, Sample, is_alive, time_in_turn, watch_for
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.plan import pair_tiles
 from ring_attn.core.spec import Scores
+from ring_attn.core.tiles import pair_tiles
 from ring_attn.tools.arguments import parse_size
 from ring_attn.tools.env import machine
 from ring_attn.tools.launch import num_cores

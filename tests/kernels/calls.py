@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Tile, make_tile
+from ring_attn.core.tiles import Tile, make_tile
 from ring_attn.kernels.configs import Config
 from ring_attn.kernels.flash_bwd import delta_launch, dkdv_launch, dq_launch
 from ring_attn.kernels.flash_fwd import Carried, forward_launch

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Tile
 from ring_attn.core.spec import Scores
+from ring_attn.core.tiles import Tile
 from ring_attn.kernels import configs, hopper_fwd
 from ring_attn.kernels.launch import Launch
 from tests.bounds import whole

@@ -7,9 +7,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Traveller
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
+from ring_attn.core.tiles import Traveller
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call
 from ring_attn.testing import Expected, Inputs, Layouts, run_calls, whole_of

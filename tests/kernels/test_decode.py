@@ -13,8 +13,8 @@ from torch import Tensor
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Tile
 from ring_attn.core.spec import Scores
+from ring_attn.core.tiles import Tile
 from ring_attn.kernels import decode, tasks
 from ring_attn.kernels.decode import Parts, choose_parts, part_rectangles
 from ring_attn.strategies.tree_decode import decode_tiles

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Tile
+from ring_attn.core.tiles import Tile
 from ring_attn.kernels import flash_bwd, flash_fwd
 from ring_attn.kernels.configs import Config
 from ring_attn.kernels.flash_fwd import forward_launch

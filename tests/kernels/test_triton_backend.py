@@ -18,8 +18,8 @@ from ring_attn.backends import choose_backend, get_backend, kept_launches
 from ring_attn.backends import triton as module
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Tile
 from ring_attn.core.spec import AttentionSpec, Scores
+from ring_attn.core.tiles import Tile
 from ring_attn.kernels.flash_fwd import Carried
 from ring_attn.testing import RESULTS, Expected, Inputs, layouts_of, poisoned_empty
 from tests.bounds import MASKS, assert_holds, expect, run, whole

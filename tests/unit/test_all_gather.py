@@ -12,8 +12,8 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.messages import Records
 from ring_attn.core.order import why_not_in_order
-from ring_attn.core.plan import MaskKind, gathered_tiles
 from ring_attn.core.strategy import Strategy
+from ring_attn.core.tiles import MaskKind, gathered_tiles
 from ring_attn.testing import LAYOUTS, layouts_of, masks
 
 # -- tiles

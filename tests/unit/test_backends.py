@@ -26,8 +26,8 @@ from ring_attn.backends.base import (
     out_from_delta,
 )
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Band, MaskKind, Tile, make_tile
 from ring_attn.core.spec import AttentionSpec, Scores
+from ring_attn.core.tiles import Band, MaskKind, Tile, make_tile
 from ring_attn.testing import (
     Expected,
     Inputs,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ring_attn import balance
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import pair_tiles, travelling_rows
+from ring_attn.core.tiles import pair_tiles, travelling_rows
 from ring_attn.planning import partition
 from ring_attn.planning.balance import (
     Balance,

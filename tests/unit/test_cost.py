@@ -8,7 +8,6 @@ import torch
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Traveller
 from ring_attn.core.sizes import (
     choose_traveller,
     flops,
@@ -18,6 +17,7 @@ from ring_attn.core.sizes import (
 )
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
+from ring_attn.core.tiles import Traveller
 from ring_attn.machines.count import bytes_sent, num_messages
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import program_of

@@ -29,7 +29,7 @@ MODULES_WITH_EXAMPLES = {
     "ring_attn.decode",
     "ring_attn.core.layout",
     "ring_attn.core.mask",
-    "ring_attn.core.plan",
+    "ring_attn.core.tiles",
     "ring_attn.transport.local",
 }
 

@@ -21,7 +21,7 @@ PACKAGE = "ring_attn"
 # functions count.
 CORE = {
     "core", "core.dtypes", "core.values", "core.heads", "core.mask", "core.spec", "core.state",
-    "core.strategy", "core.layout", "core.batch", "core.plan", "core.messages", "core.program",
+    "core.strategy", "core.layout", "core.batch", "core.tiles", "core.messages", "core.program",
     "core.ranks", "core.work", "core.sizes", "core.order",
 }  # fmt: skip
 DATA = CORE | {"torch_private", "compiling"}
@@ -46,14 +46,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.strategy": {"core.values"},
     "core.layout": {"core.values", "core.mask", "compiling"},
     "core.batch": {"core.values", "core.layout"},
-    "core.plan": {"core.mask", "core.layout"},
+    "core.tiles": {"core.mask", "core.layout"},
     "core.messages": {"core.spec"},
     "core.program": {"core.messages", "core.spec"},
     # The work of all pairs of ranks; the numbers of one rank or of every rank; sizes.
-    "core.work": {"core.mask", "core.layout", "core.plan"},
+    "core.work": {"core.mask", "core.layout", "core.tiles"},
     "core.ranks": CORE - {"core.ranks", "core.sizes", "core.order"},
     "core.sizes": CORE - {"core.sizes", "core.order"},
-    "core.order": {"core.heads", "core.layout", "core.mask", "core.plan", "core.strategy"},
+    "core.order": {"core.heads", "core.layout", "core.mask", "core.tiles", "core.strategy"},
     "profiling": {"torch_private"},
     "check": DATA,
     "transport": DATA | {"profiling", "kernels"},
@@ -257,7 +257,7 @@ KNOWN = {
     "ring_attn.kernels.flash_fwd",
     "ring_attn.kernels.online_softmax",
     "ring_attn.core.layout",
-    "ring_attn.core.plan",
+    "ring_attn.core.tiles",
     "ring_attn.testing",
 }
 
@@ -265,24 +265,24 @@ KNOWN = {
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("ring_attn.core.layout", "from ring_attn.core.plan import Plan"),
-        ("ring_attn.core.layout", "from .plan import Plan"),
-        ("ring_attn.core.layout", "from . import plan"),
-        ("ring_attn.core.layout", "def f():\n    from ring_attn import plan"),
+        ("ring_attn.core.layout", "from ring_attn.core.tiles import Plan"),
+        ("ring_attn.core.layout", "from .tiles import Tile"),
+        ("ring_attn.core.layout", "from . import tiles"),
+        ("ring_attn.core.layout", "def f():\n    from ring_attn.core import tiles"),
         (
             "ring_attn.core.layout",
-            "import importlib\nimportlib.import_module('ring_attn.core.plan')",
+            "import importlib\nimportlib.import_module('ring_attn.core.tiles')",
         ),
         ("ring_attn.core.layout", "import ring_attn"),
         ("ring_attn.api", "from ring_attn.testing import attend"),
-        ("ring_attn.core.plan", "from ring_attn.backends import select"),
+        ("ring_attn.core.tiles", "from ring_attn.backends import select"),
         ("ring_attn.backends.aten", "from ring_attn.backends import triton"),
         ("ring_attn.backends.aten", "def f():\n    from .triton import Triton"),
         ("ring_attn.backends.aten", "from ring_attn.backends import select"),
         ("ring_attn.backends", "from ring_attn.backends import triton"),
         ("ring_attn.backends.triton", "import triton"),
         ("ring_attn.backends.triton", "try:\n    import triton\nexcept ImportError:\n    pass"),
-        ("ring_attn.kernels.flash_fwd", "from ring_attn.core.plan import Plan"),
+        ("ring_attn.kernels.flash_fwd", "from ring_attn.core.tiles import Plan"),
         ("ring_attn.kernels.flash_fwd", "def f():\n    import einops.layers\n    import numpy"),
         ("ring_attn.kernels.flash_fwd", "from kernels.online_softmax import LOG2E"),
         ("ring_attn.unheard_of", "import torch"),
@@ -295,7 +295,7 @@ def test_a_wrong_import_is_found(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("ring_attn.core.plan", "from ring_attn.core.layout import Segment"),
+        ("ring_attn.core.tiles", "from ring_attn.core.layout import Segment"),
         ("ring_attn.backends.aten", "from .base import TileBackend"),
         ("ring_attn.backends.triton", "def f():\n    from ring_attn.kernels import flash_fwd"),
         ("ring_attn.backends.triton", "def f():\n    import triton"),

@@ -11,9 +11,9 @@ import torch
 from ring_attn.backends.aten import AtenBackend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Traveller
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
+from ring_attn.core.tiles import Traveller
 from ring_attn.machines import count, run
 from ring_attn.planning.memory import peak_of
 from ring_attn.profiling import peak_bytes

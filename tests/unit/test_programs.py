@@ -12,7 +12,6 @@ import torch
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Traveller, needed_displacements
 from ring_attn.core.program import (
     Add,
     Clear,
@@ -31,6 +30,7 @@ from ring_attn.core.program import (
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
+from ring_attn.core.tiles import Traveller, needed_displacements
 from ring_attn.machines.actions import Schedule, schedule_of
 from ring_attn.machines.check import check, check_calls
 from ring_attn.machines.count import bytes_sent, num_messages

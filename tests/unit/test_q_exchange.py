@@ -6,7 +6,7 @@ import pytest
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import gathered_tiles
+from ring_attn.core.tiles import gathered_tiles
 from ring_attn.strategies.q_exchange import exchanged_layout
 
 

@@ -13,7 +13,6 @@ import torch
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import Grid
 from ring_attn.core.program import (
     Array,
     Attend,
@@ -40,6 +39,7 @@ from ring_attn.core.program import (
 from ring_attn.core.ranks import Ranks
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import CORES, Strategy
+from ring_attn.core.tiles import Grid
 from ring_attn.machines.actions import schedule_of
 from ring_attn.machines.check import check_calls
 from ring_attn.machines.count import bytes_sent, num_messages, peak_bytes

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ring_attn.core.layout import LAYOUTS, Segment, SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import pair_tiles
 from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.tiles import pair_tiles
 from ring_attn.decode import next_rank
 from ring_attn.machines import run as machine
 from ring_attn.strategies.tree_decode import (

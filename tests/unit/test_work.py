@@ -13,7 +13,7 @@ from torch import Tensor
 from ring_attn.core import work as module
 from ring_attn.core.layout import LAYOUTS, Segment, SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import ring_grid
+from ring_attn.core.tiles import ring_grid
 from ring_attn.core.work import PairWork, pair_work
 
 # Rows in all, at most: short, since every pair of ranks is compared with its part of the mask.

@@ -14,7 +14,10 @@ from torch import Tensor
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.plan import (
+from ring_attn.core.program import Hop
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
+from ring_attn.core.tiles import (
     Band,
     MaskKind,
     Tile,
@@ -23,9 +26,6 @@ from ring_attn.core.plan import (
     needed_displacements,
     pair_tiles,
 )
-from ring_attn.core.program import Hop
-from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import Strategy
 from ring_attn.machines.count import num_messages
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import program_of
