@@ -38,6 +38,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ring_attn.torch_private import profiler_enabled
+from ring_attn.transport.base import TransportStats
 
 Direction = Literal["forward", "backward"]
 
@@ -265,24 +266,7 @@ def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> 
     return most
 
 
-# -- what the strategies use
-
-
-class Counters(Protocol):
-    """What a transport counts by itself, always."""
-
-    bytes_sent: int
-    bytes_received: int
-    messages: int
-
-
-class Counting(Protocol):
-    """A transport."""
-
-    @property
-    def stats(self) -> Counters:
-        """What it has done."""
-        ...
+# -- what `machines.run` uses
 
 
 class Observer:
@@ -342,13 +326,13 @@ def is_observed() -> bool:
 
 
 @contextmanager
-def observe(direction: Direction, device: torch.device, transport: Counting) -> Iterator[Observer]:
+def observe(direction: Direction, device: torch.device, sent: TransportStats) -> Iterator[Observer]:
     """Watches one call; its figures are kept at the end where they are collected.
 
     Args:
         direction: of the call.
         device: where its tensors are.
-        transport: of its rank.
+        sent: counts of the rank's transport.
 
     Raises:
         RuntimeError: the call is captured into a CUDA graph, and figures are collected.
@@ -362,18 +346,17 @@ def observe(direction: Direction, device: torch.device, transport: Counting) -> 
     clock = _clock_of(device)
     _collected.forget(direction)
     memory = _Memory(device)
-    before = _counts(transport)
+    before = _counts(sent)
     observer = Observer(clock)
     with _named(f"ring_attn::{direction}"):
         start = clock.mark()
         yield observer
         whole = _Span(clock, start, clock.mark())
-    counts = tuple(b - a for a, b in zip(before, _counts(transport), strict=True))
+    counts = tuple(b - a for a, b in zip(before, _counts(sent), strict=True))
     _collected.last[direction] = _Record(whole, observer, counts, memory.read())
 
 
-def _counts(transport: Counting) -> tuple[int, int, int]:
-    stats = transport.stats
+def _counts(stats: TransportStats) -> tuple[int, int, int]:
     return stats.bytes_sent, stats.bytes_received, stats.messages
 
 

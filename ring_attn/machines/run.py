@@ -181,7 +181,8 @@ def execute(
         run.all()
         return run
     direction: Direction = "backward" if program.backward else "forward"
-    with observe(direction, next(iter(tensors.values())).device, transport) as observer:
+    device = next(iter(tensors.values())).device
+    with observe(direction, device, transport.stats) as observer:
         run.observer = observer
         run.all()
     return run

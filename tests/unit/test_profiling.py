@@ -34,12 +34,6 @@ CPU = torch.device("cpu")
 MIB = 1 << 20
 
 
-class Idle:
-    """A transport that has nothing to do."""
-
-    stats = TransportStats()
-
-
 @pytest.fixture(autouse=True)
 def nothing_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "_collected", profiling._Collected(0))
@@ -111,7 +105,7 @@ def test_a_forward_begins_anew() -> None:
 def test_a_failed_call_leaves_nothing() -> None:
     with collect():
         call_alone()
-        with pytest.raises(ZeroDivisionError), observe("forward", CPU, Idle()):
+        with pytest.raises(ZeroDivisionError), observe("forward", CPU, TransportStats()):
             raise ZeroDivisionError
     with pytest.raises(RuntimeError, match="or the last one failed"):
         stats()
@@ -235,7 +229,7 @@ def test_nvtx_has_the_same_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", names.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: names.append("pop"))
-    with observe("forward", CPU, Idle()) as observer:
+    with observe("forward", CPU, TransportStats()) as observer:
         observer.step = 7
         with observer.span("attend"):
             pass
@@ -268,7 +262,7 @@ def test_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         collect(),
         pytest.raises(RuntimeError, match="captured into a CUDA graph"),
-        observe("forward", torch.device("cuda", 0), Idle()),
+        observe("forward", torch.device("cuda", 0), TransportStats()),
     ):
         pass
 
@@ -278,7 +272,7 @@ def test_memory_is_that_of_the_call() -> None:
         pytest.skip("this system does not let a process reset its peak")
     kept = torch.ones(32 * MIB, dtype=torch.uint8)
     # Mapped by hand: malloc may have as much that was freed and that it keeps.
-    with collect(), observe("forward", CPU, Idle()), mmap.mmap(-1, 64 * MIB) as passing:
+    with collect(), observe("forward", CPU, TransportStats()), mmap.mmap(-1, 64 * MIB) as passing:
         torch.frombuffer(passing, dtype=torch.uint8).fill_(1)
     figures = stats().forward
     assert figures is not None and figures.start_bytes is not None
@@ -291,7 +285,7 @@ def test_memory_is_that_of_the_call() -> None:
 
 def test_memory_that_cannot_be_told_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "reset_resident_peak", lambda: False)
-    with collect(), observe("forward", CPU, Idle()):
+    with collect(), observe("forward", CPU, TransportStats()):
         pass
     figures = stats().forward
     assert figures is not None
@@ -305,7 +299,7 @@ def test_on_cuda_times_are_those_of_the_device() -> None:
     cycles = 100_000_000  # about 50 ms
     torch.cuda.synchronize()
     with collect():
-        with observe("forward", device, Idle()) as observer:
+        with observe("forward", device, TransportStats()) as observer:
             with observer.span("attend"):
                 torch.cuda._sleep(cycles)
                 held = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
