@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.messages import Message, Number, lengths
+from ring_attn.core.messages import Bytes, Message, Number, lengths
 from ring_attn.core.program import Hop, Tiles
 from ring_attn.core.tiles import (
     Displacement,
@@ -85,14 +85,10 @@ class Ranks(Protocol):
         """Rows that travel of the shard of the rank displaced so far; None in every rank's."""
         ...
 
-    def moving_message(
-        self,
-        grid: Grid,
-        travels: Traveller,
-        by: Displacement,
-        make: Callable[[int], Message],
-    ) -> Message:
-        """The message with these rows; `make` is from their number."""
+    def moving_messages(
+        self, grid: Grid, travels: Traveller, make: Callable[[int], Message]
+    ) -> Callable[[Displacement], Message]:
+        """The messages with these rows, by displacement; `make` is from their number."""
         ...
 
     def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> Tiles:
@@ -156,16 +152,16 @@ class OneRank:
         owner = grid.moved(self.rank, by, -1)
         return travelling_rows(*self.layouts, self.mask, owner, travels)
 
-    def moving_message(
-        self,
-        grid: Grid,
-        travels: Traveller,
-        by: Displacement,
-        make: Callable[[int], Message],
-    ) -> Message:
-        """The message of that owner's rows."""
-        rows = self.moving(grid, travels, by)
-        return make(rows.stop - rows.start)
+    def moving_messages(
+        self, grid: Grid, travels: Traveller, make: Callable[[int], Message]
+    ) -> Callable[[Displacement], Message]:
+        """The messages of the owners' rows."""
+
+        def message(by: Displacement) -> Message:
+            rows = self.moving(grid, travels, by)
+            return make(rows.stop - rows.start)
+
+        return message
 
     def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> tuple[Tile, ...]:
         """In folding order; the travelling side is counted from the first row that travels."""
@@ -215,6 +211,10 @@ class EveryRank:
     def _numbers(self) -> Tensor:
         return torch.arange(self.world_size)
 
+    @cached_property
+    def _work(self) -> dict[tuple[Grid, Traveller], list[StepWork]]:
+        return {}
+
     def order(self, grid: Grid, travels: Traveller) -> tuple[Displacement, ...]:
         """As one rank's, from the work of all pairs."""
         return mirrored(pair_work(*self.layouts, self.mask).displacements(grid), grid, travels)
@@ -240,22 +240,23 @@ class EveryRank:
         """None: the rows of every rank are no slice."""
         return None
 
-    def moving_message(
-        self,
-        grid: Grid,
-        travels: Traveller,
-        by: Displacement,
-        make: Callable[[int], Message],
-    ) -> Message:
+    def moving_messages(
+        self, grid: Grid, travels: Traveller, make: Callable[[int], Message]
+    ) -> Callable[[Displacement], Message]:
         """The lengths of the owners' messages, by holder."""
-        counts = every_count(*self.layouts, self.mask, travels)
-        if bool((counts == counts[0]).all()):
-            return lengths(make, counts)
-        return lengths(make, counts.view(grid.outer, grid.inner).roll(by, (0, 1)).flatten())
+        owners = lengths(make, every_count(*self.layouts, self.mask, travels))
+        sizes = owners.nbytes.view(grid.outer, grid.inner)
+        if bool((sizes == sizes[0, 0]).all()):
+            return lambda by: owners
+        return lambda by: Bytes(sizes.roll(by, (0, 1)).flatten())
 
     def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> StepWork:
         """Sizes of the tiles of every rank."""
-        return _by_displacement(*self.layouts, self.mask, grid, travels)[by[0] * grid.inner + by[1]]
+        # Looked up here first: a mask of many documents takes long to hash.
+        if (grid, travels) not in self._work:
+            work = _by_displacement(*self.layouts, self.mask, grid, travels)
+            self._work[grid, travels] = work
+        return self._work[grid, travels][by[0] * grid.inner + by[1]]
 
     def gathered(self, gathers: Traveller, rows: int) -> StepWork:
         """Sizes of the tiles of every rank."""

@@ -90,15 +90,12 @@ class _RoughRank(OneRank):
         """As many rows as the longest message has."""
         return slice(0, _longest(self.layouts, self.mask, travels))
 
-    def moving_message(
-        self,
-        grid: Grid,
-        travels: Traveller,
-        by: Displacement,
-        make: Callable[[int], Message],
-    ) -> Message:
-        """The longest message of any rank."""
-        return make(_longest(self.layouts, self.mask, travels))
+    def moving_messages(
+        self, grid: Grid, travels: Traveller, make: Callable[[int], Message]
+    ) -> Callable[[Displacement], Message]:
+        """Always the longest message of any rank."""
+        longest = make(_longest(self.layouts, self.mask, travels))
+        return lambda by: longest
 
     def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> tuple[Tile, ...]:
         """Those with the own shard; then always those with which there are most pairs."""

@@ -52,7 +52,7 @@ ceil(w / c) hops, in either direction.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -272,19 +272,20 @@ class Steps:
         (a, b), (c, d) = self.order[here], self.order[there]
         return self.ranks.hop(self.grid, (c - a, d - b))
 
-    def shard(self, index: int) -> Message:
-        """The message of the shard that is held at a step."""
+    def shards(self) -> list[Message]:
+        """The message of the shard that is held at each step; none where nothing travels."""
         spec, travels = self.call.spec, self.travels
-        return self._message(index, lambda rows: shard_packet(spec, travels, rows))
+        return self._messages(lambda rows: shard_packet(spec, travels, rows))
 
-    def gradient(self, index: int) -> Message:
-        """The message of its gradients."""
+    def gradients(self) -> list[Message]:
+        """The messages of their gradients."""
         spec, travels = self.call.spec, self.travels
-        return self._message(index, lambda rows: gradient_packet(spec, travels, rows))
+        return self._messages(lambda rows: gradient_packet(spec, travels, rows))
 
-    def _message(self, index: int, make: object) -> Message:
-        by = self.order[index]
-        return self.ranks.moving_message(self.grid, self.travels, by, make)  # type: ignore[arg-type]
+    def _messages(self, make: Callable[[int], Message]) -> list[Message]:
+        if self.num == 1:
+            return []
+        return list(map(self.ranks.moving_messages(self.grid, self.travels, make), self.order))
 
     def tiles(self, index: int) -> object:
         """The tiles of a step."""
@@ -327,10 +328,9 @@ class _Messages:
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._names = SHARD[steps.travels]
-        every = [steps.shard(i) for i in range(steps.num)] if steps.num > 1 else []
-        room = _room(every)
-        self._messages = every
-        self._buffers = [Buffer(f"shard {i}", room) for i in range(len(every))]
+        self._messages = steps.shards()
+        room = _room(self._messages)
+        self._buffers = [Buffer(f"shard {i}", room) for i in range(len(self._messages))]
         self._coming: dict[int, Transfer] = {}
         # A shard is kept until it has been computed with and all that send it have been waited for.
         self._until = list(range(steps.num))
@@ -462,8 +462,8 @@ class _Sums:
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
         self.names = MOVING[steps.travels]
-        every = [steps.gradient(i) for i in range(steps.num)] if steps.num > 1 else []
-        self.messages, self.room = every, _room(every)
+        self.messages = steps.gradients()
+        self.room = _room(self.messages)
 
     def buffer(self, name: str) -> Buffer:
         """A buffer for a message of gradients."""

@@ -64,11 +64,9 @@ def star(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> P
 def _shards(call: Call, ranks: Ranks) -> Iterator[tuple[list[Op], int, tuple]]:
     """Ops that bring the shard of the rank `by` before, and its tensors; the own one first."""
     grid = Grid(1, ranks.world_size)
-    message = {
-        by: ranks.moving_message(grid, "kv", (0, by), call.spec.kv_packet)
-        for by in range(ranks.world_size)
-    }
-    longest = max(m.nbytes for m in message.values()) if ranks.rank is not None else 0
+    messages = ranks.moving_messages(grid, "kv", call.spec.kv_packet)
+    message = [messages((0, by)) for by in range(ranks.world_size)]
+    longest = max(m.nbytes for m in message) if ranks.rank is not None else 0
     mine = Buffer("mine", longest)
     yield [], 0, (View("k"), View("v"))
     for by in range(1, ranks.world_size):
@@ -110,7 +108,8 @@ def _backward(call: Call, ranks: Ranks, arrays: dict[str, Array], rounded: bool)
         yield Step(f"step {by}", by)
         yield from ops
         sums = Buffer(f"sums {by}", 0 if ranks.rank is None else 1 << 20)
-        message = ranks.moving_message(grid, "kv", (0, by), spec.kv_grad_packet)
+        messages = ranks.moving_messages(grid, "kv", spec.kv_grad_packet)
+        message = messages((0, by))
         dkv: tuple = (View("dk sum"), View("dv sum"))
         if by:
             yield Clear(sums, message)
@@ -118,7 +117,7 @@ def _backward(call: Call, ranks: Ranks, arrays: dict[str, Array], rounded: bool)
         tiles = ranks.tiles(grid, "kv", (0, by))
         yield Differentiate("all", tiles, q_side, kv, View("dq sum"), dkv, View("out"))
         if by:
-            home = ranks.moving_message(grid, "kv", (0, 0), spec.kv_grad_packet)
+            home = messages((0, 0))
             theirs = Buffer(f"home {by}", sums.room)
             rows = ranks.moving(grid, "kv", (0, 0))
             hop = ranks.hop(grid, (0, -by))
