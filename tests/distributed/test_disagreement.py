@@ -229,8 +229,11 @@ def check(ranks: Pools, strategy: str, odd_rank: int, names: list[str]) -> None:
         if strategy == "auto" and all(one.error == "ValueError" for one in told):
             continue  # the ranks were told when they chose
         assert all(one.error == "RuntimeError" for one in told), (strategy, name, told)
-        assert all(one.seconds < 2 * TIMEOUT for one in told), (strategy, name, told)
-        if name != "late":
+        assert all(one.seconds < 3 * TIMEOUT for one in told), (strategy, name, told)
+        # On a busy machine ranks may not even meet in time, which is an error on all of them, too;
+        # test_failures holds how rings are formed.
+        met = not any("could not form the ring" in one.text for one in told)
+        if name != "late" and met:
             # Somebody has seen why, and told the others.
             assert all("call differs" in one.text for one in told), (strategy, name, told)
 

@@ -431,9 +431,10 @@ def test_a_program_is_made_quickly() -> None:
     n, world_size = 2**20, 64
     layout, mask = SequenceLayout.zigzag(n, world_size), Mask(n, n, causal=True)
     start = time.process_time()
-    program = program_of(call_of(layout, mask), backward=False)
+    call = call_of(layout, mask)
+    program = program_of(call, backward=False)
     assert time.process_time() - start < 1.0
-    assert program is program_of(call_of(layout, mask), backward=False)
+    assert program is program_of(call, backward=False)
     assert area_of(ring_steps(layout, layout, mask, 17)) == n * (n + 1) // 2 // world_size
 
 
