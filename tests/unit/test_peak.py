@@ -19,6 +19,7 @@ from ring_attn.planning.memory import peak_of
 from ring_attn.profiling import peak_bytes
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call
+from ring_attn.transport.base import TransportStats
 
 # What the issue asks: within 5 % of the prediction.
 SHARE = 0.05
@@ -37,6 +38,7 @@ class Echo:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self.stats = TransportStats()
 
     def sub(self, ranks: tuple[int, ...]) -> Echo:
         return Echo(len(ranks))
