@@ -43,12 +43,12 @@ class Ranks(Protocol):
 
     @property
     def layouts(self) -> Layouts:
-        """Of the queries and of the keys."""
+        """Layouts of the queries and of the keys."""
         ...
 
     @property
     def mask(self) -> Mask:
-        """Over the whole sequence."""
+        """Mask over the whole sequence."""
         ...
 
     @property
@@ -131,11 +131,11 @@ class OneRank:
         return mirrored(needed, grid, travels)
 
     def hop(self, grid: Grid, by: Displacement) -> Hop:
-        """Two ranks."""
+        """Ranks to send to and to receive from."""
         return Hop(grid.moved(self.rank, by), grid.moved(self.rank, by, -1))
 
     def partner(self) -> tuple[Hop, Tensor | None]:
-        """One rank, both ways."""
+        """Sends to rank P - 1 - r and receives from it."""
         other = self.world_size - 1 - self.rank
         return Hop(other, other), None
 
@@ -178,7 +178,7 @@ class OneRank:
         return gathered_tiles(*self.layouts, self.mask, self.rank, rows, gathers)
 
     def in_group(self, degree: int, of: Callable[[tuple[Layouts, int]], T]) -> T:
-        """Of this rank."""
+        """The number of this rank."""
         return of((self.layouts, self.rank))
 
     def over(self, layouts: Layouts) -> OneRank:

@@ -60,7 +60,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What each rank computes in one step.
+    """Sizes of the tiles that each rank computes in one step.
 
     Attributes:
         area: (P,) int64 visible pairs.
