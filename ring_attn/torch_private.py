@@ -27,7 +27,6 @@ __all__ = [
     "PrefixStore",
     "Store",
     "break_graph",
-    "cloned",
     "coalesced",
     "flattened",
     "functorch",
@@ -65,16 +64,12 @@ def group_timeout(group: dist.ProcessGroup) -> float:
 
 
 def store_client(group: dist.ProcessGroup) -> Store:
-    """A client of the group's store for one user alone; see `cloned`."""
-    return cloned(group.get_group_store())
-
-
-def cloned(store: Any) -> Store:
-    """Another client of the same store.
+    """Another client of the group's store, for one user alone.
 
     A thread that waits for a key, as torch does while it connects a group, keeps its client from
     all other threads for as long.
     """
+    store: Any = group.get_group_store()
     return cast(Store, store.clone())
 
 

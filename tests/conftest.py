@@ -13,6 +13,10 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Every client of torch's store looks up its host's name. A name server that loses the question
+# would take 5 s, which is longer than the timeouts of these tests.
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+
 from tests.distributed.pool import Pool, Pools
 
 

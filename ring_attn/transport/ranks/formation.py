@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from ring_attn.torch_private import PrefixStore, Store, cloned
+from ring_attn.torch_private import PrefixStore, Store
 
 T = TypeVar("T")
 
@@ -29,6 +29,8 @@ ASKED_AGAIN_S = 1.0
 
 # Seconds that the store may take to answer, beyond the seconds that the ranks have.
 STORE_S = 1.0
+
+NO_LIMIT = datetime.timedelta.max
 
 
 class MissingRanksError(RuntimeError):
@@ -136,6 +138,38 @@ def meet(store: Store, name: str, rank: int, members: Sequence[int], seconds: fl
         raise MissingRanksError(f"the group's store does not answer: {error}") from error
 
 
+class PollingStore(Store):
+    """The store of a group for gloo, which waits in it for the other ranks' addresses.
+
+    A thread that waits for a key keeps the client from all other threads for as long. This asks
+    again and again instead. Another client would look up the host's name first: where a name server
+    loses the question, that takes 5 s.
+    """
+
+    def __init__(self, store: Store) -> None:
+        """Uses the client of `store`."""
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        """Sets a key."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """The value of a key, which exists by now: gloo waits for a key before it reads it."""
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta = NO_LIMIT) -> None:
+        """Waits until all keys exist."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        pause = 0.001
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no rank has set {keys} within {timeout.total_seconds():g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+
+
 def connect_gloo(
     store: Store, meeting: str, rank: int, world_size: int, seconds: float
 ) -> dist.ProcessGroupGloo:
@@ -147,11 +181,11 @@ def connect_gloo(
     everyone = range(world_size)
     connected = RollCall(store, f"{meeting}/connected", rank, everyone, "connect")
     connections: list[dist.ProcessGroupGloo] = []
+    polling = PollingStore(store)
 
     def connect() -> None:
         try:
-            # A client of its own: gloo blocks it while it waits for the other ranks' addresses.
-            prefix = PrefixStore(f"{meeting}/gloo", cloned(store))
+            prefix = PrefixStore(f"{meeting}/gloo", polling)
             timeout = datetime.timedelta(seconds=seconds)
             connections.append(dist.ProcessGroupGloo(prefix, rank, world_size, timeout))
             connected.come()
