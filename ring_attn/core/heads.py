@@ -92,7 +92,9 @@ def share_heads(nheads: int, nheads_kv: int, degree: int) -> tuple[HeadShare, ..
     if nheads % nheads_kv:
         raise ValueError(f"nheads must divide by nheads_kv, got {nheads} and {nheads_kv}")
     group = nheads // nheads_kv
-    return tuple(HeadShare(_runs(a, b, group)) for a, b in pairwise(_cuts(nheads, group, degree)))
+    # Beyond one rank a head the others have none.
+    cuts = _cuts(nheads, group, min(nheads, degree)) + (nheads,) * (degree - nheads)
+    return tuple(HeadShare(_runs(a, b, group)) for a, b in pairwise(cuts))
 
 
 def is_replicated(shares: tuple[HeadShare, ...], nheads_kv: int) -> bool:

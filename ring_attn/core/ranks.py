@@ -99,10 +99,6 @@ class Ranks(Protocol):
         """Tiles with the shards of all ranks, each in so many rows, in the order of the ranks."""
         ...
 
-    def in_group(self, degree: int, of: Callable[[tuple[Layouts, int]], T]) -> T:
-        """A number that depends on the rank's group of `degree` consecutive ranks."""
-        ...
-
     def over(self, layouts: Layouts) -> Ranks:
         """The same ranks with other layouts."""
         ...
@@ -177,10 +173,6 @@ class OneRank:
         """`tiles.gathered_tiles`."""
         return gathered_tiles(*self.layouts, self.mask, self.rank, rows, gathers)
 
-    def in_group(self, degree: int, of: Callable[[tuple[Layouts, int]], T]) -> T:
-        """The number of this rank."""
-        return of((self.layouts, self.rank))
-
     def over(self, layouts: Layouts) -> OneRank:
         """The same rank."""
         return replace(self, layouts=layouts)
@@ -217,7 +209,7 @@ class EveryRank:
 
     def order(self, grid: Grid, travels: Traveller) -> tuple[Displacement, ...]:
         """As one rank's, from the work of all pairs."""
-        return mirrored(pair_work(*self.layouts, self.mask).displacements(grid), grid, travels)
+        return every_order(*self.layouts, self.mask, grid, travels)
 
     def hop(self, grid: Grid, by: Displacement) -> Hop:
         """(world_size,) each; equal displacements have the same tensors."""
@@ -260,19 +252,7 @@ class EveryRank:
 
     def gathered(self, gathers: Traveller, rows: int) -> StepWork:
         """Sizes of the tiles of every rank."""
-        return pair_work(*self.layouts, self.mask).gathered(gathers)
-
-    def in_group(self, degree: int, of: Callable[[tuple[Layouts, int]], T]) -> T:
-        """A tensor (world_size,); groups of shards of equal lengths are looked at once."""
-        found: dict[tuple[tuple[int, ...], ...], list[T]] = {}
-        numbers: list[T] = []
-        for first in range(0, self.world_size, degree):
-            some = slice(first, first + degree)
-            key = tuple(layout.shard_lens[some] for layout in self.layouts)
-            if key not in found:
-                found[key] = [of((self.layouts, first + n)) for n in range(degree)]
-            numbers += found[key]
-        return torch.tensor(numbers, dtype=torch.int64)  # type: ignore[return-value]
+        return every_gathered(*self.layouts, self.mask, gathers)
 
     def over(self, layouts: Layouts) -> EveryRank:
         """The same ranks."""
@@ -302,11 +282,33 @@ def _moved(grid: Grid, by: Displacement) -> Tensor:
     return ranks.roll((-by[0], -by[1]), (0, 1)).flatten()
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
+def every_order(
+    layout_q: SequenceLayout,
+    layout_kv: SequenceLayout,
+    mask: Mask,
+    grid: Grid,
+    travels: Traveller,
+) -> tuple[Displacement, ...]:
+    """Displacements at which any rank sees anything, from the work of all pairs."""
+    needed = pair_work(layout_q, layout_kv, mask).displacements(grid)
+    return mirrored(needed, grid, travels)
+
+
+@lru_cache(maxsize=64)
 def every_count(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, travels: Traveller
 ) -> Tensor:
+    """(world_size,) rows that travel of each rank's shard."""
     return pair_work(layout_q, layout_kv, mask).travelling(travels).count
+
+
+@lru_cache(maxsize=64)
+def every_gathered(
+    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, gathers: Traveller
+) -> StepWork:
+    """The work of each rank with the shards of all ranks at once."""
+    return pair_work(layout_q, layout_kv, mask).gathered(gathers)
 
 
 @lru_cache(maxsize=2)
@@ -318,9 +320,3 @@ def _by_displacement(
     travels: Traveller,
 ) -> list[StepWork]:
     return pair_work(layout_q, layout_kv, mask).by_displacement(grid, travels)
-
-
-@lru_cache(maxsize=64)
-def rounds_of(order: tuple[Displacement, ...]) -> tuple[int, ...]:
-    """First steps of the rounds of a double ring; 0 alone of a plain one."""
-    return tuple(i for i, (a, _) in enumerate(order) if i == 0 or a != order[i - 1][0])

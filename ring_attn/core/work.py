@@ -125,9 +125,12 @@ class PairWork:
         The same as `tiles.needed_displacements`.
         """
         needed = torch.zeros(self.world_size, dtype=torch.bool)
-        for ranks in _blocks(self.world_size):
-            needed |= (self.area[ranks] > 0).gather(1, _sources(grid, ranks)).any(0)
         needed[0] = True
+        # From the last ranks, which under a causal mask see most.
+        for ranks in reversed(list(_blocks(self.world_size))):
+            needed |= (self.area[ranks] > 0).gather(1, _sources(grid, ranks)).any(0)
+            if needed.all():
+                break
         return tuple(divmod(by, grid.inner) for by in needed.nonzero().flatten().tolist())
 
     def travelling(self, travels: Traveller) -> Rows:

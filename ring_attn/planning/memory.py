@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property
 
 from ring_attn.core.heads import share_heads
-from ring_attn.core.mask import Mask
 from ring_attn.core.messages import Message
-from ring_attn.core.ranks import Layouts, OneRank, every_count, mirrored
+from ring_attn.core.ranks import OneRank, every_count, every_order
 from ring_attn.core.tiles import Band, Displacement, Grid, Tile, Traveller, pair_tiles
 from ring_attn.core.work import pair_work
 from ring_attn.machines.count import peak_of_programs
@@ -84,52 +83,51 @@ class _RoughRank(OneRank):
 
     def order(self, grid: Grid, travels: Traveller) -> tuple[Displacement, ...]:
         """From the work of all pairs."""
-        return mirrored(pair_work(*self.layouts, self.mask).displacements(grid), grid, travels)
+        return every_order(*self.layouts, self.mask, grid, travels)
 
     def moving(self, grid: Grid, travels: Traveller, by: Displacement) -> slice:
         """As many rows as the longest message has."""
-        return slice(0, _longest(self.layouts, self.mask, travels))
+        return slice(0, self._longest(travels))
 
     def moving_messages(
         self, grid: Grid, travels: Traveller, make: Callable[[int], Message]
     ) -> Callable[[Displacement], Message]:
         """Always the longest message of any rank."""
-        longest = make(_longest(self.layouts, self.mask, travels))
+        longest = make(self._longest(travels))
         return lambda by: longest
 
     def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> tuple[Tile, ...]:
         """Those with the own shard; then always those with which there are most pairs."""
-        owner = self.rank
-        if by != (0, 0):
-            owner = _most_pairs(self.layouts, self.mask, self.rank, travels)
-        pair = (self.rank, owner) if travels == "kv" else (owner, self.rank)
-        # A step without tiles takes fewer buffers; one of no size has the same.
-        return _tiles(self.layouts, self.mask, pair) or (() if by == (0, 0) else _ANY_TILE)
+        own = by == (0, 0)
+        if (travels, own) not in self._tiles:
+            owner = self.rank if own else self._most_pairs(travels)
+            pair = (self.rank, owner) if travels == "kv" else (owner, self.rank)
+            # A step without tiles takes fewer buffers; one of no size has the same.
+            self._tiles[travels, own] = self._pair_tiles(pair) or (() if own else _ANY_TILE)
+        return self._tiles[travels, own]
 
+    @cached_property
+    def _tiles(self) -> dict[tuple[Traveller, bool], tuple[Tile, ...]]:
+        return {}
 
-@lru_cache(maxsize=64)
-def _longest(layouts: Layouts, mask: Mask, travels: Traveller) -> int:
-    return int(every_count(*layouts, mask, travels).max())
+    def _longest(self, travels: Traveller) -> int:
+        return int(every_count(*self.layouts, self.mask, travels).max())
 
+    def _most_pairs(self, travels: Traveller) -> int:
+        work = pair_work(*self.layouts, self.mask)
+        areas = (work.area[self.rank] if travels == "kv" else work.area[:, self.rank]).clone()
+        areas[self.rank] = -1
+        return int(areas.argmax())
 
-@lru_cache(maxsize=64)
-def _most_pairs(layouts: Layouts, mask: Mask, rank: int, travels: Traveller) -> int:
-    work = pair_work(*layouts, mask)
-    areas = (work.area[rank] if travels == "kv" else work.area[:, rank]).clone()
-    areas[rank] = -1
-    return int(areas.argmax())
-
-
-@lru_cache(maxsize=64)
-def _tiles(layouts: Layouts, mask: Mask, pair: tuple[int, int]) -> tuple[Tile, ...]:
-    """The tiles between two ranks; where they would be many, one around all of them."""
-    num_tiles = len(mask.documents)
-    for layout, rank in zip(layouts, pair, strict=True):
-        num_tiles *= len(layout.segments(rank))
-    if num_tiles <= MOST_TILES:
-        return pair_tiles(*layouts, mask, *pair)
-    work = pair_work(*layouts, mask)
-    if not work.area[pair]:
-        return ()
-    q, kv = (slice(int(rows.start[pair]), int(rows.stop[pair])) for rows in (work.q, work.kv))
-    return (Tile(q, kv, Band(None, None)),)
+    def _pair_tiles(self, pair: tuple[int, int]) -> tuple[Tile, ...]:
+        """The tiles between two ranks; where they would be many, one around all of them."""
+        num_tiles = len(self.mask.documents)
+        for layout, rank in zip(self.layouts, pair, strict=True):
+            num_tiles *= len(layout.segments(rank))
+        if num_tiles <= MOST_TILES:
+            return pair_tiles(*self.layouts, self.mask, *pair)
+        work = pair_work(*self.layouts, self.mask)
+        if not work.area[pair]:
+            return ()
+        q, kv = (slice(int(rows.start[pair]), int(rows.stop[pair])) for rows in (work.q, work.kv))
+        return (Tile(q, kv, Band(None, None)),)

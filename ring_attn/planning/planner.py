@@ -27,6 +27,7 @@ from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.heads import share_heads
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.ranks import every_gathered
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import NAMES, Strategy, resolve_strategy
@@ -55,7 +56,7 @@ from ring_attn.planning.choice import (
     format_bytes,
     format_seconds,
 )
-from ring_attn.planning.devices import Cluster, Rate, find_cluster
+from ring_attn.planning.devices import Cluster, Rate, compute_seconds, find_cluster
 from ring_attn.planning.memory import peak_of
 from ring_attn.strategies import q_exchange, ring, ulysses
 from ring_attn.strategies.base import Call
@@ -496,27 +497,23 @@ def _busiest(
 ) -> float:
     """Seconds of one direction; `at_once` is one launch for the shards of all ranks."""
 
-    def seconds(dim: int) -> Tensor:
-        area, rows, edge, tiles = _sums(layouts, mask, backward, dim)
-        columns = area.double() + rate.row_columns * rows + rate.edge_columns * edge
-        launches = (tiles > 0) if at_once else tiles
-        return columns * per_pair / rate.flops + launches * rate.launch
+    def seconds(others: Traveller) -> Tensor:
+        work = every_gathered(*layouts, mask, others)
+        rows = (work.rows + work.cols) / 2 if backward else work.rows
+        found = compute_seconds(rate, work.area, rows, work.edge, torch.tensor(per_pair))
+        if at_once:
+            return found
+        return found + rate.launch * (_num_seen(layouts, mask, others) - 1).clamp(min=0)
 
     if at_queries == 1.0:
-        return float(seconds(1).max())
-    return float((at_queries * seconds(1) + (1 - at_queries) * seconds(0)).max())
+        return float(seconds("kv").max())
+    return float((at_queries * seconds("kv") + (1 - at_queries) * seconds("q")).max())
 
 
-@lru_cache(maxsize=256)
-def _sums(layouts: Layouts, mask: Mask, backward: bool, dim: int) -> tuple[Tensor, ...]:
-    """(P,) of each rank's pairs with all others: area, rows, edges, and how many see anything."""
-    work = pair_work(*layouts, mask)
-    rows = work.q.count_int32
-    if backward:
-        # The mean of both sides is computed; the lesser of the two is on the safe side.
-        rows = torch.minimum(rows, work.kv.count_int32)
-    seen = work.area > 0
-    return work.area.sum(dim), rows.sum(dim), (work.edge * seen).sum(dim), seen.sum(dim)
+@lru_cache(maxsize=64)
+def _num_seen(layouts: Layouts, mask: Mask, others: Traveller) -> Tensor:
+    """(P,) number of shards of the other side that each rank sees, or is seen by."""
+    return (pair_work(*layouts, mask).area > 0).sum(1 if others == "kv" else 0)
 
 
 def _input_bytes(problem: Problem, layouts: Layouts) -> int:

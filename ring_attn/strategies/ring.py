@@ -54,6 +54,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
 from typing import NamedTuple
 
 from ring_attn.backends import bits_unit, get_backend
@@ -89,7 +91,7 @@ from ring_attn.core.program import (
     View,
     Wait,
 )
-from ring_attn.core.ranks import OneRank, Ranks, rounds_of
+from ring_attn.core.ranks import OneRank, Ranks
 from ring_attn.core.sizes import choose_traveller, gradient_packet, shard_packet
 from ring_attn.core.tiles import (
     Displacement,
@@ -300,10 +302,9 @@ class Steps:
         """Exchanges of shards that begin with a step, the outer ring's first."""
         following = index + 1
         transfers = []
-        if index in self.rounds:
-            next_round = next((first for first in self.rounds if first > index), None)
-            if next_round is not None:
-                transfers.append(Transfer(True, index, next_round))
+        next_round = self.rounds.get(index)
+        if next_round is not None:
+            transfers.append(Transfer(True, index, next_round))
         if following < self.num and following not in self.rounds:
             transfers.append(Transfer(False, index, following))
         return transfers
@@ -316,10 +317,11 @@ class Steps:
         first_round = self.order[index][0] == self.order[0][0]
         return Transfer(not first_round, index, 0)
 
-    @property
-    def rounds(self) -> tuple[int, ...]:
-        """First steps of the rounds."""
-        return rounds_of(self.order)
+    @cached_property
+    def rounds(self) -> dict[int, int | None]:
+        """First steps of the rounds, and of the round after each; 0 alone of a plain ring."""
+        firsts = [i for i, (a, _) in enumerate(self.order) if i == 0 or a != self.order[i - 1][0]]
+        return dict(zip_longest(firsts, firsts[1:]))
 
 
 class _Messages:
@@ -333,12 +335,14 @@ class _Messages:
         self._buffers = [Buffer(f"shard {i}", room) for i in range(len(self._messages))]
         self._coming: dict[int, Transfer] = {}
         # A shard is kept until it has been computed with and all that send it have been waited for.
-        self._until = list(range(steps.num))
+        until = list(range(steps.num))
         for index in range(steps.num):
             for transfer in steps.shard_transfers(index):
                 self._coming[transfer.brings] = transfer
-                until = max(self._until[transfer.sends], transfer.brings - 1)
-                self._until[transfer.sends] = until
+                until[transfer.sends] = max(until[transfer.sends], transfer.brings - 1)
+        self._done: dict[int, list[Buffer]] = {}
+        for buffer, last in zip(self._buffers, until, strict=False):
+            self._done.setdefault(last, []).append(buffer)
 
     def before(self, index: int) -> Iterator[Op]:
         """Packs the own shard, and starts the exchanges that the step hides."""
@@ -364,11 +368,8 @@ class _Messages:
         """Waits for the next shard, and frees those that are no longer used."""
         if index + 1 in self._coming:
             yield Wait("outer" if self._coming[index + 1].outer else "shards")
-        if self._steps.num > 1:
-            done = tuple(b for b, until in zip(self._buffers, self._until, strict=True)
-                         if until == index)  # fmt: skip
-            if done:
-                yield Free(done)
+        if index in self._done:
+            yield Free(tuple(self._done[index]))
 
 
 def _room(messages: list[Message]) -> int:

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ring_attn.core.heads import HeadRun, HeadShare, is_replicated, share_heads
 from ring_attn.core.layout import MergedRows, SequenceLayout
-from ring_attn.core.messages import Bytes, Message, Parcels
+from ring_attn.core.messages import Bytes, Message, Number, Parcels
 from ring_attn.core.order import why_not_by_heads
 from ring_attn.core.program import (
     Array,
@@ -320,44 +320,47 @@ class _Exchanges:
         recv: tuple[Buffer, Message],
         to_heads: bool,
     ) -> Post:
-        def leaving(of: tuple[Layouts, int]) -> int:
-            layouts, rank = of
-            counts = self._parcels(kinds, layouts, rank, at_home=to_heads).counts
-            return sum(counts) - counts[rank % self.degree]
-
-        groups, counts = None, ((), ())
         if self.ranks.rank is None:
             groups = torch.arange(self.call.world_size).view(-1, self.degree)
+            route = Collective("all_to_all", torch.uint8, (), (), groups)
+            kept = self._every_packet(kinds).diagonal(dim1=1, dim2=2).flatten()
+            leaving: Number = send[1].nbytes - kept
         else:
             assert isinstance(send[1], Parcels) and isinstance(recv[1], Parcels)
-            counts = tuple(send[1].counts), tuple(recv[1].counts)  # type: ignore[assignment]
-        route = Collective("all_to_all", torch.uint8, *counts, groups)
-        nbytes = self.ranks.in_group(self.degree, leaving)
-        return Post(channel, step, route, send[0], recv[0], recv[1], nbytes, self._group)
+            counts = send[1].counts, recv[1].counts
+            route = Collective("all_to_all", torch.uint8, tuple(counts[0]), tuple(counts[1]))
+            leaving = send[1].nbytes - counts[0][self.ranks.rank % self.degree]
+        return Post(channel, step, route, send[0], recv[0], recv[1], leaving, self._group)
 
     def _message(self, kinds: tuple[_Kind, ...], *, at_home: bool) -> Message:
-        def total(of: tuple[Layouts, int]) -> int:
-            return self._parcels(kinds, *of, at_home=at_home).nbytes
-
-        if self.ranks.rank is None:
-            return Bytes(self.ranks.in_group(self.degree, total))  # type: ignore[arg-type]
-        return self._parcels(kinds, self.ranks.layouts, self.ranks.rank, at_home=at_home)
-
-    def _parcels(
-        self, kinds: tuple[_Kind, ...], layouts: Layouts, rank: int, *, at_home: bool
-    ) -> Parcels:
         """One packet a member: its heads of this rank's rows, or its rows of this rank's heads."""
-        first = rank - rank % self.degree
+        rank, batch = self.ranks.rank, self.call.spec.batch
+        if rank is None:
+            return Bytes(self._every_packet(kinds).sum(2 if at_home else 1).flatten())
         if at_home:
             both = [(share, rank) for share in self.shares]
         else:
-            mine = self.shares[rank % self.degree]
-            both = [(mine, first + member) for member in range(self.degree)]
-        batch = self.call.spec.batch
+            first, member = rank - rank % self.degree, rank % self.degree
+            both = [(self.shares[member], first + other) for other in range(self.degree)]
         return Parcels(tuple(
-            _packet(batch, kinds, share, *(layout.shard_len(r) for layout in layouts))
+            _packet(batch, kinds, share, *(layout.shard_len(r) for layout in self.ranks.layouts))
             for share, r in both
         ))  # fmt: skip
+
+    def _every_packet(self, kinds: tuple[_Kind, ...]) -> Tensor:
+        """(groups, members, members) bytes of each member's rows of each other's heads."""
+        lens = torch.tensor([layout.shard_lens for layout in self.ranks.layouts])
+        rows, inverse = lens.unique(dim=1, return_inverse=True)
+        sizes = [tuple((run.num, run.num_kv) for run in share.runs) for share in self.shares]
+        nbytes = {
+            size: [
+                _packet(self.call.spec.batch, kinds, share, *one).nbytes
+                for one in rows.t().tolist()
+            ]
+            for size, share in dict(zip(sizes, self.shares, strict=True)).items()
+        }
+        table = torch.tensor([nbytes[size] for size in sizes], dtype=torch.int64)
+        return table.t()[inverse].view(-1, self.degree, self.degree)
 
     def _targets(
         self, kinds: tuple[_Kind, ...], *, at_home: bool
