@@ -159,12 +159,14 @@ def test_faults_on_several_ranks(ranks: Pools, case: str, num_odd: int) -> None:
 def is_inside(frame: FrameType | None) -> bool:
     """Whether an interrupt here is in a call, not in what a user does between calls.
 
-    On the line of the function's own name nothing of it has run yet.
+    On the line of the function's own name nothing of it has run yet, nor in the decorator that
+    leaves it out of graphs: to the ranks that is an interrupt before the call.
     """
     while frame is not None:
         code = frame.f_code
         if Path(code.co_filename).is_relative_to(PACKAGE):
-            return frame.f_lineno != code.co_firstlineno
+            decorator = Path(code.co_filename).name == "compiling.py"
+            return not decorator and frame.f_lineno != code.co_firstlineno
         frame = frame.f_back
     return False
 
