@@ -22,10 +22,9 @@ from torch import Tensor
 
 from ring_attn import check
 from ring_attn.backends import choose_backend, get_backend
-from ring_attn.backends.base import folds_in_order
 from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.heads import share_heads
-from ring_attn.core.layout import LAYOUTS, SequenceLayout
+from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.ranks import every_gathered
 from ring_attn.core.sizes import flops
@@ -44,7 +43,7 @@ from ring_attn.core.values import (
 from ring_attn.core.work import pair_work
 from ring_attn.machines.actions import SHARE_OF_DQ, Schedule, schedule_of
 from ring_attn.machines.time import simulate
-from ring_attn.planning import balance
+from ring_attn.planning.candidates import candidates_of, layouts_of, strategies_of
 from ring_attn.planning.choice import (
     Candidate,
     Choice,
@@ -77,9 +76,6 @@ TIE = 0.025
 
 # A ring of more steps is simulated after all that are shorter.
 MANY_STEPS = 16
-
-# Balanced boundaries are sought among so many positions, so that long sequences cost no more.
-BALANCE_POSITIONS = 1 << 15
 
 # -- the public function
 
@@ -203,7 +199,7 @@ def explain(
         backward,
         memory_of(cluster) if memory_bytes is None else float(memory_bytes),
     )
-    return choose(problem, _layouts_of(problem, layout), strategies, effort=effort)
+    return choose(problem, layouts_of(problem, layout), strategies, effort=effort)
 
 
 def choose(
@@ -224,8 +220,8 @@ def choose(
     Raises:
         ValueError: a name that does not exist, or nothing that can run, with every reason.
     """
-    wanted = _wanted(problem, strategies)
-    found = [_bounded(problem, c) for c in _candidates(problem, layouts, wanted)]
+    wanted = strategies_of(problem, strategies)
+    found = [_bounded(problem, c) for c in candidates_of(problem, layouts, wanted)]
     found = _simulated(problem, found, effort)
     usable = [c for c in found if c.prediction is not None]
     if not usable:
@@ -258,140 +254,6 @@ def call_of(problem: Problem, candidate: Candidate) -> Call:
 def schedule_for(problem: Problem, candidate: Candidate, *, backward: bool) -> Schedule:
     """What all ranks do in one direction of a candidate's call."""
     return schedule_of(call_of(problem, candidate), backward=backward)
-
-
-# -- candidates
-
-
-def strategies_for(spec: AttentionSpec, world_size: int, node_size: int) -> Iterator[Strategy]:
-    """Every strategy with every degree that is worth a look, in the order in which ties end.
-
-    Example:
-        >>> from ring_attn.planning.choice import label
-        >>> spec = AttentionSpec("cpu", torch.float32, 1, 8, 2, 64, 64)
-        >>> [label(strategy, 4) for strategy in strategies_for(spec, 4, 4)][:4]
-        ['ring', 'all_gather', 'all_gather by 2 heads', 'ulysses']
-    """
-    yield Strategy()
-    if world_size == 1:
-        return
-    divisors = [d for d in range(2, world_size) if world_size % d == 0]
-    chunks = sorted({min(1 << i, spec.nheads_kv) for i in range(spec.nheads_kv.bit_length() + 1)})
-    gathers = [Strategy("all_gather", heads_per_chunk=None if n == 1 else n) for n in chunks]
-    yield from gathers
-    yield Strategy(ulysses_degree=world_size)
-    for degree in [d for d in divisors if d <= spec.nheads]:
-        yield Strategy(ulysses_degree=degree)
-        yield Strategy("all_gather", ulysses_degree=degree)
-    for degree in _inner_degrees(divisors, world_size, node_size):
-        yield Strategy(inner_degree=degree)
-    yield Strategy("all_gather", exchange_q=True)
-    yield Strategy(exchange_q=True)
-
-
-def _inner_degrees(divisors: Sequence[int], world_size: int, node_size: int) -> list[int]:
-    """Inner rings of a node, of its halves and of pairs of nodes; in one node the squarest."""
-    if not divisors:
-        return []
-    if world_size <= node_size:
-        return [min(divisors, key=lambda d: (abs(d * d - world_size), d))]
-    near = [d for d in divisors if d in (node_size, node_size // 2, 2 * node_size)]
-    return near or [min(divisors, key=lambda d: (abs(d - node_size), d))]
-
-
-def _wanted(problem: Problem, asked: Sequence[str | Strategy] | None) -> list[Strategy]:
-    """What is asked for as values; a name stands for all its degrees."""
-    every = list(strategies_for(problem.spec, problem.world_size, problem.cluster.node_size))
-    if asked is None:
-        return every
-    if isinstance(asked, (str, Strategy)):
-        raise TypeError(f"strategies must be a sequence of names or values, got {asked!r}")
-    wanted: list[Strategy] = []
-    for one in as_tuple("strategies", asked):
-        if isinstance(one, Strategy):
-            wanted.append(one)
-        elif not isinstance(one, str) or one not in NAMES:
-            raise ValueError(
-                f"each of strategies must be one of {list(NAMES)} or a Strategy, got {one!r}"
-            )
-        else:
-            of_name = [s for s in every if _family(s, problem.world_size) == one]
-            if not of_name and problem.world_size > 1:
-                raise ValueError(
-                    f"{one} has no degree for {problem.world_size} ranks; pass a Strategy with one"
-                )
-            # One rank is alone with any of them.
-            wanted += of_name or every
-    return list(dict.fromkeys(wanted))
-
-
-def _family(strategy: Strategy, world_size: int) -> str:
-    nowhere = SequenceLayout.contiguous(0, world_size)
-    return Candidate(strategy, (nowhere, nowhere), "", world_size).family
-
-
-def _candidates(
-    problem: Problem, layouts: Mapping[str, Layouts], strategies: Sequence[Strategy]
-) -> Iterator[Candidate]:
-    for name, found in layouts.items():
-        for strategy in strategies:
-            if len(layouts) > 1 and name == "striped" and _is_hybrid(strategy, problem.world_size):
-                # The rows of a group are many short runs then; zigzag has the same balance.
-                continue
-            yield Candidate(strategy, found, name, problem.world_size)
-
-
-def _is_hybrid(strategy: Strategy, world_size: int) -> bool:
-    return 1 < strategy.ulysses_degree < world_size
-
-
-def _layouts_of(problem: Problem, layout: str | SequenceLayout | Layouts) -> dict[str, Layouts]:
-    """The layouts to choose among, by name."""
-    mask, world_size = problem.mask, problem.world_size
-    if not isinstance(layout, str):
-        layout = check.check_layouts(layout)
-        for side, one, seqlen in zip("qk", layout, (mask.seqlen_q, mask.seqlen_k), strict=True):
-            if (one.world_size, one.seqlen) != (world_size, seqlen):
-                raise ValueError(
-                    f"the layout of {side} must be over {seqlen} positions and {world_size} ranks, "
-                    f"got {one}"
-                )
-        return {"given": (layout[0], layout[1])}
-    names = [*LAYOUTS, "balanced"]
-    if layout != "auto" and layout not in names:
-        raise ValueError(
-            f"layout must be 'auto', one of {names} or a SequenceLayout, got {layout!r}"
-        )
-    found: dict[str, Layouts] = {}
-    for name in names if layout == "auto" else [layout]:
-        if name == "balanced":
-            found[name] = _balanced(problem)
-        else:
-            q, k = (
-                SequenceLayout.from_name(name, n, world_size)
-                for n in (mask.seqlen_q, mask.seqlen_k)
-            )
-            found[name] = (q, k)
-    return found
-
-
-def _balanced(problem: Problem) -> Layouts:
-    """Boundaries with equal mask area, on a grid of positions; a block counts as its middle row."""
-    mask, world_size, backend = problem.mask, problem.world_size, get_backend(problem.backend)
-    step = -(-mask.seqlen_q // BALANCE_POSITIONS)
-    if folds_in_order(backend) and mask.seqlen_q >= 8 * backend.bits_unit * world_size:
-        step = -(-step // backend.bits_unit) * backend.bits_unit
-    starts = torch.arange(0, mask.seqlen_q, step)
-    rows = torch.full_like(starts, step)
-    rows[-1] = mask.seqlen_q - int(starts[-1])
-    first, last = mask.visible_runs(starts + rows // 2)
-    in_steps = balance.by_cost((last - first) * rows, world_size).cuts
-    assert in_steps is not None, "by_cost makes boundaries"
-    cuts = [min(cut * step, mask.seqlen_q) for cut in in_steps]
-    queries = SequenceLayout.boundaries(cuts)
-    if mask.seqlen_k == mask.seqlen_q:
-        return queries, queries
-    return queries, SequenceLayout.contiguous(mask.seqlen_k, world_size)
 
 
 # -- refusals, bounds and memory

@@ -18,6 +18,7 @@ from ring_attn.core.strategy import Strategy
 from ring_attn.machines.count import peak_bytes
 from ring_attn.planning import agreement, devices, planner
 from ring_attn.planning.agreement import agreed_strategy
+from ring_attn.planning.candidates import strategies_for
 from ring_attn.planning.choice import Candidate, Choice, Problem, label
 from ring_attn.planning.devices import (
     Cluster,
@@ -158,7 +159,7 @@ def test_of_those_as_fast_as_the_fastest_the_first_is_taken() -> None:
     seconds = [c.seconds for c in choice.candidates if c.prediction]
     tied = [c for c in choice.candidates if c.seconds <= (1.0 + planner.TIE) * min(seconds)]
     assert len(tied) > 1
-    order = [label(strategy, 8) for strategy in planner.strategies_for(choice.problem.spec, 8, 64)]
+    order = [label(strategy, 8) for strategy in strategies_for(choice.problem.spec, 8, 64)]
     assert [c.label for c in tied] == sorted((c.label for c in tied), key=order.index)
     assert choice.candidates[: len(tied)] == tuple(tied) and choice.best is tied[0]
     slower = seconds[len(tied) :]
