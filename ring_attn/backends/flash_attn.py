@@ -62,7 +62,7 @@ class FlashAttnBackend(TileBackend):
     def forward_tile(
         self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, scores: Scores
     ) -> None:
-        """One call a piece; flash-attention's +inf of rows that see nothing becomes -inf here."""
+        """Computes each piece by one call; the +inf of rows that see nothing becomes -inf here."""
         for piece in flash_pieces(tile):
             self._forward_piece(q, k, v, piece, state, scores)
 
@@ -96,7 +96,7 @@ class FlashAttnBackend(TileBackend):
         dv: Tensor,
         scores: Scores,
     ) -> None:
-        """One call a piece, deterministic."""
+        """Computes each piece by one deterministic call."""
         for piece in flash_pieces(tile):
             self._backward_piece(side, k, v, piece, dq, dk, dv, scores)
 

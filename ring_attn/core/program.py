@@ -76,7 +76,7 @@ class Array:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of one rank's tensor."""
+        """Shape of one rank's tensor."""
         if self.dim is None:
             return (self.batch, self.heads, self.rows)
         return (self.batch, self.rows, self.heads, self.dim)

@@ -208,7 +208,7 @@ class EveryRank:
         return {}
 
     def order(self, grid: Grid, travels: Traveller) -> tuple[Displacement, ...]:
-        """As one rank's, from the work of all pairs."""
+        """Displacements at which any rank sees anything, from the work of all pairs."""
         return every_order(*self.layouts, self.mask, grid, travels)
 
     def hop(self, grid: Grid, by: Displacement) -> Hop:

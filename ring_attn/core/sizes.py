@@ -67,7 +67,7 @@ def memory_saving(world_size: int) -> float:
 
 @dataclass(frozen=True)
 class SequenceShare:
-    """What one rank has of a sequence that is cut into equal runs, in numbers.
+    """Sizes of one rank's part of a sequence that is cut into equal runs.
 
     Args:
         rank: whose share.

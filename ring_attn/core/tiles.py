@@ -40,7 +40,7 @@ Displacement = tuple[int, int]
 
 
 class MaskKind(enum.Enum):
-    """What a rectangle needs: no mask, a diagonal, a window's edge, or nothing at all."""
+    """Kinds of rectangles: no mask, a diagonal, a window's edge, or nothing visible."""
 
     FULL = "full"
     CAUSAL = "causal"
@@ -313,7 +313,7 @@ def counted_from(first: int, tile: Tile, travels: Traveller) -> Tile:
 def _raw_tiles(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int
 ) -> Iterator[tuple[Document, Tile]]:
-    """One tile for each q segment x kv segment x document that sees anything."""
+    """Tiles of each q segment x kv segment x document with visible pairs."""
     kv_rows = _with_first_row(layout_kv.segments(kv_rank))
     for q_first, q_seg in _with_first_row(layout_q.segments(q_rank)):
         last = q_seg.start + (q_seg.length - 1) * q_seg.stride

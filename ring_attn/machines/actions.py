@@ -128,23 +128,23 @@ class Phase:
 
     @property
     def posts(self) -> tuple[Transfer, ...]:
-        """What is sent."""
+        """Exchanges that begin in the phase."""
         return tuple(action for action in self.actions if isinstance(action, Transfer))
 
     @property
     def waits(self) -> tuple[Channel, ...]:
-        """What is waited for."""
+        """Channels whose exchanges the phase waits for."""
         return tuple(action.channel for action in self.actions if isinstance(action, Wait))
 
     @property
     def computes(self) -> tuple[Compute, ...]:
-        """What is computed."""
+        """Computations of the phase."""
         return tuple(action for action in self.actions if isinstance(action, Compute))
 
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """What all ranks of a call do in one direction.
+    """Actions of all ranks in one direction of a call.
 
     Attributes:
         strategy: whose schedule.
@@ -220,7 +220,7 @@ class Schedule:
 
 
 def schedule_of(call: Call, *, backward: bool) -> Schedule:
-    """What all ranks do in one direction of a call.
+    """Actions of all ranks in one direction of a call.
 
     Raises:
         ValueError: layouts and mask that do not fit each other, or degrees that do not divide.
@@ -265,7 +265,7 @@ def _phases(program: Program, spec: AttentionSpec, *, window: bool) -> Iterator[
 
 
 class _Actions:
-    """From the ops of a program to actions, with a number for each rank."""
+    """Turns the ops of a program into actions, with a number for each rank."""
 
     def __init__(self, program: Program, spec: AttentionSpec, window: bool) -> None:
         self._size, self._spec, self._window = program.world_size, spec, window
@@ -339,7 +339,7 @@ class _Actions:
 
 
 class _Spread:
-    """What is done between the groups, by some members of every group.
+    """Turns actions between groups into actions of some members of every group.
 
     Tensors that several actions share are spread once, and shared again.
     """

@@ -55,7 +55,7 @@ from ring_attn.strategies.registry import program_of
 
 
 class Fault(NamedTuple):
-    """What is wrong with a program.
+    """A defect of a program.
 
     Attributes:
         kind: "message", "order", "buffer", "tensor" or "work".
@@ -271,7 +271,7 @@ class _Tracking:
 
 
 def _reads(op: Op) -> tuple[Operand, ...]:
-    """What an op reads."""
+    """Tensors and buffers that an op reads."""
     match op:
         case Pack():
             return tuple(copy.tensor for copy in op.copies if copy.tensor is not None)
@@ -297,7 +297,7 @@ def _reads(op: Op) -> tuple[Operand, ...]:
 
 
 def _writes(op: Op) -> tuple[Operand, ...]:
-    """What exists and is written to."""
+    """Existing tensors and buffers that an op writes."""
     match op:
         case Unpack():
             return tuple(copy.tensor for copy in op.copies if copy.tensor is not None)
@@ -408,7 +408,7 @@ def _parts(
 
 @dataclass
 class _Clock:
-    """How far a rank has come, and how many exchanges it has posted by group and channel."""
+    """Progress of a rank: its next op, and its number of posts by group and channel."""
 
     lines: deque[_Line]
     posted: Counter[Any]

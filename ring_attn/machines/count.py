@@ -203,7 +203,7 @@ class Memory:
             self.most = max(self.most, self.held + self._forward_bytes())
 
     def _forward_bytes(self) -> int:
-        """What the backend takes for the steps so far; steps of the same tiles are asked once."""
+        """Bytes that the backend takes for the steps so far; each set of tiles is asked once."""
         key = tuple(map(id, self._steps)), self._heads, self._rows
         if key not in self._asked:
             self._asked[key] = self.backend.forward_bytes(self._heads, self._rows, self._steps)

@@ -29,7 +29,7 @@ from ring_attn.planning.devices import Cluster, Link, compute_seconds
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """What all ranks did at one action, for pictures.
+    """An action's start and end on every rank, for pictures.
 
     Attributes:
         phase: the label of its phase.
@@ -46,7 +46,7 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Usage:
-    """How busy the links of a kind were.
+    """Use of the links of one kind.
 
     Attributes:
         link: the kind: "inside" a node, or "between" nodes.
@@ -74,7 +74,7 @@ class Usage:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """What the simulation of a schedule finds; (P,) float64 seconds of each rank.
+    """Results of a simulation; (P,) float64 seconds of each rank.
 
     Attributes:
         schedule: what was simulated.
@@ -115,13 +115,13 @@ class Simulation:
 
     @property
     def share_of_peak(self) -> float | None:
-        """Of the device's datasheet; None where that is not known."""
+        """Share of the datasheet's FLOP/s; None where the datasheet is not known."""
         peak = self.cluster.device.peak_flops
         return self.flops_per_second / peak if peak else None
 
 
 def simulate(schedule: Schedule, cluster: Cluster, *, spans: bool = False) -> Simulation:
-    """How long all ranks take.
+    """Simulates a schedule on a cluster.
 
     Args:
         schedule: of one direction of a call.
@@ -162,7 +162,7 @@ class _Pending:
 
 @dataclass(frozen=True, eq=False)
 class _Route:
-    """Who sends to whom in a shift, and over what, (P,) each; the same for many actions.
+    """Receivers, senders and links of a shift, (P,) each; the same for many actions.
 
     Attributes:
         to: the receivers; ranks that take no part send nothing to themselves.
@@ -218,7 +218,7 @@ class _Run:
         self.routes: dict[tuple[int, int], _Route] = {}
 
     def do(self, action: Action, phase: str) -> None:
-        """One action on all ranks."""
+        """Advances all ranks' clocks by one action."""
         start = self.clock
         match action:
             case Compute():
@@ -243,7 +243,7 @@ class _Run:
                 self._keep(phase, "wait", start, self.clock)
 
     def done(self) -> Simulation:
-        """What has been found."""
+        """The simulation's results."""
         kinds = ("inside", "between")
         links = [self._usage(kind, index) for index, kind in enumerate(kinds) if self.nbytes[index]]
         links.sort(key=lambda usage: (usage.exposed, usage.busy), reverse=True)
@@ -290,7 +290,7 @@ class _Run:
         return self.clock + seconds
 
     def _shift(self, post: Transfer) -> _Pending:
-        """One message from each rank to another."""
+        """Starts one message from each rank to another."""
         route, (free_out, free_in) = self._route(post), self.free
         self.free[:, -1] = 0
         begin = torch.maximum(self.clock, self.clock.index_select(0, route.to))
@@ -411,7 +411,7 @@ class _Run:
 
 
 def _seconds(link: Link, nbytes: Tensor, ranks: Tensor, post: Transfer) -> Tensor:
-    """Of a collective over one kind of link; 0 where one rank is alone."""
+    """Seconds of a collective over one kind of link; 0 where one rank is alone."""
     # Rings and trees pass a message on; an all-to-all sends them all at once.
     hops = 1.0 if post.op == "all_to_all" else float(ceil(log2(max(float(ranks.max()), 2.0))))
     return (link.latency * hops + nbytes / link.bandwidth) * (ranks > 1)

@@ -128,7 +128,7 @@ def _told_by_first(
 def _gathered(
     mine: Mapping[str, Any], transport: Transport, device: torch.device
 ) -> list[dict[str, Any]]:
-    """What every rank tells, as JSON in messages of one length."""
+    """Every rank's text, as JSON in messages of one length."""
     text = json.dumps(mine)
     if len(text) > MESSAGE_BYTES:  # a long error; in JSON a character takes up to 6 bytes
         name, words = mine["error"]

@@ -57,7 +57,7 @@ def _inner_degrees(divisors: Sequence[int], world_size: int, node_size: int) -> 
 
 
 def strategies_of(problem: Problem, asked: Sequence[str | Strategy] | None) -> list[Strategy]:
-    """What is asked for as values; a name stands for all its degrees."""
+    """The strategies that are asked for; a name stands for all its degrees."""
     every = list(strategies_for(problem.spec, problem.world_size, problem.cluster.node_size))
     if asked is None:
         return every

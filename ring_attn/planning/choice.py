@@ -24,7 +24,7 @@ Layouts = tuple[SequenceLayout, SequenceLayout]
 
 @dataclass(frozen=True)
 class Direction:
-    """What one direction of a call costs, by simulation; seconds.
+    """Simulated costs of one direction of a call; seconds.
 
     Attributes:
         seconds: until the last rank is done.
@@ -55,7 +55,7 @@ class Direction:
     slowest_exposed: float
 
     def __add__(self, other: Direction) -> Direction:
-        """One after the other; of the links that which is waited for longer."""
+        """Adds two directions; the link is the one that is waited for longer."""
         slowest = max(self, other, key=lambda direction: direction.slowest_exposed)
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)
                 if not f.name.startswith("slowest")}  # fmt: skip
@@ -65,7 +65,7 @@ class Direction:
 
     @classmethod
     def of(cls, found: Simulation) -> Direction:
-        """Of a simulation's tensors the greatest."""
+        """Takes the greatest value over the ranks of each tensor of a simulation."""
         by_kind = {usage.link: usage.nbytes for usage in found.links}
         worst = found.slowest_link
         schedule = found.schedule
@@ -100,7 +100,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be shared, and by whom.
+    """The call that is to be shared, and the ranks.
 
     Attributes:
         spec: sizes and types.
@@ -176,7 +176,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of both directions; infinite without a prediction."""
+        """Seconds of both directions; infinite without a prediction."""
         return float("inf") if self.prediction is None else self.prediction.total.seconds
 
     def to_dict(self) -> dict[str, Any]:
@@ -216,17 +216,17 @@ class Choice:
 
     @property
     def strategy(self) -> Strategy:
-        """Of the best: `ring_attention(..., strategy=choice.strategy)`."""
+        """Strategy of the best: `ring_attention(..., strategy=choice.strategy)`."""
         return self.best.strategy
 
     @property
     def layouts(self) -> Layouts:
-        """Of the queries and of the keys, for the best."""
+        """Layouts of the queries and of the keys, for the best."""
         return self.best.layouts
 
     @property
     def layout(self) -> SequenceLayout:
-        """Of the queries, and of the keys where they have the same length."""
+        """Layout of the queries, and of the keys where both have the same length."""
         return self.best.layouts[0]
 
     @cached_property
@@ -250,7 +250,7 @@ class Choice:
         return "\n".join([*lines, *self.left_out(), self.reason])
 
     def left_out(self) -> list[str]:
-        """What was refused or not simulated, and why: a line for each layout and reason."""
+        """Candidates that were refused or not simulated: a line for each layout and reason."""
         groups: dict[tuple[bool, str, str], list[Candidate]] = {}
         for c in self.candidates:
             if c.prediction is None:
@@ -361,7 +361,7 @@ def _faster(best: Candidate, other: Candidate) -> str:
 
 
 def _fault(best: Candidate, other: Candidate) -> str:
-    """What most of the difference is."""
+    """The largest part of the difference."""
     assert best.prediction and other.prediction, "only candidates with a prediction are compared"
     ours, theirs = best.prediction.total, other.prediction.total
     if other.seconds <= 1.005 * best.seconds:

@@ -36,7 +36,7 @@ LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 
 @dataclass(frozen=True)
 class Rate:
-    """How fast one direction of attention is computed.
+    """Speed of one direction of attention.
 
     Attributes:
         flops: FLOP/s of large tiles, counted by `sizes.flops`.
@@ -57,7 +57,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Device:
-    """One rank's processor.
+    """A rank's processor.
 
     Attributes:
         name: as it is called.
@@ -88,7 +88,7 @@ class Device:
         _check_size(self, "peak_flops", "memory_bytes")
 
     def rate(self, *, backward: bool, window: bool = False) -> Rate:
-        """That of a direction, of tiles that a window cuts or others."""
+        """Rate of a direction, for tiles that a window cuts or for others."""
         usual = self.backward if backward else self.forward
         special = self.window_backward if backward else self.window_forward
         return special if window and special is not None else usual
@@ -96,7 +96,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """What lies between two ranks, in one direction.
+    """Connection between two ranks, in one direction.
 
     Attributes:
         name: as it is called.

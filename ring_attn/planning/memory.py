@@ -62,7 +62,7 @@ def peak_of(call: Call, *, backward: bool = True) -> int:
 
 
 def _fullest_ranks(call: Call) -> set[int]:
-    """Of the ranks with most rows the first and the last; in their groups that with most heads."""
+    """First and last rank with most rows; in their groups the member with most heads."""
     spec, degree = call.spec, call.strategy.ulysses_degree
     dims = spec.headdim + spec.headdim_v
     rows = [
@@ -86,7 +86,7 @@ class _RoughRank(OneRank):
         return every_order(*self.layouts, self.mask, grid, travels)
 
     def moving(self, grid: Grid, travels: Traveller, by: Displacement) -> slice:
-        """As many rows as the longest message has."""
+        """Rows of the longest message."""
         return slice(0, self._longest(travels))
 
     def moving_messages(
@@ -97,7 +97,7 @@ class _RoughRank(OneRank):
         return lambda by: longest
 
     def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> tuple[Tile, ...]:
-        """Those with the own shard; then always those with which there are most pairs."""
+        """Tiles with the own shard; then those with the shard that has most visible pairs."""
         own = by == (0, 0)
         if (travels, own) not in self._tiles:
             owner = self.rank if own else self._most_pairs(travels)

@@ -252,7 +252,7 @@ def call_of(problem: Problem, candidate: Candidate) -> Call:
 
 
 def schedule_for(problem: Problem, candidate: Candidate, *, backward: bool) -> Schedule:
-    """What all ranks do in one direction of a candidate's call."""
+    """Actions of all ranks in one direction of a candidate's call."""
     return schedule_of(call_of(problem, candidate), backward=backward)
 
 
@@ -260,7 +260,7 @@ def schedule_for(problem: Problem, candidate: Candidate, *, backward: bool) -> S
 
 
 def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
-    """With its choices and its bound; or refused."""
+    """Adds the choices that a call makes and the bound; or refuses."""
     strategy = candidate.strategy
     try:
         resolve_strategy(strategy, problem.world_size)
@@ -291,7 +291,7 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
 
 
 def _with_memory(problem: Problem, candidate: Candidate) -> Candidate:
-    """With its peak memory; refused where a rank has less."""
+    """Adds the peak memory; refuses where a rank has less."""
     peak = peak_of(call_of(problem, candidate), backward=problem.backward)
     candidate = replace(candidate, peak_bytes=peak)
     inputs = _input_bytes(problem, candidate.layouts)
@@ -324,7 +324,7 @@ def core_of(call: Call) -> Call:
 
 @lru_cache(maxsize=64)
 def _share_at_queries(strategy: Strategy, in_order: bool, travels: Traveller | None) -> float:
-    """What of the backward is computed where the queries are, and not where the keys are."""
+    """Fraction of the backward's FLOPs done on the rank that holds the queries."""
     if strategy.core == "all_gather":
         return SHARE_OF_DQ if in_order else 1.0
     return 0.0 if travels == "q" else 1.0
@@ -333,7 +333,7 @@ def _share_at_queries(strategy: Strategy, in_order: bool, travels: Traveller | N
 def _least_seconds(
     problem: Problem, strategy: Strategy, layouts: Layouts, at_queries: float
 ) -> float:
-    """What the busiest rank computes: the core's tiles at the device's rates, launches included."""
+    """Seconds of compute on the busiest rank: the core's tiles, with launches."""
     spec, device = problem.spec, problem.cluster.device
     heads = -(-spec.nheads // strategy.ulysses_degree) / spec.nheads
     at_once = strategy.core == "all_gather"
@@ -394,7 +394,7 @@ def _input_bytes(problem: Problem, layouts: Layouts) -> int:
 
 
 def _simulated(problem: Problem, found: list[Candidate], effort: Effort) -> list[Candidate]:
-    """With predictions: by their bounds, and long rings last, only where they may be the best."""
+    """Adds predictions where the best may be found, by the bounds, long rings last."""
     candidates = dict(enumerate(found))
     waiting = [i for i, c in candidates.items() if not c.refused]
 
@@ -433,7 +433,7 @@ def _too_long(candidate: Candidate, steps: int) -> Candidate:
 
 
 def _of_each_name(candidates: Mapping[int, Candidate]) -> Iterator[int]:
-    """Of each name of which nothing was simulated the least bound, on the layout of the best."""
+    """The least bound of each name without a simulation, on the layout of the best if possible."""
     best = min(candidates.values(), key=lambda c: c.seconds)
     for name in NAMES:
         of_name = {i: c for i, c in candidates.items() if c.family == name and not c.refused}
@@ -450,7 +450,7 @@ def _of_each_name(candidates: Mapping[int, Candidate]) -> Iterator[int]:
 
 
 def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
-    """With its memory and both directions; refused where a rank has less, or nobody knows how."""
+    """Adds memory and both directions; refuses where memory or a program is missing."""
     candidate = _with_memory(problem, candidate)
     if candidate.refused:
         return candidate

@@ -138,7 +138,7 @@ def program(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -
 
 @dataclass(frozen=True)
 class _Message:
-    """What is gathered at a time: a side, and its heads."""
+    """A gathering: the side whose shards are gathered, and the heads."""
 
     side: Traveller
     chunk: Chunk

@@ -210,7 +210,7 @@ class _Exchange:
 
 @lru_cache(maxsize=1024)
 def exchanged_layout(layout: SequenceLayout) -> SequenceLayout:
-    """Where the queries are while they are computed: own head half, and the tail of rank P-1-r.
+    """Layout of the queries while they are computed: a rank's head half and rank P-1-r's tail.
 
     Args:
         layout: contiguous or `boundaries`.

@@ -130,7 +130,7 @@ def _why_not_in_order(call: Call) -> str | None:
 
 
 def choose_gradients(call: Call) -> tuple[Traveller, bool]:
-    """What travels in the backward, and whether gradients are summed in order.
+    """Chooses the side that travels in the backward, and whether gradients are summed in order.
 
     Where KV travels anyway, an in-order backend accumulates into the travelling dK and dV in
     place, which saves three reads and writes a step. With a window there is too little to compute
@@ -310,7 +310,7 @@ class Steps:
         return transfers
 
     def sums_transfer(self, index: int) -> Transfer:
-        """Where the sums of a step go: on in the inner ring, and after each round home."""
+        """Exchange of a step's sums: on in the inner ring, after a round to the owner."""
         following = index + 1
         if following < self.num and following not in self.rounds:
             return Transfer(False, index, following)
@@ -528,7 +528,7 @@ class _InOrder(_Sums):
         )
 
     def end(self) -> Iterator[Op]:
-        """What came home takes the place of the rank's own."""
+        """Replaces the rank's own gradients by those that its shard has brought back."""
         if self.steps.num > 1:
             yield Wait("gradients")
             yield Free((self._buffers[-1],))
@@ -581,7 +581,7 @@ class _AddedUp(_Sums):
         self._under_way[transfer.outer] = transfer, mine, recv
 
     def end(self) -> Iterator[Op]:
-        """What is still under way comes home."""
+        """Receives the last sums."""
         for outer in list(self._under_way):
             yield from self._land(outer)
 

@@ -113,7 +113,7 @@ def _cores(call: Call) -> list[Call]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """One of the tensors that are exchanged together.
+    """A tensor of an exchange.
 
     Attributes:
         name: of the tensor.
@@ -287,7 +287,7 @@ class _Exchanges:
     def _exchange(
         self, kinds: tuple[_Kind, ...], channel: Channel, step: int, *, to_heads: bool
     ) -> Iterator[Op]:
-        """One all-to-all in the group: tensors of one side become those of the other."""
+        """Exchanges tensors of one side for those of the other, by one all-to-all."""
         side = "heads" if to_heads else "rows"
         sent = self._message(kinds, at_home=to_heads)
         received = self._message(kinds, at_home=not to_heads)
@@ -333,7 +333,7 @@ class _Exchanges:
         return Post(channel, step, route, send[0], recv[0], recv[1], leaving, self._group)
 
     def _message(self, kinds: tuple[_Kind, ...], *, at_home: bool) -> Message:
-        """One packet a member: its heads of this rank's rows, or its rows of this rank's heads."""
+        """A packet for each member: its heads of this rank's rows, or its rows of these heads."""
         rank, batch = self.ranks.rank, self.call.spec.batch
         if rank is None:
             return Bytes(self._every_packet(kinds).sum(2 if at_home else 1).flatten())

@@ -43,7 +43,7 @@ class _Exchange:
 
 @dataclass
 class _Pending:
-    """One exchange under way: its receivers, and what to do with the message of each sender."""
+    """An exchange under way: its receivers, and what to do with the message of each sender."""
 
     receivers: Sequence[int]
     senders: Sequence[int]

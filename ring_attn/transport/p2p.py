@@ -50,7 +50,7 @@ Parts = list[tuple[int, Tensor]]
 
 @dataclass(slots=True)
 class Pending:
-    """One exchange under way.
+    """An exchange under way.
 
     Attributes:
         step: of the ring, or which collective of the call.
@@ -66,7 +66,7 @@ class Pending:
 
 
 class P2PTransport:
-    """One batched, symmetric send and receive a step; and collectives."""
+    """Exchanges between processes: one symmetric send and receive a step; collectives."""
 
     def __init__(
         self,
@@ -294,7 +294,7 @@ class P2PTransport:
         sends: Parts,
         finish: Callable[[], None] | None = None,
     ) -> None:
-        """One batch of messages from and to other ranks."""
+        """Starts one batch of messages from and to other ranks."""
         device = sends[0][1].device
         medium = self._shared.medium(device, self._timeout_s)
         nbytes = sum(x.nbytes for _, x in sends), sum(x.nbytes for _, x in receives)

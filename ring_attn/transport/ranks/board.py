@@ -31,7 +31,7 @@ class Board:
         self._store.set(f"{self._prefix}/calls/{self._rank}", text)
 
     def difference(self, calls: Iterable[Identity], peer: int) -> str | None:
-        """How a peer's calls differ from this rank's, at the first that does; None if unknown."""
+        """The first difference between a peer's calls and this rank's; None if unknown."""
         others = self._read(f"calls/{peer}")
         known = {one["sequence"]: one for one in others or ()}
         for mine in calls:
@@ -50,7 +50,7 @@ class Board:
         return True
 
     def failure(self) -> str | None:
-        """Who failed first, and why; None where no other rank has said so."""
+        """The first rank that failed, and why; None where no other rank has said so."""
         note = self._read("failed")
         if note is None or note["rank"] == self._rank:
             return None

@@ -82,7 +82,7 @@ class RankGroup:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Without connections, which are made together at the first call."""
+        """Makes no connections: the ranks make those together at the first call."""
         self.rank = dist.get_rank(group)
         self.global_ranks = tuple(dist.get_process_group_ranks(group))
         self.failed: RuntimeError | None = None

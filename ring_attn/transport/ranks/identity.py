@@ -36,7 +36,7 @@ _MESSAGE = struct.Struct("<BIQ")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One call of this rank.
+    """Identity of one call of this rank.
 
     Attributes:
         sequence: calls on the group before this one.
@@ -88,7 +88,7 @@ def message_tag(seed: int, channel: Channel, step: int, nbytes: int) -> int:
 
 
 def difference(mine: Mapping[str, Any], others: Mapping[str, Any]) -> str | None:
-    """How the calls of two ranks differ, both as they report them; None where they do not.
+    """The difference between two ranks' reports of a call; None where there is none.
 
     Example:
         >>> calls = (Identity(7, 3, "forward", Agreement({"causal": c})) for c in (True, False))

@@ -82,7 +82,7 @@ class Nccl:
     honours_tags = False
 
     def __init__(self, store: Store, meeting: str, rank: int) -> None:
-        """Without communicators."""
+        """Makes no communicators yet."""
         self._store, self._meeting, self._rank = store, meeting, rank
         self._communicators: dict[tuple[Ranks, Channel, int | None], Any] = {}
         weakref.finalize(self, _shut_down, self._communicators)
