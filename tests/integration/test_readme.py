@@ -1,0 +1,149 @@
+"""The README says what is so: its figures, `explain`'s output, its example, commands and paths."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ring_attn
+from ring_attn.planning.devices import builtin_cluster
+from ring_attn.tools import cli
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+FIGURES = ROOT / "bench/results/ring_cpu_2ranks_8k.json"
+NAMES = {
+    "ours": "**ring_attn**, 2 ranks x 1 thread",
+    "dense": "one process, dense, 2 threads",
+    "torch-template": "torch's ring template, 2 ranks x 1 thread",
+}
+
+
+def code(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+
+
+def figures() -> str:
+    """The table of the committed measurement."""
+    measured = json.loads(FIGURES.read_text())
+    rows: dict[tuple[str, str], dict[str, Any]] = {
+        (row["impl"], row["mode"]): row for row in measured["rows"]
+    }
+    lines = [
+        "| | forward | forward + backward | x dense | waiting | sent | memory | error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for impl, name in NAMES.items():
+        forward, both = rows[impl, "fwd"], rows[impl, "fwd_bwd"]
+        ratio = both["median_ms"] / rows["dense", "fwd_bwd"]["median_ms"]
+        waited, sent = both["wait_ms"], both["bytes_sent"]
+        cells = [
+            name,
+            f"{forward['median_ms']:.0f} ms",
+            f"{both['median_ms']:.0f} ms",
+            f"{ratio:.2f}",
+            "-" if waited is None else f"{waited:.0f} ms",
+            "-" if sent is None else f"{sent / 1e6:.1f} MB",
+            f"{both['peak_bytes'] / 1e6:.0f} MB",
+            f"{both['max_error']:.1e}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    machine = measured["machine"]
+    torch_version = machine["versions"]["torch"]
+    lines += [
+        "",
+        f"`{measured['command']}`",
+        f"on {machine['cores']} cores of an {machine['cpu']}, torch {torch_version}, "
+        "gloo: medians of the slower rank, error against float64",
+    ]
+    return "\n".join(lines)
+
+
+def explained() -> str:
+    """The first lines of an explanation, and its reason."""
+    choice = ring_attn.explain(
+        seqlen=131072,
+        world_size=16,
+        nheads=32,
+        nheads_kv=8,
+        headdim=128,
+        causal=True,
+        cluster=builtin_cluster("H100"),
+    )
+    return "\n".join([*str(choice).splitlines()[:6], choice.reason])
+
+
+def test_length() -> None:
+    assert len((ROOT / "README.md").read_bytes().splitlines()) <= 180
+
+
+def test_figures_are_those_that_were_measured() -> None:
+    assert figures() in TEXT, figures()
+
+
+def test_explanation_is_what_explain_says() -> None:
+    assert explained() in TEXT, explained()
+
+
+@pytest.mark.dist
+def test_example(tmp_path: Path) -> None:
+    four_lines, setup = code("python")[:2]
+    after = four_lines.split("\n\n", 1)[1]
+    example = tmp_path / "example.py"
+    # One write a rank: those of several ranks are not mixed.
+    example.write_text(setup + after + 'print(f"{rank} {tuple(out.shape)}\\n", end="")\n')
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", str(example)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    shapes = sorted(done.stdout.splitlines())
+    layout = ring_attn.SequenceLayout.zigzag(1000, 3)
+    assert shapes == [f"{rank} (1, {layout.shard_len(rank)}, 8, 64)" for rank in range(3)]
+
+
+def commands() -> list[str]:
+    inline = re.findall(r"`(ring-attn [^`]+)`", TEXT)
+    return sorted({command.split()[1] for command in inline})
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    assert command in capsys.readouterr().out
+
+
+def test_targets_and_their_arguments_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = re.findall(r"^(make [^#\n]+)|`(make [^`]+)`", TEXT, re.MULTILINE)
+    assert named
+    for words in (shlex.split(one or two) for one, two in named):
+        for word in words[1:]:
+            if word.startswith("ARGS="):
+                assert (ROOT / word.removeprefix("ARGS=")).exists(), word
+            else:
+                assert word in targets, word
+
+
+def test_names_exist() -> None:
+    for name in re.findall(r"ring_attn((?:\.[A-Za-z_]\w*)+)", TEXT):
+        if name == ".attention.default":  # of torch.ops
+            continue
+        found: Any = ring_attn
+        for part in name[1:].split("."):
+            if not hasattr(found, part):
+                importlib.import_module(f"{found.__name__}.{part}")
+            found = getattr(found, part)
+
+
+def test_paths_exist() -> None:
+    for path in re.findall(r"\]\(([^)#]+)\)|`((?:ring_attn|bench|tests|kernels)/[^`\s]+)`", TEXT):
+        assert (ROOT / (path[0] or path[1])).exists(), path
