@@ -5,7 +5,6 @@
     cudnn          scaled_dot_product_attention, SDPBackend.CUDNN_ATTENTION
     flex           flex_attention under torch.compile(dynamic=False), as its documentation has it; a
                    BlockMask and the kernel_options documented for causal; its own table of tiles
-    flex-autotune  the same under mode="max-autotune-no-cudagraphs": minutes of compiling
     flash-attn     the package flash_attn: FlashAttention 2
     flash-attn-3   the package flash_attn_interface: FlashAttention 3
     flash-attn-4   the package flash_attn.cute: FlashAttention 4
@@ -46,7 +45,7 @@ FLASH_PACKAGES = {
     "flash-attn-3": "flash_attn_interface",
     "flash-attn-4": "flash_attn.cute",
 }
-IMPLEMENTATIONS = ("ours", "torch-flash", "cudnn", "flex", "flex-autotune", *FLASH_PACKAGES)
+IMPLEMENTATIONS = ("ours", "torch-flash", "cudnn", "flex", *FLASH_PACKAGES)
 
 # What FlexKernelOptions says a causal mask guarantees, so that checks can be left out.
 FLEX_CAUSAL = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
@@ -266,8 +265,8 @@ def make(name: str, problem: Problem, data: Data, *, backend: str, backward: boo
 def _function(name: str, problem: Problem) -> Callable[..., Tensor]:
     if name in FLASH_PACKAGES:
         return _flash(FLASH_PACKAGES[name], problem.causal)
-    if name in ("flex", "flex-autotune"):
-        return _flex(problem, "max-autotune-no-cudagraphs" if name == "flex-autotune" else None)
+    if name == "flex":
+        return _flex(problem)
     return _sdpa("FLASH_ATTENTION" if name == "torch-flash" else "CUDNN_ATTENTION", problem)
 
 
@@ -286,11 +285,11 @@ def _sdpa(backend: str, problem: Problem) -> Callable[..., Tensor]:
     return run
 
 
-def _flex(problem: Problem, mode: str | None) -> Callable[..., Tensor]:
+def _flex(problem: Problem) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     cuda = problem.device.type == "cuda"
-    attention = compiled_flex(mode) if cuda else _quiet(flex_attention)
+    attention = compiled_flex() if cuda else _quiet(flex_attention)
     block_mask, options = None, None
     if problem.causal:
         options = FLEX_CAUSAL
@@ -312,16 +311,14 @@ def _sees(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 @lru_cache
-def compiled_flex(mode: str | None) -> Callable[..., Any]:
+def compiled_flex() -> Callable[..., Any]:
     """flex_attention under torch.compile, for one shape at a time.
 
     Whole graphs only: past its limit of recompilations torch would run it uncompiled, in silence.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
-    compiled: Callable[..., Any] = torch.compile(
-        flex_attention, dynamic=False, fullgraph=True, mode=mode
-    )
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     return compiled
 
 

@@ -40,9 +40,6 @@ PEAK_TFLOPS = {
     "B200": 2250.0,
 }
 
-# Rows and columns of the matrices whose product is the measured ceiling.
-MATMUL_SIZE, MATMUL_REPEATS = 8192, 20
-
 # Written before every call: larger than any L2.
 FLUSH_BYTES = 256 << 20
 
@@ -227,23 +224,6 @@ def peak_tflops(name: str, dtype: torch.dtype) -> float | None:
     if dtype not in HALF_DTYPES:
         return None
     return next((rate for part, rate in PEAK_TFLOPS.items() if part in name), None)
-
-
-def measured_tflops(device: torch.device, dtype: torch.dtype, size: int = MATMUL_SIZE) -> float:
-    """The rate of a large matrix product of random numbers, the ceiling that a device reaches."""
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    samples = time_in_turn({"matmul": Call([lambda: a @ b])}, watch_for(device), MATMUL_REPEATS)
-    return 2.0 * size**3 / statistics.median(x.ms[0] for x in samples["matmul"]) / 1e9
-
-
-def is_alive(device: torch.device) -> bool:
-    """Whether the device still runs anything: not once a kernel has broken its context."""
-    if device.type == "cuda":
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError:
-            return False
-    return True
 
 
 def gpu_state() -> dict[str, str] | None:

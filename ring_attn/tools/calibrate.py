@@ -45,7 +45,6 @@ from ring_attn.tools.arguments import (
 )
 from ring_attn.tools.env import machine
 from ring_attn.tools.launch import (
-    check_memory,
     checked_device,
     rank_device,
     run_ranks,
@@ -175,10 +174,6 @@ def calibrate(
     spec = AttentionSpec(kind, dtype, 1, heads, kv_heads, head_dim, head_dim)
     sizes = (QUICK_ROWS, QUICK_MESSAGES, QUICK_REPEATS) if quick else (ROWS, MESSAGES, REPEATS)
     setting = Setting(spec, choose_backend(spec, backend).name, *sizes)
-    if kind == "cpu":
-        # q, k, v, out, their gradients and the state of the largest tile, in each rank.
-        rows = setting.rows[-1] * (2 * heads + 2 * kv_heads) * head_dim
-        check_memory("the tiles", 2 * rows * dtype.itemsize * world_size, "use fewer --heads")
     ranks = run_ranks(measure, world_size, setting, threads=threads, device=kind, on_part=on_sample)
     tiles, messages, bandwidth, slowdown = ranks[0]  # the same on every rank
     rates = {x: fit_rate([t for t in tiles if x == (t.backward, t.window)]) for x in KINDS}

@@ -73,7 +73,12 @@ def run_ranks(
         if world_size != nproc:
             raise ValueError(f"torchrun started {world_size} ranks, but {nproc} were asked for")
         return _run_in_place(fn, args, threads, device, on_part)
-    check_memory(f"{nproc} ranks", nproc * RANK_BYTES, "use fewer ranks")
+    needed, available = nproc * RANK_BYTES, available_bytes()
+    if needed > available:
+        raise ValueError(
+            f"{nproc} ranks need at least {needed / 2**30:.4g} GiB, this machine has "
+            f"{available / 2**30:.4g} GiB available; use fewer ranks"
+        )
     if threads is None:
         threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, num_cores() // nproc)
     return _launch(fn, nproc, args, threads, device, on_part)
@@ -94,20 +99,6 @@ MOST_THREADS = 4096
 
 # A rank that holds no tensors yet: Python, torch and its part of a group.
 RANK_BYTES = 150 << 20
-
-
-def check_memory(what: str, nbytes: float, remedy: str) -> None:
-    """Refuses at once what this machine has no memory for.
-
-    Raises:
-        ValueError: `what` needs more than is available; the text ends with `remedy`.
-    """
-    available = available_bytes()
-    if nbytes > available:
-        raise ValueError(
-            f"{what} need at least {nbytes / 2**30:.4g} GiB, this machine has "
-            f"{available / 2**30:.4g} GiB available; {remedy}"
-        )
 
 
 def available_bytes() -> int:

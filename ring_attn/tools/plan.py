@@ -2,7 +2,7 @@
 
     strategies    every way to share it: times, bytes, exposed communication, memory
     steps         what the ranks do in each step of the best
-    pictures      the mask as ranks x ranks by step and kind, and what each rank does when
+    --plot        the mask as ranks x ranks by step and kind, and what each rank does when
 
 Times are those of a simulation on a description of the cluster: one that is built in, or one that
 `ring-attn calibrate` has written. No process group and no GPU is needed.
@@ -158,10 +158,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(report.strategies_table(choice))
         for line in choice.left_out():
             console.print(line, markup=False, highlight=False)
-        if too_many is None:
-            console.print(report.steps_table(choice, rows))
-        console.print(report.mask_text(choice))
-        console.print(too_many or report.timeline_text(simulations))
+        console.print(too_many or report.steps_table(choice, rows))
     print(choice.reason)
     if args.check and not checked(choice, quiet=args.quiet):
         return 1

@@ -4,8 +4,7 @@
     ring-attn tune --device cpu                in the interpreter: it works, no more
 
 Kind by kind of `kernels/configs.py`, the most valuable first, as far as --budget goes: all configs
-of `configs.search_space`, on sm_90 those of the forward in Gluon, and then the fastest in other
-orders of its tasks. The configs of a kind are
+of `configs.search_space`, and on sm_90 those of the forward in Gluon. The configs of a kind are
 
     built      by --jobs processes, which fill triton's cache on disk and run each once: a config
                that takes its process down costs its own row alone
@@ -22,8 +21,6 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-import os
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,7 +37,7 @@ from ring_attn.bench.implementations import Attention, Data, Problem, reason
 from ring_attn.bench.judge import Judge
 from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
 from ring_attn.bench.report import Report, show
-from ring_attn.bench.timing import Call, Sample, is_alive, time_in_turn, watch_for
+from ring_attn.bench.timing import Call, Sample, time_in_turn, watch_for
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import Scores
 from ring_attn.core.tiles import pair_tiles
@@ -191,20 +188,18 @@ class Tuning(Report[Setting, Row]):
         super().__init__(setting, path)
         self._configs, self._arch = configs, configs.architecture(setting.device)
         self._watch = watch_for(setting.device)
-        self._dead = False
 
     def run(self) -> None:
         """Searches every kind that there is time for; unused time goes to the next kind."""
         kinds = self.setting.kinds
         for index, kind in enumerate(kinds):
-            if self.left() <= 0.0 or self._dead:
+            if self.left() <= 0.0:
                 break
             try:
                 self._search(kind, self.left() / (len(kinds) - index))
             except Exception as error:  # past its candidates: it costs no other kind
                 traceback.print_exception(error)
                 self.failures.append(f"{kind} failed: {reason(error)}")
-                self._dead = not is_alive(self.setting.device)
             self._free_memory()
             self.save()
         self.save(last=True)
@@ -224,30 +219,14 @@ class Tuning(Report[Setting, Row]):
         return [*lines, f"{counts}; {self.seconds:.0f} s, {len(self.failures)} failures"]
 
     def _search(self, kind: str, seconds: float) -> None:
-        """The configs of a kind, and then the fastest in other orders of its tasks."""
+        """The rows of all configs of a kind."""
         end = time.monotonic() + seconds
         problem = self.setting.problem_of(causal=not kind.endswith("_whole"))
-        data = problem.data()
-        found = self._measure(problem, data, self._candidates(kind), end)
-        orders = self._orders(found)
-        if orders and not self._dead:
-            # The frozen config runs once more, beside them.
-            again = candidate(kind, found[0].config, found[0].config)
-            found += self._measure(problem, data, [again, *orders], end)[1:]
+        found = self._measure(problem, problem.data(), self._candidates(kind), end)
         for row in found:
             if row.frozen and row.note:
                 self.failures.append(f"{kind}, the frozen config: {row.note}")
         self.rows += found
-
-    def _orders(self, found: Sequence[Row]) -> list[Row]:
-        """The fastest config on sm_90, in the orders of its tasks that were not timed yet."""
-        timed = [row for row in found if row.median_ms]
-        fastest = min(timed, key=lambda row: row.median_ms or math.inf, default=None)
-        if self._arch != "sm_90" or fastest is None or fastest.gluon:
-            return []
-        frozen, known = found[0].config, {row.name for row in found}
-        orders = self._configs.reordered(fastest.config)
-        return [candidate(fastest.kind, x, frozen) for x in orders if label(x) not in known]
 
     def _candidates(self, kind: str) -> list[Row]:
         """The frozen config, those of the search space, and those of the forward in Gluon."""
@@ -294,14 +273,12 @@ class Tuning(Report[Setting, Row]):
         """The row with its error, and a note if it is wrong or cannot be checked."""
         if row.note:
             return row
-        if self._dead:
-            return replace(row, note="not checked: the device failed before")
         if time.monotonic() > deadline and not row.frozen:
             return replace(row, note="not checked: there was no time left")
         try:
             ratio, note = self._judged(row, problem, data, judge)
         except Exception as error:
-            return replace(row, note=self._reason(row, error))
+            return replace(row, note=f"cannot run: {reason(error)}")
         return replace(row, max_ratio=ratio, note=note)
 
     def _judged(self, row: Row, problem: Problem, data: Data, judge: Judge) -> tuple[float, str]:
@@ -324,7 +301,7 @@ class Tuning(Report[Setting, Row]):
 
     def _timed(self, problem: Problem, data: Data, rows: Sequence[Row], end: float) -> list[Row]:
         """Times all rows that are right; the fastest and the frozen one more often."""
-        right = {row.name: row for row in rows if not row.note and not self._dead}
+        right = {row.name: row for row in rows if not row.note}
         calls = {
             name: Call([Kernels(problem, data, configs_of(row)).one(kernel_of(row.kind))])
             for name, row in right.items()
@@ -332,7 +309,7 @@ class Tuning(Report[Setting, Row]):
         notes: dict[str, str] = {}
 
         def failed(name: str, error: Exception) -> None:
-            notes[name] = self._reason(right[name], error)
+            notes[name] = f"cannot run: {reason(error)}"
 
         def race(names: Iterable[str], iters: int) -> dict[str, list[Sample]]:
             chosen = {name: calls[name] for name in names}
@@ -350,35 +327,24 @@ class Tuning(Report[Setting, Row]):
         frozen_ms = median_ms(of_frozen) if of_frozen else None
         return [with_times(row, samples.get(row.name, []), flops, frozen_ms) for row in rows]
 
-    def _reason(self, row: Row, error: Exception) -> str:
-        """The reason of a failed run; ends the search if the device's context is broken."""
-        if not self._dead and not is_alive(self.setting.device):
-            self._dead = True
-            self.failures.append(f"the device failed while {row.kind} {row.name} ran")
-        return f"cannot run: {reason(error)}"
-
     def _device_name(self) -> str:
         gpu = self.setting.device.type == "cuda"
         return torch.cuda.get_device_name(self.setting.device) if gpu else "interpreter"
 
     def _free_memory(self) -> None:
         gc.collect()
-        if self.setting.device.type == "cuda" and not self._dead:
+        if self.setting.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def build(task: tuple[Problem, Row]) -> str:
     """Runs a config once, which puts it into triton's cache on disk; the error, or ""."""
     problem, row = task
-    why = ""
     try:
         Kernels(problem, problem.data(), configs_of(row)).one(kernel_of(row.kind))()
     except Exception as error:
-        why = reason(error)
-    if not is_alive(problem.device):
-        print(f"{row.kind} {row.name}: the device failed", file=sys.stderr, flush=True)
-        os._exit(1)  # nothing runs in this process any more
-    return why
+        return reason(error)
+    return ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
