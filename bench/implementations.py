@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,8 @@ FLASH_PACKAGES = {
     "flash-attn-3": "flash_attn_interface",
     "flash-attn-4": "flash_attn.cute",
 }
-IMPLEMENTATIONS = ("ours", "torch-flash", "cudnn", "flex", *FLASH_PACKAGES)
+SDPA_BACKENDS = {"torch-flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+IMPLEMENTATIONS = ("ours", *SDPA_BACKENDS, "flex", *FLASH_PACKAGES)
 
 # What FlexKernelOptions says a causal mask guarantees, so that checks can be left out.
 FLEX_CAUSAL = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
@@ -69,13 +70,11 @@ class Problem:
 
     @property
     def spec(self) -> AttentionSpec:
-        """The sizes as a backend takes them."""
         sizes = (self.batch, self.heads, self.kv_heads, self.head_dim, self.head_dim)
         return AttentionSpec(self.device.type, self.dtype, *sizes)
 
     @property
     def mask(self) -> Mask:
-        """The mask over the whole sequence."""
         return Mask(self.seqlen, self.seqlen, self.causal)
 
     @property
@@ -116,26 +115,35 @@ class Data:
         return Inputs(*(x.transpose(1, 2).contiguous() for x in self.rows_first))
 
 
-class Attention(Protocol):
-    """An implementation on the inputs of a problem."""
+class Attention:
+    """An implementation of attention: forward, then backward of that forward.
+
+    Attributes:
+        name: of the implementation.
+        out: of the last forward; None before.
+        grads: of q, k and v, by the last backward.
+    """
 
     name: str
+    out: Tensor | None = None
+    grads: Sequence[Tensor] = ()
 
     def forward(self) -> None:
         """Computes `out`."""
-        ...
+        raise NotImplementedError
 
     def backward(self) -> None:
         """Computes the gradients of the last forward."""
-        ...
+        raise NotImplementedError
 
     def results(self) -> list[Tensor]:
         """out, and after a backward dq, dk, dv: (batch, seqlen, heads, dim)."""
-        ...
+        assert self.out is not None, "forward comes first"
+        return [x.detach() for x in (self.out, *self.grads)]
 
     def release(self) -> None:
         """Lets go of the last results."""
-        ...
+        self.out, self.grads = None, ()
 
 
 class Alone:
@@ -156,7 +164,7 @@ class Alone:
         raise RuntimeError("a ring of one rank has nobody to wait for")
 
 
-class Ours:
+class Ours(Attention):
     """The ring's driver with one rank: a backend as the whole attention."""
 
     name = "ours"
@@ -168,37 +176,27 @@ class Ours:
         )
         self._inputs = data.rows_first
         self._alone: Any = Alone()
-        self._results: list[Tensor] = []
         self._saved: tuple[Tensor, ...] = ()
 
-    @property
-    def backend(self) -> str:
-        """The backend that runs."""
-        return self._call.backend
-
     def forward(self) -> None:
-        """Computes `out` and lse."""
         q, k, v, _ = self._inputs
-        out, lse, self._saved = run.forward(self._call, q, k, v, self._alone)
-        self._results = [out, lse]
+        self.out, _, self._saved = run.forward(self._call, q, k, v, self._alone)
+        self.grads = ()
 
     def backward(self) -> None:
-        """Computes the gradients of the last forward."""
-        out, dout = self._results[0], self._inputs[3]
-        dq, dk, dv, _ = run.backward(self._call, self._saved, dout, self._alone)
-        self._results = [out, dq, dk, dv]
-
-    def results(self) -> list[Tensor]:
-        """out, and after a backward dq, dk, dv."""
-        return self._results if len(self._results) == 4 else self._results[:1]
-
-    def release(self) -> None:
-        """Lets go of the last results."""
-        self._results = []
+        *self.grads, _ = run.backward(self._call, self._saved, self._inputs.dout, self._alone)
 
 
-class Peer:
-    """A differentiable function of q, k, v under autograd."""
+class Peer(Attention):
+    """A differentiable function of q, k, v under autograd.
+
+    Args:
+        name: of the implementation.
+        function: takes q, k, v and returns out.
+        data: the inputs.
+        heads_first: whether `function` takes and returns (batch, heads, seqlen, dim).
+        backward: whether gradients are wanted: the forward then keeps what they need.
+    """
 
     def __init__(
         self,
@@ -209,38 +207,20 @@ class Peer:
         heads_first: bool,
         backward: bool,
     ) -> None:
-        """
-        Args:
-            name: of the implementation.
-            function: takes q, k, v and returns out.
-            data: the inputs.
-            heads_first: whether `function` takes and returns (batch, heads, seqlen, dim).
-            backward: whether gradients are wanted: the forward then keeps what they need.
-        """
         self.name, self._function, self._heads_first = name, function, heads_first
         q, k, v, self._dout = data.heads_first if heads_first else data.rows_first
         self._leaves = [x.detach().requires_grad_(backward) for x in (q, k, v)]
-        self._out: Tensor | None = None
-        self._grads: Sequence[Tensor] = ()
 
     def forward(self) -> None:
-        """Computes `out`."""
-        self._out = self._function(*self._leaves)
+        self.out = self._function(*self._leaves)
 
     def backward(self) -> None:
-        """Computes the gradients of the last forward."""
-        assert self._out is not None, "forward comes first"
-        self._grads = torch.autograd.grad(self._out, self._leaves, self._dout)
+        assert self.out is not None, "forward comes first"
+        self.grads = torch.autograd.grad(self.out, self._leaves, self._dout)
 
     def results(self) -> list[Tensor]:
-        """out, and after a backward dq, dk, dv."""
-        assert self._out is not None, "forward comes first"
-        found = [x.detach() for x in (self._out, *self._grads)]
+        found = super().results()
         return [x.transpose(1, 2) for x in found] if self._heads_first else found
-
-    def release(self) -> None:
-        """Lets go of the last results."""
-        self._out, self._grads = None, ()
 
 
 def unavailable(name: str, device: torch.device) -> str | None:
@@ -267,20 +247,19 @@ def _function(name: str, problem: Problem) -> Callable[..., Tensor]:
         return _flash(FLASH_PACKAGES[name], problem.causal)
     if name == "flex":
         return _flex(problem)
-    return _sdpa("FLASH_ATTENTION" if name == "torch-flash" else "CUDNN_ATTENTION", problem)
+    grouped = problem.heads != problem.kv_heads
+    return sdpa_by(SDPA_BACKENDS[name], causal=problem.causal, grouped=grouped)
 
 
-def _sdpa(backend: str, problem: Problem) -> Callable[..., Tensor]:
+def sdpa_by(backend: str, *, causal: bool, grouped: bool) -> Callable[..., Tensor]:
+    """torch's attention by one backend, over (batch, heads, rows, dim)."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     chosen = getattr(SDPBackend, backend)
-    grouped = problem.heads != problem.kv_heads
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(chosen):
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=problem.causal, enable_gqa=grouped
-            )
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
 
     return run
 

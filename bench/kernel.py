@@ -7,7 +7,7 @@ the device between events, with a cold L2 and the host ahead; medians, p20 and p
 repetitions. A forward keeps what its backward needs, unless --mode fwd. FLOPs are 4 x pairs x
 head_dim a head forward and 2.5 times that backward, by the exact number of visible pairs.
 
-    ours           --backend as the whole attention: deterministic, a ring of one rank
+    ours           triton (on a CPU auto) as the whole attention: deterministic, a ring of one rank
     torch-flash    scaled_dot_product_attention with FlashAttention 2
     cudnn          scaled_dot_product_attention with cuDNN
     flex           compiled flex_attention, with its own tiles
@@ -31,13 +31,11 @@ from typing import Any, TypeVar
 import torch
 from rich.table import Table
 
-from ring_attn.backends import get_backend
 from ring_attn.bench.implementations import (
     FLASH_PACKAGES,
     IMPLEMENTATIONS,
     Attention,
     Data,
-    Ours,
     Problem,
     forget_compiled,
     make,
@@ -62,6 +60,7 @@ from ring_attn.tools.arguments import (
     parse_dtype,
     parse_size,
     parse_sizes,
+    setting_from,
 )
 from ring_attn.tools.launch import DEVICES
 
@@ -112,7 +111,6 @@ class Setting:
     sizes: Sizes
     causal: tuple[bool, ...]
     mode: str
-    backend: str
     implementations: tuple[str, ...]
     device: torch.device
     budget: float | None
@@ -167,7 +165,6 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `ring-attn bench kernel`."""
     add = parser.add_argument
     lens = f"{format_size(FULL.seqlens[0])} to {format_size(FULL.seqlens[-1])}"
     add("--seqlen", type=parse_sizes, help=f"lengths, such as 1k,8k ({lens}, doubling)")
@@ -177,7 +174,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", type=parse_dtype, help="of the inputs (bfloat16; on a CPU float32)")
     add("--tokens", type=parse_size, help="of a batch, up to that length (16k)")
     add("--mode", choices=tuple(MODES), default="fwd_bwd")
-    add("--backend", help="of ours (triton; on a CPU auto)")
     add(
         "--implementations",
         default=",".join(DEFAULT),
@@ -215,17 +211,9 @@ def setting_of(args: argparse.Namespace) -> Setting:
         tokens=args.tokens or base.tokens,
         iters=args.iters or base.iters,
     )
-    backend = args.backend or ("triton" if device.type == "cuda" else "auto")
-    if backend != "auto":
-        get_backend(backend)  # raises for a name that does not exist
-    return Setting(
-        sizes=sizes,
-        causal=(True, False) if args.causal is None else (args.causal,),
-        mode=args.mode,
-        backend=backend,
-        implementations=names,
-        device=device,
-        budget=args.budget,
+    causal = (True, False) if args.causal is None else (args.causal,)
+    return setting_from(
+        Setting, args, sizes=sizes, causal=causal, implementations=names, device=device
     )
 
 
@@ -242,7 +230,6 @@ class Bench(Report[Setting, Row]):
     """Measures cell by cell, and saves the report after each."""
 
     def __init__(self, setting: Setting, path: Path | None = None) -> None:
-        """Takes what `Report` takes; the report is saved after every cell."""
         super().__init__(setting, path)
         self.unavailable = {
             name: why
@@ -253,8 +240,8 @@ class Bench(Report[Setting, Row]):
         self._backward = setting.mode != "fwd"
         self._watch = watch_for(setting.device)
         self._judged: set[tuple[object, ...]] = set()
-        self._ran: set[str] = set()  # backends of ours
         gpu = setting.device.type == "cuda"
+        self._backend = "triton" if gpu else "auto"
         name = torch.cuda.get_device_name(setting.device) if gpu else ""
         self.peak = peak_tflops(name, setting.sizes.dtype)
 
@@ -272,8 +259,6 @@ class Bench(Report[Setting, Row]):
     def remarks(self) -> list[str]:
         """Remarks for below the tables: reasons, backend and peak; the last line counts cells."""
         lines = [f"{name}: {why}" for name, why in self.unavailable.items()] + notes(self.rows)
-        if self._ran and self.setting.backend == "auto":
-            lines.append(f"ours: backend auto chose {', '.join(sorted(self._ran))}")
         if self.peak:
             lines.append(f"peak: {self.peak:.1f} TFLOP/s by the datasheet, dense")
         cells = {(*row.table, row.seqlen, row.impl) for row in self.rows if row.samples}
@@ -281,10 +266,9 @@ class Bench(Report[Setting, Row]):
         return [*lines, f"{counts}, {len(self.failures)} failures"]
 
     def more(self) -> dict[str, Any]:
-        """The peak rate, and which implementations and backends there were."""
+        """The peak rate, and which implementations cannot run here."""
         return {
             "peak_tflops": self.peak,
-            "backends": sorted(self._ran),
             "unavailable": self.unavailable,
         }
 
@@ -315,8 +299,7 @@ class Bench(Report[Setting, Row]):
         """The short sequence is checked once for a table."""
 
         def build(problem: Problem, data: Data) -> Attention:
-            backend, backward = self.setting.backend, self._backward
-            return make(name, problem, data, backend=backend, backward=backward)
+            return make(name, problem, data, backend=self._backend, backward=self._backward)
 
         def verdicts() -> list[Verdict]:
             key = (name, problem.heads, problem.kv_heads, problem.head_dim, problem.causal)
@@ -329,8 +312,6 @@ class Bench(Report[Setting, Row]):
             return Tried(note)
         ratio, note = self._verdict(name, problem, found)
         attention, failed = self._attempt(name, problem, lambda: build(problem, data))
-        if isinstance(attention, Ours):
-            self._ran.add(attention.backend)
         return Tried(failed or note, attention, ratio)
 
     def _verdict(

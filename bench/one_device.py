@@ -24,10 +24,9 @@ class OneDevice:
     device: torch.device
     budget: float | None = None
 
-    def problem(self, seqlen: int, *, causal: bool, batch: int = 1) -> Problem:
-        """Attention over sequences of that length."""
+    def problem(self, seqlen: int, *, causal: bool) -> Problem:
         return Problem(
-            batch, seqlen, self.heads, self.kv_heads, self.head_dim, causal, self.dtype, self.device
+            1, seqlen, self.heads, self.kv_heads, self.head_dim, causal, self.dtype, self.device
         )
 
     def __str__(self) -> str:

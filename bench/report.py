@@ -17,9 +17,9 @@ from ring_attn.bench.timing import gpu_state
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.tools.arguments import (
     command_line,
-    replace_json,
     table_console,
     write_if_interrupted,
+    write_json,
 )
 from ring_attn.tools.env import machine
 
@@ -77,11 +77,11 @@ class Report(Generic[S, R]):
         return (math.inf if setting.budget is None else float(setting.budget)) - self.seconds
 
     def save(self, *, last: bool = False) -> None:
-        """Writes the report; a run that is killed leaves a whole one."""
+        """Writes the report so far: a run that is killed leaves it."""
         if last:
             self._states["after"] = gpu_state()
         if self._path:
-            replace_json(self._path, self.to_json())
+            write_json(self._path, self.to_json())
 
     def finish(self, tables: Sequence[Table], lines: Sequence[str]) -> int:
         """Prints tables, failures and last lines; the exit status, 1 if something is wrong."""

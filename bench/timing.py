@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -66,38 +66,16 @@ STATE_FIELDS = (
 )
 
 
-class Watch(Protocol):
-    """Marks moments on a device and tells the time between them."""
-
-    def ready(self, head_start_ms: float) -> None:
-        """Waits until the device is idle; the next work in its queue starts so much later."""
-        ...
-
-    def mark(self) -> Any:
-        """A moment in the order of the enqueued work."""
-        ...
-
-    def ms(self, start: Any, stop: Any) -> float:
-        """Milliseconds between two marks, after `done`."""
-        ...
-
-    def done(self) -> None:
-        """Waits for all enqueued work."""
-        ...
-
-
 class HostWatch:
-    """The clock of the host, for CPUs."""
+    """Marks moments and tells the milliseconds between them, by the clock of the host: for CPUs."""
 
     def ready(self, head_start_ms: float) -> None:
         """Does nothing: a CPU has no queue."""
 
-    def mark(self) -> float:
-        """Now."""
+    def mark(self) -> Any:
         return time.perf_counter()
 
     def ms(self, start: float, stop: float) -> float:
-        """Milliseconds between two marks."""
         return 1e3 * (stop - start)
 
     def done(self) -> None:
@@ -116,19 +94,19 @@ class CudaWatch:
         self._flush.zero_()
         torch.cuda._sleep(int(head_start_ms * SPIN_CYCLES_PER_MS))
 
-    def mark(self) -> torch.cuda.Event:
-        """An event on the current stream."""
+    def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def ms(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
-        """Milliseconds of the device between two events."""
         return start.elapsed_time(stop)
 
     def done(self) -> None:
-        """Waits for the device."""
         torch.cuda.synchronize()
+
+
+Watch = HostWatch | CudaWatch
 
 
 def head_start_ms(host_ms: float) -> float:

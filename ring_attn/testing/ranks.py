@@ -74,7 +74,6 @@ class AllRanks:
 
     @cached_property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Every result against its bound."""
         return check_all(self.whole, *expected(self.case))
 
     @property

@@ -41,10 +41,10 @@ from ring_attn.profiling import trace
 from ring_attn.testing import Verdict
 from ring_attn.tools.arguments import (
     add_common,
-    add_profile,
     parse_dtype,
+    parse_folder,
     parse_size,
-    shortened,
+    setting_from,
     write_if_interrupted,
     write_json,
 )
@@ -115,7 +115,6 @@ class Report:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the demo."""
     add = parser.add_argument
     add("--nproc", "--world-size", type=parse_size, help=f"ranks of the ring (default: {NPROC})")
     add("--seqlen", type=parse_size, help=f"bytes of each sequence (default: {SEQLEN})")
@@ -126,7 +125,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", type=parse_dtype, help=dtypes)
     add("--dim", type=parse_size, default=128, help="width of the model (default: 128)")
     add("--layers", type=parse_size, default=4, help="layers of the model (default: 4)")
-    add("--seed", type=int, default=0, help="of the weights and the batches (default: 0)")
     generate = "then continue a text by N bytes, from a sharded KV cache and in one process"
     add("--generate", type=parse_size, metavar="N", help=generate)
     add("--mesh", metavar="AXES", help="sizes of pp, dp, cp and tp: cp=2,tp=2 (default: the ring)")
@@ -135,7 +133,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=parse_size, help="sequences (default: dp * microbatches)")
     add("--fsdp", action="store_true", help="shard parameters over dp and cp")
     add("--strategy", default="ring", help="of the attention over cp (default: ring)")
-    add_profile(parser)
+    trace = "then trace one more batch: DIR/rank0_trace.json and so on, for Perfetto"
+    add("--profile", metavar="DIR", type=parse_folder, help=trace)
     add_common(parser)
 
 
@@ -188,8 +187,6 @@ def run_of(args: argparse.Namespace) -> tuple[str, Run]:
         raise NotImplementedError(
             f"--generate is for a ring alone, got mesh {axes}: give only cp, or leave out --mesh"
         )
-    if not -(1 << 63) <= args.seed < 1 << 64:
-        raise ValueError(f"--seed must fit into 64 bits, got {shortened(str(args.seed))}")
     seqlen = args.seqlen or (QUICK_SEQLEN if args.quick else SEQLEN)
     if args.generate and args.generate >= seqlen:
         raise ValueError(
@@ -201,18 +198,15 @@ def run_of(args: argparse.Namespace) -> tuple[str, Run]:
     if dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"dtype must be float32 or bfloat16, got {dtype_name(dtype)}")
     microbatches = args.microbatches or (2 * axes.pp if axes.pp > 1 else 1)
-    training = Settings(
+    training = setting_from(
+        Settings,
+        args,
         axes=axes,
         model=ModelConfig(dim=args.dim, hidden_dim=3 * args.dim, num_layers=args.layers),
         seqlen=seqlen,
         batch=args.batch or axes.dp * microbatches,
         microbatches=microbatches,
-        schedule=args.schedule,
-        fsdp=args.fsdp,
-        strategy=args.strategy,
-        layout=args.layout,
         dtype=dtype,
-        seed=args.seed,
     )
     steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
     return device, Run(training, steps, args.generate or 0, args.quiet, args.profile)
@@ -423,7 +417,6 @@ def _text(row: Row) -> str:
 
 
 def summary(report: Report) -> str:
-    """The result in a few lines."""
     rows = report.rows
     lines = [
         f"loss      {rows[0].mesh_loss:.4f} -> {rows[-1].mesh_loss:.4f} nats per byte in "

@@ -116,7 +116,6 @@ class Axes:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return self.pp * self.dp * self.cp * self.tp
 
     def __str__(self) -> str:
@@ -176,7 +175,6 @@ class Settings:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline."""
         return self.axes.pp * SCHEDULES[self.schedule]
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -192,7 +190,6 @@ class Settings:
         return model.double() if self.dtype == torch.float64 else model
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of every process."""
         rate = LEARNING_RATE * 128 / self.model.dim
         # Plain parameters and DTensors do not go together into one operator.
         return torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), foreach=False)

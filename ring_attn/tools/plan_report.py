@@ -4,7 +4,7 @@
                 computed, whether the mask cuts it, or nothing
     timeline    for each rank what it computes, and below what it exchanges, over time
 
-Many ranks are shown as blocks of ranks, and timelines of some of them.
+Timelines are those of some ranks where there are many.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from rich.table import Table
 from torch import Tensor
-from torch.nn.functional import max_pool2d
 
 from ring_attn.bench.report import new_table
 from ring_attn.core.program import CHANNELS
@@ -32,8 +31,7 @@ if TYPE_CHECKING:
 
     from ring_attn.tools.plan import StepRow
 
-# Cells of a side of the mask, ranks of a timeline.
-DRAWN_CELLS, TIMELINE_RANKS = 256, 8
+TIMELINE_RANKS = 8
 
 # Steps of a direction that a table shows: so many from the start, and the last two.
 FIRST_STEPS = 8
@@ -108,20 +106,6 @@ class MaskPicture(NamedTuple):
     num_steps: int
     title: str
 
-    def coarse(self, cells: int) -> MaskPicture:
-        """At most so many cells a side; one of unlike ones is CUT, its step the last of theirs."""
-        size = -(-len(self.kind) // cells)
-        if size == 1:
-            return self
-
-        def most(x: Tensor) -> Tensor:
-            return max_pool2d(x[None].double(), size, ceil_mode=True)[0].long()
-
-        greatest, least = most(self.kind), -most(-self.kind)
-        kind = torch.where(greatest == least, greatest, CUT)
-        title = f"{self.title}, {size} of them a cell"
-        return MaskPicture(kind, most(self.step), self.num_steps, title)
-
 
 def mask_picture(choice: Choice) -> MaskPicture:
     """The picture of the best strategy: between ranks, or between groups that exchange heads."""
@@ -189,7 +173,7 @@ def figure(choice: Choice, simulations: Mapping[str, Simulation]) -> Figure:
 
     drawn = Figure(figsize=(15, 6.5), layout="constrained")
     left, right = drawn.subplots(1, 2, width_ratios=(1, 1.4))
-    _draw_mask(left, mask_picture(choice).coarse(DRAWN_CELLS))
+    _draw_mask(left, mask_picture(choice))
     _draw_timeline(right, simulations)
     drawn.suptitle(f"{choice.best.label}, {choice.best.layout_name}: {choice.describe()}")
     return drawn

@@ -8,8 +8,8 @@ of `configs.search_space`, and on sm_90 those of the forward in Gluon. The confi
 
     built      by --jobs processes, which fill triton's cache on disk and run each once: a config
                that takes its process down costs its own row alone
-    checked    against float64 (`judge`), and --repeats runs must be equal bit for bit
-    timed      in turn within every repetition; more often, where they are close to the fastest
+    checked    against float64 (`judge`), and REPEATS runs must be equal bit for bit
+    timed      in turn within every repetition
 
 A config that is wrong, or differs between two runs, is named and never recommended. TFLOP/s count
 the matrix products of a kernel: 2 forward, 4 for dk and dv, 3 for dq. The last lines are ready for
@@ -23,7 +23,7 @@ import gc
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +37,7 @@ from ring_attn.bench.implementations import Attention, Data, Problem, reason
 from ring_attn.bench.judge import Judge
 from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
 from ring_attn.bench.report import Report, show
-from ring_attn.bench.timing import Call, Sample, time_in_turn, watch_for
+from ring_attn.bench.timing import Call, time_in_turn, watch_for
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import Scores
 from ring_attn.core.tiles import pair_tiles
@@ -66,8 +66,8 @@ PRODUCTS = {"fwd": 2, "dkdv": 4, "dq": 3}
 # The kind of the forward in Gluon, which takes the place of fwd and fwd_whole.
 GLUON = "gluon"
 
-# All configs are timed HEATS times, those within MARGIN of the fastest ITERS times.
-HEATS, MARGIN, ITERS, REPEATS = 3, 1.15, 12, 20
+# How often a config is timed, and run to compare its bits.
+ITERS, REPEATS = 12, 20
 
 # At most so many processes build at once; each has a context of its own on the GPU.
 MOST_JOBS = 12
@@ -83,24 +83,22 @@ class Setting(OneDevice):
     kernels: tuple[str, ...]
     full_rows: int
     causal_rows: int
-    batch: int
     iters: int
     repeats: int
     jobs: int
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of the chosen kernels."""
         return [kind for kind in KINDS if kernel_of(kind) in self.kernels]
 
     def problem_of(self, *, causal: bool) -> Problem:
         """The problem with the causal mask, or without a mask."""
         rows = self.causal_rows if causal else self.full_rows
-        return self.problem(rows, causal=causal, batch=self.batch)
+        return self.problem(rows, causal=causal)
 
 
-class Kernels:
-    """The whole attention by the Triton backend, in configs of choice; an `Attention`."""
+class Kernels(Attention):
+    """The whole attention by the Triton backend, in configs of choice."""
 
     name = "ours"
 
@@ -110,33 +108,22 @@ class Kernels:
         self._tiles = pair_tiles(layout, layout, problem.mask, 0, 0)
         self._backend, self._scores = TritonBackend(configs), Scores(problem.head_dim**-0.5)
         self._inputs = data.rows_first
-        self._results: list[Tensor] = []
-        self._grads: list[Tensor] = []
 
     def forward(self) -> None:
-        """Computes `out` and lse."""
         q, k, v, _ = self._inputs
         state = self._backend.new_state(q, v.size(3))
         args = (q, k, v, self._tiles, state)
         state = self._backend.forward(*args, scores=self._scores, last=True)
-        self._results = list(self._backend.finalize(state, q.dtype))
+        self.out, self._lse = self._backend.finalize(state, q.dtype)
+        self.grads = ()
 
     def backward(self) -> None:
-        """Computes the gradients of the last forward."""
         self._prepare()
         self._dq()
         self._dkdv()
         factor, dtype = self._backend.gradient_factor(self._scores), self._inputs.q.dtype
-        dq, dk, dv = self._grads
-        self._results[1:] = [x.to(dtype) for x in (dq * factor, dk * factor, dv)]
-
-    def results(self) -> list[Tensor]:
-        """out, and after a backward dq, dk, dv."""
-        return self._results if len(self._results) == 4 else self._results[:1]
-
-    def release(self) -> None:
-        """Lets go of the last results."""
-        self._results, self._grads = [], []
+        dq, dk, dv = self._sums
+        self.grads = [x.to(dtype) for x in (dq * factor, dk * factor, dv)]
 
     def one(self, kernel: str) -> Callable[[], list[Tensor]]:
         """The call of one kernel, ready to be timed; it returns what the kernel writes."""
@@ -148,23 +135,23 @@ class Kernels:
 
     def _forward_once(self) -> list[Tensor]:
         self.forward()
-        return self._results
+        return [*self.results(), self._lse]
 
     def _prepare(self) -> None:
         q, k, v, dout = self._inputs
-        out, lse = self._results[:2]
-        self._stats = (lse, self._backend.delta(out, dout))
-        self._grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+        assert self.out is not None, "forward comes first"
+        self._stats = (self._lse, self._backend.delta(self.out, dout))
+        self._sums = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
 
     def _dq(self) -> list[Tensor]:
         args = (*self._inputs, *self._stats, self._tiles)
-        self._backend.backward_q(*args, self._grads[0], scores=self._scores)
-        return self._grads[:1]
+        self._backend.backward_q(*args, self._sums[0], scores=self._scores)
+        return self._sums[:1]
 
     def _dkdv(self) -> list[Tensor]:
         args = (*self._inputs, *self._stats, self._tiles)
-        self._backend.backward_kv(*args, self._grads[1], self._grads[2], scores=self._scores)
-        return self._grads[1:]
+        self._backend.backward_kv(*args, self._sums[1], self._sums[2], scores=self._scores)
+        return self._sums[1:]
 
 
 def candidate(kind: str, config: Config, frozen: Config, *, gluon: bool = False) -> Row:
@@ -219,7 +206,6 @@ class Tuning(Report[Setting, Row]):
         return [*lines, f"{counts}; {self.seconds:.0f} s, {len(self.failures)} failures"]
 
     def _search(self, kind: str, seconds: float) -> None:
-        """The rows of all configs of a kind."""
         end = time.monotonic() + seconds
         problem = self.setting.problem_of(causal=not kind.endswith("_whole"))
         found = self._measure(problem, problem.data(), self._candidates(kind), end)
@@ -300,7 +286,7 @@ class Tuning(Report[Setting, Row]):
         return ratio, ""
 
     def _timed(self, problem: Problem, data: Data, rows: Sequence[Row], end: float) -> list[Row]:
-        """Times all rows that are right; the fastest and the frozen one more often."""
+        """Times all rows that are right."""
         right = {row.name: row for row in rows if not row.note}
         calls = {
             name: Call([Kernels(problem, data, configs_of(row)).one(kernel_of(row.kind))])
@@ -311,16 +297,10 @@ class Tuning(Report[Setting, Row]):
         def failed(name: str, error: Exception) -> None:
             notes[name] = f"cannot run: {reason(error)}"
 
-        def race(names: Iterable[str], iters: int) -> dict[str, list[Sample]]:
-            chosen = {name: calls[name] for name in names}
-            seconds = max(end - time.monotonic(), 0.0)
-            return time_in_turn(chosen, self._watch, iters, seconds=seconds, failed=failed)
-
-        samples = race(right, min(HEATS, self.setting.iters))
-        shortest = {name: median_ms(taken) for name, taken in samples.items() if taken}
-        limit = MARGIN * min(shortest.values(), default=math.inf)
-        close = [n for n, ms in shortest.items() if ms <= limit or right[n].frozen]
-        samples |= race(close, self.setting.iters)
+        samples = time_in_turn(
+            calls, self._watch, self.setting.iters, seconds=max(end - time.monotonic(), 0.0),
+            failed=failed,
+        )  # fmt: skip
         flops = PRODUCTS[kernel_of(rows[0].kind)] * problem.flops("fwd") // PRODUCTS["fwd"]
         rows = [replace(row, note=notes.get(row.name, row.note)) for row in rows]
         of_frozen = samples.get(rows[0].name)
@@ -348,14 +328,10 @@ def build(task: tuple[Problem, Row]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `ring-attn tune`."""
     add = parser.add_argument
     add("--kernels", default=",".join(PRODUCTS), help=f"of {','.join(PRODUCTS)} (all)")
     add("--full-rows", type=parse_size, help="no mask (16k, on a CPU 128; --quick: a quarter)")
     add("--causal-rows", type=parse_size, help="causal (32k, on a CPU 128; --quick: a quarter)")
-    add("--batch", type=parse_size, default=1, help="sequences (1: these lengths fill a GPU)")
-    add("--iters", type=parse_size, help=f"samples of the fastest ({ITERS}; on a CPU 1)")
-    add("--repeats", type=parse_size, help=f"runs with the same bits ({REPEATS}; on a CPU 2)")
     add("--jobs", type=int, help="processes that compile; 0: this one alone (a core each)")
     add_device_arguments(parser)
 
@@ -381,9 +357,8 @@ def setting_of(args: argparse.Namespace) -> Setting:
         kernels=tuple(kernel for kernel in PRODUCTS if kernel in chosen),
         full_rows=args.full_rows or ((16384 if gpu else 128) // (4 if quick else 1)),
         causal_rows=args.causal_rows or ((32768 if gpu else 128) // (4 if quick else 1)),
-        batch=args.batch,
-        iters=args.iters or (ITERS if gpu else 1),
-        repeats=args.repeats or (REPEATS if gpu else 2),
+        iters=ITERS if gpu else 1,
+        repeats=REPEATS if gpu else 2,
         jobs=jobs,
     )
     refused = get_backend("triton").supports(setting.problem_of(causal=True).spec, explicit=True)

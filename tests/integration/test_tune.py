@@ -75,7 +75,7 @@ def test_candidates_that_cannot_or_must_not_be_taken(monkeypatch: pytest.MonkeyP
     def wrongly(self: Kernels) -> None:
         forward(self)
         if self._backend._configs.get("fwd") == wrong:
-            self._results[0][:, 0] += 0.1
+            self.out[:, 0] += 0.1
 
     def restlessly(self: Kernels, kernel: str) -> Callable[[], list[Tensor]]:
         factor = 1.0 + 1e-3 * torch.rand(())
@@ -108,7 +108,7 @@ def test_a_wrong_frozen_config_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> 
 
     def wrongly(self: Kernels) -> None:
         forward(self)
-        self._results[0][:, 0] += 0.1
+        self.out[:, 0] += 0.1
 
     monkeypatch.setattr(Kernels, "forward", wrongly)
     assert main(["tune", *TINY.split(), "--kernels", "fwd", "--quiet"]) == 1
@@ -196,8 +196,8 @@ def test_a_config_that_does_not_build_says_why() -> None:
 
 
 def test_sizes_by_device_and_option() -> None:
-    given = setting("--device cpu --heads 8/2 --kernels dq,fwd --batch 3 --jobs 5")
-    assert given.kernels == ("fwd", "dq") and given.jobs == 5 and given.batch == 3
+    given = setting("--device cpu --heads 8/2 --kernels dq,fwd --jobs 5")
+    assert given.kernels == ("fwd", "dq") and given.jobs == 5
     assert given.kinds == ["fwd_whole", "fwd", "dq", "dq_whole"]
     assert given.problem_of(causal=True).seqlen == given.causal_rows == 128
     assert setting("--device cpu --quick").full_rows == 32

@@ -98,24 +98,6 @@ def test_steps_of_a_double_ring_and_of_groups() -> None:
     assert len(picture.kind) == 4 // degree and picture.title == f"group of {degree} ranks"
 
 
-def test_many_ranks_are_drawn_as_blocks() -> None:
-    picture = report.MaskPicture(
-        torch.ones(100, 100).tril().long(),
-        torch.arange(100)[:, None]
-        .expand(100, 100)
-        .clone()
-        .masked_fill_(torch.ones(100, 100).triu(1) > 0, -1),
-        100,
-        "rank",
-    )
-    coarse = picture.coarse(32)
-    assert coarse.kind.shape == (25, 25) and "4 of them" in coarse.title
-    assert coarse.kind[0, 0] == report.CUT and coarse.kind[1, 0] == report.FULL
-    assert coarse.kind[0, 1] == report.ABSENT and coarse.step[0, 1] == -1
-    assert coarse.step[1, 0] == 7 and coarse.step[0, 0] == 3
-    assert picture.coarse(100) is picture
-
-
 def test_shown_ranks_have_both_ends() -> None:
     assert report.shown_ranks(1) == [0]
     assert report.shown_ranks(3) == [0, 1, 2]
