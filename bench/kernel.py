@@ -19,7 +19,6 @@ Exit status 1 where a result of ours is wrong or a call of ours failed.
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import traceback
 import warnings
@@ -48,6 +47,7 @@ from ring_attn.bench.report import Report, new_table, show
 from ring_attn.bench.timing import (
     Call,
     Sample,
+    free_memory,
     peak_tflops,
     quantiles,
     time_in_turn,
@@ -275,7 +275,7 @@ class Bench(Report[Setting, Row]):
     def _measure(self, problem: Problem) -> None:
         """Builds, judges, then times all implementations that can run a cell."""
         forget_compiled()
-        self._free_memory()
+        free_memory(self.setting.device)
         try:
             data, judge = self._data_and_judge(problem)
         except torch.OutOfMemoryError as error:
@@ -354,7 +354,7 @@ class Bench(Report[Setting, Row]):
         if name == "ours" and not isinstance(error, REFUSALS):
             traceback.print_exception(error)
             self.failures.append(f"{name}, {title(problem)}: {why}")
-        self._free_memory()
+        free_memory(self.setting.device)
         return f"cannot run: {why}"
 
     def _rows(
@@ -389,12 +389,6 @@ class Bench(Report[Setting, Row]):
             name, self.setting.mode, problem.heads, problem.kv_heads, problem.head_dim,
             problem.causal, problem.seqlen, problem.batch, note=note,
         )  # fmt: skip
-
-    def _free_memory(self) -> None:
-        """Gives back the memory of the last cell, or of a call that failed."""
-        gc.collect()
-        if self.setting.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def title(what: Row | Problem) -> str:

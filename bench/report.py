@@ -58,7 +58,9 @@ class Report(Generic[S, R]):
         setting: Any = self.setting
         rows: list[Any] = self.rows
         return {
-            **described(setting),
+            "machine": machine(),
+            "command": command_line(),
+            "setting": _plain(asdict(setting)),
             "gpu_state": self._states,
             "rows": [asdict(row) for row in rows],
             "failures": self.failures,
@@ -92,15 +94,6 @@ class Report(Generic[S, R]):
         for line in lines:
             console.print(line, markup=False, soft_wrap=True)  # whole, to be pasted
         return 1 if self.failures else 0
-
-
-def described(setting: Any) -> dict[str, Any]:
-    """The entries that every JSON has: where it was measured, by which words, and with what."""
-    return {
-        "machine": machine(),
-        "command": command_line(),
-        "setting": _plain(asdict(setting)),
-    }
 
 
 def new_table(

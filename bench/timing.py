@@ -11,6 +11,7 @@ alike; p20, median and p80 are over the repetitions.
 
 from __future__ import annotations
 
+import gc
 import shutil
 import statistics
 import subprocess
@@ -202,6 +203,13 @@ def peak_tflops(name: str, dtype: torch.dtype) -> float | None:
     if dtype not in HALF_DTYPES:
         return None
     return next((rate for part, rate in PEAK_TFLOPS.items() if part in name), None)
+
+
+def free_memory(device: torch.device) -> None:
+    """Gives back the memory of what ran last, or of a call that failed."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def gpu_state() -> dict[str, str] | None:

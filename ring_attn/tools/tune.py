@@ -19,16 +19,17 @@ the table of `kernels/configs.py`. Exit status 1 if a frozen config is wrong.
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from ring_attn.backends import get_backend
@@ -36,29 +37,28 @@ from ring_attn.backends.triton import TritonBackend
 from ring_attn.bench.implementations import Attention, Data, Problem, reason
 from ring_attn.bench.judge import Judge
 from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
-from ring_attn.bench.report import Report, show
-from ring_attn.bench.timing import Call, time_in_turn, watch_for
+from ring_attn.bench.report import Report, new_table, show
+from ring_attn.bench.timing import Call, Sample, free_memory, quantiles, time_in_turn, watch_for
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import Scores
 from ring_attn.core.tiles import pair_tiles
-from ring_attn.tools.arguments import parse_size
+from ring_attn.tools.arguments import format_size, parse_size
 from ring_attn.tools.env import machine
 from ring_attn.tools.launch import num_cores
 from ring_attn.tools.processes import map_in_processes
-from ring_attn.tools.tune_report import (
-    KINDS,
-    Row,
-    best,
-    kernel_of,
-    label,
-    median_ms,
-    table,
-    table_line,
-    with_times,
-)
 
 if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config
+
+# Kinds of the table of configs that are searched, the most valuable first.
+KINDS = ("fwd_whole", "fwd", "dkdv", "dkdv_whole", "dq", "dq_whole")
+
+# Kinds that differ in the mask alone fold over blocks of one length, of kv rows or of q rows: else
+# a ring would not have the bits of a single pass.
+FOLDED = {"fwd": "BLOCK_N", "dkdv": "BLOCK_M", "dq": "BLOCK_N"}
+
+# Configs of each kind that the table shows, the fastest first.
+SHOWN = 5
 
 # Matrix products of a kernel, of 2 x pairs x head_dim operations each.
 PRODUCTS = {"fwd": 2, "dkdv": 4, "dq": 3}
@@ -74,6 +74,55 @@ MOST_JOBS = 12
 
 # The share of a kind's time after which no further config is checked.
 CHECK_SHARE = 0.7
+
+
+@dataclass(frozen=True)
+class Row:
+    """One config of a kind of the table of configs; None where there is no figure.
+
+    `max_ratio` is the greatest error / bound, above 1 wrong; `speed` is relative to the frozen
+    config; `note` says why there is no time, or what is wrong.
+    """
+
+    kind: str
+    name: str
+    config: Config
+    gluon: bool = False
+    frozen: bool = False
+    max_ratio: float | None = None
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    samples: int = 0
+    tflops: float | None = None
+    speed: float | None = None
+    note: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it ran, and its results must not be used."""
+        return self.max_ratio is not None and bool(self.note)
+
+
+def kernel_of(kind: str) -> str:
+    """The kernel of a kind: "dkdv" of "dkdv_whole"."""
+    return kind.partition("_")[0]
+
+
+def median_ms(samples: Sequence[Sample]) -> float:
+    """The median of calls of one stage."""
+    return quantiles([sample.ms[0] for sample in samples])[1]
+
+
+def with_times(row: Row, samples: Sequence[Sample], flops: int, frozen_ms: float | None) -> Row:
+    """The row with medians; as it is where nothing was timed."""
+    if not samples:
+        return row
+    p20, median, p80 = quantiles([sample.ms[0] for sample in samples])
+    return replace(
+        row, median_ms=median, p20_ms=p20, p80_ms=p80, samples=len(samples),
+        tflops=flops / median / 1e9, speed=frozen_ms and frozen_ms / median,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +236,7 @@ class Tuning(Report[Setting, Row]):
             except Exception as error:  # past its candidates: it costs no other kind
                 traceback.print_exception(error)
                 self.failures.append(f"{kind} failed: {reason(error)}")
-            self._free_memory()
+            free_memory(self.setting.device)
             self.save()
         self.save(last=True)
 
@@ -311,11 +360,6 @@ class Tuning(Report[Setting, Row]):
         gpu = self.setting.device.type == "cuda"
         return torch.cuda.get_device_name(self.setting.device) if gpu else "interpreter"
 
-    def _free_memory(self) -> None:
-        gc.collect()
-        if self.setting.device.type == "cuda":
-            torch.cuda.empty_cache()
-
 
 def build(task: tuple[Problem, Row]) -> str:
     """Runs a config once, which puts it into triton's cache on disk; the error, or ""."""
@@ -325,6 +369,78 @@ def build(task: tuple[Problem, Row]) -> str:
     except Exception as error:
         return reason(error)
     return ""
+
+
+def best(rows: Sequence[Row]) -> list[Row]:
+    """The fastest row of every kind that was timed, as far as a ring's bits allow.
+
+    The folded blocks of a kernel's kinds must have one length; a kind that was not timed keeps its
+    frozen config, and so its length.
+    """
+    found: list[Row] = []
+    for kernel, block in FOLDED.items():
+        mine = [row for row in rows if kernel_of(row.kind) == kernel]
+        kinds = {kind: [r for r in mine if r.kind == kind and r.speed] for kind in KINDS}
+        timed = [of_kind for of_kind in kinds.values() if of_kind]
+        lengths = {row.name: getattr(row.config, block) for row in mine}
+        frozen = {lengths[row.name] for row in mine if row.frozen}
+        options = [
+            option
+            for option in product(*timed)
+            if len({(lengths[row.name], row.gluon) for row in option}) == 1
+            and (len(timed) == 2 or lengths[option[0].name] in frozen)
+        ]
+        if options:
+            found += max(options, key=lambda option: math.prod(row.speed or 0.0 for row in option))
+    return found
+
+
+def label(config: Config) -> str:
+    """A config in words: tile, warps, stages, and fields that are not the default."""
+    tile = f"{config.BLOCK_M}x{config.BLOCK_N} {config.num_warps}w {config.num_stages}s"
+    sizes = ((name, format_size(x) if x >= 1024 else x) for name, x in _extras(config).items())
+    return " ".join([tile, *(f"{name}={size}" for name, size in sizes)])
+
+
+def table_line(row: Row, arch: str, head_dim: int, where: str) -> str:
+    """The line that puts a row's config into the table of `kernels/configs.py`."""
+    config = row.config
+    names = [field.name for field in fields(config) if field.default is MISSING]
+    words = [repr(getattr(config, name)) for name in names]
+    words.append(f'"{show(row.median_ms, ".3g")} ms ({where})"')
+    words += [f"{name}={value!r}" for name, value in _extras(config).items()]
+    key = f"GLUON {head_dim}" if row.gluon else f'("{arch}", "{row.kind}", {head_dim})'
+    return f"{key}: Config({', '.join(words)}),"
+
+
+def _extras(config: Config) -> dict[str, Any]:
+    """The optional fields of a config that differ from their defaults, but for its note."""
+    return {
+        field.name: getattr(config, field.name)
+        for field in fields(config)
+        if field.name != "note" and field.default not in (MISSING, getattr(config, field.name))
+    }
+
+
+def table(rows: Sequence[Row], title: str) -> Table:
+    """The frozen config, and the fastest ones; the JSON has all."""
+    found = new_table(
+        title, ("kind", "config"), ("ms", "p20-p80", "TFLOP/s", "x frozen", "error / bound")
+    )
+    for kind in dict.fromkeys(row.kind for row in rows):
+        mine = [row for row in rows if row.kind == kind]
+        timed = sorted((row for row in mine if row.median_ms), key=lambda row: row.median_ms or 0.0)
+        shown = [row for row in timed if row.frozen or row in timed[:SHOWN]]
+        for index, row in enumerate(shown):
+            found.add_row(
+                "" if index else kind, f"{row.name} (frozen)" if row.frozen else row.name,
+                show(row.median_ms, ".4g"), f"{row.p20_ms:.4g}-{row.p80_ms:.4g}",
+                show(row.tflops, ".0f"), show(row.speed, ".3f"), show(row.max_ratio, ".2f"),
+            )  # fmt: skip
+        without = sum(not row.median_ms for row in mine)
+        found.add_row("", f"and {len(mine) - len(shown)} more, {without} without a time")
+        found.add_section()
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from ring_attn.bench.judge import Judge
 from ring_attn.kernels.configs import INTERPRETER, Config
-from ring_attn.tools import tune, tune_report
+from ring_attn.tools import tune
 from ring_attn.tools.cli import main
-from ring_attn.tools.tune import Kernels, Tuning
-from ring_attn.tools.tune_report import Row, best, label
+from ring_attn.tools.tune import Kernels, Row, Tuning, best, label
 
 TINY = "--device cpu --heads 2/1 --head-dim 16 --full-rows 33 --causal-rows 33 --jobs 0"
 
@@ -173,7 +172,7 @@ def test_the_best_of_a_kernel_folds_blocks_of_one_length() -> None:
 def test_configs_in_words_and_as_lines_of_the_table() -> None:
     assert label(replace(INTERPRETER, l2_bytes=1 << 25)) == "64x64 4w 1s l2_bytes=32M"
     special = replace(INTERPRETER, programs_per_sm=2)
-    line = tune_report.table_line(row("fwd_whole", special, 1.0), "sm_90", 128, "here")
+    line = tune.table_line(row("fwd_whole", special, 1.0), "sm_90", 128, "here")
     key, _, text = line.rstrip(",").partition(": ")
     assert eval(key) == ("sm_90", "fwd_whole", 128)
     assert eval(text, {"Config": Config}) == replace(special, note="2 ms (here)")
@@ -184,7 +183,7 @@ def test_a_table_shows_the_fastest_and_counts_the_rest() -> None:
     rows = [row("fwd", Config(64, 2**n, 4, 1), 2.0**-n, **times) for n in range(4, 11)]
     rows[5] = replace(rows[5], frozen=True)
     rows.append(Row("fwd", "none", NO_TILE, note="not built: no"))
-    shown = [list(column.cells) for column in tune_report.table(rows, "title").columns]
+    shown = [list(column.cells) for column in tune.table(rows, "title").columns]
     assert shown[1][:5] == [f"64x{2**n} 4w 1s" for n in range(4, 9)]
     assert shown[1][5:] == ["64x512 4w 1s (frozen)", "and 2 more, 1 without a time"]
 
