@@ -96,7 +96,7 @@ def test_candidates_that_cannot_or_must_not_be_taken(monkeypatch: pytest.MonkeyP
     assert (rows["64x32 4w 1s"].max_ratio or 0) > 1
     assert "1 equal runs of 2" in rows["32x64 4w 1s"].note
     assert rows["64x64 4w 1s"].frozen and rows["64x64 4w 1s"].speed == 1.0
-    assert rows["32x32 4w 1s"].note == "" and rows["32x32 4w 1s"].samples == 1
+    assert rows["32x32 4w 1s"].note == "" and rows["32x32 4w 1s"].samples >= 1
     assert [row.wrong for row in rows.values()] == [False, False, False, True, True]
     assert bench.failures == []
     assert sum(line.startswith("WRONG fwd: ") for line in bench.summary()) == 2
