@@ -19,18 +19,17 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import decodes
-from ring_attn.bench.implementations import reason
+from ring_attn.bench.implementations import SDPA_BACKENDS, reason, sdpa_by
 from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
 from ring_attn.bench.report import Report, new_table, show
 from ring_attn.bench.timing import Call, Sample, Watch, quantiles, time_in_turn, watch_for
@@ -46,7 +45,7 @@ from ring_attn.tools.arguments import (
 )
 
 ITERS = 15
-OURS, PEERS = ("parts", "whole"), {"torch-flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+OURS = ("parts", "whole")
 
 # Size of the copy that measures a GPU's memory bandwidth.
 COPY_BYTES = 4 << 30
@@ -125,8 +124,11 @@ class Cache:
                 lambda: backend.decode(self.q, self.k, self.v, self._tiles, scores=self._scores)[0],
             )
         yield "whole", self._whole
-        for name, backend_name in PEERS.items():
-            yield name, self._peer(backend_name)
+        q, k, v = (x.transpose(1, 2) for x in (self.q, self.k, self.v))
+        grouped = self.q.size(2) != self.k.size(2)
+        for name, sdpa_backend in SDPA_BACKENDS.items():
+            function = sdpa_by(sdpa_backend, causal=False, grouped=grouped)
+            yield name, partial(_rows_first, function, q, k, v)
 
     def _whole(self) -> Tensor:
         backend = get_backend(choose_backend(self._spec, self._backend).name)
@@ -134,17 +136,6 @@ class Cache:
         args = (self.q, self.k, self.v, self._tiles, state)
         state = backend.forward(*args, scores=self._scores, last=True)
         return backend.finalize(state, self.q.dtype)[0]
-
-    def _peer(self, name: str) -> Run:
-        backend, grouped = getattr(SDPBackend, name), self.q.size(2) != self.k.size(2)
-
-        def run() -> Tensor:
-            q, k, v = (x.transpose(1, 2) for x in (self.q, self.k, self.v))
-            with sdpa_kernel(backend):
-                out = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
-            return out.transpose(1, 2)
-
-        return run
 
     def ratio(self, out: Tensor) -> float:
         """Greatest error / bound of the query heads of the first kv head of the first sequence."""
@@ -158,7 +149,6 @@ class Decode(Report[Setting, Row]):
     """Measures cache by cache, and saves the report after each."""
 
     def __init__(self, setting: Setting, path: Path | None = None) -> None:
-        """Takes what `Report` takes; the report is saved after every cache."""
         super().__init__(setting, path)
         self._watch = watch_for(setting.device)
         self.copy_gbps = copy_gbps(setting.device, self._watch)
@@ -215,6 +205,10 @@ class Decode(Report[Setting, Row]):
         return Row(name, seqlen, batch, median, low, high, gbps, of_copy, ratio)
 
 
+def _rows_first(function: Callable[..., Tensor], *qkv: Tensor) -> Tensor:
+    return function(*qkv).transpose(1, 2)
+
+
 def copy_gbps(device: torch.device, watch: Watch) -> float | None:
     """GB/s that a copy within a GPU reads and writes; None on a CPU."""
     if device.type != "cuda":
@@ -242,7 +236,6 @@ def table(rows: Sequence[Row], setting: Setting) -> Table:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `ring-attn bench decode`."""
     add = parser.add_argument
     add("--seqlen", type=parse_sizes, help="of the cache (8k,32k,128k,1M; on a CPU 300,600)")
     add("--batch", type=parse_sizes, help="sequences (1,8; on a CPU 1)")

@@ -5,7 +5,6 @@
     cudnn          scaled_dot_product_attention, SDPBackend.CUDNN_ATTENTION
     flex           flex_attention under torch.compile(dynamic=False), as its documentation has it; a
                    BlockMask and the kernel_options documented for causal; its own table of tiles
-    flex-autotune  the same under mode="max-autotune-no-cudagraphs": minutes of compiling
     flash-attn     the package flash_attn: FlashAttention 2
     flash-attn-3   the package flash_attn_interface: FlashAttention 3
     flash-attn-4   the package flash_attn.cute: FlashAttention 4
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +45,8 @@ FLASH_PACKAGES = {
     "flash-attn-3": "flash_attn_interface",
     "flash-attn-4": "flash_attn.cute",
 }
-IMPLEMENTATIONS = ("ours", "torch-flash", "cudnn", "flex", "flex-autotune", *FLASH_PACKAGES)
+SDPA_BACKENDS = {"torch-flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+IMPLEMENTATIONS = ("ours", *SDPA_BACKENDS, "flex", *FLASH_PACKAGES)
 
 # What FlexKernelOptions says a causal mask guarantees, so that checks can be left out.
 FLEX_CAUSAL = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
@@ -70,13 +70,11 @@ class Problem:
 
     @property
     def spec(self) -> AttentionSpec:
-        """The sizes as a backend takes them."""
         sizes = (self.batch, self.heads, self.kv_heads, self.head_dim, self.head_dim)
         return AttentionSpec(self.device.type, self.dtype, *sizes)
 
     @property
     def mask(self) -> Mask:
-        """The mask over the whole sequence."""
         return Mask(self.seqlen, self.seqlen, self.causal)
 
     @property
@@ -117,26 +115,35 @@ class Data:
         return Inputs(*(x.transpose(1, 2).contiguous() for x in self.rows_first))
 
 
-class Attention(Protocol):
-    """An implementation on the inputs of a problem."""
+class Attention:
+    """An implementation of attention: forward, then backward of that forward.
+
+    Attributes:
+        name: of the implementation.
+        out: of the last forward; None before.
+        grads: of q, k and v, by the last backward.
+    """
 
     name: str
+    out: Tensor | None = None
+    grads: Sequence[Tensor] = ()
 
     def forward(self) -> None:
         """Computes `out`."""
-        ...
+        raise NotImplementedError
 
     def backward(self) -> None:
         """Computes the gradients of the last forward."""
-        ...
+        raise NotImplementedError
 
     def results(self) -> list[Tensor]:
         """out, and after a backward dq, dk, dv: (batch, seqlen, heads, dim)."""
-        ...
+        assert self.out is not None, "forward comes first"
+        return [x.detach() for x in (self.out, *self.grads)]
 
     def release(self) -> None:
         """Lets go of the last results."""
-        ...
+        self.out, self.grads = None, ()
 
 
 class Alone:
@@ -157,7 +164,7 @@ class Alone:
         raise RuntimeError("a ring of one rank has nobody to wait for")
 
 
-class Ours:
+class Ours(Attention):
     """The ring's driver with one rank: a backend as the whole attention."""
 
     name = "ours"
@@ -169,37 +176,27 @@ class Ours:
         )
         self._inputs = data.rows_first
         self._alone: Any = Alone()
-        self._results: list[Tensor] = []
         self._saved: tuple[Tensor, ...] = ()
 
-    @property
-    def backend(self) -> str:
-        """The backend that runs."""
-        return self._call.backend
-
     def forward(self) -> None:
-        """Computes `out` and lse."""
         q, k, v, _ = self._inputs
-        out, lse, self._saved = run.forward(self._call, q, k, v, self._alone)
-        self._results = [out, lse]
+        self.out, _, self._saved = run.forward(self._call, q, k, v, self._alone)
+        self.grads = ()
 
     def backward(self) -> None:
-        """Computes the gradients of the last forward."""
-        out, dout = self._results[0], self._inputs[3]
-        dq, dk, dv, _ = run.backward(self._call, self._saved, dout, self._alone)
-        self._results = [out, dq, dk, dv]
-
-    def results(self) -> list[Tensor]:
-        """out, and after a backward dq, dk, dv."""
-        return self._results if len(self._results) == 4 else self._results[:1]
-
-    def release(self) -> None:
-        """Lets go of the last results."""
-        self._results = []
+        *self.grads, _ = run.backward(self._call, self._saved, self._inputs.dout, self._alone)
 
 
-class Peer:
-    """A differentiable function of q, k, v under autograd."""
+class Peer(Attention):
+    """A differentiable function of q, k, v under autograd.
+
+    Args:
+        name: of the implementation.
+        function: takes q, k, v and returns out.
+        data: the inputs.
+        heads_first: whether `function` takes and returns (batch, heads, seqlen, dim).
+        backward: whether gradients are wanted: the forward then keeps what they need.
+    """
 
     def __init__(
         self,
@@ -210,38 +207,20 @@ class Peer:
         heads_first: bool,
         backward: bool,
     ) -> None:
-        """
-        Args:
-            name: of the implementation.
-            function: takes q, k, v and returns out.
-            data: the inputs.
-            heads_first: whether `function` takes and returns (batch, heads, seqlen, dim).
-            backward: whether gradients are wanted: the forward then keeps what they need.
-        """
         self.name, self._function, self._heads_first = name, function, heads_first
         q, k, v, self._dout = data.heads_first if heads_first else data.rows_first
         self._leaves = [x.detach().requires_grad_(backward) for x in (q, k, v)]
-        self._out: Tensor | None = None
-        self._grads: Sequence[Tensor] = ()
 
     def forward(self) -> None:
-        """Computes `out`."""
-        self._out = self._function(*self._leaves)
+        self.out = self._function(*self._leaves)
 
     def backward(self) -> None:
-        """Computes the gradients of the last forward."""
-        assert self._out is not None, "forward comes first"
-        self._grads = torch.autograd.grad(self._out, self._leaves, self._dout)
+        assert self.out is not None, "forward comes first"
+        self.grads = torch.autograd.grad(self.out, self._leaves, self._dout)
 
     def results(self) -> list[Tensor]:
-        """out, and after a backward dq, dk, dv."""
-        assert self._out is not None, "forward comes first"
-        found = [x.detach() for x in (self._out, *self._grads)]
+        found = super().results()
         return [x.transpose(1, 2) for x in found] if self._heads_first else found
-
-    def release(self) -> None:
-        """Lets go of the last results."""
-        self._out, self._grads = None, ()
 
 
 def unavailable(name: str, device: torch.device) -> str | None:
@@ -266,31 +245,30 @@ def make(name: str, problem: Problem, data: Data, *, backend: str, backward: boo
 def _function(name: str, problem: Problem) -> Callable[..., Tensor]:
     if name in FLASH_PACKAGES:
         return _flash(FLASH_PACKAGES[name], problem.causal)
-    if name in ("flex", "flex-autotune"):
-        return _flex(problem, "max-autotune-no-cudagraphs" if name == "flex-autotune" else None)
-    return _sdpa("FLASH_ATTENTION" if name == "torch-flash" else "CUDNN_ATTENTION", problem)
+    if name == "flex":
+        return _flex(problem)
+    grouped = problem.heads != problem.kv_heads
+    return sdpa_by(SDPA_BACKENDS[name], causal=problem.causal, grouped=grouped)
 
 
-def _sdpa(backend: str, problem: Problem) -> Callable[..., Tensor]:
+def sdpa_by(backend: str, *, causal: bool, grouped: bool) -> Callable[..., Tensor]:
+    """torch's attention by one backend, over (batch, heads, rows, dim)."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     chosen = getattr(SDPBackend, backend)
-    grouped = problem.heads != problem.kv_heads
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(chosen):
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=problem.causal, enable_gqa=grouped
-            )
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
 
     return run
 
 
-def _flex(problem: Problem, mode: str | None) -> Callable[..., Tensor]:
+def _flex(problem: Problem) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     cuda = problem.device.type == "cuda"
-    attention = compiled_flex(mode) if cuda else _quiet(flex_attention)
+    attention = compiled_flex() if cuda else _quiet(flex_attention)
     block_mask, options = None, None
     if problem.causal:
         options = FLEX_CAUSAL
@@ -312,16 +290,14 @@ def _sees(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 @lru_cache
-def compiled_flex(mode: str | None) -> Callable[..., Any]:
+def compiled_flex() -> Callable[..., Any]:
     """flex_attention under torch.compile, for one shape at a time.
 
     Whole graphs only: past its limit of recompilations torch would run it uncompiled, in silence.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
-    compiled: Callable[..., Any] = torch.compile(
-        flex_attention, dynamic=False, fullgraph=True, mode=mode
-    )
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     return compiled
 
 

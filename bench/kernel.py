@@ -7,10 +7,10 @@ the device between events, with a cold L2 and the host ahead; medians, p20 and p
 repetitions. A forward keeps what its backward needs, unless --mode fwd. FLOPs are 4 x pairs x
 head_dim a head forward and 2.5 times that backward, by the exact number of visible pairs.
 
-    ours           --backend as the whole attention: deterministic, a ring of one rank
+    ours           triton (on a CPU auto) as the whole attention: deterministic, a ring of one rank
     torch-flash    scaled_dot_product_attention with FlashAttention 2
     cudnn          scaled_dot_product_attention with cuDNN
-    flex           compiled flex_attention, its own tiles (flex-autotune: searched ones, in minutes)
+    flex           compiled flex_attention, with its own tiles
     flash-attn     flash_attn, where installed (flash-attn-3, flash-attn-4: interface, cute)
 
 Exit status 1 where a result of ours is wrong or a call of ours failed.
@@ -19,26 +19,22 @@ Exit status 1 where a result of ours is wrong or a call of ours failed.
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from rich.table import Table
 
-from ring_attn.backends import get_backend
 from ring_attn.bench.implementations import (
     FLASH_PACKAGES,
     IMPLEMENTATIONS,
     Attention,
     Data,
-    Ours,
     Problem,
     forget_compiled,
     make,
@@ -49,11 +45,9 @@ from ring_attn.bench.judge import Judge
 from ring_attn.bench.one_device import parse_device, parse_heads
 from ring_attn.bench.report import Report, new_table, show
 from ring_attn.bench.timing import (
-    LEAST_ITERS,
     Call,
     Sample,
-    is_alive,
-    measured_tflops,
+    free_memory,
     peak_tflops,
     quantiles,
     time_in_turn,
@@ -64,11 +58,11 @@ from ring_attn.tools.arguments import (
     add_common,
     format_size,
     parse_dtype,
-    parse_report,
     parse_size,
     parse_sizes,
+    setting_from,
 )
-from ring_attn.tools.launch import DEVICES, check_memory
+from ring_attn.tools.launch import DEVICES
 
 # What is measured in each mode, and the stages of a call that it spans.
 MODES = {"fwd": ("fwd",), "fwd_bwd": ("fwd", "bwd", "fwd_bwd")}
@@ -78,9 +72,6 @@ DEFAULT = ("ours", "torch-flash", "cudnn", "flex", *FLASH_PACKAGES)
 
 # A cell's repetitions end early once they have taken so long.
 CELL_SECONDS = 4.0
-
-# How the note of a cell that was left out begins.
-NOT_MEASURED = "not measured"
 
 # What ours may raise without failing the run.
 REFUSALS = (NotImplementedError, ImportError, torch.OutOfMemoryError)
@@ -120,11 +111,9 @@ class Setting:
     sizes: Sizes
     causal: tuple[bool, ...]
     mode: str
-    backend: str
     implementations: tuple[str, ...]
     device: torch.device
     budget: float | None
-    measure_peak: bool
 
     def problems(self) -> Iterator[Problem]:
         """Every cell, those of one table together."""
@@ -176,7 +165,6 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `ring-attn bench kernel`."""
     add = parser.add_argument
     lens = f"{format_size(FULL.seqlens[0])} to {format_size(FULL.seqlens[-1])}"
     add("--seqlen", type=parse_sizes, help=f"lengths, such as 1k,8k ({lens}, doubling)")
@@ -186,45 +174,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", type=parse_dtype, help="of the inputs (bfloat16; on a CPU float32)")
     add("--tokens", type=parse_size, help="of a batch, up to that length (16k)")
     add("--mode", choices=tuple(MODES), default="fwd_bwd")
-    add("--backend", help="of ours (triton; on a CPU auto)")
     add(
         "--implementations",
         default=",".join(DEFAULT),
         help=f"comma-separated, of {', '.join(IMPLEMENTATIONS)}",
     )
     add("--iters", type=parse_size, help=f"most repetitions of a cell ({FULL.iters})")
-    add("--budget", type=float, metavar="SECONDS", help="start no cell that would not end in time")
+    add("--budget", type=float, metavar="SECONDS", help="start no cell later")
     add("--device", choices=DEVICES, help="default: cuda where there is one")
-    add("--measure-peak", action="store_true", help="share of a large matmul's rate instead")
-    add(
-        "--plot",
-        metavar="PATH.png",
-        type=parse_report,
-        help="draw TFLOP/s over length (matplotlib)",
-    )
     add_common(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, writes the JSON as it goes, prints the tables, plots; 1 if one of ours failed."""
-    setting = setting_of(args)
-    if args.plot is not None and find_spec("matplotlib") is None:
-        raise ImportError("--plot needs matplotlib, which is not installed: pip install matplotlib")
-    if setting.device.type == "cpu":
-        check_memory("the tensors of this call", least_bytes(setting), "use a shorter --seqlen")
-    bench = Bench(setting, args.json)
+    """Measures, writes the JSON as it goes, prints the tables; 1 if one of ours failed."""
+    bench = Bench(setting_of(args), args.json)
     bench.run()
-    if args.plot is not None:
-        plot(bench.rows, args.plot)
     return bench.finish([] if args.quiet else tables(bench.rows), bench.remarks())
-
-
-def least_bytes(setting: Setting) -> int:
-    """Bytes of the largest cell: inputs and results, and both in float64 to judge them."""
-    return max(
-        2 * (p.heads + p.kv_heads) * p.batch * p.seqlen * p.head_dim * (2 * p.dtype.itemsize + 8)
-        for p in setting.problems()
-    )
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
@@ -246,18 +211,9 @@ def setting_of(args: argparse.Namespace) -> Setting:
         tokens=args.tokens or base.tokens,
         iters=args.iters or base.iters,
     )
-    backend = args.backend or ("triton" if device.type == "cuda" else "auto")
-    if backend != "auto":
-        get_backend(backend)  # raises for a name that does not exist
-    return Setting(
-        sizes=sizes,
-        causal=(True, False) if args.causal is None else (args.causal,),
-        mode=args.mode,
-        backend=backend,
-        implementations=names,
-        device=device,
-        budget=args.budget,
-        measure_peak=args.measure_peak,
+    causal = (True, False) if args.causal is None else (args.causal,)
+    return setting_from(
+        Setting, args, sizes=sizes, causal=causal, implementations=names, device=device
     )
 
 
@@ -274,7 +230,6 @@ class Bench(Report[Setting, Row]):
     """Measures cell by cell, and saves the report after each."""
 
     def __init__(self, setting: Setting, path: Path | None = None) -> None:
-        """Takes what `Report` takes; the report is saved after every cell."""
         super().__init__(setting, path)
         self.unavailable = {
             name: why
@@ -285,16 +240,16 @@ class Bench(Report[Setting, Row]):
         self._backward = setting.mode != "fwd"
         self._watch = watch_for(setting.device)
         self._judged: set[tuple[object, ...]] = set()
-        self._ran: set[str] = set()  # backends of ours
-        self._dead = False
-        self._largest = 0, 0.0  # FLOPs of the largest cell so far, and its seconds for each
-        self.peak = self._peak()
+        gpu = setting.device.type == "cuda"
+        self._backend = "triton" if gpu else "auto"
+        name = torch.cuda.get_device_name(setting.device) if gpu else ""
+        self.peak = peak_tflops(name, setting.sizes.dtype)
 
     def run(self) -> None:
         """Measures every cell that the budget has time for."""
         for problem in self.setting.problems() if self._names else ():
-            note = self._not_measured(problem)
-            if note:
+            if self.left() <= 0.0:
+                note = f"not measured: beyond the budget of {self.setting.budget:g} s"
                 self.rows += [self._row(name, problem, note) for name in self._names]
             else:
                 self._measure(problem)
@@ -304,50 +259,23 @@ class Bench(Report[Setting, Row]):
     def remarks(self) -> list[str]:
         """Remarks for below the tables: reasons, backend and peak; the last line counts cells."""
         lines = [f"{name}: {why}" for name, why in self.unavailable.items()] + notes(self.rows)
-        if self._ran and self.setting.backend == "auto":
-            lines.append(f"ours: backend auto chose {', '.join(sorted(self._ran))}")
         if self.peak:
-            how = "a matmul here" if self.setting.measure_peak else "the datasheet, dense"
-            lines.append(f"peak: {self.peak:.1f} TFLOP/s by {how}")
-        for note in dict.fromkeys(r.note for r in self.rows if r.note.startswith(NOT_MEASURED)):
-            left = dict.fromkeys(f"{title(r)}, {r.seqlen}" for r in self.rows if r.note == note)
-            lines.append(f"{len(left)} cells {note} ({'; '.join(left)})")
+            lines.append(f"peak: {self.peak:.1f} TFLOP/s by the datasheet, dense")
         cells = {(*row.table, row.seqlen, row.impl) for row in self.rows if row.samples}
         counts = f"{len(cells)} cells measured in {self.seconds:.0f} s"
         return [*lines, f"{counts}, {len(self.failures)} failures"]
 
     def more(self) -> dict[str, Any]:
-        """The peak rate, and which implementations and backends there were."""
+        """The peak rate, and which implementations cannot run here."""
         return {
             "peak_tflops": self.peak,
-            "peak_is": "measured" if self.setting.measure_peak else "datasheet",
-            "backends": sorted(self._ran),
             "unavailable": self.unavailable,
         }
-
-    def _peak(self) -> float | None:
-        setting = self.setting
-        if setting.measure_peak:
-            return measured_tflops(setting.device, setting.sizes.dtype)
-        if setting.device.type == "cpu":
-            return None
-        return peak_tflops(torch.cuda.get_device_name(setting.device), setting.sizes.dtype)
-
-    def _not_measured(self, problem: Problem) -> str:
-        """Why a cell is left out: by the rate of the largest so far it would not end in time."""
-        if self._dead:
-            return f"{NOT_MEASURED}: the device failed before"
-        # Each runs once to be judged, and is then timed.
-        runs = LEAST_ITERS + 1
-        expected = self._largest[1] * problem.flops(self.setting.mode) * runs
-        if expected > self.left() or self.left() <= 0.0:
-            return f"{NOT_MEASURED}: beyond the budget of {self.setting.budget:g} s"
-        return ""
 
     def _measure(self, problem: Problem) -> None:
         """Builds, judges, then times all implementations that can run a cell."""
         forget_compiled()
-        self._free_memory()
+        free_memory(self.setting.device)
         try:
             data, judge = self._data_and_judge(problem)
         except torch.OutOfMemoryError as error:
@@ -359,10 +287,6 @@ class Bench(Report[Setting, Row]):
         samples = self._time(tried, problem)
         for name, one in tried.items():
             self.rows += self._rows(name, problem, one, samples.get(name, []))
-        ms = sum(sum(found[-1].ms) for found in samples.values() if found)
-        flops = problem.flops(self.setting.mode)
-        if ms and flops >= self._largest[0]:
-            self._largest = flops, 1e-3 * ms / flops
 
     def _data_and_judge(self, problem: Problem) -> tuple[Data, Judge]:
         """The inputs of a problem, and its prepared oracle."""
@@ -375,8 +299,7 @@ class Bench(Report[Setting, Row]):
         """The short sequence is checked once for a table."""
 
         def build(problem: Problem, data: Data) -> Attention:
-            backend, backward = self.setting.backend, self._backward
-            return make(name, problem, data, backend=backend, backward=backward)
+            return make(name, problem, data, backend=self._backend, backward=self._backward)
 
         def verdicts() -> list[Verdict]:
             key = (name, problem.heads, problem.kv_heads, problem.head_dim, problem.causal)
@@ -389,8 +312,6 @@ class Bench(Report[Setting, Row]):
             return Tried(note)
         ratio, note = self._verdict(name, problem, found)
         attention, failed = self._attempt(name, problem, lambda: build(problem, data))
-        if isinstance(attention, Ours):
-            self._ran.add(attention.backend)
         return Tried(failed or note, attention, ratio)
 
     def _verdict(
@@ -433,10 +354,7 @@ class Bench(Report[Setting, Row]):
         if name == "ours" and not isinstance(error, REFUSALS):
             traceback.print_exception(error)
             self.failures.append(f"{name}, {title(problem)}: {why}")
-        if not is_alive(self.setting.device):
-            self._dead = True
-            self.failures.append(f"the device failed while {name} ran, {title(problem)}")
-        self._free_memory()
+        free_memory(self.setting.device)
         return f"cannot run: {why}"
 
     def _rows(
@@ -471,12 +389,6 @@ class Bench(Report[Setting, Row]):
             name, self.setting.mode, problem.heads, problem.kv_heads, problem.head_dim,
             problem.causal, problem.seqlen, problem.batch, note=note,
         )  # fmt: skip
-
-    def _free_memory(self) -> None:
-        """Gives back the memory of the last cell, or of a call that failed."""
-        gc.collect()
-        if self.setting.device.type == "cuda" and not self._dead:
-            torch.cuda.empty_cache()
 
 
 def title(what: Row | Problem) -> str:
@@ -518,7 +430,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     """A line for each reason why cells have no times, or are wrong."""
     cells: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
-        if row.note and not row.note.startswith(NOT_MEASURED):
+        if row.note:
             where = f"{title(row)}, {row.batch} x {format_size(row.seqlen)}"
             cells.setdefault((row.impl, row.note), {})[where] = None
     return [f"{impl}: {note} ({'; '.join(where)})" for (impl, note), where in cells.items()]
@@ -535,35 +447,3 @@ def _figures(row: Row | None) -> list[str]:
 def _ms(x: float | None) -> str:
     """Milliseconds with microseconds, or with four digits."""
     return show(x, ".3f" if x is None or x < 10.0 else ".2f" if x < 100.0 else ".1f")
-
-
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """TFLOP/s over length: a line for each implementation, a panel for each table and mode."""
-    from matplotlib.figure import Figure
-
-    timed = [row for row in rows if row.tflops is not None and row.mode != "fwd_bwd"]
-    across = list(dict.fromkeys((row.table, row.mode) for row in timed))
-    columns = min(4, max(1, len(across)))
-    lines = -(-max(1, len(across)) // columns)
-    figure = Figure(figsize=(4.5 * columns, 3.4 * lines), layout="constrained")
-    panels: Any = figure.subplots(lines, columns, squeeze=False)
-    for panel in panels.flat[len(across) :]:
-        panel.set_axis_off()
-    names = list(dict.fromkeys(row.impl for row in timed))
-    for panel, (key, mode) in zip(panels.flat, across, strict=False):
-        mine = [row for row in timed if (row.table, row.mode) == (key, mode)]
-        for index, name in enumerate(names):
-            points = [(row.seqlen, row.tflops) for row in mine if row.impl == name]
-            if points:
-                panel.plot(*zip(*points, strict=True), "o-", color=f"C{index}", label=name)
-        lens = sorted({row.seqlen for row in mine})
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(lens, [format_size(n) for n in lens])
-        panel.minorticks_off()
-        panel.set_ylim(bottom=0)
-        panel.set_title(f"{title(mine[0])}: {mode}", fontsize=10)
-        panel.set_ylabel("TFLOP/s")
-        panel.grid(alpha=0.3)
-    if across:
-        panels.flat[0].legend(fontsize=8)
-    figure.savefig(path, dpi=120)

@@ -24,10 +24,9 @@ class OneDevice:
     device: torch.device
     budget: float | None = None
 
-    def problem(self, seqlen: int, *, causal: bool, batch: int = 1) -> Problem:
-        """Attention over sequences of that length."""
+    def problem(self, seqlen: int, *, causal: bool) -> Problem:
         return Problem(
-            batch, seqlen, self.heads, self.kv_heads, self.head_dim, causal, self.dtype, self.device
+            1, seqlen, self.heads, self.kv_heads, self.head_dim, causal, self.dtype, self.device
         )
 
     def __str__(self) -> str:
@@ -41,7 +40,7 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     add("--heads", type=parse_heads, help="query heads / kv heads (32/8; on a CPU 4/2)")
     add("--head-dim", type=parse_size, help="128; on a CPU 16")
     add("--dtype", type=parse_dtype, help="bfloat16; on a CPU float32")
-    add("--budget", type=float, metavar="SECONDS", help="start nothing that would not end in time")
+    add("--budget", type=float, metavar="SECONDS", help="start nothing later")
     add("--device", choices=DEVICES, help="default: cuda where there is one")
     add_common(parser)
 

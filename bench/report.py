@@ -17,9 +17,9 @@ from ring_attn.bench.timing import gpu_state
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.tools.arguments import (
     command_line,
-    replace_json,
     table_console,
     write_if_interrupted,
+    write_json,
 )
 from ring_attn.tools.env import machine
 
@@ -58,7 +58,9 @@ class Report(Generic[S, R]):
         setting: Any = self.setting
         rows: list[Any] = self.rows
         return {
-            **described(setting),
+            "machine": machine(),
+            "command": command_line(),
+            "setting": _plain(asdict(setting)),
             "gpu_state": self._states,
             "rows": [asdict(row) for row in rows],
             "failures": self.failures,
@@ -77,11 +79,11 @@ class Report(Generic[S, R]):
         return (math.inf if setting.budget is None else float(setting.budget)) - self.seconds
 
     def save(self, *, last: bool = False) -> None:
-        """Writes the report; a run that is killed leaves a whole one."""
+        """Writes the report so far: a run that is killed leaves it."""
         if last:
             self._states["after"] = gpu_state()
         if self._path:
-            replace_json(self._path, self.to_json())
+            write_json(self._path, self.to_json())
 
     def finish(self, tables: Sequence[Table], lines: Sequence[str]) -> int:
         """Prints tables, failures and last lines; the exit status, 1 if something is wrong."""
@@ -92,15 +94,6 @@ class Report(Generic[S, R]):
         for line in lines:
             console.print(line, markup=False, soft_wrap=True)  # whole, to be pasted
         return 1 if self.failures else 0
-
-
-def described(setting: Any) -> dict[str, Any]:
-    """The entries that every JSON has: where it was measured, by which words, and with what."""
-    return {
-        "machine": machine(),
-        "command": command_line(),
-        "setting": _plain(asdict(setting)),
-    }
 
 
 def new_table(

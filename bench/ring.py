@@ -17,19 +17,17 @@ import os
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import ring_attn
-from ring_attn.backends import get_backend
-from ring_attn.bench.report import described, new_table, show
+from ring_attn.bench.report import Report, new_table, show
 from ring_attn.bench.ring_implementations import (
     MODES,
     Dense,
@@ -37,8 +35,8 @@ from ring_attn.bench.ring_implementations import (
     Ours,
     Setting,
     TorchTemplate,
+    all_threads,
     sdpa,
-    threads,
 )
 from ring_attn.bench.timing import quantiles, turned
 from ring_attn.core.dtypes import dtype_name
@@ -48,22 +46,20 @@ from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.machines import count
-from ring_attn.profiling import peak_bytes, trace
+from ring_attn.profiling import peak_bytes
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.testing import Verdict, check
 from ring_attn.tools.arguments import (
     add_common,
-    add_profile,
     parse_dtype,
     parse_size,
-    write_if_interrupted,
-    write_json,
+    setting_from,
 )
-from ring_attn.tools.launch import check_memory, rank_device, run_ranks, send_part
+from ring_attn.tools.launch import DEVICES, rank_device, run_ranks, send_part
 
 SEQLEN, ITERS, WARMUP = 8192, 9, 2
-QUICK = (1024, 3, 1)
+QUICK = (1024, 3)
 
 BASELINES = ("dense", "torch-template")
 
@@ -88,121 +84,80 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `ring-attn bench ring`."""
-    parser.add_argument("--world-size", type=parse_size, default=2, help="ranks (default 2)")
-    parser.add_argument("--seqlen", type=parse_size, help=f"whole length ({SEQLEN})")
-    parser.add_argument("--batch", type=parse_size, default=1)
-    parser.add_argument("--heads", type=parse_size, default=8)
-    parser.add_argument("--kv-heads", type=parse_size, help="default: as many as --heads")
-    parser.add_argument("--head-dim", type=parse_size, default=64)
-    parser.add_argument("--dtype", type=parse_dtype, default=torch.float32)
-    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--layout", choices=LAYOUTS, default="zigzag")
-    parser.add_argument("--mode", choices=tuple(MODES), default="fwd_bwd")
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument(
-        "--threads", type=parse_size, default=1, help="CPU threads of each rank (1)"
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where possible")
-    parser.add_argument("--iters", type=int, help=f"timed repetitions ({ITERS})")
-    parser.add_argument("--warmup", type=int, help=f"untimed repetitions ({WARMUP})")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--world-size", type=parse_size, default=2, help="ranks (default 2)")
+    add("--seqlen", type=parse_size, help=f"whole length ({SEQLEN})")
+    add("--heads", type=parse_size, default=8)
+    add("--kv-heads", type=parse_size, help="default: as many as --heads")
+    add("--head-dim", type=parse_size, default=64)
+    add("--dtype", type=parse_dtype, default=torch.float32)
+    add("--causal", action=argparse.BooleanOptionalAction, default=True)
+    add("--layout", choices=LAYOUTS, default="zigzag")
+    add("--mode", choices=tuple(MODES), default="fwd_bwd")
+    add("--threads", type=parse_size, default=1, help="CPU threads of each rank (1)")
+    add("--device", choices=DEVICES, help="default: cuda where possible")
+    add("--iters", type=parse_size, help=f"timed repetitions ({ITERS})")
+    add(
         "--baseline",
         default="dense,torch-template",
         help=f"comma-separated, of {', '.join(BASELINES)}; empty for none",
     )
-    add_profile(parser)
     add_common(parser)
+
+
+class Ring(Report[Setting, Row]):
+    """The rows of rank 0, and until they are there the samples that it has sent."""
+
+    def __init__(self, setting: Setting, path: Path | None) -> None:
+        super().__init__(setting, path)
+        self.samples: list[dict[str, Any]] = []
+
+    def more(self) -> dict[str, Any]:
+        """The times of every repetition."""
+        return {"samples": self.samples}
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the table, and writes the JSON; 1 if a result is wrong."""
+    setting = setting_of(args)
+    # The profiler that counts memory greets on stderr, unless it is told before torch is imported.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    bench = Ring(setting, args.json)
+    bench.rows, bench.failures = run_ranks(
+        measure,
+        args.world_size,
+        setting,
+        threads=args.threads,
+        device=args.device,
+        on_part=bench.samples.append,
+    )[0]
+    if int(os.environ.get("RANK", 0)) != 0:  # torchrun runs this in every rank
+        return 1 if bench.failures else 0
+    bench.save(last=True)
+    lines = [f"{row.impl}: {row.note}" for row in bench.rows if row.median_ms is None]
+    return bench.finish([], []) if args.quiet else bench.finish(_tables(bench), lines)
+
+
+def setting_of(args: argparse.Namespace) -> Setting:
+    """The setting that the options describe; --quick changes the defaults."""
     baselines = tuple(name for name in args.baseline.split(",") if name)
     for name in baselines:
         if name not in BASELINES:
             raise ValueError(f"--baseline must be of {list(BASELINES)}, got {name!r}")
-    if args.backend != "auto":
-        get_backend(args.backend)  # raises for a name that does not exist
-    setting = setting_of(args, baselines)
-    if args.device != "cuda":
-        check_memory("the tensors of this call", least_bytes(setting), "use a shorter --seqlen")
-    # The profiler that counts memory greets on stderr, unless it is told before torch is imported.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    samples: list[dict[str, Any]] = []
-    write_if_interrupted(args.json, lambda: {**described(setting), "samples": samples})
-    rows, failures = run_ranks(
-        measure,
-        args.world_size,
-        setting,
-        args.profile,
-        threads=args.threads,
-        device=args.device,
-        on_part=samples.append,
-    )[0]
-    if int(os.environ.get("RANK", 0)) == 0:  # torchrun runs this in every rank
-        _report(args, setting, rows, failures)
-    return 1 if failures else 0
-
-
-def setting_of(args: argparse.Namespace, baselines: tuple[str, ...]) -> Setting:
-    """The setting that the options describe; --quick changes the defaults."""
-    seqlen, iters, warmup = QUICK if args.quick else (SEQLEN, ITERS, WARMUP)
-    return Setting(
-        world_size=args.world_size,
-        seqlen=seqlen if args.seqlen is None else args.seqlen,
-        batch=args.batch,
-        heads=args.heads,
-        kv_heads=args.heads if args.kv_heads is None else args.kv_heads,
-        head_dim=args.head_dim,
-        dtype=dtype_name(args.dtype),
-        causal=args.causal,
-        layout=args.layout,
-        mode=args.mode,
-        backend=args.backend,
-        threads=args.threads,
-        iters=_at_least("--iters", iters if args.iters is None else args.iters, 1),
-        warmup=_at_least("--warmup", warmup if args.warmup is None else args.warmup, 0),
+    seqlen, iters = QUICK if args.quick else (SEQLEN, ITERS)
+    return setting_from(
+        Setting,
+        args,
+        seqlen=args.seqlen or seqlen,
+        kv_heads=args.kv_heads or args.heads,
+        iters=args.iters or iters,
+        warmup=WARMUP,
         baselines=baselines,
     )
 
 
-def least_bytes(setting: Setting) -> int:
-    """Bytes of all ranks: all inputs on each, and inputs and results in float64 on rank 0."""
-    heads = 2 * (setting.heads + setting.kv_heads)
-    elements = setting.batch * setting.seqlen * heads * setting.head_dim
-    return elements * (setting.torch_dtype.itemsize * setting.world_size + 2 * 8)
-
-
-def _at_least(option: str, value: int, least: int) -> int:
-    if value < least:
-        raise ValueError(f"{option} must be at least {least}, got {value}")
-    return value
-
-
-def _report(
-    args: argparse.Namespace, setting: Setting, rows: list[Row], failures: list[str]
-) -> None:
-    if args.json:
-        write_json(args.json, {**described(setting), "rows": [asdict(row) for row in rows]})
-    console = Console()
-    if not args.quiet:
-        console.print(*_tables(setting, rows))
-        for row in rows:
-            if row.median_ms is None:
-                console.print(f"{row.impl}: {row.note}")
-    if args.profile and not args.quiet:
-        console.print(f"a trace of every rank: {args.profile}/rank*_trace.json")
-    for failure in failures:
-        console.print(f"[red]{failure}")
-
-
-def measure(setting: Setting, profile: Path | None = None) -> tuple[list[Row], list[str]]:
-    """Runs within every rank; rank 0 has the rows, and what was wrong.
-
-    Args:
-        setting: what is measured.
-        profile: folder for the trace of one more repetition of ours, or None.
-    """
+def measure(setting: Setting) -> tuple[list[Row], list[str]]:
+    """Runs within every rank; rank 0 has the rows, and what was wrong."""
     inputs = _inputs(setting)
     rows: list[Row] = []
     impls: list[Impl] = [Ours(setting, inputs)]
@@ -217,9 +172,6 @@ def measure(setting: Setting, profile: Path | None = None) -> tuple[list[Row], l
     judge = Judge(setting, inputs)
     verdicts = {impl.name: judge.verdicts(impl, setting) for impl in impls}
     times = _timed(impls, setting)
-    if profile is not None:
-        with trace(profile):
-            _one(impls[0], setting.mode)
     for impl in impls:
         peaks = {mode: _peak(impl, mode) for mode in MODES[setting.mode] if mode != "bwd"}
         for mode in MODES[setting.mode]:
@@ -234,8 +186,8 @@ def _inputs(setting: Setting) -> list[Tensor]:
     device = rank_device()
 
     def normal(heads: int) -> Tensor:
-        shape = (setting.batch, setting.seqlen, heads, setting.head_dim)
-        return torch.randn(shape, generator=generator).to(device, setting.torch_dtype)
+        shape = (1, setting.seqlen, heads, setting.head_dim)
+        return torch.randn(shape, generator=generator).to(device, setting.dtype)
 
     heads, kv_heads = setting.heads, setting.kv_heads
     return [normal(heads), normal(kv_heads), normal(kv_heads), normal(heads)]
@@ -306,7 +258,7 @@ class Judge:
     def __init__(self, setting: Setting, inputs: Sequence[Tensor]) -> None:
         self._mine = dist.get_rank() == 0
         if self._mine:
-            with threads(setting.threads * setting.world_size):
+            with all_threads(setting):
                 self._oracle = self._dense(setting, [x.double() for x in inputs])
                 self._plain = self._dense(setting, inputs)
 
@@ -315,10 +267,9 @@ class Judge:
         impl.forward()
         if setting.mode != "fwd":
             impl.backward()
-        got = impl.results()
+        got, names = impl.whole(), ("out", "dq", "dk", "dv")
         found: list[list[Verdict]] = [[]]
-        if got is not None:
-            names = ("out", "dq", "dk", "dv")
+        if self._mine:
             found[0] = [
                 check(*one) for one in zip(names, got, self._oracle, self._plain, strict=False)
             ]
@@ -373,13 +324,11 @@ def _mask(setting: Setting) -> Mask:
 def _call(setting: Setting, rank: int = 0) -> Call:
     """The plain data of our call on one rank."""
     spec = AttentionSpec(
-        rank_device().type, setting.torch_dtype, setting.batch, setting.heads, setting.kv_heads,
+        rank_device().type, setting.dtype, 1, setting.heads, setting.kv_heads,
         setting.head_dim, setting.head_dim,
     )  # fmt: skip
     layout = setting.sequence
-    return make_call(
-        Strategy(), spec, (layout, layout), _mask(setting), rank, backend=setting.backend
-    )
+    return make_call(Strategy(), spec, (layout, layout), _mask(setting), rank)
 
 
 def _planned_bytes(setting: Setting, mode: str) -> int:
@@ -403,14 +352,14 @@ def _planned_peak(setting: Setting, mode: str) -> int:
 def _step_overhead(setting: Setting) -> Row:
     """Host time of a step that has next to nothing to compute or send: 16 rows, 1 head of 16."""
     rows, steps = 16, setting.world_size
-    x = torch.randn(1, rows, 1, 16, device=rank_device(), dtype=setting.torch_dtype)
+    x = torch.randn(1, rows, 1, 16, device=rank_device(), dtype=setting.dtype)
     layout = SequenceLayout.contiguous(rows * setting.world_size, setting.world_size)
     samples = []
     for repetition in range(300):
         if repetition % 50 == 0:
             dist.barrier()
         start = time.perf_counter()
-        ring_attn.ring_attention(x, x, x, layout=layout, backend=setting.backend)
+        ring_attn.ring_attention(x, x, x, layout=layout)
         samples.append(1e3 * (time.perf_counter() - start) / steps)
     if rank_device().type == "cuda":
         torch.cuda.synchronize()
@@ -432,13 +381,14 @@ def _failures(rows: Iterable[Row], verdicts: Iterable[Verdict]) -> list[str]:
     ]
 
 
-def _tables(setting: Setting, rows: Sequence[Row]) -> list[Table]:
+def _tables(bench: Ring) -> list[Table]:
     """Two tables that fit a terminal: times, and bytes held and sent."""
+    setting, rows = bench.setting, bench.rows
     dense = {row.mode: row.median_ms for row in rows if row.impl == "dense"}
     times = new_table(
         f"{setting.world_size} ranks x {setting.threads} threads, seqlen {setting.seqlen}, "
-        f"{setting.heads}/{setting.kv_heads} heads of {setting.head_dim}, {setting.dtype}, "
-        f"{'causal' if setting.causal else 'full'}, {setting.layout}",
+        f"{setting.heads}/{setting.kv_heads} heads of {setting.head_dim}, "
+        f"{dtype_name(setting.dtype)}, {'causal' if setting.causal else 'full'}, {setting.layout}",
         ("impl", "mode"),
         ("ms", "p20 .. p80", "x dense", "wait ms"),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ring_attn
+from ring_attn.bench.implementations import Attention
 from ring_attn.check import check_group
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import TransportOptions
-from ring_attn.tools.arguments import parse_dtype
 from ring_attn.transport.base import TransportStats
 from ring_attn.transport.p2p import open_p2p
 
@@ -29,116 +29,74 @@ class Setting:
 
     world_size: int
     seqlen: int
-    batch: int
     heads: int
     kv_heads: int
     head_dim: int
-    dtype: str
+    dtype: torch.dtype
     causal: bool
     layout: str
     mode: str
-    backend: str
     threads: int
     iters: int
     warmup: int
     baselines: tuple[str, ...]
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch has it."""
-        return parse_dtype(self.dtype)
-
-    @property
     def sequence(self) -> SequenceLayout:
-        """The layout over the whole sequence."""
         return SequenceLayout.from_name(self.layout, self.seqlen, self.world_size)
 
 
-class Impl(Protocol):
-    """An implementation of attention: forward, then backward of that forward."""
+class Impl(Attention):
+    """An implementation on the ranks, whose `stats` count what it sends."""
 
-    name: str
-    stats: TransportStats
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.stats = setting, TransportStats()
 
-    def forward(self) -> None:
-        """Computes `out`."""
-        ...
-
-    def backward(self) -> None:
-        """Computes the gradients of the last forward."""
-        ...
-
-    def results(self) -> list[Tensor] | None:
-        """out, dq, dk, dv of the whole sequence on rank 0; None on ranks that hold none."""
-        ...
-
-    def release(self) -> None:
-        """Lets go of the last results, so that a measurement starts from the inputs alone."""
-        ...
+    def whole(self) -> list[Tensor]:
+        """out, dq, dk, dv of the whole sequence on rank 0; nothing on other ranks."""
+        parts = [ring_attn.unshard(x, self.setting.sequence) for x in self.results()]
+        return parts if dist.get_rank() == 0 else []
 
 
-class Ours:
+class Ours(Impl):
     """`ring_attention` and autograd."""
 
     name = "ours"
 
     def __init__(self, setting: Setting, inputs: Sequence[Tensor]) -> None:
-        self._setting, self._layout = setting, setting.sequence
-        rank = dist.get_rank()
-        q, k, v, self._dout = (self._layout.shard(x, rank) for x in inputs)
+        super().__init__(setting)
+        q, k, v, self._dout = (setting.sequence.shard(x, dist.get_rank()) for x in inputs)
         self.inputs = [x.requires_grad_(setting.mode != "fwd") for x in (q, k, v)]
         self.stats = open_p2p(check_group(None), TransportOptions()).stats
-        self._grads: Sequence[Tensor] = ()
 
     def forward(self) -> None:
-        """Computes `out`."""
-        self._out = ring_attn.ring_attention(
-            *self.inputs,
-            causal=self._setting.causal,
-            layout=self._layout,
-            backend=self._setting.backend,
-        )
+        causal, layout = self.setting.causal, self.setting.sequence
+        self.out = ring_attn.ring_attention(*self.inputs, causal=causal, layout=layout)
 
     def backward(self) -> None:
-        """Computes the gradients of the last forward."""
-        self._grads = torch.autograd.grad(self._out, self.inputs, self._dout)
-
-    def results(self) -> list[Tensor] | None:
-        """The shards gathered."""
-        whole = [ring_attn.unshard(x, self._layout) for x in (self._out, *self._grads)]
-        return whole if dist.get_rank() == 0 else None
-
-    def release(self) -> None:
-        """Lets go of the last results, so that a measurement starts from the inputs alone."""
-        del self._out
-        self._grads = ()
+        assert self.out is not None, "forward comes first"
+        self.grads = torch.autograd.grad(self.out, self.inputs, self._dout)
 
 
-class TorchTemplate:
+class TorchTemplate(Impl):
     """torch's private ring over its own flash operators, as its context_parallel calls it."""
 
     name = "torch-template"
 
     def __init__(self, setting: Setting, inputs: Sequence[Tensor]) -> None:
-        self.stats = TransportStats()
+        super().__init__(setting)
         from torch.distributed.tensor.experimental._context_parallel import _attention as private
 
-        self._private, self._setting, self._layout = private, setting, setting.sequence
-        self._group, rank = check_group(None), dist.get_rank()
-        self._shards = [self._layout.shard(x, rank).transpose(1, 2).contiguous() for x in inputs]
+        self._private, self._group = private, check_group(None)
+        shards = [setting.sequence.shard(x, dist.get_rank()) for x in inputs]
+        self._shards = [x.transpose(1, 2).contiguous() for x in shards]
         private._cp_options.enable_load_balance = setting.layout == "zigzag"
-        aten = torch.ops.aten
-        if inputs[0].device.type == "cuda":
-            self._ops = (
-                aten._scaled_dot_product_flash_attention,
-                aten._scaled_dot_product_flash_attention_backward.default,
-            )
-        else:
-            self._ops = (
-                aten._scaled_dot_product_flash_attention_for_cpu,
-                aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-            )
-        self._grads: Sequence[Tensor] = ()
+        self._cuda = inputs[0].device.type == "cuda"
+        name = "_scaled_dot_product_flash_attention" + ("" if self._cuda else "_for_cpu")
+        self._forward = getattr(torch.ops.aten, name)
+        self._backward = getattr(torch.ops.aten, f"{name}_backward").default
+        self._options: Any = {"is_causal": setting.causal, "dropout_p": 0.0, "scale": None}
+        self._saved: tuple[Any, ...] = ()
 
     @staticmethod
     def reason_against(setting: Setting) -> str | None:
@@ -152,76 +110,53 @@ class TorchTemplate:
         return None
 
     def forward(self) -> None:
-        """Computes `out`."""
         q, k, v, _ = self._shards
-        self._forward_result = self._private._templated_ring_attention(
-            self._group, 2, self._ops[0], q, k, v,
-            is_causal=self._setting.causal, dropout_p=0.0, scale=None,
-        )  # fmt: skip
-        self._out = self._forward_result[0]
+        self._saved = self._private._templated_ring_attention(
+            self._group, 2, self._forward, q, k, v, **self._options
+        )
+        self.out = self._saved[0].transpose(1, 2)
 
     def backward(self) -> None:
-        """Computes the gradients of the last forward."""
         q, k, v, dout = self._shards
-        out, lse, *rest = self._forward_result
-        extra: dict[str, Any] = {}
-        if q.device.type == "cuda":
-            names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
-            extra = dict(zip(names, rest, strict=False))
-        self._grads = self._private._templated_ring_attention_backward(
-            self._group, 2, self._ops[1], dout, "grad_out", q, k, v, out, lse,
-            is_causal=self._setting.causal, dropout_p=0.0, scale=None, **extra,
-        )[:3]  # fmt: skip
-
-    def results(self) -> list[Tensor] | None:
-        """The shards gathered."""
-        parts = [x.transpose(1, 2) for x in (self._out, *self._grads)]
-        whole = [ring_attn.unshard(x, self._layout) for x in parts]
-        return whole if dist.get_rank() == 0 else None
+        out, lse, *rest = self._saved
+        names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
+        extra = dict(zip(names, rest, strict=False)) if self._cuda else {}
+        grads = self._private._templated_ring_attention_backward(
+            self._group, 2, self._backward, dout, "grad_out", q, k, v, out, lse,
+            **self._options, **extra,
+        )  # fmt: skip
+        self.grads = [x.transpose(1, 2) for x in grads[:3]]
 
     def release(self) -> None:
-        """Lets go of the last results."""
-        del self._out, self._forward_result
-        self._grads = ()
+        super().release()
+        self._saved = ()
 
 
-class Dense:
+class Dense(Impl):
     """Dense attention in one process with all threads; the other ranks sleep in a barrier."""
 
     name = "dense"
 
     def __init__(self, setting: Setting, inputs: Sequence[Tensor]) -> None:
-        self.stats = TransportStats()
-        self._setting = setting
+        super().__init__(setting)
         self._mine = dist.get_rank() == 0
         if self._mine:
             q, k, v, self._dout = (x.transpose(1, 2).contiguous() for x in inputs)
             self.inputs = [x.requires_grad_(setting.mode != "fwd") for x in (q, k, v)]
-        self._grads: Sequence[Tensor] = ()
 
     def forward(self) -> None:
-        """Computes `out`."""
         if self._mine:
-            with threads(self._setting.threads * self._setting.world_size):
-                self._out = sdpa(self.inputs, self._setting)
+            with all_threads(self.setting):
+                self.out = sdpa(self.inputs, self.setting)
 
     def backward(self) -> None:
-        """Computes the gradients of the last forward."""
         if self._mine:
-            with threads(self._setting.threads * self._setting.world_size):
-                self._grads = torch.autograd.grad(self._out, self.inputs, self._dout)
+            assert self.out is not None, "forward comes first"
+            with all_threads(self.setting):
+                self.grads = torch.autograd.grad(self.out, self.inputs, self._dout)
 
-    def results(self) -> list[Tensor] | None:
-        """The results, which rank 0 has."""
-        if not self._mine:
-            return None
-        return [x.transpose(1, 2) for x in (self._out, *self._grads)]
-
-    def release(self) -> None:
-        """Lets go of the last results."""
-        if self._mine:
-            del self._out
-            self._grads = ()
+    def whole(self) -> list[Tensor]:
+        return [x.transpose(1, 2) for x in self.results()] if self._mine else []
 
 
 def sdpa(qkv: Sequence[Tensor], setting: Setting) -> Tensor:
@@ -232,10 +167,10 @@ def sdpa(qkv: Sequence[Tensor], setting: Setting) -> Tensor:
 
 
 @contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Sets the number of CPU threads within the block."""
+def all_threads(setting: Setting) -> Iterator[None]:
+    """Gives this process the CPU threads of all ranks within the block."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    torch.set_num_threads(setting.threads * setting.world_size)
     try:
         yield
     finally:

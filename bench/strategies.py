@@ -11,9 +11,10 @@ repetitions. What auto picks is one of them, chosen from a calibration of this m
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 import ring_attn
-from ring_attn.bench.report import new_table, show
+from ring_attn.bench.report import Report, new_table, show
 from ring_attn.bench.timing import turned
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.strategy import Strategy
@@ -33,17 +34,11 @@ from ring_attn.planning.devices import Cluster, load_cluster, to_json
 from ring_attn.planning.planner import explain
 from ring_attn.tools.arguments import (
     add_common,
-    command_line,
-    parse_dtype,
     parse_input,
     parse_size,
     parse_sizes,
-    table_console,
-    write_if_interrupted,
-    write_json,
 )
 from ring_attn.tools.calibrate import calibrate
-from ring_attn.tools.env import machine
 from ring_attn.tools.launch import run_ranks, send_part
 
 WORLD_SIZES = (2, 4)
@@ -83,7 +78,6 @@ class Shape:
 
     @property
     def cu_seqlens(self) -> list[int] | None:
-        """Boundaries of the documents."""
         if not self.documents:
             return None
         cuts = [0]
@@ -92,7 +86,6 @@ class Shape:
         return cuts
 
     def layout_for(self, world_size: int) -> SequenceLayout:
-        """The layout over so many ranks."""
         return SequenceLayout.from_name(self.layout, self.seqlen, world_size)
 
 
@@ -148,6 +141,25 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """The calls that are measured.
+
+    Attributes:
+        shapes: without their ranks.
+        world_sizes: numbers of ranks.
+        iters: repetitions; None is as many as take SECONDS.
+        quick: whether a cluster that is measured is measured quickly.
+        budget: none.
+    """
+
+    shapes: tuple[Shape, ...]
+    world_sizes: tuple[int, ...]
+    iters: int | None
+    quick: bool
+    budget: float | None = None
+
+
+@dataclass(frozen=True)
 class Verdict:
     """Auto against the best fixed strategy over one shape."""
 
@@ -165,11 +177,9 @@ class Verdict:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `ring-attn bench strategies`."""
     add = parser.add_argument
     add("--world-sizes", type=parse_sizes, default=WORLD_SIZES, help="numbers of ranks (2,4)")
     add("--shapes", help="only those with one of these words in their names, commas between")
-    add("--dtype", type=parse_dtype, default=torch.float32, help="of the inputs (float32)")
     add(
         "--iters",
         type=parse_size,
@@ -184,47 +194,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_common(parser)
 
 
+class Strategies(Report[Setting, Row]):
+    """The rows so far, and the clusters from whose descriptions auto chose."""
+
+    def __init__(self, setting: Setting, path: Path | None) -> None:
+        super().__init__(setting, path)
+        self.clusters: dict[str, Any] = {}
+
+    def more(self) -> dict[str, Any]:
+        """Clusters, and auto against the best of each case."""
+        verdicts = [{**asdict(v), "ratio": v.ratio} for v in judged(self.rows)]
+        return {"clusters": self.clusters, "verdicts": verdicts}
+
+
 def run(args: argparse.Namespace) -> int:
     """Measures, prints, and says in how many shapes auto is within 10 % of the best."""
-    iters = args.iters or (QUICK_ITERS if args.quick else None)
     shapes = chosen_shapes(args.shapes, quick=args.quick)
-    rows: list[Row] = []
-    clusters: dict[str, Any] = {}
-    start = time.perf_counter()
-
-    def described(rows: Sequence[Row]) -> dict[str, Any]:
-        return {
-            "machine": machine(),
-            "command": command_line(),
-            "seconds": time.perf_counter() - start,
-            "shapes": [asdict(shape) for shape in shapes],
-            "clusters": clusters,
-            "rows": [asdict(row) for row in rows],
-        }
-
-    so_far: list[Row] = []
-    write_if_interrupted(args.json, lambda: described(so_far))
-    for world_size in args.world_sizes:
-        cluster = cluster_for(args.cluster, world_size, args.dtype, quick=args.quick)
-        clusters[str(world_size)] = to_json(cluster)
-        rows += sweep(shapes, world_size, cluster, args.dtype, iters, so_far.extend)
-    verdicts = judged(rows)
+    iters = args.iters or (QUICK_ITERS if args.quick else None)
+    setting = Setting(shapes, args.world_sizes, iters, args.quick)
+    bench = Strategies(setting, args.json)
+    for world_size in setting.world_sizes:
+        cluster = cluster_for(args.cluster, world_size, quick=args.quick)
+        bench.clusters[str(world_size)] = to_json(cluster)
+        sweep(bench, world_size, cluster)
+    if os.environ.get("RANK", "0") != "0":  # torchrun runs this in every rank
+        return 0
+    bench.save(last=True)
+    verdicts = judged(bench.rows)
     within = [v for v in verdicts if v.ratio <= 1 + SHARE]
     summary = (
         f"auto is within {SHARE:.0%} of the best fixed strategy in {len(within)} of "
         f"{len(verdicts)} cases; median ratio {statistics.median(v.ratio for v in verdicts):.3f}, "
         f"greatest {max(v.ratio for v in verdicts):.3f}"
     )
-    if not args.quiet:
-        table_console().print(verdict_table(verdicts, rows))
-    print(summary)
-    if args.json is not None:
-        judged_rows = [{**asdict(v), "ratio": v.ratio} for v in verdicts]
-        write_json(args.json, {**described(rows), "summary": summary, "verdicts": judged_rows})
-    return 0
+    tables = [] if args.quiet else [verdict_table(verdicts, bench.rows)]
+    return bench.finish(tables, [summary])
 
 
-def chosen_shapes(words: str | None, *, quick: bool) -> list[Shape]:
+def chosen_shapes(words: str | None, *, quick: bool) -> tuple[Shape, ...]:
     """The shapes that the options name; quick ones are an eighth as long.
 
     Raises:
@@ -234,7 +241,7 @@ def chosen_shapes(words: str | None, *, quick: bool) -> list[Shape]:
     shapes = [shape for shape in SHAPES if any(word in shape.name for word in wanted)]
     if not shapes:
         raise ValueError(f"--shapes {words}: the names are {', '.join(s.name for s in SHAPES)}")
-    return [_shortened(shape) for shape in shapes] if quick else shapes
+    return tuple(map(_shortened, shapes) if quick else shapes)
 
 
 def _shortened(shape: Shape) -> Shape:
@@ -244,14 +251,14 @@ def _shortened(shape: Shape) -> Shape:
     return replace(shape, seqlen=seqlen, window=(window[0], window[1]), documents=documents)
 
 
-def cluster_for(path: Path | None, world_size: int, dtype: torch.dtype, *, quick: bool) -> Cluster:
+def cluster_for(path: Path | None, world_size: int, *, quick: bool) -> Cluster:
     """The cluster of the file, or one that is measured now."""
     if path is not None:
         return load_cluster(path, world_size)
-    return calibrate(world_size, dtype=dtype, quick=quick)
+    return calibrate(world_size, quick=quick)
 
 
-def explained(shape: Shape, world_size: int, cluster: Cluster, dtype: torch.dtype) -> Choice:
+def explained(shape: Shape, world_size: int, cluster: Cluster) -> Choice:
     """The planner's view of a shape, with every strategy simulated."""
     return explain(
         seqlen=shape.seqlen,
@@ -259,7 +266,7 @@ def explained(shape: Shape, world_size: int, cluster: Cluster, dtype: torch.dtyp
         nheads=shape.heads,
         nheads_kv=shape.kv_heads,
         headdim=shape.head_dim,
-        dtype=dtype,
+        dtype=torch.float32,
         causal=shape.causal,
         window_size=shape.window,
         cu_seqlens=shape.cu_seqlens,
@@ -270,33 +277,23 @@ def explained(shape: Shape, world_size: int, cluster: Cluster, dtype: torch.dtyp
     )
 
 
-def sweep(
-    shapes: Sequence[Shape],
-    world_size: int,
-    cluster: Cluster,
-    dtype: torch.dtype,
-    iters: int | None,
-    on_rows: Callable[[list[Row]], object],
-) -> list[Row]:
-    """All rows of one number of ranks; `on_rows` gets those of each shape as they come."""
-    choices = [explained(shape, world_size, cluster, dtype) for shape in shapes]
+def sweep(bench: Strategies, world_size: int, cluster: Cluster) -> None:
+    """Adds the rows of one number of ranks, those of a shape as they come."""
+    setting = bench.setting
+    choices = [explained(shape, world_size, cluster) for shape in setting.shapes]
     work = [
         (shape, tuple(c.strategy for c in choice.candidates if not c.refused))
-        for shape, choice in zip(shapes, choices, strict=True)
+        for shape, choice in zip(setting.shapes, choices, strict=True)
     ]
 
     def on_part(part: tuple[int, list[list[float]]]) -> None:
         index, times = part
-        on_rows(_rows(shapes[index], world_size, choices[index], times))
+        bench.rows += _rows(setting.shapes[index], world_size, choices[index], times)
 
-    measured = run_ranks(
-        measure, world_size, work, dtype, iters, threads=1, device="cpu", on_part=on_part
-    )[0]
-    return [
-        row
-        for shape, choice, times in zip(shapes, choices, measured, strict=True)
-        for row in _rows(shape, world_size, choice, times)
-    ]
+    run_ranks(
+        measure, world_size, work, setting.iters, threads=1, device="cpu",
+        on_part=on_part,
+    )  # fmt: skip
 
 
 def _rows(shape: Shape, world_size: int, choice: Choice, times: list[list[float]]) -> list[Row]:
@@ -351,26 +348,19 @@ def verdict_table(verdicts: Sequence[Verdict], rows: Sequence[Row]) -> Table:
 # -- within a rank
 
 
-def measure(
-    work: Sequence[tuple[Shape, Sequence[Strategy]]], dtype: torch.dtype, iters: int | None
-) -> list[list[list[float]]]:
-    """Milliseconds of the slowest rank: for each shape, strategy and repetition."""
-    found = []
+def measure(work: Sequence[tuple[Shape, Sequence[Strategy]]], iters: int | None) -> None:
+    """Sends, for each shape, the slowest rank's milliseconds by strategy and repetition."""
     for index, (shape, strategies) in enumerate(work):
-        found.append(_measured(shape, strategies, dtype, iters))
-        send_part((index, found[-1]))
-    return found
+        send_part((index, _measured(shape, strategies, iters)))
 
 
-def _measured(
-    shape: Shape, strategies: Sequence[Strategy], dtype: torch.dtype, iters: int | None
-) -> list[list[float]]:
+def _measured(shape: Shape, strategies: Sequence[Strategy], iters: int | None) -> list[list[float]]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     layout = shape.layout_for(world_size)
     torch.manual_seed(0)
 
     def normal(heads: int) -> Tensor:
-        return layout.shard(torch.randn(1, shape.seqlen, heads, shape.head_dim, dtype=dtype), rank)
+        return layout.shard(torch.randn(1, shape.seqlen, heads, shape.head_dim), rank)
 
     q, k, v = (normal(n).requires_grad_() for n in (shape.heads, shape.kv_heads, shape.kv_heads))
     dout = normal(shape.heads)

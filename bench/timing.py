@@ -11,13 +11,14 @@ alike; p20, median and p80 are over the repetitions.
 
 from __future__ import annotations
 
+import gc
 import shutil
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -39,9 +40,6 @@ PEAK_TFLOPS = {
     "GB200": 2500.0,
     "B200": 2250.0,
 }
-
-# Rows and columns of the matrices whose product is the measured ceiling.
-MATMUL_SIZE, MATMUL_REPEATS = 8192, 20
 
 # Written before every call: larger than any L2.
 FLUSH_BYTES = 256 << 20
@@ -69,38 +67,16 @@ STATE_FIELDS = (
 )
 
 
-class Watch(Protocol):
-    """Marks moments on a device and tells the time between them."""
-
-    def ready(self, head_start_ms: float) -> None:
-        """Waits until the device is idle; the next work in its queue starts so much later."""
-        ...
-
-    def mark(self) -> Any:
-        """A moment in the order of the enqueued work."""
-        ...
-
-    def ms(self, start: Any, stop: Any) -> float:
-        """Milliseconds between two marks, after `done`."""
-        ...
-
-    def done(self) -> None:
-        """Waits for all enqueued work."""
-        ...
-
-
 class HostWatch:
-    """The clock of the host, for CPUs."""
+    """Marks moments and tells the milliseconds between them, by the clock of the host: for CPUs."""
 
     def ready(self, head_start_ms: float) -> None:
         """Does nothing: a CPU has no queue."""
 
-    def mark(self) -> float:
-        """Now."""
+    def mark(self) -> Any:
         return time.perf_counter()
 
     def ms(self, start: float, stop: float) -> float:
-        """Milliseconds between two marks."""
         return 1e3 * (stop - start)
 
     def done(self) -> None:
@@ -119,19 +95,19 @@ class CudaWatch:
         self._flush.zero_()
         torch.cuda._sleep(int(head_start_ms * SPIN_CYCLES_PER_MS))
 
-    def mark(self) -> torch.cuda.Event:
-        """An event on the current stream."""
+    def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def ms(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
-        """Milliseconds of the device between two events."""
         return start.elapsed_time(stop)
 
     def done(self) -> None:
-        """Waits for the device."""
         torch.cuda.synchronize()
+
+
+Watch = HostWatch | CudaWatch
 
 
 def head_start_ms(host_ms: float) -> float:
@@ -229,21 +205,11 @@ def peak_tflops(name: str, dtype: torch.dtype) -> float | None:
     return next((rate for part, rate in PEAK_TFLOPS.items() if part in name), None)
 
 
-def measured_tflops(device: torch.device, dtype: torch.dtype, size: int = MATMUL_SIZE) -> float:
-    """The rate of a large matrix product of random numbers, the ceiling that a device reaches."""
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    samples = time_in_turn({"matmul": Call([lambda: a @ b])}, watch_for(device), MATMUL_REPEATS)
-    return 2.0 * size**3 / statistics.median(x.ms[0] for x in samples["matmul"]) / 1e9
-
-
-def is_alive(device: torch.device) -> bool:
-    """Whether the device still runs anything: not once a kernel has broken its context."""
+def free_memory(device: torch.device) -> None:
+    """Gives back the memory of what ran last, or of a call that failed."""
+    gc.collect()
     if device.type == "cuda":
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError:
-            return False
-    return True
+        torch.cuda.empty_cache()
 
 
 def gpu_state() -> dict[str, str] | None:

@@ -203,7 +203,6 @@ class Arguments(NamedTuple):
 
     @property
     def call(self) -> Request:
-        """The call itself."""
         return Request.from_text(self.text)
 
     @property

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
@@ -293,20 +294,17 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor | None) -> tuple[int, ...] | 
     return boundaries
 
 
-# id -> (the tensor, its version, its values)
-_host_values: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...]]] = {}
+# tensor -> (its version, its values)
+_host_values: Any = WeakTensorKeyDictionary()
 
 
 def _on_host(x: Tensor) -> tuple[int, ...]:
     if x.device.type == "cpu":
         return tuple(x.tolist())
-    key = id(x)
-    known = _host_values.get(key)
-    if known is not None and known[0]() is x and known[1] == x._version:
-        return known[2]
-    values = tuple(x.tolist())
-    ref = weakref.ref(x, lambda _: _host_values.pop(key, None))
-    _host_values[key] = (ref, x._version, values)
+    version, values = _host_values.get(x, (None, ()))
+    if version != x._version:
+        values = tuple(x.tolist())
+        _host_values[x] = x._version, values
     return values
 
 

@@ -1,10 +1,10 @@
 """Measuring calls: figures of the last one, named ranges for profilers, traces, peak memory.
 
     figures    `with collect(): ...`, or RING_ATTN_STATS=1 in the environment; then `stats()`
-    ranges     wherever torch's profiler is on; for Nsight Systems with RING_ATTN_NVTX=1
+    ranges     wherever torch's profiler is on, or its emit_nvtx, for Nsight Systems
     traces     `with trace(folder): ...`, on the command line `--profile DIR`
 
-The variables are read when this is imported. A call looks once whether anybody watches it; if not,
+The variable is read when this is imported. A call looks once whether anybody watches it; if not,
 nothing else of this is done. The names of the ranges stay as they are:
 
     ring_attn::forward, ring_attn::backward     a whole call
@@ -27,11 +27,11 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -43,12 +43,7 @@ from ring_attn.transport.base import TransportStats
 Direction = Literal["forward", "backward"]
 
 
-def _is_set(name: str) -> bool:
-    return os.environ.get(name, "0") not in ("", "0")
-
-
-STATS_ALWAYS = _is_set("RING_ATTN_STATS")
-NVTX = _is_set("RING_ATTN_NVTX")
+STATS_ALWAYS = os.environ.get("RING_ATTN_STATS", "0") not in ("", "0")
 
 # What of a call is computing: the calls of a backend, and the merge of partial results.
 COMPUTE = ("attend", "finalize", "delta", "merge")
@@ -322,7 +317,7 @@ class Observer:
 
 def is_observed() -> bool:
     """Whether a call that begins now is to be watched, by whomever."""
-    return _collected.depth > 0 or NVTX or profiler_enabled()
+    return _collected.depth > 0 or profiler_enabled()
 
 
 @contextmanager
@@ -336,7 +331,6 @@ def observe(direction: Direction, device: torch.device, sent: TransportStats) ->
 
     Raises:
         RuntimeError: the call is captured into a CUDA graph, and figures are collected.
-        ValueError: RING_ATTN_NVTX is set and there is no CUDA.
     """
     collects = _collected.depth > 0
     if not collects:
@@ -365,30 +359,14 @@ def _counts(stats: TransportStats) -> tuple[int, int, int]:
 Follow = Callable[[torch.cuda.Stream], bool]
 
 
-class Clock(Protocol):
-    """Marks moments, and tells the time between two of them when somebody asks."""
-
-    def mark(self) -> Any:
-        """This moment, in the order of what the device has been given."""
-        ...
-
-    def mark_behind(self, follow: Follow) -> Any | None:
-        """The moment when a stream gets past what `follow` makes it wait for."""
-        ...
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """Between two marks."""
-        ...
-
-
 class _HostClock:
-    """For CPUs, which do at once what they are given."""
+    """Marks moments, and tells the time between two: for CPUs, which do at once what they get."""
 
     def mark(self) -> int:
         return time.perf_counter_ns()
 
     def mark_behind(self, follow: Follow) -> None:
-        return None
+        """The moment when a stream gets past what `follow` makes it wait for; None if unknown."""
 
     def seconds(self, start: int, end: int) -> float:
         return (end - start) * 1e-9
@@ -416,6 +394,8 @@ class _CudaClock:
         event.record(stream)
         return event
 
+
+Clock = _HostClock | _CudaClock
 
 _HOST = _HostClock()
 
@@ -513,29 +493,9 @@ class _Collected:
 _collected = _Collected(int(STATS_ALWAYS))
 
 
-@contextmanager
-def _named(name: str) -> Iterator[None]:
+def _named(name: str) -> AbstractContextManager[object]:
     """A range in the profilers that are on."""
-    with ExitStack() as ranges:
-        if profiler_enabled():
-            ranges.enter_context(record_function(name))
-        if NVTX:
-            ranges.enter_context(_nvtx_range(name))
-        yield
-
-
-@contextmanager
-def _nvtx_range(name: str) -> Iterator[None]:
-    if not torch.cuda.is_available():
-        raise ValueError(
-            "RING_ATTN_NVTX=1 asks for NVTX ranges, which are for CUDA, and torch finds no CUDA "
-            "device here: unset it; torch's profiler shows the ranges without it"
-        )
-    torch.cuda.nvtx.range_push(name)
-    try:
-        yield
-    finally:
-        torch.cuda.nvtx.range_pop()
+    return record_function(name) if profiler_enabled() else nullcontext()
 
 
 # -- memory

@@ -14,32 +14,17 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _functorch as functorch
-from torch._C._autograd import _profiler_enabled as profiler_enabled
+from torch._C import _autograd, _functorch
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store
-from torch.utils._pytree import tree_map_only
+from torch.distributed.distributed_c10d import GroupName
+from torch.distributed.distributed_c10d import PrefixStore as PrefixStore
+from torch.distributed.distributed_c10d import Store as Store
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-__all__ = [
-    "PrefixStore",
-    "Store",
-    "break_graph",
-    "coalesced",
-    "flattened",
-    "functorch",
-    "group_by_name",
-    "group_timeout",
-    "is_traced_as_constant",
-    "native_sdpa",
-    "nccl_options",
-    "profiler_enabled",
-    "specialized",
-    "store_client",
-    "tree_map_only",
-]
+functorch, profiler_enabled = _functorch, _autograd._profiler_enabled
 
 # By identity, and as it was before anybody patched the module.
 native_sdpa: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention

@@ -30,7 +30,6 @@ with the whole prompt on every rank and a KV cache that is split over them:
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
@@ -39,6 +38,7 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_attn import check
 from ring_attn.api import ring_attention, tree_decode
@@ -249,7 +249,8 @@ class Registration:
         if isinstance(placed, str):
             total = cuts[-1] if cuts else rows * world_size
             placed = SequenceLayout.from_name(placed, total, world_size)
-        if _seen(position_ids, (placed, cuts, rank)):
+        checked = (position_ids._version, (placed, cuts, rank))
+        if _validated.get(position_ids) == checked:
             return
         if isinstance(placed, CacheStep):
             expected = placed.position_ids(rank, rows)
@@ -262,7 +263,7 @@ class Registration:
         got = position_ids.detach().cpu()
         for one in allowed:
             if got.ndim == 2 and got.size(1) == len(one) and bool((got == one).all()):
-                _remember(position_ids, (placed, cuts, rank))
+                _validated[position_ids] = checked
                 return
         raise ValueError(
             f"position_ids of rank {rank} must be those of its rows, {_shown(expected)}, got shape "
@@ -501,20 +502,9 @@ def _check_rows(q: Tensor, k: Tensor, name: str) -> None:
         )
 
 
-# id -> (the tensor, its version, the key of its checked values): all layers of a model have
-# the same position_ids, and on a GPU each look at them waits for it.
-_validated: dict[int, tuple[weakref.ref[Tensor], int, object]] = {}
-
-
-def _seen(x: Tensor, key: object) -> bool:
-    known = _validated.get(id(x))
-    return known is not None and known[0]() is x and known[1:] == (x._version, key)
-
-
-def _remember(x: Tensor, key: object) -> None:
-    number = id(x)
-    ref = weakref.ref(x, lambda _: _validated.pop(number, None))
-    _validated[number] = (ref, x._version, key)
+# position_ids -> (their version, the key of their checked values): all layers of a model have the
+# same ones, and on a GPU each look at them waits for it.
+_validated: Any = WeakTensorKeyDictionary()
 
 
 def _shown(positions: Tensor) -> str:

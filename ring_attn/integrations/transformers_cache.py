@@ -54,7 +54,6 @@ class CacheStep:
 
     @property
     def layouts(self) -> tuple[SequenceLayout, SequenceLayout]:
-        """The layouts of queries and keys."""
         assert self.chunk is not None, "queries that are not split have no layout"
         return self.chunk, self.cache
 
@@ -184,7 +183,6 @@ def _classes() -> tuple[type[Any], type[Any]]:
             return self.num_seen + _count(new), 0
 
         def reset(self) -> None:
-            """Empties it."""
             self.layers.clear()
             self.layout = SequenceLayout.from_name(self.kind, 0, self.world_size)
             self.num_seen = 0

@@ -134,7 +134,6 @@ class route_sdpa(TorchFunctionMode):  # noqa: N801 - used as a context manager, 
     """
 
     def __init__(self, **options: Unpack[SdpaOptions]) -> None:
-        """Options of `ring_attention`."""
         super().__init__()
         self.options = options
 

@@ -495,7 +495,6 @@ class _Routed(route_sdpa):
         self.attention, self.layout, self.calls = attention, layout, calls
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Called instead of the function."""
         self.calls.append(None)
         return self.attention.sdpa(self.layout, *args, **kwargs)
 

@@ -66,12 +66,10 @@ class TensorPartition:
 
     @property
     def start(self) -> int:
-        """First position of the part."""
         return self._bound(self.rank)
 
     @property
     def end(self) -> int:
-        """Position after the last."""
         return self._bound(self.rank + 1)
 
     def _bound(self, rank: int) -> int:
@@ -80,7 +78,6 @@ class TensorPartition:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the part."""
         shape = self.global_shape
         return (*shape[: self.dim], self.end - self.start, *shape[self.dim + 1 :])
 
@@ -173,7 +170,6 @@ class TensorParallelConfig:
 
     @property
     def local_heads(self) -> int:
-        """q heads of the rank."""
         return self.num_heads // self.tp_size
 
     @property

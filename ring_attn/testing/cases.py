@@ -194,17 +194,14 @@ class Case:
     seed: int = 0
 
     def build_mask(self) -> Mask:
-        """The mask over the global sequence."""
         if isinstance(self.mask, Mask):
             return self.mask
         return (MASKS | EDGE_MASKS)[self.mask](self.seqlen)
 
     def build_layouts(self, world_size: int) -> Layouts:
-        """The layouts of queries and keys."""
         return layouts_of(self.layout, self.build_mask(), world_size)
 
     def build_strategy(self, world_size: int) -> str | Strategy:
-        """The strategy as an argument of `ring_attention`."""
         if isinstance(self.strategy, Strategy):
             return self.strategy
         return strategy_of(self.strategy, world_size)

@@ -284,12 +284,8 @@ def random_qkv(
 
     def draw(rows: int, heads: int, dim: int, scale: float = 1.0) -> Tensor:
         x = torch.randn(batch, rows, heads, dim, generator=generator, dtype=torch.float64)
-        x = (x * scale).to(dtype)
-        if noncontiguous:
-            spread = x.new_zeros(batch, heads, rows, 2 * dim)
-            spread[..., ::2] = x.transpose(1, 2)
-            return spread.to(device)[..., ::2].transpose(1, 2)
-        return x.to(device)
+        x = (x * scale).to(device, dtype)
+        return strided(x) if noncontiguous else x
 
     return Inputs(
         draw(seqlen_q, nheads, headdim, LARGE_LOGITS if large_logits else 1.0),
@@ -297,6 +293,13 @@ def random_qkv(
         draw(seqlen_k, nheads_kv, headdim_v),
         draw(seqlen_q, nheads, headdim_v),
     )
+
+
+def strided(x: Tensor) -> Tensor:
+    """The same values in memory with heads before rows and a gap after every element."""
+    spread = x.new_zeros(*x.transpose(-2, -3).shape, 2)
+    spread[..., 0] = x.transpose(-2, -3)
+    return spread[..., 0].transpose(-2, -3)
 
 
 def random_sinks(

@@ -27,6 +27,7 @@ from ring_attn.testing.oracle import (
     dense_gradients,
     plain_gradients,
     poisoned_empty,
+    strided,
 )
 from ring_attn.transport.local import LocalTransport, run_local
 from ring_attn.transport.p2p import open_p2p
@@ -74,7 +75,6 @@ class AllRanks:
 
     @cached_property
     def verdicts(self) -> tuple[Verdict, ...]:
-        """Every result against its bound."""
         return check_all(self.whole, *expected(self.case))
 
     @property
@@ -260,14 +260,7 @@ def _shards(inputs: Inputs, layouts: Layouts, rank: int, noncontiguous: bool) ->
     layout_q, layout_kv = layouts
     sides = (layout_q, layout_kv, layout_kv, layout_q)
     shards = [layout.shard(x, rank) for x, layout in zip(inputs, sides, strict=True)]
-    return [_strided(x) for x in shards] if noncontiguous else shards
-
-
-def _strided(x: Tensor) -> Tensor:
-    """The same values in memory with heads before rows and a gap after every element."""
-    spread = x.new_zeros(*x.transpose(-2, -3).shape, 2)
-    spread[..., 0] = x.transpose(-2, -3)
-    return spread[..., 0].transpose(-2, -3)
+    return [strided(x) for x in shards] if noncontiguous else shards
 
 
 def _boundaries(cuts: tuple[int, ...] | None) -> Tensor | None:

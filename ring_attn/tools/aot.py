@@ -2,16 +2,15 @@
 
 A cell is one kernel, variant, configuration, head dim, dtype and architecture. It fails where the
 compiled kernel spills registers, needs more shared memory than the architecture has, does without
-tensor cores, has wgmma instructions that ptxas serialised, is not warp-specialised though it should
-be, or lost an atomic on the way. Nothing is run: this says nothing of speed or of results.
+tensor cores, has wgmma instructions that ptxas serialised, or is not warp-specialised though it
+should be. Nothing is run: this says nothing of speed or of results.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -21,24 +20,21 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from ring_attn.bench.report import new_table
-from ring_attn.core.dtypes import HALF_DTYPES, SHORT_NAMES, dtype_name
+from ring_attn.bench.report import Report, new_table
+from ring_attn.core.dtypes import HALF_DTYPES, dtype_name
 from ring_attn.kernels.launch import Launch
 from ring_attn.tools.arguments import (
     add_common,
-    command_line,
     parse_dtype,
-    write_if_interrupted,
-    write_json,
+    parse_size,
 )
 from ring_attn.tools.compiled import (
     TENSOR_CORE,
+    Compiled,
     CompileError,
-    Report,
     compile_launch,
     interpreting,
 )
-from ring_attn.tools.env import machine
 from ring_attn.tools.processes import map_in_processes
 
 if TYPE_CHECKING:
@@ -75,9 +71,6 @@ BANDS: dict[str, tuple[int | None, int | None]] = {
     "causal": (None, 0),
     "window": (-ROWS // 4, 0),
 }
-
-# A report is pasted into issues: wide enough for a line of each cell, wherever it is made.
-WIDTH = 150
 
 
 @dataclass(frozen=True)
@@ -177,7 +170,6 @@ class Cell:
     config: Config
 
     def launch(self) -> Launch:
-        """The launch over tensors that have no memory."""
         return variant_launch(self.variant, self.config, self.head_dim, parse_dtype(self.dtype))
 
 
@@ -194,7 +186,7 @@ class Row:
     num_warps: int
     num_stages: int
     note: str
-    report: Report | None
+    report: Compiled | None
     failures: tuple[str, ...]
 
 
@@ -300,9 +292,8 @@ def _table(variant: Variant, config: Config) -> StepTable:
     return make_step_table(seen, config.BLOCK_M, config.BLOCK_N, cpu, descending=True)
 
 
-def failures(report: Report, arch: str, expected: Expected) -> tuple[str, ...]:
+def failures(report: Compiled, arch: str, expected: Expected) -> tuple[str, ...]:
     """The rules that a compiled kernel breaks, in words."""
-    before, after = report.atomics
     checks = (
         (report.spill_bytes > 0, f"spills {report.spill_bytes} bytes per thread"),
         (
@@ -326,12 +317,13 @@ def failures(report: Report, arch: str, expected: Expected) -> tuple[str, ...]:
             expected.overlaps and not (report.hidden and all(report.hidden)),
             "no exponentials between the start and the end of a product",
         ),
-        (after < before, f"{before - after} of {before} atomics lost between ttir and ttgir"),
     )
     return tuple(text for failed, text in checks if failed)
 
 
-def judged(launch: Launch, arch: str, expected: Expected) -> tuple[Report | None, tuple[str, ...]]:
+def judged(
+    launch: Launch, arch: str, expected: Expected
+) -> tuple[Compiled | None, tuple[str, ...]]:
     """Compiles a launch: its report, None where that failed, and the rules that it breaks."""
     try:
         report = compile_launch(launch, arch)
@@ -341,7 +333,6 @@ def judged(launch: Launch, arch: str, expected: Expected) -> tuple[Report | None
 
 
 def compile_cell(cell: Cell) -> Row:
-    """Compiles a cell and judges it."""
     kernel = cell.variant.kernel
     hopper = kernel == "hopper_fwd"
     expected = Expected(hopper, tensor_cores=kernel not in ("delta", "merge"), overlaps=hopper)
@@ -354,7 +345,7 @@ def compile_all(all_cells: Sequence[Cell], jobs: int) -> Iterator[Row]:
     return map_in_processes(compile_cell, all_cells, jobs, lambda cell: _row(cell, None, lost))
 
 
-def _row(cell: Cell, report: Report | None, wrong: tuple[str, ...]) -> Row:
+def _row(cell: Cell, report: Compiled | None, wrong: tuple[str, ...]) -> Row:
     config = cell.config
     return Row(
         cell.variant.kernel, cell.variant.label, cell.arch, cell.head_dim, cell.dtype,
@@ -364,14 +355,36 @@ def _row(cell: Cell, report: Report | None, wrong: tuple[str, ...]) -> Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `ring-attn aot`."""
     add = parser.add_argument
-    add("--arch", help=f"of {','.join(SHARED_BYTES)} (default {','.join(ARCHS)})")
-    add("--head-dim", help=f"of {','.join(HEAD_DIMS)} (default all)")
-    add("--dtype", help=f"of {','.join(DTYPES)} (default all)")
-    add("--kernel", help=f"of {','.join(KERNELS)} (default all)")
-    add("--jobs", type=int, default=2, help="processes that compile (default 2)")
+    for option, known, default in (
+        ("--arch", SHARED_BYTES, ", ".join(ARCHS)),
+        ("--head-dim", HEAD_DIMS, "all"),
+        ("--dtype", DTYPES, "all"),
+        ("--kernel", KERNELS, "all"),
+    ):
+        names = f"of {', '.join(known)} (default {default})"
+        add(option, nargs="+", choices=tuple(known), metavar="NAME", help=names)
+    add("--jobs", type=parse_size, default=2, help="processes that compile (default 2)")
     add_common(parser)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The cells to compile: every kernel of every architecture, head dim and dtype."""
+
+    arch: Sequence[str]
+    head_dim: Sequence[str]
+    dtype: Sequence[str]
+    kernel: Sequence[str]
+    jobs: int
+
+    def cells(self) -> list[Cell]:
+        return [
+            cell
+            for arch, head_dim, dtype in product(self.arch, self.head_dim, self.dtype)
+            for cell in cells(arch, int(head_dim), dtype)
+            if cell.variant.kernel in self.kernel
+        ]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -380,68 +393,26 @@ def run(args: argparse.Namespace) -> int:
 
     if interpreting():
         raise ValueError("TRITON_INTERPRET=1: kernels of the interpreter cannot be compiled")
-    if args.jobs < 1:
-        raise ValueError(f"--jobs must be at least 1, got {args.jobs}")
-    chosen = cells_of(args)
+    archs, head_dims, dtypes = QUICK if args.quick else (ARCHS, HEAD_DIMS, DTYPES)
+    setting = Setting(
+        args.arch or archs, args.head_dim or head_dims, args.dtype or dtypes,
+        args.kernel or KERNELS, args.jobs,
+    )  # fmt: skip
+    chosen = setting.cells()
     terminal = Console(stderr=True)
     hidden = args.quiet or not terminal.is_terminal
-    start = time.perf_counter()
-    rows: list[Row] = []
-
-    def report() -> dict[str, Any]:
-        return {
-            "machine": machine(),
-            "command": command_line(),
-            "seconds": time.perf_counter() - start,
-            "rows": [asdict(row) for row in rows],
-        }
-
-    write_if_interrupted(args.json, report)
+    bench = Report[Setting, Row](setting, args.json)
     compiled = compile_all(chosen, args.jobs)
     for row in track(
         compiled, "compiling", len(chosen), console=terminal, transient=True, disable=hidden
     ):
-        rows.append(row)
-    seconds = time.perf_counter() - start
-    if args.json:
-        write_json(args.json, report())
-    console = Console(width=WIDTH, highlight=False)
-    if not args.quiet:
-        console.print(_results(rows))
-    failed = [row for row in rows if row.failures]
-    for row in failed:
-        console.print(f"FAIL {_name(row)}: {'; '.join(row.failures)}", style="red", markup=False)
-    console.print(
-        f"triton {triton.__version__}: {len(rows)} cells in {seconds:.0f} s, {len(failed)} failed"
-    )
-    return 1 if failed else 0
-
-
-def cells_of(args: argparse.Namespace) -> list[Cell]:
-    """Every cell that the options name; --quick has smaller defaults."""
-    default = QUICK if args.quick else (ARCHS, HEAD_DIMS, DTYPES)
-    archs = _choices("--arch", args.arch, tuple(SHARED_BYTES), default[0])
-    head_dims = _choices("--head-dim", args.head_dim, HEAD_DIMS, default[1])
-    dtypes = _choices("--dtype", args.dtype, DTYPES, default[2])
-    kernels = _choices("--kernel", args.kernel, KERNELS, KERNELS)
-    return [
-        cell
-        for arch, head_dim, dtype in product(archs, head_dims, dtypes)
-        for cell in cells(arch, int(head_dim), dtype)
-        if cell.variant.kernel in kernels
-    ]
-
-
-def _choices(
-    option: str, text: str | None, known: tuple[str, ...], default: tuple[str, ...]
-) -> tuple[str, ...]:
-    if text is None:
-        return default
-    chosen = tuple(SHORT_NAMES.get(name, name) for name in text.split(","))
-    for name in chosen:
-        if name not in known:
-            raise ValueError(f"{option} must be of {', '.join(known)}, got {name!r}")
-    return chosen
+        bench.rows.append(row)
+        if row.failures:
+            bench.failures.append(f"FAIL {_name(row)}: {'; '.join(row.failures)}")
+    bench.save(last=True)
+    counts = f"{len(bench.rows)} cells in {bench.seconds:.0f} s, {len(bench.failures)} failed"
+    tables = [] if args.quiet else [_results(bench.rows)]
+    return bench.finish(tables, [f"triton {triton.__version__}: {counts}"])
 
 
 def _name(row: Row) -> str:

@@ -15,12 +15,14 @@ import threading
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ring_attn.core.dtypes import BY_NAME, SHORT_NAMES
 from ring_attn.tools import interrupt
+
+T = TypeVar("T")
 
 # An interrupt writes from a thread of its own: it lets a report that is being written be whole.
 _writing = threading.Lock()
@@ -85,66 +87,39 @@ def format_size(size: int) -> str:
     return str(size)
 
 
-def parse_output(text: str) -> Path:
-    """A path in a folder that exists, checked before a run of minutes."""
-    path = Path(text)
-    if not _writes():
-        return path
-    if not os.path.isdir(path.absolute().parent):
-        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.absolute().parent}")
-    try:
-        path.stat()
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{shortened(text)}: {error.strerror}") from error
-    return path
-
-
 def parse_folder(text: str) -> Path:
-    """A folder to write to, which may have to be made: not a file."""
-    path = parse_output(text)
-    if _writes() and path.exists() and not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a file: give a folder")
-    return path
+    """A folder to write to, which is there or can be made in one that is."""
+    return _writable(text, is_folder=True)
 
 
 def parse_report(text: str) -> Path:
-    """A file to write: not a folder, and one that may be written."""
-    path = parse_output(text)
-    if not _writes():
-        return path
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder: give a file, such as {path / 'x'}")
-    written = path if path.exists() else path.absolute().parent
-    if not os.access(written, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text}: {written} may not be written")
+    """A file to write, in a folder that is there: checked before a run of minutes."""
+    return _writable(text, is_folder=False)
+
+
+def _writable(text: str, *, is_folder: bool) -> Path:
+    path = Path(text)
+    if os.environ.get("RANK", "0") != "0":
+        return path  # under torchrun rank 0 writes; other ranks may be on another machine
+    parent = path.absolute().parent
+    try:
+        there = bool(path.stat())
+    except FileNotFoundError:
+        there = False
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{shortened(text)}: {error.strerror}") from error
+    if there and path.is_dir() != is_folder:
+        wrong, right = ("file", "folder") if is_folder else ("folder", "file")
+        raise argparse.ArgumentTypeError(f"{shortened(text)} is a {wrong}: give a {right}")
+    if not os.access(path if there else parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{shortened(text)}: {parent} may not be written")
     return path
 
 
 def parse_input(text: str) -> Path:
-    """A file that exists."""
-    path = Path(text)
-    if os.path.isdir(path):
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder: give a file")
-    if not os.path.exists(path):
+    if not os.path.isfile(text):
         raise argparse.ArgumentTypeError(f"there is no file {shortened(text)}")
-    return path
-
-
-def _writes() -> bool:
-    """Under torchrun only rank 0 writes; other ranks may be on another machine."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def add_profile(parser: argparse.ArgumentParser) -> None:
-    """The option of subcommands that can be traced, rank by rank."""
-    parser.add_argument(
-        "--profile",
-        metavar="DIR",
-        type=parse_folder,
-        help="then trace one more call: DIR/rank0_trace.json and so on, for Perfetto",
-    )
+    return Path(text)
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -152,6 +127,12 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="PATH", type=parse_report, help="write all results here")
     parser.add_argument("--quick", action="store_true", help="a smaller run that takes seconds")
     parser.add_argument("--quiet", action="store_true", help="print the summary only")
+
+
+def setting_from(cls: type[T], args: argparse.Namespace, **others: Any) -> T:
+    """A setting, a dataclass, whose fields are `others` and else the options of the same names."""
+    names = vars(cls)["__dataclass_fields__"]
+    return cls(**{name: x for name, x in vars(args).items() if name in names} | others)
 
 
 def command_line() -> str:
@@ -164,18 +145,11 @@ def write_json(path: Path | str, payload: dict[str, Any]) -> None:
 
     Infinities and NaN, which JSON does not have, are written as null.
     """
-    _write(lambda: _write_json(Path(path), payload))
-
-
-def replace_json(path: Path, payload: dict[str, Any]) -> None:
-    """Writes a report anew while more is measured: a run that is killed leaves a whole one."""
-
-    def replace() -> None:
-        part = path.with_name(f"{path.name}.part")
-        _write_json(part, payload)
-        part.replace(path)
-
-    _write(replace)
+    with _writing:
+        if not interrupt.received():
+            _write_json(Path(path), payload)
+            return
+    interrupt.settle()
 
 
 def write_if_interrupted(path: Path | None, payload: Callable[[], dict[str, Any]]) -> None:
@@ -190,15 +164,6 @@ def write_if_interrupted(path: Path | None, payload: Callable[[], dict[str, Any]
         return str(path)
 
     interrupt.before_end(save)
-
-
-def _write(write: Callable[[], None]) -> None:
-    """Writes unless an interrupt does."""
-    with _writing:
-        if not interrupt.received():
-            write()
-            return
-    interrupt.settle()
 
 
 def _write_json(path: Path, payload: dict[str, Any]) -> None:

@@ -45,7 +45,6 @@ from ring_attn.tools.arguments import (
 )
 from ring_attn.tools.env import machine
 from ring_attn.tools.launch import (
-    check_memory,
     checked_device,
     rank_device,
     run_ranks,
@@ -102,7 +101,6 @@ class TileSample:
         return self.kind == "window"
 
     def predicted(self, rate: Rate) -> float:
-        """Seconds at that rate."""
         shape = (self.area, self.rows, self.edge, self.per_pair)
         return float(compute_seconds(rate, *(torch.tensor(x) for x in shape)))
 
@@ -117,11 +115,9 @@ class MessageSample:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `ring-attn calibrate`."""
     add = parser.add_argument
     add("--world-sizes", type=parse_sizes, help="numbers of ranks, with commas between (1,2,4)")
-    add("--heads", type=parse_size, default=8, help="query heads (8)")
-    add("--kv-heads", type=parse_size, help="KV heads; as many as --heads by default")
+    add("--heads", type=parse_size, default=8, help="of q, k and v (8)")
     add("--head-dim", type=parse_size, default=64, help="of q, k and v (64)")
     add("--dtype", type=parse_dtype, default=torch.float32, help="float32")
     add("--backend", default="auto", help="as for ring_attention (auto)")
@@ -148,8 +144,7 @@ def run(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in names}
     for ranks in args.world_sizes or (WORLD_SIZES[:2] if args.quick else WORLD_SIZES):
         take = samples.setdefault(ranks, []).append
-        kv_heads = args.kv_heads or args.heads
-        clusters[ranks] = calibrate(ranks, kv_heads=kv_heads, on_sample=take, **options)
+        clusters[ranks] = calibrate(ranks, on_sample=take, **options)
     if args.json:
         write_json(args.json, report())
     if not args.quiet:
@@ -161,7 +156,6 @@ def calibrate(
     world_size: int,
     *,
     heads: int = 8,
-    kv_heads: int = 8,
     head_dim: int = 64,
     dtype: torch.dtype = torch.float32,
     backend: str = "auto",
@@ -172,13 +166,9 @@ def calibrate(
 ) -> Cluster:
     """Describes so many ranks on this machine; `on_sample` gets each measurement."""
     kind = checked_device(device, world_size)
-    spec = AttentionSpec(kind, dtype, 1, heads, kv_heads, head_dim, head_dim)
+    spec = AttentionSpec(kind, dtype, 1, heads, heads, head_dim, head_dim)
     sizes = (QUICK_ROWS, QUICK_MESSAGES, QUICK_REPEATS) if quick else (ROWS, MESSAGES, REPEATS)
     setting = Setting(spec, choose_backend(spec, backend).name, *sizes)
-    if kind == "cpu":
-        # q, k, v, out, their gradients and the state of the largest tile, in each rank.
-        rows = setting.rows[-1] * (2 * heads + 2 * kv_heads) * head_dim
-        check_memory("the tiles", 2 * rows * dtype.itemsize * world_size, "use fewer --heads")
     ranks = run_ranks(measure, world_size, setting, threads=threads, device=kind, on_part=on_sample)
     tiles, messages, bandwidth, slowdown = ranks[0]  # the same on every rank
     rates = {x: fit_rate([t for t in tiles if x == (t.backward, t.window)]) for x in KINDS}
@@ -243,7 +233,6 @@ def _nonnegative(
 
 
 def measure(setting: Setting) -> Measured:
-    """All samples of this rank."""
     bench = _Bench(setting)
     tiles = [_sent(sample) for sample in bench.tiles()]
     messages = [_sent(sample) for sample in bench.messages()] if bench.world_size > 1 else []

@@ -59,7 +59,6 @@ class Parser(argparse.ArgumentParser):
     """argparse with one line for an error, and the way to more."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program."""
         self.exit(EXIT_USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 

@@ -41,18 +41,12 @@ OPCODES = {
 HIDDEN = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[1-9a-f](.*?)WARPGROUP\.DEPBAR\.LE", re.DOTALL)
 EXPONENTIAL = re.compile(r"\bMUFU\.EX2\b")
 
-# In triton's IR before and after its passes for the GPU.
-ATOMICS = re.compile(
-    r"\b(?:tt\.(?:atomic_rmw|atomic_cas|descriptor_reduce)|ttng\.async_tma_reduce"
-    r"|amdg\w*\.buffer_atomic_\w+)\b"
-)
-
 # The advisories of ptxas: C7510 and its like, "wgmma.mma_async instructions are serialized due to".
 SERIALIZED = re.compile(r"\(C75\d\d\).*|wgmma\S* .*serialized.*")
 
 
 @dataclass(frozen=True)
-class Report:
+class Compiled:
     """Resources and instructions of a compiled kernel.
 
     Attributes:
@@ -61,7 +55,6 @@ class Report:
         shared_bytes: shared memory per program.
         tensor_memory: columns of tensor memory, on sm_100.
         opcodes: counts of OPCODES in the machine code.
-        atomics: their number in triton's first IR, and in that for the GPU.
         advisories: lines of ptxas about serialised wgmma instructions.
         seconds: compile time.
         hidden: exponentials from each wait that leaves a Hopper product under way to the next wait.
@@ -72,14 +65,12 @@ class Report:
     shared_bytes: int
     tensor_memory: int
     opcodes: Mapping[str, int]
-    atomics: tuple[int, int]
     advisories: tuple[str, ...]
     seconds: float
     hidden: tuple[int, ...] = ()
 
     @property
     def tensor_cores(self) -> int:
-        """Number of tensor-core instructions."""
         return sum(self.opcodes[name] for name in TENSOR_CORE)
 
     @property
@@ -99,7 +90,7 @@ def interpreting() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def compile_launch(launch: Launch, arch: str) -> Report:
+def compile_launch(launch: Launch, arch: str) -> Compiled:
     """Compiles `launch` for `arch` ("sm_90", "gfx942"); CompileError where that fails."""
     from triton import knobs
 
@@ -132,7 +123,6 @@ class _Target:
         self._target = GPUTarget(backend, name, WARP_SIZE[backend])
 
     def get_current_target(self) -> Any:
-        """The GPU that is compiled for."""
         return self._target
 
     def get_current_device(self) -> object:
@@ -140,7 +130,6 @@ class _Target:
         return object()
 
     def get_current_stream(self, device: object) -> int:
-        """Nothing is run on it."""
         return 0
 
 
@@ -202,23 +191,19 @@ def _reason(error: BaseException, output: str) -> str:
     return f"{text}: {found[0]}" if found else text
 
 
-def _report(kernel: Any, log: str, seconds: float) -> Report:
+def _report(kernel: Any, log: str, seconds: float) -> Compiled:
     if "cubin" in kernel.asm:
         code = _sass(kernel.asm["cubin"])
         registers, spill_bytes = _ptxas_figures(log)
     else:
         code = kernel.asm["amdgcn"]
         registers, spill_bytes = _amd_figures(code)
-    # Gluon has no IR before the one for the GPU but what its source says.
-    earliest = "ttir" if "ttir" in kernel.asm else "source"
-    first, last = (len(ATOMICS.findall(kernel.asm[ir])) for ir in (earliest, "ttgir"))
-    return Report(
+    return Compiled(
         registers=registers,
         spill_bytes=spill_bytes,
         shared_bytes=kernel.metadata.shared,
         tensor_memory=getattr(kernel.metadata, "tmem_size", None) or 0,
         opcodes={name: len(pattern.findall(code)) for name, pattern in OPCODES.items()},
-        atomics=(first, last),
         advisories=tuple(match[0] for match in SERIALIZED.finditer(log)),
         seconds=seconds,
         hidden=tuple(len(EXPONENTIAL.findall(match[1])) for match in HIDDEN.finditer(code)),

@@ -37,14 +37,14 @@ from torch import Tensor
 from ring_attn import SequenceLayout, shard_batch
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import LAYOUTS
-from ring_attn.profiling import reset_resident_peak, resident_bytes, trace
+from ring_attn.profiling import trace
 from ring_attn.testing import Verdict
 from ring_attn.tools.arguments import (
     add_common,
-    add_profile,
     parse_dtype,
+    parse_folder,
     parse_size,
-    shortened,
+    setting_from,
     write_if_interrupted,
     write_json,
 )
@@ -52,7 +52,6 @@ from ring_attn.tools.env import machine
 from ring_attn.tools.generate import Comparison, generate_twice
 from ring_attn.tools.launch import (
     DEVICES,
-    check_memory,
     checked_device,
     num_cores,
     rank_device,
@@ -84,15 +83,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
-    """One step: mean losses in nats per byte, speed, and the memory that the step added."""
+    """One step: mean losses in nats per byte, and speed."""
 
     step: int
     mesh_loss: float
     dense_loss: float
     mesh_tokens_per_s: float
     dense_tokens_per_s: float
-    mesh_peak_bytes: int
-    dense_peak_bytes: int
 
     @property
     def difference(self) -> float:
@@ -118,7 +115,6 @@ class Report:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the demo."""
     add = parser.add_argument
     add("--nproc", "--world-size", type=parse_size, help=f"ranks of the ring (default: {NPROC})")
     add("--seqlen", type=parse_size, help=f"bytes of each sequence (default: {SEQLEN})")
@@ -129,7 +125,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", type=parse_dtype, help=dtypes)
     add("--dim", type=parse_size, default=128, help="width of the model (default: 128)")
     add("--layers", type=parse_size, default=4, help="layers of the model (default: 4)")
-    add("--seed", type=int, default=0, help="of the weights and the batches (default: 0)")
     generate = "then continue a text by N bytes, from a sharded KV cache and in one process"
     add("--generate", type=parse_size, metavar="N", help=generate)
     add("--mesh", metavar="AXES", help="sizes of pp, dp, cp and tp: cp=2,tp=2 (default: the ring)")
@@ -138,7 +133,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=parse_size, help="sequences (default: dp * microbatches)")
     add("--fsdp", action="store_true", help="shard parameters over dp and cp")
     add("--strategy", default="ring", help="of the attention over cp (default: ring)")
-    add_profile(parser)
+    trace = "then trace one more batch: DIR/rank0_trace.json and so on, for Perfetto"
+    add("--profile", metavar="DIR", type=parse_folder, help=trace)
     add_common(parser)
 
 
@@ -149,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     device, what = run_of(args)
     settings = what.training
-    check_sizes(settings)
+    _check_length(standard_library_text(), settings.seqlen)
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts this on every rank
     if is_first and not args.quiet:
         print(heading(settings, device), flush=True)
@@ -191,8 +187,6 @@ def run_of(args: argparse.Namespace) -> tuple[str, Run]:
         raise NotImplementedError(
             f"--generate is for a ring alone, got mesh {axes}: give only cp, or leave out --mesh"
         )
-    if not -(1 << 63) <= args.seed < 1 << 64:
-        raise ValueError(f"--seed must fit into 64 bits, got {shortened(str(args.seed))}")
     seqlen = args.seqlen or (QUICK_SEQLEN if args.quick else SEQLEN)
     if args.generate and args.generate >= seqlen:
         raise ValueError(
@@ -204,34 +198,18 @@ def run_of(args: argparse.Namespace) -> tuple[str, Run]:
     if dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"dtype must be float32 or bfloat16, got {dtype_name(dtype)}")
     microbatches = args.microbatches or (2 * axes.pp if axes.pp > 1 else 1)
-    training = Settings(
+    training = setting_from(
+        Settings,
+        args,
         axes=axes,
         model=ModelConfig(dim=args.dim, hidden_dim=3 * args.dim, num_layers=args.layers),
         seqlen=seqlen,
         batch=args.batch or axes.dp * microbatches,
         microbatches=microbatches,
-        schedule=args.schedule,
-        fsdp=args.fsdp,
-        strategy=args.strategy,
-        layout=args.layout,
         dtype=dtype,
-        seed=args.seed,
     )
     steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
     return device, Run(training, steps, args.generate or 0, args.quiet, args.profile)
-
-
-def check_sizes(settings: Settings) -> None:
-    """Refuses a run that this machine or the text is too small for, before any rank starts."""
-    _check_length(standard_library_text(), settings.seqlen)
-    model = settings.model
-    # A layer keeps its input, q, k, v, out and three rows of the hidden dim for the backward.
-    row = model.num_layers * (4 * model.dim + 3 * model.hidden_dim) + 2 * model.vocab_size
-    weights = model.num_layers * model.dim * (2 * model.dim + 3 * model.hidden_dim)
-    # Weights, gradients and both moments of AdamW, in each rank and in the twin.
-    models = 4 * weights * (settings.axes.size + 1)
-    nbytes = torch.float32.itemsize * (2 * settings.batch * settings.seqlen * row + models)
-    check_memory("model and activations", nbytes, "use a smaller --dim or --seqlen")
 
 
 def train(what: Run) -> Report | None:
@@ -248,16 +226,14 @@ def train(what: Run) -> Report | None:
         print(COLUMNS, flush=True)
     for step, batch in enumerate(islice(batches, what.steps)):
         dist.barrier()
-        loss, *figures = measured(trainer.step, batch, device)
-        worst = torch.tensor(figures, dtype=torch.float64, device=device)
+        loss, seconds = timed(trainer.step, batch, device)
+        worst = torch.tensor(seconds, device=device)
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         if twin is not None:
-            seconds, peak = worst.tolist()
             with _all_cores():
-                dense_loss, dense_seconds, dense_peak = measured(twin.step, batch, device)
+                dense_loss, dense_seconds = timed(twin.step, batch, device)
             num = settings.batch * settings.seqlen
-            speeds = (num / seconds, num / dense_seconds)
-            rows.append(Row(step, loss, dense_loss, *speeds, int(peak), dense_peak))
+            rows.append(Row(step, loss, dense_loss, num / worst.item(), num / dense_seconds))
             send_part(rows[-1])
         if shown:
             print(_text(rows[-1]), flush=True)
@@ -318,28 +294,15 @@ class Twin:
         torch.nn.utils.vector_to_parameters(weights, self.model.parameters())
 
 
-def measured(
+def timed(
     step: Callable[[Batch], float], batch: Batch, device: torch.device
-) -> tuple[float, float, int]:
-    """A step's loss, its seconds, and the bytes by which memory rose above what was held before.
-
-    Memory is what torch has allocated on a GPU, and the process's resident set on a CPU.
-    """
-    gpu = device.type == "cuda"
-    if gpu:
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        # Where the kernel does not let a process reset its peak, only a rise above it is seen.
-        reset_resident_peak()
-    held = torch.cuda.memory_allocated(device) if gpu else resident_bytes()[1]
+) -> tuple[float, float]:
+    """A step's loss and its seconds."""
     start = time.perf_counter()
     loss = step(batch)
-    if gpu:
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - start
-    peak = torch.cuda.max_memory_allocated(device) if gpu else resident_bytes()[1]
-    # Some kernels take the resident set's peak from samples, and it may even fall.
-    return loss, seconds, max(0, peak - held)
+    return loss, time.perf_counter() - start
 
 
 def judge(trainer: MeshTrainer, twin: Twin | None, batches: Iterable[Batch]) -> list[Verdict]:
@@ -454,7 +417,6 @@ def _text(row: Row) -> str:
 
 
 def summary(report: Report) -> str:
-    """The result in a few lines."""
     rows = report.rows
     lines = [
         f"loss      {rows[0].mesh_loss:.4f} -> {rows[-1].mesh_loss:.4f} nats per byte in "
@@ -462,8 +424,7 @@ def summary(report: Report) -> str:
     ]
     for side in ("mesh", "dense"):
         speed = statistics.median(getattr(row, f"{side}_tokens_per_s") for row in rows)
-        peak = max(getattr(row, f"{side}_peak_bytes") for row in rows)
-        lines.append(f"{side:9} {speed:,.0f} tokens/s (median), a step adds {peak / 2**20:.1f} MiB")
+        lines.append(f"{side:9} {speed:,.0f} tokens/s (median)")
     lines.append(f"check     against float64: {'; '.join(map(str, report.verdicts))}")
     if report.generation is not None:
         lines += report.generation.lines()

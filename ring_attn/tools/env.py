@@ -31,7 +31,6 @@ PACKAGES = ("numpy", "triton", "flash-attn", "einops", "rich", "transformers")
 VARIABLES = (
     "RING_ATTN_AUTOTUNE",
     "RING_ATTN_DEBUG",
-    "RING_ATTN_NVTX",
     "OMP_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
     "TRITON_INTERPRET",
@@ -68,7 +67,7 @@ def machine() -> dict[str, Any]:
 def backend_reasons() -> dict[str, dict[str, str | None]]:
     """Backend -> "device dtype" -> None where it can run here, else the reason why not."""
     found: dict[str, dict[str, str | None]] = {}
-    for device in device_types():
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         for name, dtype in BY_NAME.items():
             sample = torch.empty(1, 1, SAMPLE_HEADS, SAMPLE_HEADDIM, dtype=dtype, device=device)
             reasons = select_backend(sample, sample, sample).reasons
@@ -77,38 +76,27 @@ def backend_reasons() -> dict[str, dict[str, str | None]]:
     return found
 
 
-def device_types() -> tuple[str, ...]:
-    """The device types that this machine has tensors on."""
-    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-
-
-def report() -> dict[str, Any]:
-    """Everything that `ring-attn env` shows."""
-    return {
-        "machine": machine(),
-        "backends": backend_reasons(),
-        "variables": {name: os.environ.get(name) for name in VARIABLES},
-    }
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `ring-attn env`."""
     add_common(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Shows the report; 0 always."""
-    found = report()
+    found = {
+        "machine": machine(),
+        "backends": backend_reasons(),
+        "variables": {name: os.environ.get(name) for name in VARIABLES},
+    }
     if args.json:
         write_json(args.json, {"command": "env", **found})
     if args.quiet:
         print(" ".join(f"{n}={v}" for n, v in found["machine"]["versions"].items() if v))
     else:
-        _show(found, all_variables=not args.quick)
+        _show(found)
     return 0
 
 
-def _show(found: dict[str, Any], all_variables: bool) -> None:
+def _show(found: dict[str, Any]) -> None:
     console = Console(highlight=False)
     here, variables = found["machine"], found["variables"]
     versions = {name: version or "not installed" for name, version in here["versions"].items()}
@@ -123,13 +111,7 @@ def _show(found: dict[str, Any], all_variables: bool) -> None:
     }
     console.print(_pairs("machine", hardware))
     console.print(_backend_table(found["backends"]))
-    shown = {
-        name: "not set" if value is None else value
-        for name, value in variables.items()
-        if all_variables or value is not None
-    }
-    if shown:
-        console.print(_pairs("environment", shown))
+    console.print(_pairs("environment", {n: x or "not set" for n, x in variables.items()}))
 
 
 def _pairs(title: str, pairs: dict[str, str]) -> Table:
@@ -140,7 +122,7 @@ def _pairs(title: str, pairs: dict[str, str]) -> Table:
 
 
 def _backend_table(backends: dict[str, dict[str, str | None]]) -> Table:
-    """A row for each backend and answer: dtypes that share a reason stand together."""
+    """A row for each backend and answer: devices and dtypes that share a reason stand together."""
     table = Table("backend", "usable", "device dtype", "reason", title="backends", box=None)
     table.title_justify = "left"
     for backend, answers in backends.items():
@@ -149,17 +131,8 @@ def _backend_table(backends: dict[str, dict[str, str | None]]) -> Table:
             by_reason.setdefault(reason, []).append(where)
         for reason, where_all in by_reason.items():
             usable = Text("no", "yellow") if reason else Text("yes", "green")
-            table.add_row(backend, usable, _grouped(where_all), Text(reason or ""))
+            table.add_row(backend, usable, ", ".join(where_all), Text(reason or ""))
     return table
-
-
-def _grouped(where_all: list[str]) -> str:
-    """["cpu float32", "cpu float64"] -> "cpu float32 float64"."""
-    by_device: dict[str, list[str]] = {}
-    for where in where_all:
-        device, dtype = where.split()
-        by_device.setdefault(device, []).append(dtype)
-    return "\n".join(f"{device} {' '.join(dtypes)}" for device, dtypes in by_device.items())
 
 
 def _versions() -> dict[str, str | None]:
@@ -205,8 +178,6 @@ def _gpu_text(gpu: dict[str, Any]) -> str:
 
 
 def _distributed_backends() -> list[str]:
-    if not dist.is_available():
-        return []
     available = {
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available(),

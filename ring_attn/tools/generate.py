@@ -55,7 +55,6 @@ class Comparison:
     rows: tuple[int, ...]
 
     def lines(self) -> list[str]:
-        """The comparison in words."""
         first = self.first_difference
         where = "" if first is None else f", from byte {first} on"
         return [

@@ -22,7 +22,8 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,12 @@ def run_ranks(
         if world_size != nproc:
             raise ValueError(f"torchrun started {world_size} ranks, but {nproc} were asked for")
         return _run_in_place(fn, args, threads, device, on_part)
-    check_memory(f"{nproc} ranks", nproc * RANK_BYTES, "use fewer ranks")
+    needed, available = nproc * RANK_BYTES, available_bytes()
+    if needed > available:
+        raise ValueError(
+            f"{nproc} ranks need at least {needed / 2**30:.4g} GiB, this machine has "
+            f"{available / 2**30:.4g} GiB available; use fewer ranks"
+        )
     if threads is None:
         threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or max(1, num_cores() // nproc)
     return _launch(fn, nproc, args, threads, device, on_part)
@@ -94,20 +100,6 @@ MOST_THREADS = 4096
 
 # A rank that holds no tensors yet: Python, torch and its part of a group.
 RANK_BYTES = 150 << 20
-
-
-def check_memory(what: str, nbytes: float, remedy: str) -> None:
-    """Refuses at once what this machine has no memory for.
-
-    Raises:
-        ValueError: `what` needs more than is available; the text ends with `remedy`.
-    """
-    available = available_bytes()
-    if nbytes > available:
-        raise ValueError(
-            f"{what} need at least {nbytes / 2**30:.4g} GiB, this machine has "
-            f"{available / 2**30:.4g} GiB available; {remedy}"
-        )
 
 
 def available_bytes() -> int:
@@ -172,83 +164,60 @@ def _launch(
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "localhost", 0, is_master=True, wait_for_workers=False
     )
-    ranks: list[_Rank] = []
-    with _environment(OMP_NUM_THREADS=str(threads)):
-        try:
+    context = get_context("spawn")  # CUDA does not survive a fork
+    ranks: dict[Connection, tuple[int, Any]] = {}  # by the pipe on which a rank reports
+    try:
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS=str(threads)):
             for rank in range(nproc):
-                ranks.append(_Rank(rank, nproc, store.port, work))
-            return _results(ranks, on_part)
-        finally:
-            for one in ranks:
-                one.stop()
+                pipe, end = context.Pipe(duplex=False)
+                variables = {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(nproc),
+                    "LOCAL_WORLD_SIZE": str(nproc),
+                    "MASTER_ADDR": "localhost",  # the machine's own name need not resolve
+                    "MASTER_PORT": str(store.port),
+                    # The store exists already: rank 0 must not open another.
+                    "TORCHELASTIC_USE_AGENT_STORE": "True",
+                }
+                process = context.Process(target=_rank_main, args=(end, variables, work))
+                ranks[pipe] = rank, process
+                with interrupt.held_back():
+                    process.start()
+                end.close()
+        results = _results(ranks, on_part)
+        for _, process in ranks.values():
+            process.join()
+        return results
+    finally:
+        for pipe, (_, process) in ranks.items():
+            pipe.close()
+            if process.pid is not None:
+                process.kill()
+                process.join()
 
 
-class _Rank:
-    """A process that runs one rank, and the end of the pipe on which it reports."""
-
-    def __init__(self, rank: int, nproc: int, port: int, work: bytes) -> None:
-        variables = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(nproc),
-            "LOCAL_WORLD_SIZE": str(nproc),
-            "MASTER_ADDR": "localhost",  # the machine's own name need not resolve
-            "MASTER_PORT": str(port),
-            # The store exists already: rank 0 must not open another.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-        context = get_context("spawn")  # CUDA does not survive a fork
-        self.pipe, end = context.Pipe(duplex=False)
-        self._process = context.Process(target=_rank_main, args=(end, variables, work))
-        with interrupt.held_back():
-            self._process.start()
-        end.close()
-
-    def next_message(self) -> _Message:
-        """The rank's next message; the end of its process is one too."""
-        try:
-            kind, value = pickle.loads(self.pipe.recv_bytes())
-            return _Message(kind, value)
-        except (EOFError, ConnectionError):
-            self._process.join()
-            return _Message("ended", self._process.exitcode)
-
-    def finish(self) -> None:
-        """Waits until the process has ended by itself."""
-        self._process.join()
-
-    def stop(self) -> None:
-        """Kills the process if it still runs."""
-        self.pipe.close()
-        self._process.kill()
-        self._process.join()
-
-
-class _Message(NamedTuple):
-    """A rank's report: a "part" or its "result", the text of its "error", or its "ended" status."""
-
-    kind: str
-    value: Any
-
-
-def _results(ranks: list[_Rank], on_part: Callable[[Any], object] | None) -> list[Any]:
+def _results(
+    ranks: dict[Connection, tuple[int, Any]], on_part: Callable[[Any], object] | None
+) -> list[Any]:
     """The results of all ranks; hands parts to `on_part` as they come."""
     results: dict[int, Any] = {}
-    waiting: dict[Any, int] = {one.pipe: rank for rank, one in enumerate(ranks)}
-    while waiting:
-        for pipe in wait(waiting):
-            rank = waiting[pipe]
-            kind, value = ranks[rank].next_message()
+    while len(results) < len(ranks):
+        for pipe in wait([pipe for pipe, (rank, _) in ranks.items() if rank not in results]):
+            assert isinstance(pipe, Connection), "only pipes are waited for"
+            rank, process = ranks[pipe]
+            try:
+                kind, value = pickle.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionError):
+                process.join()
+                kind, value = "ended", process.exitcode
             if kind == "part":
                 if on_part is not None:
                     on_part(value)
             elif kind == "result":
                 results[rank] = value
-                del waiting[pipe]
             else:
                 raise RuntimeError(f"rank {rank} of {len(ranks)} failed{_ending(kind, value)}")
-    for one in ranks:
-        one.finish()
     return [results[rank] for rank in range(len(ranks))]
 
 
@@ -323,18 +292,3 @@ def _process_group(device: str) -> Iterator[None]:
         dist.barrier()
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    """Sets variables for the ranks to inherit, and puts back what was there."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -116,7 +116,6 @@ class Axes:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return self.pp * self.dp * self.cp * self.tp
 
     def __str__(self) -> str:
@@ -151,56 +150,31 @@ class Settings:
         model, axes = self.model, self.axes
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule must be one of {list(SCHEDULES)}, got {self.schedule!r}")
-        least = max(2, axes.cp)
-        rounds = max(1, self.microbatches // axes.pp)
-        kv_heads, kv_width = model.nheads_kv, model.nheads_kv * model.headdim
-        checks = (
-            (
-                self.seqlen >= least,
-                f"seqlen must be at least {least}, a byte for each rank of cp and one to predict, "
-                f"got {self.seqlen}",
-            ),
-            (
-                self.num_stages <= model.num_layers,
-                f"layers must be at least {self.num_stages}, one for each stage of schedule "
-                f"{self.schedule!r} with pp={axes.pp}, got {model.num_layers}",
-            ),
-            (
-                self.batch % (axes.dp * self.microbatches) == 0,
-                f"batch must be a multiple of dp={axes.dp} times microbatches="
-                f"{self.microbatches}, got {self.batch}",
-            ),
-            (
-                self.schedule != "1f1b" or self.microbatches >= axes.pp,
-                f"microbatches must be at least pp={axes.pp} for schedule '1f1b', got "
-                f"{self.microbatches}",
-            ),
-            (
-                self.schedule != "interleaved" or self.microbatches % rounds == 0,
-                f"microbatches must be less than 2 * pp={axes.pp}, or in rounds of as many, for "
-                f"schedule 'interleaved', got {self.microbatches}",
-            ),
-            (
-                model.nheads % axes.tp == 0
-                and (kv_heads % axes.tp == 0 or axes.tp % kv_heads == 0),
-                f"tp must divide nheads={model.nheads}, and divide or be a multiple of "
-                f"nheads_kv={kv_heads}, got {axes.tp}",
-            ),
-            (
-                model.hidden_dim % axes.tp == 0 and kv_width % axes.tp == 0,
-                f"tp must divide hidden_dim={model.hidden_dim} and nheads_kv * headdim={kv_width}, "
-                f"got {axes.tp}",
-            ),
+        least, kv_width = max(2, axes.cp), model.nheads_kv * model.headdim
+        widths = (model.nheads, model.hidden_dim, kv_width)
+        fits = (
+            self.seqlen >= least
+            and self.num_stages <= model.num_layers
+            and self.batch % (axes.dp * self.microbatches) == 0
+            and all(width % axes.tp == 0 for width in widths)
+            and (model.nheads_kv % axes.tp == 0 or axes.tp % model.nheads_kv == 0)
         )
-        for holds, message in checks:
-            if not holds:
-                raise ValueError(message)
+        if not fits:
+            raise ValueError(
+                f"mesh {axes} with schedule {self.schedule!r} and microbatches={self.microbatches} "
+                f"needs seqlen of at least {least} (a byte for each rank of cp, and one to "
+                f"predict), at least {self.num_stages} layers, a batch that divides by dp * "
+                "microbatches, heads, hidden_dim and nheads_kv * headdim that divide by tp, and "
+                "nheads_kv that divide by tp or tp by them; got "
+                f"seqlen={self.seqlen}, layers={model.num_layers}, batch={self.batch}, "
+                f"nheads={model.nheads}, nheads_kv={model.nheads_kv}, headdim={model.headdim}, "
+                f"hidden_dim={model.hidden_dim}"
+            )
         if self.strategy != "auto":
             resolve_strategy(self.strategy, axes.cp)
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline."""
         return self.axes.pp * SCHEDULES[self.schedule]
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -216,7 +190,6 @@ class Settings:
         return model.double() if self.dtype == torch.float64 else model
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The optimizer of every process."""
         rate = LEARNING_RATE * 128 / self.model.dim
         # Plain parameters and DTensors do not go together into one operator.
         return torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), foreach=False)

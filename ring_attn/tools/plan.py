@@ -2,7 +2,7 @@
 
     strategies    every way to share it: times, bytes, exposed communication, memory
     steps         what the ranks do in each step of the best
-    pictures      the mask as ranks x ranks by step and kind, and what each rank does when
+    --plot        the mask as ranks x ranks by step and kind, and what each rank does when
 
 Times are those of a simulation on a description of the cluster: one that is built in, or one that
 `ring-attn calibrate` has written. No process group and no GPU is needed.
@@ -87,16 +87,13 @@ class StepRow:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `ring-attn plan`."""
     add = parser.add_argument
     add("--seqlen", type=parse_size, required=True, help="of all ranks together, such as 1M")
-    add("--seqlen-k", type=parse_size, help="of the keys, where it is another")
     add("--world-size", type=parse_size, required=True, help="number of ranks")
     add("--batch", type=parse_size, default=1)
     add("--heads", type=parse_size, default=32)
     add("--kv-heads", type=parse_size, help="as many as heads by default")
     add("--head-dim", type=parse_size, default=128)
-    add("--head-dim-v", type=parse_size, help="that of v, where it is another")
     add("--dtype", type=parse_dtype, default=torch.bfloat16, help="bfloat16 by default")
     add("--causal", action=argparse.BooleanOptionalAction, default=True)
     add("--window", type=parse_window, metavar="LEFT,RIGHT", help="sizes such as 4k,0; -1 is open")
@@ -115,7 +112,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "this machine's GPU; h100 where there is none)",
     )
     add("--node-size", type=parse_size, help="devices of a node (8)")
-    add("--same-bits", action=argparse.BooleanOptionalAction, help="only where it can be had")
     add("--backward", action=argparse.BooleanOptionalAction, default=True)
     add("--memory", type=parse_size, metavar="BYTES", help="of a rank, such as 80G")
     add(
@@ -141,7 +137,6 @@ def parse_window(text: str) -> tuple[int, int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans, prints, draws."""
     if args.plot is not None and args.plot.suffix not in PLOTS:
         raise ValueError(f"--plot {str(args.plot)!r} is neither .png nor .svg")
     if args.plot is not None and find_spec("matplotlib") is None:
@@ -158,10 +153,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(report.strategies_table(choice))
         for line in choice.left_out():
             console.print(line, markup=False, highlight=False)
-        if too_many is None:
-            console.print(report.steps_table(choice, rows))
-        console.print(report.mask_text(choice))
-        console.print(too_many or report.timeline_text(simulations))
+        console.print(too_many or report.steps_table(choice, rows))
     print(choice.reason)
     if args.check and not checked(choice, quiet=args.quiet):
         return 1
@@ -214,10 +206,8 @@ def check_bounds(args: argparse.Namespace) -> None:
     for option, value, most in (
         ("--world-size", args.world_size, MOST_RANKS),
         ("--seqlen", args.seqlen, MOST_ROWS),
-        ("--seqlen-k", args.seqlen_k or 0, MOST_ROWS),
         ("--heads", args.heads, MOST_HEADS),
         ("--batch x heads x head dim", heads * args.head_dim, MOST_ROW),
-        ("--batch x heads x head dim of v", heads * (args.head_dim_v or 0), MOST_ROW),
         ("documents", documents, MOST_DOCUMENTS),
     ):
         if value > most:
@@ -246,20 +236,17 @@ def plan(args: argparse.Namespace) -> Choice:
     """The choice that is asked for; of each strategy's name at least one degree is simulated."""
     return explain(
         seqlen=args.seqlen,
-        seqlen_k=args.seqlen_k,
         world_size=args.world_size,
         batch=args.batch,
         nheads=args.heads,
         nheads_kv=args.kv_heads,
         headdim=args.head_dim,
-        headdim_v=args.head_dim_v,
         dtype=args.dtype,
         causal=args.causal,
         window_size=args.window or (-1, -1),
         cu_seqlens=None if args.documents is None else boundaries(args.documents, args.seqlen),
         layout=args.layout,
         strategies=args.strategy,
-        same_bits=args.same_bits,
         backward=args.backward,
         cluster=cluster_of(args.cluster, args.node_size, args.world_size),
         memory_bytes=args.memory,

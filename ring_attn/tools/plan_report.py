@@ -1,10 +1,10 @@
-"""Tables and pictures of `ring-attn plan`, in the terminal by rich and as a file by matplotlib.
+"""Tables of `ring-attn plan` for the terminal, and its pictures as a file.
 
     mask        a cell for each pair of ranks (queries down, keys across): the step at which it is
                 computed, whether the mask cuts it, or nothing
     timeline    for each rank what it computes, and below what it exchanges, over time
 
-Many ranks are shown as blocks of ranks, and timelines of some of them.
+Timelines are those of some ranks where there are many.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from rich.table import Table
-from rich.text import Text
 from torch import Tensor
-from torch.nn.functional import max_pool2d
 
+from ring_attn.bench.report import new_table
 from ring_attn.core.program import CHANNELS
 from ring_attn.core.tiles import ring_grid
 from ring_attn.core.work import pair_work
@@ -32,33 +31,20 @@ if TYPE_CHECKING:
 
     from ring_attn.tools.plan import StepRow
 
-# Cells of a side of the mask in the terminal and in a drawing, ranks of a timeline, its columns in
-# the terminal.
-TERMINAL_CELLS, DRAWN_CELLS, TIMELINE_RANKS, COLUMNS = 32, 256, 8, 64
+TIMELINE_RANKS = 8
 
 # Steps of a direction that a table shows: so many from the start, and the last two.
 FIRST_STEPS = 8
 
 ABSENT, FULL, CUT = 0, 1, 2
-DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red", "white")
-MARKS = {"compute": "#", "move": "+"}
-
-
-def _table(title: str, left: Sequence[str], right: Sequence[str], last: Sequence[str]) -> Table:
-    table = Table(box=None, title=title, title_justify="left")
-    for name in (*left, *right, *last):
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
-    return table
 
 
 def strategies_table(choice: Choice) -> Table:
     """The strategies that were simulated, the fastest first."""
-    table = _table(
+    table = new_table(
         f"strategies, predicted: {choice.describe()}",
-        ("", "strategy", "layout"),
+        ("", "strategy", "layout", "travels", "slowest link"),
         ("steps", "messages", "in node", "between", "forward", "backward", "exposed", "peak"),
-        ("travels", "slowest link"),
     )
     for candidate in choice.candidates:
         found = candidate.prediction
@@ -70,11 +56,12 @@ def strategies_table(choice: Choice) -> Table:
         )
         table.add_row(
             "*" if best else "", candidate.label, candidate.layout_name,
+            candidate.travels or "", total.slowest_link or "",
             str(found.forward.steps), str(total.messages), *map(format_bytes, per_rank),
             format_seconds(found.forward.seconds),
             format_seconds(found.backward.seconds) if found.backward else "",
             format_seconds(total.exposed), format_bytes(candidate.peak_bytes),
-            candidate.travels or "", total.slowest_link or "", style="bold green" if best else "",
+            style="bold green" if best else "",
         )  # fmt: skip
     return table
 
@@ -83,7 +70,7 @@ def steps_table(choice: Choice, rows: Sequence[StepRow]) -> Table:
     """The steps of the best; of many those in the middle are left out."""
     title = f"steps of {choice.best.label} over {choice.best.layout_name} shards"
     numbers = ("full", "cut", "absent", "pairs a rank", "sent", "compute", "transfer", "wait")
-    table = _table(title, ("step",), numbers, ())
+    table = new_table(title, ("step",), numbers)
     for direction in dict.fromkeys(row.direction for row in rows):
         mine = [row for row in rows if row.direction == direction]
         hidden = range(FIRST_STEPS, len(mine) - 2 if len(mine) > FIRST_STEPS + 3 else 0)
@@ -119,20 +106,6 @@ class MaskPicture(NamedTuple):
     num_steps: int
     title: str
 
-    def coarse(self, cells: int) -> MaskPicture:
-        """At most so many cells a side; one of unlike ones is CUT, its step the last of theirs."""
-        size = -(-len(self.kind) // cells)
-        if size == 1:
-            return self
-
-        def most(x: Tensor) -> Tensor:
-            return max_pool2d(x[None].double(), size, ceil_mode=True)[0].long()
-
-        greatest, least = most(self.kind), -most(-self.kind)
-        kind = torch.where(greatest == least, greatest, CUT)
-        title = f"{self.title}, {size} of them a cell"
-        return MaskPicture(kind, most(self.step), self.num_steps, title)
-
 
 def mask_picture(choice: Choice) -> MaskPicture:
     """The picture of the best strategy: between ranks, or between groups that exchange heads."""
@@ -155,26 +128,6 @@ def mask_picture(choice: Choice) -> MaskPicture:
     degree = best.strategy.ulysses_degree
     title = "rank" if degree == 1 else f"group of {degree} ranks"
     return MaskPicture(kind, step, num_steps, title)
-
-
-def mask_text(choice: Choice) -> Text:
-    """The mask in characters: the step of a cell, after a backslash where the mask cuts it."""
-    picture = mask_picture(choice).coarse(TERMINAL_CELLS)
-    scaled = picture.num_steps > len(DIGITS)
-    steps = f"steps 0 to {picture.num_steps - 1}" + (" as tenths of them, 0 to 9" if scaled else "")
-    text = Text(
-        f"mask, queries down, keys across, a cell is a {picture.title}\n"
-        f"{steps}; \\ is cut by the mask, . is absent\n"
-    )
-    for kinds, numbers in zip(picture.kind.tolist(), picture.step.tolist(), strict=True):
-        text.append("  ")
-        for kind, step in zip(kinds, numbers, strict=True):
-            digit = DIGITS[10 * step // picture.num_steps if scaled else step]
-            cell = ("\\" if kind == CUT else " ") + digit
-            style = COLOURS[step % len(COLOURS)]
-            text.append(*((" .", "dim") if kind == ABSENT else (cell, style)))
-        text.append("\n")
-    return text
 
 
 class Bar(NamedTuple):
@@ -209,28 +162,6 @@ def shown_ranks(world_size: int) -> list[int]:
     return torch.linspace(0, world_size - 1, count).round().long().tolist()
 
 
-def timeline_text(simulations: Mapping[str, Simulation]) -> Text:
-    """Two lines for each rank: what it computes, and what is under way meanwhile."""
-    found = list(simulations.values())
-    total = sum(one.seconds for one in found)
-    ranks = shown_ranks(found[0].schedule.world_size)
-    lines = {(rank, computes): [" "] * COLUMNS for rank in ranks for computes in (True, False)}
-    for bar in bars(simulations, ranks):
-        mark = MARKS.get(bar.kind, "~" if "gradients" in bar.lane else "=")
-        first = int(bar.start / total * COLUMNS)
-        last = min(COLUMNS, max(first + 1, round(bar.stop / total * COLUMNS)))
-        lines[bar.rank, bar.lane == "compute"][first:last] = mark * (last - first)
-    text = Text(
-        f"timeline, {format_seconds(total)}, {', then '.join(simulations)}: # attention, "
-        "+ packing and adding, = shards, ~ gradients under way\n"
-    )
-    for (rank, computes), marks in lines.items():
-        name = f"rank {rank:>4}" if computes else " " * 9
-        text.append(f"  {name} ")
-        text.append("".join(marks) + "\n", style="green" if computes else "yellow")
-    return text
-
-
 def plot(choice: Choice, simulations: Mapping[str, Simulation], path: Path) -> None:
     """Both pictures as a file, .png or .svg by its name."""
     figure(choice, simulations).savefig(path, dpi=120)
@@ -242,7 +173,7 @@ def figure(choice: Choice, simulations: Mapping[str, Simulation]) -> Figure:
 
     drawn = Figure(figsize=(15, 6.5), layout="constrained")
     left, right = drawn.subplots(1, 2, width_ratios=(1, 1.4))
-    _draw_mask(left, mask_picture(choice).coarse(DRAWN_CELLS))
+    _draw_mask(left, mask_picture(choice))
     _draw_timeline(right, simulations)
     drawn.suptitle(f"{choice.best.label}, {choice.best.layout_name}: {choice.describe()}")
     return drawn

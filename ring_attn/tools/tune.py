@@ -4,13 +4,12 @@
     ring-attn tune --device cpu                in the interpreter: it works, no more
 
 Kind by kind of `kernels/configs.py`, the most valuable first, as far as --budget goes: all configs
-of `configs.search_space`, on sm_90 those of the forward in Gluon, and then the fastest in other
-orders of its tasks. The configs of a kind are
+of `configs.search_space`, and on sm_90 those of the forward in Gluon. The configs of a kind are
 
     built      by --jobs processes, which fill triton's cache on disk and run each once: a config
                that takes its process down costs its own row alone
-    checked    against float64 (`judge`), and --repeats runs must be equal bit for bit
-    timed      in turn within every repetition; more often, where they are close to the fastest
+    checked    against float64 (`judge`), and REPEATS runs must be equal bit for bit
+    timed      in turn within every repetition
 
 A config that is wrong, or differs between two runs, is named and never recommended. TFLOP/s count
 the matrix products of a kernel: 2 forward, 4 for dk and dv, 3 for dq. The last lines are ready for
@@ -20,18 +19,17 @@ the table of `kernels/configs.py`. Exit status 1 if a frozen config is wrong.
 from __future__ import annotations
 
 import argparse
-import gc
 import math
-import os
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from ring_attn.backends import get_backend
@@ -39,29 +37,28 @@ from ring_attn.backends.triton import TritonBackend
 from ring_attn.bench.implementations import Attention, Data, Problem, reason
 from ring_attn.bench.judge import Judge
 from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
-from ring_attn.bench.report import Report, show
-from ring_attn.bench.timing import Call, Sample, is_alive, time_in_turn, watch_for
+from ring_attn.bench.report import Report, new_table, show
+from ring_attn.bench.timing import Call, Sample, free_memory, quantiles, time_in_turn, watch_for
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import Scores
 from ring_attn.core.tiles import pair_tiles
-from ring_attn.tools.arguments import parse_size
+from ring_attn.tools.arguments import format_size, parse_size
 from ring_attn.tools.env import machine
 from ring_attn.tools.launch import num_cores
 from ring_attn.tools.processes import map_in_processes
-from ring_attn.tools.tune_report import (
-    KINDS,
-    Row,
-    best,
-    kernel_of,
-    label,
-    median_ms,
-    table,
-    table_line,
-    with_times,
-)
 
 if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config
+
+# Kinds of the table of configs that are searched, the most valuable first.
+KINDS = ("fwd_whole", "fwd", "dkdv", "dkdv_whole", "dq", "dq_whole")
+
+# Kinds that differ in the mask alone fold over blocks of one length, of kv rows or of q rows: else
+# a ring would not have the bits of a single pass.
+FOLDED = {"fwd": "BLOCK_N", "dkdv": "BLOCK_M", "dq": "BLOCK_N"}
+
+# Configs of each kind that the table shows, the fastest first.
+SHOWN = 5
 
 # Matrix products of a kernel, of 2 x pairs x head_dim operations each.
 PRODUCTS = {"fwd": 2, "dkdv": 4, "dq": 3}
@@ -69,14 +66,63 @@ PRODUCTS = {"fwd": 2, "dkdv": 4, "dq": 3}
 # The kind of the forward in Gluon, which takes the place of fwd and fwd_whole.
 GLUON = "gluon"
 
-# All configs are timed HEATS times, those within MARGIN of the fastest ITERS times.
-HEATS, MARGIN, ITERS, REPEATS = 3, 1.15, 12, 20
+# How often a config is timed, and run to compare its bits.
+ITERS, REPEATS = 12, 20
 
 # At most so many processes build at once; each has a context of its own on the GPU.
 MOST_JOBS = 12
 
 # The share of a kind's time after which no further config is checked.
 CHECK_SHARE = 0.7
+
+
+@dataclass(frozen=True)
+class Row:
+    """One config of a kind of the table of configs; None where there is no figure.
+
+    `max_ratio` is the greatest error / bound, above 1 wrong; `speed` is relative to the frozen
+    config; `note` says why there is no time, or what is wrong.
+    """
+
+    kind: str
+    name: str
+    config: Config
+    gluon: bool = False
+    frozen: bool = False
+    max_ratio: float | None = None
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    samples: int = 0
+    tflops: float | None = None
+    speed: float | None = None
+    note: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it ran, and its results must not be used."""
+        return self.max_ratio is not None and bool(self.note)
+
+
+def kernel_of(kind: str) -> str:
+    """The kernel of a kind: "dkdv" of "dkdv_whole"."""
+    return kind.partition("_")[0]
+
+
+def median_ms(samples: Sequence[Sample]) -> float:
+    """The median of calls of one stage."""
+    return quantiles([sample.ms[0] for sample in samples])[1]
+
+
+def with_times(row: Row, samples: Sequence[Sample], flops: int, frozen_ms: float | None) -> Row:
+    """The row with medians; as it is where nothing was timed."""
+    if not samples:
+        return row
+    p20, median, p80 = quantiles([sample.ms[0] for sample in samples])
+    return replace(
+        row, median_ms=median, p20_ms=p20, p80_ms=p80, samples=len(samples),
+        tflops=flops / median / 1e9, speed=frozen_ms and frozen_ms / median,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,24 +132,22 @@ class Setting(OneDevice):
     kernels: tuple[str, ...]
     full_rows: int
     causal_rows: int
-    batch: int
     iters: int
     repeats: int
     jobs: int
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of the chosen kernels."""
         return [kind for kind in KINDS if kernel_of(kind) in self.kernels]
 
     def problem_of(self, *, causal: bool) -> Problem:
         """The problem with the causal mask, or without a mask."""
         rows = self.causal_rows if causal else self.full_rows
-        return self.problem(rows, causal=causal, batch=self.batch)
+        return self.problem(rows, causal=causal)
 
 
-class Kernels:
-    """The whole attention by the Triton backend, in configs of choice; an `Attention`."""
+class Kernels(Attention):
+    """The whole attention by the Triton backend, in configs of choice."""
 
     name = "ours"
 
@@ -113,33 +157,22 @@ class Kernels:
         self._tiles = pair_tiles(layout, layout, problem.mask, 0, 0)
         self._backend, self._scores = TritonBackend(configs), Scores(problem.head_dim**-0.5)
         self._inputs = data.rows_first
-        self._results: list[Tensor] = []
-        self._grads: list[Tensor] = []
 
     def forward(self) -> None:
-        """Computes `out` and lse."""
         q, k, v, _ = self._inputs
         state = self._backend.new_state(q, v.size(3))
         args = (q, k, v, self._tiles, state)
         state = self._backend.forward(*args, scores=self._scores, last=True)
-        self._results = list(self._backend.finalize(state, q.dtype))
+        self.out, self._lse = self._backend.finalize(state, q.dtype)
+        self.grads = ()
 
     def backward(self) -> None:
-        """Computes the gradients of the last forward."""
         self._prepare()
         self._dq()
         self._dkdv()
         factor, dtype = self._backend.gradient_factor(self._scores), self._inputs.q.dtype
-        dq, dk, dv = self._grads
-        self._results[1:] = [x.to(dtype) for x in (dq * factor, dk * factor, dv)]
-
-    def results(self) -> list[Tensor]:
-        """out, and after a backward dq, dk, dv."""
-        return self._results if len(self._results) == 4 else self._results[:1]
-
-    def release(self) -> None:
-        """Lets go of the last results."""
-        self._results, self._grads = [], []
+        dq, dk, dv = self._sums
+        self.grads = [x.to(dtype) for x in (dq * factor, dk * factor, dv)]
 
     def one(self, kernel: str) -> Callable[[], list[Tensor]]:
         """The call of one kernel, ready to be timed; it returns what the kernel writes."""
@@ -151,23 +184,23 @@ class Kernels:
 
     def _forward_once(self) -> list[Tensor]:
         self.forward()
-        return self._results
+        return [*self.results(), self._lse]
 
     def _prepare(self) -> None:
         q, k, v, dout = self._inputs
-        out, lse = self._results[:2]
-        self._stats = (lse, self._backend.delta(out, dout))
-        self._grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+        assert self.out is not None, "forward comes first"
+        self._stats = (self._lse, self._backend.delta(self.out, dout))
+        self._sums = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
 
     def _dq(self) -> list[Tensor]:
         args = (*self._inputs, *self._stats, self._tiles)
-        self._backend.backward_q(*args, self._grads[0], scores=self._scores)
-        return self._grads[:1]
+        self._backend.backward_q(*args, self._sums[0], scores=self._scores)
+        return self._sums[:1]
 
     def _dkdv(self) -> list[Tensor]:
         args = (*self._inputs, *self._stats, self._tiles)
-        self._backend.backward_kv(*args, self._grads[1], self._grads[2], scores=self._scores)
-        return self._grads[1:]
+        self._backend.backward_kv(*args, self._sums[1], self._sums[2], scores=self._scores)
+        return self._sums[1:]
 
 
 def candidate(kind: str, config: Config, frozen: Config, *, gluon: bool = False) -> Row:
@@ -191,21 +224,19 @@ class Tuning(Report[Setting, Row]):
         super().__init__(setting, path)
         self._configs, self._arch = configs, configs.architecture(setting.device)
         self._watch = watch_for(setting.device)
-        self._dead = False
 
     def run(self) -> None:
         """Searches every kind that there is time for; unused time goes to the next kind."""
         kinds = self.setting.kinds
         for index, kind in enumerate(kinds):
-            if self.left() <= 0.0 or self._dead:
+            if self.left() <= 0.0:
                 break
             try:
                 self._search(kind, self.left() / (len(kinds) - index))
             except Exception as error:  # past its candidates: it costs no other kind
                 traceback.print_exception(error)
                 self.failures.append(f"{kind} failed: {reason(error)}")
-                self._dead = not is_alive(self.setting.device)
-            self._free_memory()
+            free_memory(self.setting.device)
             self.save()
         self.save(last=True)
 
@@ -224,30 +255,13 @@ class Tuning(Report[Setting, Row]):
         return [*lines, f"{counts}; {self.seconds:.0f} s, {len(self.failures)} failures"]
 
     def _search(self, kind: str, seconds: float) -> None:
-        """The configs of a kind, and then the fastest in other orders of its tasks."""
         end = time.monotonic() + seconds
         problem = self.setting.problem_of(causal=not kind.endswith("_whole"))
-        data = problem.data()
-        found = self._measure(problem, data, self._candidates(kind), end)
-        orders = self._orders(found)
-        if orders and not self._dead:
-            # The frozen config runs once more, beside them.
-            again = candidate(kind, found[0].config, found[0].config)
-            found += self._measure(problem, data, [again, *orders], end)[1:]
+        found = self._measure(problem, problem.data(), self._candidates(kind), end)
         for row in found:
             if row.frozen and row.note:
                 self.failures.append(f"{kind}, the frozen config: {row.note}")
         self.rows += found
-
-    def _orders(self, found: Sequence[Row]) -> list[Row]:
-        """The fastest config on sm_90, in the orders of its tasks that were not timed yet."""
-        timed = [row for row in found if row.median_ms]
-        fastest = min(timed, key=lambda row: row.median_ms or math.inf, default=None)
-        if self._arch != "sm_90" or fastest is None or fastest.gluon:
-            return []
-        frozen, known = found[0].config, {row.name for row in found}
-        orders = self._configs.reordered(fastest.config)
-        return [candidate(fastest.kind, x, frozen) for x in orders if label(x) not in known]
 
     def _candidates(self, kind: str) -> list[Row]:
         """The frozen config, those of the search space, and those of the forward in Gluon."""
@@ -294,14 +308,12 @@ class Tuning(Report[Setting, Row]):
         """The row with its error, and a note if it is wrong or cannot be checked."""
         if row.note:
             return row
-        if self._dead:
-            return replace(row, note="not checked: the device failed before")
         if time.monotonic() > deadline and not row.frozen:
             return replace(row, note="not checked: there was no time left")
         try:
             ratio, note = self._judged(row, problem, data, judge)
         except Exception as error:
-            return replace(row, note=self._reason(row, error))
+            return replace(row, note=f"cannot run: {reason(error)}")
         return replace(row, max_ratio=ratio, note=note)
 
     def _judged(self, row: Row, problem: Problem, data: Data, judge: Judge) -> tuple[float, str]:
@@ -323,8 +335,8 @@ class Tuning(Report[Setting, Row]):
         return ratio, ""
 
     def _timed(self, problem: Problem, data: Data, rows: Sequence[Row], end: float) -> list[Row]:
-        """Times all rows that are right; the fastest and the frozen one more often."""
-        right = {row.name: row for row in rows if not row.note and not self._dead}
+        """Times all rows that are right."""
+        right = {row.name: row for row in rows if not row.note}
         calls = {
             name: Call([Kernels(problem, data, configs_of(row)).one(kernel_of(row.kind))])
             for name, row in right.items()
@@ -332,64 +344,110 @@ class Tuning(Report[Setting, Row]):
         notes: dict[str, str] = {}
 
         def failed(name: str, error: Exception) -> None:
-            notes[name] = self._reason(right[name], error)
+            notes[name] = f"cannot run: {reason(error)}"
 
-        def race(names: Iterable[str], iters: int) -> dict[str, list[Sample]]:
-            chosen = {name: calls[name] for name in names}
-            seconds = max(end - time.monotonic(), 0.0)
-            return time_in_turn(chosen, self._watch, iters, seconds=seconds, failed=failed)
-
-        samples = race(right, min(HEATS, self.setting.iters))
-        shortest = {name: median_ms(taken) for name, taken in samples.items() if taken}
-        limit = MARGIN * min(shortest.values(), default=math.inf)
-        close = [n for n, ms in shortest.items() if ms <= limit or right[n].frozen]
-        samples |= race(close, self.setting.iters)
+        samples = time_in_turn(
+            calls, self._watch, self.setting.iters, seconds=max(end - time.monotonic(), 0.0),
+            failed=failed,
+        )  # fmt: skip
         flops = PRODUCTS[kernel_of(rows[0].kind)] * problem.flops("fwd") // PRODUCTS["fwd"]
         rows = [replace(row, note=notes.get(row.name, row.note)) for row in rows]
         of_frozen = samples.get(rows[0].name)
         frozen_ms = median_ms(of_frozen) if of_frozen else None
         return [with_times(row, samples.get(row.name, []), flops, frozen_ms) for row in rows]
 
-    def _reason(self, row: Row, error: Exception) -> str:
-        """The reason of a failed run; ends the search if the device's context is broken."""
-        if not self._dead and not is_alive(self.setting.device):
-            self._dead = True
-            self.failures.append(f"the device failed while {row.kind} {row.name} ran")
-        return f"cannot run: {reason(error)}"
-
     def _device_name(self) -> str:
         gpu = self.setting.device.type == "cuda"
         return torch.cuda.get_device_name(self.setting.device) if gpu else "interpreter"
-
-    def _free_memory(self) -> None:
-        gc.collect()
-        if self.setting.device.type == "cuda" and not self._dead:
-            torch.cuda.empty_cache()
 
 
 def build(task: tuple[Problem, Row]) -> str:
     """Runs a config once, which puts it into triton's cache on disk; the error, or ""."""
     problem, row = task
-    why = ""
     try:
         Kernels(problem, problem.data(), configs_of(row)).one(kernel_of(row.kind))()
     except Exception as error:
-        why = reason(error)
-    if not is_alive(problem.device):
-        print(f"{row.kind} {row.name}: the device failed", file=sys.stderr, flush=True)
-        os._exit(1)  # nothing runs in this process any more
-    return why
+        return reason(error)
+    return ""
+
+
+def best(rows: Sequence[Row]) -> list[Row]:
+    """The fastest row of every kind that was timed, as far as a ring's bits allow.
+
+    The folded blocks of a kernel's kinds must have one length; a kind that was not timed keeps its
+    frozen config, and so its length.
+    """
+    found: list[Row] = []
+    for kernel, block in FOLDED.items():
+        mine = [row for row in rows if kernel_of(row.kind) == kernel]
+        kinds = {kind: [r for r in mine if r.kind == kind and r.speed] for kind in KINDS}
+        timed = [of_kind for of_kind in kinds.values() if of_kind]
+        lengths = {row.name: getattr(row.config, block) for row in mine}
+        frozen = {lengths[row.name] for row in mine if row.frozen}
+        options = [
+            option
+            for option in product(*timed)
+            if len({(lengths[row.name], row.gluon) for row in option}) == 1
+            and (len(timed) == 2 or lengths[option[0].name] in frozen)
+        ]
+        if options:
+            found += max(options, key=lambda option: math.prod(row.speed or 0.0 for row in option))
+    return found
+
+
+def label(config: Config) -> str:
+    """A config in words: tile, warps, stages, and fields that are not the default."""
+    tile = f"{config.BLOCK_M}x{config.BLOCK_N} {config.num_warps}w {config.num_stages}s"
+    sizes = ((name, format_size(x) if x >= 1024 else x) for name, x in _extras(config).items())
+    return " ".join([tile, *(f"{name}={size}" for name, size in sizes)])
+
+
+def table_line(row: Row, arch: str, head_dim: int, where: str) -> str:
+    """The line that puts a row's config into the table of `kernels/configs.py`."""
+    config = row.config
+    names = [field.name for field in fields(config) if field.default is MISSING]
+    words = [repr(getattr(config, name)) for name in names]
+    words.append(f'"{show(row.median_ms, ".3g")} ms ({where})"')
+    words += [f"{name}={value!r}" for name, value in _extras(config).items()]
+    key = f"GLUON {head_dim}" if row.gluon else f'("{arch}", "{row.kind}", {head_dim})'
+    return f"{key}: Config({', '.join(words)}),"
+
+
+def _extras(config: Config) -> dict[str, Any]:
+    """The optional fields of a config that differ from their defaults, but for its note."""
+    return {
+        field.name: getattr(config, field.name)
+        for field in fields(config)
+        if field.name != "note" and field.default not in (MISSING, getattr(config, field.name))
+    }
+
+
+def table(rows: Sequence[Row], title: str) -> Table:
+    """The frozen config, and the fastest ones; the JSON has all."""
+    found = new_table(
+        title, ("kind", "config"), ("ms", "p20-p80", "TFLOP/s", "x frozen", "error / bound")
+    )
+    for kind in dict.fromkeys(row.kind for row in rows):
+        mine = [row for row in rows if row.kind == kind]
+        timed = sorted((row for row in mine if row.median_ms), key=lambda row: row.median_ms or 0.0)
+        shown = [row for row in timed if row.frozen or row in timed[:SHOWN]]
+        for index, row in enumerate(shown):
+            found.add_row(
+                "" if index else kind, f"{row.name} (frozen)" if row.frozen else row.name,
+                show(row.median_ms, ".4g"), f"{row.p20_ms:.4g}-{row.p80_ms:.4g}",
+                show(row.tflops, ".0f"), show(row.speed, ".3f"), show(row.max_ratio, ".2f"),
+            )  # fmt: skip
+        without = sum(not row.median_ms for row in mine)
+        found.add_row("", f"and {len(mine) - len(shown)} more, {without} without a time")
+        found.add_section()
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `ring-attn tune`."""
     add = parser.add_argument
     add("--kernels", default=",".join(PRODUCTS), help=f"of {','.join(PRODUCTS)} (all)")
     add("--full-rows", type=parse_size, help="no mask (16k, on a CPU 128; --quick: a quarter)")
     add("--causal-rows", type=parse_size, help="causal (32k, on a CPU 128; --quick: a quarter)")
-    add("--batch", type=parse_size, default=1, help="sequences (1: these lengths fill a GPU)")
-    add("--iters", type=parse_size, help=f"samples of the fastest ({ITERS}; on a CPU 1)")
-    add("--repeats", type=parse_size, help=f"runs with the same bits ({REPEATS}; on a CPU 2)")
     add("--jobs", type=int, help="processes that compile; 0: this one alone (a core each)")
     add_device_arguments(parser)
 
@@ -415,9 +473,8 @@ def setting_of(args: argparse.Namespace) -> Setting:
         kernels=tuple(kernel for kernel in PRODUCTS if kernel in chosen),
         full_rows=args.full_rows or ((16384 if gpu else 128) // (4 if quick else 1)),
         causal_rows=args.causal_rows or ((32768 if gpu else 128) // (4 if quick else 1)),
-        batch=args.batch,
-        iters=args.iters or (ITERS if gpu else 1),
-        repeats=args.repeats or (REPEATS if gpu else 2),
+        iters=ITERS if gpu else 1,
+        repeats=REPEATS if gpu else 2,
         jobs=jobs,
     )
     refused = get_backend("triton").supports(setting.problem_of(causal=True).spec, explicit=True)

@@ -112,7 +112,6 @@ def run_cases(wanted: Sequence[Case]) -> list[CaseResult]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `ring-attn verify`."""
     add = parser.add_argument
     add(
         "--world-size", type=parse_size, metavar="N",

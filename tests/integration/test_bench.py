@@ -21,7 +21,7 @@ FIELDS = {
 def test_bench_ring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ring.json"
     sizes = "--quick --heads 4 --kv-heads 2 --head-dim 32 --iters 3"
-    words = f"bench ring {sizes} --profile {tmp_path / 'traces'} --json".split()
+    words = f"bench ring {sizes} --json".split()
     assert main([*words, str(path)]) == 0
     report = json.loads(path.read_text())
     assert {"machine", "command", "rows", "setting"} <= set(report)
@@ -36,13 +36,7 @@ def test_bench_ring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ours["bytes_sent"] == ours["planned_bytes"] > 0
     assert rows["ours", "fwd"]["peak_bytes"] < ours["peak_bytes"]
     assert rows["ours", "step_overhead"]["median_ms"] > 0
-    printed = capsys.readouterr().out
-    assert "x dense" in printed and "trace of every rank" in printed
-    for rank in (0, 1):
-        trace = (tmp_path / "traces" / f"rank{rank}_trace.json").read_text()
-        assert {"ring_attn::backward", "ring_attn::step1.attend"} <= {
-            event.get("name") for event in json.loads(trace)["traceEvents"]
-        }
+    assert "x dense" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -66,10 +60,8 @@ def test_quick_is_smaller_unless_sizes_are_given() -> None:
     def setting(words: str) -> ring.Setting:
         parser = argparse.ArgumentParser()
         ring.add_arguments(parser)
-        return ring.setting_of(parser.parse_args(words.split()), ())
+        return ring.setting_of(parser.parse_args(words.split()))
 
-    quick, given = setting("--quick"), setting("--quick --seqlen 2k --iters 5 --warmup 0")
-    assert (quick.seqlen, quick.iters, quick.warmup) == ring.QUICK
-    assert (given.seqlen, given.iters, given.warmup) == (2048, 5, 0)
-    with pytest.raises(ValueError, match="--iters must be at least 1, got 0"):
-        setting("--iters 0")
+    quick, given = setting("--quick"), setting("--quick --seqlen 2k --iters 5")
+    assert (quick.seqlen, quick.iters) == ring.QUICK
+    assert (given.seqlen, given.iters) == (2048, 5)

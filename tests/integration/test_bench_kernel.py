@@ -169,20 +169,10 @@ def test_an_oracle_without_memory_fails_no_implementation(
     assert [row["note"] for row in report["rows"]] == ["cannot be judged: out of memory"] * 2
 
 
-def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(kernel, "find_spec", lambda name: None)
-    monkeypatch.setattr(kernel, "Bench", None)
-    assert main(["bench", "kernel", *TINY.split(), "--plot", str(tmp_path / "x.png")]) == 2
-    assert "matplotlib" in capsys.readouterr().err
-
-
-def test_report_table_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = TINY.replace("--quiet", "--plot ") + str(tmp_path / "x.png")
-    report = report_of(words, tmp_path / "x.json")
+def test_report_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of(TINY.replace("--quiet", ""), tmp_path / "x.json")
     assert {"machine", "gpu_state", "command", "setting", "peak_tflops", "seconds"} <= set(report)
-    assert report["failures"] == [] and report["backends"] == ["aten"]
+    assert report["failures"] == []
     rows = {(row["impl"], row["mode"], row["causal"]): row for row in report["rows"]}
     for impl in ("ours", "torch-flash"):
         for mode in ("fwd", "bwd", "fwd_bwd"):
@@ -192,7 +182,6 @@ def test_report_table_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str
                 assert row["tflops"] > 0 and row["host_ms"] > 0
                 assert 0 < row["max_ratio"] <= 1
                 assert (row["seqlen"], row["batch"], row["samples"]) == (64, 2, 2)
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert "4/2 heads of 16, causal" in shown
 
@@ -218,21 +207,13 @@ def test_a_budget_ends_the_run_and_says_what_is_left(
     report = report_of(f"{TINY} --implementations ours --budget 0", tmp_path / "x.json")
     notes = [row["note"] for row in report["rows"]]
     assert len(notes) == 2 and all("budget of 0 s" in note for note in notes)
-    assert "2 cells not measured" in capsys.readouterr().out
-
-
-def test_a_cell_that_would_outlast_the_budget_is_left_out() -> None:
-    run = kernel.Bench(setting(f"{TINY} --budget 100"))
-    small, large = problem(seqlen=64), problem(seqlen=6400)
-    run._largest = small.flops("fwd_bwd"), 1.0 / small.flops("fwd_bwd")  # it took a second
-    assert run._not_measured(small) == ""
-    assert run._not_measured(large).startswith("not measured")
+    assert "ours: not measured" in capsys.readouterr().out
 
 
 def test_a_wrong_result_of_ours_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Ours, "results", lambda self: [1.01 * x for x in self._results])
+    monkeypatch.setattr(Ours, "results", lambda self: [1.01 * x for x in (self.out, *self.grads)])
     report = report_of(f"{TINY} --causal --implementations ours", tmp_path / "x.json", 1)
     assert report["rows"][0]["note"].startswith("wrong") and report["rows"][0]["max_ratio"] > 1
     assert "ours, 4/2 heads of 16, causal, 2 x 64" in capsys.readouterr().out
@@ -256,21 +237,13 @@ def test_an_error_of_ours_is_a_failure_and_of_a_peer_a_reason(
     assert "made to fail" in capsys.readouterr().err  # the traceback
 
 
-def test_a_backend_that_refuses_is_no_failure(tmp_path: Path) -> None:
-    words = f"{TINY} --causal --implementations ours --backend cudnn"
-    (row,) = report_of(words, tmp_path / "x.json")["rows"]
-    assert "cuDNN" in row["note"] and row["median_ms"] is None
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--implementations sparse", "--implementations"),
         ("--implementations ,", "--implementations"),
-        ("--backend sparse", "backend"),
         ("--heads 8/3", "8/3"),
         ("--json /nowhere/x.json", "/nowhere"),
-        ("--plot /nowhere/x.png", "/nowhere"),
     ],
 )
 def test_bad_options_are_refused(
@@ -308,7 +281,6 @@ def test_peak_rates_by_name() -> None:
     }  # fmt: skip
     assert {name: timing.peak_tflops(name, torch.float16) for name in rates} == rates
     assert timing.peak_tflops("NVIDIA H200", torch.float32) is None
-    assert timing.measured_tflops(CPU, torch.float32, size=64) > 0
 
 
 @pytest.mark.parametrize("name", ["ours", "torch-flash"])

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from ring_attn.bench.strategies import (
     SHAPES,
@@ -46,7 +45,7 @@ def test_shapes_by_name() -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_shape_has_its_strategies(world_size: int) -> None:
     for shape in chosen_shapes(None, quick=True):
-        choice = explained(shape, world_size, cpu_cluster(world_size), torch.float32)
+        choice = explained(shape, world_size, cpu_cluster(world_size))
         usable = [c.strategy for c in choice.candidates if not c.refused]
         wanted = {Strategy(), Strategy("all_gather"), Strategy(ulysses_degree=world_size)}
         assert set(usable) >= wanted

@@ -3,8 +3,6 @@
 import argparse
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -19,7 +17,7 @@ from ring_attn.tools.generate import Comparison, compare
 from ring_attn.tools.mesh import Axes
 
 TINY = "--seqlen 33 --dim 32 --layers 2"
-ROW = Row(0, 5.5, 5.5, 1.0, 1.0, 1, 1)
+ROW = Row(0, 5.5, 5.5, 1.0, 1.0)
 
 
 def parsed(options: str) -> argparse.Namespace:
@@ -69,7 +67,6 @@ def test_ring_trains_and_generates_as_one_process_does(
     assert report["greatest_difference"] == max(differences)
     for row in report["rows"]:
         assert row["mesh_tokens_per_s"] > 0 and row["dense_tokens_per_s"] > 0
-    assert report["rows"][0]["mesh_peak_bytes"] > 0 < report["rows"][0]["dense_peak_bytes"]
 
     generation = report["generation"]
     assert generation["equal"] and generation["first_difference"] is None
@@ -118,19 +115,6 @@ def test_batches_are_windows_of_the_text_and_repeat_by_seed() -> None:
         next(sample_batches(torch.zeros(5, dtype=torch.uint8), 6, seed=0))
 
 
-def test_peak_memory_sees_what_was_held_and_is_gone() -> None:
-    """In a process of its own: one that has held more before may not see the rise."""
-    size = 64 << 20
-    code = f"""
-import torch
-from ring_attn.tools.demo import measured
-print(measured(lambda batch: float(torch.ones({size} // 4)[0]), {{}}, torch.device("cpu"))[2])
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    # The kernel counts pages in batches, so a few may be missing.
-    assert size // 2 < int(run.stdout) < 2 * size
-
-
 def test_defaults_follow_from_the_mesh() -> None:
     what = run_of("--mesh pp=2,dp=2")
     assert (what.training.microbatches, what.training.batch) == (4, 8)
@@ -160,13 +144,11 @@ def test_axes_in_any_order() -> None:
         ("--mesh cp=0", "'cp=0'"),
         ("--mesh cp=2 --nproc 3", "cp=2 3"),
         ("--mesh cp=2 --schedule zb", "interleaved 'zb'"),
-        ("--mesh pp=8", "layers 8 4"),
-        ("--mesh pp=4 --schedule interleaved", "layers 8 4"),
-        ("--mesh pp=2 --microbatches 1", "microbatches pp=2 1"),
-        ("--mesh pp=2 --schedule interleaved --microbatches 5", "microbatches pp=2 5"),
-        ("--mesh dp=2 --batch 3", "batch dp=2 3"),
-        ("--mesh tp=3", "nheads=8 3"),
-        ("--mesh tp=16", "nheads=8 16"),
+        ("--mesh pp=8", "8 layers=4"),
+        ("--mesh pp=4 --schedule interleaved", "8 layers=4"),
+        ("--mesh dp=2 --batch 3", "batch=3 dp=2"),
+        ("--mesh tp=3", "nheads=8 tp=3"),
+        ("--mesh tp=16", "nheads=8 tp=16"),
         ("--strategy halo", "strategy 'halo'"),
         ("--mesh cp=4 --strategy hybrid", "hybrid degree"),
     ],

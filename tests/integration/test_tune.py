@@ -14,10 +14,9 @@ from torch import Tensor
 
 from ring_attn.bench.judge import Judge
 from ring_attn.kernels.configs import INTERPRETER, Config
-from ring_attn.tools import tune, tune_report
+from ring_attn.tools import tune
 from ring_attn.tools.cli import main
-from ring_attn.tools.tune import Kernels, Tuning
-from ring_attn.tools.tune_report import Row, best, label
+from ring_attn.tools.tune import Kernels, Row, Tuning, best, label
 
 TINY = "--device cpu --heads 2/1 --head-dim 16 --full-rows 33 --causal-rows 33 --jobs 0"
 
@@ -75,7 +74,7 @@ def test_candidates_that_cannot_or_must_not_be_taken(monkeypatch: pytest.MonkeyP
     def wrongly(self: Kernels) -> None:
         forward(self)
         if self._backend._configs.get("fwd") == wrong:
-            self._results[0][:, 0] += 0.1
+            self.out[:, 0] += 0.1
 
     def restlessly(self: Kernels, kernel: str) -> Callable[[], list[Tensor]]:
         factor = 1.0 + 1e-3 * torch.rand(())
@@ -97,7 +96,7 @@ def test_candidates_that_cannot_or_must_not_be_taken(monkeypatch: pytest.MonkeyP
     assert (rows["64x32 4w 1s"].max_ratio or 0) > 1
     assert "1 equal runs of 2" in rows["32x64 4w 1s"].note
     assert rows["64x64 4w 1s"].frozen and rows["64x64 4w 1s"].speed == 1.0
-    assert rows["32x32 4w 1s"].note == "" and rows["32x32 4w 1s"].samples == 1
+    assert rows["32x32 4w 1s"].note == "" and rows["32x32 4w 1s"].samples >= 1
     assert [row.wrong for row in rows.values()] == [False, False, False, True, True]
     assert bench.failures == []
     assert sum(line.startswith("WRONG fwd: ") for line in bench.summary()) == 2
@@ -108,24 +107,10 @@ def test_a_wrong_frozen_config_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> 
 
     def wrongly(self: Kernels) -> None:
         forward(self)
-        self._results[0][:, 0] += 0.1
+        self.out[:, 0] += 0.1
 
     monkeypatch.setattr(Kernels, "forward", wrongly)
     assert main(["tune", *TINY.split(), "--kernels", "fwd", "--quiet"]) == 1
-
-
-def test_a_broken_device_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Tuning, *args: object) -> tuple[float, str]:
-        raise RuntimeError("an illegal memory access was encountered")
-
-    bench = tuning(f"{TINY} --kernels dq", monkeypatch, SMALL)
-    monkeypatch.setattr(Tuning, "_judged", broken)
-    monkeypatch.setattr(Tuning, "_built", lambda self, problem, rows: rows)
-    monkeypatch.setattr(tune, "is_alive", lambda device: False)
-    bench.run()
-    notes = [row.note for row in bench.rows]
-    assert "illegal memory access" in notes[0] and "the device failed before" in notes[1]
-    assert len(notes) == 2 and bench.failures[0].startswith("the device failed while dq 64x64")
 
 
 def test_a_budget_leaves_kinds_and_candidates_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,25 +140,11 @@ def test_a_kind_that_fails_costs_no_other(
     assert "OutOfMemoryError" in capsys.readouterr().err
 
 
-def test_the_fastest_is_tried_in_other_orders_and_forwards_in_gluon_beside_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_forwards_in_gluon_are_candidates_on_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = tuning(f"{TINY} --kernels fwd --head-dim 64", monkeypatch, SMALL)
     bench._arch = "sm_90"
-    asked: list[list[str]] = []
-
-    def timed(problem: object, data: object, found: list[Row], end: float) -> list[Row]:
-        asked.append([one.name for one in found])
-        return [replace(one, median_ms=float(10 - index)) for index, one in enumerate(found)]
-
-    monkeypatch.setattr(bench, "_measure", timed)
-    bench._search("fwd", math.inf)
     frozen = bench._configs.frozen("fwd", "sm_90", 64, torch.float32)
-    assert asked[0] == [label(frozen), "32x32 4w 1s"]
-    assert asked[1] == [label(frozen), *(f"32x32 4w 1s {order}" for order in (
-        "l2_bytes=32M", "l2_bytes=32M programs_per_sm=2", "programs_per_sm=2"
-    ))]  # fmt: skip
-    assert len(bench.rows) == 2 + 3
+    assert [one.name for one in bench._candidates("fwd")] == [label(frozen), "32x32 4w 1s"]
     bench.setting = replace(bench.setting, dtype=torch.bfloat16)
     gluon = [one for one in bench._candidates("fwd_whole") if one.gluon]
     assert gluon and all(set(tune.configs_of(one)) == {tune.GLUON} for one in gluon)
@@ -201,7 +172,7 @@ def test_the_best_of_a_kernel_folds_blocks_of_one_length() -> None:
 def test_configs_in_words_and_as_lines_of_the_table() -> None:
     assert label(replace(INTERPRETER, l2_bytes=1 << 25)) == "64x64 4w 1s l2_bytes=32M"
     special = replace(INTERPRETER, programs_per_sm=2)
-    line = tune_report.table_line(row("fwd_whole", special, 1.0), "sm_90", 128, "here")
+    line = tune.table_line(row("fwd_whole", special, 1.0), "sm_90", 128, "here")
     key, _, text = line.rstrip(",").partition(": ")
     assert eval(key) == ("sm_90", "fwd_whole", 128)
     assert eval(text, {"Config": Config}) == replace(special, note="2 ms (here)")
@@ -212,25 +183,20 @@ def test_a_table_shows_the_fastest_and_counts_the_rest() -> None:
     rows = [row("fwd", Config(64, 2**n, 4, 1), 2.0**-n, **times) for n in range(4, 11)]
     rows[5] = replace(rows[5], frozen=True)
     rows.append(Row("fwd", "none", NO_TILE, note="not built: no"))
-    shown = [list(column.cells) for column in tune_report.table(rows, "title").columns]
+    shown = [list(column.cells) for column in tune.table(rows, "title").columns]
     assert shown[1][:5] == [f"64x{2**n} 4w 1s" for n in range(4, 9)]
     assert shown[1][5:] == ["64x512 4w 1s (frozen)", "and 2 more, 1 without a time"]
 
 
-def test_a_process_with_a_broken_device_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_that_does_not_build_says_why() -> None:
     one = setting(TINY).problem_of(causal=True)
     assert "power of 2" in tune.build((one, row("dq", NO_TILE, None)))
     assert tune.build((one, row("dq", SMALL, None))) == ""
-    monkeypatch.setattr(tune, "is_alive", lambda device: False)
-    ended: list[int] = []
-    monkeypatch.setattr(tune.os, "_exit", ended.append)
-    tune.build((one, row("dq", NO_TILE, None)))
-    assert ended == [1]
 
 
 def test_sizes_by_device_and_option() -> None:
-    given = setting("--device cpu --heads 8/2 --kernels dq,fwd --batch 3 --jobs 5")
-    assert given.kernels == ("fwd", "dq") and given.jobs == 5 and given.batch == 3
+    given = setting("--device cpu --heads 8/2 --kernels dq,fwd --jobs 5")
+    assert given.kernels == ("fwd", "dq") and given.jobs == 5
     assert given.kinds == ["fwd_whole", "fwd", "dq", "dq_whole"]
     assert given.problem_of(causal=True).seqlen == given.causal_rows == 128
     assert setting("--device cpu --quick").full_rows == 32

@@ -60,24 +60,6 @@ def specialized(a, b, c, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLO
 
 
 @triton.jit
-def reducing(a, b, c, d, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DIM: tl.constexpr):
-    """An atomic in a loop that asks to be warp-specialised: triton drops it for sm_90."""
-    a_rows = tl.make_tensor_descriptor(a, [size, DIM], [DIM, 1], [BLOCK_M, DIM])
-    b_rows = tl.make_tensor_descriptor(b, [size, DIM], [DIM, 1], [BLOCK_N, DIM])
-    y = b_rows.load([tl.program_id(0) * BLOCK_N, 0])
-    offs_m = tl.arange(0, BLOCK_M)
-    acc = tl.zeros((BLOCK_N, DIM), tl.float32)
-    for start in tl.range(0, size, BLOCK_M, warp_specialize=True):
-        x = a_rows.load([start, 0])
-        s = tl.dot(y, x.T)
-        acc = tl.dot(s.to(x.dtype), x, acc)
-        tl.atomic_add(d + start + offs_m, tl.sum(s, 0), sem="relaxed")
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_d = tl.arange(0, DIM)
-    tl.store(c + offs_n[:, None] * DIM + offs_d[None, :], acc)
-
-
-@triton.jit
 def refused(a, size, BLOCK: tl.constexpr):
     """Does not compile."""
     tl.static_assert(BLOCK > 64, "this toy wants a greater block")
@@ -103,13 +85,6 @@ def specialized_launch(num_warps: int) -> Launch:
     """Three stages of 128 x 128 x 64."""
     args = {"a": empty(), "b": empty(), "c": empty(torch.float32), "size": SIZE}
     return launch(specialized, args, (128, 128, 64), num_warps, 3)
-
-
-def reducing_launch() -> Launch:
-    args = {"a": empty(), "b": empty(), "c": empty(torch.float32), "d": empty(torch.float32)}
-    options = {"num_warps": 4, "num_stages": 2}
-    constants = {"BLOCK_M": 64, "BLOCK_N": 64, "DIM": 64}
-    return Launch(reducing, (1,), {**args, "size": SIZE}, constants, options)
 
 
 def refused_launch() -> Launch:
@@ -145,8 +120,6 @@ def toys() -> Iterator[tuple[str, str, Launch, Expected]]:
     for warps in (4, 8):
         launched = specialized_launch(warps)
         yield f"specialised, {warps} warps", "sm_90", launched, Expected(warp_specialize=True)
-    for arch in ("sm_90", "sm_100"):
-        yield f"atomic {arch}", arch, reducing_launch(), Expected(warp_specialize=True)
     yield "refused", "sm_90", refused_launch(), Expected(tensor_cores=False)
     yield "strided", "sm_80", product_launch((64, 64, 64), 4, 3, stride=2), usual
     yield "not aligned", "sm_80", product_launch((64, 64, 64), 4, 3, offset=1), usual

@@ -34,14 +34,14 @@ def planned(*words: str) -> tuple[Choice, dict[str, Simulation]]:
     return choice, command.simulated(choice.problem, choice.best)
 
 
-def test_it_prints_tables_and_pictures(
+def test_it_prints_tables(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.main(["plan", *SMALL, "--strategy", "ring", "all_gather", "--layout", "zigzag"]) == 0
     text = capsys.readouterr().out
-    parts = ("4096 rows on 4 x H100", "slowest link", "steps of", "mask, queries down", "timeline")
-    assert all(part in text for part in (*parts, "rank    3", "all_gather"))
+    parts = ("4096 rows on 4 x H100", "slowest link", "steps of", "all_gather")
+    assert all(part in text for part in parts)
     assert text.count(" * ") == 1
     last = text.strip().splitlines()[-1]
     assert re.match(r"(ring|all_gather)", last)
@@ -85,8 +85,6 @@ def test_the_mask_as_ranks_by_ranks() -> None:
         [report.CUT, 0, 0, 0], [1, report.CUT, 0, 0], [1, 1, report.CUT, 0], [1, 1, 1, report.CUT],
     ]  # fmt: skip
     assert picture.step.tolist() == [[0, -1, -1, -1], [1, 0, -1, -1], [2, 1, 0, -1], [3, 2, 1, 0]]
-    lines = report.mask_text(choice).plain.splitlines()
-    assert lines[2:6] == ["  \\0 . . .", "   1\\0 . .", "   2 1\\0 .", "   3 2 1\\0"]
 
 
 def test_steps_of_a_double_ring_and_of_groups() -> None:
@@ -96,26 +94,8 @@ def test_steps_of_a_double_ring_and_of_groups() -> None:
     assert picture.step.tolist() == [[0, 1, 2, 3], [1, 0, 3, 2], [2, 3, 0, 1], [3, 2, 1, 0]]
     hybrid, _ = planned("--layout", "zigzag", "--strategy", "hybrid")
     degree = hybrid.strategy.ulysses_degree
-    assert len(report.mask_picture(hybrid).kind) == 4 // degree
-    assert f"group of {degree} ranks" in report.mask_text(hybrid).plain
-
-
-def test_many_ranks_are_drawn_as_blocks() -> None:
-    picture = report.MaskPicture(
-        torch.ones(100, 100).tril().long(),
-        torch.arange(100)[:, None]
-        .expand(100, 100)
-        .clone()
-        .masked_fill_(torch.ones(100, 100).triu(1) > 0, -1),
-        100,
-        "rank",
-    )
-    coarse = picture.coarse(32)
-    assert coarse.kind.shape == (25, 25) and "4 of them" in coarse.title
-    assert coarse.kind[0, 0] == report.CUT and coarse.kind[1, 0] == report.FULL
-    assert coarse.kind[0, 1] == report.ABSENT and coarse.step[0, 1] == -1
-    assert coarse.step[1, 0] == 7 and coarse.step[0, 0] == 3
-    assert picture.coarse(100) is picture
+    picture = report.mask_picture(hybrid)
+    assert len(picture.kind) == 4 // degree and picture.title == f"group of {degree} ranks"
 
 
 def test_shown_ranks_have_both_ends() -> None:
@@ -128,10 +108,6 @@ def test_shown_ranks_have_both_ends() -> None:
 def test_the_timeline_is_full_of_compute() -> None:
     words = ("--seqlen", "256k", "--layout", "zigzag", "--strategy", "ring")
     choice, simulations = planned(*words)
-    lines = report.timeline_text(simulations).plain.splitlines()[1:]
-    assert len(lines) == 8
-    assert all(line.count("#") > 0.9 * report.COLUMNS for line in lines[::2])
-    assert all("=" in line and "~" in line and "#" not in line for line in lines[1::2])
     found = list(report.bars(simulations, [2]))
     both = choice.best.seconds
     assert max(bar.stop for bar in found) == pytest.approx(both, rel=0.05)
@@ -172,11 +148,11 @@ def test_too_many_steps_are_not_drawn(
     words = [*SMALL, "--layout", "zigzag", "--strategy", "ring"]
     assert cli.main(["plan", *words]) == 0
     text = capsys.readouterr().out
-    assert "16 steps of ranks are too many" in text and "under way" not in text
+    assert "16 steps of ranks are too many" in text and "steps of ring" not in text
     assert cli.main(["plan", *words, "--plot", "plan.png"]) == cli.EXIT_USAGE
     assert "16 steps of ranks are too many" in capsys.readouterr().err
     assert cli.main(["plan", *SMALL, "--layout", "zigzag", "--strategy", "ulysses"]) == 0
-    assert "under way" in capsys.readouterr().out
+    assert "steps of ulysses" in capsys.readouterr().out
 
 
 def test_a_file_is_a_cluster(tmp_path: Path) -> None:

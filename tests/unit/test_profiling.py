@@ -216,26 +216,6 @@ def test_a_trace_has_the_ranges(tmp_path: Path) -> None:
         pass
 
 
-def test_nvtx_needs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "NVTX", True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="RING_ATTN_NVTX=1 asks for NVTX ranges"):
-        call_alone()
-
-
-def test_nvtx_has_the_same_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[str] = []
-    monkeypatch.setattr(profiling, "NVTX", True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", names.append)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: names.append("pop"))
-    with observe("forward", CPU, TransportStats()) as observer:
-        observer.step = 7
-        with observer.span("attend"):
-            pass
-    assert names == ["ring_attn::forward", "ring_attn::step7.attend", "pop", "pop"]
-
-
 @pytest.fixture(params=[None, "0", "1"])
 def variable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     if request.param is None:
