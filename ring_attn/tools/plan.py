@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
 
 from ring_attn.core.layout import LAYOUTS
 from ring_attn.core.strategy import NAMES
-from ring_attn.machines.actions import Compute, Transfer
 from ring_attn.machines.check import check_calls
 from ring_attn.machines.draw import draw
 from ring_attn.machines.time import Simulation, simulate
@@ -64,28 +62,6 @@ MOST_CHECKED, MOST_LINES = 128, 60
 MOST_RANK_STEPS = 1 << 21
 
 
-@dataclass(frozen=True)
-class StepRow:
-    """One step of the chosen strategy, over all ranks; seconds are those of the slowest rank.
-
-    Ranks compute without a mask (`full`), have rows that the mask cuts (`cut`) or nothing to
-    compute (`absent`). Areas are visible pairs of a rank; `bytes_sent` is of the rank that sends
-    most; exchanges that the step posts take `transfer_s`, waiting for one takes `wait_s`.
-    """
-
-    direction: str
-    step: str
-    full: int
-    cut: int
-    absent: int
-    least_area: int
-    most_area: int
-    bytes_sent: int
-    compute_s: float
-    transfer_s: float
-    wait_s: float
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--seqlen", type=parse_size, required=True, help="of all ranks together, such as 1M")
@@ -94,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--heads", type=parse_size, default=32)
     add("--kv-heads", type=parse_size, help="as many as heads by default")
     add("--head-dim", type=parse_size, default=128)
+    add("--head-dim-v", type=parse_size, help="that of v, where it is another")
     add("--dtype", type=parse_dtype, default=torch.bfloat16, help="bfloat16 by default")
     add("--causal", action=argparse.BooleanOptionalAction, default=True)
     add("--window", type=parse_window, metavar="LEFT,RIGHT", help="sizes such as 4k,0; -1 is open")
@@ -112,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "this machine's GPU; h100 where there is none)",
     )
     add("--node-size", type=parse_size, help="devices of a node (8)")
+    add("--same-bits", action=argparse.BooleanOptionalAction, help="only where it can be had")
     add("--backward", action=argparse.BooleanOptionalAction, default=True)
     add("--memory", type=parse_size, metavar="BYTES", help="of a rank, such as 80G")
     add(
@@ -147,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None and too_many is not None:
         raise ValueError(f"--plot cannot be drawn: {too_many}")
     simulations = {} if too_many else simulated(choice.problem, choice.best)
-    rows = [row for name, found in simulations.items() for row in step_rows(name, found)]
+    rows = [row for name, found in simulations.items() for row in report.step_rows(name, found)]
     if not args.quiet:
         console = table_console()
         console.print(report.strategies_table(choice))
@@ -208,6 +186,7 @@ def check_bounds(args: argparse.Namespace) -> None:
         ("--seqlen", args.seqlen, MOST_ROWS),
         ("--heads", args.heads, MOST_HEADS),
         ("--batch x heads x head dim", heads * args.head_dim, MOST_ROW),
+        ("--batch x heads x head dim of v", heads * (args.head_dim_v or 0), MOST_ROW),
         ("documents", documents, MOST_DOCUMENTS),
     ):
         if value > most:
@@ -241,12 +220,14 @@ def plan(args: argparse.Namespace) -> Choice:
         nheads=args.heads,
         nheads_kv=args.kv_heads,
         headdim=args.head_dim,
+        headdim_v=args.head_dim_v,
         dtype=args.dtype,
         causal=args.causal,
         window_size=args.window or (-1, -1),
         cu_seqlens=None if args.documents is None else boundaries(args.documents, args.seqlen),
         layout=args.layout,
         strategies=args.strategy,
+        same_bits=args.same_bits,
         backward=args.backward,
         cluster=cluster_of(args.cluster, args.node_size, args.world_size),
         memory_bytes=args.memory,
@@ -308,39 +289,3 @@ def simulated(problem: Problem, candidate: Candidate) -> dict[str, Simulation]:
         )
         for name in names
     }
-
-
-def step_rows(direction: str, found: Simulation) -> Iterator[StepRow]:
-    """The steps of a direction, with the times that a simulation with spans has found."""
-    spans = iter(found.spans)
-    for phase in found.schedule.phases:
-        seconds = {
-            kind: torch.zeros(found.schedule.world_size, dtype=torch.float64)
-            for kind in ("compute", "move", "transfer", "wait")
-        }
-        area, edge, sent = _zeros(found), _zeros(found), _zeros(found)
-        for action in phase.actions:
-            span = next(spans)
-            seconds[span.kind] += span.stop - span.start
-            if isinstance(action, Compute):
-                # The passes of a step have the same tiles; runs of heads are of other ranks.
-                area, edge = torch.maximum(area, action.area), torch.maximum(edge, action.edge)
-            elif isinstance(action, Transfer):
-                sent += action.nbytes * action.active
-        yield StepRow(
-            direction,
-            phase.label,
-            full=int(((area > 0) & (edge == 0)).sum()),
-            cut=int((edge > 0).sum()),
-            absent=int((area == 0).sum()),
-            least_area=int(area.min()),
-            most_area=int(area.max()),
-            bytes_sent=int(sent.max()),
-            compute_s=float(seconds["compute"].max()),
-            transfer_s=float(seconds["transfer"].max()),
-            wait_s=float(seconds["wait"].max()),
-        )
-
-
-def _zeros(found: Simulation) -> Tensor:
-    return torch.zeros(found.schedule.world_size, dtype=torch.int64)

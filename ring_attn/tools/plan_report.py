@@ -10,6 +10,7 @@ Timelines are those of some ranks where there are many.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +22,7 @@ from ring_attn.bench.report import new_table
 from ring_attn.core.program import CHANNELS
 from ring_attn.core.tiles import ring_grid
 from ring_attn.core.work import pair_work
-from ring_attn.machines.actions import Transfer
+from ring_attn.machines.actions import Compute, Transfer
 from ring_attn.machines.time import Simulation
 from ring_attn.planning.choice import Choice, format_bytes, format_seconds
 from ring_attn.planning.planner import call_of, core_of
@@ -29,14 +30,70 @@ from ring_attn.planning.planner import call_of, core_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from ring_attn.tools.plan import StepRow
-
 TIMELINE_RANKS = 8
 
 # Steps of a direction that a table shows: so many from the start, and the last two.
 FIRST_STEPS = 8
 
 ABSENT, FULL, CUT = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One step of the chosen strategy, over all ranks; seconds are those of the slowest rank.
+
+    Ranks compute without a mask (`full`), have rows that the mask cuts (`cut`) or nothing to
+    compute (`absent`). Areas are visible pairs of a rank; `bytes_sent` is of the rank that sends
+    most; exchanges that the step posts take `transfer_s`, waiting for one takes `wait_s`.
+    """
+
+    direction: str
+    step: str
+    full: int
+    cut: int
+    absent: int
+    least_area: int
+    most_area: int
+    bytes_sent: int
+    compute_s: float
+    transfer_s: float
+    wait_s: float
+
+
+def step_rows(direction: str, found: Simulation) -> Iterator[StepRow]:
+    """The steps of a direction, with the times that a simulation with spans has found."""
+    spans = iter(found.spans)
+    for phase in found.schedule.phases:
+        seconds = {
+            kind: torch.zeros(found.schedule.world_size, dtype=torch.float64)
+            for kind in ("compute", "move", "transfer", "wait")
+        }
+        area, edge, sent = _zeros(found), _zeros(found), _zeros(found)
+        for action in phase.actions:
+            span = next(spans)
+            seconds[span.kind] += span.stop - span.start
+            if isinstance(action, Compute):
+                # The passes of a step have the same tiles; runs of heads are of other ranks.
+                area, edge = torch.maximum(area, action.area), torch.maximum(edge, action.edge)
+            elif isinstance(action, Transfer):
+                sent += action.nbytes * action.active
+        yield StepRow(
+            direction,
+            phase.label,
+            full=int(((area > 0) & (edge == 0)).sum()),
+            cut=int((edge > 0).sum()),
+            absent=int((area == 0).sum()),
+            least_area=int(area.min()),
+            most_area=int(area.max()),
+            bytes_sent=int(sent.max()),
+            compute_s=float(seconds["compute"].max()),
+            transfer_s=float(seconds["transfer"].max()),
+            wait_s=float(seconds["wait"].max()),
+        )
+
+
+def _zeros(found: Simulation) -> Tensor:
+    return torch.zeros(found.schedule.world_size, dtype=torch.int64)
 
 
 def strategies_table(choice: Choice) -> Table:

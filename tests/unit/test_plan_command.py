@@ -71,7 +71,7 @@ def test_json_has_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_the_steps_of_a_contiguous_mask() -> None:
     choice, simulations = planned("--layout", "contiguous", "--strategy", "ring", "--no-backward")
-    rows = [row for row in command.step_rows("forward", simulations["forward"]) if row.most_area]
+    rows = [row for row in report.step_rows("forward", simulations["forward"]) if row.most_area]
     assert [(row.full, row.cut, row.absent) for row in rows] == [
         (0, 4, 0), (3, 0, 1), (2, 0, 2), (1, 0, 3),
     ]  # fmt: skip
