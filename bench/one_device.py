@@ -15,7 +15,7 @@ from ring_attn.tools.launch import DEVICES
 
 @dataclass(frozen=True, kw_only=True)
 class OneDevice:
-    """Where a benchmark runs, on which heads, and for how many seconds."""
+    """Device, heads and time limit of a benchmark."""
 
     heads: int
     kv_heads: int

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Config:
-    """How a kernel is tiled.
+    """Tiling of a kernel.
 
     Attributes:
         BLOCK_M: q rows of a tile.
@@ -378,7 +378,7 @@ def _bucket(headdim: int) -> int:
 
 
 def _distinct(*configs: Config) -> tuple[Config, ...]:
-    """Without configs that differ from an earlier one in the note alone."""
+    """Drops configs that differ from an earlier one in the note alone."""
     found: dict[Config, Config] = {}
     for config in configs:
         found.setdefault(replace(config, note=""), config)

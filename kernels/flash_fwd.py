@@ -166,7 +166,7 @@ def _fold_blocks(
 
 @triton.jit
 def _state_offsets(batch, head, num_rows, nheads, HEAD_DIM_V: tl.constexpr):
-    """Where a head begins in (batch, rows, nheads, HEAD_DIM_V) and in (batch, nheads, rows)."""
+    """Offsets of a head in (batch, rows, nheads, HEAD_DIM_V) and in (batch, nheads, rows)."""
     row = batch.to(tl.int64) * num_rows * nheads * HEAD_DIM_V + head * HEAD_DIM_V
     return row, (batch * nheads + head).to(tl.int64) * num_rows
 

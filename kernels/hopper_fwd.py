@@ -588,11 +588,11 @@ def hopper_launch(
 
 @cache
 def _block_layout() -> gl.NVMMASharedLayout:
-    """How 16-bit blocks (1, rows, 1, dims) of 64 dims or more lie in shared memory."""
+    """Shared-memory layout of 16-bit blocks (1, rows, 1, dims) of 64 dims or more."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Of (batch, rows, heads, dim), for copies of so many rows of one head."""
+    """Descriptor of (batch, rows, heads, dim), for copies of so many rows of one head."""
     block = [1, rows, 1, x.size(3)]
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _block_layout())

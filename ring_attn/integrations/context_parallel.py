@@ -206,7 +206,7 @@ def context_parallel_unshard(
 
 
 def set_rotate_method(rotate_method: str) -> None:
-    """How keys and values reach the ranks in calls from now on, in this process.
+    """Sets how keys and values reach the ranks in later calls of this process.
 
     Args:
         rotate_method: "allgather", the default: strategy "all_gather", some heads of the whole
@@ -263,7 +263,7 @@ class _Routed(route_sdpa):
         )
 
     def _layout_of(self, q: Tensor, k: Tensor, is_causal: bool) -> str | SequenceLayout:
-        """That of the buffers; of other lengths the same kind, on as many rows a rank."""
+        """Layout of the buffers; for other lengths the same kind, with as many rows a rank."""
         rows = {x.size(_SEQ_DIM) for x in (q, k) if isinstance(x, Tensor) and x.ndim == 4}
         layout = self._layout
         if layout is not None and rows == {layout.shard_len(self._mesh.get_local_rank())}:

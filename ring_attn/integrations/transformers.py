@@ -346,7 +346,7 @@ def check_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> None:
-    """What a mask function says here: None, as that of flash-attention, or an error.
+    """Mask of a mask function: None, as flash-attention's function has it, or an error.
 
     Args:
         *args: sizes, which are those of a shard and say nothing.
@@ -449,7 +449,7 @@ def _rope_types(config: Any) -> Iterator[str]:
 
 
 def _causal(module: nn.Module, is_causal: bool | None, rows: int) -> bool:
-    """That of the call, else of the module; refused where config and module contradict."""
+    """Causality of the call, else of the module; refused where config and module contradict."""
     of_module = bool(getattr(module, "is_causal", True))
     of_config = getattr(getattr(module, "config", None), "is_causal", None)
     if is_causal is None:

@@ -40,7 +40,7 @@ NOT_COMPLETED = ("output_hidden_states", "output_attentions")
 
 @dataclass(frozen=True)
 class CacheStep:
-    """One forward with a cache: who computes which rows, and who has which of the cache then.
+    """A forward with a cache: the rows that each rank computes, and those that it then caches.
 
     Attributes:
         cache: with the new rows.
@@ -165,7 +165,7 @@ def _classes() -> tuple[type[Any], type[Any]]:
             *args: Any,
             **kwargs: Any,
         ) -> tuple[Tensor, Tensor]:
-            """As that of transformers; only within a forward of the model the cache is for."""
+            """Updates as transformers' method does; only within a forward of the cache's model."""
             if self.num_seen == self.layout.seqlen:
                 raise RuntimeError(
                     "this cache belongs to another model: make one by Registration.cache(model)"

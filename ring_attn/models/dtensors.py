@@ -69,7 +69,7 @@ class SplitRows:
     def layout_of_lengths(
         self, lengths: tuple[int, int], given: str | SequenceLayout | Layouts
     ) -> str | Layouts:
-        """How queries and keys of such lengths lie, split as DTensor splits."""
+        """Layout of queries and keys of such lengths, split as DTensor splits."""
         if isinstance(given, str) and all(n % self.mesh.size() == 0 for n in lengths):
             return given
         pair = given if isinstance(given, tuple | list) else (given, given)

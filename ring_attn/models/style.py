@@ -317,7 +317,7 @@ class _ParallelAttention:
     # -- arguments and outputs
 
     def _key(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module) -> Key:
-        """Where one of q, k, v is among the arguments of a call."""
+        """Position or name of one of q, k, v among the arguments of a call."""
         index, name = self.indices[i], self.names[i]
         if name is not None and name in kwargs:
             return name

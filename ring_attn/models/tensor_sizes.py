@@ -253,7 +253,7 @@ def _check_rank(name: str, num: int, rank: int) -> None:
 
 
 def checked_count(shards: Sequence[T], num: int) -> tuple[T, ...]:
-    """One part of each of `num` ranks."""
+    """Checks that there is one part of each of `num` ranks."""
     parts = as_tuple("shards", shards)
     if len(parts) != num:
         raise ValueError(f"shards must be the parts of all {num} ranks, got {len(parts)}")

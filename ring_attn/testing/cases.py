@@ -207,7 +207,7 @@ class Case:
         return strategy_of(self.strategy, world_size)
 
     def build_inputs(self, device: torch.device | str = "cpu") -> Inputs:
-        """Whole q, k, v and dout."""
+        """Makes whole q, k, v and dout."""
         mask, heads = self.build_mask(), self.build_heads()
         return random_qkv(
             batch=self.batch or (1 if self.packed else 2),

@@ -153,7 +153,7 @@ def write_json(path: Path | str, payload: dict[str, Any]) -> None:
 
 
 def write_if_interrupted(path: Path | None, payload: Callable[[], dict[str, Any]]) -> None:
-    """From now on an interrupt writes `payload()` to `path`, marked with the signal's name."""
+    """Makes every later interrupt write `payload()` to `path`, marked with the signal's name."""
 
     def save(signal_name: str) -> str | None:
         if path is None:

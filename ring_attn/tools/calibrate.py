@@ -336,7 +336,7 @@ class _Bench:
     def exchange(
         self, op: str, part: int, meanwhile: Callable[[], object] | None = None
     ) -> Callable[[], None]:
-        """One exchange of `part` bytes for a rank: posted and, after `meanwhile`, waited for."""
+        """Posts an exchange of `part` bytes for a rank and, after `meanwhile`, waits for it."""
         ranks, transport = self.world_size, self.transport
         whole = torch.zeros(ranks * part, dtype=torch.uint8, device=self.device)
         hop = Hop((self.rank + 1) % ranks, (self.rank - 1) % ranks)

@@ -124,7 +124,7 @@ def under_torchrun() -> bool:
 
 
 def rank_device() -> torch.device:
-    """Where a rank of `run_ranks` puts its tensors: its GPU with device "cuda", else the CPU."""
+    """Device of a rank of `run_ranks`: its GPU with device "cuda", else the CPU."""
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -222,7 +222,7 @@ def _results(
 
 
 def _ending(kind: str, value: Any) -> str:
-    """How a rank failed; a signal that ends commands ends this one."""
+    """Text of a rank's failure; a signal that ends commands ends this one."""
     if kind == "error":
         return f":\n{value.rstrip()}"
     if value >= 0:
