@@ -26,8 +26,6 @@ from ring_attn.core.strategy import Strategy
 from ring_attn.transport import p2p
 from tests.distributed.pool import Ended, ended
 
-pytestmark = pytest.mark.dist
-
 # Global length; each of the two ranks holds half.
 SEQLEN = 12
 ROWS = SEQLEN // 2

@@ -40,8 +40,6 @@ from ring_attn.testing import Inputs, random_qkv
 from tests.bounds import assert_close, assert_holds, expect
 from tests.cold import compile_cold
 
-pytestmark = pytest.mark.dist
-
 _meshes: dict[tuple[int, ...], DeviceMesh] = {}
 
 

@@ -33,8 +33,6 @@ from tests.bounds import assert_holds, expect
 from tests.cold import compile_cold
 from tests.distributed.pool import Pools
 
-pytestmark = pytest.mark.dist
-
 SIZES = {"batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 16, "headdim_v": 8}
 Results = tuple[Tensor, Tensor]
 

@@ -35,7 +35,7 @@ from ring_attn.tools.demo import (
 from ring_attn.tools.mesh import SCHEDULES, Axes, MeshTrainer, Settings
 from ring_attn.tools.model import ModelConfig
 
-pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 STEPS = 3

@@ -30,8 +30,6 @@ from ring_attn.transport.p2p import open_p2p
 from tests.cold import compile_cold
 from tests.distributed.pool import Pool
 
-pytestmark = pytest.mark.dist
-
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
 

@@ -25,8 +25,6 @@ from tests.distributed.test_bad_input import (
     zigzag,
 )
 
-pytestmark = pytest.mark.dist
-
 
 def run_extreme_scores() -> list[bool]:
     """Whether results and gradients are finite at the bounds of softmax_scale and softcap."""

@@ -24,8 +24,6 @@ from ring_attn.testing import Expected, Inputs, poisoned_empty, random_qkv
 from tests.bounds import assert_close, assert_holds, expect
 from tests.cold import compile_cold
 
-pytestmark = pytest.mark.dist
-
 
 @dataclass(frozen=True)
 class Case:

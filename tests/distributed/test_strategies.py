@@ -28,13 +28,13 @@ from ring_attn.testing import (
     run_rank,
 )
 
-pytestmark = pytest.mark.dist
-
-GRID = [
-    *((name, p) for name in ("ring", "all_gather", "q_exchange") for p in (1, 2, 3, 4)),
-    *(("ulysses", p) for p in (2, 3, 4)),
-    *((name, 4) for name in ("double_ring", "hybrid", "hybrid all_gather")),
-]
+# With numbers of ranks, among which the cases are dealt out.
+SIZES: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("ring", "all_gather", "q_exchange"), (1, 2, 3, 4)),
+    "ulysses": (2, 3, 4),
+    **dict.fromkeys(("double_ring", "hybrid", "hybrid all_gather"), (4,)),
+}
+GRID = [(name, world_size) for name, sizes in SIZES.items() for world_size in sizes]
 
 
 def assert_as_in_one_process(ranks: Any, case: Case, world_size: int) -> AllRanks:
@@ -54,11 +54,14 @@ def test_as_in_one_process(
     if name == "q_exchange" and layout in ("zigzag", "striped"):
         return  # refused
     every = cases(True, backends=("auto", "reference"), layouts=[layout], strategies=[name])
-    # Half of the cases at each number of ranks, the other half at the next one.
-    for case in every if world_size == 4 else every[world_size % 2 :: 2]:
-        got = assert_as_in_one_process(ranks, case, world_size)
-        if world_size == 1:
-            assert got.sent == ((Sent(0, 0), Sent(0, 0)),)
+    sizes = [size for size in SIZES[name] if size > 1]
+    turn = LAYOUTS.index(layout)
+    if world_size == 1:
+        got = assert_as_in_one_process(ranks, every[turn], 1)
+        assert got.sent == ((Sent(0, 0), Sent(0, 0)),)
+        return
+    for case in every[(sizes.index(world_size) + turn) % len(sizes) :: len(sizes)]:
+        assert_as_in_one_process(ranks, case, world_size)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,6 @@ from tests.cold import compile_cold
 from tests.distributed.pool import Pools
 from tests.hf_models import CONFIGS, VOCAB, all_in_float64, make_model, yardstick
 
-pytestmark = pytest.mark.dist
-
 SEQLEN = 83
 Step = tuple[Tensor, dict[str, Tensor]]
 
