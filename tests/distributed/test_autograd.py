@@ -87,6 +87,10 @@ def double_backward_is_refused(name: str) -> None:
     (grad,) = torch.autograd.grad(ring(q, k, v).square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="differentiable once"):
         torch.autograd.grad(grad.sum(), k)
+    sinks = torch.zeros(q.size(2), requires_grad=True)
+    (grad,) = torch.autograd.grad(ring(q, k, v, sinks=sinks).sum(), sinks, create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiable once"):
+        torch.autograd.grad(grad.sum(), k)
     # Asked for and not used, it changes nothing.
     (kept,) = torch.autograd.grad(ring(q, k, v), q, dout, create_graph=True)
     (usual,) = torch.autograd.grad(ring(q, k, v), q, dout)
