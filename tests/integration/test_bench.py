@@ -20,7 +20,7 @@ FIELDS = {
 @pytest.mark.dist
 def test_bench_ring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ring.json"
-    sizes = "--quick --heads 4 --kv-heads 2 --head-dim 32 --iters 3"
+    sizes = "--quick --heads 4 --kv-heads 2 --head-dim 16 --iters 2"
     words = f"bench ring {sizes} --profile {tmp_path / 'traces'} --json".split()
     assert main([*words, str(path)]) == 0
     report = json.loads(path.read_text())
