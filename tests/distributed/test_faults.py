@@ -34,6 +34,10 @@ TIMEOUT = 10.0
 Group = dist.ProcessGroup
 
 CASES = [*NAMES, "decode"]
+# Made here: an interrupt within our constructors would not be one within a call.
+STRATEGIES = {name: strategy_of(name, WORLD_SIZE) for name in NAMES}
+OPTIONS = TransportOptions(timeout=TIMEOUT)
+SOON = TransportOptions(timeout=4.0)
 PACKAGE = Path(ring_attn.__file__).parent
 
 
@@ -46,15 +50,16 @@ def shards(batch: int = 0) -> list[Tensor]:
     return [torch.randn(1, ROWS, 4, 8, generator=generator).requires_grad_() for _ in range(3)]
 
 
-def run(case: str, group: Group, batch: int = 0, timeout: float = TIMEOUT) -> list[Tensor]:
+def run(
+    case: str, group: Group, batch: int = 0, options: TransportOptions = OPTIONS
+) -> list[Tensor]:
     """A forward and backward, or a decode, of a batch."""
-    options = TransportOptions(timeout=timeout)
     q, k, v = shards(batch)
     if case == "decode":
         queries = torch.full((1, 1, 4, 8), 0.5 + batch)
         return [tree_decode(queries, k.detach(), v.detach(), group=group, transport=options)]
     out = ring_attention(
-        q, k, v, causal=True, group=group, strategy=strategy_of(case, 4), transport=options
+        q, k, v, causal=True, group=group, strategy=STRATEGIES[case], transport=options
     )
     return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
 
@@ -186,7 +191,7 @@ def interrupted_batches(case: str, after_s: float, odd_rank: int) -> list[str]:
         signal.setitimer(signal.ITIMER_REAL, after_s, 0.0007)
     for batch in range(num_batches):
         try:
-            got = run(case, group, batch, timeout=4.0)
+            got = run(case, group, batch, SOON)
         except KeyboardInterrupt:
             log.append("interrupted")
             continue
