@@ -110,6 +110,18 @@ def lse_takes_no_gradient(name: str) -> None:
     assert same(grads, usual)
 
 
+def sinks_keep_their_dtype(name: str) -> None:
+    """Their gradient has the dtype of the sinks, whatever that of q is; the others are the same."""
+    ring, (q, k, v, dout) = _ring(name)
+    found = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        sinks = torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=dtype, requires_grad=True)
+        *grads, dsinks = torch.autograd.grad(ring(q, k, v, sinks=sinks), (q, k, v, sinks), dout)
+        assert dsinks.dtype == dtype
+        found.append([*grads, dsinks.to(torch.bfloat16)])
+    assert same(found[0], found[1]) and same(found[0], found[2])
+
+
 def saves_five_tensors(name: str) -> None:
     """q, k, v as they were passed, out, lse: no buffer of the communication, nor a view of one.
 
@@ -226,6 +238,7 @@ EVERYWHERE: tuple[Callable[[str], None], ...] = (
     calls_in_flight,
     double_backward_is_refused,
     lse_takes_no_gradient,
+    sinks_keep_their_dtype,
     checkpointed,
     some_inputs_without_gradient,
     any_strides_of_dout,

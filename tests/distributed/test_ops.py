@@ -21,11 +21,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from ring_attn import SequenceLayout, Strategy, TransportOptions, ring_attention
 from ring_attn.core.layout import Segment
-from ring_attn.core.mask import Mask
-from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import resolve_strategy
-from ring_attn.machines import run as machine
-from ring_attn.strategies.registry import make_call
 from ring_attn.transport.p2p import open_p2p
 from tests.cold import compile_cold
 from tests.distributed.pool import Ended, Pool, ended
@@ -204,53 +199,6 @@ def test_graphs_of_several_layouts(pool: Pool) -> None:
         assert (found.pop("graphs None"), found.pop("graphs True")) == (2, 1)
         assert found.pop("graphs within") == 1
         assert len(found) == 8 and all(found.values()), found
-
-
-def differentiated(strategy: Any, sinks: Tensor | None) -> bool:
-    """Whether autograd gives what the call gives by itself, and keeps dtypes."""
-    q, k, v = inputs(10)
-    layout = SequenceLayout.contiguous(20, 2)
-    spec = AttentionSpec.of(q, k, v, 0.0, sinks)
-    group = dist.group.WORLD
-    assert group is not None
-    call = make_call(
-        resolve_strategy(strategy, 2), spec, (layout, layout), Mask(20, 20, True), dist.get_rank()
-    )
-    transport = open_p2p(group, TransportOptions())
-    with torch.no_grad():
-        out, lse, saved = machine.forward(call, q, k, v, transport, sinks)
-        dout = torch.cos(out)
-        expected = [
-            x for x in machine.backward(call, saved, dout, transport, sinks) if x is not None
-        ]
-    leaves = [q, k, v] if sinks is None else [q, k, v, sinks]
-    got, got_lse = ring_attention(
-        q, k, v, causal=True, sinks=sinks, strategy=strategy, return_lse=True
-    )
-    assert not got_lse.requires_grad
-    # A gradient with other strides, as a transpose in the caller makes it.
-    strided = dout.transpose(1, 2).contiguous().transpose(1, 2)
-    grads = torch.autograd.grad(got, leaves, strided)
-    assert [x.dtype for x in grads] == [x.dtype for x in leaves]
-    return same([out, lse, *expected], [got.detach(), got_lse, *grads])
-
-
-def autograd_cases() -> dict[str, bool]:
-    """Every strategy, with sinks of several dtypes and without."""
-    found = {}
-    for dtype in (None, torch.float32, torch.float64, torch.bfloat16):
-        for name in STRATEGIES:
-            sinks = None
-            if dtype is not None:
-                sinks = torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=dtype, requires_grad=True)
-            found[f"{name} {dtype}"] = differentiated(name, sinks)
-    return found
-
-
-def test_autograd_gives_the_bits_of_the_call(pool: Pool) -> None:
-    """Through the operator, whatever it saves, come the gradients that the strategy computes."""
-    for found in pool.run(autograd_cases, timeout=60):
-        assert len(found) == 16 and all(found.values()), found
 
 
 def overwritten_boundaries() -> bool:
