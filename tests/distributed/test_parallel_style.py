@@ -555,98 +555,84 @@ def sharded(dim: int) -> list[Tensor]:
     return [DTensor.from_local(x, mesh_of(2), [Shard(dim)]) for x in plain_qkv(heads=2)]
 
 
-def few_heads() -> list[Tensor]:
-    return plain_qkv(8, 2)
-
-
-class Wrong(NamedTuple):
-    """A call that is refused, and what the message has."""
-
-    says: str
-    style: dict[str, Any]
-    module: Callable[[], nn.Module]
-    qkv: Callable[[], list[Any]]
-    shape: tuple[int, ...]
-    names: tuple[str, ...] | None
-
-    def run(self) -> None:
-        mesh = mesh_of(2)
-        if self.shape != (2,):
-            mesh = init_device_mesh("cpu", self.shape, mesh_dim_names=self.names)
-        parallelize_module(self.module(), mesh, ContextParallel(**self.style))(*self.qkv())
-
-
-def wrong(
-    says: str,
+def try_style(
+    style: dict[str, Any],
     module: Callable[[], nn.Module] = Core,
     qkv: Callable[[], list[Any]] = plain_qkv,
     shape: tuple[int, ...] = (2,),
     names: tuple[str, ...] | None = ("cp",),
-    **style: Any,
-) -> Wrong:
-    return Wrong(says, style, module, qkv, shape, names)
+) -> None:
+    mesh = mesh_of(2) if shape == (2,) else init_device_mesh("cpu", shape, mesh_dim_names=names)
+    parallelize_module(module(), mesh, ContextParallel(**style))(*qkv())
 
 
 MASK = torch.ones(16, 16, dtype=torch.bool)
 RUNS = SequenceLayout.boundaries([0, 8, 8])
 WHOLE = {"inside": "whole", "degree": 2}
 
-ERRORS = {
-    "degree": wrong("degree|3 and 2", degree=3),
-    "degree 0": wrong("degree|at least 1|0", degree=0),
-    "degree of ulysses": wrong("'ulysses'|2|1", degree=1, strategy="ulysses"),
-    "degree of q_exchange": wrong("'q_exchange'|1|2", degree=2, strategy="q_exchange"),
-    "degree and value": wrong("degree=2|strategy by name", degree=2, strategy=Strategy()),
-    "degree and mesh": wrong("2 and 1", degree=2, shape=(2, 1), names=("co", "ds")),
-    "hybrid without": wrong("needs degree=|2 ranks", strategy="hybrid"),
-    "strategy": wrong("'rign'", strategy="rign"),
-    "names of axes": wrong("needs their names", shape=(1, 2), names=None),
-    "three axes": wrong("('a', 'b', 'c')", shape=(1, 2, 1), names=("a", "b", "c")),
-    "layout name": wrong("'zagzig'", layout="zagzig"),
-    "layout type": wrong("layout must be one of", layout=5),
-    "layout ranks": wrong("ranks than the mesh, 2", layout=SequenceLayout.zigzag(16, 4)),
-    "rows": wrong("10 rows|got 8", layout=SequenceLayout.contiguous(20, 2)),
-    "rows of chunks": wrong(
-        "[4, 4]|[8, 0]", layout=RUNS, qkv=lambda: plain_qkv([8, 0][dist.get_rank()])
+# The style, what the message has, and the rest of the call.
+ERRORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "degree": ({"degree": 3}, "degree|3 and 2", {}),
+    "degree 0": ({"degree": 0}, "degree|at least 1|0", {}),
+    "degree of ulysses": ({"degree": 1, "strategy": "ulysses"}, "'ulysses'|2|1", {}),
+    "degree of q_exchange": ({"degree": 2, "strategy": "q_exchange"}, "'q_exchange'|1|2", {}),
+    "degree and value": ({"degree": 2, "strategy": Strategy()}, "degree=2|strategy by name", {}),
+    "degree and mesh": ({"degree": 2}, "2 and 1", {"shape": (2, 1), "names": ("co", "ds")}),
+    "hybrid without": ({"strategy": "hybrid"}, "needs degree=|2 ranks", {}),
+    "strategy": ({"strategy": "rign"}, "'rign'", {}),
+    "names of axes": ({}, "needs their names", {"shape": (1, 2), "names": None}),
+    "three axes": ({}, "('a', 'b', 'c')", {"shape": (1, 2, 1), "names": ("a", "b", "c")}),
+    "layout name": ({"layout": "zagzig"}, "'zagzig'", {}),
+    "layout type": ({"layout": 5}, "layout must be one of", {}),
+    "layout ranks": ({"layout": SequenceLayout.zigzag(16, 4)}, "ranks than the mesh, 2", {}),
+    "rows": ({"layout": SequenceLayout.contiguous(20, 2)}, "10 rows|got 8", {}),
+    "rows of chunks": (
+        {"layout": RUNS}, "[4, 4]|[8, 0]", {"qkv": lambda: plain_qkv([8, 0][dist.get_rank()])}
     ),
-    "no sdpa": wrong("did not call F.scaled_dot_product_attention", module=NoAttention),
-    "attn_mask": wrong("attn_mask", module=lambda: Asks(attn_mask=MASK)),
-    "dropout_p": wrong("dropout_p|0.1", module=lambda: Asks(dropout_p=0.1)),
-    "top-left": wrong(
+    "no sdpa": ({}, "did not call F.scaled_dot_product_attention", {"module": NoAttention}),
+    "attn_mask": ({}, "attn_mask", {"module": lambda: Asks(attn_mask=MASK)}),
+    "dropout_p": ({}, "dropout_p|0.1", {"module": lambda: Asks(dropout_p=0.1)}),
+    "top-left": (
+        {},
         "queries|8 and 16",
-        module=lambda: Asks(is_causal=True),
-        qkv=lambda: [*plain_qkv()[:1], *plain_qkv(16)[1:]],
+        {
+            "module": lambda: Asks(is_causal=True),
+            "qkv": lambda: [*plain_qkv()[:1], *plain_qkv(16)[1:]],
+        },
     ),
-    "gqa": wrong(
+    "gqa": (
+        {},
         "enable_gqa=True|(1, 4, ",
-        module=Asks,
-        qkv=lambda: [*plain_qkv(heads=4)[:1], *plain_qkv(heads=2)[1:]],
+        {"module": Asks, "qkv": lambda: [*plain_qkv(heads=4)[:1], *plain_qkv(heads=2)[1:]]},
     ),
-    "whole and ring": wrong("all 2 ranks|degree 1", inside="whole"),
-    "whole and heads": wrong("3 heads of q|2 ranks", **WHOLE),
-    "whole and dims": wrong(
+    "whole and ring": ({"inside": "whole"}, "all 2 ranks|degree 1", {}),
+    "whole and heads": (WHOLE, "3 heads of q|2 ranks", {}),
+    "whole and dims": (
+        WHOLE,
         "(1, 16, 1, 'headdim')|(1, 16, 4)",
-        **WHOLE,
-        module=lambda: Core(returns="flat"),
-        qkv=few_heads,
+        {"module": lambda: Core(returns="flat"), "qkv": lambda: plain_qkv(8, 2)},
     ),
-    "whole and more": wrong("no tensor beside|2 elements", **WHOLE, module=Twice, qkv=few_heads),
-    "local and dims": wrong(
-        "(1, 8, 2, 4)|(1, 2, 8, 4)", inside="local", module=Transposed, qkv=lambda: sharded(1)
+    "whole and more": (
+        WHOLE, "no tensor beside|2 elements", {"module": Twice, "qkv": lambda: plain_qkv(8, 2)}
     ),
-    "seq_dim": wrong("seq_dim=2", seq_dim=2, head_dim=1),
-    "placement": wrong("Shard(1)", qkv=lambda: sharded(2)),
-    "forms": wrong("q is DTensor|k is", qkv=lambda: [*sharded(1)[:1], *plain_qkv()[:2]]),
-    "types": wrong("k must be a torch.Tensor", qkv=lambda: [torch.ones(1, 8, 3, 4), 1.0, 2.0]),
-    "missing": wrong("no v|index 2|'v'", qkv=lambda: plain_qkv()[:2]),
-    "indices": wrong("[0, 1, 3]", qkv_indices=(0, 1, 3)),
-    "keywords": wrong("'query'|Core.forward", qkv_names=("query", "k", "v")),
-    "output_index": wrong(
-        "output_index 2|2 elements", output_index=2, module=lambda: Core(returns="tuple")
+    "local and dims": (
+        {"inside": "local"},
+        "(1, 8, 2, 4)|(1, 2, 8, 4)",
+        {"module": Transposed, "qkv": lambda: sharded(1)},
     ),
-    "output type": wrong("NoneType", module=lambda: Core(returns="tuple")),
-    "options of a function": wrong("['group']", replace=lambda module: {"group": None}),
-}
+    "seq_dim": ({"seq_dim": 2, "head_dim": 1}, "seq_dim=2", {}),
+    "placement": ({}, "Shard(1)", {"qkv": lambda: sharded(2)}),
+    "forms": ({}, "q is DTensor|k is", {"qkv": lambda: [*sharded(1)[:1], *plain_qkv()[:2]]}),
+    "types": ({}, "k must be a torch.Tensor", {"qkv": lambda: [torch.ones(1, 8, 3, 4), 1.0, 2.0]}),
+    "missing": ({}, "no v|index 2|'v'", {"qkv": lambda: plain_qkv()[:2]}),
+    "indices": ({"qkv_indices": (0, 1, 3)}, "[0, 1, 3]", {}),
+    "keywords": ({"qkv_names": ("query", "k", "v")}, "'query'|Core.forward", {}),
+    "output_index": (
+        {"output_index": 2}, "output_index 2|2 elements", {"module": lambda: Core(returns="tuple")}
+    ),
+    "output type": ({}, "NoneType", {"module": lambda: Core(returns="tuple")}),
+    "options of a function": ({"replace": lambda module: {"group": None}}, "['group']", {}),
+}  # fmt: skip
 
 # What is wrong with what a module returns, once it has run.
 AFTER = ("output_index", "output type", "local and dims")
@@ -655,11 +641,11 @@ AFTER = ("output_index", "output type", "local and dims")
 def run_errors() -> dict[str, tuple[str, int]]:
     """What each wrong use says, and how many messages of the ring had been sent by then."""
     found = {}
-    for name, one in ERRORS.items():
+    for name, (style, _, others) in ERRORS.items():
         ring = open_p2p(mesh_of(2).get_group(), TransportOptions())
         before = ring.stats.messages
         with pytest.raises((ValueError, TypeError, NotImplementedError)) as error:
-            one.run()
+            try_style(style, **others)
         found[name] = (str(error.value), ring.stats.messages - before)
     return found
 
@@ -667,6 +653,7 @@ def run_errors() -> dict[str, tuple[str, int]]:
 def test_errors_say_what_is_wrong_on_every_rank(ranks: Any) -> None:
     for found in ranks(2).run(run_errors):
         assert found.keys() == ERRORS.keys()
-        for name, (text, messages) in found.items():
-            assert all(word in text for word in ERRORS[name].says.split("|")), (name, text)
+        for name, (_, words, _) in ERRORS.items():
+            text, messages = found[name]
+            assert all(word in text for word in words.split("|")), (name, text)
             assert messages == 0 or name in AFTER, name
