@@ -17,15 +17,14 @@ from ring_attn.tools import demo
 from ring_attn.tools.demo import Report, Row, Run, Twin, sample_batches, standard_library_text
 from ring_attn.tools.generate import Comparison, compare
 from ring_attn.tools.mesh import Axes
+from tests.integration.commands import options_of
 
 TINY = "--seqlen 33 --dim 32 --layers 2"
 ROW = Row(0, 5.5, 5.5, 1.0, 1.0, 1, 1)
 
 
 def parsed(options: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    demo.add_arguments(parser)
-    return parser.parse_args(options.split())
+    return options_of(demo, options)
 
 
 def run_of(options: str) -> Run:
