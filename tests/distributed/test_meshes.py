@@ -130,10 +130,8 @@ def assert_holds(results: list[Trained], settings: Settings) -> None:
 CASES = {
     "pp2-cp2-1f1b": settings_for("pp=2,cp=2", microbatches=4, layout="contiguous"),
     "pp2-cp2-interleaved": settings_for("pp=2,cp=2", schedule="interleaved", microbatches=4),
-    "cp2-tp2": settings_for("cp=2,tp=2"),
     "cp2-tp2-mqa": settings_for("cp=2,tp=2", nheads_kv=1, layout="contiguous"),
     "cp2-tp2-mha-ulysses": settings_for("cp=2,tp=2", nheads_kv=8, strategy="ulysses"),
-    "dp2-cp2": settings_for("dp=2,cp=2"),
     "dp2-cp2-fsdp": settings_for("dp=2,cp=2", fsdp=True, microbatches=2),
 }
 
@@ -144,6 +142,8 @@ def test_mesh_trains_as_one_process_does(ranks: Any, name: str) -> None:
 
 
 SLOW = {
+    "dp2-cp2": settings_for("dp=2,cp=2"),
+    "cp2-tp2": settings_for("cp=2,tp=2"),
     "pp2-cp2-fsdp": settings_for("pp=2,cp=2", fsdp=True, microbatches=2, layout="striped"),
     "pp2-cp2-gpipe": settings_for("pp=2,cp=2", schedule="gpipe", microbatches=2),
     "cp4-hybrid": settings_for("cp=4", strategy=Strategy(ulysses_degree=2), seqlen=65),
@@ -280,8 +280,6 @@ def test_demo_in_bfloat16(ranks: Any) -> None:
 def test_a_few_missing_keys_fail_the_demo(ranks: Any) -> None:
     """Three rows do not see the first key."""
     settings = settings_for("cp=2", batch=1, dtype=torch.float32)
-    right, none = ranks(2).run(run_demo, settings, some_text(), {})
-    assert right.ok and none is None, [str(verdict) for verdict in right.verdicts]
     options = {"window_size": (settings.seqlen - 5, 0)}
-    wrong, _ = ranks(2).run(run_demo, settings, some_text(), options)
-    assert not wrong.ok and not any(verdict.ok for verdict in wrong.verdicts)
+    wrong, none = ranks(2).run(run_demo, settings, some_text(), options)
+    assert none is None and not wrong.ok and not any(verdict.ok for verdict in wrong.verdicts)

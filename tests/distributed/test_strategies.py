@@ -28,7 +28,7 @@ from ring_attn.testing import (
     run_rank,
 )
 
-# With numbers of ranks, among which the cases are dealt out.
+# With numbers of ranks, among which the cases are dealt out; of one number, half in each layout.
 SIZES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("ring", "all_gather", "q_exchange"), (1, 2, 3, 4)),
     "ulysses": (2, 3, 4),
@@ -69,7 +69,8 @@ def test_as_in_one_process(
         got = assert_as_in_one_process(ranks, every[turn], 1)
         assert got.sent == ((Sent(0, 0), Sent(0, 0)),)
         return
-    for case in every[(sizes.index(world_size) + turn) % len(sizes) :: len(sizes)]:
+    step = max(2, len(sizes))
+    for case in every[(sizes.index(world_size) + turn) % step :: step]:
         assert_as_in_one_process(ranks, case, world_size)
 
 
