@@ -14,10 +14,20 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Every client of torch's store looks up its host's name. A name server that loses the question
-# would take 5 s, which is longer than the timeouts of these tests.
-os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+# would take 5 s, which is longer than the timeouts of these tests: none is asked, /etc/hosts
+# remains, and torch's warning that a name is unknown is not shown.
+os.environ["RES_OPTIONS"] = "attempts:0"
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
 from tests.distributed.pool import Pool, Pools
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks all tests of the folder `distributed`."""
+    for item in items:
+        if item.path.parent.name == "distributed":
+            item.add_marker("dist")
 
 
 @pytest.fixture(scope="session")

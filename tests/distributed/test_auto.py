@@ -21,14 +21,12 @@ from ring_attn.core.spec import AttentionSpec, TransportOptions
 from ring_attn.core.strategy import Strategy
 from ring_attn.planning import devices, planner
 from ring_attn.planning.agreement import agreed_strategy
-from ring_attn.planning.choice import Choice, Problem
+from ring_attn.planning.choice import Problem
 from ring_attn.planning.devices import Cluster, Link, cpu_cluster, to_json
 from ring_attn.planning.planner import choose
 from ring_attn.testing import Case, run_all_ranks
 from ring_attn.transport.p2p import open_p2p
 from tests.distributed.pool import Pools
-
-pytestmark = pytest.mark.dist
 
 SPEC = AttentionSpec("cpu", torch.float32, 1, 4, 1, 16, 16)
 LAYOUT = SequenceLayout.zigzag(4096, 2)
@@ -77,11 +75,9 @@ def test_ranks_with_other_files_do_what_rank_0_says(ranks: Pools, tmp_path: Path
 
 
 def fails_on(path: str, headdim: int) -> str:
-    try:
+    with pytest.raises(ValueError) as error:
         choose_on(path, headdim=headdim)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    return str(error.value)
 
 
 def test_an_error_is_the_same_on_all_ranks(ranks: Pools, tmp_path: Path) -> None:
@@ -96,38 +92,38 @@ def test_an_error_is_the_same_on_all_ranks(ranks: Pools, tmp_path: Path) -> None
 
 
 def absent(seconds: float) -> str:
+    """Rank 1 has formed the ring, and does not come to choose."""
+    transport = open_p2p(dist.new_group(), TransportOptions(timeout=seconds))
     if dist.get_rank() == 1:
         return ""
-    transport = open_p2p(dist.group.WORLD, TransportOptions(timeout=seconds))
     options: dict[str, Any] = {"backend": "aten", "same_bits": None, "backward": True}
-    try:
+    with pytest.raises(RuntimeError) as error:
         agreed_strategy(SPEC, (LAYOUT, LAYOUT), MASK, transport, **options)
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
+    return str(error.value)
 
 
-def opened(seconds: float) -> None:
-    open_p2p(dist.group.WORLD, TransportOptions(timeout=seconds))
-
-
-def test_a_rank_that_does_not_come_is_a_timeout(fresh_ranks: Any) -> None:
-    pool = fresh_ranks(2)
-    pool.run(opened, 2.0)
-    told = pool.run(absent, 2.0)
-    assert "strategy='auto': the ranks choose together" in told[0]
-    assert "2" in told[0]
+def test_a_rank_that_does_not_come_is_a_timeout(ranks: Pools) -> None:
+    told = ranks(2).run(absent, 1.5)
+    assert "strategy='auto': the ranks choose together" in told[0] and "1.5" in told[0]
 
 
 # -- calls
 
-CASES = (("causal", "zigzag"), ("window", "contiguous"), ("longer kv", "striped"))
 
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize(("name", "kind"), CASES)
-def test_auto_is_exact_and_agrees_once(world_size: int, name: str, kind: str, ranks: Pools) -> None:
-    case = Case(name, kind, "auto", seqlen=61, seed=world_size)
+@pytest.mark.parametrize(
+    ("world_size", "mask", "layout"),
+    [
+        (1, "causal", "zigzag"),
+        (2, "causal", "zigzag"),
+        (2, "window", "contiguous"),
+        (4, "window", "contiguous"),
+        (4, "longer kv", "striped"),
+    ],
+)
+def test_auto_is_exact_and_agrees_once(
+    world_size: int, mask: str, layout: str, ranks: Pools
+) -> None:
+    case = Case(mask, layout, "auto", seqlen=61, seed=world_size)
     first, second = (run_all_ranks(case, world_size, ranks(world_size).run) for _ in range(2))
     assert not first.failures and not second.failures
     for (forward, backward), (again, backward_again) in zip(first.sent, second.sent, strict=True):
@@ -135,60 +131,39 @@ def test_auto_is_exact_and_agrees_once(world_size: int, name: str, kind: str, ra
         assert backward == backward_again
 
 
-def on_a_mesh(axes: tuple[str, ...]) -> list[int]:
+def on_a_mesh() -> list[list[int]]:
     """The node sizes that the planner hears of on this rank, on a machine of two nodes."""
-    heard: list[int] = []
-    choose = planner.choose
-
-    def listen(problem: Problem, layouts: Any) -> Choice:
-        heard.append(problem.cluster.node_size)
-        return choose(problem, layouts)
-
-    planner.choose = listen  # type: ignore[assignment]
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    try:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
-        q = torch.randn(1, 8, 4, 8)
-        ring_attn.ring_attention(q, q, q, group=mesh[axes], strategy="auto")
-    finally:
-        planner.choose = choose
-        del os.environ["LOCAL_WORLD_SIZE"]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "gpu"))
+    heard = []
+    for axes in (("node", "gpu"), "gpu", "node"):
+        with (
+            mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"),
+            mock.patch.object(planner, "choose", side_effect=planner.choose) as chosen,
+        ):
+            q = torch.randn(1, 8, 4, 8)
+            ring_attn.ring_attention(q, q, q, group=mesh[axes], strategy="auto")
+        heard.append([called.args[0].cluster.node_size for called in chosen.call_args_list])
     return heard
 
 
-@pytest.mark.parametrize(
-    ("axes", "heard"),
-    [
-        (("node", "gpu"), [[2], [], [], []]),
-        (("gpu",), [[2], [], [2], []]),
-        # Between neighbours of such a ring lie the ranks of the other axis.
-        (("node",), [[1], [1], [], []]),
-    ],
-    ids=str,
-)
-def test_the_planner_hears_of_nodes(
-    ranks: Pools, axes: tuple[str, ...], heard: list[list[int]]
-) -> None:
-    assert ranks(4).run(on_a_mesh, axes) == heard
+def test_the_planner_hears_of_nodes(ranks: Pools) -> None:
+    """On the first rank of each ring; between neighbours along the nodes lie the other ranks."""
+    both, gpu, node = zip(*ranks(4).run(on_a_mesh), strict=True)
+    assert both == ([2], [], [], []) and gpu == ([2], [], [2], []) and node == ([1], [1], [], [])
 
 
-def debugged(wrong: bool) -> str:
-    os.environ["RING_ATTN_DEBUG"] = "1"
+def debugged() -> str:
     q = torch.randn(1, 8, 4, 8)
-    options = {"causal": wrong and dist.get_rank() == 1}
-    try:
-        ring_attn.ring_attention(q, q, q, strategy="auto", **options)
-        return "fine"
-    except ValueError as error:
-        return str(error)
-    finally:
-        del os.environ["RING_ATTN_DEBUG"]
+    with mock.patch.dict(os.environ, RING_ATTN_DEBUG="1"):
+        with pytest.raises(ValueError) as error:
+            ring_attn.ring_attention(q, q, q, strategy="auto", causal=dist.get_rank() == 1)
+        ring_attn.ring_attention(q, q, q, strategy="auto")
+    return str(error.value)
 
 
 def test_debug_names_what_differs_before_the_ranks_choose(ranks: Pools) -> None:
-    told = ranks(2).run(debugged, True)
+    told = ranks(2).run(debugged)
     assert all("causal" in text and "ranks disagree" in text for text in told)
-    assert ranks(2).run(debugged, False) == ["fine", "fine"]
 
 
 def refused_on_one_rank() -> str:

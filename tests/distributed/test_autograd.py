@@ -5,7 +5,7 @@ Each function runs on every rank and checks there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -29,13 +29,9 @@ from ring_attn.testing import (
 )
 from ring_attn.transport.p2p import open_p2p
 
-pytestmark = pytest.mark.dist
 
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
+def same(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _ring(name: str, heads: Heads = HEADS["gqa"]) -> tuple[Callable[..., Any], Inputs]:
@@ -61,8 +57,7 @@ def two_layers_in_one_graph(name: str) -> None:
     grads = torch.autograd.grad(ring(query, k, value), (query, k, value), dout)
     below = torch.autograd.grad(first, (q, k, v), grads[0] + grads[2])
     wanted = (below[0], below[1] + grads[1], below[2] + grads[2])
-    for side, x, y in zip("qkv", got, wanted, strict=True):
-        assert torch.equal(x, y), side
+    assert same(got, wanted)
 
 
 def calls_in_flight(name: str) -> None:
@@ -77,8 +72,7 @@ def calls_in_flight(name: str) -> None:
     forwards, backwards = both("ab"), both("ba")
     for call, shards in (("a", a), ("b", b)):
         alone = torch.autograd.grad(ring(*shards[:3]), shards[:3], shards.dout)
-        for x, y, z in zip(alone, forwards[call], backwards[call], strict=True):
-            assert torch.equal(x, y) and torch.equal(x, z), call
+        assert same(alone, forwards[call]) and same(alone, backwards[call]), call
 
 
 def double_backward_is_refused(name: str) -> None:
@@ -91,6 +85,10 @@ def double_backward_is_refused(name: str) -> None:
             with pytest.raises(NotImplementedError, match="differentiable once"):
                 grad.sum().backward()
     (grad,) = torch.autograd.grad(ring(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiable once"):
+        torch.autograd.grad(grad.sum(), k)
+    sinks = torch.zeros(q.size(2), requires_grad=True)
+    (grad,) = torch.autograd.grad(ring(q, k, v, sinks=sinks).sum(), sinks, create_graph=True)
     with pytest.raises(NotImplementedError, match="differentiable once"):
         torch.autograd.grad(grad.sum(), k)
     # Asked for and not used, it changes nothing.
@@ -109,7 +107,19 @@ def lse_takes_no_gradient(name: str) -> None:
         torch.autograd.grad(lse.sum(), q)
     grads = torch.autograd.grad(out, (q, k, v), dout)
     usual = torch.autograd.grad(ring(q, k, v), (q, k, v), dout)
-    assert all(torch.equal(x, y) for x, y in zip(grads, usual, strict=True))
+    assert same(grads, usual)
+
+
+def sinks_keep_their_dtype(name: str) -> None:
+    """Their gradient has the dtype of the sinks, whatever that of q is; the others are the same."""
+    ring, (q, k, v, dout) = _ring(name)
+    found = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        sinks = torch.tensor([0.5, -1.0, 0.0, 2.0], dtype=dtype, requires_grad=True)
+        *grads, dsinks = torch.autograd.grad(ring(q, k, v, sinks=sinks), (q, k, v, sinks), dout)
+        assert dsinks.dtype == dtype
+        found.append([*grads, dsinks.to(torch.bfloat16)])
+    assert same(found[0], found[1]) and same(found[0], found[2])
 
 
 def saves_five_tensors(name: str) -> None:
@@ -179,7 +189,7 @@ def any_strides_of_dout(name: str) -> None:
     pairs = ((summed, ones), (gradients(expanded), ones))
     pairs += ((gradients(transposed), usual), (gradients(spread), usual))
     for got, wanted in pairs:
-        assert all(torch.equal(x, y) for x, y in zip(got, wanted, strict=True))
+        assert same(got, wanted)
 
 
 def inputs_are_not_touched(name: str) -> None:
@@ -189,8 +199,7 @@ def inputs_are_not_touched(name: str) -> None:
     out = ring(q, k, v)
     first = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
     second = torch.autograd.grad(out, (q, k, v), dout)
-    assert all(torch.equal(x, y) for x, y in zip((q, k, v, dout), before, strict=True))
-    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    assert same((q, k, v, dout), before) and same(first, second)
 
 
 def changed_inputs_are_found(name: str) -> None:
@@ -205,7 +214,8 @@ def changed_inputs_are_found(name: str) -> None:
 
 def the_ring_has_its_own_groups(name: str) -> None:
     """One transport for each group and options; collectives of the caller run between its steps."""
-    world = _world()
+    world = dist.group.WORLD
+    assert world is not None
     ring, (q, k, v, _) = _ring(name)
     assert open_p2p(world, TransportOptions()) is open_p2p(world, TransportOptions())
     other = open_p2p(world, TransportOptions(timeout=20))
@@ -223,34 +233,34 @@ def the_ring_has_its_own_groups(name: str) -> None:
     assert bool((x == total).all())
 
 
-ON_RANKS = [
+EVERYWHERE: tuple[Callable[[str], None], ...] = (
     two_layers_in_one_graph,
     calls_in_flight,
     double_backward_is_refused,
     lse_takes_no_gradient,
-    saves_five_tensors,
+    sinks_keep_their_dtype,
     checkpointed,
     some_inputs_without_gradient,
     any_strides_of_dout,
     inputs_are_not_touched,
-    changed_inputs_are_found,
-    the_ring_has_its_own_groups,
-]
-
-
-# With world size. Three functions look at what a ring keeps and connects; others keep heads apart.
-STRATEGIES = (("ring", 1), ("ring", 3), ("double_ring", 4), ("all_gather", 2), ("ulysses", 3))
-STRATEGIES += (("hybrid", 4), ("q_exchange", 4))
+)
+# These look at what a ring keeps and connects; others keep heads apart.
 OF_THE_RING = (saves_five_tensors, changed_inputs_are_found, the_ring_has_its_own_groups)
 
 
+def check_all(name: str) -> None:
+    for check in EVERYWHERE + (OF_THE_RING if name == "ring" else ()):
+        check(name)
+
+
+# With world size.
+STRATEGIES = (("ring", 1), ("ring", 3), ("double_ring", 4), ("all_gather", 2), ("ulysses", 3))
+STRATEGIES += (("hybrid", 4), ("q_exchange", 4))
+
+
 @pytest.mark.parametrize(("name", "world_size"), STRATEGIES)
-@pytest.mark.parametrize("check_on_ranks", ON_RANKS, ids=lambda fn: fn.__name__)
-def test_autograd(
-    ranks: Any, check_on_ranks: Callable[[str], None], name: str, world_size: int
-) -> None:
-    if name == "ring" or check_on_ranks not in OF_THE_RING:
-        ranks(world_size).run(check_on_ranks, name)
+def test_autograd(ranks: Any, name: str, world_size: int) -> None:
+    ranks(world_size).run(check_all, name)
 
 
 # -- gathering

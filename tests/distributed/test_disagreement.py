@@ -1,14 +1,16 @@
-"""Ranks that are not in the same call, without RING_ATTN_DEBUG: all of them raise, none computes.
+"""Ranks that are not in the same call: all of them raise, none computes.
 
-Every way for calls to differ, in every strategy. Each trial has a process group of its own in the
-same four processes, which would not outlive a message that is longer than its buffer.
+With RING_ATTN_DEBUG=1 every rank is told who differs in which argument before anything is sent;
+without it the messages tell. Each trial has a process group of its own in the same four processes,
+which would not outlive a message that is longer than its buffer.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -18,33 +20,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import SequenceLayout, TransportOptions, ring_attention, tree_decode
+from ring_attn import SequenceLayout, TransportOptions, ops, ring_attention, tree_decode
 from ring_attn.testing.cases import strategy_of
+from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import media
-from tests.distributed.pool import Pools
-
-pytestmark = pytest.mark.dist
+from tests.distributed.pool import Ended, Pools, ended
 
 WORLD_SIZE = 4
 ROWS = 6
 SEQLEN = WORLD_SIZE * ROWS
 TIMEOUT = 4.0
 Arguments = dict[str, Any]
-Group = dist.ProcessGroup
+Group = dist.ProcessGroup | None
 
 STRATEGIES = ("ring", "double_ring", "all_gather", "ulysses", "hybrid", "q_exchange", "auto")
 
 
 def tensors(
+    batch: int = 1,
     rows: int = ROWS,
     nheads: int = 4,
     nheads_kv: int = 4,
     headdim: int = 8,
+    headdim_v: int = 8,
     dtype: torch.dtype = torch.float32,
-    **_: object,
 ) -> list[Tensor]:
-    shapes = [(1, rows, heads, headdim) for heads in (nheads, nheads_kv, nheads_kv)]
-    return [torch.ones(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    shapes = [(nheads, headdim), (nheads_kv, headdim), (nheads_kv, headdim_v)]
+    return [torch.ones(batch, rows, *one, dtype=dtype, requires_grad=True) for one in shapes]
 
 
 def documents(*boundaries: int) -> Tensor:
@@ -55,33 +57,96 @@ def documents(*boundaries: int) -> Tensor:
 
 USUAL: Arguments = {"causal": True, "softmax_scale": 0.25, "layout": "contiguous"}
 SINKS = torch.tensor([0.5, -1.0, 0.0, 2.0])
+WITH_GRADIENT = torch.zeros(4, requires_grad=True)
+BOUNDARIES = SequenceLayout.boundaries([0, 5, 11, 17, SEQLEN - 1])
 
-# name -> what all ranks but the odd one add to `USUAL`, and what that one adds.
-DIFFERENT: dict[str, tuple[Arguments, Arguments]] = {
-    "dtype of one size": ({"dtype": torch.float16}, {"dtype": torch.bfloat16}),
-    "dtype": ({}, {"dtype": torch.float64}),
-    "rows": ({}, {"rows": ROWS + 2}),
-    "more rows": ({}, {"rows": 5 * ROWS}),
-    "heads and headdim": ({}, {"nheads": 8, "nheads_kv": 8, "headdim": 4}),
-    "kv heads": ({}, {"nheads_kv": 2}),
-    "scale": ({}, {"softmax_scale": 0.5}),
-    "softcap": ({"softcap": 5.0}, {"softcap": 6.0}),
-    "values of sinks": ({"sinks": SINKS}, {"sinks": SINKS.flip(0)}),
-    "sinks": ({}, {"sinks": SINKS}),
-    "causal": ({}, {"causal": False}),
-    "window": ({"window_size": (9, 0)}, {"window_size": (7, 0)}),
-    "documents": ({"cu_seqlens": documents(9)}, {"cu_seqlens": documents(10)}),
-    "layout": ({}, {"layout": SequenceLayout.boundaries([0, 5, 11, 17, SEQLEN - 1])}),
-    "gradient": ({}, {"requires_grad": False}),
-    "strategy": ({}, {"strategy": "all_gather"}),
+# name -> what all ranks but the odd one add to `USUAL`, what that one adds, and what all are told
+# if it is rank 1 and they compare their arguments.
+DIFFERENT: dict[str, tuple[Arguments, Arguments, str]] = {
+    "dtype of one size": (
+        {"dtype": torch.float16},
+        {"dtype": torch.bfloat16},
+        "dtype: rank 1 has torch.bfloat16, the other 3 have torch.float16",
+    ),
+    "dtype": ({}, {"dtype": torch.float64}, "dtype: rank 1 has torch.float64"),
+    "rows": (
+        {},
+        {"rows": ROWS + 2},
+        "seqlen_q: rank 1 has 32, the other 3 have 24; seqlen_k: rank 1 has 32",
+    ),
+    "more rows": ({}, {"rows": 5 * ROWS}, "seqlen_q: rank 1 has 120; seqlen_k: rank 1 has 120"),
+    "heads and headdim": (
+        {},
+        {"nheads": 8, "nheads_kv": 8, "headdim": 4},
+        "nheads: rank 1 has 8; nheads_kv: rank 1 has 8; headdim: rank 1 has 4, the other 3 have 8",
+    ),
+    "kv heads": ({}, {"nheads_kv": 2}, "nheads_kv: rank 1 has 2, the other 3 have 4"),
+    "scale": ({}, {"softmax_scale": 0.5}, "softmax_scale: rank 1 has 0.5, the other 3 have 0.25"),
+    "softcap": ({"softcap": 5.0}, {"softcap": 6.0}, "softcap: rank 1 has 6.0, the other 3 have 5"),
+    "values of sinks": ({"sinks": SINKS}, {"sinks": SINKS.flip(0)}, "values of sinks: rank 1 has"),
+    "sinks": ({}, {"sinks": SINKS}, "sinks: rank 1 has True, the other 3 have False"),
+    "causal": ({}, {"causal": False}, "causal: rank 1 has False, the other 3 have True"),
+    "window": (
+        {"window_size": (9, 0)},
+        {"window_size": (7, 0)},
+        "window_size: rank 1 has (7, 0), the other 3 have (9, 0)",
+    ),
+    "documents": (
+        {"cu_seqlens": documents(9)},
+        {"cu_seqlens": documents(10)},
+        "cu_seqlens: rank 1 has (0, 10, 24), the other 3 have (0, 9, 24)",
+    ),
+    "layout": (
+        {},
+        {"layout": BOUNDARIES},
+        "layout: rank 1 has ('boundaries([0, 5, 11, 17, 23])'",
+    ),
+    "gradient": ({}, {"requires_grad": False}, "requires_grad: rank 1 has False"),
+    "strategy": ({}, {"strategy": "all_gather"}, "strategy: rank 1 has"),
 }
+
+# Others, told in debug mode: without it they are like those above.
+COMPARED: dict[str, tuple[Arguments, Arguments, str]] = {
+    "batch": ({}, {"batch": 2}, "batch: rank 1 has 2, the other 3 have 1"),
+    "nheads": ({}, {"nheads": 8}, "nheads: rank 1 has 8, the other 3 have 4"),
+    "headdim": ({}, {"headdim": 16}, "headdim: rank 1 has 16, the other 3 have 8"),
+    "headdim_v": ({}, {"headdim_v": 16}, "headdim_v: rank 1 has 16, the other 3 have 8"),
+    "gradient of the sinks": (
+        {"requires_grad": False},
+        {"requires_grad": False, "sinks": WITH_GRADIENT},
+        "requires_grad: rank 1 has True, the other 3 have False",
+    ),
+    "named layout": ({}, {"layout": "zigzag"}, "layout: rank 1 has ('zigzag(seqlen=24"),
+    "documents of keys": (
+        {},
+        {"cu_seqlens": documents(), "cu_seqlens_k": documents()},
+        "cu_seqlens: rank 1 has (0, 24); cu_seqlens_k: rank 1 has (0, 24), the other 3 have None",
+    ),
+    "backend": (
+        {},
+        {"backend": "reference"},
+        "backend: rank 1 has 'reference', the other",
+    ),
+    "timeout": ({}, {"transport": TransportOptions(timeout=20)}, "transport: rank 1 has"),
+    "two things": (
+        {},
+        {"causal": False, "softmax_scale": 0.5},
+        "causal: rank 1 has False; softmax_scale: rank 1 has 0.5",
+    ),
+}
+# More arguments differ, or are said to.
+MORE = ("rows", "more rows", "layout", "documents", "documents of keys", "softcap", "sinks",
+        "gradient of the sinks", "strategy", "heads and headdim")  # fmt: skip
 
 
 def call(group: Group, **arguments: Any) -> Tensor:
     """A forward and its backward."""
     given = {**USUAL, "transport": TransportOptions(timeout=TIMEOUT), "group": group, **arguments}
-    sizes = {name: given.pop(name) for name in ("rows", "nheads", "nheads_kv", "headdim", "dtype")
-             if name in given}  # fmt: skip
+    sizes = {
+        name: given.pop(name)
+        for name in ("batch", "rows", "nheads", "nheads_kv", "headdim", "headdim_v", "dtype")
+        if name in given
+    }
     layout = given["layout"]
     if isinstance(layout, SequenceLayout):
         sizes["rows"] = layout.shard_len(dist.get_rank(group))
@@ -176,15 +241,6 @@ def decode(group: Group, queries: int = 2, **arguments: Any) -> Tensor:
     return tree_decode(rows, cache, cache, group=group, transport=transport, **arguments)
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How one rank's part of a trial ended."""
-
-    error: str | None
-    text: str
-    seconds: float
-
-
 def trial(run: Callable[[Group], object]) -> Ended:
     """Runs one rank's part in a group of its own."""
     group = dist.new_group()
@@ -192,16 +248,6 @@ def trial(run: Callable[[Group], object]) -> Ended:
         return ended(lambda: run(group))
     finally:
         dist.destroy_process_group(group)
-
-
-def ended(run: Callable[[], object]) -> Ended:
-    """Runs it and says how it ended."""
-    started = time.monotonic()
-    try:
-        run()
-    except Exception as error:
-        return Ended(type(error).__name__, str(error), time.monotonic() - started)
-    return Ended(None, "it ran", time.monotonic() - started)
 
 
 def all_trials(strategy: str, odd_rank: int, names: list[str]) -> dict[str, Ended]:
@@ -226,9 +272,9 @@ def check(ranks: Pools, strategy: str, odd_rank: int, names: list[str]) -> None:
     results = ranks(WORLD_SIZE).run(all_trials, strategy, odd_rank, names, timeout=200)
     for name in names:
         told = [one[name] for one in results]
-        if strategy == "auto" and all(one.error == "ValueError" for one in told):
+        if strategy == "auto" and all(one.error is ValueError for one in told):
             continue  # the ranks were told when they chose
-        assert all(one.error == "RuntimeError" for one in told), (strategy, name, told)
+        assert all(one.error is RuntimeError for one in told), (strategy, name, told)
         assert all(one.seconds < 3 * TIMEOUT for one in told), (strategy, name, told)
         # On a busy machine ranks may not even meet in time, which is an error on all of them, too;
         # test_failures holds how rings are formed.
@@ -241,26 +287,27 @@ def check(ranks: Pools, strategy: str, odd_rank: int, names: list[str]) -> None:
 # -- identities beside the messages, as on NCCL, where messages have no tags
 
 
-def with_headers(strategy: str) -> tuple[bool, Ended, Ended]:
-    """Calls that agree; one in which rank 1 has other sinks, and the next."""
+def with_headers(strategy: str) -> tuple[bool, Ended]:
+    """Calls that agree; and after one in which rank 1 has other sinks, the next."""
     with mock.patch.object(media.Gloo, "honours_tags", False):
         groups = [dist.new_group() for _ in range(2)]
         run = decode if strategy == "decode" else partial(call, strategy=strategy_of(strategy, 4))
         outs = [run(groups[0], sinks=SINKS) for _ in range(2)]
         run(groups[1], sinks=SINKS)
         sinks = SINKS.flip(0) if dist.get_rank() == 1 else SINKS
-        results = [ended(lambda sinks=one: run(groups[1], sinks=sinks)) for one in (sinks, SINKS)]
+        ended(lambda: run(groups[1], sinks=sinks))
+        after = ended(lambda: run(groups[1], sinks=SINKS))
     for group in groups:
         dist.destroy_process_group(group)
-    return torch.equal(*outs), results[0], results[1]
+    return torch.equal(*outs), after
 
 
 @pytest.mark.parametrize("strategy", [*(name for name in STRATEGIES if name != "auto"), "decode"])
 def test_headers_where_there_are_no_tags(ranks: Pools, strategy: str) -> None:
     """The device compares, and the host hears of it at the next call, on all ranks."""
-    for rank, (same, _, after) in enumerate(ranks(WORLD_SIZE).run(with_headers, strategy)):
+    for rank, (same, after) in enumerate(ranks(WORLD_SIZE).run(with_headers, strategy)):
         assert same, rank
-        assert after.error == "RuntimeError", (rank, after)
+        assert after.error is RuntimeError, (rank, after)
         assert "messages of another call" in after.text, (rank, after)
 
 
@@ -284,7 +331,134 @@ def test_values_and_moments(ranks: Pools, strategy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("odd_rank", [0, 3])
+@pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "decode"])
-def test_every_difference(ranks: Pools, strategy: str, odd_rank: int) -> None:
-    check(ranks, strategy, odd_rank, names_of(strategy))
+def test_every_difference(ranks: Pools, strategy: str, half: int) -> None:
+    """Half of them on the first rank, half on the last, others in the next strategy."""
+    turn = len(strategy) + half
+    check(ranks, strategy, 3 * (turn % 2), names_of(strategy)[half::2])
+
+
+# -- debug mode
+
+
+@contextmanager
+def debug(value: str | None = "1") -> Iterator[None]:
+    """Sets or unsets the environment variable."""
+    with mock.patch.dict(os.environ):
+        os.environ.pop("RING_ATTN_DEBUG", None)
+        if value is not None:
+            os.environ["RING_ATTN_DEBUG"] = value
+        yield
+
+
+ODD = 1
+
+
+def compared() -> dict[str, tuple[Ended, int]]:
+    """For every difference what this rank is told, and the messages that were sent by then."""
+    stats = open_p2p(dist.group.WORLD, TransportOptions(timeout=TIMEOUT)).stats  # type: ignore[arg-type]
+    before, found = stats.messages, dict[str, tuple[Ended, int]]()
+    for name, arguments in (DIFFERENT | COMPARED).items():
+        mine = arguments[dist.get_rank() == ODD]
+        with debug():
+            how = ended(lambda mine=mine: call(None, **mine))
+        found[name] = how, stats.messages - before
+    return found
+
+
+def test_every_rank_is_told_who_differs_in_what(ranks: Pools) -> None:
+    for rank, found in enumerate(ranks(WORLD_SIZE).run(compared)):
+        for name, (got, messages) in found.items():
+            assert (got.error, messages) == (ValueError, 0), (rank, name, got)
+            told = (DIFFERENT | COMPARED)[name][2].split("; ")
+            assert all(part in got.text for part in told), (rank, name, got.text)
+            # Only what differs is named; documents and rows take other arguments with them.
+            named = {part.partition(":")[0] for part in got.text.split("; ")[1:]}
+            expected = {part.partition(":")[0] for part in told}
+            assert named >= expected and (named == expected or name in MORE), (rank, name, named)
+            for innocent in {0, 1, 2, 3} - {ODD}:
+                assert f"rank {innocent} has" not in got.text, (rank, name, got.text)
+
+
+def all_different() -> str:
+    with debug(), pytest.raises(ValueError) as caught:
+        call(None, softmax_scale=1.0 + dist.get_rank())
+    return str(caught.value)
+
+
+def test_all_ranks_differ(ranks: Pools) -> None:
+    texts = ranks(WORLD_SIZE).run(all_different)
+    assert len(set(texts)) == 1
+    assert all(scale in texts[0] for scale in ("1.0", "2.0", "3.0", "4.0")), texts[0]
+
+
+def agreeing() -> dict[str | None, int]:
+    """How often ranks that agree have compared notes, by the value of the variable."""
+    layout, other = SequenceLayout.boundaries([0, 3, 3, 20, SEQLEN]), TransportOptions(timeout=20)
+    times = dict[str | None, int]()
+    calls = ({}, {"layout": layout}, {"cu_seqlens": documents(5, 11)}, {"transport": other})
+    for value in ("1", "yes", None, "0", ""):
+        with (
+            debug(value),
+            mock.patch.object(ops, "check_agreement", side_effect=ops.check_agreement) as compare,
+        ):
+            assert all(bool(call(None, **one).isfinite().all()) for one in calls)
+        times[value] = compare.call_count
+    return times
+
+
+def test_ranks_that_agree_run(ranks: Pools) -> None:
+    """With the check they compare once a call; without it, which is the default, never."""
+    expected = {"1": 4, "yes": 4, None: 0, "0": 0, "": 0}
+    assert ranks(WORLD_SIZE).run(agreeing) == [expected] * WORLD_SIZE
+
+
+def same_bits_and_messages() -> int:
+    """The check changes no result; messages of a forward without it, and without collectives."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = [torch.randn(x.shape, generator=generator).requires_grad_() for x in tensors()]
+
+    def results() -> tuple[Tensor, ...]:
+        out = ring_attention(*x, causal=True)
+        return (out, *torch.autograd.grad(out.sum(), x))
+
+    with debug(None):
+        usual = results()
+    with debug():
+        assert all(map(torch.equal, usual, results()))
+    stats = open_p2p(dist.group.WORLD, TransportOptions()).stats  # type: ignore[arg-type]
+    before = stats.messages
+    unasked = AssertionError("a collective that nobody asked for")
+    names = ("all_gather", "all_gather_object", "all_reduce", "broadcast", "barrier", "new_group")
+    with debug(None), ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(dist, name, side_effect=unasked))
+        ring_attention(*x, causal=True)
+    return stats.messages - before
+
+
+def test_off_by_default_and_without_effect(ranks: Pools) -> None:
+    assert ranks(WORLD_SIZE).run(same_bits_and_messages) == [WORLD_SIZE - 1] * WORLD_SIZE
+
+
+def alone_in_debug(kind: str) -> Ended | None:
+    """Rank 1 does not come; the group itself would wait for much longer."""
+    group = dist.new_group()
+    if dist.get_rank() == ODD:
+        return None
+    options = TransportOptions(timeout=1.5)
+    x = torch.ones(1, 4, 2, 8)
+    # An error of this rank, too, waits no longer for the others to be told.
+    bad = {"softcap": -1.0} if kind == "refused" else {}
+    run = tree_decode if kind == "decode" else ring_attention
+    with debug():
+        return ended(lambda: run(x, x, x, group=group, transport=options, **bad))
+
+
+@pytest.mark.parametrize("kind", ["call", "decode", "refused"])
+def test_the_check_keeps_the_timeout(ranks: Pools, kind: str) -> None:
+    for rank, got in enumerate(ranks(WORLD_SIZE).run(alone_in_debug, kind)):
+        if rank != ODD:
+            assert got.error is RuntimeError and got.seconds < 3.0, (rank, got)
+            assert f"ranks [{ODD}] did not come" in got.text, (rank, got)

@@ -1,6 +1,6 @@
 """A peer that dies, stops, is late or calls with other shapes: an error in time, never a hang.
 
-Each test has processes of its own, since it ends with a broken ring.
+Where a process is lost, or the world's group, the test has processes of its own; else a group.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,31 +23,43 @@ from torch import Tensor
 
 from ring_attn import SequenceLayout, TransportOptions, ring_attention
 from ring_attn.core.program import Channel, Hop
+from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import media
-from tests.distributed.pool import Ended, ended
-
-pytestmark = pytest.mark.dist
+from tests.distributed.pool import Ended, Pools, ended
 
 TIMEOUT = 3
 OPTIONS = TransportOptions(timeout=TIMEOUT)
+Group = dist.ProcessGroup | None
 
 # A rank waits for at most one peer for all of the timeout, and for another one that does the same.
 IN_TIME = 2 * TIMEOUT
 
 MESSAGE = re.compile(
     r"ring step (?P<step>\d+): rank (?P<rank>\d+) could not "
-    r"(?P<what>receive from|send to|exchange with) rank (?P<peer>\d+) "
-    rf"\(global rank (?P=peer)\) after \d+\.\d s, timeout {TIMEOUT} s: "
+    r"(receive from|send to|exchange with) rank (?P<peer>\d+) "
+    rf"\(global rank (?P<world>\d+)\) after \d+\.\d s, timeout {TIMEOUT} s: "
 )
 
 
-def layer(rows: int = 16) -> Tensor:
+def told(got: Ended, rank: int, in_time: float = IN_TIME) -> tuple[int, int]:
+    """The peer that the error names, and its rank in the world; it comes in time and says all."""
+    assert got.error is RuntimeError and got.seconds < in_time, (rank, got)
+    found = MESSAGE.match(got.text)
+    assert found and int(found["rank"]) == rank, (rank, got.text)
+    assert "restart" in got.text, got.text
+    return int(found["peer"]), int(found["world"])
+
+
+def layer(rows: int = 16, group: Group = None) -> Tensor:
     """Forward and backward with this rank's shard; the gradient of the keys."""
     q, k, v = (torch.ones(1, rows, 2, 8, requires_grad=True) for _ in range(3))
-    out = ring_attention(q, k, v, transport=OPTIONS)
+    out = ring_attention(q, k, v, transport=OPTIONS, group=group)
     (dk,) = torch.autograd.grad(out.sum(), k)
     return dk
+
+
+# -- a rank is lost
 
 
 def with_a_victim(
@@ -107,28 +120,72 @@ MOMENTS: dict[str, tuple[int, Channel, int]] = {
 def test_a_peer_that_is_gone(
     fresh_ranks: Callable[..., Any], world_size: int, when: str, sent: signal.Signals
 ) -> None:
-    victim = 0
+    victim, survivors = 0, range(1, world_size)
     pool = fresh_ranks(world_size)
     pool.start(with_a_victim, victim, sent, MOMENTS[when])
     results = pool.results(lost=[victim], timeout=30)
-    for rank in range(1, world_size):
+    for rank in survivors:
         first, second, exchanges = results[rank]
-        assert first.error is second.error is RuntimeError, (rank, first, second)
-        assert exchanges == 0, (rank, exchanges, second)
-        assert first.seconds < IN_TIME, (rank, first)
-        found = MESSAGE.match(first.text)
-        assert found, (rank, first.text)
-        assert int(found["rank"]) == rank
+        peer, same = told(first, rank)
+        # The rank that would have received says whom it has missed.
         neighbours = {(rank - 1) % world_size, (rank + 1) % world_size}
-        assert int(found["peer"]) in neighbours, (rank, first.text)
-        assert "restart" in first.text
-    # The rank that would have received says whom it has missed.
-    heir = MESSAGE.match(results[1][0].text)
-    assert heir is not None and int(heir["peer"]) == victim
+        assert peer == same and peer in ({victim} if rank == 1 else neighbours), (rank, first)
+        assert second.error is RuntimeError and exchanges == 0, (rank, exchanges, second)
     # The survivors come to their end by themselves.
-    codes = pool.close(lost=[victim])
-    assert codes[victim] == -signal.SIGKILL
-    assert [codes[rank] for rank in range(1, world_size)] == [0] * (world_size - 1)
+    assert pool.close(lost=[victim]) == [-signal.SIGKILL, *(0 for _ in survivors)]
+
+
+def start(transport: Transport, name: str, n: int) -> None:
+    """A collective at step 7, with n bytes for each rank."""
+    world_size = transport.world_size
+    mine, all_of_them = (torch.zeros(size, dtype=torch.uint8) for size in (n, world_size * n))
+    if name == "all_gather":
+        transport.all_gather("shards", 7, mine, all_of_them)
+    elif name == "reduce_scatter":
+        transport.reduce_scatter("shards", 7, torch.ones(world_size * n // 4), torch.empty(n // 4))
+    else:
+        got, counts = all_of_them.clone(), world_size * [n]
+        transport.all_to_all("shards", 7, all_of_them, counts, got, counts)
+    transport.wait("shards")
+
+
+def collective_with_a_victim(
+    name: str, sent: signal.Signals, among: tuple[int, ...]
+) -> tuple[Ended, Ended] | None:
+    """A good collective among some ranks, one in which rank 0 is lost, and one after that."""
+    whole = open_p2p(dist.group.WORLD, OPTIONS)  # type: ignore[arg-type]
+    with whole.call("forward", Agreement({"a test": "of collectives"}), torch.device("cpu")):
+        if dist.get_rank() not in among:
+            return None
+        run = partial(start, whole.sub(among), name, 64)
+        run()
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), sent)
+        return ended(run), ended(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "sent", "among"),
+    [
+        ("all_gather", signal.SIGKILL, (0, 1, 2)),
+        ("reduce_scatter", signal.SIGSTOP, (0, 1, 2)),
+        ("all_to_all", signal.SIGSTOP, (0, 2)),
+    ],
+)
+def test_a_peer_that_is_gone_in_a_collective(
+    fresh_ranks: Callable[..., Any], name: str, sent: signal.Signals, among: tuple[int, ...]
+) -> None:
+    pool = fresh_ranks(3)
+    pool.start(collective_with_a_victim, name, sent, among)
+    results = pool.results(lost=[0], timeout=30)
+    for rank in (1, 2):
+        if rank not in among:
+            assert results[rank] is None
+            continue
+        first, second = results[rank]
+        told(first, among.index(rank))
+        assert "has failed before and cannot go on" in second.text and second.seconds < 0.5
+    assert pool.close(lost=[0]) == [-signal.SIGKILL, 0, 0]
 
 
 def is_stopped(pid: int) -> bool:
@@ -155,25 +212,7 @@ def test_a_late_peer_is_waited_for(fresh_ranks: Callable[..., Any]) -> None:
         assert got.seconds >= stopped, (rank, got)
 
 
-def with_late_rank(late: int) -> tuple[Ended, Ended]:
-    """The first call of a group, to which one rank comes when the others have given up; twice."""
-    if dist.get_rank() == late:
-        time.sleep(TIMEOUT + 1)
-    return ended(layer), ended(layer)
-
-
-def test_a_rank_that_comes_late_to_the_first_call(fresh_ranks: Callable[..., Any]) -> None:
-    late = 1
-    for rank, (first, second) in enumerate(fresh_ranks(3).run(with_late_rank, late, timeout=30)):
-        assert first.error is RuntimeError and second.error is RuntimeError, (rank, first, second)
-        assert first.seconds < (1.0 if rank == late else IN_TIME), (rank, first)
-        assert f"timeout {TIMEOUT} s" in first.text, (rank, first)
-        if rank != late:
-            assert f"ranks [{late}] did not come" in first.text, (rank, first)
-        else:
-            assert "has given up" in first.text, (rank, first)
-        # A ring that could not be formed is not formed later.
-        assert "has failed before" in second.text and second.seconds < 0.5, (rank, second)
+# -- the ring is not formed
 
 
 def killed_while_connecting(victim: int) -> Ended:
@@ -193,14 +232,33 @@ def test_a_rank_that_dies_while_the_ring_is_formed(fresh_ranks: Callable[..., An
     pool, victim = fresh_ranks(3), 2
     pool.start(killed_while_connecting, victim)
     for rank, got in enumerate(pool.results(lost=[victim], timeout=30)[:victim]):
-        assert got.error is RuntimeError, (rank, got)
-        assert got.seconds < IN_TIME, (rank, got)
+        assert got.error is RuntimeError and got.seconds < IN_TIME, (rank, got)
         assert f"ranks [{victim}] did not come" in got.text, (rank, got)
+
+
+def with_late_rank(late: int) -> tuple[Ended, Ended]:
+    """The first call of a group, to which one rank comes when the others have given up; twice."""
+    group = dist.new_group()
+    if dist.get_rank() == late:
+        time.sleep(TIMEOUT + 1)
+    return ended(lambda: layer(group=group)), ended(lambda: layer(group=group))
+
+
+def test_a_rank_that_comes_late_to_the_first_call(ranks: Pools) -> None:
+    late = 1
+    for rank, (first, second) in enumerate(ranks(3).run(with_late_rank, late)):
+        assert first.error is RuntimeError and second.error is RuntimeError, (rank, first, second)
+        assert first.seconds < (1.0 if rank == late else IN_TIME), (rank, first)
+        assert f"timeout {TIMEOUT} s" in first.text, (rank, first)
+        why = "has given up" if rank == late else f"ranks [{late}] did not come"
+        assert why in first.text, (rank, first)
+        # A ring that could not be formed is not formed later.
+        assert "has failed before" in second.text and second.seconds < 0.5, (rank, second)
 
 
 def slow_to_connect(slow: int, seconds: float) -> Ended:
     """One rank is slower than its peers to see that it is connected; rank 0's call differs."""
-    rank, connect = dist.get_rank(), dist.ProcessGroupGloo
+    group, rank, connect = dist.new_group(), dist.get_rank(), dist.ProcessGroupGloo
 
     def connect_slowly(*args: Any) -> dist.ProcessGroupGloo:
         gloo = connect(*args)
@@ -208,54 +266,77 @@ def slow_to_connect(slow: int, seconds: float) -> Ended:
         return gloo
 
     with mock.patch.object(dist, "ProcessGroupGloo", connect_slowly if rank == slow else connect):
-        return ended(lambda: layer(8 if rank == 0 else 16))
+        return ended(lambda: layer(8 if rank == 0 else 16, group))
 
 
-def test_nobody_leaves_before_all_are_connected(fresh_ranks: Callable[..., Any]) -> None:
+def test_nobody_leaves_before_all_are_connected(ranks: Pools) -> None:
     """Ranks that raise because their calls differ would close connections that are being made."""
     seconds = TIMEOUT / 2
-    for rank, got in enumerate(fresh_ranks(3).run(slow_to_connect, 2, seconds, timeout=30)):
+    for rank, got in enumerate(ranks(3).run(slow_to_connect, 2, seconds)):
         assert got.error is RuntimeError and "seqlen_q: " in got.text, (rank, got)
         assert seconds < got.seconds < IN_TIME, (rank, got)
 
 
 def failed_while_connecting(odd: int) -> Ended:
-    connect = dist.ProcessGroupGloo
+    group, connect = dist.new_group(), dist.ProcessGroupGloo
     if dist.get_rank() == odd:
         connect = mock.Mock(side_effect=RuntimeError("no route to host"))
     with mock.patch.object(dist, "ProcessGroupGloo", connect):
-        return ended(layer)
+        return ended(lambda: layer(group=group))
 
 
-def test_a_rank_that_cannot_connect_is_not_waited_for(fresh_ranks: Callable[..., Any]) -> None:
-    for rank, got in enumerate(fresh_ranks(3).run(failed_while_connecting, 1, timeout=30)):
-        assert got.error is RuntimeError, (rank, got)
+def test_a_rank_that_cannot_connect_is_not_waited_for(ranks: Pools) -> None:
+    for rank, got in enumerate(ranks(3).run(failed_while_connecting, 1)):
+        assert got.error is RuntimeError and got.seconds < TIMEOUT, (rank, got)
         assert "rank 1 has given up: no route to host" in got.text, (rank, got)
-        assert got.seconds < TIMEOUT, (rank, got)
 
 
-def with_other_rows(odd: int, rows: int, backward: bool) -> Ended:
-    """One rank has another number of rows, without RING_ATTN_DEBUG."""
+# -- other shapes on one rank, without RING_ATTN_DEBUG: an error long before the timeout
+
+
+def with_other_rows(odd: int, backward: bool) -> list[Ended]:
+    """One rank has fewer rows, or more."""
     assert "RING_ATTN_DEBUG" not in os.environ
-    layer()
-    mine = rows if dist.get_rank() == odd else 16
-    if backward:
-        return ended(lambda: layer(mine))
-    x = torch.ones(1, mine, 2, 8)
-    return ended(lambda: ring_attention(x, x, x, transport=OPTIONS))
+    found = []
+    for rows in (8, 40):
+        group = dist.new_group()
+        layer(group=group)
+        mine = rows if dist.get_rank() == odd else 16
+        if backward:
+            found.append(ended(lambda mine=mine, group=group: layer(mine, group)))
+            continue
+        x = torch.ones(1, mine, 2, 8)
+        call = partial(ring_attention, x, x, x, transport=OPTIONS, group=group)
+        found.append(ended(call))
+    return found
 
 
-@pytest.mark.parametrize("rows", [8, 40])
 @pytest.mark.parametrize(("world_size", "backward"), [(2, False), (3, True)])
-def test_other_rows_on_one_rank(
-    fresh_ranks: Callable[..., Any], world_size: int, backward: bool, rows: int
-) -> None:
-    """An error on every rank, long before the timeout, and never a result."""
-    for rank, got in enumerate(fresh_ranks(world_size).run(with_other_rows, 1, rows, backward)):
-        assert got.error is RuntimeError, (rank, got)
-        assert got.seconds < TIMEOUT, (rank, got)
-        assert MESSAGE.match(got.text), (rank, got.text)
-        assert "call differs" in got.text and "seqlen_q: " in got.text, (rank, got.text)
+def test_other_rows_on_one_rank(ranks: Pools, world_size: int, backward: bool) -> None:
+    for rank, found in enumerate(ranks(world_size).run(with_other_rows, 1, backward)):
+        for got in found:
+            told(got, rank, TIMEOUT)
+            assert "call differs" in got.text and "seqlen_q: " in got.text, (rank, got.text)
+
+
+def with_another_size() -> list[Ended]:
+    """Rank 0 has half the bytes, in one collective after another."""
+    n, found = 2048 if dist.get_rank() == 0 else 4096, []
+    for name in ("all_gather", "reduce_scatter", "all_to_all"):
+        transport = open_p2p(dist.new_group(), OPTIONS)
+        with transport.call("forward", Agreement({"n": n}), torch.device("cpu")):
+            found.append(ended(partial(start, transport, name, n)))
+    return found
+
+
+def test_another_size_in_a_collective(ranks: Pools) -> None:
+    for rank, found in enumerate(ranks(2).run(with_another_size)):
+        for got in found:
+            told(got, rank)
+            assert "n: 4096 and 2048" in got.text or "n: 2048 and 4096" in got.text
+
+
+# -- a new group
 
 
 def after_a_new_start() -> None:
@@ -263,16 +344,16 @@ def after_a_new_start() -> None:
     layout = SequenceLayout.zigzag(31, dist.get_world_size())
     x = torch.randn(1, 31, 2, 8, generator=torch.Generator().manual_seed(0))
     shard = layout.shard(x, dist.get_rank())
-    first = ring_attention(shard, shard, shard, causal=True, layout=layout)
+    call = partial(ring_attention, shard, shard, shard, causal=True, layout=layout)
+    first = call()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     with pytest.raises(RuntimeError, match="torchrun"):
-        ring_attention(shard, shard, shard, causal=True, layout=layout)
+        call()
     again = dist.PrefixStore("again", store)
     dist.init_process_group("gloo", store=again, rank=rank, world_size=world_size)
-    second = ring_attention(shard, shard, shard, causal=True, layout=layout)
-    assert torch.equal(first, second)
+    assert torch.equal(first, call())
 
 
 def test_a_new_process_group_in_the_same_processes(fresh_ranks: Callable[..., Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,8 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ring_attn import sync_gradients
-
-pytestmark = pytest.mark.dist
 
 SHAPES = [(3, 5), (7,), (), (0, 4), (2, 2, 2)]
 
@@ -32,27 +31,27 @@ def parameters_of(rank: int, dtype: torch.dtype) -> list[Tensor]:
     return parameters
 
 
-def synced(dtype: torch.dtype, op: Any, bucket_bytes: int) -> list[Tensor]:
-    """In a rank: of the default group."""
-    parameters = parameters_of(dist.get_rank(), dtype)
-    sync_gradients(parameters, op=op, bucket_bytes=bucket_bytes)
-    return [parameter.grad for parameter in parameters]
+def synced() -> dict[tuple[torch.dtype, str, int], list[Tensor]]:
+    """In a rank: of the default group, by dtype, operation and size of the buckets."""
+    sums = product((torch.float64, torch.float32, torch.bfloat16), ("sum",), (1, 64, 1 << 20))
+    found = {}
+    for dtype, op, bucket_bytes in (*sums, (torch.float64, "mean", 64)):
+        parameters = parameters_of(dist.get_rank(), dtype)
+        sync_gradients(parameters, op=op, bucket_bytes=bucket_bytes)
+        found[dtype, op, bucket_bytes] = [parameter.grad for parameter in parameters]
+    return found
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 64, 1 << 20])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_sum_over_the_default_group(ranks: Any, dtype: torch.dtype, bucket_bytes: int) -> None:
-    for gradients in ranks(3).run(synced, dtype, "sum", bucket_bytes):
-        for index, got in enumerate(gradients):
-            expected = sum(gradient(rank, index, torch.float64) for rank in range(3))
-            assert got.dtype == dtype and torch.equal(got.double(), expected)
-
-
-def test_mean(ranks: Any) -> None:
-    for gradients in ranks(3).run(synced, torch.float64, "mean", 64):
-        for index, got in enumerate(gradients):
-            whole = sum(gradient(rank, index, torch.float64) for rank in range(3))
-            torch.testing.assert_close(got, whole / 3)
+def test_over_the_default_group(ranks: Any) -> None:
+    for found in ranks(3).run(synced):
+        for (dtype, op, bucket_bytes), gradients in found.items():
+            for index, got in enumerate(gradients):
+                whole = sum(gradient(rank, index, torch.float64) for rank in range(3))
+                where = f"{dtype} {op} {bucket_bytes}"
+                if op == "mean":
+                    torch.testing.assert_close(got, whole / 3)
+                else:
+                    assert got.dtype == dtype and torch.equal(got.double(), whole), where
 
 
 def rounded_once() -> list[float]:
@@ -77,7 +76,7 @@ class Two(nn.Module):
         self.mixed = nn.Parameter(torch.ones(3, dtype=torch.float64))
 
 
-def with_gaps() -> tuple[Tensor, Any, Any, Tensor]:
+def with_gaps() -> tuple[Any, ...]:
     """In a rank: rank 1 alone uses `sometimes`."""
     model = Two()
     loss = model.mixed.sum()
@@ -85,12 +84,8 @@ def with_gaps() -> tuple[Tensor, Any, Any, Tensor]:
         loss = loss + model.sometimes(torch.ones(2)).sum()
     loss.backward()
     sync_gradients(model)
-    return (
-        model.sometimes.weight.grad,
-        model.never.weight.grad,
-        model.frozen.weight.grad,
-        (model.mixed.grad),
-    )
+    layers = (model.sometimes, model.never, model.frozen)
+    return (*(layer.weight.grad for layer in layers), model.mixed.grad)
 
 
 def test_gradients_that_not_all_ranks_have(ranks: Any) -> None:
@@ -100,19 +95,20 @@ def test_gradients_that_not_all_ranks_have(ranks: Any) -> None:
         assert torch.equal(mixed, torch.full((3,), 3.0, dtype=torch.float64))
 
 
-def along_an_axis(axes: tuple[str, ...]) -> float:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    parameter = torch.zeros((), requires_grad=True)
-    parameter.grad = torch.tensor(10.0 ** dist.get_rank())
-    sync_gradients([parameter], mesh[axes])
-    return parameter.grad.item()
+def along_axes() -> list[float]:
+    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")), []
+    for axes in ("cp", "dp", ("dp", "cp")):
+        parameter = torch.zeros((), requires_grad=True)
+        parameter.grad = torch.tensor(10.0 ** dist.get_rank())
+        sync_gradients([parameter], mesh[axes])
+        found.append(parameter.grad.item())
+    return found
 
 
 def test_axes_of_a_mesh(ranks: Any) -> None:
-    pool = ranks(4)
-    assert pool.run(along_an_axis, ("cp",)) == [11.0, 11.0, 1100.0, 1100.0]
-    assert pool.run(along_an_axis, ("dp",)) == [101.0, 1010.0, 101.0, 1010.0]
-    assert pool.run(along_an_axis, ("dp", "cp")) == [1111.0] * 4
+    cp, dp, both = zip(*ranks(4).run(along_axes), strict=True)
+    assert cp == (11.0, 11.0, 1100.0, 1100.0) and dp == (101.0, 1010.0, 101.0, 1010.0)
+    assert both == (1111.0,) * 4
 
 
 def of_tensor_parallel() -> tuple[Tensor, str]:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -32,8 +33,6 @@ from ring_attn.transport import p2p
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks.group import rank_group
 from tests.bounds import assert_holds, expect
-
-pytestmark = pytest.mark.dist
 
 SEQLEN = 97
 MASK = Mask(SEQLEN, SEQLEN, causal=True)
@@ -68,10 +67,15 @@ def run_split(
     return Expected(*whole, *grads)
 
 
+@cache
+def expected(ring: int) -> tuple[Expected, Expected]:
+    return expect(inputs_of(ring), MASK)
+
+
 def assert_exact(results: list[tuple[int, Expected]]) -> None:
-    """Every rank's gathered results against the oracle of its ring's sequence."""
-    for rank, (ring, whole) in enumerate(results):
-        assert_holds(whole, *expect(inputs_of(ring), MASK), rank)
+    """Gathered results, each against the oracle of its ring's sequence."""
+    for i, (ring, whole) in enumerate(results):
+        assert_holds(whole, *expected(ring), (i, ring))
 
 
 def two_subgroups(rings: list[list[int]]) -> tuple[int, Expected]:
@@ -96,26 +100,20 @@ def mesh_axis(axis: str) -> tuple[int, Expected]:
     return ring, run_ring(ring, mesh[axis])
 
 
-def whole_mesh() -> tuple[int, Expected]:
-    """A mesh with one axis is itself the ring."""
-    return 0, run_ring(0, init_device_mesh("cpu", (3,), mesh_dim_names=("cp",)))
-
-
-def reversed_mesh() -> tuple[int, Expected]:
-    """A mesh that lists the ranks in another order than the world's."""
-    return 0, run_ring(0, DeviceMesh("cpu", [2, 0, 1], mesh_dim_names=("cp",)))
+def whole_mesh(ranks: list[int]) -> tuple[int, Expected]:
+    """A mesh with one axis is itself the ring, in the order of its ranks."""
+    return 0, run_ring(0, DeviceMesh("cpu", ranks, mesh_dim_names=("cp",)))
 
 
 @pytest.mark.parametrize(
     ("world_size", "run", "arguments"),
     [
-        (4, two_subgroups, ([[0, 1], [2, 3]],)),
         (4, two_subgroups, ([[0, 3], [1, 2]],)),
         (4, local_subgroups, ()),
         (4, mesh_axis, ("cp",)),
         (4, mesh_axis, ("dp",)),
-        (3, whole_mesh, ()),
-        (3, reversed_mesh, ()),
+        (3, whole_mesh, ([0, 1, 2],)),
+        (3, whole_mesh, ([2, 0, 1],)),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -128,12 +126,15 @@ def test_the_ring_is_the_group(
 UNSORTED = [2, 0, 3, 1]
 
 
-def unsorted_group(strategy: str) -> tuple[int, Expected]:
-    """The group's order decides which shard a rank holds."""
+def unsorted_group() -> list[tuple[int, Expected]]:
+    """The group's order decides which shard a rank holds, in every strategy."""
     group = dist.new_group(UNSORTED, sort_ranks=False)
     assert dist.get_rank(group) == UNSORTED.index(dist.get_rank())
-    layout = "contiguous" if strategy == "q_exchange" else "zigzag"
-    return 0, run_ring(0, group, strategy_of(strategy, 4), layout)
+    results = []
+    for ring, strategy in enumerate(STRATEGIES):
+        layout = "contiguous" if strategy == "q_exchange" else "zigzag"
+        results.append((ring, run_ring(ring, group, strategy_of(strategy, 4), layout)))
+    return results
 
 
 def unsorted_others() -> None:
@@ -161,9 +162,9 @@ NEEDS_ORDER = pytest.mark.skipif(
 
 
 @NEEDS_ORDER
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_group_of_unsorted_ranks(ranks: Any, strategy: str) -> None:
-    assert_exact(ranks(4).run(unsorted_group, strategy))
+def test_group_of_unsorted_ranks(ranks: Any) -> None:
+    for results in ranks(4).run(unsorted_group):
+        assert_exact(results)
 
 
 @NEEDS_ORDER
@@ -171,20 +172,21 @@ def test_decoding_and_sums_in_a_group_of_unsorted_ranks(ranks: Any) -> None:
     ranks(4).run(unsorted_others)
 
 
-# After these the ranks of a pool would have made different numbers of groups, so each has its own.
-
-
-def some_ranks(members: list[int]) -> tuple[int, Expected] | None:
+def some_ranks() -> list[tuple[int, Expected]]:
     """The members call; the others do not, and are not waited for."""
-    group = dist.new_group(members)  # which sorts them
-    return (5, run_ring(5, group)) if dist.get_rank() in members else None
+    results = []
+    for ring, members in enumerate(([1, 2], [3, 0, 2], [1])):
+        group = dist.new_group(members)  # which sorts them
+        if dist.get_rank() in members:
+            results.append((ring, run_ring(ring, group)))
+    return results
 
 
-@pytest.mark.parametrize("members", [[1, 2], [3, 0, 2], [1]], ids=str)
-def test_other_ranks_take_no_part(fresh_ranks: Callable[..., Any], members: list[int]) -> None:
-    results = fresh_ranks(4, group_timeout=15).run(some_ranks, members)
-    assert [rank for rank in range(4) if results[rank] is not None] == sorted(members)
-    assert_exact([result for result in results if result is not None])
+def test_other_ranks_take_no_part(ranks: Any) -> None:
+    by_rank = ranks(4).run(some_ranks)
+    for results in by_rank:
+        assert_exact(results)
+    assert [[ring for ring, _ in results] for results in by_rank] == [[1], [0, 2], [0, 1], [1]]
 
 
 def after_a_group_of_some() -> list[tuple[int, Expected]]:
@@ -202,8 +204,8 @@ def after_a_group_of_some() -> list[tuple[int, Expected]]:
     return results
 
 
-def test_ranks_that_have_made_other_groups_before(fresh_ranks: Callable[..., Any]) -> None:
-    for results in fresh_ranks(3, group_timeout=5).run(after_a_group_of_some):
+def test_ranks_that_have_made_other_groups_before(ranks: Any) -> None:
+    for results in ranks(3).run(after_a_group_of_some):
         assert_exact(results)
 
 
@@ -235,7 +237,7 @@ def everything_goes_with_the_group() -> None:
     """Connections, threads and transports are gone when the group is, after any number of calls."""
     run_ring(0, None)  # what the process keeps for all groups
     transports, before = len(p2p._transports), held_by_the_process()
-    for _ in range(3):
+    for _ in range(2):
         group = dist.new_group()
         run_ring(0, group)
         held = held_by_the_process()
@@ -270,24 +272,27 @@ def test_a_ring_of_one_makes_no_connections(ranks: Any) -> None:
     assert ranks(2).run(connections) == [["cpu"], ["cpu"]]
 
 
-def groups_by_torch(strategy: str) -> int:
+def groups_by_torch() -> dict[str, int]:
     """How many groups torch makes for a first call, which no rank could split off another."""
-    group = dist.new_group()
-    with mock.patch.object(
-        distributed_c10d,
-        "_new_process_group_helper",
-        side_effect=distributed_c10d._new_process_group_helper,
-    ) as made:
-        run_ring(0, group, strategy_of(strategy, 4))
-        x = torch.ones(1, 2, 2, 8)
-        tree_decode(x[:, :1], x, x, group=group)
-    return made.call_count
+    made = {}
+    for strategy in ("ring", "double_ring", "hybrid", "auto"):
+        group = dist.new_group()
+        with mock.patch.object(
+            distributed_c10d,
+            "_new_process_group_helper",
+            side_effect=distributed_c10d._new_process_group_helper,
+        ) as helper:
+            run_ring(0, group, strategy_of(strategy, 4))
+            x = torch.ones(1, 2, 2, 8)
+            tree_decode(x[:, :1], x, x, group=group)
+        made[strategy] = helper.call_count
+    return made
 
 
-@pytest.mark.parametrize("strategy", ["ring", "double_ring", "hybrid", "auto"])
-def test_torch_makes_no_groups_for_a_ring(ranks: Any, strategy: str) -> None:
+def test_torch_makes_no_groups_for_a_ring(ranks: Any) -> None:
     """With init_process_group(device_id=...) it would split them off, which needs all ranks."""
-    assert ranks(4).run(groups_by_torch, strategy) == [0] * 4
+    for made in ranks(4).run(groups_by_torch):
+        assert len(made) == 4 and not any(made.values()), made
 
 
 DEVICE = torch.device("cuda", 0)
@@ -310,9 +315,8 @@ def two_axes_of_some_ranks() -> list[object]:
     try:
         with mock.patch.object(DeviceMesh, "_flatten", watched):
             for two_axes in (mesh["outer", "inner"], whole):
-                run_split(
-                    0, two_axes, SequenceLayout.zigzag(SEQLEN, 4), dist.get_rank(), "hybrid"
-                )  # fmt: skip
+                layout = SequenceLayout.zigzag(SEQLEN, 4)
+                run_split(0, two_axes, layout, dist.get_rank(), "hybrid")
         seen.append(world.bound_device_id)
     finally:
         world.bound_device_id = None

@@ -18,8 +18,6 @@ from ring_attn.torch_private import coalesced
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import media
 
-pytestmark = pytest.mark.dist
-
 GPU = torch.device("cuda", 0)
 
 

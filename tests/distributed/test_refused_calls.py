@@ -25,8 +25,6 @@ from tests.distributed.test_bad_input import (
     zigzag,
 )
 
-pytestmark = pytest.mark.dist
-
 
 def run_extreme_scores() -> list[bool]:
     """Whether results and gradients are finite at the bounds of softmax_scale and softcap."""
@@ -133,8 +131,8 @@ def run_lost_groups() -> list[Ended]:
         return [ended(call) for call in calls]
 
 
-def test_lost_groups_are_named(fresh_ranks: Callable[..., Any]) -> None:
-    first, second = fresh_ranks(2).run(run_lost_groups)
+def test_lost_groups_are_named(ranks: Any) -> None:
+    first, second = ranks(2).run(run_lost_groups)
     for got in (*first, *second[:4]):
         assert got.error is RuntimeError and "group was destroyed" in got.text, got
     for got in second[4:]:

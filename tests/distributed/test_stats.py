@@ -22,8 +22,6 @@ from ring_attn.strategies.tree_decode import decode_packet
 from ring_attn.testing import random_qkv
 from tests.distributed.pool import Pools
 
-pytestmark = pytest.mark.dist
-
 SEQLEN = 97
 MASK = Mask(SEQLEN, SEQLEN, causal=True)
 SIZES = {"batch": 2, "nheads": 6, "nheads_kv": 2, "headdim": 16, "headdim_v": 8}

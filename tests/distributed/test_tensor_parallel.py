@@ -21,8 +21,6 @@ from ring_attn.tools.model import Layer, ModelConfig, dense_attention, rope_rota
 from tests.bounds import assert_close
 from tests.distributed.pool import Pools
 
-pytestmark = pytest.mark.dist
-
 SEQLEN = 37
 LAYOUT = SequenceLayout.zigzag(SEQLEN, 2)
 

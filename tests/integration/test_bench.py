@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ring_attn.bench import ring
 from ring_attn.tools.cli import main
+from tests.integration.commands import options_of
 
 FIELDS = {
     "impl", "mode", "median_ms", "p20_ms", "p80_ms", "wait_ms", "bytes_sent", "peak_bytes",
@@ -18,12 +19,8 @@ FIELDS = {
 
 
 @pytest.mark.dist
-def test_bench_ring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "ring.json"
-    sizes = "--quick --heads 4 --kv-heads 2 --head-dim 32 --iters 3"
-    words = f"bench ring {sizes} --json".split()
-    assert main([*words, str(path)]) == 0
-    report = json.loads(path.read_text())
+def test_bench_ring(report_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of("bench ring --quick --heads 4 --kv-heads 2 --head-dim 16 --iters 3")
     assert {"machine", "command", "rows", "setting"} <= set(report)
     rows = {(row["impl"], row["mode"]): row for row in report["rows"]}
     for impl in ("ours", "dense", "torch-template"):
@@ -41,11 +38,9 @@ def test_bench_ring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_baseline_that_cannot_run_says_why(tmp_path: Path) -> None:
-    path = tmp_path / "ring.json"
-    words = "bench ring --quick --layout striped --heads 1 --head-dim 16 --mode fwd --quiet --json"
-    assert main([*words.split(), str(path)]) == 0
-    rows = json.loads(path.read_text())["rows"]
+def test_a_baseline_that_cannot_run_says_why(report_of: Any) -> None:
+    words = "bench ring --quick --layout striped --heads 1 --head-dim 16 --mode fwd --quiet"
+    rows = report_of(words)["rows"]
     (refused,) = (row for row in rows if row["impl"] == "torch-template")
     assert refused["median_ms"] is None
     assert refused["note"] == "cannot run: has no striped order"
@@ -58,9 +53,7 @@ def test_an_unknown_baseline_is_refused(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_quick_is_smaller_unless_sizes_are_given() -> None:
     def setting(words: str) -> ring.Setting:
-        parser = argparse.ArgumentParser()
-        ring.add_arguments(parser)
-        return ring.setting_of(parser.parse_args(words.split()))
+        return ring.setting_of(options_of(ring, words))
 
     quick, given = setting("--quick"), setting("--quick --seqlen 2k --iters 5")
     assert (quick.seqlen, quick.iters) == ring.QUICK

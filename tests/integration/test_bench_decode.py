@@ -1,8 +1,5 @@
 """`bench.decode` on a CPU, in the interpreter: who is timed, and what counts as wrong."""
 
-import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,22 +8,15 @@ from torch import Tensor
 
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.bench import decode
-from ring_attn.tools.cli import main
+from tests.integration.commands import options_of
 
-TINY = ["--device", "cpu", "--backend", "triton", "--heads", "2/1", "--seqlen", "97,300"]
-TINY += ["--iters", "2", "--quiet"]
-
-
-def report_of(folder: Path, *words: str) -> tuple[int, dict[str, Any]]:
-    """Exit status, and the JSON."""
-    path = folder / "decode.json"
-    status = main(["bench", "decode", *TINY, *words, "--json", str(path)])
-    return status, json.loads(path.read_text())
+TINY = "--device cpu --backend triton --heads 2/1 --seqlen 97,300 --iters 2 --quiet"
+RUN = f"bench decode {TINY}"
 
 
-def test_every_implementation_is_timed_and_checked(tmp_path: Path) -> None:
-    status, report = report_of(tmp_path)
-    assert status == 0 and report["failures"] == []
+def test_every_implementation_is_timed_and_checked(report_of: Any) -> None:
+    report = report_of(RUN)
+    assert report["failures"] == []
     rows = {(row["name"], row["seqlen"]): row for row in report["rows"]}
     names = ("parts", "whole", "torch-flash", "cudnn")
     assert set(rows) == {(name, seqlen) for name in names for seqlen in (97, 300)}
@@ -40,12 +30,12 @@ def test_every_implementation_is_timed_and_checked(tmp_path: Path) -> None:
         assert row["gbps"] == pytest.approx(nbytes / row["median_us"] / 1e3)
 
 
-def test_a_backend_without_parts(tmp_path: Path) -> None:
-    _, report = report_of(tmp_path, "--backend", "aten")
+def test_a_backend_without_parts(report_of: Any) -> None:
+    report = report_of(f"{RUN} --backend aten")
     assert {row["name"] for row in report["rows"]} == {"whole", "torch-flash", "cudnn"}
 
 
-def test_a_wrong_result_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_a_failure(report_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     right = TritonBackend.decode
 
     def wrong(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -53,29 +43,19 @@ def test_a_wrong_result_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return out * 1.01, lse
 
     monkeypatch.setattr(TritonBackend, "decode", wrong)
-    status, report = report_of(tmp_path)
-    assert status == 1 and all("parts on" in failure for failure in report["failures"])
+    report = report_of(RUN, status=1)
+    assert all("parts on" in failure for failure in report["failures"])
     assert len(report["failures"]) == 2
 
 
-def test_beyond_the_budget_nothing_is_started(tmp_path: Path) -> None:
-    bench = decode.Decode(setting("--budget", "0"))
+def test_beyond_the_budget_nothing_is_started() -> None:
+    bench = decode.Decode(decode.setting_of(options_of(decode, f"{TINY} --budget 0")))
     bench.run()
     assert [row.note for row in bench.rows] == ["not measured: beyond the budget of 0 s"] * 2
 
 
-def setting(*words: str) -> decode.Setting:
-    """Of these options."""
-    parser = argparse.ArgumentParser()
-    decode.add_arguments(parser)
-    return decode.setting_of(parser.parse_args([*TINY, *words]))
-
-
 def test_on_a_gpu_there_is_more_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    parser = argparse.ArgumentParser()
-    decode.add_arguments(parser)
-    chosen = decode.setting_of(parser.parse_args([]))
+    chosen, quick = (decode.setting_of(options_of(decode, words)) for words in ("", "--quick"))
     assert (chosen.seqlens[-1], chosen.batches, chosen.backend) == (1 << 20, (1, 8), "triton")
-    quick = decode.setting_of(parser.parse_args(["--quick"]))
     assert (quick.seqlens, quick.batches) == ((8192,), (1,))

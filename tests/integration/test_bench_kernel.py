@@ -1,7 +1,5 @@
 """`ring-attn bench kernel` on a CPU: its figures, its report, and what it says it cannot do."""
 
-import argparse
-import json
 import math
 import sys
 from importlib.machinery import ModuleSpec
@@ -18,9 +16,11 @@ from ring_attn.bench import kernel, timing
 from ring_attn.bench.implementations import Attention, Data, Ours, Problem, make, unavailable
 from ring_attn.bench.judge import Judge
 from ring_attn.tools.cli import main
+from tests.integration.commands import options_of
 
 CPU = torch.device("cpu")
 TINY = "--device cpu --seqlen 64 --head-dim 16 --heads 4/2 --tokens 128 --iters 2 --quiet"
+RUN = f"bench kernel {TINY}"
 
 
 def problem(**changes: Any) -> Problem:
@@ -31,17 +31,8 @@ def problem(**changes: Any) -> Problem:
     return Problem(**{**sizes, **changes})
 
 
-def report_of(words: str, path: Path, status: int = 0) -> dict[str, Any]:
-    """Runs the command and reads its report."""
-    assert main(["bench", "kernel", *words.split(), "--json", str(path)]) == status
-    report: dict[str, Any] = json.loads(path.read_text())
-    return report
-
-
 def setting(words: str) -> kernel.Setting:
-    parser = argparse.ArgumentParser()
-    kernel.add_arguments(parser)
-    return kernel.setting_of(parser.parse_args(words.split()))
+    return kernel.setting_of(options_of(kernel, words))
 
 
 class Steps:
@@ -158,19 +149,21 @@ def test_a_call_that_fails_leaves_what_others_have_compiled(
 
 
 def test_an_oracle_without_memory_fails_no_implementation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    report_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def exhausted(self: Judge) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(Judge, "prepare", exhausted)
-    words = f"{TINY} --causal --implementations ours,torch-flash"
-    report = report_of(words, tmp_path / "x.json")
+    words = f"{RUN} --causal --implementations ours,torch-flash"
+    report = report_of(words)
     assert [row["note"] for row in report["rows"]] == ["cannot be judged: out of memory"] * 2
 
 
-def test_report_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = report_of(TINY.replace("--quiet", ""), tmp_path / "x.json")
+def test_report_table_and_what_cannot_run(
+    report_of: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = report_of(f"bench kernel {TINY.replace('--quiet', '')}")
     assert {"machine", "gpu_state", "command", "setting", "peak_tflops", "seconds"} <= set(report)
     assert report["failures"] == []
     rows = {(row["impl"], row["mode"], row["causal"]): row for row in report["rows"]}
@@ -182,45 +175,44 @@ def test_report_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
                 assert row["tflops"] > 0 and row["host_ms"] > 0
                 assert 0 < row["max_ratio"] <= 1
                 assert (row["seqlen"], row["batch"], row["samples"]) == (64, 2, 2)
-    shown = capsys.readouterr().out
-    assert "4/2 heads of 16, causal" in shown
-
-
-def test_what_cannot_run_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = report_of(f"{TINY} --causal", tmp_path / "x.json")
     assert "CUDA" in report["unavailable"]["cudnn"]
     assert "flash_attn.cute" in report["unavailable"]["flash-attn-4"]
-    (flex,) = (row for row in report["rows"] if row["impl"] == "flex")
-    assert flex["median_ms"] is None and "NotImplementedError" in flex["note"]
+    flex = [row for row in report["rows"] if row["impl"] == "flex"]
+    assert [row["median_ms"] for row in flex] == [None, None]
+    assert all("NotImplementedError" in row["note"] for row in flex)
     shown = capsys.readouterr().out
-    assert "NotImplementedError" in shown and "CUDA" in shown
+    assert all(one in shown for one in ("4/2 heads of 16, causal", "NotImplementedError", "CUDA"))
 
 
-def test_flex_forward_runs_uncompiled_on_a_cpu(tmp_path: Path) -> None:
-    rows = report_of(f"{TINY} --mode fwd --implementations flex", tmp_path / "x.json")["rows"]
+def test_flex_forward_runs_uncompiled_on_a_cpu(report_of: Any) -> None:
+    rows = report_of(f"{RUN} --mode fwd --implementations flex")["rows"]
     assert rows and all(row["max_ratio"] <= 1 and row["median_ms"] > 0 for row in rows)
 
 
 def test_a_budget_ends_the_run_and_says_what_is_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    report_of: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = report_of(f"{TINY} --implementations ours --budget 0", tmp_path / "x.json")
+    report = report_of(f"{RUN} --implementations ours --budget 0")
     notes = [row["note"] for row in report["rows"]]
     assert len(notes) == 2 and all("budget of 0 s" in note for note in notes)
     assert "ours: not measured" in capsys.readouterr().out
 
 
 def test_a_wrong_result_of_ours_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    report_of: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(Ours, "results", lambda self: [1.01 * x for x in (self.out, *self.grads)])
-    report = report_of(f"{TINY} --causal --implementations ours", tmp_path / "x.json", 1)
+    report = report_of(f"bench kernel {TINY} --causal --implementations ours", 1)
     assert report["rows"][0]["note"].startswith("wrong") and report["rows"][0]["max_ratio"] > 1
     assert "ours, 4/2 heads of 16, causal, 2 x 64" in capsys.readouterr().out
 
 
 def test_an_error_of_ours_is_a_failure_and_of_a_peer_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    report_of: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def raising(name: str, *args: Any, **options: Any) -> Attention:
         if name == "torch-flash":
@@ -228,8 +220,8 @@ def test_an_error_of_ours_is_a_failure_and_of_a_peer_a_reason(
         raise ArithmeticError("made to fail")
 
     monkeypatch.setattr(kernel, "make", raising)
-    words = f"{TINY} --causal --implementations ours,torch-flash"
-    report = report_of(words, tmp_path / "x.json", status=1)
+    words = f"{RUN} --causal --implementations ours,torch-flash"
+    report = report_of(words, status=1)
     notes = {row["impl"]: row["note"] for row in report["rows"]}
     assert "made to fail" in notes["ours"] and "out of memory" in notes["torch-flash"]
     (failure,) = report["failures"]

@@ -44,7 +44,7 @@ def test_shapes_by_name() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_shape_has_its_strategies(world_size: int) -> None:
-    for shape in chosen_shapes(None, quick=True):
+    for shape in chosen_shapes(None, quick=True)[:: 4 // world_size]:
         choice = explained(shape, world_size, cpu_cluster(world_size))
         usable = [c.strategy for c in choice.candidates if not c.refused]
         wanted = {Strategy(), Strategy("all_gather"), Strategy(ulysses_degree=world_size)}

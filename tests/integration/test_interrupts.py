@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ class Started:
 
     def __init__(self, words: list[str], folder: Path) -> None:
         self.folder = folder / "temporary"
-        self.folder.mkdir()
+        self.folder.mkdir(parents=True)
         self.mark = f"RING_ATTN_TEST={folder}".encode()
         name, value = self.mark.decode().split("=", 1)
         here = {
@@ -82,7 +83,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Started]]:
     started: list[Started] = []
 
     def begin(words: list[str]) -> Started:
-        started.append(Started(words, tmp_path))
+        started.append(Started(words, tmp_path / str(len(started))))
         return started[-1]
 
     yield begin
@@ -91,24 +92,22 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Started]]:
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name
-)
-def test_a_signal_while_torch_is_imported(
-    number: signal.Signals, start: Callable[[list[str]], Started]
-) -> None:
-    command = start(["-m", "ring_attn", "env"])
-    status = Path(f"/proc/{command.process.pid}/status")
+def answers_signals(command: Started) -> bool:
+    lines = Path(f"/proc/{command.process.pid}/status").read_text().splitlines()
+    line = next(line for line in lines if line.startswith("SigCgt"))
+    return bool(int(line.split()[1], 16) >> (signal.SIGHUP - 1) & 1)
 
-    def answers_signals() -> bool:
-        line = next(x for x in status.read_text().splitlines() if x.startswith("SigCgt"))
-        return bool(int(line.split()[1], 16) >> (signal.SIGHUP - 1) & 1)
 
-    command.wait_for(answers_signals)
-    command.process.send_signal(number)
-    code, said = command.ended()
-    assert code == 128 + number
-    assert said == f"ring-attn: interrupted by {number.name}\n"
+def test_a_signal_while_torch_is_imported(start: Callable[[list[str]], Started]) -> None:
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    commands = {number: start(["-m", "ring_attn", "env"]) for number in signals}
+    for number, command in commands.items():
+        command.wait_for(partial(answers_signals, command))
+        command.process.send_signal(number)
+    for number, command in commands.items():
+        code, said = command.ended()
+        assert code == 128 + number
+        assert said == f"ring-attn: interrupted by {number.name}\n"
 
 
 @pytest.mark.dist

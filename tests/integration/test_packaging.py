@@ -212,6 +212,7 @@ def test_works_as_an_editable_install(
     assert run(environment.bin / "python", "-c", script, cwd=tmp_path).strip() == "42"
 
 
+@pytest.mark.slow
 def test_works_from_an_sdist(
     sources: Path, built: Built, environment: Environment, tmp_path: Path
 ) -> None:

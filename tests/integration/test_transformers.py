@@ -86,6 +86,8 @@ def made_mask(make: str, **options: Any) -> Any:
 
 
 ZIGZAG = SequenceLayout.zigzag(24, 2).position_ids(0)[None]
+BLOCKS = torch.zeros(2, 12, dtype=torch.int64)
+WINDOW = {"config": {"sliding_window": 4}}
 PADDING = torch.tensor([[1] * 12, [0] * 2 + [1] * 10])
 
 
@@ -95,13 +97,10 @@ PADDING = torch.tensor([[1] * 12, [0] * 2 + [1] * 10])
         ("create_causal_mask", {}),
         ("create_causal_mask", {"position_ids": ZIGZAG}),
         ("create_causal_mask", {"attention_mask": torch.ones(2, 12)}),
-        ("create_sliding_window_causal_mask", {"config": {"sliding_window": 4}}),
-        (
-            "create_sliding_window_causal_mask",
-            {"config": {"sliding_window": 4}, "position_ids": ZIGZAG},
-        ),
+        ("create_sliding_window_causal_mask", WINDOW),
+        ("create_sliding_window_causal_mask", {**WINDOW, "position_ids": ZIGZAG}),
         ("create_bidirectional_mask", {}),
-        ("create_bidirectional_sliding_window_mask", {"config": {"sliding_window": 4}}),
+        ("create_bidirectional_sliding_window_mask", WINDOW),
     ],
 )
 def test_no_mask_is_made(make: str, options: dict[str, Any]) -> None:
@@ -120,11 +119,7 @@ def first_four(batch: Any, head: Any, q: Any, kv: Any) -> Any:
         ("create_chunked_causal_mask", {"config": {"attention_chunk_size": 4}}, "chunked_overlay"),
         ("create_causal_mask", {"or_mask_function": first_four}, "or_masks, tests.*first_four"),
         ("create_causal_mask", {"and_mask_function": first_four}, "first_four"),
-        (
-            "create_causal_mask",
-            {"block_sequence_ids": torch.zeros(2, 12, dtype=torch.int64)},
-            "blockwise_overlay, or_masks",
-        ),
+        ("create_causal_mask", {"block_sequence_ids": BLOCKS}, "blockwise_overlay, or_masks"),
     ],
 )
 def test_other_masks_are_refused(make: str, options: dict[str, Any], text: str) -> None:
@@ -153,32 +148,33 @@ def attend(config: dict[str, Any], **options: Any) -> Any:
         return ring.attend(module, x, x, x, None, **options)
 
 
+LONGROPE = {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}
+
+
 @pytest.mark.parametrize(
-    ("config", "options", "error", "text"),
+    ("config", "options", "text"),
     [
-        ({"layer_types": ["linear_attention"]}, {}, NotImplementedError, "type linear_attention"),
-        ({"layer_types": ["sliding_attention"]}, {}, NotImplementedError, "layer 0 has a sliding"),
-        ({"sliding_window": 8}, {}, NotImplementedError, "layer 0 has a sliding window"),
-        (
-            {"rope_parameters": {"full_attention": {"rope_type": "longrope"}}},
-            {},
-            NotImplementedError,
-            "rope_type 'longrope'",
-        ),
-        ({"is_causal": False}, {}, ValueError, "config.is_causal is False and"),
-        ({}, {"dropout": 0.1}, NotImplementedError, "attention dropout must be 0"),
-        ({}, {"position_bias": torch.zeros(1)}, NotImplementedError, "position_bias reached"),
-        ({}, {"head_mask": torch.zeros(1)}, NotImplementedError, "heads cannot be masked"),
-        ({}, {"cache": object()}, NotImplementedError, "a paged cache is not built"),
-        ({}, {"tilt": 0.5}, NotImplementedError, "tilt reached the attention: it is not known"),
-        ({}, {}, RuntimeError, "no process group"),  # nothing else is wrong
+        ({"layer_types": ["linear_attention"]}, {}, "type linear_attention"),
+        ({"layer_types": ["sliding_attention"]}, {}, "layer 0 has a sliding"),
+        ({"sliding_window": 8}, {}, "layer 0 has a sliding window"),
+        (LONGROPE, {}, "rope_type 'longrope'"),
+        ({}, {"dropout": 0.1}, "attention dropout must be 0"),
+        ({}, {"position_bias": torch.zeros(1)}, "position_bias reached"),
+        ({}, {"head_mask": torch.zeros(1)}, "heads cannot be masked"),
+        ({}, {"cache": object()}, "a paged cache is not built"),
+        ({}, {"tilt": 0.5}, "tilt reached the attention: it is not known"),
     ],
 )
-def test_what_attention_refuses(
-    config: dict[str, Any], options: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
+def test_what_attention_refuses(config: dict[str, Any], options: dict[str, Any], text: str) -> None:
+    with pytest.raises(NotImplementedError, match=text):
         attend(config, **options)
+    with pytest.raises(RuntimeError, match="no process group"):
+        attend({})  # nothing else is wrong
+
+
+def test_a_config_must_say_what_the_module_says() -> None:
+    with pytest.raises(ValueError, match="config.is_causal is False and"):
+        attend({"is_causal": False})
 
 
 def test_a_keyword_that_is_declared_may_reach_the_attention() -> None:

@@ -1,7 +1,5 @@
 """`ring-attn tune`: what is searched, checked, timed and recommended, on a CPU."""
 
-import argparse
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +15,7 @@ from ring_attn.kernels.configs import INTERPRETER, Config
 from ring_attn.tools import tune
 from ring_attn.tools.cli import main
 from ring_attn.tools.tune import Kernels, Row, Tuning, best, label
+from tests.integration.commands import options_of
 
 TINY = "--device cpu --heads 2/1 --head-dim 16 --full-rows 33 --causal-rows 33 --jobs 0"
 
@@ -24,9 +23,7 @@ SMALL, NO_TILE = Config(32, 32, 4, 1), Config(48, 64, 4, 1)
 
 
 def setting(words: str) -> tune.Setting:
-    parser = argparse.ArgumentParser()
-    tune.add_arguments(parser)
-    return tune.setting_of(parser.parse_args(words.split()))
+    return tune.setting_of(options_of(tune, words))
 
 
 def tuning(words: str, monkeypatch: pytest.MonkeyPatch, *space: Config) -> Tuning:
@@ -50,12 +47,9 @@ def test_our_kernels_in_other_configs_are_an_attention(causal: bool) -> None:
     assert len(verdicts) == 4 and all(verdict.ok for verdict in verdicts), verdicts
 
 
-def test_a_search_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_on_a_cpu(report_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """The whole command, with a process that builds."""
-    path = tmp_path / "tune.json"
-    words = f"tune {TINY} --kernels dq --jobs 1 --json {path}"
-    assert main(words.split()) == 0
-    report = json.loads(path.read_text())
+    report = report_of(f"tune {TINY} --kernels dq --jobs 1")
     assert [row["kind"] for row in report["rows"]] == ["dq", "dq_whole"]
     for one in report["rows"]:
         assert one["frozen"] and one["note"] == "" and one["samples"] == 1 and one["speed"] == 1.0

@@ -1,0 +1,13 @@
+"""The options of a subcommand, without running it."""
+
+from __future__ import annotations
+
+import argparse
+from types import ModuleType
+
+
+def options_of(command: ModuleType, words: str) -> argparse.Namespace:
+    """What the module's own parser makes of the words."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(words.split())

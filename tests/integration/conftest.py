@@ -1,0 +1,24 @@
+"""Runs `ring-attn` in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ring_attn.tools.cli import main
+
+
+@pytest.fixture
+def report_of(tmp_path: Path) -> Callable[..., Any]:
+    """`report_of(words, status=0)` is the JSON of a command, which ends with that status."""
+
+    def run(words: str, status: int = 0) -> Any:
+        path = tmp_path / "report.json"
+        assert main([*words.split(), "--json", str(path)]) == status
+        return json.loads(path.read_text())
+
+    return run
