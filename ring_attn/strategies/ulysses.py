@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -347,16 +347,20 @@ class _Exchanges:
             for share, r in both
         ))  # fmt: skip
 
-    def _every_packet(self, kinds: tuple[_Kind, ...]) -> Tensor:
-        """(groups, members, members) bytes of each member's rows of each other's heads."""
+    @cached_property
+    def _every_rows(self) -> tuple[list[list[int]], Tensor]:
+        """Numbers of rows of queries and of keys that ranks have, and which of these each has."""
         lens = torch.tensor([layout.shard_lens for layout in self.ranks.layouts])
         rows, inverse = lens.unique(dim=1, return_inverse=True)
+        return rows.t().tolist(), inverse
+
+    def _every_packet(self, kinds: tuple[_Kind, ...]) -> Tensor:
+        """(groups, members, members) bytes of each member's rows of each other's heads."""
+        rows, inverse = self._every_rows
         sizes = [tuple((run.num, run.num_kv) for run in share.runs) for share in self.shares]
+        batch = self.call.spec.batch
         nbytes = {
-            size: [
-                _packet(self.call.spec.batch, kinds, share, *one).nbytes
-                for one in rows.t().tolist()
-            ]
+            size: [_packet(batch, kinds, share, *one).nbytes for one in rows]
             for size, share in dict(zip(sizes, self.shares, strict=True)).items()
         }
         table = torch.tensor([nbytes[size] for size in sizes], dtype=torch.int64)
