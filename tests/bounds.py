@@ -1,10 +1,11 @@
-"""What results are held against, and the masks that backends and kernels are tried with."""
+"""What results are held against, masks to try backends and kernels with, tiles, calls noted."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -99,3 +100,97 @@ def assert_close(name: str, got: Tensor, oracle: Tensor, plain: Tensor) -> None:
     """A result that is no attention's, within the bound of `check`."""
     verdict = check(name, got, oracle, plain)
     assert verdict.ok, str(verdict)
+
+
+def visible_pairs(tile: Tile) -> Tensor:
+    """(rows, cols) booleans of a tile, by the words of its definition."""
+    i, j = (torch.arange(rows.start, rows.stop) for rows in (tile.q, tile.kv))
+    offsets = j - i[:, None]
+    lo, hi = tile.band
+    seen = torch.ones_like(offsets, dtype=torch.bool)
+    if lo is not None:
+        seen &= offsets >= lo
+    if hi is not None:
+        seen &= offsets <= hi
+    return seen
+
+
+def painted(tiles: Sequence[Tile], rows: int, cols: int) -> Tensor:
+    """How often each pair is in one of the tiles."""
+    count = torch.zeros(rows, cols, dtype=torch.int64)
+    for tile in tiles:
+        count[tile.q, tile.kv] += visible_pairs(tile)
+    return count
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """NaN is NaN, and 8-bit floats have no comparison."""
+    bits = (x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b))
+    return a.dtype == b.dtype and torch.equal(*bits)
+
+
+def note_calls(
+    monkeypatch: pytest.MonkeyPatch, cls: type, name: str, note: Callable[..., None]
+) -> None:
+    """Calls note(self, *args) before every call of a method."""
+    method = getattr(cls, name)
+
+    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        note(self, *args)
+        return method(self, *args, **kwargs)
+
+    monkeypatch.setattr(cls, name, noted)
+
+
+def _scores(
+    q: Tensor, k: Tensor, seen: Tensor, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Scores (batch, heads, rows, cols), -inf where nothing is seen, and the slope of the cap."""
+    s = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(q.size(2) // k.size(2), 2)) * scale
+    slope = torch.ones_like(s)
+    if softcap:
+        t = torch.tanh(s / softcap)
+        s, slope = softcap * t, 1.0 - t * t
+    return s.masked_fill(~seen, -torch.inf), slope
+
+
+def textbook_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse in the dtype of the inputs; `seen` (rows, cols) has True for visible pairs."""
+    s, _ = _scores(q, k, seen, scale, softcap)
+    lse = s.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.to(lse.dtype).view(-1, 1))
+    p = (s - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp()
+    v = v.repeat_interleave(q.size(2) // v.size(2), 2)
+    return torch.einsum("bhij,bjhd->bihd", p, v), lse
+
+
+def textbook_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    seen: Tensor,
+    scale: float,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv as in flash-attention's paper: p = exp(s - lse), and delta."""
+    groups = q.size(2) // k.size(2)
+    s, slope = _scores(q, k, seen, scale, softcap)
+    p = (s - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)).exp()
+    k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
+    ds = p * (torch.einsum("bihd,bjhd->bhij", dout, v) - delta.unsqueeze(-1)) * scale * slope
+    dq = torch.einsum("bhij,bjhd->bihd", ds, k)
+    dk = torch.einsum("bhij,bihd->bjhd", ds, q).unflatten(2, (-1, groups)).sum(3)
+    dv = torch.einsum("bhij,bihd->bjhd", p, dout).unflatten(2, (-1, groups)).sum(3)
+    return dq, dk, dv

@@ -6,14 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture
-def device() -> str:
-    """Where kernels run: "cuda", or "cpu" for the interpreter."""
-    return DEVICE
-
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> Iterator[None]:
@@ -23,7 +15,7 @@ def quick_interpreter() -> Iterator[None]:
     that is made otherwise is left as it is.
     """
     with pytest.MonkeyPatch.context() as monkeypatch:
-        if DEVICE == "cpu":
+        if not torch.cuda.is_available():
             _patch_once(monkeypatch)
         yield
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 from torch import Tensor
@@ -252,14 +254,6 @@ def test_gradients_are_added() -> None:
         torch.testing.assert_close(x, 2.0 * y, rtol=1e-5, atol=1e-5)
 
 
-def test_no_tiles_is_no_gradient() -> None:
-    inputs = inputs_for(MASKS["full"])
-    lse = torch.full((1, 1, 97), -torch.inf, device=DEVICE)
-    dq = grad_q(inputs, lse, lse, [()], SMALL)
-    dk, dv = grad_kv(inputs, lse, lse, [()], SMALL)
-    assert not any(bool(x.any()) for x in (dq, dk, dv))
-
-
 # -- the forward's state between launches
 
 
@@ -271,17 +265,6 @@ def test_steps_without_tiles_change_nothing() -> None:
         again = forward(inputs, steps, SMALL)
         assert torch.equal(again[0], out)
         assert torch.equal(again[1], lse)
-
-
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
-def test_no_step_with_tiles_is_no_attention(with_sinks: bool) -> None:
-    inputs = inputs_for(MASKS["full"], nheads=2)
-    sinks = torch.tensor([-1.0, 2.0], device=DEVICE)
-    for steps in ([()], [(), ()]):
-        out, lse = forward(inputs, steps, SMALL, sinks=sinks if with_sinks else None)
-        assert bool((out == 0.0).all())
-        wanted = sinks if with_sinks else torch.full_like(sinks, -torch.inf)
-        assert torch.equal(lse, wanted[None, :, None].expand_as(lse))
 
 
 def launch(inputs: Inputs, state: flash_fwd.Carried, tiles: Step, first: bool, last: bool) -> None:
@@ -336,21 +319,13 @@ def test_only_blocks_with_visible_pairs_and_masks_where_one_is_hidden(
     inputs = random_qkv(seqlen_q=dense.size(0), seqlen_k=dense.size(1), nheads=2, headdim=16)
     config = blocks(64, 32)
     seen = record(monkeypatch, flash_fwd)
-    updates = 0
-    update = flash_fwd.online_softmax_update
-
-    def counted(*args: object, **kwargs: object) -> object:
-        nonlocal updates
-        updates += 1
-        return update(*args, **kwargs)
-
-    monkeypatch.setattr(flash_fwd, "online_softmax_update", counted)
+    updates = count(monkeypatch, flash_fwd, "online_softmax_update")
     forward(inputs, [tiles], config)
     table = q_table(tiles, config, num_rows=dense.size(0))
     wanted = blocks_of(table, dense, config.BLOCK_N, heads=2)
     assert seen.loaded == times(wanted.loaded, 2)  # k and v
     assert seen.masked == wanted.masked
-    assert updates == wanted.loaded.total() == 2 * table.visits
+    assert updates == [wanted.loaded.total()] == [2 * table.visits]
 
 
 @in_interpreter
@@ -371,36 +346,40 @@ def constants(inputs: Inputs, tiles: Step) -> dict[str, object]:
 
 
 @in_interpreter
+@pytest.mark.parametrize("kernel", ["dq", "dkdv"])
 @pytest.mark.parametrize(("tiles", "dense"), STEPS.values(), ids=STEPS)
-def test_dq_takes_blocks_with_visible_pairs_and_masks_where_one_is_hidden(
-    tiles: tuple[Tile, ...], dense: Tensor, monkeypatch: pytest.MonkeyPatch
+def test_gradients_take_blocks_with_visible_pairs_and_mask_where_one_is_hidden(
+    tiles: tuple[Tile, ...], dense: Tensor, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs, statistics = inputs_of(dense)
-    config = blocks(64, 32)
-    seen, products = record(monkeypatch, flash_bwd), count(monkeypatch)
-    grad_q(inputs, *statistics, [tiles], config)
-    table = q_table(tiles, config)
-    wanted = blocks_of(table, dense, config.BLOCK_N, heads=2)
-    assert seen.loaded == times(wanted.loaded, 2)  # k and v
-    assert seen.masked == wanted.masked
-    assert products == [wanted.loaded.total()] == [2 * table.visits]
+    seen = record(monkeypatch, flash_bwd)
+    products = count(monkeypatch, flash_bwd, "_probabilities")
+    if kernel == "dq":
+        config, heads = blocks(64, 32), 1
+        grad_q(inputs, *statistics, [tiles], config)
+        table = q_table(tiles, config)
+        wanted = blocks_of(table, dense, config.BLOCK_N, heads=2)
+    else:
+        # A program takes q and dout of both heads of the group.
+        config, heads = blocks(32, 64), 2
+        grad_kv(inputs, *statistics, [tiles], config)
+        table = kv_table(tiles, config)
+        wanted = blocks_of(table, dense.T, config.BLOCK_M, heads=1)
+    assert seen.loaded == times(wanted.loaded, 2 * heads)
+    assert seen.masked == times(wanted.masked, heads)
+    assert products == [heads * wanted.loaded.total()] == [2 * table.visits]
 
 
-@in_interpreter
-@pytest.mark.parametrize(("tiles", "dense"), STEPS.values(), ids=STEPS)
-def test_dkdv_takes_blocks_with_visible_pairs_and_masks_where_one_is_hidden(
-    tiles: tuple[Tile, ...], dense: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs, statistics = inputs_of(dense)
-    config = blocks(32, 64)
-    seen, products = record(monkeypatch, flash_bwd), count(monkeypatch)
-    grad_kv(inputs, *statistics, [tiles], config)
-    table = kv_table(tiles, config)
-    wanted = blocks_of(table, dense.T, config.BLOCK_M, heads=1)
-    # q and dout of both heads of the group.
-    assert seen.loaded == times(wanted.loaded, 4)
-    assert seen.masked == times(wanted.masked, 2)
-    assert products == [2 * wanted.loaded.total()] == [2 * table.visits]
+def count(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[int]:
+    """How often a function is called from here on: once for each block of scores."""
+    counted, function = [0], getattr(module, name)
+
+    def wrapped(*args: object, **kwargs: object) -> object:
+        counted[0] += 1
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, wrapped)
+    return counted
 
 
 def inputs_of(dense: Tensor) -> tuple[Inputs, tuple[Tensor, Tensor]]:
@@ -408,15 +387,3 @@ def inputs_of(dense: Tensor) -> tuple[Inputs, tuple[Tensor, Tensor]]:
     rows, cols = dense.shape
     inputs = random_qkv(seqlen_q=rows, seqlen_k=cols, nheads=2, nheads_kv=1, headdim=16)
     return inputs, (torch.full((1, 2, rows), 9.0), torch.zeros(1, 2, rows))
-
-
-def count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many blocks of scores are computed from here on."""
-    counted, probabilities = [0], flash_bwd._probabilities
-
-    def wrapped(*args: object) -> object:
-        counted[0] += 1
-        return probabilities(*args)
-
-    monkeypatch.setattr(flash_bwd, "_probabilities", wrapped)
-    return counted

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.testing import Layouts, random_qkv, random_sinks
+from ring_attn.testing import Layouts, layouts_of, random_qkv, random_sinks
 from tests.bounds import MASKS, assert_holds, expect
 from tests.kernels.calls import DEVICE, DTYPES, attend, blocks, cut_keys, inputs_for, patched_select
 from tests.kernels.rings import ring
@@ -143,19 +143,10 @@ def test_options(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     sinks = random_sinks(nheads, device=DEVICE) if case["sinks"] else None
     scores = {"scale": case["scale"], "softcap": case["softcap"], "sinks": sinks}
     got = ring(
-        inputs, mask, layouts_of(*case["ring"], mask), travels=case["travels"],
+        inputs, mask, layouts_of(case["ring"][0], mask, case["ring"][1]), travels=case["travels"],
         strided=case["strided"], **scores,
     )  # fmt: skip
     assert_holds(got, *expect(inputs, mask, **scores))
-
-
-def layouts_of(kind: str, world_size: int, mask: Mask) -> Layouts:
-    lengths = (mask.seqlen_q, mask.seqlen_k)
-    if kind == "boundaries":  # the second rank holds nothing
-        q, k = (SequenceLayout.boundaries([0, n // 3, n // 3, n]) for n in lengths)
-    else:
-        q, k = (SequenceLayout.from_name(kind, n, world_size) for n in lengths)
-    return q, k
 
 
 # -- any shape

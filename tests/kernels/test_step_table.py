@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.tiles import Band, Tile
 from ring_attn.kernels.step_table import (
-    UNBOUNDED,
     Rectangle,
     StepTable,
     column_range,
@@ -26,7 +26,8 @@ from ring_attn.kernels.step_table import (
 )
 from ring_attn.strategies.ring import ring_steps
 from ring_attn.testing import masks
-from tests.kernels.calls import rectangles
+from tests.bounds import painted
+from tests.kernels.calls import DEVICE, rectangles
 
 BLOCKS = ((16, 16), (32, 16), (16, 64), (64, 32))
 # Rows in whole blocks, and both sides of a window within a block and beyond, besides the table's.
@@ -75,6 +76,12 @@ def table_of(
     return make_step_table(
         case.rectangles, *blocks, device, descending=descending, num_rows=num_rows
     )
+
+
+def tile_of(
+    row_start: int, row_stop: int, col_start: int, col_stop: int, lo: int | None, hi: int | None
+) -> Tile:
+    return Tile(slice(row_start, row_stop), slice(col_start, col_stop), Band(lo, hi))
 
 
 def rows_of(table: StepTable) -> list[tuple[int, int, int, int]]:
@@ -140,11 +147,7 @@ def test_runs_are_the_visible_pairs_once_each() -> None:
             runs = table.runs[first:last].tolist()
             starts = [run[0] for run in runs]
             assert starts == sorted(starts, reverse=descending), case
-            rows = torch.arange(start, stop)[:, None]
-            for col_start, col_stop, lo, hi in runs:
-                cols = torch.arange(col_start, col_stop)[None, :]
-                inside = (cols - rows >= lo) & (cols - rows <= hi)
-                count[start:stop, col_start:col_stop] += inside
+            count += painted([tile_of(start, stop, *run) for run in runs], *case.dense.shape)
         assert torch.equal(count, case.dense.long()), case
 
 
@@ -175,14 +178,8 @@ def test_flags_say_what_code_is_needed() -> None:
 def test_the_transposed_rectangles_hold_the_transposed_pairs() -> None:
     for case in CASES:
         assert transposed(transposed(case.rectangles)) == case.rectangles
-        count = torch.zeros(case.dense.shape, dtype=torch.int64).T
-        for row_start, row_stop, col_start, col_stop, lo, hi in transposed(case.rectangles):
-            rows = torch.arange(row_start, row_stop)[:, None]
-            cols = torch.arange(col_start, col_stop)[None, :]
-            lo, hi = -UNBOUNDED if lo is None else lo, UNBOUNDED if hi is None else hi
-            inside = (cols - rows >= lo) & (cols - rows <= hi)
-            count[row_start:row_stop, col_start:col_stop] += inside
-        assert torch.equal(count, case.dense.T.long()), case
+        tiles = [tile_of(*rectangle) for rectangle in transposed(case.rectangles)]
+        assert torch.equal(painted(tiles, *case.dense.T.shape), case.dense.T.long()), case
 
 
 def test_nothing_to_do_is_no_blocks() -> None:
@@ -219,7 +216,7 @@ def _ranges(
 
 
 @pytest.mark.parametrize(("block_rows", "block_cols"), [(32, 16), (16, 64)])
-def test_column_range_is_the_visible_blocks(block_rows: int, block_cols: int, device: str) -> None:
+def test_column_range_is_the_visible_blocks(block_rows: int, block_cols: int) -> None:
     found: set[tuple[int, ...]] = set()
     for case in CASES:
         table = table_of(case, (block_rows, block_cols))
@@ -228,10 +225,10 @@ def test_column_range_is_the_visible_blocks(block_rows: int, block_cols: int, de
                 found.add((*run, start, stop))
     keys = sorted(found)[::8]
     assert len(keys) > 60
-    tensor = torch.tensor(keys, dtype=torch.int32, device=device)
+    tensor = torch.tensor(keys, dtype=torch.int32, device=DEVICE)
     runs, rows = tensor[:, :4].contiguous(), tensor[:, 4:].contiguous()
-    ranges = torch.full((len(keys), 4), -1, dtype=torch.int32, device=device)
-    pairs = torch.full((len(keys), block_rows, 256), -1, dtype=torch.int8, device=device)
+    ranges = torch.full((len(keys), 4), -1, dtype=torch.int32, device=DEVICE)
+    pairs = torch.full((len(keys), block_rows, 256), -1, dtype=torch.int8, device=DEVICE)
     _ranges[(len(keys),)](
         runs, rows, ranges, pairs, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, MAX_COLS=256
     )

@@ -116,19 +116,14 @@ def test_a_group_is_what_fits(
 
 def test_only_the_columns_of_the_step_count() -> None:
     """A zigzag ring sees half of each shard."""
-    config = replace(blocks(32, 32), l2_bytes=50 * 100)
     half = cut_keys(Mask(40, 97), 48)
-    heads = [
-        schedule(config, tiles, num_heads=4, heads_per_kv=1).heads_together
-        for tiles in (whole(Mask(40, 97)), *half)
-    ]
-    assert heads == [1, 1, 1]
-    config = replace(config, l2_bytes=98 * 100)
-    heads = [
-        schedule(config, tiles, num_heads=4, heads_per_kv=1).heads_together
-        for tiles in (whole(Mask(40, 97)), *half)
-    ]
-    assert heads == [1, 2, 2]
+    for columns, together in ((50, [1, 1, 1]), (98, [1, 2, 2])):
+        config = replace(blocks(32, 32), l2_bytes=columns * 100)
+        schedules = [
+            schedule(config, tiles, num_heads=4, heads_per_kv=1)
+            for tiles in (whole(Mask(40, 97)), *half)
+        ]
+        assert [one.heads_together for one in schedules] == together
 
 
 def test_without_columns_or_heads_there_is_nothing_to_divide_by() -> None:

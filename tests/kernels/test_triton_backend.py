@@ -21,7 +21,7 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import Tile
 from ring_attn.kernels.flash_fwd import Carried
-from ring_attn.testing import RESULTS, Expected, Inputs, layouts_of, poisoned_empty
+from ring_attn.testing import RESULTS, Expected, Inputs, layouts_of
 from tests.bounds import MASKS, assert_holds, expect, run, whole
 from tests.kernels.calls import DEVICE, DTYPES, blocks, cut_keys, in_interpreter, inputs_for
 from tests.kernels.rings import ring
@@ -180,22 +180,16 @@ def test_steps_whether_or_not_the_last_is_told(name: str, say_last: bool) -> Non
 
 
 @pytest.mark.parametrize("say_last", [True, False])
-def test_a_rank_without_tiles(say_last: bool) -> None:
-    inputs = inputs_for(MASKS["full"], nheads=2)
+@pytest.mark.parametrize("sinks", [None, (-3.0, 5.0)])
+def test_a_rank_without_tiles(sinks: tuple[float, float] | None, say_last: bool) -> None:
+    inputs = inputs_for(MASKS["full"], nheads=2, headdim_v=24)
+    given = None if sinks is None else torch.tensor(sinks, device=DEVICE)
+    lse = torch.tensor(sinks or (-torch.inf, -torch.inf), device=DEVICE)
     for steps in ([], [()], [(), ()]):
-        got = run(get_backend("triton"), inputs, steps, say_last=say_last)
-        assert bool((got.lse == -torch.inf).all())
+        got = run(get_backend("triton"), inputs, steps, say_last=say_last, sinks=given)
+        assert torch.equal(got.lse, lse[None, :, None].expand(1, 2, 97))
+        assert got.out.shape == (1, 97, 2, 24)
         assert not any(bool(x.any()) for x in (got.out, got.dq, got.dk, got.dv))
-
-
-def test_a_rank_without_tiles_has_its_sinks() -> None:
-    q = inputs_for(MASKS["full"], nheads=2).q
-    sinks = torch.tensor([-3.0, 5.0], device=DEVICE)
-    backend = get_backend("triton")
-    with poisoned_empty():
-        out, lse = backend.finalize(backend.new_state(q, 24, sinks), q.dtype)
-    assert out.shape == (1, 97, 2, 24) and not bool(out.any())
-    assert torch.equal(lse, sinks[None, :, None].expand(1, 2, 97))
 
 
 def test_the_last_launch_lets_go_of_the_state() -> None:

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from ring_attn.backends import PREFERENCE, aten, choose_backend, flash_attn, get_backend
 from ring_attn.backends.base import (
     Backend,
-    band_mask,
     equal_headdims,
     flash_window,
     out_from_delta,
@@ -35,7 +34,17 @@ from ring_attn.testing import (
     random_qkv,
     random_sinks,
 )
-from tests.bounds import MASKS, assert_holds, expect, run, whole
+from tests.bounds import (
+    MASKS,
+    assert_holds,
+    expect,
+    painted,
+    run,
+    textbook_backward,
+    textbook_forward,
+    visible_pairs,
+    whole,
+)
 
 CPU_BACKENDS = ("reference", "aten")
 
@@ -224,27 +233,8 @@ def all_tiles() -> Iterator[Tile]:
                 yield tile
 
 
-def visible(tile: Tile) -> Tensor:
-    """(16, 16) counts of the tile's pairs, by the words of the definition."""
-    i, j = torch.arange(16)[:, None], torch.arange(16)[None]
-    lo, hi = tile.band
-    inside = (tile.q.start <= i) & (i < tile.q.stop) & (tile.kv.start <= j) & (j < tile.kv.stop)
-    if lo is not None:
-        inside &= j - i >= lo
-    if hi is not None:
-        inside &= j - i <= hi
-    return inside.long()
-
-
 def assert_partition(tile: Tile, pieces: Sequence[Tile]) -> None:
-    total = sum((visible(piece) for piece in pieces), torch.zeros(16, 16, dtype=torch.int64))
-    assert torch.equal(total, visible(tile)), (tile, pieces)
-
-
-def test_band_mask_is_the_band() -> None:
-    for tile in all_tiles():
-        expected = visible(tile)[tile.q, tile.kv].bool()
-        assert torch.equal(band_mask(tile, torch.device("cpu")), expected), tile
+    assert torch.equal(painted(pieces, 16, 16), painted([tile], 16, 16)), (tile, pieces)
 
 
 @pytest.mark.parametrize("edge", [1, 2, 3, 4, 16])
@@ -280,47 +270,6 @@ def test_window_pieces_are_masked_at_the_edges_alone() -> None:
     assert sum(piece.area for piece in full) > tile.area // 2
 
 
-def test_flash_window_is_the_band_from_the_bottom_right_corner() -> None:
-    for tile in all_tiles():
-        left, right = flash_window(tile)
-        assert left >= -1
-        assert right >= -1
-        i = torch.arange(tile.rows)[:, None] + tile.cols - tile.rows
-        j = torch.arange(tile.cols)[None]
-        seen = torch.ones(tile.rows, tile.cols, dtype=torch.bool)
-        if left >= 0:
-            seen &= j >= i - left
-        if right >= 0:
-            seen &= j <= i + right
-        assert torch.equal(seen, visible(tile)[tile.q, tile.kv].bool()), tile
-
-
-# -- conventions of other people's operators that the backends rely on
-
-
-def test_torchs_cpu_operator_aligns_causal_at_the_top_left() -> None:
-    q, k, v, _ = (x.transpose(1, 2) for x in random_qkv(seqlen_q=4, seqlen_k=6, headdim=8))
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = op(q, k, v, 0.0, True, scale=1.0)
-    top_left = torch.ones(4, 6, dtype=torch.bool).tril()
-    masked = (q.double() @ k.double().mT).masked_fill(~top_left, -torch.inf)
-    plain = (q @ k.mT).masked_fill(~top_left, -torch.inf)
-    verdict = check("lse", lse, masked.logsumexp(-1), plain.logsumexp(-1))
-    assert verdict.ok, str(verdict)
-    assert torch.equal(out[:, :, 0], v[:, :, 0])  # the first row sees the first key alone
-
-
-def test_torchs_cpu_operator_gives_lse_0_where_nothing_is_seen() -> None:
-    q, k, v, _ = (x.transpose(1, 2) for x in random_qkv(seqlen_q=4, seqlen_k=6, headdim=8))
-    mask = torch.zeros(4, 6)
-    mask[1] = -torch.inf
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = op(q, k, v, 0.0, False, attn_mask=mask, scale=1.0)
-    assert bool((lse[:, :, 1] == 0.0).all())
-    assert bool((out[:, :, 1] == 0.0).all())
-    assert bool((lse[:, :, 0] != 0.0).all())
-
-
 # -- emulations of the operators that need CUDA
 
 
@@ -328,35 +277,18 @@ def dense_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """(batch, rows, heads, dim) and lse as FlashAttention 2 has it: +inf where nothing is seen."""
-    k, v = (x.repeat_interleave(q.size(2) // k.size(2), 2).float() for x in (k, v))
-    s = torch.einsum("bihd,bjhd->bhij", q.float(), k) * scale
-    s = softcap * torch.tanh(s / softcap) if softcap else s
-    s = s.masked_fill(~seen, -torch.inf)
-    lse = s.logsumexp(-1)
-    p = (s - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp()
-    out = torch.einsum("bhij,bjhd->bihd", p, v)
-    return out.to(q.dtype), lse.masked_fill(lse == -torch.inf, torch.inf)
+    out, lse = textbook_forward(q.float(), k.float(), v.float(), seen, scale, softcap)
+    return out.to(q.dtype), lse.masked_fill(lse.isneginf(), torch.inf)
 
 
 def dense_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
     seen: Tensor, softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dtype, groups = q.dtype, q.size(2) // k.size(2)
-    dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
-    k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
-    s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
-    slope = torch.tensor(scale)
-    if softcap:
-        t = torch.tanh(s / softcap)
-        s, slope = softcap * t, scale * (1.0 - t * t)
-    p = (s.masked_fill(~seen, -torch.inf) - lse.unsqueeze(-1)).exp()
-    delta = (dout * out).sum(-1).transpose(1, 2).unsqueeze(-1)
-    ds = p * (torch.einsum("bihd,bjhd->bhij", dout, v) - delta) * slope
-    dq = torch.einsum("bhij,bjhd->bihd", ds, k)
-    dk = torch.einsum("bhij,bihd->bjhd", ds, q).unflatten(2, (-1, groups)).sum(3)
-    dv = torch.einsum("bhij,bihd->bjhd", p, dout).unflatten(2, (-1, groups)).sum(3)
-    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+) -> Iterator[Tensor]:  # fmt: skip
+    dtype, (dout, q, k, v, out) = q.dtype, (x.float() for x in (dout, q, k, v, out))
+    delta = (dout * out).sum(-1).transpose(1, 2)
+    grads = textbook_backward(q, k, v, dout, lse, delta, seen, scale, softcap)
+    return (grad.to(dtype) for grad in grads)
 
 
 def flash_2_visible(rows: int, cols: int, left: int, right: int) -> Tensor:
@@ -454,7 +386,7 @@ class TorchOnCuda:
         assert logsumexp.is_contiguous()
         assert (dropout_p, is_causal) == (0.0, False)
         seen = flash_2_visible(max_q, max_k, window_size_left, window_size_right)
-        return dense_backward(grad_out, query, key, value, out, logsumexp, scale, seen)
+        return tuple(dense_backward(grad_out, query, key, value, out, logsumexp, scale, seen))
 
     def _scaled_dot_product_cudnn_attention(
         self, query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
@@ -512,7 +444,7 @@ def test_pieces_for_flash_are_windows_that_it_can_state(name: str) -> None:
                 assert piece.kind is MaskKind.FULL or piece.rows == piece.cols
                 continue
             seen = flash_2_visible(piece.rows, piece.cols, *flash_window(piece))
-            if not torch.equal(seen, band_mask(piece, torch.device("cpu"))):
+            if not torch.equal(seen, visible_pairs(piece)):
                 wrong.append(piece)
     assert not wrong
 
@@ -645,13 +577,6 @@ def spec_of(
     softcap: float = 0.0,
 ) -> AttentionSpec:
     return AttentionSpec(device, dtype, 1, 4, 2, headdim, headdim_v, softcap)
-
-
-def test_backends_know_their_names() -> None:
-    assert list(PREFERENCE) == ["triton", "aten", "cudnn", "flash_attn", "reference"]
-    for name in PREFERENCE:
-        assert get_backend(name).name == name
-        assert get_backend(name) is get_backend(name)
 
 
 @pytest.mark.parametrize(

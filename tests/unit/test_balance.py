@@ -516,52 +516,43 @@ def test_local_rows_must_be_one_run() -> None:
 
 
 X, T = Mask(4, 4), torch.ones
-REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (lambda: by_area(X, 0), ValueError, "world_size|1|0"),
-    (lambda: by_cost([1], 1.5), TypeError, "world_size|float"),
-    (lambda: by_area(X, 2, align=0), ValueError, "align|1|0"),
-    (lambda: by_cost([1], 1, align=True), TypeError, "align|bool"),
-    (lambda: by_cost([1.0, -2.0], 2), ValueError, "cost|-2.0 at 1"),
-    (lambda: by_cost([1.0, float("nan")], 2), ValueError, "cost|finite|nan at 1"),
-    (lambda: balance_of(LAYOUT, [float("inf")] * 97), ValueError, "work|inf at 0"),
-    (lambda: by_cost(["a"], 2), TypeError, "cost|str"),
-    (lambda: by_cost(T(3, dtype=torch.bool), 2), TypeError, "cost|torch.bool"),
-    (lambda: by_cost(T(3, 2), 2), ValueError, "cost|1-D|(3, 2)"),
-    (lambda: balance_of(LAYOUT, [1, 2]), ValueError, "2 positions|97"),
-    (lambda: halo(LAYOUT, Mask(97, 96), 0), ValueError, "96 positions|97"),
-    (lambda: halo(LAYOUT, Mask(97, 97), 4), ValueError, "rank|[0, 4)"),
-    (lambda: by_separators([1.0], {1}, 2), TypeError, "token_ids"),
-    (lambda: by_separators(T(2), {1}, 2), TypeError, "token_ids|torch.float32"),
-    (lambda: by_separators(T(2, 2).long(), {1}, 2), ValueError, "token_ids|1-D|(2, 2)"),
-    (lambda: by_separators([1], set(), 2), ValueError, "separators|none"),
-    (lambda: by_separators([1, 2], {1}, 2, work=Mask(3, 3)), ValueError, "work|3|token_ids|2"),
-    (lambda: by_documents([0, 4], 2, max_balance=0.9), ValueError, "max_balance|1|0.9"),
-    (lambda: by_separators([1], {1}, 2, max_balance=math.inf), ValueError, "max_balance|inf"),
-    (lambda: by_documents([0, 4], 2, max_balance="1"), TypeError, "max_balance|str"),
-    (lambda: by_documents([1, 4], 2), ValueError, "cu_seqlens|0|1"),
-    (lambda: by_documents([0, 4, 3], 2), ValueError, "cu_seqlens|4 then 3"),
+# Of what is of a wrong type: tests/unit/test_wrong_values.py.
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: by_area(X, 0), "world_size|1|0"),
+    (lambda: by_area(X, 2, align=0), "align|1|0"),
+    (lambda: by_cost([1.0, -2.0], 2), "cost|-2.0 at 1"),
+    (lambda: by_cost([1.0, float("nan")], 2), "cost|finite|nan at 1"),
+    (lambda: balance_of(LAYOUT, [float("inf")] * 97), "work|inf at 0"),
+    (lambda: by_cost(T(3, 2), 2), "cost|1-D|(3, 2)"),
+    (lambda: balance_of(LAYOUT, [1, 2]), "2 positions|97"),
+    (lambda: halo(LAYOUT, Mask(97, 96), 0), "96 positions|97"),
+    (lambda: halo(LAYOUT, Mask(97, 97), 4), "rank|[0, 4)"),
+    (lambda: by_separators(T(2, 2).long(), {1}, 2), "token_ids|1-D|(2, 2)"),
+    (lambda: by_separators([1], set(), 2), "separators|none"),
+    (lambda: by_separators([1, 2], {1}, 2, work=Mask(3, 3)), "work|3|token_ids|2"),
+    (lambda: by_documents([0, 4], 2, max_balance=0.9), "max_balance|1|0.9"),
+    (lambda: by_separators([1], {1}, 2, max_balance=math.inf), "max_balance|inf"),
+    (lambda: by_documents([1, 4], 2), "cu_seqlens|0|1"),
+    (lambda: by_documents([0, 4, 3], 2), "cu_seqlens|4 then 3"),
     (
         lambda: by_documents([0, 4], 2, causal=True, window_size=(1, 1)),
-        ValueError,
         "window_size|causal",
     ),
-    (lambda: crossing_rows(Mask(3, 4)), ValueError, "3 queries|4 keys"),
+    (lambda: crossing_rows(Mask(3, 4)), "3 queries|4 keys"),
     (
         lambda: crossing_rows(Mask(3, 3, False, (-1, -1), (0, 1, 3), (0, 2, 3))),
-        ValueError,
         "same documents",
     ),
-    (lambda: by_memory(4, [], 1), ValueError, "free_bytes|one rank|none"),
-    (lambda: by_memory(4, [8, -1], 1), ValueError, "free_bytes[1]|0|-1"),
-    (lambda: by_memory(4, [8], 0), ValueError, "bytes_per_token|1"),
-    (lambda: by_memory(4, [8.5], 1), TypeError, "free_bytes[0]|int"),
-    (lambda: least_world_size(-1, 1, 1, 1), ValueError, "seqlen|0|-1"),
-    (lambda: least_world_size(5, 3, 4, 2), ValueError, "0 tokens each|0 in all"),
+    (lambda: by_memory(4, [], 1), "free_bytes|one rank|none"),
+    (lambda: by_memory(4, [8, -1], 1), "free_bytes[1]|0|-1"),
+    (lambda: by_memory(4, [8], 0), "bytes_per_token|1"),
+    (lambda: least_world_size(-1, 1, 1, 1), "seqlen|0|-1"),
+    (lambda: least_world_size(5, 3, 4, 2), "0 tokens each|0 in all"),
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "words"), REFUSED)
-def test_refused(call: Callable[[], object], kind: type[Exception], words: str) -> None:
-    with pytest.raises(kind) as error:
+@pytest.mark.parametrize(("call", "words"), REFUSED)
+def test_refused(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(ValueError) as error:
         call()
     assert all(word in str(error.value) for word in words.split("|")), str(error.value)

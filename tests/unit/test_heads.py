@@ -29,19 +29,23 @@ def heads_of(share: HeadShare) -> range:
     return range(heads[0], heads[-1] + 1) if heads else range(0)
 
 
-def test_every_head_once_and_in_order() -> None:
-    for case in CASES:
-        shares = shares_of(*case)
-        assert len(shares) == case[2]
-        heads = [head for share in shares for head in heads_of(share)]
-        assert heads == list(range(case[0] * case[1])), case
-        assert [share.num for share in shares] == [len(heads_of(share)) for share in shares]
-
-
-def test_no_share_is_larger_than_it_has_to_be() -> None:
+def test_every_head_once_in_order_and_no_share_too_large() -> None:
     for nheads_kv, group, degree in CASES:
-        largest = max(share.num for share in shares_of(nheads_kv, group, degree))
-        assert largest == -(-nheads_kv * group // degree), (nheads_kv, group, degree)
+        shares, case = shares_of(nheads_kv, group, degree), (nheads_kv, group, degree)
+        heads = [head for share in shares for head in heads_of(share)]
+        assert len(shares) == degree and heads == list(range(nheads_kv * group)), case
+        assert [share.num for share in shares] == [len(heads_of(share)) for share in shares]
+        longest = -(-nheads_kv * group // degree)
+        assert max(share.num for share in shares) == longest, case
+        holders = Counter(
+            kv for share in shares for run in share.runs for kv in range(run.kv.start, run.kv.stop)
+        )
+        assert set(holders) == set(range(nheads_kv))
+        assert is_replicated(shares, nheads_kv) == (max(holders.values()) > 1)
+        if -(-nheads_kv // degree) * group == longest:
+            # No cut within a group where shares are as equal without.
+            assert not is_replicated(shares, nheads_kv), case
+            assert all(len(share.runs) <= 1 for share in shares)
 
 
 def test_runs_are_uniform_and_have_their_kv_heads() -> None:
@@ -63,25 +67,6 @@ def test_runs_are_uniform_and_have_their_kv_heads() -> None:
                     assert kv[i // each] == head // group
                 used.update(kv)
             assert set(used.values()) <= {1}, "a kv head is in one run of a rank"
-
-
-def test_replication_is_seen() -> None:
-    for nheads_kv, group, degree in CASES:
-        shares = shares_of(nheads_kv, group, degree)
-        holders = Counter(
-            kv for share in shares for run in share.runs for kv in range(run.kv.start, run.kv.stop)
-        )
-        assert set(holders) == set(range(nheads_kv))
-        assert is_replicated(shares, nheads_kv) == (max(holders.values()) > 1)
-
-
-def test_no_cut_within_a_group_that_is_as_balanced_without() -> None:
-    for nheads_kv, group, degree in CASES:
-        longest = -(-nheads_kv * group // degree)
-        if -(-nheads_kv // degree) * group == longest:
-            shares = shares_of(nheads_kv, group, degree)
-            assert not is_replicated(shares, nheads_kv), (nheads_kv, group, degree)
-            assert all(len(share.runs) <= 1 for share in shares)
 
 
 def cost(sizes: tuple[int, ...], group: int) -> tuple[int, ...]:

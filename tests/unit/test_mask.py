@@ -1,6 +1,7 @@
 """Mask: every derived form of it against the predicate of the design, pair by pair."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -44,31 +45,30 @@ def brute_force(mask: Mask) -> list[list[bool]]:
     return [[sees(mask, i, j) for j in range(mask.seqlen_k)] for i in range(mask.seqlen_q)]
 
 
-def masks_of_documents() -> list[Mask]:
-    return [
-        Mask(cu_q[-1], cu_k[-1], causal, window, cu_q, cu_k)
-        for (cu_q, cu_k), causal, window in product(DOCUMENTS, (False, True), WINDOWS)
-    ]
+OF_DOCUMENTS = [
+    Mask(cu_q[-1], cu_k[-1], causal, window, cu_q, cu_k)
+    for (cu_q, cu_k), causal, window in product(DOCUMENTS, (False, True), WINDOWS)
+]
+EVERY = OF_DOCUMENTS + [
+    Mask(seqlen_q, seqlen_k, causal, window)
+    for seqlen_q, seqlen_k, causal, window in product(range(7), range(7), (False, True), WINDOWS)
+]
 
 
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_dense_is_the_predicate(causal: bool, window: tuple[int, int]) -> None:
-    for seqlen_q, seqlen_k in product(range(7), range(7)):
-        mask = Mask(seqlen_q, seqlen_k, causal, window)
-        dense = mask.dense()
-        assert dense.dtype == torch.bool
-        assert dense.shape == (seqlen_q, seqlen_k)
-        assert dense.tolist() == brute_force(mask), mask
-
-
-@pytest.mark.parametrize("mask", masks_of_documents(), ids=str)
-def test_dense_of_documents_is_the_predicate(mask: Mask) -> None:
-    assert mask.dense().tolist() == brute_force(mask)
+def test_dense_and_visible_runs_are_the_predicate() -> None:
+    for mask in EVERY:
+        expected, dense = brute_force(mask), mask.dense()
+        assert dense.dtype == torch.bool and dense.shape == (mask.seqlen_q, mask.seqlen_k)
+        assert dense.tolist() == expected, mask
+        start, stop = mask.visible_runs(torch.arange(mask.seqlen_q))
+        assert start.dtype == stop.dtype == torch.int64
+        assert start.shape == stop.shape == (mask.seqlen_q,) and bool((start <= stop).all()), mask
+        for first, last, row in zip(start.tolist(), stop.tolist(), expected, strict=True):
+            assert [j for j, seen in enumerate(row) if seen] == list(range(first, last)), mask
 
 
 def test_dense_of_chosen_positions() -> None:
-    for mask in masks_of_documents():
+    for mask in OF_DOCUMENTS:
         dense = mask.dense()
         rows = torch.arange(mask.seqlen_q).flip(0)
         cols = torch.arange(mask.seqlen_k)[1::2]
@@ -81,28 +81,6 @@ def test_sides_are_none_where_unbounded() -> None:
     assert (Mask(4, 4).left, Mask(4, 4).right) == (None, None)
     assert (Mask(4, 4, window_size=(3, 2)).left, Mask(4, 4, window_size=(3, 2)).right) == (3, 2)
     assert Mask(4, 4, True, (3, -1)).right == 0
-
-
-def test_visible_runs_are_the_dense_rows() -> None:
-    masks = masks_of_documents() + [
-        Mask(n, m, causal, window)
-        for n, m, causal, window in product((1, 4, 6), (0, 1, 5), (False, True), WINDOWS)
-    ]
-    for mask in masks:
-        positions = torch.arange(mask.seqlen_q)
-        start, stop = mask.visible_runs(positions)
-        assert start.dtype == stop.dtype == torch.int64
-        assert bool((start <= stop).all()), mask
-        for i, (first, last, row) in enumerate(
-            zip(start.tolist(), stop.tolist(), brute_force(mask), strict=True)
-        ):
-            seen = [j for j, visible in enumerate(row) if visible]
-            assert seen == list(range(first, last)), (mask, i)
-
-
-def test_visible_runs_of_no_positions() -> None:
-    start, stop = Mask(0, 5).visible_runs(torch.arange(0))
-    assert start.shape == stop.shape == (0,)
 
 
 @pytest.mark.parametrize("cu", DOCUMENTS, ids=str)
@@ -122,7 +100,7 @@ def test_documents_overlapping(cu: tuple[tuple[int, ...], tuple[int, ...]]) -> N
 
 
 def test_documents_tile_the_sequences() -> None:
-    for mask in masks_of_documents():
+    for mask in OF_DOCUMENTS:
         docs = mask.documents
         assert [doc.q_start for doc in docs[1:]] == [doc.q_end for doc in docs[:-1]]
         assert [doc.k_start for doc in docs[1:]] == [doc.k_end for doc in docs[:-1]]
@@ -133,22 +111,15 @@ def test_documents_tile_the_sequences() -> None:
 
 
 def test_equal_masks_are_one_key() -> None:
-    cu = tuple(range(0, 2001, 2))
-    one = Mask(2000, 2000, True, (5, -1), cu, cu)
-    again = tuple(range(0, 2001, 2))
-    other = Mask(2000, 2000, True, (5, -1), again, again)
-    assert one == other
-    assert hash(one) == hash(other)
-    assert len({one, other}) == 1
-    for different in (
-        Mask(2000, 2000, False, (5, -1), cu, cu),
-        Mask(2000, 2000, True, (6, -1), cu, cu),
-        Mask(2000, 2000, True, (5, -1), (0, 2000), cu),
-        Mask(2000, 2000, True, (5, -1), cu, None),
-        Mask(2001, 2000, True, (5, -1), cu, cu),
-    ):
-        assert different != one
-        assert hash(different) != hash(one)
+    fields: dict[str, Any] = {
+        "seqlen_q": 2000, "seqlen_k": 2000, "causal": True, "window_size": (5, -1),
+        "cu_seqlens_q": tuple(range(0, 2001, 2)), "cu_seqlens_k": tuple(range(0, 2001, 2)),
+    }  # fmt: skip
+    assert len({Mask(**fields), Mask(**fields)}) == 1
+    changes = {"seqlen_q": 2001, "causal": False, "window_size": (6, -1)}
+    changes |= {"cu_seqlens_q": (0, 2000), "cu_seqlens_k": None}
+    different = [Mask(**{**fields, name: value}) for name, value in changes.items()]
+    assert len({Mask(**fields), *different}) == len({*map(hash, different)}) + 1 == 6
 
 
 def test_both_sides_have_as_many_documents() -> None:

@@ -36,8 +36,8 @@ ORDERS: dict[str, tuple[Traveller, bool]] = {
 class Echo:
     """A transport of any number of ranks that brings zeros."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, rank: int = 0) -> None:
+        self.world_size, self.rank = world_size, rank
         self.stats = TransportStats()
 
     def sub(self, ranks: tuple[int, ...]) -> Echo:
@@ -77,7 +77,7 @@ def call_of(
 
 def measured(call: Call, *, backward: bool) -> int:
     spec, rows = call.spec, call.layouts[0].shard_len(call.rank)
-    transport: Any = Echo(call.world_size)
+    transport: Any = Echo(call.world_size, call.rank)
     q, dout = (torch.randn(1, rows, spec.nheads, 64).to(spec.dtype) for _ in range(2))
     k, v = (torch.randn(1, rows, spec.nheads_kv, 64).to(spec.dtype) for _ in range(2))
 
@@ -90,38 +90,20 @@ def measured(call: Call, *, backward: bool) -> int:
     return peak_bytes(work)
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["fwd", "fwd_bwd"])
+@pytest.mark.parametrize(
+    ("inner_degree", "world_sizes"), [(1, (4, 16, 32)), (2, (8, 12, 32))], ids=["ranks", "nodes"]
+)
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("nheads_kv", [8, 2])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_call_holds_what_is_predicted(
-    world_size: int,
-    layout: str,
-    nheads_kv: int,
-    dtype: torch.dtype,
-    order: str,
-    backward: bool,
+def test_nothing_grows_with_the_ranks(
+    order: str, inner_degree: int, world_sizes: tuple[int, ...]
 ) -> None:
-    call = call_of(world_size, layout, dtype, nheads_kv, order)
-    predicted = count.peak_bytes(call, backward=backward)
-    assert abs(measured(call, backward=backward) - predicted) <= SHARE * predicted
-
-
-@pytest.mark.parametrize("backward", [False, True], ids=["fwd", "fwd_bwd"])
-@pytest.mark.parametrize("order", ORDERS)
-def test_nothing_grows_with_the_ranks(order: str, backward: bool) -> None:
     """Eight times the length and the steps, with the same rows on each rank."""
-    predicted = {
-        count.peak_bytes(call_of(p, order=order, causal=False), backward=backward)
-        for p in (4, 8, 32)
-    }
-    assert len(predicted) == 1
-    few, many = (
-        measured(call_of(p, order=order, causal=False), backward=backward) for p in (4, 16)
-    )
-    assert few == many
+    options: dict[str, Any] = {"order": order, "causal": False, "inner_degree": inner_degree}
+    calls = [call_of(world_size, **options) for world_size in world_sizes]
+    for backward in (False, True):
+        assert len({count.peak_bytes(call, backward=backward) for call in calls}) == 1
+        few, many = (measured(call, backward=backward) for call in calls[:2])
+        assert few == many
 
 
 class Idle(AtenBackend):
@@ -152,21 +134,29 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"ring_attn.{module}.get_backend", lambda _: Idle())
 
 
+def assert_predicted(call: Call, *, backward: bool) -> None:
+    predicted = count.peak_bytes(call, backward=backward)
+    assert abs(measured(call, backward=backward) - predicted) <= SHARE * predicted
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("nheads_kv", [8, 2])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_rings_own_memory_is_what_is_predicted(
+def test_a_call_holds_what_is_predicted(
     world_size: int,
+    layout: str,
     nheads_kv: int,
     dtype: torch.dtype,
     order: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    call = call_of(world_size, layout, dtype, nheads_kv, order)
+    for backward in (False, True):
+        assert_predicted(call, backward=backward)
     idle(monkeypatch)
-    call = call_of(world_size, "contiguous", dtype, nheads_kv, order)
-    predicted = count.peak_bytes(call, backward=True)
-    assert abs(measured(call, backward=True) - predicted) <= SHARE * predicted
+    assert_predicted(call, backward=True)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -178,21 +168,11 @@ def test_a_double_ring_holds_what_is_predicted(
     sizes = {"dtype": dtype, "nheads_kv": 2, "order": order}
     plain, double = (call_of(world_size, **sizes, inner_degree=n) for n in (1, inner_degree))
     for backward in (False, True):
-        predicted = count.peak_bytes(double, backward=backward)
-        assert abs(measured(double, backward=backward) - predicted) <= SHARE * predicted
+        assert_predicted(double, backward=backward)
     idle(monkeypatch)
-    bare, predicted = (count.peak_bytes(call, backward=True) for call in (plain, double))
-    assert abs(measured(double, backward=True) - predicted) <= SHARE * predicted
-    assert predicted >= bare, "what is sent for a whole round takes a buffer of its own"
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_nothing_grows_with_the_nodes(order: str) -> None:
-    calls = [call_of(p, order=order, causal=False, inner_degree=2) for p in (8, 12, 32)]
-    for backward in (False, True):
-        assert len({count.peak_bytes(call, backward=backward) for call in calls}) == 1
-    few, many = (measured(call, backward=True) for call in calls[:2])
-    assert few == many
+    assert_predicted(double, backward=True)
+    bare, with_buffers = (count.peak_bytes(call, backward=True) for call in (plain, double))
+    assert with_buffers >= bare, "what is sent for a whole round takes a buffer of its own"
 
 
 # -- every strategy
@@ -242,21 +222,7 @@ def test_every_strategy_holds_what_is_predicted(
     # By tiles the last rank or group, by heads the first of a group.
     fullest = {0, world_size - strategy.ulysses_degree, world_size - 1}
 
-    def measured_on(rank: int, *, backward: bool) -> int:
-        q, dout = (torch.randn(1, ROWS, 8, 64).to(dtype) for _ in range(2))
-        k, v = (torch.randn(1, ROWS, nheads_kv, 64).to(dtype) for _ in range(2))
-        transport: Any = Echo(world_size)
-        transport.rank = rank
-
-        def work() -> object:
-            result = run.forward(calls[rank], q, k, v, transport)
-            if not backward:
-                return result
-            return result, run.backward(calls[rank], result.saved, dout, transport)
-
-        return peak_bytes(work)
-
     for backward in (False, True):
-        most = max(measured_on(rank, backward=backward) for rank in fullest)
+        most = max(measured(calls[rank], backward=backward) for rank in fullest)
         predicted = peak_of(calls[0], backward=backward)
         assert abs(most - predicted) <= SHARE * predicted

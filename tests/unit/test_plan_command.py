@@ -179,34 +179,6 @@ def test_documents_and_windows_are_parsed() -> None:
     assert choice.best.prediction is not None and choice.best.prediction.total.bytes_sent == 0
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (["--window", "4k"], "is not a window"),
-        (["--plot", "plan.pdf"], "'plan.pdf' is neither .png nor .svg"),
-        (["--strategy", "spiral"], "invalid choice: 'spiral'"),
-        (["--cluster", "h999"], "--cluster must be one of a100, h100, h200, b200, or a file"),
-        (["--heads", "6", "--kv-heads", "4"], "multiple of nheads_kv"),
-        (["--memory", "1"], "no strategy can run"),
-    ],
-)
-def test_what_cannot_be_is_one_line(
-    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        status = cli.main(["plan", *SMALL, *words])
-    except SystemExit as stop:
-        status = int(stop.code or 0)
-    assert status == cli.EXIT_USAGE
-    assert text in capsys.readouterr().err
-
-
-def test_as_many_ranks_may_be_planned_as_is_said() -> None:
-    command.check_bounds(arguments("--seqlen", "1M", "--world-size", "4096"))
-    with pytest.raises(ValueError, match="--world-size can be 4k at most.*got 4097"):
-        command.check_bounds(arguments("--seqlen", "1M", "--world-size", "4097"))
-
-
 def test_programs_are_checked_and_drawn(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,12 +113,6 @@ def test_one_kv_head_is_gathered_at_once() -> None:
     assert choice.best.prediction is not None and choice.best.prediction.total.messages == 3
 
 
-def test_few_queries_travel() -> None:
-    choice = plan(seqlen=256, seqlen_k=1 << 14, layout="contiguous", strategies=["ring"])
-    assert choice.best.travels == "q"
-    assert plan(layout="contiguous", nheads_kv=1, strategies=["ring"]).best.travels == "kv"
-
-
 def test_too_little_memory_leaves_the_ring() -> None:
     args: dict[str, Any] = {"layout": "zigzag", "nheads_kv": 1, "effort": "all"}
     roomy = plan(**args)
@@ -339,11 +333,7 @@ def test_a_given_layout_is_kept() -> None:
 def test_the_table_marks_the_best_and_says_why() -> None:
     choice = plan(cluster=builtin_cluster("H100", node_size=4), effort="names", layout="zigzag")
     text = str(choice).splitlines()
-    assert text[0].startswith("16384 rows on 8 x H100 (nodes of 4), 16/16 heads of 64, bfloat16")
-    assert text[1].split() == [
-        "strategy", "layout", "forward", "backward", "total", "exposed", "sent", "messages", "peak",
-        "travels",
-    ]  # fmt: skip
+    assert "16384 rows on 8 x H100" in text[0] and "exposed" in text[1].split()
     assert text[2].startswith("*") and choice.best.label in text[2]
     assert sum(line.startswith("*") for line in text) == 1
     assert any(line.startswith("refused: zigzag: q_exchange") for line in text)
@@ -420,28 +410,26 @@ def test_a_built_in_cluster_is_that_of_the_device(monkeypatch: pytest.MonkeyPatc
 # -- arguments
 
 
+# Of what is of a wrong type: tests/unit/test_wrong_values.py.
 @pytest.mark.parametrize(
-    ("options", "error", "text"),
+    ("options", "text"),
     [
-        ({"seqlen": 0}, ValueError, "seqlen must be at least 1, got 0"),
-        ({"world_size": 2.0}, TypeError, "world_size must be an int, got float"),
-        ({"nheads": 6, "nheads_kv": 4}, ValueError, "multiple of nheads_kv, got 6 and 4"),
-        ({"layout": "spiral"}, ValueError, "layout must be 'auto', one of .* got 'spiral'"),
-        ({"layout": SequenceLayout.zigzag(8, 2)}, ValueError, "layout of q must be over 16384"),
-        ({"strategies": ["spiral"]}, ValueError, "strategies must be one of .* got 'spiral'"),
-        ({"strategies": "ring"}, TypeError, "must be a sequence of names or values"),
-        ({"strategies": []}, ValueError, "none was asked for"),
-        ({"strategies": ["hybrid"], "world_size": 7}, ValueError, "no degree for 7 ranks"),
-        ({"effort": "some"}, ValueError, "effort must be one of"),
-        ({"backend": "spiral"}, ValueError, "backend must be 'auto' or one of"),
-        ({"window_size": (4, 4)}, ValueError, "sees nothing to the right"),
-        ({"cu_seqlens": [0, 5]}, ValueError, "must end at the global length"),
+        ({"seqlen": 0}, "seqlen must be at least 1, got 0"),
+        ({"nheads": 6, "nheads_kv": 4}, "multiple of nheads_kv, got 6 and 4"),
+        ({"layout": "spiral"}, "layout must be 'auto', one of .* got 'spiral'"),
+        ({"layout": SequenceLayout.zigzag(8, 2)}, "layout of q must be over 16384"),
+        ({"strategies": ["spiral"]}, "strategies must be one of .* got 'spiral'"),
+        ({"strategies": []}, "none was asked for"),
+        ({"strategies": ["hybrid"], "world_size": 7}, "no degree for 7 ranks"),
+        ({"effort": "some"}, "effort must be one of"),
+        ({"backend": "spiral"}, "backend must be 'auto' or one of"),
+        ({"window_size": (4, 4)}, "sees nothing to the right"),
+        ({"cu_seqlens": torch.tensor([8])}, "at least two boundaries"),
+        ({"cu_seqlens": [0, 5]}, "must end at the global length"),
     ],
 )  # fmt: skip
-def test_wrong_arguments_are_refused(
-    options: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
+def test_wrong_arguments_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
         plan(**options)
 
 
@@ -518,17 +506,3 @@ def test_a_long_error_is_told_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
             agree(rank, transport)
 
     run_local(2, work)
-
-
-@pytest.mark.parametrize(
-    ("cu_seqlens", "error", "text"),
-    [
-        (torch.tensor([0.0, 8.0]), TypeError, "cu_seqlens must be int32"),
-        (torch.tensor([8]), ValueError, "at least two boundaries"),
-        ([0, 9], ValueError, "must end at the global length 8, got 9"),
-    ],
-    ids=["floats", "one boundary", "another length"],
-)
-def test_bad_documents_are_refused(cu_seqlens: Any, error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        explain(seqlen=8, world_size=2, nheads=2, headdim=8, cu_seqlens=cu_seqlens)

@@ -8,7 +8,6 @@ import mmap
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -216,16 +215,11 @@ def test_a_trace_has_the_ranges(tmp_path: Path) -> None:
         pass
 
 
-@pytest.fixture(params=[None, "0", "1"])
-def variable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    if request.param is None:
-        monkeypatch.delenv("RING_ATTN_STATS", raising=False)
-    else:
-        monkeypatch.setenv("RING_ATTN_STATS", request.param)
-    yield request.param
-
-
-def test_the_environment_turns_it_on(variable: str | None) -> None:
+@pytest.mark.parametrize("variable", [None, "0", "1"])
+def test_the_environment_turns_it_on(variable: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RING_ATTN_STATS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("RING_ATTN_STATS", variable)
     spec = importlib.util.spec_from_file_location("profiling_again", profiling.__file__)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

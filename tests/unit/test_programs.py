@@ -134,7 +134,8 @@ def test_programs_of_every_rank_are_those_of_each(world_size: int) -> None:
 
 # -- planted faults
 
-Plant = Callable[[Program], list[Op]]
+# Changes a list of ops, at one of them.
+Edit = Callable[[list[Any], int], object]
 
 
 def programs_of(strategy: Strategy, *, backward: bool, world_size: int = 4) -> list[Program]:
@@ -142,97 +143,77 @@ def programs_of(strategy: Strategy, *, backward: bool, world_size: int = 4) -> l
     return [program_of(call, backward=backward) for call in calls]
 
 
-def first(program: Program, kind: type, nth: int = 0) -> int:
-    return [i for i, op in enumerate(program.ops) if isinstance(op, kind)][nth]
+def edited(program: Program, kind: type, edit: Edit, nth: int = 0) -> Program:
+    """The program with an edit at the nth op of a kind."""
+    ops = list(program.ops)
+    edit(ops, [i for i, op in enumerate(ops) if isinstance(op, kind)][nth])
+    return replace(program, ops=tuple(ops))
 
 
-def without(kind: type, nth: int = 0) -> Plant:
-    """The program without an op."""
-
-    def plant(program: Program) -> list[Op]:
-        ops = list(program.ops)
-        del ops[first(program, kind, nth)]
-        return ops
-
-    return plant
+def left_out(ops: list[Op], at: int) -> None:
+    del ops[at]
 
 
-def changed(kind: type, change: Callable[[Any], Op], nth: int = 0) -> Plant:
-    """The program with an op changed."""
-
-    def plant(program: Program) -> list[Op]:
-        at = first(program, kind, nth)
-        return [change(op) if i == at else op for i, op in enumerate(program.ops)]
-
-    return plant
+def doubled(ops: list[Op], at: int) -> None:
+    ops.insert(at, ops[at])
 
 
-def swapped(kind: type, other: type, nth: int = 0) -> Plant:
-    """The program with an op, and the first of another kind after it, in the other order."""
-
-    def plant(program: Program) -> list[Op]:
-        ops = list(program.ops)
-        a = first(program, kind, nth)
-        b = next(i for i in range(a + 1, len(ops)) if isinstance(ops[i], other))
-        ops[a], ops[b] = ops[b], ops[a]
-        return ops
-
-    return plant
+def changed(change: Callable[[Any], Op]) -> Edit:
+    return lambda ops, at: ops.__setitem__(at, change(ops[at]))
 
 
-def doubled(kind: type, nth: int = 0) -> Plant:
-    """The program with an op twice."""
+def behind(other: type) -> Edit:
+    """Swaps the op with the first of another kind after it."""
 
-    def plant(program: Program) -> list[Op]:
-        at = first(program, kind, nth)
-        return [*program.ops[: at + 1], *program.ops[at:]]
+    def swap(ops: list[Op], at: int) -> None:
+        b = next(i for i in range(at + 1, len(ops)) if isinstance(ops[i], other))
+        ops[at], ops[b] = ops[b], ops[at]
 
-    return plant
+    return swap
 
 
 def to_itself(op: Post) -> Op:
     return op._replace(route=Hop((op.route.send_to + 1) % 4, op.route.recv_from))
 
 
-PLANTED: dict[str, tuple[bool, str, Plant]] = {
-    "a wait is left out": (False, "order", without(Wait)),
-    "a wait too many": (False, "order", doubled(Wait)),
-    "a post is left out": (False, "message", without(Post)),
-    "sent to another rank": (False, "message", changed(Post, to_itself)),
+# In the backward or not, the kind of fault, and the op that is edited: how, and which of its kind.
+PLANTED: dict[str, tuple[Any, ...]] = {
+    "a wait is left out": (False, "order", Wait, left_out),
+    "a wait too many": (False, "order", Wait, doubled),
+    "a post is left out": (False, "message", Post, left_out),
+    "sent to another rank": (False, "message", Post, changed(to_itself)),
     "posted on another channel": (
-        False, "order", changed(Post, lambda op: op._replace(channel="outer")),
+        False, "order", Post, changed(lambda op: op._replace(channel="outer")),
     ),
     "more bytes than are expected": (
-        False, "message",
-        changed(Pack, lambda op: op._replace(message=spec_of().kv_packet(999))),
+        False, "message", Pack, changed(lambda op: op._replace(message=spec_of().kv_packet(999))),
     ),
-    "sent before it is packed": (False, "buffer", swapped(Pack, Post)),
-    "a shard is read before it is there": (False, "buffer", swapped(Wait, Post)),
-    "a buffer is freed twice": (False, "buffer", doubled(Free)),
-    "a buffer is never freed": (False, "buffer", without(Free)),
-    "a buffer is freed while it is sent": (True, "buffer", swapped(Wait, Free, 1)),
-    "a buffer is taken twice": (True, "buffer", doubled(Clear)),
-    "sums are written while they are sent": (True, "buffer", swapped(Add, Post)),
+    "sent before it is packed": (False, "buffer", Pack, behind(Post)),
+    "a shard is read before it is there": (False, "buffer", Wait, behind(Post)),
+    "a buffer is freed twice": (False, "buffer", Free, doubled),
+    "a buffer is never freed": (False, "buffer", Free, left_out),
+    "a buffer is freed while it is sent": (True, "buffer", Wait, behind(Free), 1),
+    "a buffer is taken twice": (True, "buffer", Clear, doubled),
+    "sums are written while they are sent": (True, "buffer", Add, behind(Post)),
     "a tensor that does not exist": (
-        False, "tensor",
-        changed(Pack, lambda op: op._replace(copies=(Copy(0, View("x")),))),
+        False, "tensor", Pack, changed(lambda op: op._replace(copies=(Copy(0, View("x")),))),
     ),
-    "a result is not made": (True, "tensor", without(Round)),
+    "a result is not made": (True, "tensor", Round, left_out),
     "a step computes nothing": (
-        True, "work", changed(Differentiate, lambda op: op._replace(tiles=())),
+        True, "work", Differentiate, changed(lambda op: op._replace(tiles=())),
     ),
-    "a step computes twice": (True, "work", doubled(Differentiate)),
+    "a step computes twice": (True, "work", Differentiate, doubled),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name: str, rank: int) -> None:
-    backward, kind, plant = PLANTED[name]
+    backward, kind, *edit = PLANTED[name]
     programs = programs_of(Strategy(), backward=backward)
     call = calls_of(Strategy(), Mask(61, 61, causal=True), "zigzag", 4)[0]
     assert check(programs, call) == []
-    programs[rank] = replace(programs[rank], ops=tuple(plant(programs[rank])))
+    programs[rank] = edited(programs[rank], *edit)
     assert kind in {fault.kind for fault in check(programs, call)}
 
 
@@ -316,19 +297,6 @@ def test_shards_and_rounds_that_nobody_needs_are_left_out() -> None:
     for backward in (False, True):
         _, between = schedule_of(call, backward=backward).bytes_by_link(4)
         assert not between.any()
-
-
-@pytest.mark.parametrize(("world_size", "inner_degree"), [(6, 4), (4, 3), (4, 8)])
-def test_inner_degree_must_divide_the_world_size(world_size: int, inner_degree: int) -> None:
-    layout, mask = SequenceLayout.contiguous(64, world_size), Mask(64, 64)
-    for refused in (
-        lambda: ring_steps(layout, layout, mask, 0, "kv", inner_degree),
-        lambda: make_call(
-            Strategy(inner_degree=inner_degree), spec_of(), (layout, layout), mask, 0
-        ),
-    ):
-        with pytest.raises(ValueError, match=f"inner_degree .* {inner_degree} and {world_size}"):
-            refused()
 
 
 # -- pictures

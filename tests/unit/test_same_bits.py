@@ -22,6 +22,7 @@ from ring_attn.strategies.registry import make_call, why_not_same_bits
 from ring_attn.strategies.ring import choose_gradients
 from ring_attn.testing import Case, Heads, Layouts, run_all_ranks
 from ring_attn.transport.local import LocalTransport
+from tests.bounds import note_calls
 from tests.kernels.calls import DEVICE
 
 UNIT = TritonBackend.bits_unit
@@ -140,20 +141,17 @@ def test_a_step_waits_for_gradients_after_it_has_computed_dq(
     """On the last rank, which sees all others: what hides the transfer of dk and dv is dq."""
     events: list[str] = []
 
-    def noting(cls: type, name: str, event: str) -> None:
-        original = getattr(cls, name)
+    def note(event: str, self: Any, *args: Any) -> None:
+        if args[:1] != ("shards",):
+            events.append(f"{event} {getattr(self, 'rank', '')}".strip())
 
-        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if args[:1] != ("shards",):
-                events.append(f"{event} {getattr(self, 'rank', '')}".strip())
-            return original(self, *args, **kwargs)
-
-        monkeypatch.setattr(cls, name, noted)
-
-    noting(LocalTransport, "wait", "wait")
-    noting(LocalTransport, "post", "post")
-    noting(TritonBackend, "backward_q", "dq")
-    noting(TritonBackend, "backward_kv", "dk dv")
+    for cls, name, event in (
+        (LocalTransport, "wait", "wait"),
+        (LocalTransport, "post", "post"),
+        (TritonBackend, "backward_q", "dq"),
+        (TritonBackend, "backward_kv", "dk dv"),
+    ):
+        note_calls(monkeypatch, cls, name, partial(note, event))
     layouts, heads = named("contiguous", 2, 2 * UNIT), Heads(1, 1, 16, 16)
     mask = Mask(2 * UNIT, 2 * UNIT, causal=True)
     case = Case(mask, layouts, "ring", "triton", heads=heads, batch=1, same_bits=True)

@@ -22,6 +22,7 @@ from ring_attn.models.tensor_parallel import (
     unshard_parameter,
     unshard_state_dict,
 )
+from tests.bounds import same_bits
 
 # (tp_size, kv heads) of 12 q heads: each rank some kv heads, one, and one of several ranks.
 GRIDS = [(1, 4), (2, 12), (2, 1), (3, 6), (3, 1), (4, 4), (4, 2), (4, 1)]
@@ -62,11 +63,6 @@ def outputs_and_inputs(kind: Kind, kv_heads: int) -> tuple[int, int]:
         "row": (5, 17),
         "replicated": (7, 3),
     }[kind]
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaN is NaN, and 8-bit floats have no comparison."""
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 # -- the vectors of specification B
@@ -169,27 +165,24 @@ def test_what_cannot_be_is_refused(make: Any, words: str) -> None:
     assert all(word in str(error.value) for word in words.split("|"))
 
 
-@pytest.mark.parametrize("wrong", [2.0, True, "2"])
-def test_a_size_that_is_no_int(wrong: object) -> None:
-    with pytest.raises(TypeError, match=rf"tp_size must be an int, .*{wrong!r}"):
-        TensorParallelConfig(0, wrong, 64, 64, 4, 4)  # type: ignore[arg-type]
-
-
 # -- shards of every kind, against what einops says of the same heads
 
 
 def expected_outputs(kind: Kind, config: TensorParallelConfig) -> Tensor:
     """Positions of the cut dim that the rank is to have, from the order of the heads."""
     rank, kv_heads = config.rank, config.num_kv_heads
+    if kind in ("gate_up", "down"):
+        part = -(-INTERMEDIATE // config.tp_size)
+        mine = torch.arange(INTERMEDIATE)[rank * part : (rank + 1) * part]
+        return mine if kind == "down" else torch.cat([mine, INTERMEDIATE + mine])
     group, local = HEADS // kv_heads, HEADS // config.tp_size
-    mine = range(rank * local, (rank + 1) * local)
-    used = sorted({head // group for head in mine})  # what those q heads see
+    heads = range(rank * local, (rank + 1) * local)
+    used = sorted({head // group for head in heads})  # what those q heads see
 
-    def whole(heads: int, start: int = 0) -> Tensor:
-        size = heads * HEADDIM
-        return rearrange(torch.arange(start, start + size), "(h d) -> h d", h=heads)
+    def whole(count: int, start: int = 0) -> Tensor:
+        return torch.arange(start, start + count * HEADDIM).view(count, HEADDIM)
 
-    q, k = whole(HEADS)[[*mine]], whole(kv_heads)[used]
+    q, k = whole(HEADS)[[*heads]], whole(kv_heads)[used]
     if kind in ("q", "o"):
         return q.flatten()
     if kind in ("k", "v"):
@@ -204,15 +197,15 @@ def expected_outputs(kind: Kind, config: TensorParallelConfig) -> Tensor:
     )
     parts = []
     for kv in used:
-        parts += [grouped[kv, head - kv * group] for head in mine if head // group == kv]
+        parts += [grouped[kv, head - kv * group] for head in heads if head // group == kv]
         parts += [grouped[kv, group], grouped[kv, group + 1]]
     return torch.cat(parts)
 
 
 @pytest.mark.parametrize("order", get_args(Order))
-@pytest.mark.parametrize("kind", ["q", "k", "v", "o", "qkv", "grouped_qkv"])
+@pytest.mark.parametrize("kind", ["q", "k", "v", "o", "qkv", "grouped_qkv", "gate_up", "down"])
 @pytest.mark.parametrize(("tp_size", "kv_heads"), GRIDS)
-def test_a_rank_has_whole_heads(tp_size: int, kv_heads: int, kind: Kind, order: Order) -> None:
+def test_a_rank_has_its_part(tp_size: int, kv_heads: int, kind: Kind, order: Order) -> None:
     outputs, inputs = outputs_and_inputs(kind, kv_heads)
     w = torch.randn(outputs, inputs)
     bias = torch.randn(outputs)
@@ -221,24 +214,10 @@ def test_a_rank_has_whole_heads(tp_size: int, kv_heads: int, kind: Kind, order: 
         stored = w if order == "out_in" else w.T
         got = shard_parameter(stored, kind, config, order=order)
         got = got if order == "out_in" else got.T
-        assert torch.equal(got, w[:, wanted] if kind == "o" else w[wanted])
-        if kind != "o":
+        by_columns = kind in ("o", "down")
+        assert torch.equal(got, w[:, wanted] if by_columns else w[wanted])
+        if not by_columns:
             assert torch.equal(shard_parameter(bias, kind, config, order=order), bias[wanted])
-
-
-@pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
-def test_parts_of_an_uneven_intermediate(tp_size: int) -> None:
-    gate, up = torch.randn(2, INTERMEDIATE, HIDDEN)
-    down, bias = torch.randn(HIDDEN, INTERMEDIATE), torch.randn(2 * INTERMEDIATE)
-    chunks = [*range(INTERMEDIATE)], -(-INTERMEDIATE // tp_size)
-    for config in ranks_of(config_of(tp_size, 12 // tp_size * tp_size)):
-        rows = chunks[0][config.rank * chunks[1] : (config.rank + 1) * chunks[1]]
-        assert len(rows) == config.local_intermediate_size
-        fused = shard_parameter(torch.cat([gate, up]), "gate_up", config)
-        assert torch.equal(fused, torch.cat([gate[rows], up[rows]]))
-        assert torch.equal(shard_parameter(down, "down", config), down[:, rows])
-        both = rows + [INTERMEDIATE + row for row in rows]
-        assert torch.equal(shard_parameter(bias, "gate_up", config), bias[both])
 
 
 def test_more_ranks_than_intermediate() -> None:

@@ -1,6 +1,7 @@
-"""Plans: every visible pair computed once, every message received by whom it was sent to.
+"""Plans: every visible pair computed once, of rows of which no more travel than are needed.
 
-The plan is pure data, so it is held against the dense mask for every rank of every layout.
+The plan is pure data, so it is held against the dense mask for every rank of every layout. That
+every message is received by whom it was sent to: test_programs.py.
 """
 
 import time
@@ -30,28 +31,14 @@ from ring_attn.machines.count import num_messages
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import program_of
 from ring_attn.strategies.ring import RingStep, ring_steps
+from ring_attn.testing import LAYOUTS, layouts_of
+from tests.bounds import painted, visible_pairs
 
 Plan = list[RingStep]
 
-KINDS = ("contiguous", "zigzag", "striped", "boundaries")
 WORLD_SIZES = (1, 2, 3, 4, 5)
 LENGTHS = ((0, 0), (1, 1), (13, 13), (20, 20), (7, 13), (13, 7), (11, 0), (3, 3))
 WINDOWS = ((-1, -1), (0, -1), (4, -1), (7, 2), (-1, 3), (0, 0), (2, 20))
-
-
-def cuts(seqlen: int, world_size: int) -> list[int]:
-    """Boundaries with short, long and empty shards."""
-    return (
-        [0]
-        + [(seqlen * (rank // 2 * 2)) // (world_size + 1) for rank in range(1, world_size)]
-        + [seqlen]
-    )
-
-
-def layout_of(kind: str, seqlen: int, world_size: int) -> SequenceLayout:
-    if kind == "boundaries":
-        return SequenceLayout.boundaries(cuts(seqlen, world_size))
-    return SequenceLayout.from_name(kind, seqlen, world_size)
 
 
 def masks(seqlen_q: int, seqlen_k: int) -> Iterator[Mask]:
@@ -65,31 +52,9 @@ def masks(seqlen_q: int, seqlen_k: int) -> Iterator[Mask]:
         yield Mask(seqlen_q, seqlen_k, causal, window, cu_q, cu_k)
 
 
-def band(tile: Tile) -> Tensor:
-    """(rows, cols) booleans, by the words of the definition."""
-    diff = torch.arange(tile.kv.start, tile.kv.stop) - torch.arange(
-        tile.q.start, tile.q.stop
-    ).unsqueeze(1)
-    lo, hi = tile.band
-    visible = torch.ones_like(diff, dtype=torch.bool)
-    if lo is not None:
-        visible &= diff >= lo
-    if hi is not None:
-        visible &= diff <= hi
-    return visible
-
-
-def painted(tiles: tuple[Tile, ...], rows: int, cols: int) -> Tensor:
-    """How often each pair is computed."""
-    count = torch.zeros(rows, cols, dtype=torch.int64)
-    for tile in tiles:
-        count[tile.q, tile.kv] += band(tile)
-    return count
-
-
 def check_tile(tile: Tile) -> None:
     """Nothing of a tile is idle, and what is said of it is so."""
-    visible = band(tile)
+    visible = visible_pairs(tile)
     assert bool(visible.any(0).all()), f"a column without a visible pair: {tile}"
     assert bool(visible.any(1).all()), f"a row without a visible pair: {tile}"
     assert tile.area == int(visible.sum())
@@ -97,7 +62,8 @@ def check_tile(tile: Tile) -> None:
     lo, hi = tile.band
     for looser in (Band(None, hi), Band(lo, None)):
         if looser != tile.band:
-            assert not bool(band(Tile(tile.q, tile.kv, looser)).equal(visible)), "an idle bound"
+            found = visible_pairs(Tile(tile.q, tile.kv, looser))
+            assert not torch.equal(found, visible), "an idle bound"
     if bool(visible.all()):
         assert tile.kind is MaskKind.FULL
     elif lo is None:
@@ -123,34 +89,6 @@ def area_of(plan: Plan) -> int:
     return sum(tile.area for step in plan for tile in step.tiles)
 
 
-def check_hops(ring: list[Plan]) -> None:
-    """What a rank sends is what its receiver expects."""
-    num_steps = {len(plan) for plan in ring}
-    assert len(num_steps) == 1, "ranks make different numbers of hops"
-    held = list(range(len(ring)))
-    for index in range(num_steps.pop()):
-        steps = [plan[index] for plan in ring]
-        assert [step.source for step in steps] == held
-        assert sorted(held) == list(range(len(ring))), "a shard is lost or held twice"
-        if index + 1 == len(ring[0]):
-            assert all(step.hop is None for step in steps)
-        else:
-            held = after([step.hop for step in steps], held)
-
-
-def after(hops: list[Hop | None], held: list[int]) -> list[int]:
-    """Whose shards the ranks hold after everyone's hop."""
-    received = []
-    for rank, hop in enumerate(hops):
-        assert hop is not None
-        assert hop.send_to != rank
-        sender = hops[hop.recv_from]
-        assert sender is not None
-        assert sender.send_to == rank, "a receive without its send"
-        received.append(held[hop.recv_from])
-    return received
-
-
 def check_everything(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> None:
     world_size, dense = layout_q.world_size, mask.dense()
     q_rows = [layout_q.position_ids(rank) for rank in range(world_size)]
@@ -173,7 +111,6 @@ def check_everything(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: 
     travellers: tuple[Traveller, ...] = ("kv", "q")
     for travels in travellers:
         ring = plans(layout_q, layout_kv, mask, travels)
-        check_hops(ring)
         done = set()
         for rank, plan in enumerate(ring):
             assert len(plan) == len(needed)
@@ -218,11 +155,10 @@ def check_rows_that_travel(
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LAYOUTS)
 def test_each_visible_pair_once(kind: str, lengths: tuple[int, int], world_size: int) -> None:
-    layouts = [layout_of(kind, seqlen, world_size) for seqlen in lengths]
     for mask in masks(*lengths):
-        check_everything(layouts[0], layouts[1], mask)
+        check_everything(*layouts_of(kind, mask, world_size), mask)
 
 
 @pytest.mark.parametrize(
@@ -231,19 +167,17 @@ def test_each_visible_pair_once(kind: str, lengths: tuple[int, int], world_size:
 )
 def test_mixed_layouts(kind_q: str, kind_kv: str) -> None:
     for world_size, lengths in product((2, 3), ((12, 12), (9, 14))):
-        layout_q = layout_of(kind_q, lengths[0], world_size)
-        layout_kv = layout_of(kind_kv, lengths[1], world_size)
         for mask in masks(*lengths):
-            check_everything(layout_q, layout_kv, mask)
+            check_everything(*layouts_of((kind_q, kind_kv), mask, world_size), mask)
 
 
 def test_one_document_a_row_and_long_documents_over_ranks() -> None:
     every = tuple(range(17))
-    for kind, world_size in product(KINDS, (1, 2, 4)):
-        layout = layout_of(kind, 16, world_size)
+    for kind, world_size in product(LAYOUTS, (1, 2, 4)):
         for cu in (every, (0, 1, 15, 16), (0, 16), (0, 5, 6, 16)):
-            check_everything(layout, layout, Mask(16, 16, True, (-1, -1), cu, cu))
-            check_everything(layout, layout, Mask(16, 16, False, (3, -1), cu, cu))
+            for causal, window in ((True, (-1, -1)), (False, (3, -1))):
+                mask = Mask(16, 16, causal, window, cu, cu)
+                check_everything(*layouts_of(kind, mask, world_size), mask)
 
 
 def test_make_tile_is_the_band_in_its_bounding_box() -> None:
@@ -251,7 +185,7 @@ def test_make_tile_is_the_band_in_its_bounding_box() -> None:
     for rows, cols, q0, k0 in product((0, 1, 3, 5), (0, 1, 4), (0, 2), (0, 3)):
         q, kv = slice(q0, q0 + rows), slice(k0, k0 + cols)
         for lo, hi in product(bounds, bounds):
-            visible = band(Tile(q, kv, Band(lo, hi)))
+            visible = visible_pairs(Tile(q, kv, Band(lo, hi)))
             tile = make_tile(q, kv, lo, hi)
             if not bool(visible.any()):
                 assert tile is None, (q, kv, lo, hi)
@@ -377,15 +311,6 @@ def test_schedule_vectors(
         assert hops == [Hop(send_to, recv_from)] * (world_size - 1)
 
 
-@pytest.mark.parametrize("world_size", range(1, 12))
-def test_every_rank_sees_every_chunk_once(world_size: int) -> None:
-    layout = SequenceLayout.contiguous(4 * world_size, world_size)
-    every = plans(layout, layout, Mask(4 * world_size, 4 * world_size))
-    for rank, plan in enumerate(every):
-        expected = [(rank - step) % world_size for step in range(world_size)]
-        assert [step.source for step in plan] == expected
-
-
 def test_mask_kind_vectors() -> None:
     layout = SequenceLayout.contiguous(1024, 4)
     steps = ring_steps(layout, layout, causal(1024), 2)
@@ -404,13 +329,10 @@ def test_mask_kind_vectors() -> None:
 
 
 def test_striped_goes_with_striped_only() -> None:
-    striped = SequenceLayout.striped(8, 2)
     for kind in ("contiguous", "zigzag", "boundaries"):
-        other = layout_of(kind, 8, 2)
-        for layouts in ((striped, other), (other, striped)):
-            with pytest.raises(
-                NotImplementedError, match="both be striped or neither, got .*strip"
-            ):
+        for kinds in (("striped", kind), (kind, "striped")):
+            layouts = layouts_of(kinds, Mask(8, 8), 2)
+            with pytest.raises(NotImplementedError, match="both be striped or neither, got .*str"):
                 ring_steps(*layouts, Mask(8, 8), 0)
 
 

@@ -182,23 +182,6 @@ def test_spans_are_the_time_of_every_rank() -> None:
     assert not simulated(cluster()).spans
 
 
-def test_double_rings_help_where_nodes_are_far_apart() -> None:
-    on = builtin_cluster("H100", between="100 Gb/s")
-    spec = AttentionSpec("cuda", torch.bfloat16, 1, 8, 8, 128, 128)
-    layout = SequenceLayout.zigzag(1 << 17, 32)
-    mask = Mask(1 << 17, 1 << 17, causal=True)
-    seconds = {
-        degree: simulate(
-            schedule_of(
-                Strategy(inner_degree=degree), spec, (layout, layout), mask, backward=False
-            ),
-            on,
-        ).seconds
-        for degree in (1, 8)
-    }
-    assert seconds[8] < seconds[1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",

@@ -29,6 +29,7 @@ from ring_attn.models.tensor_parallel import (
     shard_parameter,
     shard_state_dict,
 )
+from tests.bounds import same_bits
 
 CONFIG = TensorParallelConfig(1, 3, 40, 101, num_heads=12, num_kv_heads=6, headdim=4)
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -44,11 +45,6 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "model.norm.weight": (40,),
     "model.scale": (),
 }
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    a, b = (x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b))
-    return torch.equal(a, b)
 
 
 def model_of(dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:

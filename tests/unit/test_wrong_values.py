@@ -5,6 +5,7 @@ Each call gives a result, or an error of a promised kind that names the argument
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -73,13 +74,17 @@ WEIGHTS = [shard_parameter(torch.ones(8, 8), "q", config) for config in CONFIGS]
 PARTITION = TensorPartition((8, 3), 0, 2, 0)
 TOKENS = torch.arange(12)[None]
 OTHERWISE = {"plan": LLAMA_TP_PLAN, "otherwise": "replicated", "order": "out_in"}
+
+
+def defaults(function: Callable[..., object]) -> dict[str, object]:
+    """Every argument of a function that has a default, with that."""
+    parameters = inspect.signature(function).parameters
+    return {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+
+
 EXPLAIN = {
-    "seqlen": 64, "world_size": 2, "nheads": 4, "headdim": 8, "nheads_kv": 2, "headdim_v": 8,
-    "batch": 1, "dtype": torch.bfloat16, "seqlen_k": None, "causal": False,
-    "window_size": (-1, -1), "cu_seqlens": None, "cu_seqlens_k": None, "softcap": 0.0,
-    "layout": "contiguous", "strategies": ["ring"], "backend": "auto", "same_bits": None,
-    "backward": True, "cluster": cpu_cluster(2), "device_type": None, "memory_bytes": None,
-    "effort": "best",
+    **defaults(explain), "seqlen": 64, "world_size": 2, "nheads": 4, "nheads_kv": 2, "headdim": 8,
+    "layout": "contiguous", "strategies": ["ring"], "cluster": cpu_cluster(2),
 }  # fmt: skip
 
 
@@ -100,27 +105,8 @@ GOOD: dict[str, tuple[Callable[..., object], Mapping[str, object]]] = {
         lambda **batch: shard_batch(batch, ZIGZAG, 1),
         {"input_ids": TOKENS, "labels": TOKENS},
     ),
-    "Strategy": (
-        Strategy,
-        {"core": "ring", "ulysses_degree": 1, "exchange_q": False, "heads_per_chunk": None},
-    ),
-    "ContextParallel": (
-        ContextParallel,
-        {
-            "strategy": "ring",
-            "degree": None,
-            "layout": "contiguous",
-            "inside": "global",
-            "replace": None,
-            "seq_dim": 1,
-            "head_dim": 2,
-            "qkv_indices": None,
-            "qkv_names": None,
-            "output_index": 0,
-            "backend": "auto",
-            "same_bits": None,
-        },
-    ),  # fmt: skip
+    "Strategy": (Strategy, defaults(Strategy)),
+    "ContextParallel": (ContextParallel, defaults(ContextParallel)),
     # -- layouts
     "contiguous": (SequenceLayout.contiguous, {"seqlen": 8, "world_size": 2}),
     "zigzag": (SequenceLayout.zigzag, {"seqlen": 8, "world_size": 2}),
