@@ -37,6 +37,7 @@ def peak_of(call: Call, *, backward: bool = True) -> int:
     Example:
         >>> import torch
         >>> from ring_attn.core.layout import SequenceLayout
+        >>> from ring_attn.core.mask import Mask
         >>> from ring_attn.core.spec import AttentionSpec
         >>> from ring_attn.core.strategy import Strategy
         >>> from ring_attn.strategies.registry import make_call

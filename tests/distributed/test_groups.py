@@ -236,7 +236,7 @@ def held_by_the_process() -> tuple[int, int]:
 def everything_goes_with_the_group() -> None:
     """Connections, threads and transports are gone when the group is, after any number of calls."""
     run_ring(0, None)  # what the process keeps for all groups
-    transports, before = len(p2p._transports), held_by_the_process()
+    before, transports = held_by_the_process(), len(p2p._transports)
     for _ in range(2):
         group = dist.new_group()
         run_ring(0, group)

@@ -93,6 +93,7 @@ def test_explanation_is_what_explain_says() -> None:
     assert explained() in TEXT, explained()
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_example(tmp_path: Path) -> None:
     four_lines, setup = code("python")[:2]

@@ -129,7 +129,13 @@ def test_every_pair_of_options_is_among_the_cases() -> None:
     assert len(ALL_CASES) < 50
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name_of(case), marks=[pytest.mark.slow] if turn % 2 else [])
+        for turn, case in enumerate(CASES)
+    ],
+)
 def test_options(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     patched_select(monkeypatch, blocks(*case["blocks"]))
     mask, headdim, (nheads, nheads_kv) = case["mask"], case["headdim"], case["heads"]

@@ -23,7 +23,7 @@ from ring_attn.transport.base import TransportStats
 
 # What the issue asks: within 5 % of the prediction.
 SHARE = 0.05
-ROWS = 512
+ROWS = 128
 
 # What travels back, and whether its gradients are continued rank by rank.
 ORDERS: dict[str, tuple[Traveller, bool]] = {

@@ -100,7 +100,7 @@ def every_call(world_size: int) -> Iterator[list[Call]]:
                 yield calls
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, pytest.param(6, marks=pytest.mark.slow)])
 def test_no_program_has_a_fault(world_size: int) -> None:
     count = 0
     for calls, backward in product(every_call(world_size), (False, True)):
@@ -109,7 +109,7 @@ def test_no_program_has_a_fault(world_size: int) -> None:
     assert count > 300
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 6])
+@pytest.mark.parametrize("world_size", [1, 2, 4, pytest.param(6, marks=pytest.mark.slow)])
 def test_programs_of_every_rank_are_those_of_each(world_size: int) -> None:
     for turn, (calls, backward) in enumerate(product(every_call(world_size), (False, True))):
         if turn % 3:
