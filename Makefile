@@ -7,14 +7,15 @@
 VENV ?= .venv
 PYTHON ?= python3
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 TRITON ?=
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 # A distributed test runs several ranks on the same few cores: more threads a rank only fight. Files
-# of tests run side by side; WORKERS=0 runs them in one process, as a debugger wants it.
+# of tests run side by side, 3 on 2 cores since many wait for timeouts; WORKERS=0 runs them in one
+# process, as a debugger wants it.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help

@@ -210,7 +210,9 @@ def interrupted_batches(case: str, after_s: float, odd_rank: int) -> list[str]:
 
 
 @pytest.mark.parametrize("case", ["ring", "decode"])
-@pytest.mark.parametrize("after_s", [0.001, 0.0123, 0.0317])
+@pytest.mark.parametrize(
+    "after_s", [0.001, *(pytest.param(late, marks=pytest.mark.slow) for late in (0.0123, 0.0317))]
+)
 def test_interrupts(ranks: Pools, case: str, after_s: float) -> None:
     for rank, log in enumerate(ranks(WORLD_SIZE).run(interrupted_batches, case, after_s, 2)):
         assert "WRONG" not in log, (rank, log)

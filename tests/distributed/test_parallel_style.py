@@ -311,7 +311,11 @@ def run_compiled(name: str, form: str) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("global", "DTensor"), ("local", "plain"), ("whole", "DTensor")],
+    [
+        ("local", "plain"),
+        pytest.param("global", "DTensor", marks=pytest.mark.slow),
+        pytest.param("whole", "DTensor", marks=pytest.mark.slow),
+    ],
 )
 def test_a_module_compiles_with_a_new_layout(ranks: Any, name: str, form: str) -> None:
     assert ranks(2).run(run_compiled, name, form) == [True] * 2

@@ -337,7 +337,12 @@ COMPILED = {**{case.family: (case, False) for case in PACKED}, "llama3_prepare":
 @pytest.mark.parametrize(
     ("name", "backend", "scalars"),
     [
-        *((name, "eager", name == "llama3_prepare") for name in COMPILED),
+        ("llama3_prepare", "eager", True),
+        *(
+            pytest.param(name, "eager", False, marks=pytest.mark.slow)
+            for name in COMPILED
+            if name != "llama3_prepare"
+        ),
         pytest.param("zigzag_ring_flash_attn_varlen", "inductor", True, marks=pytest.mark.slow),
         pytest.param("llama3_prepare", "inductor", False, marks=pytest.mark.slow),
     ],

@@ -110,6 +110,7 @@ def test_a_signal_while_torch_is_imported(start: Callable[[list[str]], Started])
         assert said == f"ring-attn: interrupted by {number.name}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_signal_to_all_ranks_leaves_what_was_measured(
     start: Callable[[list[str]], Started], tmp_path: Path

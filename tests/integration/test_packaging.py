@@ -186,6 +186,7 @@ def test_sdist_holds_the_sources_as_files(sources: Path, built: Built) -> None:
     assert not [name for name in members if name.split("/")[0] in ("kernels", "bench")]
 
 
+@pytest.mark.slow
 def test_works_from_a_wheel(
     sources: Path, built: Built, environment: Environment, tmp_path: Path
 ) -> None:

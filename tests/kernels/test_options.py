@@ -206,7 +206,7 @@ def test_any_shape(call: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(calls())
 def test_many_shapes(call: dict[str, Any]) -> None:
     exercise(call)
@@ -244,7 +244,7 @@ def layouts(draw: st.DrawFn, mask: Mask) -> Layouts:
 
 @pytest.mark.slow
 @settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=75, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 @given(data=st.data())
 def test_many_rings(data: st.DataObject) -> None:

@@ -131,7 +131,7 @@ def test_every_mask(name: str, world_size: int, layout: str) -> None:
         with pytest.raises(NotImplementedError, match=f"for a contiguous layout, got {layout}"):
             run_all_ranks(Case("causal", layout, strategy), world_size)
         return
-    # Where there are several world sizes each has every other mask; the slow test has them all.
+    # Where there are several world sizes each has every other mask; the slow test has all kinds.
     every = slice(None) if len(sizes) == 1 else slice(world_size % 2, None, 2)
     for case in list(table(layout, strategy))[every]:
         ran = assert_holds(case, world_size)
@@ -145,7 +145,9 @@ def test_the_whole_table(name: str, world_size: int, layout: str) -> None:
     strategy = STRATEGIES[name][1]
     if strategy.exchange_q and layout in ("zigzag", "striped"):
         return
-    for case in cases(backends=("reference", "auto"), layouts=[layout], strategies=["ring"]):
+    every = list(cases(backends=("reference", "auto"), layouts=[layout], strategies=["ring"]))
+    # A third in each of the strategies and world sizes.
+    for case in every[GRID.index((name, world_size)) % 3 :: 3]:
         ran = run_all_ranks(replace(case, strategy=strategy), world_size)
         assert not ran.failures
 
