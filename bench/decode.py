@@ -20,7 +20,6 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import decodes
 from ring_attn.bench.implementations import SDPA_BACKENDS, reason, sdpa_by
 from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
+from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report, new_table, show
 from ring_attn.bench.timing import Call, Sample, Watch, quantiles, time_in_turn, watch_for
 from ring_attn.core.layout import Segment
@@ -148,8 +148,8 @@ class Cache:
 class Decode(Report[Setting, Row]):
     """Measures cache by cache, and saves the report after each."""
 
-    def __init__(self, setting: Setting, path: Path | None = None) -> None:
-        super().__init__(setting, path)
+    def __init__(self, setting: Setting, outputs: Outputs | None = None) -> None:
+        super().__init__(setting, outputs)
         self._watch = watch_for(setting.device)
         self.copy_gbps = copy_gbps(setting.device, self._watch)
 
@@ -263,6 +263,6 @@ def setting_of(args: argparse.Namespace) -> Setting:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, writes the JSON as it goes, prints the table; 1 if a result of ours is wrong."""
-    bench = Decode(setting_of(args), args.json)
+    bench = Decode(setting_of(args), Outputs.of(args))
     bench.run()
     return bench.finish([] if args.quiet else [table(bench.rows, bench.setting)], [])

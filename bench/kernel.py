@@ -24,7 +24,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -43,6 +42,7 @@ from ring_attn.bench.implementations import (
 )
 from ring_attn.bench.judge import Judge
 from ring_attn.bench.one_device import parse_device, parse_heads
+from ring_attn.bench.outputs import Outputs, add_outputs
 from ring_attn.bench.report import Report, new_table, show
 from ring_attn.bench.timing import (
     Call,
@@ -55,7 +55,6 @@ from ring_attn.bench.timing import (
 )
 from ring_attn.testing import Verdict
 from ring_attn.tools.arguments import (
-    add_common,
     format_size,
     parse_dtype,
     parse_size,
@@ -182,12 +181,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--iters", type=parse_size, help=f"most repetitions of a cell ({FULL.iters})")
     add("--budget", type=float, metavar="SECONDS", help="start no cell later")
     add("--device", choices=DEVICES, help="default: cuda where there is one")
-    add_common(parser)
+    add_outputs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, writes the JSON as it goes, prints the tables; 1 if one of ours failed."""
-    bench = Bench(setting_of(args), args.json)
+    bench = Bench(setting_of(args), Outputs.of(args))
     bench.run()
     return bench.finish([] if args.quiet else tables(bench.rows), bench.remarks())
 
@@ -229,8 +228,8 @@ class Tried:
 class Bench(Report[Setting, Row]):
     """Measures cell by cell, and saves the report after each."""
 
-    def __init__(self, setting: Setting, path: Path | None = None) -> None:
-        super().__init__(setting, path)
+    def __init__(self, setting: Setting, outputs: Outputs | None = None) -> None:
+        super().__init__(setting, outputs)
         self.unavailable = {
             name: why
             for name in setting.implementations

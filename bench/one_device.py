@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from ring_attn.bench.implementations import Problem
+from ring_attn.bench.outputs import add_outputs
 from ring_attn.core.dtypes import dtype_name
-from ring_attn.tools.arguments import add_common, parse_dtype, parse_size
+from ring_attn.tools.arguments import parse_dtype, parse_size
 from ring_attn.tools.launch import DEVICES
 
 
@@ -42,7 +43,7 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", type=parse_dtype, help="bfloat16; on a CPU float32")
     add("--budget", type=float, metavar="SECONDS", help="start nothing later")
     add("--device", choices=DEVICES, help="default: cuda where there is one")
-    add_common(parser)
+    add_outputs(parser)
 
 
 def parse_heads(text: str) -> tuple[tuple[int, int], ...]:

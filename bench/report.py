@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 from rich import box
 from rich.table import Table
 
+from ring_attn.bench.outputs import (
+    Outputs,
+    changes_table,
+    check_same,
+    compare,
+    figures,
+    growth_table,
+    lines,
+    picture,
+    to_csv,
+    to_page,
+)
 from ring_attn.bench.timing import gpu_state
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.tools.arguments import (
@@ -36,18 +47,25 @@ class Report(Generic[S, R]):
         failures: what is wrong, in words.
     """
 
-    def __init__(self, setting: S, path: Path | None = None) -> None:
+    def __init__(self, setting: S, outputs: Outputs | None = None) -> None:
         """
         Args:
             setting: what is measured.
-            path: where the JSON goes, whenever the report is saved.
+            outputs: files; the JSON is written whenever the report is saved, the others when the
+                run is finished.
+
+        Raises:
+            ValueError: the earlier run of `outputs` measured something else.
         """
         self.setting = setting
+        self._outputs = outputs or Outputs()
+        if self._outputs.earlier is not None:
+            check_same(self._outputs.earlier, self.to_setting())
         self.rows: list[R] = []
         self.failures: list[str] = []
-        self._path, self._start = path, time.monotonic()
+        self._start = time.monotonic()
         self._states = {"before": gpu_state()}
-        write_if_interrupted(path, self.to_json)
+        write_if_interrupted(self._outputs.json, self.to_json)
 
     def more(self) -> dict[str, Any]:
         """The entries of the JSON that only this kind of report has."""
@@ -55,18 +73,23 @@ class Report(Generic[S, R]):
 
     def to_json(self) -> dict[str, Any]:
         """The whole report."""
-        setting: Any = self.setting
         rows: list[Any] = self.rows
         return {
             "machine": machine(),
             "command": command_line(),
-            "setting": _plain(asdict(setting)),
+            "setting": self.to_setting(),
             "gpu_state": self._states,
             "rows": [asdict(row) for row in rows],
             "failures": self.failures,
             **self.more(),
             "seconds": self.seconds,
         }
+
+    def to_setting(self) -> dict[str, Any]:
+        """What is measured, as JSON has it."""
+        setting: Any = self.setting
+        plain: dict[str, Any] = _plain(asdict(setting))
+        return plain
 
     @property
     def seconds(self) -> float:
@@ -82,18 +105,42 @@ class Report(Generic[S, R]):
         """Writes the report so far: a run that is killed leaves it."""
         if last:
             self._states["after"] = gpu_state()
-        if self._path:
-            write_json(self._path, self.to_json())
+        if self._outputs.json:
+            write_json(self._outputs.json, self.to_json())
 
-    def finish(self, tables: Sequence[Table], lines: Sequence[str]) -> int:
-        """Prints tables, failures and last lines; the exit status, 1 if something is wrong."""
+    def finish(self, tables: Sequence[Table], last_lines: Sequence[str]) -> int:
+        """Prints tables, failures and last lines, and writes what else is asked for.
+
+        Returns:
+            The exit status: 1 if something is wrong, or slower than in the earlier run.
+        """
         console = table_console()
-        console.print(*tables)
+        console.print(*tables, *self._write_outputs())
         for failure in self.failures:
             console.print(failure, style="red", markup=False)
-        for line in lines:
+        for line in last_lines:
             console.print(line, markup=False, soft_wrap=True)  # whole, to be pasted
         return 1 if self.failures else 0
+
+    def _write_outputs(self) -> Iterator[Table]:
+        """Tables of growth and of changes; figures that are slower now are failures."""
+        now, outputs = self.to_json(), self._outputs
+        title = " ".join(now["command"].split()[:3])
+        found, changes = figures(now["rows"]), []
+        if joined := lines(found):
+            yield growth_table(joined)
+        if outputs.earlier is not None:
+            changes = compare(outputs.earlier, now)
+            yield changes_table(changes)
+            slower = [change for change in changes if change.verdict == "slower"]
+            self.failures += [f"{c.now.label}: {c.ratio:.2f} x the time before" for c in slower]
+            now["failures"] = self.failures
+        if outputs.csv is not None:
+            outputs.csv.write_text(to_csv(now["rows"]), encoding="utf-8")
+        if outputs.plot is not None:
+            picture(found, title).savefig(outputs.plot)
+        if outputs.page is not None:
+            outputs.page.write_text(to_page(title, now, changes), encoding="utf-8")
 
 
 def new_table(

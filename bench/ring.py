@@ -18,7 +18,6 @@ import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 import ring_attn
+from ring_attn.bench.outputs import Outputs, add_outputs
 from ring_attn.bench.report import Report, new_table, show
 from ring_attn.bench.ring_implementations import (
     MODES,
@@ -51,7 +51,6 @@ from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.testing import Verdict, check
 from ring_attn.tools.arguments import (
-    add_common,
     parse_dtype,
     parse_size,
     setting_from,
@@ -102,14 +101,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="dense,torch-template",
         help=f"comma-separated, of {', '.join(BASELINES)}; empty for none",
     )
-    add_common(parser)
+    add_outputs(parser)
 
 
 class Ring(Report[Setting, Row]):
     """The rows of rank 0, and until they are there the samples that it has sent."""
 
-    def __init__(self, setting: Setting, path: Path | None) -> None:
-        super().__init__(setting, path)
+    def __init__(self, setting: Setting, outputs: Outputs | None = None) -> None:
+        super().__init__(setting, outputs)
         self.samples: list[dict[str, Any]] = []
 
     def more(self) -> dict[str, Any]:
@@ -122,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     setting = setting_of(args)
     # The profiler that counts memory greets on stderr, unless it is told before torch is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    bench = Ring(setting, args.json)
+    bench = Ring(setting, Outputs.of(args))
     bench.rows, bench.failures = run_ranks(
         measure,
         args.world_size,

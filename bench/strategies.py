@@ -25,6 +25,7 @@ from rich.table import Table
 from torch import Tensor
 
 import ring_attn
+from ring_attn.bench.outputs import Outputs, add_outputs
 from ring_attn.bench.report import Report, new_table, show
 from ring_attn.bench.timing import turned
 from ring_attn.core.layout import SequenceLayout
@@ -33,7 +34,6 @@ from ring_attn.planning.choice import Choice
 from ring_attn.planning.devices import Cluster, load_cluster, to_json
 from ring_attn.planning.planner import explain
 from ring_attn.tools.arguments import (
-    add_common,
     parse_input,
     parse_size,
     parse_sizes,
@@ -191,14 +191,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_input,
         help="of ring-attn calibrate; measured if absent",
     )
-    add_common(parser)
+    add_outputs(parser)
 
 
 class Strategies(Report[Setting, Row]):
     """The rows so far, and the clusters from whose descriptions auto chose."""
 
-    def __init__(self, setting: Setting, path: Path | None) -> None:
-        super().__init__(setting, path)
+    def __init__(self, setting: Setting, outputs: Outputs | None = None) -> None:
+        super().__init__(setting, outputs)
         self.clusters: dict[str, Any] = {}
 
     def more(self) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def run(args: argparse.Namespace) -> int:
     shapes = chosen_shapes(args.shapes, quick=args.quick)
     iters = args.iters or (QUICK_ITERS if args.quick else None)
     setting = Setting(shapes, args.world_sizes, iters, args.quick)
-    bench = Strategies(setting, args.json)
+    bench = Strategies(setting, Outputs.of(args))
     for world_size in setting.world_sizes:
         cluster = cluster_for(args.cluster, world_size, quick=args.quick)
         bench.clusters[str(world_size)] = to_json(cluster)

@@ -20,6 +20,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report, new_table
 from ring_attn.core.dtypes import HALF_DTYPES, dtype_name
 from ring_attn.kernels.launch import Launch
@@ -401,7 +402,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = setting.cells()
     terminal = Console(stderr=True)
     hidden = args.quiet or not terminal.is_terminal
-    bench = Report[Setting, Row](setting, args.json)
+    bench = Report[Setting, Row](setting, Outputs(args.json))
     compiled = compile_all(chosen, args.jobs)
     for row in track(
         compiled, "compiling", len(chosen), console=terminal, transient=True, disable=hidden

@@ -25,7 +25,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +36,7 @@ from ring_attn.backends.triton import TritonBackend
 from ring_attn.bench.implementations import Attention, Data, Problem, reason
 from ring_attn.bench.judge import Judge
 from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
+from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report, new_table, show
 from ring_attn.bench.timing import Call, Sample, free_memory, quantiles, time_in_turn, watch_for
 from ring_attn.core.layout import SequenceLayout
@@ -218,10 +218,10 @@ def configs_of(row: Row) -> dict[str, Config]:
 class Tuning(Report[Setting, Row]):
     """Searches kind by kind, and saves the report after each."""
 
-    def __init__(self, setting: Setting, path: Path | None = None) -> None:
+    def __init__(self, setting: Setting, outputs: Outputs | None = None) -> None:
         from ring_attn.kernels import configs
 
-        super().__init__(setting, path)
+        super().__init__(setting, outputs)
         self._configs, self._arch = configs, configs.architecture(setting.device)
         self._watch = watch_for(setting.device)
 
@@ -485,7 +485,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
 
 def run(args: argparse.Namespace) -> int:
     """Searches, writes the JSON as it goes, prints the table; 1 if a frozen config is wrong."""
-    bench = Tuning(setting_of(args), args.json)
+    bench = Tuning(setting_of(args), Outputs.of(args))
     bench.run()
     shown = [] if args.quiet else [table(bench.rows, str(bench.setting))]
     return bench.finish(shown, bench.summary())

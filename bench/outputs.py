@@ -1,0 +1,374 @@
+"""Files and checks that every benchmark has beside its JSON: CSV, a picture, a page, a comparison.
+
+All read the rows as the JSON has them, so that those of an earlier run are read in the same way:
+
+    impl  mode  seqlen    median_ms  p20_ms  p80_ms   ...
+    key of the figure     the figure and its spread   not compared
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import html
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.table import Table
+
+from ring_attn.bench.timing import quantiles
+from ring_attn.tools.arguments import add_common, parse_report
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Picture
+
+Row = Mapping[str, Any]
+Key = tuple[tuple[str, Any], ...]
+
+# Entries of a setting that do not change what is measured.
+EFFORT = {"iters", "warmup", "budget", "repeats", "samples", "baselines", "implementations"}
+
+# Exponents of attention's time: in the length of a dense mask, and in the ranks that share it.
+THEORY = {"seqlen": 2.0, "world_size": -1.0}
+
+PICTURES = (".png", ".svg")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The files that are asked for, and the report of an earlier run."""
+
+    json: Path | None = None
+    csv: Path | None = None
+    plot: Path | None = None
+    page: Path | None = None
+    earlier: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Outputs:
+        """Reads the options, before anything is measured.
+
+        Raises:
+            ValueError: a picture of another kind, or an earlier report that is none.
+            ImportError: a picture is asked for, and matplotlib is not installed.
+        """
+        if args.plot is not None and args.plot.suffix not in PICTURES:
+            raise ValueError(f"--plot must end in one of {list(PICTURES)}, got {str(args.plot)!r}")
+        if (args.plot or args.report) is not None and find_spec("matplotlib") is None:
+            raise ImportError("--plot and --report need matplotlib: pip install matplotlib")
+        earlier = None if args.compare is None else read_report(args.compare)
+        return cls(args.json, args.csv, args.plot, args.report, earlier)
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of every benchmark."""
+    add = parser.add_argument
+    add("--csv", metavar="PATH", type=parse_report, help="write the rows here")
+    add("--plot", metavar="PATH", type=parse_report, help="draw the figures as .png or .svg")
+    add("--report", metavar="PATH", type=parse_report, help="write one HTML page with all of it")
+    add(
+        "--compare", metavar="OLD.json", type=Path,
+        help="exit with 1 where a figure is slower than there beyond the spread of both",
+    )  # fmt: skip
+    add_common(parser)
+
+
+def read_report(path: Path) -> Mapping[str, Any]:
+    """The JSON of an earlier run; ValueError where it is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"--compare cannot read {path}: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("rows"), list):
+        raise ValueError(f"--compare: {path} is not the JSON of a benchmark, it has no rows")
+    return found
+
+
+# -- figures
+
+
+class Figure(NamedTuple):
+    """A measured time, with the 20 % and 80 % quantiles of its samples."""
+
+    key: Key
+    unit: str
+    median: float
+    low: float
+    high: float
+
+    @property
+    def label(self) -> str:
+        """The key in words."""
+        return label(self.key)
+
+
+def label(key: Key) -> str:
+    """The values of a key; a number or a flag has its name before it."""
+    words = (str(v) if isinstance(v, str) else f"{n} {v}".replace("_", " ") for n, v in key)
+    return ", ".join(words)
+
+
+def figures(rows: Iterable[Row]) -> list[Figure]:
+    """The figures of rows that have a time."""
+    found = []
+    for row in rows:
+        median = next((name for name in row if name.startswith("median_")), "")
+        if row.get(median) is None:
+            continue
+        unit = median.removeprefix("median_")
+        names = list(row)
+        first = next(i for i, name in enumerate(names) if name.endswith(f"_{unit}"))
+        key = tuple((name, row[name]) for name in names[:first])
+        low, high = row.get(f"p20_{unit}"), row.get(f"p80_{unit}")
+        if low is None or high is None:
+            low, _, high = quantiles(row[f"samples_{unit}"])
+        found.append(Figure(key, unit, row[median], low, high))
+    return found
+
+
+class Line(NamedTuple):
+    """Figures that differ in one size: the size's name, the others' key, and the exponent."""
+
+    over: str
+    key: Key
+    points: tuple[tuple[int, Figure], ...]
+
+    @property
+    def exponent(self) -> float:
+        """Slope of the least squares fit of log time to log size."""
+        xs = [math.log(size) for size, _ in self.points]
+        ys = [math.log(figure.median) for _, figure in self.points]
+        x, y = (sum(values) / len(values) for values in (xs, ys))
+        return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum(
+            (a - x) ** 2 for a in xs
+        )
+
+
+def lines(found: Sequence[Figure]) -> list[Line]:
+    """Figures that differ in one size, joined over it."""
+    joined: dict[tuple[str, Key], dict[int, Figure]] = {}
+    for figure in found:
+        for name, value in figure.key:
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                others = tuple(entry for entry in figure.key if entry[0] != name)
+                joined.setdefault((name, others), {})[value] = figure
+    return [
+        Line(name, key, tuple(sorted(points.items())))
+        for (name, key), points in joined.items()
+        if len(points) > 1
+    ]
+
+
+def growth_table(found: Sequence[Line]) -> Table:
+    """Fitted exponents beside those of the theory."""
+    table = Table(title="growth: time ~ size ^ exponent", title_justify="left", box=None)
+    for name in ("over", "of"):
+        table.add_column(name)
+    for name in ("sizes", "fitted", "theory"):
+        table.add_column(name, justify="right")
+    for line in found:
+        sizes = f"{line.points[0][0]} .. {line.points[-1][0]}"
+        theory = THEORY.get(line.over)
+        table.add_row(
+            line.over, label(line.key), sizes, f"{line.exponent:.2f}",
+            "" if theory is None else f"{theory:.0f}",
+        )  # fmt: skip
+    return table
+
+
+# -- comparison
+
+
+class Change(NamedTuple):
+    """A figure of an earlier run and of this one."""
+
+    earlier: Figure
+    now: Figure
+
+    @property
+    def ratio(self) -> float:
+        """Time now over time then."""
+        return self.now.median / self.earlier.median
+
+    @property
+    def verdict(self) -> str:
+        """ "slower" or "faster" where the spreads do not overlap, else "same"."""
+        if self.now.low > self.earlier.high:
+            return "slower"
+        return "faster" if self.now.high < self.earlier.low else "same"
+
+
+def check_same(earlier: Mapping[str, Any], setting: Mapping[str, Any]) -> None:
+    """Refuses an earlier run that measured something else."""
+    then = earlier.get("setting", {})
+    now = json.loads(json.dumps(setting))  # lists for tuples, as in a file
+    differ = [n for n in then if n in now and n not in EFFORT and then[n] != now[n]]
+    if differ:
+        told = "; ".join(f"{name}: {then[name]} then, {now[name]} now" for name in differ)
+        raise ValueError(f"--compare: the earlier run measured something else: {told}")
+
+
+def compare(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """The figures that both runs have; ValueError where there is none."""
+    before = {figure.key: figure for figure in figures(earlier["rows"])}
+    changes = [Change(before[f.key], f) for f in figures(now["rows"]) if f.key in before]
+    if not changes:
+        raise ValueError("--compare: the earlier run has no figure of this one")
+    return changes
+
+
+def changes_table(changes: Sequence[Change]) -> Table:
+    """The changes, slower ones first."""
+    table = Table(title="against the earlier run", title_justify="left", box=None)
+    table.add_column("figure")
+    for name in ("then", "now", "now / then"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for change in sorted(changes, key=lambda change: -change.ratio):
+        unit = change.now.unit
+        times = (f"{figure.median:.3g} {unit}" for figure in change)
+        table.add_row(change.now.label, *times, f"{change.ratio:.3f}", change.verdict)
+    return table
+
+
+# -- files
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """The rows; lists as JSON."""
+    text = io.StringIO()
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        plain = {
+            n: json.dumps(x) if isinstance(x, (list, tuple, dict)) else x for n, x in row.items()
+        }
+        writer.writerow(plain)
+    return text.getvalue()
+
+
+def picture(found: Sequence[Figure], title: str) -> Picture:
+    """Lines over a size where there are several sizes, else bars; whiskers are the spread."""
+    from matplotlib.figure import Figure as Picture
+
+    joined = lines(found)
+    unit = found[0].unit if found else ""
+    if joined:
+        drawn = Picture(figsize=(9, 6), layout="constrained")
+        axes = drawn.subplots()
+        over = max({line.over for line in joined}, key=lambda name: _most(joined, name))
+        for line in (line for line in joined if line.over == over):
+            sizes = [size for size, _ in line.points]
+            spread = [
+                [figure.median - figure.low for _, figure in line.points],
+                [figure.high - figure.median for _, figure in line.points],
+            ]
+            axes.errorbar(
+                sizes, [figure.median for _, figure in line.points], yerr=spread, marker="o",
+                capsize=3, label=f"{label(line.key)}: ^{line.exponent:.2f}",
+            )  # fmt: skip
+        axes.set(xscale="log", yscale="log", xlabel=over.replace("_", " "), ylabel=unit)
+        axes.legend(fontsize="small")
+    else:
+        drawn = Picture(figsize=(9, 1.2 + 0.32 * len(found)), layout="constrained")
+        axes = drawn.subplots()
+        names = [figure.label for figure in found]
+        spread = [[f.median - f.low for f in found], [f.high - f.median for f in found]]
+        axes.barh(names, [f.median for f in found], xerr=spread, color="#4878a8", capsize=3)
+        axes.invert_yaxis()
+        axes.set(xlabel=unit)
+    axes.set_title(title, fontsize="medium", loc="left")
+    axes.grid(alpha=0.3)
+    return drawn
+
+
+def _most(joined: Sequence[Line], over: str) -> int:
+    return sum(len(line.points) for line in joined if line.over == over)
+
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem;
+       color: #1c2430; background: #fff; }
+h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px }
+th, td { padding: .25rem .7rem; border-bottom: 1px solid #dde3ea; text-align: right }
+th:first-child, td:first-child, td.text { text-align: left }
+.scroll { overflow-x: auto } pre { overflow-x: auto; background: #f5f7fa; padding: .7rem }
+.slower, .failure { color: #b00020 } .faster { color: #0a7a3d }
+svg { max-width: 100%; height: auto }
+"""
+
+
+def to_page(title: str, report: Mapping[str, Any], changes: Sequence[Change]) -> str:
+    """One HTML page without anything from elsewhere: machine, picture, rows, changes, raw JSON."""
+    rows, found = report["rows"], figures(report["rows"])
+    parts = [f"<h1>{html.escape(title)}</h1>"]
+    parts.append(f"<pre>{html.escape(str(report.get('command', '')))}</pre>")
+    failures = report.get("failures") or []
+    parts += [f'<p class="failure">{html.escape(failure)}</p>' for failure in failures]
+    if found:
+        drawn = io.StringIO()
+        picture(found, "").savefig(drawn, format="svg")
+        svg = drawn.getvalue()
+        parts.append(svg[svg.index("<svg") :])
+    if changes:
+        parts.append("<h2>Against the earlier run</h2>")
+        cells = [
+            (c.now.label, f"{c.earlier.median:.4g}", f"{c.now.median:.4g}", f"{c.ratio:.3f}",
+             c.verdict)
+            for c in sorted(changes, key=lambda c: -c.ratio)
+        ]  # fmt: skip
+        parts.append(_table(("figure", "then", "now", "now / then", ""), cells))
+    joined = lines(found)
+    if joined:
+        parts.append("<h2>Growth</h2>")
+        grown = [
+            (line.over, label(line.key), f"{line.exponent:.2f}", _theory(line)) for line in joined
+        ]
+        parts.append(_table(("over", "of", "fitted exponent", "theory"), grown))
+    names = list(dict.fromkeys(name for row in rows for name in row if "samples" not in name))
+    shown = [[_cell(row.get(name)) for name in names] for row in rows]
+    parts += ["<h2>Rows</h2>", _table(names, shown)]
+    machine = [(name, _cell(value)) for name, value in report.get("machine", {}).items()]
+    parts += ["<h2>Machine</h2>", _table(("", ""), machine)]
+    raw = html.escape(json.dumps(report, indent=1, default=str))
+    parts.append(f"<details><summary>Raw JSON</summary><pre>{raw}</pre></details>")
+    body = "\n".join(parts)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head>\n"
+        f"<body>\n{body}\n</body></html>\n"
+    )
+
+
+def _theory(line: Line) -> str:
+    theory = THEORY.get(line.over)
+    return "" if theory is None else f"{theory:.0f}"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return json.dumps(value) if isinstance(value, (dict, list, tuple)) else str(value)
+
+
+def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    body = "".join(
+        "<tr>" + "".join(_td(cell) for cell in row) + "</tr>\n" for row in rows
+    )  # fmt: skip
+    return f'<div class="scroll"><table><tr>{head}</tr>\n{body}</table></div>'
+
+
+def _td(cell: str) -> str:
+    verdict = f' class="{cell}"' if cell in ("slower", "faster") else ""
+    return f"<td{verdict}>{html.escape(cell)}</td>"

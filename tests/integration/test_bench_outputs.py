@@ -1,0 +1,146 @@
+"""What every benchmark writes beside its JSON, and the comparison with an earlier run."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ring_attn.bench.outputs import (
+    check_same,
+    compare,
+    figures,
+    lines,
+    read_report,
+    to_csv,
+    to_page,
+)
+from ring_attn.tools.cli import main
+
+DECODE = "bench decode --device cpu --quick --seqlen 64,128 --iters 3"
+
+
+def row(impl: str, seqlen: int, median: float | None, spread: float = 0.05) -> dict[str, Any]:
+    low, high = (None, None) if median is None else (median * (1 - spread), median * (1 + spread))
+    times = {"median_ms": median, "p20_ms": low, "p80_ms": high}
+    return {"impl": impl, "seqlen": seqlen, "causal": True, **times, "note": "<b>"}
+
+
+def report(*rows: dict[str, Any], **setting: Any) -> dict[str, Any]:
+    return {"command": "ring-attn bench x", "machine": {"cores": 2}, "setting": setting,
+            "rows": list(rows), "failures": []}  # fmt: skip
+
+
+def test_figures_have_their_key_and_spread() -> None:
+    (found,) = figures([row("a", 8, 2.0), row("b", 8, None)])
+    assert found.key == (("impl", "a"), ("seqlen", 8), ("causal", True))
+    assert (found.unit, found.median, found.label) == ("ms", 2.0, "a, seqlen 8, causal True")
+    (sampled,) = figures([{"shape": "s", "median_us": 3.0, "samples_us": [1.0, 3.0, 9.0]}])
+    assert sampled.low < sampled.median < sampled.high
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, 2.0])
+def test_exponents_are_those_of_the_times(power: float) -> None:
+    rows = [row("a", n, 0.5 * n**power) for n in (128, 256, 1024)]
+    (line,) = lines(figures([*rows, row("b", 128, 1.0)]))
+    assert line.over == "seqlen" and dict(line.key) == {"impl": "a", "causal": True}
+    assert abs(line.exponent - power) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("now", "verdict"), [(2.0, "same"), (2.09, "same"), (2.5, "slower"), (1.5, "faster")]
+)
+def test_a_change_counts_beyond_the_spread(now: float, verdict: str) -> None:
+    (change,) = compare(report(row("a", 8, 2.0)), report(row("a", 8, now), row("b", 8, 1.0)))
+    assert change.verdict == verdict and change.ratio == now / 2.0
+
+
+def test_other_settings_are_not_compared() -> None:
+    check_same(report(seqlen=8, iters=3, gone=1), {"seqlen": 8, "iters": 9, "new": (1, 2)})
+    with pytest.raises(ValueError, match="seqlen: 8 then, 16 now"):
+        check_same(report(seqlen=8), {"seqlen": 16})
+    with pytest.raises(ValueError, match="no figure of this one"):
+        compare(report(row("a", 8, 2.0)), report(row("a", 16, 2.0)))
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"rows": 1}', "\x00"])
+def test_what_is_no_report_is_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        read_report(path)
+    assert main([*DECODE.split(), "--compare", str(path)]) == 2
+
+
+class Page(HTMLParser):
+    """Counts tags, and notes what a page would load from elsewhere."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: dict[str, int] = {}
+        self.loaded: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] = self.tags.get(tag, 0) + 1
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        self.loaded += [
+            value for name, value in attrs
+            if name in ("src", "href", "xlink:href") and value and not value.startswith("#")
+        ]  # fmt: skip
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.remove(tag)
+
+
+def test_the_page_is_whole_and_escaped() -> None:
+    pytest.importorskip("matplotlib")
+    old, now = report(row("a", 8, 2.0)), report(row("a", 8, 3.0), row("<i>", 16, 1.0))
+    text = to_page("bench & x", now, compare(old, now))
+    page = Page(text)
+    assert page.open == [] and page.loaded == []
+    assert page.tags["svg"] == 1 and page.tags["table"] == 3 and "script" not in page.tags
+    assert "b" not in page.tags and "i" not in page.tags and "bench &amp; x" in text
+    assert 'class="slower"' in text
+
+
+def test_csv_has_every_row() -> None:
+    rows = [row("a, b", 8, 2.0), {"impl": "c", "samples_ms": [1, 2]}]
+    read = list(csv.DictReader(to_csv(rows).splitlines()))
+    assert [one["impl"] for one in read] == ["a, b", "c"]
+    assert json.loads(read[1]["samples_ms"]) == [1, 2]
+
+
+def test_a_benchmark_writes_them_all_and_fails_where_it_is_slower(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    paths = {name: tmp_path / f"x.{name}" for name in ("json", "csv", "svg", "html")}
+    words = (
+        f"{DECODE} --json {paths['json']} --csv {paths['csv']} --plot {paths['svg']} "
+        f"--report {paths['html']}"
+    )
+    assert main(words.split()) == 0
+    measured = json.loads(paths["json"].read_text())
+    assert len(paths["csv"].read_text().splitlines()) == 1 + len(measured["rows"])
+    assert "<svg" in paths["svg"].read_text() and Page(paths["html"].read_text()).open == []
+    assert "growth" in capsys.readouterr().out
+    for factor, status in ((1e3, 0), (1e-3, 1)):
+        for one in measured["rows"]:
+            one.update({n: one[n] * factor for n in ("median_us", "p20_us", "p80_us") if one[n]})
+        (tmp_path / "old.json").write_text(json.dumps(measured))
+        assert main([*DECODE.split(), "--compare", str(tmp_path / "old.json")]) == status
+        for one in measured["rows"]:
+            one.update({n: one[n] / factor for n in ("median_us", "p20_us", "p80_us") if one[n]})
+    assert "x the time before" in capsys.readouterr().out
