@@ -16,7 +16,7 @@ READY := $(VENV)/.ready
 # A distributed test runs several ranks on the same few cores: more threads a rank only fight. Files
 # of tests run side by side, 3 on 2 cores since many wait for timeouts; WORKERS=0 runs them in one
 # process, as a debugger wants it.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -35,11 +35,11 @@ $(READY): pyproject.toml setup.py .ci/constraints.txt
 	@touch $@
 
 test: $(READY)  ## run the tests, without the slow ones
-	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+	$(PYTEST) loadfile -m "not slow and not gpu" $(ARGS)
 
 # pytest ends with 5 where ARGS select no slow test.
 test-slow: $(READY)  ## run only the slow tests
-	$(PYTEST) -m "slow and not gpu" $(ARGS) || test $$? -eq 5
+	$(PYTEST) worksteal -m "slow and not gpu" $(ARGS) || test $$? -eq 5
 
 test-all: test test-slow  ## run every test that needs no GPU
 

@@ -82,10 +82,12 @@ class Row:
     note: str = ""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, *, swept: bool = False) -> None:
+    """Adds the options; a sweep has lengths and numbers of ranks of its own."""
     add = parser.add_argument
-    add("--world-size", type=parse_size, default=2, help="ranks (default 2)")
-    add("--seqlen", type=parse_size, help=f"whole length ({SEQLEN})")
+    if not swept:
+        add("--world-size", type=parse_size, default=2, help="ranks (default 2)")
+        add("--seqlen", type=parse_size, help=f"whole length ({SEQLEN})")
     add("--heads", type=parse_size, default=8)
     add("--kv-heads", type=parse_size, help="default: as many as --heads")
     add("--head-dim", type=parse_size, default=64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -56,3 +57,15 @@ def test_quick_is_smaller_unless_sizes_are_given() -> None:
     quick, given = setting("--quick"), setting("--quick --seqlen 2k --iters 5")
     assert (quick.seqlen, quick.iters) == ring.QUICK
     assert (given.seqlen, given.iters) == (2048, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_growth_over_length_and_ranks(report_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--quick --mode fwd --heads 1 --head-dim 16 --iters 2 --baseline dense"
+    report = report_of(f"bench growth {words}")
+    measured = [(r["impl"], r["world_size"], r["seqlen"]) for r in report["rows"]]
+    assert sorted(measured) == sorted(product(("ours", "dense"), (1, 2), (256, 512)))
+    assert all(r["median_ms"] > 0 and r["max_error"] is not None for r in report["rows"])
+    shown = capsys.readouterr().out
+    assert "seqlen" in shown and "world_size" in shown and "theory" in shown

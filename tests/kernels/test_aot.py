@@ -133,6 +133,7 @@ def test_every_kernel_and_variant_has_a_cell_for_every_gpu() -> None:
     assert set(aot.variants("sm_90", 128)) == set(aot.VARIANTS)
 
 
+@pytest.mark.slow
 def test_the_command_compiles_our_kernels(tmp_path: Path) -> None:
     path = tmp_path / "aot.json"
     words = ["aot", "--quick", "--kernel", "delta", "merge", "--json", str(path)]

@@ -132,7 +132,7 @@ def test_every_pair_of_options_is_among_the_cases() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name_of(case), marks=[pytest.mark.slow] if turn % 2 else [])
+        pytest.param(case, id=name_of(case), marks=[pytest.mark.slow] if turn % 3 else [])
         for turn, case in enumerate(CASES)
     ],
 )

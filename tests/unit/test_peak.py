@@ -195,7 +195,9 @@ STRATEGIES = {
 GATHERINGS = [name for name in STRATEGIES if name.startswith("all_gather")]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("nheads_kv", [4, 1])
 @pytest.mark.parametrize(
     ("name", "bare", "in_order"),

@@ -100,7 +100,9 @@ def every_call(world_size: int) -> Iterator[list[Call]]:
                 yield calls
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size", [1, 2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6))]
+)
 def test_no_program_has_a_fault(world_size: int) -> None:
     count = 0
     for calls, backward in product(every_call(world_size), (False, True)):

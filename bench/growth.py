@@ -1,0 +1,102 @@
+"""How the time of attention grows with the length and with the ranks, beside the theory.
+
+Every length on every number of ranks is measured as by `ring-attn bench ring`; exponents are fitted
+to the medians. Dense attention takes time ~ seqlen^2, and ranks that share it evenly ~ ranks^-1,
+as long as each has a core, or a GPU, of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from itertools import product
+
+from rich.progress import Progress, TextColumn, TimeRemainingColumn
+
+from ring_attn.bench import ring
+from ring_attn.bench.outputs import Outputs
+from ring_attn.bench.report import Report, new_table, show
+from ring_attn.bench.ring_implementations import Setting
+from ring_attn.tools.arguments import parse_sizes, table_console
+from ring_attn.tools.launch import run_ranks
+
+SEQLENS, QUICK_SEQLENS = (1024, 2048, 4096, 8192), (256, 512)
+WORLD_SIZES = (1, 2)
+QUICK_ITERS = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """Times of an implementation at a length on some ranks."""
+
+    impl: str
+    mode: str
+    world_size: int
+    seqlen: int
+    median_ms: float | None = None
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    max_error: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Lengths and numbers of ranks, and what is the same for all."""
+
+    seqlens: tuple[int, ...]
+    world_sizes: tuple[int, ...]
+    each: Setting
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seqlens", type=parse_sizes, help="1k,2k,4k,8k; quick 256,512")
+    parser.add_argument("--world-sizes", type=parse_sizes, default=WORLD_SIZES, help="1,2")
+    ring.add_arguments(parser, swept=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints times and exponents; 1 if a result is wrong."""
+    seqlens = args.seqlens or (QUICK_SEQLENS if args.quick else SEQLENS)
+    args.seqlen, args.world_size = seqlens[0], args.world_sizes[0]
+    args.iters = args.iters or (QUICK_ITERS if args.quick else None)
+    setting = ring.setting_of(args)
+    sweep = Sweep(tuple(sorted(seqlens)), tuple(sorted(args.world_sizes)), setting)
+    bench = Report[Sweep, Row](sweep, Outputs.of(args))
+    measure(bench, device=args.device, quiet=args.quiet)
+    bench.save(last=True)
+    table = new_table("times", ("impl", "mode"), ("ranks", "seqlen", "ms", "p20 .. p80"), "")
+    for row in bench.rows:
+        spread = f"{show(row.p20_ms, '.2f')} .. {show(row.p80_ms, '.2f')}"
+        table.add_row(
+            row.impl, row.mode, str(row.world_size), str(row.seqlen), show(row.median_ms, ".2f"),
+            "" if row.median_ms is None else spread, row.note,
+        )  # fmt: skip
+    return bench.finish([] if args.quiet else [table], [])
+
+
+def measure(bench: Report[Sweep, Row], *, device: str | None, quiet: bool) -> None:
+    """Adds the rows of every length on every number of ranks, short ones first."""
+    sweep = bench.setting
+    columns = (TextColumn("{task.description}"), TimeRemainingColumn(compact=True))
+    with Progress(*columns, console=table_console(), disable=quiet, transient=True) as progress:
+        total = sum(n * n for n in sweep.seqlens) * len(sweep.world_sizes)
+        task = progress.add_task("", total=total)
+        for seqlen, world_size in product(sweep.seqlens, sweep.world_sizes):
+            setting = replace(sweep.each, seqlen=seqlen, world_size=world_size)
+            progress.update(task, description=f"{seqlen} rows on {world_size} ranks, time left")
+            found = run_ranks(
+                ring.measure, world_size, setting, threads=setting.threads, device=device
+            )
+            rows, failures = found[0]
+            bench.rows += [
+                Row(
+                    row.impl, row.mode, world_size, seqlen, row.median_ms, row.p20_ms, row.p80_ms,
+                    row.max_error, row.note,
+                )
+                for row in rows
+                if row.mode != "step_overhead"
+            ]  # fmt: skip
+            bench.failures += [f"{seqlen} rows on {world_size} ranks: {why}" for why in failures]
+            bench.save()
+            progress.advance(task, seqlen * seqlen)
