@@ -127,6 +127,8 @@ def assert_holds(results: list[Trained], settings: Settings) -> None:
     assert all(verdict.ok for verdict in verdicts), [str(verdict) for verdict in verdicts]
 
 
+# Each axis and option is in a case that is not slow.
+OTHER_FORMS = ("pp2-cp2-1f1b", "cp2-tp2-mha-ulysses")
 CASES = {
     "pp2-cp2-1f1b": settings_for("pp=2,cp=2", microbatches=4, layout="contiguous"),
     "pp2-cp2-interleaved": settings_for("pp=2,cp=2", schedule="interleaved", microbatches=4),
@@ -136,7 +138,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in OTHER_FORMS else []) for name in CASES],
+)
 def test_mesh_trains_as_one_process_does(ranks: Any, name: str) -> None:
     assert_holds(ranks(4).run(train_on_mesh, CASES[name], some_text()), CASES[name])
 

@@ -157,6 +157,7 @@ def changing_options() -> dict[str, bool]:
     return found
 
 
+@pytest.mark.slow
 def test_options_are_constants_of_a_graph(pool: Pool) -> None:
     """A number that torch would take for a symbol has a graph for each of its values."""
     for found in pool.run(changing_options, timeout=120):

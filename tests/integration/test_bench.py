@@ -19,7 +19,9 @@ FIELDS = {
 
 @pytest.mark.dist
 def test_bench_ring(report_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    report = report_of("bench ring --quick --heads 4 --kv-heads 2 --head-dim 16 --iters 3")
+    report = report_of(
+        "bench ring --quick --seqlen 300 --heads 4 --kv-heads 2 --head-dim 16 --iters 3"
+    )
     assert {"machine", "command", "rows", "setting"} <= set(report)
     rows = {(row["impl"], row["mode"]): row for row in report["rows"]}
     for impl in ("ours", "dense", "torch-template"):

@@ -42,7 +42,7 @@ def test_shapes_by_name() -> None:
         chosen_shapes("spiral", quick=False)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_shape_has_its_strategies(world_size: int) -> None:
     for shape in chosen_shapes(None, quick=True)[:: 4 // world_size]:
         choice = explained(shape, world_size, cpu_cluster(world_size))

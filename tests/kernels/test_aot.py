@@ -111,6 +111,7 @@ def test_warp_specialisation_is_seen_in_the_machine_code(compiled: dict[str, Any
     assert all(row["report"]["opcodes"]["UTMALDG"] for row in asked)
 
 
+@pytest.mark.slow
 def test_a_compiler_that_dies_fails_its_own_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aot, "compile_cell", die_at_one)
     cells = [aot.Cell("sm_90", i, "float16", aot.VARIANTS[0], INTERPRETER) for i in range(3)]

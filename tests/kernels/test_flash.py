@@ -211,7 +211,7 @@ def test_delta_is_rowsum(rows: int, dtype: torch.dtype) -> None:
 # -- continued over launches
 
 
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("softcap", [0.0, pytest.param(2.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["full", "causal", "wide window", "documents unequal"])
 def test_any_number_of_launches_gives_the_same_bits(name: str, softcap: float) -> None:
     mask, config = MASKS[name], blocks(32, 32)

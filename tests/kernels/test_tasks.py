@@ -156,10 +156,11 @@ def results(
 @pytest.mark.parametrize(
     ("mask", "batch", "heads"),
     [
-        (Mask(63, 63, True), 2, (4, 2)),
-        (Mask(45, 70, False, (-1, -1), (0, 20, 45), (0, 5, 70)), 1, (3, 3)),
+        pytest.param(Mask(63, 63, True), 2, (4, 2), id="causal", marks=pytest.mark.slow),
+        pytest.param(
+            Mask(45, 70, False, (-1, -1), (0, 20, 45), (0, 5, 70)), 1, (3, 3), id="documents"
+        ),
     ],
-    ids=["causal", "documents"],
 )
 def test_no_schedule_changes_a_bit(mask: Mask, batch: int, heads: tuple[int, int]) -> None:
     sizes = {"batch": batch, "nheads": heads[0], "nheads_kv": heads[1], "dtype": DTYPES[0]}

@@ -111,7 +111,9 @@ def test_no_program_has_a_fault(world_size: int) -> None:
     assert count > 300
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6))]
+)
 def test_programs_of_every_rank_are_those_of_each(world_size: int) -> None:
     for turn, (calls, backward) in enumerate(product(every_call(world_size), (False, True))):
         if turn % 3:
