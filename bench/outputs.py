@@ -158,11 +158,12 @@ def lines(found: Sequence[Figure]) -> list[Line]:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 others = tuple(entry for entry in figure.key if entry[0] != name)
                 joined.setdefault((name, others), {})[value] = figure
-    return [
+    found_lines = [
         Line(name, key, tuple(sorted(points.items())))
         for (name, key), points in joined.items()
         if len(points) > 1
     ]
+    return sorted(found_lines, key=lambda line: line.over)
 
 
 def growth_table(found: Sequence[Line]) -> Table:
@@ -275,6 +276,9 @@ def picture(found: Sequence[Figure], title: str) -> Picture:
                 capsize=3, label=f"{label(line.key)}: ^{line.exponent:.2f}",
             )  # fmt: skip
         axes.set(xscale="log", yscale="log", xlabel=over.replace("_", " "), ylabel=unit)
+        sizes = sorted({size for line in joined if line.over == over for size, _ in line.points})
+        axes.set_xticks(sizes, list(map(str, sizes)))
+        axes.minorticks_off()
         axes.legend(fontsize="small")
     else:
         drawn = Picture(figsize=(9, 1.2 + 0.32 * len(found)), layout="constrained")
