@@ -5,9 +5,10 @@ alike. A time is that of the slowest rank; medians, p20 and p80 are over the rep
 is the host's time in waits for transfers, `peak_bytes` the most that a call holds beyond its
 inputs, `max_error` the greatest difference of out, dq, dk, dv from attention in float64.
 
-    ours             ring_attn.ring_attention on the ranks
-    dense            torch's scaled_dot_product_attention in one process with all the ranks' threads
-    torch-template   torch's private _templated_ring_attention and its backward on the same ranks
+    ours                     ring_attn.ring_attention on the ranks
+    dense                    torch's attention in one process with all the ranks' threads
+    torch-template           torch's private ring and its backward on the same ranks
+    ring-attention-pytorch   lucidrains' package on the same ranks, where it is installed
 """
 
 from __future__ import annotations
@@ -30,11 +31,10 @@ from ring_attn.bench.outputs import Outputs, add_outputs
 from ring_attn.bench.report import Report, new_table, show
 from ring_attn.bench.ring_implementations import (
     MODES,
-    Dense,
+    PEERS,
     Impl,
     Ours,
     Setting,
-    TorchTemplate,
     all_threads,
     sdpa,
 )
@@ -60,7 +60,7 @@ from ring_attn.tools.launch import DEVICES, rank_device, run_ranks, send_part
 SEQLEN, ITERS, WARMUP = 8192, 9, 2
 QUICK = (1024, 3)
 
-BASELINES = ("dense", "torch-template")
+BASELINES = {peer.name: peer for peer in PEERS}
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, swept: bool = False) -> No
     add("--iters", type=parse_size, help=f"timed repetitions ({ITERS})")
     add(
         "--baseline",
-        default="dense,torch-template",
+        default=",".join(BASELINES),
         help=f"comma-separated, of {', '.join(BASELINES)}; empty for none",
     )
     add_outputs(parser)
@@ -135,7 +135,8 @@ def run(args: argparse.Namespace) -> int:
     if int(os.environ.get("RANK", 0)) != 0:  # torchrun runs this in every rank
         return 1 if bench.failures else 0
     bench.save(last=True)
-    lines = [f"{row.impl}: {row.note}" for row in bench.rows if row.median_ms is None]
+    notes = (f"{row.impl}, {row.mode}: {row.note}" for row in bench.rows if row.note)
+    lines = [note for note in notes if "cannot run" in note or "wrong" in note]
     return bench.finish([], []) if args.quiet else bench.finish(_tables(bench), lines)
 
 
@@ -163,13 +164,11 @@ def measure(setting: Setting) -> tuple[list[Row], list[str]]:
     rows: list[Row] = []
     impls: list[Impl] = [Ours(setting, inputs)]
     for name in setting.baselines:
-        reason = TorchTemplate.reason_against(setting) if name == "torch-template" else None
+        reason = BASELINES[name].reason_against(setting)
         if reason:
             rows.append(Row(name, setting.mode, note=f"cannot run: {reason}"))
         else:
-            impls.append(
-                Dense(setting, inputs) if name == "dense" else TorchTemplate(setting, inputs)
-            )
+            impls.append(BASELINES[name](setting, inputs))
     judge = Judge(setting, inputs)
     verdicts = {impl.name: judge.verdicts(impl, setting) for impl in impls}
     times = _timed(impls, setting)
@@ -299,6 +298,7 @@ def _row(
     ours = impl.name == "ours"
     area = sum(setting.sequence.mask_area(_mask(setting)))
     call = _call(setting)
+    judged = verdicts[: 1 if mode == "fwd" else None]
     forward = flops(area, call.spec, backward=False)
     backward = flops(area, call.spec, backward=True)
     work = {"fwd": forward, "bwd": backward, "fwd_bwd": forward + backward}[mode]
@@ -313,8 +313,9 @@ def _row(
         planned_bytes=_planned_bytes(setting, mode) if ours else None,
         peak_bytes=peak,
         planned_peak_bytes=_planned_peak(setting, mode) if ours and mode != "bwd" else None,
-        max_error=max(verdict.error for verdict in verdicts[: 1 if mode == "fwd" else None]),
+        max_error=max(verdict.error for verdict in judged),
         tflops=work / median / 1e9,
+        note="; ".join(f"wrong: {verdict}" for verdict in judged if not verdict.ok),
     )
 
 

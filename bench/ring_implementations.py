@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -50,11 +52,16 @@ class Impl(Attention):
     """An implementation on the ranks, whose `stats` count what it sends."""
 
     def __init__(self, setting: Setting) -> None:
-        self.setting, self.stats = setting, TransportStats()
+        self.setting, self.stats, self.sequence = setting, TransportStats(), setting.sequence
+
+    @staticmethod
+    def reason_against(_: Setting) -> str | None:
+        """Why this cannot run; None where it can."""
+        return None
 
     def whole(self) -> list[Tensor]:
         """out, dq, dk, dv of the whole sequence on rank 0; nothing on other ranks."""
-        parts = [ring_attn.unshard(x, self.setting.sequence) for x in self.results()]
+        parts = [ring_attn.unshard(x, self.sequence) for x in self.results()]
         return parts if dist.get_rank() == 0 else []
 
 
@@ -132,6 +139,42 @@ class TorchTemplate(Impl):
         self._saved = ()
 
 
+class RingAttentionPytorch(Impl):
+    """lucidrains' package, by its function for any device, in runs of positions."""
+
+    name = "ring-attention-pytorch"
+
+    def __init__(self, setting: Setting, inputs: Sequence[Tensor]) -> None:
+        super().__init__(setting)
+        module = import_module("ring_attention_pytorch.ring_flash_attention")
+        self._attention: Any = module.ring_flash_attn
+        self.sequence = SequenceLayout.contiguous(setting.seqlen, setting.world_size)
+        q, k, v, self._dout = (self.sequence.shard(x, dist.get_rank()) for x in inputs)
+        self.inputs = [x.contiguous().requires_grad_(setting.mode != "fwd") for x in (q, k, v)]
+
+    @staticmethod
+    def reason_against(setting: Setting) -> str | None:
+        """By its own source."""
+        if find_spec("ring_attention_pytorch") is None:
+            return "is not installed: pip install ring-attention-pytorch"
+        if setting.seqlen % setting.world_size:
+            return "needs a length that divides by the ranks"
+        if setting.kv_heads != setting.heads:
+            return "gives query head i the kv head i % kv_heads, other packages i // group"
+        return None
+
+    def forward(self) -> None:
+        # The bucket of its modules.
+        self.out = self._attention(
+            *self.inputs, causal=self.setting.causal, bucket_size=512, ring_reduce_col=True,
+            ring_size=self.setting.world_size,
+        )  # fmt: skip
+
+    def backward(self) -> None:
+        assert self.out is not None, "forward comes first"
+        self.grads = torch.autograd.grad(self.out, self.inputs, self._dout)
+
+
 class Dense(Impl):
     """Dense attention in one process with all threads; the other ranks sleep in a barrier."""
 
@@ -157,6 +200,13 @@ class Dense(Impl):
 
     def whole(self) -> list[Tensor]:
         return [x.transpose(1, 2) for x in self.results()] if self._mine else []
+
+
+PEERS: tuple[type[Dense | TorchTemplate | RingAttentionPytorch], ...] = (
+    Dense,
+    TorchTemplate,
+    RingAttentionPytorch,
+)
 
 
 def sdpa(qkv: Sequence[Tensor], setting: Setting) -> Tensor:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ring_attn.bench import ring
+from ring_attn.bench import ring, ring_implementations
+from ring_attn.bench.ring_implementations import RingAttentionPytorch
 from ring_attn.tools.cli import main
 from tests.integration.commands import options_of
 
@@ -45,6 +46,19 @@ def test_a_baseline_that_cannot_run_says_why(report_of: Any) -> None:
     (refused,) = (row for row in rows if row["impl"] == "torch-template")
     assert refused["median_ms"] is None
     assert refused["note"] == "cannot run: has no striped order"
+
+
+def test_a_peer_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason(words: str) -> str | None:
+        setting = ring.setting_of(options_of(ring, words))
+        return RingAttentionPytorch.reason_against(setting)
+
+    monkeypatch.setattr(ring_implementations, "find_spec", lambda name: None)
+    assert "pip install" in str(reason("--quick"))
+    monkeypatch.setattr(ring_implementations, "find_spec", lambda name: name)
+    assert reason("--quick") is None
+    assert "divides" in str(reason("--seqlen 1023"))
+    assert "kv head" in str(reason("--heads 4 --kv-heads 2"))
 
 
 def test_an_unknown_baseline_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
