@@ -311,7 +311,7 @@ svg { max-width: 100%; height: auto }
 
 
 def to_page(title: str, report: Mapping[str, Any], changes: Sequence[Change]) -> str:
-    """One HTML page without anything from elsewhere: machine, picture, rows, changes, raw JSON."""
+    """Makes one self-contained HTML page: picture, changes, rows, machine, raw JSON."""
     rows, found = report["rows"], figures(report["rows"])
     parts = [f"<h1>{html.escape(title)}</h1>"]
     parts.append(f"<pre>{html.escape(str(report.get('command', '')))}</pre>")

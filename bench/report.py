@@ -86,7 +86,7 @@ class Report(Generic[S, R]):
         }
 
     def to_setting(self) -> dict[str, Any]:
-        """What is measured, as JSON has it."""
+        """The setting, as JSON has it."""
         setting: Any = self.setting
         plain: dict[str, Any] = _plain(asdict(setting))
         return plain

@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 def options_of(command: ModuleType, words: str) -> argparse.Namespace:
-    """What the module's own parser makes of the words."""
+    """Parses the words by the module's own options."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     return parser.parse_args(words.split())

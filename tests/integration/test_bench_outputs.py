@@ -1,4 +1,4 @@
-"""What every benchmark writes beside its JSON, and the comparison with an earlier run."""
+"""Files that every benchmark writes beside its JSON, and comparison with an earlier run."""
 
 from __future__ import annotations
 
@@ -105,7 +105,6 @@ class Page(HTMLParser):
 
 
 def test_the_page_is_whole_and_escaped() -> None:
-    pytest.importorskip("matplotlib")
     old, now = report(row("a", 8, 2.0)), report(row("a", 8, 3.0), row("<i>", 16, 1.0))
     text = to_page("bench & x", now, compare(old, now))
     page = Page(text)
@@ -125,7 +124,6 @@ def test_csv_has_every_row() -> None:
 def test_a_benchmark_writes_them_all_and_fails_where_it_is_slower(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     paths = {name: tmp_path / f"x.{name}" for name in ("json", "csv", "svg", "html")}
     words = (
         f"{DECODE} --json {paths['json']} --csv {paths['csv']} --plot {paths['svg']} "
