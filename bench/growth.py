@@ -8,6 +8,7 @@ as long as each has a core, or a GPU, of its own.
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -62,8 +63,11 @@ def run(args: argparse.Namespace) -> int:
     args.iters = args.iters or (QUICK_ITERS if args.quick else None)
     setting = ring.setting_of(args)
     sweep = Sweep(tuple(sorted(seqlens)), tuple(sorted(args.world_sizes)), setting)
-    bench = Report[Sweep, Row](sweep, Outputs.of(args))
-    measure(bench, device=args.device, quiet=args.quiet)
+    first = os.environ.get("RANK", "0") == "0"  # torchrun runs this in every rank
+    bench = Report[Sweep, Row](sweep, Outputs.of(args) if first else Outputs())
+    measure(bench, device=args.device, quiet=args.quiet or not first)
+    if not first:
+        return 1 if bench.failures else 0
     bench.save(last=True)
     table = new_table("times", ("impl", "mode"), ("ranks", "seqlen", "ms", "p20 .. p80"), "")
     for row in bench.rows:

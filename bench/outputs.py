@@ -87,6 +87,12 @@ def read_report(path: Path) -> Mapping[str, Any]:
         raise ValueError(f"--compare cannot read {path}: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("rows"), list):
         raise ValueError(f"--compare: {path} is not the JSON of a benchmark, it has no rows")
+    try:
+        figures(found["rows"])
+    except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
+        raise ValueError(
+            f"--compare: the rows of {path} are not a benchmark's: {error!r}"
+        ) from None
     return found
 
 
@@ -124,7 +130,8 @@ def figures(rows: Iterable[Row]) -> list[Figure]:
         unit = median.removeprefix("median_")
         names = list(row)
         first = next(i for i, name in enumerate(names) if name.endswith(f"_{unit}"))
-        key = tuple((name, row[name]) for name in names[:first])
+        # Names, sizes and flags; tables of configs and errors are no part of a key.
+        key = tuple((n, row[n]) for n in names[:first] if isinstance(row[n], (str, int)))
         low, high = row.get(f"p20_{unit}"), row.get(f"p80_{unit}")
         if low is None or high is None:
             low, _, high = quantiles(row[f"samples_{unit}"])
@@ -207,12 +214,18 @@ class Change(NamedTuple):
 
 def check_same(earlier: Mapping[str, Any], setting: Mapping[str, Any]) -> None:
     """Refuses an earlier run that measured something else."""
-    then = earlier.get("setting", {})
-    now = json.loads(json.dumps(setting))  # lists for tuples, as in a file
-    differ = [n for n in then if n in now and n not in EFFORT and then[n] != now[n]]
+    then = _without_effort(earlier.get("setting", {}))
+    now = _without_effort(json.loads(json.dumps(setting)))  # lists for tuples, as in a file
+    differ = [name for name in then if name in now and then[name] != now[name]]
     if differ:
         told = "; ".join(f"{name}: {then[name]} then, {now[name]} now" for name in differ)
         raise ValueError(f"--compare: the earlier run measured something else: {told}")
+
+
+def _without_effort(setting: Any) -> Any:
+    if not isinstance(setting, dict):
+        return setting
+    return {name: _without_effort(x) for name, x in setting.items() if name not in EFFORT}
 
 
 def compare(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
@@ -224,9 +237,17 @@ def compare(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     return changes
 
 
-def changes_table(changes: Sequence[Change]) -> Table:
+def comparison_title(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Names the entries of the machine that were others in the earlier run."""
+    machines = [json.loads(json.dumps(report.get("machine", {}))) for report in (earlier, now)]
+    names = ("cpu", "cores", "devices", "versions")
+    other = [name for name in names if machines[0].get(name) != machines[1].get(name)]
+    return "against the earlier run" + (f", with other {', '.join(other)}" if other else "")
+
+
+def changes_table(changes: Sequence[Change], title: str) -> Table:
     """The changes, slower ones first."""
-    table = Table(title="against the earlier run", title_justify="left", box=None)
+    table = Table(title=title, title_justify="left", box=None)
     table.add_column("figure")
     for name in ("then", "now", "now / then"):
         table.add_column(name, justify="right")
@@ -310,7 +331,9 @@ svg { max-width: 100%; height: auto }
 """
 
 
-def to_page(title: str, report: Mapping[str, Any], changes: Sequence[Change]) -> str:
+def to_page(
+    title: str, report: Mapping[str, Any], changes: Sequence[Change] = (), against: str = ""
+) -> str:
     """Makes one self-contained HTML page: picture, changes, rows, machine, raw JSON."""
     rows, found = report["rows"], figures(report["rows"])
     parts = [f"<h1>{html.escape(title)}</h1>"]
@@ -323,7 +346,7 @@ def to_page(title: str, report: Mapping[str, Any], changes: Sequence[Change]) ->
         svg = drawn.getvalue()
         parts.append(svg[svg.index("<svg") :])
     if changes:
-        parts.append("<h2>Against the earlier run</h2>")
+        parts.append(f"<h2>{html.escape(against.capitalize())}</h2>")
         cells = [
             (c.now.label, f"{c.earlier.median:.4g}", f"{c.now.median:.4g}", f"{c.ratio:.3f}",
              c.verdict)

@@ -17,6 +17,7 @@ from ring_attn.bench.outputs import (
     changes_table,
     check_same,
     compare,
+    comparison_title,
     figures,
     growth_table,
     lines,
@@ -126,12 +127,13 @@ class Report(Generic[S, R]):
         """Tables of growth and of changes; figures that are slower now are failures."""
         now, outputs = self.to_json(), self._outputs
         title = " ".join(now["command"].split()[:3])
-        found, changes = figures(now["rows"]), []
+        found, changes, against = figures(now["rows"]), [], ""
         if joined := lines(found):
             yield growth_table(joined)
         if outputs.earlier is not None:
             changes = compare(outputs.earlier, now)
-            yield changes_table(changes)
+            against = comparison_title(outputs.earlier, now)
+            yield changes_table(changes, against)
             slower = [change for change in changes if change.verdict == "slower"]
             self.failures += [f"{c.now.label}: {c.ratio:.2f} x the time before" for c in slower]
             now["failures"] = self.failures
@@ -140,7 +142,7 @@ class Report(Generic[S, R]):
         if outputs.plot is not None:
             picture(found, title).savefig(outputs.plot)
         if outputs.page is not None:
-            outputs.page.write_text(to_page(title, now, changes), encoding="utf-8")
+            outputs.page.write_text(to_page(title, now, changes, against), encoding="utf-8")
 
 
 def new_table(

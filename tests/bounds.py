@@ -1,4 +1,4 @@
-"""What results are held against, masks to try backends and kernels with, tiles, calls noted."""
+"""References for results, masks to try backends and kernels with, painted tiles, noted calls."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def strategies_of(problem: Problem, asked: Sequence[str | Strategy] | None) -> l
                 raise ValueError(
                     f"{one} has no degree for {problem.world_size} ranks; pass a Strategy with one"
                 )
-            # One rank is alone with any of them.
+            # Alone, a rank does the same with any of them.
             wanted += of_name or every
     return list(dict.fromkeys(wanted))
 

@@ -83,7 +83,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
-    """One step: mean losses in nats per byte, and speed."""
+    """Figures of a step: mean losses in nats per byte, and speed."""
 
     step: int
     mesh_loss: float

@@ -40,7 +40,7 @@ ABSENT, FULL, CUT = 0, 1, 2
 
 @dataclass(frozen=True)
 class StepRow:
-    """One step of the chosen strategy, over all ranks; seconds are those of the slowest rank.
+    """Figures of a step of the best strategy, over all ranks; seconds are the slowest rank's.
 
     Ranks compute without a mask (`full`), have rows that the mask cuts (`cut`) or nothing to
     compute (`absent`). Areas are visible pairs of a rank; `bytes_sent` is of the rank that sends

@@ -78,7 +78,7 @@ CHECK_SHARE = 0.7
 
 @dataclass(frozen=True)
 class Row:
-    """One config of a kind of the table of configs; None where there is no figure.
+    """Figures of a config of a kind of the table; None where there is no figure.
 
     `max_ratio` is the greatest error / bound, above 1 wrong; `speed` is relative to the frozen
     config; `note` says why there is no time, or what is wrong.

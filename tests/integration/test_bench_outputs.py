@@ -14,6 +14,7 @@ import pytest
 from ring_attn.bench.outputs import (
     check_same,
     compare,
+    comparison_title,
     figures,
     lines,
     read_report,
@@ -40,6 +41,9 @@ def test_figures_have_their_key_and_spread() -> None:
     (found,) = figures([row("a", 8, 2.0), row("b", 8, None)])
     assert found.key == (("impl", "a"), ("seqlen", 8), ("causal", True))
     assert (found.unit, found.median, found.label) == ("ms", 2.0, "a, seqlen 8, causal True")
+    config = {"kind": "fwd", "config": {"BLOCK_M": 64}, "max_ratio": 0.5, **row("a", 8, 2.0)}
+    assert dict(figures([config])[0].key) == {"kind": "fwd", **dict(found.key)}
+    assert compare(report(config), report({**config, "max_ratio": 0.25}))[0].verdict == "same"
     (sampled,) = figures([{"shape": "s", "median_us": 3.0, "samples_us": [1.0, 3.0, 9.0]}])
     assert sampled.low < sampled.median < sampled.high
 
@@ -64,11 +68,16 @@ def test_other_settings_are_not_compared() -> None:
     check_same(report(seqlen=8, iters=3, gone=1), {"seqlen": 8, "iters": 9, "new": (1, 2)})
     with pytest.raises(ValueError, match="seqlen: 8 then, 16 now"):
         check_same(report(seqlen=8), {"seqlen": 16})
+    check_same(report(sizes={"iters": 3, "seqlens": [1]}), {"sizes": {"iters": 9, "seqlens": (1,)}})
+    with pytest.raises(ValueError, match="sizes: "):
+        check_same(report(sizes={"seqlens": [1]}), {"sizes": {"seqlens": (2,)}})
     with pytest.raises(ValueError, match="no figure of this one"):
         compare(report(row("a", 8, 2.0)), report(row("a", 16, 2.0)))
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"rows": 1}', "\x00"])
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"rows": 1}', "\x00", '{"rows": [1]}', '{"rows": [{"median_ms": 1.0}]}']
+)
 def test_what_is_no_report_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "old.json"
     path.write_text(content)
@@ -106,7 +115,10 @@ class Page(HTMLParser):
 
 def test_the_page_is_whole_and_escaped() -> None:
     old, now = report(row("a", 8, 2.0)), report(row("a", 8, 3.0), row("<i>", 16, 1.0))
-    text = to_page("bench & x", now, compare(old, now))
+    old["machine"] = {"cores": 3}
+    title = comparison_title(old, now)
+    assert title.endswith("with other cores")
+    text = to_page("bench & x", now, compare(old, now), title)
     page = Page(text)
     assert page.open == [] and page.loaded == []
     assert page.tags["svg"] == 1 and page.tags["table"] == 3 and "script" not in page.tags

@@ -99,7 +99,7 @@ def test_example(tmp_path: Path) -> None:
     four_lines, setup = code("python")[:2]
     after = four_lines.split("\n\n", 1)[1]
     example = tmp_path / "example.py"
-    # One write a rank: those of several ranks are not mixed.
+    # A rank prints by one write, so that lines of several ranks are not mixed.
     example.write_text(setup + after + 'print(f"{rank} {tuple(out.shape)}\\n", end="")\n')
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", str(example)]
     done = subprocess.run(run, capture_output=True, text=True, timeout=240)
