@@ -57,17 +57,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints times and exponents; 1 if a result is wrong."""
+    """Measures, prints times and exponents; 1 if a result is wrong.
+
+    Raises:
+        ValueError: torchrun has started this.
+    """
+    if "RANK" in os.environ:
+        raise ValueError(
+            "bench growth starts other numbers of ranks one after another, torchrun has started "
+            f"{os.environ.get('WORLD_SIZE')}: run it without torchrun, or `bench ring` with it"
+        )
     seqlens = args.seqlens or (QUICK_SEQLENS if args.quick else SEQLENS)
     args.seqlen, args.world_size = seqlens[0], args.world_sizes[0]
     args.iters = args.iters or (QUICK_ITERS if args.quick else None)
     setting = ring.setting_of(args)
     sweep = Sweep(tuple(sorted(seqlens)), tuple(sorted(args.world_sizes)), setting)
-    first = os.environ.get("RANK", "0") == "0"  # torchrun runs this in every rank
-    bench = Report[Sweep, Row](sweep, Outputs.of(args) if first else Outputs())
-    measure(bench, device=args.device, quiet=args.quiet or not first)
-    if not first:
-        return 1 if bench.failures else 0
+    bench = Report[Sweep, Row](sweep, Outputs.of(args))
+    measure(bench, device=args.device, quiet=args.quiet)
     bench.save(last=True)
     table = new_table("times", ("impl", "mode"), ("ranks", "seqlen", "ms", "p20 .. p80"), "")
     for row in bench.rows:

@@ -85,3 +85,12 @@ def test_growth_over_length_and_ranks(report_of: Any, capsys: pytest.CaptureFixt
     assert all(r["median_ms"] > 0 and r["max_error"] is not None for r in report["rows"])
     shown = capsys.readouterr().out
     assert "seqlen" in shown and "world_size" in shown and "theory" in shown
+
+
+def test_growth_is_refused_under_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["bench", "growth", "--quick"]) == 2
+    assert "torchrun" in capsys.readouterr().err
