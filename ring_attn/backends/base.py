@@ -23,11 +23,13 @@ class Backend(Protocol):
     """Computes a call's steps; tensors are (batch, rows, heads, dim) with any strides.
 
     The state is the backend's own: it is made by `new_state`, handed from step to step and used up
-    by `finalize`. `in_order` says that it is an `InOrderBackend`.
+    by `finalize`. `in_order` says that it is an `InOrderBackend`, `carries_state` that its kernels
+    load and store the state, the first of a call making it and the last writing out and lse.
     """
 
     name: str
     in_order: bool
+    carries_state: bool
 
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
         """None where this backend can run the call here, else the reason why not.
@@ -188,6 +190,7 @@ class TileBackend:
 
     name: str
     in_order = False
+    carries_state = False
 
     def new_state(self, q: Tensor, headdim_v: int, sinks: Tensor | None = None) -> State:
         """The empty state of q's rows."""

@@ -69,6 +69,7 @@ class TritonBackend:
 
     name = "triton"
     in_order = True
+    carries_state = True
     # The blocks of every config divide it.
     bits_unit = 128
 

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ring_attn.backends import get_backend
 from ring_attn.core.messages import Number
 from ring_attn.core.program import (
     Add,
@@ -46,6 +47,9 @@ from ring_attn.strategies.registry import program_of_every_rank
 # Where dq and dk, dv are computed apart: matrix products of the first of seven, both passes making
 # the scores and dp anew. The whole is counted as one pass, of five, in the rates of devices too.
 SHARE_OF_DQ = 3 / 7
+
+# Operators of `State.fold`, most of them over the statistics.
+FOLD = 14
 
 
 Exchange = Literal["shift", "all_gather", "reduce_scatter", "all_to_all"]
@@ -90,6 +94,7 @@ class Compute:
         edge: (P,) int64 rows that the mask cuts.
         rows: (P,) int64 rows whose state is loaded and stored; backward the mean of both sides.
         per_pair: (P,) int64 operations for a pair in all heads, of all passes of the direction.
+        state: (P,) int64 bytes of sums that are loaded from other steps and stored for them.
         share: of these passes, what this one takes of the operations.
         window: whether the mask is one with a window.
     """
@@ -99,6 +104,7 @@ class Compute:
     edge: Tensor
     rows: Tensor
     per_pair: Tensor
+    state: Tensor
     share: float = 1.0
     window: bool = False
 
@@ -110,10 +116,17 @@ class Compute:
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """A pass over memory: packing, adding, rounding; (P,) `nbytes` int64 are read and written."""
+    """Passes over memory: packing, adding, rounding.
+
+    Attributes:
+        label: what it is for.
+        nbytes: (P,) int64 that are read and written.
+        count: operators that it takes.
+    """
 
     label: str
     nbytes: Tensor
+    count: int = 1
 
 
 Action = Transfer | Wait | Compute | Move
@@ -236,16 +249,19 @@ def schedule_of(call: Call, *, backward: bool) -> Schedule:
         >>> call = make_call(Strategy(), spec, (layout, layout), mask, rank=0)
         >>> schedule = schedule_of(call, backward=False)
         >>> len(schedule.phases), schedule.bytes_sent.tolist()
-        (6, [10485760, 10485760, 10485760, 12582912])
+        (5, [10485760, 10485760, 10485760, 12582912])
     """
     program = program_of_every_rank(call, backward=backward)
-    phases = _phases(program, call.spec, window=call.mask.left is not None)
+    carries = get_backend(call.backend).carries_state
+    phases = _phases(program, call.spec, carries, window=call.mask.left is not None)
     return Schedule(call.strategy, call.world_size, backward, tuple(phases))
 
 
-def _phases(program: Program, spec: AttentionSpec, *, window: bool) -> Iterator[Phase]:
+def _phases(
+    program: Program, spec: AttentionSpec, carries: bool, *, window: bool
+) -> Iterator[Phase]:
     """A phase for each step of the program, one before and one after."""
-    actions = _Actions(program, spec, window)
+    actions = _Actions(program, spec, carries, window)
     label, found = "start", list[Action]()
     for op in program.ops:
         if isinstance(op, Step | Inner) and found:
@@ -254,7 +270,7 @@ def _phases(program: Program, spec: AttentionSpec, *, window: bool) -> Iterator[
         if isinstance(op, Step):
             label = op.label
         elif isinstance(op, Inner):
-            phases = _phases(op.program, op.spec, window=window)
+            phases = _phases(op.program, op.spec, carries, window=window)
             if op.members is not None:
                 phases = map(_Spread(op.members, op.degree).phase, phases)
             yield from phases
@@ -265,10 +281,14 @@ def _phases(program: Program, spec: AttentionSpec, *, window: bool) -> Iterator[
 
 
 class _Actions:
-    """Turns the ops of a program into actions, with a number for each rank."""
+    """Turns the ops of a program into actions, with a number for each rank.
 
-    def __init__(self, program: Program, spec: AttentionSpec, window: bool) -> None:
+    Where the backend's kernels carry the state, the first makes it and the last writes the results.
+    """
+
+    def __init__(self, program: Program, spec: AttentionSpec, carries: bool, window: bool) -> None:
         self._size, self._spec, self._window = program.world_size, spec, window
+        self._carries, self._first = carries, True
         self._everyone = torch.ones(program.world_size, dtype=torch.bool)
         self._out = program.arrays.get("out")
 
@@ -294,11 +314,10 @@ class _Actions:
             case New():
                 return self._move("clear", op.array.nbytes) if op.zero else []
             case Start():
-                statistics = 2 * op.array.nbytes // spec.headdim_v
-                return self._move("state", op.array.nbytes + statistics)
+                self._first = True
             case Attend():
-                return [self._compute(op, 1.0)]
-            case Finish():
+                return self._attend(op)
+            case Finish() if not self._carries:
                 return self._move("finalize", op.out_array.nbytes * both)
             case Delta() if self._out is not None:
                 return self._move("delta", 2 * self._out.nbytes)
@@ -335,7 +354,32 @@ class _Actions:
         operations = flops(1, part_of_heads(op, self._spec), backward=backward)
         rows = (work.rows + work.cols) // 2 if backward else work.rows
         per_pair = torch.full_like(work.area, operations)
-        return Compute(backward, work.area, work.edge, rows, per_pair, share, self._window)
+        state = self._state(op, work) if self._carries else torch.zeros_like(work.area)
+        return Compute(backward, work.area, work.edge, rows, per_pair, state, share, self._window)
+
+    def _attend(self, op: Attend) -> list[Action]:
+        """A step's tiles; from the second step on their result is merged into the state."""
+        found: list[Action] = [self._compute(op, 1.0)]
+        if not self._carries and not self._first:
+            # `State.fold`: rounded up, weighed in place, added to.
+            spec = part_of_heads(op, self._spec)
+            narrow, wide = spec.dtype.itemsize, spec.accum_dtype.itemsize
+            each = 5 * wide + (narrow + wide if narrow < wide else 0)
+            elements = op.tiles.rows.long() * (spec.batch * spec.nheads * spec.headdim_v)
+            found.append(Move("merge", elements * each, FOLD))
+        self._first = False
+        return found
+
+    def _state(self, op: Attend | Differentiate, work: StepWork) -> Tensor:
+        """(P,) int64 bytes of sums, of rows that take part, that a kernel loads and stores."""
+        spec = part_of_heads(op, self._spec)
+        wide = spec.batch * spec.accum_dtype.itemsize
+        if isinstance(op, Attend):
+            passes = (not self._first) + (not op.last)
+            return work.rows.long() * (passes * wide * spec.nheads * (spec.headdim_v + 2))
+        q = work.rows.long() * (2 * wide * spec.nheads * spec.headdim)
+        kv = work.cols.long() * (2 * wide * spec.nheads_kv * (spec.headdim + spec.headdim_v))
+        return {"all": q + kv, "q": q, "kv": kv}[op.part]
 
 
 class _Spread:
@@ -365,6 +409,7 @@ class _Spread:
                     edge=self._placed(action.edge),
                     rows=self._placed(action.rows),
                     per_pair=self._placed(action.per_pair),
+                    state=self._placed(action.state),
                 )
             case Transfer():
                 return replace(

@@ -31,6 +31,7 @@ class Direction:
         steps: in which anything is computed.
         compute: in attention, on the rank that computes longest.
         moves: in packing, adding and rounding, on the rank that does most of it.
+        host: waiting for its host, on the rank that waits longest.
         exposed: waiting for bytes, on the rank that waits longest.
         late: waiting for ranks that are not so far, on the rank that waits longest.
         bytes_sent: by the rank that sends most.
@@ -45,6 +46,7 @@ class Direction:
     steps: int
     compute: float
     moves: float
+    host: float
     exposed: float
     late: float
     bytes_sent: int
@@ -74,6 +76,7 @@ class Direction:
             steps=sum(any(bool(c.area.any()) for c in p.computes) for p in schedule.phases),
             compute=float(found.compute.max()),
             moves=float(found.moves.max()),
+            host=float(found.host.max()),
             exposed=float(found.exposed.max()),
             late=float(found.late.max()),
             bytes_sent=int(schedule.bytes_sent.max()),
@@ -374,7 +377,7 @@ def _fault(best: Candidate, other: Candidate) -> str:
         )
     more = {
         name: getattr(theirs, name) - getattr(ours, name)
-        for name in ("exposed", "late", "compute", "moves")
+        for name in ("exposed", "late", "compute", "moves", "host")
     }
     worst = max(more, key=lambda name: more[name])
     if more["compute"] > 0.5 * (other.seconds - best.seconds):
@@ -386,6 +389,7 @@ def _fault(best: Candidate, other: Candidate) -> str:
         "late": f"whose ranks wait {amount} longer for one another",
         "compute": f"whose busiest rank computes {amount} longer",
         "moves": f"which packs, adds and rounds {amount} longer",
+        "host": f"whose devices wait {amount} longer for their hosts",
     }[worst]
 
 

@@ -1,7 +1,9 @@
 """What a machine can do: devices, the links between them, and both as one value, a `Cluster`.
 
     time of a tile     launch + (area + row_columns * rows + edge_columns * edge) * FLOP / rate
+                       + bytes of the state / memory bandwidth
     time of a message  latency + bytes / bandwidth
+    nothing begins     before the host has given it to the device
 
 A rate is what kernels attain for large tiles. What small ones lose is a number of columns more for
 each row (loading, storing, filling the pipeline), and again for each row that the mask cuts (blocks
@@ -115,6 +117,28 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Host:
+    """Seconds that a rank's Python takes to give its device one thing to do.
+
+    All are 0 where ranks compute on the processor itself.
+
+    Attributes:
+        launch: of a kernel over a step's tiles; a backward has two.
+        copy: of a pass over memory.
+        post: of an exchange.
+        wait: of making the device wait for one.
+    """
+
+    launch: float = 0.0
+    copy: float = 0.0
+    post: float = 0.0
+    wait: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_cost(self, "launch", "copy", "post", "wait")
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Nodes of devices.
 
@@ -128,6 +152,7 @@ class Cluster:
             the SMs that NCCL's copies take, or on CPUs the cores.
         collectives: by the name of the operation what was measured of it, with all ranks taking
             part; bytes are those that leave a rank. What is not here follows from the links.
+        host: of each rank.
 
     Example:
         >>> cluster = builtin_cluster("H100")
@@ -142,10 +167,12 @@ class Cluster:
     ports: int | None = None
     slowdown: float = 0.0
     collectives: Mapping[str, Link] = field(default_factory=dict)
+    host: Host = field(default_factory=Host)
 
     def __post_init__(self) -> None:
         _check_type(self, Device, "device")
         _check_type(self, Link, "inside", "between")
+        _check_type(self, Host, "host")
         _check_type(self, int, "node_size")
         _check_type(self, (int, NoneType), "ports")
         _check_cost(self, "slowdown")
@@ -260,6 +287,11 @@ _NVLINK = {"A100": "NVLink 3", "H100": "NVLink 4", "H200": "NVLink 4", "B200": "
 # What NCCL's copies take: 8 of 132 SMs, and memory bandwidth. MagiAttention leaves them 4 to 8.
 SLOWDOWN = 0.05
 
+# Python, Triton's launcher and torch's operators over a driver that does nothing took 28 us a step
+# forward with its one launch and its wait, 67 us backward with two launches and two sums, and a
+# post 17 us beside NCCL (bench/results/NOTES.md). Assumed: 25 us for NCCL's group of two.
+HOST = Host(launch=25e-6, copy=8e-6, post=42e-6, wait=3e-6)
+
 
 def builtin_cluster(
     device: str,
@@ -291,7 +323,9 @@ def builtin_cluster(
     for option, name in (("inside", inside), ("between", between)):
         if name not in LINKS:
             raise ValueError(f"{option} must be one of {list(LINKS)}, got {name!r}")
-    return Cluster(DEVICES[device], node_size, LINKS[inside], LINKS[between], ports, SLOWDOWN)
+    return Cluster(
+        DEVICES[device], node_size, LINKS[inside], LINKS[between], ports, SLOWDOWN, host=HOST
+    )
 
 
 def compute_seconds(
@@ -391,6 +425,7 @@ def cluster_from_json(found: Mapping[str, Any]) -> Cluster:
         "inside": Link(**found["inside"]),
         "between": Link(**found["between"]),
         "collectives": {op: Link(**link) for op, link in found["collectives"].items()},
+        "host": Host(**found["host"]),
     }
     rest = {f.name: found[f.name] for f in fields(Cluster) if f.name not in parts}
     return Cluster(**parts, **rest)

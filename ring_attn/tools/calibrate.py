@@ -32,7 +32,16 @@ from ring_attn.core.program import Hop
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec, Scores, TransportOptions
 from ring_attn.core.tiles import Band, Tile
-from ring_attn.planning.devices import Cluster, Device, Link, Rate, compute_seconds, to_json
+from ring_attn.planning.devices import (
+    HOST,
+    Cluster,
+    Device,
+    Host,
+    Link,
+    Rate,
+    compute_seconds,
+    to_json,
+)
 from ring_attn.tools.arguments import (
     add_common,
     command_line,
@@ -186,7 +195,8 @@ def calibrate(
         window_forward=rates[False, True],
         window_backward=rates[True, True],
     )
-    return Cluster(made, world_size, inside, inside, None, slowdown, links)
+    host = HOST if kind == "cuda" else Host()
+    return Cluster(made, world_size, inside, inside, None, slowdown, links, host)
 
 
 Sample = TypeVar("Sample", TileSample, MessageSample)

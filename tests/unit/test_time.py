@@ -17,7 +17,7 @@ from ring_attn.core.strategy import Strategy
 from ring_attn.machines.actions import Schedule
 from ring_attn.machines.actions import schedule_of as of_call
 from ring_attn.machines.time import Simulation, simulate
-from ring_attn.planning.devices import Cluster, Device, Link, Rate, builtin_cluster
+from ring_attn.planning.devices import Cluster, Device, Host, Link, Rate, builtin_cluster
 from ring_attn.strategies.base import Call
 
 Layouts = tuple[SequenceLayout, SequenceLayout]
@@ -169,6 +169,46 @@ def test_a_window_is_computed_at_its_own_rate(backward: bool) -> None:
         assert torch.allclose(halved.compute, factor * usual.compute)
 
 
+def test_a_device_waits_for_its_host() -> None:
+    """Of a host's time what is longer than compute is waited for, in the order of the actions."""
+    fast = cluster(speed=float("inf"), inside=float("inf"))
+    host = Host(launch=3.0, copy=0.25, post=5.0, wait=1.0)
+    found = simulated(replace(fast, host=host))
+    # k and v are packed, posts and waits of three exchanges, four launches, out made from acc.
+    assert found.seconds == pytest.approx(0.25 + 3 * (5 + 1) + 4 * 3 + 3 * 14 * 0.25 + 0.25)
+    assert found.host.tolist() == pytest.approx(found.finish.tolist())
+    assert found.late.tolist() == found.exposed.tolist() == [0.0] * 4
+    slow = cluster(speed=flops(ROWS * ROWS, SPEC, backward=False) / 100.0, inside=float("inf"))
+    found = simulated(replace(slow, host=host))
+    # The host is ahead from the second launch on: only the first waits for it.
+    assert found.host.tolist() == pytest.approx([0.25 + 5 + 3] * 4)
+    assert found.seconds == pytest.approx(0.25 + 5 + 3 + 4 * 100)
+
+
+def test_a_peer_that_posts_late_is_waited_for() -> None:
+    """Ranks with more tiles post later: others wait for them, and not for their own host."""
+    on = cluster(speed=float("inf"), inside=float("inf"), host=Host(launch=1.0))
+    found = simulated(on, causal=True)
+    assert found.seconds == pytest.approx(4.0)
+    parts = found.compute + found.moves + found.host + found.late + found.exposed
+    assert parts.tolist() == pytest.approx(found.finish.tolist())
+
+
+def test_kernels_that_carry_the_state_load_and_store_it() -> None:
+    """The first of four steps stores it, the last loads it; others merge what they computed."""
+    on = cluster(speed=float("inf"), inside=float("inf"))
+    on = replace(on, device=replace(on.device, memory_bandwidth=1.0))
+    layout = SequenceLayout.contiguous(4 * ROWS, 4)
+    mask = Mask(layout.seqlen, layout.seqlen)
+    state = ROWS * SPEC.nheads * (SPEC.headdim_v + 2) * 4
+    acc = ROWS * SPEC.nheads * SPEC.headdim_v * 4
+    packed = 2 * SPEC.kv_packet(ROWS).nbytes
+    for backend, bytes_ in (("triton", 6 * state), ("reference", 3 * 5 * acc + 2 * acc)):
+        call = Call(SPEC, (layout, layout), mask, 0, RING, 0.1, backend)
+        found = simulate(of_call(call, backward=False), on)
+        assert found.finish.tolist() == pytest.approx([packed + bytes_] * 4)
+
+
 def test_spans_are_the_time_of_every_rank() -> None:
     found = simulated(cluster(inside=2e8), causal=True, backward=True, spans=True)
     busy = torch.zeros(4, dtype=torch.float64)
@@ -177,7 +217,7 @@ def test_spans_are_the_time_of_every_rank() -> None:
         if span.kind != "transfer":
             busy += span.stop - span.start
     assert busy.tolist() == pytest.approx(found.finish.tolist())
-    parts = found.compute + found.moves + found.late + found.exposed
+    parts = found.compute + found.moves + found.host + found.late + found.exposed
     assert parts.tolist() == pytest.approx(found.finish.tolist())
     assert not simulated(cluster()).spans
 
