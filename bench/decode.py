@@ -20,6 +20,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -155,12 +156,14 @@ class Decode(Report[Setting, Row]):
 
     def run(self) -> None:
         """The shortest caches first, as far as the budget goes."""
-        for seqlen in self.setting.seqlens:
-            for batch in self.setting.batches:
+        caches = list(product(self.setting.seqlens, self.setting.batches))
+        with self.progress(sum(seqlen * batch for seqlen, batch in caches)) as begin:
+            for seqlen, batch in caches:
                 if self.left() <= 0.0:
                     note = f"not measured: beyond the budget of {self.setting.budget:g} s"
                     self.rows.append(Row("all", seqlen, batch, note=note))
                 else:
+                    begin(f"caches of {batch} x {seqlen} rows", seqlen * batch)
                     self.rows += self._case(batch, seqlen)
                 self.save()
         self.save(last=True)

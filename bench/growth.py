@@ -12,13 +12,11 @@ import os
 from dataclasses import dataclass, replace
 from itertools import product
 
-from rich.progress import Progress, TextColumn, TimeRemainingColumn
-
 from ring_attn.bench import ring
 from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report, new_table, show
 from ring_attn.bench.ring_implementations import Setting
-from ring_attn.tools.arguments import parse_sizes, table_console
+from ring_attn.tools.arguments import parse_sizes
 from ring_attn.tools.launch import run_ranks
 
 SEQLENS, QUICK_SEQLENS = (1024, 2048, 4096, 8192), (256, 512)
@@ -73,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     setting = ring.setting_of(args)
     sweep = Sweep(tuple(sorted(seqlens)), tuple(sorted(args.world_sizes)), setting)
     bench = Report[Sweep, Row](sweep, Outputs.of(args))
-    measure(bench, device=args.device, quiet=args.quiet)
+    measure(bench, device=args.device)
     bench.save(last=True)
     table = new_table("times", ("impl", "mode"), ("ranks", "seqlen", "ms", "p20 .. p80"), "")
     for row in bench.rows:
@@ -85,16 +83,14 @@ def run(args: argparse.Namespace) -> int:
     return bench.finish([] if args.quiet else [table], [])
 
 
-def measure(bench: Report[Sweep, Row], *, device: str | None, quiet: bool) -> None:
+def measure(bench: Report[Sweep, Row], *, device: str | None) -> None:
     """Adds the rows of every length on every number of ranks, short ones first."""
     sweep = bench.setting
-    columns = (TextColumn("{task.description}"), TimeRemainingColumn(compact=True))
-    with Progress(*columns, console=table_console(), disable=quiet, transient=True) as progress:
-        total = sum(n * n for n in sweep.seqlens) * len(sweep.world_sizes)
-        task = progress.add_task("", total=total)
+    total = sum(n * n for n in sweep.seqlens) * len(sweep.world_sizes)
+    with bench.progress(total) as begin:
         for seqlen, world_size in product(sweep.seqlens, sweep.world_sizes):
             setting = replace(sweep.each, seqlen=seqlen, world_size=world_size)
-            progress.update(task, description=f"{seqlen} rows on {world_size} ranks, time left")
+            begin(f"{seqlen} rows on {world_size} ranks", seqlen * seqlen)
             found = run_ranks(
                 ring.measure, world_size, setting, threads=setting.threads, device=device
             )
@@ -109,4 +105,3 @@ def measure(bench: Report[Sweep, Row], *, device: str | None, quiet: bool) -> No
             ]  # fmt: skip
             bench.failures += [f"{seqlen} rows on {world_size} ranks: {why}" for why in failures]
             bench.save()
-            progress.advance(task, seqlen * seqlen)

@@ -246,11 +246,14 @@ class Bench(Report[Setting, Row]):
 
     def run(self) -> None:
         """Measures every cell that the budget has time for."""
-        for problem in self.setting.problems() if self._names else ():
-            if self.left() <= 0.0:
-                note = f"not measured: beyond the budget of {self.setting.budget:g} s"
-                self.rows += [self._row(name, problem, note) for name in self._names]
-            else:
+        problems = list(self.setting.problems()) if self._names else []
+        with self.progress(len(problems)) as begin:
+            for problem in problems:
+                if self.left() <= 0.0:
+                    note = f"not measured: beyond the budget of {self.setting.budget:g} s"
+                    self.rows += [self._row(name, problem, note) for name in self._names]
+                    continue
+                begin(f"{problem.seqlen} rows, heads of {problem.head_dim}", 1)
                 self._measure(problem)
                 self.save()
         self.save(last=True)

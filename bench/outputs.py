@@ -42,13 +42,14 @@ PICTURES = (".png", ".svg")
 
 @dataclass(frozen=True)
 class Outputs:
-    """The files that are asked for, and the report of an earlier run."""
+    """The files that are asked for, the report of an earlier run, and whether only to sum up."""
 
     json: Path | None = None
     csv: Path | None = None
     plot: Path | None = None
     page: Path | None = None
     earlier: Mapping[str, Any] | None = None
+    quiet: bool = False
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Outputs:
@@ -63,7 +64,7 @@ class Outputs:
         if (args.plot or args.report) is not None and find_spec("matplotlib") is None:
             raise ImportError("--plot and --report need matplotlib: pip install matplotlib")
         earlier = None if args.compare is None else read_report(args.compare)
-        return cls(args.json, args.csv, args.plot, args.report, earlier)
+        return cls(args.json, args.csv, args.plot, args.report, earlier, args.quiet)
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Generic, TypeVar
 
 import torch
 from rich import box
+from rich.progress import Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ring_attn.bench.outputs import (
@@ -101,6 +104,27 @@ class Report(Generic[S, R]):
         """Seconds of the budget."""
         setting: Any = self.setting
         return (math.inf if setting.budget is None else float(setting.budget)) - self.seconds
+
+    @contextmanager
+    def progress(self, total: float) -> Iterator[Callable[[str, float], None]]:
+        """Shows in a terminal, unless quiet, what is measured and the time left.
+
+        Yields:
+            A function that begins a part: its name, and its share of `total`.
+        """
+        console = table_console()
+        another = os.environ.get("RANK", "0") != "0"  # torchrun runs this in every rank
+        hidden = self._outputs.quiet or another or not console.is_terminal
+        columns = (TextColumn("{task.description}, time left"), TimeRemainingColumn(compact=True))
+        with Progress(*columns, console=console, disable=hidden, transient=True) as shown:
+            task, done = shown.add_task("begins", total=total), 0.0
+
+            def begin(name: str, share: float) -> None:
+                nonlocal done
+                shown.update(task, completed=done, description=name)
+                done += share
+
+            yield begin
 
     def save(self, *, last: bool = False) -> None:
         """Writes the report so far: a run that is killed leaves it."""

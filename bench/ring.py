@@ -9,6 +9,7 @@ inputs, `max_error` the greatest difference of out, dq, dk, dv from attention in
     dense                    torch's attention in one process with all the ranks' threads
     torch-template           torch's private ring and its backward on the same ranks
     ring-attention-pytorch   lucidrains' package on the same ranks, where it is installed
+    ring-flash-attn, yunchang, transformer-engine, magi-attention   likewise, on GPUs
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ from rich.table import Table
 from torch import Tensor
 
 import ring_attn
+from ring_attn.bench.gpu_peers import GPU_PEERS, GpuPeer
 from ring_attn.bench.outputs import Outputs, add_outputs
 from ring_attn.bench.report import Report, new_table, show
 from ring_attn.bench.ring_implementations import (
     MODES,
-    PEERS,
+    Dense,
     Impl,
     Ours,
+    RingAttentionPytorch,
     Setting,
+    TorchTemplate,
     all_threads,
     sdpa,
 )
@@ -60,6 +64,12 @@ from ring_attn.tools.launch import DEVICES, rank_device, run_ranks, send_part
 SEQLEN, ITERS, WARMUP = 8192, 9, 2
 QUICK = (1024, 3)
 
+PEERS: tuple[type[Dense | TorchTemplate | RingAttentionPytorch | GpuPeer], ...] = (
+    Dense,
+    TorchTemplate,
+    RingAttentionPytorch,
+    *GPU_PEERS,
+)
 BASELINES = {peer.name: peer for peer in PEERS}
 
 
@@ -124,14 +134,17 @@ def run(args: argparse.Namespace) -> int:
     # The profiler that counts memory greets on stderr, unless it is told before torch is imported.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     bench = Ring(setting, Outputs.of(args))
-    bench.rows, bench.failures = run_ranks(
-        measure,
-        args.world_size,
-        setting,
-        threads=args.threads,
-        device=args.device,
-        on_part=bench.samples.append,
-    )[0]
+    with bench.progress(setting.warmup + setting.iters) as begin:
+
+        def on_part(sample: dict[str, Any]) -> None:
+            bench.samples.append(sample)
+            if sample["impl"] == Ours.name:  # once in each repetition
+                begin(f"repetition {sum(s['impl'] == Ours.name for s in bench.samples)}", 1)
+
+        bench.rows, bench.failures = run_ranks(
+            measure, args.world_size, setting, threads=args.threads, device=args.device,
+            on_part=on_part,
+        )[0]  # fmt: skip
     if int(os.environ.get("RANK", 0)) != 0:  # torchrun runs this in every rank
         return 1 if bench.failures else 0
     bench.save(last=True)

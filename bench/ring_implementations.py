@@ -54,8 +54,8 @@ class Impl(Attention):
     def __init__(self, setting: Setting) -> None:
         self.setting, self.stats, self.sequence = setting, TransportStats(), setting.sequence
 
-    @staticmethod
-    def reason_against(_: Setting) -> str | None:
+    @classmethod
+    def reason_against(cls, setting: Setting) -> str | None:
         """Why this cannot run; None where it can."""
         return None
 
@@ -105,8 +105,8 @@ class TorchTemplate(Impl):
         self._options: Any = {"is_causal": setting.causal, "dropout_p": 0.0, "scale": None}
         self._saved: tuple[Any, ...] = ()
 
-    @staticmethod
-    def reason_against(setting: Setting) -> str | None:
+    @classmethod
+    def reason_against(cls, setting: Setting) -> str | None:
         """Why torch's ring cannot run this, by its own source."""
         if setting.layout not in ("contiguous", "zigzag"):
             return f"has no {setting.layout} order"
@@ -152,8 +152,8 @@ class RingAttentionPytorch(Impl):
         q, k, v, self._dout = (self.sequence.shard(x, dist.get_rank()) for x in inputs)
         self.inputs = [x.contiguous().requires_grad_(setting.mode != "fwd") for x in (q, k, v)]
 
-    @staticmethod
-    def reason_against(setting: Setting) -> str | None:
+    @classmethod
+    def reason_against(cls, setting: Setting) -> str | None:
         """By its own source."""
         if find_spec("ring_attention_pytorch") is None:
             return "is not installed: pip install ring-attention-pytorch"
@@ -200,13 +200,6 @@ class Dense(Impl):
 
     def whole(self) -> list[Tensor]:
         return [x.transpose(1, 2) for x in self.results()] if self._mine else []
-
-
-PEERS: tuple[type[Dense | TorchTemplate | RingAttentionPytorch], ...] = (
-    Dense,
-    TorchTemplate,
-    RingAttentionPytorch,
-)
 
 
 def sdpa(qkv: Sequence[Tensor], setting: Setting) -> Tensor:

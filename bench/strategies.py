@@ -286,14 +286,18 @@ def sweep(bench: Strategies, world_size: int, cluster: Cluster) -> None:
         for shape, choice in zip(setting.shapes, choices, strict=True)
     ]
 
-    def on_part(part: tuple[int, list[list[float]]]) -> None:
-        index, times = part
-        bench.rows += _rows(setting.shapes[index], world_size, choices[index], times)
+    with bench.progress(len(work)) as begin:
 
-    run_ranks(
-        measure, world_size, work, setting.iters, threads=1, device="cpu",
-        on_part=on_part,
-    )  # fmt: skip
+        def on_part(part: tuple[int, list[list[float]]]) -> None:
+            index, times = part
+            shape = setting.shapes[index]
+            bench.rows += _rows(shape, world_size, choices[index], times)
+            begin(f"{shape.name} on {world_size} ranks is done", 1)
+
+        begin(f"{world_size} ranks start", 0)
+        run_ranks(
+            measure, world_size, work, setting.iters, threads=1, device="cpu", on_part=on_part
+        )
 
 
 def _rows(shape: Shape, world_size: int, choice: Choice, times: list[list[float]]) -> list[Row]:
