@@ -32,6 +32,9 @@ TABLE_WIDTH = 180
 
 MOST_SIZE = 1 << 50
 
+# Options whose files do not change what is measured.
+FILES = ("--json", "--csv", "--plot", "--report", "--compare")
+
 SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
@@ -136,8 +139,16 @@ def setting_from(cls: type[T], args: argparse.Namespace, **others: Any) -> T:
 
 
 def command_line() -> str:
-    """The words that started this command, to be given again."""
-    return shlex.join(["ring-attn", *sys.argv[1:]])
+    """The words that started this command, without the files that it reads and writes."""
+    words = iter(sys.argv[1:])
+    kept = []
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if name not in FILES:
+            kept.append(word)
+        elif not equals:
+            next(words, None)
+    return shlex.join(["ring-attn", *kept])
 
 
 def write_json(path: Path | str, payload: dict[str, Any]) -> None:

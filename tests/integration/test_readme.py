@@ -19,6 +19,7 @@ from ring_attn.tools import cli
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+BOTH = TEXT + (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 FIGURES = ROOT / "bench/results/ring_cpu_2ranks_8k.json"
 NAMES = {
     "ours": "**ring_attn**, 2 ranks x 1 thread",
@@ -110,8 +111,8 @@ def test_example(tmp_path: Path) -> None:
 
 
 def commands() -> list[str]:
-    inline = re.findall(r"`(ring-attn [^`]+)`", TEXT)
-    return sorted({command.split()[1] for command in inline})
+    inline = re.findall(r"^(ring-attn .+)|`(ring-attn [^`]+)`", BOTH, re.MULTILINE)
+    return sorted({(line or command).split()[1] for line, command in inline})
 
 
 @pytest.mark.parametrize("command", commands())
@@ -124,18 +125,19 @@ def test_commands_exist(command: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_targets_and_their_arguments_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = re.findall(r"^(make [^#\n]+)|`(make [^`]+)`", TEXT, re.MULTILINE)
+    named = re.findall(r"^(make [^#\n]+)|`(make [^`]+)`", BOTH, re.MULTILINE)
+    variables = set(re.findall(r"^([A-Z]+) \?=", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert named
     for words in (shlex.split(one or two) for one, two in named):
         for word in words[1:]:
-            if word.startswith("ARGS="):
-                assert (ROOT / word.removeprefix("ARGS=")).exists(), word
-            else:
-                assert word in targets, word
+            name, equals, value = word.partition("=")
+            if "/" in value:
+                assert (ROOT / value).exists(), word
+            assert name in (variables if equals else targets), word
 
 
 def test_names_exist() -> None:
-    for name in re.findall(r"ring_attn((?:\.[A-Za-z_]\w*)+)", TEXT):
+    for name in re.findall(r"ring_attn((?:\.[A-Za-z_]\w*)+)", BOTH):
         if name == ".attention.default":  # of torch.ops
             continue
         found: Any = ring_attn
@@ -146,5 +148,7 @@ def test_names_exist() -> None:
 
 
 def test_paths_exist() -> None:
-    for path in re.findall(r"\]\(([^)#]+)\)|`((?:ring_attn|bench|tests|kernels)/[^`\s]+)`", TEXT):
+    for path in re.findall(
+        r"\]\(([^)#]+)\)|`((?:ring_attn|bench|tests|kernels|\.ci)/[^`\s]*)`", BOTH
+    ):
         assert (ROOT / (path[0] or path[1])).exists(), path

@@ -71,8 +71,9 @@ def test_write_json_has_no_infinities(tmp_path: Path) -> None:
 
 
 def test_a_command_can_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/some/bin/ring-attn", "bench", "ring", "--json", "a b.json"])
-    assert command_line() == "ring-attn bench ring --json 'a b.json'"
+    words = ["bench", "ring", "--json", "a.json", "--layout", "a b", "--plot=x.png", "--quick"]
+    monkeypatch.setattr(sys, "argv", ["/some/bin/ring-attn", *words])
+    assert command_line() == "ring-attn bench ring --layout 'a b' --quick"
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
