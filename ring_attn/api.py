@@ -91,6 +91,7 @@ def ring_attention(
         causal: query i sees key j only if `j <= i + seqlen_k - seqlen_q` (bottom-right aligned,
             as in flash-attention), in global positions.
         window_size: `(left, right)` keys seen on either side of that diagonal; -1 is unbounded.
+            With `causal` the right is 0 whatever is given.
         softmax_scale: factor of the scores, from 2**-63 to 2**63; `headdim ** -0.5` by default.
         softcap: caps the scores: where it is not 0 they are `softcap * tanh(score / softcap)`,
             before the mask; from 2**-63 to 2**63.
@@ -98,8 +99,10 @@ def ring_attention(
             joins the denominator of the softmax and has no value. The same on every rank; its
             gradient is this rank's share, to be summed over the ranks as that of any replicated
             parameter.
-        cu_seqlens: int32 boundaries of documents in the global sequence, from 0 to its length; each
-            attends only to itself. They need not divide by anything. The same on every rank.
+        cu_seqlens: int32 boundaries of documents in the global sequence, from 0; each attends only
+            to itself. They need not divide by anything. The same on every rank. Rows behind the
+            last boundary are padding, with out 0, lse -inf (or its sink) and zero gradients; over
+            several ranks that takes a `layout` by value.
         cu_seqlens_k: those of the keys, where they differ from the queries'.
         group: the ranks: a process group, a mesh with one axis, or None for the default group. A
             mesh with two, such as (nodes, GPUs of a node), gives "hybrid" and "double_ring" their
@@ -238,8 +241,8 @@ def _with_strategy(
 @overload
 def tree_decode(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     *,
     return_lse: Literal[False] = ...,
     **options: Unpack[DecodeOptions],
@@ -249,8 +252,8 @@ def tree_decode(
 @overload
 def tree_decode(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     *,
     return_lse: Literal[True],
     **options: Unpack[DecodeOptions],
@@ -263,8 +266,8 @@ def tree_decode(
 )
 def tree_decode(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     *,
     causal: bool = True,
     window_size: Sequence[int] = (-1, -1),
@@ -290,8 +293,10 @@ def tree_decode(
             float64; any strides. The sequences of a batch have one length: there is no
             `cache_seqlens`. Where lengths differ, call it once for each sequence, `q[i : i + 1]`.
         k: (batch, rows, nheads_kv, headdim), this rank's rows of the cache, those of the queries'
-            own tokens among them on the rank that holds them; it may have 0 rows.
-        v: (batch, rows, nheads_kv, headdim_v).
+            own tokens among them on the rank that holds them; it may have 0 rows. None, and None
+            for v, where `layout` gives this rank no rows: at their first call with such a layout
+            the ranks then tell each other nheads_kv and headdim_v, in one message of 16 bytes.
+        v: (batch, rows, nheads_kv, headdim_v), or None.
         causal: query i sees key j only if `j <= i + seqlen_k - seqlen_q`: of the newest tokens each
             sees those before it and itself.
         window_size: `(left, right)` keys seen on either side of that diagonal; -1 is unbounded.
@@ -330,7 +335,9 @@ def tree_decode(
         >>> ring_attn.tree_decode(q, k, v).shape
         torch.Size([1, 1, 8, 64])
     """
+    told = not (k is None and v is None)
     try:
+        k, v = check.check_rows_told(q, k, v, layout)
         check.check_tensors(q, k, v, packed=False)
         check.check_decode(q, k, v, sinks, layout)
         process_group = check.check_group(group)
@@ -351,7 +358,7 @@ def tree_decode(
         tell_refusal(error, group, transport)
         raise
     try:
-        out, lse = decode.attend(q, k, v, sinks, decoding)
+        out, lse = decode.attend(q, k, v, sinks, decoding, told)
         return (out, lse) if return_lse else out
     except BaseException as error:
         refused(process_group, error)

@@ -176,7 +176,7 @@ def _plain(value: Any) -> Any:
 
 @is_traced_as_constant
 def _dumped(plain: Any) -> str:
-    return json.dumps(plain)
+    return json.dumps(plain, default=float)  # numbers of numpy
 
 
 @lru_cache(maxsize=1024)

@@ -24,7 +24,7 @@ from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import TransportOptions
-from ring_attn.core.values import check_flag, check_int, check_number, check_type
+from ring_attn.core.values import as_int, check_flag, check_int, check_number, check_type
 from ring_attn.torch_private import flattened, functorch
 
 # Scores are computed in float32 for most dtypes. Within these bounds softmax_scale, softcap and
@@ -33,9 +33,6 @@ SMALLEST_FACTOR, LARGEST_FACTOR = 2.0**-63, 2.0**63
 
 # gloo counts milliseconds; the clocks of gloo and NCCL overflow at 9.2e9 seconds.
 SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 1e-3, 1e9
-
-# The operators of torch.library take int64.
-LARGEST_WINDOW = 2**63 - 1
 
 
 def check_unsupported(dropout_p: float, alibi_slopes: object) -> None:
@@ -67,7 +64,7 @@ def check_inputs(
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
     """Types, dtypes, devices and shapes of q, k and v, each by itself and against the others."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_floating(name, x)
+        check_floating(name, x)
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise TypeError(f"q, k, v must have one dtype, got q {q.dtype} and {name} {x.dtype}")
@@ -80,7 +77,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
     _check_shapes(q, k, v, packed=packed)
 
 
-def _check_floating(name: str, x: Tensor, words: str = "a torch.Tensor") -> None:
+def check_floating(name: str, x: Tensor, words: str = "a torch.Tensor") -> None:
     """Refuses everything but a plain tensor of a dtype that attention takes."""
     check_type(name, x, Tensor, words)
     check_plain(name, x)
@@ -198,7 +195,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     """Checks that there is a logit for each query head, or None."""
     if sinks is None:
         return
-    _check_floating("sinks", sinks, "a torch.Tensor or None")
+    check_floating("sinks", sinks, "a torch.Tensor or None")
     if sinks.shape != (q.size(-2),):
         raise ValueError(
             f"sinks must have one logit for each query head, shape ({q.size(-2)},), got "
@@ -206,6 +203,22 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         )
     if sinks.device != q.device:
         raise ValueError(f"sinks must be on q's device {q.device}, got {sinks.device}")
+
+
+def check_rows_told(
+    q: Tensor, k: Tensor | None, v: Tensor | None, layout: object
+) -> tuple[Tensor, Tensor]:
+    """k and v; where both are None, of no rows and with the heads of q."""
+    if k is not None or v is not None:
+        return cast(Tensor, k), cast(Tensor, v)
+    check_type("q", q, Tensor, "a torch.Tensor")
+    if layout is None:
+        raise ValueError(
+            "k and v may be None only with a layout, by which all ranks know that this one has no "
+            "rows, got layout=None; pass it, or k and v with 0 rows"
+        )
+    empty = q.detach()[:, :0]
+    return empty, empty
 
 
 def check_decode(
@@ -234,25 +247,13 @@ def check_same_bits(same_bits: bool | None) -> bool | None:
 
 
 def check_window(window_size: Sequence[int], causal: bool) -> tuple[int, int]:
-    """(left, right), each at least 0 or -1 for unbounded."""
+    """(left, right), each at least 0 or -1 for unbounded; right is at most 0 where it is causal."""
     check_flag("causal", causal)
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}")
-    for size in window_size:
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"window_size must hold ints, got {window_size!r}")
-        if not -1 <= size <= LARGEST_WINDOW:
-            raise ValueError(
-                "window_size must hold sizes from 0 to 2**63 - 1, or -1 for unbounded, got "
-                f"{window_size!r}"
-            )
-    left, right = window_size
-    if causal and right > 0:
-        raise ValueError(
-            f"causal=True sees nothing to the right, got window_size={tuple(window_size)}; pass "
-            f"({left}, 0) or causal=False"
-        )
-    return left, right
+    name = "each of window_size (-1 is unbounded)"
+    left, right = (as_int(name, size, least=-1) for size in window_size)
+    return left, min(right, 0) if causal else right
 
 
 def check_boundaries(
@@ -482,12 +483,16 @@ def resolve_layouts(
     Args:
         layout: a name, a layout of both, or a pair.
         rows: this rank's q rows and kv rows.
-        totals: global lengths of q and kv where cu_seqlens tells them.
+        totals: where the last documents of q and kv end, if there are cu_seqlens.
         rank: of this process.
         world_size: ranks of the ring.
     """
     if isinstance(layout, str):
-        lens = [n * world_size if t is None else t for n, t in zip(rows, totals, strict=True)]
+        # Of several ranks one alone cannot tell padding from a shorter shard of another.
+        lens = [
+            n * world_size if t is None or world_size == 1 else t
+            for n, t in zip(rows, totals, strict=True)
+        ]
         q, k = (SequenceLayout.from_name(layout, n, world_size) for n in lens)
         layouts = (q, k)
     else:
@@ -505,24 +510,25 @@ def check_layout(
         raise ValueError(
             f"layout {layout} has another number of ranks than the group, {world_size}"
         )
-    if total is not None and layout.seqlen != total:
+    if total is not None and layout.seqlen < total:
         raise ValueError(
-            f"layout {layout} has another length than cu_seqlens, which ends at {total}"
+            f"layout {layout} must have all rows of cu_seqlens, which ends at {total}; only a "
+            "longer layout is taken, whose last rows are padding"
         )
     if layout.shard_len(rank) != rows:
         raise ValueError(
             f"{name} of rank {rank} must have {layout.shard_len(rank)} rows for layout {layout}, "
-            f"got {rows}: pass this rank's shard (layout.shard); where the ranks' lengths differ "
-            "pass a SequenceLayout, not its name"
+            f"got {rows}: pass this rank's shard (layout.shard); where the ranks' lengths differ, "
+            "or padding follows the documents, pass a SequenceLayout, not its name"
         )
 
 
 def check_mask(mask: Mask) -> Mask:
-    """The mask, whose document boundaries must end at its lengths."""
+    """The mask, whose document boundaries must not end behind its lengths."""
     for name, cu, total in (
         ("cu_seqlens", mask.cu_seqlens_q, mask.seqlen_q),
         ("cu_seqlens_k", mask.cu_seqlens_k, mask.seqlen_k),
     ):
-        if cu is not None and cu[-1] != total:
-            raise ValueError(f"{name} must end at the global length {total}, got {cu[-1]}")
+        if cu is not None and cu[-1] > total:
+            raise ValueError(f"{name} must end at most at the global length {total}, got {cu[-1]}")
     return mask

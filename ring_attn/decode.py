@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from ring_attn.machines import run
 from ring_attn.strategies.tree_decode import (
     DecodeCall,
     decode_tiles,
-    gather_lengths,
+    gather_numbers,
     hides_nothing,
     make_call,
 )
@@ -69,9 +70,19 @@ def prepare(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, decoding: Decoding
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, decoding: Decoding, told: bool
 ) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of all queries, the same on every rank."""
+    """`out` and `lse` of all queries, the same on every rank.
+
+    Without `told`, k and v stand for tensors whose heads and headdim this rank does not know.
+    """
+    layout = decoding.layout
+    if layout is not None and 0 in layout.shard_lens and layout.world_size > 1:
+        nheads_kv, headdim_v = _told_sizes(q, k, v, decoding, told)
+        if not told:
+            k = q.new_empty(q.size(0), 0, nheads_kv, q.size(3))
+            v = q.new_empty(q.size(0), 0, nheads_kv, headdim_v)
+            decoding = prepare(q, k, v, sinks, layout, decoding.call)
     call, group, layout, decode_call, agreement = decoding
     values = () if sinks is None else (sinks,)
     if debug_enabled():
@@ -84,6 +95,29 @@ def attend(
         # Once here: no operator takes a strided last dim.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return run.decode(decode_call, tiles, q, k, v, ends, sinks)
+
+
+# By transport, so that they go with its group: heads and headdim of v by what the queries are.
+_sizes: weakref.WeakKeyDictionary[Any, dict[object, tuple[int, int]]] = weakref.WeakKeyDictionary()
+
+
+def _told_sizes(q: Tensor, k: Tensor, v: Tensor, decoding: Decoding, told: bool) -> tuple[int, int]:
+    """Heads and headdim of v, from ranks that know them; asked once for each kind of query.
+
+    Only a layout in which some rank has no rows leads here: so all ranks come, or none.
+    """
+    ends = open_p2p(decoding.group, decoding.call.transport)
+    kind = (q.device.type, q.dtype, q.size(2), q.size(3))
+    known = _sizes.setdefault(ends, {})
+    if kind not in known:
+        mine = (k.size(2), v.size(3)) if told else (0, 0)
+        with ends.call("tell sizes of a cache", Agreement({"queries": kind}), q.device):
+            everyone = gather_numbers(mine, q.device, ends)
+        # Ranks that have other sizes are found by the call that follows. Without any rows the
+        # sizes do not matter.
+        without = (q.size(2), q.size(3))
+        known[kind] = next((sizes for sizes in everyone if sizes != (0, 0)), without)
+    return known[kind]
 
 
 @lru_cache(maxsize=64)
@@ -158,7 +192,8 @@ def _tiles(
         return _layout_tiles(layout, transport.rank, whole)
     if hides_nothing(mask):
         return _run_tiles(0, rows, Mask(queries, rows))
-    cuts = [0, *accumulate(gather_lengths(rows, device, transport))]
+    lengths = gather_numbers((rows, 0), device, transport)
+    cuts = [0, *accumulate(length for length, _ in lengths)]
     whole = Mask(queries, cuts[-1], mask.causal, mask.window_size)
     return _run_tiles(cuts[transport.rank], rows, whole)
 

@@ -6,8 +6,8 @@
                              -left <= j - (i + diagonal(d)) <= right
 
 `causal` is `right = 0`; a side of -1 is unbounded. Without `cu_seqlens` there is one document, the
-whole sequence. So a query always sees one run of keys, and its length is all that the cost of a
-mask depends on.
+whole sequence. Rows behind the last document are padding: they see nothing and nothing sees them.
+So a query always sees one run of keys, and its length is all that the cost of a mask depends on.
 
     seqlen_q = 2, seqlen_k = 5, causal        window_size = (1, 0), 4 x 4
 
@@ -53,8 +53,8 @@ class Mask:
         seqlen_k: global number of keys.
         causal: a query sees nothing after its own (bottom-right aligned) position.
         window_size: `(left, right)` keys on either side of the diagonal; -1 is unbounded.
-        cu_seqlens_q: document boundaries of the queries, from 0 to `seqlen_q`; None is one
-            document.
+        cu_seqlens_q: document boundaries of the queries, from 0 to `seqlen_q` or to where padding
+            begins; None is one document.
         cu_seqlens_k: the same for the keys, of as many documents.
 
     Example:
@@ -82,7 +82,10 @@ class Mask:
 
     @cached_property
     def documents(self) -> tuple[Document, ...]:
-        """The documents in order; the whole sequence is one where no `cu_seqlens` is given."""
+        """The documents in order; the whole sequence is one where no `cu_seqlens` is given.
+
+        Padding is two more: one of queries without keys, one of keys without queries.
+        """
         cu_q = self.cu_seqlens_q or (0, self.seqlen_q)
         cu_k = self.cu_seqlens_k or (0, self.seqlen_k)
         if len(cu_q) != len(cu_k):
@@ -90,6 +93,9 @@ class Mask:
                 f"queries and keys must have as many documents, got {len(cu_q) - 1} and "
                 f"{len(cu_k) - 1}"
             )
+        if (cu_q[-1], cu_k[-1]) != (self.seqlen_q, self.seqlen_k):
+            cu_q += (self.seqlen_q, self.seqlen_q)
+            cu_k += (cu_k[-1], self.seqlen_k)
         return tuple(
             Document(cu_q[d], cu_q[d + 1], cu_k[d], cu_k[d + 1]) for d in range(len(cu_q) - 1)
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ def check_flag(name: str, value: object) -> None:
 
 def check_number(name: str, value: object) -> None:
     """Refuses a value that is neither an int nor a float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    # `Real` is for numbers of numpy.
+    if isinstance(value, bool) or not isinstance(value, (int, float, Real)):
         raise TypeError(f"{name} must be a float, got {_shown(value)}")
 
 

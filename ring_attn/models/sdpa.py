@@ -9,8 +9,9 @@ Both take this rank's shards, plain tensors (batch, nheads, rows, headdim), and 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, Unpack
 
 import torch
@@ -150,6 +151,9 @@ class route_sdpa(TorchFunctionMode):  # noqa: N801 - used as a context manager, 
     ) -> Any:
         """Called for every function of torch; the mode is off meanwhile, unless turned on here."""
         kwargs = kwargs or {}
+        # Uncompiled, flex_attention compiles itself, and would hide the error in one of dynamo's.
+        if not torch.compiler.is_compiling() and _is_in_flex_attention(sys._getframe(1)):
+            raise NotImplementedError(_NO_FLEX)
         if func is native_sdpa:
             return self.attend(*args, **kwargs)
         if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
@@ -158,14 +162,28 @@ class route_sdpa(TorchFunctionMode):  # noqa: N801 - used as a context manager, 
                 "never whole in a ring; call nn.MultiheadAttention with need_weights=False"
             )
         if getattr(func, "__name__", None) == "flex_attention":
-            raise NotImplementedError(
-                "flex_attention is not routed and would attend to this rank's keys only: inside "
-                "route_sdpa call F.scaled_dot_product_attention, or ring_attn.ring_attention"
-            )
+            raise NotImplementedError(_NO_FLEX)
         if func in _WITH_CALLS_INSIDE:
             with self:
                 return _body_of(func)(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+_NO_FLEX = (
+    "flex_attention is not routed and would attend to this rank's keys only: inside route_sdpa "
+    "call F.scaled_dot_product_attention, or ring_attn.ring_attention"
+)
+
+
+def _is_in_flex_attention(frame: FrameType | None) -> bool:
+    """Whether that function of torch, itself or by a helper in its file, called from there."""
+    while (
+        frame is not None and frame.f_globals.get("__name__") == "torch.nn.attention.flex_attention"
+    ):
+        if frame.f_code.co_name == "flex_attention":
+            return True
+        frame = frame.f_back
+    return False
 
 
 # What may call scaled_dot_product_attention: a backward where activations are computed again.

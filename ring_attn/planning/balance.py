@@ -113,7 +113,7 @@ def crossing_rows(mask: Mask) -> Tensor:
         [0, 1, 2, 0, 1, 2, 3, 0]
     """
     _check_self_attention(mask)
-    ends = torch.tensor([0] + [doc.q_end for doc in mask.documents])
+    ends = torch.tensor(mask.cu_seqlens_q or (0, mask.seqlen_q))
     cuts = torch.arange(mask.seqlen_q + 1)
     document = torch.searchsorted(ends, cuts, right=True).clamp(max=len(ends) - 1)
     before, after = cuts - ends[document - 1], ends[document] - cuts
@@ -493,9 +493,7 @@ def _check_length(length: int, layout: SequenceLayout) -> None:
 
 
 def _check_self_attention(mask: Mask) -> None:
-    if mask.seqlen_q != mask.seqlen_k or any(
-        (doc.q_start, doc.q_end) != (doc.k_start, doc.k_end) for doc in mask.documents
-    ):
+    if (mask.seqlen_q, mask.cu_seqlens_q) != (mask.seqlen_k, mask.cu_seqlens_k):
         raise ValueError(
             "cuts cross rows where queries and keys are split alike: the mask must have one length "
             f"and the same documents on both sides, got {mask.seqlen_q} queries and "

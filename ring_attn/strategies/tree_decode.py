@@ -221,11 +221,12 @@ def decode_packet(spec: AttentionSpec, rows: int) -> Packet:
     return Packet(shapes, (spec.accum_dtype, spec.accum_dtype))
 
 
-def gather_lengths(rows: int, device: torch.device, transport: Transport) -> list[int]:
-    """Rows of the cache on each rank: a message of 16 bytes, which on CUDA the host waits for."""
-    mine = torch.tensor([rows, 0], device=device).view(torch.uint8)
+def gather_numbers(
+    numbers: tuple[int, int], device: torch.device, transport: Transport
+) -> list[tuple[int, int]]:
+    """Two numbers of each rank: a message of 16 bytes, which on CUDA the host waits for."""
+    mine = torch.tensor(numbers, device=device).view(torch.uint8)
     everyone = mine.new_empty(transport.world_size * mine.numel())
     transport.all_gather("shards", 0, mine, everyone)
     transport.wait("shards")
-    lengths: list[int] = everyone.view(torch.int64)[::2].tolist()
-    return lengths
+    return [(first, second) for first, second in everyone.view(torch.int64).view(-1, 2).tolist()]

@@ -71,6 +71,13 @@ def _longer_documents(seqlen: int) -> tuple[int, ...]:
     return tuple(grown)
 
 
+def _padding(seqlen: int) -> Mask:
+    """Documents with rows behind the last on both sides, and other numbers of them."""
+    queries = _documents(seqlen * 5 // 6)
+    keys = _longer_documents(seqlen * 5 // 6)
+    return Mask(seqlen, keys[-1] + 7, True, (-1, -1), queries, keys)
+
+
 def _unseen_documents(seqlen: int) -> tuple[int, ...]:
     """Boundaries of as many documents of keys: one without keys, one that has keys and no query."""
     return (0, 0, seqlen // 7, seqlen // 3, seqlen // 2, seqlen // 2 + 3)
@@ -89,6 +96,7 @@ MASKS: dict[str, Callable[[int], Mask]] = {
     ),
     "longer kv": lambda n: Mask(n, 2 * n + 31, causal=True),
     "empty rows": lambda n: Mask(n, (n + 1) // 2, causal=True),
+    "padding": _padding,
 }
 
 # Extreme masks, for the tests.
@@ -100,6 +108,7 @@ EDGE_MASKS: dict[str, Callable[[int], Mask]] = {
         n, _unseen_documents(n)[-1], False, (9, -1), _documents(n), _unseen_documents(n)
     ),
     "three rows": lambda n: Mask(3, 3, causal=True),
+    "only padding": lambda n: Mask(n, n, True, (-1, -1), (0, 0), (0, 0)),
     "no keys": lambda n: Mask(n, 0),
     "no queries": lambda n: Mask(0, n, causal=True),
 }

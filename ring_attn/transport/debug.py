@@ -21,7 +21,7 @@ from ring_attn import check
 from ring_attn.core.spec import TransportOptions
 from ring_attn.transport.base import Agreement, gather_texts
 from ring_attn.transport.p2p import new_p2p
-from ring_attn.transport.ranks.group import refused
+from ring_attn.transport.ranks.group import refused, was_counted
 
 _COMPARING = Agreement({"RING_ATTN_DEBUG": "1"})
 
@@ -78,7 +78,8 @@ def tell_refusal(error: BaseException, group: object, options: object = None) ->
     """Tells the other ranks of a call that this rank has refused.
 
     The call is counted, so that this rank's next one cannot pass for it. Under RING_ATTN_DEBUG this
-    rank takes part in the comparison: the others then raise at once, and name it.
+    rank takes part in the comparison: the others then raise at once, and name it. Nothing is done
+    for an error that was told before.
 
     Args:
         error: what refused the call.
@@ -88,7 +89,7 @@ def tell_refusal(error: BaseException, group: object, options: object = None) ->
     process_group = None
     with suppress(Exception):
         process_group = check.check_group(cast(Any, group))
-    if process_group is None:
+    if process_group is None or was_counted(error):
         return
     if debug_enabled() and isinstance(error, Exception):
         known = options if isinstance(options, TransportOptions) else TransportOptions()

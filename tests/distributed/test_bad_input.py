@@ -191,11 +191,10 @@ OPTIONS: Table = {
     "window of 3": value_error("window_size|(left, right)|(1, 2, 3)", window_size=(1, 2, 3)),
     "window int": value_error("window_size|pair|4", window_size=4),
     "window None": value_error("window_size|pair|None", window_size=None),
-    "window -2": value_error("window_size|-1 for unbounded|(-2, 0)", window_size=(-2, 0)),
-    "window float": type_error("window_size must hold ints|2.0", window_size=(2.0, 0)),
-    "window bool": type_error("window_size must hold ints|True", window_size=(True, 0)),
+    "window -2": value_error("window_size|-1 is unbounded|-2", window_size=(-2, 0)),
+    "window float": type_error("window_size|an int|float 2.0", window_size=(2.0, 0)),
+    "window bool": type_error("window_size|an int|True", window_size=(True, 0)),
     "window of 64 bits": value_error("9223372036854775808", window_size=(2**63, 0)),
-    "window causal": value_error("causal=True|(4, 2)", window_size=(4, 2), causal=True),
     "dropout text": type_error("dropout_p must be a float|'no'", dropout_p="no"),
     "dropout": not_built("dropout_p must be 0|0.1", dropout_p=0.1),
     "alibi": not_built("alibi_slopes must be None", alibi_slopes=x(4)),
@@ -231,10 +230,14 @@ DOCUMENTS: Table = {
     "one boundary": value_error("cu_seqlens|two boundaries|(1,)", packed(SEQLEN)),
     "not from 0": value_error("cu_seqlens|start at 0|2", packed(2, SEQLEN)),
     "decreasing": value_error("cu_seqlens|not decrease|8 then 5", packed(0, 8, 5, SEQLEN)),
-    # With a name the length is cu_seqlens' own: what does not fit is this rank's number of rows.
+    # With a name the length is cu_seqlens' own: what does not fit is this rank's number of rows,
+    # padding too.
+    "padding with a name": value_error(
+        "must have 4 rows|got 6|padding|SequenceLayout", packed(0, SEQLEN - 4)
+    ),
     "end with a name": value_error("must have 8 rows|got 6|SequenceLayout", packed(0, SEQLEN + 4)),
     "end with a layout": value_error("seqlen=12|16", packed(0, SEQLEN + 4, layout=zigzag(SEQLEN))),
-    "batched end": value_error("cu_seqlens|5", cu_seqlens=ints(0, 5), layout=zigzag(SEQLEN)),
+    "batched end": value_error("cu_seqlens|15", cu_seqlens=ints(0, 15), layout=zigzag(SEQLEN)),
     "k without q": value_error("cu_seqlens_k needs cu_seqlens", cu_seqlens_k=ints(0, SEQLEN)),
     "as many documents": value_error(
         "as many documents|2 and 3", packed(0, 5, SEQLEN, cu_seqlens_k=ints(0, 3, 7, SEQLEN))
@@ -243,7 +246,7 @@ DOCUMENTS: Table = {
         "cu_seqlens_k|start at 0", packed(0, SEQLEN, cu_seqlens_k=ints(1, SEQLEN))
     ),
     "k of a wrong end": value_error(
-        "seqlen=12|10", packed(0, SEQLEN, cu_seqlens_k=ints(0, SEQLEN - 2), layout=zigzag(SEQLEN))
+        "seqlen=12|14", packed(0, SEQLEN, cu_seqlens_k=ints(0, SEQLEN + 2), layout=zigzag(SEQLEN))
     ),
     "k of a type": type_error("cu_seqlens_k|tuple", packed(0, SEQLEN, cu_seqlens_k=(0, SEQLEN))),
 }

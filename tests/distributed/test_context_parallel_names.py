@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import ring_attn.models.sdpa
@@ -404,6 +405,8 @@ def refusals() -> None:
         assert x.shape == (2, 8)
     with context_parallel(mesh):
         q = torch.randn(1, 2, 6, 8)
+        with pytest.raises(NotImplementedError, match="flex_attention is not routed"):
+            flex_attention(q, q, q)
         # Without a mask every length goes.
         out = F.scaled_dot_product_attention(q, q[:, :, 1:], q[:, :, 1:])
         assert out.shape == q.shape

@@ -46,6 +46,9 @@ def grow(dtype: torch.dtype, tokens: int, num_calls: int) -> list[tuple[Results,
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ends = open_p2p(dist.group.WORLD, TransportOptions())
     layout = SequenceLayout.boundaries([0] * world_size + [20])
+    q, k, v, _ = random_qkv(seqlen_q=tokens, seqlen_k=20, dtype=dtype, **SIZES)
+    # At their first call of a kind the ranks tell each other heads and headdim.
+    tree_decode(q, layout.shard(k, rank), layout.shard(v, rank), layout=layout)
     calls = []
     for step in range(num_calls):
         layout = layout.appended(next_rank(layout, block=3), tokens)
@@ -75,6 +78,34 @@ def test_a_growing_cache(ranks: Pools, world_size: int, dtype: torch.dtype, toke
         for results, messages, sent in calls:
             assert all(map(torch.equal, results, first))
             assert (messages, sent) == (min(1, world_size - 1), (world_size - 1) * nbytes)
+
+
+def none_for_no_rows(starts_full: bool) -> list[tuple[Results, int]]:
+    """Tokens of a cache that fills rank by rank; None where a rank has no rows yet."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group()
+    ends = open_p2p(group, TransportOptions())
+    layout = SequenceLayout.boundaries([0, 7 * starts_full] + [7 * starts_full] * (world_size - 1))
+    calls = []
+    for step in range(4):
+        layout = layout.appended(next_rank(layout, block=2), 1)
+        q, *whole, _ = random_qkv(seqlen_q=1, seqlen_k=layout.seqlen, seed=step, **SIZES)
+        rows = [layout.shard(x, rank) if layout.shard_len(rank) else None for x in whole]
+        ends.stats.reset()
+        results = tree_decode(q, *rows, layout=layout, group=group, return_lse=True)
+        calls.append((results, ends.stats.messages))
+    return calls
+
+
+@pytest.mark.parametrize("starts_full", [True, False])
+def test_none_stands_for_no_rows(ranks: Pools, starts_full: bool) -> None:
+    """With other heads and another headdim than the queries have."""
+    for calls in ranks(3).run(none_for_no_rows, starts_full):
+        for step, (results, messages) in enumerate(calls):
+            seqlen = 7 * starts_full + step + 1
+            inputs = random_qkv(seqlen_q=1, seqlen_k=seqlen, seed=step, **SIZES)
+            assert_exact(results, inputs, Mask(1, seqlen, causal=True))
+            assert messages == (2 if step == 0 else 1)
 
 
 def without_layout(rows: tuple[int, ...]) -> list[tuple[Results, int]]:
@@ -175,7 +206,14 @@ REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"layout": SequenceLayout.contiguous(20, 2)}, ValueError, "k of rank"),
     ({"layout": SequenceLayout.contiguous(9, 3)}, ValueError, "number of ranks than the"),
     ({"k": X.double()}, TypeError, "q, k, v must have one dtype"),
-    ({"window_size": (3, 1)}, ValueError, "causal=True sees nothing to the right"),
+    ({"k": None}, TypeError, "k must be a torch.Tensor, got None"),
+    ({"k": None, "v": None}, ValueError, "None only with a layout"),
+    (
+        {"k": None, "v": None, "layout": SequenceLayout.contiguous(10, 2)},
+        ValueError,
+        "must have 5 rows",
+    ),
+    ({"window_size": (3, -2)}, ValueError, "each of window_size (-1 is unbounded)"),
     ({"softcap": 2.0, "backend": "aten"}, NotImplementedError, "no softcap"),
     ({"softcap": 1e-50}, ValueError, "softcap"),
     ({"softmax_scale": 1e38}, ValueError, "softmax_scale"),

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_attn.core.mask import Mask
 from ring_attn.integrations import ring_flash_attn as names
+from ring_attn.integrations.ring_flash_attn import utils
 from ring_attn.testing import Expected, Inputs, poisoned_empty, random_qkv
 from tests.bounds import assert_close, assert_holds, expect
 from tests.cold import compile_cold
@@ -253,13 +254,24 @@ def refusals() -> list[tuple[str, str]]:
     calls = [
         (ValueError, "max_seqlen|14|13", varlen, (x, x, x, cu, most - 1), {}),
         (ValueError, "of 4|2 ranks", varlen, (x, x, x, torch.tensor([0, 3, 26]), most + 9), {}),
-        (ValueError, "q of rank|26 rows", varlen, (x[1:], x[1:], x[1:], cu, most), {}),
+        (ValueError, "q must have cu_seqlens[-1] rows|26|25", varlen, (*3 * [x[1:]], cu, most), {}),
+        (ValueError, "v must have cu_seqlens[-1]", varlen, (x, x, x[1:], cu, most), {}),
+        (ValueError, "q must be (rows, nheads|(1, ", varlen, (*3 * [x[None]], cu, most), {}),
+        (ValueError, "q must be (batch, rows, nh", Case("ring_flash_attn"), (x, x, x), {}),
+        (TypeError, "kv must be float16|int64", kvpacked, (x, x.long(), cu, most), {}),
+        (TypeError, "max_seqlen must be an int|float", varlen, (x, x, x, cu, 13.0), {}),
         (TypeError, "cu_seqlens|None", varlen, (x, x, x, None, most), {}),
         (ValueError, "kv|rows, 2|(26, 2", kvpacked, (x, x, cu, most), {}),
         (NotImplementedError, "dropout_p", varlen, (x, x, x, cu, most), {"dropout_p": 0.1}),
         (NotImplementedError, "alibi_slopes", varlen, (x, x, x, cu, most), {"alibi_slopes": x}),
         (ValueError, "heads_k_stride|2|3", LLAMA3, (*tensors, *own[:4], 3, own[5]), {}),
-        (ValueError, "rows|q (1, 30", LLAMA3, (*(x[None] for x in tensors), *own), {}),
+        (
+            ValueError,
+            "q must be (rows, nheads|(1, 30",
+            LLAMA3,
+            (*(x[None] for x in tensors), *own),
+            {},
+        ),
         (TypeError, "local_k_slice|int", LLAMA3, (*tensors, *own[:5], 7), {}),
         (ValueError, "max_seqlen_k", LLAMA3, (*tensors, *own[:3], 1, *own[4:]), {}),
     ]
@@ -291,6 +303,52 @@ def a_group_that_is_not_the_default() -> None:
 
 def test_a_group_of_some_ranks(ranks: Any) -> None:
     ranks(4).run(a_group_that_is_not_the_default)
+
+
+def a_ring_of_ones_own() -> list[bool]:
+    """What `utils` has: neighbours' tensors, twice, and those of all ranks."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    ring = utils.RingComm(None)
+    k = torch.full((2, 3), float(rank))
+    v, found = -k, []
+    for step in range(1, world_size):
+        k, v = ring.send_recv_kv(k, v)
+        ring.wait()
+        source = (rank - step) % world_size
+        found += [bool((k == source).all()), bool((v == -source).all())]
+    gathering, whole = utils.AllGatherComm(), torch.empty(2 * world_size, 3)
+    gathering.all_gather(whole, torch.full((2, 3), float(rank)))
+    gathering.wait()
+    found.append(whole[::2, 0].tolist() == [*range(world_size)])
+    with pytest.raises(RuntimeError, match="call commit before"):
+        ring.wait()
+    ring.commit()
+    with pytest.raises(RuntimeError, match="call wait between"):
+        ring.commit()
+    return found
+
+
+def test_a_ring_of_ones_own(ranks: Any) -> None:
+    assert ranks(3).run(a_ring_of_ones_own) == [[True] * 5] * 3
+
+
+def one_rank_refuses() -> str:
+    """What is said where a single rank's argument is bad: the others hear of it."""
+    varlen = Case("zigzag_ring_flash_attn_varlen")
+    cu, most = own_arguments(varlen, 0)
+    x, group = torch.randn(int(cu[-1]), 2, 8), dist.new_group()
+    varlen.function(x, x, x, cu, most, causal=True, group=group)
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="max_seqlen must be at least"):
+            varlen.function(x, x, x, cu, most - 1, causal=True, group=group)
+    with pytest.raises(RuntimeError) as caught:
+        varlen.function(x, x, x, cu, most, causal=True, group=group)
+    return str(caught.value)
+
+
+def test_a_refusal_of_one_rank_reaches_the_others(ranks: Any) -> None:
+    for text in ranks(2).run(one_rank_refuses):
+        assert "refused" in text and "max_seqlen" in text, text
 
 
 def compiled(case: Case, backend: str, scalars: bool, inside: bool) -> tuple[int, list[bool]]:

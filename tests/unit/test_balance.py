@@ -534,10 +534,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: by_separators([1], {1}, 2, max_balance=math.inf), "max_balance|inf"),
     (lambda: by_documents([1, 4], 2), "cu_seqlens|0|1"),
     (lambda: by_documents([0, 4, 3], 2), "cu_seqlens|4 then 3"),
-    (
-        lambda: by_documents([0, 4], 2, causal=True, window_size=(1, 1)),
-        "window_size|causal",
-    ),
+    (lambda: by_documents([0, 4], 2, window_size=(1, -2)), "window_size|-1|-2"),
     (lambda: crossing_rows(Mask(3, 4)), "3 queries|4 keys"),
     (
         lambda: crossing_rows(Mask(3, 3, False, (-1, -1), (0, 1, 3), (0, 2, 3))),

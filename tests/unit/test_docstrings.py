@@ -15,6 +15,7 @@ NEED_TORCHRUN = {
     "ring_attn.api.ring_attention",
     "ring_attn.api.tree_decode",
     "ring_attn.integrations.context_parallel.context_parallel",
+    "ring_attn.integrations.flash_attn.flash_attn_func",
     "ring_attn.models.sdpa.route_sdpa",
     "ring_attn.models.sdpa.sdpa_attention",
 }

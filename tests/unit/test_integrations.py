@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -15,8 +16,10 @@ from torch import nn
 
 from ring_attn import SequenceLayout
 from ring_attn.backends import BackendChoice
-from ring_attn.integrations import context_parallel, ring_flash_attn
+from ring_attn.integrations import context_parallel, flash_attn, ring_flash_attn
+from ring_attn.integrations.ring_flash_attn import adapters, utils
 from ring_attn.models.sdpa import route_sdpa, sdpa_attention
+from ring_attn.testing import random_qkv
 
 DENSE = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None, "
@@ -50,6 +53,22 @@ RING_FLASH_ATTN_0_1_8 = {
     }.items()
 }
 
+# Read from flash-attn 2.8.3, flash_attn/flash_attn_interface.py; behind them stands what is ours.
+OPTIONS = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+    "alibi_slopes=None, deterministic=False, return_attn_probs=False"
+)
+SIDES = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+OURS = "*, group=None, layout='contiguous', **sharing"
+FLASH_ATTN_2_8 = {
+    "flash_attn_func": f"(q, k, v, {OPTIONS}, {OURS})",
+    "flash_attn_kvpacked_func": f"(q, kv, {OPTIONS}, {OURS})",
+    "flash_attn_qkvpacked_func": f"(qkv, {OPTIONS}, {OURS})",
+    "flash_attn_varlen_func": f"(q, k, v, {SIDES}, {OPTIONS}, block_table=None, {OURS})",
+    "flash_attn_varlen_kvpacked_func": f"(q, kv, {SIDES}, {OPTIONS}, {OURS})",
+    "flash_attn_varlen_qkvpacked_func": f"(qkv, cu_seqlens, max_seqlen, {OPTIONS}, {OURS})",
+}
+
 # Read from torch 2.13.0, torch/distributed/tensor/experimental/_context_parallel/_attention.py.
 TORCH_2_13 = {
     "context_parallel": ("(mesh, *, buffers=None, buffer_seq_dims=None, no_restore_buffers=None)"),
@@ -70,12 +89,21 @@ def plain_signature(function: Callable[..., Any]) -> str:
     ("module", "name", "signature"),
     [
         *((ring_flash_attn, *item) for item in RING_FLASH_ATTN_0_1_8.items()),
+        *((flash_attn, *item) for item in FLASH_ATTN_2_8.items()),
         *((context_parallel, *item) for item in TORCH_2_13.items()),
     ],
-    ids=[*RING_FLASH_ATTN_0_1_8, *TORCH_2_13],
+    ids=[*RING_FLASH_ATTN_0_1_8, *FLASH_ATTN_2_8, *TORCH_2_13],
 )
 def test_signature(module: Any, name: str, signature: str) -> None:
-    assert plain_signature(getattr(module, name)) == signature
+    function = getattr(module, name)
+    assert plain_signature(function) == signature
+    assert function.__name__ == function.__qualname__ == name
+
+
+def test_flash_attns_signatures_are_still_those() -> None:
+    theirs = pytest.importorskip("flash_attn")
+    for name, signature in FLASH_ATTN_2_8.items():
+        assert plain_signature(getattr(theirs, name)) == signature.replace(f", {OURS}", "")
 
 
 def test_torchs_signatures_are_still_those() -> None:
@@ -168,6 +196,48 @@ def test_the_adapter_of_ring_flash_attn_is_refused_by_name() -> None:
         ring_flash_attn.substitute_hf_flash_attn(None, 1)
     with pytest.raises(NotImplementedError, match="transformers.register"):
         ring_flash_attn.update_ring_flash_attn_params(torch.tensor([0, 8]), None)
+    assert adapters.substitute_hf_flash_attn is ring_flash_attn.substitute_hf_flash_attn
+    with pytest.raises(NotImplementedError, match="use_ring_attn .*transformers.register"):
+        adapters.use_ring_attn(True)
+    with pytest.raises(NotImplementedError, match="tree_decode"):
+        flash_attn.flash_attn_with_kvcache(None, None, k=None)
+
+
+@pytest.mark.parametrize("slice_", [None, (slice(None), slice(3, None))], ids=["all", "slice"])
+def test_blocks_of_keys_are_put_together(slice_: tuple[slice, ...] | None) -> None:
+    """Against one block of all keys; some rows see nothing, others nothing of one block."""
+    whole = random_qkv(batch=2, seqlen_q=7, seqlen_k=20, nheads=3, nheads_kv=3, headdim=8)
+    parts: list[tuple[torch.Tensor, ...]] = []
+    for keys in (slice(0, 12), slice(12, 20)):
+        rows = slice(3, None) if slice_ and parts else slice(None)
+        scores = torch.einsum("bihd,bjhd->bhij", whole.q[:, rows], whole.k[:, keys])
+        scores[:, :, -1] = -math.inf  # sees nothing
+        if not parts:
+            scores[:, :, 3] = -math.inf  # sees nothing of the first block
+        weights = scores.softmax(-1).nan_to_num()
+        out = torch.einsum("bhij,bjhd->bihd", weights, whole.v[:, keys])
+        parts.append((out, scores.logsumexp(-1), scores))
+    out, lse = utils.update_out_and_lse(None, None, *parts[0][:2])
+    out, lse = utils.update_out_and_lse(out, lse, *parts[1][:2], slice_=slice_)
+    rows = slice_[1] if slice_ else slice(None)
+    scores = torch.cat([parts[0][2][:, :, rows], parts[1][2]], -1).double()
+    expected = scores.softmax(-1).nan_to_num() @ whole.v.double().transpose(1, 2)
+    # Two roundings of sums of 20 terms.
+    bound = 64 * torch.finfo(torch.float32).eps * whole.v.abs().max().item()
+    assert (out[:, rows].double() - expected.transpose(1, 2)).abs().max() <= bound
+    both, whole_lse = lse[:, rows, :, 0].transpose(1, 2).double(), scores.logsumexp(-1)
+    assert both.isinf().equal(whole_lse.isinf()) and both.isinf().any()
+    seen = whole_lse.isfinite()
+    assert (both - whole_lse)[seen].abs().max() <= bound * whole_lse[seen].abs().max()
+    with pytest.raises(RuntimeError, match="first block"):
+        utils.update_out_and_lse(None, None, *parts[0][:2], slice_=(slice(2),))
+
+
+def test_lse_of_documents_is_padded_and_packed() -> None:
+    cu, packed = torch.tensor([0, 3, 3, 8]), torch.randn(2, 8)
+    padded = utils.unflatten_varlen_lse(packed.t()[..., None], cu, 6)
+    assert padded.shape == (3, 2, 6) and padded[0, :, 3:].eq(0).all()
+    assert utils.flatten_varlen_lse(padded, cu).equal(packed)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -247,6 +317,13 @@ def test_flex_attention_is_refused() -> None:
         flex_attention(X, X, X, None, nothing, 1.0, {})
 
 
+def test_flex_attention_is_refused_where_it_is_not_compiled() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    with route_sdpa(), pytest.raises(NotImplementedError, match="flex_attention is not routed"):
+        flex_attention(X, X, X)
+
+
 @pytest.mark.parametrize(
     ("backend", "told", "refused"),
     [
@@ -259,14 +336,15 @@ def test_flex_attention_is_refused() -> None:
 )
 def test_deterministic_is_promised_or_refused(backend: str, told: bool, refused: bool) -> None:
     """On CUDA, by the backend that would run and by what torch is told; simulated."""
-    q = mock.Mock(device=torch.device("cuda"))
+    qkv = (mock.Mock(device=torch.device("cuda")),) * 3
+    options = flash_attn.Options(deterministic=True)
     choice = BackendChoice(backend, {})
     with (
-        mock.patch.object(ring_flash_attn, "select_backend", return_value=choice),
+        mock.patch.object(flash_attn, "select_backend", return_value=choice),
         mock.patch.object(torch, "are_deterministic_algorithms_enabled", return_value=told),
     ):
         if refused:
             with pytest.raises(NotImplementedError, match=f"backend '{backend}'"):
-                ring_flash_attn._check_deterministic(q, q, q)
+                flash_attn.check_deterministic(qkv, options)
         else:
-            ring_flash_attn._check_deterministic(q, q, q)
+            flash_attn.check_deterministic(qkv, options)

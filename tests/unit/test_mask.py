@@ -49,6 +49,15 @@ OF_DOCUMENTS = [
     Mask(cu_q[-1], cu_k[-1], causal, window, cu_q, cu_k)
     for (cu_q, cu_k), causal, window in product(DOCUMENTS, (False, True), WINDOWS)
 ]
+# Rows behind the last document, of queries, of keys, of both; and nothing else.
+OF_DOCUMENTS += [
+    Mask(seqlen_q, seqlen_k, causal, (2, -1), cu_q, cu_k)
+    for seqlen_q, seqlen_k, cu_q, cu_k in (
+        (9, 5, (0, 3, 7), (0, 2, 5)), (7, 8, (0, 3, 7), (0, 2, 5)),
+        (8, 8, (0, 3, 7), (0, 3, 7)), (4, 4, (0, 0), (0, 0)),
+    )
+    for causal in (False, True)
+]  # fmt: skip
 EVERY = OF_DOCUMENTS + [
     Mask(seqlen_q, seqlen_k, causal, window)
     for seqlen_q, seqlen_k, causal, window in product(range(7), range(7), (False, True), WINDOWS)

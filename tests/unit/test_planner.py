@@ -423,9 +423,9 @@ def test_a_built_in_cluster_is_that_of_the_device(monkeypatch: pytest.MonkeyPatc
         ({"strategies": ["hybrid"], "world_size": 7}, "no degree for 7 ranks"),
         ({"effort": "some"}, "effort must be one of"),
         ({"backend": "spiral"}, "backend must be 'auto' or one of"),
-        ({"window_size": (4, 4)}, "sees nothing to the right"),
+        ({"window_size": (-2, 4)}, "window_size .* at least -1, got -2"),
         ({"cu_seqlens": torch.tensor([8])}, "at least two boundaries"),
-        ({"cu_seqlens": [0, 5]}, "must end at the global length"),
+        ({"cu_seqlens": [0, 16385]}, "must end at most at the global length 16384"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_refused(options: dict[str, Any], text: str) -> None:

@@ -19,7 +19,7 @@ from ring_attn.machines import run as machine
 from ring_attn.strategies.tree_decode import (
     decode_packet,
     decode_tiles,
-    gather_lengths,
+    gather_numbers,
     hides_nothing,
     make_call,
 )
@@ -193,13 +193,14 @@ def test_a_mask_that_hides_nothing_needs_no_lengths() -> None:
             assert hides_nothing(mask) == expected, name
 
 
-def test_lengths_are_gathered_in_one_message() -> None:
-    rows = (5, 0, 1 << 40)
+def test_numbers_are_gathered_in_one_message() -> None:
+    numbers = ((5, 1), (0, 0), (1 << 40, 3))
 
-    def work(rank: int, transport: LocalTransport) -> tuple[list[int], int]:
-        return gather_lengths(rows[rank], torch.device("cpu"), transport), transport.stats.messages
+    def work(rank: int, transport: LocalTransport) -> tuple[list[tuple[int, int]], int]:
+        found = gather_numbers(numbers[rank], torch.device("cpu"), transport)
+        return found, transport.stats.messages
 
-    assert run_local(3, work) == [([*rows], 1)] * 3
+    assert run_local(3, work) == [([*numbers], 1)] * 3
 
 
 def test_decoding_leaves_no_plans_behind() -> None:

@@ -65,6 +65,18 @@ def bounded(work: Callable[[], T], seconds: float) -> T:
     return results[0]
 
 
+class UnlikeRanksError(RuntimeError):
+    """Ranks told different things where all must tell the same.
+
+    Attributes:
+        told: by every rank, in their order.
+    """
+
+    def __init__(self, told: list[str]) -> None:
+        super().__init__(f"ranks told {told}")
+        self.told = told
+
+
 class RollCall:
     """Ranks that wait for each other: each comes, or says why none should wait any longer."""
 
@@ -83,10 +95,21 @@ class RollCall:
         self._store, self._name, self._rank = store, name, rank
         self._members, self._verb = members, verb
 
-    def come(self) -> None:
-        """Counts this rank."""
-        self._store.set(f"{self._name}/here/{self._rank}", "")
+    def come(self, told: str = "") -> None:
+        """Counts this rank, and writes down what it tells."""
+        self._store.set(f"{self._name}/here/{self._rank}", told)
+        self._store.add(f"{self._name}/told/{told}", 1)
         self._store.add(f"{self._name}/count", 1)
+
+    def check_alike(self, told: str) -> None:
+        """Refuses members that did not all tell the same; all of them must have come.
+
+        Raises:
+            UnlikeRanksError: with what each member told.
+        """
+        if self._store.add(f"{self._name}/told/{told}", 0) < len(self._members):
+            everyone = [self._store.get(f"{self._name}/here/{m}") for m in self._members]
+            raise UnlikeRanksError([one.decode() for one in everyone])
 
     def give_up(self, why: str) -> None:
         """Ends the roll-call on all ranks that have not seen everyone come."""
@@ -117,19 +140,23 @@ class RollCall:
             pause = min(2 * pause, 0.05)
 
 
-def meet(store: Store, name: str, rank: int, members: Sequence[int], seconds: float) -> str:
+def meet(
+    store: Store, name: str, rank: int, members: Sequence[int], seconds: float, told: str = ""
+) -> str:
     """Waits until all members have come; returns a name in the store that only this meeting has.
 
     Raises:
         MissingRanksError: a rank did not come in time, or the store's host is gone.
+        UnlikeRanksError: the members did not all tell the same.
     """
 
     def come_and_wait() -> str:
         # A process that meets the same ranks over the same store again must not read old notes.
         meeting = f"{name}/{store.add(f'{name}/arrivals/{rank}', 1)}"
         roll_call = RollCall(store, meeting, rank, members)
-        roll_call.come()
+        roll_call.come(told)
         roll_call.wait(seconds)
+        roll_call.check_alike(told)
         return meeting
 
     try:

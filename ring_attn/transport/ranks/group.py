@@ -9,6 +9,7 @@ later call on it raises.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -24,13 +26,15 @@ import torch.distributed as dist
 from ring_attn.torch_private import store_client
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.ranks.board import Board
-from ring_attn.transport.ranks.formation import bounded, meet
+from ring_attn.transport.ranks.formation import UnlikeRanksError, bounded, meet
 from ring_attn.transport.ranks.headers import Headers
 from ring_attn.transport.ranks.identity import Identity
 from ring_attn.transport.ranks.media import Gloo, Medium, Nccl
 from ring_attn.transport.ranks.watch import LONGEST_S, PERIOD_S, watch
 
 T = TypeVar("T")
+
+CONFIGS_VARIABLE = "RING_ATTN_CONFIGS"
 
 NOTHING = Agreement({})
 
@@ -134,12 +138,15 @@ class RankGroup:
         """The medium that carries messages of such tensors; made together at the first call.
 
         Raises:
-            RuntimeError: a rank did not come in time, or one has failed before.
+            RuntimeError: a rank did not come in time, or one has failed before; or the ranks have
+                different files of configs.
         """
         self.refuse_failed()
         if device.type not in self._media:
             try:
                 self._media[device.type] = self._new_medium(device, seconds)
+            except UnlikeRanksError as error:
+                raise self.fail(_unlike_configs(error.told)) from None
             except BaseException as error:
                 text = (
                     f"rank {self.rank} could not form the ring of global ranks "
@@ -228,11 +235,36 @@ class RankGroup:
     def _new_medium(self, device: torch.device, seconds: float) -> Medium:
         if not self._meeting:
             everyone = tuple(range(self.world_size))
-            self._meeting = meet(self._store, "ring_attn", self.rank, everyone, seconds)
+            told = _hash_of_configs()
+            self._meeting = meet(self._store, "ring_attn", self.rank, everyone, seconds, told)
             self._board = Board(self._store, self._meeting, self.rank)
         if device.type == "cuda":
             return Nccl(self._store, self._meeting, self.rank)
         return Gloo(self._store, self._meeting, self.rank, self.world_size, seconds)
+
+
+def _hash_of_configs() -> str:
+    """The hash of the file that RING_ATTN_CONFIGS names; "none" without."""
+    path = os.environ.get(CONFIGS_VARIABLE)
+    if not path:
+        return "none"
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        # Told too: the other ranks would wait for one that raised here.
+        return f"unreadable ({error.strerror})"
+
+
+def _unlike_configs(told: list[str]) -> str:
+    """What is wrong where the ranks' files of configs differ."""
+    ranks = {
+        one: [r for r, other in enumerate(told) if other == one] for one in dict.fromkeys(told)
+    }
+    shown = "; ".join(f"ranks {members}: {one}" for one, members in ranks.items())
+    return (
+        f"all ranks must use one file of configs, got in {CONFIGS_VARIABLE} files with the hashes "
+        f"{shown}: copy one file to every machine, and set the variable alike on every rank"
+    )
 
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, RankGroup] = weakref.WeakKeyDictionary()
@@ -252,9 +284,14 @@ def refused(group: dist.ProcessGroup, error: BaseException) -> None:
 
     The other ranks may be in that call: this rank's next one must not pass for it.
     """
-    if not getattr(error, "_ring_attn_counted", False):
+    if not was_counted(error):
         error._ring_attn_counted = True  # type: ignore[attr-defined]
         rank_group(group).refuse(error)
+
+
+def was_counted(error: BaseException) -> bool:
+    """Whether a call was counted as ended by that error."""
+    return getattr(error, "_ring_attn_counted", False)
 
 
 def _in_time(work: Callable[[], T]) -> T | None:

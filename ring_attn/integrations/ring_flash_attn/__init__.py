@@ -13,7 +13,8 @@ Names, parameters, their order and defaults, shapes and what is returned are tho
                                                                      documents split in runs
 
 The other two of its 21 functions, `substitute_hf_flash_attn` and `update_ring_flash_attn_params`,
-patch transformers and are refused with what to call instead.
+patch transformers and are refused with what to call instead: see `adapters`. `utils` has what rings
+of your own are made of.
 
 Differences, where the other's result is not what its parameters say: `window_size` counts global
 positions, not those within a shard; gradients have the dtypes of their inputs; every dtype, headdim
@@ -29,9 +30,9 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
@@ -39,12 +40,28 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_attn import check
-from ring_attn.api import ring_attention, select_backend
 from ring_attn.call import Group, How
 from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.strategy import Strategy
-from ring_attn.core.values import check_tensor, check_type
+from ring_attn.core.values import as_int, check_type
+from ring_attn.integrations.flash_attn import (
+    Options,
+    Qkv,
+    Result,
+    attend,
+    check_deterministic,
+    check_documents,
+    on_host,
+    unpacked,
+)
+from ring_attn.integrations.ring_flash_attn.adapters import (
+    substitute_hf_flash_attn as substitute_hf_flash_attn,
+)
+from ring_attn.integrations.ring_flash_attn.adapters import (
+    update_ring_flash_attn_params as update_ring_flash_attn_params,
+)
+from ring_attn.transport.debug import tell_refusal
 
 # What torch.compile says with fullgraph=True of functions that are left out of the graph.
 _READS_DOCUMENTS = (
@@ -52,17 +69,7 @@ _READS_DOCUMENTS = (
     "without fullgraph=True, or call ring_attn.ring_attention with the global cu_seqlens and a "
     "layout, which compiles whole"
 )
-_ASKS_BACKEND = (
-    "deterministic=True asks which backend would run, and a graph cannot: compile without "
-    "fullgraph=True, or call torch.use_deterministic_algorithms(True) before"
-)
-
-# Backends whose backward is deterministic on CUDA by itself; on CPUs all are.
-_DETERMINISTIC = ("triton", "flash_attn")
-
-Result = Tensor | tuple[Tensor, Tensor, None]
 Function = Callable[..., Result]
-Qkv = tuple[Tensor, Tensor, Tensor]
 
 
 class _Options(NamedTuple):
@@ -96,7 +103,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
         >>> llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 3, 8]), True, 1, 2)
         (tensor([0, 4]), tensor([0, 5]), 4, 5, slice(3, 8, None))
     """
-    *_, total = boundaries = _on_host("cu_seqlens", cu_seqlens)
+    *_, total = boundaries = on_host("cu_seqlens", cu_seqlens)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be in [0, {world_size}), got {rank}")
     if total == 0 or total % world_size:
@@ -109,89 +116,48 @@ def llama3_flash_attn_prepare_cu_seqlens(
     return local_q, local_k, _longest(cu_q), _longest(cu_k), keys
 
 
-def substitute_hf_flash_attn(process_group: Group, heads_k_stride: int) -> NoReturn:
-    """Raises NotImplementedError: it would patch transformers for the whole process."""
-    raise NotImplementedError(
-        "substitute_hf_flash_attn is not built, as it patches transformers for good; call "
-        "ring_attn.integrations.transformers.register(group) and load the model with "
-        "attn_implementation='ring_attn'"
-    )
-
-
-def update_ring_flash_attn_params(cu_seqlens: Tensor, process_group: Group) -> NoReturn:
-    """Raises NotImplementedError, as `substitute_hf_flash_attn`, whose documents it sets."""
-    raise NotImplementedError(
-        "update_ring_flash_attn_params is not built: call integrations.transformers.register"
-    )
-
-
 def _attend(
     qkv: Qkv, options: _Options, documents: Tensor | None = None, **how: Unpack[How]
 ) -> Result:
-    """ring_attention with flash-attention's options, in a layout and by a strategy."""
-    if options.deterministic:
-        _check_deterministic(*qkv)
-    window: Any = options.window_size
-    if options.causal and isinstance(window, (tuple, list)) and len(window) == 2:
-        window = (window[0], min(window[1], 0))  # what flash-attention makes of it
+    """ring_attention with flash-attn's options, in a layout and by a strategy."""
+    given = Options(*options[:4], 0.0, *options[4:-1])
+    check_deterministic(qkv, given)
     how["group"] = options.group
-    out, lse = ring_attention(
-        *qkv,
-        causal=options.causal,
-        window_size=window,
-        softmax_scale=options.softmax_scale,
-        cu_seqlens=documents,
-        return_lse=True,
-        dropout_p=options.dropout_p,
-        alibi_slopes=options.alibi_slopes,
-        **how,
-    )
-    return (out, lse, None) if options.return_attn_probs else out
-
-
-def _check_deterministic(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
-        _check_backend_is_deterministic(q, k, v)
-
-
-@left_out_of_graphs(_ASKS_BACKEND)
-def _check_backend_is_deterministic(q: Tensor, k: Tensor, v: Tensor) -> None:
-    name = select_backend(q, k, v).name
-    if name not in _DETERMINISTIC:
-        raise NotImplementedError(
-            f"deterministic=True cannot be promised by backend {name!r}, which would run; call "
-            f"torch.use_deterministic_algorithms(True), or install one of {_DETERMINISTIC}"
-        )
-
-
-def _on_host(name: str, cu_seqlens: Tensor) -> tuple[int, ...]:
-    boundaries = check.check_cu_seqlens(name, cu_seqlens)
-    if boundaries is None:
-        raise TypeError(f"{name} must be an int32 tensor, got None")
-    return boundaries
-
-
-def _boundaries(name: str, cu_seqlens: Tensor, most: int) -> tuple[int, ...]:
-    """Boundaries on the host, whose longest document must not be longer than `most`."""
-    boundaries = _on_host(name, cu_seqlens)
-    longest, most_name = _longest(boundaries), name.replace("cu_seqlens", "max_seqlen")
-    if int(most) < longest:
-        raise ValueError(
-            f"{most_name} must be at least the longest document of {name}, {longest}, got {most}"
-        )
-    return boundaries
+    return attend(qkv, given, documents, **how)
 
 
 def _longest(boundaries: Sequence[int]) -> int:
     return max(b - a for a, b in pairwise(boundaries))
 
 
+def _tells_refusal(function: Function) -> Function:
+    """Decorates a function of `(qkv, options, ...)`: other ranks hear of what it refuses."""
+
+    @wraps(function)
+    def call(qkv: Qkv, options: _Options, *args: Any, **kwargs: Any) -> Result:
+        try:
+            return function(qkv, options, *args, **kwargs)
+        except Exception as error:
+            tell_refusal(error, options.group)
+            raise
+
+    return call
+
+
 @left_out_of_graphs(_READS_DOCUMENTS)
+@_tells_refusal
 def _attend_split(
     qkv: Qkv, options: _Options, cu_seqlens: Tensor, max_seqlen: int, *, chunks: int
 ) -> Result:
     """Attention within packed documents, each of which is split over all ranks."""
-    boundaries = _boundaries("cu_seqlens", cu_seqlens, max_seqlen)
+    check_documents("", cu_seqlens, max_seqlen)
+    boundaries = on_host("cu_seqlens", cu_seqlens)
+    for name, x in zip("qkv", qkv, strict=True):
+        if len(x) != boundaries[-1]:
+            raise ValueError(
+                f"{name} must have cu_seqlens[-1] rows, {boundaries[-1]}, got {len(x)}: cu_seqlens "
+                "has the global boundaries divided by the ranks, which is this rank's rows"
+            )
     world_size = dist.get_world_size(check.check_group(options.group))
     layout, documents = _split_documents(boundaries, world_size, chunks)
     return _attend(qkv, options, documents, layout=layout)
@@ -234,18 +200,17 @@ def _local_documents(
 
 
 @left_out_of_graphs(_READS_DOCUMENTS)
+@_tells_refusal
 def _attend_gathered(qkv: Qkv, options: _Options, *local: Any) -> Result:
     """Attention by all-gather over a sequence in equal runs, from one rank's own documents."""
-    q, k, _ = qkv
     cu_q, cu_k, max_seqlen_q, max_seqlen_k, heads_k_stride, keys = local
     check.check_tensors(*qkv, packed=True)
-    if q.ndim != 3:
-        raise ValueError(f"q, k, v must be (rows, nheads, headdim), got q {tuple(q.shape)}")
-    rows, nheads_kv, _ = k.shape
-    if heads_k_stride < 1 or nheads_kv % heads_k_stride:
+    rows, nheads_kv, _ = qkv[1].shape
+    heads_k_stride = as_int("heads_k_stride", heads_k_stride, least=1)
+    if nheads_kv % heads_k_stride:
         raise ValueError(f"heads_k_stride must divide nheads_kv {nheads_kv}, got {heads_k_stride}")
-    _boundaries("cu_seqlens_q", cu_q, max_seqlen_q)
-    _boundaries("cu_seqlens_k", cu_k, max_seqlen_k)
+    check_documents("_q", cu_q, max_seqlen_q)
+    check_documents("_k", cu_k, max_seqlen_k)
     check_type("local_k_slice", keys, slice)
     group = check.check_group(options.group)
     documents = _all_documents(cu_q, cu_k, keys, rows, options.causal, group)
@@ -374,13 +339,12 @@ def _call(
     family: str, form: str, tensors: tuple[Tensor, ...], options: _Options, *documents: Any
 ) -> Result:
     """Computes a function of a family, whose last tensor may hold as many as its name has."""
-    if form:
-        dims, packed = f"{'rows' if documents else 'batch, rows'}, {len(form)}", tensors[-1]
-        check_tensor(form, packed)
-        if packed.ndim != dims.count(",") + 3 or packed.size(-3) != len(form):
-            raise ValueError(f"{form} must be ({dims}, nheads, headdim), got {tuple(packed.shape)}")
-        tensors = (*tensors[:-1], *packed.unbind(-3))
-    return _FAMILIES[family][0](tensors, options, *documents)
+    try:
+        qkv = unpacked(form, tensors, packed=bool(documents))
+    except Exception as error:
+        tell_refusal(error, options.group)
+        raise
+    return _FAMILIES[family][0](qkv, options, *documents)
 
 
 ring_flash_attn_func = _function("ring_flash_attn")

@@ -1,0 +1,447 @@
+"""The functions of flash-attn (2.8), as ring_attention: change the import.
+
+    from flash_attn import flash_attn_func                             # before
+    from ring_attn.integrations.flash_attn import flash_attn_func      # after
+
+Names, parameters, their order and defaults, and shapes are those of that package. Tensors are this
+rank's shards; `cu_seqlens` and `max_seqlen` are those of the whole sequence, the same on all ranks.
+Behind its own parameters each function takes `group` and `layout` by keyword, and the strategy,
+backend, same_bits and transport of `ring_attention`.
+
+Differences: `dropout_p`, `alibi_slopes` and `block_table` are refused. `deterministic` is refused
+where the backend cannot promise it. With `return_attn_probs` the third result is None, as there is
+no dropout, and a row that sees nothing has lse -inf instead of +inf. Rows behind the last document
+have out 0 and zero gradients, where flash-attn leaves memory as it was. Every dtype, headdim and
+device of `ring_attention` is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple, NoReturn, Unpack
+
+import torch
+from torch import Tensor
+
+from ring_attn import check
+from ring_attn.api import ring_attention, select_backend
+from ring_attn.call import Group, How, Layout, Sharing
+from ring_attn.compiling import left_out_of_graphs
+from ring_attn.core.values import as_int, check_tensor
+from ring_attn.transport.debug import tell_refusal
+
+_ASKS_BACKEND = (
+    "deterministic=True asks which backend would run, and a graph cannot: compile without "
+    "fullgraph=True, or call torch.use_deterministic_algorithms(True) before"
+)
+
+# Backends whose backward is deterministic on CUDA by itself; on CPUs all are.
+_DETERMINISTIC = ("triton", "flash_attn")
+
+Result = Tensor | tuple[Tensor, Tensor, None]
+Qkv = tuple[Tensor, Tensor, Tensor]
+
+
+class Options(NamedTuple):
+    """The parameters that all functions have, in their order."""
+
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: Sequence[int] = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    deterministic: bool = False
+    return_attn_probs: bool = False
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    group: Group = None,
+    layout: Layout = "contiguous",
+    **sharing: Unpack[Sharing],
+) -> Result:
+    """Attention of this rank's queries to all keys that they see.
+
+    Args:
+        q: (batch, rows, nheads, headdim); float16, bfloat16, float32 or float64.
+        k: (batch, rows_kv, nheads_kv, headdim).
+        v: (batch, rows_kv, nheads_kv, headdim_v).
+        dropout_p: must be 0.
+        softmax_scale: factor of the scores; `headdim ** -0.5` by default.
+        causal: bottom-right aligned, in global positions.
+        window_size: in global positions; with `causal` the right is 0 whatever is given.
+        softcap: caps the scores where it is not 0.
+        alibi_slopes: must be None.
+        deterministic: refused where the backend cannot promise it.
+        return_attn_probs: also return lse, and None.
+        group: as for `ring_attention`.
+        layout: as for `ring_attention`.
+        **sharing: strategy, backend, same_bits and transport, as for `ring_attention`.
+
+    Returns:
+        `out` (batch, rows, nheads, headdim_v); with `return_attn_probs` `(out, lse, None)`, lse
+        (batch, nheads, rows) in float32 (float64 for float64), natural logarithm.
+
+    Raises:
+        Exception: what `ring_attention` raises.
+
+    Example:
+        >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
+        >>> q, k, v = torch.randn(3, 1, 500, 8, 64)
+        >>> flash_attn_func(q, k, v, causal=True, layout="zigzag").shape
+        torch.Size([1, 500, 8, 64])
+    """
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+    return _dense("", (q, k, v), options, group, layout, sharing)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    group: Group = None,
+    layout: Layout = "contiguous",
+    **sharing: Unpack[Sharing],
+) -> Result:
+    """`flash_attn_func` with k and v in one, `kv` (batch, rows_kv, 2, nheads_kv, headdim)."""
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+    return _dense("kv", (q, kv), options, group, layout, sharing)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    group: Group = None,
+    layout: Layout = "contiguous",
+    **sharing: Unpack[Sharing],
+) -> Result:
+    """`flash_attn_func` with all in one tensor, `qkv` (batch, rows, 3, nheads, headdim)."""
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+    return _dense("qkv", (qkv,), options, group, layout, sharing)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    group: Group = None,
+    layout: Layout = "contiguous",
+    **sharing: Unpack[Sharing],
+) -> Result:
+    """`flash_attn_func` within packed documents.
+
+    Args:
+        q: (rows, nheads, headdim), this rank's rows of the packed sequence.
+        k: (rows_kv, nheads_kv, headdim).
+        v: (rows_kv, nheads_kv, headdim_v).
+        cu_seqlens_q: int32 boundaries of the queries' documents in the whole sequence, from 0. Rows
+            behind the last are padding; over several ranks that takes a `layout` by value.
+        cu_seqlens_k: those of as many documents of keys.
+        max_seqlen_q: rows of the longest document in the whole sequence, or more; checked, except
+            under torch.compile, which knows no boundaries.
+        max_seqlen_k: likewise, of the keys.
+        dropout_p: as for `flash_attn_func`, and so are the next seven.
+        softmax_scale: see there.
+        causal: see there.
+        window_size: see there.
+        softcap: see there.
+        alibi_slopes: see there.
+        deterministic: see there.
+        return_attn_probs: see there.
+        block_table: must be None.
+        group: as for `ring_attention`.
+        layout: as for `ring_attention`.
+        **sharing: as for `flash_attn_func`.
+
+    Returns:
+        `out` (rows, nheads, headdim_v); with `return_attn_probs` `(out, lse, None)`, lse (nheads,
+        rows).
+
+    Raises:
+        NotImplementedError: a `block_table`.
+        Exception: what `ring_attention` raises.
+    """
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+    documents = (
+        _Documents("_q", cu_seqlens_q, max_seqlen_q),
+        _Documents("_k", cu_seqlens_k, max_seqlen_k),
+    )
+    return _varlen("", (q, k, v), documents, block_table, options, group, layout, sharing)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    group: Group = None,
+    layout: Layout = "contiguous",
+    **sharing: Unpack[Sharing],
+) -> Result:
+    """`flash_attn_varlen_func` with k and v in one, `kv` (rows_kv, 2, nheads_kv, headdim)."""
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+    documents = (
+        _Documents("_q", cu_seqlens_q, max_seqlen_q),
+        _Documents("_k", cu_seqlens_k, max_seqlen_k),
+    )
+    return _varlen("kv", (q, kv), documents, None, options, group, layout, sharing)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    group: Group = None,
+    layout: Layout = "contiguous",
+    **sharing: Unpack[Sharing],
+) -> Result:
+    """`flash_attn_varlen_func` with all in one tensor, `qkv` (rows, 3, nheads, headdim)."""
+    options = Options(
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+    documents = (_Documents("", cu_seqlens, max_seqlen),)
+    return _varlen("qkv", (qkv,), documents, None, options, group, layout, sharing)
+
+
+def flash_attn_with_kvcache(*_: object, **__: object) -> NoReturn:
+    """Raises NotImplementedError: it writes into a cache that one process has."""
+    raise NotImplementedError(
+        "flash_attn_with_kvcache is not built, as it updates a cache of one process; append to "
+        "this rank's rows of the cache and call ring_attn.tree_decode"
+    )
+
+
+class _Documents(NamedTuple):
+    """Boundaries of one side, and the longest of its documents, as they were given."""
+
+    suffix: str
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+
+def _dense(
+    form: str,
+    tensors: tuple[Tensor, ...],
+    options: Options,
+    group: Group,
+    layout: Layout,
+    sharing: Sharing,
+) -> Result:
+    try:
+        check.check_options("flash_attn_func", sharing, Sharing)
+        qkv = unpacked(form, tensors, packed=False)
+        check_deterministic(qkv, options)
+    except Exception as error:
+        tell_refusal(error, group)
+        raise
+    return attend(qkv, options, group=group, layout=layout, **sharing)
+
+
+def _varlen(
+    form: str,
+    tensors: tuple[Tensor, ...],
+    documents: tuple[_Documents, ...],
+    block_table: Tensor | None,
+    options: Options,
+    group: Group,
+    layout: Layout,
+    sharing: Sharing,
+) -> Result:
+    """Attention within documents, which queries and keys share where one side is given."""
+    try:
+        check.check_options("flash_attn_varlen_func", sharing, Sharing)
+        qkv = unpacked(form, tensors, packed=True)
+        check_deterministic(qkv, options)
+        if block_table is not None:
+            raise NotImplementedError(
+                "block_table must be None: a paged cache is not built; ring_attn.tree_decode takes "
+                "a cache that is split over the ranks"
+            )
+        for one in documents:
+            check_documents(*one)
+        if len({one.cu_seqlens.numel() for one in documents}) > 1:
+            counts = [one.cu_seqlens.numel() - 1 for one in documents]
+            raise ValueError(
+                "cu_seqlens_q and cu_seqlens_k must have as many documents, got "
+                f"{counts[0]} and {counts[1]}"
+            )
+    except Exception as error:
+        tell_refusal(error, group)
+        raise
+    cu_q, cu_k = documents[0].cu_seqlens, documents[-1].cu_seqlens
+    how: How = {"group": group, "layout": layout, **sharing}
+    return attend(qkv, options, cu_q, None if cu_k is cu_q else cu_k, **how)
+
+
+def attend(
+    qkv: Qkv,
+    options: Options,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    **how: Unpack[How],
+) -> Result:
+    """ring_attention with flash-attn's options, and what flash-attn returns."""
+    out, lse = ring_attention(
+        *qkv,
+        causal=options.causal,
+        window_size=options.window_size,
+        softmax_scale=options.softmax_scale,
+        softcap=options.softcap,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_k=cu_seqlens_k,
+        return_lse=True,
+        dropout_p=options.dropout_p,
+        alibi_slopes=options.alibi_slopes,
+        **how,
+    )
+    return (out, lse, None) if options.return_attn_probs else out
+
+
+def unpacked(form: str, tensors: tuple[Tensor, ...], *, packed: bool) -> Qkv:
+    """q, k and v, each with as many dims as it must have.
+
+    Args:
+        form: "", or the name of the last tensor, which holds as many as its name has letters.
+        tensors: as they were given.
+        packed: without a batch.
+    """
+    rows = "rows" if packed else "batch, rows"
+    num_dims = 3 if packed else 4
+    if form:
+        whole = tensors[-1]
+        check.check_floating(form, whole)
+        if whole.ndim != num_dims + 1 or whole.size(-3) != len(form):
+            raise ValueError(
+                f"{form} must be ({rows}, {len(form)}, nheads, headdim), got {tuple(whole.shape)}"
+            )
+        tensors = (*tensors[:-1], *whole.unbind(-3))
+    q, k, v = tensors
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x)
+        if x.ndim != num_dims:
+            raise ValueError(f"{name} must be ({rows}, nheads, headdim), got {tuple(x.shape)}")
+    return q, k, v
+
+
+def check_documents(suffix: str, cu_seqlens: Tensor, most: int) -> None:
+    """Refuses boundaries with a document that is longer than the longest is said to be.
+
+    Args:
+        suffix: of the names of both arguments.
+        cu_seqlens: boundaries of documents.
+        most: rows of the longest, or more.
+    """
+    name, most_name = f"cu_seqlens{suffix}", f"max_seqlen{suffix}"
+    if torch.compiler.is_compiling():
+        check.check_boundaries(name, cu_seqlens)
+        return
+    longest, given = max(b - a for a, b in pairwise(on_host(name, cu_seqlens))), most
+    if as_int(most_name, given) < longest:
+        raise ValueError(
+            f"{most_name} must be at least the longest document of {name}, {longest}, got {given}"
+        )
+
+
+def on_host(name: str, cu_seqlens: Tensor) -> tuple[int, ...]:
+    """Boundaries of documents, which must be given."""
+    boundaries = check.check_cu_seqlens(name, cu_seqlens)
+    if boundaries is None:
+        raise TypeError(f"{name} must be an int32 tensor, got None")
+    return boundaries
+
+
+def check_deterministic(qkv: Qkv, options: Options) -> None:
+    """Refuses `deterministic=True` where neither the backend nor torch promises it."""
+    if not options.deterministic or qkv[0].device.type != "cuda":
+        return
+    if not torch.are_deterministic_algorithms_enabled():
+        _check_backend_is_deterministic(*qkv)
+
+
+@left_out_of_graphs(_ASKS_BACKEND)
+def _check_backend_is_deterministic(q: Tensor, k: Tensor, v: Tensor) -> None:
+    name = select_backend(q, k, v).name
+    if name not in _DETERMINISTIC:
+        raise NotImplementedError(
+            f"deterministic=True cannot be promised by backend {name!r}, which would run; call "
+            f"torch.use_deterministic_algorithms(True), or install one of {_DETERMINISTIC}"
+        )

@@ -1,0 +1,165 @@
+"""`ring_flash_attn.utils`: what rings of your own are made of, over torch.distributed.
+
+Their messages carry no identity: ranks whose calls differ are not told apart, as they are in
+`ring_attention`. `get_default_args`, which reads flash-attn's private functions, is not here.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_attn import check
+from ring_attn.call import Group
+from ring_attn.core.values import as_int
+
+_Index = slice | tuple[slice, ...]
+
+
+def update_out_and_lse(
+    out: Tensor | None,
+    lse: Tensor | None,
+    block_out: Tensor,
+    block_lse: Tensor,
+    slice_: _Index | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention to more keys, from that to some and that to a block of others.
+
+    Args:
+        out: (..., rows, nheads, headdim) float32 so far; None before the first block.
+        lse: (..., rows, nheads, 1) float32 so far.
+        block_out: (..., rows, nheads, headdim) of the block; any floating point dtype.
+        block_lse: (..., nheads, rows) of the block.
+        slice_: which part of `out` and `lse` the block is for; they are changed in place then.
+
+    Returns:
+        `(out, lse)` of all. Rows that have seen nothing have out 0 and lse -inf.
+
+    Raises:
+        RuntimeError: a slice for the first block.
+
+    Example:
+        >>> half = torch.full((1, 1, 1), 2.0), torch.zeros(1, 1)
+        >>> out, lse = update_out_and_lse(*update_out_and_lse(None, None, *half), *half)
+        >>> out.item(), round(lse.exp().item(), 3)
+        (2.0, 2.0)
+    """
+    block_out, block_lse = block_out.float(), block_lse.transpose(-2, -1).unsqueeze(-1)
+    if out is None or lse is None:
+        if slice_ is not None:
+            raise RuntimeError(
+                "the first block must be for all rows, got slice_; pass it without slice_, or out "
+                "and lse"
+            )
+        return block_out, block_lse
+    whole = (out, lse)
+    if slice_ is not None:
+        out, lse = out[slice_], lse[slice_]
+    both = torch.logaddexp(lse, block_lse)
+    # A row that sees nothing in both has -inf - -inf.
+    before, block = ((x - both).exp().nan_to_num() for x in (lse, block_lse))
+    out = before * out + block * block_out
+    if slice_ is None:
+        return out, both
+    whole[0][slice_], whole[1][slice_] = out, both
+    return whole
+
+
+def flatten_varlen_lse(lse: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """(nheads, rows) of packed documents, from (documents, nheads, longest)."""
+    lengths = [b - a for a, b in pairwise(check.check_cu_seqlens("cu_seqlens", cu_seqlens) or ())]
+    return torch.cat([one[:, :n] for one, n in zip(lse, lengths, strict=True)], 1)
+
+
+def unflatten_varlen_lse(lse: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    """(documents, nheads, max_seqlen), padded with 0, from packed (rows, nheads, 1)."""
+    runs = list(pairwise(check.check_cu_seqlens("cu_seqlens", cu_seqlens) or ()))
+    padded = lse.new_zeros(len(runs), as_int("max_seqlen", max_seqlen), lse.size(-2))
+    for one, (start, stop) in zip(padded, runs, strict=True):
+        one[: stop - start] = lse[start:stop, :, 0]
+    return padded.transpose(1, 2).contiguous()
+
+
+class RingComm:
+    """Sends tensors to the next rank while those of the rank before arrive.
+
+    Attributes:
+        rank: of this process in the group.
+        world_size: ranks of the group.
+        send_rank: the next, among all processes.
+        recv_rank: the one before, among all processes.
+    """
+
+    def __init__(self, process_group: Group) -> None:
+        """A ring over a group; None is the default one."""
+        self._group = check.check_group(process_group)
+        self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        around = ((self.rank + step) % self.world_size for step in (1, -1))
+        self.send_rank, self.recv_rank = (dist.get_global_rank(self._group, r) for r in around)
+        self._ops: list[dist.P2POp] = []
+        self._works: list[dist.Work] | None = None
+
+    def send_recv(self, to_send: Tensor, recv_tensor: Tensor | None = None) -> Tensor:
+        """The tensor that will hold the other's after `wait`; nothing is sent before `commit`."""
+        received = torch.empty_like(to_send) if recv_tensor is None else recv_tensor
+        # Alone, a rank is its own neighbour, to which no message can go.
+        if self.world_size == 1:
+            return received.copy_(to_send)
+        self._ops += (
+            dist.P2POp(dist.isend, to_send, self.send_rank, group=self._group),
+            dist.P2POp(dist.irecv, received, self.recv_rank, group=self._group),
+        )
+        return received
+
+    def send_recv_kv(
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_buffer: Tensor | None = None,
+        v_buffer: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Both tensors that will hold the other's, already on their way."""
+        arriving = self.send_recv(k, k_buffer), self.send_recv(v, v_buffer)
+        self.commit()
+        return arriving
+
+    def commit(self) -> None:
+        """Starts to send."""
+        if self._works is not None:
+            raise RuntimeError("commit must follow a wait, got a second commit: call wait between")
+        self._works = dist.batch_isend_irecv(self._ops) if self._ops else []
+
+    def wait(self) -> None:
+        """Returns when all has arrived."""
+        if self._works is None:
+            raise RuntimeError("wait must follow a commit, got none: call commit before")
+        for work in self._works:
+            work.wait()
+        self._works, self._ops = None, []
+
+
+class AllGatherComm:
+    """Gathers tensors of all ranks, several at a time."""
+
+    def __init__(self, group: Group = None) -> None:
+        """Over a group; None is the default one."""
+        self._group = check.check_group(group)
+        self._works: list[dist.Work | None] = []
+
+    def all_gather(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
+        """Starts to gather: the output is the inputs of all ranks, one behind another in dim 0."""
+        self._works.append(
+            dist.all_gather_into_tensor(
+                output_tensor, input_tensor, group=self._group, async_op=True
+            )
+        )
+
+    def wait(self) -> None:
+        """Returns when all outputs are there."""
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        self._works = []
