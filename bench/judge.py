@@ -12,7 +12,7 @@ both with the bound of `ring_attn.testing`, whose yardstick is plain PyTorch in 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -32,17 +32,6 @@ NAMES = ("out", "dq", "dk", "dv")
 Figures = Mapping[str, tuple[Tensor, Tensor, Tensor]]
 
 Make = Callable[[Problem, Data], Attention]
-
-
-@dataclass(frozen=True)
-class _Rows(Mask):
-    """The mask of some of the queries, against all keys."""
-
-    rows: tuple[int, ...] = ()
-
-    def dense(self, q_positions: Tensor | None = None, k_positions: Tensor | None = None) -> Tensor:
-        """(len(rows), seqlen_k) booleans."""
-        return super().dense(torch.tensor(self.rows), k_positions)
 
 
 class Judge:
@@ -103,7 +92,7 @@ class Judge:
         """The sampled rows, computed by batch entry and kv head to bound the memory of scores."""
         problem, device = self._problem, self._problem.device
         group = problem.heads // problem.kv_heads
-        mask = _Rows(problem.seqlen, problem.seqlen, problem.causal, rows=self._rows)
+        mask = _of_rows(problem.mask, self._rows)
         rows, keys = (torch.tensor(x).to(device) for x in (self._rows, self._keys))
         q, k, v, dout = self._sampled_data.rows_first
         q, dout = q[:, rows], dout[:, rows]
@@ -118,6 +107,14 @@ class Judge:
                 parts.append(_figures(Inputs(q_part, k_part, v_part, dout_part), mask, keys))
             entries.append(_joined(parts, dim=2))
         return _joined(entries, dim=0)
+
+
+def _of_rows(mask: Mask, rows: Sequence[int]) -> Mask:
+    """The mask of some of the queries, against all keys."""
+    slices = [
+        one.moved(at, 0) for at, row in enumerate(rows) for one in mask.rows(row, row + 1).slices
+    ]
+    return Mask.of(len(rows), mask.seqlen_k, slices)
 
 
 def _figures(inputs: Inputs, mask: Mask, keys: Tensor | None = None) -> Figures:

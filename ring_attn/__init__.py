@@ -26,8 +26,10 @@ from ring_attn import profiling as profiling
 from ring_attn.api import ring_attention, tree_decode
 from ring_attn.api import select_backend as select_backend
 from ring_attn.api import unshard as unshard
+from ring_attn.core import masks as masks
 from ring_attn.core.batch import shard_batch
 from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
 from ring_attn.core.spec import TransportOptions
 from ring_attn.core.strategy import Strategy
 from ring_attn.decode import next_rank as next_rank
@@ -44,10 +46,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ContextParallel",
+    "Mask",
     "SequenceLayout",
     "Strategy",
     "TransportOptions",
     "explain",
+    "masks",
     "parallelize",
     "ring_attention",
     "shard_batch",

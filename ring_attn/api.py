@@ -23,6 +23,7 @@ from ring_attn.call import (
 )
 from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec, TransportOptions
 from ring_attn.core.strategy import Strategy, checked_strategy
 from ring_attn.core.values import check_dim, check_flag, check_type
@@ -68,6 +69,7 @@ def ring_attention(
     sinks: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    mask: Mask | None = None,
     group: Group = None,
     layout: Layout = "contiguous",
     strategy: str | Strategy = "ring",
@@ -104,6 +106,9 @@ def ring_attention(
             last boundary are padding, with out 0, lse -inf (or its sink) and zero gradients; over
             several ranks that takes a `layout` by value.
         cu_seqlens_k: those of the keys, where they differ from the queries'.
+        mask: any other mask, of `ring_attn.masks`, over the whole sequence; in the place of causal,
+            window_size and cu_seqlens. The same on every rank. Make it once for a batch, and give
+            all layers the same one.
         group: the ranks: a process group, a mesh with one axis, or None for the default group. A
             mesh with two, such as (nodes, GPUs of a node), gives "hybrid" and "double_ring" their
             degree: the size of the last.
@@ -156,7 +161,7 @@ def ring_attention(
     try:
         check_flag("return_lse", return_lse)
         check.check_unsupported(dropout_p, alibi_slopes)
-        check.check_inputs(q, k, v, sinks, cu_seqlens, cu_seqlens_k)
+        check.check_inputs(q, k, v, sinks, cu_seqlens, cu_seqlens_k, mask)
         group_name, mesh_shape = _described(group, q.device.type)
         call = Request(
             causal=causal,
@@ -174,7 +179,10 @@ def ring_attention(
         )
         pair = () if isinstance(layout, str) else check.check_layouts(layout)
         numbers = (pair[0].numbers, pair[1].numbers) if pair else ((), ())
-        arguments = Arguments(cu_seqlens, cu_seqlens_k, *numbers, call.text)
+        if mask is not None:
+            check.check_mask_alone(mask, causal, window_size, cu_seqlens, cu_seqlens_k)
+        slices = None if mask is None else mask.tensor
+        arguments = Arguments(cu_seqlens, cu_seqlens_k, slices, *numbers, call.text)
     except BaseException as error:
         tell_refusal(error, group, transport)
         raise
@@ -216,7 +224,8 @@ def _with_strategy(
     try:
         spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
         rows = (q.size(1), k.size(1))
-        resolved = resolve(call, rows, arguments.documents(), arguments.numbers, *call.place)
+        masked = arguments.documents(), arguments.given_mask()
+        resolved = resolve(call, rows, *masked, arguments.numbers, *call.place)
         backend = choose_backend(spec, call.backend).name
     except Exception as error:
         tell_refusal(error, group, call.transport)
@@ -274,6 +283,7 @@ def tree_decode(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    mask: Mask | None = None,
     group: Group = None,
     layout: SequenceLayout | None = None,
     backend: str = "auto",
@@ -304,6 +314,8 @@ def tree_decode(
         softcap: where it is not 0, scores are `softcap * tanh(score / softcap)`.
         sinks: (nheads,), a logit of each head that joins the denominator once; the same on every
             rank.
+        mask: of `ring_attn.masks`, in the place of causal and window_size: over the new tokens and
+            the whole cache. `Mask.rows` takes the last queries of a mask of the whole sequence.
         group: a process group, a mesh with one axis, or None for the default group.
         layout: which positions the ranks hold, the same on every rank; see
             `SequenceLayout.appended` and `next_rank` for one that grows. None says that every rank
@@ -353,7 +365,9 @@ def tree_decode(
             backend=check.check_name("backend", backend),
             transport=check.check_transport(transport),
         )
-        decoding = decode.prepare(q, k, v, sinks, layout, call)
+        if mask is not None:
+            check.check_mask_alone(mask, not causal, window_size)
+        decoding = decode.prepare(q, k, v, sinks, layout, mask, call)
     except BaseException as error:
         tell_refusal(error, group, transport)
         raise

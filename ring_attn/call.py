@@ -25,10 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ring_attn import check
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.mask import Mask
+from ring_attn.core.mask import FlashArguments, Mask
 from ring_attn.core.spec import AttentionSpec, TransportOptions
 from ring_attn.core.strategy import Strategy, resolve_strategy
 from ring_attn.torch_private import group_by_name, is_traced_as_constant, specialized
@@ -53,7 +54,11 @@ class _Scores(TypedDict, total=False):
     sinks: Tensor | None
 
 
-class _Documents(TypedDict, total=False):
+class _Given(TypedDict, total=False):
+    mask: Mask | None
+
+
+class _Documents(_Given, total=False):
     cu_seqlens: Tensor | None
     cu_seqlens_k: Tensor | None
 
@@ -95,7 +100,7 @@ class AttentionOptions(What, How, total=False):
     alibi_slopes: Tensor | None
 
 
-class DecodeOptions(_Basics, _Scores, _Ranks, _Means, total=False):
+class DecodeOptions(_Basics, _Scores, _Given, _Ranks, _Means, total=False):
     """All options of `tree_decode` but `return_lse`."""
 
     layout: SequenceLayout | None
@@ -190,6 +195,7 @@ class Arguments(NamedTuple):
     Attributes:
         cu_seqlens: boundaries of the queries' documents.
         cu_seqlens_k: those of the keys', where they differ.
+        mask: `Mask.tensor` of a mask that was given as a value.
         layout_q: `SequenceLayout.numbers` of the queries' layout; empty where the request has it.
         layout_k: those of the keys' layout.
         text: that of the `Request`.
@@ -197,6 +203,7 @@ class Arguments(NamedTuple):
 
     cu_seqlens: Tensor | None
     cu_seqlens_k: Tensor | None
+    mask: Tensor | None
     layout_q: Sequence[int]
     layout_k: Sequence[int]
     text: str
@@ -221,6 +228,18 @@ class Arguments(NamedTuple):
         check.check_documents(cu_q, cu_k)
         return cu_q, cu_q if cu_k is None else cu_k
 
+    def given_mask(self) -> Mask | None:
+        """The mask that was given as a value; its slices are read once for each tensor."""
+        if self.mask is None:
+            return None
+        if self.mask not in _masks:
+            _masks[self.mask] = Mask.from_tensor(self.mask)
+        found: Mask = _masks[self.mask]
+        return found
+
+
+# tensor -> its mask, which does not keep the tensor
+_masks: Any = WeakTensorKeyDictionary()
 
 Documents = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
 LayoutNumbers = tuple[tuple[int, ...], tuple[int, ...]]
@@ -240,6 +259,7 @@ def resolve(
     call: Request,
     rows: tuple[int, int],
     documents: Documents,
+    given_mask: Mask | None,
     numbers: LayoutNumbers,
     rank: int,
     world_size: int,
@@ -251,11 +271,16 @@ def resolve(
     """
     cu_q, cu_k = documents
     totals = (cu_q[-1] if cu_q else None, cu_k[-1] if cu_k else None)
+    if given_mask is not None:
+        totals = given_mask.seqlen_q, given_mask.seqlen_k
     given: object = call.layout
     if call.layout is None:
         given = tuple(SequenceLayout.from_numbers(one) for one in numbers)
     layouts = check.resolve_layouts(given, rows, totals, rank, world_size)
     seqlens = (layouts[0].seqlen, layouts[1].seqlen)
+    if given_mask is not None:
+        check.check_given_mask(given_mask, *seqlens)
+        return Resolved(layouts, given_mask)
     mask = Mask(*seqlens, call.causal, call.window_size, cu_q, cu_k)
     return Resolved(layouts, check.check_mask(mask))
 
@@ -263,6 +288,7 @@ def resolve(
 def describe(spec: AttentionSpec, resolved: Resolved, call: Request) -> dict[str, object]:
     """Values that must be the same on all ranks, by the names of the arguments."""
     mask = resolved.mask
+    said = mask.arguments or FlashArguments(False, (-1, -1), None, None)
     return {
         "batch": spec.batch,
         "nheads": spec.nheads,
@@ -273,10 +299,11 @@ def describe(spec: AttentionSpec, resolved: Resolved, call: Request) -> dict[str
         "device": spec.device_type,
         "seqlen_q": mask.seqlen_q,
         "seqlen_k": mask.seqlen_k,
-        "causal": mask.causal,
-        "window_size": mask.window_size,
-        "cu_seqlens": mask.cu_seqlens_q,
-        "cu_seqlens_k": mask.cu_seqlens_k,
+        "causal": said.causal,
+        "window_size": said.window_size,
+        "cu_seqlens": said.cu_seqlens_q,
+        "cu_seqlens_k": said.cu_seqlens_k,
+        "mask": None if mask.arguments else mask.slices,
         "softcap": spec.softcap,
         "sinks": spec.sinks,
         "layout": tuple(str(layout) for layout in resolved.layouts),

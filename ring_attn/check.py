@@ -53,9 +53,10 @@ def check_inputs(
     sinks: Tensor | None,
     cu_seqlens: Tensor | None,
     cu_seqlens_k: Tensor | None,
+    mask: object,
 ) -> None:
     """All tensors of `ring_attention`: types, dtypes, devices and shapes."""
-    check_tensors(q, k, v, packed=cu_seqlens is not None)
+    check_tensors(q, k, v, packed=cu_seqlens is not None or mask is not None)
     check_sinks(sinks, q)
     check_boundaries("cu_seqlens", cu_seqlens, q.device)
     check_boundaries("cu_seqlens_k", cu_seqlens_k, q.device)
@@ -525,10 +526,37 @@ def check_layout(
 
 def check_mask(mask: Mask) -> Mask:
     """The mask, whose document boundaries must not end behind its lengths."""
+    given = mask.arguments
+    cu_q, cu_k = (given.cu_seqlens_q, given.cu_seqlens_k) if given else (None, None)
     for name, cu, total in (
-        ("cu_seqlens", mask.cu_seqlens_q, mask.seqlen_q),
-        ("cu_seqlens_k", mask.cu_seqlens_k, mask.seqlen_k),
+        ("cu_seqlens", cu_q, mask.seqlen_q),
+        ("cu_seqlens_k", cu_k, mask.seqlen_k),
     ):
         if cu is not None and cu[-1] > total:
             raise ValueError(f"{name} must end at most at the global length {total}, got {cu[-1]}")
     return mask
+
+
+def check_mask_alone(mask: object, causal: bool, window_size: Sequence[int], *cu: object) -> None:
+    """Refuses a mask beside arguments that say one, too."""
+    check_type("mask", mask, Mask, "a ring_attn.Mask or None")
+    others = {
+        "causal": causal,
+        "window_size": tuple(window_size) != (-1, -1),
+        "cu_seqlens": any(one is not None for one in cu),
+    }
+    for name, there in others.items():
+        if there:
+            raise ValueError(
+                f"mask says who sees whom, so {name} must be left out: intersect masks with `&`, "
+                "such as ring_attn.masks.documents(...) & ring_attn.masks.window(...)"
+            )
+
+
+def check_given_mask(mask: Mask, queries: int, keys: int | None) -> None:
+    """The lengths of a mask against those of the tensors; None is not known."""
+    if mask.seqlen_q != queries or keys not in (None, mask.seqlen_k):
+        raise ValueError(
+            f"mask must be over {queries} queries and {'all' if keys is None else keys} keys of "
+            f"the whole sequence, got one over {mask.seqlen_q} and {mask.seqlen_k}"
+        )

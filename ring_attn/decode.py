@@ -23,7 +23,6 @@ from ring_attn.strategies.tree_decode import (
     DecodeCall,
     decode_tiles,
     gather_numbers,
-    hides_nothing,
     make_call,
 )
 from ring_attn.transport.base import Agreement, Transport
@@ -37,6 +36,7 @@ class Decoding(NamedTuple):
     call: Request
     group: dist.ProcessGroup
     layout: SequenceLayout | None
+    mask: Mask | None
     decode_call: DecodeCall
     agreement: Agreement
 
@@ -47,6 +47,7 @@ def prepare(
     v: Tensor,
     sinks: Tensor | None,
     layout: SequenceLayout | None,
+    mask: Mask | None,
     call: Request,
 ) -> Decoding:
     """What a call does, from its arguments; nothing is sent.
@@ -64,9 +65,11 @@ def prepare(
         check.check_layout("k", layout, k.size(1), None, rank, world_size)
     spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
     decode_call = make_call(spec, softmax_scale=call.softmax_scale, backend=call.backend)
-    masked = (call.causal, call.window_size)
+    if mask is not None:
+        check.check_given_mask(mask, q.size(1), None if layout is None else layout.seqlen)
+    masked = (call.causal, call.window_size, mask)
     agreement = _agreement(spec, q.size(1), masked, layout, decode_call, call.transport)
-    return Decoding(call, group, layout, decode_call, agreement)
+    return Decoding(call, group, layout, mask, decode_call, agreement)
 
 
 def attend(
@@ -82,16 +85,15 @@ def attend(
         if not told:
             k = q.new_empty(q.size(0), 0, nheads_kv, q.size(3))
             v = q.new_empty(q.size(0), 0, nheads_kv, headdim_v)
-            decoding = prepare(q, k, v, sinks, layout, decoding.call)
-    call, group, layout, decode_call, agreement = decoding
+            decoding = prepare(q, k, v, sinks, layout, decoding.mask, decoding.call)
+    call, group, layout, mask, decode_call, agreement = decoding
     values = () if sinks is None else (sinks,)
     if debug_enabled():
         described = agreement.values | values_of(q=q, sinks=sinks)
         check_agreement(described, group, call.transport)
     ends = open_p2p(group, call.transport)
     with ends.call("decode", agreement, q.device, values=values):
-        queries = Mask(q.size(1), 0, call.causal, call.window_size)
-        tiles = _tiles(queries, k.size(1), layout, q.device, ends)
+        tiles = _tiles(call, mask, (q.size(1), k.size(1)), layout, q.device, ends)
         # Once here: no operator takes a strided last dim.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return run.decode(decode_call, tiles, q, k, v, ends, sinks)
@@ -124,7 +126,7 @@ def _told_sizes(q: Tensor, k: Tensor, v: Tensor, decoding: Decoding, told: bool)
 def _agreement(
     spec: AttentionSpec,
     rows: int,
-    masked: tuple[bool, tuple[int, int]],
+    masked: tuple[bool, tuple[int, int], Mask | None],
     layout: SequenceLayout | None,
     decode_call: DecodeCall,
     transport: TransportOptions,
@@ -136,6 +138,7 @@ def _agreement(
             "seqlen_q": rows,
             "causal": masked[0],
             "window_size": masked[1],
+            "mask": None if masked[2] is None else masked[2].slices,
             "softmax_scale": decode_call.softmax_scale,
             "layout": None if layout is None else str(layout),
             "backend": decode_call.backend,
@@ -179,23 +182,33 @@ def next_rank(layout: SequenceLayout, *, block: int = 256) -> int:
 
 
 def _tiles(
-    mask: Mask,
-    rows: int,
+    call: Request,
+    mask: Mask | None,
+    shape: tuple[int, int],
     layout: SequenceLayout | None,
     device: torch.device,
     transport: Transport,
 ) -> tuple[Tile, ...]:
-    """This rank's tiles; `mask` has the queries' side only."""
-    queries = mask.seqlen_q
+    """This rank's tiles of so many queries and rows."""
+    queries, rows = shape
     if layout is not None:
-        whole = Mask(queries, layout.seqlen, mask.causal, mask.window_size)
+        whole = mask or Mask(queries, layout.seqlen, call.causal, call.window_size)
         return _layout_tiles(layout, transport.rank, whole)
-    if hides_nothing(mask):
+    if mask is None and _hides_nothing(call, queries):
         return _run_tiles(0, rows, Mask(queries, rows))
     lengths = gather_numbers((rows, 0), device, transport)
     cuts = [0, *accumulate(length for length, _ in lengths)]
-    whole = Mask(queries, cuts[-1], mask.causal, mask.window_size)
+    if mask is not None:
+        check.check_given_mask(mask, queries, cuts[-1])
+    whole = mask or Mask(queries, cuts[-1], call.causal, call.window_size)
     return _run_tiles(cuts[transport.rank], rows, whole)
+
+
+def _hides_nothing(call: Request, queries: int) -> bool:
+    """Whether every query sees the whole cache, however long it is and whoever holds what."""
+    left, right = call.window_size
+    right = 0 if call.causal else right
+    return left < 0 and (right < 0 or right >= queries - 1)
 
 
 # Every token has tiles anew, which all layers share, and with them what backends keep of them.

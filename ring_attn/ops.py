@@ -28,6 +28,7 @@ from ring_attn.backends import choose_backend
 from ring_attn.call import Arguments, Documents, LayoutNumbers, Request, describe, resolve
 from ring_attn.core.dtypes import accum_dtype
 from ring_attn.core.heads import share_heads
+from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.machines import run as machine
 from ring_attn.strategies.base import Call
@@ -39,7 +40,8 @@ from ring_attn.transport.ranks.group import refused
 
 # `Arguments`; only the numbers of layouts may be symbols.
 _ARGUMENTS = (
-    "Tensor? cu_seqlens, Tensor? cu_seqlens_k, SymInt[] layout_q, SymInt[] layout_k, str call"
+    "Tensor? cu_seqlens, Tensor? cu_seqlens_k, Tensor? mask, SymInt[] layout_q, SymInt[] layout_k, "
+    "str call"
 )
 _FORWARD = (
     f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor[])"
@@ -64,7 +66,8 @@ def _prepare(
     call = arguments.call
     check.check_max_ctas(call.transport, call.process_group)
     backend = choose_backend(spec, call.backend).name
-    given = (arguments.documents(), arguments.numbers, arguments.text)
+    masked = arguments.documents(), arguments.given_mask()
+    given = (*masked, arguments.numbers, arguments.text)
     return _make_call(spec, rows, *given, *call.place, backend)
 
 
@@ -74,6 +77,7 @@ def _make_call(
     spec: AttentionSpec,
     rows: tuple[int, int],
     documents: Documents,
+    given_mask: Mask | None,
     numbers: LayoutNumbers,
     text: str,
     rank: int,
@@ -81,7 +85,7 @@ def _make_call(
     backend: str,
 ) -> tuple[Call, Agreement]:
     asked = Request.from_text(text)
-    resolved = resolve(asked, rows, documents, numbers, rank, world_size)
+    resolved = resolve(asked, rows, documents, given_mask, numbers, rank, world_size)
     strategy = asked.given_strategy(world_size)
     call = make_call(
         strategy,
@@ -266,9 +270,9 @@ def _save(
         return
     known = dict(zip(_KNOWN, (q, k, v, out, lse), strict=True))
     kept = [known[name] for name in _kept(arguments.text, *call.place)]
-    ctx.save_for_backward(sinks, arguments.cu_seqlens, arguments.cu_seqlens_k, *kept, *extra)
+    ctx.save_for_backward(sinks, *arguments[:3], *kept, *extra)
     ctx.sizes = [*q.shape[:2], k.size(1), q.size(2), k.size(2), q.size(3), v.size(3)]
-    ctx.arguments = arguments._replace(cu_seqlens=None, cu_seqlens_k=None)
+    ctx.arguments = arguments._replace(cu_seqlens=None, cu_seqlens_k=None, mask=None)
 
 
 def _in_order(kept: tuple[str, ...], saved: Sequence[Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -360,8 +364,8 @@ def _gradients(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
         return (None, None, None, None)
     check.check_plain("the gradient of out", dout)
-    sinks, cu_seqlens, cu_seqlens_k, *saved = ctx.saved_tensors
-    arguments = ctx.arguments._replace(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+    sinks, cu_seqlens, cu_seqlens_k, mask, *saved = ctx.saved_tensors
+    arguments = ctx.arguments._replace(cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, mask=mask)
     grads = attention_backward(saved, dout, sinks, ctx.sizes, *arguments)
     return (*grads[:3], None if sinks is None else grads[3])
 

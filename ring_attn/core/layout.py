@@ -412,7 +412,7 @@ class SequenceLayout:
         areas = []
         for rank in range(self.world_size):
             start, stop = mask.visible_runs(self.position_ids(rank))
-            areas.append(int((stop - start).sum()))
+            areas.append(int((stop - start).sum()))  # of all layers
         return tuple(areas)
 
     @kept

@@ -1,13 +1,10 @@
-"""Which queries see which keys: causality, window, documents, lengths as one predicate.
+r"""Which queries see which keys: a few slices, each a rectangle of positions cut by a band.
 
-    document d  = queries [q_start, q_end) and keys [k_start, k_end) that belong together
-    diagonal(d) = k_end - q_end                    (bottom-right aligned, as flash-attention)
-    query i sees key j  iff  both are in the same document d  and
-                             -left <= j - (i + diagonal(d)) <= right
+    slice    = queries [q_start, q_end), keys [k_start, k_end), and lo <= j - i <= hi
+    query i sees key j  iff  one slice holds the pair
 
-`causal` is `right = 0`; a side of -1 is unbounded. Without `cu_seqlens` there is one document, the
-whole sequence. Rows behind the last document are padding: they see nothing and nothing sees them.
-So a query always sees one run of keys, and its length is all that the cost of a mask depends on.
+Slices may share queries and keys, but no pair. flash-attention's arguments are such slices: a
+document is one, and causality and windows are bounds on its diagonal (bottom-right aligned).
 
     seqlen_q = 2, seqlen_k = 5, causal        window_size = (1, 0), 4 x 4
 
@@ -16,46 +13,137 @@ So a query always sees one run of keys, and its length is all that the cost of a
       q 1 x x x x x                             q 1 x x . .
                                                 q 2 . x x .
                                                 q 3 . . x x
+
+All other masks are made by `core.masks`. In a slice a query sees one run of keys; slices that share
+queries are in different *layers*, in each of which this holds for the whole sequence:
+
+        k 0 1 2 3 4 5
+      q 0 x . . . . .      layer 0: the first two keys, causal      layer 1: a window of one behind
+      q 1 x x . . . .               q [0, 6) k [0, 2) hi 0                   q [2, 6) k [2, 6) -1..0
+      q 2 x x x . . .
+      q 3 x x x x . .
+      q 4 x x . x x .
+      q 5 x x . . x x
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+# An unbounded side of a band: small enough that sums of it with positions do not overflow.
+UNBOUNDED = 1 << 50
 
-@dataclass(frozen=True)
-class Document:
-    """Global positions of one document: queries `[q_start, q_end)`, keys `[k_start, k_end)`."""
+
+class Slice(NamedTuple):
+    """Queries `[q_start, q_end)` and keys `[k_start, k_end)`, and of their pairs a band.
+
+    Attributes:
+        q_start: global position, as are the next three.
+        q_end: see there.
+        k_start: see there.
+        k_end: see there.
+        lo: least `j - i`; None is unbounded.
+        hi: greatest `j - i`; None is unbounded.
+    """
 
     q_start: int
     q_end: int
     k_start: int
     k_end: int
+    lo: int | None = None
+    hi: int | None = None
 
     @property
-    def diagonal(self) -> int:
-        """`j - i` of the last key against the last query: 0 where both sides have the same rows."""
-        return self.k_end - self.q_end
+    def touched(self) -> Slice | None:
+        """The slice without rows and columns that hold no pair of it; None if it holds none.
+
+        A bound that cuts nothing off is None.
+        """
+        q0, q1, k0, k1, lo, hi = self
+        if q0 >= q1 or k0 >= k1 or (lo is not None and hi is not None and lo > hi):
+            return None
+        if hi is not None:
+            q0 = max(q0, k0 - hi)
+        if lo is not None:
+            q1 = min(q1, k1 - lo)
+        if hi is not None:
+            k1 = min(k1, q1 + hi)
+        if lo is not None:
+            k0 = max(k0, q0 + lo)
+        if q0 >= q1 or k0 >= k1:
+            return None
+        if lo is not None and lo <= k0 - (q1 - 1):
+            lo = None
+        if hi is not None and hi >= (k1 - 1) - q0:
+            hi = None
+        return Slice(q0, q1, k0, k1, lo, hi)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The fields, with numbers for bounds that there are not."""
+        lo = -UNBOUNDED if self.lo is None else self.lo
+        hi = UNBOUNDED if self.hi is None else self.hi
+        return (*self[:4], lo, hi)
+
+    @property
+    def transposed(self) -> Slice:
+        """Keys in the place of queries."""
+        q0, q1, k0, k1, lo, hi = self
+        return Slice(k0, k1, q0, q1, None if hi is None else -hi, None if lo is None else -lo)
+
+    def moved(self, q: int, k: int) -> Slice:
+        """The slice so many queries and keys further."""
+        q0, q1, k0, k1, lo, hi = self
+        shift = k - q
+        lo, hi = (None if bound is None else bound + shift for bound in (lo, hi))
+        return Slice(q0 + q, q1 + q, k0 + k, k1 + k, lo, hi)
+
+    def __and__(self, other: Slice) -> Slice | None:
+        """The pairs of both; None if there are none."""
+        lows = [bound for bound in (self.lo, other.lo) if bound is not None]
+        highs = [bound for bound in (self.hi, other.hi) if bound is not None]
+        return Slice(
+            max(self.q_start, other.q_start), min(self.q_end, other.q_end),
+            max(self.k_start, other.k_start), min(self.k_end, other.k_end),
+            max(lows, default=None), min(highs, default=None),
+        ).touched  # fmt: skip
+
+    def __str__(self) -> str:
+        band = "" if self.lo is self.hi is None else f", {self.lo} <= j - i <= {self.hi}"
+        return f"(q {self.q_start}:{self.q_end}, k {self.k_start}:{self.k_end}{band})"
 
 
-@dataclass(frozen=True)
+class FlashArguments(NamedTuple):
+    """flash-attention's arguments that say a mask; document boundaries are None for one."""
+
+    causal: bool
+    window_size: tuple[int, int]
+    cu_seqlens_q: tuple[int, ...] | None
+    cu_seqlens_k: tuple[int, ...] | None
+
+
+Layer = tuple[Slice, ...]
+
+
+@dataclass(frozen=True, init=False, repr=False)
 class Mask:
     """The mask of a whole sequence, as a value: hashable, so that plans are cached by it.
 
-    Args:
+    Masks are combined by `&`, the pairs of both. `core.masks` has more constructors.
+
+    Attributes:
         seqlen_q: global number of queries.
         seqlen_k: global number of keys.
-        causal: a query sees nothing after its own (bottom-right aligned) position.
-        window_size: `(left, right)` keys on either side of the diagonal; -1 is unbounded.
-        cu_seqlens_q: document boundaries of the queries, from 0 to `seqlen_q` or to where padding
-            begins; None is one document.
-        cu_seqlens_k: the same for the keys, of as many documents.
+        slices: in the order of their queries; none is without pairs.
+        words: what it is, for people.
+        arguments: flash-attention's arguments that say the same, if it was made of them.
 
     Example:
         >>> Mask(4, 4, causal=True, window_size=(1, -1)).dense().int().tolist()
@@ -64,90 +152,195 @@ class Mask:
 
     seqlen_q: int
     seqlen_k: int
-    causal: bool = False
-    window_size: tuple[int, int] = (-1, -1)
-    cu_seqlens_q: tuple[int, ...] | None = None
-    cu_seqlens_k: tuple[int, ...] | None = None
+    slices: tuple[Slice, ...]
+    words: str = field(compare=False)
+    arguments: FlashArguments | None = field(compare=False)
 
-    @property
-    def left(self) -> int | None:
-        """Keys visible before the diagonal; None is unbounded."""
-        return None if self.window_size[0] < 0 else self.window_size[0]
+    def __init__(
+        self,
+        seqlen_q: int,
+        seqlen_k: int,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        cu_seqlens_q: tuple[int, ...] | None = None,
+        cu_seqlens_k: tuple[int, ...] | None = None,
+    ) -> None:
+        """The mask of flash-attention's arguments.
 
-    @property
-    def right(self) -> int | None:
-        """Keys visible after the diagonal; None is unbounded, 0 is causal."""
-        right = None if self.window_size[1] < 0 else self.window_size[1]
-        return 0 if self.causal else right
+        Args:
+            seqlen_q: global number of queries.
+            seqlen_k: global number of keys.
+            causal: a query sees nothing after its own (bottom-right aligned) position.
+            window_size: `(left, right)` keys on either side of the diagonal; -1 is unbounded.
+            cu_seqlens_q: document boundaries of the queries, from 0 to `seqlen_q` or to where
+                padding begins, which sees nothing; None is one document.
+            cu_seqlens_k: the same for the keys, of as many documents.
 
-    @cached_property
-    def documents(self) -> tuple[Document, ...]:
-        """The documents in order; the whole sequence is one where no `cu_seqlens` is given.
-
-        Padding is two more: one of queries without keys, one of keys without queries.
+        Raises:
+            ValueError: other numbers of documents on the two sides.
         """
-        cu_q = self.cu_seqlens_q or (0, self.seqlen_q)
-        cu_k = self.cu_seqlens_k or (0, self.seqlen_k)
+        cu_q = cu_seqlens_q or (0, seqlen_q)
+        cu_k = cu_seqlens_k or (0, seqlen_k)
         if len(cu_q) != len(cu_k):
             raise ValueError(
                 f"queries and keys must have as many documents, got {len(cu_q) - 1} and "
                 f"{len(cu_k) - 1}"
             )
-        if (cu_q[-1], cu_k[-1]) != (self.seqlen_q, self.seqlen_k):
-            cu_q += (self.seqlen_q, self.seqlen_q)
-            cu_k += (cu_k[-1], self.seqlen_k)
-        return tuple(
-            Document(cu_q[d], cu_q[d + 1], cu_k[d], cu_k[d + 1]) for d in range(len(cu_q) - 1)
+        left, right = window_size[0], 0 if causal else window_size[1]
+        slices = []
+        for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+            diagonal = k1 - q1
+            lo = None if left < 0 else diagonal - left
+            hi = None if right < 0 else diagonal + right
+            slices.append(Slice(q0, q1, k0, k1, lo, hi))
+        arguments = FlashArguments(causal, window_size, cu_seqlens_q, cu_seqlens_k)
+        self._set(seqlen_q, seqlen_k, slices, _words(arguments, seqlen_q), arguments)
+
+    @classmethod
+    def of(
+        cls, seqlen_q: int, seqlen_k: int, slices: Iterable[Slice], words: str | None = None
+    ) -> Mask:
+        """The mask of slices that share no pair, which is not checked."""
+        mask = cls.__new__(cls)
+        slices = list(slices)
+        mask._set(seqlen_q, seqlen_k, slices, words or f"{len(slices)} slices", None)
+        return mask
+
+    def _set(
+        self,
+        seqlen_q: int,
+        seqlen_k: int,
+        slices: Sequence[Slice],
+        words: str,
+        arguments: FlashArguments | None,
+    ) -> None:
+        touched = sorted(
+            (one for one in (s.touched for s in slices) if one is not None), key=lambda s: s[:4]
         )
+        values = {
+            "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "slices": tuple(touched), "words": words,
+            "arguments": arguments,
+        }  # fmt: skip
+        vars(self).update(values)
+
+    def __repr__(self) -> str:
+        return f"Mask({self.seqlen_q}, {self.seqlen_k}, {self.words})"
 
     @cached_property
     def _hash(self) -> int:
-        return hash(
-            (
-                self.seqlen_q,
-                self.seqlen_k,
-                self.causal,
-                self.window_size,
-                self.cu_seqlens_q,
-                self.cu_seqlens_k,
-            )
-        )
+        return hash((self.seqlen_q, self.seqlen_k, self.slices))
 
     def __hash__(self) -> int:
-        # Thousands of document boundaries are hashed once, not at every look-up of a plan.
+        # Thousands of slices are hashed once, not at every look-up of a plan.
         return self._hash
 
-    def documents_overlapping(self, start: int, stop: int) -> Iterator[Document]:
-        """The documents that have a query in `[start, stop)`, in order."""
-        for doc in self.documents[bisect_right(self._q_ends, start) :]:
-            if doc.q_start >= stop:
-                return
-            if doc.q_start < doc.q_end and doc.k_start < doc.k_end:
-                yield doc
+    def __and__(self, other: Mask) -> Mask:
+        """The pairs that both masks have.
+
+        Raises:
+            ValueError: masks over other lengths.
+        """
+        if (self.seqlen_q, self.seqlen_k) != (other.seqlen_q, other.seqlen_k):
+            raise ValueError(f"masks must be over the same lengths, got {self!r} and {other!r}")
+        both = (
+            one & another
+            for one in self.slices
+            for another in other.overlapping(one.q_start, one.q_end)
+        )
+        found = [pairs for pairs in both if pairs is not None]
+        return Mask.of(self.seqlen_q, self.seqlen_k, found, f"{self.words} and {other.words}")
+
+    def rows(self, start: int, stop: int) -> Mask:
+        """The mask of the queries `[start, stop)` alone, counted from 0; all keys stay.
+
+        Raises:
+            ValueError: queries that the mask has not.
+
+        Example:
+            >>> Mask(4, 4, causal=True).rows(2, 4).dense().int().tolist()
+            [[1, 1, 1, 0], [1, 1, 1, 1]]
+        """
+        if not 0 <= start <= stop <= self.seqlen_q:
+            raise ValueError(f"rows must be within {self.seqlen_q} queries, got {start}, {stop}")
+        some = Slice(start, stop, 0, self.seqlen_k)
+        found = [one & some for one in self.overlapping(start, stop)]
+        return Mask.of(
+            stop - start,
+            self.seqlen_k,
+            (one.moved(-start, 0) for one in found if one is not None),
+            f"{self.words}, queries {start}:{stop}",
+        )
+
+    # -- what it is
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether all that hides a key is that it comes after the query (bottom-right aligned)."""
+        return self == Mask(self.seqlen_q, self.seqlen_k, causal=True)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether keys are hidden because they are too far before a query."""
+        return any(one.lo is not None for one in self.slices)
 
     @cached_property
-    def _q_ends(self) -> tuple[int, ...]:
-        return tuple(doc.q_end for doc in self.documents)
+    def transposed(self) -> Mask:
+        """The mask with keys in the place of queries."""
+        return Mask.of(self.seqlen_k, self.seqlen_q, (s.transposed for s in self.slices))
+
+    # -- layers
+
+    @cached_property
+    def layers(self) -> tuple[Layer, ...]:
+        """The slices in as few layers as can be; those of a layer share no query, in order."""
+        layers: list[list[Slice]] = []
+        for one in self.slices:
+            for layer in layers:
+                if layer[-1].q_end <= one.q_start:
+                    layer.append(one)
+                    break
+            else:
+                layers.append([one])
+        return tuple(map(tuple, layers))
+
+    def overlapping(self, start: int, stop: int) -> Iterator[Slice]:
+        """The slices that have a query in `[start, stop)`, layer by layer."""
+        for layer, ends in zip(self.layers, self._q_ends, strict=True):
+            for one in layer[bisect_right(ends, start) :]:
+                if one.q_start >= stop:
+                    break
+                yield one
+
+    @cached_property
+    def _q_ends(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(one.q_end for one in layer) for layer in self.layers)
 
     def visible_runs(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """First and last-plus-one key that each query sees.
+        """First and last-plus-one key that each query sees in each layer.
 
         Args:
             positions: (n,) int64 global query positions.
 
         Returns:
-            `(start, stop)`, (n,) int64 each; `start == stop` where a query sees nothing.
+            `(start, stop)`, (layers, n) int64 each; `start == stop` where a query sees nothing.
         """
-        cu_q = torch.tensor([0, *self._q_ends], dtype=torch.int64)
-        docs = torch.tensor([[d.k_start, d.k_end, d.diagonal] for d in self.documents])
-        index = torch.searchsorted(cu_q, positions, right=True) - 1
-        k_start, k_end, diagonal = docs[index].unbind(1)
-        start, stop = k_start, k_end
-        if self.left is not None:
-            start = torch.maximum(start, positions + diagonal - self.left)
-        if self.right is not None:
-            stop = torch.minimum(stop, positions + diagonal + self.right + 1)
-        return start, torch.maximum(start, stop)
+        shape = len(self.layers), len(positions)
+        starts, stops = torch.zeros(2, *shape, dtype=torch.int64)
+        for row, table in enumerate(self.tables):
+            index = torch.searchsorted(table[1], positions, right=True).clamp(max=table.size(1) - 1)
+            q_start, q_end, k_start, k_end, lo, hi = table[:, index]
+            start = torch.maximum(k_start, positions + lo)
+            stop = torch.minimum(k_end, positions + hi + 1)
+            there = (q_start <= positions) & (positions < q_end) & (start < stop)
+            starts[row], stops[row] = start * there, stop * there
+        return starts, stops
+
+    @cached_property
+    def tables(self) -> tuple[Tensor, ...]:
+        """(6, n) int64 of each layer, the fields of its slices; unbounded sides are numbers."""
+        return tuple(
+            torch.tensor([one.numbers for one in layer]).t().contiguous() for layer in self.layers
+        )
 
     def dense(self, q_positions: Tensor | None = None, k_positions: Tensor | None = None) -> Tensor:
         """The mask as (n_q, n_k) booleans, True where visible: the specification of the rest.
@@ -160,5 +353,43 @@ class Mask:
             q_positions = torch.arange(self.seqlen_q)
         if k_positions is None:
             k_positions = torch.arange(self.seqlen_k)
-        start, stop = self.visible_runs(q_positions)
-        return (k_positions >= start[:, None]) & (k_positions < stop[:, None])
+        seen = torch.zeros(len(q_positions), len(k_positions), dtype=torch.bool)
+        for start, stop in zip(*self.visible_runs(q_positions), strict=True):
+            seen |= (k_positions >= start[:, None]) & (k_positions < stop[:, None])
+        return seen
+
+    @cached_property
+    def area(self) -> int:
+        """Visible pairs."""
+        start, stop = self.visible_runs(torch.arange(self.seqlen_q))
+        return int((stop - start).sum())
+
+    # -- through operators
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        """(1 + slices, 6) int64: the lengths, then the slices; what operators are given."""
+        first = (self.seqlen_q, self.seqlen_k, 0, 0, 0, 0)
+        return torch.tensor([first, *(one.numbers for one in self.slices)])
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor) -> Mask:
+        """The mask whose `tensor` this is."""
+        first, *rows = tensor.tolist()
+        slices = []
+        for q0, q1, k0, k1, lo, hi in rows:
+            band = None if lo <= -UNBOUNDED else lo, None if hi >= UNBOUNDED else hi
+            slices.append(Slice(q0, q1, k0, k1, *band))
+        return cls.of(first[0], first[1], slices)
+
+
+def _words(arguments: FlashArguments, seqlen_q: int) -> str:
+    """flash-attention's arguments in words."""
+    words = ["causal" if arguments.causal else "full"]
+    if arguments.window_size != (-1, -1):
+        words.append(f"window {arguments.window_size[0]},{arguments.window_size[1]}")
+    if arguments.cu_seqlens_q is not None:
+        documents, padding = len(arguments.cu_seqlens_q) - 1, seqlen_q - arguments.cu_seqlens_q[-1]
+        words += [f"{documents} documents"] * (documents > 1)
+        words += [f"{padding} rows of padding"] * (padding > 0)
+    return ", ".join(words)

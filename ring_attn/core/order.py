@@ -79,8 +79,8 @@ def why_not_by_heads(heads: tuple[int, int], ulysses_degree: int) -> str | None:
 
 def _why_not_by_turns(layouts: Layouts, mask: Mask, inner_degree: int) -> str | None:
     """Why a ring does not bring shards in the order of their positions; None where it does."""
-    if mask.right != 0 or mask.left is not None or mask.cu_seqlens_q is not None:
-        return "the mask must be causal without window_size and cu_seqlens"
+    if not mask.is_causal:
+        return f"the mask must be causal, without window and documents, got {mask.words}"
     grid = ring_grid(layouts[0].world_size, inner_degree)
     if grid.outer > 1:
         return (

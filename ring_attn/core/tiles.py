@@ -7,9 +7,9 @@ The chunk-level rule
     the two overlap                        CAUSAL         masked on the diagonal
     kv chunk entirely after the q chunk    NO_ATTENTION   not computed; not sent if no rank needs it
 
-falls out of one fact. Segments of equal stride turn every mask (causal, window, documents, striped
-order) into a *band* of local indices, `lo <= j - i <= hi`, and a document into a pair of slices.
-So a tile is two slices and two integers, whatever the layout and the mask.
+falls out of one fact. Segments of equal stride turn the band of a mask's slice, `lo <= j - i <= hi`
+of positions, into a band of local indices, and its queries and keys into two runs of rows. So a
+tile is two runs and two integers, whatever the layout and the mask.
 
     zigzag, P = 2, causal, what rank 0 (chunks 0 and 3) computes:
 
@@ -31,7 +31,7 @@ from itertools import product
 from typing import Literal, NamedTuple
 
 from ring_attn.core.layout import Segment, SequenceLayout
-from ring_attn.core.mask import Document, Mask
+from ring_attn.core.mask import Mask, Slice
 
 Traveller = Literal["kv", "q"]
 
@@ -161,9 +161,9 @@ def _seen_displacements(
 ) -> set[Displacement]:
     """Displacements at which any rank sees anything, for layouts of runs of positions; (0, 0).
 
-    Queries that follow one another in a document see one run of keys, so each such run of queries
-    is looked at once, and not against each rank: the first plan of 2,000 documents over 64 ranks
-    takes 28 ms instead of 470.
+    Queries that follow one another in a slice see one run of keys, so each such run of queries is
+    looked at once, and not against each rank: the first plan of 2,000 documents over 64 ranks takes
+    28 ms instead of 470.
     """
     ranks = range(layout_q.world_size)
     owned = sorted((seg.start, seg.length, rank) for rank in ranks
@@ -173,16 +173,14 @@ def _seen_displacements(
     for rank in ranks:
         for segment in layout_q.segments(rank):
             end = segment.start + segment.length
-            for document in mask.documents_overlapping(segment.start, end):
-                first = max(segment.start, document.q_start) + document.diagonal
-                last = min(end, document.q_end) - 1 + document.diagonal
-                lo, hi = document.k_start, document.k_end
-                if mask.left is not None:
-                    lo = max(lo, first - mask.left)
-                if mask.right is not None:
-                    hi = min(hi, last + mask.right + 1)
-                if lo < hi:
-                    holders = bisect_right(starts, lo) - 1, bisect_left(starts, hi)
+            for one in mask.overlapping(segment.start, end):
+                begin, stop = one.k_start, one.k_end
+                if one.lo is not None:
+                    begin = max(begin, max(segment.start, one.q_start) + one.lo)
+                if one.hi is not None:
+                    stop = min(stop, min(end, one.q_end) + one.hi)
+                if begin < stop:
+                    holders = bisect_right(starts, begin) - 1, bisect_left(starts, stop)
                     found.append((*holders, rank))
     seen: set[Displacement] = {(0, 0)}
     # Those that see most first: a dense mask has all displacements in a few of them.
@@ -221,10 +219,10 @@ def pair_tiles(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int
 ) -> tuple[Tile, ...]:
     """The fewest tiles that hold every visible pair of one rank's queries and another's keys."""
-    by_document: dict[Document, list[Tile]] = {}
-    for document, tile in _raw_tiles(layout_q, layout_kv, mask, q_rank, kv_rank):
-        by_document.setdefault(document, []).append(tile)
-    tiles = [tile for found in by_document.values() for tile in _merged(found)]
+    by_slice: dict[Slice, list[Tile]] = {}
+    for one, tile in _raw_tiles(layout_q, layout_kv, mask, q_rank, kv_rank):
+        by_slice.setdefault(one, []).append(tile)
+    tiles = [tile for found in by_slice.values() for tile in _merged(found)]
     return tuple(sorted(tiles, key=lambda tile: (tile.q.start, -tile.kv.start)))
 
 
@@ -280,23 +278,10 @@ def gathered_tiles(
 
 def make_tile(q: slice, kv: slice, lo: int | None, hi: int | None) -> Tile | None:
     """The rectangle cut down to the rows and columns that the band touches; None if it misses."""
-    q0, q1, k0, k1 = q.start, q.stop, kv.start, kv.stop
-    if q0 >= q1 or k0 >= k1 or (lo is not None and hi is not None and lo > hi):
+    found = Slice(q.start, q.stop, kv.start, kv.stop, lo, hi).touched
+    if found is None:
         return None
-    if hi is not None:
-        q0 = max(q0, k0 - hi)
-    if lo is not None:
-        q1 = min(q1, k1 - lo)
-    if hi is not None:
-        k1 = min(k1, q1 + hi)
-    if lo is not None:
-        k0 = max(k0, q0 + lo)
-    if q0 >= q1 or k0 >= k1:
-        return None
-    if lo is not None and lo <= k0 - (q1 - 1):
-        lo = None
-    if hi is not None and hi >= (k1 - 1) - q0:
-        hi = None
+    q0, q1, k0, k1, lo, hi = found
     return Tile(slice(q0, q1), slice(k0, k1), Band(lo, hi))
 
 
@@ -312,34 +297,33 @@ def counted_from(first: int, tile: Tile, travels: Traveller) -> Tile:
 
 def _raw_tiles(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int
-) -> Iterator[tuple[Document, Tile]]:
-    """Tiles of each q segment x kv segment x document with visible pairs."""
+) -> Iterator[tuple[Slice, Tile]]:
+    """Tiles of each q segment x kv segment x slice with visible pairs."""
     kv_rows = _with_first_row(layout_kv.segments(kv_rank))
     for q_first, q_seg in _with_first_row(layout_q.segments(q_rank)):
         last = q_seg.start + (q_seg.length - 1) * q_seg.stride
-        for document in mask.documents_overlapping(q_seg.start, last + 1):
-            qa, qb = q_seg.rows_between(document.q_start, document.q_end)
+        for one in mask.overlapping(q_seg.start, last + 1):
+            qa, qb = q_seg.rows_between(one.q_start, one.q_end)
             for kv_first, kv_seg in kv_rows:
-                ka, kb = kv_seg.rows_between(document.k_start, document.k_end)
-                lo, hi = _local_band(q_seg, kv_seg, document, mask, kv_first - q_first)
+                ka, kb = kv_seg.rows_between(one.k_start, one.k_end)
+                lo, hi = _local_band(q_seg, kv_seg, one, kv_first - q_first)
                 q = slice(q_first + qa, q_first + qb)
                 tile = make_tile(q, slice(kv_first + ka, kv_first + kb), lo, hi)
                 if tile is not None:
-                    yield document, tile
+                    yield one, tile
 
 
 def _local_band(
-    q_seg: Segment, kv_seg: Segment, document: Document, mask: Mask, shift: int
+    q_seg: Segment, kv_seg: Segment, one: Slice, shift: int
 ) -> tuple[int | None, int | None]:
-    """The mask between two segments as bounds on local `j - i`.
+    """The band between two segments as bounds on local `j - i`.
 
-    With positions `start + stride * row` on both sides, `-left <= position_j - position_i -
-    diagonal <= right` becomes a bound on `row_j - row_i`: rounded up below, rounded down above.
+    With positions `start + stride * row` on both sides, `lo <= position_j - position_i <= hi`
+    becomes a bound on `row_j - row_i`: rounded up below, rounded down above.
     """
-    stride = q_seg.stride
-    gap = q_seg.start + document.diagonal - kv_seg.start
-    lo = None if mask.left is None else -((mask.left - gap) // stride) + shift
-    hi = None if mask.right is None else (mask.right + gap) // stride + shift
+    gap = q_seg.start - kv_seg.start
+    lo = None if one.lo is None else -(-(one.lo + gap) // q_seg.stride) + shift
+    hi = None if one.hi is None else (one.hi + gap) // q_seg.stride + shift
     return lo, hi
 
 

@@ -1,8 +1,8 @@
 r"""The work between all pairs of ranks at once, in closed form: the sizes of their tiles.
 
 `tiles.pair_tiles` lists the tiles of one pair. This counts those of every pair (queries of rank a,
-keys of rank b), as tensors, by the same rule: two segments of one stride and a document make one
-rectangle with a band, and its pairs, rows and edges are arithmetic.
+keys of rank b), as tensors, by the same rule: two segments of one stride and a slice of the mask
+make one rectangle with a band, and its pairs, rows and edges are arithmetic.
 
     area   visible pairs                                   k 0 1 2 3 4
     edge   rows that a bound of the band cuts, once        q \ . . . .
@@ -26,9 +26,6 @@ from torch import Tensor
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.tiles import Displacement, Grid, Traveller, check_fit
-
-# An unbounded side of a band: small enough that sums of it with positions do not overflow.
-UNBOUNDED = 1 << 50
 
 # A row after every row.
 MOST = torch.iinfo(torch.int32).max
@@ -183,10 +180,11 @@ def pair_work(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -
     check_fit(layout_q, layout_kv, mask)
     total = _Totals(layout_q.world_size)
     q, kv = _Side.of(layout_q), _Side.of(layout_kv, by_position=True)
-    if len(mask.documents) == 1 and q.is_interleaved and kv.is_interleaved:
-        _add_interleaved(total, q, kv, mask)
-    else:
-        _add_runs(total, q, kv, mask)
+    interleaved = q.is_interleaved and kv.is_interleaved
+    for table in mask.tables:
+        whole = table[:4].t().tolist() == [[0, mask.seqlen_q, 0, mask.seqlen_k]]
+        add = _add_interleaved if interleaved and whole else _add_runs
+        add(total, q, kv, table)
     return total.done()
 
 
@@ -332,86 +330,72 @@ def _pairs_up_to(rows: Tensor, cols: Tensor, hi: Tensor) -> Tensor:
     return below(hi + rows) - below(hi)
 
 
-def _bounds(mask: Mask) -> tuple[int, int]:
-    """The mask's band: the least and the greatest `j - i` from the diagonal of a document."""
-    least = -UNBOUNDED if mask.left is None else -mask.left
-    return least, UNBOUNDED if mask.right is None else mask.right
-
-
-def _band(mask: Mask, gap: Tensor, stride: int) -> tuple[Tensor, Tensor]:
-    """Least and greatest `j - i` in rows of two segments whose first rows are `gap` apart."""
-    least, greatest = _bounds(mask)
-    return _ceil_div(gap + least, stride), _floor_div(gap + greatest, stride)
-
-
-def _add_interleaved(total: _Totals, q: _Side, kv: _Side, mask: Mask) -> None:
-    """Adds one document over interleaved segments.
+def _add_interleaved(total: _Totals, q: _Side, kv: _Side, table: Tensor) -> None:
+    """Adds one slice of all queries and keys over interleaved segments.
 
     A tile depends on the distance between the starts of two segments, and on their lengths, which
     are few: each such tile is computed once, and looked up for all pairs of ranks.
     """
     stride, zero = q.stride, torch.zeros((), dtype=torch.int64)
-    gap = torch.arange(1 - stride, stride)[:, None, None] + mask.documents[0].diagonal
+    gap = torch.arange(1 - stride, stride)[:, None, None]
+    band = _ceil_div(gap + table[4], stride), _floor_div(gap + table[5], stride)
     sides = ([side.by_slot(x) for x in (side.first.int(), side.start, side.length)]
              for side in (q, kv))  # fmt: skip
     for q_slot, kv_slot in product(*(zip(*side, strict=True) for side in sides)):
         (q_first, q_start, q_length), (kv_first, kv_start, kv_length) = q_slot, kv_slot
         rows, q_kind = q_length.unique(return_inverse=True)
         cols, kv_kind = kv_length.unique(return_inverse=True)
-        each = _tiles((zero, rows[:, None]), (zero, cols), *_band(mask, gap, stride))
+        each = _tiles((zero, rows[:, None]), (zero, cols), *band)
         area, *others = (x.expand_as(each.area).flatten() for x in each)
-        table = area, *(x.int() for x in others)
+        found = area, *(x.int() for x in others)
         at_q = ((q_start + stride - 1) * len(rows) + q_kind) * len(cols)
         at_kv = kv_kind - kv_start * len(rows) * len(cols)
         for ranks in _blocks(q.world_size):
             at = at_q[ranks, None] + at_kv
-            tiles = _Tiles(*(x.take(at) for x in table))
+            tiles = _Tiles(*(x.take(at) for x in found))
             total.add_block(ranks, tiles.moved(q_first[ranks, None], kv_first))
 
 
-def _add_runs(total: _Totals, q: _Side, kv: _Side, mask: Mask) -> None:
-    """Adds any documents: a piece of the queries sees a run of the keys' segments, by position.
+def _add_runs(total: _Totals, q: _Side, kv: _Side, table: Tensor) -> None:
+    """Adds a layer: a piece of the queries sees a run of the keys' segments, by position.
 
     It sees them whole but for a few at the ends of the run, which are computed pair by pair.
     """
-    pieces, (k_start, k_stop, diagonal) = _pieces(q, mask)
-    left, right = _bounds(mask)
-    first = pieces.start + diagonal
-    last = first + (pieces.length - 1) * q.stride
+    pieces, (k_start, k_stop, lo, hi) = _pieces(q, table)
+    first, last = pieces.start, pieces.start + (pieces.length - 1) * q.stride
     # The run that any query of a piece may see.
     reach = kv.end.cummax(0).values if len(kv.end) else kv.end
-    seen = torch.searchsorted(reach, torch.maximum(k_start, first + left), right=True)
-    unseen = torch.searchsorted(kv.start, torch.minimum(k_stop, last + right + 1))
+    seen = torch.searchsorted(reach, torch.maximum(k_start, first + lo), right=True)
+    unseen = torch.searchsorted(kv.start, torch.minimum(k_stop, last + hi + 1))
     # The run within that one of segments which all its queries see whole.
-    whole = torch.searchsorted(kv.start, torch.maximum(k_start, last + left))
-    cut = torch.searchsorted(kv.end, torch.minimum(k_stop, first + right + 1), right=True)
+    whole = torch.searchsorted(kv.start, torch.maximum(k_start, last + lo))
+    cut = torch.searchsorted(kv.end, torch.minimum(k_stop, first + hi + 1), right=True)
     some = (cut - whole >= LONG) & (q.stride == 1)
     whole, cut = whole.where(some, unseen), cut.where(some, unseen)
     _add_whole(total, pieces, kv, whole, cut)
     for index, at in _expanded(torch.cat((seen, cut)), torch.cat((whole, unseen))):
         piece = index % len(some)
-        length, start = pieces.length[piece], pieces.start[piece] + diagonal[piece]
+        length, gap = pieces.length[piece], pieces.start[piece] - kv.start[at]
         kv_rows = kv.rows_between(at, k_start[piece], k_stop[piece])
-        band = _band(mask, start - kv.start[at], q.stride)
+        # Least and greatest `j - i` in rows of segments whose first rows are `gap` apart.
+        band = _ceil_div(gap + lo[piece], q.stride), _floor_div(gap + hi[piece], q.stride)
         tiles = _tiles((torch.zeros_like(length), length), kv_rows, *band)
         pair = pieces.rank[piece] * q.world_size + kv.rank[at]
         total.add_pairs(pair, tiles.moved(pieces.first[piece], kv.first[at]))
 
 
-def _pieces(q: _Side, mask: Mask) -> tuple[_Side, Tensor]:
-    """The queries' segments, cut where documents end; (3, n) k_start, k_end, diagonal of each."""
-    found = [(d.q_start, d.q_end, d.k_start, d.k_end, d.diagonal) for d in mask.documents]
-    documents = torch.tensor(found).t().contiguous()
-    # Documents follow one another: those that a segment reaches into are a run.
-    first = torch.searchsorted(documents[1], q.start, right=True)
-    last = torch.searchsorted(documents[0], q.end)
+def _pieces(q: _Side, table: Tensor) -> tuple[_Side, Tensor]:
+    """The queries' segments, cut where slices of a layer end; (4, n) keys and band of each."""
+    # Slices of a layer follow one another: those that a segment reaches into are a run.
+    first = torch.searchsorted(table[1], q.start, right=True)
+    last = torch.searchsorted(table[0], q.end)
     parts = []
-    for segment, document in _expanded(first, last):
-        start, stop = q.rows_between(segment, *documents[:2, document])
+    for segment, index in _expanded(first, last):
+        start, stop = q.rows_between(segment, *table[:2, index])
         position = q.start[segment] + start * q.stride
         one = q.rank[segment], q.slot[segment], q.first[segment] + start, position, stop - start
-        parts.append(torch.stack((*one, *documents[2:, document]))[:, start < stop])
-    columns = torch.cat([torch.empty(8, 0, dtype=torch.int64), *parts], 1)
+        parts.append(torch.stack((*one, *table[2:, index]))[:, start < stop])
+    columns = torch.cat([torch.empty(9, 0, dtype=torch.int64), *parts], 1)
     return _Side(q.world_size, q.stride, *columns[:5]), columns[5:]
 
 

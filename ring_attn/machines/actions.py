@@ -253,7 +253,7 @@ def schedule_of(call: Call, *, backward: bool) -> Schedule:
     """
     program = program_of_every_rank(call, backward=backward)
     carries = get_backend(call.backend).carries_state
-    phases = _phases(program, call.spec, carries, window=call.mask.left is not None)
+    phases = _phases(program, call.spec, carries, window=call.mask.has_windows)
     return Schedule(call.strategy, call.world_size, backward, tuple(phases))
 
 

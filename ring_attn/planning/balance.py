@@ -100,29 +100,31 @@ def visible_keys(mask: Mask) -> Tensor:
         [1, 2, 3, 3, 3]
     """
     start, stop = mask.visible_runs(torch.arange(mask.seqlen_q))
-    return stop - start
+    return (stop - start).sum(0)
 
 
 def crossing_rows(mask: Mask) -> Tensor:
     """(seqlen + 1,) int64: KV rows that must cross a cut before each position, either way.
 
-    Queries and keys of the mask must be split alike: equal lengths, the same documents.
+    Queries and keys of the mask must be as many, and are cut alike.
 
     Example:
         >>> crossing_rows(Mask(7, 7, True, (-1, -1), (0, 3, 7), (0, 3, 7))).tolist()
         [0, 1, 2, 0, 1, 2, 3, 0]
     """
     _check_self_attention(mask)
-    ends = torch.tensor(mask.cu_seqlens_q or (0, mask.seqlen_q))
-    cuts = torch.arange(mask.seqlen_q + 1)
-    document = torch.searchsorted(ends, cuts, right=True).clamp(max=len(ends) - 1)
-    before, after = cuts - ends[document - 1], ends[document] - cuts
-    inside = (before > 0) & (after > 0)
-    if mask.left is not None:
-        before = before.clamp(max=mask.left)
-    if mask.right is not None:
-        after = after.clamp(max=mask.right)
-    return torch.where(inside, before + after, 0)
+    keys = torch.arange(mask.seqlen_k)
+    start, stop = mask.transposed.visible_runs(keys)
+    # The first and the last query that sees a key; a key that none sees crosses no cut.
+    seen = stop > start
+    first = start.where(seen, keys).amin(0) if len(seen) else keys
+    last = (stop - 1).where(seen, keys).amax(0) if len(seen) else keys
+    # Key j crosses the cuts (j, last], and (first, j]: +1 where they begin, -1 behind them.
+    changes = torch.zeros(mask.seqlen_q + 2, dtype=torch.int64)
+    for begin, end in ((keys, last.maximum(keys)), (first.minimum(keys), keys)):
+        one = torch.ones_like(keys)
+        changes.index_add_(0, begin + 1, one).index_add_(0, end + 1, -one)
+    return changes.cumsum(0)[:-1]
 
 
 # -- layouts
@@ -493,11 +495,10 @@ def _check_length(length: int, layout: SequenceLayout) -> None:
 
 
 def _check_self_attention(mask: Mask) -> None:
-    if (mask.seqlen_q, mask.cu_seqlens_q) != (mask.seqlen_k, mask.cu_seqlens_k):
+    if mask.seqlen_q != mask.seqlen_k:
         raise ValueError(
-            "cuts cross rows where queries and keys are split alike: the mask must have one length "
-            f"and the same documents on both sides, got {mask.seqlen_q} queries and "
-            f"{mask.seqlen_k} keys"
+            "cuts cross rows where queries and keys are cut alike: the mask must have one length, "
+            f"got {mask.seqlen_q} queries and {mask.seqlen_k} keys"
         )
 
 

@@ -137,7 +137,7 @@ def _balanced(problem: Problem) -> Layouts:
     rows = torch.full_like(starts, step)
     rows[-1] = mask.seqlen_q - int(starts[-1])
     first, last = mask.visible_runs(starts + rows // 2)
-    in_steps = balance.by_cost((last - first) * rows, world_size).cuts
+    in_steps = balance.by_cost((last - first).sum(0) * rows, world_size).cuts
     assert in_steps is not None, "by_cost makes boundaries"
     cuts = [min(cut * step, mask.seqlen_q) for cut in in_steps]
     queries = SequenceLayout.boundaries(cuts)

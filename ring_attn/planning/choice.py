@@ -281,9 +281,9 @@ class Choice:
             "mask": {
                 "seqlen_q": problem.mask.seqlen_q,
                 "seqlen_k": problem.mask.seqlen_k,
-                "causal": problem.mask.causal,
-                "window_size": problem.mask.window_size,
-                "documents": _num_documents(problem.mask),
+                "words": problem.mask.words,
+                "slices": len(problem.mask.slices),
+                "area": problem.mask.area,
             },
             "cluster": asdict(problem.cluster),
             "backend": problem.backend,
@@ -294,25 +294,14 @@ class Choice:
         }
 
 
-def _num_documents(mask: Mask) -> int:
-    return 1 if mask.cu_seqlens_q is None else len(mask.cu_seqlens_q) - 1
-
-
 def describe(problem: Problem) -> str:
     """The problem in a line."""
     mask, spec, cluster = problem.mask, problem.spec, problem.cluster
     rows = f"{mask.seqlen_q}" + (f" x {mask.seqlen_k}" if mask.seqlen_k != mask.seqlen_q else "")
-    kinds = ["causal" if mask.causal else "full"]
-    if mask.window_size != (-1, -1):
-        kinds.append(f"window {mask.window_size[0]},{mask.window_size[1]}")
-    if mask.cu_seqlens_q is not None:
-        padding = mask.seqlen_q - mask.cu_seqlens_q[-1]
-        kinds += [f"{_num_documents(mask)} documents"] * (_num_documents(mask) > 1)
-        kinds += [f"{padding} rows of padding"] * (padding > 0)
     return (
         f"{rows} rows on {problem.world_size} x {cluster.device.name} (nodes of "
         f"{cluster.node_size}), {spec.nheads}/{spec.nheads_kv} heads of {spec.headdim}, "
-        f"{str(spec.dtype).removeprefix('torch.')}, {', '.join(kinds)}, "
+        f"{str(spec.dtype).removeprefix('torch.')}, {mask.words}, "
         f"{'forward and backward' if problem.backward else 'forward'}"
     )
 

@@ -56,7 +56,7 @@ def peak_of(call: Call, *, backward: bool = True) -> int:
     found = []
     for rank in _fullest_ranks(call):
         one = replace(call, rank=rank)
-        few = call.world_size <= MOST_RANKS and len(call.mask.documents) <= MOST_RANKS
+        few = call.world_size <= MOST_RANKS and len(call.mask.slices) <= MOST_RANKS
         ranks = (OneRank if few else _RoughRank)(call.layouts, call.mask, rank)
         found.append(peak_of_programs([programs(one, ranks, backward=b) for b in directions], one))
     return max(found)
@@ -122,7 +122,7 @@ class _RoughRank(OneRank):
 
     def _pair_tiles(self, pair: tuple[int, int]) -> tuple[Tile, ...]:
         """The tiles between two ranks; where they would be many, one around all of them."""
-        num_tiles = len(self.mask.documents)
+        num_tiles = len(self.mask.slices)
         for layout, rank in zip(self.layouts, pair, strict=True):
             num_tiles *= len(layout.segments(rank))
         if num_tiles <= MOST_TILES:

@@ -339,7 +339,7 @@ def _least_seconds(
     at_once = strategy.core == "all_gather"
 
     def busiest(backward: bool) -> float:
-        rate = device.rate(backward=backward, window=problem.mask.left is not None)
+        rate = device.rate(backward=backward, window=problem.mask.has_windows)
         per_pair = flops(1, spec, backward=backward) * heads
         share = at_queries if backward else 1.0
         return _busiest(layouts, problem.mask, rate, per_pair, backward, at_once, share)

@@ -143,7 +143,7 @@ def choose_gradients(call: Call) -> tuple[Traveller, bool]:
         return "kv", True
     travels = choose_traveller(call.spec, *call.layouts, call.mask)
     grid = ring_grid(call.world_size, call.strategy.inner_degree)
-    plain = grid.outer == 1 and call.mask.left is None
+    plain = grid.outer == 1 and not call.mask.has_windows
     in_order = folds_in_order(get_backend(call.backend)) and plain and travels == "kv"
     return travels, call.same_bits is None and in_order
 

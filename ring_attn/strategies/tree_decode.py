@@ -21,7 +21,7 @@ queries, split over the ranks, belongs into `ring_attention`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -30,7 +30,7 @@ import torch
 from ring_attn.backends import choose_backend, get_backend
 from ring_attn.backends.base import decodes
 from ring_attn.core.layout import Segment
-from ring_attn.core.mask import Mask
+from ring_attn.core.mask import Mask, Slice
 from ring_attn.core.messages import Gathered
 from ring_attn.core.program import (
     Array,
@@ -140,11 +140,6 @@ def _merging(spec: AttentionSpec, rows: int, world_size: int) -> tuple[Op, ...]:
     )
 
 
-def hides_nothing(mask: Mask) -> bool:
-    """Whether every query sees the whole cache, however long it is and whoever holds what."""
-    return mask.left is None and (mask.right is None or mask.right >= mask.seqlen_q - 1)
-
-
 def decode_tiles(segments: Sequence[Segment], mask: Mask) -> tuple[Tile, ...]:
     """The tiles of all queries x one rank's rows.
 
@@ -153,7 +148,7 @@ def decode_tiles(segments: Sequence[Segment], mask: Mask) -> tuple[Tile, ...]:
 
     Args:
         segments: of the rank.
-        mask: over all queries and the whole cache, one document.
+        mask: over all queries and the whole cache.
 
     Returns:
         Tiles in folding order, as `tiles.pair_tiles` has them.
@@ -164,54 +159,57 @@ def decode_tiles(segments: Sequence[Segment], mask: Mask) -> tuple[Tile, ...]:
         >>> [(tile.kv, tile.kind.name) for tile in tiles]
         [(slice(4, 7, None), 'CAUSAL'), (slice(0, 4, None), 'FULL')]
     """
-    rows, diagonal = mask.seqlen_q, mask.seqlen_k - mask.seqlen_q
-    every_q = slice(0, rows)
+    tiles = [tile for one in mask.slices for tile in _slice_tiles(segments, one)]
+    return tuple(sorted(tiles, key=lambda tile: (tile.q.start, -tile.kv.start)))
+
+
+def _slice_tiles(segments: Sequence[Segment], one: Slice) -> Iterator[Tile]:
+    """The tiles of a slice's queries x one rank's rows."""
+    every_q = slice(one.q_start, one.q_end)
     # What a query sees moves on with it. Some query sees a position in [any_from, any_to); all see
     # those from where the last begins to see to where the first ends, [all_from, all_to).
-    any_from, all_from, all_to, any_to = 0, 0, mask.seqlen_k, mask.seqlen_k
-    if mask.left is not None:
-        any_from = diagonal - mask.left
-        all_from = any_from + rows - 1
-    if mask.right is not None:
-        all_to = diagonal + mask.right + 1
-        any_to = all_to + rows - 1
-    tiles: list[Tile] = []
+    any_from = all_from = one.k_start
+    any_to = all_to = one.k_end
+    if one.lo is not None:
+        any_from = max(any_from, one.q_start + one.lo)
+        all_from = max(all_from, one.q_end - 1 + one.lo)
+    if one.hi is not None:
+        all_to = min(all_to, one.q_start + one.hi + 1)
+        any_to = min(any_to, one.q_end + one.hi)
     run, row = 0, 0  # rows [run, row) are seen by every query
     for segment in segments:
         stop = row + segment.length
         last = segment.start + (segment.length - 1) * segment.stride
         if segment.start < all_from or last >= all_to:
-            tiles += _full(every_q, run, row)
+            yield from _full(every_q, run, row)
             if last >= any_from and segment.start < any_to:
-                tiles += _cut(segment, row, mask)
+                yield from _cut(segment, row, one)
             run = stop
         row = stop
-    tiles += _full(every_q, run, row)
-    return tuple(sorted(tiles, key=lambda tile: (tile.q.start, -tile.kv.start)))
+    yield from _full(every_q, run, row)
 
 
 def _full(q: slice, run: int, row: int) -> list[Tile]:
     return [Tile(q, slice(run, row), Band(None, None))] if run < row else []
 
 
-def _cut(segment: Segment, row: int, mask: Mask) -> list[Tile]:
+def _cut(segment: Segment, row: int, one: Slice) -> Iterator[Tile]:
     """The tiles of a segment, at that local row, which not every query sees all of."""
-    diagonal = mask.seqlen_k - mask.seqlen_q
     if segment.stride == 1:
-        shift = row + diagonal - segment.start  # of local j - i
-        lo = None if mask.left is None else shift - mask.left
-        hi = None if mask.right is None else shift + mask.right
-        kv = slice(row, row + segment.length)
-        tile = make_tile(slice(0, mask.seqlen_q), kv, lo, hi)
-        return [] if tile is None else [tile]
+        shift = row - segment.start  # of local j - i
+        first, end = segment.rows_between(one.k_start, one.k_end)
+        lo, hi = (None if bound is None else bound + shift for bound in (one.lo, one.hi))
+        kv = slice(row + first, row + end)
+        tile = make_tile(slice(one.q_start, one.q_end), kv, lo, hi)
+        if tile is not None:
+            yield tile
+        return
     # Queries that follow one another against every P-th key are no band: query by query.
-    tiles = []
-    for i in range(mask.seqlen_q):
-        start = 0 if mask.left is None else i + diagonal - mask.left
-        stop = mask.seqlen_k if mask.right is None else i + diagonal + mask.right + 1
+    for i in range(one.q_start, one.q_end):
+        start = one.k_start if one.lo is None else max(one.k_start, i + one.lo)
+        stop = one.k_end if one.hi is None else min(one.k_end, i + one.hi + 1)
         first, end = segment.rows_between(start, stop)
-        tiles += _full(slice(i, i + 1), row + first, row + end)
-    return tiles
+        yield from _full(slice(i, i + 1), row + first, row + end)
 
 
 @lru_cache(maxsize=256)

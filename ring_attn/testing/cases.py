@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ring_attn.core import masks as masks_of
 from ring_attn.core.dtypes import BY_NAME
 from ring_attn.core.layout import LAYOUTS as NAMED_LAYOUTS
 from ring_attn.core.layout import SequenceLayout
@@ -78,6 +79,27 @@ def _padding(seqlen: int) -> Mask:
     return Mask(seqlen, keys[-1] + 7, True, (-1, -1), queries, keys)
 
 
+def _spans(seqlen: int) -> list[tuple[int, int]]:
+    """Spans of which one begins where another ends, and one is empty."""
+    a, b = seqlen // 4, seqlen // 2
+    return [(a // 2, a), (a, b), (b, b), (seqlen - seqlen // 8, seqlen)]
+
+
+def _some_blocks(seqlen: int) -> Tensor:
+    """About half of all blocks of 8; some rows of blocks see nothing."""
+    count = -(-seqlen // 8)
+    at = torch.arange(count)
+    return (at[:, None] * 5 + at * 3) % 4 < 2
+
+
+def _bands(seqlen: int) -> Mask:
+    """Bands of one rectangle: queries that see several runs of keys, in turn with hidden ones."""
+    every = [(-(1 << 20), -17), (-9, -5), (0, 0), (4, 30)]
+    return masks_of.from_slices(
+        seqlen, seqlen, [(0, seqlen, 0, seqlen, lo, hi) for lo, hi in every]
+    )
+
+
 def _unseen_documents(seqlen: int) -> tuple[int, ...]:
     """Boundaries of as many documents of keys: one without keys, one that has keys and no query."""
     return (0, 0, seqlen // 7, seqlen // 3, seqlen // 2, seqlen // 2 + 3)
@@ -97,6 +119,9 @@ MASKS: dict[str, Callable[[int], Mask]] = {
     "longer kv": lambda n: Mask(n, 2 * n + 31, causal=True),
     "empty rows": lambda n: Mask(n, (n + 1) // 2, causal=True),
     "padding": _padding,
+    "spans": lambda n: masks_of.spans(n, _spans(n), left=n // 3),
+    "sink window": lambda n: masks_of.sink_window(n, 3, n // 5),
+    "blocks": lambda n: masks_of.blocks(_some_blocks(n), 8, n, n),
 }
 
 # Extreme masks, for the tests.
@@ -109,6 +134,15 @@ EDGE_MASKS: dict[str, Callable[[int], Mask]] = {
     ),
     "three rows": lambda n: Mask(3, 3, causal=True),
     "only padding": lambda n: Mask(n, n, True, (-1, -1), (0, 0), (0, 0)),
+    "chunked": lambda n: masks_of.chunked(n, max(1, n // 4)),
+    "prefixes": lambda n: masks_of.prefix(
+        [(b - a + 1) // 2 for a, b in pairwise(_documents(n))], _documents(n)
+    ),
+    "shared prefix": lambda n: masks_of.shared_prefix(n // 3, [n // 4, 0, n - n // 3 - n // 4]),
+    "bands": _bands,
+    "documents of their own": lambda n: masks_of.by_document(
+        [masks_of.causal(n // 3, n // 2), masks_of.window(n - n // 3, 5, 2)]
+    ),
     "no keys": lambda n: Mask(n, 0),
     "no queries": lambda n: Mask(0, n, causal=True),
 }
@@ -245,7 +279,8 @@ class Case:
     @property
     def packed(self) -> bool:
         """Whether q, k, v are (rows, nheads, headdim)."""
-        return self.batch is None and self.build_mask().cu_seqlens_q is not None
+        said = self.build_mask().arguments
+        return self.batch is None and said is not None and said.cu_seqlens_q is not None
 
     @property
     def options(self) -> list[str]:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn.api import ring_attention
+from ring_attn.call import AttentionOptions
+from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec, TransportOptions
 from ring_attn.core.strategy import resolve_strategy
 from ring_attn.machines import run
@@ -134,25 +136,19 @@ def run_rank(case: Case, device: torch.device | str = "cpu") -> RankResult:
     leaves = [x.requires_grad_() for x in (q, k, v, sinks) if x is not None]
     stats = open_p2p(world, TRANSPORT).stats
     stats.reset()
+    options: AttentionOptions = {
+        "softmax_scale": case.softmax_scale,
+        "softcap": case.softcap,
+        "sinks": sinks,
+        "layout": layouts,
+        "strategy": case.build_strategy(world_size),
+        "backend": case.backend,
+        "same_bits": case.same_bits,
+        "transport": TRANSPORT,
+    }
+    options.update(_mask_arguments(mask))
     with poisoned_empty():
-        out, lse = ring_attention(
-            q,
-            k,
-            v,
-            causal=mask.causal,
-            window_size=mask.window_size,
-            softmax_scale=case.softmax_scale,
-            softcap=case.softcap,
-            sinks=sinks,
-            cu_seqlens=_boundaries(mask.cu_seqlens_q),
-            cu_seqlens_k=_boundaries(mask.cu_seqlens_k),
-            layout=layouts,
-            strategy=case.build_strategy(world_size),
-            backend=case.backend,
-            same_bits=case.same_bits,
-            return_lse=True,
-            transport=TRANSPORT,
-        )
+        out, lse = ring_attention(q, k, v, return_lse=True, **options)
         forward = Sent(stats.bytes_sent, stats.messages)
         stats.reset()
         dq, dk, dv, *dsinks = torch.autograd.grad(out, leaves, dout)
@@ -263,5 +259,14 @@ def _shards(inputs: Inputs, layouts: Layouts, rank: int, noncontiguous: bool) ->
     return [strided(x) for x in shards] if noncontiguous else shards
 
 
-def _boundaries(cuts: tuple[int, ...] | None) -> Tensor | None:
-    return None if cuts is None else torch.tensor(cuts, dtype=torch.int32)
+def _mask_arguments(mask: Mask) -> AttentionOptions:
+    """flash-attention's arguments where they say the mask, else the mask."""
+    if mask.arguments is None:
+        return {"mask": mask}
+    causal, window_size, cu_q, cu_k = mask.arguments
+    return {
+        "causal": causal,
+        "window_size": window_size,
+        "cu_seqlens": None if cu_q is None else torch.tensor(cu_q, dtype=torch.int32),
+        "cu_seqlens_k": None if cu_k is None else torch.tensor(cu_k, dtype=torch.int32),
+    }

@@ -536,10 +536,6 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: by_documents([0, 4, 3], 2), "cu_seqlens|4 then 3"),
     (lambda: by_documents([0, 4], 2, window_size=(1, -2)), "window_size|-1|-2"),
     (lambda: crossing_rows(Mask(3, 4)), "3 queries|4 keys"),
-    (
-        lambda: crossing_rows(Mask(3, 3, False, (-1, -1), (0, 1, 3), (0, 2, 3))),
-        "same documents",
-    ),
     (lambda: by_memory(4, [], 1), "free_bytes|one rank|none"),
     (lambda: by_memory(4, [8, -1], 1), "free_bytes[1]|0|-1"),
     (lambda: by_memory(4, [8], 0), "bytes_per_token|1"),

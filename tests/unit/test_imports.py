@@ -21,7 +21,8 @@ PACKAGE = "ring_attn"
 # (SIBLINGS restricts that) and the units named here, and nothing else of ours. Imports inside
 # functions count.
 CORE = {
-    "core", "core.dtypes", "core.values", "core.heads", "core.mask", "core.spec", "core.state",
+    "core", "core.dtypes", "core.values", "core.heads", "core.mask", "core.masks", "core.spec",
+    "core.state",
     "core.strategy", "core.layout", "core.batch", "core.tiles", "core.messages", "core.program",
     "core.ranks", "core.work", "core.sizes", "core.order",
 }  # fmt: skip
@@ -42,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.values": set(),
     "core.heads": set(),
     "core.mask": set(),
+    "core.masks": {"core.mask", "core.values"},
     "core.spec": {"core.dtypes"},
     "core.state": set(),
     "core.strategy": {"core.values"},
@@ -349,7 +351,7 @@ STILL_HERE = {
 }  # fmt: skip
 
 
-def test_the_front_is_ten_names_and_no_name_is_lost() -> None:
-    assert len(ring_attn.__all__) == 10 and not STILL_HERE & set(ring_attn.__all__)
+def test_the_front_is_a_dozen_names_and_no_name_is_lost() -> None:
+    assert len(ring_attn.__all__) == 12 and not STILL_HERE & set(ring_attn.__all__)
     for name in (*ring_attn.__all__, *STILL_HERE):
         assert hasattr(ring_attn, name), name

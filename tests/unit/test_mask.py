@@ -1,12 +1,24 @@
-"""Mask: every derived form of it against the predicate of the design, pair by pair."""
+"""Masks: flash-attention's against the predicate of its documentation, pair by pair; all others
+against the drawings in their docstrings and against one another."""
 
-from itertools import product
+from __future__ import annotations
+
+import inspect
+import random
+import re
+import time
+from collections.abc import Iterator
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
-from ring_attn.core.mask import Document, Mask
+from ring_attn import Mask, masks
+from ring_attn.core.mask import FlashArguments, Slice
+from ring_attn.testing import masks as table_masks
 
 WINDOWS = [(-1, -1), (0, 0), (2, -1), (-1, 1), (1, 2), (9, 9), (0, 3), (3, 0)]
 
@@ -24,25 +36,20 @@ DOCUMENTS = [
 
 
 def sees(mask: Mask, i: int, j: int) -> bool:
-    """The design's predicate, document by document, in positions that count from its start."""
-    cu_q = mask.cu_seqlens_q or (0, mask.seqlen_q)
-    cu_k = mask.cu_seqlens_k or (0, mask.seqlen_k)
-    for d in range(len(cu_q) - 1):
-        if not (cu_q[d] <= i < cu_q[d + 1] and cu_k[d] <= j < cu_k[d + 1]):
+    """flash-attention's predicate, document by document, in positions counted from its start."""
+    assert mask.arguments is not None
+    causal, (left, right), cu_q, cu_k = mask.arguments
+    cu_q, cu_k = cu_q or (0, mask.seqlen_q), cu_k or (0, mask.seqlen_k)
+    for (q0, q1), (k0, k1) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
+        if not (q0 <= i < q1 and k0 <= j < k1):
             continue
-        len_q, len_k = cu_q[d + 1] - cu_q[d], cu_k[d + 1] - cu_k[d]
-        offset = (j - cu_k[d]) - (i - cu_q[d] + len_k - len_q)
-        left, right = mask.window_size
+        offset = (j - k0) - (i - q0 + (k1 - k0) - (q1 - q0))
         return (
-            (not mask.causal or offset <= 0)
+            (not causal or offset <= 0)
             and (left == -1 or -left <= offset)
             and (right == -1 or offset <= right)
         )
     return False
-
-
-def brute_force(mask: Mask) -> list[list[bool]]:
-    return [[sees(mask, i, j) for j in range(mask.seqlen_k)] for i in range(mask.seqlen_q)]
 
 
 OF_DOCUMENTS = [
@@ -58,79 +65,277 @@ OF_DOCUMENTS += [
     )
     for causal in (False, True)
 ]  # fmt: skip
-EVERY = OF_DOCUMENTS + [
+OF_FLASH = OF_DOCUMENTS + [
     Mask(seqlen_q, seqlen_k, causal, window)
     for seqlen_q, seqlen_k, causal, window in product(range(7), range(7), (False, True), WINDOWS)
 ]
 
 
-def test_dense_and_visible_runs_are_the_predicate() -> None:
-    for mask in EVERY:
-        expected, dense = brute_force(mask), mask.dense()
+def test_flash_arguments_are_the_predicate() -> None:
+    for mask in OF_FLASH:
+        expected = [[sees(mask, i, j) for j in range(mask.seqlen_k)] for i in range(mask.seqlen_q)]
+        dense = mask.dense()
         assert dense.dtype == torch.bool and dense.shape == (mask.seqlen_q, mask.seqlen_k)
         assert dense.tolist() == expected, mask
+
+
+def random_masks(seed: int) -> Iterator[Mask]:
+    """Slices here and there that share no pair."""
+    draw = random.Random(seed)
+    for _ in range(150):
+        rows, cols = draw.randint(1, 12), draw.randint(1, 12)
+        free, slices = torch.ones(rows, cols, dtype=torch.bool), []
+        for _ in range(6):
+            q0, k0 = draw.randrange(rows), draw.randrange(cols)
+            lo, hi = (draw.choice([None, draw.randint(-9, 9)]) for _ in range(2))
+            one = Slice(q0, draw.randint(q0, rows), k0, draw.randint(k0, cols), lo, hi)
+            pairs = drawn([one], rows, cols)
+            if not bool((pairs & ~free).any()):
+                free &= ~pairs
+                slices.append(one)
+        yield masks.from_slices(rows, cols, slices)
+
+
+def drawn(slices: list[Slice], rows: int, cols: int) -> Tensor:
+    """The pairs of slices, by their definition."""
+    seen = torch.zeros(rows, cols, dtype=torch.bool)
+    for (i, j), one in product(product(range(rows), range(cols)), slices):
+        inside = one.q_start <= i < one.q_end and one.k_start <= j < one.k_end
+        low = one.lo is None or j - i >= one.lo
+        seen[i, j] |= inside and low and (one.hi is None or j - i <= one.hi)
+    return seen
+
+
+EVERY = [*OF_DOCUMENTS, *random_masks(0), *table_masks(37).values()]
+
+
+def test_every_form_of_a_mask_has_its_pairs() -> None:
+    for mask in EVERY:
+        shape = mask.seqlen_q, mask.seqlen_k
+        dense = mask.dense()
+        assert torch.equal(drawn(list(mask.slices), *shape), dense), mask
+        assert torch.equal(mask.transposed.dense(), dense.t()), mask
+        assert mask.area == int(dense.sum()), mask
+        assert Mask.from_tensor(mask.tensor) == mask
         start, stop = mask.visible_runs(torch.arange(mask.seqlen_q))
-        assert start.dtype == stop.dtype == torch.int64
-        assert start.shape == stop.shape == (mask.seqlen_q,) and bool((start <= stop).all()), mask
-        for first, last, row in zip(start.tolist(), stop.tolist(), expected, strict=True):
-            assert [j for j, seen in enumerate(row) if seen] == list(range(first, last)), mask
+        assert start.dtype == stop.dtype == torch.int64 and bool((start <= stop).all()), mask
+        assert start.shape == stop.shape == (len(mask.layers), mask.seqlen_q)
+        for one in mask.slices:
+            pairs = drawn([one], *shape)[one.q_start : one.q_end, one.k_start : one.k_end]
+            assert bool(pairs.any(0).all()) and bool(pairs.any(1).all()), "rows without a pair"
 
 
-def test_dense_of_chosen_positions() -> None:
-    for mask in OF_DOCUMENTS:
+def test_no_query_has_two_slices_of_a_layer() -> None:
+    for mask in EVERY:
+        assert sorted(one for layer in mask.layers for one in layer) == sorted(mask.slices)
+        for layer in mask.layers:
+            assert all(a.q_end <= b.q_start for a, b in pairwise(layer)), mask
+        most = max((sum(s.q_start <= i < s.q_end for s in mask.slices)
+                    for i in range(mask.seqlen_q)), default=0)  # fmt: skip
+        assert len(mask.layers) == most, "as few layers as can be"
+
+
+def test_chosen_positions() -> None:
+    for mask in EVERY:
         dense = mask.dense()
         rows = torch.arange(mask.seqlen_q).flip(0)
         cols = torch.arange(mask.seqlen_k)[1::2]
         assert torch.equal(mask.dense(rows, cols), dense[rows][:, cols]), mask
-        assert torch.equal(mask.dense(rows), dense[rows]), mask
         assert torch.equal(mask.dense(k_positions=cols), dense[:, cols]), mask
+        some = mask.seqlen_q // 3
+        assert torch.equal(mask.rows(some, mask.seqlen_q).dense(), dense[some:]), mask
 
 
-def test_sides_are_none_where_unbounded() -> None:
-    assert (Mask(4, 4).left, Mask(4, 4).right) == (None, None)
-    assert (Mask(4, 4, window_size=(3, 2)).left, Mask(4, 4, window_size=(3, 2)).right) == (3, 2)
-    assert Mask(4, 4, True, (3, -1)).right == 0
+@pytest.mark.parametrize("mask", table_masks(8).values(), ids=str)
+def test_overlapping_slices_are_those_with_a_query_in_a_range(mask: Mask) -> None:
+    for start, stop in product(range(mask.seqlen_q + 1), repeat=2):
+        if start < stop:
+            found = list(mask.overlapping(start, stop))
+            expected = [s for s in mask.slices if s.q_start < stop and s.q_end > start]
+            assert sorted(found) == sorted(expected), (start, stop)
 
 
-@pytest.mark.parametrize("cu", DOCUMENTS, ids=str)
-def test_documents_overlapping(cu: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
-    cu_q, cu_k = cu
-    mask = Mask(cu_q[-1], cu_k[-1], cu_seqlens_q=cu_q, cu_seqlens_k=cu_k)
-    for start, stop in product(range(8), range(8)):
-        if start >= stop:
+def test_both_masks_hold() -> None:
+    every = [*random_masks(1), *(mask for mask in table_masks(9).values())]
+    for one, another in product(every[::7], every[::11]):
+        if (one.seqlen_q, one.seqlen_k) != (another.seqlen_q, another.seqlen_k):
+            with pytest.raises(ValueError, match="same lengths"):
+                _ = one & another
             continue
-        expected = [
-            doc
-            for doc in mask.documents
-            if doc.k_start < doc.k_end
-            and set(range(doc.q_start, doc.q_end)) & set(range(start, stop))
-        ]
-        assert list(mask.documents_overlapping(start, stop)) == expected, (start, stop)
+        assert torch.equal((one & another).dense(), one.dense() & another.dense())
 
 
-def test_documents_tile_the_sequences() -> None:
-    for mask in OF_DOCUMENTS:
-        docs = mask.documents
-        assert [doc.q_start for doc in docs[1:]] == [doc.q_end for doc in docs[:-1]]
-        assert [doc.k_start for doc in docs[1:]] == [doc.k_end for doc in docs[:-1]]
-        assert (docs[0].q_start, docs[-1].q_end) == (0, mask.seqlen_q)
-        assert (docs[0].k_start, docs[-1].k_end) == (0, mask.seqlen_k)
-    assert Mask(3, 8).documents == (Document(0, 3, 0, 8),)
-    assert Mask(3, 8).documents[0].diagonal == 5
+# -- the constructors
+
+
+def drawing(function: Any) -> list[list[bool]]:
+    """The drawing in a docstring."""
+    rows = re.findall(r"^ +((?:[x.] )+[x.])(?:   .*)?$", inspect.getdoc(function) or "", re.M)
+    return [[cell == "x" for cell in row.split()] for row in rows]
+
+
+DRAWN = {
+    masks.causal: masks.causal(4),
+    masks.window: masks.window(4, 1),
+    masks.documents: masks.documents([0, 2, 5]),
+    masks.chunked: masks.chunked(5, 2),
+    masks.prefix: masks.prefix([2], [0, 4]),
+    masks.spans: masks.spans(5, [(1, 3)]),
+    masks.shared_prefix: masks.shared_prefix(2, [2, 2]),
+    masks.sink_window: masks.sink_window(6, 2, 1),
+    masks.blocks: masks.blocks(torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 1]]).bool(), 2),
+    masks.by_document: masks.by_document([masks.causal(2), masks.causal(2)]),
+}
+
+
+@pytest.mark.parametrize("function", DRAWN, ids=lambda function: function.__name__)
+def test_docstrings_draw_what_is_made(function: Any) -> None:
+    assert DRAWN[function].dense().tolist() == drawing(function)
+
+
+def test_constructors_at_all_small_sizes() -> None:
+    """Against what their words say."""
+    for n, size in product(range(8), range(1, 9)):
+        i, j = torch.arange(n)[:, None], torch.arange(n)
+        assert torch.equal(masks.chunked(n, size).dense(), (j <= i) & (i // size == j // size))
+        sinks = (j <= i) & ((j < size) | (i - j <= 2))
+        assert torch.equal(masks.sink_window(n, size, 2).dense(), sinks)
+        for left, right in WINDOWS:
+            near = ((left < 0) | (i - j <= left)) & ((right < 0) | (j - i <= right))
+            assert torch.equal(masks.window(n, left, right).dense(), near)
+    for n, start, stop, left in product(range(7), range(4), range(7), (-1, 0, 2)):
+        if start <= stop <= n:
+            i, j = torch.arange(n)[:, None], torch.arange(n)
+            inside = (start <= i) & (i < stop) & (start <= j) & (j < stop)
+            near = (j <= i) | ((start <= i) & (i < stop) & (j < start))
+            near &= (left < 0) | (i - j <= left)
+            found = masks.spans(n, [(start, stop)], left=left).dense()
+            assert torch.equal(found, near | inside), (n, start, stop, left)
+    for p, a, b in product(range(4), repeat=3):
+        answers = masks.shared_prefix(p, [a, b]).dense()
+        whole = masks.causal(p + a + b).dense()
+        whole[p + a :, p : p + a] = False
+        assert torch.equal(answers, whole)
+        document = masks.prefix([p], [0, p + a]).dense()
+        assert torch.equal(document, masks.causal(p + a).dense() | (torch.arange(p + a) < p))
+
+
+@pytest.mark.parametrize("size", [1, 3, (2, 4)])
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_are_whole(size: int | tuple[int, int], seed: int) -> None:
+    seen = torch.rand(5, 4, generator=torch.Generator().manual_seed(seed)) < 0.5
+    rows, cols = size if isinstance(size, tuple) else (size, size)
+    expected = seen.repeat_interleave(rows, 0).repeat_interleave(cols, 1)
+    mask = masks.blocks(seen, size)
+    assert torch.equal(mask.dense(), expected)
+    masks._check_disjoint(mask)
+    cut = masks.blocks(seen, size, 5 * rows - rows // 2, 4 * cols - cols // 2)
+    assert torch.equal(cut.dense(), expected[: cut.seqlen_q, : cut.seqlen_k])
+
+
+def test_flex_attentions_block_masks() -> None:
+    n = 96
+
+    def causal(batch: Any, head: Any, i: Tensor, j: Tensor) -> Tensor:
+        return i >= j
+
+    def window_of_documents(batch: Any, head: Any, i: Tensor, j: Tensor) -> Tensor:
+        return (i >= j) & (i - j <= 40) & ((i >= 50) == (j >= 50))
+
+    def dilated(batch: Any, head: Any, i: Tensor, j: Tensor) -> Tensor:
+        return (i - j) % 2 == 0
+
+    for function in (causal, window_of_documents, dilated):
+        block_mask = create_block_mask(function, None, None, n, n, device="cpu", BLOCK_SIZE=16)
+        found = masks.blocks(block_mask)
+        i, j = torch.arange(n)[:, None], torch.arange(n)
+        assert torch.equal(found.dense(), function(0, 0, i, j)), function
+    several = create_block_mask(causal, None, 2, n, n, device="cpu", BLOCK_SIZE=16)
+    with pytest.raises(NotImplementedError, match="one batch and head"):
+        masks.blocks(several)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_mask_is_slices(seed: int) -> None:
+    seen = torch.rand(23, 19, generator=torch.Generator().manual_seed(seed)) < 0.2 + 0.2 * seed
+    mask = masks.from_dense(seen)
+    masks._check_disjoint(mask)
+    assert torch.equal(mask.dense(), seen)
+    for one in table_masks(29).values():
+        found = masks.from_dense(one.dense())
+        assert torch.equal(found.dense(), one.dense())
+        assert len(found.slices) <= 3 * len(one.slices), one
+
+
+def test_slices_that_share_a_pair_are_refused_by_name() -> None:
+    first, second = (0, 4, 0, 4, None, 0), (2, 6, 1, 3)
+    with pytest.raises(ValueError, match=r"q 0:4, k 0:4.* and .*q 2:6, k 1:3.* query 2 with key 1"):
+        masks.from_slices(6, 6, [first, second])
+    # Of one rectangle, and of one band, but of no pair.
+    apart = masks.from_slices(6, 6, [(0, 6, 0, 6, None, -2), (0, 6, 0, 6, 0, 1), (0, 6, 0, 6, 3)])
+    assert len(apart.slices) == 3 and apart.area == 10 + 11 + 6
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: masks.from_slices(4, 4, [(0, 5, 0, 4)]),
+        lambda: masks.from_slices(4, 4, [(0, 4, 0)]),
+        lambda: masks.spans(5, [(1, 3), (2, 4)]),
+        lambda: masks.spans(5, [(1, 6)]),
+        lambda: masks.prefix([3], [0, 2]),
+        lambda: masks.prefix([1, 1], [0, 2]),
+        lambda: masks.documents([1, 2]),
+        lambda: masks.blocks(torch.ones(2, 2), 2),
+        lambda: masks.blocks(torch.ones(2, 2).bool(), 2, 5),
+        lambda: masks.chunked(4, 0),
+        lambda: masks.from_dense(torch.ones(2, 2)),
+        lambda: Mask(4, 4, cu_seqlens_q=(0, 1, 4)),
+        lambda: masks.causal(4).rows(3, 5),
+    ],
+)
+def test_what_does_not_fit_is_refused(make: Any) -> None:
+    with pytest.raises(ValueError):
+        make()
+
+
+# -- values
 
 
 def test_equal_masks_are_one_key() -> None:
+    cuts = tuple(range(0, 2001, 2))
     fields: dict[str, Any] = {
         "seqlen_q": 2000, "seqlen_k": 2000, "causal": True, "window_size": (5, -1),
-        "cu_seqlens_q": tuple(range(0, 2001, 2)), "cu_seqlens_k": tuple(range(0, 2001, 2)),
+        "cu_seqlens_q": cuts, "cu_seqlens_k": cuts,
     }  # fmt: skip
-    assert len({Mask(**fields), Mask(**fields)}) == 1
-    changes = {"seqlen_q": 2001, "causal": False, "window_size": (6, -1)}
-    changes |= {"cu_seqlens_q": (0, 2000), "cu_seqlens_k": None}
-    different = [Mask(**{**fields, name: value}) for name, value in changes.items()]
-    assert len({Mask(**fields), *different}) == len({*map(hash, different)}) + 1 == 6
+    # A window that is wider than the documents hides nothing; two ways to say causal are one.
+    same = [Mask(**fields), Mask(**fields | {"window_size": (6, -1)}), masks.chunked(2000, 2)]
+    assert len({*same}) == 1 and len({*map(hash, same)}) == 1
+    assert (
+        Mask(9, 9, True)
+        == Mask(9, 9, window_size=(-1, 0))
+        == masks.from_slices(9, 9, [(0, 9, 0, 9, None, 0)])
+    )
+    assert Mask(9, 9, True).is_causal and not Mask(9, 9, True, (3, -1)).is_causal
+    assert Mask(9, 9, True, (3, -1)).has_windows and not Mask(9, 9, True, (8, -1)).has_windows
+    different = [Mask(**fields | {"causal": False}), Mask(2000, 2000), Mask(2000, 2001)]
+    assert len({same[0], *different}) == 4
 
 
-def test_both_sides_have_as_many_documents() -> None:
-    with pytest.raises(ValueError, match="as many documents, got 2 and 1"):
-        _ = Mask(4, 4, cu_seqlens_q=(0, 1, 4)).documents
+def test_masks_say_what_they_are() -> None:
+    cuts = (0, 3, 7)
+    mask = Mask(9, 9, True, (2, -1), cuts, cuts)
+    assert mask.arguments == FlashArguments(True, (2, -1), cuts, cuts)
+    assert mask.words == "causal, window 2,-1, 2 documents, 2 rows of padding"
+    assert "chunks of 4" in repr(masks.chunked(9, 4) & mask)
+
+
+def test_ten_thousand_slices_take_no_seconds() -> None:
+    begin = time.process_time()
+    seen = torch.rand(512, 512, generator=torch.Generator().manual_seed(0)) < 0.1
+    mask = masks.blocks(seen, 128)
+    masks._check_disjoint(mask)
+    assert len(mask.slices) > 10_000
+    assert Mask.from_tensor(mask.tensor) == mask
+    assert mask.area == int(seen.sum()) * 128 * 128
+    assert time.process_time() - begin < 20

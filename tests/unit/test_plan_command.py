@@ -175,7 +175,7 @@ def test_documents_and_windows_are_parsed() -> None:
     assert command.parse_window("4k,0") == (4096, 0)
     assert command.parse_window("-1,16") == (-1, 16)
     choice, _ = planned("--documents", "1k", "--layout", "contiguous")
-    assert len(choice.problem.mask.documents) == 4
+    assert len(choice.problem.mask.slices) == 4
     assert choice.best.prediction is not None and choice.best.prediction.total.bytes_sent == 0
 
 

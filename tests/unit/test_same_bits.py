@@ -50,7 +50,7 @@ WITHOUT: dict[str, tuple[Layouts, Mask, str, str]] = {
     "full": (EQUAL, Mask(N, N), "triton", "must be causal"),
     "right window": (EQUAL, Mask(N, N, False, (-1, 2)), "triton", "must be causal"),
     "left window": (EQUAL, Mask(N, N, True, (9, -1)), "triton", "without window"),
-    "documents": (EQUAL, Mask(N, N, True, (-1, -1), (0, 30, N), (0, 30, N)), "triton", "cu_seqlen"),
+    "documents": (EQUAL, Mask(N, N, True, (-1, -1), (0, 30, N), (0, 30, N)), "triton", "documents"),
     "zigzag": (named("zigzag"), CAUSAL, "triton", "contiguous, got zigzag"),
     "striped": (named("striped", 1), CAUSAL, "triton", "contiguous, got striped"),
     "lengths": (

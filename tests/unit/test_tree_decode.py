@@ -20,7 +20,6 @@ from ring_attn.strategies.tree_decode import (
     decode_packet,
     decode_tiles,
     gather_numbers,
-    hides_nothing,
     make_call,
 )
 from ring_attn.testing import (
@@ -183,14 +182,6 @@ def test_what_every_query_sees_is_one_tile() -> None:
     tiles = decode_tiles(layout.segments(0), Mask(1, 997, causal=True))
     assert [(tile.q, tile.kv) for tile in tiles] == [(slice(0, 1), slice(0, layout.shard_len(0)))]
     assert len(decode_tiles(layout.segments(0), Mask(3, 997, causal=True))) <= 3
-
-
-def test_a_mask_that_hides_nothing_needs_no_lengths() -> None:
-    for name, mask in MASKS.items():
-        expected = name in ("one token", "not causal")
-        if mask.seqlen_k:
-            assert hides_nothing(mask) == bool(mask.dense().all())
-            assert hides_nothing(mask) == expected, name
 
 
 def test_numbers_are_gathered_in_one_message() -> None:

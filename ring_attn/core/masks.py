@@ -1,0 +1,504 @@
+r"""Masks by name: each function makes the slices of one kind of mask.
+
+    mask = ring_attn.masks.chunked(seqlen, 8192) & ring_attn.masks.documents(cu_seqlens)
+    out = ring_attn.ring_attention(q, k, v, mask=mask, layout=layout)
+
+`a & b` has the pairs of both; `by_document` puts masks one after another. In the drawings a row is
+a query, a column a key, and `x` a pair that is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_attn.core.mask import Mask, Slice
+from ring_attn.core.values import as_int, as_tuple, check_type
+
+Lengths = Sequence[int] | Tensor
+
+
+def causal(seqlen_q: int, seqlen_k: int | None = None) -> Mask:
+    """What comes before a query and itself; bottom-right aligned, as in flash-attention.
+
+        x . . .
+        x x . .
+        x x x .
+        x x x x
+
+    Args:
+        seqlen_q: queries.
+        seqlen_k: keys; None is as many.
+
+    Example:
+        >>> causal(4).area
+        10
+    """
+    return Mask(*_lengths(seqlen_q, seqlen_k), causal=True)
+
+
+def window(seqlen_q: int, left: int, right: int = 0, seqlen_k: int | None = None) -> Mask:
+    """So many keys on either side of the diagonal, and it.
+
+        x . . .       left 1, right 0
+        x x . .
+        . x x .
+        . . x x
+
+    Args:
+        seqlen_q: queries.
+        left: keys before; -1 is all.
+        right: keys after; -1 is all.
+        seqlen_k: keys; None is as many as queries.
+
+    Example:
+        >>> window(4, 1).area
+        7
+    """
+    sides = as_int("left", left, least=-1), as_int("right", right, least=-1)
+    return Mask(*_lengths(seqlen_q, seqlen_k), window_size=sides)
+
+
+def documents(
+    cu_seqlens: Lengths, cu_seqlens_k: Lengths | None = None, *, causal: bool = False
+) -> Mask:
+    """Each document sees itself alone.
+
+        x x . . .       cu_seqlens 0, 2, 5
+        x x . . .
+        . . x x x
+        . . x x x
+        . . x x x
+
+    Args:
+        cu_seqlens: boundaries, from 0.
+        cu_seqlens_k: those of the keys; None is the same.
+        causal: within each document.
+
+    Example:
+        >>> documents([0, 2, 5]).area
+        13
+    """
+    cu_q = _boundaries("cu_seqlens", cu_seqlens)
+    cu_k = cu_q if cu_seqlens_k is None else _boundaries("cu_seqlens_k", cu_seqlens_k)
+    return Mask(cu_q[-1], cu_k[-1], causal, (-1, -1), cu_q, cu_k)
+
+
+def chunked(seqlen: int, size: int) -> Mask:
+    """Causal within chunks of positions, as in Llama 4.
+
+        x . . . .       size 2
+        x x . . .
+        . . x . .
+        . . x x .
+        . . . . x
+
+    Args:
+        seqlen: queries and keys.
+        size: positions of a chunk; the last may have fewer.
+
+    Example:
+        >>> chunked(5, 2).area
+        7
+    """
+    size = as_int("size", size, least=1)
+    cuts = [*range(0, as_int("seqlen", seqlen, least=0), size), seqlen]
+    slices = [Slice(a, b, a, b, None, 0) for a, b in pairwise(cuts)]
+    return Mask.of(seqlen, seqlen, slices, f"causal, chunks of {size}")
+
+
+def prefix(prefix_lens: Lengths, cu_seqlens: Lengths) -> Mask:
+    """Causal, but all of a document sees its prefix: prefix-LM.
+
+        x x . .       prefix_lens [2], cu_seqlens [0, 4]
+        x x . .
+        x x x .
+        x x x x
+
+    Args:
+        prefix_lens: of each document.
+        cu_seqlens: boundaries of the documents, from 0.
+
+    Raises:
+        ValueError: a prefix that is longer than its document, or another number of them.
+
+    Example:
+        >>> prefix([2], [0, 4]).area
+        11
+    """
+    cuts, lens = _boundaries("cu_seqlens", cu_seqlens), _integers("prefix_lens", prefix_lens)
+    if len(lens) != len(cuts) - 1:
+        raise ValueError(f"prefix_lens must be {len(cuts) - 1}, one a document, got {len(lens)}")
+    slices = []
+    for (start, stop), length in zip(pairwise(cuts), lens, strict=True):
+        if not 0 <= length <= stop - start:
+            raise ValueError(
+                f"a prefix must be within its document of {stop - start}, got {length}"
+            )
+        middle = start + length
+        slices.append(Slice(start, stop, start, middle))
+        slices.append(Slice(middle, stop, middle, stop, None, 0))
+    return Mask.of(cuts[-1], cuts[-1], slices, f"{len(lens)} documents with a prefix")
+
+
+def spans(seqlen: int, spans: Iterable[Sequence[int]], *, left: int = -1) -> Mask:
+    """Causal, but each span of positions sees all of itself, such as the tokens of an image.
+
+        x . . . .       spans [(1, 3)]
+        x x x . .
+        x x x . .
+        x x x x .
+        x x x x x
+
+    Args:
+        seqlen: queries and keys.
+        spans: `(start, stop)` of each, which do not overlap.
+        left: of what lies outside of its span a query sees so many positions before it; -1 is all.
+
+    Raises:
+        ValueError: spans that overlap, or reach beyond the sequence.
+
+    Example:
+        >>> spans(5, [(1, 3)]).area
+        16
+    """
+    seqlen, left = as_int("seqlen", seqlen, least=0), as_int("left", left, least=-1)
+    lo = None if left < 0 else -left
+    slices, end = [], 0
+    found = sorted(_integers("each of spans", one) for one in spans)
+    for one in found:
+        if len(one) != 2 or not end <= one[0] <= one[1] <= seqlen:
+            raise ValueError(
+                f"spans must be pairs (start, stop) within 0 and {seqlen} that do not overlap, got "
+                f"{one} behind {end}"
+            )
+        start, stop = one
+        slices.append(Slice(end, start, 0, start, lo, 0))
+        if lo is None:
+            slices.append(Slice(start, stop, 0, stop))
+        else:
+            slices += [Slice(start, stop, 0, start, lo), Slice(start, stop, start, stop)]
+        end = stop
+    slices.append(Slice(end, seqlen, 0, seqlen, lo, 0))
+    return Mask.of(seqlen, seqlen, slices, f"causal, {len(found)} spans seen whole")
+
+
+def shared_prefix(prefix: int, lengths: Lengths) -> Mask:
+    """One prompt and several answers to it: each sees the prompt and itself, causally.
+
+        x . . . . .       prefix 2, lengths 2, 2
+        x x . . . .
+        x x x . . .
+        x x x x . .
+        x x . . x .
+        x x . . x x
+
+    Args:
+        prefix: positions of the prompt, the first of the sequence.
+        lengths: of the answers, which follow one another.
+
+    Example:
+        >>> shared_prefix(2, [2, 2]).area
+        17
+    """
+    prefix, lens = as_int("prefix", prefix, least=0), _integers("lengths", lengths)
+    cuts = [prefix, *(prefix + end for end in accumulate(lens))]
+    seqlen = cuts[-1]
+    slices = [Slice(0, prefix, 0, prefix, None, 0), Slice(prefix, seqlen, 0, prefix)]
+    slices += [Slice(a, b, a, b, None, 0) for a, b in pairwise(cuts)]
+    return Mask.of(seqlen, seqlen, slices, f"causal, {len(lens)} answers to one prompt")
+
+
+def sink_window(seqlen: int, sinks: int, left: int) -> Mask:
+    """The first positions and a causal window: StreamingLLM (arXiv 2309.17453).
+
+        x . . . . .       sinks 2, left 1
+        x x . . . .
+        x x x . . .
+        x x x x . .
+        x x . x x .
+        x x . . x x
+
+    Args:
+        seqlen: queries and keys.
+        sinks: positions that all see.
+        left: keys before a query that it sees besides itself.
+
+    Example:
+        >>> sink_window(6, 2, 1).area
+        18
+    """
+    seqlen, sinks = as_int("seqlen", seqlen, least=0), as_int("sinks", sinks, least=0)
+    left, first = as_int("left", left, least=0), min(sinks, seqlen)
+    slices = [Slice(0, seqlen, 0, first, None, 0), Slice(0, seqlen, first, seqlen, -left, 0)]
+    return Mask.of(seqlen, seqlen, slices, f"causal, window {left} and the first {sinks}")
+
+
+def blocks(
+    mask: Any, block_size: int | tuple[int, int] = 128, seqlen_q: int | None = None,
+    seqlen_k: int | None = None,
+) -> Mask:  # fmt: skip
+    """Whole blocks of queries and keys: block-sparse attention.
+
+        x x . . . .       block_size 2, mask 1 0 0
+        x x . . . .                          1 1 0
+        x x x x . .                          0 0 1
+        x x x x . .
+        . . . . x x
+        . . . . x x
+
+    Args:
+        mask: (blocks of queries, blocks of keys) booleans; or a `BlockMask` of
+            `torch.nn.attention.flex_attention` for one batch and head; its `mask_mod` is asked
+            about blocks that are seen in part.
+        block_size: rows of a block, or those of queries and of keys; of a `BlockMask` its own.
+        seqlen_q: queries; by default all those of the blocks. The last block may be cut.
+        seqlen_k: keys, likewise.
+
+    Raises:
+        ValueError: a shape or lengths that do not fit.
+        NotImplementedError: a `BlockMask` of several heads or batch entries.
+
+    Example:
+        >>> blocks(torch.tensor([[1, 0], [1, 1]]).bool(), 2).area
+        12
+    """
+    if hasattr(mask, "kv_num_blocks"):
+        return _of_block_mask(mask)
+    check_type("mask", mask, Tensor, "a torch.Tensor or a BlockMask")
+    if mask.ndim != 2 or mask.dtype != torch.bool:
+        raise ValueError(
+            f"mask must be (blocks of queries, blocks of keys) booleans, got {tuple(mask.shape)} "
+            f"of {mask.dtype}"
+        )
+    pair = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    rows, cols = (as_int("block_size", size, least=1) for size in pair)
+    seqlens = []
+    for name, given, count, size in (
+        ("seqlen_q", seqlen_q, mask.size(0), rows), ("seqlen_k", seqlen_k, mask.size(1), cols)
+    ):  # fmt: skip
+        seqlens.append(count * size if given is None else as_int(name, given, least=0))
+        if not (count - 1) * size < seqlens[-1] <= count * size and count:
+            raise ValueError(
+                f"{name} must end in the last of {count} blocks of {size}, got {given}"
+            )
+    slices = list(_of_blocks(mask, (rows, cols), (seqlens[0], seqlens[1])))
+    return Mask.of(seqlens[0], seqlens[1], slices, f"{int(mask.sum())} blocks of {rows} x {cols}")
+
+
+def from_dense(seen: Tensor) -> Mask:
+    """Any mask. What is no band takes many slices, which cost time: it is for short sequences.
+
+    Args:
+        seen: (seqlen_q, seqlen_k) booleans, True where a query sees a key.
+
+    Raises:
+        ValueError: another shape or dtype.
+
+    Example:
+        >>> from_dense(torch.ones(4, 4).tril().bool()) == causal(4)
+        True
+    """
+    check_type("seen", seen, Tensor, "a torch.Tensor")
+    if seen.ndim != 2 or seen.dtype != torch.bool:
+        raise ValueError(
+            f"seen must be (seqlen_q, seqlen_k) booleans, got {tuple(seen.shape)} of {seen.dtype}"
+        )
+    return Mask.of(seen.size(0), seen.size(1), _of_dense(seen))
+
+
+def from_slices(seqlen_q: int, seqlen_k: int, slices: Iterable[Sequence[int | None]]) -> Mask:
+    """Any slices: (q_start, q_end, k_start, k_end), or with a band (..., lo, hi) on `j - i`.
+
+    Args:
+        seqlen_q: queries.
+        seqlen_k: keys.
+        slices: as `Slice`; they may share queries and keys, but no pair.
+
+    Raises:
+        ValueError: slices beyond the lengths, or two that share a pair.
+
+    Example:
+        >>> from_slices(4, 4, [(0, 4, 0, 2), (2, 4, 2, 4, None, 0)]).dense().int().tolist()
+        [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
+    """
+    seqlen_q, seqlen_k = _lengths(seqlen_q, seqlen_k)
+    found = []
+    for given in slices:
+        if not 4 <= len(given) <= 6:
+            raise ValueError(f"a slice has 4 positions and a band, got {tuple(given)}")
+        values = [
+            None if value is None and index >= 4 else as_int("each of a slice", value)
+            for index, value in enumerate(given)
+        ]
+        one = Slice(*values)  # type: ignore[arg-type]
+        if not (0 <= one.q_start <= one.q_end <= seqlen_q) or not (
+            0 <= one.k_start <= one.k_end <= seqlen_k
+        ):
+            raise ValueError(f"slices must be within {seqlen_q} x {seqlen_k} positions, got {one}")
+        found.append(one)
+    mask = Mask.of(seqlen_q, seqlen_k, found)
+    _check_disjoint(mask)
+    return mask
+
+
+def by_document(masks: Sequence[Mask]) -> Mask:
+    """Masks of documents that follow one another, each over its own positions.
+
+        x . . .       two causal masks of 2
+        x x . .
+        . . x .
+        . . x x
+
+    Example:
+        >>> by_document([causal(2), window(3, 0)]).area
+        6
+    """
+    q = k = 0
+    slices: list[Slice] = []
+    for mask in as_tuple("masks", masks):
+        check_type("each of masks", mask, Mask)
+        slices += [one.moved(q, k) for one in mask.slices]
+        q, k = q + mask.seqlen_q, k + mask.seqlen_k
+    return Mask.of(q, k, slices, f"{len(masks)} documents with masks of their own")
+
+
+# -- checks
+
+
+def _check_disjoint(mask: Mask) -> None:
+    """Refuses two slices that share a pair."""
+    under_way: list[Slice] = []
+    for one in mask.slices:
+        under_way = [other for other in under_way if other.q_end > one.q_start]
+        for other in under_way:
+            both = other & one
+            if both is not None:
+                i = both.q_start
+                j = max(both.k_start, i + both.lo) if both.lo is not None else both.k_start
+                raise ValueError(
+                    f"slices must share no pair, {other} and {one} both have query {i} with key {j}"
+                )
+        under_way.append(one)
+
+
+def _lengths(seqlen_q: int, seqlen_k: int | None) -> tuple[int, int]:
+    queries = as_int("seqlen_q", seqlen_q, least=0)
+    return queries, queries if seqlen_k is None else as_int("seqlen_k", seqlen_k, least=0)
+
+
+def _integers(name: str, values: Lengths) -> tuple[int, ...]:
+    if isinstance(values, Tensor):
+        values = values.tolist()
+    return tuple(as_int(name, value) for value in as_tuple(name, values))
+
+
+def _boundaries(name: str, values: Lengths) -> tuple[int, ...]:
+    cuts = _integers(name, values)
+    if not cuts or cuts[0] != 0 or any(b < a for a, b in pairwise(cuts)):
+        raise ValueError(f"{name} must start at 0 and not decrease, got {cuts}")
+    return cuts
+
+
+# -- slices of blocks
+
+
+def _of_blocks(seen: Tensor, sizes: tuple[int, int], seqlens: tuple[int, int]) -> Iterator[Slice]:
+    """Runs of blocks of a row as one slice, and with the same runs of rows below it."""
+    rows, cols = sizes
+    edges = torch.nn.functional.pad(seen.cpu().int(), (1, 1)).diff(dim=1)
+    open_runs: dict[tuple[int, int], int] = {}
+    for row in range(len(edges) + 1):
+        here: set[tuple[int, int]] = set()
+        if row < len(edges):
+            starts, stops = ((edges[row] == sign).nonzero().flatten().tolist() for sign in (1, -1))
+            here = set(zip(starts, stops, strict=True))
+        for run in [run for run in open_runs if run not in here]:
+            first = open_runs.pop(run)
+            yield Slice(
+                first * rows, min(row * rows, seqlens[0]),
+                run[0] * cols, min(run[1] * cols, seqlens[1]),
+            )  # fmt: skip
+        for run in here:
+            open_runs.setdefault(run, row)
+
+
+def _of_block_mask(mask: Any) -> Mask:
+    """The slices of a `BlockMask`."""
+    lists = mask.kv_num_blocks
+    if lists.size(0) != 1 or lists.size(1) != 1:
+        raise NotImplementedError(
+            f"a BlockMask must be of one batch and head, got {tuple(lists.shape[:2])}: create it "
+            "with B=None, H=None; masks that differ by head are not built"
+        )
+    (rows, cols), seqlens = mask.BLOCK_SIZE, mask.seq_lengths
+    shape = -(-seqlens[0] // rows), -(-seqlens[1] // cols)
+    partly = _listed(mask.kv_num_blocks, mask.kv_indices, shape)
+    wholly = torch.zeros(shape, dtype=torch.bool)
+    if mask.full_kv_num_blocks is not None:
+        wholly = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, shape)
+    slices = list(_of_blocks(wholly, (rows, cols), seqlens))
+    zero = torch.zeros((), dtype=torch.int64)
+    for a, b in partly.nonzero().tolist():
+        i = torch.arange(a * rows, min((a + 1) * rows, seqlens[0]))[:, None]
+        j = torch.arange(b * cols, min((b + 1) * cols, seqlens[1]))
+        seen = torch.as_tensor(mask.mask_mod(zero, zero, i, j)).expand(len(i), len(j))
+        slices += [one.moved(a * rows, b * cols) for one in _of_dense(seen.bool())]
+    return Mask.of(seqlens[0], seqlens[1], slices, f"a BlockMask of {rows} x {cols}")
+
+
+def _listed(counts: Tensor, indices: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Blocks of keys that are listed for each block of queries, as booleans."""
+    seen = torch.zeros(shape, dtype=torch.bool)
+    for row, (count, listed) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0], strict=True)):
+        seen[row, listed[:count].cpu().long()] = True
+    return seen
+
+
+class _Run:
+    """A run of keys that queries after one another see, each end staying or moving on by one."""
+
+    def __init__(self, row: int, start: int, stop: int) -> None:
+        self.first = self.last = (start, stop)
+        self.row = row
+        # By how much each end moves on with a query; None before there is a second one.
+        self.moves: list[int | None] = [None, None]
+
+    def continues(self, run: tuple[int, int]) -> bool:
+        """Whether the next query's run goes on with this one; then it does."""
+        moves = [now - before for now, before in zip(run, self.last, strict=True)]
+        if any(m not in (0, 1) or old not in (None, m)
+               for m, old in zip(moves, self.moves, strict=True)):  # fmt: skip
+            return False
+        self.moves, self.last = [*moves], run
+        return True
+
+    def slice(self, stop_row: int) -> Slice:
+        """The slice of the queries before that row."""
+        lo = self.first[0] - self.row if self.moves[0] else None
+        hi = self.first[1] - 1 - self.row if self.moves[1] else None
+        return Slice(self.row, stop_row, self.first[0], self.last[1], lo, hi)
+
+
+def _of_dense(seen: Tensor) -> Iterator[Slice]:
+    """Slices with these pairs."""
+    under_way: list[_Run] = []
+    edges = torch.nn.functional.pad(seen.cpu().int(), (1, 1)).diff(dim=1)
+    for row in range(len(edges) + 1):
+        here: list[tuple[int, int]] = []
+        if row < len(edges):
+            starts, stops = ((edges[row] == sign).nonzero().flatten().tolist() for sign in (1, -1))
+            here = list(zip(starts, stops, strict=True))
+        going_on = []
+        for run in under_way:
+            found = next((one for one in here if run.continues(one)), None)
+            if found is None:
+                yield run.slice(row)
+            else:
+                here.remove(found)
+                going_on.append(run)
+        under_way = going_on + [_Run(row, *one) for one in here]
