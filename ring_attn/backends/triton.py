@@ -101,6 +101,7 @@ class TritonBackend:
             return "needs a GPU of compute capability 8.0 or newer"
         if not explicit and os.environ.get("TRITON_INTERPRET") == "1":
             return "TRITON_INTERPRET=1 is set: kernels are interpreted only when asked for by name"
+        _check_tuned(spec.device_type)
         return None
 
     def new_state(self, q: Tensor, headdim_v: int, sinks: Tensor | None = None) -> TritonState:
@@ -318,6 +319,7 @@ class TritonBackend:
                 "Triton's interpreter is off, and triton is in use or there is a GPU to compile "
                 "for: set TRITON_INTERPRET=1 before the program starts to run on a CPU"
             )
+        _check_tuned(spec.device_type)
         return None
 
     def _forward_launch(
@@ -331,9 +333,9 @@ class TritonBackend:
         first: bool,
         last: bool,
     ) -> Launch:
-        from ring_attn.kernels.configs import gluon_forward
         from ring_attn.kernels.flash_fwd import forward_launch
         from ring_attn.kernels.gluon_guard import gluon_missing
+        from ring_attn.kernels.tuned import gluon_forward
 
         # Every row is touched by the first launch and by the last, whether it sees a key or not.
         num_rows = q.size(1) if first or last else 0
@@ -416,17 +418,17 @@ class TritonBackend:
         call: object,
         scratch_launch: Callable[[Config], Launch],
     ) -> Config:
-        """A kernel's config: the one given by the user, the frozen one, or the result of a search.
+        """A kernel's config: the one given here, that of RING_ATTN_CONFIGS, or the frozen one.
 
-        Candidates are searched with RING_ATTN_AUTOTUNE=1.
+        With RING_ATTN_AUTOTUNE=1 it is the result of a search.
         """
-        from ring_attn.kernels import configs
+        from ring_attn.kernels import configs, tuned
 
         if kind in self._configs:
             return self._configs[kind]
         if configs.autotune_enabled():
             return configs.search(kind, q, v.size(3), call, scratch_launch)
-        return configs.select(kind, q, v.size(3))
+        return tuned.select(kind, q, v.size(3))
 
     def _table(
         self,
@@ -473,6 +475,14 @@ class TritonBackend:
                 descending=True, num_rows=parts.num_parts * rows * group,
             ),
         )  # fmt: skip
+
+
+def _check_tuned(device_type: str) -> None:
+    """Refuses a file of RING_ATTN_CONFIGS that is not for this device, before any message."""
+    if os.environ.get("RING_ATTN_CONFIGS"):
+        from ring_attn.kernels.tuned import check_file
+
+        check_file(torch.device(device_type))
 
 
 def _kind(kernel: str, tiles: Sequence[Tile]) -> str:
