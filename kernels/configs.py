@@ -198,6 +198,15 @@ TILES: dict[str, tuple[Config, ...]] = {
         Config(64, 64, 4, 2),
         Config(64, 32, 4, 1),
     ),
+    "decode": (
+        Config(16, 128, 4, 3),
+        Config(16, 128, 8, 3),
+        Config(16, 64, 4, 4),
+        Config(16, 64, 4, 2),
+        Config(16, 64, 8, 3),
+        Config(16, 32, 4, 4),
+        Config(16, 32, 2, 4),
+    ),
 }
 
 # The same for sm_90, the most promising first. Of those with 4 warps two programs run at once on a
@@ -257,7 +266,7 @@ HOPPER_TILES: dict[tuple[str, int], tuple[Config, ...]] = {
 }
 
 SEARCHED: dict[tuple[str, str, int], tuple[Config, ...]] = {
-    (arch, kernel, size): HOPPER_TILES[kernel, size] if arch == "sm_90" else tiles
+    (arch, kernel, size): HOPPER_TILES.get((kernel, size), tiles) if arch == "sm_90" else tiles
     for arch in ARCHITECTURES
     for kernel, tiles in TILES.items()
     for size in BUCKETS
@@ -315,16 +324,16 @@ def gluon_forward(x: Tensor, headdim_v: int) -> Config | None:
 def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tuple[Config, ...]:
     """The configs that `search` tries: the frozen one, and others that may suit the device.
 
-    On sm_90 in the order of what they promise: another tile can be worth a quarter; groups of heads
-    less, and only where the columns of all do not fit into the L2 cache; a persistent grid some per
-    cent.
+    On sm_90, but for decoding, in the order of what they promise: another tile can be worth a
+    quarter; groups of heads less, and only where the columns of all do not fit into the L2 cache; a
+    persistent grid some per cent.
     """
     first = frozen(kind, arch, headdim, dtype)
     found = SEARCHED.get((arch, _base(kind), bucket(headdim)))
     if dtype == torch.float32 or found is None:
         return (first,)
     tiles = _distinct(first, *found)
-    if arch != "sm_90":
+    if arch != "sm_90" or kind == "decode":
         return tiles
     orders = [reordered(config) for config in tiles[:REORDERED]]
     return (*tiles, *(order for one in zip(*orders, strict=True) for order in one))

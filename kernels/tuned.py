@@ -28,7 +28,7 @@ VERSION = 1
 
 # The forward in Gluon, which takes the place of the kinds fwd and fwd_whole.
 GLUON = "gluon"
-KINDS = ("fwd", "fwd_whole", "dkdv", "dkdv_whole", "dq", "dq_whole", GLUON)
+KINDS = ("fwd", "fwd_whole", "dkdv", "dkdv_whole", "dq", "dq_whole", "decode", GLUON)
 
 # The least and the greatest of each field of a config; blocks and warps are powers of 2.
 BOUNDS = {

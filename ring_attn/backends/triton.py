@@ -161,8 +161,7 @@ class TritonBackend:
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """`out` float32 and `lse` of a few queries: the keys are read in parts, side by side."""
-        from ring_attn.kernels import decode
-        from ring_attn.kernels.configs import select
+        from ring_attn.kernels import decode, tuned
         from ring_attn.kernels.flash_fwd import Carried, forward_launch
         from ring_attn.kernels.tasks import num_sms
 
@@ -171,7 +170,7 @@ class TritonBackend:
         if rows * group > MOST_DECODED_ROWS:
             state = self.forward(q, k, v, tiles, self.new_state(q, v.size(3)), scores=scores)
             return self.finalize(state, torch.float32)
-        config = select("decode", q, v.size(3))
+        config = self._configs.get("decode") or tuned.select("decode", q, v.size(3))
         k, v = _unit_stride(k), _unit_stride(v)
         blocks = -(-rows * group // config.BLOCK_M) * batch * k.size(2)
         first = min(tile.kv.start for tile in tiles)

@@ -13,7 +13,8 @@ of `configs.search_space`, and on sm_90 those of the forward in Gluon. The confi
     timed      in turn within every repetition
 
 A config that is wrong, or differs between two runs, is named and never recommended. TFLOP/s count
-the matrix products of a kernel: 2 forward, 4 for dk and dv, 3 for dq. At the end the whole
+the matrix products of a kernel: 2 forward, 4 for dk and dv, 3 for dq. Decoding is that of one token
+against all keys, which memory bounds. At the end the whole
 attention in the configs that were found is timed beside cuDNN's and flash-attn's. Exit status 1 if
 a frozen config is wrong, or the attention in the configs that were found.
 """
@@ -41,14 +42,14 @@ from ring_attn.backends import get_backend
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.bench import kernel as attention
 from ring_attn.bench.implementations import FLASH_PACKAGES, Attention, Data, Problem, reason
-from ring_attn.bench.judge import Judge
+from ring_attn.bench.judge import Judge, TokenJudge
 from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
 from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report, new_table, show
 from ring_attn.bench.timing import Call, Sample, free_memory, quantiles, time_in_turn, watch_for
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import Scores
-from ring_attn.core.tiles import pair_tiles
+from ring_attn.core.tiles import Band, Tile, pair_tiles
 from ring_attn.tools.arguments import format_size, parse_size, write_if_interrupted
 from ring_attn.tools.env import machine
 from ring_attn.tools.launch import num_cores
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config
 
 # Kinds of the table of configs that are searched, the most valuable first.
-KINDS = ("fwd_whole", "fwd", "dkdv", "dkdv_whole", "dq", "dq_whole")
+KINDS = ("fwd_whole", "fwd", "dkdv", "dkdv_whole", "dq", "dq_whole", "decode")
 
 # The file of the configs that were found; the kind of the forward in Gluon.
 VARIABLE, GLUON = "RING_ATTN_CONFIGS", "gluon"
@@ -67,7 +68,7 @@ VARIABLE, GLUON = "RING_ATTN_CONFIGS", "gluon"
 SHOWN = 5
 
 # Matrix products of a kernel, of 2 x pairs x head_dim operations each.
-PRODUCTS = {"fwd": 2, "dkdv": 4, "dq": 3}
+PRODUCTS = {"fwd": 2, "dkdv": 4, "dq": 3, "decode": 2}
 
 # How often a config is timed, and run to compare its bits.
 ITERS, REPEATS = 12, 20
@@ -164,6 +165,7 @@ class Kernels(Attention):
         """`configs`, by kind, take the place of the frozen ones."""
         layout = SequenceLayout.contiguous(problem.seqlen, 1)
         self._tiles = pair_tiles(layout, layout, problem.mask, 0, 0)
+        self._one_row = (Tile(slice(0, 1), slice(0, problem.seqlen), Band(None, None)),)
         self._backend, self._scores = TritonBackend(configs), Scores(problem.head_dim**-0.5)
         self._inputs = data.rows_first
 
@@ -185,11 +187,18 @@ class Kernels(Attention):
 
     def one(self, kernel: str) -> Callable[[], list[Tensor]]:
         """The call of one kernel, ready to be timed; it returns what the kernel writes."""
+        if kernel == "decode":
+            return self._decode
         if kernel == "fwd":
             return self._forward_once
         self.forward()
         self._prepare()
         return self._dq if kernel == "dq" else self._dkdv
+
+    def _decode(self) -> list[Tensor]:
+        q, k, v, _ = self._inputs
+        out, lse = self._backend.decode(q[:, -1:], k, v, self._one_row, scores=self._scores)
+        return [out.to(q.dtype), lse]
 
     def _forward_once(self) -> list[Tensor]:
         self.forward()
@@ -306,7 +315,7 @@ class Tuning(Report[Setting, Row]):
         if path is not None:
             file = f"{VARIABLE}={path} on every rank uses these configs"
         where = f"{self._device_name()}, triton {machine()['versions']['triton']}"
-        lines += [file, f"in an issue it tells us of {where}; it names no host, user or path"]
+        lines += [file, f"sent to us in an issue, it tells of {where}; its command has your paths"]
         timed, wrong = sum(row.samples > 0 for row in self.rows), sum(r.wrong for r in self.rows)
         counts = f"{len(self.rows)} configs, {timed} timed, {wrong} wrong"
         return [*lines, f"{counts}; {self.seconds:.0f} s, {len(self.failures)} failures"]
@@ -341,7 +350,8 @@ class Tuning(Report[Setting, Row]):
         """Builds, checks and times candidates of one kind, the frozen config first."""
         rows = self._built(problem, rows)
         last_check = time.monotonic() + CHECK_SHARE * (end - time.monotonic())
-        judge = Judge(problem, data, backward=True)
+        decodes = rows[0].kind == "decode"
+        judge = TokenJudge(problem, data) if decodes else Judge(problem, data, backward=True)
         judge.prepare()
         rows = [self._checked(row, problem, data, judge, last_check) for row in rows]
         del judge
@@ -360,7 +370,12 @@ class Tuning(Report[Setting, Row]):
         ]
 
     def _checked(
-        self, row: Row, problem: Problem, data: Data, judge: Judge, deadline: float
+        self,
+        row: Row,
+        problem: Problem,
+        data: Data,
+        judge: Judge | TokenJudge,
+        deadline: float,
     ) -> Row:
         """The row with its error, and a note if it is wrong or cannot be checked."""
         if row.note:
@@ -373,14 +388,19 @@ class Tuning(Report[Setting, Row]):
             return replace(row, note=f"cannot run: {reason(error)}")
         return replace(row, max_ratio=ratio, note=note)
 
-    def _judged(self, row: Row, problem: Problem, data: Data, judge: Judge) -> tuple[float, str]:
+    def _judged(
+        self, row: Row, problem: Problem, data: Data, judge: Judge | TokenJudge
+    ) -> tuple[float, str]:
         """The greatest error / bound, and a note if float64 or another run disagrees."""
         configs, kernel = configs_of(row), kernel_of(row.kind)
 
-        def build(problem: Problem, data: Data) -> Attention:
+        def build(problem: Problem, data: Data) -> Kernels:
             return Kernels(problem, data, configs)
 
-        verdicts = judge.whole(build) + judge.sampled(build)
+        if isinstance(judge, TokenJudge):
+            verdicts = judge.verdicts(*build(problem, data).one(kernel)())
+        else:
+            verdicts = judge.whole(build) + judge.sampled(build)
         ratio = max(math.inf if math.isnan(v.ratio) else v.ratio for v in verdicts)
         wrong = [str(verdict) for verdict in verdicts if not verdict.ok]
         if wrong:
@@ -407,7 +427,10 @@ class Tuning(Report[Setting, Row]):
             calls, self._watch, self.setting.iters, seconds=max(end - time.monotonic(), 0.0),
             failed=failed,
         )  # fmt: skip
-        flops = PRODUCTS[kernel_of(rows[0].kind)] * problem.flops("fwd") // PRODUCTS["fwd"]
+        kernel = kernel_of(rows[0].kind)
+        flops = PRODUCTS[kernel] * problem.flops("fwd") // PRODUCTS["fwd"]
+        if kernel == "decode":
+            flops = flops * problem.seqlen // problem.area
         rows = [replace(row, note=notes.get(row.name, row.note)) for row in rows]
         of_frozen = samples.get(rows[0].name)
         frozen_ms = median_ms(of_frozen) if of_frozen else None
@@ -436,6 +459,7 @@ def best(rows: Sequence[Row]) -> list[Row]:
     """
     from ring_attn.kernels.configs import FOLDED
 
+    decoding = [row for row in rows if row.kind == "decode" and row.speed]
     found: list[Row] = []
     for kernel, block in FOLDED.items():
         mine = [row for row in rows if kernel_of(row.kind) == kernel]
@@ -451,7 +475,7 @@ def best(rows: Sequence[Row]) -> list[Row]:
         ]
         if options:
             found += max(options, key=lambda option: math.prod(row.speed or 0.0 for row in option))
-    return found
+    return found + sorted(decoding, key=lambda row: -(row.speed or 0.0))[:1]
 
 
 def label(config: Config) -> str:

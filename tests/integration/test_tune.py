@@ -107,6 +107,29 @@ def test_candidates_that_cannot_or_must_not_be_taken(monkeypatch: pytest.MonkeyP
     assert sum(line.startswith("WRONG fwd: ") for line in bench.summary()) == 2
 
 
+def test_decoding_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token; a config that is wrong is found."""
+    wrong, one = Config(16, 16, 4, 1), Kernels._decode
+
+    def wrongly(self: Kernels) -> list[Tensor]:
+        out, lse = one(self)
+        bad = self._backend._configs["decode"] == wrong
+        return [out, lse + 1e-3 * bad]
+
+    monkeypatch.setattr(Kernels, "_decode", wrongly)
+    bench = tuning(f"{TINY} --kernels decode --causal-rows 300", monkeypatch, SMALL, wrong)
+    bench._search("decode", math.inf)
+    frozen, small, bad = bench.rows
+    assert frozen.frozen and not frozen.note and 0 < (frozen.max_ratio or 0) <= 1
+    assert small.samples and small.tflops and not small.note
+    # Two products of 2 x pairs x head_dim a head.
+    ms = small.median_ms or 0.0
+    assert small.tflops == pytest.approx(2 * 2 * 300 * 16 * 2 / ms / 1e9)
+    assert bad.wrong and bad.note.startswith("lse of a token")
+    assert [row.kind for row in best(bench.rows)] == ["decode"]
+    assert [entry["kind"] for entry in bench.to_json()["configs"]["table"]] == ["decode"]
+
+
 def test_a_wrong_frozen_config_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Kernels.forward
 

@@ -69,6 +69,11 @@ def test_what_is_searched_elsewhere() -> None:
         for kind, dtype in (("fwd", torch.float32), ("delta", torch.float16)):
             alone = configs.search_space(kind, arch, 128, dtype)
             assert alone == (configs.frozen(kind, arch, 128, dtype),)
+    for arch in configs.ARCHITECTURES:
+        decoding = configs.search_space("decode", arch, 128, torch.bfloat16)
+        assert decoding[0] == configs.frozen("decode", arch, 128, torch.bfloat16)
+        assert len(decoding) > 5 and {config.BLOCK_M for config in decoding} == {16}
+        assert not any(config.l2_bytes or config.programs_per_sm for config in decoding)
     assert configs.search_space("dq", "interpreter", 128, torch.float16) == (configs.INTERPRETER,)
 
 
@@ -95,6 +100,7 @@ def test_a_file_takes_the_place_of_the_frozen_configs(written: Callable[..., Pat
     x = torch.empty(1, 4, 2, 16)
     assert tuned.select("dq", x, 16) == configs.INTERPRETER
     chosen = {"dq": SMALL, "dq_whole": replace(SMALL, num_warps=2, l2_bytes=5)}
+    chosen["decode"] = Config(16, 64, 2, 2)
     written(chosen)
     tuned.check_file(CPU)
     assert {kind: tuned.select(kind, x, 16) for kind in chosen} == chosen
