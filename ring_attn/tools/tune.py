@@ -76,8 +76,8 @@ ITERS, REPEATS = 12, 20
 # At most so many processes build at once; each has a context of its own on the GPU.
 MOST_JOBS = 12
 
-# The share of a kind's time after which no further config is checked.
-CHECK_SHARE = 0.7
+# The shares of a kind's time after which no further config is built, and none is checked.
+BUILD_SHARE, CHECK_SHARE = 0.5, 0.7
 
 # Seconds that a search may take on a GPU, and the share of them that is kept for the peers.
 BUDGET, PEERS_SHARE = 600.0, 0.15
@@ -348,8 +348,9 @@ class Tuning(Report[Setting, Row]):
 
     def _measure(self, problem: Problem, data: Data, rows: Sequence[Row], end: float) -> list[Row]:
         """Builds, checks and times candidates of one kind, the frozen config first."""
-        rows = self._built(problem, rows)
-        last_check = time.monotonic() + CHECK_SHARE * (end - time.monotonic())
+        start = time.monotonic()
+        rows = self._built(problem, rows, start + BUILD_SHARE * (end - start))
+        last_check = start + CHECK_SHARE * (end - start)
         decodes = rows[0].kind == "decode"
         judge = TokenJudge(problem, data) if decodes else Judge(problem, data, backward=True)
         judge.prepare()
@@ -357,9 +358,9 @@ class Tuning(Report[Setting, Row]):
         del judge
         return self._timed(problem, data, rows, end)
 
-    def _built(self, problem: Problem, rows: Sequence[Row]) -> list[Row]:
+    def _built(self, problem: Problem, rows: Sequence[Row], deadline: float) -> list[Row]:
         """Compiles all, and notes configs that do not compile or take their process down."""
-        tasks = [(problem, row) for row in rows]
+        tasks = [(problem, row, math.inf if row.frozen else deadline) for row in rows]
         if self.setting.jobs:
             notes = map_in_processes(build, tasks, self.setting.jobs, lambda _: "the process died")
         else:
@@ -441,9 +442,11 @@ class Tuning(Report[Setting, Row]):
         return torch.cuda.get_device_name(self.setting.device) if gpu else "interpreter"
 
 
-def build(task: tuple[Problem, Row]) -> str:
+def build(task: tuple[Problem, Row, float]) -> str:
     """Runs a config once, which puts it into triton's cache on disk; the error, or ""."""
-    problem, row = task
+    problem, row, deadline = task
+    if time.monotonic() > deadline:  # one clock for all processes
+        return "there was no time left"
     try:
         Kernels(problem, problem.data(), configs_of(row)).one(kernel_of(row.kind))()
     except Exception as error:

@@ -147,8 +147,11 @@ def test_a_budget_leaves_kinds_and_candidates_out(monkeypatch: pytest.MonkeyPatc
     assert bench.rows == [] and bench.summary()[-1].startswith("0 configs")
     bench = tuning(TINY, monkeypatch, SMALL)
     bench._search("dq", 0.0)
-    assert [row.note for row in bench.rows] == ["", "not checked: there was no time left"]
+    assert [row.note for row in bench.rows] == ["", "not built: there was no time left"]
     assert [row.samples for row in bench.rows] == [1, 0]
+    monkeypatch.setattr(tune, "build", lambda task: "")
+    bench._search("dkdv", 0.0)
+    assert bench.rows[-1].note == "not checked: there was no time left"
 
 
 def test_a_kind_that_fails_costs_no_other(
@@ -246,8 +249,8 @@ def test_a_table_shows_the_fastest_and_counts_the_rest() -> None:
 
 def test_a_config_that_does_not_build_says_why() -> None:
     one = setting(TINY).problem_of(causal=True)
-    assert "power of 2" in tune.build((one, row("dq", NO_TILE, None)))
-    assert tune.build((one, row("dq", SMALL, None))) == ""
+    assert "power of 2" in tune.build((one, row("dq", NO_TILE, None), math.inf))
+    assert tune.build((one, row("dq", SMALL, None), math.inf)) == ""
 
 
 def test_sizes_by_device_and_option() -> None:
