@@ -13,10 +13,9 @@ of `configs.search_space`, and on sm_90 those of the forward in Gluon. The confi
     timed      in turn within every repetition
 
 A config that is wrong, or differs between two runs, is named and never recommended. TFLOP/s count
-the matrix products of a kernel: 2 forward, 4 for dk and dv, 3 for dq. Decoding is that of one token
-against all keys, which memory bounds. At the end the whole
-attention in the configs that were found is timed beside cuDNN's and flash-attn's. Exit status 1 if
-a frozen config is wrong, or the attention in the configs that were found.
+the matrix products of a kernel: 2 forward, 4 for dk and dv, 3 for dq, 2 for decoding, that is one
+token against all keys. At the end the whole attention in the configs that were found is timed
+beside cuDNN's and flash-attn's. Exit status 1 if a frozen config is wrong, or that attention.
 """
 
 from __future__ import annotations
@@ -54,6 +53,7 @@ from ring_attn.tools.arguments import format_size, parse_size, write_if_interrup
 from ring_attn.tools.env import machine
 from ring_attn.tools.launch import num_cores
 from ring_attn.tools.processes import map_in_processes
+from ring_attn.transport.ranks.group import CONFIGS_VARIABLE
 
 if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config
@@ -61,8 +61,8 @@ if TYPE_CHECKING:
 # Kinds of the table of configs that are searched, the most valuable first.
 KINDS = ("fwd_whole", "fwd", "dkdv", "dkdv_whole", "dq", "dq_whole", "decode")
 
-# The file of the configs that were found; the kind of the forward in Gluon.
-VARIABLE, GLUON = "RING_ATTN_CONFIGS", "gluon"
+# The kind of the forward in Gluon, which takes the place of fwd and fwd_whole.
+GLUON = "gluon"
 
 # Configs of each kind that the table shows, the fastest first.
 SHOWN = 5
@@ -296,11 +296,11 @@ class Tuning(Report[Setting, Row]):
         with TemporaryDirectory() as folder:
             path = Path(folder, "configs.json")
             path.write_text(json.dumps({"configs": self._chosen()}), encoding="utf-8")
-            os.environ[VARIABLE] = str(path)
+            os.environ[CONFIGS_VARIABLE] = str(path)
             try:
                 self.peers.run()
             finally:
-                del os.environ[VARIABLE]
+                del os.environ[CONFIGS_VARIABLE]
         self.failures += self.peers.failures
 
     def summary(self) -> list[str]:
@@ -313,7 +313,7 @@ class Tuning(Report[Setting, Row]):
         lines += [] if self.peers is None else self.peers.remarks()[:-1]
         file = "--json PATH writes the file that RING_ATTN_CONFIGS reads"
         if path is not None:
-            file = f"{VARIABLE}={path} on every rank uses these configs"
+            file = f"{CONFIGS_VARIABLE}={path} on every rank uses these configs"
         where = f"{self._device_name()}, triton {machine()['versions']['triton']}"
         lines += [file, f"sent to us in an issue, it tells of {where}; its command has your paths"]
         timed, wrong = sum(row.samples > 0 for row in self.rows), sum(r.wrong for r in self.rows)
@@ -534,8 +534,8 @@ def setting_of(args: argparse.Namespace) -> Setting:
             "this machine has no GPU that torch can use; --device cpu takes tiny sizes and "
             "Triton's interpreter"
         )
-    if os.environ.get(VARIABLE):
-        raise ValueError(f"{VARIABLE} must not be set for a search, got {os.environ[VARIABLE]!r}")
+    if given := os.environ.get(CONFIGS_VARIABLE):
+        raise ValueError(f"{CONFIGS_VARIABLE} must not be set for a search, got {given!r}: unset it")
     shared = one_device(args)
     gpu, quick = shared.device.type == "cuda", args.quick
     chosen = args.kernels.split(",")

@@ -19,6 +19,7 @@ from ring_attn.kernels.configs import INTERPRETER, Config
 from ring_attn.tools import tune
 from ring_attn.tools.cli import main
 from ring_attn.tools.tune import Kernels, Row, Tuning, best, label
+from ring_attn.transport.ranks.group import CONFIGS_VARIABLE
 from tests.integration.commands import options_of
 
 TINY = "--device cpu --heads 2/1 --head-dim 16 --full-rows 33 --causal-rows 33 --jobs 0"
@@ -225,14 +226,14 @@ def test_what_is_found_is_compared_and_used_by_way_of_a_file(
 
     monkeypatch.setattr(TritonBackend, "_config", noted)
     bench._compare()
-    assert found in used and INTERPRETER in used and tune.VARIABLE not in os.environ
+    assert found in used and INTERPRETER in used and CONFIGS_VARIABLE not in os.environ
     bench.save()
     table = json.loads(path.read_text())["configs"]["table"]
     assert [one["kind"] for one in table] == ["dq", "dq_whole"] and bench.failures == []
 
 
 def test_a_search_in_the_configs_of_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(tune.VARIABLE, "tune.json")
+    monkeypatch.setenv(CONFIGS_VARIABLE, "tune.json")
     with pytest.raises(ValueError, match=r"must not be set for a search, got 'tune.json'"):
         setting(TINY)
 
