@@ -535,7 +535,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
             "Triton's interpreter"
         )
     if given := os.environ.get(CONFIGS_VARIABLE):
-        raise ValueError(f"{CONFIGS_VARIABLE} must not be set for a search, got {given!r}: unset it")
+        raise ValueError(f"{CONFIGS_VARIABLE} must be unset for a search, got {given!r}: unset it")
     shared = one_device(args)
     gpu, quick = shared.device.type == "cuda", args.quick
     chosen = args.kernels.split(",")

@@ -234,7 +234,7 @@ def test_what_is_found_is_compared_and_used_by_way_of_a_file(
 
 def test_a_search_in_the_configs_of_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CONFIGS_VARIABLE, "tune.json")
-    with pytest.raises(ValueError, match=r"must not be set for a search, got 'tune.json'"):
+    with pytest.raises(ValueError, match=r"must be unset for a search, got 'tune.json'"):
         setting(TINY)
 
 
