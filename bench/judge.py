@@ -109,6 +109,29 @@ class Judge:
         return _joined(entries, dim=0)
 
 
+class TokenJudge:
+    """The oracle of decoding: the last query of a problem against all keys."""
+
+    def __init__(self, problem: Problem, data: Data) -> None:
+        """Computes nothing yet."""
+        q, k, v, dout = data.rows_first
+        self._inputs = Inputs(q[:, -1:], k, v, dout[:, -1:])
+        self._mask = Mask(1, problem.seqlen)
+
+    def prepare(self) -> None:
+        """Computes the oracle: an error here is no implementation's."""
+        self._oracle = dense_gradients(*self._inputs, self._mask)
+        self._plain = plain_gradients(*self._inputs, self._mask)
+
+    def verdicts(self, out: Tensor, lse: Tensor) -> list[Verdict]:
+        """Holds out (batch, 1, heads, dim) and lse (batch, heads, 1)."""
+        oracle, plain = self._oracle, self._plain
+        return [
+            check("out of a token", out, oracle.out, plain.out, oracle.terms["out"]),
+            check("lse of a token", lse, oracle.lse, plain.lse, oracle.terms["lse"]),
+        ]
+
+
 def _of_rows(mask: Mask, rows: Sequence[int]) -> Mask:
     """The mask of some of the queries, against all keys."""
     slices = [

@@ -240,7 +240,7 @@ class Bench(Report[Setting, Row]):
         self._watch = watch_for(setting.device)
         self._judged: set[tuple[object, ...]] = set()
         gpu = setting.device.type == "cuda"
-        self._backend = "triton" if gpu else "auto"
+        self.backend = "triton" if gpu else "auto"
         name = torch.cuda.get_device_name(setting.device) if gpu else ""
         self.peak = peak_tflops(name, setting.sizes.dtype)
 
@@ -301,7 +301,7 @@ class Bench(Report[Setting, Row]):
         """The short sequence is checked once for a table."""
 
         def build(problem: Problem, data: Data) -> Attention:
-            return make(name, problem, data, backend=self._backend, backward=self._backward)
+            return make(name, problem, data, backend=self.backend, backward=self._backward)
 
         def verdicts() -> list[Verdict]:
             key = (name, problem.heads, problem.kv_heads, problem.head_dim, problem.causal)

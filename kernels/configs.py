@@ -1,6 +1,7 @@
 """Tile sizes, warps and stages of the kernels, frozen per architecture, head dim and kernel.
 
-Nothing is tuned at run time by default: ranks that timed their kernels apart could pick apart. With
+Nothing is tuned at run time by default: ranks that timed their kernels apart could pick apart. What
+`ring-attn tune` has found on a GPU is used by way of a file: see `tuned.py`. With
 RING_ATTN_AUTOTUNE=1 the candidates are timed at the first call of each kind, once a process, and
 the fastest is taken; ranks may then differ in their last bits.
 
@@ -160,6 +161,13 @@ FLOAT32 = {
 # has measured one of `hopper_fwd.CONFIGS` as faster.
 GLUON: dict[int, Config] = {}
 
+# Kinds that differ in the mask alone fold over blocks of one length, of kv rows or of q rows: else
+# a ring would not have the bits of a single pass.
+FOLDED = {"fwd": "BLOCK_N", "dkdv": "BLOCK_M", "dq": "BLOCK_N"}
+
+# Head dims of the table; others take the next one.
+BUCKETS = (64, 128, 256)
+
 # Configs that a search tries beside the frozen ones; a device skips those that do not fit it.
 TILES: dict[str, tuple[Config, ...]] = {
     "fwd": (
@@ -189,6 +197,15 @@ TILES: dict[str, tuple[Config, ...]] = {
         Config(64, 64, 8, 2),
         Config(64, 64, 4, 2),
         Config(64, 32, 4, 1),
+    ),
+    "decode": (
+        Config(16, 128, 4, 3),
+        Config(16, 128, 8, 3),
+        Config(16, 64, 4, 4),
+        Config(16, 64, 4, 2),
+        Config(16, 64, 8, 3),
+        Config(16, 32, 4, 4),
+        Config(16, 32, 2, 4),
     ),
 }
 
@@ -249,10 +266,10 @@ HOPPER_TILES: dict[tuple[str, int], tuple[Config, ...]] = {
 }
 
 SEARCHED: dict[tuple[str, str, int], tuple[Config, ...]] = {
-    (arch, kernel, bucket): HOPPER_TILES[kernel, bucket] if arch == "sm_90" else tiles
+    (arch, kernel, size): HOPPER_TILES.get((kernel, size), tiles) if arch == "sm_90" else tiles
     for arch in ARCHITECTURES
     for kernel, tiles in TILES.items()
-    for bucket in (64, 128, 256)
+    for size in BUCKETS
 }
 
 # On sm_90 the frozen config and the tiles behind it, so many in all, are tried in other orders of
@@ -291,10 +308,10 @@ def frozen(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> Config:
         return INTERPRETER
     if kind == "delta":
         return DELTA
-    bucket = _bucket(headdim)
+    size = bucket(headdim)
     if dtype == torch.float32:
-        return FLOAT32[bucket]
-    return TABLE.get((arch, kind, bucket)) or TABLE[arch, _base(kind), bucket]
+        return FLOAT32[size]
+    return TABLE.get((arch, kind, size)) or TABLE[arch, _base(kind), size]
 
 
 def gluon_forward(x: Tensor, headdim_v: int) -> Config | None:
@@ -307,16 +324,16 @@ def gluon_forward(x: Tensor, headdim_v: int) -> Config | None:
 def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tuple[Config, ...]:
     """The configs that `search` tries: the frozen one, and others that may suit the device.
 
-    On sm_90 in the order of what they promise: another tile can be worth a quarter; groups of heads
-    less, and only where the columns of all do not fit into the L2 cache; a persistent grid some per
-    cent.
+    On sm_90, but for decoding, in the order of what they promise: another tile can be worth a
+    quarter; groups of heads less, and only where the columns of all do not fit into the L2 cache; a
+    persistent grid some per cent.
     """
     first = frozen(kind, arch, headdim, dtype)
-    found = SEARCHED.get((arch, _base(kind), _bucket(headdim)))
+    found = SEARCHED.get((arch, _base(kind), bucket(headdim)))
     if dtype == torch.float32 or found is None:
         return (first,)
     tiles = _distinct(first, *found)
-    if arch != "sm_90":
+    if arch != "sm_90" or kind == "decode":
         return tiles
     orders = [reordered(config) for config in tiles[:REORDERED]]
     return (*tiles, *(order for one in zip(*orders, strict=True) for order in one))
@@ -366,14 +383,25 @@ def architecture(device: torch.device) -> str:
         return "interpreter"
     if torch.version.hip is not None:
         return "gfx942"
-    return CAPABILITIES.get(torch.cuda.get_device_capability(device), "sm_86")
+    return _column(*torch.cuda.get_device_capability(device))
+
+
+def column(arch: str) -> str:
+    """The column of the table for an architecture, such as "sm_89"."""
+    name = arch.removeprefix("sm_")
+    return _column(int(name[:-1]), int(name[-1])) if name != arch else arch
+
+
+def _column(major: int, minor: int) -> str:
+    return CAPABILITIES.get((major, minor), "sm_86")
 
 
 def _base(kind: str) -> str:
     return kind.partition("_")[0]
 
 
-def _bucket(headdim: int) -> int:
+def bucket(headdim: int) -> int:
+    """The head dim of the table that stands for this one."""
     return max(64, triton.next_power_of_2(headdim))
 
 

@@ -102,6 +102,7 @@ class TritonBackend:
             return "needs a GPU of compute capability 8.0 or newer"
         if not explicit and os.environ.get("TRITON_INTERPRET") == "1":
             return "TRITON_INTERPRET=1 is set: kernels are interpreted only when asked for by name"
+        _check_tuned(spec.device_type)
         return None
 
     def new_state(self, q: Tensor, headdim_v: int, sinks: Tensor | None = None) -> TritonState:
@@ -161,8 +162,7 @@ class TritonBackend:
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """`out` float32 and `lse` of a few queries: the keys are read in parts, side by side."""
-        from ring_attn.kernels import decode
-        from ring_attn.kernels.configs import select
+        from ring_attn.kernels import decode, tuned
         from ring_attn.kernels.flash_fwd import Carried, forward_launch
         from ring_attn.kernels.tasks import num_sms
 
@@ -171,7 +171,7 @@ class TritonBackend:
         if rows * group > MOST_DECODED_ROWS:
             state = self.forward(q, k, v, tiles, self.new_state(q, v.size(3)), scores=scores)
             return self.finalize(state, torch.float32)
-        config = select("decode", q, v.size(3))
+        config = self._configs.get("decode") or tuned.select("decode", q, v.size(3))
         k, v = _unit_stride(k), _unit_stride(v)
         blocks = -(-rows * group // config.BLOCK_M) * batch * k.size(2)
         first = min(tile.kv.start for tile in tiles)
@@ -319,6 +319,7 @@ class TritonBackend:
                 "Triton's interpreter is off, and triton is in use or there is a GPU to compile "
                 "for: set TRITON_INTERPRET=1 before the program starts to run on a CPU"
             )
+        _check_tuned(spec.device_type)
         return None
 
     def _forward_launch(
@@ -332,9 +333,9 @@ class TritonBackend:
         first: bool,
         last: bool,
     ) -> Launch:
-        from ring_attn.kernels.configs import gluon_forward
         from ring_attn.kernels.flash_fwd import forward_launch
         from ring_attn.kernels.gluon_guard import gluon_missing
+        from ring_attn.kernels.tuned import gluon_forward
 
         # Every row is touched by the first launch and by the last, whether it sees a key or not.
         num_rows = q.size(1) if first or last else 0
@@ -417,17 +418,17 @@ class TritonBackend:
         call: object,
         scratch_launch: Callable[[Config], Launch],
     ) -> Config:
-        """A kernel's config: the one given by the user, the frozen one, or the result of a search.
+        """A kernel's config: the one given here, that of RING_ATTN_CONFIGS, or the frozen one.
 
-        Candidates are searched with RING_ATTN_AUTOTUNE=1.
+        With RING_ATTN_AUTOTUNE=1 it is the result of a search.
         """
-        from ring_attn.kernels import configs
+        from ring_attn.kernels import configs, tuned
 
         if kind in self._configs:
             return self._configs[kind]
         if configs.autotune_enabled():
             return configs.search(kind, q, v.size(3), call, scratch_launch)
-        return configs.select(kind, q, v.size(3))
+        return tuned.select(kind, q, v.size(3))
 
     def _table(
         self,
@@ -474,6 +475,14 @@ class TritonBackend:
                 descending=True, num_rows=parts.num_parts * rows * group,
             ),
         )  # fmt: skip
+
+
+def _check_tuned(device_type: str) -> None:
+    """Refuses a file of RING_ATTN_CONFIGS that is not for this device, before any message."""
+    if os.environ.get("RING_ATTN_CONFIGS"):
+        from ring_attn.kernels.tuned import check_file
+
+        check_file(torch.device(device_type))
 
 
 def _kind(kernel: str, tiles: Sequence[Tile]) -> str:

@@ -247,7 +247,7 @@ class Registration:
             )
         cuts = check.check_cu_seqlens("cu_seq_lens_q", cu_seqlens)
         if isinstance(placed, str):
-            total = cuts[-1] if cuts else rows * world_size
+            total = cuts[-1] if cuts and world_size > 1 else rows * world_size
             placed = SequenceLayout.from_name(placed, total, world_size)
         checked = (position_ids._version, (placed, cuts, rank))
         if _validated.get(position_ids) == checked:

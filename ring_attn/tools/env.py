@@ -30,6 +30,7 @@ PACKAGES = ("numpy", "triton", "flash-attn", "einops", "rich", "transformers")
 
 VARIABLES = (
     "RING_ATTN_AUTOTUNE",
+    "RING_ATTN_CONFIGS",
     "RING_ATTN_DEBUG",
     "OMP_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",

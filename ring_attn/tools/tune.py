@@ -1,6 +1,7 @@
 """Finds the fastest configs of the kernels on one device: built, checked, then timed in turn.
 
-    ring-attn tune --json DIR/tune.json        on a GPU
+    ring-attn tune --json tune.json            on a GPU, in 10 minutes
+    RING_ATTN_CONFIGS=tune.json torchrun ...   uses what was found, on every rank the same file
     ring-attn tune --device cpu                in the interpreter: it works, no more
 
 Kind by kind of `kernels/configs.py`, the most valuable first, as far as --budget goes: all configs
@@ -12,19 +13,24 @@ of `configs.search_space`, and on sm_90 those of the forward in Gluon. The confi
     timed      in turn within every repetition
 
 A config that is wrong, or differs between two runs, is named and never recommended. TFLOP/s count
-the matrix products of a kernel: 2 forward, 4 for dk and dv, 3 for dq. The last lines are ready for
-the table of `kernels/configs.py`. Exit status 1 if a frozen config is wrong.
+the matrix products of a kernel: 2 forward, 4 for dk and dv, 3 for dq, 2 for decoding, that is one
+token against all keys. At the end the whole attention in the configs that were found is timed
+beside cuDNN's and flash-attn's. Exit status 1 if a frozen config is wrong, or that attention.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import os
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,38 +39,36 @@ from torch import Tensor
 
 from ring_attn.backends import get_backend
 from ring_attn.backends.triton import TritonBackend
-from ring_attn.bench.implementations import Attention, Data, Problem, reason
-from ring_attn.bench.judge import Judge
+from ring_attn.bench import kernel as attention
+from ring_attn.bench.implementations import FLASH_PACKAGES, Attention, Data, Problem, reason
+from ring_attn.bench.judge import Judge, TokenJudge
 from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
 from ring_attn.bench.outputs import Outputs
 from ring_attn.bench.report import Report, new_table, show
 from ring_attn.bench.timing import Call, Sample, free_memory, quantiles, time_in_turn, watch_for
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.spec import Scores
-from ring_attn.core.tiles import pair_tiles
-from ring_attn.tools.arguments import format_size, parse_size
+from ring_attn.core.tiles import Band, Tile, pair_tiles
+from ring_attn.tools.arguments import format_size, parse_size, write_if_interrupted
 from ring_attn.tools.env import machine
 from ring_attn.tools.launch import num_cores
 from ring_attn.tools.processes import map_in_processes
+from ring_attn.transport.ranks.group import CONFIGS_VARIABLE
 
 if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config
 
 # Kinds of the table of configs that are searched, the most valuable first.
-KINDS = ("fwd_whole", "fwd", "dkdv", "dkdv_whole", "dq", "dq_whole")
+KINDS = ("fwd_whole", "fwd", "dkdv", "dkdv_whole", "dq", "dq_whole", "decode")
 
-# Kinds that differ in the mask alone fold over blocks of one length, of kv rows or of q rows: else
-# a ring would not have the bits of a single pass.
-FOLDED = {"fwd": "BLOCK_N", "dkdv": "BLOCK_M", "dq": "BLOCK_N"}
+# The kind of the forward in Gluon, which takes the place of fwd and fwd_whole.
+GLUON = "gluon"
 
 # Configs of each kind that the table shows, the fastest first.
 SHOWN = 5
 
 # Matrix products of a kernel, of 2 x pairs x head_dim operations each.
-PRODUCTS = {"fwd": 2, "dkdv": 4, "dq": 3}
-
-# The kind of the forward in Gluon, which takes the place of fwd and fwd_whole.
-GLUON = "gluon"
+PRODUCTS = {"fwd": 2, "dkdv": 4, "dq": 3, "decode": 2}
 
 # How often a config is timed, and run to compare its bits.
 ITERS, REPEATS = 12, 20
@@ -72,8 +76,14 @@ ITERS, REPEATS = 12, 20
 # At most so many processes build at once; each has a context of its own on the GPU.
 MOST_JOBS = 12
 
-# The share of a kind's time after which no further config is checked.
-CHECK_SHARE = 0.7
+# The shares of a kind's time after which no further config is built, and none is checked.
+BUILD_SHARE, CHECK_SHARE = 0.5, 0.7
+
+# Seconds that a search may take on a GPU, and the share of them that is kept for the peers.
+BUDGET, PEERS_SHARE = 600.0, 0.15
+
+# Beside what the attention is timed at the end.
+PEERS = ("ours", "cudnn", *FLASH_PACKAGES)
 
 
 @dataclass(frozen=True)
@@ -155,6 +165,7 @@ class Kernels(Attention):
         """`configs`, by kind, take the place of the frozen ones."""
         layout = SequenceLayout.contiguous(problem.seqlen, 1)
         self._tiles = pair_tiles(layout, layout, problem.mask, 0, 0)
+        self._one_row = (Tile(slice(0, 1), slice(0, problem.seqlen), Band(None, None)),)
         self._backend, self._scores = TritonBackend(configs), Scores(problem.head_dim**-0.5)
         self._inputs = data.rows_first
 
@@ -176,11 +187,18 @@ class Kernels(Attention):
 
     def one(self, kernel: str) -> Callable[[], list[Tensor]]:
         """The call of one kernel, ready to be timed; it returns what the kernel writes."""
+        if kernel == "decode":
+            return self._decode
         if kernel == "fwd":
             return self._forward_once
         self.forward()
         self._prepare()
         return self._dq if kernel == "dq" else self._dkdv
+
+    def _decode(self) -> list[Tensor]:
+        q, k, v, _ = self._inputs
+        out, lse = self._backend.decode(q[:, -1:], k, v, self._one_row, scores=self._scores)
+        return [out.to(q.dtype), lse]
 
     def _forward_once(self) -> list[Tensor]:
         self.forward()
@@ -224,32 +242,80 @@ class Tuning(Report[Setting, Row]):
         super().__init__(setting, outputs)
         self._configs, self._arch = configs, configs.architecture(setting.device)
         self._watch = watch_for(setting.device)
+        self.peers: attention.Bench | None = None
 
     def run(self) -> None:
-        """Searches every kind that there is time for; unused time goes to the next kind."""
-        kinds = self.setting.kinds
+        """Searches every kind that there is time for, then compares; unused time is passed on."""
+        kinds, kept = self.setting.kinds, PEERS_SHARE * (self.setting.budget or 0.0)
         for index, kind in enumerate(kinds):
-            if self.left() <= 0.0:
+            left = self.left() - kept
+            if left <= 0.0:
                 break
             try:
-                self._search(kind, self.left() / (len(kinds) - index))
+                self._search(kind, left / (len(kinds) - index))
             except Exception as error:  # past its candidates: it costs no other kind
                 traceback.print_exception(error)
                 self.failures.append(f"{kind} failed: {reason(error)}")
             free_memory(self.setting.device)
             self.save()
+        if self.left() > 0.0:
+            self._compare()
         self.save(last=True)
 
+    def more(self) -> dict[str, Any]:
+        """What RING_ATTN_CONFIGS reads, and the peers."""
+        peers = self.peers
+        return {
+            "configs": self._chosen(),
+            "peers": [] if peers is None else [asdict(row) for row in peers.rows],
+            "unavailable": {} if peers is None else peers.unavailable,
+        }
+
+    def _chosen(self) -> dict[str, Any]:
+        from ring_attn.kernels.tuned import section
+
+        setting = self.setting
+        found: dict[str, Config] = {}
+        for row in best(self.rows):
+            found |= configs_of(row)
+        return section(setting.device, setting.head_dim, setting.dtype, found)
+
+    def _compare(self) -> None:
+        """Times the whole attention, ours by the way that a file is used, and the peers."""
+        setting = self.setting
+        sizes = attention.Sizes(
+            (setting.full_rows,), (setting.head_dim,), ((setting.heads, setting.kv_heads),),
+            setting.dtype, setting.full_rows, setting.iters,
+        )  # fmt: skip
+        asked = attention.Setting(
+            sizes, (True, False), "fwd_bwd", PEERS, setting.device, max(self.left(), 0.0)
+        )
+        self.peers = attention.Bench(asked)
+        self.peers.backend = "triton"
+        write_if_interrupted(self._outputs.json, self.to_json)
+        with TemporaryDirectory() as folder:
+            path = Path(folder, "configs.json")
+            path.write_text(json.dumps({"configs": self._chosen()}), encoding="utf-8")
+            os.environ[CONFIGS_VARIABLE] = str(path)
+            try:
+                self.peers.run()
+            finally:
+                del os.environ[CONFIGS_VARIABLE]
+        self.failures += self.peers.failures
+
     def summary(self) -> list[str]:
-        """Speeds, wrong configs, entries for the table of configs, and counts: a line each."""
-        where = f"{self._device_name()}, triton {machine()['versions']['triton']}"
-        chosen = best(self.rows)
+        """Speeds, wrong configs, why peers are missing, what to do with the file, and counts."""
+        chosen, path = best(self.rows), self._outputs.json
         lines = [
             f"{r.kind}: {r.name} is {show(r.speed, '.3f')} x the frozen config" for r in chosen
         ]
         lines += [f"WRONG {row.kind}: {row.name}: {row.note}" for row in self.rows if row.wrong]
-        head_dim = self.setting.head_dim
-        lines += [table_line(row, self._arch, head_dim, where) for row in chosen]
+        lines += [] if self.peers is None else self.peers.remarks()[:-1]
+        file = "--json PATH writes the file that RING_ATTN_CONFIGS reads"
+        if path is not None:
+            file = f"{CONFIGS_VARIABLE}={path} on every rank uses these configs"
+        where = f"{self._device_name()}, triton {machine()['versions']['triton']}"
+        lines += [file, f"sent to us in an issue, it tells of {where}; its command has your paths"]
         timed, wrong = sum(row.samples > 0 for row in self.rows), sum(r.wrong for r in self.rows)
         counts = f"{len(self.rows)} configs, {timed} timed, {wrong} wrong"
         return [*lines, f"{counts}; {self.seconds:.0f} s, {len(self.failures)} failures"]
@@ -282,17 +348,19 @@ class Tuning(Report[Setting, Row]):
 
     def _measure(self, problem: Problem, data: Data, rows: Sequence[Row], end: float) -> list[Row]:
         """Builds, checks and times candidates of one kind, the frozen config first."""
-        rows = self._built(problem, rows)
-        last_check = time.monotonic() + CHECK_SHARE * (end - time.monotonic())
-        judge = Judge(problem, data, backward=True)
+        start = time.monotonic()
+        rows = self._built(problem, rows, start + BUILD_SHARE * (end - start))
+        last_check = start + CHECK_SHARE * (end - start)
+        decodes = rows[0].kind == "decode"
+        judge = TokenJudge(problem, data) if decodes else Judge(problem, data, backward=True)
         judge.prepare()
         rows = [self._checked(row, problem, data, judge, last_check) for row in rows]
         del judge
         return self._timed(problem, data, rows, end)
 
-    def _built(self, problem: Problem, rows: Sequence[Row]) -> list[Row]:
+    def _built(self, problem: Problem, rows: Sequence[Row], deadline: float) -> list[Row]:
         """Compiles all, and notes configs that do not compile or take their process down."""
-        tasks = [(problem, row) for row in rows]
+        tasks = [(problem, row, math.inf if row.frozen else deadline) for row in rows]
         if self.setting.jobs:
             notes = map_in_processes(build, tasks, self.setting.jobs, lambda _: "the process died")
         else:
@@ -303,7 +371,12 @@ class Tuning(Report[Setting, Row]):
         ]
 
     def _checked(
-        self, row: Row, problem: Problem, data: Data, judge: Judge, deadline: float
+        self,
+        row: Row,
+        problem: Problem,
+        data: Data,
+        judge: Judge | TokenJudge,
+        deadline: float,
     ) -> Row:
         """The row with its error, and a note if it is wrong or cannot be checked."""
         if row.note:
@@ -316,14 +389,19 @@ class Tuning(Report[Setting, Row]):
             return replace(row, note=f"cannot run: {reason(error)}")
         return replace(row, max_ratio=ratio, note=note)
 
-    def _judged(self, row: Row, problem: Problem, data: Data, judge: Judge) -> tuple[float, str]:
+    def _judged(
+        self, row: Row, problem: Problem, data: Data, judge: Judge | TokenJudge
+    ) -> tuple[float, str]:
         """The greatest error / bound, and a note if float64 or another run disagrees."""
         configs, kernel = configs_of(row), kernel_of(row.kind)
 
-        def build(problem: Problem, data: Data) -> Attention:
+        def build(problem: Problem, data: Data) -> Kernels:
             return Kernels(problem, data, configs)
 
-        verdicts = judge.whole(build) + judge.sampled(build)
+        if isinstance(judge, TokenJudge):
+            verdicts = judge.verdicts(*build(problem, data).one(kernel)())
+        else:
+            verdicts = judge.whole(build) + judge.sampled(build)
         ratio = max(math.inf if math.isnan(v.ratio) else v.ratio for v in verdicts)
         wrong = [str(verdict) for verdict in verdicts if not verdict.ok]
         if wrong:
@@ -350,7 +428,10 @@ class Tuning(Report[Setting, Row]):
             calls, self._watch, self.setting.iters, seconds=max(end - time.monotonic(), 0.0),
             failed=failed,
         )  # fmt: skip
-        flops = PRODUCTS[kernel_of(rows[0].kind)] * problem.flops("fwd") // PRODUCTS["fwd"]
+        kernel = kernel_of(rows[0].kind)
+        flops = PRODUCTS[kernel] * problem.flops("fwd") // PRODUCTS["fwd"]
+        if kernel == "decode":
+            flops = flops * problem.seqlen // problem.area
         rows = [replace(row, note=notes.get(row.name, row.note)) for row in rows]
         of_frozen = samples.get(rows[0].name)
         frozen_ms = median_ms(of_frozen) if of_frozen else None
@@ -361,9 +442,11 @@ class Tuning(Report[Setting, Row]):
         return torch.cuda.get_device_name(self.setting.device) if gpu else "interpreter"
 
 
-def build(task: tuple[Problem, Row]) -> str:
+def build(task: tuple[Problem, Row, float]) -> str:
     """Runs a config once, which puts it into triton's cache on disk; the error, or ""."""
-    problem, row = task
+    problem, row, deadline = task
+    if time.monotonic() > deadline:  # one clock for all processes
+        return "there was no time left"
     try:
         Kernels(problem, problem.data(), configs_of(row)).one(kernel_of(row.kind))()
     except Exception as error:
@@ -375,8 +458,11 @@ def best(rows: Sequence[Row]) -> list[Row]:
     """The fastest row of every kind that was timed, as far as a ring's bits allow.
 
     The folded blocks of a kernel's kinds must have one length; a kind that was not timed keeps its
-    frozen config, and so its length.
+    frozen config, and so its length. The forward in Gluon has one config.
     """
+    from ring_attn.kernels.configs import FOLDED
+
+    decoding = [row for row in rows if row.kind == "decode" and row.speed]
     found: list[Row] = []
     for kernel, block in FOLDED.items():
         mine = [row for row in rows if kernel_of(row.kind) == kernel]
@@ -387,12 +473,12 @@ def best(rows: Sequence[Row]) -> list[Row]:
         options = [
             option
             for option in product(*timed)
-            if len({(lengths[row.name], row.gluon) for row in option}) == 1
+            if len({(lengths[row.name], row.gluon and row.name) for row in option}) == 1
             and (len(timed) == 2 or lengths[option[0].name] in frozen)
         ]
         if options:
             found += max(options, key=lambda option: math.prod(row.speed or 0.0 for row in option))
-    return found
+    return found + sorted(decoding, key=lambda row: -(row.speed or 0.0))[:1]
 
 
 def label(config: Config) -> str:
@@ -400,17 +486,6 @@ def label(config: Config) -> str:
     tile = f"{config.BLOCK_M}x{config.BLOCK_N} {config.num_warps}w {config.num_stages}s"
     sizes = ((name, format_size(x) if x >= 1024 else x) for name, x in _extras(config).items())
     return " ".join([tile, *(f"{name}={size}" for name, size in sizes)])
-
-
-def table_line(row: Row, arch: str, head_dim: int, where: str) -> str:
-    """The line that puts a row's config into the table of `kernels/configs.py`."""
-    config = row.config
-    names = [field.name for field in fields(config) if field.default is MISSING]
-    words = [repr(getattr(config, name)) for name in names]
-    words.append(f'"{show(row.median_ms, ".3g")} ms ({where})"')
-    words += [f"{name}={value!r}" for name, value in _extras(config).items()]
-    key = f"GLUON {head_dim}" if row.gluon else f'("{arch}", "{row.kind}", {head_dim})'
-    return f"{key}: Config({', '.join(words)}),"
 
 
 def _extras(config: Config) -> dict[str, Any]:
@@ -459,6 +534,8 @@ def setting_of(args: argparse.Namespace) -> Setting:
             "this machine has no GPU that torch can use; --device cpu takes tiny sizes and "
             "Triton's interpreter"
         )
+    if given := os.environ.get(CONFIGS_VARIABLE):
+        raise ValueError(f"{CONFIGS_VARIABLE} must be unset for a search, got {given!r}: unset it")
     shared = one_device(args)
     gpu, quick = shared.device.type == "cuda", args.quick
     chosen = args.kernels.split(",")
@@ -468,8 +545,9 @@ def setting_of(args: argparse.Namespace) -> Setting:
     jobs = min(MOST_JOBS, num_cores()) if args.jobs is None else args.jobs
     if jobs < 0:
         raise ValueError(f"--jobs must be at least 0, got {jobs}")
+    budget = shared.budget if shared.budget is not None or not gpu else BUDGET
     setting = Setting(
-        **vars(shared),
+        **{**vars(shared), "budget": budget},
         kernels=tuple(kernel for kernel in PRODUCTS if kernel in chosen),
         full_rows=args.full_rows or ((16384 if gpu else 128) // (4 if quick else 1)),
         causal_rows=args.causal_rows or ((32768 if gpu else 128) // (4 if quick else 1)),
@@ -488,4 +566,6 @@ def run(args: argparse.Namespace) -> int:
     bench = Tuning(setting_of(args), Outputs.of(args))
     bench.run()
     shown = [] if args.quiet else [table(bench.rows, str(bench.setting))]
+    if bench.peers is not None and not args.quiet:
+        shown += attention.tables(bench.peers.rows)
     return bench.finish(shown, bench.summary())

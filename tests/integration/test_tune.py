@@ -1,19 +1,25 @@
 """`ring-attn tune`: what is searched, checked, timed and recommended, on a CPU."""
 
+import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from ring_attn.backends.triton import TritonBackend
 from ring_attn.bench.judge import Judge
+from ring_attn.bench.outputs import Outputs
 from ring_attn.kernels.configs import INTERPRETER, Config
 from ring_attn.tools import tune
 from ring_attn.tools.cli import main
 from ring_attn.tools.tune import Kernels, Row, Tuning, best, label
+from ring_attn.transport.ranks.group import CONFIGS_VARIABLE
 from tests.integration.commands import options_of
 
 TINY = "--device cpu --heads 2/1 --head-dim 16 --full-rows 33 --causal-rows 33 --jobs 0"
@@ -54,8 +60,15 @@ def test_a_search_on_a_cpu(report_of: Any, capsys: pytest.CaptureFixture[str]) -
         assert one["frozen"] and one["note"] == "" and one["samples"] == 1 and one["speed"] == 1.0
         assert one["config"]["BLOCK_M"] == 64 and 0 < one["max_ratio"] <= 1
     assert report["failures"] == [] and report["setting"]["jobs"] == 1
+    configs = report["configs"]
+    assert (configs["version"], configs["architecture"]) == (1, "interpreter")
+    assert [(one["kind"], one["headdim"], one["BLOCK_M"]) for one in configs["table"]] == [
+        ("dq", 64, 64), ("dq_whole", 64, 64),
+    ]  # fmt: skip
+    assert {row["impl"] for row in report["peers"] if row["samples"]} == {"ours"}
+    assert set(report["unavailable"]) >= {"cudnn"}
     shown = capsys.readouterr().out
-    assert '("interpreter", "dq", 16): Config(64, 64, 4, 1, "' in shown
+    assert "cudnn: runs on CUDA, got cpu" in shown and "RING_ATTN_CONFIGS=" in shown
     assert shown.splitlines()[-1].startswith("2 configs, 2 timed, 0 wrong")
 
 
@@ -95,6 +108,29 @@ def test_candidates_that_cannot_or_must_not_be_taken(monkeypatch: pytest.MonkeyP
     assert sum(line.startswith("WRONG fwd: ") for line in bench.summary()) == 2
 
 
+def test_decoding_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token; a config that is wrong is found."""
+    wrong, one = Config(16, 16, 4, 1), Kernels._decode
+
+    def wrongly(self: Kernels) -> list[Tensor]:
+        out, lse = one(self)
+        bad = self._backend._configs["decode"] == wrong
+        return [out, lse + 1e-3 * bad]
+
+    monkeypatch.setattr(Kernels, "_decode", wrongly)
+    bench = tuning(f"{TINY} --kernels decode --causal-rows 300", monkeypatch, SMALL, wrong)
+    bench._search("decode", math.inf)
+    frozen, small, bad = bench.rows
+    assert frozen.frozen and not frozen.note and 0 < (frozen.max_ratio or 0) <= 1
+    assert small.samples and small.tflops and not small.note
+    # Two products of 2 x pairs x head_dim a head.
+    ms = small.median_ms or 0.0
+    assert small.tflops == pytest.approx(2 * 2 * 300 * 16 * 2 / ms / 1e9)
+    assert bad.wrong and bad.note.startswith("lse of a token")
+    assert [row.kind for row in best(bench.rows)] == ["decode"]
+    assert [entry["kind"] for entry in bench.to_json()["configs"]["table"]] == ["decode"]
+
+
 def test_a_wrong_frozen_config_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Kernels.forward
 
@@ -112,8 +148,11 @@ def test_a_budget_leaves_kinds_and_candidates_out(monkeypatch: pytest.MonkeyPatc
     assert bench.rows == [] and bench.summary()[-1].startswith("0 configs")
     bench = tuning(TINY, monkeypatch, SMALL)
     bench._search("dq", 0.0)
-    assert [row.note for row in bench.rows] == ["", "not checked: there was no time left"]
+    assert [row.note for row in bench.rows] == ["", "not built: there was no time left"]
     assert [row.samples for row in bench.rows] == [1, 0]
+    monkeypatch.setattr(tune, "build", lambda task: "")
+    bench._search("dkdv", 0.0)
+    assert bench.rows[-1].note == "not checked: there was no time left"
 
 
 def test_a_kind_that_fails_costs_no_other(
@@ -160,15 +199,43 @@ def test_the_best_of_a_kernel_folds_blocks_of_one_length() -> None:
     # A kind that was not timed keeps the frozen config, whose blocks the other has to have.
     assert [one.name for one in best(rows[:2])] == [label(wide)]
     assert best([]) == []
+    # Two configs of the forward in Gluon cannot both be taken.
+    gluon = [replace(r, gluon=True, name=f"gluon {r.name}") for r in (rows[1], rows[3])]
+    other = replace(gluon[1], name="gluon other", config=replace(narrow, num_stages=3), speed=9.0)
+    taken = best([*rows, *gluon, other])
+    assert {one.gluon and one.name for one in taken} in ({False}, {gluon[0].name})
 
 
-def test_configs_in_words_and_as_lines_of_the_table() -> None:
+def test_configs_in_words() -> None:
     assert label(replace(INTERPRETER, l2_bytes=1 << 25)) == "64x64 4w 1s l2_bytes=32M"
-    special = replace(INTERPRETER, programs_per_sm=2)
-    line = tune.table_line(row("fwd_whole", special, 1.0), "sm_90", 128, "here")
-    key, _, text = line.rstrip(",").partition(": ")
-    assert eval(key) == ("sm_90", "fwd_whole", 128)
-    assert eval(text, {"Config": Config}) == replace(special, note="2 ms (here)")
+
+
+def test_what_is_found_is_compared_and_used_by_way_of_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Our whole attention runs in the configs of the file while it is timed, and not later."""
+    found, used = Config(32, 32, 4, 1), list[Config]()
+    path = tmp_path / "tune.json"
+    bench = Tuning(setting(f"{TINY} --kernels dq"), Outputs(json=path))
+    bench.rows = [row("dq", found, 2.0), row("dq_whole", found, 2.0)]
+    launch = TritonBackend._config
+
+    def noted(self: TritonBackend, kind: str, *args: Any) -> Config:
+        used.append(launch(self, kind, *args))
+        return used[-1] if kind.startswith("dq") else found
+
+    monkeypatch.setattr(TritonBackend, "_config", noted)
+    bench._compare()
+    assert found in used and INTERPRETER in used and CONFIGS_VARIABLE not in os.environ
+    bench.save()
+    table = json.loads(path.read_text())["configs"]["table"]
+    assert [one["kind"] for one in table] == ["dq", "dq_whole"] and bench.failures == []
+
+
+def test_a_search_in_the_configs_of_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONFIGS_VARIABLE, "tune.json")
+    with pytest.raises(ValueError, match=r"must be unset for a search, got 'tune.json'"):
+        setting(TINY)
 
 
 def test_a_table_shows_the_fastest_and_counts_the_rest() -> None:
@@ -183,8 +250,8 @@ def test_a_table_shows_the_fastest_and_counts_the_rest() -> None:
 
 def test_a_config_that_does_not_build_says_why() -> None:
     one = setting(TINY).problem_of(causal=True)
-    assert "power of 2" in tune.build((one, row("dq", NO_TILE, None)))
-    assert tune.build((one, row("dq", SMALL, None))) == ""
+    assert "power of 2" in tune.build((one, row("dq", NO_TILE, None), math.inf))
+    assert tune.build((one, row("dq", SMALL, None), math.inf)) == ""
 
 
 def test_sizes_by_device_and_option() -> None:

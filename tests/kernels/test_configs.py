@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from ring_attn.backends import choose_backend
 from ring_attn.backends.triton import TritonBackend
-from ring_attn.kernels import configs
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.kernels import configs, tuned
+from ring_attn.kernels.configs import Config
 
 HEADDIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 KINDS = ("fwd", "fwd_whole", "dkdv", "dkdv_whole", "dkdv_softcap", "dq", "dq_whole", "dq_softcap")
 
-# Columns of the kernel's blocks, on whose size the order of its sums depends.
-COLUMNS = {"fwd": "BLOCK_N", "dq": "BLOCK_N", "dkdv": "BLOCK_M"}
-
 
 @pytest.mark.parametrize("arch", configs.ARCHITECTURES)
-@pytest.mark.parametrize("kernel", COLUMNS)
+@pytest.mark.parametrize("kernel", configs.FOLDED)
 def test_whole_steps_have_the_columns_of_any_other(arch: str, kernel: str) -> None:
     """Or a ring, most of whose steps are whole, would not add up as one rank does."""
     for headdim, dtype in product((16, 80, *HEADDIMS), DTYPES):
         kinds = (kernel, f"{kernel}_whole")
         found = [configs.frozen(kind, arch, headdim, dtype) for kind in kinds]
-        assert len({getattr(config, COLUMNS[kernel]) for config in found}) == 1
+        assert len({getattr(config, configs.FOLDED[kernel]) for config in found}) == 1
 
 
 @pytest.mark.parametrize("arch", [*configs.ARCHITECTURES, "interpreter"])
@@ -65,4 +69,128 @@ def test_what_is_searched_elsewhere() -> None:
         for kind, dtype in (("fwd", torch.float32), ("delta", torch.float16)):
             alone = configs.search_space(kind, arch, 128, dtype)
             assert alone == (configs.frozen(kind, arch, 128, dtype),)
+    for arch in configs.ARCHITECTURES:
+        decoding = configs.search_space("decode", arch, 128, torch.bfloat16)
+        assert decoding[0] == configs.frozen("decode", arch, 128, torch.bfloat16)
+        assert len(decoding) > 5 and {config.BLOCK_M for config in decoding} == {16}
+        assert not any(config.l2_bytes or config.programs_per_sm for config in decoding)
     assert configs.search_space("dq", "interpreter", 128, torch.float16) == (configs.INTERPRETER,)
+
+
+# -- the file of `ring-attn tune`
+
+CPU, SMALL = torch.device("cpu"), Config(32, 32, 4, 1)
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """`written(chosen, **changes)` makes a file, and RING_ATTN_CONFIGS names it."""
+
+    def write(chosen: dict[str, Config], **changes: Any) -> Path:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+        found = tuned.section(CPU, 16, torch.float32, chosen) | changes
+        path.write_text(json.dumps({"rows": [], "configs": found}))
+        monkeypatch.setenv(tuned.VARIABLE, str(path))
+        return path
+
+    return write
+
+
+def test_a_file_takes_the_place_of_the_frozen_configs(written: Callable[..., Path]) -> None:
+    x = torch.empty(1, 4, 2, 16)
+    assert tuned.select("dq", x, 16) == configs.INTERPRETER
+    chosen = {"dq": SMALL, "dq_whole": replace(SMALL, num_warps=2, l2_bytes=5)}
+    chosen["decode"] = Config(16, 64, 2, 2)
+    written(chosen)
+    tuned.check_file(CPU)
+    assert {kind: tuned.select(kind, x, 16) for kind in chosen} == chosen
+    assert tuned.select("fwd", x, 16) == tuned.select("dq_softcap", x, 16) == configs.INTERPRETER
+    assert tuned.select("dq", torch.empty(1, 4, 2, 80), 80) == configs.INTERPRETER  # another bucket
+    backend: Any = TritonBackend()
+    assert backend._config("dq", x, x, None, None) == SMALL
+    assert TritonBackend({"dq": configs.DELTA})._config("dq", x, x, None, None) == configs.DELTA  # type: ignore[arg-type]
+
+
+def test_a_file_of_float32_names_nothing_on_a_gpu() -> None:
+    assert tuned._stays_frozen(torch.device("cuda"), torch.float32)
+    assert not tuned._stays_frozen(torch.device("cuda"), torch.bfloat16)
+
+
+def test_a_forward_in_gluon_is_used_where_the_file_has_it(
+    written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gluon, x = Config(128, 128, 8, 2), torch.empty(1, 4, 2, 64)
+    monkeypatch.setitem(configs.GLUON, 64, SMALL)
+    monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(tuned, "architecture", lambda device: "interpreter")
+    assert tuned.gluon_forward(x, 64) == SMALL
+    written({"gluon": gluon}, architecture="interpreter")
+    assert tuned.gluon_forward(x, 64) == gluon
+    assert tuned.gluon_forward(x[..., :48], 48) is None  # it has one head dim
+    written({"dq": SMALL, "dq_whole": SMALL}, architecture="interpreter")
+    assert tuned.gluon_forward(x, 64) == SMALL
+    frozen = configs.frozen("fwd", "sm_90", 64, torch.float16)
+    written({"fwd": frozen, "fwd_whole": frozen}, architecture="interpreter")
+    monkeypatch.setattr(tuned.configs, "frozen", lambda *_: frozen)
+    assert tuned.gluon_forward(x, 64) is None
+
+
+ENTRY = {"kind": "dq", "headdim": 64, "BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4, "num_stages": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"version": 2}, "another version, 2, here it is 1"),
+        ({"architecture": "sm_90"}, "another architecture, 'sm_90', here it is 'interpreter'"),
+        ({"triton": "3.0.0"}, "another triton, '3.0.0'"),
+        ({"table": {}}, "no file of ring-attn tune"),
+        ({"table": [ENTRY | {"kind": "dp"}]}, "broken entry.*kind must be of"),
+        ({"table": [ENTRY | {"headdim": 80}]}, "broken entry.*headdim"),
+        ({"table": [ENTRY | {"BLOCK_M": 48}]}, "BLOCK_M must be a power of 2"),
+        ({"table": [ENTRY | {"BLOCK_N": 256}]}, "BLOCK_N must be an int from 16 to 128"),
+        ({"table": [ENTRY | {"num_stages": 1.0}]}, "num_stages must be an int"),
+        ({"table": [ENTRY | {"colour": 1}]}, "broken entry.*colour"),
+        ({"table": [{"kind": "dq", "headdim": 64}]}, "broken entry.*BLOCK_M"),
+        ({"table": ["dq"]}, "broken entry"),
+        ({"table": [ENTRY | {"BLOCK_N": 32}]}, "several lengths.*'dq': 32, 'dq_whole': 64"),
+    ],
+)
+def test_files_that_are_refused(
+    written: Callable[..., Path], changes: dict[str, Any], text: str
+) -> None:
+    path = written({}, **changes)
+    with pytest.raises(ValueError, match=text) as caught:
+        tuned.check_file(CPU)
+    assert str(path) in str(caught.value) and "run ring-attn tune" in str(caught.value)
+
+
+def test_what_is_no_file_is_refused_before_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: Callable[..., Path]
+) -> None:
+    """By the choice of the backend, which names no other in its place."""
+    spec = AttentionSpec("cpu", torch.float32, 1, 2, 2, 16, 16)
+    path = tmp_path / "text.json"
+    path.write_text("{")
+    choose_backend.cache_clear()
+    for name in (str(path), str(tmp_path), str(tmp_path / "none.json")):
+        monkeypatch.setenv(tuned.VARIABLE, name)
+        with pytest.raises(ValueError, match=f"{name} cannot be read"):
+            choose_backend(spec, "triton")
+    path.write_text("[]")
+    monkeypatch.setenv(tuned.VARIABLE, str(path))
+    tuned._read.cache_clear()
+    with pytest.raises(ValueError, match="no file of ring-attn tune"):
+        choose_backend(spec, "triton")
+    written({})
+    assert choose_backend(spec, "triton").name == "triton"
+    monkeypatch.setenv("RING_ATTN_AUTOTUNE", "1")
+    with pytest.raises(ValueError, match="RING_ATTN_AUTOTUNE=1 searches"):
+        tuned.check_file(CPU)
+
+
+def test_columns_of_architectures() -> None:
+    assert [configs.column(arch) for arch in ("sm_80", "sm_89", "sm_90", "sm_103", "sm_120")] == [
+        "sm_80", "sm_86", "sm_90", "sm_100", "sm_86",
+    ]  # fmt: skip
+    assert [configs.column(arch) for arch in ("interpreter", "gfx942")] == ["interpreter", "gfx942"]

@@ -48,6 +48,7 @@ MASKS = {
     "longer kv": Mask(7, 11, causal=True),
     "rows that see nothing": Mask(11, 6, causal=True),
     "documents": Mask(11, 11, True, (-1, -1), DOCUMENTS, DOCUMENTS),
+    "padding": Mask(11, 11, True, (-1, -1), (0, 3, 3, 8), (0, 3, 3, 8)),
     "nothing to see": Mask(7, 0),
     "one row": Mask(1, 1),
     "no rows": Mask(0, 0, causal=True),

@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 
-from ring_attn import Strategy, TransportOptions, ring_attention, tree_decode
+from ring_attn import Strategy, TransportOptions, check, ring_attention, tree_decode
 from ring_attn.call import AttentionOptions, DecodeOptions, How, Request, SdpaOptions, What
 
 PLAIN = Request(
@@ -37,6 +38,22 @@ def test_text_says_everything(call: Request) -> None:
     assert again == call
     assert hash(again) == hash(call)
     assert [type(x) for x in again] == [type(x) for x in call]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    scale, window = numpy.float32(0.5), (numpy.int64(3), numpy.int32(2))
+    call = PLAIN._replace(
+        softmax_scale=check.check_scale(scale),
+        softcap=check.check_softcap(numpy.int64(2)),
+        window_size=check.check_window(window, True),
+        transport=check.check_transport(TransportOptions(numpy.float32(2.5))),
+    )
+    check.check_unsupported(numpy.float64(0), None)
+    transport = TransportOptions(2.5)
+    expected = PLAIN._replace(
+        softmax_scale=0.5, softcap=2.0, window_size=(3, 0), transport=transport
+    )
+    assert Request.from_text(call.text) == expected
 
 
 def test_calls_that_differ_have_other_texts() -> None:

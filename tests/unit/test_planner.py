@@ -433,6 +433,18 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], text: str) -> None
         plan(**options)
 
 
+def test_padding_is_told_and_costs_no_work() -> None:
+    """Behind the documents; the same documents alone have as much to see."""
+    padded, alone = (
+        plan(seqlen=n, cu_seqlens=[0, 4096, 12000], strategies=["ring"], layout="zigzag")
+        for n in (16384, 12000)
+    )
+    assert "2 documents, 4384 rows of padding" in str(padded)
+    assert padded.to_dict()["mask"]["documents"] == 2 and "padding" not in str(alone)
+    areas = [sum(one.best.layouts[0].mask_area(one.problem.mask)) for one in (padded, alone)]
+    assert areas[0] == areas[1] == 4096 * 4097 // 2 + 7904 * 7905 // 2
+
+
 # -- the same on every rank
 
 

@@ -1,0 +1,105 @@
+"""RING_ATTN_CONFIGS over gloo: one file on all ranks is used; ranks with others are named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_attn import ring_attention
+from ring_attn.core.mask import Mask
+from ring_attn.testing import Expected, random_qkv
+from ring_attn.transport.ranks.group import CONFIGS_VARIABLE
+from tests.bounds import assert_holds, expect
+
+SIZES = {"batch": 1, "seqlen_q": 90, "nheads": 2, "nheads_kv": 1, "headdim": 16}
+
+
+@contextmanager
+def configs(path: Path | None) -> Iterator[None]:
+    """Within it this rank has that file, and backends are chosen anew."""
+    from ring_attn.backends import choose_backend
+
+    choose_backend.cache_clear()
+    with mock.patch.dict("os.environ", {} if path is None else {CONFIGS_VARIABLE: str(path)}):
+        yield
+    choose_backend.cache_clear()
+
+
+def file_of(folder: Path, block: int) -> Path:
+    from ring_attn.kernels import tuned
+    from ring_attn.kernels.configs import Config
+
+    one = Config(32, block, 4, 1)
+    chosen = {"fwd": one, "fwd_whole": one}
+    found = tuned.section(torch.device("cpu"), 16, torch.float32, chosen)
+    path = folder / f"{block}.json"
+    path.write_text(json.dumps({"configs": found}))
+    return path
+
+
+def run_in_configs(path: Path) -> tuple[set[tuple[str, int]], list[Tensor]]:
+    """Kinds and blocks of the kernels that ran, and this rank's results."""
+    from ring_attn.backends.triton import TritonBackend
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    group, used, choose = dist.new_group(), set[tuple[str, int]](), TritonBackend._config
+
+    def noted(self: TritonBackend, kind: str, *args: Any) -> Any:
+        config = choose(self, kind, *args)
+        used.add((kind, config.BLOCK_N))
+        return config
+
+    *leaves, dout = (x.chunk(world_size, 1)[rank] for x in random_qkv(**SIZES))
+    leaves = [x.detach().clone().requires_grad_() for x in leaves]
+    with configs(path), mock.patch.object(TritonBackend, "_config", noted):
+        out, lse = ring_attention(
+            *leaves, causal=True, group=group, backend="triton", return_lse=True
+        )
+        grads = torch.autograd.grad(out, leaves, dout)
+    return used, [out.detach(), lse, *grads]
+
+
+def test_all_ranks_use_the_file(ranks: Any, tmp_path: Path, one_thread: None) -> None:
+    found = ranks(2).run(run_in_configs, file_of(tmp_path, 16))
+    for used, _ in found:
+        blocks = {kind.partition("_")[0]: block for kind, block in used}
+        assert blocks == {"fwd": 16, "dq": 64, "dkdv": 64} and len(used) >= 3
+    dims = (1, 2, 1, 1, 1)
+    whole = [torch.cat(parts, dim) for parts, dim in zip(
+        zip(*(results for _, results in found), strict=True), dims, strict=True)]  # fmt: skip
+    assert_holds(Expected(*whole), *expect(random_qkv(**SIZES), Mask(90, 90, causal=True)))
+
+
+def with_another_file(paths: list[Path | None]) -> tuple[str, bool]:
+    """What is said, and whether anything was computed."""
+    x, group = torch.randn(1, 8, 2, 16), dist.new_group()
+    with (
+        configs(paths[dist.get_rank()]),
+        mock.patch("ring_attn.machines.run.execute", side_effect=AssertionError) as computed,
+        pytest.raises(RuntimeError) as caught,
+    ):
+        ring_attention(x, x, x, group=group)
+    return str(caught.value), computed.called
+
+
+def test_ranks_with_other_files_are_named(ranks: Any, tmp_path: Path) -> None:
+    files: list[Path | None] = [file_of(tmp_path, 16), file_of(tmp_path, 32), None]
+    hashes = [hashlib.sha256(x.read_bytes()).hexdigest()[:16] for x in files[:2] if x is not None]
+    for text, computed in ranks(3).run(with_another_file, files):
+        assert not computed
+        for fact in ("RING_ATTN_CONFIGS", f"ranks [0]: {hashes[0]}", f"ranks [1]: {hashes[1]}"):
+            assert fact in text, text
+        assert "ranks [2]: none" in text
+    gone: list[Path | None] = [files[0], files[0], tmp_path / "gone.json"]
+    for text, computed in ranks(3).run(with_another_file, gone):
+        assert not computed and "ranks [0, 1]" in text and "ranks [2]: unreadable" in text
