@@ -126,7 +126,7 @@ def make_step_table(
     """The table of a step.
 
     Args:
-        rectangles: of the step, in local indices; those over the same rows have disjoint columns.
+        rectangles: of the step, in local indices; they share no pair.
         block_rows: rows that a program takes.
         block_cols: columns that it takes at a time.
         device: where the tables go.
@@ -174,7 +174,8 @@ def _row_runs(
         seen = [r for r in seen if r[1] > start]
         while waiting and waiting[-1][0] == start:
             seen.append(waiting.pop())
-        seen.sort(key=lambda r: r[2])
+        # In the order in which a row sees them, which no cut of the sequence changes.
+        seen.sort(key=lambda r: r[2] if r[4] is None else max(r[2], start + r[4]))
         yield start, stop, seen
 
 

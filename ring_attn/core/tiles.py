@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -219,10 +219,23 @@ def pair_tiles(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int
 ) -> tuple[Tile, ...]:
     """The fewest tiles that hold every visible pair of one rank's queries and another's keys."""
+    return _in_order(
+        tile for _, tile in _tiles_of_slices(layout_q, layout_kv, mask, q_rank, kv_rank)
+    )
+
+
+def _tiles_of_slices(
+    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int
+) -> list[tuple[Slice, Tile]]:
+    """The tiles of a pair of ranks, and of which slice each is."""
     by_slice: dict[Slice, list[Tile]] = {}
     for one, tile in _raw_tiles(layout_q, layout_kv, mask, q_rank, kv_rank):
         by_slice.setdefault(one, []).append(tile)
-    tiles = [tile for found in by_slice.values() for tile in _merged(found)]
+    return [(one, tile) for one, found in by_slice.items() for tile in _merged(found)]
+
+
+def _in_order(tiles: Iterable[Tile]) -> tuple[Tile, ...]:
+    """Tiles of the same rows together, keys descending."""
     return tuple(sorted(tiles, key=lambda tile: (tile.q.start, -tile.kv.start)))
 
 
@@ -238,8 +251,8 @@ def gathered_tiles(
     """The tiles between one rank's shard and the shards of all ranks of the other side.
 
     The gathered shards stand one after another in the order of the ranks, each in `rows` rows.
-    Over contiguous shards that fill them this is the order of positions, and tiles of neighbours
-    become one.
+    Over contiguous shards that fill them this is the order of positions, and tiles of one slice
+    with neighbours become one: as with one rank, whose sums they then have.
 
     Args:
         layout_q: where the queries are.
@@ -259,21 +272,21 @@ def gathered_tiles(
         (Tile(q=slice(0, 256, None), kv=slice(0, 768, None), band=Band(lo=None, hi=512)),)
     """
     check_fit(layout_q, layout_kv, mask)
-    by_end: dict[int, list[Tile]] = {}
+    by_end: dict[tuple[Slice, int], list[Tile]] = {}
     for source in range(layout_q.world_size):
         ranks = (rank, source) if gathers == "kv" else (source, rank)
-        for tile in pair_tiles(layout_q, layout_kv, mask, *ranks):
+        for one, tile in _tiles_of_slices(layout_q, layout_kv, mask, *ranks):
             tile = counted_from(-source * rows, tile, gathers)
-            start = (tile.kv if gathers == "kv" else tile.q).start
+            start = one, (tile.kv if gathers == "kv" else tile.q).start
             for before in by_end.get(start, ()):
                 both = _surrounding(before, tile)
                 if both.area == before.area + tile.area:
                     by_end[start].remove(before)
                     tile = both
                     break
-            by_end.setdefault((tile.kv if gathers == "kv" else tile.q).stop, []).append(tile)
-    tiles = (tile for found in by_end.values() for tile in found)
-    return tuple(sorted(tiles, key=lambda tile: (tile.q.start, -tile.kv.start)))
+            stop = one, (tile.kv if gathers == "kv" else tile.q).stop
+            by_end.setdefault(stop, []).append(tile)
+    return _in_order(tile for found in by_end.values() for tile in found)
 
 
 def make_tile(q: slice, kv: slice, lo: int | None, hi: int | None) -> Tile | None:

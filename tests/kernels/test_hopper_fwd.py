@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_attn.core import masks
 from ring_attn.core.mask import Mask
 from ring_attn.kernels import configs, gluon_guard
 from ring_attn.kernels.configs import Config
@@ -73,6 +74,11 @@ MASKS = {
     "causal window": Mask(257, 257, causal=True, window_size=(70, -1)),
     "two documents": Mask(256, 256, True, (-1, -1), (0, 128, 256), (0, 128, 256)),
     "documents": Mask(257, 257, True, (-1, -1), DOCUMENTS, DOCUMENTS),
+    "spans": masks.spans(257, [(30, 140), (200, 211)], left=150),
+    "sink window": masks.sink_window(257, 5, 70),
+    "bands": masks.from_slices(
+        257, 257, [(0, 257, 0, 257, lo, hi) for lo, hi in ((-200, -40), (-9, -5), (0, 130))]
+    ),
     "documents of other lengths": Mask(
         257, 150, True, (30, -1), (0, 20, 130, 257), (0, 33, 33, 150)
     ),

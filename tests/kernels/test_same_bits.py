@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from ring_attn.core import masks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
@@ -133,6 +134,11 @@ MORE_MASKS = {
     "full": Mask(290, 290),
     "window": Mask(290, 290, window_size=(140, 33)),
     "rows that see nothing": Mask(290, 177, causal=True),
+    "spans": masks.spans(290, [(30, 140), (200, 211)], left=150),
+    "sink window": masks.sink_window(290, 5, 70),
+    "bands": masks.from_slices(
+        290, 290, [(0, 290, 0, 290, lo, hi) for lo, hi in ((-200, -40), (-9, -5), (0, 130))]
+    ),
     "documents of other lengths": Mask(290, 271, False, (99, -1), DOCUMENTS, (0, 60, 60, 201, 271)),
 }
 SHAPES = [
