@@ -23,8 +23,8 @@ consecutive ones hold a sequence:
 
 Everything else is as the Trainer has it, over all ranks: DDP, FSDP2 (which average gradients),
 accumulation, clipping, logging, evaluation, checkpoints. `per_device_*_batch_size` counts the
-sequences of a group. Loss, gradients and the logged numbers are those of the whole batches, whatever
-their lengths; labels are shifted before they are cut.
+sequences of a group. Loss, gradients and the logged numbers are those of the whole batches, of any
+lengths; labels are shifted before they are cut.
 
 Documents see nothing of each other. They are told by `cu_seq_lens_q`, or by positions that restart,
 as `DataCollatorWithFlattening` and TRL's packing make them. So are the rows of a batch: they are
@@ -329,14 +329,14 @@ def _tokens(rows: Mapping[str, Any]) -> Tensor:
     raise ValueError(f"a batch needs input_ids or inputs_embeds, got {sorted(rows)}")
 
 
-def _check_shapes(
-    rows: Mapping[str, Any], others: Mapping[str, Any], shape: torch.Size
-) -> None:
+def _check_shapes(rows: Mapping[str, Any], others: Mapping[str, Any], shape: torch.Size) -> None:
     """Refuses rows that are not those of the tokens, and tensors that are not known."""
     for name, x in rows.items():
         fits = isinstance(x, Tensor) and x.shape[:2] in (shape, (1, *shape[1:]))
-        if not fits or (x.size(0) != shape[0] and name != "position_ids") or (
-            x.ndim > 2 and name != "inputs_embeds"
+        if (
+            not fits
+            or (x.size(0) != shape[0] and name != "position_ids")
+            or (x.ndim > 2 and name != "inputs_embeds")
         ):
             raise ValueError(
                 f"{name} must be {tuple(shape)}, as the tokens, got "
