@@ -118,9 +118,15 @@ class _SplitSequence(_Trainer):
         self.accelerator.gather_for_metrics = self.accelerator.gather
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        # An evaluation before it leaves a mark by which accelerate would not wrap the model in DDP.
+        from torch.distributed.fsdp import FSDPModule
+
+        # An evaluation before it leaves a mark by which accelerate would not wrap the model in DDP,
         if self.model_wrapped is self.model and not self.is_fsdp_enabled:
             self.model._is_accelerate_prepared = False
+        # and parameters whole, which the optimizer would change in place of FSDP2's shards.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         return super().train(*args, **kwargs)
 
     def get_cp_size(self) -> int:
