@@ -83,7 +83,8 @@ def split_sequence(trainer_class: Any) -> Any:
         TypeError: something else than a Trainer.
 
     Example:
-        >>> split_sequence(transformers.Trainer).__name__
+        >>> from transformers import Trainer
+        >>> split_sequence(Trainer).__name__
         'SplitSequenceTrainer'
     """
     try:
@@ -149,9 +150,10 @@ class _SplitSequence(_Trainer):
         self, batch_samples: Sequence[Mapping[str, Any]], device: torch.device
     ) -> Tensor | None:
         """Targets of the batches of all groups; refuses batches that differ within a group."""
-        mine = torch.tensor(
-            [sum(map(_num_targets, batch_samples)), _fingerprint(batch_samples)], device=device
-        )
+        count = torch.zeros((), dtype=torch.int64, device=device)
+        for batch in batch_samples:
+            count += _num_targets(batch).to(device)
+        mine = torch.stack([count, _fingerprint(batch_samples, device)])
         counts, prints = self.accelerator.gather(mine).view(-1, 2).T.tolist()
         self._ring.check_same(prints)
         if not batch_samples:
@@ -260,6 +262,11 @@ class _Ring:
         rows, others = _as_documents(inputs)
         seqlen = _tokens(rows).size(1)
         layout = SequenceLayout.from_name(self.layout, seqlen, self.size)
+        if 0 in layout.shard_lens:  # transformers' models need a row
+            raise ValueError(
+                f"a batch of {seqlen} tokens leaves some of {self.size} ranks without any: give "
+                "batches of more or longer sequences"
+            )
         part: dict[str, Any] = shard_batch(rows, layout, self.rank)
         # The model's loss wants labels, and looks at shift_labels only.
         return {**part, **others, "labels": part["shift_labels"], LAYOUT: layout}
@@ -356,7 +363,7 @@ def _check_shapes(rows: Mapping[str, Any], others: Mapping[str, Any], shape: tor
             )
 
 
-def _num_targets(batch: Mapping[str, Any]) -> int:
+def _num_targets(batch: Mapping[str, Any]) -> Tensor:
     """Labels that are predicted: all that count but the first of each row."""
     if isinstance(batch.get("shift_labels"), Tensor):
         labels = batch["shift_labels"]
@@ -367,19 +374,20 @@ def _num_targets(batch: Mapping[str, Any]) -> int:
             f"a batch needs labels, got {sorted(batch)}: a collator such as "
             "DataCollatorForLanguageModeling(tokenizer, mlm=False) makes them"
         )
-    return int((labels != IGNORED).sum())
+    return (labels != IGNORED).sum()
 
 
-def _fingerprint(batches: Sequence[Mapping[str, Any]]) -> int:
-    """A number for names, shapes and values of all tensors in batches."""
-    total = 0
+def _fingerprint(batches: Sequence[Mapping[str, Any]], device: torch.device) -> Tensor:
+    """A number, int64, for names, shapes and values of all tensors in batches."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
     for batch in batches:
         for name, x in sorted(batch.items()):
             if isinstance(x, Tensor):
-                bits = x.detach().contiguous().view(-1).view(_INTEGERS[x.itemsize]).to(torch.int64)
-                weights = torch.arange(1, 2 * bits.numel(), 2, device=x.device)
-                about = zlib.crc32(f"{name} {tuple(x.shape)} {x.dtype} {total}".encode())
-                total = (int((bits * weights).sum()) + about * 0x9E3779B1) % (1 << 62)
+                bits = x.detach().to(device).contiguous().view(-1).view(_INTEGERS[x.itemsize])
+                weights = torch.arange(1, 2 * bits.numel(), 2, device=device)
+                about = zlib.crc32(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+                # An odd factor, and sums that wrap around: nothing is lost.
+                total = (total + about + (bits * weights).sum()) * 0x9E3779B97F4A7C1
     return total
 
 

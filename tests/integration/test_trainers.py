@@ -145,7 +145,7 @@ def trained(trainer: Any, logged: tuple[str, ...] = LOGGED, **options: Any) -> R
     trainer.evaluate()
     history = [before, *trainer.state.log_history]
     numbers = {name: [entry[name] for entry in history if name in entry] for name in logged}
-    weights = {name: whole(p) for name, p in trainer.model.named_parameters()}
+    weights = {name: whole(p).clone() for name, p in trainer.model.named_parameters()}
     return Run({n: torch.tensor(x) for n, x in numbers.items()}, notes.gradients, weights)
 
 
@@ -413,6 +413,13 @@ def test_batches_that_are_refused(
         integration._as_documents(batch_of(**tensors))
 
 
+def test_a_batch_that_leaves_a_rank_without_rows_is_refused() -> None:
+    ring = integration._Ring(mock.Mock(), 0, 4, "zigzag", mock.Mock())
+    ring.cut(batch_of())
+    with pytest.raises(ValueError, match="a batch of 3 tokens leaves some of 4 ranks"):
+        ring.cut({name: x[:1] for name, x in batch_of().items()})
+
+
 def test_a_fingerprint_knows_every_tensor() -> None:
     batches = [
         [batch_of()],
@@ -423,10 +430,11 @@ def test_a_fingerprint_knows_every_tensor() -> None:
         [batch_of(inputs_embeds=[[0.5, 0.25]])],
         [batch_of(inputs_embeds=[[0.25, 0.5]])],
     ]
-    prints = [integration._fingerprint(batch) for batch in batches]
-    assert len(set(prints)) == len(prints)
-    assert prints == [integration._fingerprint(batch) for batch in batches]
-    assert all(0 <= x < 1 << 63 for x in prints)
+    prints, again = (
+        [int(integration._fingerprint(batch, torch.device("cpu"))) for batch in batches]
+        for _ in range(2)
+    )
+    assert len(set(prints)) == len(prints) and prints == again
 
 
 @pytest.mark.parametrize(
@@ -464,6 +472,11 @@ def test_what_a_trainer_is_refused_for(out: Path) -> None:
     for wrong in (transformers.Trainer.train, torch.nn.Module):
         with pytest.raises(TypeError, match="trainer_class"):
             split_sequence(wrong)
+    with (
+        mock.patch.dict(sys.modules, {"accelerate": None}),
+        pytest.raises(ImportError, match=r"ring-attn\[trainer\]"),
+    ):
+        split_sequence(transformers.Trainer)
 
 
 def predicted(out: Path) -> tuple[Ended, Ended]:
@@ -578,7 +591,10 @@ def fully_sharded(out: Path) -> tuple[Run, set[type]]:
         )
         kinds = {type(p.data) for p in model.parameters()}
         trainer_class = split_sequence(transformers.Trainer)
-        return trained(make_trainer(model, arguments(str(out)), trainer_class, "padded")), kinds
+        trainer = make_trainer(model, arguments(str(out)), trainer_class, "padded")
+        run = trained(trainer)
+        trainer.save_model(str(out / "saved"))
+        return run, kinds
 
 
 @pytest.mark.slow
@@ -589,6 +605,8 @@ def test_fsdp2(ranks: Pools, out: Path, world_size: int) -> None:
     for got, kinds in ranks(world_size).run(fully_sharded, out / "fsdp2"):
         assert kinds == {DTensor}
         assert_same_run(got, oracle, plain)
+        saved = load_file(out / "fsdp2" / "saved" / "model.safetensors")
+        assert all(torch.equal(x, got.weights[name]) for name, x in saved.items())
 
 
 BEFORE = """
