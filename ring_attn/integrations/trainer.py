@@ -300,6 +300,7 @@ def _as_documents(inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[st
     if len(begins) > 1:
         total = begins.new_tensor([int(kept.sum())])
         given["cu_seq_lens_q"] = given["cu_seq_lens_k"] = torch.cat([begins, total]).int()
+    if "position_ids" in rows or len(begins) > 1:
         rows["position_ids"] = positions.expand(shape)
     if "labels" in rows:  # nothing predicts the first token of a row
         rows["labels"] = rows["labels"].clone()

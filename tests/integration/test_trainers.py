@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,10 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate import ParallelismConfig
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
@@ -31,175 +24,30 @@ from ring_attn.integrations import trainer as integration
 from ring_attn.integrations.trainer import split_sequence
 from ring_attn.integrations.transformers import register
 from ring_attn.testing import check
-from tests.bounds import assert_close
-from tests.distributed.pool import Ended, Pools, ended
-from tests.hf_models import VOCAB, all_in_float64, make_model
-
-NUM_STEPS = 4
-
-
-def texts(num: int) -> list[dict[str, Tensor]]:
-    """Token ids of different lengths, odd ones among them."""
-    generator = torch.Generator().manual_seed(5)
-    lengths = torch.randint(13, 47, (num,), generator=generator).tolist()
-    return [{"input_ids": torch.randint(VOCAB, (n,), generator=generator)} for n in lengths]
-
-
-def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A batch with padding at the end, and some labels that do not count."""
-    ids = [row["input_ids"] for row in rows]
-    pad = torch.nn.utils.rnn.pad_sequence
-    batch = {
-        "input_ids": pad(ids, batch_first=True),
-        "attention_mask": pad([torch.ones_like(x) for x in ids], batch_first=True),
-        "labels": pad(ids, batch_first=True, padding_value=-100),
-    }
-    batch["labels"][:, 2:5] = -100
-    return batch
-
-
-COLLATORS: dict[str, Callable[..., Any]] = {
-    "padded": padded,
-    "packed": transformers.DataCollatorWithFlattening(),
-    "packed, with cu_seq_lens": transformers.DataCollatorWithFlattening(
-        return_flash_attn_kwargs=True
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a training leaves: logged numbers by name, the first gradients, weights at the end."""
-
-    logged: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-    weights: dict[str, Tensor]
-
-
-class Notes(transformers.TrainerCallback):
-    """Keeps the gradients of the first step, clipped as they are."""
-
-    def __init__(self) -> None:
-        self.gradients: dict[str, Tensor] = {}
-
-    def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
-        if not self.gradients:
-            self.gradients = {n: whole(p.grad).clone() for n, p in model.named_parameters()}
-
-
-def whole(x: Any) -> Tensor:
-    """A tensor that FSDP2 may have spread."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x.detach()
-
-
-@contextmanager
-def as_torchrun() -> Iterator[None]:
-    """The environment that accelerate knows its ranks by."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    with mock.patch.dict(os.environ, names | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}):
-        yield
-
-
-def arguments(out: str, made: Any = transformers.TrainingArguments, **options: Any) -> Any:
-    options = {
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 3,
-        "gradient_accumulation_steps": 2,
-        "max_steps": NUM_STEPS,
-        "learning_rate": 0.1,
-        "optim": "sgd",
-        "max_grad_norm": 0.5,  # clips
-        "save_strategy": "no",
-        "logging_steps": 1,
-    } | options
-    return made(out, use_cpu=True, report_to=[], disable_tqdm=True, **options)
-
-
-# How many texts to train on and to evaluate; the last batches of both are short.
-TEXTS = (11, 7)
-EVEN_TEXTS = (12, 6)
-
-
-def make_trainer(
-    model: Any,
-    args: Any,
-    trainer_class: Any,
-    collate: str,
-    num: tuple[int, int] = TEXTS,
-    **options: Any,
-) -> Any:
-    data = {"train_dataset": texts(num[0]), "eval_dataset": texts(num[1])}
-    return trainer_class(model=model, args=args, data_collator=COLLATORS[collate], **data | options)
-
-
-LOGGED = ("loss", "grad_norm", "eval_loss")
-
-
-def trained(trainer: Any, logged: tuple[str, ...] = LOGGED, **options: Any) -> Run:
-    """Evaluates, trains, evaluates."""
-    notes = Notes()
-    trainer.add_callback(notes)
-    before = trainer.evaluate()
-    trainer.train(**options)
-    trainer.evaluate()
-    history = [before, *trainer.state.log_history]
-    numbers = {name: [entry[name] for entry in history if name in entry] for name in logged}
-    weights = {name: whole(p).clone() for name, p in trainer.model.named_parameters()}
-    return Run({n: torch.tensor(x) for n, x in numbers.items()}, notes.gradients, weights)
-
-
-def plainly(make: Callable[[Any, Path], Run], out: Path) -> tuple[Run, Run]:
-    """What make(model, folder) gives in one process, in float64 and in float32."""
-    model = make_model("llama", "sdpa")
-    exact, default = copy.deepcopy(model), torch.get_default_dtype()
-    with all_in_float64():
-        torch.set_default_dtype(torch.float64)
-        try:
-            oracle = make(exact.double(), out / "float64")
-        finally:
-            torch.set_default_dtype(default)
-    return oracle, make(model, out / "float32")
-
-
-def assert_same_run(got: Run, oracle: Run, plain: Run) -> None:
-    for part in ("logged", "gradients", "weights"):
-        one, two, three = (getattr(run, part) for run in (got, oracle, plain))
-        assert one.keys() == two.keys() and one
-        for name, x in one.items():
-            assert x.numel()
-            assert_close(f"{part} {name}", x, two[name].double(), three[name])
-
-
-@lru_cache
-def one_process(collate: str, out: Path) -> tuple[Run, Run]:
-    """transformers' own Trainer."""
-
-    def make(model: Any, folder: Path) -> Run:
-        args = arguments(str(folder))
-        return trained(make_trainer(model, args, transformers.Trainer, collate))
-
-    return plainly(make, out)
+from tests.distributed.pool import Pools
+from tests.hf_models import VOCAB, make_model
+from tests.hf_trainers import (
+    COLLATORS,
+    EVEN_TEXTS,
+    LOGGED,
+    NUM_STEPS,
+    Run,
+    arguments,
+    as_torchrun,
+    assert_same_run,
+    make_trainer,
+    one_process,
+    plainly,
+    split,
+    split_model,
+    texts,
+    trained,
+)
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trainers")
-
-
-@contextmanager
-def split_model(layout: str = "zigzag", dp: int = 1) -> Iterator[Any]:
-    """A model on sequences that are split, in `dp` groups with batches of their own."""
-    mesh = init_device_mesh("cpu", (dp, dist.get_world_size() // dp), mesh_dim_names=("dp", "cp"))
-    with as_torchrun(), register(group=mesh["cp"], layout=layout):
-        yield make_model("llama", "ring_attn")
-
-
-def split(out: Path, collate: str, layout: str, options: dict[str, Any]) -> Run:
-    """The same on split sequences."""
-    with split_model(layout) as model:
-        args = arguments(str(out), **options)
-        return trained(make_trainer(model, args, split_sequence(transformers.Trainer), collate))
 
 
 @pytest.mark.parametrize("collate", COLLATORS)
@@ -295,14 +143,10 @@ def test_checkpoints(ranks: Pools, out: Path) -> None:
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Texts in one order, as a file gives them; `twist` makes each rank's its own."""
-
-    def __init__(self, twist: bool = False) -> None:
-        self.twist = twist
+    """Texts in one order, as a file gives them."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        rows = texts(12)
-        yield from rows[dist.get_rank() :] if self.twist else rows
+        yield from texts(12)
 
 
 def streamed(out: Path) -> Run:
@@ -319,219 +163,6 @@ def test_a_stream_of_texts(ranks: Pools, out: Path) -> None:
     oracle, plain = plainly(lambda model, to: stream(model, to, transformers.Trainer), out)
     for got in ranks(2).run(streamed, out / "streamed"):
         assert_same_run(got, oracle, plain)
-
-
-def other_batches(out: Path) -> Ended:
-    with split_model() as model:
-        trainer_class = split_sequence(transformers.Trainer)
-        data = {"train_dataset": Stream(twist=True)}
-        trainer = make_trainer(model, arguments(str(out)), trainer_class, "packed", **data)
-        return ended(trainer.train)
-
-
-def wrong_group() -> Ended:
-    """Ranks 0 and 2 of 3: not next to each other, and 2 does not divide 3."""
-    group = dist.new_group([0, 2])
-    if dist.get_rank() == 1:
-        return Ended(None, "", 0.0, True)
-    with as_torchrun(), register(group=group):
-        return ended(
-            lambda: integration._Ring.of(mock.Mock(model=make_model("llama", "ring_attn")))
-        )
-
-
-def test_ranks_that_do_not_split_the_same_are_refused(ranks: Pools, out: Path) -> None:
-    for end in ranks(2).run(other_batches, out / "other"):
-        assert end.error is ValueError and "ranks 0 and 1" in end.text
-        assert end.seconds < 20
-
-
-@pytest.mark.slow
-def test_a_group_must_be_neighbours(ranks: Pools) -> None:
-    for end in ranks(3).run(wrong_group)[::2]:
-        assert end.error is ValueError and "[0, 2]" in end.text
-
-
-def batch_of(**tensors: Any) -> dict[str, Tensor]:
-    ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
-    return {"input_ids": ids, "labels": ids.clone()} | {
-        name: torch.tensor(x) for name, x in tensors.items()
-    }
-
-
-@pytest.mark.parametrize(
-    ("tensors", "ids", "labels", "cuts"),
-    [
-        ({}, [5, 6, 7, 8, 9, 0], [-100, 6, 7, -100, 9, 0], [0, 3, 6]),
-        (
-            {"attention_mask": [[1, 1, 1], [1, 1, 0]], "labels": [[5, 6, 7], [8, 9, -100]]},
-            *([5, 6, 7, 8, 9], [-100, 6, 7, -100, 9], [0, 3, 5]),
-        ),
-        (
-            {"position_ids": [[0, 1, 0], [0, 1, 2]]},
-            *([5, 6, 7, 8, 9, 0], [-100, 6, 7, -100, 9, 0], [0, 2, 3, 6]),
-        ),
-        (
-            {"attention_mask": [[1, 1, 1], [0, 0, 0]], "labels": [[5, 6, 7], [-100] * 3]},
-            *([5, 6, 7], [-100, 6, 7], None),
-        ),
-    ],
-)
-def test_a_batch_as_one_row_of_documents(
-    tensors: dict[str, Any], ids: list[int], labels: list[int], cuts: list[int] | None
-) -> None:
-    rows, others = integration._as_documents(batch_of(**tensors))
-    assert rows["input_ids"].tolist() == [ids] and rows["labels"].tolist() == [labels]
-    if cuts is None:
-        assert not others
-        return
-    assert others["cu_seq_lens_q"].tolist() == others["cu_seq_lens_k"].tolist() == cuts
-    ends = zip(cuts, cuts[1:], strict=False)
-    assert rows["position_ids"].tolist() == [[i for a, b in ends for i in range(b - a)]]
-    assert integration._num_targets(batch_of(**tensors)) == sum(x != -100 for x in labels)
-
-
-MASK = [[1, 1, 1], [1, 1, 0]]
-
-
-@pytest.mark.parametrize(
-    ("tensors", "error", "text"),
-    [
-        ({"attention_mask": [[1, 1, 1], [0, 1, 1]]}, NotImplementedError, "padding_side"),
-        ({"attention_mask": [[[1]]]}, NotImplementedError, "other masks"),
-        ({"attention_mask": MASK}, ValueError, "labels must be -100"),
-        ({"cu_seq_lens_q": [0, 3]}, ValueError, "one row without padding, got 2"),
-        ({"pixel_values": [[1.0]]}, NotImplementedError, "pixel_values"),
-        ({"position_ids": [[0, 1]]}, ValueError, "position_ids must be"),
-        ({"labels": [0, 1]}, ValueError, "labels must be"),
-    ],
-)
-def test_batches_that_are_refused(
-    tensors: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        integration._as_documents(batch_of(**tensors))
-
-
-def test_a_batch_that_leaves_a_rank_without_rows_is_refused() -> None:
-    ring = integration._Ring(mock.Mock(), 0, 4, "zigzag", mock.Mock())
-    ring.cut(batch_of())
-    with pytest.raises(ValueError, match="a batch of 3 tokens leaves some of 4 ranks"):
-        ring.cut({name: x[:1] for name, x in batch_of().items()})
-
-
-def test_a_fingerprint_knows_every_tensor() -> None:
-    batches = [
-        [batch_of()],
-        [batch_of(), batch_of()],
-        [batch_of(labels=[[6, 5, 7], [8, 9, 0]])],
-        [batch_of(position_ids=[[0, 1, 2]])],
-        [batch_of(input_ids=[[5, 6, 7, 8, 9, 0]])],
-        [batch_of(inputs_embeds=[[0.5, 0.25]])],
-        [batch_of(inputs_embeds=[[0.25, 0.5]])],
-    ]
-    prints, again = (
-        [int(integration._fingerprint(batch, torch.device("cpu"))) for batch in batches]
-        for _ in range(2)
-    )
-    assert len(set(prints)) == len(prints) and prints == again
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
-        ({"neftune_noise_alpha": 5.0}, "neftune"),
-        ({"include_num_input_tokens_seen": "all"}, "include_num_input_tokens_seen"),
-        ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
-        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
-    ],
-)
-def test_arguments_that_are_refused(out: Path, options: dict[str, Any], text: str) -> None:
-    with register(), pytest.raises(NotImplementedError, match=text):
-        refused(arguments(str(out), **options))
-
-
-def refused(args: Any, family: str = "llama", name: str = "ring_attn", **options: Any) -> None:
-    model = make_model(family, name)
-    make_trainer(model, args, split_sequence(transformers.Trainer), "padded", **options)
-
-
-def test_what_a_trainer_is_refused_for(out: Path) -> None:
-    args = arguments(str(out))
-    with register():
-        for name in ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func"):
-            with pytest.raises(NotImplementedError, match=name):
-                refused(args, **{name: print})
-        with pytest.raises(NotImplementedError, match="ForMaskedLMLoss"):
-            refused(args, family="bert")
-        with pytest.raises(RuntimeError, match="no process group"):
-            refused(args)  # nothing else is wrong
-    with pytest.raises(ValueError, match="'sdpa'"):
-        refused(args, name="sdpa")
-    for wrong in (transformers.Trainer.train, torch.nn.Module):
-        with pytest.raises(TypeError, match="trainer_class"):
-            split_sequence(wrong)
-    with (
-        mock.patch.dict(sys.modules, {"accelerate": None}),
-        pytest.raises(ImportError, match=r"ring-attn\[trainer\]"),
-    ):
-        split_sequence(transformers.Trainer)
-
-
-def predicted(out: Path) -> tuple[Ended, Ended]:
-    with split_model() as model:
-        trainer_class = split_sequence(transformers.Trainer)
-        trainer = make_trainer(model, arguments(str(out)), trainer_class, "padded")
-        unlabelled = dict(padded(texts(2)), labels=None)
-        return (
-            ended(lambda: trainer.predict(texts(4))),
-            ended(lambda: trainer.prediction_step(trainer.model, unlabelled, True)),
-        )
-
-
-def test_predictions_are_refused(ranks: Pools, out: Path) -> None:
-    for logits, labels in ranks(2).run(predicted, out / "predicted"):
-        assert logits.error is NotImplementedError and "predict" in logits.text
-        assert labels.error is ValueError and "labels" in labels.text
-
-
-def trainer_like(**changes: Any) -> Any:
-    """As much of a Trainer as is looked at, with nothing wrong but the changes."""
-    args = {"label_smoothing_factor": 0, "neftune_noise_alpha": None, "use_liger_kernel": False}
-    args |= {"include_num_input_tokens_seen": "no", "average_tokens_across_devices": True}
-    parallel = changes.pop("parallelism_config", None)
-    config = SimpleNamespace(dispatch_batches=None)
-    options = {name: changes.pop(name) for name in list(changes) if name in args}
-    attributes = {"compute_metrics": None, "preprocess_logits_for_metrics": None}
-    attributes |= {"compute_loss_func": None, "is_deepspeed_enabled": False}
-    attributes |= {"model_accepts_loss_kwargs": True}
-    return SimpleNamespace(
-        args=SimpleNamespace(**args | options, world_size=2, accelerator_config=config),
-        accelerator=SimpleNamespace(parallelism_config=parallel),
-        model=make_model("llama", "sdpa"),
-        **attributes | changes,
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "text"),
-    [
-        ({"parallelism_config": ParallelismConfig(cp_size=2)}, ValueError, "cp_size=2"),
-        ({"parallelism_config": ParallelismConfig(sp_size=2)}, ValueError, "sp_size=2"),
-        ({"parallelism_config": ParallelismConfig(tp_size=2)}, NotImplementedError, "tp_size"),
-        ({"is_deepspeed_enabled": True}, NotImplementedError, "DeepSpeed"),
-        ({"use_liger_kernel": True}, NotImplementedError, "liger"),
-        ({"average_tokens_across_devices": False}, NotImplementedError, "average_tokens"),
-        ({"model_accepts_loss_kwargs": False}, NotImplementedError, "num_items_in_batch"),
-    ],
-)
-def test_surroundings_that_are_refused(
-    changes: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    integration._check_trainer(trainer_like(parallelism_config=ParallelismConfig(dp_shard_size=2)))
-    with pytest.raises(error, match=text):
-        integration._check_trainer(trainer_like(**changes))
 
 
 TRL_LOGGED = (*LOGGED, "entropy", "mean_token_accuracy", "eval_entropy", "num_tokens")
