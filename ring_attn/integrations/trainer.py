@@ -345,17 +345,12 @@ def _tokens(rows: Mapping[str, Any]) -> Tensor:
 
 def _check_shapes(rows: Mapping[str, Any], others: Mapping[str, Any], shape: torch.Size) -> None:
     """Refuses rows that are not those of the tokens, and tensors that are not known."""
+    tokens = tuple(shape)
     for name, x in rows.items():
-        fits = isinstance(x, Tensor) and x.shape[:2] in (shape, (1, *shape[1:]))
-        if (
-            not fits
-            or (x.size(0) != shape[0] and name != "position_ids")
-            or (x.ndim > 2 and name != "inputs_embeds")
-        ):
-            raise ValueError(
-                f"{name} must be {tuple(shape)}, as the tokens, got "
-                f"{tuple(getattr(x, 'shape', ()))}"
-            )
+        allowed = {tokens, (1, tokens[1])} if name == "position_ids" else {tokens}
+        got = tuple(getattr(x, "shape", ()))
+        if (got[:2] if name == "inputs_embeds" else got) not in allowed:
+            raise ValueError(f"{name} must be {tokens}, as the tokens, got {got}")
     for name, x in others.items():
         if isinstance(x, Tensor) and name not in {"attention_mask", *CUTS}:
             raise NotImplementedError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from accelerate import ParallelismConfig
 from torch import Tensor
@@ -19,54 +17,11 @@ from torch import Tensor
 from ring_attn.integrations import trainer as integration
 from ring_attn.integrations.trainer import split_sequence
 from ring_attn.integrations.transformers import register
-from tests.distributed.pool import Ended, Pools, ended
 from tests.hf_models import make_model
 from tests.hf_trainers import (
     arguments,
-    as_torchrun,
     make_trainer,
-    padded,
-    split_model,
-    texts,
 )
-
-
-class Twisted(torch.utils.data.IterableDataset):
-    """Texts that begin with another one on each rank."""
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        yield from texts(12)[dist.get_rank() :]
-
-
-def other_batches(out: Path) -> Ended:
-    with split_model() as model:
-        trainer_class = split_sequence(transformers.Trainer)
-        data = {"train_dataset": Twisted()}
-        trainer = make_trainer(model, arguments(str(out)), trainer_class, "packed", **data)
-        return ended(trainer.train)
-
-
-def wrong_group() -> Ended:
-    """Ranks 0 and 2 of 3: not next to each other, and 2 does not divide 3."""
-    group = dist.new_group([0, 2])
-    if dist.get_rank() == 1:
-        return Ended(None, "", 0.0, True)
-    with as_torchrun(), register(group=group):
-        return ended(
-            lambda: integration._Ring.of(mock.Mock(model=make_model("llama", "ring_attn")))
-        )
-
-
-def test_ranks_that_do_not_split_the_same_are_refused(ranks: Pools, tmp_path: Path) -> None:
-    for end in ranks(2).run(other_batches, tmp_path):
-        assert end.error is ValueError and "ranks 0 and 1" in end.text
-        assert end.seconds < 20
-
-
-@pytest.mark.slow
-def test_a_group_must_be_neighbours(ranks: Pools) -> None:
-    for end in ranks(3).run(wrong_group)[::2]:
-        assert end.error is ValueError and "[0, 2]" in end.text
 
 
 def batch_of(**tensors: Any) -> dict[str, Tensor]:
@@ -202,23 +157,6 @@ def test_what_a_trainer_is_refused_for(tmp_path: Path) -> None:
         pytest.raises(ImportError, match=r"ring-attn\[trainer\]"),
     ):
         split_sequence(transformers.Trainer)
-
-
-def predicted(out: Path) -> tuple[Ended, Ended]:
-    with split_model() as model:
-        trainer_class = split_sequence(transformers.Trainer)
-        trainer = make_trainer(model, arguments(str(out)), trainer_class, "padded")
-        unlabelled = dict(padded(texts(2)), labels=None)
-        return (
-            ended(lambda: trainer.predict(texts(4))),
-            ended(lambda: trainer.prediction_step(trainer.model, unlabelled, True)),
-        )
-
-
-def test_predictions_are_refused(ranks: Pools, tmp_path: Path) -> None:
-    for logits, labels in ranks(2).run(predicted, tmp_path):
-        assert logits.error is NotImplementedError and "predict" in logits.text
-        assert labels.error is ValueError and "labels" in labels.text
 
 
 def trainer_like(**changes: Any) -> Any:

@@ -24,7 +24,7 @@ from ring_attn.integrations import trainer as integration
 from ring_attn.integrations.trainer import split_sequence
 from ring_attn.integrations.transformers import register
 from ring_attn.testing import check
-from tests.distributed.pool import Pools
+from tests.distributed.pool import Ended, Pools, ended
 from tests.hf_models import VOCAB, make_model
 from tests.hf_trainers import (
     COLLATORS,
@@ -37,6 +37,7 @@ from tests.hf_trainers import (
     assert_same_run,
     make_trainer,
     one_process,
+    padded,
     plainly,
     split,
     split_model,
@@ -163,6 +164,61 @@ def test_a_stream_of_texts(ranks: Pools, out: Path) -> None:
     oracle, plain = plainly(lambda model, to: stream(model, to, transformers.Trainer), out)
     for got in ranks(2).run(streamed, out / "streamed"):
         assert_same_run(got, oracle, plain)
+
+
+class Twisted(torch.utils.data.IterableDataset):
+    """Texts that begin with another one on each rank."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        yield from texts(12)[dist.get_rank() :]
+
+
+def other_batches(out: Path) -> Ended:
+    with split_model() as model:
+        trainer_class = split_sequence(transformers.Trainer)
+        data = {"train_dataset": Twisted()}
+        trainer = make_trainer(model, arguments(str(out)), trainer_class, "packed", **data)
+        return ended(trainer.train)
+
+
+def wrong_group() -> Ended:
+    """Ranks 0 and 2 of 3: not next to each other, and 2 does not divide 3."""
+    group = dist.new_group([0, 2])
+    if dist.get_rank() == 1:
+        return Ended(None, "", 0.0, True)
+    with as_torchrun(), register(group=group):
+        return ended(
+            lambda: integration._Ring.of(mock.Mock(model=make_model("llama", "ring_attn")))
+        )
+
+
+def test_ranks_that_do_not_split_the_same_are_refused(ranks: Pools, out: Path) -> None:
+    for end in ranks(2).run(other_batches, out / "other"):
+        assert end.error is ValueError and "ranks 0 and 1" in end.text
+        assert end.seconds < 20
+
+
+@pytest.mark.slow
+def test_a_group_must_be_neighbours(ranks: Pools) -> None:
+    for end in ranks(3).run(wrong_group)[::2]:
+        assert end.error is ValueError and "[0, 2]" in end.text
+
+
+def predicted(out: Path) -> tuple[Ended, Ended]:
+    with split_model() as model:
+        trainer_class = split_sequence(transformers.Trainer)
+        trainer = make_trainer(model, arguments(str(out)), trainer_class, "padded")
+        unlabelled = dict(padded(texts(2)), labels=None)
+        return (
+            ended(lambda: trainer.predict(texts(4))),
+            ended(lambda: trainer.prediction_step(trainer.model, unlabelled, True)),
+        )
+
+
+def test_predictions_are_refused(ranks: Pools, out: Path) -> None:
+    for logits, labels in ranks(2).run(predicted, out / "predicted"):
+        assert logits.error is NotImplementedError and "predict" in logits.text
+        assert labels.error is ValueError and "labels" in labels.text
 
 
 TRL_LOGGED = (*LOGGED, "entropy", "mean_token_accuracy", "eval_entropy", "num_tokens")
