@@ -137,9 +137,9 @@ def trained(trainer: Any, logged: tuple[str, ...] = LOGGED, **options: Any) -> R
     return Run({n: torch.tensor(x) for n, x in numbers.items()}, notes.gradients, weights)
 
 
-def plainly(make: Callable[[Any, Path], Run], out: Path) -> tuple[Run, Run]:
+def plainly(make: Callable[[Any, Path], Any], out: Path, model: Any = None) -> tuple[Any, Any]:
     """What make(model, folder) gives in one process, in float64 and in float32."""
-    model = make_model("llama", "sdpa")
+    model = make_model("llama", "sdpa") if model is None else model
     exact, default = copy.deepcopy(model), torch.get_default_dtype()
     with all_in_float64():
         torch.set_default_dtype(torch.float64)
