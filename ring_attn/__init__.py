@@ -8,7 +8,7 @@ imported from here too:
     ring_attn.profiling         stats, collect, trace
     ring_attn.planning.balance  layouts from content: also ring_attn.balance
     ring_attn.models            tensor_parallel, sdpa, dtensors: shards of weights, modules
-    ring_attn.integrations      transformers, ring_flash_attn, context_parallel
+    ring_attn.integrations      transformers, trainer, ring_flash_attn, context_parallel
     ring_attn.testing           an oracle in float64, all ranks in one process
 """
 

@@ -5,7 +5,8 @@
 
 Every rank runs the whole model on its rows. All but attention works on each row by itself, given
 its position; so a rank needs the `position_ids` and the labels of its rows, which `shard_batch`
-cuts, and nothing in the model changes. Training, where `batch` has `input_ids` and `labels`:
+cuts, and nothing in the model changes. transformers' Trainer does all that by one line of
+`ring_attn.integrations.trainer`. A loop of one's own, where `batch` has `input_ids` and `labels`:
 
     layout = SequenceLayout.zigzag(batch["input_ids"].size(1), world_size)
     part = shard_batch(batch, layout, rank)

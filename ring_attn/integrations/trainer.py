@@ -1,0 +1,458 @@
+"""Hugging Face's Trainer, and TRL's SFTTrainer, on sequences that are split over ranks: one line.
+
+    trainer = split_sequence(Trainer)(model=model, args=args, train_dataset=data)
+
+A whole program, for `torchrun --nproc-per-node 4 train.py`:
+
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from ring_attn.integrations.trainer import split_sequence
+    from ring_attn.integrations.transformers import register
+
+    register(layout="zigzag")
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="ring_attn")
+    args = TrainingArguments("out", per_device_train_batch_size=1, max_steps=100)
+    trainer = split_sequence(Trainer)(model=model, args=args, train_dataset=data)
+    trainer.train()
+    trainer.save_model()
+
+The group given to `register` splits each sequence; the others are data parallel. 8 ranks of which 4
+consecutive ones hold a sequence:
+
+    mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "cp"))
+    register(group=mesh["cp"], layout="zigzag")
+
+Everything else is as the Trainer has it, over all ranks: DDP, FSDP2 (which average gradients),
+accumulation, clipping, logging, evaluation, checkpoints. `per_device_*_batch_size` counts the
+sequences of a group. Loss, gradients and the logged numbers are those of the whole batches, of any
+lengths; labels are shifted before they are cut.
+
+Documents see nothing of each other. They are told by `cu_seq_lens_q`, or by positions that restart,
+as `DataCollatorWithFlattening` and TRL's packing make them. So are the rows of a batch: they are
+put one after another, without the padding at their ends, and the whole is split.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ring_attn import check
+from ring_attn.core.batch import shard_batch
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.integrations.transformers import LAYOUT, Registration
+
+IGNORED = -100
+
+# Tensors (batch, rows, ...) that are cut.
+ROWS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels", "shift_labels")
+CUTS = ("cu_seq_lens_q", "cu_seq_lens_k")
+# What follows from the documents: the attention has it from `CUTS`, and the last one is for layers
+# that `register` refuses.
+DERIVED = ("max_length_q", "max_length_k", "seq_idx")
+
+
+def split_sequence(trainer_class: Any) -> Any:
+    """A subclass of a Trainer that splits each sequence over the ranks of `register`'s group.
+
+    Its constructor is that of the given class. All ranks of a group get the same batches, and that
+    is checked before each step.
+
+    Args:
+        trainer_class: `transformers.Trainer`, `trl.SFTTrainer` or a subclass of theirs, for causal
+            language models whose `attn_implementation` is a registered one.
+
+    Returns:
+        The class. Its constructor raises, each by name:
+        ValueError: another attention implementation, a group that is not consecutive ranks or does
+            not divide their number, or context parallelism of accelerate beside it.
+        NotImplementedError: what needs the logits or labels of the whole sequence, or would be
+            wrong in another way: compute_metrics, compute_loss_func, label smoothing, NEFTune,
+            Liger kernels, DeepSpeed, tensor parallelism by accelerate, and a loss that is not the
+            causal one of transformers.
+
+    Raises:
+        ImportError: no transformers, or no accelerate, which its Trainer needs.
+        TypeError: something else than a Trainer.
+
+    Example:
+        >>> from transformers import Trainer
+        >>> split_sequence(Trainer).__name__
+        'SplitSequenceTrainer'
+    """
+    try:
+        from accelerate import Accelerator  # noqa: F401
+        from transformers import Trainer
+    except ImportError as error:
+        raise ImportError(
+            "the Trainer needs transformers and accelerate: pip install 'ring-attn[trainer]'"
+        ) from error
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
+        raise TypeError(
+            f"trainer_class must be transformers.Trainer or a subclass, got {trainer_class!r}; "
+            "call it before the trainer is made: split_sequence(Trainer)(model=model, ...)"
+        )
+    return type(f"SplitSequence{trainer_class.__name__}", (_SplitSequence, trainer_class), {})
+
+
+_Trainer: Any = object
+
+
+class _SplitSequence(_Trainer):
+    """Stands before a Trainer in the order of its classes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _check_trainer(self)
+        self._ring = _Ring.of(self)
+        # An iterable dataset is read by every rank: accelerate would deal its batches to all ranks.
+        self.accelerator.dataloader_config.dispatch_batches = False
+        # TRL's numbers of a batch are sums over all ranks, of which accelerate would leave out
+        # those that have no sample of their own in the last batch.
+        self.accelerator.gather_for_metrics = self.accelerator.gather
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        from torch.distributed.fsdp import FSDPModule
+
+        # An evaluation before it leaves a mark by which accelerate would not wrap the model in DDP,
+        if self.model_wrapped is self.model and not self.is_fsdp_enabled:
+            self.model._is_accelerate_prepared = False
+        # and parameters whole, which the optimizer would change in place of FSDP2's shards.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return super().train(*args, **kwargs)
+
+    def get_cp_size(self) -> int:
+        """Ranks with the same batch."""
+        return self._ring.size
+
+    def get_train_dataloader(self) -> Any:
+        with self._ring.data_parallel(self.accelerator):
+            return super().get_train_dataloader()
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        with self._ring.data_parallel(self.accelerator):
+            return super().get_eval_dataloader(*args, **kwargs)
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        with self._ring.data_parallel(self.accelerator):
+            return super().get_test_dataloader(*args, **kwargs)
+
+    def _get_num_items_in_batch(
+        self, batch_samples: Sequence[Mapping[str, Any]], device: torch.device
+    ) -> Tensor | None:
+        """Targets of the batches of all groups; refuses batches that differ within a group."""
+        count = torch.zeros((), dtype=torch.int64, device=device)
+        for batch in batch_samples:
+            count += _num_targets(batch).to(device)
+        mine = torch.stack([count, _fingerprint(batch_samples, device)])
+        counts, prints = self.accelerator.gather(mine).view(-1, 2).T.tolist()
+        self._ring.check_same(prints)
+        if not batch_samples:
+            return None
+        return torch.tensor(sum(counts[:: self._ring.size]), device=device)
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: Mapping[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """The Trainer's loss of this rank's rows, of a batch with all rows."""
+        if num_items_in_batch is None:  # TRL's evaluation leaves it out
+            num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
+        part = self._ring.cut(inputs)
+        return super().compute_loss(model, part, return_outputs, num_items_in_batch)
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: Mapping[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor, None, None]:
+        """The loss of a batch, the same on all ranks of a group."""
+        if not prediction_loss_only:
+            raise NotImplementedError(
+                "predict needs the logits of the whole sequence, and no rank has them: call "
+                "evaluate, or set prediction_loss_only=True in TrainingArguments"
+            )
+        _num_targets(inputs)
+        loss, _, _ = super().prediction_step(model, inputs, True, ignore_keys)
+        dist.all_reduce(loss, group=self._ring.group)
+        return loss / self._ring.size, None, None
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.gather_function = self._gather_once
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _gather_once(self, losses: Tensor) -> Tensor:
+        """As accelerate's gather_for_metrics, with the losses of each group once."""
+        gathered = self.accelerator.gather(losses)
+        once = gathered.view(-1, self._ring.size, len(losses))[:, 0].flatten()
+        state = self.accelerator.gradient_state
+        return once[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else once
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
+        """This rank's share of those of the batch."""
+        return super().floating_point_ops(inputs) // self._ring.size
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """The ranks that split a sequence, this one among them, and the mesh of all ranks."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    layout: str
+    mesh: DeviceMesh
+
+    @staticmethod
+    def of(trainer: Any) -> _Ring:
+        registered = _registration(trainer.model)
+        group = check.check_group(registered.group)
+        ranks, world_size = dist.get_process_group_ranks(group), dist.get_world_size()
+        size, first = len(ranks), dist.get_rank() // len(ranks) * len(ranks)
+        if world_size % size or ranks != list(range(first, first + size)):
+            raise ValueError(
+                f"the group of register() must be consecutive ranks of {world_size} and divide "
+                f"them, got {ranks}: make a mesh with the sequence in its last axis, "
+                "init_device_mesh(device, (dp, cp)), and register(group=mesh['cp'])"
+            )
+        # These names tell accelerate's data loader that the ranks of "cp" get the same batches.
+        mesh = init_device_mesh(
+            trainer.accelerator.device.type,
+            (world_size // size, size),
+            mesh_dim_names=("dp_replicate", "cp"),
+        )
+        return _Ring(group, dist.get_rank(group), size, registered.layout, mesh)
+
+    @contextmanager
+    def data_parallel(self, accelerator: Any) -> Iterator[None]:
+        """Data loaders that accelerate makes within it deal their batches to the groups."""
+        state = accelerator.state
+        before, state.device_mesh = state.device_mesh, self.mesh
+        try:
+            yield
+        finally:
+            state.device_mesh = before
+
+    def check_same(self, prints: list[int]) -> None:
+        """Refuses other batches on one rank of a group than on its first, on every rank alike."""
+        for rank, found in enumerate(prints):
+            first = rank // self.size * self.size
+            if found != prints[first]:
+                raise ValueError(
+                    f"ranks {first} and {rank} split the same sequences, but got other batches: "
+                    "what a dataset, sampler or collator draws at random must be the same on both"
+                )
+
+    def cut(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's rows of a batch, as the model takes them."""
+        rows, others = _as_documents(inputs)
+        seqlen = _tokens(rows).size(1)
+        layout = SequenceLayout.from_name(self.layout, seqlen, self.size)
+        if 0 in layout.shard_lens:  # transformers' models need a row
+            raise ValueError(
+                f"a batch of {seqlen} tokens leaves some of {self.size} ranks without any: give "
+                "batches of more or longer sequences"
+            )
+        part: dict[str, Any] = shard_batch(rows, layout, self.rank)
+        # The model's loss wants labels, and looks at shift_labels only.
+        return {**part, **others, "labels": part["shift_labels"], LAYOUT: layout}
+
+
+def _as_documents(inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors to cut, (1, seqlen, ...), and what goes to the model as it is.
+
+    Rows of a batch stand one after another, without their padding; `CUTS` tell them apart.
+    """
+    given = {name: x for name, x in inputs.items() if x is not None and name not in DERIVED}
+    rows = {name: given.pop(name) for name in ROWS if name in given}
+    shape = _tokens(rows).shape[:2]
+    _check_shapes(rows, given, shape)
+    if "shift_labels" in rows:
+        rows.pop("labels", None)
+    real = _real(given.pop("attention_mask", None), rows, shape)
+    if any(name in given for name in CUTS):
+        if shape[0] != 1 or real is not None:
+            raise ValueError(
+                f"cu_seq_lens_q goes with one row without padding, got {shape[0]} rows"
+                f"{'' if real is None else ' and an attention_mask that hides some'}"
+            )
+        return rows, given
+    kept = torch.ones(shape, dtype=torch.bool, device=_tokens(rows).device)
+    kept = kept if real is None else real
+    positions = rows.get("position_ids", kept.cumsum(1) - 1)
+    starts = torch.ones_like(kept)
+    starts[:, 1:] = positions.diff(dim=1) != 1
+    begins = starts[kept].nonzero().flatten()
+    if len(begins) > 1:
+        total = begins.new_tensor([int(kept.sum())])
+        given["cu_seq_lens_q"] = given["cu_seq_lens_k"] = torch.cat([begins, total]).int()
+    if "position_ids" in rows or len(begins) > 1:
+        rows["position_ids"] = positions.expand(shape)
+    if "labels" in rows:  # nothing predicts the first token of a row
+        rows["labels"] = rows["labels"].clone()
+        rows["labels"][:, :1] = IGNORED
+    return {name: x[kept][None] for name, x in rows.items()}, given
+
+
+def _real(mask: Tensor | None, rows: Mapping[str, Tensor], shape: torch.Size) -> Tensor | None:
+    """(batch, seqlen), False for padding at the end of the rows; None without any."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.shape != shape:
+        raise NotImplementedError(
+            f"attention_mask must be {tuple(shape)}, as the tokens, got "
+            f"{tuple(getattr(mask, 'shape', ()))}: other masks are not built; documents are told "
+            "by cu_seq_lens_q, or by position_ids that restart"
+        )
+    real = mask != 0
+    if bool(real.all()):
+        return None
+    if bool((real[:, 1:] & ~real[:, :-1]).any()):
+        raise NotImplementedError(
+            "attention_mask hides tokens before others that it does not hide: padding must stand "
+            "at the end, as tokenizer.padding_side='right' makes it"
+        )
+    for name in ("labels", "shift_labels"):
+        if name in rows and bool((rows[name][~real] != IGNORED).any()):
+            raise ValueError(
+                f"{name} must be {IGNORED} where attention_mask hides tokens: the loss would count "
+                "padding"
+            )
+    return real
+
+
+def _tokens(rows: Mapping[str, Any]) -> Tensor:
+    """Ids or embeddings, (batch, seqlen, ...)."""
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(rows.get(name), Tensor):
+            return rows[name]
+    raise ValueError(f"a batch needs input_ids or inputs_embeds, got {sorted(rows)}")
+
+
+def _check_shapes(rows: Mapping[str, Any], others: Mapping[str, Any], shape: torch.Size) -> None:
+    """Refuses rows that are not those of the tokens, and tensors that are not known."""
+    tokens = tuple(shape)
+    for name, x in rows.items():
+        allowed = {tokens, (1, tokens[1])} if name == "position_ids" else {tokens}
+        got = tuple(getattr(x, "shape", ()))
+        if (got[:2] if name == "inputs_embeds" else got) not in allowed:
+            raise ValueError(f"{name} must be {tokens}, as the tokens, got {got}")
+    for name, x in others.items():
+        if isinstance(x, Tensor) and name not in {"attention_mask", *CUTS}:
+            raise NotImplementedError(
+                f"{name} of shape {tuple(x.shape)} is not known: only {', '.join(ROWS)} are cut; "
+                "leave it out of the batch"
+            )
+
+
+def _num_targets(batch: Mapping[str, Any]) -> Tensor:
+    """Labels that are predicted: all that count but the first of each row."""
+    if isinstance(batch.get("shift_labels"), Tensor):
+        labels = batch["shift_labels"]
+    elif isinstance(batch.get("labels"), Tensor):
+        labels = batch["labels"][:, 1:]
+    else:
+        raise ValueError(
+            f"a batch needs labels, got {sorted(batch)}: a collator such as "
+            "DataCollatorForLanguageModeling(tokenizer, mlm=False) makes them"
+        )
+    return (labels != IGNORED).sum()
+
+
+def _fingerprint(batches: Sequence[Mapping[str, Any]], device: torch.device) -> Tensor:
+    """A number, int64, for names, shapes and values of all tensors in batches."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for batch in batches:
+        for name, x in sorted(batch.items()):
+            if isinstance(x, Tensor):
+                bits = x.detach().to(device).contiguous().view(-1).view(_INTEGERS[x.itemsize])
+                weights = torch.arange(1, 2 * bits.numel(), 2, device=device)
+                about = zlib.crc32(f"{name} {tuple(x.shape)} {x.dtype}".encode())
+                # An odd factor, and sums that wrap around: nothing is lost.
+                total = (total + about + (bits * weights).sum()) * 0x9E3779B97F4A7C1
+    return total
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _registration(model: Any) -> Registration:
+    """The registered attention implementation that a model has."""
+    from transformers import AttentionInterface
+
+    name = model.config.get_text_config()._attn_implementation
+    attend = AttentionInterface._global_mapping.get(name)
+    registered = getattr(attend, "__self__", None)
+    if not isinstance(registered, Registration):
+        raise ValueError(
+            f"model has attn_implementation {name!r}, which is none that "
+            "ring_attn.integrations.transformers.register made: register() first, then load the "
+            "model with attn_implementation='ring_attn'"
+        )
+    return registered
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Refuses a Trainer whose numbers would be wrong on split sequences."""
+    args, accelerator = trainer.args, trainer.accelerator
+    parallel = accelerator.parallelism_config
+    if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
+        raise ValueError(
+            f"parallelism_config has cp_size={parallel.cp_size} and sp_size={parallel.sp_size}: "
+            "leave both at 1, as the group of register() says who splits a sequence"
+        )
+    loss = getattr(getattr(trainer.model, "loss_function", None), "__name__", None)
+    if loss != "ForCausalLMLoss" or not trainer.model_accepts_loss_kwargs:
+        raise NotImplementedError(
+            f"the loss of {type(trainer.model).__name__} is {loss}: only models with "
+            "ForCausalLMLoss, which divides by num_items_in_batch, are trained on split sequences"
+        )
+    logits, own = "no rank has the logits of the whole sequence", "it would see one rank's rows"
+    refused = {
+        "compute_metrics": (trainer.compute_metrics, logits),
+        "preprocess_logits_for_metrics": (trainer.preprocess_logits_for_metrics, logits),
+        "compute_loss_func": (trainer.compute_loss_func, own),
+        "label_smoothing_factor": (args.label_smoothing_factor, "labels are shifted already"),
+        "neftune_noise_alpha": (args.neftune_noise_alpha, "its noise depends on the rank's rows"),
+        "use_liger_kernel": (args.use_liger_kernel, "its fused loss was never tried"),
+        "include_num_input_tokens_seen": (
+            args.include_num_input_tokens_seen not in (False, "no"),
+            "each rank of a group would count the whole batch",
+        ),
+        "accelerator_config.dispatch_batches": (
+            args.accelerator_config.dispatch_batches,
+            "accelerate deals the batches to all ranks",
+        ),
+        "train_sampling_strategy='batch_rebalance'": (
+            getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
+            "its sampler gives each rank other batches",
+        ),
+        "average_tokens_across_devices=False": (
+            args.world_size > 1 and not args.average_tokens_across_devices,
+            "each rank would divide by its own labels",
+        ),
+        "DeepSpeed": (trainer.is_deepspeed_enabled, "how it scales gradients was never tried"),
+        "parallelism_config.tp_size": (
+            parallel is not None and parallel.tp_enabled,
+            "ranks of a tensor-parallel group have the same rows",
+        ),
+    }
+    for name, (value, reason) in refused.items():
+        if value:
+            raise NotImplementedError(
+                f"{name} does not go with a split sequence: {reason}; leave it out"
+            )

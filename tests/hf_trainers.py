@@ -1,0 +1,185 @@
+"""A tiny training by transformers' Trainer, in one process and on ranks, and what is left of it."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from ring_attn.integrations.trainer import split_sequence
+from ring_attn.integrations.transformers import register
+from tests.bounds import assert_close
+from tests.hf_models import VOCAB, all_in_float64, make_model
+
+NUM_STEPS = 4
+
+
+def texts(num: int) -> list[dict[str, Tensor]]:
+    """Token ids of different lengths, odd ones among them."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(13, 47, (num,), generator=generator).tolist()
+    return [{"input_ids": torch.randint(VOCAB, (n,), generator=generator)} for n in lengths]
+
+
+def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch with padding at the end, and some labels that do not count."""
+    ids = [row["input_ids"] for row in rows]
+    pad = torch.nn.utils.rnn.pad_sequence
+    batch = {
+        "input_ids": pad(ids, batch_first=True),
+        "attention_mask": pad([torch.ones_like(x) for x in ids], batch_first=True),
+        "labels": pad(ids, batch_first=True, padding_value=-100),
+    }
+    batch["labels"][:, 2:5] = -100
+    return batch
+
+
+COLLATORS: dict[str, Callable[..., Any]] = {
+    "padded": padded,
+    "packed": transformers.DataCollatorWithFlattening(),
+    "packed, with cu_seq_lens": transformers.DataCollatorWithFlattening(
+        return_flash_attn_kwargs=True
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training leaves: logged numbers by name, the first gradients, weights at the end."""
+
+    logged: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+class Notes(transformers.TrainerCallback):
+    """Keeps the gradients of the first step, clipped as they are."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, Tensor] = {}
+
+    def on_pre_optimizer_step(self, *args: Any, model: Any, **kwargs: Any) -> None:
+        if not self.gradients:
+            self.gradients = {n: whole(p.grad).clone() for n, p in model.named_parameters()}
+
+
+def whole(x: Any) -> Tensor:
+    """A tensor that FSDP2 may have spread."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x.detach()
+
+
+@contextmanager
+def as_torchrun() -> Iterator[None]:
+    """The environment that accelerate knows its ranks by."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    with mock.patch.dict(os.environ, names | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}):
+        yield
+
+
+def arguments(out: str, made: Any = transformers.TrainingArguments, **options: Any) -> Any:
+    options = {
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "max_steps": NUM_STEPS,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "max_grad_norm": 0.5,  # clips
+        "save_strategy": "no",
+        "logging_steps": 1,
+    } | options
+    return made(out, use_cpu=True, report_to=[], disable_tqdm=True, **options)
+
+
+# How many texts to train on and to evaluate; the last batches of both are short.
+TEXTS = (11, 7)
+EVEN_TEXTS = (12, 6)
+
+
+def make_trainer(
+    model: Any,
+    args: Any,
+    trainer_class: Any,
+    collate: str,
+    num: tuple[int, int] = TEXTS,
+    **options: Any,
+) -> Any:
+    data = {"train_dataset": texts(num[0]), "eval_dataset": texts(num[1])}
+    return trainer_class(model=model, args=args, data_collator=COLLATORS[collate], **data | options)
+
+
+LOGGED = ("loss", "grad_norm", "eval_loss")
+
+
+def trained(trainer: Any, logged: tuple[str, ...] = LOGGED, **options: Any) -> Run:
+    """Evaluates, trains, evaluates."""
+    notes = Notes()
+    trainer.add_callback(notes)
+    before = trainer.evaluate()
+    trainer.train(**options)
+    trainer.evaluate()
+    history = [before, *trainer.state.log_history]
+    numbers = {name: [entry[name] for entry in history if name in entry] for name in logged}
+    weights = {name: whole(p).clone() for name, p in trainer.model.named_parameters()}
+    return Run({n: torch.tensor(x) for n, x in numbers.items()}, notes.gradients, weights)
+
+
+def plainly(make: Callable[[Any, Path], Any], out: Path, model: Any = None) -> tuple[Any, Any]:
+    """What make(model, folder) gives in one process, in float64 and in float32."""
+    model = make_model("llama", "sdpa") if model is None else model
+    exact, default = copy.deepcopy(model), torch.get_default_dtype()
+    with all_in_float64():
+        torch.set_default_dtype(torch.float64)
+        try:
+            oracle = make(exact.double(), out / "float64")
+        finally:
+            torch.set_default_dtype(default)
+    return oracle, make(model, out / "float32")
+
+
+def assert_same_run(got: Run, oracle: Run, plain: Run) -> None:
+    for part in ("logged", "gradients", "weights"):
+        one, two, three = (getattr(run, part) for run in (got, oracle, plain))
+        assert one.keys() == two.keys() and one
+        for name, x in one.items():
+            assert x.numel()
+            assert_close(f"{part} {name}", x, two[name].double(), three[name])
+
+
+@lru_cache
+def one_process(collate: str, out: Path) -> tuple[Run, Run]:
+    """transformers' own Trainer."""
+
+    def make(model: Any, folder: Path) -> Run:
+        args = arguments(str(folder))
+        return trained(make_trainer(model, args, transformers.Trainer, collate))
+
+    return plainly(make, out)
+
+
+@contextmanager
+def split_model(layout: str = "zigzag", dp: int = 1) -> Iterator[Any]:
+    """A model on sequences that are split, in `dp` groups with batches of their own."""
+    mesh = init_device_mesh("cpu", (dp, dist.get_world_size() // dp), mesh_dim_names=("dp", "cp"))
+    with as_torchrun(), register(group=mesh["cp"], layout=layout):
+        yield make_model("llama", "ring_attn")
+
+
+def split(out: Path, collate: str, layout: str, options: dict[str, Any]) -> Run:
+    """The same on split sequences."""
+    with split_model(layout) as model:
+        args = arguments(str(out), **options)
+        return trained(make_trainer(model, args, split_sequence(transformers.Trainer), collate))

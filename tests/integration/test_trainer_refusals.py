@@ -1,0 +1,197 @@
+"""Batches of a trainer on split sequences, and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers
+from accelerate import ParallelismConfig
+from torch import Tensor
+
+from ring_attn.integrations import trainer as integration
+from ring_attn.integrations.trainer import split_sequence
+from ring_attn.integrations.transformers import register
+from tests.hf_models import make_model
+from tests.hf_trainers import (
+    arguments,
+    make_trainer,
+)
+
+
+def batch_of(**tensors: Any) -> dict[str, Tensor]:
+    ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
+    return {"input_ids": ids, "labels": ids.clone()} | {
+        name: torch.tensor(x) for name, x in tensors.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("tensors", "ids", "labels", "cuts"),
+    [
+        ({}, [5, 6, 7, 8, 9, 0], [-100, 6, 7, -100, 9, 0], [0, 3, 6]),
+        (
+            {"attention_mask": [[1, 1, 1], [1, 1, 0]], "labels": [[5, 6, 7], [8, 9, -100]]},
+            *([5, 6, 7, 8, 9], [-100, 6, 7, -100, 9], [0, 3, 5]),
+        ),
+        (
+            {"position_ids": [[0, 1, 0], [0, 1, 2]]},
+            *([5, 6, 7, 8, 9, 0], [-100, 6, 7, -100, 9, 0], [0, 2, 3, 6]),
+        ),
+        (
+            {"attention_mask": [[1, 1, 1], [0, 0, 0]], "labels": [[5, 6, 7], [-100] * 3]},
+            *([5, 6, 7], [-100, 6, 7], None),
+        ),
+        (
+            {
+                "attention_mask": [[1, 1, 1], [0, 0, 0]],
+                "labels": [[5, 6, 7], [-100] * 3],
+                "position_ids": [[0, 1, 2]],
+            },
+            *([5, 6, 7], [-100, 6, 7], None),
+        ),
+    ],
+)
+def test_a_batch_as_one_row_of_documents(
+    tensors: dict[str, Any], ids: list[int], labels: list[int], cuts: list[int] | None
+) -> None:
+    rows, others = integration._as_documents(batch_of(**tensors))
+    assert rows["input_ids"].tolist() == [ids] and rows["labels"].tolist() == [labels]
+    if cuts is None:
+        assert not others
+        return
+    assert others["cu_seq_lens_q"].tolist() == others["cu_seq_lens_k"].tolist() == cuts
+    ends = zip(cuts, cuts[1:], strict=False)
+    assert rows["position_ids"].tolist() == [[i for a, b in ends for i in range(b - a)]]
+    assert integration._num_targets(batch_of(**tensors)) == sum(x != -100 for x in labels)
+
+
+MASK = [[1, 1, 1], [1, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error", "text"),
+    [
+        ({"attention_mask": [[1, 1, 1], [0, 1, 1]]}, NotImplementedError, "padding_side"),
+        ({"attention_mask": [[[1]]]}, NotImplementedError, "other masks"),
+        ({"attention_mask": MASK}, ValueError, "labels must be -100"),
+        ({"cu_seq_lens_q": [0, 3]}, ValueError, "one row without padding, got 2"),
+        ({"pixel_values": [[1.0]]}, NotImplementedError, "pixel_values"),
+        ({"position_ids": [[0, 1]]}, ValueError, "position_ids must be"),
+        ({"labels": [0, 1]}, ValueError, "labels must be"),
+    ],
+)
+def test_batches_that_are_refused(
+    tensors: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        integration._as_documents(batch_of(**tensors))
+
+
+def test_a_batch_that_leaves_a_rank_without_rows_is_refused() -> None:
+    ring = integration._Ring(mock.Mock(), 0, 4, "zigzag", mock.Mock())
+    ring.cut(batch_of())
+    with pytest.raises(ValueError, match="a batch of 3 tokens leaves some of 4 ranks"):
+        ring.cut({name: x[:1] for name, x in batch_of().items()})
+
+
+def test_a_fingerprint_knows_every_tensor() -> None:
+    batches = [
+        [batch_of()],
+        [batch_of(), batch_of()],
+        [batch_of(labels=[[6, 5, 7], [8, 9, 0]])],
+        [batch_of(position_ids=[[0, 1, 2]])],
+        [batch_of(input_ids=[[5, 6, 7, 8, 9, 0]])],
+        [batch_of(inputs_embeds=[[0.5, 0.25]])],
+        [batch_of(inputs_embeds=[[0.25, 0.5]])],
+    ]
+    prints, again = (
+        [int(integration._fingerprint(batch, torch.device("cpu"))) for batch in batches]
+        for _ in range(2)
+    )
+    assert len(set(prints)) == len(prints) and prints == again
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"neftune_noise_alpha": 5.0}, "neftune"),
+        ({"include_num_input_tokens_seen": "all"}, "include_num_input_tokens_seen"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
+        ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
+    ],
+)
+def test_arguments_that_are_refused(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    with register(), pytest.raises(NotImplementedError, match=text):
+        refused(arguments(str(tmp_path), **options))
+
+
+def refused(args: Any, family: str = "llama", name: str = "ring_attn", **options: Any) -> None:
+    model = make_model(family, name)
+    make_trainer(model, args, split_sequence(transformers.Trainer), "padded", **options)
+
+
+def test_what_a_trainer_is_refused_for(tmp_path: Path) -> None:
+    args = arguments(str(tmp_path))
+    with register():
+        for name in ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func"):
+            with pytest.raises(NotImplementedError, match=name):
+                refused(args, **{name: print})
+        with pytest.raises(NotImplementedError, match="ForMaskedLMLoss"):
+            refused(args, family="bert")
+        with pytest.raises(RuntimeError, match="no process group"):
+            refused(args)  # nothing else is wrong
+    with pytest.raises(ValueError, match="'sdpa'"):
+        refused(args, name="sdpa")
+    for wrong in (transformers.Trainer.train, torch.nn.Module):
+        with pytest.raises(TypeError, match="trainer_class"):
+            split_sequence(wrong)
+    with (
+        mock.patch.dict(sys.modules, {"accelerate": None}),
+        pytest.raises(ImportError, match=r"ring-attn\[trainer\]"),
+    ):
+        split_sequence(transformers.Trainer)
+
+
+def trainer_like(**changes: Any) -> Any:
+    """As much of a Trainer as is looked at, with nothing wrong but the changes."""
+    args = {"label_smoothing_factor": 0, "neftune_noise_alpha": None, "use_liger_kernel": False}
+    args |= {"include_num_input_tokens_seen": "no", "average_tokens_across_devices": True}
+    parallel = changes.pop("parallelism_config", None)
+    config = SimpleNamespace(dispatch_batches=None)
+    options = {name: changes.pop(name) for name in list(changes) if name in args}
+    attributes = {"compute_metrics": None, "preprocess_logits_for_metrics": None}
+    attributes |= {"compute_loss_func": None, "is_deepspeed_enabled": False}
+    attributes |= {"model_accepts_loss_kwargs": True}
+    return SimpleNamespace(
+        args=SimpleNamespace(**args | options, world_size=2, accelerator_config=config),
+        accelerator=SimpleNamespace(parallelism_config=parallel),
+        model=make_model("llama", "sdpa"),
+        **attributes | changes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"parallelism_config": ParallelismConfig(cp_size=2)}, ValueError, "cp_size=2"),
+        ({"parallelism_config": ParallelismConfig(sp_size=2)}, ValueError, "sp_size=2"),
+        ({"parallelism_config": ParallelismConfig(tp_size=2)}, NotImplementedError, "tp_size"),
+        ({"is_deepspeed_enabled": True}, NotImplementedError, "DeepSpeed"),
+        ({"use_liger_kernel": True}, NotImplementedError, "liger"),
+        ({"average_tokens_across_devices": False}, NotImplementedError, "average_tokens"),
+        ({"model_accepts_loss_kwargs": False}, NotImplementedError, "num_items_in_batch"),
+    ],
+)
+def test_surroundings_that_are_refused(
+    changes: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    integration._check_trainer(trainer_like(parallelism_config=ParallelismConfig(dp_shard_size=2)))
+    with pytest.raises(error, match=text):
+        integration._check_trainer(trainer_like(**changes))
