@@ -36,6 +36,7 @@ from ring_attn.decode import next_rank as next_rank
 from ring_attn.models import tensor_parallel as tensor_parallel
 from ring_attn.models.gradients import sync_gradients
 from ring_attn.planning import balance as balance
+from ring_attn.planning.placement import pack
 from ring_attn.planning.planner import explain
 from ring_attn.profiling import stats as stats
 
@@ -52,6 +53,7 @@ __all__ = [
     "TransportOptions",
     "explain",
     "masks",
+    "pack",
     "parallelize",
     "ring_attention",
     "shard_batch",

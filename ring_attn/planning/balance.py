@@ -194,7 +194,7 @@ def by_separators(
     sums = _sums(items)
     layout, greatest = _balanced(sums, cuts, world_size)
     if max_balance is not None:
-        _check_max_balance(max_balance)
+        check_max_balance(max_balance)
         reached = greatest * world_size / sums[-1] if sums[-1] else 1.0
         if reached > max_balance:
             raise ValueError(
@@ -235,7 +235,7 @@ def by_documents(
         (0, 100, 200)
     """
     _check_counts(world_size=world_size, align=align)
-    _check_max_balance(max_balance)
+    check_max_balance(max_balance)
     boundaries = check_cu_seqlens("cu_seqlens", _integers("cu_seqlens", cu_seqlens))
     assert boundaries is not None, "only None gives None"
     seqlen = boundaries[-1]
@@ -481,7 +481,7 @@ def _check_counts(least: int = 1, **counts: int) -> None:
         check_int(name, count, least=least)
 
 
-def _check_max_balance(max_balance: float) -> None:
+def check_max_balance(max_balance: float) -> None:
     check_number("max_balance", max_balance)
     if not (math.isfinite(max_balance) and max_balance >= 1):
         raise ValueError(f"max_balance is max / mean, finite and at least 1, got {max_balance}")
