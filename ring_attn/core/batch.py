@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ring_attn.core.layout import SequenceLayout
-from ring_attn.core.values import as_int, check_type
+from ring_attn.core.values import as_int, as_tuple, check_type
 
 
 def shard_batch(
@@ -18,6 +18,7 @@ def shard_batch(
     *,
     dim: int = 1,
     ignore_index: int = -100,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> dict[str, Tensor]:
     """The rank's part of a training batch, labels shifted *before* they are cut.
 
@@ -31,15 +32,17 @@ def shard_batch(
         layout: how the sequence is split.
         rank: whose part.
         dim: the sequence dim of every tensor.
-        ignore_index: the label of the position that has no next token.
+        ignore_index: the label of positions that have no next token.
+        cu_seqlens: boundaries of packed documents, from 0: positions restart at 0 in each document,
+            whose last token has no next one. What is behind the last boundary is a document too.
 
     Returns:
         The shards by the same names, `shift_labels` for `labels`, and `position_ids` of shape
-        (1, shard_len), unless the batch brings its own (packed documents that restart at 0).
+        (1, shard_len), unless the batch brings its own.
 
     Raises:
         ValueError: a tensor without `layout.seqlen` rows, labels that cannot hold `ignore_index`,
-            or a batch that has `shift_labels` already.
+            a batch that has `shift_labels` already, or boundaries that are none of this sequence.
         TypeError: something else than tensors by name, or a layout by name.
 
     Example:
@@ -48,11 +51,16 @@ def shard_batch(
         ...                     "labels": torch.tensor([[5, 6, 7, 8]])}, layout, rank=0)
         >>> part["shift_labels"].tolist(), part["position_ids"].tolist()
         ([[6, 7]], [[0, 1]])
+        >>> part = shard_batch({"labels": torch.tensor([[5, 6, 7, 8]])}, layout, rank=0,
+        ...                    cu_seqlens=[0, 1, 4])
+        >>> part["shift_labels"].tolist(), part["position_ids"].tolist()
+        ([[-100, 7]], [[0, 0]])
     """
     check_type("batch", batch, Mapping, "a dict of tensors")
     check_type("layout", layout, SequenceLayout)
     for name, x in batch.items():
         layout.check_rows(x, dim, f"batch[{name!r}]")
+    cuts = _boundaries(cu_seqlens, layout.seqlen)
     whole = dict(batch)
     if "labels" in whole:
         if "shift_labels" in whole:
@@ -60,13 +68,30 @@ def shard_batch(
         labels = whole.pop("labels")
         _check_ignore_index(labels, ignore_index)
         shifted = labels.roll(-1, dim)
-        shifted.narrow(dim, max(layout.seqlen - 1, 0), min(layout.seqlen, 1)).fill_(ignore_index)
+        last = torch.tensor([cut - 1 for cut in cuts if cut], dtype=torch.int64)
+        shifted.index_fill_(dim, last.to(shifted.device), ignore_index)
         whole["shift_labels"] = shifted
     part = {name: layout.shard(x, rank, dim) for name, x in whole.items()}
     if "position_ids" not in part:
         device = next(iter(part.values())).device if part else None
-        part["position_ids"] = layout.position_ids(rank, device)[None]
+        positions = layout.position_ids(rank)
+        starts = torch.tensor(cuts)
+        positions -= starts[torch.searchsorted(starts, positions, right=True) - 1]
+        part["position_ids"] = positions.to(device)[None]
     return part
+
+
+def _boundaries(cu_seqlens: Tensor | Sequence[int] | None, seqlen: int) -> list[int]:
+    """Where documents begin, and the end of the sequence."""
+    cuts = [0]
+    if cu_seqlens is not None:
+        cuts = [as_int("each of cu_seqlens", cut) for cut in as_tuple("cu_seqlens", cu_seqlens)]
+        if cuts != sorted(cuts) or cuts[:1] != [0] or cuts[-1] > seqlen:
+            raise ValueError(
+                f"cu_seqlens must not decrease, from 0 to at most {seqlen}, the rows of the "
+                f"layout, got {cuts}"
+            )
+    return [*cuts, seqlen]
 
 
 def _check_ignore_index(labels: Tensor, ignore_index: int) -> None:

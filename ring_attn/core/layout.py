@@ -29,6 +29,9 @@ from ring_attn.core.values import as_int, as_tuple, check_dim, check_one_of, che
 LAYOUTS = ("contiguous", "zigzag", "striped")
 KINDS = (*LAYOUTS, "boundaries", "segments")
 
+# Segments that a layout's text lists; of more it says how many there are.
+MOST_SHOWN = 32
+
 # For each group and each member: the pairs (rows of the member, rows of the group).
 MergedRows = tuple[tuple[tuple[tuple[slice, slice], ...], ...], ...]
 
@@ -426,6 +429,9 @@ class SequenceLayout:
     def __str__(self) -> str:
         if self.cuts is not None:
             return f"boundaries({list(self.cuts)})"
+        if self.parts is not None and sum(map(len, self.parts)) > MOST_SHOWN:
+            count = sum(map(len, self.parts))
+            return f"segments(seqlen={self.seqlen}, world_size={self.world_size}, {count} of them)"
         if self.parts is not None:
             return f"segments({[[tuple(vars(s).values()) for s in part] for part in self.parts]})"
         return f"{self.kind}(seqlen={self.seqlen}, world_size={self.world_size})"

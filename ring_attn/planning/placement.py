@@ -1,8 +1,8 @@
 """Which rank computes which documents of a batch: `pack`.
 
-    lengths 8 4 4 2 2 2, causal, 3 ranks        rank 0       rank 1       rank 2
-    zigzag over the packed sequence             cuts 4 of the 6 documents
-    pack                                        a0 a3 c      a1 a2 d e    b f        cuts a alone
+    a to f of 8 4 4 2 2 2 rows, causal       rank 0        rank 1          rank 2       max / mean
+    zigzag, packed as they come              all but e and f are cut                    1.48
+    pack                                     a1 a2 a6 c    a3 a4 a5 d e    a0 a7 b f    1.02
 
 Attention within documents needs no rows of others, so a document that is whole on a rank is never
 sent. Long ones are cut into as few shares as let every rank compute as much as the others; short
@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from ring_attn.check import check_window
@@ -83,6 +84,18 @@ class Packing:
     crossing: tuple[int, ...]
     num_cut: int
 
+    def kv_bytes(
+        self, nheads_kv: int, headdim: int, dtype: torch.dtype = torch.bfloat16
+    ) -> tuple[int, ...]:
+        """Bytes of the keys and values that each rank receives in a forward, sent once.
+
+        A ring forwards rows, and other strategies send more: `ring_attn.explain` has the bytes of
+        each over this layout.
+        """
+        check_int("nheads_kv", nheads_kv, least=1)
+        check_int("headdim", headdim, least=1)
+        return tuple(2 * n * nheads_kv * headdim * dtype.itemsize for n in self.crossing)
+
     def __str__(self) -> str:
         return (
             f"{len(self.order)} documents, {self.layout.seqlen} rows on {self.layout.world_size} "
@@ -107,16 +120,13 @@ def pack(
     wherever the lengths allow that; within these bounds few documents are cut. A function of the
     arguments alone: every rank finds the same.
 
-    The KV rows of `crossing` have 2 * nheads_kv * headdim elements each; what a strategy sends,
-    which may forward rows or send whole runs, `ring_attn.explain` says of the layout.
-
     Args:
         lengths: rows of each document, zero too.
         world_size: number of ranks.
         causal: as for `ring_attention`.
         window_size: likewise.
         max_balance: the most visible pairs of a rank, over the mean.
-        max_rows: the most rows of a rank; None is `max_balance` times the mean.
+        max_rows: the most rows of a rank; None aims at `max_balance` times the mean.
         align: documents are cut at multiples of it, counted from their beginnings.
 
     Returns:
@@ -127,10 +137,14 @@ def pack(
         TypeError: lengths that are no ints.
 
     Example:
+        >>> import torch
+        >>> from ring_attn import shard_batch
         >>> packing = pack([300, 9000, 200, 500, 100], world_size=2)
         >>> print(packing)
-        5 documents, 10100 rows on 2 ranks: 1 cut, work 1.000 and rows 1.010 of the mean at most, \
+        5 documents, 10100 rows on 2 ranks: 1 cut, work 1.001 and rows 1.010 of the mean at most, \
 6750 KV rows cross
+        >>> packing.kv_bytes(nheads_kv=8, headdim=128)
+        (18432000, 9216000)
         >>> packing.order, packing.cu_seqlens
         ((1, 3, 0, 2, 4), (0, 9000, 9500, 9800, 10000, 10100))
         >>> tokens = [torch.full((n,), i) for i, n in enumerate([300, 9000, 200, 500, 100])]
@@ -165,7 +179,7 @@ def pack(
             if best.excess == (0, 0):
                 break
     assert best is not None, "there are shares"
-    if max(best.rows) > most:
+    if max_rows is not None and max(best.rows) > most:
         raise ValueError(
             f"max_rows is {most}, and documents that are cut at multiples of {align} were placed "
             f"with {max(best.rows)} rows at most: allow so many, or a smaller align"

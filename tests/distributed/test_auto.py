@@ -188,3 +188,12 @@ def test_explain_is_public() -> None:
         seqlen=4096, world_size=4, nheads=8, headdim=64, causal=True, device_type="cpu"
     )
     assert isinstance(choice.strategy, ring_attn.Strategy) and choice.reason in str(choice)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ring"])
+def test_packed_documents_between_processes(ranks: Pools, one_thread: None, strategy: str) -> None:
+    packing = ring_attn.pack([70, 5, 0, 33, 5, 9, 12, 1, 20, 6], 3)
+    n, cuts = packing.layout.seqlen, packing.cu_seqlens
+    mask = Mask(n, n, True, (-1, -1), cuts, cuts)
+    case = Case(mask, (packing.layout, packing.layout), strategy)
+    assert packing.num_cut and not run_all_ranks(case, 3, ranks(3).run).failures

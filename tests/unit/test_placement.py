@@ -1,0 +1,182 @@
+"""`pack`: bounds of the placement against the dense mask, and what works with its layouts."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ring_attn import explain, pack, shard_batch
+from ring_attn.core.mask import Mask
+from ring_attn.planning.balance import balance_of
+from ring_attn.planning.devices import builtin_cluster
+from ring_attn.planning.placement import Packing
+from ring_attn.testing import Case, run_all_ranks
+
+MIXED = (70, 5, 0, 33, 5, 9, 12, 1, 20, 6)
+
+
+def mask_of(packing: Packing, causal: bool = True, window: tuple[int, int] = (-1, -1)) -> Mask:
+    n, cuts = packing.layout.seqlen, packing.cu_seqlens
+    return Mask(n, n, causal, window, cuts, cuts)
+
+
+def crossing(packing: Packing, mask: Mask) -> tuple[int, ...]:
+    """Keys of other ranks that each rank's queries see, counted in the dense mask."""
+    dense, found = mask.dense(), []
+    for rank in range(packing.layout.world_size):
+        mine = packing.layout.position_ids(rank)
+        seen = dense[mine].any(0)
+        seen[mine] = False
+        found.append(int(seen.sum()))
+    return tuple(found)
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(
+    st.lists(st.integers(0, 60), min_size=1, max_size=12).filter(any),
+    st.integers(1, 5),
+    st.booleans(),
+    st.sampled_from([(-1, -1), (7, -1), (0, 0), (3, 5)]),
+    st.sampled_from([1, 4]),
+    st.integers(0, 9),
+)
+@example([1], 5, True, (-1, -1), 1, 0)
+@example([0, 0, 3], 4, True, (-1, -1), 4, 0)
+def test_figures_are_those_of_the_dense_mask(
+    lengths: list[int], ranks: int, causal: bool, window: tuple[int, int], align: int, more: int
+) -> None:
+    most = -(-sum(lengths) // ranks) + align * (1 + more)
+    packing = pack(
+        lengths, ranks, causal=causal, window_size=window, align=align, max_rows=2 * most
+    )
+    assert sorted(packing.order) == list(range(len(lengths)))
+    cuts = packing.cu_seqlens
+    assert [b - a for a, b in zip(cuts, cuts[1:], strict=False)] == [
+        lengths[i] for i in packing.order
+    ]
+    mask = mask_of(packing, causal, window)
+    assert packing.balance == balance_of(packing.layout, mask)
+    assert packing.crossing == crossing(packing, mask)
+    assert max(packing.balance.rows) <= 2 * most
+    # Ranks begin and end within a document at multiples of `align` only.
+    for rank in range(ranks):
+        for one in packing.layout.segments(rank):
+            for at in (one.start, one.start + one.length):
+                before = max(cut for cut in cuts if cut <= at)
+                assert at in cuts or (at - before) % align == 0
+
+
+def lognormal(n: int, seed: int, mean: float = 7.0, sigma: float = 1.5) -> list[int]:
+    draw = random.Random(seed)
+    return [int(draw.lognormvariate(mean, sigma)) for _ in range(n)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [100_000],
+        [5000, 30_000, 4000],
+        [1024] * 500,
+        [0] * 50 + [20_000] * 3,
+        [1_000_000] + [317] * 3000,
+        [131_072] * 3 + [4096] * 50 + [300] * 500,
+        lognormal(2000, seed=1),
+        lognormal(40, seed=2, mean=9.0),
+    ],
+    ids=["one", "few", "equal", "empty", "giant", "mixed", "long tail", "short batch"],
+)
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window_size": (1000, 0)}], ids=str)
+def test_work_and_rows_are_even(lengths: list[int], ranks: int, options: dict[str, Any]) -> None:
+    packing = pack(lengths, ranks, **options)
+    assert packing.balance.of_work <= 1.05 and packing.balance.of_rows <= 1.051
+    assert ranks > 1 or packing.crossing == (0,)
+    assert packing == pack(torch.tensor(lengths), ranks, **options)
+
+
+def test_documents_that_fit_stay_whole() -> None:
+    packing = pack([1024] * 512, 64)
+    assert packing.num_cut == 0 and not any(packing.crossing)
+    giant = pack([100_000] + [50] * 4000, 4)
+    assert giant.num_cut == 1 and giant.order[0] == 0
+
+
+def test_ten_thousand_documents_are_placed_in_time() -> None:
+    lengths = lognormal(10_000, seed=0)
+    start = time.process_time()
+    packing = pack(lengths, 64)
+    assert time.process_time() - start < 5.0  # 0.05 s where nothing else runs
+    assert packing.balance.of_work <= 1.05
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "lengths", "options"),
+    [
+        (ValueError, "at least one document", [], {}),
+        (ValueError, r"each of lengths .* -1", [3, -1], {}),
+        (TypeError, "lengths", [3.5], {}),
+        (ValueError, "max_rows is 4, .* 2 ranks hold 8 of 10 rows: allow 5 rows, or 3 ranks",
+         [10], {"max_rows": 4}),
+        (ValueError, "max_rows is 8, .* 9 rows at most", [9, 7], {"max_rows": 8, "align": 16}),
+        (ValueError, "max_balance .* 0.5", [10], {"max_balance": 0.5}),
+        (ValueError, "align", [10], {"align": 0}),
+        (ValueError, "world_size", [10], {"world_size": 0}),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(
+    error: type[Exception], text: str, lengths: list[Any], options: dict[str, Any]
+) -> None:
+    with pytest.raises(error, match=text):
+        pack(lengths, **{"world_size": 2} | options)
+
+
+# -- what works with it
+
+
+@pytest.mark.parametrize("strategy", ["ring", "exchange", "all_gather", "ulysses"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_results_are_those_of_dense_attention(ranks: int, strategy: str) -> None:
+    packing = pack(MIXED, ranks)
+    case = Case(mask_of(packing), (packing.layout, packing.layout), strategy, heads="gqa")
+    assert packing.num_cut and packing.layout.kind == "segments"
+    assert not run_all_ranks(case, ranks).failures
+
+
+def test_batches_are_cut_by_it() -> None:
+    packing = pack(MIXED, 3)
+    documents = [torch.arange(n) + 100 * i for i, n in enumerate(MIXED)]
+    ids = torch.cat([documents[i] for i in packing.order])[None]
+    parts = [
+        shard_batch({"input_ids": ids, "labels": ids}, packing.layout, rank,
+                    cu_seqlens=packing.cu_seqlens) for rank in range(3)
+    ]  # fmt: skip
+    rows = {
+        token: (label, at)
+        for part in parts
+        for token, label, at in zip(*(x[0].tolist() for x in part.values()), strict=True)
+    }
+    assert rows == {
+        100 * i + at: (100 * i + at + 1 if at + 1 < n else -100, at)
+        for i, n in enumerate(MIXED)
+        for at in range(n)
+    }
+    targets = sum(int((part["shift_labels"] != -100).sum()) for part in parts)
+    assert targets == sum(max(0, n - 1) for n in MIXED)
+
+
+def test_the_planner_takes_it() -> None:
+    packing = pack(lognormal(2000, seed=3), 64)
+    start = time.process_time()
+    choice = explain(
+        seqlen=packing.layout.seqlen, world_size=64, nheads=32, nheads_kv=8, headdim=128,
+        causal=True, cu_seqlens=packing.cu_seqlens, layout=packing.layout,
+        cluster=builtin_cluster("H100"), strategies=["ring", "all_gather"],
+    )  # fmt: skip
+    assert time.process_time() - start < 20.0  # 0.3 s where nothing else runs
+    assert choice.layout == packing.layout and choice.best.seconds > 0
