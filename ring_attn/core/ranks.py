@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,16 +26,39 @@ from ring_attn.core.tiles import (
     Grid,
     Tile,
     Traveller,
+    among_runs,
     counted_from,
     gathered_tiles,
     needed_displacements,
+    needed_runs,
     pair_tiles,
     travelling_rows,
 )
-from ring_attn.core.work import StepWork, pair_work
+from ring_attn.core.turns import turns_of
+from ring_attn.core.work import StepWork, needed_rows, pair_work
 
 Layouts = tuple[SequenceLayout, SequenceLayout]
 T = TypeVar("T")
+
+
+class Turn(NamedTuple):
+    """An exchange of a rank, or of every rank, with one that needs its rows and one that it needs.
+
+    Attributes:
+        hop: to whom it sends, from whom it receives: itself where it takes no part.
+        active: (world_size,) bool which ranks take part, of every rank.
+        sent: number of rows.
+        received: number of rows.
+        runs: the rows that are sent; () in every rank's.
+        tiles: with what is received, counted in the order in which it comes.
+    """
+
+    hop: Hop
+    active: Tensor | None
+    sent: Number
+    received: Number
+    runs: tuple[slice, ...]
+    tiles: Tiles
 
 
 class Ranks(Protocol):
@@ -93,6 +116,10 @@ class Ranks(Protocol):
 
     def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> Tiles:
         """Tiles with the shard of the rank displaced so far."""
+        ...
+
+    def turns(self, travels: Traveller) -> tuple[Turn, ...]:
+        """Exchanges that bring every rank exactly the rows that it needs, from their owners."""
         ...
 
     def gathered(self, gathers: Traveller, rows: int) -> Tiles:
@@ -168,6 +195,29 @@ class OneRank:
             return tiles
         first = self.moving(grid, travels, by).start
         return tuple(counted_from(first, tile, travels) for tile in tiles)
+
+    def turns(self, travels: Traveller) -> tuple[Turn, ...]:
+        """`turns.turns_of` as seen from this rank."""
+
+        def pair(holder: int, owner: int) -> tuple[int, int]:
+            return (holder, owner) if travels == "kv" else (owner, holder)
+
+        found = []
+        for to, full in turns_of(*self.layouts, self.mask, travels):
+            hop = Hop(int(to[self.rank]), int((to == self.rank).nonzero()))
+            sent: tuple[slice, ...] = ()
+            received: tuple[slice, ...] = ()
+            tiles: tuple[Tile, ...] = ()
+            if full[self.rank]:
+                there = pair(hop.send_to, self.rank)
+                sent = needed_runs(*self.layouts, self.mask, there, travels)
+            if full[hop.recv_from]:
+                here = pair(self.rank, hop.recv_from)
+                received = needed_runs(*self.layouts, self.mask, here, travels)
+                tiles = pair_tiles(*self.layouts, self.mask, *here)
+            counted = tuple(among_runs(received, tile, travels) for tile in tiles)
+            found.append(Turn(hop, None, _count(sent), _count(received), sent, counted))
+        return tuple(found)
 
     def gathered(self, gathers: Traveller, rows: int) -> tuple[Tile, ...]:
         """`tiles.gathered_tiles`."""
@@ -250,6 +300,21 @@ class EveryRank:
             self._work[grid, travels] = work
         return self._work[grid, travels][by[0] * grid.inner + by[1]]
 
+    def turns(self, travels: Traveller) -> tuple[Turn, ...]:
+        """(world_size,) of each."""
+        rows = needed_rows(*self.layouts, self.mask, travels)
+        work, ranks, found = pair_work(*self.layouts, self.mask), self._numbers, []
+        for to, full in turns_of(*self.layouts, self.mask, travels):
+            source = torch.empty_like(to).scatter_(0, to, ranks)
+            comes = full[source]
+            here, there = (ranks, source), (to, ranks)
+            if travels == "q":
+                here, there = here[::-1], there[::-1]
+            tiles = StepWork(*(table[here] * comes for table in work.tables))
+            sent, received = rows[there] * full, rows[here] * comes
+            found.append(Turn(Hop(to, source), to != ranks, sent, received, (), tiles))
+        return tuple(found)
+
     def gathered(self, gathers: Traveller, rows: int) -> StepWork:
         """Sizes of the tiles of every rank."""
         return every_gathered(*self.layouts, self.mask, gathers)
@@ -270,6 +335,10 @@ def mirrored(
     if travels == "kv":
         return order
     return tuple(sorted((-a % grid.outer, -b % grid.inner) for a, b in order))
+
+
+def _count(runs: tuple[slice, ...]) -> int:
+    return sum(run.stop - run.start for run in runs)
 
 
 def _index(side: Traveller) -> int:

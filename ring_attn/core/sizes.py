@@ -6,12 +6,18 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
+from torch import Tensor
+
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec, Packet
 from ring_attn.core.tiles import Traveller
 from ring_attn.core.values import check_number
-from ring_attn.core.work import pair_work
+from ring_attn.core.work import needed_rows, pair_work
+
+# The tensors of a shard and of its gradients, by what travels.
+SHARD: dict[Traveller, tuple[str, ...]] = {"kv": ("k", "v"), "q": ("q", "dout", "lse", "delta")}
+MOVING: dict[Traveller, tuple[str, ...]] = {"kv": ("dk", "dv"), "q": ("dq",)}
 
 
 def shard_packet(spec: AttentionSpec, travels: Traveller, rows: int) -> Packet:
@@ -35,16 +41,30 @@ def choose_traveller(
     often a shard is passed on does not matter: it is the same on either side.
     """
     work = pair_work(layout_q, layout_kv, mask)
+    q, kv = (_backward_bytes(spec, side, work.travelling(side).count) for side in ("q", "kv"))
+    return "q" if q < kv else "kv"
 
-    def total(travels: Traveller) -> int:
-        ranks_of = Counter(work.travelling(travels).count.tolist())
-        return sum(
-            ranks
-            * (shard_packet(spec, travels, n).nbytes + gradient_packet(spec, travels, n).nbytes)
-            for n, ranks in ranks_of.items()
+
+@lru_cache(maxsize=1024)
+def choose_sender(
+    spec: AttentionSpec, layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask
+) -> Traveller:
+    """The side that costs fewer bytes where every rank sends each other what that one needs."""
+    q, kv = (
+        _backward_bytes(
+            spec, side, needed_rows(layout_q, layout_kv, mask, side).clone().fill_diagonal_(0)
         )
+        for side in ("q", "kv")
+    )
+    return "q" if q < kv else "kv"
 
-    return "q" if total("q") < total("kv") else "kv"
+
+def _backward_bytes(spec: AttentionSpec, travels: Traveller, rows: Tensor) -> int:
+    """Bytes of messages with so many rows of a side, and of those with their gradients."""
+    return sum(
+        count * (shard_packet(spec, travels, n).nbytes + gradient_packet(spec, travels, n).nbytes)
+        for n, count in Counter(rows.flatten().tolist()).items()
+    )
 
 
 def flops(area: int, spec: AttentionSpec, *, backward: bool) -> int:

@@ -4,11 +4,12 @@
     ring          ring
     double_ring   ring          inner rings of `inner_degree` ranks, an outer ring between them
     all_gather    all_gather
+    exchange      exchange
     ulysses       (one rank)    heads for rows, among all ranks
     hybrid        ring          heads for rows, among `ulysses_degree` consecutive ranks
     q_exchange    all_gather    tail halves of the queries, with rank P-1-r
 
-A hybrid may have all_gather as its core, and double rings.
+A hybrid may have all_gather or exchange as its core, and double rings.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from dataclasses import dataclass, fields
 from ring_attn.core.values import check_flag, check_int, check_one_of
 
 # How keys and values reach the ranks; `strategies.registry.register` adds more.
-CORES = ["ring", "all_gather"]
-NAMES = ("ring", "double_ring", "all_gather", "ulysses", "hybrid", "q_exchange")
+CORES = ["ring", "all_gather", "exchange"]
+NAMES = ("ring", "double_ring", "all_gather", "exchange", "ulysses", "hybrid", "q_exchange")
 # Names that leave a degree open, and the degree.
 NEED_DEGREE = {"hybrid": "ulysses_degree", "double_ring": "inner_degree"}
 
@@ -30,8 +31,8 @@ class Strategy:
     """How a group of ranks shares one call, apart from the layout.
 
     Args:
-        core: how keys and values reach the ranks: "ring", one shard a step, or "all_gather", some
-            heads of all shards at a time.
+        core: how keys and values reach the ranks: "ring", one shard a step, "all_gather", some
+            heads of all shards at a time, or "exchange", the needed rows straight from their owner.
         ulysses_degree: ranks that first exchange heads for rows, all rows of theirs for a share of
             the heads; consecutive ranks, so that they lie in one node. The core then runs between
             the groups. (DeepSpeed-Ulysses, arXiv 2309.14509; hybrid: USP, arXiv 2405.07719.)
@@ -88,8 +89,8 @@ class Strategy:
             name: of the table.
             world_size: ranks of the call.
             degree: size of an inner ring for "double_ring", else of the groups that exchange heads
-                for rows; "ring" and "all_gather" then run between the groups. None leaves the
-                degree to the name, which "hybrid" and "double_ring" refuse.
+                for rows; "ring", "all_gather" and "exchange" then run between the groups. None
+                leaves the degree to the name, which "hybrid" and "double_ring" refuse.
 
         Raises:
             ValueError: no such name, a degree that the name cannot have, or one that is missing.
@@ -113,7 +114,7 @@ class Strategy:
             )
         if name == "double_ring":
             return cls(inner_degree=degree or 1)
-        core = "all_gather" if name in ("all_gather", "q_exchange") else "ring"
+        core = {"q_exchange": "all_gather"}.get(name, name if name in CORES else "ring")
         return cls(core, fixed or degree or 1, exchange_q=name == "q_exchange")
 
     @property

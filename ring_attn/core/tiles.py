@@ -215,6 +215,43 @@ def travelling_rows(
 
 
 @lru_cache(maxsize=16384)
+def needed_runs(
+    layout_q: SequenceLayout,
+    layout_kv: SequenceLayout,
+    mask: Mask,
+    pair: tuple[int, int],
+    travels: Traveller,
+) -> tuple[slice, ...]:
+    """The rows that travel between two ranks only: those that see, or are seen, in ascending runs.
+
+    Args:
+        layout_q: where the queries are.
+        layout_kv: where the keys are.
+        mask: over the lengths of the layouts.
+        pair: rank of the queries, rank of the keys.
+        travels: the side whose rows they are.
+    """
+    tiles = pair_tiles(layout_q, layout_kv, mask, *pair)
+    rows = sorted((s.start, s.stop) for s in (t.kv if travels == "kv" else t.q for t in tiles))
+    runs: list[slice] = []
+    for start, stop in rows:
+        if runs and start <= runs[-1].stop:
+            start, stop = runs[-1].start, max(stop, runs.pop().stop)
+        runs.append(slice(start, stop))
+    return tuple(runs)
+
+
+def among_runs(runs: tuple[slice, ...], tile: Tile, travels: Traveller) -> Tile:
+    """The tile with its travelling side counted in those runs, which stand one after another."""
+    before = 0
+    for run in runs:
+        if (tile.kv if travels == "kv" else tile.q).start < run.stop:
+            break
+        before += run.stop - run.start
+    return counted_from(run.start - before, tile, travels)
+
+
+@lru_cache(maxsize=16384)
 def pair_tiles(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int
 ) -> tuple[Tile, ...]:

@@ -103,7 +103,7 @@ class PairWork:
         Returns:
             For each displacement `(a, b)` at index `a * grid.inner + b`.
         """
-        tables = self._tables() if travels == "kv" else [x.t() for x in self._tables()]
+        tables = self.tables if travels == "kv" else [x.t() for x in self.tables]
         turned = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tables]
         for ranks in _blocks(self.world_size):
             sources = _sources(grid, ranks)
@@ -114,7 +114,7 @@ class PairWork:
     def gathered(self, gathers: Traveller = "kv") -> StepWork:
         """The work of each rank with the shards of all ranks at once."""
         dim = 1 if gathers == "kv" else 0
-        return StepWork(*(x.sum(dim) for x in self._tables()))
+        return StepWork(*(x.sum(dim) for x in self.tables))
 
     def displacements(self, grid: Grid) -> tuple[Displacement, ...]:
         """Displacements of a q rank from a kv rank of which it sees anything, and (0, 0).
@@ -139,7 +139,8 @@ class PairWork:
         stop = side.stop.masked_fill(unseen, 0).amax(dim)
         return Rows(torch.where(stop > 0, start, 0).long(), stop.long())
 
-    def _tables(self) -> list[Tensor]:
+    @property
+    def tables(self) -> list[Tensor]:
         """(P, P) of each field of `StepWork`."""
         return [self.area, self.edge, self.q.count_int32, self.kv.count_int32]
 
@@ -361,27 +362,82 @@ def _add_runs(total: _Totals, q: _Side, kv: _Side, table: Tensor) -> None:
 
     It sees them whole but for a few at the ends of the run, which are computed pair by pair.
     """
-    pieces, (k_start, k_stop, lo, hi) = _pieces(q, table)
+    pieces, columns = _pieces(q, table)
+    k_start, k_stop, lo, hi = columns
     first, last = pieces.start, pieces.start + (pieces.length - 1) * q.stride
-    # The run that any query of a piece may see.
-    reach = kv.end.cummax(0).values if len(kv.end) else kv.end
-    seen = torch.searchsorted(reach, torch.maximum(k_start, first + lo), right=True)
-    unseen = torch.searchsorted(kv.start, torch.minimum(k_stop, last + hi + 1))
+    seen, unseen = _seen(pieces, kv, columns)
     # The run within that one of segments which all its queries see whole.
     whole = torch.searchsorted(kv.start, torch.maximum(k_start, last + lo))
     cut = torch.searchsorted(kv.end, torch.minimum(k_stop, first + hi + 1), right=True)
     some = (cut - whole >= LONG) & (q.stride == 1)
     whole, cut = whole.where(some, unseen), cut.where(some, unseen)
     _add_whole(total, pieces, kv, whole, cut)
-    for index, at in _expanded(torch.cat((seen, cut)), torch.cat((whole, unseen))):
-        piece = index % len(some)
+    both = torch.cat((seen, cut)), torch.cat((whole, unseen))
+    for pair, tiles in _met(pieces, kv, columns, *both):
+        total.add_pairs(pair, tiles)
+
+
+def _seen(pieces: _Side, kv: _Side, columns: Tensor) -> tuple[Tensor, Tensor]:
+    """For each piece the run of segments that any of its queries may see."""
+    k_start, k_stop, lo, hi = columns
+    last = pieces.start + (pieces.length - 1) * pieces.stride
+    reach = kv.end.cummax(0).values if len(kv.end) else kv.end
+    seen = torch.searchsorted(reach, torch.maximum(k_start, pieces.start + lo), right=True)
+    return seen, torch.searchsorted(kv.start, torch.minimum(k_stop, last + hi + 1))
+
+
+def _met(
+    pieces: _Side, kv: _Side, columns: Tensor, begin: Tensor, end: Tensor
+) -> Iterator[tuple[Tensor, _Tiles]]:
+    """Pairs of ranks and tiles of pieces with their runs of segments `[begin, end)`.
+
+    There may be several runs of each piece, those of all pieces one after another.
+    """
+    k_start, k_stop, lo, hi = columns
+    for index, at in _expanded(begin, end):
+        piece = index % len(pieces.rank)
         length, gap = pieces.length[piece], pieces.start[piece] - kv.start[at]
         kv_rows = kv.rows_between(at, k_start[piece], k_stop[piece])
         # Least and greatest `j - i` in rows of segments whose first rows are `gap` apart.
-        band = _ceil_div(gap + lo[piece], q.stride), _floor_div(gap + hi[piece], q.stride)
+        band = _ceil_div(gap + lo[piece], kv.stride), _floor_div(gap + hi[piece], kv.stride)
         tiles = _tiles((torch.zeros_like(length), length), kv_rows, *band)
-        pair = pieces.rank[piece] * q.world_size + kv.rank[at]
-        total.add_pairs(pair, tiles.moved(pieces.first[piece], kv.first[at]))
+        pair = pieces.rank[piece] * kv.world_size + kv.rank[at]
+        yield pair, tiles.moved(pieces.first[piece], kv.first[at])
+
+
+@lru_cache(maxsize=64)
+def needed_rows(
+    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, travels: Traveller
+) -> Tensor:
+    """(P, P) int64 of [queries' rank, keys' rank]: rows of one side that see, or are seen, there.
+
+    Exactly those: rows between them are left out, other than in `PairWork.q` and `PairWork.kv`.
+
+    Args:
+        layout_q: where the queries are.
+        layout_kv: where the keys are; the same number of ranks and stride.
+        mask: over the lengths of the layouts.
+        travels: the side whose rows are counted.
+    """
+    check_fit(layout_q, layout_kv, mask)
+    q, kv = _Side.of(layout_q), _Side.of(layout_kv, by_position=True)
+    world_size, room = q.world_size, 1 + max(*layout_q.shard_lens, *layout_kv.shard_lens)
+    cut = [_pieces(q, table) for table in mask.tables]
+    counts = torch.zeros(world_size * world_size, dtype=torch.int64)
+    for ranks in _blocks(world_size):
+        runs = [torch.empty(2, 0, dtype=torch.int64)]
+        for pieces, columns in cut:
+            here = (pieces.rank >= ranks.start) & (pieces.rank < ranks.stop)
+            begin, end = _seen(pieces, kv, columns)
+            for pair, tiles in _met(pieces, kv, columns, begin, end.where(here, begin)):
+                side = (tiles.k0, tiles.k1) if travels == "kv" else (tiles.q0, tiles.q1)
+                runs.append((torch.stack(side) + pair * room)[:, tiles.area > 0])
+        start, stop = torch.cat(runs, 1)
+        start, order = start.sort()
+        reached = stop[order].cummax(0).values if len(order) else stop
+        before = torch.cat((start[:1], reached[:-1]))
+        counts.index_add_(0, start // room, (reached - torch.maximum(start, before)).clamp_(min=0))
+    return counts.view(world_size, world_size)
 
 
 def _pieces(q: _Side, table: Tensor) -> tuple[_Side, Tensor]:

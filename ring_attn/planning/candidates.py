@@ -13,6 +13,7 @@ from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import NAMES, Strategy, family
 from ring_attn.core.values import as_tuple
+from ring_attn.core.work import pair_work
 from ring_attn.planning import balance
 from ring_attn.planning.choice import Candidate, Layouts, Problem
 
@@ -27,7 +28,7 @@ def strategies_for(spec: AttentionSpec, world_size: int, node_size: int) -> Iter
         >>> from ring_attn.planning.choice import label
         >>> spec = AttentionSpec("cpu", torch.float32, 1, 8, 2, 64, 64)
         >>> [label(strategy, 4) for strategy in strategies_for(spec, 4, 4)][:4]
-        ['ring', 'all_gather', 'all_gather by 2 heads', 'ulysses']
+        ['ring', 'all_gather', 'all_gather by 2 heads', 'exchange']
     """
     yield Strategy()
     if world_size == 1:
@@ -36,10 +37,12 @@ def strategies_for(spec: AttentionSpec, world_size: int, node_size: int) -> Iter
     chunks = sorted({min(1 << i, spec.nheads_kv) for i in range(spec.nheads_kv.bit_length() + 1)})
     gathers = [Strategy("all_gather", heads_per_chunk=None if n == 1 else n) for n in chunks]
     yield from gathers
+    yield Strategy("exchange")
     yield Strategy(ulysses_degree=world_size)
     for degree in [d for d in divisors if d <= spec.nheads]:
         yield Strategy(ulysses_degree=degree)
         yield Strategy("all_gather", ulysses_degree=degree)
+        yield Strategy("exchange", ulysses_degree=degree)
     for degree in _inner_degrees(divisors, world_size, node_size):
         yield Strategy(inner_degree=degree)
     yield Strategy("all_gather", exchange_q=True)
@@ -83,14 +86,32 @@ def strategies_of(problem: Problem, asked: Sequence[str | Strategy] | None) -> l
 
 
 def candidates_of(
-    problem: Problem, layouts: Mapping[str, Layouts], strategies: Sequence[Strategy]
+    problem: Problem,
+    layouts: Mapping[str, Layouts],
+    strategies: Sequence[Strategy],
+    *,
+    asked: bool,
 ) -> Iterator[Candidate]:
+    """Strategies over layouts; those that cannot gain are left out unless they were asked for."""
     for name, found in layouts.items():
+        sparse = asked or _is_sparse(problem, found)
         for strategy in strategies:
+            if strategy.core == "exchange" and not sparse:
+                continue
             if len(layouts) > 1 and name == "striped" and _is_hybrid(strategy, problem.world_size):
                 # The rows of a group are many short runs then; zigzag has the same balance.
                 continue
             yield Candidate(strategy, found, name, problem.world_size)
+
+
+def _is_sparse(problem: Problem, layouts: Layouts) -> bool:
+    """Whether at least half of all pairs of ranks see nothing of each other."""
+    try:
+        seen = pair_work(*layouts, problem.mask).area > 0
+    except (ValueError, NotImplementedError):
+        return True  # layouts that do not fit: refused with the reason, as every strategy is
+    pairs = problem.world_size * (problem.world_size - 1)
+    return 2 * int(seen.sum() - seen.diagonal().sum()) <= pairs
 
 
 def _is_hybrid(strategy: Strategy, world_size: int) -> bool:

@@ -137,7 +137,7 @@ class Candidate:
         world_size: number of ranks.
         same_bits: whether its results have the same bits at every world size.
         in_order: whether gradients of K and V are summed in the order of the queries.
-        travels: what goes round in the backward of its ring; None without a ring.
+        travels: what goes round, or is exchanged, in the backward; None of other strategies.
         at_least: seconds that it takes at least, by what its busiest rank computes.
         peak_bytes: most that a rank holds beyond its inputs.
         prediction: None where it is refused or was not simulated.

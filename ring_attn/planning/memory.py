@@ -13,9 +13,11 @@ from functools import cached_property
 
 from ring_attn.core.heads import share_heads
 from ring_attn.core.messages import Message
-from ring_attn.core.ranks import OneRank, every_count, every_order
+from ring_attn.core.program import Hop
+from ring_attn.core.ranks import OneRank, Turn, every_count, every_order
 from ring_attn.core.tiles import Band, Displacement, Grid, Tile, Traveller, pair_tiles
-from ring_attn.core.work import pair_work
+from ring_attn.core.turns import turns_of
+from ring_attn.core.work import needed_rows, pair_work
 from ring_attn.machines.count import peak_of_programs
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import programs
@@ -106,6 +108,14 @@ class _RoughRank(OneRank):
             # A step without tiles takes fewer buffers; one of no size has the same.
             self._tiles[travels, own] = self._pair_tiles(pair) or (() if own else _ANY_TILE)
         return self._tiles[travels, own]
+
+    def turns(self, travels: Traveller) -> tuple[Turn, ...]:
+        """Turns with the most rows of any, which this rank sends and receives."""
+        rows = int(needed_rows(*self.layouts, self.mask, travels).clone().fill_diagonal_(0).max())
+        tiles = self.tiles(Grid(1, self.world_size), travels, (0, 1))
+        other = (self.rank + 1) % self.world_size
+        one = Turn(Hop(other, other), None, rows, rows, (slice(0, rows),), tiles)
+        return (one,) * len(turns_of(*self.layouts, self.mask, travels))
 
     @cached_property
     def _tiles(self) -> dict[tuple[Traveller, bool], tuple[Tile, ...]]:

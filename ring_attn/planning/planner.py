@@ -57,7 +57,7 @@ from ring_attn.planning.choice import (
 )
 from ring_attn.planning.devices import Cluster, Rate, compute_seconds, find_cluster
 from ring_attn.planning.memory import peak_of
-from ring_attn.strategies import q_exchange, ring, ulysses
+from ring_attn.strategies import exchange, q_exchange, ring, ulysses
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import code_of, why_not_same_bits
 
@@ -221,7 +221,8 @@ def choose(
         ValueError: a name that does not exist, or nothing that can run, with every reason.
     """
     wanted = strategies_of(problem, strategies)
-    found = [_bounded(problem, c) for c in candidates_of(problem, layouts, wanted)]
+    every = candidates_of(problem, layouts, wanted, asked=strategies is not None)
+    found = [_bounded(problem, c) for c in every]
     found = _simulated(problem, found, effort)
     usable = [c for c in found if c.prediction is not None]
     if not usable:
@@ -276,6 +277,8 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
         in_order = same_bits
         if strategy.core == "ring" and core.world_size > 1:
             travels, in_order = ring.choose_gradients(core)
+        elif strategy.core == "exchange":
+            travels = exchange.choose_traveller(core)
         candidate = replace(
             candidate,
             same_bits=same_bits,

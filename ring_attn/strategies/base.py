@@ -7,15 +7,26 @@ machines    run a program on tensors, count, time, check and draw it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.program import Array, Program
+from ring_attn.core.program import (
+    Array,
+    Differentiate,
+    New,
+    Op,
+    Operand,
+    Program,
+    Round,
+    Tiles,
+    View,
+)
 from ring_attn.core.ranks import EveryRank, OneRank, Ranks
+from ring_attn.core.sizes import SHARD
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import Traveller
@@ -140,3 +151,47 @@ def result_arrays(spec: AttentionSpec, rows: int) -> dict[str, Array]:
         "out": Array(spec.batch, rows, spec.nheads, spec.headdim_v, spec.dtype),
         "lse": Array(spec.batch, rows, spec.nheads, None, spec.accum_dtype),
     }
+
+
+def differentiate(
+    travels: Traveller,
+    tiles: Tiles,
+    held: tuple[Operand, ...],
+    into: tuple[Operand, ...],
+    *,
+    own: bool,
+) -> Differentiate:
+    """The gradients of tiles with a shard that is held.
+
+    Args:
+        travels: the side of that shard.
+        tiles: the tiles.
+        held: the shard's tensors.
+        into: what the gradients of that side are added to; those of the other side go to its sums.
+        own: whether the shard is the rank's own.
+    """
+    if travels == "kv":
+        own_q = tuple(map(View, SHARD["q"]))
+        kv, dkv = (held[0], held[1]), (into[0], into[1])
+        return Differentiate("all", tiles, own_q, kv, View("dq sum"), dkv, View("out"))
+    kv, dkv = (View("k"), View("v")), (View("dk sum"), View("dv sum"))
+    return Differentiate("all", tiles, held, kv, into[0], dkv, View("out") if own else None)
+
+
+def sums_of(spec: AttentionSpec, arrays: dict[str, Array]) -> dict[str, Array]:
+    """Sizes of a rank's dq, dk and dv while they are added up."""
+    return {f"d{name}": replace(arrays[name], dtype=spec.accum_dtype) for name in ("q", "k", "v")}
+
+
+def new_sums(sums: dict[str, Array]) -> Iterator[Op]:
+    """Zeros for a rank's gradients."""
+    for name, array in sums.items():
+        yield New(f"{name} sum", array, zero=True)
+
+
+def rounded_sums(sums: dict[str, Array], spec: AttentionSpec, *, rounded: bool) -> Iterator[Op]:
+    """Makes the results of the sums, one by one, so that little is held twice."""
+    dtype = spec.dtype if rounded else spec.accum_dtype
+    for name in ("dv", "dk", "dq"):
+        result = replace(sums[name], dtype=dtype)
+        yield Round(View(name), View(f"{name} sum"), result, scaled=name != "dv")

@@ -17,10 +17,14 @@ from ring_attn.core.program import Program
 from ring_attn.core.ranks import Ranks
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import CORES, Strategy
-from ring_attn.strategies import all_gather, q_exchange, ring, ulysses
+from ring_attn.strategies import all_gather, exchange, q_exchange, ring, ulysses
 from ring_attn.strategies.base import Call, StrategyCode
 
-_CODES: dict[str, StrategyCode] = {"ring": ring.CODE, "all_gather": all_gather.CODE}
+_CODES: dict[str, StrategyCode] = {
+    "ring": ring.CODE,
+    "all_gather": all_gather.CODE,
+    "exchange": exchange.CODE,
+}
 
 
 def register(name: str, code: StrategyCode) -> None:

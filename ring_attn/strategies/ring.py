@@ -78,13 +78,11 @@ from ring_attn.core.program import (
     Finish,
     Free,
     Hop,
-    New,
     Op,
     Operand,
     Pack,
     Post,
     Program,
-    Round,
     Start,
     Step,
     Unpack,
@@ -92,7 +90,7 @@ from ring_attn.core.program import (
     Wait,
 )
 from ring_attn.core.ranks import OneRank, Ranks
-from ring_attn.core.sizes import choose_traveller, gradient_packet, shard_packet
+from ring_attn.core.sizes import MOVING, SHARD, choose_traveller, gradient_packet, shard_packet
 from ring_attn.core.tiles import (
     Displacement,
     Grid,
@@ -103,11 +101,16 @@ from ring_attn.core.tiles import (
     kind_of,
     ring_grid,
 )
-from ring_attn.strategies.base import Call, StrategyCode, input_arrays, result_arrays
-
-# The tensors of a shard, of its gradients, and those that stay, by what travels.
-SHARD = {"kv": ("k", "v"), "q": ("q", "dout", "lse", "delta")}
-MOVING = {"kv": ("dk", "dv"), "q": ("dq",)}
+from ring_attn.strategies.base import (
+    Call,
+    StrategyCode,
+    differentiate,
+    input_arrays,
+    new_sums,
+    result_arrays,
+    rounded_sums,
+    sums_of,
+)
 
 
 def check(call: Call) -> None:
@@ -414,47 +417,23 @@ def _last_with_tiles(steps: Steps) -> int:
 def _backward(
     call: Call, steps: Steps, arrays: dict[str, Array], *, in_order: bool, rounded: bool
 ) -> Iterator[Op]:
-    spec, wide = call.spec, call.spec.accum_dtype
     yield Delta(arrays["lse"])
     shards = _Messages(steps)
     sums = _InOrder(steps) if in_order else _AddedUp(steps)
-    grads = {
-        f"d{name}": Array(x.batch, x.rows, x.heads, x.dim, wide)
-        for name, x in arrays.items() if name in ("q", "k", "v")
-    }  # fmt: skip
-    for name, array in grads.items():
-        yield New(f"{name} sum", array, zero=True)
+    grads = sums_of(call.spec, arrays)
+    yield from new_sums(grads)
     for index in range(steps.num):
         yield Step(f"step {index}", index)
         yield from shards.before(index)
-        yield from sums.compute(index, _computed(steps, shards.held(index), sums, index))
+        work = differentiate(
+            steps.travels, steps.tiles(index), shards.held(index), sums.held(index), own=index == 0
+        )
+        yield from sums.compute(index, work)
         yield from sums.after(index)
         yield from shards.after(index)
     yield Step("end")
     yield from sums.end()
-    dtype = spec.dtype if rounded else wide
-    # One by one, so that little is held twice.
-    for name in ("dv", "dk", "dq"):
-        array = grads[name]
-        result = Array(array.batch, array.rows, array.heads, array.dim, dtype)
-        yield Round(View(name), View(f"{name} sum"), result, scaled=name != "dv")
-
-
-def _computed(
-    steps: Steps, held: tuple[Operand, ...], sums: _InOrder | _AddedUp, index: int
-) -> Differentiate:
-    """The gradients of a step's tiles, with what is held and into where its gradients go."""
-    own_q = tuple(View(name) for name in SHARD["q"])
-    into = sums.held(index)
-    if steps.travels == "kv":
-        k, v = held
-        return Differentiate(
-            "all", steps.tiles(index), own_q, (k, v), View("dq sum"), (into[0], into[1]),
-            View("out"),
-        )  # fmt: skip
-    out = View("out") if index == 0 else None
-    kv, dkv = (View("k"), View("v")), (View("dk sum"), View("dv sum"))
-    return Differentiate("all", steps.tiles(index), held, kv, into[0], dkv, out)
+    yield from rounded_sums(grads, call.spec, rounded=rounded)
 
 
 class _Sums:

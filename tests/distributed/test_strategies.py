@@ -30,7 +30,7 @@ from ring_attn.testing import (
 
 # With numbers of ranks, among which the cases are dealt out; of one number, half in each layout.
 SIZES: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("ring", "all_gather", "q_exchange"), (1, 2, 3, 4)),
+    **dict.fromkeys(("ring", "all_gather", "exchange", "q_exchange"), (1, 2, 3, 4)),
     "ulysses": (2, 3, 4),
     **dict.fromkeys(("double_ring", "hybrid", "hybrid all_gather"), (4,)),
 }

@@ -13,8 +13,8 @@ def test_a_calibration_is_written_and_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "machine.json"
-    words = f"calibrate --quick --world-sizes 2 --heads 2 --head-dim 16 --json {path}"
-    monkeypatch.setattr("sys.argv", ["ring-attn", *words.split()])
+    words = "calibrate --quick --world-sizes 2 --heads 2 --head-dim 16"
+    monkeypatch.setattr("sys.argv", ["ring-attn", *words.split(), "--json", str(path)])
     assert main() == 0
     assert "all_gather" in capsys.readouterr().out
     report = json.loads(path.read_text())

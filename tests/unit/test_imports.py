@@ -24,7 +24,7 @@ CORE = {
     "core", "core.dtypes", "core.values", "core.heads", "core.mask", "core.masks", "core.spec",
     "core.state",
     "core.strategy", "core.layout", "core.batch", "core.tiles", "core.messages", "core.program",
-    "core.ranks", "core.work", "core.sizes", "core.order",
+    "core.ranks", "core.work", "core.turns", "core.sizes", "core.order",
 }  # fmt: skip
 DATA = CORE | {"torch_private", "compiling"}
 ENGINE = DATA | {
@@ -54,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.program": {"core.messages", "core.spec"},
     # The work of all pairs of ranks; the numbers of one rank or of every rank; sizes.
     "core.work": {"core.mask", "core.layout", "core.tiles"},
+    "core.turns": {"core.mask", "core.layout", "core.tiles", "core.work"},
     "core.ranks": CORE - {"core.ranks", "core.sizes", "core.order"},
     "core.sizes": CORE - {"core.sizes", "core.order"},
     "core.order": {"core.heads", "core.layout", "core.mask", "core.tiles", "core.strategy"},

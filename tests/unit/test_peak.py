@@ -187,6 +187,7 @@ STRATEGIES = {
     "ulysses of three": (3, Strategy(ulysses_degree=3)),
     "hybrid": (4, Strategy(ulysses_degree=2)),
     "hybrid of threes": (6, Strategy(ulysses_degree=3)),
+    "exchange": (4, Strategy("exchange")),
     "hybrid all_gather": (4, Strategy("all_gather", ulysses_degree=2)),
     "q_exchange": (4, Strategy("all_gather", exchange_q=True)),
     "q_exchange ring": (4, Strategy("ring", exchange_q=True)),

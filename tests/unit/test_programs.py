@@ -29,7 +29,7 @@ from ring_attn.core.program import (
 )
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
-from ring_attn.core.strategy import Strategy
+from ring_attn.core.strategy import CORES, Strategy
 from ring_attn.core.tiles import Traveller, needed_displacements
 from ring_attn.machines.actions import Schedule, schedule_of
 from ring_attn.machines.check import check, check_calls
@@ -53,10 +53,11 @@ def strategies(world_size: int) -> list[Strategy]:
         Strategy(),
         Strategy("all_gather"),
         Strategy("all_gather", heads_per_chunk=2),
+        Strategy("exchange"),
         Strategy(exchange_q=True),
         Strategy("all_gather", exchange_q=True),
         *(Strategy(inner_degree=d) for d in divisors),
-        *(Strategy(core, ulysses_degree=d) for d in divisors for core in ("ring", "all_gather")),
+        *(Strategy(core, ulysses_degree=d) for d in divisors for core in CORES),
     ]
 
 

@@ -51,13 +51,16 @@ STRATEGIES: dict[str, tuple[tuple[int, ...], Strategy]] = {
     "double ring of threes": ((6,), Strategy(inner_degree=3)),
     "all_gather": ((1, 2, 3, 4), GATHER),
     "all_gather, two heads": ((3,), Strategy("all_gather", heads_per_chunk=2)),
+    "exchange": ((1, 2, 3, 4, 6), Strategy("exchange")),
     "ulysses": ((3,), Strategy(ulysses_degree=3)),
     "ulysses of four": ((4,), Strategy(ulysses_degree=4)),
     "hybrid": ((4,), Strategy(ulysses_degree=2)),
     "hybrid of threes": ((6,), Strategy(ulysses_degree=3)),
     "hybrid all_gather": ((4,), Strategy("all_gather", ulysses_degree=2)),
+    "hybrid exchange": ((4,), Strategy("exchange", ulysses_degree=2)),
     "hybrid double ring": ((8,), Strategy(ulysses_degree=2, inner_degree=2)),
     "q_exchange": ((1, 2, 3, 4), Strategy("all_gather", exchange_q=True)),
+    "q_exchange exchange": ((4,), Strategy("exchange", exchange_q=True)),
     "q_exchange ring": ((3, 4), Strategy("ring", exchange_q=True)),
 }
 GRID = [(name, ranks) for name, (sizes, _) in STRATEGIES.items() for ranks in sizes]

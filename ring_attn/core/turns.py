@@ -1,0 +1,105 @@
+"""Turns of a direct exchange: in each, a rank sends to one rank and receives from one.
+
+Which rank needs rows of which is a table. Its pairs are put into turns so that nobody sends twice,
+or receives twice, at a time:
+
+    who needs whose rows       turn 0          turn 1          turn 2
+      owner  0 1 2 3           0 -> 1          0 -> 2          0 -> 3
+    0        . x . .           1 -> 0          2 -> 3
+    1        x . . .
+    2        x . . .
+    3        x . x .
+
+Where as many turns suffice as a ring has distances, a turn is a distance: every rank sends to the
+one so far after it. Else the pairs with most rows come first, each in the first turn in which both
+ranks are free: for documents on some of the ranks that is about as many turns as the rank with most
+partners has partners, while distances may be twice as many. A turn is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.tiles import Traveller
+from ring_attn.core.work import needed_rows
+
+# Pairs beyond which turns are distances without a look for fewer: so many take about a second.
+MOST_PAIRS = 1 << 18
+
+
+class Pairs(NamedTuple):
+    """Who sends to whom in a turn.
+
+    Attributes:
+        to: (world_size,) int64 receiver of each rank; a rank that takes no part has itself.
+        full: (world_size,) bool whether rows are sent. A rank that does something in one direction
+            only exchanges an empty message with another such rank in the other.
+    """
+
+    to: Tensor
+    full: Tensor
+
+
+@lru_cache(maxsize=64)
+def turns_of(
+    layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, travels: Traveller
+) -> tuple[Pairs, ...]:
+    """The turns in which every rank gets the rows that it needs.
+
+    Example:
+        >>> layout = SequenceLayout.contiguous(8, 4)
+        >>> turns = turns_of(layout, layout, Mask(8, 8, causal=True), "kv")
+        >>> [turn.to.tolist() for turn in turns]
+        [[1, 2, 3, 0], [2, 3, 0, 1], [3, 1, 2, 0]]
+    """
+    rows = needed_rows(layout_q, layout_kv, mask, travels)
+    # One line for each sender.
+    rows = (rows.t() if travels == "kv" else rows).clone().fill_diagonal_(0)
+    world_size = len(rows)
+    sender, receiver = rows.nonzero().unbind(1)
+    distance = (receiver - sender) % world_size
+    distances = distance.unique()
+    most = max((int((rows > 0).sum(dim).max()) for dim in (0, 1)), default=0)
+    number = torch.searchsorted(distances, distance)
+    turns = len(distances)
+    if most < turns and len(sender) <= MOST_PAIRS:
+        order = rows[sender, receiver].argsort(descending=True, stable=True)
+        sender, receiver = sender[order], receiver[order]
+        found = torch.tensor(_first_free(sender.tolist(), receiver.tolist(), world_size))
+        if int(found.max()) + 1 < turns:
+            number, turns = found, int(found.max()) + 1
+        else:
+            number = number[order]
+    table = torch.full((turns, world_size), -1)
+    table[number, sender] = receiver
+    return tuple(_completed(line) for line in table)
+
+
+def _first_free(senders: list[int], receivers: list[int], world_size: int) -> list[int]:
+    """For each pair in order the first turn in which its sender and its receiver are free."""
+    sends, receives = [0] * world_size, [0] * world_size  # bits of the turns that are taken
+    found = []
+    for sender, receiver in zip(senders, receivers, strict=True):
+        taken = sends[sender] | receives[receiver]
+        free = ~taken & (taken + 1)
+        sends[sender] |= free
+        receives[receiver] |= free
+        found.append(free.bit_length() - 1)
+    return found
+
+
+def _completed(line: Tensor) -> Pairs:
+    """A permutation: ranks that only send receive from ranks that only receive."""
+    ranks = torch.arange(len(line))
+    full = sends = line >= 0
+    receives = torch.zeros_like(sends)
+    receives[line[sends]] = True
+    line = line.where(sends, ranks)
+    line[receives & ~sends] = ranks[sends & ~receives]
+    return Pairs(line, full)

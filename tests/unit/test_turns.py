@@ -1,0 +1,134 @@
+"""Turns of an exchange: every pair that needs rows has one turn, and exactly those rows travel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+
+from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.masks import documents
+from ring_attn.core.ranks import EveryRank, OneRank
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
+from ring_attn.core.tiles import needed_displacements
+from ring_attn.core.turns import turns_of
+from ring_attn.core.work import needed_rows
+from ring_attn.machines.count import bytes_sent, peak_bytes
+from ring_attn.strategies.registry import make_call, program_of
+from ring_attn.testing import LAYOUTS, layouts_of, masks
+
+LENGTHS = (40, 3, 90, 11, 64, 64, 7, 33, 128, 5, 21, 46)
+
+
+def placed(world_size: int) -> tuple[Mask, SequenceLayout]:
+    """Documents, each on two ranks that are far apart, in pieces that lie among others."""
+    parts: list[list[Segment]] = [[] for _ in range(world_size)]
+    start = 0
+    for number, length in enumerate(LENGTHS):
+        half = length // 2
+        for piece, (first, rows) in enumerate(((start, half), (start + half, length - half))):
+            rank = (5 * number + (3 + number) * piece) % world_size
+            parts[rank].append(Segment(first, rows))
+        start += length
+    return documents([0, *accumulate(LENGTHS)], causal=True), SequenceLayout.from_segments(parts)
+
+
+def sides(name: str, world_size: int) -> Iterator[tuple[Mask, Any]]:
+    """A mask with every layout."""
+    if name == "placed":
+        mask, layout = placed(world_size)
+        yield mask, (layout, layout)
+        return
+    mask = masks(61)[name]
+    for one in LAYOUTS:
+        yield mask, layouts_of(one, mask, world_size)
+
+
+@pytest.mark.parametrize("travels", ["kv", "q"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", [*masks(61), "placed"])
+def test_rows_are_those_that_see(name: str, world_size: int, travels: Any) -> None:
+    """Against the dense mask: numbers of rows, and what each rank sends to each in its turns."""
+    for mask, layouts in sides(name, world_size):
+        assert_exact(mask, layouts, world_size, travels)
+
+
+def assert_exact(mask: Mask, layouts: Any, world_size: int, travels: Any) -> None:
+    dense = mask.dense()
+    rows = needed_rows(*layouts, mask, travels)
+    sent: dict[tuple[int, int], list[int]] = {}
+    turns = [OneRank(layouts, mask, rank).turns(travels) for rank in range(world_size)]
+    for rank, mine in enumerate(turns):
+        for number, turn in enumerate(mine):
+            assert turns[turn.hop.send_to][number].hop.recv_from == rank
+            assert turns[turn.hop.send_to][number].received == turn.sent
+            if turn.sent:
+                assert (rank, turn.hop.send_to) not in sent, "one turn for each pair"
+                held = torch.arange(layouts[travels == "kv"].shard_len(rank))
+                sent[rank, turn.hop.send_to] = [i for run in turn.runs for i in held[run].tolist()]
+    for a in range(world_size):
+        for b in range(world_size):
+            seen = dense[layouts[0].position_ids(a)][:, layouts[1].position_ids(b)]
+            some = seen.any(0 if travels == "kv" else 1).nonzero().flatten().tolist()
+            assert int(rows[a, b]) == len(some)
+            if a != b:
+                owner, holder = (b, a) if travels == "kv" else (a, b)
+                assert sent.get((owner, holder), []) == some
+
+
+@pytest.mark.parametrize("travels", ["kv", "q"])
+@pytest.mark.parametrize("name", [*masks(61), "placed"])
+def test_turns_of_every_rank_are_those_of_each(name: str, travels: Any) -> None:
+    for mask, layouts in sides(name, 5):
+        every = EveryRank(layouts, mask).turns(travels)
+        for rank in range(5):
+            for turn, mine in zip(every, OneRank(layouts, mask, rank).turns(travels), strict=True):
+                assert tuple(int(x[rank]) for x in turn.hop) == mine.hop
+                assert (int(turn.sent[rank]), int(turn.received[rank])) == mine[2:4]
+                assert int(turn.tiles.area[rank]) == sum(tile.area for tile in mine.tiles)
+
+
+def test_few_turns() -> None:
+    """Of all pairs as many as distances; of few pairs about as many as one rank has partners."""
+    layout = SequenceLayout.zigzag(64, 16)
+    assert len(turns_of(layout, layout, Mask(64, 64), "kv")) == 15
+    mask, layout = placed(12)
+    rows = needed_rows(layout, layout, mask, "kv").clone().fill_diagonal_(0)
+    partners = max(int((rows > 0).sum(dim).max()) for dim in (0, 1))
+    distances = len(needed_displacements(layout, layout, mask)) - 1
+    assert partners <= len(turns_of(layout, layout, mask, "kv")) <= partners + 1 < distances
+
+
+def test_a_rank_holds_no_more_with_more_ranks() -> None:
+    spec = AttentionSpec("cpu", torch.float32, 1, 4, 4, 16, 16)
+    peaks = set()
+    for world_size in (6, 12, 24):
+        layout = SequenceLayout.contiguous(64 * world_size, world_size)
+        call = make_call(
+            Strategy("exchange"), spec, (layout, layout), Mask(layout.seqlen, layout.seqlen), 1,
+            backend="reference",
+        )  # fmt: skip
+        peaks.add(peak_bytes(call, backward=True))
+    assert len(peaks) == 1
+
+
+def test_less_is_sent_than_in_a_ring() -> None:
+    """Of documents in two halves, which lie anywhere, the first is sent to the second."""
+    mask, layout = placed(8)
+    spec = AttentionSpec("cpu", torch.float32, 1, 1, 1, 16, 16)
+    nbytes = {}
+    for name in ("ring", "exchange"):
+        calls = [
+            make_call(Strategy(name), spec, (layout, layout), mask, rank, backend="reference")
+            for rank in range(8)
+        ]
+        nbytes[name] = sum(bytes_sent(program_of(call, backward=False)) for call in calls)
+    apart = [length // 2 for n, length in enumerate(LENGTHS) if (3 + n) % 8]
+    padding = nbytes["exchange"] - sum(apart) * 2 * 16 * 4  # V begins at a multiple of 128 bytes
+    assert 0 <= padding < 128 * len(apart)
+    assert nbytes["ring"] > 3 * nbytes["exchange"]
