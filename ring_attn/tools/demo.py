@@ -10,6 +10,9 @@ difference is shown, not judged. Three more batches at the trained weights are j
 and gradients of the mesh may be twice as far from float64 as those of the twin, plus a rounding.
 The exit status is 1 if they are not, or if a loss is not finite.
 
+With `--packed` a batch is whole files of the library, each a document in its real length, which
+`ring_attn.pack` places; the twin computes one after another.
+
 With `--generate N` the trained model continues a text by N bytes, greedily, from a KV cache that is
 split over the ring. Its twin must choose the same bytes.
 """
@@ -25,7 +28,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,7 +37,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import SequenceLayout, shard_batch
+from ring_attn import (
+    SequenceLayout,
+    pack,
+    ring_attention,
+    shard_batch,
+    sync_gradients,
+    unshard,
+)
 from ring_attn.core.dtypes import dtype_name
 from ring_attn.core.layout import LAYOUTS
 from ring_attn.profiling import trace
@@ -59,10 +69,17 @@ from ring_attn.tools.launch import (
     send_part,
 )
 from ring_attn.tools.mesh import CLIP_NORM, SCHEDULES, Axes, MeshTrainer, Settings
-from ring_attn.tools.model import ModelConfig, dense_attention, mean_loss, token_losses
+from ring_attn.tools.model import (
+    Attention,
+    ModelConfig,
+    dense_attention,
+    mean_loss,
+    token_losses,
+)
 
 NPROC, SEQLEN, STEPS = 2, 2048, 40
 QUICK_SEQLEN, QUICK_STEPS = 512, 10
+PACKED_SEQLEN = 8192
 JUDGED_BATCHES = 3
 
 NOT_TEXT = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test"))
@@ -77,6 +94,7 @@ class Run:
     training: Settings
     steps: int
     generate: int = 0
+    packed: bool = False
     quiet: bool = False
     profile: Path | None = None
 
@@ -119,6 +137,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nproc", "--world-size", type=parse_size, help=f"ranks of the ring (default: {NPROC})")
     add("--seqlen", type=parse_size, help=f"bytes of each sequence (default: {SEQLEN})")
     add("--steps", type=parse_size, help=f"training steps (default: {STEPS})")
+    packed = "whole files, at most seqlen bytes of them a batch, placed by ring_attn.pack"
+    add("--packed", action="store_true", help=f"{packed} (default seqlen: {PACKED_SEQLEN})")
     add("--layout", choices=LAYOUTS, default="zigzag", help="who holds what (default: zigzag)")
     add("--device", choices=DEVICES, help="default: cuda where every rank can have a GPU")
     dtypes = "float32, or bfloat16 for autocast (default: float32 on cpu, bfloat16 on cuda)"
@@ -145,10 +165,10 @@ def run(args: argparse.Namespace) -> int:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     device, what = run_of(args)
     settings = what.training
-    _check_length(standard_library_text(), settings.seqlen)
+    next(batches_of(what))  # refuses a length before ranks are started
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts this on every rank
     if is_first and not args.quiet:
-        print(heading(settings, device), flush=True)
+        print(heading(what, device), flush=True)
     rows: list[Row] = []
 
     def to_json() -> dict[str, Any]:
@@ -158,6 +178,7 @@ def run(args: argparse.Namespace) -> int:
             "device": device,
             "steps": what.steps,
             "generate": what.generate,
+            "packed": what.packed,
         }
         steps = [asdict(row) | {"difference": row.difference} for row in rows]
         return {"command": "demo", "machine": machine(), "settings": values, "rows": steps}
@@ -187,7 +208,13 @@ def run_of(args: argparse.Namespace) -> tuple[str, Run]:
         raise NotImplementedError(
             f"--generate is for a ring alone, got mesh {axes}: give only cp, or leave out --mesh"
         )
-    seqlen = args.seqlen or (QUICK_SEQLEN if args.quick else SEQLEN)
+    if args.packed and (args.generate or axes.size != axes.cp or (args.batch or 1) > 1):
+        raise NotImplementedError(
+            f"--packed is one sequence of documents over a ring alone, got mesh {axes}, batch "
+            f"{args.batch or 1}, generate {args.generate or 0}: give only cp, or leave out --packed"
+        )
+    usual = PACKED_SEQLEN if args.packed else SEQLEN
+    seqlen = args.seqlen or (QUICK_SEQLEN if args.quick else usual)
     if args.generate and args.generate >= seqlen:
         raise ValueError(
             f"generate must be less than seqlen, of which the rest is the prompt, got "
@@ -209,17 +236,28 @@ def run_of(args: argparse.Namespace) -> tuple[str, Run]:
         dtype=dtype,
     )
     steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
-    return device, Run(training, steps, args.generate or 0, args.quiet, args.profile)
+    return device, Run(training, steps, args.generate or 0, args.packed, args.quiet, args.profile)
+
+
+def batches_of(what: Run) -> Iterator[Batch]:
+    """The batches of a run, without end."""
+    settings = what.training
+    if what.packed:
+        return document_batches(settings.seqlen, settings.seed)
+    text = standard_library_text()
+    return sample_batches(text, settings.seqlen, settings.seed, settings.batch)
 
 
 def train(what: Run) -> Report | None:
     """Trains as one rank of the mesh; rank 0 trains the twin too, and returns the report."""
     settings, device = what.training, rank_device()
-    trainer = MeshTrainer(settings, settings.axes.mesh(device.type), device)
+    trainer: MeshTrainer | PackedTrainer
+    if what.packed:
+        trainer = PackedTrainer(settings, device)
+    else:
+        trainer = MeshTrainer(settings, settings.axes.mesh(device.type), device)
     twin = Twin(settings, device) if dist.get_rank() == 0 else None
-    batches = sample_batches(
-        standard_library_text(), settings.seqlen, settings.seed, settings.batch
-    )
+    batches = batches_of(what)
     rows: list[Row] = []
     shown = twin is not None and not what.quiet
     if shown:
@@ -232,7 +270,7 @@ def train(what: Run) -> Report | None:
         if twin is not None:
             with _all_cores():
                 dense_loss, dense_seconds = timed(twin.step, batch, device)
-            num = settings.batch * settings.seqlen
+            num = batch["input_ids"].numel()
             rows.append(Row(step, loss, dense_loss, num / worst.item(), num / dense_seconds))
             send_part(rows[-1])
         if shown:
@@ -243,7 +281,7 @@ def train(what: Run) -> Report | None:
             trainer.backward(batch)
     verdicts = judge(trainer, twin, islice(batches, JUDGED_BATCHES))
     generation = None
-    if what.generate:
+    if what.generate and isinstance(trainer, MeshTrainer):
         model = replace(settings, dtype=torch.float32).make_model(device)
         weights = trainer.get_weights().to(device)
         torch.nn.utils.vector_to_parameters(weights, model.parameters())
@@ -255,7 +293,10 @@ def train(what: Run) -> Report | None:
 
 
 class Twin:
-    """The whole model in one process, with dense attention; it uses nothing of the mesh."""
+    """The whole model in one process, with dense attention; it uses nothing of the mesh.
+
+    Documents of a batch, where it has `cu_seqlens`, are attended to one after another.
+    """
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings, self.device = settings, device
@@ -271,14 +312,28 @@ class Twin:
 
     def backward(self, batch: Batch) -> tuple[float, Tensor]:
         """Leaves gradients in the parameters; returns the mean loss, and each byte's."""
+        whole = {name: x.to(self.device) for name, x in batch.items() if name != "cu_seqlens"}
+        layout = SequenceLayout.contiguous(whole["input_ids"].size(1), 1)
+        cuts = batch.get("cu_seqlens")
+        return self._backward(whole, layout, 0, cuts, partial(dense_documents, cuts))
+
+    def _backward(
+        self,
+        whole: Batch,
+        layout: SequenceLayout,
+        rank: int,
+        cu_seqlens: Tensor | None,
+        attention: Attention,
+    ) -> tuple[float, Tensor]:
         self._optimizer.zero_grad()
-        layout = SequenceLayout.contiguous(self.settings.seqlen, 1)
-        whole = {name: x.to(self.device) for name, x in shard_batch(batch, layout, 0).items()}
+        part = shard_batch(whole, layout, rank, cu_seqlens=cu_seqlens)
         with self.settings.autocast(self.device):
-            logits = self.model(whole["input_ids"], whole["position_ids"], dense_attention)
-            losses = token_losses(logits, whole["shift_labels"])
-        # The last byte of a sequence has no next one.
-        loss = mean_loss(losses, num_targets=losses.size(0) * (losses.size(1) - 1))
+            logits = self.model(part["input_ids"], part["position_ids"], attention)
+            losses = token_losses(logits, part["shift_labels"])
+        # The last byte of a document has no next one.
+        ends = 1 if cu_seqlens is None else len(cu_seqlens) - 1
+        targets = losses.size(0) * (layout.seqlen - ends)
+        loss = mean_loss(losses, num_targets=targets)
         loss.backward()
         return loss.item(), losses.detach()
 
@@ -294,6 +349,52 @@ class Twin:
         torch.nn.utils.vector_to_parameters(weights, self.model.parameters())
 
 
+class PackedTrainer(Twin):
+    """The model on a ring, trained on documents; a copy of it on every rank."""
+
+    def backward(self, batch: Batch) -> tuple[float, Tensor]:
+        """As the twin's; the losses are of all documents, in the batch's order."""
+        lengths = batch["cu_seqlens"].diff().tolist()
+        packing = pack(lengths, dist.get_world_size())
+        layout, cuts = packing.layout, torch.tensor(packing.cu_seqlens, dtype=torch.int32)
+        order = torch.cat([torch.arange(batch["input_ids"].size(1)).split(lengths)[i]
+                           for i in packing.order])  # fmt: skip
+        placed = {
+            name: x[:, order].to(self.device) for name, x in batch.items() if name != "cu_seqlens"
+        }
+
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = ring_attention(
+                *(x.squeeze(0) for x in (q, k, v)), causal=True, cu_seqlens=cuts, layout=layout,
+                strategy=self.settings.strategy,
+            )  # fmt: skip
+            return out.unsqueeze(0)
+
+        loss, losses = self._backward(placed, layout, dist.get_rank(), cuts, attention)
+        sync_gradients(self.model)
+        total = torch.tensor(loss, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        whole = unshard(losses, layout)
+        return total.item(), torch.empty_like(whole).index_copy_(1, order.to(whole.device), whole)
+
+    @property
+    def parameter_sizes(self) -> list[int]:
+        return [x.numel() for x in self.model.parameters()]
+
+    def get_weights(self) -> Tensor:
+        """(number of parameters,) on the CPU."""
+        return torch.nn.utils.parameters_to_vector(self.model.parameters()).detach().cpu()
+
+
+def dense_documents(cu_seqlens: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention within each document of a sequence, by torch; None is one document."""
+    if cu_seqlens is None:
+        return dense_attention(q, k, v)
+    lengths = cu_seqlens.diff().tolist()
+    documents = zip(*(x.split(lengths, dim=1) for x in (q, k, v)), strict=True)
+    return torch.cat([dense_attention(*document) for document in documents], dim=1)
+
+
 def timed(
     step: Callable[[Batch], float], batch: Batch, device: torch.device
 ) -> tuple[float, float]:
@@ -305,7 +406,9 @@ def timed(
     return loss, time.perf_counter() - start
 
 
-def judge(trainer: MeshTrainer, twin: Twin | None, batches: Iterable[Batch]) -> list[Verdict]:
+def judge(
+    trainer: MeshTrainer | PackedTrainer, twin: Twin | None, batches: Iterable[Batch]
+) -> list[Verdict]:
     """Losses and gradients at the mesh's weights against float64; collective.
 
     The bound is twice the twin's error, plus the rounding of the results to float32. Both errors
@@ -316,13 +419,14 @@ def judge(trainer: MeshTrainer, twin: Twin | None, batches: Iterable[Batch]) -> 
         The verdicts on rank 0, which has the twin; nothing elsewhere.
     """
     weights, settings = trainer.get_weights(), trainer.settings
-    sizes = [settings.batch * settings.seqlen, *trainer.parameter_sizes]
+    parameters = trainer.parameter_sizes
     if twin is not None:
         oracle = Twin(replace(settings, dtype=torch.float64), twin.device)
         for one in (twin, oracle):
             one.set_weights(weights)
     squares = torch.zeros(2, 2, dtype=torch.float64)
     for batch in batches:
+        sizes = [batch["input_ids"].numel(), *parameters]
         results = trainer.results_of(batch)
         if twin is not None:
             with _all_cores():
@@ -334,7 +438,7 @@ def judge(trainer: MeshTrainer, twin: Twin | None, batches: Iterable[Batch]) -> 
     rounding = torch.finfo(torch.float32).eps / 2
     verdicts = []
     for name, parts, (error, plain) in zip(
-        ("losses", "gradients"), (1, len(sizes) - 1), squares.sqrt().tolist(), strict=True
+        ("losses", "gradients"), (1, len(parameters)), squares.sqrt().tolist(), strict=True
     ):
         bound = 2.0 * plain + rounding * math.sqrt(JUDGED_BATCHES * parts)
         verdicts.append(Verdict(name, error, bound, ok=error <= bound))
@@ -364,15 +468,42 @@ def _all_cores() -> Iterator[None]:
 @lru_cache(maxsize=1)
 def standard_library_text() -> Tensor:
     """(bytes,) uint8: the sources of the running Python's standard library, by name."""
+    return torch.frombuffer(bytearray().join(standard_library_files()), dtype=torch.uint8)
+
+
+@lru_cache(maxsize=1)
+def standard_library_files() -> list[bytes]:
+    """The sources of the running Python's standard library, by name."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = [path.relative_to(root) for path in root.rglob("*.py")]
-    text = bytearray()
-    for path in sorted(paths):
-        if NOT_TEXT.isdisjoint(path.parts):
-            text += (root / path).read_bytes()
-    if not text:
+    paths = sorted(path.relative_to(root) for path in root.rglob("*.py"))
+    files = [(root / path).read_bytes() for path in paths if NOT_TEXT.isdisjoint(path.parts)]
+    if not any(files):
         raise FileNotFoundError(f"no sources of the standard library in {root}")
-    return torch.frombuffer(text, dtype=torch.uint8)
+    return files
+
+
+def document_batches(most: int, seed: int) -> Iterator[Batch]:
+    """Whole files one after another, at most so many bytes a batch, without end.
+
+    All files that are no longer than a batch are drawn before one is drawn again.
+
+    Yields:
+        `input_ids` and `labels`, (1, bytes) int64 each, unshifted; `cu_seqlens` (files + 1,) int32.
+    """
+    files = [torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in standard_library_files()
+             if 2 <= len(x) <= most]  # fmt: skip
+    if not files:
+        raise ValueError(f"seqlen must hold a file of the standard library, got {most}")
+    generator = torch.Generator().manual_seed(seed)
+    drawn: list[Tensor] = []
+    while True:
+        for index in torch.randperm(len(files), generator=generator).tolist():
+            if sum(map(len, drawn)) + len(files[index]) > most:
+                ids = torch.cat(drawn).long()[None]
+                cuts = torch.tensor([0, *map(len, drawn)], dtype=torch.int32).cumsum(0).int()
+                yield {"input_ids": ids, "labels": ids, "cu_seqlens": cuts}
+                drawn = []
+            drawn.append(files[index])
 
 
 def sample_batches(text: Tensor, seqlen: int, seed: int, batch: int = 1) -> Iterator[Batch]:
@@ -399,13 +530,17 @@ def _check_length(text: Tensor, seqlen: int) -> None:
 COLUMNS = "step  mesh loss  dense loss  difference   mesh tok/s  dense tok/s"
 
 
-def heading(settings: Settings, device: str) -> str:
+def heading(what: Run, device: str) -> str:
     """The run that is about to begin, in a line."""
+    settings = what.training
     names = ("batch", "seqlen", "microbatches", "schedule", "fsdp", "strategy", "layout")
+    if what.packed:
+        names = ("seqlen", "strategy")
     values = ", ".join(f"{name} {getattr(settings, name)}" for name in names)
     return (
         f"mesh {settings.axes}, {settings.axes.size} ranks on {device}, "
-        f"{dtype_name(settings.dtype)}, {values}; beside one process with dense attention"
+        f"{dtype_name(settings.dtype)}, {values}; {what.packed * 'whole files packed, '}"
+        "beside one process with dense attention"
     )
 
 

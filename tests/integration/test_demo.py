@@ -84,6 +84,24 @@ def test_a_mesh_on_the_command_line() -> None:
     assert demo.run(parsed(f"{TINY} --mesh cp=2,tp=2 --fsdp --steps 2 --batch 2 --quiet")) == 0
 
 
+@pytest.mark.dist
+def test_whole_files_on_three_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    what = f"{TINY.replace('33', '700')} --packed --nproc 3 --steps 2 --strategy exchange"
+    assert demo.run(parsed(what)) == 0
+    assert "whole files packed" in capfd.readouterr().out
+
+
+def test_documents_are_whole_files() -> None:
+    files, seen = set(demo.standard_library_files()), []
+    for batch in islice(demo.document_batches(3000, seed=0), 20):
+        lengths = batch["cu_seqlens"].diff().tolist()
+        assert sum(lengths) == batch["input_ids"].numel() <= 3000
+        seen += [bytes(x.tolist()) for x in batch["labels"][0].split(lengths)]
+    assert files.issuperset(seen) and len(set(map(len, seen))) > 10
+    with pytest.raises(ValueError, match="got 1"):
+        next(demo.document_batches(1, seed=0))
+
+
 def test_report_fails_where_a_loss_is_not_finite_or_a_verdict_fails() -> None:
     verdict = Verdict("losses", 0.0, 1.0, ok=True)
     assert Report([ROW], [verdict]).ok
@@ -163,6 +181,8 @@ def test_what_is_not_built_is_refused_by_its_type() -> None:
         demo.run(parsed("--dtype float16"))
     with pytest.raises(NotImplementedError, match="cp=2,tp=2"):
         demo.run(parsed("--mesh cp=2,tp=2 --generate 8"))
+    with pytest.raises(NotImplementedError, match="--packed .* dp=2"):
+        demo.run(parsed("--mesh dp=2 --packed"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU")
