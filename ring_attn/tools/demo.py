@@ -208,11 +208,8 @@ def run_of(args: argparse.Namespace) -> tuple[str, Run]:
         raise NotImplementedError(
             f"--generate is for a ring alone, got mesh {axes}: give only cp, or leave out --mesh"
         )
-    if args.packed and (args.generate or axes.size != axes.cp or (args.batch or 1) > 1):
-        raise NotImplementedError(
-            f"--packed is one sequence of documents over a ring alone, got mesh {axes}, batch "
-            f"{args.batch or 1}, generate {args.generate or 0}: give only cp, or leave out --packed"
-        )
+    if args.packed:
+        _check_packed(args, axes)
     usual = PACKED_SEQLEN if args.packed else SEQLEN
     seqlen = args.seqlen or (QUICK_SEQLEN if args.quick else usual)
     if args.generate and args.generate >= seqlen:
@@ -237,6 +234,21 @@ def run_of(args: argparse.Namespace) -> tuple[str, Run]:
     )
     steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
     return device, Run(training, steps, args.generate or 0, args.packed, args.quiet, args.profile)
+
+
+def _check_packed(args: argparse.Namespace, axes: Axes) -> None:
+    others = {"generate": 0, "batch": 1, "microbatches": 1, "fsdp": False, "layout": "zigzag"}
+    given = [
+        f"--{name} {getattr(args, name)}"
+        for name, usual in others.items()
+        if (getattr(args, name) or usual) != usual
+    ]
+    given += [f"--mesh {axes}"] * (axes.size != axes.cp)
+    if given:
+        raise NotImplementedError(
+            f"--packed is one sequence of documents over a ring alone, got {', '.join(given)}: "
+            "leave out these, or --packed"
+        )
 
 
 def batches_of(what: Run) -> Iterator[Batch]:
@@ -533,9 +545,9 @@ COLUMNS = "step  mesh loss  dense loss  difference   mesh tok/s  dense tok/s"
 def heading(what: Run, device: str) -> str:
     """The run that is about to begin, in a line."""
     settings = what.training
-    names = ("batch", "seqlen", "microbatches", "schedule", "fsdp", "strategy", "layout")
+    names = ["batch", "seqlen", "microbatches", "schedule", "fsdp", "strategy", "layout"]
     if what.packed:
-        names = ("seqlen", "strategy")
+        names = ["seqlen", "strategy"]
     values = ", ".join(f"{name} {getattr(settings, name)}" for name in names)
     return (
         f"mesh {settings.axes}, {settings.axes.size} ranks on {device}, "

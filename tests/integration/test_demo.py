@@ -181,8 +181,8 @@ def test_what_is_not_built_is_refused_by_its_type() -> None:
         demo.run(parsed("--dtype float16"))
     with pytest.raises(NotImplementedError, match="cp=2,tp=2"):
         demo.run(parsed("--mesh cp=2,tp=2 --generate 8"))
-    with pytest.raises(NotImplementedError, match="--packed .* dp=2"):
-        demo.run(parsed("--mesh dp=2 --packed"))
+    with pytest.raises(NotImplementedError, match="--fsdp True, --layout striped, --mesh dp=2"):
+        demo.run(parsed("--mesh dp=2 --packed --layout striped --fsdp"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPU")
