@@ -1,7 +1,7 @@
 """Which rank computes which documents of a batch: `pack`.
 
     a to f of 8 4 4 2 2 2 rows, causal       rank 0        rank 1          rank 2       max / mean
-    zigzag, packed as they come              all but e and f are cut                    1.48
+    zigzag, packed as they come              a0-3 e1 f     a4-7 d e0       b c          1.48
     pack                                     a1 a2 a6 c    a3 a4 a5 d e    a0 a7 b f    1.02
 
 Attention within documents needs no rows of others, so a document that is whole on a rank is never
