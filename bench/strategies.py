@@ -14,8 +14,9 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -381,13 +382,22 @@ def _measured(shape: Shape, strategies: Sequence[Strategy], iters: int | None) -
         )  # fmt: skip
         torch.autograd.grad(out, (q, k, v), dout[0] if packed else dout)
 
+    return interleaved([partial(call, strategy) for strategy in strategies], iters)
+
+
+def interleaved(calls: Sequence[Callable[[], None]], iters: int | None) -> list[list[float]]:
+    """The slowest rank's milliseconds of each call by repetition, all in turn in each; collective.
+
+    None is as many repetitions as take SECONDS.
+    """
+
     def repeated(turns: range) -> list[list[float]]:
-        samples: list[list[float]] = [[] for _ in strategies]
+        samples: list[list[float]] = [[] for _ in calls]
         for turn in turns:
-            for index in turned(range(len(strategies)), turn):
+            for index in turned(range(len(calls)), turn):
                 dist.barrier()
                 start = time.perf_counter()
-                call(strategies[index])
+                calls[index]()
                 took = torch.tensor([1e3 * (time.perf_counter() - start)])
                 dist.all_reduce(took, op=dist.ReduceOp.MAX)
                 samples[index].append(float(took))

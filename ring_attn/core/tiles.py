@@ -349,12 +349,17 @@ def _raw_tiles(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int
 ) -> Iterator[tuple[Slice, Tile]]:
     """Tiles of each q segment x kv segment x slice with visible pairs."""
-    kv_rows = _with_first_row(layout_kv.segments(kv_rank))
+    kv_rows = [
+        (kv_seg.start, kv_seg.start + (kv_seg.length - 1) * kv_seg.stride, kv_first, kv_seg)
+        for kv_first, kv_seg in _with_first_row(layout_kv.segments(kv_rank))
+    ]
     for q_first, q_seg in _with_first_row(layout_q.segments(q_rank)):
         last = q_seg.start + (q_seg.length - 1) * q_seg.stride
         for one in mask.overlapping(q_seg.start, last + 1):
+            # Of thousands of documents nearly all are on other ranks.
+            near = [kv for kv in kv_rows if kv[0] < one.k_end and kv[1] >= one.k_start]
             qa, qb = q_seg.rows_between(one.q_start, one.q_end)
-            for kv_first, kv_seg in kv_rows:
+            for _, _, kv_first, kv_seg in near:
                 ka, kb = kv_seg.rows_between(one.k_start, one.k_end)
                 lo, hi = _local_band(q_seg, kv_seg, one, kv_first - q_first)
                 q = slice(q_first + qa, q_first + qb)

@@ -42,6 +42,7 @@ COMMANDS = (
     ),
     Command("bench ring", "ring_attn.bench.ring", "time and memory of ring attention"),
     Command("bench growth", "ring_attn.bench.growth", "exponents over length and ranks"),
+    Command("bench placement", "ring_attn.bench.placement", "packed documents against rings"),
     Command("bench kernel", "ring_attn.bench.kernel", "TFLOP/s of attention on one device"),
     Command("bench decode", "ring_attn.bench.decode", "time of a query against long caches"),
     Command("calibrate", "ring_attn.tools.calibrate", "measure this machine for the simulator"),

@@ -1,0 +1,306 @@
+"""What placing documents is worth: `ring_attn.pack` against the usual layouts of a packed batch.
+
+    packed          ring_attn.pack: whole documents on a rank where they fit
+    zigzag          chunks r and 2P-1-r of the packed sequence, wherever documents begin
+    per document    chunks r and 2P-1-r of every document: one ring of all ranks for each
+
+Batches are whole documents in the order in which they are drawn. On the CPU all ways are measured,
+in turn within every repetition; a time is that of the slowest rank for forward and backward. On
+described GPUs they are simulated, as by `ring-attn plan`.
+
+    ring-attn bench placement --world-sizes 2,4 --json cpu.json
+    ring-attn bench placement --world-sizes 8,64 --cluster h100 --json h100.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+
+import ring_attn
+from ring_attn.bench.outputs import Outputs, add_outputs
+from ring_attn.bench.report import Report, new_table, show
+from ring_attn.bench.strategies import interleaved
+from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.planning.balance import balance_of
+from ring_attn.planning.devices import builtin_cluster
+from ring_attn.planning.planner import explain
+from ring_attn.tools.arguments import parse_size, parse_sizes
+from ring_attn.tools.demo import standard_library_files
+from ring_attn.tools.launch import run_ranks, send_part
+
+# A token of source code has about four bytes.
+BYTES_PER_TOKEN = 4
+
+# Tokens of a rank, and the sizes of heads, measured and simulated.
+CPU_TOKENS, GPU_TOKENS = 8192, 32768
+CPU_HEADS, GPU_HEADS = (4, 2, 64), (32, 8, 128)
+BATCHES, ITERS, QUICK_TOKENS = 3, 5, 256
+
+WAYS = {
+    "packed": ("exchange", "ring", "all_gather"),
+    "zigzag": ("ring", "exchange", "all_gather"),
+    "per document": ("ring", "exchange", "all_gather"),
+}
+USUAL = (("zigzag", "ring"), ("per document", "ring"), ("zigzag", "all_gather"))
+
+
+def library(draw: random.Random, _most: int) -> int:
+    """The standard library's files, tests left out, at four bytes a token."""
+    return -(-len(draw.choice(standard_library_files())) // BYTES_PER_TOKEN)
+
+
+def log_normal(mean: float, sigma: float, draw: random.Random, most: int) -> int:
+    """exp of a normal number, never more than `most`."""
+    return min(most, int(draw.lognormvariate(mean, sigma)))
+
+
+DISTRIBUTIONS: dict[str, Callable[[random.Random, int], int]] = {
+    "library": library,
+    "long tail": partial(log_normal, 7.0, 1.5),  # median 1,100, mean 3,400
+    "long": partial(log_normal, 9.5, 1.2),  # median 13,400, mean 27,400
+    "one": lambda _draw, most: most,
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Batches and ranks; `cluster` names a device that is simulated, None measures here."""
+
+    distributions: tuple[str, ...]
+    world_sizes: tuple[int, ...]
+    tokens_per_rank: int
+    longest: int
+    heads: tuple[int, int, int]
+    batches: int
+    iters: int
+    cluster: str | None
+    budget: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A way of computing a batch: figures of its layout, and its times.
+
+    Attributes:
+        work: the most visible pairs of a rank over the mean.
+        rows: the most rows of a rank over the mean.
+        sent_mb: by the rank that sends most, forward and backward, where it was simulated.
+        note: why there is no time.
+    """
+
+    lengths: str
+    seed: int
+    machine: str
+    world_size: int
+    documents: int
+    longest: int
+    tokens: int
+    way: str
+    strategy: str
+    median_ms: float | None
+    samples_ms: tuple[float, ...]
+    work: float
+    rows: float
+    sent_mb: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A layout of a batch, with its documents in their order there, and strategies over it."""
+
+    name: str
+    layout: SequenceLayout
+    cu_seqlens: tuple[int, ...]
+    strategies: tuple[str, ...]
+
+
+def batch_of(name: str, tokens: int, longest: int, seed: int) -> list[int]:
+    """Documents that are drawn until the next does not fit; longer ones than `longest` never do."""
+    draw, lengths, most = random.Random(seed), list[int](), min(longest, tokens)
+    while True:
+        length = DISTRIBUTIONS[name](draw, tokens if name == "one" else most)
+        if name == "library" and length > most:
+            continue
+        if sum(lengths) + length > tokens:
+            return lengths
+        lengths += [length] * (length > 0)
+
+
+def ways_of(lengths: Sequence[int], world_size: int) -> list[Way]:
+    """Every layout that is compared."""
+    cuts = tuple(accumulate(lengths, initial=0))
+    packing = ring_attn.pack(lengths, world_size)
+    zigzag = SequenceLayout.zigzag(cuts[-1], world_size)
+    parts: list[list[Segment]] = [[] for _ in range(world_size)]
+    for start, length in zip(cuts, lengths, strict=False):
+        shared = SequenceLayout.zigzag(length, world_size)
+        for rank, part in enumerate(parts):
+            part += [Segment(start + one.start, one.length) for one in shared.segments(rank)]
+    each = SequenceLayout.from_segments(parts)
+    found = (packing.layout, packing.cu_seqlens), (zigzag, cuts), (each, cuts)
+    return [Way(name, *one, WAYS[name]) for name, one in zip(WAYS, found, strict=True)]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--world-sizes", type=parse_sizes, default=(2, 4), help="numbers of ranks (2,4)")
+    add("--lengths", default=",".join(DISTRIBUTIONS), help="of documents (all)")
+    add("--tokens", type=parse_size, help=f"of a rank ({CPU_TOKENS}; simulated {GPU_TOKENS})")
+    add("--longest", type=parse_size, help="document (as many tokens as a batch; simulated 128k)")
+    add("--batches", type=parse_size, default=BATCHES, help=f"of each kind ({BATCHES})")
+    add("--iters", type=parse_size, default=ITERS, help=f"repetitions ({ITERS})")
+    add("--cluster", metavar="DEVICE", help="simulate ranks of these, nodes of 8: H100, B200")
+    add_outputs(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures or simulates, and prints what the usual layouts take in units of the packed one."""
+    names = tuple(name.strip() for name in args.lengths.split(","))
+    for name in names:
+        if name not in DISTRIBUTIONS:
+            raise ValueError(f"--lengths must be of {', '.join(DISTRIBUTIONS)}, got {name!r}")
+    usual = CPU_TOKENS if args.cluster is None else GPU_TOKENS
+    tokens = args.tokens or (QUICK_TOKENS if args.quick else usual)
+    setting = Setting(
+        names, args.world_sizes, tokens, args.longest or 4 * usual,
+        CPU_HEADS if args.cluster is None else GPU_HEADS, args.batches, args.iters, args.cluster,
+    )  # fmt: skip
+    bench = Report[Setting, Row](setting, Outputs.of(args))
+    batches = [
+        (name, seed) for name in names for seed in range(args.batches if name != "one" else 1)
+    ]
+    with bench.progress(len(batches) * len(setting.world_sizes)) as begin:
+        for world_size in setting.world_sizes:
+            for name, seed in batches:
+                begin(f"{name} {seed} on {world_size} ranks", 1)
+                lengths = batch_of(name, tokens * world_size, setting.longest, seed)
+                bench.rows += rows_of(setting, name, seed, lengths, world_size)
+                bench.save()
+    if os.environ.get("RANK", "0") != "0":  # torchrun runs this in every rank
+        return 0
+    bench.save(last=True)
+    return bench.finish([] if args.quiet else [ratio_table(bench.rows)], [])
+
+
+def rows_of(
+    setting: Setting, name: str, seed: int, lengths: Sequence[int], world_size: int
+) -> list[Row]:
+    """The rows of one batch."""
+    ways = ways_of(lengths, world_size)
+    if setting.cluster is None:
+        times: list[list[float]] = []
+        run_ranks(measure, world_size, ways, setting.heads, setting.iters, threads=1, device="cpu",
+                  on_part=times.extend)  # fmt: skip
+        found = [(tuple(samples), None, "") for samples in times]
+    else:
+        found = [simulated(setting, way, s, world_size) for way in ways for s in way.strategies]
+    rows, each = [], iter(found)
+    for way in ways:
+        n = way.layout.seqlen
+        mask = Mask(n, n, True, (-1, -1), way.cu_seqlens, way.cu_seqlens)
+        balance = balance_of(way.layout, mask)
+        for strategy in way.strategies:
+            samples, sent, note = next(each)
+            rows.append(
+                Row(
+                    name, seed, setting.cluster or "cpu", world_size, len(lengths), max(lengths), n,
+                    way.name, strategy, statistics.median(samples) if samples else None, samples,
+                    balance.of_work, balance.of_rows, sent, note,
+                )
+            )  # fmt: skip
+    return rows
+
+
+def simulated(
+    setting: Setting, way: Way, strategy: str, world_size: int
+) -> tuple[tuple[float, ...], float | None, str]:
+    """Milliseconds and megabytes by the planner, or why there are none."""
+    nheads, nheads_kv, headdim = setting.heads
+    try:
+        choice = explain(
+            seqlen=way.layout.seqlen, world_size=world_size, nheads=nheads, nheads_kv=nheads_kv,
+            headdim=headdim, causal=True, cu_seqlens=way.cu_seqlens, layout=way.layout,
+            strategies=[strategy], cluster=builtin_cluster(str(setting.cluster)),
+        )  # fmt: skip
+    except ValueError as refused:
+        return (), None, str(refused)
+    assert choice.best.prediction is not None, "it was simulated"
+    total = choice.best.prediction.total
+    return (1e3 * total.seconds,), total.bytes_sent / 1e6, ""
+
+
+def measure(ways: Sequence[Way], heads: tuple[int, int, int], iters: int) -> None:
+    """Sends the slowest rank's milliseconds of each way and strategy, by repetition."""
+    nheads, nheads_kv, headdim = heads
+    calls = []
+    for way in ways:
+        rows = way.layout.shard_len(dist.get_rank())
+        torch.manual_seed(dist.get_rank())
+        q, k, v, dout = (
+            torch.randn(rows, n, headdim) for n in (nheads, nheads_kv, nheads_kv, nheads)
+        )
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        cu_seqlens = torch.tensor(way.cu_seqlens, dtype=torch.int32)
+        calls += [
+            partial(_call, leaves, dout, way.layout, cu_seqlens, name) for name in way.strategies
+        ]
+    send_part(interleaved(calls, iters))
+
+
+def _call(
+    leaves: list[torch.Tensor],
+    dout: torch.Tensor,
+    layout: SequenceLayout,
+    cu_seqlens: torch.Tensor,
+    strategy: str,
+) -> None:
+    out = ring_attn.ring_attention(
+        *leaves, causal=True, cu_seqlens=cu_seqlens, layout=layout, strategy=strategy
+    )
+    torch.autograd.grad(out, leaves, dout)
+
+
+def ratio_table(rows: Sequence[Row]) -> Table:
+    """What the usual ways take in units of the packed exchange: least, median and most."""
+    table = new_table(
+        "time / that of packed exchange: least, median, most of the batches",
+        ("lengths", "machine", "ranks"),
+        ("packed ring", *(f"{way}, {strategy}" for way, strategy in USUAL)),
+    )
+    for key in dict.fromkeys((row.lengths, row.machine, row.world_size) for row in rows):
+        mine = [row for row in rows if (row.lengths, row.machine, row.world_size) == key]
+        shown = [ratios(mine, *way) for way in (("packed", "ring"), *USUAL)]
+        table.add_row(
+            *map(str, key),
+            *(
+                " ".join(show(x, ".2f") for x in (min(r), statistics.median(r), max(r)))
+                if r
+                else "-"
+                for r in shown
+            ),
+        )
+    return table
+
+
+def ratios(rows: Sequence[Row], way: str, strategy: str) -> list[float]:
+    """Times of a way over those of the packed exchange, of each batch."""
+    times = {(row.seed, row.way, row.strategy): row.median_ms for row in rows}
+    found = []
+    for seed in dict.fromkeys(row.seed for row in rows):
+        mine, packed = times.get((seed, way, strategy)), times[seed, "packed", "exchange"]
+        if mine is not None and packed is not None:
+            found.append(mine / packed)
+    return found
