@@ -358,6 +358,8 @@ def _raw_tiles(
         for one in mask.overlapping(q_seg.start, last + 1):
             # Of thousands of documents nearly all are on other ranks.
             near = [kv for kv in kv_rows if kv[0] < one.k_end and kv[1] >= one.k_start]
+            if not near:
+                continue
             qa, qb = q_seg.rows_between(one.q_start, one.q_end)
             for _, _, kv_first, kv_seg in near:
                 ka, kb = kv_seg.rows_between(one.k_start, one.k_end)
