@@ -33,6 +33,9 @@ MOST = torch.iinfo(torch.int32).max
 # Segments seen whole by a piece of the queries, from which on they are filled in as dense tables.
 LONG = 64
 
+# Entries of those tables for each segment seen.
+MOST_EMPTY = 16
+
 # Pairs computed at a time: they fit into a core's cache, with all intermediate results.
 CHUNK = 1 << 16
 
@@ -370,6 +373,9 @@ def _add_runs(total: _Totals, q: _Side, kv: _Side, table: Tensor) -> None:
     whole = torch.searchsorted(kv.start, torch.maximum(k_start, last + lo))
     cut = torch.searchsorted(kv.end, torch.minimum(k_stop, first + hi + 1), right=True)
     some = (cut - whole >= LONG) & (q.stride == 1)
+    # Of many documents that are all cut, a dense table would be nearly empty.
+    dense = len(q.rank) * len(kv.rank)
+    some &= dense <= MOST_EMPTY * int((cut - whole)[some].sum())
     whole, cut = whole.where(some, unseen), cut.where(some, unseen)
     _add_whole(total, pieces, kv, whole, cut)
     both = torch.cat((seen, cut)), torch.cat((whole, unseen))

@@ -78,6 +78,7 @@ def test_random_layouts_and_masks(
 ) -> None:
     monkeypatch.setattr(module, "LONG", long)
     monkeypatch.setattr(module, "CHUNK", chunk)
+    monkeypatch.setattr(module, "MOST_EMPTY", 1 << 30)
     rng = random.Random(f"{strided} {long} {chunk}")
     compared = 0
     while compared < 60:
@@ -142,3 +143,17 @@ def test_a_thousand_ranks_take_no_time() -> None:
     work = pair_work(layout, layout, mask)
     assert time.thread_time() - start < 2
     assert int(work.area.sum()) == sum(layout.mask_area(mask))
+
+
+def test_many_documents_that_are_all_cut_take_no_time() -> None:
+    """With dense tables ten times as much."""
+    size, parts = 8192, [[] for _ in range(64)]
+    for start in range(0, 200 * size, size):
+        for rank, part in enumerate(parts):
+            for one in SequenceLayout.zigzag(size, 64).segments(rank):
+                part.append(Segment(start + one.start, one.length))
+    layout, cuts = SequenceLayout.from_segments(parts), tuple(range(0, 201 * size, size))
+    mask = Mask(200 * size, 200 * size, True, (-1, -1), cuts, cuts)
+    start = time.thread_time()
+    assert int(pair_work(layout, layout, mask).area.sum()) == 200 * size * (size + 1) // 2
+    assert time.thread_time() - start < 4.0
