@@ -163,7 +163,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--world-sizes", type=parse_sizes, default=(2, 4), help="numbers of ranks (2,4)")
     add("--lengths", default=",".join(DISTRIBUTIONS), help="of documents (all)")
     add("--tokens", type=parse_size, help=f"of a rank ({CPU_TOKENS}; simulated {GPU_TOKENS})")
-    add("--longest", type=parse_size, help="document (as many tokens as a batch; simulated 128k)")
+    add(
+        "--longest",
+        type=parse_size,
+        help=f"document ({4 * CPU_TOKENS}; simulated {4 * GPU_TOKENS})",
+    )
     add("--batches", type=parse_size, default=BATCHES, help=f"of each kind ({BATCHES})")
     add("--iters", type=parse_size, default=ITERS, help=f"repetitions ({ITERS})")
     add("--cluster", metavar="DEVICE", help="simulate ranks of these, nodes of 8: H100, B200")
