@@ -49,11 +49,16 @@ CPU_HEADS, GPU_HEADS = (4, 2, 64), (32, 8, 128)
 BATCHES, ITERS, QUICK_TOKENS = 3, 5, 256
 
 WAYS = {
-    "packed": ("exchange", "ring", "all_gather"),
-    "zigzag": ("ring", "exchange", "all_gather"),
+    "packed": ("exchange", "ring", "all_gather", "auto"),
+    "zigzag": ("ring", "exchange", "all_gather", "ulysses", "auto"),
     "per document": ("ring", "exchange", "all_gather"),
 }
-USUAL = (("zigzag", "ring"), ("per document", "ring"), ("zigzag", "all_gather"))
+USUAL = (
+    ("packed", "ring"),
+    ("zigzag", "ring"),
+    ("per document", "ring"),
+    ("zigzag", "all_gather"),
+)
 
 
 def library(draw: random.Random, _most: int) -> int:
@@ -74,7 +79,7 @@ DISTRIBUTIONS: dict[str, Callable[[random.Random, int], int]] = {
 }
 
 
-# Milliseconds of each repetition, megabytes sent, and why there are none.
+# Milliseconds of each repetition, megabytes sent, and a note.
 Timed = tuple[tuple[float, ...], float | None, str]
 
 
@@ -101,7 +106,7 @@ class Row:
         work: the most visible pairs of a rank over the mean.
         rows: the most rows of a rank over the mean.
         sent_mb: by the rank that sends most, forward and backward, where it was simulated.
-        note: why there is no time.
+        note: of a simulation, what it ran, or why there is no time.
     """
 
     lengths: str
@@ -233,19 +238,20 @@ def rows_of(
 
 
 def simulated(setting: Setting, way: Way, strategy: str, world_size: int) -> Timed:
-    """Milliseconds and megabytes by the planner, or why there are none."""
+    """Milliseconds and megabytes by the planner; "auto" is the best of all its strategies."""
     nheads, nheads_kv, headdim = setting.heads
     try:
         choice = explain(
             seqlen=way.layout.seqlen, world_size=world_size, nheads=nheads, nheads_kv=nheads_kv,
             headdim=headdim, causal=True, cu_seqlens=way.cu_seqlens, layout=way.layout,
-            strategies=[strategy], cluster=builtin_cluster(str(setting.cluster)),
+            strategies=None if strategy == "auto" else [strategy],
+            cluster=builtin_cluster(str(setting.cluster)),
         )  # fmt: skip
     except ValueError as refused:
         return (), None, str(refused)
     assert choice.best.prediction is not None, "it was simulated"
     total = choice.best.prediction.total
-    return (1e3 * total.seconds,), total.bytes_sent / 1e6, ""
+    return (1e3 * total.seconds,), total.bytes_sent / 1e6, choice.best.label
 
 
 def measure(ways: Sequence[Way], heads: tuple[int, int, int], iters: int) -> None:
@@ -280,36 +286,37 @@ def _call(
 
 
 def ratio_table(rows: Sequence[Row]) -> Table:
-    """What the usual ways take in units of the packed exchange: least, median and most."""
+    """What the usual ways take in units of the packed exchange, and the best of both sides."""
+    exchange = [("packed", "exchange")]
+    every = [(way, strategy) for way, names in WAYS.items() for strategy in names]
+    packed = [way for way in every if way[0] == "packed"]
+    columns = {f"{way}, {strategy}": ([(way, strategy)], exchange) for way, strategy in USUAL}
+    columns["best not packed / best packed"] = [x for x in every if x not in packed], packed
     table = new_table(
         "time / that of packed exchange: least, median, most of the batches",
         ("lengths", "machine", "ranks"),
-        ("packed ring", *(f"{way}, {strategy}" for way, strategy in USUAL), "best not packed"),
+        tuple(columns),
     )
     for key in dict.fromkeys((row.lengths, row.machine, row.world_size) for row in rows):
         mine = [row for row in rows if (row.lengths, row.machine, row.world_size) == key]
-        shown = [ratios(mine, [way]) for way in (("packed", "ring"), *USUAL)]
-        others = [(way, s) for way, names in WAYS.items() for s in names if way != "packed"]
-        shown.append(ratios(mine, others))
-        table.add_row(
-            *map(str, key),
-            *(
-                " ".join(show(x, ".2f") for x in (min(r), statistics.median(r), max(r)))
-                if r
-                else "-"
-                for r in shown
-            ),
-        )
+        found = [ratios(mine, *column) for column in columns.values()]
+        middle = ((min(r), statistics.median(r), max(r)) if r else () for r in found)
+        table.add_row(*map(str, key), *(" ".join(show(x, ".2f") for x in m) for m in middle))
     return table
 
 
-def ratios(rows: Sequence[Row], ways: Sequence[tuple[str, str]]) -> list[float]:
-    """Times of the best of some ways over those of the packed exchange, of each batch."""
+Ways = Sequence[tuple[str, str]]
+
+
+def ratios(rows: Sequence[Row], ways: Ways, over: Ways) -> list[float]:
+    """Times of the best of some ways over those of the best of others, of each batch."""
     times = {(row.seed, row.way, row.strategy): row.median_ms for row in rows}
     found = []
     for seed in dict.fromkeys(row.seed for row in rows):
-        theirs = [ms for way in ways if (ms := times.get((seed, *way))) is not None]
-        packed = times[seed, "packed", "exchange"]
-        if theirs and packed is not None:
-            found.append(min(theirs) / packed)
+        both = [
+            [ms for way in side if (ms := times.get((seed, *way))) is not None]
+            for side in (ways, over)
+        ]
+        if all(both):
+            found.append(min(both[0]) / min(both[1]))
     return found
