@@ -75,6 +75,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "mm_tokens_per_image": IMAGE_TOKENS,
             "image_token_id": IMAGE,
             "initializer_range": 0.15,
+            "tie_word_embeddings": False,
         },
     ),
     "bert": (

@@ -213,7 +213,7 @@ def test_other_models(ranks: Pools, changes: dict[str, Any], autocast: bool) -> 
 DOCUMENTS = (0, 31, 40, 71, SEQLEN)
 
 
-def packed_logits(kind: str, restart: bool) -> Tensor:
+def packed_logits(family: str, kind: str, restart: bool) -> Tensor:
     """Logits of documents one after another, on this rank's rows."""
     layout = SequenceLayout.from_name(kind, SEQLEN, dist.get_world_size())
     batch = {"input_ids": make_batch(SEQLEN)["input_ids"][:1]}
@@ -222,7 +222,7 @@ def packed_logits(kind: str, restart: bool) -> Tensor:
         batch["position_ids"] = torch.cat([torch.arange(n) for n in lens])[None]
     cuts = torch.tensor(DOCUMENTS, dtype=torch.int32)
     with register(layout=kind), torch.no_grad():
-        model = make_model("qwen2", "ring_attn")
+        model = make_model(family, "ring_attn")
         part = shard_batch(batch, layout, dist.get_rank())
         out = model(
             **part, cu_seq_lens_q=cuts, cu_seq_lens_k=cuts, max_length_q=31, max_length_k=31
@@ -232,16 +232,17 @@ def packed_logits(kind: str, restart: bool) -> Tensor:
 
 @pytest.mark.parametrize("restart", [True, False], ids=["restart", "global"])
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
-def test_packed_documents(ranks: Pools, kind: str, restart: bool) -> None:
+@pytest.mark.parametrize("family", ["qwen2", "llama4"])
+def test_packed_documents(ranks: Pools, family: str, kind: str, restart: bool) -> None:
     layout = SequenceLayout.from_name(kind, SEQLEN, 2)
     ids = make_batch(SEQLEN)["input_ids"][:1]
-    model, parts = yardstick("qwen2"), ids.tensor_split(DOCUMENTS[1:-1], dim=1)
+    model, parts = yardstick(family), ids.tensor_split(DOCUMENTS[1:-1], dim=1)
     with torch.no_grad():
         plain = torch.cat([model(part).logits for part in parts], 1)
         with all_in_float64():
             model = model.double()
             oracle = torch.cat([model(part).logits for part in parts], 1)
-    got = layout.unshard(ranks(2).run(packed_logits, kind, restart))
+    got = layout.unshard(ranks(2).run(packed_logits, family, kind, restart))
     assert_close("logits", got, oracle, plain)
 
 
@@ -474,6 +475,25 @@ def run_wrong(case: str) -> None:
 
         if case == "mask":
             options["attention_mask"] = mask[:, None, None].expand(2, 1, rows, rows).bool()
+        elif case in ("cut types", "types and mask", "cached types", "pixels"):
+            model, types = make_model("gemma3_images", "ring_attn"), torch.ones_like(mask)
+            options["token_type_ids"] = types
+            if case == "types and mask":
+                options["token_type_ids"] = options["attention_mask"] = torch.ones(2, SEQLEN)
+            elif case == "cached types":
+                short = {"input_ids": make_prompt()[:, :3], "token_type_ids": types[:, :3]}
+                options = short | {"past_key_values": ring.cache(model)}
+            elif case == "pixels":
+                model.set_attn_implementation("ring_attn")
+                options["pixel_values"] = torch.zeros(1, 3, 10, 10)
+        elif case in ("padded documents", "other documents"):
+            cuts = torch.tensor([0, 40, SEQLEN], dtype=torch.int32)
+            options |= {"cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts}
+            if case == "padded documents":
+                options["attention_mask"] = make_batch(SEQLEN, padded=True)["attention_mask"]
+            else:
+                model = make_model("llama4", "ring_attn")
+                options["cu_seq_lens_k"] = torch.tensor([0, 41, SEQLEN], dtype=torch.int32)
         elif case == "weights":
             options["output_attentions"] = True
         elif case == "router":
@@ -521,7 +541,13 @@ def run_wrong(case: str) -> None:
 
 
 REFUSALS = {
-    "mask": (NotImplementedError, "attention_mask must be None, got Tensor of shape (2, 1, "),
+    "mask": (NotImplementedError, "attention_mask must be (batch, seqlen), got Tensor of shape (2"),
+    "cut types": (ValueError, "must be those of the whole sequence, (2, 83), got (2, 4"),
+    "types and mask": (NotImplementedError, "attention_mask beside token_type_ids that mark"),
+    "cached types": (NotImplementedError, "images with a cache that is split over ranks"),
+    "padded documents": (ValueError, "cu_seq_lens_q says where documents end"),
+    "other documents": (ValueError, "cu_seq_lens_q and cu_seq_lens_k must be the same"),
+    "pixels": (NotImplementedError, "the patches of images are not split over ranks"),
     "weights": (NotImplementedError, "output_attentions reached the attention"),
     "router": (NotImplementedError, "output_router_logits reached the attention: the auxiliary"),
     "positions": (ValueError, "must be those of its rows, ["),
@@ -556,15 +582,19 @@ def padding_on_the_last_rank() -> str:
     layout = SequenceLayout.contiguous(SEQLEN, dist.get_world_size())
     mask = torch.ones(2, SEQLEN, dtype=torch.int64)
     mask[0, -2:] = 0
-    batch = {"input_ids": make_batch(SEQLEN)["input_ids"], "attention_mask": mask}
+    batch, rank = {"input_ids": make_batch(SEQLEN)["input_ids"]}, dist.get_rank()
     with register(), mock.patch.dict("os.environ", RING_ATTN_DEBUG="1"):
         model = make_model("llama", "ring_attn")
         with pytest.raises((ValueError, NotImplementedError)) as error:
-            model(**shard_batch(batch, layout, dist.get_rank()), sequence_layout=layout)
+            part = shard_batch(batch, layout, rank)
+            model(**part, attention_mask=layout.shard(mask, rank), sequence_layout=layout)
     return str(error.value)
 
 
-def test_a_rank_alone_with_padding_is_named(ranks: Pools) -> None:
+def test_a_rank_alone_with_a_part_of_the_padding_is_named(ranks: Pools) -> None:
     texts = ranks(2).run(padding_on_the_last_rank)
-    assert "rank 1 raised NotImplementedError: attention_mask hides 2 of" in texts[0]
-    assert texts[1].startswith("attention_mask hides 2 of")
+    assert "rank 1 raised ValueError: attention_mask and token_type_ids must be those" in texts[0]
+    assert texts[1].endswith(
+        "of the whole sequence, (2, 83), got (2, 41): give every rank all of them, as "
+        "ring_attn.shard_batch does with attention_mask"
+    )
