@@ -119,7 +119,7 @@ def test_padding_at_the_end(ranks: Pools, family: str) -> None:
     [
         ("llama4", "striped", "ulysses", False),
         ("gemma3_images", "contiguous", "all_gather", False),
-        ("llama4", "striped", "ring", True),
+        ("llama4", "striped", "all_gather", True),
     ],
 )
 def test_masks_on_three_ranks(
