@@ -23,8 +23,19 @@ their own count, as BERT's do, know no such keyword: take the loss of their logi
 
 `sequence_layout` is a keyword of the model's forward that reaches the attention; it may be left out
 where every rank has equally many rows in the layout that was registered. Packed documents are told
-by transformers' own `cu_seq_lens_q` (and `_k`), in positions of the whole sequence. Generation,
-with the whole prompt on every rank and a KV cache that is split over them:
+by transformers' own `cu_seq_lens_q` (and `_k`), in positions of the whole sequence; padding at the
+end of rows by an `attention_mask` of the whole sequence, which `shard_batch` does not cut. Images,
+whose tokens see each other, stand in embeddings; the whole `token_type_ids` tell where they are:
+
+    features = model.get_image_features(pixel_values).pooler_output
+    embeds = model.get_input_embeddings()(ids)
+    embeds = embeds.masked_scatter((ids == image_token_id)[..., None], features)
+    part = shard_batch({"inputs_embeds": embeds, "labels": labels}, layout, rank)
+    model(**part, token_type_ids=token_type_ids, ...)  # the rest as above
+
+Their encoder runs whole on every rank, so such a model is made with
+`attn_implementation={"text_config": "ring_attn", "vision_config": "sdpa"}`. Generation, with the
+whole prompt on every rank and a KV cache that is split over them:
 
     tokens = model.generate(prompt, past_key_values=ring.cache(model), max_new_tokens=64)
 """
@@ -331,15 +342,17 @@ def register(
 ) -> Registration:
     """Makes `attn_implementation="ring_attn"` known to transformers, on this rank's shard.
 
-    Honoured: GQA, causal and bidirectional models, sliding windows layer by layer, softcap, sinks,
-    scaling, packed documents (`cu_seq_lens_q`), autocast. Refused by name: padding and other masks,
+    Honoured: GQA, causal and bidirectional models, sliding windows and chunks (Llama 4) layer by
+    layer, softcap, sinks, scaling, packed documents (`cu_seq_lens_q`), padding at the end of rows,
+    images that are seen whole (Gemma 3), autocast. Refused by name: other padding and masks,
     dropout, output_attentions, RoPE that depends on the length seen so far (dynamic, longrope),
-    layers that mix rows without attention (linear attention, Mamba, convolution), chunked
-    attention, and keywords that reach the attention and are unknown.
+    layers that mix rows without attention (linear attention, Mamba, convolution), padding or images
+    beside a cache, and keywords that reach the attention and are unknown. Chunks, padding and
+    images leave their attention out of compiled graphs.
 
-    Where the model gives its attention `position_ids`, as almost all do, they are checked against
-    the layout, but not under torch.compile. The pooler of BERT and its like looks at the first row,
-    which is the first of the sequence on one rank only.
+    Where the model gives its attention `position_ids`, as almost all but Llama 4 do, they are
+    checked against the layout, but not under torch.compile. The pooler of BERT and its like looks
+    at the first row, which is the first of the sequence on one rank only.
 
     Args:
         group: as for `ring_attention`.
