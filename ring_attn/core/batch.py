@@ -27,7 +27,8 @@ def shard_batch(
     Args:
         batch: tensors with `layout.seqlen` rows in `dim`, such as `input_ids` (batch, seqlen). With
             `labels` (unshifted, as Hugging Face has them) the result has `shift_labels` instead,
-            whose last position is `ignore_index`.
+            whose last position is `ignore_index`. `attention_mask` stays whole: who sees a row
+            depends on the rows of all ranks.
         layout: how the sequence is split.
         rank: whose part.
         dim: the sequence dim of every tensor.
@@ -62,7 +63,10 @@ def shard_batch(
         shifted = labels.roll(-1, dim)
         shifted.narrow(dim, max(layout.seqlen - 1, 0), min(layout.seqlen, 1)).fill_(ignore_index)
         whole["shift_labels"] = shifted
-    part = {name: layout.shard(x, rank, dim) for name, x in whole.items()}
+    part = {
+        name: x if name == "attention_mask" else layout.shard(x, rank, dim)
+        for name, x in whole.items()
+    }
     if "position_ids" not in part:
         device = next(iter(part.values())).device if part else None
         part["position_ids"] = layout.position_ids(rank, device)[None]
