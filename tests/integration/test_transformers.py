@@ -94,11 +94,11 @@ LEFT = PADDING.flip(1)
 # Two images that touch, one longer than the window; and one at the end.
 BLOCKS = torch.tensor([[-1, 0, 0, 1, 1, 1, 1, 1, 1, -1, -1, -1], [-1] * 7 + [4] * 5])
 APART = torch.tensor([[0] * 3 + [-1] * 6 + [0] * 3] * 2)
-IMAGES = masking_utils.blockwise_overlay(BLOCKS)
-BY_IMAGE = {
-    "or_mask_function": IMAGES,
-    "and_mask_function": masking_utils.sliding_window_overlay(4),
-}
+IMAGES, SLIDING_OVERLAY = (
+    masking_utils.blockwise_overlay(BLOCKS),
+    masking_utils.sliding_window_overlay(4),
+)
+BY_IMAGE = {"or_mask_function": IMAGES, "and_mask_function": SLIDING_OVERLAY}
 PLAIN, SLIDING = Rule(True, (-1, -1), None), Rule(True, (3, 0), None)
 CHUNKED = Rule(True, (-1, -1), 5)
 
@@ -166,6 +166,16 @@ def test_masks_are_those_of_transformers(make: str, options: dict[str, Any], rul
             "or_masks",
         ),
         ("create_causal_mask", {"and_mask_function": IMAGES}, "blockwise"),
+        (
+            "create_causal_mask",
+            {"and_mask_function": IMAGES, "block_sequence_ids": BLOCKS},
+            "made of blockwise_overlay, or_masks",
+        ),
+        (
+            "create_causal_mask",
+            {"or_mask_function": masking_utils.and_masks(SLIDING_OVERLAY, IMAGES)},
+            "made of blockwise_overlay, or_masks",
+        ),
         (
             "create_chunked_causal_mask",
             {**CHUNKS, "block_sequence_ids": BLOCKS},
