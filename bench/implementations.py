@@ -180,7 +180,7 @@ class Ours(Attention):
 
     def forward(self) -> None:
         q, k, v, _ = self._inputs
-        self.out, _, self._saved = run.forward(self._call, q, k, v, self._alone)
+        self.out, _, self._saved, _ = run.forward(self._call, q, k, v, self._alone)
         self.grads = ()
 
     def backward(self) -> None:

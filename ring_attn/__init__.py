@@ -5,6 +5,7 @@ imported from here too:
 
     ring_attn.api               select_backend, unshard
     ring_attn.decode            next_rank
+    ring_attn.neighbours        halo
     ring_attn.profiling         stats, collect, trace
     ring_attn.planning.balance  layouts from content: also ring_attn.balance
     ring_attn.models            tensor_parallel, sdpa, dtensors: shards of weights, modules
@@ -35,6 +36,7 @@ from ring_attn.core.strategy import Strategy
 from ring_attn.decode import next_rank as next_rank
 from ring_attn.models import tensor_parallel as tensor_parallel
 from ring_attn.models.gradients import sync_gradients
+from ring_attn.neighbours import halo as halo
 from ring_attn.planning import balance as balance
 from ring_attn.planning.placement import pack
 from ring_attn.planning.planner import explain

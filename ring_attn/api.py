@@ -57,6 +57,18 @@ def ring_attention(
 ) -> tuple[Tensor, Tensor]: ...
 
 
+@overload
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_max_logits: Literal[True],
+    return_lse: bool = ...,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, ...]: ...
+
+
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -76,10 +88,11 @@ def ring_attention(
     backend: str = "auto",
     same_bits: bool | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     dropout_p: float = 0.0,
     alibi_slopes: Tensor | None = None,
     transport: TransportOptions = TransportOptions(),  # noqa: B008 - frozen
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention over a sequence that is split across the ranks of a group.
 
     Every rank passes its own shard and gets the output of its own queries. Gradients are those of
@@ -115,11 +128,11 @@ def ring_attention(
         layout: which positions the ranks hold: "contiguous", "zigzag", "striped", a
             `SequenceLayout`, or a pair for queries and keys. With a name every rank holds as many
             rows, unless `cu_seqlens` tells the length.
-        strategy: how the ranks share the work: "ring", "double_ring", "all_gather", "ulysses",
-            "hybrid", "q_exchange", or a `Strategy` with its degrees. "auto" takes the fastest by
-            simulation on this machine's description (`explain` tells why): rank 0 chooses, and at
-            the first call with new arguments the ranks exchange 1 KiB so that all do the same;
-            later calls look it up. A mesh with two axes then tells the size of a node.
+        strategy: how the ranks share the work: "ring", "double_ring", "all_gather", "exchange",
+            "ulysses", "hybrid", "q_exchange", or a `Strategy` with its degrees. "auto" takes the
+            fastest by simulation on this machine's description (`explain` tells why): rank 0
+            chooses, and at the first call with new arguments the ranks exchange 1 KiB so that all
+            do the same; later calls look it up. A mesh with two axes then tells the size of a node.
         backend: "auto", or the name of one that then runs or raises; see `select_backend`.
         same_bits: whether out, lse, dq, dk and dv have the same bits at every world size. That
             needs a backend that folds in order (triton) and contiguous shards that start at
@@ -130,6 +143,9 @@ def ring_attention(
             the reason. False leaves a ring with triton free to add dK and dV up behind whole steps,
             which takes more memory traffic and is for links too slow for the other order.
         return_lse: also return lse.
+        return_max_logits: also return the greatest score of each head, as QK-clip needs it (Kimi
+            K2, arXiv 2507.20534), of all queries and ranks; one small message more. For backends
+            that have it: triton and reference.
         dropout_p: must be 0.
         alibi_slopes: must be None.
         transport: the timeout, and NCCL's share of the device.
@@ -138,7 +154,9 @@ def ring_attention(
         `out` (batch, rows, nheads, headdim_v) like q; with `return_lse` also `lse` (batch, nheads,
         rows), (nheads, rows) if packed, natural logarithm in float32 (float64 for float64), not
         differentiable; the sink is in it. A row that sees nothing has out 0, lse -inf (or its
-        sink) and zero gradients.
+        sink) and zero gradients. With `return_max_logits` last `max_logits` (nheads,) in the type
+        of lse, the same on every rank: scaled, capped, of the keys that are seen, without sinks;
+        -inf where nothing is seen; not differentiable.
 
     Raises:
         ValueError: shapes, layout, window, documents, sinks or degrees that do not fit, or inputs
@@ -160,6 +178,7 @@ def ring_attention(
     """
     try:
         check_flag("return_lse", return_lse)
+        check_flag("return_max_logits", return_max_logits)
         check.check_unsupported(dropout_p, alibi_slopes)
         check.check_inputs(q, k, v, sinks, cu_seqlens, cu_seqlens_k, mask)
         group_name, mesh_shape = _described(group, q.device.type)
@@ -176,6 +195,7 @@ def ring_attention(
             same_bits=check.check_same_bits(same_bits),
             transport=check.check_transport(transport),
             differentiated=check.check_differentiated(q=q, k=k, v=v, sinks=sinks),
+            max_logits=return_max_logits,
         )
         pair = () if isinstance(layout, str) else check.check_layouts(layout)
         numbers = (pair[0].numbers, pair[1].numbers) if pair else ((), ())
@@ -194,10 +214,11 @@ def ring_attention(
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         if strategy == "auto":
             arguments = _with_strategy(q, k, v, sinks, arguments)
-        out, lse = ops.attend(q, k, v, sinks, arguments, call.differentiated)
+        out, lse, most = ops.attend(q, k, v, sinks, arguments, call.differentiated)
         if packed:
             out, lse = out[0], lse[0]
-        return (out, lse) if return_lse else out
+        results = (out, *((lse,) * return_lse), *((most,) * return_max_logits))
+        return results if len(results) > 1 else out
     except BaseException as error:
         refused(call.process_group, error)
         raise
@@ -222,7 +243,7 @@ def _with_strategy(
     call = arguments.call
     group, shape = call.process_group, call.mesh_shape
     try:
-        spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
+        spec = AttentionSpec.of(q, k, v, call.softcap, sinks, call.max_logits)
         rows = (q.size(1), k.size(1))
         masked = arguments.documents(), arguments.given_mask()
         resolved = resolve(call, rows, *masked, arguments.numbers, *call.place)

@@ -94,7 +94,7 @@ class SdpaOptions(_Scores, _Documents, How, total=False):
 
 
 class AttentionOptions(What, How, total=False):
-    """All options of `ring_attention` but `return_lse`."""
+    """All options of `ring_attention` but those that ask for more results."""
 
     dropout_p: float
     alibi_slopes: Tensor | None
@@ -118,6 +118,7 @@ class Request(NamedTuple):
         mesh_shape: sizes of the mesh's axes where the group is a mesh, else ().
         layout: its name; None where `Arguments` has the numbers of two layouts.
         differentiated: whether a backward may follow.
+        max_logits: whether the greatest score of each head is asked for.
     """
 
     causal: bool
@@ -132,6 +133,7 @@ class Request(NamedTuple):
     strategy: str | Strategy = "ring"
     same_bits: bool | None = None
     differentiated: bool = False
+    max_logits: bool = False
 
     @property
     def text(self) -> str:
@@ -306,6 +308,7 @@ def describe(spec: AttentionSpec, resolved: Resolved, call: Request) -> dict[str
         "mask": None if mask.arguments else mask.slices,
         "softcap": spec.softcap,
         "sinks": spec.sinks,
+        "return_max_logits": spec.max_logits,
         "layout": tuple(str(layout) for layout in resolved.layouts),
         "transport": call.transport,
         "requires_grad": call.differentiated,

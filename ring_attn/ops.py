@@ -3,7 +3,7 @@
 `ring_attention` is one operator of torch.library: torch.compile takes it into a graph whole,
 selective checkpointing can save its results, and autograd knows its backward.
 
-    ring_attn::attention           q, k, v, sinks, Arguments -> out, lse, saved
+    ring_attn::attention           q, k, v, sinks, Arguments -> out, lse, max_logits, saved
     ring_attn::attention_backward  saved, dout, sinks, sizes, Arguments -> dq, dk, dv, dsinks
 
 Every rank works out the plan of a call when the operator runs, from the real sizes. So a graph that
@@ -44,7 +44,8 @@ _ARGUMENTS = (
     "str call"
 )
 _FORWARD = (
-    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor[])"
+    f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {_ARGUMENTS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor[])"
 )
 # `sizes` are batch, rows of q and of kv, heads of q and of kv, headdim, headdim of v.
 _BACKWARD = (
@@ -114,7 +115,7 @@ torch.library.define("ring_attn::attention", _FORWARD, tags=_TAGS)
 @torch.library.impl("ring_attn::attention", "CompositeExplicitAutograd")
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *given: Any
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Attention of this rank's queries to all keys.
 
     Args:
@@ -125,8 +126,9 @@ def _attention(
         *given: `Arguments`.
 
     Returns:
-        `out` (batch, rows, nheads, headdim_v), `lse` (batch, nheads, rows), and `saved`, which is
-        empty unless the call is differentiated.
+        `out` (batch, rows, nheads, headdim_v), `lse` (batch, nheads, rows), `max_logits` (nheads,),
+        which is empty unless it is asked for, and `saved`, which is empty unless the call is
+        differentiated.
 
     Raises:
         NotImplementedError: within the capture of a CUDA graph; others as `ring_attention`.
@@ -140,15 +142,15 @@ def _attention(
         transport = open_p2p(group, call.transport)
         values = () if sinks is None else (sinks,)
         with transport.call("forward", agreement, q.device, values=values) as number:
-            out, lse, saved = machine.forward(run, q, k, v, transport, sinks)
+            out, lse, saved, most = machine.forward(run, q, k, v, transport, sinks)
     except BaseException as error:
         refused(group, error)
         raise
     if not call.differentiated:
-        return out.contiguous(), lse.contiguous(), []
+        return out.contiguous(), lse.contiguous(), most, []
     known = (q, k, v, out, lse)
     extra = [x.contiguous() for x in saved if not any(x is one for one in known)]
-    return out.contiguous(), lse.contiguous(), [_as_tensor(number), *extra]
+    return out.contiguous(), lse.contiguous(), most, [_as_tensor(number), *extra]
 
 
 def _agreed(
@@ -157,7 +159,7 @@ def _agreed(
     """As `_prepare`; under RING_ATTN_DEBUG the ranks compare what they are about to do."""
     call = arguments.call
     try:
-        spec = AttentionSpec.of(q, k, v, call.softcap, sinks)
+        spec = AttentionSpec.of(q, k, v, call.softcap, sinks, call.max_logits)
         run, agreement = _prepare(spec, (q.size(1), k.size(1)), arguments)
     except Exception as error:
         tell_refusal(error, call.process_group, call.transport)
@@ -197,15 +199,16 @@ attention = torch.ops.ring_attn.attention.default
 @torch.library.register_fake("ring_attn::attention")
 def _(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *given: Any
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     call = Arguments(*given).call
     batch, rows, nheads = q.shape[:3]
     out = q.new_empty(batch, rows, nheads, v.size(-1))
     lse = q.new_empty(batch, nheads, rows, dtype=accum_dtype(q.dtype))
+    most = lse.new_empty(nheads if call.max_logits else 0)
     if not call.differentiated:
-        return out, lse, []
+        return out, lse, most, []
     number = torch.empty((), dtype=torch.float64)
-    return out, lse, [number, *_fake_extra(q, k, v, call)]
+    return out, lse, most, [number, *_fake_extra(q, k, v, call)]
 
 
 def _fake_extra(q: Tensor, k: Tensor, v: Tensor, call: Request) -> list[Tensor]:
@@ -259,12 +262,12 @@ def _save(
     inputs: tuple[Tensor, Tensor, Tensor],
     sinks: Tensor | None,
     arguments: Arguments,
-    output: tuple[Tensor, Tensor, list[Tensor]],
+    output: tuple[Tensor, Tensor, Tensor, list[Tensor]],
 ) -> None:
     """Saves the backward's inputs on `ctx`."""
-    (q, k, v), (out, lse, extra) = inputs, output
+    (q, k, v), (out, lse, most, extra) = inputs, output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(lse)
+    ctx.mark_non_differentiable(lse, most)
     ctx.arguments, call = arguments, arguments.call
     if not call.differentiated:
         return
@@ -320,6 +323,7 @@ def _attention_backward(
         headdim_v=headdim_v,
         softcap=call.softcap,
         sinks=sinks is not None,
+        max_logits=call.max_logits,
     )
     group = call.process_group
     try:
@@ -371,7 +375,7 @@ def _gradients(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def _setup_context(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, list[Tensor]]
 ) -> None:
     q, k, v, sinks, *given = inputs
     # torch treats `[]` as a list of tensors and expects `[]` as its gradient.
@@ -403,14 +407,14 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments
     ) -> tuple[Tensor, ...]:
-        """out, lse and what is saved, one by one."""
-        out, lse, extra = attention(q, k, v, sinks, *arguments)
+        """out, lse, max_logits and what is saved, one by one."""
+        out, lse, most, extra = attention(q, k, v, sinks, *arguments)
         if arguments.cu_seqlens is not None:
             # A copy: the next batch may be written over them before the backward.
             cu_q, cu_k = (None if x is None else torch.tensor(x) for x in arguments.documents())
             arguments = arguments._replace(cu_seqlens=cu_q, cu_seqlens_k=cu_k)
-        _save(ctx, (q, k, v), sinks, arguments, (out, lse, extra))
-        return (out, lse, *extra)
+        _save(ctx, (q, k, v), sinks, arguments, (out, lse, most, extra))
+        return (out, lse, most, *extra)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
@@ -425,10 +429,10 @@ def attend(
     sinks: Tensor | None,
     arguments: Arguments,
     differentiated: bool,
-) -> tuple[Tensor, Tensor]:
-    """`out` and `lse` of a call, with gradients to q, k, v and sinks; lse takes none."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`out`, `lse` and `max_logits` of a call; gradients come from `out` alone."""
     if differentiated and not torch.compiler.is_compiling():
-        out, lse, *_ = _Attention.apply(q, k, v, sinks, arguments)
+        out, lse, most, *_ = _Attention.apply(q, k, v, sinks, arguments)
     else:
-        out, lse, _ = attention(q, k, v, sinks, *arguments)
-    return out, lse
+        out, lse, most, _ = attention(q, k, v, sinks, *arguments)
+    return out, lse, most

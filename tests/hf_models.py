@@ -13,6 +13,7 @@ from torch import Tensor
 
 VOCAB = 97
 WINDOW = 16
+IMAGE, IMAGE_TOKENS = VOCAB - 1, 25  # more than a window
 
 # Weights so large that scores differ: with the usual ones all keys weigh about the same, and a key
 # too many or too few is not seen.
@@ -36,6 +37,23 @@ YARN = {
     "original_max_position_embeddings": 128,
 }
 
+CHUNKS = {
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 2,
+    "no_rope_layers": [1, 0],
+    "attention_chunk_size": WINDOW,
+    "floor_scale": 7,
+    "attn_scale": 0.7,
+}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 10,
+    "patch_size": 2,
+}
+
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", GQA),
     "qwen2": ("Qwen2Config", GQA | ALTERNATING | {"use_sliding_window": True}),
@@ -48,6 +66,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | ALTERNATING
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN},
     ),
+    "llama4": ("Llama4TextConfig", GQA | CHUNKS),
+    "gemma3_images": (
+        "Gemma3Config",
+        {
+            "text_config": GEMMA | ALTERNATING,
+            "vision_config": VISION,
+            "mm_tokens_per_image": IMAGE_TOKENS,
+            "image_token_id": IMAGE,
+            "initializer_range": 0.15,
+            "tie_word_embeddings": False,
+        },
+    ),
     "bert": (
         "BertConfig",
         SIZES | {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0},
@@ -55,7 +85,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # What honours all that the family's attention has: sdpa knows no softcap and no sinks.
-YARDSTICKS = {"gemma2": "eager", "gpt_oss": "eager"}
+YARDSTICKS = dict.fromkeys(("gemma2", "gpt_oss", "llama4", "gemma3_images"), "eager")
 
 
 def make_model(family: str, implementation: str, **changes: Any) -> Any:
@@ -70,11 +100,37 @@ def make_model(family: str, implementation: str, **changes: Any) -> Any:
     torch.manual_seed(0)
     # The experts' grouped matmul has no float64.
     experts = {"experts_implementation": "eager"} if family == "gpt_oss" else {}
-    model = auto.from_config(config, attn_implementation=implementation, **experts)
+    given: Any = implementation
+    if family == "gemma3_images":
+        given = {"text_config": implementation, "vision_config": "sdpa"}
+    model = auto.from_config(config, attn_implementation=given, **experts)
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("sinks"):
             torch.nn.init.normal_(parameter, std=2.0)
+        elif parameter_name.endswith("mm_input_projection_weight"):  # zeros else
+            torch.nn.init.normal_(parameter, std=0.15)
     return model.eval()
+
+
+def make_batch(seqlen: int, family: str = "llama", padded: bool = False) -> dict[str, Tensor]:
+    """Two sequences, some of whose labels do not count; with padding at their ends, or images."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCAB, (2, seqlen), generator=generator)
+    batch = {"input_ids": ids}
+    if family == "gemma3_images":
+        ids[ids == IMAGE] = 0
+        for row, start in ((0, 3), (0, 3 + IMAGE_TOKENS + 1), (1, 20)):
+            ids[row, start : start + IMAGE_TOKENS] = IMAGE
+        batch["token_type_ids"] = (ids == IMAGE).long()
+        batch["pixel_values"] = torch.randn(3, 3, 10, 10, generator=generator)
+    batch["labels"] = ids.clone()
+    batch["labels"][:, 5:9] = -100
+    if padded:
+        batch["attention_mask"] = torch.ones_like(ids)
+        for row, length in enumerate((seqlen - 9, seqlen // 2)):
+            batch["attention_mask"][row, length:] = 0
+            batch["labels"][row, length:] = -100
+    return batch
 
 
 def yardstick(family: str, **changes: Any) -> Any:

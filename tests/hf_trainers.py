@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ring_attn.integrations.trainer import split_sequence
 from ring_attn.integrations.transformers import register
 from tests.bounds import assert_close
-from tests.hf_models import VOCAB, all_in_float64, make_model
+from tests.hf_models import VOCAB, all_in_float64, make_model, yardstick
 
 NUM_STEPS = 4
 
@@ -160,26 +160,28 @@ def assert_same_run(got: Run, oracle: Run, plain: Run) -> None:
 
 
 @lru_cache
-def one_process(collate: str, out: Path) -> tuple[Run, Run]:
+def one_process(collate: str, out: Path, family: str = "llama") -> tuple[Run, Run]:
     """transformers' own Trainer."""
 
     def make(model: Any, folder: Path) -> Run:
         args = arguments(str(folder))
         return trained(make_trainer(model, args, transformers.Trainer, collate))
 
-    return plainly(make, out)
+    return plainly(make, out, yardstick(family))
 
 
 @contextmanager
-def split_model(layout: str = "zigzag", dp: int = 1) -> Iterator[Any]:
+def split_model(layout: str = "zigzag", dp: int = 1, family: str = "llama") -> Iterator[Any]:
     """A model on sequences that are split, in `dp` groups with batches of their own."""
     mesh = init_device_mesh("cpu", (dp, dist.get_world_size() // dp), mesh_dim_names=("dp", "cp"))
     with as_torchrun(), register(group=mesh["cp"], layout=layout):
-        yield make_model("llama", "ring_attn")
+        yield make_model(family, "ring_attn")
 
 
-def split(out: Path, collate: str, layout: str, options: dict[str, Any]) -> Run:
+def split(
+    out: Path, collate: str, layout: str, options: dict[str, Any], family: str = "llama"
+) -> Run:
     """The same on split sequences."""
-    with split_model(layout) as model:
+    with split_model(layout, family=family) as model:
         args = arguments(str(out), **options)
         return trained(make_trainer(model, args, split_sequence(transformers.Trainer), collate))

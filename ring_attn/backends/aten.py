@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends.base import (
+    NO_MAX_LOGITS,
     TileBackend,
     band_mask,
     equal_headdims,
@@ -55,7 +56,7 @@ class AtenBackend(TileBackend):
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
         """CPU in every dtype up to float64; CUDA in float16 and bfloat16 with headdim up to 256."""
         if spec.device_type == "cpu":
-            return NO_SOFTCAP if spec.softcap else None
+            return _refused(spec)
         return _cuda_reason(spec, "flash")
 
     def q_side(
@@ -379,4 +380,11 @@ def _cuda_reason(spec: AttentionSpec, operator: str) -> str | None:
         return f"torch's {operator} attention on cuda takes float16 and bfloat16, got {spec.dtype}"
     if max(spec.headdim, spec.headdim_v) > 256:
         return f"headdim must be at most 256, got {max(spec.headdim, spec.headdim_v)}"
+    return _refused(spec)
+
+
+def _refused(spec: AttentionSpec) -> str | None:
+    """What none of torch's operators has."""
+    if spec.max_logits:
+        return NO_MAX_LOGITS
     return NO_SOFTCAP if spec.softcap else None

@@ -70,6 +70,13 @@ class Backend(Protocol):
         """
         ...
 
+    def max_logits(self, state: Any) -> Tensor:
+        """(nheads,) greatest score of the state, before `finalize`; -inf where nothing is seen.
+
+        Only of a backend that supports a spec with `max_logits`; `last` has not been said then.
+        """
+        ...
+
     def delta(self, out: Tensor, dout: Tensor) -> Tensor:
         """(batch, nheads, rows) rowsum(dO * O) in the type of the state."""
         ...
@@ -217,6 +224,10 @@ class TileBackend:
         """`out` in dtype and `lse` (batch, nheads, rows)."""
         return state.finalize(dtype)
 
+    def max_logits(self, state: State) -> Tensor:
+        """(nheads,) greatest maximum of any row."""
+        return greatest(state.m)
+
     def delta(self, out: Tensor, dout: Tensor) -> Tensor:
         """(batch, nheads, rows) rowsum(dO * O) in the type of the state."""
         wide = accum_dtype(out.dtype)
@@ -302,6 +313,15 @@ class TileBackend:
     ) -> None:
         """Adds one tile's gradients."""
         raise NotImplementedError
+
+
+NO_MAX_LOGITS = "gives lse and no maximum: return_max_logits is for triton and reference"
+
+
+def greatest(m: Tensor) -> Tensor:
+    """(batch, nheads, rows) -> (nheads,), -inf of no rows."""
+    flat = m.transpose(0, 1).flatten(1)
+    return flat.amax(1) if flat.size(1) else flat.new_full((flat.size(0),), -torch.inf)
 
 
 def out_from_delta(dout: Tensor, delta: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends.base import (
+    NO_MAX_LOGITS,
     TileBackend,
     equal_headdims,
     flash_pieces,
@@ -51,7 +52,7 @@ class FlashAttnBackend(TileBackend):
             return f"flash-attn takes float16 and bfloat16, got {spec.dtype}"
         if spec.headdim > 256 or spec.headdim_v > 256:
             return f"flash-attn takes headdim up to 256, got {max(spec.headdim, spec.headdim_v)}"
-        return None
+        return NO_MAX_LOGITS if spec.max_logits else None
 
     def q_side(
         self, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None

@@ -12,6 +12,7 @@ an order of their own: two runs are equal bit for bit, two world sizes are not.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ring_attn.backends.base import greatest
 from ring_attn.backends.kept_launches import KeptLaunches
 from ring_attn.core.dtypes import HALF_DTYPES
 from ring_attn.core.spec import AttentionSpec, Scores
@@ -158,6 +160,12 @@ class TritonBackend:
         assert carried.out is not None and carried.lse is not None, "the last launch makes both"
         return carried.out.to(dtype), carried.lse
 
+    def max_logits(self, state: TritonState) -> Tensor:
+        """(nheads,): kernels keep maxima in base 2."""
+        if state.carried.m is None:
+            return state.q.new_full((state.q.size(2),), -torch.inf, dtype=torch.float32)
+        return greatest(state.carried.m) * math.log(2.0)
+
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
@@ -291,7 +299,8 @@ class TritonBackend:
         results = (
             spec.batch * rows * spec.nheads * spec.headdim_v * spec.dtype.itemsize + statistics
         )
-        carried = statistics * (spec.headdim_v + 2) if sum(map(bool, steps)) > 1 else 0
+        several = sum(map(bool, steps)) > 1 or spec.max_logits
+        carried = statistics * (spec.headdim_v + 2) if several else 0
         return results + carried
 
     def workspace_bytes(

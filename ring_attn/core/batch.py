@@ -28,7 +28,8 @@ def shard_batch(
     Args:
         batch: tensors with `layout.seqlen` rows in `dim`, such as `input_ids` (batch, seqlen). With
             `labels` (unshifted, as Hugging Face has them) the result has `shift_labels` instead,
-            whose last position is `ignore_index`.
+            whose last position is `ignore_index`. `attention_mask` stays whole: who sees a row
+            depends on the rows of all ranks.
         layout: how the sequence is split.
         rank: whose part.
         dim: the sequence dim of every tensor.
@@ -71,7 +72,10 @@ def shard_batch(
         last = torch.tensor([cut - 1 for cut in cuts if cut], dtype=torch.int64)
         shifted.index_fill_(dim, last.to(shifted.device), ignore_index)
         whole["shift_labels"] = shifted
-    part = {name: layout.shard(x, rank, dim) for name, x in whole.items()}
+    part = {
+        name: x if name == "attention_mask" else layout.shard(x, rank, dim)
+        for name, x in whole.items()
+    }
     if "position_ids" not in part:
         device = next(iter(part.values())).device if part else None
         positions = layout.position_ids(rank)

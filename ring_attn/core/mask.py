@@ -204,6 +204,8 @@ class Mask:
         mask = cls.__new__(cls)
         slices = list(slices)
         mask._set(seqlen_q, seqlen_k, slices, words or f"{len(slices)} slices", None)
+        # At once: torch.compile takes it for an input, and its graph for one of every such mask.
+        vars(mask)["_tensor"] = mask._as_tensor()
         return mask
 
     def _set(
@@ -219,7 +221,7 @@ class Mask:
         )
         values = {
             "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "slices": tuple(touched), "words": words,
-            "arguments": arguments,
+            "arguments": arguments, "_tensor": None,
         }  # fmt: skip
         vars(self).update(values)
 
@@ -366,9 +368,17 @@ class Mask:
 
     # -- through operators
 
-    @cached_property
+    @property
     def tensor(self) -> Tensor:
         """(1 + slices, 6) int64: the lengths, then the slices; what operators are given."""
+        found: Tensor | None = vars(self)["_tensor"]
+        if found is None:
+            found = self._as_tensor()
+            if not torch.compiler.is_compiling():
+                vars(self)["_tensor"] = found
+        return found
+
+    def _as_tensor(self) -> Tensor:
         first = (self.seqlen_q, self.seqlen_k, 0, 0, 0, 0)
         return torch.tensor([first, *(one.numbers for one in self.slices)])
 

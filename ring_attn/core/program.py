@@ -112,7 +112,7 @@ class Copy(NamedTuple):
         entry: number of the tensor in the message.
         tensor: the counterpart; None stands for zeros.
         rows: of the entry; None is all.
-        add: the message is added to the counterpart.
+        add: what is unpacked is added to the counterpart, what is packed to the message.
     """
 
     entry: int

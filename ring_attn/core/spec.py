@@ -90,10 +90,17 @@ class AttentionSpec:
     headdim_v: int
     softcap: float = 0.0
     sinks: bool = False
+    max_logits: bool = False
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, softcap: float = 0.0, sinks: Tensor | None = None
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        max_logits: bool = False,
     ) -> AttentionSpec:
         """The spec of a call with tensors (batch, rows, heads, dim) or (rows, heads, dim)."""
         return cls(
@@ -106,6 +113,7 @@ class AttentionSpec:
             headdim_v=v.size(-1),
             softcap=softcap,
             sinks=sinks is not None,
+            max_logits=max_logits,
         )
 
     @property

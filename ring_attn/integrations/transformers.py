@@ -23,17 +23,28 @@ their own count, as BERT's do, know no such keyword: take the loss of their logi
 
 `sequence_layout` is a keyword of the model's forward that reaches the attention; it may be left out
 where every rank has equally many rows in the layout that was registered. Packed documents are told
-by transformers' own `cu_seq_lens_q` (and `_k`), in positions of the whole sequence. Generation,
-with the whole prompt on every rank and a KV cache that is split over them:
+by transformers' own `cu_seq_lens_q` (and `_k`), in positions of the whole sequence; padding at the
+end of rows by an `attention_mask` of the whole sequence, which `shard_batch` does not cut. Images,
+whose tokens see each other, stand in embeddings; the whole `token_type_ids` tell where they are:
+
+    features = model.get_image_features(pixel_values).pooler_output
+    embeds = model.get_input_embeddings()(ids)
+    embeds = embeds.masked_scatter((ids == image_token_id)[..., None], features)
+    part = shard_batch({"inputs_embeds": embeds, "labels": labels}, layout, rank)
+    model(**part, token_type_ids=token_type_ids, ...)  # the rest as above
+
+Their encoder runs whole on every rank, so such a model is made with
+`attn_implementation={"text_config": "ring_attn", "vision_config": "sdpa"}`. Generation, with the
+whole prompt on every rank and a KV cache that is split over them:
 
     tokens = model.generate(prompt, past_key_values=ring.cache(model), max_new_tokens=64)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, Unpack
 
 import torch
@@ -44,8 +55,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ring_attn import check
 from ring_attn.api import ring_attention, tree_decode
 from ring_attn.call import AttentionOptions, DecodeOptions, Group, Sharing
+from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.integrations.transformers_cache import CacheStep, make_cache
+from ring_attn.integrations.transformers_masks import (
+    Rule,
+    Told,
+    chunk_of,
+    counts_rows,
+    mask_of,
+    read_mask,
+    repeated,
+    scaled_again,
+)
 from ring_attn.models.sdpa import as_autocast
 from ring_attn.transport.debug import tell_refusal
 
@@ -76,22 +98,9 @@ WHY_NOT = {
     "cache": "a paged cache is not built; `Registration.cache` makes one that is split over ranks",
 }
 
-# Parts of masks that causal, window_size and cu_seqlens say. Positions that jump, as in zigzag, are
-# packed sequences to transformers; `_check_positions` knows better.
-MASK_PATTERNS = {
-    "and_mask",
-    "and_masks",
-    "causal_mask_function",
-    "bidirectional_mask_function",
-    "sliding_window_overlay",
-    "sliding_window_bidirectional_overlay",
-    "packed_sequence_mask_function",
-    "remap_positions_for_packed_sequence",
-}
-
 DECODE_OPTIONS = frozenset(DecodeOptions.__annotations__)
 
-LAYER_TYPES = {"full_attention", "sliding_attention"}
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +167,7 @@ class Registration:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Told | None,
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
@@ -171,7 +180,7 @@ class Registration:
             query: (batch, nheads, rows, headdim).
             key: (batch, nheads_kv, rows_kv, headdim).
             value: (batch, nheads_kv, rows_kv, headdim_v).
-            attention_mask: must be None.
+            attention_mask: what the mask function read.
             dropout: must be 0.
             scaling: factor of the scores.
             is_causal: that of the module if None.
@@ -184,7 +193,7 @@ class Registration:
             _check_arguments(attention_mask, dropout, kwargs, self.ignore)
             _check_config(module)
             causal = _causal(module, is_causal, query.size(2))
-            window = _window(module, kwargs, causal)
+            rule = Rule(causal, _window(module, kwargs, causal), chunk_of(module))
             q, k, v = (as_autocast(x).transpose(1, 2) for x in (query, key, value))
             placed = _placed(kwargs.get(LAYOUT), self.layout)
             documents = (kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k"))
@@ -196,25 +205,81 @@ class Registration:
             self._tell(error)
             raise
         options: AttentionOptions = {
-            "causal": causal,
-            "window_size": window,
             "softmax_scale": scaling,
             "softcap": kwargs.get("softcap") or 0.0,
             "sinks": kwargs.get("s_aux"),
             "group": self.group,
             **self.sharing,
         }
+        if attention_mask or rule.chunk or counts_rows(module):
+            place = placed, documents
+            return self._attend_by_mask(module, q, k, v, attention_mask, rule, place, options), None
+        options["causal"], options["window_size"] = rule.causal, rule.window
         if isinstance(placed, CacheStep) and placed.chunk is None:
-            shared: Any = {n: x for n, x in options.items() if n in DECODE_OPTIONS}
-            return tree_decode(q, k, v, layout=placed.cache, **shared), None
+            return tree_decode(q, k, v, layout=placed.cache, **_for_decode(options)), None
         options["layout"] = placed.layouts if isinstance(placed, CacheStep) else placed
         options["cu_seqlens"], options["cu_seqlens_k"] = documents
         return ring_attention(q, k, v, **options), None
 
-    def mask(self, *args: Any, **kwargs: Any) -> None:
-        """The mask function that goes with it; see `check_mask`."""
+    @left_out_of_graphs(
+        "chunked attention, padding, images and Llama 4's scaled queries are not compiled: compile "
+        "without fullgraph=True, which leaves their attention out"
+    )
+    def _attend_by_mask(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        told: Told | None,
+        rule: Rule,
+        place: tuple[str | SequenceLayout | CacheStep, tuple[Tensor | None, Tensor | None]],
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Attention by a mask of slices; see `attend`."""
         try:
-            check_mask(*args, **kwargs)
+            rank, rows, batch = dist.get_rank(check.check_group(self.group)), q.size(1), q.size(0)
+            cuts = check.check_cu_seqlens("cu_seq_lens_q", place[1][0])
+            placed = self._resolved(place[0], rows, cuts)
+            step = placed if isinstance(placed, CacheStep) else None
+            whole = placed.cache if isinstance(placed, CacheStep) else placed
+            seqlen = whole.seqlen
+            past = seqlen - step.num_new(rows) if step else 0
+            _check_told(told, cuts, place[1], placed, (batch, seqlen))
+            if counts_rows(module):
+                counted = torch.arange(past, past + rows)
+                positions = _from_document(_positions(placed, rank, rows), cuts)
+                q = scaled_again(module, q, counted, positions)
+        except Exception as error:
+            self._tell(error)
+            raise
+        each = told.rows if told else ((seqlen, ()),)
+        each = each if len(set(each)) > 1 else each[:1]
+        mask = mask_of(seqlen, each, rule, cuts, told is not None and told.beyond_windows)
+        options["mask"] = mask.rows(past, seqlen) if step else mask
+        if step and step.chunk is None:
+            return tree_decode(q, k, v, layout=whole, **_for_decode(options))
+        options["layout"] = step.layouts if step else whole
+        if len(each) == 1:
+            return ring_attention(q, k, v, **options)
+        options["layout"] = repeated(whole, batch)
+        q, k, v = (x.flatten(0, 1)[None] for x in (q, k, v))
+        return ring_attention(q, k, v, **options).unflatten(1, (batch, rows))[0]
+
+    def _resolved(
+        self, placed: str | SequenceLayout | CacheStep, rows: int, cuts: tuple[int, ...] | None
+    ) -> SequenceLayout | CacheStep:
+        """The layout that a name is for so many rows of each rank, or documents."""
+        if not isinstance(placed, str):
+            return placed
+        world_size = dist.get_world_size(check.check_group(self.group))
+        total = cuts[-1] if cuts and world_size > 1 else rows * world_size
+        return SequenceLayout.from_name(placed, total, world_size)
+
+    def mask(self, *args: Any, **kwargs: Any) -> Told | None:
+        """The mask function that goes with it; see `read_mask`."""
+        try:
+            return read_mask(*args, **kwargs)
         except Exception as error:
             self._tell(error)
             raise
@@ -247,20 +312,12 @@ class Registration:
                 "from 0: ring_attn.shard_batch makes them"
             )
         cuts = check.check_cu_seqlens("cu_seq_lens_q", cu_seqlens)
-        if isinstance(placed, str):
-            total = cuts[-1] if cuts and world_size > 1 else rows * world_size
-            placed = SequenceLayout.from_name(placed, total, world_size)
+        placed = self._resolved(placed, rows, cuts)
         checked = (position_ids._version, (placed, cuts, rank))
         if _validated.get(position_ids) == checked:
             return
-        if isinstance(placed, CacheStep):
-            expected = placed.position_ids(rank, rows)
-        else:
-            expected = placed.position_ids(rank)
-        allowed = [expected]
-        if cuts:
-            starts = torch.tensor(cuts)
-            allowed.append(expected - starts[torch.searchsorted(starts, expected, right=True) - 1])
+        expected = _positions(placed, rank, rows)
+        allowed = [expected, _from_document(expected, cuts)]
         got = position_ids.detach().cpu()
         for one in allowed:
             if got.ndim == 2 and got.size(1) == len(one) and bool((got == one).all()):
@@ -285,15 +342,17 @@ def register(
 ) -> Registration:
     """Makes `attn_implementation="ring_attn"` known to transformers, on this rank's shard.
 
-    Honoured: GQA, causal and bidirectional models, sliding windows layer by layer, softcap, sinks,
-    scaling, packed documents (`cu_seq_lens_q`), autocast. Refused by name: padding and other masks,
+    Honoured: GQA, causal and bidirectional models, sliding windows and chunks (Llama 4) layer by
+    layer, softcap, sinks, scaling, packed documents (`cu_seq_lens_q`), padding at the end of rows,
+    images that are seen whole (Gemma 3), autocast. Refused by name: other padding and masks,
     dropout, output_attentions, RoPE that depends on the length seen so far (dynamic, longrope),
-    layers that mix rows without attention (linear attention, Mamba, convolution), chunked
-    attention, and keywords that reach the attention and are unknown.
+    layers that mix rows without attention (linear attention, Mamba, convolution), padding or images
+    beside a cache, and keywords that reach the attention and are unknown. Chunks, padding and
+    images leave their attention out of compiled graphs.
 
-    Where the model gives its attention `position_ids`, as almost all do, they are checked against
-    the layout, but not under torch.compile. The pooler of BERT and its like looks at the first row,
-    which is the first of the sequence on one rank only.
+    Where the model gives its attention `position_ids`, as almost all but Llama 4 do, they are
+    checked against the layout, but not under torch.compile. The pooler of BERT and its like looks
+    at the first row, which is the first of the sequence on one rank only.
 
     Args:
         group: as for `ring_attention`.
@@ -341,74 +400,16 @@ def register(
     return ring
 
 
-def check_mask(
-    *args: Any,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
-) -> None:
-    """Mask of a mask function: None, as flash-attention's function has it, or an error.
-
-    Args:
-        *args: sizes, which are those of a shard and say nothing.
-        mask_function: what sees what, of index tensors.
-        attention_mask: (batch, seqlen), False where there is padding.
-        **kwargs: unused.
-
-    Raises:
-        NotImplementedError: padding, or a mask that is not causal, a window or documents.
-    """
-    unknown = sorted(set(_patterns(mask_function)) - MASK_PATTERNS) if mask_function else []
-    if unknown or kwargs.get("use_vmap"):
-        raise NotImplementedError(
-            f"the model asks for a mask made of {', '.join(unknown) or 'functions of its own'}: "
-            "attention over a split sequence has causal masks, sliding windows and documents "
-            "(cu_seq_lens_q)"
-        )
-    if attention_mask is None:
-        return
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            "attention_mask cannot be looked at under torch.compile: leave it out, as padding is "
-            "not built"
-        )
-    if not bool(attention_mask.all()):
-        hidden = int((attention_mask == 0).sum())
-        raise NotImplementedError(
-            f"attention_mask hides {hidden} of {attention_mask.numel()} tokens: padding is not "
-            "built. Pack the sequences one after another and pass cu_seq_lens_q and cu_seq_lens_k; "
-            "or, where a causal model has its padding at the end, leave attention_mask out and set "
-            "the labels there to -100"
-        )
-
-
-def _patterns(mask_function: Callable[..., Any]) -> Iterator[str]:
-    """The names of the functions that a mask is made of; under torch.compile of the outermost.
-
-    That finds unions, which let more be seen. What is cut from a mask, chunked attention, is known
-    by the type of the layers, too.
-    """
-    if torch.compiler.is_compiling():
-        yield mask_function.__name__
-        return
-    name, module = mask_function.__qualname__.split(".")[0], mask_function.__module__
-    yield name if module == "transformers.masking_utils" else f"{module}.{name}"
-    for cell in mask_function.__closure__ or ():
-        parts = cell.cell_contents
-        for part in parts if isinstance(parts, tuple) else (parts,):
-            if isinstance(part, FunctionType):
-                yield from _patterns(part)
-
-
 def _check_arguments(
     attention_mask: object, dropout: float, kwargs: dict[str, Any], ignore: frozenset[str]
 ) -> None:
     """Refuses arguments of the attention that are neither honoured nor meant for something else."""
-    if attention_mask is not None:
+    if not isinstance(attention_mask, (Told, type(None))):
         shape = tuple(getattr(attention_mask, "shape", ()))
         raise NotImplementedError(
-            f"attention_mask must be None, got {type(attention_mask).__name__} of shape {shape}: a "
-            "mask of your own is not built; documents are told by cu_seq_lens_q and cu_seq_lens_k"
+            f"attention_mask must be (batch, seqlen), got {type(attention_mask).__name__} of shape "
+            f"{shape}: a mask of your own is not built; documents are told by cu_seq_lens_q and "
+            "cu_seq_lens_k"
         )
     if dropout:
         raise NotImplementedError(
@@ -432,6 +433,11 @@ def _check_config(module: nn.Module) -> None:
         raise NotImplementedError(
             f"the model has layers of type {', '.join(others)}, which need rows of other ranks in "
             f"their own way: only {' and '.join(sorted(LAYER_TYPES))} work on a split sequence"
+        )
+    if getattr(config, "patch_size", None):
+        raise NotImplementedError(
+            "the patches of images are not split over ranks: make the model with "
+            "attn_implementation={'text_config': 'ring_attn', 'vision_config': 'sdpa'}"
         )
     for rope_type in _rope_types(config):
         if "dynamic" in rope_type or rope_type == "longrope":
@@ -492,6 +498,53 @@ def _placed(given: object, name: str) -> str | SequenceLayout | CacheStep:
     if not isinstance(given, (str, SequenceLayout, CacheStep)):
         raise TypeError(f"{LAYOUT} must be a SequenceLayout or one of {LAYOUTS}, got {given!r}")
     return given
+
+
+def _positions(placed: SequenceLayout | CacheStep, rank: int, rows: int) -> Tensor:
+    """(rows,) global positions of the rank's rows."""
+    if isinstance(placed, CacheStep):
+        return placed.position_ids(rank, rows)
+    return placed.position_ids(rank)
+
+
+def _from_document(positions: Tensor, cuts: tuple[int, ...] | None) -> Tensor:
+    """Positions counted from the start of their documents."""
+    if not cuts:
+        return positions
+    starts = torch.tensor(cuts)
+    return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+
+
+def _for_decode(options: AttentionOptions) -> Any:
+    """The options that `tree_decode` has, too."""
+    return {name: x for name, x in options.items() if name in DECODE_OPTIONS}
+
+
+def _check_told(
+    told: Told | None,
+    cuts: tuple[int, ...] | None,
+    documents: tuple[Tensor | None, Tensor | None],
+    placed: SequenceLayout | CacheStep,
+    shape: tuple[int, int],
+) -> None:
+    """Refuses what a batch tells beside a cache or documents, or of a part of the sequence."""
+    if cuts != check.check_cu_seqlens("cu_seq_lens_k", documents[1]):
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be the same documents")
+    if told is None:
+        return
+    if (len(told.rows), told.seqlen) != shape:
+        raise ValueError(
+            f"attention_mask and token_type_ids must be those of the whole sequence, {shape}, got "
+            f"{(len(told.rows), told.seqlen)}: give every rank all of them, as "
+            "ring_attn.shard_batch does with attention_mask"
+        )
+    if isinstance(placed, CacheStep):
+        raise NotImplementedError("images with a cache that is split over ranks are not built")
+    if cuts and any(length < told.seqlen for length, _ in told.rows):
+        raise ValueError(
+            "cu_seq_lens_q says where documents end: leave attention_mask out, as rows behind the "
+            "last boundary are padding"
+        )
 
 
 def _check_rows(q: Tensor, k: Tensor, name: str) -> None:

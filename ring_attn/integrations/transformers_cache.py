@@ -57,11 +57,15 @@ class CacheStep:
         assert self.chunk is not None, "queries that are not split have no layout"
         return self.chunk, self.cache
 
+    def num_new(self, rows: int) -> int:
+        """New rows of all ranks, of which a rank has so many."""
+        return rows if self.chunk is None else self.chunk.seqlen
+
     def position_ids(self, rank: int, rows: int) -> Tensor:
         """The global positions of the rows that a rank computes, `rows` where it computes all."""
-        if self.chunk is None:
-            return torch.arange(self.cache.seqlen - rows, self.cache.seqlen)
-        return self.cache.seqlen - self.chunk.seqlen + self.chunk.position_ids(rank)
+        past = self.cache.seqlen - self.num_new(rows)
+        of_rank = torch.arange(rows) if self.chunk is None else self.chunk.position_ids(rank)
+        return past + of_rank
 
 
 def make_cache(model: Any, *, group: Group, kind: str, block: int, keyword: str) -> Any:

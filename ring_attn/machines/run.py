@@ -55,6 +55,9 @@ from ring_attn.strategies.registry import program_of
 from ring_attn.strategies.tree_decode import DecodeCall, program
 from ring_attn.transport.base import Transport
 
+# Number of the exchange of the greatest scores, after those of the program.
+MAXIMA = 1 << 20
+
 
 class Forward(NamedTuple):
     """Results of a forward.
@@ -63,11 +66,13 @@ class Forward(NamedTuple):
         out: (batch, rows, nheads, headdim_v) in the dtype of q.
         lse: (batch, nheads, rows) in the type of the state.
         saved: tensors that the backward needs; none of them a communication buffer.
+        max_logits: (nheads,) of all ranks; empty where it is not asked for.
     """
 
     out: Tensor
     lse: Tensor
     saved: tuple[Tensor, ...]
+    max_logits: Tensor
 
 
 class Gradients(NamedTuple):
@@ -96,7 +101,20 @@ def forward(
     given = {"q": q, "k": k, "v": v}
     run = execute(steps, call.spec, call.scores, call.backend, given, transport, sinks)
     saved = tuple(run.tensors[name] for name in steps.saved)
-    return Forward(run.tensors["out"], run.tensors["lse"], saved)
+    lse = run.tensors["lse"]
+    most = run.max_logits
+    if call.spec.max_logits and most is None:  # a rank without heads
+        most = lse.new_full((call.spec.nheads,), -torch.inf)
+    most = lse.new_empty(0) if most is None else _over_ranks(most, transport)
+    return Forward(run.tensors["out"], lse, saved, most)
+
+
+def _over_ranks(x: Tensor, transport: Transport) -> Tensor:
+    """The greatest of all ranks' values, one by one."""
+    every = x.new_empty(transport.world_size, *x.shape)
+    transport.all_gather("shards", MAXIMA, x.view(torch.uint8), every.view(-1).view(torch.uint8))
+    transport.wait("shards")
+    return every.amax(0)
 
 
 def backward(
@@ -222,6 +240,9 @@ class Run:
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self._posted: dict[Channel, Any] = {}
         self._index = 0  # of the op
+        # Greatest score of each head so far, where it is asked for.
+        self.max_logits: Tensor | None = None
+        self._heads: slice | None = None  # of the state
 
     def all(self) -> None:
         """Every op in order."""
@@ -323,6 +344,8 @@ class Run:
             target = _rows_of(entries[copy.entry], copy)
             if copy.tensor is None:
                 target.zero_()
+            elif copy.add:
+                target.add_(self.get(copy.tensor))
             else:
                 target.copy_(self.get(copy.tensor))
 
@@ -398,6 +421,8 @@ class Run:
             if self.dsinks is None:
                 self.dsinks = torch.zeros_like(cast(Tensor, self.sinks))
             self.dsinks[op.sinks or slice(None)] = run.dsinks
+        if run.max_logits is not None:
+            self._note_maxima(op.sinks, run.max_logits)
 
     # -- attention
 
@@ -418,6 +443,7 @@ class Run:
         return self.sinks.to(self.spec.accum_dtype)[heads]
 
     def start(self, op: Start) -> None:
+        self._heads = op.sinks
         self._state = self.backend.new_state(self.get(op.q), op.headdim_v, self._sinks(op.sinks))
 
     def attend(self, op: Attend) -> None:
@@ -426,8 +452,9 @@ class Run:
         q, k, v = self.get(op.q), self.get(op.k), self.get(op.v)
         with self._part("attend", len(op.tiles)):
             self._state = self.backend.forward(
-                q, k, v, op.tiles, self._state, scores=self.scores, last=op.last
-            )
+                q, k, v, op.tiles, self._state, scores=self.scores,
+                last=op.last and not self.spec.max_logits,
+            )  # fmt: skip
 
     def decode(self, op: Decode) -> None:
         assert decodes(self.backend)
@@ -439,8 +466,16 @@ class Run:
     def finish(self, op: Finish) -> None:
         state, self._state = self._state, None
         with self._part("finalize"):
+            if self.spec.max_logits:
+                self._note_maxima(self._heads, self.backend.max_logits(state))
             out, lse = self.backend.finalize(state, op.out_array.dtype)
         self.tensors |= {op.out: out, op.lse: lse}
+
+    def _note_maxima(self, heads: slice | None, values: Tensor) -> None:
+        if self.max_logits is None:
+            self.max_logits = values.new_full((self.spec.nheads,), -torch.inf)
+        part = self.max_logits[heads or slice(None)]
+        part.copy_(torch.maximum(part, values))
 
     def delta(self, op: Delta) -> None:
         out, dout, lse = (self.tensors[name] for name in ("out", "dout", "lse"))

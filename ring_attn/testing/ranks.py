@@ -218,7 +218,7 @@ def run_calls(
     def work(rank: int, transport: LocalTransport) -> RankResult:
         stats = transport.stats
         q, k, v, dout = _shards(inputs, layouts, rank, noncontiguous)
-        out, lse, saved = run.forward(calls[rank], q, k, v, transport, sinks)
+        out, lse, saved, _ = run.forward(calls[rank], q, k, v, transport, sinks)
         forward = Sent(stats.bytes_sent, stats.messages)
         stats.reset()
         dq, dk, dv, dsinks = run.backward(calls[rank], saved, dout, transport, sinks)

@@ -21,7 +21,14 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from ring_attn import SequenceLayout, TransportOptions, ring_attention, select_backend, unshard
+from ring_attn import (
+    SequenceLayout,
+    TransportOptions,
+    masks,
+    ring_attention,
+    select_backend,
+    unshard,
+)
 from ring_attn.core.strategy import Strategy
 from ring_attn.transport import p2p
 from tests.distributed.pool import Ended, ended
@@ -152,6 +159,10 @@ TYPES: Table = {
 }
 
 OPTIONS: Table = {
+    "mask of another length": value_error("layout|seqlen=9", mask=masks.causal(9)),
+    "mask and causal": value_error("mask|causal", mask=masks.causal(SEQLEN), causal=True),
+    "mask and window": value_error("mask|window", mask=masks.causal(SEQLEN), window_size=(3, 0)),
+    "mask of torch": type_error("mask must be|Mask", mask=x(SEQLEN, SEQLEN).bool()),
     "scale nan": value_error("softmax_scale|finite|nan", softmax_scale=float("nan")),
     # Operators that mask scores before they scale them make NaN of -inf * 0, +inf of -inf * -0.2.
     "scale 0": value_error("softmax_scale|positive|0", softmax_scale=0.0),

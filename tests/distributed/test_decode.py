@@ -22,9 +22,11 @@ from ring_attn import (
     tree_decode,
     unshard,
 )
+from ring_attn.backends import get_backend
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.strategies.tree_decode import decode_packet
+from ring_attn.testing import masks as all_masks
 from ring_attn.testing import poisoned_empty, random_qkv, random_sinks
 from ring_attn.tools import generate
 from ring_attn.tools.model import ModelConfig, Transformer
@@ -78,6 +80,43 @@ def test_a_growing_cache(ranks: Pools, world_size: int, dtype: torch.dtype, toke
         for results, messages, sent in calls:
             assert all(map(torch.equal, results, first))
             assert (messages, sent) == (min(1, world_size - 1), (world_size - 1) * nbytes)
+
+
+MLA = {"nheads": 4, "nheads_kv": 1, "headdim": 576, "headdim_v": 512}
+
+
+def decoded(mask: Mask, sizes: dict[str, int], backend: str) -> Results:
+    """The last queries of a mask, against a zigzag cache."""
+    rank, layout = dist.get_rank(), SequenceLayout.zigzag(mask.seqlen_k, dist.get_world_size())
+    q, k, v, _ = random_qkv(seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, **sizes)
+    return tree_decode(
+        q, layout.shard(k, rank), layout.shard(v, rank), layout=layout, backend=backend,
+        mask=mask, return_lse=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["aten", "reference"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_any_mask(ranks: Pools, world_size: int, backend: str) -> None:
+    """The last rows of every mask of the table that has as many queries as keys."""
+    for mask in all_masks(61).values():
+        if mask.seqlen_q != 61 or mask.seqlen_k != 61:
+            continue
+        last = mask.rows(57, 61)
+        for got in ranks(world_size).run(decoded, last, SIZES, backend):
+            assert_exact(got, random_qkv(seqlen_q=4, seqlen_k=61, **SIZES), last)
+
+
+@pytest.mark.parametrize("backend", ["aten", "reference"])
+def test_sizes_of_mla(ranks: Pools, backend: str) -> None:
+    """576 and 512, one head of the cache for all; the kernels say what they take."""
+    mask = Mask(2, 33, causal=True)
+    inputs = random_qkv(seqlen_q=2, seqlen_k=33, **MLA)
+    for got in ranks(2).run(decoded, mask, MLA, backend):
+        assert_exact(got, inputs, mask)
+    assert "up to 256, got 576 and 512" in str(
+        get_backend("triton").supports(AttentionSpec.of(*inputs[:3]), explicit=True)
+    )
 
 
 def none_for_no_rows(starts_full: bool) -> list[tuple[Results, int]]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import SequenceLayout, TransportOptions, ops, ring_attention, tree_decode
+from ring_attn import SequenceLayout, TransportOptions, masks, ops, ring_attention, tree_decode
 from ring_attn.testing.cases import strategy_of
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import media
@@ -95,6 +95,11 @@ DIFFERENT: dict[str, tuple[Arguments, Arguments, str]] = {
         {"cu_seqlens": documents(9)},
         {"cu_seqlens": documents(10)},
         "cu_seqlens: rank 1 has (0, 10, 24), the other 3 have (0, 9, 24)",
+    ),
+    "mask": (
+        {"causal": False, "mask": masks.spans(SEQLEN, [(3, 9)])},
+        {"causal": False, "mask": masks.spans(SEQLEN, [(3, 10)])},
+        "mask: rank 1 has",
     ),
     "layout": (
         {},

@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ring_attn import SequenceLayout, Strategy, TransportOptions, ring_attention
+from ring_attn import SequenceLayout, Strategy, TransportOptions, masks, ring_attention
 from ring_attn.core.layout import Segment
+from ring_attn.core.mask import Mask
 from ring_attn.transport.p2p import open_p2p
 from tests.cold import compile_cold
 from tests.distributed.pool import Ended, Pool, ended
@@ -97,6 +98,8 @@ def test_compiles_whole_for_any_length(pool: Pool, backend: str, names: tuple[st
 OPTIONS: dict[str, dict[str, Any]] = {
     "documents": {"cu_seqlens": torch.tensor([0, 5, 5, 20], dtype=torch.int32), "causal": True},
     "window": {"window_size": (3, 1), "softmax_scale": 0.3},
+    "mask": {"mask": masks.spans(20, [(2, 9), (12, 18)]), "strategy": "exchange"},
+    "mask of arguments": {"mask": Mask(20, 20, True, (4, 0))},
     "sinks": {"sinks": torch.tensor([0.5, -1.0, 0.0, 2.0]), "backend": "reference"},
     "value": {"strategy": Strategy("all_gather", heads_per_chunk=2)},
 }

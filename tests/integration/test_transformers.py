@@ -14,7 +14,8 @@ from transformers import masking_utils
 
 from ring_attn import SequenceLayout
 from ring_attn.integrations import transformers as integration
-from ring_attn.integrations.transformers import check_mask, register
+from ring_attn.integrations.transformers import register
+from ring_attn.integrations.transformers_masks import Rule, mask_of, read_mask
 from tests.hf_models import make_model
 
 FUNCTIONS = transformers.AttentionInterface._global_mapping
@@ -71,11 +72,11 @@ def test_without_transformers_the_extra_is_named() -> None:
         register()
 
 
-def made_mask(make: str, **options: Any) -> Any:
-    """The mask that a model of transformers gets of ours."""
+def made_mask(make: str, implementation: str = "ring_attn", **options: Any) -> Any:
+    """The mask that a model of transformers gets of ours, or of its own."""
     with register():
-        config = transformers.LlamaConfig(**options.pop("config", {}))
-        config._attn_implementation = "ring_attn"
+        config = transformers.Llama4TextConfig(**options.pop("config", {}))
+        config._attn_implementation = implementation
         arguments = {
             "config": config,
             "inputs_embeds": torch.zeros(2, 12, 8),
@@ -86,9 +87,20 @@ def made_mask(make: str, **options: Any) -> Any:
 
 
 ZIGZAG = SequenceLayout.zigzag(24, 2).position_ids(0)[None]
-BLOCKS = torch.zeros(2, 12, dtype=torch.int64)
 WINDOW = {"config": {"sliding_window": 4}}
-PADDING = torch.tensor([[1] * 12, [0] * 2 + [1] * 10])
+CHUNKS = {"config": {"attention_chunk_size": 5}}
+PADDING = torch.tensor([[1] * 12, [1] * 7 + [0] * 5])
+LEFT = PADDING.flip(1)
+# Two images that touch, one longer than the window; and one at the end.
+BLOCKS = torch.tensor([[-1, 0, 0, 1, 1, 1, 1, 1, 1, -1, -1, -1], [-1] * 7 + [4] * 5])
+APART = torch.tensor([[0] * 3 + [-1] * 6 + [0] * 3] * 2)
+IMAGES, SLIDING_OVERLAY = (
+    masking_utils.blockwise_overlay(BLOCKS),
+    masking_utils.sliding_window_overlay(4),
+)
+BY_IMAGE = {"or_mask_function": IMAGES, "and_mask_function": SLIDING_OVERLAY}
+PLAIN, SLIDING = Rule(True, (-1, -1), None), Rule(True, (3, 0), None)
+CHUNKED = Rule(True, (-1, -1), 5)
 
 
 @pytest.mark.parametrize(
@@ -112,14 +124,75 @@ def first_four(batch: Any, head: Any, q: Any, kv: Any) -> Any:
 
 
 @pytest.mark.parametrize(
+    ("make", "options", "rule"),
+    [
+        ("create_causal_mask", {"attention_mask": PADDING}, PLAIN),
+        ("create_bidirectional_mask", {"attention_mask": PADDING}, Rule(False, (-1, -1), None)),
+        ("create_sliding_window_causal_mask", WINDOW, SLIDING),
+        ("create_chunked_causal_mask", CHUNKS, CHUNKED),
+        ("create_causal_mask", {"block_sequence_ids": BLOCKS}, PLAIN),
+        ("create_causal_mask", {**BY_IMAGE, "position_ids": ZIGZAG}, SLIDING),
+        (
+            "create_sliding_window_causal_mask",
+            {**WINDOW, "block_sequence_ids": BLOCKS},
+            SLIDING,
+        ),
+        (
+            "create_chunked_causal_mask",
+            {**CHUNKS, "attention_mask": PADDING},
+            CHUNKED,
+        ),
+    ],
+)
+def test_masks_are_those_of_transformers(make: str, options: dict[str, Any], rule: Rule) -> None:
+    theirs = made_mask(make, "eager", **dict(options) | {"position_ids": None})[:, 0] == 0
+    told = made_mask(make, **dict(options))
+    rows, beyond = (told.rows, told.beyond_windows) if told else (((12, ()),) * 2, False)
+    seen = mask_of(12, rows, rule, None, beyond).dense()
+    for row, one in enumerate(theirs.expand(2, -1, -1)):
+        real, a = rows[row][0], row * 12
+        assert torch.equal(seen[a : a + real, a : a + 12], one[:real])
+        assert not seen[a + real : a + 12].any() and not seen[a : a + 12, :a].any()
+
+
+@pytest.mark.parametrize(
     ("make", "options", "text"),
     [
-        ("create_causal_mask", {"attention_mask": PADDING}, "hides 2 of 24 tokens"),
-        ("create_bidirectional_mask", {"attention_mask": PADDING}, "hides 2 of 24 tokens"),
-        ("create_chunked_causal_mask", {"config": {"attention_chunk_size": 4}}, "chunked_overlay"),
+        ("create_causal_mask", {"attention_mask": LEFT}, "hides 5 of 24 tokens, some .*'right'"),
+        ("create_causal_mask", {"block_sequence_ids": APART}, "do not stand together"),
+        (
+            "create_bidirectional_mask",
+            {"or_mask_function": IMAGES},
+            "or_masks",
+        ),
+        ("create_causal_mask", {"and_mask_function": IMAGES}, "blockwise"),
+        (
+            "create_causal_mask",
+            {"and_mask_function": IMAGES, "block_sequence_ids": BLOCKS},
+            "made of blockwise_overlay, or_masks",
+        ),
+        (
+            "create_causal_mask",
+            {"or_mask_function": masking_utils.and_masks(SLIDING_OVERLAY, IMAGES)},
+            "made of blockwise_overlay, or_masks",
+        ),
+        (
+            "create_chunked_causal_mask",
+            {**CHUNKS, "block_sequence_ids": BLOCKS},
+            "made of blockwise_overlay, or_masks",
+        ),
+        (
+            "create_chunked_causal_mask",
+            {"config": {"attention_chunk_size": 5, "layer_types": ["full_attention"] * 48}},
+            "made of chunked_overlay",
+        ),
+        (
+            "create_causal_mask",
+            {"attention_mask": PADDING, "block_sequence_ids": BLOCKS},
+            "attention_mask beside token_type_ids",
+        ),
         ("create_causal_mask", {"or_mask_function": first_four}, "or_masks, tests.*first_four"),
         ("create_causal_mask", {"and_mask_function": first_four}, "first_four"),
-        ("create_causal_mask", {"block_sequence_ids": BLOCKS}, "blockwise_overlay, or_masks"),
     ],
 )
 def test_other_masks_are_refused(make: str, options: dict[str, Any], text: str) -> None:
@@ -131,13 +204,13 @@ def test_under_compile_unions_and_padding_are_refused() -> None:
     union = masking_utils.or_masks(masking_utils.causal_mask_function, first_four)
     window = masking_utils.sliding_window_causal_mask_function(4)
     with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
-        assert check_mask(mask_function=window) is None
+        assert read_mask(mask_function=window) is None
         with pytest.raises(NotImplementedError, match="or_mask"):
-            check_mask(mask_function=union)
+            read_mask(mask_function=union)
         with pytest.raises(NotImplementedError, match="functions of its own"):
-            check_mask(mask_function=window, use_vmap=True)
+            read_mask(mask_function=window, use_vmap=True)
         with pytest.raises(NotImplementedError, match="leave it out"):
-            check_mask(mask_function=window, attention_mask=torch.ones(2, 12))
+            read_mask(mask_function=window, attention_mask=torch.ones(2, 12))
 
 
 def attend(config: dict[str, Any], **options: Any) -> Any:

@@ -75,7 +75,9 @@ def test_odd_lengths(rows: int, dtype: torch.dtype) -> None:
         exercise(mask, LARGE, {"dtype": dtype})
 
 
-@pytest.mark.parametrize("dims", [(16, 40), (24, 16), (80, 80), (128, 5), (192, 256)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(16, 40), (24, 16), (80, 80), (128, 5), (192, 128), (192, 256)], ids=str
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_head_dims(dims: tuple[int, int], dtype: torch.dtype) -> None:
     sizes = {"dtype": dtype, "headdim": dims[0], "headdim_v": dims[1]}

@@ -119,6 +119,7 @@ SIZES = {
     "gqa": config(nheads=4, nheads_kv=2),
     "mqa": config(nheads=3, nheads_kv=1),
     "headdim_v less": config(headdim=24, headdim_v=8),
+    "mla": config(headdim=192, headdim_v=128),
     "headdim_v more": config(headdim=8, headdim_v=24),
     "odd headdims": config(headdim=13, headdim_v=5),
     "batch": config(batch=3, nheads=4, nheads_kv=2),

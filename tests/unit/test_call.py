@@ -79,7 +79,7 @@ def test_every_option_of_the_signature_has_its_type(
 ) -> None:
     parameters = inspect.signature(function).parameters.values()
     given = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-    assert given - {"return_lse"} == set(options.__annotations__)
+    assert given - {"return_lse", "return_max_logits"} == set(options.__annotations__)
 
 
 def test_what_and_how_share_no_option() -> None:

@@ -17,6 +17,7 @@ NEED_TORCHRUN = {
     "ring_attn.integrations.context_parallel.context_parallel",
     "ring_attn.integrations.flash_attn.flash_attn_func",
     "ring_attn.models.sdpa.route_sdpa",
+    "ring_attn.neighbours.halo",
     "ring_attn.models.sdpa.sdpa_attention",
 }
 

@@ -30,7 +30,7 @@ DATA = CORE | {"torch_private", "compiling"}
 ENGINE = DATA | {
     "check", "profiling", "backends", "transport", "strategies", "planning.devices", "machines",
 }  # fmt: skip
-API = ENGINE | {"planning", "call", "ops", "transport.debug", "api", "decode"}
+API = ENGINE | {"planning", "call", "ops", "transport.debug", "api", "decode", "neighbours"}
 PUBLIC = API | {"models", "__init__", "integrations"}
 COMMANDS = {"tools.interrupt", "tools.launch", "tools.arguments", "tools.env"}
 TOOLS = PUBLIC | COMMANDS | {"testing"}
@@ -69,6 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planning": ENGINE,
     "call": DATA | {"check"},
     "ops": ENGINE | {"call", "transport.debug"},
+    "neighbours": ENGINE | {"call", "transport.debug"},
     "decode": ENGINE | {"call", "transport.debug"},
     # The public functions: they make the call, which `ops` and `decode` run.
     "api": ENGINE | {"call", "ops", "decode", "transport.debug", "planning"},

@@ -170,8 +170,10 @@ def test_shard_batch_keeps_what_is_already_there() -> None:
     layout = SequenceLayout.striped(6, 2)
     restarted = torch.tensor([[0, 1, 2, 0, 1, 2]])
     shift_labels = torch.tensor([[1, 2, -100, 4, 5, -100]])
-    part = shard_batch({"position_ids": restarted, "shift_labels": shift_labels}, layout, 1)
+    batch = {"position_ids": restarted, "shift_labels": shift_labels, "attention_mask": restarted}
+    part = shard_batch(batch, layout, 1)
     assert part["position_ids"].tolist() == [[1, 0, 2]]
+    assert part["attention_mask"] is restarted
     assert part["shift_labels"].tolist() == [[2, 4, -100]]
 
 

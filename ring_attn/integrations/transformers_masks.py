@@ -1,0 +1,297 @@
+"""Who sees whom in Hugging Face models, where more is said than causality, windows and documents.
+
+    padding at the end of rows    attention_mask, (batch, seqlen)     a row sees its tokens only
+    images, seen whole            token_type_ids, (batch, seqlen)     `masks.spans`
+    chunked attention             attention_chunk_size of a config    documents of one chunk each
+
+Both tensors are those of the whole sequence, on every rank. The model hands them to the mask
+function, whose result goes to the attention in the place of a mask: a `Told`. The attention, which
+knows the layout, makes slices of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from inspect import signature
+from itertools import pairwise
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ring_attn.core import masks
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+
+# Parts of masks that causal, window_size, cu_seqlens and chunks say. Positions that jump, as in
+# zigzag, are packed sequences to transformers; the attention's own check of positions knows better.
+MASK_PATTERNS = {
+    "and_mask",
+    "and_masks",
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "sliding_window_overlay",
+    "sliding_window_bidirectional_overlay",
+    "packed_sequence_mask_function",
+    "remap_positions_for_packed_sequence",
+}
+IGNORED = -100
+
+UNION, BLOCKS, CHUNKS = "or_masks", "blockwise_overlay", "chunked_overlay"
+
+Span = tuple[int, int]
+Row = tuple[int, tuple[Span, ...]]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the tokens of a batch say about who sees whom.
+
+    Attributes:
+        seqlen: of the whole sequence.
+        rows: for each of the batch the number of tokens before its padding, and the spans, such as
+            images, that see all of themselves.
+        beyond_windows: whether a span is seen whole even where it is longer than a window.
+    """
+
+    seqlen: int
+    rows: tuple[Row, ...]
+    beyond_windows: bool = False
+
+
+class Rule(NamedTuple):
+    """What a layer says about who sees whom: as in `ring_attention`, and the size of its chunks."""
+
+    causal: bool
+    window: tuple[int, int]
+    chunk: int | None
+
+
+# -- what a mask function is asked for
+
+
+def read_mask(
+    *args: Any,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    q_length: int | None = None,
+    config: Any = None,
+    **kwargs: Any,
+) -> Told | None:
+    """What the arguments of a mask function say beyond causality, windows and documents.
+
+    Args:
+        *args: sizes, which are those of a shard and say nothing.
+        mask_function: what sees what, of index tensors.
+        attention_mask: (batch, seqlen), False where there is padding.
+        q_length: rows of this rank.
+        config: of the model.
+        **kwargs: unused.
+
+    Raises:
+        NotImplementedError: padding before tokens, or a mask that is none of those.
+    """
+    parts = list(_parts(mask_function)) if mask_function else []
+    known = set(MASK_PATTERNS)
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        known.add(CHUNKS)
+    union = _union_with_blocks(parts)
+    if union is not None:
+        known |= {UNION, BLOCKS}
+    unknown = sorted({name for name, _ in parts} - known)
+    if unknown or (kwargs.get("use_vmap") and union is None):
+        raise NotImplementedError(
+            f"the model asks for a mask made of {', '.join(unknown) or 'functions of its own'}: "
+            "attention over a split sequence has causal masks, sliding windows, chunks, documents "
+            "(cu_seq_lens_q), images (token_type_ids) and padding at the end"
+        )
+    lengths = _lengths(attention_mask)
+    blocks = None if union is None else union.blocks
+    if blocks is None or not bool((blocks >= 0).any()):
+        if attention_mask is None or lengths is None:
+            return None
+        return Told(attention_mask.size(1), tuple((length, ()) for length in lengths))
+    if attention_mask is not None and (lengths or attention_mask.size(1) != q_length):
+        # A model fills block ids up to the length of this mask, so nobody knows whether they were
+        # those of the whole sequence.
+        raise NotImplementedError(
+            "attention_mask beside token_type_ids that mark images: leave attention_mask out, and "
+            f"set labels of padding at the end to {IGNORED}, as no token before padding sees it"
+        )
+    seqlen = blocks.size(1)
+    rows = tuple((seqlen, spans) for spans in _spans(blocks))
+    return Told(seqlen, rows, beyond_windows=union is not None and union.has_window)
+
+
+class _Union(NamedTuple):
+    """What is seen causally, and blocks that are seen whole.
+
+    Attributes:
+        blocks: (batch, seqlen) ids of the tokens' blocks; negative outside of blocks.
+        has_window: whether a window cuts what is seen causally only.
+    """
+
+    blocks: Tensor
+    has_window: bool
+
+
+def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """The functions that a mask is made of, by name, each before its own parts.
+
+    Under torch.compile only the outermost, which finds unions. What is cut from a mask, such as
+    chunks, is known by the type of the layers, too.
+    """
+    if torch.compiler.is_compiling():
+        yield mask_function.__name__, mask_function
+        return
+    name, module = mask_function.__qualname__.split(".")[0], mask_function.__module__
+    yield name if module == "transformers.masking_utils" else f"{module}.{name}", mask_function
+    for contents in _contents(mask_function):
+        for part in contents if isinstance(contents, tuple) else (contents,):
+            if isinstance(part, FunctionType):
+                yield from _parts(part)
+
+
+def _contents(function: Any) -> list[Any]:
+    """What a function has from where it was made."""
+    return [cell.cell_contents for cell in function.__closure__ or ()]
+
+
+def _union_with_blocks(parts: list[tuple[str, Any]]) -> _Union | None:
+    """The only union among the parts, if it is one of what is seen causally and of blocks."""
+    unions = [function for name, function in parts if name == UNION]
+    if len(unions) != 1:
+        return None
+    members = next(iter(_contents(unions[0])))
+    inside = [[name for name, _ in _parts(member)] for member in members]
+    if len(inside) != 2 or inside[1] != [BLOCKS] or "causal_mask_function" not in inside[0]:
+        return None
+    if CHUNKS in inside[0] or [name for name, _ in parts].count(BLOCKS) != 1:
+        return None
+    return _Union(_contents(members[1])[0], "sliding_window_overlay" in inside[0])
+
+
+def _lengths(attention_mask: Tensor | None) -> tuple[int, ...] | None:
+    """Tokens of each row before its padding; None without padding."""
+    if attention_mask is None:
+        return None
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "attention_mask cannot be looked at under torch.compile: leave it out, and where a "
+            f"causal model has padding at the end set the labels there to {IGNORED}"
+        )
+    real = attention_mask != 0
+    if bool(real.all()):
+        return None
+    if bool((real[:, 1:] & ~real[:, :-1]).any()):
+        raise NotImplementedError(
+            f"attention_mask hides {int((~real).sum())} of {real.numel()} tokens, some of them "
+            "before others that it does not hide: padding must stand at the end, as "
+            "tokenizer.padding_side='right' makes it"
+        )
+    return tuple(real.sum(1).tolist())
+
+
+def _spans(blocks: Tensor) -> Iterator[tuple[Span, ...]]:
+    """The runs of each row that are blocks.
+
+    Raises:
+        NotImplementedError: a block in several pieces.
+    """
+    for ids in blocks.cpu():
+        edges = [0, *(torch.nonzero(ids.diff()).flatten() + 1).tolist(), len(ids)]
+        spans = [(a, b) for a, b in pairwise(edges) if a < b and ids[a] >= 0]
+        if len({int(ids[a]) for a, _ in spans}) < len(spans):
+            raise NotImplementedError(
+                "the model asks for blocks of tokens that do not stand together: only runs of "
+                "tokens, such as those of an image, see all of themselves"
+            )
+        yield tuple(spans)
+
+
+# -- what a layer asks for
+
+
+def chunk_of(module: nn.Module) -> int | None:
+    """The size of the chunks that a layer's attention stays within; None without chunks."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    types = getattr(config, "layer_types", None)
+    if not types or layer is None or types[layer] != "chunked_attention":
+        return None
+    size: int = config.attention_chunk_size  # type: ignore[union-attr]
+    return size
+
+
+def counts_rows(module: nn.Module) -> bool:
+    """Whether a layer scales its queries by their place among the rows that it is given.
+
+    Llama 4's layers without RoPE do, as they are not told the positions.
+    """
+    tuned = getattr(module, "attn_temperature_tuning", False)
+    return (
+        bool(tuned)
+        and not getattr(module, "use_rope", True)
+        and "position_ids" not in signature(type(module).forward).parameters
+    )
+
+
+def scaled_again(module: Any, q: Tensor, counted: Tensor, positions: Tensor) -> Tensor:
+    """Queries that were scaled by their place among rows, scaled by their positions instead.
+
+    Args:
+        module: see `counts_rows`.
+        q: (batch, rows, nheads, headdim).
+        counted: (rows,) positions as the layer counted them.
+        positions: (rows,) in the sequence, or in their documents.
+    """
+    before, after = (
+        torch.log1p(torch.floor((x.float() + 1) / module.floor_scale)) * module.attn_scale + 1
+        for x in (counted, positions)
+    )
+    return (q * (after / before).to(q.device)[:, None, None]).to(q.dtype)
+
+
+# -- masks of all rows
+
+
+@lru_cache(maxsize=64)
+def repeated(layout: SequenceLayout, batch: int) -> SequenceLayout:
+    """The layout of a batch whose rows stand one after another in one sequence."""
+    whole = layout
+    for _ in range(batch - 1):
+        whole = whole.followed_by(layout)
+    return whole
+
+
+@lru_cache(maxsize=256)
+def mask_of(seqlen: int, rows: tuple[Row, ...], rule: Rule, cuts: tuple[int, ...] | None,
+            beyond_windows: bool) -> Mask:  # fmt: skip
+    """The mask of rows of a batch that stand one after another.
+
+    Args:
+        seqlen: of each.
+        rows: see `Told`.
+        rule: of the layer.
+        cuts: documents of all rows, if they are told.
+        beyond_windows: see `Told`.
+    """
+    each = [_mask_of_row(seqlen, row, rule, cuts, beyond_windows) for row in rows]
+    return each[0] if len(each) == 1 else masks.by_document(each)
+
+
+def _mask_of_row(
+    seqlen: int, row: Row, rule: Rule, cuts: tuple[int, ...] | None, beyond_windows: bool
+) -> Mask:
+    length, spans = row
+    cuts = cuts or (0, length)
+    if rule.chunk:
+        cuts = (*(at for a, b in pairwise(cuts) for at in range(a, b, rule.chunk)), cuts[-1])
+    if not spans:
+        return Mask(seqlen, seqlen, rule.causal, rule.window, cuts, cuts)
+    left = rule.window[0]
+    inner, outer = (left, -1) if beyond_windows else (-1, left)
+    of_spans = masks.spans(seqlen, spans, left=inner)
+    return of_spans & Mask(seqlen, seqlen, False, (outer, -1), cuts, cuts)

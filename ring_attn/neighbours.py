@@ -1,0 +1,347 @@
+"""Rows from neighbours: a shard with the rows before and after each of its runs.
+
+For what looks a few positions back or ahead and is no attention: the convolutions of hybrid layers,
+predictions of several tokens across the edge of a shard.
+
+    contiguous, 2 ranks, left=2, right=1        rank 0             rank 1
+    positions                                   0 1 2 3            4 5 6 7
+    halo                                        . . 0 1 2 3 4      2 3 4 5 6 7 .
+
+The rows that a rank needs are those that a window of `left` and `right` sees, so they travel in the
+turns of an exchange with that mask (`core.turns`): each once, straight from its owner.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_attn import check
+from ring_attn.call import Group
+from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.messages import Message, packet_of
+from ring_attn.core.program import (
+    Array,
+    Assign,
+    Buffer,
+    Channel,
+    Copy,
+    Free,
+    Hop,
+    Join,
+    New,
+    Op,
+    Pack,
+    Post,
+    Program,
+    Unpack,
+    View,
+    Wait,
+)
+from ring_attn.core.ranks import OneRank, Turn
+from ring_attn.core.spec import AttentionSpec, Scores, TransportOptions
+from ring_attn.core.tiles import needed_runs
+from ring_attn.core.values import as_int, check_dim, check_type
+from ring_attn.machines.run import execute
+from ring_attn.torch_private import group_by_name
+from ring_attn.transport.base import Agreement
+from ring_attn.transport.debug import check_agreement, debug_enabled, tell_refusal
+from ring_attn.transport.p2p import open_p2p
+from ring_attn.transport.ranks.group import refused
+
+LANES: tuple[Channel, Channel] = ("shards", "outer")
+
+# Layout, rows before, rows after, rank.
+Place = tuple[SequenceLayout, int, int, int]
+
+
+def halo(
+    x: Tensor,
+    layout: SequenceLayout,
+    left: int,
+    right: int = 0,
+    *,
+    group: Group = None,
+    dim: int = 1,
+) -> tuple[Tensor, ...]:
+    """Each run of this rank's rows, with `left` rows before it and `right` rows after it.
+
+    Every rank of the group calls it. A layer that looks at positions `i - left .. i + right` is
+    applied to each of the results without padding, and its results together are the rank's shard:
+
+        torch.cat([conv(run) for run in ring_attn.halo(x, layout, left=3)], dim=1)
+
+    Args:
+        x: this rank's shard, (batch, rows, ...) with the sequence in `dim`; any dtype.
+        layout: how the sequence is split. A contiguous shard is one run, a zigzag one two, which
+            are neighbours on the last rank and then one; in a striped layout every row is a run.
+        left: how many rows before each run, at least 0.
+        right: how many rows after it, at least 0.
+        group: as for `ring_attention`.
+        dim: the sequence dim.
+
+    Returns:
+        For each run of consecutive positions, in the order of the shard, its rows and those around
+        it: `left + length + right` in `dim`. Rows before position 0 and after the last are zeros. A
+        rank without rows gets a run of length 0. Gradients go back to the rows' owners, which add
+        them up in an order that does not depend on timing; they can be differentiated again. As
+        every call, a backward is made by all ranks.
+
+    Raises:
+        ValueError: a shard with a wrong number of rows, a negative count, or a dim that x has not.
+        TypeError: a type that is not taken, such as a layout by name.
+        RuntimeError: no process group, or as `ring_attention`.
+
+    Example:
+        >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
+        >>> layout = ring_attn.SequenceLayout.contiguous(8, 2)
+        >>> x = layout.shard(torch.arange(8.0)[None], rank)
+        >>> ring_attn.halo(x, layout, left=2, right=1)[0].tolist()  # on rank 1
+        [[2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 0.0]]
+    """
+    process_group = check.check_group(group)
+    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    try:
+        check_dim("x", x, dim)
+        check.check_plain("x", x)
+        check_type("layout", layout, SequenceLayout)
+        left, right = as_int("left", left, least=0), as_int("right", right, least=0)
+        check.check_group_device(process_group, x.device)
+        check.check_layout("x", layout, x.size(dim), None, rank, world_size)
+    except Exception as error:
+        tell_refusal(error, process_group)
+        raise
+    rows = x.movedim(dim, 0)
+    flat = rows.reshape(1, rows.size(0), 1, math.prod(rows.shape[1:]))
+    numbers = list(layout.numbers)
+    around: Tensor = _halo(flat, numbers, left, right, process_group.group_name, False)
+    lengths = _lengths((layout, left, right, rank))
+    shape = (sum(lengths), *rows.shape[1:])
+    return around.view(shape).movedim(0, dim).split(lengths, dim)
+
+
+# An operator: torch.compile takes it into a graph whole.
+@torch.library.custom_op("ring_attn::halo", mutates_args=())
+def _halo(
+    x: Tensor, layout: Sequence[int], left: int, right: int, group: str, back: bool
+) -> Tensor:
+    """(1, rows, 1, features) -> the runs with what is around them; or the gradient of that back."""
+    process_group = group_by_name(group)
+    rank = dist.get_rank(process_group)
+    place: Place = SequenceLayout.from_numbers(layout), left, right, rank
+    described = {
+        "dtype": x.dtype, "features": x.size(-1), "layout": str(place[0]), "left": left,
+        "right": right, "back": back,
+    }  # fmt: skip
+    if debug_enabled():
+        check_agreement(described, process_group, TransportOptions())
+    spec = AttentionSpec(x.device.type, x.dtype, 1, 1, 1, x.size(-1), x.size(-1))
+    program = _program(place, x.size(-1), x.dtype, back=back)
+    try:
+        transport = open_p2p(process_group, TransportOptions())
+        with transport.call("halo", Agreement(described), x.device):
+            given = {"around" if back else "x": x}
+            run = execute(program, spec, Scores(1.0, 0.0), "reference", given, transport)
+    except BaseException as error:
+        refused(process_group, error)
+        raise
+    return run.tensors["x" if back else "around"]
+
+
+@_halo.register_fake
+def _(x: Tensor, layout: Sequence[int], left: int, right: int, group: str, back: bool) -> Tensor:
+    one, rank = SequenceLayout.from_numbers(layout), dist.get_rank(group_by_name(group))
+    rows = one.shard_len(rank) if back else sum(_lengths((one, left, right, rank)))
+    return x.new_empty(1, rows, 1, x.size(-1))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.place = inputs[1:5]
+    ctx.back = inputs[5]
+
+
+def _gradient(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    dx = _halo(dout.contiguous(), *ctx.place, not ctx.back)
+    return (dx, None, None, None, None, None)
+
+
+_halo.register_autograd(_gradient, setup_context=_setup)
+
+
+# -- the program
+
+
+@lru_cache(maxsize=256)
+def _program(place: Place, features: int, dtype: torch.dtype, *, back: bool) -> Program:
+    """The program that brings the rows around, or `back` the gradients home."""
+    layout, left, right, rank = place
+    window = Mask(layout.seqlen, layout.seqlen, window_size=(left, right))
+    work = _Halo(place, window, features, dtype)
+    ops = tuple(work.back() if back else work.there())
+    given = "around" if back else "x"
+    return Program(layout.world_size, rank, back, ops, {given: work.arrays[given]})
+
+
+class _Halo:
+    """Ops of one rank: what it has itself, and an exchange with one turn ahead of each."""
+
+    def __init__(self, place: Place, window: Mask, features: int, dtype: torch.dtype) -> None:
+        self._place, self._window = place, window
+        layout, *_, rank = place
+        self._rank, self._own = rank, slice(0, layout.shard_len(rank))
+        rows = {"x": self._own.stop, "around": sum(_lengths(place))}
+        self.arrays = {name: Array(1, n, 1, features, dtype) for name, n in rows.items()}
+        self._turns = OneRank((layout, layout), window, rank).turns("kv")
+
+    def there(self) -> Iterator[Op]:
+        """Rows around from rows."""
+        yield New("around", self.arrays["around"], zero=True)
+        for mine, there in self._places(self._rank, (self._own,)):
+            yield Assign(View("around", mine), View("x", there))
+
+        def out(turn: Turn) -> tuple[Copy, ...]:
+            return _packed(turn.runs, add=False)
+
+        def into(turn: Turn) -> tuple[Copy, ...]:
+            pairs = self._received(turn)
+            return tuple(Copy(0, View("around", mine), there) for mine, there in pairs)
+
+        yield from self._exchange([(t, t.hop, t.sent, t.received) for t in self._turns], out, into)
+
+    def back(self) -> Iterator[Op]:
+        """Gradients of rows from those of the rows around, added up turn by turn."""
+        yield New("x", self.arrays["x"], zero=True)
+        own, message = Buffer("own", self._message(self._own.stop).nbytes), self._own.stop
+        places = list(self._places(self._rank, (self._own,)))
+        yield Pack(own, self._message(message), _sums(places))
+        yield Unpack(own, self._message(message), (Copy(0, View("x"), None, True),))
+
+        def out(turn: Turn) -> tuple[Copy, ...]:
+            return _sums(self._received(turn))
+
+        def into(turn: Turn) -> tuple[Copy, ...]:
+            return _packed(turn.runs, add=True)
+
+        turns = [(t, Hop(t.hop.recv_from, t.hop.send_to), t.received, t.sent) for t in self._turns]
+        yield from self._exchange(turns, out, into)
+
+    def _exchange(
+        self,
+        turns: list[tuple[Turn, Hop, int, int]],
+        out: Callable[[Turn], tuple[Copy, ...]],
+        into: Callable[[Turn], tuple[Copy, ...]],
+    ) -> Iterator[Op]:
+        """Turns with their hops and numbers of rows out and in; two are on their way at a time."""
+        sizes = [self._message(n).nbytes for *_, sent, received in turns for n in (sent, received)]
+        room = max(sizes, default=0)
+        sends, receives = ([Buffer(f"{x} {i}", room) for i in range(len(turns))] for x in "oi")
+
+        def land(number: int) -> Iterator[Op]:
+            turn, *_, received = turns[number]
+            if number < 0 or turn.hop.send_to == self._rank:
+                return
+            yield Wait(LANES[number % 2])
+            yield Free((sends[number],))
+            yield Unpack(receives[number], self._message(received), into(turn))
+
+        for number, (turn, hop, sent, received) in enumerate(turns):
+            message = self._message(sent)
+            if hop.send_to == self._rank:
+                yield Join(LANES[number % 2])
+            else:
+                yield Pack(sends[number], message, out(turn))
+                yield Post(
+                    LANES[number % 2], number, hop, sends[number], receives[number],
+                    self._message(received), message.nbytes,
+                )  # fmt: skip
+            yield from land(number - 1)
+        if turns:
+            yield from land(len(turns) - 1)
+
+    def _message(self, rows: int) -> Message:
+        array = self.arrays["x"]
+        return packet_of([((1, rows, 1, array.dim or 0), array.dtype)])
+
+    def _received(self, turn: Turn) -> list[tuple[slice, slice]]:
+        """Rows around that come in a turn, and where its message has them."""
+        layout, source = self._place[0], turn.hop.recv_from
+        if not turn.received:
+            return []
+        sent = needed_runs(layout, layout, self._window, (self._rank, source), "kv")
+        return list(self._places(source, sent))
+
+    def _places(self, source: int, sent: tuple[slice, ...]) -> Iterator[tuple[slice, slice]]:
+        """Rows around, and where a message with runs of another rank's rows has them."""
+        layout, left, right, rank = self._place
+        before = 0
+        for run in _runs(layout, rank):
+            first, stop = run.start - left, run.start + run.length + right
+            for segment, at in _pieces(layout.segments(source), sent):
+                begin, end = segment.rows_between(first, stop)
+                for one in _steps(begin, end, segment.stride):
+                    mine = before + segment.start + one.start * segment.stride - first
+                    n, there = one.stop - one.start, at + one.start
+                    yield slice(mine, mine + n), slice(there, there + n)
+            before += stop - first
+
+
+def _lengths(place: Place) -> list[int]:
+    layout, left, right, rank = place
+    return [run.length + left + right for run in _runs(layout, rank)]
+
+
+def _runs(layout: SequenceLayout, rank: int) -> list[Segment]:
+    """Runs of consecutive positions, in the order of the rank's rows."""
+    found: list[Segment] = []
+    for segment in layout.segments(rank):
+        if segment.stride > 1 and segment.length > 1:
+            found += [Segment(position, 1) for position in segment.positions().tolist()]
+        elif found and found[-1].start + found[-1].length == segment.start:
+            found[-1] = Segment(found[-1].start, found[-1].length + segment.length)
+        else:
+            found.append(Segment(segment.start, segment.length))
+    return found or [Segment(0, 0)]
+
+
+def _pieces(
+    segments: tuple[Segment, ...], sent: tuple[slice, ...]
+) -> Iterator[tuple[Segment, int]]:
+    """The parts of segments that a message holds, and the row of each in the message."""
+    row = at = 0
+    for segment in segments:
+        for rows in sent:
+            a, b = max(rows.start - row, 0), min(rows.stop - row, segment.length)
+            if a < b:
+                yield Segment(segment.start + a * segment.stride, b - a, segment.stride), at
+                at += b - a
+        row += segment.length
+
+
+def _packed(runs: tuple[slice, ...], *, add: bool) -> tuple[Copy, ...]:
+    """Runs of a rank's rows one after another in a message."""
+    copies, at = [], 0
+    for run in runs:
+        copies.append(Copy(0, View("x", run), slice(at, at + run.stop - run.start), add))
+        at += run.stop - run.start
+    return tuple(copies)
+
+
+def _sums(places: list[tuple[slice, slice]]) -> tuple[Copy, ...]:
+    """Gradients of rows that may stand in several places around: added up in the message."""
+    added = (Copy(0, View("around", mine), there, True) for mine, there in places)
+    return (Copy(0, None), *added)
+
+
+def _steps(begin: int, end: int, stride: int) -> Iterator[slice]:
+    """Rows `[begin, end)` at once where their positions follow one another, else one by one."""
+    if begin < end and stride == 1:
+        yield slice(begin, end)
+    elif begin < end:
+        yield from (slice(row, row + 1) for row in range(begin, end))

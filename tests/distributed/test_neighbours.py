@@ -1,0 +1,174 @@
+"""Rows from neighbours: values, gradients, bytes and refusals, over gloo."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import conv1d, pad
+
+from ring_attn import SequenceLayout, halo, stats
+from ring_attn.core.layout import Segment
+from ring_attn.core.mask import Mask
+from ring_attn.core.program import Program
+from ring_attn.machines.check import check
+from ring_attn.neighbours import _Halo
+from ring_attn.profiling import collect
+from ring_attn.testing import LAYOUTS, layouts_of
+
+SIDES = ((0, 0), (3, 0), (0, 2), (2, 1), (40, 40))
+
+
+def layouts(seqlen: int, world_size: int) -> list[SequenceLayout]:
+    """Every layout, and one of segments that lie anywhere."""
+    named = [layouts_of(name, Mask(seqlen, seqlen), world_size)[0] for name in LAYOUTS]
+    cuts = [*range(0, seqlen, 5), seqlen]
+    parts: list[list[Segment]] = [[] for _ in range(world_size)]
+    for number, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        parts[number * number % world_size].append(Segment(a, b - a))
+    return [*named, SequenceLayout.from_segments(parts)]
+
+
+def expected(x: Tensor, layout: SequenceLayout, rank: int, left: int, right: int) -> list[Tensor]:
+    """Each run with what is around it, from the whole (batch, seqlen, ...)."""
+    positions = layout.position_ids(rank)
+    starts = [i for i in range(len(positions)) if i == 0 or positions[i] != positions[i - 1] + 1]
+    if not len(positions):
+        return [x.new_zeros(len(x), left + right, *x.shape[2:])]
+    runs = positions.tensor_split(starts[1:])
+    padded = pad(x.movedim(1, -1), (left, right)).movedim(-1, 1)
+    return [padded[:, int(run[0]) : int(run[-1]) + 1 + left + right] for run in runs]
+
+
+def values_and_gradients(seqlen: int) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for layout, (left, right) in product(layouts(seqlen, world_size), SIDES):
+        torch.manual_seed(0)
+        whole = torch.randn(2, seqlen, 3, dtype=torch.float64, requires_grad=True)
+        x = layout.shard(whole.detach(), rank).requires_grad_()
+        runs = halo(x, layout, left, right)
+        wanted = [expected(whole, layout, r, left, right) for r in range(world_size)]
+        assert len(runs) == len(wanted[rank])
+        assert all(torch.equal(a, b) for a, b in zip(runs, wanted[rank], strict=True)), layout
+        weights = [[torch.randn_like(run).requires_grad_() for run in of] for of in wanted]
+        (dx,) = torch.autograd.grad(runs, x, weights[rank], create_graph=True)
+        total = sum((run * w.detach()).sum() for of in zip(wanted, weights, strict=True)
+                    for run, w in zip(*of, strict=True))  # fmt: skip
+        (dwhole,) = torch.autograd.grad(total, whole)
+        torch.testing.assert_close(dx, layout.shard(dwhole, rank), rtol=1e-14, atol=1e-14)
+        # Differentiated again, it brings what is around once more.
+        back = torch.autograd.grad(dx, weights[rank], x)
+        assert all(torch.equal(a, b) for a, b in zip(back, runs, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_values_and_gradients(ranks: Any, world_size: int) -> None:
+    for seqlen in (1, 33):
+        ranks(world_size).run(values_and_gradients, seqlen)
+
+
+def other_shapes() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    layout = SequenceLayout.zigzag(24, world_size)
+    ids = torch.arange(24) * 3
+    for runs in (halo(layout.shard(ids, rank, 0), layout, 1, 2, dim=0),):
+        for got, want in zip(runs, expected(ids[None], layout, rank, 1, 2), strict=True):
+            assert torch.equal(got, want[0]) and got.dtype == torch.int64
+    image = torch.randn(2, 4, 24, 5).to(torch.bfloat16)
+    dist.broadcast(image, 0)
+    runs = halo(layout.shard(image, rank, 2), layout, 2, dim=2)
+    for got, want in zip(runs, expected(image.movedim(2, 1), layout, rank, 2, 0), strict=True):
+        assert torch.equal(got, want.movedim(1, 2))
+    for left in (0, 2):
+        with collect():
+            halo(layout.shard(image, rank, 2), layout, left, dim=2)
+        # Chunks 0 5, 1 4, 2 3: the ends of 0, of 1 and 4, and of 3 lie before chunks of others; an
+        # empty message has 16 bytes.
+        full = (1, 2, 1)[rank]
+        assert stats().forward.bytes_sent == (full * 160 + (2 - full) * 16 if left else 0)
+
+
+def test_other_shapes(ranks: Any) -> None:
+    ranks(3).run(other_shapes)
+
+
+def convolution(compiled: bool) -> None:
+    """A causal convolution of a split sequence, and the gradients of its weight and input."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    layout = SequenceLayout.zigzag(37, world_size)
+    torch.manual_seed(1)
+    whole = torch.randn(2, 37, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, 1, 4, dtype=torch.float64, requires_grad=True)
+
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
+        runs = halo(x, layout, left=3)
+        return torch.cat([conv1d(run.mT, weight, groups=4).mT for run in runs], 1)
+
+    x = layout.shard(whole.detach(), rank).requires_grad_()
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    out = run(x, weight)
+    dense = conv1d(pad(whole.mT, (3, 0)), weight, groups=4).mT
+    torch.testing.assert_close(out, layout.shard(dense, rank))
+    dout = torch.randn_like(dense)
+    out.backward(layout.shard(dout, rank))
+    dx, dw = torch.autograd.grad(dense, (whole, weight), dout)
+    dist.all_reduce(weight.grad)
+    torch.testing.assert_close(x.grad, layout.shard(dx, rank))
+    torch.testing.assert_close(weight.grad, dw)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_convolution(ranks: Any, compiled: bool) -> None:
+    ranks(2).run(convolution, compiled)
+
+
+def refusals() -> list[str]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    layout = SequenceLayout.contiguous(8, world_size)
+    x = layout.shard(torch.zeros(1, 8), rank)
+    found = []
+    for wrong in (
+        lambda: halo(x, "zigzag", 1),  # type: ignore[arg-type]
+        lambda: halo(x, layout, -1),
+        lambda: halo(x, layout, 1, 1.5),  # type: ignore[arg-type]
+        lambda: halo(x, layout, 1, dim=2),
+        lambda: halo(x[:, :1], layout, 1),
+        lambda: halo(x, SequenceLayout.contiguous(8, 5), 1),
+    ):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            wrong()
+        found.append(str(caught.value))
+    return found
+
+
+def disagreement() -> str:
+    layout = SequenceLayout.contiguous(8, 2)
+    with pytest.raises(RuntimeError) as caught:
+        halo(torch.zeros(1, 4), layout, 1 + dist.get_rank())
+    return str(caught.value)
+
+
+def test_refusals(ranks: Any, fresh_ranks: Any) -> None:
+    for texts in ranks(2).run(refusals):
+        words = ("layout", "left", "right", "dim", "rows", "ranks")
+        assert all(word in text for word, text in zip(words, texts, strict=True)), texts
+    assert all("left" in text for text in fresh_ranks(2).run(disagreement))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_programs_have_no_fault(world_size: int) -> None:
+    for layout, (left, right) in product(layouts(33, world_size), SIDES):
+        window = Mask(33, 33, window_size=(left, right))
+        for name, result in (("there", "around"), ("back", "x")):
+            programs = []
+            for rank in range(world_size):
+                work = _Halo((layout, left, right, rank), window, 3, torch.float32)
+                given = {"x": "around", "around": "x"}[result]
+                ops = tuple(getattr(work, name)())
+                programs.append(Program(world_size, rank, False, ops, {given: work.arrays[given]}))
+            faults = [f for f in check(programs) if "is never made" not in f.text]
+            assert faults == []

@@ -1,0 +1,162 @@
+"""What Hugging Face models on a split sequence are refused for, on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring_attn import SequenceLayout, shard_batch
+from ring_attn.integrations.transformers import register
+from tests.distributed.pool import Ended, Pools, ended
+from tests.hf_models import make_batch, make_model
+
+SEQLEN = 83
+NUM_PROMPT = 37
+
+
+def make_prompt() -> torch.Tensor:
+    return make_batch(SEQLEN)["input_ids"][:, :NUM_PROMPT]
+
+
+def run_wrong(case: str) -> None:
+    """A call that must be refused on this rank; more of them: integration/test_transformers.py."""
+    layout = SequenceLayout.zigzag(SEQLEN, dist.get_world_size())
+    with register(layout="zigzag") as ring:
+        model = make_model("llama", "ring_attn")
+        part = shard_batch({"input_ids": make_batch(SEQLEN)["input_ids"]}, layout, dist.get_rank())
+        options: dict[str, Any] = {**part, "sequence_layout": layout}
+        rows = part["input_ids"].size(1)
+        mask = torch.ones(2, rows, dtype=torch.int64)
+
+        def prompt(of: Any = model, **more: Any) -> dict[str, Any]:
+            return {"input_ids": make_prompt(), "past_key_values": ring.cache(of), **more}
+
+        if case == "mask":
+            options["attention_mask"] = mask[:, None, None].expand(2, 1, rows, rows).bool()
+        elif case in ("cut types", "types and mask", "cached types", "pixels"):
+            model, types = make_model("gemma3_images", "ring_attn"), torch.ones_like(mask)
+            options["token_type_ids"] = types
+            if case == "types and mask":
+                options["token_type_ids"] = options["attention_mask"] = torch.ones(2, SEQLEN)
+            elif case == "cached types":
+                short = {"input_ids": make_prompt()[:, :3], "token_type_ids": types[:, :3]}
+                options = short | {"past_key_values": ring.cache(model)}
+            elif case == "pixels":
+                model.set_attn_implementation("ring_attn")
+                options["pixel_values"] = torch.zeros(1, 3, 10, 10)
+        elif case in ("padded documents", "other documents"):
+            cuts = torch.tensor([0, 40, SEQLEN], dtype=torch.int32)
+            options |= {"cu_seq_lens_q": cuts, "cu_seq_lens_k": cuts}
+            if case == "padded documents":
+                options["attention_mask"] = make_batch(SEQLEN, padded=True)["attention_mask"]
+            else:
+                model = make_model("llama4", "ring_attn")
+                options["cu_seq_lens_k"] = torch.tensor([0, 41, SEQLEN], dtype=torch.int32)
+        elif case == "weights":
+            options["output_attentions"] = True
+        elif case == "router":
+            model = make_model("gpt_oss", "ring_attn")
+            options["output_router_logits"] = True
+        elif case == "positions":
+            del options["position_ids"]
+        elif case == "other layout":
+            options["sequence_layout"] = SequenceLayout.contiguous(SEQLEN, dist.get_world_size())
+        elif case == "plain cache":
+            options["past_key_values"] = model(**options, use_cache=True).past_key_values
+        elif case == "documents":
+            lens = torch.cat([torch.arange(40), torch.arange(SEQLEN - 40)])[None]
+            options["position_ids"] = layout.shard(lens, dist.get_rank())
+        elif case == "cache and layout":
+            options["past_key_values"] = ring.cache(model)
+        elif case == "padded prompts":
+            prompt, whole = make_prompt(), torch.ones(2, NUM_PROMPT, dtype=torch.int64)
+            whole[0, :2] = 0
+            cache = ring.cache(model)
+            model.generate(prompt, attention_mask=whole, past_key_values=cache, max_new_tokens=2)
+        elif case == "assisted":
+            cache = ring.cache(model)
+            model.generate(make_prompt()[:1], past_key_values=cache, prompt_lookup_num_tokens=2)
+        elif case == "failed before":
+            options = prompt()
+            with pytest.raises(NotImplementedError):
+                model(**options, tilt=0.5)
+        elif case == "states":
+            options = prompt(output_hidden_states=True)
+        elif case == "labels":
+            options = prompt(labels=make_prompt())
+        elif case == "cached documents":
+            options = prompt(cu_seq_lens_q=torch.tensor([0, NUM_PROMPT]))
+        elif case == "no layout":
+            options["sequence_layout"] = (layout, layout)
+        elif case == "token types":
+            options = prompt(token_type_ids=torch.zeros(2, NUM_PROMPT))
+        elif case == "changed in place":
+            model(**options)
+            options["position_ids"] += 1
+        elif case == "cache of another":
+            options = prompt(make_model("llama", "ring_attn"))
+        model(**options)
+
+
+REFUSALS = {
+    "mask": (NotImplementedError, "attention_mask must be (batch, seqlen), got Tensor of shape (2"),
+    "cut types": (ValueError, "must be those of the whole sequence, (2, 83), got (2, 4"),
+    "types and mask": (NotImplementedError, "attention_mask beside token_type_ids that mark"),
+    "cached types": (NotImplementedError, "images with a cache that is split over ranks"),
+    "padded documents": (ValueError, "cu_seq_lens_q says where documents end"),
+    "other documents": (ValueError, "cu_seq_lens_q and cu_seq_lens_k must be the same"),
+    "pixels": (NotImplementedError, "the patches of images are not split over ranks"),
+    "weights": (NotImplementedError, "output_attentions reached the attention"),
+    "router": (NotImplementedError, "output_router_logits reached the attention: the auxiliary"),
+    "positions": (ValueError, "must be those of its rows, ["),
+    "other layout": (ValueError, "position_ids of rank "),
+    "documents": (ValueError, "need cu_seq_lens_q"),
+    "plain cache": (NotImplementedError, "a KV cache must be made by `Registration.cache"),
+    "cache and layout": (ValueError, "sequence_layout must be left out"),
+    "padded prompts": (NotImplementedError, "the prompts of a batch must have one length"),
+    "assisted": (NotImplementedError, "cannot be cropped: assisted generation is not built"),
+    "failed before": (RuntimeError, "a forward with this cache has failed"),
+    "states": (NotImplementedError, "output_hidden_states: every rank has those of its own"),
+    "labels": (NotImplementedError, "labels with a KV cache"),
+    "cached documents": (NotImplementedError, "cu_seq_lens_q with a KV cache"),
+    "no layout": (TypeError, "sequence_layout must be a SequenceLayout or one of"),
+    "token types": (NotImplementedError, "token_type_ids of shape (2, 37) seems to have"),
+    "changed in place": (ValueError, "must be those of its rows, ["),
+    "cache of another": (RuntimeError, "this cache belongs to another model"),
+}
+
+
+def refusals() -> dict[str, Ended]:
+    return {case: ended(lambda case=case: run_wrong(case)) for case in REFUSALS}
+
+
+def test_what_is_not_honoured_is_refused(ranks: Pools) -> None:
+    for found in ranks(2).run(refusals):
+        for case, (error, text) in REFUSALS.items():
+            assert found[case].error is error and text in found[case].text, (case, found[case])
+
+
+def padding_on_the_last_rank() -> str:
+    layout = SequenceLayout.contiguous(SEQLEN, dist.get_world_size())
+    mask = torch.ones(2, SEQLEN, dtype=torch.int64)
+    mask[0, -2:] = 0
+    batch, rank = {"input_ids": make_batch(SEQLEN)["input_ids"]}, dist.get_rank()
+    with register(), mock.patch.dict("os.environ", RING_ATTN_DEBUG="1"):
+        model = make_model("llama", "ring_attn")
+        with pytest.raises((ValueError, NotImplementedError)) as error:
+            part = shard_batch(batch, layout, rank)
+            model(**part, attention_mask=layout.shard(mask, rank), sequence_layout=layout)
+    return str(error.value)
+
+
+def test_a_rank_alone_with_a_part_of_the_padding_is_named(ranks: Pools) -> None:
+    texts = ranks(2).run(padding_on_the_last_rank)
+    assert "rank 1 raised ValueError: attention_mask and token_type_ids must be those" in texts[0]
+    assert texts[1].endswith(
+        "of the whole sequence, (2, 83), got (2, 41): give every rank all of them, as "
+        "ring_attn.shard_batch does with attention_mask"
+    )
