@@ -37,8 +37,8 @@ from ring_attn.planning.balance import balance_of
 from ring_attn.planning.devices import builtin_cluster
 from ring_attn.planning.planner import explain
 from ring_attn.tools.arguments import parse_size, parse_sizes
-from ring_attn.tools.demo import standard_library_files
 from ring_attn.tools.launch import run_ranks, send_part
+from ring_attn.tools.texts import standard_library_files
 
 # A token of source code has about four bytes.
 BYTES_PER_TOKEN = 4

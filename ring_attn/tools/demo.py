@@ -24,7 +24,6 @@ import contextlib
 import math
 import os
 import statistics
-import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -76,13 +75,12 @@ from ring_attn.tools.model import (
     mean_loss,
     token_losses,
 )
+from ring_attn.tools.texts import standard_library_files
 
 NPROC, SEQLEN, STEPS = 2, 2048, 40
 QUICK_SEQLEN, QUICK_STEPS = 512, 10
 PACKED_SEQLEN = 8192
 JUDGED_BATCHES = 3
-
-NOT_TEXT = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test"))
 
 Batch = dict[str, Tensor]
 
@@ -481,17 +479,6 @@ def _all_cores() -> Iterator[None]:
 def standard_library_text() -> Tensor:
     """(bytes,) uint8: the sources of the running Python's standard library, by name."""
     return torch.frombuffer(bytearray().join(standard_library_files()), dtype=torch.uint8)
-
-
-@lru_cache(maxsize=1)
-def standard_library_files() -> list[bytes]:
-    """The sources of the running Python's standard library, by name."""
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = sorted(path.relative_to(root) for path in root.rglob("*.py"))
-    files = [(root / path).read_bytes() for path in paths if NOT_TEXT.isdisjoint(path.parts)]
-    if not any(files):
-        raise FileNotFoundError(f"no sources of the standard library in {root}")
-    return files
 
 
 def document_batches(most: int, seed: int) -> Iterator[Batch]:

@@ -15,6 +15,7 @@ from ring_attn.tools import demo
 from ring_attn.tools.demo import Report, Row, Run, Twin, sample_batches, standard_library_text
 from ring_attn.tools.generate import Comparison, compare
 from ring_attn.tools.mesh import Axes
+from ring_attn.tools.texts import standard_library_files
 from tests.integration.commands import options_of
 
 TINY = "--seqlen 33 --dim 32 --layers 2"
@@ -92,7 +93,7 @@ def test_whole_files_on_three_ranks(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_documents_are_whole_files() -> None:
-    files, seen = set(demo.standard_library_files()), []
+    files, seen = set(standard_library_files()), []
     for batch in islice(demo.document_batches(3000, seed=0), 20):
         lengths = batch["cu_seqlens"].diff().tolist()
         assert sum(lengths) == batch["input_ids"].numel() <= 3000

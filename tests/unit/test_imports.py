@@ -32,7 +32,7 @@ ENGINE = DATA | {
 }  # fmt: skip
 API = ENGINE | {"planning", "call", "ops", "transport.debug", "api", "decode", "neighbours"}
 PUBLIC = API | {"models", "__init__", "integrations"}
-COMMANDS = {"tools.interrupt", "tools.launch", "tools.arguments", "tools.env"}
+COMMANDS = {"tools.interrupt", "tools.launch", "tools.arguments", "tools.env", "tools.texts"}
 TOOLS = PUBLIC | COMMANDS | {"testing"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
@@ -79,6 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": PUBLIC - {"integrations"},
     # The command line and what only it, the benchmarks and the tests use.
     "tools.interrupt": set(),
+    "tools.texts": set(),
     "tools.launch": {"tools.interrupt"},
     "tools.arguments": {"core.dtypes", "tools.interrupt"},
     "testing": PUBLIC | {"tools.launch", "tools.arguments", "tools.env"},
