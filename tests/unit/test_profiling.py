@@ -44,7 +44,7 @@ def ring_call(rank: int, transport: LocalTransport, *, backward: bool = True) ->
     inputs = random_qkv(seqlen_q=SEQLEN, nheads=2, nheads_kv=1, headdim=8)
     q, k, v, dout = (layout.shard(x, rank) for x in inputs)
     call = make_call(Strategy(), AttentionSpec.of(q, k, v), (layout, layout), MASK, rank)
-    out, _, saved = machine.forward(call, q, k, v, transport)
+    out, _, saved, _ = machine.forward(call, q, k, v, transport)
     if backward:
         machine.backward(call, saved, dout, transport)
     return out
