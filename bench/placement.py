@@ -1,4 +1,4 @@
-"""What placing documents is worth: `ring_attn.pack` against the usual layouts of a packed batch.
+"""Times `ring_attn.pack` against the usual layouts of a packed batch.
 
     packed          ring_attn.pack: whole documents on a rank where they fit
     zigzag          chunks r and 2P-1-r of the packed sequence, wherever documents begin
@@ -286,7 +286,7 @@ def _call(
 
 
 def ratio_table(rows: Sequence[Row]) -> Table:
-    """What the usual ways take in units of the packed exchange, and the best of both sides."""
+    """Times of the usual ways in units of the packed exchange, and the best of both sides."""
     exchange = [("packed", "exchange")]
     every = [(way, strategy) for way, names in WAYS.items() for strategy in names]
     packed = [way for way in every if way[0] == "packed"]

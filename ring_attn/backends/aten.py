@@ -384,7 +384,7 @@ def _cuda_reason(spec: AttentionSpec, operator: str) -> str | None:
 
 
 def _refused(spec: AttentionSpec) -> str | None:
-    """What none of torch's operators has."""
+    """The reason why no operator of torch takes the call, if there is one."""
     if spec.max_logits:
         return NO_MAX_LOGITS
     return NO_SOFTCAP if spec.softcap else None

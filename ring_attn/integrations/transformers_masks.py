@@ -48,7 +48,7 @@ Row = tuple[int, tuple[Span, ...]]
 
 @dataclass(frozen=True)
 class Told:
-    """What the tokens of a batch say about who sees whom.
+    """Spans and padding of a batch, as its tokens tell them.
 
     Attributes:
         seqlen: of the whole sequence.
@@ -63,7 +63,7 @@ class Told:
 
 
 class Rule(NamedTuple):
-    """What a layer says about who sees whom: as in `ring_attention`, and the size of its chunks."""
+    """Causality, window and chunks of a layer: as in `ring_attention`, and the size of its chunks."""
 
     causal: bool
     window: tuple[int, int]
@@ -81,7 +81,7 @@ def read_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Told | None:
-    """What the arguments of a mask function say beyond causality, windows and documents.
+    """Reads from a mask function's arguments more than causality, windows and documents.
 
     Args:
         *args: sizes, which are those of a shard and say nothing.
@@ -127,7 +127,7 @@ def read_mask(
 
 
 class _Union(NamedTuple):
-    """What is seen causally, and blocks that are seen whole.
+    """A causal mask, and blocks that are seen whole.
 
     Attributes:
         blocks: (batch, seqlen) ids of the tokens' blocks; negative outside of blocks.
@@ -156,7 +156,7 @@ def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _contents(function: Any) -> list[Any]:
-    """What a function has from where it was made."""
+    """Values that a function has from where it was made."""
     return [cell.cell_contents for cell in function.__closure__ or ()]
 
 
