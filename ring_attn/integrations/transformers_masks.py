@@ -63,7 +63,7 @@ class Told:
 
 
 class Rule(NamedTuple):
-    """Causality, window and chunks of a layer: as in `ring_attention`, and the size of its chunks."""
+    """Causality and window of a layer, as in `ring_attention`, and the size of its chunks."""
 
     causal: bool
     window: tuple[int, int]
