@@ -44,6 +44,7 @@ from ring_attn.core.program import (
     Unpack,
     View,
     Wait,
+    copies_of_runs,
 )
 from ring_attn.core.ranks import OneRank, Turn
 from ring_attn.core.spec import AttentionSpec, Scores, TransportOptions
@@ -207,7 +208,7 @@ class _Halo:
             yield Assign(View("around", mine), View("x", there))
 
         def out(turn: Turn) -> tuple[Copy, ...]:
-            return _packed(turn.runs, add=False)
+            return copies_of_runs(("x",), turn.runs)
 
         def into(turn: Turn) -> tuple[Copy, ...]:
             pairs = self._received(turn)
@@ -227,7 +228,7 @@ class _Halo:
             return _sums(self._received(turn))
 
         def into(turn: Turn) -> tuple[Copy, ...]:
-            return _packed(turn.runs, add=True)
+            return copies_of_runs(("x",), turn.runs, add=True)
 
         turns = [(t, Hop(t.hop.recv_from, t.hop.send_to), t.received, t.sent) for t in self._turns]
         yield from self._exchange(turns, out, into)
@@ -322,15 +323,6 @@ def _pieces(
                 yield Segment(segment.start + a * segment.stride, b - a, segment.stride), at
                 at += b - a
         row += segment.length
-
-
-def _packed(runs: tuple[slice, ...], *, add: bool) -> tuple[Copy, ...]:
-    """Runs of a rank's rows one after another in a message."""
-    copies, at = [], 0
-    for run in runs:
-        copies.append(Copy(0, View("x", run), slice(at, at + run.stop - run.start), add))
-        at += run.stop - run.start
-    return tuple(copies)
 
 
 def _sums(places: list[tuple[slice, slice]]) -> tuple[Copy, ...]:

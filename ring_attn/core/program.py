@@ -22,7 +22,7 @@ their order are the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -406,6 +406,18 @@ class Program:
                 yield op
             elif isinstance(op, Inner):
                 yield from op.program.posts()
+
+
+def copies_of_runs(
+    names: Sequence[str], runs: Sequence[slice], *, add: bool = False
+) -> tuple[Copy, ...]:
+    """Runs of tensors' rows, which a message holds one after another."""
+    copies, at = [], 0
+    for run in runs:
+        rows = slice(at, at + run.stop - run.start)
+        copies += [Copy(i, View(name, run), rows, add) for i, name in enumerate(names)]
+        at = rows.stop
+    return tuple(copies)
 
 
 def part_of_heads(op: Attend | Differentiate, spec: AttentionSpec) -> AttentionSpec:

@@ -14,8 +14,8 @@ Backward: KV travels again, or the Q side, whichever costs fewer bytes. Gradient
 one message for each that brought rows, and are added there in the order of the turns, which the
 call fixes: bits do not depend on what arrives first. They wait no longer than two turns.
 
-(Sparse exchanges of context parallelism: MagiAttention's group cast and group reduce, 2025;
-documents on some of the ranks, DCP and FCP, 2025.)
+(MagiAttention's group cast and group reduce are such an exchange; placements that gain by one are
+those of `planning.placement`.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from ring_attn.core.program import (
     Buffer,
     Channel,
     Clear,
-    Copy,
     Delta,
     Entry,
     Finish,
@@ -48,6 +47,7 @@ from ring_attn.core.program import (
     Unpack,
     View,
     Wait,
+    copies_of_runs,
 )
 from ring_attn.core.ranks import Ranks, Turn
 from ring_attn.core.sizes import (
@@ -205,7 +205,7 @@ class _Turns:
             return
         shards = self._shards
         names = SHARD[self.travels]
-        yield Pack(shards.sent(number), shards.out[number], _copies(names, turn, add=False))
+        yield Pack(shards.sent(number), shards.out[number], copies_of_runs(names, turn.runs))
         yield Post(
             lane, number, turn.hop, shards.sent(number), shards.received(number),
             shards.into[number], shards.out[number].nbytes, None, turn.active,
@@ -250,7 +250,9 @@ class _Turns:
         yield Wait(GRADIENT_LANES[number % 2], None, turn.active)
         yield Free((sums.received(number),))
         names = tuple(f"{name} sum" for name in MOVING[self.travels])
-        yield Unpack(sums.sent(number), sums.out[number], _copies(names, turn, add=True))
+        yield Unpack(
+            sums.sent(number), sums.out[number], copies_of_runs(names, turn.runs, add=True)
+        )
 
 
 class _Messages:
@@ -272,16 +274,6 @@ class _Messages:
     def received(self, number: int) -> Buffer:
         """The buffer of the rows that come in a turn."""
         return Buffer(f"{self._name} in {number}", self._room)
-
-
-def _copies(names: tuple[str, ...], turn: Turn, *, add: bool) -> tuple[Copy, ...]:
-    """A message's tensors, and the runs of the rank's own rows that they hold one after another."""
-    copies, at = [], 0
-    for run in turn.runs:
-        rows = slice(at, at + run.stop - run.start)
-        copies += [Copy(i, View(name, run), rows, add) for i, name in enumerate(names)]
-        at = rows.stop
-    return tuple(copies)
 
 
 CODE = StrategyCode(program, why_not_same_bits, check)

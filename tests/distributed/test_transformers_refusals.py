@@ -1,4 +1,4 @@
-"""What Hugging Face models on a split sequence are refused for, on every rank."""
+"""Refusals of Hugging Face models on a split sequence, on every rank."""
 
 from __future__ import annotations
 
