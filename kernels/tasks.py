@@ -24,6 +24,10 @@ import triton.language as tl
 from .configs import Config
 from .step_table import StepTable
 
+# A persistent grid leaves one multiprocessor of so many to copies between GPUs: 8 of an H100's 132,
+# as many as NCCL is given. A copy that found all of them taken would wait for the grid's end.
+SMS_PER_COPY = 16
+
 # Multiprocessors of the interpreter: few, so that programs of a persistent grid have several tasks.
 INTERPRETER_SMS = 3
 
@@ -93,7 +97,8 @@ def make_schedule(
         heads_together = heads_per_kv * _largest_divisor(kv_heads, max(1, fitting))
     num_programs = table.num_blocks * num_heads
     if config.programs_per_sm:
-        num_programs = min(num_programs, config.programs_per_sm * num_sms(device))
+        sms = num_sms(device)
+        num_programs = min(num_programs, config.programs_per_sm * (sms - sms // SMS_PER_COPY))
     return Schedule(num_programs, table.num_blocks, num_heads, heads_together)
 
 

@@ -156,6 +156,11 @@ def _q_grad_packet(spec: AttentionSpec, rows: int) -> Packet:
     return Packet(((spec.batch, rows, spec.nheads, spec.headdim),), (spec.accum_dtype,))
 
 
+# Thread blocks of NCCL's copies. In a model of 8 steps of 1 ms they cost 0 % of the time where a
+# copy takes 0.15 ms, and 4 % where it takes 0.75 ms; NCCL's own 32 cost 6 % and 40 %.
+MAX_CTAS = 8
+
+
 @dataclass(frozen=True)
 class TransportOptions:
     """How shards travel between the ranks; equal on every rank.
@@ -179,8 +184,7 @@ class TransportOptions:
             the timeout of the group that is passed in. On NCCL it is the timeout of torch's
             watchdog.
         nccl_max_ctas: at most so many thread blocks (each takes an SM) for NCCL's copies, so that
-            they do not starve the attention kernel; None leaves it to NCCL. Refused on other
-            backends.
+            they do not starve the attention kernel; None is 8. Refused on other backends.
     """
 
     timeout: float | None = None

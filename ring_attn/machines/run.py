@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -53,7 +54,9 @@ from ring_attn.profiling import Direction, Observer, is_observed, observe
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import program_of
 from ring_attn.strategies.tree_decode import DecodeCall, program
+from ring_attn.transport import streams
 from ring_attn.transport.base import Transport
+from ring_attn.transport.buffers import Block, Pool, exchanged, last_uses
 
 # Number of the exchange of the greatest scores, after those of the program.
 MAXIMA = 1 << 20
@@ -232,11 +235,11 @@ class Run:
         self.dsinks: Tensor | None = None
         self._device = next(iter(tensors.values())).device
         self._state: Any = None
-        # Bytes of each buffer in use by name; None are zeros that take no memory yet.
-        self._bytes: dict[str, Tensor | None] = {}
+        # Each buffer in use by name; None are zeros that take no memory yet.
+        self._blocks: dict[str, Block | None] = {}
+        # Buffers that the op at hand computes with.
+        self._used: list[Block] = []
         self._messages: dict[str, Message] = {}
-        # Buffers that are free, by their length.
-        self._free: dict[int, list[Tensor]] = {}
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self._posted: dict[Channel, Any] = {}
         self._index = 0  # of the op
@@ -249,6 +252,8 @@ class Run:
         for index, op in enumerate(self.program.ops):
             self._index = index
             _DO[type(op)](self, op)
+            if self._used:
+                self._note_uses()
         if self.observer is not None:
             self.observer.step = None
 
@@ -294,48 +299,59 @@ class Run:
 
     # -- buffers
 
-    def _take(self, buffer: Buffer, message: Message) -> Tensor:
-        free = self._free.get(buffer.room)
-        if free:
-            found = free.pop()
-        else:
-            found = torch.empty(buffer.room, dtype=torch.uint8, device=self._device)
-        self._bytes[buffer.name] = found
+    @cached_property
+    def _pool(self) -> Pool:
+        return self.transport.pool(self._device)
+
+    def _take(self, buffer: Buffer, message: Message) -> Block:
+        block = self._pool.take(buffer.room)
+        self._blocks[buffer.name] = block
         self._messages[buffer.name] = message
-        return found
+        return block
 
     def _give(self, buffer: Buffer) -> None:
-        found = self._bytes.pop(buffer.name)
-        if found is None:
+        block = self._blocks.pop(buffer.name)
+        if block is None:
             return
-        if self.program.last_takes.get(buffer.room, -1) > self._index:
-            self._free.setdefault(buffer.room, []).append(found)
-        else:
+        last = self.program.last_takes.get(buffer.room, -1) <= self._index
+        if not self._pool.give(block, last=last):
             # Views that are kept hold the memory.
-            for key in [key for key in self._views if key[0] == id(found)]:
+            for key in [key for key in self._views if key[0] == id(block)]:
                 del self._views[key]
 
-    def _held(self, buffer: Buffer) -> Tensor:
-        """The bytes of its message; zeros take their memory here."""
-        found = self._bytes[buffer.name]
-        message = self._messages[buffer.name]
-        if found is None:
-            found = self._take(buffer, message)
-            found[: message.nbytes].zero_()
-        return found[: message.nbytes]
+    def _held(self, buffer: Buffer) -> Block:
+        """A buffer in use; zeros take their memory here."""
+        block = self._blocks[buffer.name]
+        if block is None:
+            message = self._messages[buffer.name]
+            block = self._take(buffer, message)
+            block.data[: message.nbytes].zero_()
+            self._used.append(block)
+        return block
+
+    def _bytes(self, buffer: Buffer) -> Tensor:
+        """The bytes of its message, to compute with."""
+        block = self._held(buffer)
+        self._used.append(block)
+        return block.data[: self._messages[buffer.name].nbytes]
 
     def _entries(self, buffer: Buffer) -> tuple[Tensor, ...]:
-        """The tensors of its message."""
-        message = self._messages[buffer.name]
-        held = self._bytes[buffer.name]
-        if held is None:
-            self._held(buffer)
-            held = self._bytes[buffer.name]
+        """The tensors of its message, to compute with."""
+        block, message = self._held(buffer), self._messages[buffer.name]
+        self._used.append(block)
         # Slicing and viewing takes more of the host's time than a copy.
-        key = id(held), id(message)
+        key = id(block), id(message)
         if key not in self._views:
-            self._views[key] = message.views(cast(Tensor, held)[: message.nbytes])
+            self._views[key] = message.views(block.data[: message.nbytes])
         return self._views[key]
+
+    def _note_uses(self) -> None:
+        """Notes the moment when an op has used its buffers."""
+        if streams.are_used(self._device):
+            event = streams.record(self._device)
+            for block in self._used:
+                block.written = event
+        self._used.clear()
 
     def pack(self, op: Pack) -> None:
         self._take(op.buffer, op.message)
@@ -362,15 +378,15 @@ class Run:
         self._give(op.buffer)
 
     def clear(self, op: Clear) -> None:
-        self._bytes[op.buffer.name] = None
+        self._blocks[op.buffer.name] = None
         self._messages[op.buffer.name] = op.message
 
     def add(self, op: Add) -> None:
-        if self._bytes[op.into.name] is None:
-            self._bytes[op.into.name] = self._bytes.pop(op.buffer.name)
+        if self._blocks[op.into.name] is None:
+            self._blocks[op.into.name] = self._blocks.pop(op.buffer.name)
             return
         dtype = self._entries(op.into)[0].dtype
-        self._held(op.into).view(dtype).add_(self._held(op.buffer).view(dtype))
+        self._bytes(op.into).view(dtype).add_(self._bytes(op.buffer).view(dtype))
         self._give(op.buffer)
 
     # -- exchanges
@@ -380,13 +396,16 @@ class Run:
 
     def post(self, op: Post) -> None:
         transport, send = self._among(op.ranks), self._held(op.send)
-        recv = self._take(op.recv, op.message)[: op.message.nbytes]
+        if self._used:
+            self._note_uses()
+        nbytes = self._messages[op.send.name].nbytes
+        recv = self._take(op.recv, op.message)
         if self.observer is None:
-            _post(transport, op, send, recv)
+            _post(transport, op, nbytes, send, recv)
             return
         start = self.observer.mark()
         with self.observer.span("post"):
-            _post(transport, op, send, recv)
+            _post(transport, op, nbytes, send, recv)
         if transport.world_size > 1:
             self._posted[op.channel] = start
             channel = op.channel
@@ -537,18 +556,21 @@ _DO: dict[type, Callable[[Run, Any], None]] = {
 }  # fmt: skip
 
 
-def _post(transport: Transport, op: Post, send: Tensor, recv: Tensor) -> None:
-    route = op.route
+def _post(transport: Transport, op: Post, nbytes: int, sent: Block, received: Block) -> None:
+    """Posts an exchange of the first `nbytes` of one buffer, and of a message in another."""
+    route, place, after = op.route, (op.channel, op.step), last_uses(sent, received)
+    send, recv = sent.data[:nbytes], received.data[: op.message.nbytes]
     if not isinstance(route, Collective):
-        transport.post(op.channel, op.step, route, send, recv)
+        end = transport.post(*place, route, send, recv, after=after)
     elif route.op == "all_gather":
-        transport.all_gather(op.channel, op.step, send, recv)
+        end = transport.all_gather(*place, send, recv, after=after)
     elif route.op == "reduce_scatter":
-        transport.reduce_scatter(
-            op.channel, op.step, send.view(route.dtype), recv.view(route.dtype)
-        )
+        send, recv = send.view(route.dtype), recv.view(route.dtype)
+        end = transport.reduce_scatter(*place, send, recv, after=after)
     else:
-        transport.all_to_all(op.channel, op.step, send, route.send_counts, recv, route.recv_counts)
+        counts = route.send_counts, route.recv_counts
+        end = transport.all_to_all(*place, send, counts[0], recv, counts[1], after=after)
+    exchanged(sent, received, end)
 
 
 def _rows_of(entry: Tensor, copy: Copy) -> Tensor:

@@ -337,7 +337,9 @@ class _Messages:
         room = _room(self._messages)
         self._buffers = [Buffer(f"shard {i}", room) for i in range(len(self._messages))]
         self._coming: dict[int, Transfer] = {}
-        # A shard is kept until it has been computed with and all that send it have been waited for.
+        # A shard is kept until it has been computed with and all that send it have been waited for,
+        # and for one step more: so the next shard but one comes into a third buffer, and need not
+        # wait for the attention of this step.
         until = list(range(steps.num))
         for index in range(steps.num):
             for transfer in steps.shard_transfers(index):
@@ -345,7 +347,7 @@ class _Messages:
                 until[transfer.sends] = max(until[transfer.sends], transfer.brings - 1)
         self._done: dict[int, list[Buffer]] = {}
         for buffer, last in zip(self._buffers, until, strict=False):
-            self._done.setdefault(last, []).append(buffer)
+            self._done.setdefault(min(last + 1, steps.num - 1), []).append(buffer)
 
     def before(self, index: int) -> Iterator[Op]:
         """Packs the own shard, and starts the exchanges that the step hides."""

@@ -17,6 +17,10 @@ import torch
 from torch import Tensor
 
 from ring_attn.core.program import Channel, Hop
+from ring_attn.transport.buffers import Pool
+from ring_attn.transport.streams import Event, Stream
+
+After = Sequence[Event] | None
 
 
 @dataclass
@@ -63,14 +67,25 @@ class Agreement:
 class PointToPoint(Protocol):
     """The exchanges of a ring.
 
-    No tensor of an exchange may be touched between its posting and the end of `wait`.
+    No tensor of an exchange may be touched between its posting and the end of `wait`. On a device
+    with streams an exchange begins after the moments `after`, by default after everything that the
+    current stream has been given; the moment when it has ended is returned.
     """
 
     rank: int
     world_size: int
     stats: TransportStats
 
-    def post(self, channel: Channel, step: int, hop: Hop, send: Tensor, recv: Tensor) -> None:
+    def post(
+        self,
+        channel: Channel,
+        step: int,
+        hop: Hop,
+        send: Tensor,
+        recv: Tensor,
+        *,
+        after: After = None,
+    ) -> Event | None:
         """Starts one exchange of uint8 buffers with one or two other ranks."""
         ...
 
@@ -105,11 +120,15 @@ class Transport(PointToPoint, Protocol):
         """
         ...
 
-    def all_gather(self, channel: Channel, step: int, send: Tensor, recv: Tensor) -> None:
+    def all_gather(
+        self, channel: Channel, step: int, send: Tensor, recv: Tensor, *, after: After = None
+    ) -> Event | None:
         """Starts to bring every rank's (n,) uint8 `send`, in their order, to (world_size * n,)."""
         ...
 
-    def reduce_scatter(self, channel: Channel, step: int, send: Tensor, recv: Tensor) -> None:
+    def reduce_scatter(
+        self, channel: Channel, step: int, send: Tensor, recv: Tensor, *, after: After = None
+    ) -> Event | None:
         """Starts to sum all ranks' (world_size * n,) `send`; rank r receives the r-th n of them."""
         ...
 
@@ -121,18 +140,24 @@ class Transport(PointToPoint, Protocol):
         send_counts: Sequence[int],
         recv: Tensor,
         recv_counts: Sequence[int],
-    ) -> None:
+        *,
+        after: After = None,
+    ) -> Event | None:
         """Starts to bring every rank's part for this rank.
 
         `send` and `recv` are uint8, cut by the counts (bytes) in the order of the ranks.
         """
         ...
 
+    def pool(self, device: torch.device) -> Pool:
+        """Message buffers for operators on the current stream."""
+        ...
+
     def join(self, channel: Channel, device: torch.device) -> None:
         """Takes part in an exchange in which this rank neither sends nor receives."""
         ...
 
-    def follow(self, channel: Channel, stream: torch.cuda.Stream) -> bool:
+    def follow(self, channel: Channel, stream: Stream) -> bool:
         """Makes a stream wait for the exchange under way; False where only the host can wait."""
         ...
 

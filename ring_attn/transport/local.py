@@ -20,6 +20,8 @@ from torch import Tensor
 
 from ring_attn.core.program import Channel, Hop
 from ring_attn.transport.base import Agreement, TransportStats, check_ranks
+from ring_attn.transport.buffers import Pool
+from ring_attn.transport.streams import Stream
 
 T = TypeVar("T")
 Ranks = tuple[int, ...]
@@ -71,19 +73,23 @@ class LocalTransport:
         """Begins a call without a check: ranks in one process make the same calls."""
         yield 0
 
-    def post(self, channel: Channel, step: int, hop: Hop, send: Tensor, recv: Tensor) -> None:
+    def post(
+        self, channel: Channel, step: int, hop: Hop, send: Tensor, recv: Tensor, **_: Any
+    ) -> None:
         """Offers `send` to its receiver."""
         pending = _Pending([hop.send_to], [hop.recv_from], lambda _, got: recv.copy_(got))
         self._offer(channel, {hop.send_to: send}, pending)
 
-    def all_gather(self, channel: Channel, step: int, send: Tensor, recv: Tensor) -> None:
+    def all_gather(self, channel: Channel, step: int, send: Tensor, recv: Tensor, **_: Any) -> None:
         """Offers `send` to every other rank."""
         parts = recv.view(self.world_size, -1)
         parts[self.rank] = send
         pending = _Pending(self._others, self._others, lambda r, got: parts[r].copy_(got))
         self._offer(channel, dict.fromkeys(self._others, send), pending)
 
-    def reduce_scatter(self, channel: Channel, step: int, send: Tensor, recv: Tensor) -> None:
+    def reduce_scatter(
+        self, channel: Channel, step: int, send: Tensor, recv: Tensor, **_: Any
+    ) -> None:
         """Offers every other rank its part; summed in the order of the ranks."""
         parts = send.view(self.world_size, -1)
         recv.zero_()
@@ -106,6 +112,7 @@ class LocalTransport:
         send_counts: Sequence[int],
         recv: Tensor,
         recv_counts: Sequence[int],
+        **_: Any,
     ) -> None:
         """Offers every other rank its part."""
         outgoing, incoming = send.split(list(send_counts)), recv.split(list(recv_counts))
@@ -127,10 +134,14 @@ class LocalTransport:
             outgoing = self._key(channel, self.rank, rank)
             self._exchange.until(partial(_lacks, sent, outgoing))
 
+    def pool(self, device: torch.device) -> Pool:
+        """Buffers of one call."""
+        return Pool(device)
+
     def join(self, channel: Channel, device: torch.device) -> None:
         """Does nothing: there are no connections to make."""
 
-    def follow(self, channel: Channel, stream: torch.cuda.Stream) -> bool:
+    def follow(self, channel: Channel, stream: Stream) -> bool:
         """False: the rank that waits for a message copies it."""
         return False
 

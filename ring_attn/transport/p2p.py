@@ -9,9 +9,9 @@ Every message says which call it belongs to (`identity`). On gloo a message of a
 received: the wait for this call's ends when the watch finds that calls differ, at the latest by the
 timeout. On NCCL the device compares, and the host raises at the start of a later call.
 
-On CUDA a communicator runs its copies on a stream of its own. Posting makes that stream wait for
-what the compute stream has been given so far, which is the last reader of the buffer that is
-received into; waiting makes the compute stream wait for the copies. The host waits for neither.
+On CUDA a channel's exchanges run on a stream of their own, one after another. An exchange waits for
+the last uses of its two buffers, not for what else the compute stream has been given; waiting makes
+the compute stream wait for the exchange. The host waits for neither.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ from torch import Tensor
 from ring_attn.core.program import Channel, Hop
 from ring_attn.core.spec import TransportOptions
 from ring_attn.torch_private import coalesced, group_timeout
-from ring_attn.transport.base import (
-    Agreement,
-    TransportStats,
-    check_ranks,
-)
+from ring_attn.transport import streams
+from ring_attn.transport.base import After, Agreement, TransportStats, check_ranks
+from ring_attn.transport.buffers import Pool
 from ring_attn.transport.ranks.group import RankGroup, Waiting, describe_error, rank_group
 from ring_attn.transport.ranks.identity import Identity, checksum, message_tag
-from ring_attn.transport.ranks.media import Gloo, Nccl
+from ring_attn.transport.ranks.media import Gloo, Lane, Nccl
+from ring_attn.transport.streams import Event, Stream
 
 RECEIVE, SEND = "receive from", "send to"
 Started = tuple[dist.Work, str, int]
@@ -55,13 +54,13 @@ class Pending:
     Attributes:
         step: of the ring, or which collective of the call.
         works: as torch.distributed gave them, with "receive from" or "send to" and the peer.
-        on_cuda: the host does not wait.
+        end: where there are streams, the moment when it has ended: the host does not wait.
         finish: called when all works are complete.
     """
 
     step: int
     works: list[tuple[dist.Work, str, int]]
-    on_cuda: bool
+    end: Event | None
     finish: Callable[[], None] | None
 
 
@@ -134,15 +133,17 @@ class P2PTransport:
         self._check_headers()
         shared.refuse_failed()
         try:
-            on_cpu = device.type != "cuda"
             check = checksum(values) if values else None
             number = shared.next_number() if number is None else number
-            known = int(check) if on_cpu and check is not None else 0
+            queued = streams.are_used(device)
+            known = 0 if queued or check is None else int(check)
             identity = Identity(shared.next_sequence(), number, kind, agreement, known)
             shared.begin(identity)
             tagged = shared.medium(device, self._timeout_s).honours_tags
             if not tagged:
-                shared.headers.begin(identity, device, check)
+                pool = self.pool(device)
+                pool.begin()
+                shared.headers.begin(identity, device, check, pool)
             yield number
             if not tagged:
                 shared.headers.end(identity)
@@ -153,42 +154,53 @@ class P2PTransport:
         finally:
             shared.end()
 
-    def post(self, channel: Channel, step: int, hop: Hop, send: Tensor, recv: Tensor) -> None:
+    def post(
+        self,
+        channel: Channel,
+        step: int,
+        hop: Hop,
+        send: Tensor,
+        recv: Tensor,
+        *,
+        after: After = None,
+    ) -> Event | None:
         """Starts one exchange of uint8 buffers; neither may be touched before `wait`."""
-        self._exchange(channel, step, [(hop.recv_from, recv)], [(hop.send_to, send)])
+        return self._exchange(channel, step, [(hop.recv_from, recv)], [(hop.send_to, send)], after)
 
-    def all_gather(self, channel: Channel, step: int, send: Tensor, recv: Tensor) -> None:
+    def all_gather(
+        self, channel: Channel, step: int, send: Tensor, recv: Tensor, *, after: After = None
+    ) -> Event | None:
         """Starts to bring every rank's (n,) uint8 `send`, in their order, to (world_size * n,)."""
         if self._alone(recv, send):
-            return
-        if send.is_cuda:
+            return None
+        if streams.are_used(send.device):
             nbytes = 2 * ((self.world_size - 1) * send.nbytes,)
 
             def start(nccl: Any) -> None:
                 nccl._allgather_base(recv, send)
 
-            self._collective(channel, step, nbytes, send.device, start)
-            return
+            return self._collective(channel, step, nbytes, send.device, start, after)
         parts = recv.chunk(self.world_size)
         parts[self.rank].copy_(send)
-        others = self._others
-        self._exchange(channel, step, [(r, parts[r]) for r in others], [(r, send) for r in others])
+        receives = [(r, parts[r]) for r in self._others]
+        return self._exchange(channel, step, receives, [(r, send) for r in self._others])
 
-    def reduce_scatter(self, channel: Channel, step: int, send: Tensor, recv: Tensor) -> None:
+    def reduce_scatter(
+        self, channel: Channel, step: int, send: Tensor, recv: Tensor, *, after: After = None
+    ) -> Event | None:
         """Starts to sum all ranks' (world_size * n,) `send`; rank r receives the r-th n of them.
 
         On a CPU the sum is made in the order of the ranks; on CUDA in an order that NCCL chooses.
         """
         if self._alone(recv, send):
-            return
-        if send.is_cuda:
+            return None
+        if streams.are_used(send.device):
             nbytes = 2 * ((self.world_size - 1) * recv.nbytes,)
 
             def start(nccl: Any) -> None:
                 nccl._reduce_scatter_base(recv, send)
 
-            self._collective(channel, step, nbytes, send.device, start)
-            return
+            return self._collective(channel, step, nbytes, send.device, start, after)
         parts = list(send.chunk(self.world_size))
         received = {r: torch.empty_like(recv) for r in self._others}
 
@@ -199,7 +211,7 @@ class P2PTransport:
 
         receives = [(r, part.view(torch.uint8)) for r, part in received.items()]
         sends = [(r, parts[r].view(torch.uint8)) for r in self._others]
-        self._exchange(channel, step, receives, sends, add)
+        return self._exchange(channel, step, receives, sends, finish=add)
 
     def all_to_all(
         self,
@@ -209,32 +221,36 @@ class P2PTransport:
         send_counts: Sequence[int],
         recv: Tensor,
         recv_counts: Sequence[int],
-    ) -> None:
+        *,
+        after: After = None,
+    ) -> Event | None:
         """Starts to bring every rank's part for this rank; counts in bytes."""
         if self._alone(recv, send):
-            return
+            return None
         mine = self.rank
-        if send.is_cuda:
+        if streams.are_used(send.device):
             nbytes = (send.nbytes - send_counts[mine], recv.nbytes - recv_counts[mine])
 
             def start(nccl: Any) -> None:
                 nccl.alltoall_base(recv, send, list(recv_counts), list(send_counts))
 
-            self._collective(channel, step, nbytes, send.device, start)
-            return
+            return self._collective(channel, step, nbytes, send.device, start, after)
         outgoing, incoming = send.split(list(send_counts)), recv.split(list(recv_counts))
         incoming[mine].copy_(outgoing[mine])
         receives = [(r, incoming[r]) for r in self._others]
-        self._exchange(channel, step, receives, [(r, outgoing[r]) for r in self._others])
+        return self._exchange(channel, step, receives, [(r, outgoing[r]) for r in self._others])
 
     def wait(self, channel: Channel) -> None:
         """Waits for the exchange; a RuntimeError names step, peer and timeout if it fails."""
         if self.world_size == 1:
             return
         pending, start = self._pending.pop(channel), time.monotonic()
+        if pending.end is not None:
+            streams.wait(pending.end)
+            return
         for work, what, peer in pending.works:
             try:
-                self._wait_for(work, peer, start, pending.on_cuda)
+                self._wait_for(work, peer, start)
             except RuntimeError as error:
                 elapsed = time.monotonic() - start
                 raise self._error(pending.step, what, peer, elapsed, error) from error
@@ -242,20 +258,22 @@ class P2PTransport:
             pending.finish()
         self.stats.wait_s += time.monotonic() - start
 
-    def follow(self, channel: Channel, stream: torch.cuda.Stream) -> bool:
+    def follow(self, channel: Channel, stream: Stream) -> bool:
         """Makes a stream wait for the exchange under way, as `wait` makes the compute stream."""
         pending = self._pending.get(channel)
-        if pending is None or not pending.on_cuda:
+        if pending is None or pending.end is None:
             return False
-        with torch.cuda.stream(stream):
-            for work, *_ in pending.works:
-                work.wait()
+        stream.wait_event(pending.end)
         return True
+
+    def pool(self, device: torch.device) -> Pool:
+        """Message buffers for operators on the current stream: those of the group, or of a call."""
+        return self._shared.pool(device) if streams.are_used(device) else Pool(device)
 
     def join(self, channel: Channel, device: torch.device) -> None:
         """Takes part in an exchange of other ranks: all its ranks make a communicator together."""
-        if self.world_size > 1 and device.type == "cuda":
-            self._communicator(channel, device)
+        if self.world_size > 1 and streams.are_used(device):
+            self._lane(channel, device)
 
     def sub(self, ranks: tuple[int, ...]) -> P2PTransport:
         """The transport among some of these ranks; when one of the two fails, so does the other."""
@@ -292,24 +310,31 @@ class P2PTransport:
         step: int,
         receives: Parts,
         sends: Parts,
+        after: After = None,
         finish: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> Event | None:
         """Starts one batch of messages from and to other ranks."""
         device = sends[0][1].device
         medium = self._shared.medium(device, self._timeout_s)
         nbytes = sum(x.nbytes for _, x in sends), sum(x.nbytes for _, x in receives)
         if not medium.honours_tags:
-            incoming = self._shared.headers.incoming(step, len(receives)).unbind()
-            own = self._shared.headers.outgoing(step)
-            receives = receives + [(r, x) for (r, _), x in zip(receives, incoming, strict=True)]
+            headers, begun = self._shared.headers.incoming(len(receives))
+            own = self._shared.headers.outgoing
+            rows = headers.unbind()
+            receives = receives + [(r, x) for (r, _), x in zip(receives, rows, strict=True)]
             sends = sends + [(r, own) for r, _ in sends]
+            after = None if after is None else [*after, *begun]
 
         # Receives first: `wait` takes the works in this order, and compute needs what is received.
+        peer = receives[0][0]
         if isinstance(medium, Gloo):
-            start = partial(self._send_tagged, medium, channel, step, receives, sends)
-        else:
-            start = partial(self._send_together, channel, device, receives, sends)
-        self._start(channel, step, receives[0][0], nbytes, device, start, finish)
+            tagged = partial(self._send_tagged, medium, channel, step, receives, sends)
+            return self._start(channel, step, peer, nbytes, tagged, finish)
+        lane = self._lane(channel, device)
+        together = partial(_send_together, lane.communicator, receives, sends)
+        return self._start(
+            channel, step, peer, nbytes, partial(lane.run, step, peer, together, after)
+        )
 
     def _send_tagged(
         self, gloo: Gloo, channel: Channel, step: int, receives: Parts, sends: Parts
@@ -324,14 +349,6 @@ class P2PTransport:
         works += [(gloo.send(x, self._members[r], tag(x)), SEND, r) for r, x in sends]
         return works
 
-    def _send_together(
-        self, channel: Channel, device: torch.device, receives: Parts, sends: Parts
-    ) -> list[Started]:
-        nccl = self._communicator(channel, device)
-        starts = [partial(nccl.recv, [x], r, 0) for r, x in receives]
-        starts += [partial(nccl.send, [x], r, 0) for r, x in sends]
-        return [(coalesced(nccl, starts), RECEIVE, receives[0][0])]
-
     def _collective(
         self,
         channel: Channel,
@@ -339,22 +356,23 @@ class P2PTransport:
         nbytes: tuple[int, int],
         device: torch.device,
         start: Callable[[Any], object],
-    ) -> None:
+        after: After,
+    ) -> Event | None:
         """Starts one of NCCL's collectives, and a gathering of all ranks' headers with it."""
-        nccl, headers = self._communicator(channel, device), self._shared.headers
-        incoming, own = headers.incoming(step, self.world_size), headers.outgoing(step)
+        lane, headers = self._lane(channel, device), self._shared.headers
+        nccl = lane.communicator
+        (incoming, begun), own = headers.incoming(self.world_size), headers.outgoing
         starts = [partial(start, nccl), partial(nccl._allgather_base, incoming.view(-1), own)]
-        peer = self._others[0]
+        peer, together = self._others[0], partial(coalesced, nccl, starts)
+        after = None if after is None else [*after, *begun]
+        return self._start(
+            channel, step, peer, nbytes, partial(lane.run, step, peer, together, after)
+        )
 
-        def together() -> list[Started]:
-            return [(coalesced(nccl, starts), "exchange with", peer)]
-
-        self._start(channel, step, peer, nbytes, device, together)
-
-    def _communicator(self, channel: Channel, device: torch.device) -> Any:
+    def _lane(self, channel: Channel, device: torch.device) -> Lane:
         medium = self._shared.medium(device, self._timeout_s)
         assert isinstance(medium, Nccl), "CUDA tensors travel by NCCL"
-        return medium.communicator(self._members, channel, self._options, self._timeout_s, device)
+        return medium.lane(self._members, channel, self._options, self._timeout_s, device)
 
     def _start(
         self,
@@ -362,10 +380,9 @@ class P2PTransport:
         step: int,
         peer: int,
         nbytes: tuple[int, int],
-        device: torch.device,
-        start: Callable[[], list[Started]],
+        start: Callable[[], list[Started] | Event],
         finish: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> Event | None:
         """Starts an exchange that `wait` ends; it sends and receives `nbytes`."""
         if channel in self._pending:
             raise RuntimeError(
@@ -373,19 +390,17 @@ class P2PTransport:
                 f"{self._pending[channel].step} has not been waited for"
             )
         try:
-            works = start()
+            started = start()
         except RuntimeError as error:
             raise self._error(step, RECEIVE, peer, 0.0, error) from error
-        self._pending[channel] = Pending(step, works, device.type == "cuda", finish)
+        works, end = (started, None) if isinstance(started, list) else ([], started)
+        self._pending[channel] = Pending(step, works, end, finish)
         self.stats.bytes_sent += nbytes[0]
         self.stats.bytes_received += nbytes[1]
         self.stats.messages += 1
+        return end
 
-    def _wait_for(self, work: dist.Work, peer: int, start: float, on_cuda: bool) -> None:
-        if on_cuda:
-            # With a timeout NCCL's wait would block the host; torch's watchdog keeps the timeout.
-            work.wait()
-            return
+    def _wait_for(self, work: dist.Work, peer: int, start: float) -> None:
         now = time.monotonic()
         left = datetime.timedelta(seconds=max(self._timeout_s - (now - start), 0.001))
         self._shared.waiting = Waiting(now, (self._members[peer],))
@@ -414,6 +429,13 @@ class P2PTransport:
         )
         shared.fail(text)
         return RuntimeError(f"{text}. Nothing is kept between calls: restart from a checkpoint")
+
+
+def _send_together(nccl: Any, receives: Parts, sends: Parts) -> dist.Work:
+    """Starts all messages of an exchange as one operation."""
+    starts = [partial(nccl.recv, [x], r, 0) for r, x in receives]
+    starts += [partial(nccl.send, [x], r, 0) for r, x in sends]
+    return coalesced(nccl, starts)
 
 
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[TransportOptions, P2PTransport]] = (

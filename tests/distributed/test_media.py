@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ring_attn import TransportOptions
 from ring_attn.core.program import Channel
+from ring_attn.core.spec import MAX_CTAS
 from ring_attn.torch_private import coalesced
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import media
@@ -77,6 +78,7 @@ def made_for(kind: str, eager: bool) -> list[dict[str, Any]]:
     try:
         with (
             mock.patch.object(dist, "ProcessGroupNCCL", Recorder, create=True),
+            mock.patch.multiple(media, streams=mock.Mock(), Progress=mock.Mock()),
             mock.patch.object(dist, "new_group", side_effect=AssertionError("a group of torch's")),
         ):
             for channel in channels:
@@ -90,7 +92,9 @@ def made_for(kind: str, eager: bool) -> list[dict[str, Any]]:
             "place": (one.rank, one.size) == expected,
             "connected": one.connected == [GPU],
             "split": hasattr(one.options, "split_from"),
-            "ctas": getattr(one.options.config, "max_ctas", None),
+            "ctas": one.options.config.max_ctas,
+            "clusters": one.options.config.cga_cluster_size,
+            "priority": one.options.is_high_priority_stream,
             "name": one.options.group_name,
         }
         for one in Recorder.made
@@ -106,7 +110,8 @@ def test_communicators_are_made_by_their_members(fresh_ranks: Any, kind: str, ea
     for made in results:
         assert len(made) == 3
         assert all(one["place"] and one["connected"] and not one["split"] for one in made)
-        assert [one["ctas"] for one in made] == [None, None, 4]
+        assert [one["ctas"] for one in made] == [MAX_CTAS, MAX_CTAS, 4]
+        assert all(one["priority"] and one["clusters"] == 0 for one in made)
         assert len({one["name"] for one in made}) == 3
     assert results[0] == results[1]
 
@@ -115,9 +120,12 @@ def test_communicators_end_with_their_owner() -> None:
     """They are shut down when nobody holds them any more, and aborted when the ring fails."""
     store = dist.HashStore()
     Recorder.made.clear()
-    with mock.patch.object(dist, "ProcessGroupNCCL", Recorder, create=True):
+    with (
+        mock.patch.object(dist, "ProcessGroupNCCL", Recorder, create=True),
+        mock.patch.multiple(media, streams=mock.Mock(), Progress=mock.Mock()),
+    ):
         nccl = media.Nccl(store, "meeting", 0)
-        nccl.communicator((0,), "shards", TransportOptions(), 1.0, GPU)
+        nccl.lane((0,), "shards", TransportOptions(), 1.0, GPU)
         (one,) = Recorder.made
         nccl.close()
         assert one.ended == ["abort"]

@@ -197,7 +197,7 @@ PLANTED: dict[str, tuple[Any, ...]] = {
     "a shard is read before it is there": (False, "buffer", Wait, behind(Post)),
     "a buffer is freed twice": (False, "buffer", Free, doubled),
     "a buffer is never freed": (False, "buffer", Free, left_out),
-    "a buffer is freed while it is sent": (True, "buffer", Wait, behind(Free), 1),
+    "a buffer is freed while it is sent": (True, "buffer", Wait, behind(Free), 2),
     "a buffer is taken twice": (True, "buffer", Clear, doubled),
     "sums are written while they are sent": (True, "buffer", Add, behind(Post)),
     "a tensor that does not exist": (

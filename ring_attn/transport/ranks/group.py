@@ -10,6 +10,7 @@ later call on it raises.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import threading
 import time
@@ -24,15 +25,20 @@ import torch
 import torch.distributed as dist
 
 from ring_attn.torch_private import store_client
+from ring_attn.transport import streams
 from ring_attn.transport.base import Agreement
+from ring_attn.transport.buffers import Pool
 from ring_attn.transport.ranks.board import Board
 from ring_attn.transport.ranks.formation import UnlikeRanksError, bounded, meet
 from ring_attn.transport.ranks.headers import Headers
 from ring_attn.transport.ranks.identity import Identity
-from ring_attn.transport.ranks.media import Gloo, Medium, Nccl
+from ring_attn.transport.ranks.media import Gloo, Late, Medium, Nccl
 from ring_attn.transport.ranks.watch import LONGEST_S, PERIOD_S, watch
+from ring_attn.transport.streams import Stream
 
 T = TypeVar("T")
+
+logger = logging.getLogger("ring_attn")
 
 CONFIGS_VARIABLE = "RING_ATTN_CONFIGS"
 
@@ -103,6 +109,8 @@ class RankGroup:
         self._meeting = ""
         self._board: Board | None = None
         self._media: dict[str, Medium] = {}
+        # By stream of the operators: those of one stream follow one another.
+        self._pools: dict[Stream, Pool] = {}
 
     @property
     def world_size(self) -> int:
@@ -160,6 +168,13 @@ class RankGroup:
             watch(self)
         return self._media[device.type]
 
+    def pool(self, device: torch.device) -> Pool:
+        """The message buffers of operators on the current stream."""
+        stream = streams.current(device)
+        if stream not in self._pools:
+            self._pools[stream] = Pool(device)
+        return self._pools[stream]
+
     def fail(self, text: str) -> RuntimeError:
         """Ends the ring for good, here and on the other ranks; returns its first error."""
         with self._lock:
@@ -191,7 +206,13 @@ class RankGroup:
     def look(self) -> None:
         """Compares notes with the ranks that are waited for, once a wait takes long."""
         waiting, board = self.waiting, self._board
-        if waiting is None or board is None or self.failed is not None:
+        if board is None or self.failed is not None:
+            return
+        for medium in list(self._media.values()):
+            late = medium.late()
+            if late is not None:
+                self._tell_late(late, board)
+        if waiting is None:
             return
         if time.monotonic() - waiting.since < waiting.next_look_s:
             return
@@ -205,6 +226,24 @@ class RankGroup:
             found = found or board.difference(calls, peer)
         if found is not None:
             self.fail(found)
+
+    def _tell_late(self, late: Late, board: Board) -> None:
+        """Says which exchange has not ended, before torch's watchdog ends the process.
+
+        The connections stay: the device would go on with what has not arrived.
+        """
+        where = f"rank {late.peer} (global rank {self.global_ranks[late.peer]})"
+        own = "has come to it" if late.begun else "has not come to it, and computes or waits"
+        text = (
+            f"ring step {late.step}: rank {self.rank} posted an exchange with {where} on channel "
+            f"{late.channel!r} {late.seconds:.0f} s ago, and it has not ended; this rank's device "
+            f"{own}"
+        )
+        found = board.failure() or board.difference(self._calls, late.peer)
+        text = text if found is None else f"{text}; {found}"
+        logger.error("%s", text)
+        self.failed = RuntimeError(text)
+        board.tell_failure(text)
 
     def refuse_failed(self) -> None:
         """Refuses a ring that has failed: messages of the call that was left may still come.
@@ -238,7 +277,7 @@ class RankGroup:
             told = _hash_of_configs()
             self._meeting = meet(self._store, "ring_attn", self.rank, everyone, seconds, told)
             self._board = Board(self._store, self._meeting, self.rank)
-        if device.type == "cuda":
+        if streams.are_used(device):
             return Nccl(self._store, self._meeting, self.rank)
         return Gloo(self._store, self._meeting, self.rank, self.world_size, seconds)
 

@@ -12,10 +12,16 @@ from collections import deque
 import torch
 from torch import Tensor
 
+from ring_attn.transport import streams
+from ring_attn.transport.buffers import Block, Pool
 from ring_attn.transport.ranks.identity import Identity
+from ring_attn.transport.streams import Event
 
 WORDS = 8
 HEADER_BYTES = 8 * WORDS
+
+# Headers that a buffer holds; a call with more exchanges takes several buffers.
+ROWS = 256
 
 
 class Headers:
@@ -23,59 +29,69 @@ class Headers:
 
     def __init__(self) -> None:
         """No call yet."""
-        self._own: list[Tensor] = []
-        self._received: list[Tensor] = []
-        self._base: Tensor | None = None
-        self._rows: dict[int, Tensor] = {}
-        self._results: deque[tuple[str, Tensor, torch.cuda.Event | None]] = deque()
+        self._own: Tensor | None = None
+        self._begun: Event | None = None
+        self._pool: Pool | None = None
+        # Buffers of the call, and rows of the last that are taken.
+        self._blocks: list[Block] = []
+        self._rows = ROWS
+        self._results: deque[tuple[str, Tensor, Event | None]] = deque()
 
-    def begin(self, call: Identity, device: torch.device, values: Tensor | None) -> None:
+    def begin(
+        self, call: Identity, device: torch.device, values: Tensor | None, pool: Pool
+    ) -> None:
         """Writes the header of a call.
 
         Args:
             call: whose number, kind and digest are in it.
             device: of the messages.
             values: 0-dim int64, the checksum of tensors that must be equal on all ranks.
+            pool: buffers to receive into.
         """
         words = torch.tensor([*call.words(), *(WORDS - 5) * (0,)])
-        base = words.pin_memory() if device.type == "cuda" else words
-        self._base = base.to(device, non_blocking=True)
+        queued = streams.are_used(device)
+        own = (streams.pinned(words) if queued else words).to(device, non_blocking=True)
         if values is not None:
-            self._base[5] = values
-        self._rows.clear()
-        self._own.clear()
-        self._received.clear()
+            own[5] = values
+        self._own, self._pool = own.view(torch.uint8), pool
+        self._begun = streams.record(device) if queued else None
+        self._blocks, self._rows = [], ROWS
 
-    def outgoing(self, step: int) -> Tensor:
-        """The 64 bytes that this rank sends at a step."""
-        if step not in self._rows:
-            assert self._base is not None, "a call has begun"
-            row = self._base.clone()
-            row[6] = step
-            self._rows[step] = row
-        return self._rows[step].view(torch.uint8)
+    @property
+    def outgoing(self) -> Tensor:
+        """The 64 bytes that this rank sends with each message."""
+        assert self._own is not None, "a call has begun"
+        return self._own
 
-    def incoming(self, step: int, count: int) -> Tensor:
-        """(count, 64) bytes to receive the headers of other ranks into, at a step."""
-        own = self.outgoing(step)
-        received = torch.empty(count, HEADER_BYTES, dtype=torch.uint8, device=own.device)
-        self._own.append(own.expand(count, HEADER_BYTES))
-        self._received.append(received)
-        return received
+    def incoming(self, count: int) -> tuple[Tensor, list[Event]]:
+        """(count, 64) bytes to receive headers of other ranks into, and when they may come."""
+        if self._rows + count > ROWS:
+            assert self._pool is not None, "a call has begun"
+            self._blocks.append(self._pool.take(max(count, ROWS) * HEADER_BYTES))
+            self._rows = 0
+        block = self._blocks[-1]
+        rows = block.data.view(-1, HEADER_BYTES)[self._rows : self._rows + count]
+        self._rows += count
+        return rows, [event for event in (self._begun, block.written) if event is not None]
 
     def end(self, call: Identity) -> None:
         """Compares on the device, when all exchanges of a call have been waited for."""
-        if not self._received:
+        if not self._blocks:
             return
-        differs = torch.ne(torch.cat(self._received), torch.cat(self._own)).any()
-        if not differs.is_cuda:
-            self._results.append((str(call), differs, None))
-            return
-        result = torch.empty((), dtype=torch.bool, pin_memory=True)
-        result.copy_(differs, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._results.append((str(call), result, event))
+        full, last = self._blocks[:-1], self._blocks[-1]
+        rows = [block.data.view(-1, HEADER_BYTES) for block in full]
+        rows.append(last.data.view(-1, HEADER_BYTES)[: self._rows])
+        differs = torch.cat([one.ne(self.outgoing).any().view(1) for one in rows]).any()
+        event = None
+        if self._begun is not None:
+            result = streams.pinned(torch.empty((), dtype=torch.bool))
+            differs = result.copy_(differs, non_blocking=True)
+            event = streams.record(self.outgoing.device)
+        assert self._pool is not None, "a call has begun"
+        for block in self._blocks:
+            block.written = event
+            self._pool.give(block, last=True)
+        self._results.append((str(call), differs, event))
 
     def found(self) -> str | None:
         """Which call met messages of another one, as far as the device has got; else None."""

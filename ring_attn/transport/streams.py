@@ -1,0 +1,52 @@
+"""Streams and events of a device that queues its operators: CUDA's.
+
+Everything of a call that streams put in order asks here, so that tests can put other streams in the
+place of CUDA's.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+Stream = torch.cuda.Stream
+Event = torch.cuda.Event
+
+
+def are_used(device: torch.device) -> bool:
+    """Whether the device queues operators on streams; else they have run when they return."""
+    return device.type == "cuda"
+
+
+def new(device: torch.device) -> Stream:
+    """A stream of its own."""
+    return torch.cuda.Stream(device)
+
+
+def current(device: torch.device) -> Stream:
+    """The stream that operators are queued on now."""
+    return torch.cuda.current_stream(device)
+
+
+def use(stream: Stream) -> AbstractContextManager[object]:
+    """Queues the operators within on another stream."""
+    return torch.cuda.stream(stream)
+
+
+def record(device: torch.device) -> Event:
+    """The moment when the current stream has done what it has been given so far."""
+    event = torch.cuda.Event()
+    event.record(current(device))
+    return event
+
+
+def wait(event: Event) -> None:
+    """Makes the current stream wait for a moment."""
+    event.wait()
+
+
+def pinned(x: Tensor) -> Tensor:
+    """A copy of a CPU tensor in memory that the device copies from and to without the host."""
+    return x.pin_memory()
