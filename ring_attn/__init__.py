@@ -6,6 +6,7 @@ imported from here too:
     ring_attn.api               select_backend, unshard
     ring_attn.decode            next_rank
     ring_attn.neighbours        halo
+    ring_attn.connections       prepare
     ring_attn.profiling         stats, collect, trace
     ring_attn.planning.balance  layouts from content: also ring_attn.balance
     ring_attn.models            tensor_parallel, sdpa, dtensors: shards of weights, modules
@@ -27,6 +28,7 @@ from ring_attn import profiling as profiling
 from ring_attn.api import ring_attention, tree_decode
 from ring_attn.api import select_backend as select_backend
 from ring_attn.api import unshard as unshard
+from ring_attn.connections import prepare as prepare
 from ring_attn.core import masks as masks
 from ring_attn.core.batch import shard_batch
 from ring_attn.core.layout import SequenceLayout

@@ -149,7 +149,8 @@ def _halo(
         transport = open_p2p(process_group, TransportOptions())
         with transport.call("halo", Agreement(described), x.device):
             given = {"around" if back else "x": x}
-            run = execute(program, spec, Scores(1.0, 0.0), "reference", given, transport)
+            scores, kind = Scores(1.0, 0.0), f"halo {left} {right}"
+            run = execute(program, spec, scores, "reference", given, transport, None, kind)
     except BaseException as error:
         refused(process_group, error)
         raise

@@ -50,6 +50,7 @@ from ring_attn.core.program import (
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import merge_tree
 from ring_attn.core.tiles import Tile
+from ring_attn.machines.rehearse import Silent, connect
 from ring_attn.profiling import Direction, Observer, is_observed, observe
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import program_of
@@ -102,7 +103,8 @@ def forward(
     """
     steps = program_of(call, backward=False)
     given = {"q": q, "k": k, "v": v}
-    run = execute(steps, call.spec, call.scores, call.backend, given, transport, sinks)
+    kind = str(call.strategy)
+    run = execute(steps, call.spec, call.scores, call.backend, given, transport, sinks, kind)
     saved = tuple(run.tensors[name] for name in steps.saved)
     lse = run.tensors["lse"]
     most = run.max_logits
@@ -139,7 +141,8 @@ def backward(
     names = program_of(call, backward=False).saved
     given = {**dict(zip(names, saved, strict=True)), "dout": dout}
     steps = program_of(call, backward=True)
-    run = execute(steps, call.spec, call.scores, call.backend, given, transport, sinks)
+    kind = str(call.strategy)
+    run = execute(steps, call.spec, call.scores, call.backend, given, transport, sinks, kind)
     dq, dk, dv = (run.tensors[name] for name in ("dq", "dk", "dv"))
     dsinks = run.dsinks
     if sinks is not None and dsinks is None:  # a rank without heads
@@ -173,7 +176,7 @@ def decode(
     """
     steps = program(call, tiles, q.size(1), k.size(1), transport.rank, transport.world_size)
     given = {"q": q, "k": k, "v": v}
-    run = execute(steps, call.spec, call.scores, call.backend, given, transport, sinks)
+    run = execute(steps, call.spec, call.scores, call.backend, given, transport, sinks, "decode")
     return run.tensors["out"], run.tensors["lse"]
 
 
@@ -185,6 +188,7 @@ def execute(
     tensors: Mapping[str, Tensor],
     transport: Transport,
     sinks: Tensor | None = None,
+    kind: str = "",
 ) -> Run:
     """Runs a program to its end, watched where somebody watches.
 
@@ -196,13 +200,25 @@ def execute(
         tensors: by the names that the program expects.
         transport: of this rank.
         sinks: (nheads,).
+        kind: a name of the programs with the same connections. On a device with streams, and before
+            the first call of a kind and spec, all ranks make the connections, compile the kernels
+            and wait for each other: no exchange waits for a compiler.
     """
-    run = Run(program, spec, scores, get_backend(backend), dict(tensors), transport, sinks)
+    known = get_backend(backend)
+    run = Run(program, spec, scores, known, dict(tensors), transport, sinks)
+    device = next(iter(tensors.values())).device
+    if streams.are_used(device):
+
+        def rehearse() -> None:
+            connect(program, transport, device)
+            silent: Any = Silent(transport)
+            Run(program, spec, scores, known, dict(tensors), silent, sinks).all()
+
+        transport.before_first((kind, program.backward, spec, backend), rehearse)
     if not is_observed():
         run.all()
         return run
     direction: Direction = "backward" if program.backward else "forward"
-    device = next(iter(tensors.values())).device
     with observe(direction, device, transport.stats) as observer:
         run.observer = observer
         run.all()

@@ -7,7 +7,7 @@ torch.distributed. All tensors are flat; at most one exchange is under way on a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -159,6 +159,10 @@ class Transport(PointToPoint, Protocol):
 
     def follow(self, channel: Channel, stream: Stream) -> bool:
         """Makes a stream wait for the exchange under way; False where only the host can wait."""
+        ...
+
+    def before_first(self, kind: Hashable, prepare: Callable[[], None]) -> None:
+        """Before the first call of a kind all ranks `prepare`, and wait until the last has."""
         ...
 
     def sub(self, ranks: tuple[int, ...]) -> Transport:

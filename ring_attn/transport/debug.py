@@ -20,7 +20,7 @@ from torch import Tensor
 from ring_attn import check
 from ring_attn.core.spec import TransportOptions
 from ring_attn.transport.base import Agreement, gather_texts
-from ring_attn.transport.p2p import new_p2p
+from ring_attn.transport.p2p import group_device, new_p2p
 from ring_attn.transport.ranks.group import refused, was_counted
 
 _COMPARING = Agreement({"RING_ATTN_DEBUG": "1"})
@@ -104,8 +104,7 @@ def _gather(
         return [dict(described)]
     # Without nccl_max_ctas, so that ranks that differ in it can compare their arguments too.
     transport = new_p2p(group, replace(options, nccl_max_ctas=None))
-    on_cuda = "nccl" in dist.get_backend_config(group)
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    device = group_device(group)
     with transport.call("compare arguments", _COMPARING, device):
         texts = gather_texts(transport, json.dumps(dict(described)), device)
     return [json.loads(text) for text in texts]

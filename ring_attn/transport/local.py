@@ -8,7 +8,7 @@ one rank's work at a time, and nothing of torch.distributed is needed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -144,6 +144,9 @@ class LocalTransport:
     def follow(self, channel: Channel, stream: Stream) -> bool:
         """False: the rank that waits for a message copies it."""
         return False
+
+    def before_first(self, kind: Hashable, prepare: Callable[[], None]) -> None:
+        """Does nothing: no time runs while another rank prepares."""
 
     def sub(self, ranks: Ranks) -> LocalTransport:
         """The transport among some of these ranks."""

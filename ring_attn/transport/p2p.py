@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +41,9 @@ from ring_attn.transport.ranks.group import RankGroup, Waiting, describe_error, 
 from ring_attn.transport.ranks.identity import Identity, checksum, message_tag
 from ring_attn.transport.ranks.media import Gloo, Lane, Nccl
 from ring_attn.transport.streams import Event, Stream
+
+# Seconds that a rank may take to connect and to compile, before its first exchange.
+PREPARE_S = 600.0
 
 RECEIVE, SEND = "receive from", "send to"
 Started = tuple[dist.Work, str, int]
@@ -275,6 +278,29 @@ class P2PTransport:
         if self.world_size > 1 and streams.are_used(device):
             self._lane(channel, device)
 
+    def before_first(self, kind: Hashable, prepare: Callable[[], None]) -> None:
+        """Before the first call of a kind all ranks `prepare`, and wait until the last has.
+
+        Raises:
+            RuntimeError: naming the ranks that did not come, or did not get ready in time.
+        """
+        shared = self._shared
+        if self.world_size == 1 or kind in shared.prepared:
+            return
+        here, ready = shared.roll_call("come"), shared.roll_call("get ready")
+        here.come()
+        here.wait(self._timeout_s)
+        counts = vars(self.stats).copy()
+        try:
+            prepare()
+        except BaseException as error:
+            ready.give_up(describe_error(error))
+            raise
+        vars(self.stats).update(counts)
+        ready.come()
+        ready.wait(PREPARE_S)
+        shared.prepared.add(kind)
+
     def sub(self, ranks: tuple[int, ...]) -> P2PTransport:
         """The transport among some of these ranks; when one of the two fails, so does the other."""
         if ranks not in self._subs:
@@ -449,6 +475,13 @@ def open_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTranspor
     if options not in by_options:
         by_options[options] = new_p2p(group, options)
     return by_options[options]
+
+
+def group_device(group: dist.ProcessGroup) -> torch.device:
+    """The device of a group's messages: this rank's GPU with NCCL, else the CPU."""
+    if "nccl" in dist.get_backend_config(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def new_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTransport:

@@ -82,13 +82,15 @@ def with_a_victim(
         post, (let_through, *at) = transport.post, when
         seen = 0
 
-        def post_or_signal(channel: Channel, step: int, hop: Hop, *buffers: Tensor) -> None:
+        def post_or_signal(
+            channel: Channel, step: int, hop: Hop, *buffers: Tensor, **after: Any
+        ) -> None:
             nonlocal seen
             if [channel, step] == at:
                 seen += 1
                 if seen == let_through + 1:
                     os.kill(os.getpid(), sent)
-            post(channel, step, hop, *buffers)
+            post(channel, step, hop, *buffers, **after)
 
         transport.post = post_or_signal  # type: ignore[method-assign]
     first, before = ended(layer), transport.stats.messages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
@@ -12,14 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ring_attn import TransportOptions
+from ring_attn import TransportOptions, ring_attention
 from ring_attn.core.program import Channel
 from ring_attn.core.spec import MAX_CTAS
 from ring_attn.torch_private import coalesced
 from ring_attn.transport.p2p import open_p2p
-from ring_attn.transport.ranks import media
+from ring_attn.transport.ranks import media, progress
+from ring_attn.transport.ranks.group import rank_group
+from ring_attn.transport.ranks.media import Lane, Late
+from tests.distributed.pool import ended
 
 GPU = torch.device("cuda", 0)
+CPU = torch.device("cpu")
 
 
 class Recorder:
@@ -143,3 +148,70 @@ def test_several_operations_are_one_group() -> None:
     starts = [lambda i=i: log.append(f"op {i}") for i in range(len(tensors))]
     assert coalesced(communicator, starts) == "work"
     assert log == ["start", "op 0", "op 1", "end"]
+
+
+# -- exchanges that the host does not wait for
+
+
+class Work:
+    """An exchange that the device has been given."""
+
+    def wait(self) -> None:
+        """As on CUDA: nothing blocks the host."""
+
+
+def test_a_late_exchange_is_named() -> None:
+    """The device has begun the second exchange and not ended it; the host has posted a third."""
+    streams = mock.Mock(pinned=lambda x: x)
+    with mock.patch.multiple(progress, streams=streams), mock.patch.object(media, "streams"):
+        lane = Lane((1, 4, 6), "gradients", 0.0, None, None, CPU, progress.Progress(CPU))
+        assert lane.late() is None
+        for step in range(3):
+            lane.run(step, 2, Work, ())
+        flags = lane.progress._flags
+        flags.copy_(torch.tensor([2, 1]))
+        late = lane.late()
+        assert late is not None and late[:3] == (1, "gradients", 6) and late.begun
+        flags.copy_(torch.tensor([2, 2]))
+        late = lane.late()
+        assert late is not None and late.step == 2 and not late.begun
+        flags.copy_(torch.tensor([3, 3]))
+        assert lane.late() is None
+
+
+def test_numbers_of_exchanges_begin_again() -> None:
+    with mock.patch.multiple(progress, streams=mock.Mock(pinned=lambda x: x)):
+        one = progress.Progress(CPU)
+        for step in range(2 * progress.NUMBERS + 3):
+            one.begin(step, 0)
+            if step % 5 < 4:
+                one.end()
+            found = one.first_under_way()
+            assert (found is None) == (step % 5 < 4)
+
+
+def late_in_a_group() -> tuple[str, str, str]:
+    """What the watch says on a rank, what the others read, and what the next call raises."""
+    group = dist.new_group()
+    x = torch.ones(1, 2, 2, 8)
+    ring_attention(x, x, x, group=group)
+    shared = rank_group(group)
+    late = Late(3, "shards", 1, 47.0, True)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ring_attn").addHandler(handler)
+    if dist.get_rank() == 0:
+        with mock.patch.object(media.Gloo, "late", lambda _: late):
+            shared.look()
+    dist.barrier()
+    assert shared._board is not None
+    read = shared._board.failure() or ""
+    after = ended(lambda: ring_attention(x, x, x, group=group))
+    return "".join(said), read, after.text
+
+
+def test_the_watch_names_step_peer_and_channel(ranks: Any) -> None:
+    (said, _, after), (_, read, _) = ranks(2).run(late_in_a_group)
+    for text in (said, read, after):
+        assert "step 3" in text and "rank 1" in text and "'shards'" in text and "47 s" in text, text

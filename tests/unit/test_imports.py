@@ -30,7 +30,9 @@ DATA = CORE | {"torch_private", "compiling"}
 ENGINE = DATA | {
     "check", "profiling", "backends", "transport", "strategies", "planning.devices", "machines",
 }  # fmt: skip
-API = ENGINE | {"planning", "call", "ops", "transport.debug", "api", "decode", "neighbours"}
+API = ENGINE | {
+    "planning", "call", "ops", "transport.debug", "api", "decode", "neighbours", "connections",
+}  # fmt: skip
 PUBLIC = API | {"models", "__init__", "integrations"}
 COMMANDS = {"tools.interrupt", "tools.launch", "tools.arguments", "tools.env", "tools.texts"}
 TOOLS = PUBLIC | COMMANDS | {"testing"}
@@ -70,6 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "call": DATA | {"check"},
     "ops": ENGINE | {"call", "transport.debug"},
     "neighbours": ENGINE | {"call", "transport.debug"},
+    "connections": ENGINE | {"call"},
     "decode": ENGINE | {"call", "transport.debug"},
     # The public functions: they make the call, which `ops` and `decode` run.
     "api": ENGINE | {"call", "ops", "decode", "transport.debug", "planning"},
@@ -93,7 +96,10 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 # Folders in which siblings do not know each other: only these modules may be imported by all.
-SIBLINGS = {"backends": {"base", "kept_launches"}, "transport": {"base", "ranks"}}
+SIBLINGS = {
+    "backends": {"base", "kept_launches"},
+    "transport": {"base", "ranks", "streams", "buffers"},
+}
 
 # What may be imported outside a function: the base dependencies, and triton by kernels.
 BASE_DEPENDENCIES = {"torch", "einops", "rich"}

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -29,7 +29,7 @@ from ring_attn.transport import streams
 from ring_attn.transport.base import Agreement
 from ring_attn.transport.buffers import Pool
 from ring_attn.transport.ranks.board import Board
-from ring_attn.transport.ranks.formation import UnlikeRanksError, bounded, meet
+from ring_attn.transport.ranks.formation import RollCall, UnlikeRanksError, bounded, meet
 from ring_attn.transport.ranks.headers import Headers
 from ring_attn.transport.ranks.identity import Identity
 from ring_attn.transport.ranks.media import Gloo, Late, Medium, Nccl
@@ -89,6 +89,7 @@ class RankGroup:
         seed: of the tags of its messages.
         headers: of its messages, where the medium has no tags.
         waiting: the wait under way, for the watch.
+        prepared: kinds of calls that all ranks have prepared.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -100,6 +101,7 @@ class RankGroup:
         self.seed = 0
         self.headers = Headers()
         self.waiting: Waiting | None = None
+        self.prepared: set[Hashable] = set()
         self._store = store_client(group)
         self._sequence = 0
         self._number = 0
@@ -109,6 +111,7 @@ class RankGroup:
         self._meeting = ""
         self._board: Board | None = None
         self._media: dict[str, Medium] = {}
+        self._roll_calls = 0
         # By stream of the operators: those of one stream follow one another.
         self._pools: dict[Stream, Pool] = {}
 
@@ -167,6 +170,12 @@ class RankGroup:
                 raise
             watch(self)
         return self._media[device.type]
+
+    def roll_call(self, verb: str) -> RollCall:
+        """The next roll-call of all ranks, who have connections already."""
+        self._roll_calls += 1
+        name, everyone = f"{self._meeting}/roll_call/{self._roll_calls}", range(self.world_size)
+        return RollCall(self._store, name, self.rank, everyone, verb)
 
     def pool(self, device: torch.device) -> Pool:
         """The message buffers of operators on the current stream."""

@@ -1,0 +1,77 @@
+"""Runs a program before the first call of its kind: its connections, and its kernels.
+
+Once a rank has posted an exchange, its peers' time runs. So a rank that makes connections or
+compiles kernels does that before, and all ranks wait for each other there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ring_attn.core.program import Collective, Inner, Join, Post, Program
+from ring_attn.transport.base import Transport, TransportStats
+from ring_attn.transport.buffers import Pool
+
+# Bytes of a message that only makes a connection.
+NBYTES = 16
+
+
+def connect(program: Program, transport: Transport, device: torch.device) -> None:
+    """Makes every exchange of a program, with messages of a few bytes."""
+    for op in program.ops:
+        if isinstance(op, Inner):
+            among = transport if op.ranks is None else transport.sub(op.ranks)
+            connect(op.program, among, device)
+        elif isinstance(op, Post):
+            among = transport if op.ranks is None else transport.sub(op.ranks)
+            _exchange(op, among, device)
+        elif isinstance(op, Join):
+            transport.join(op.channel, device)
+
+
+def _exchange(op: Post, transport: Transport, device: torch.device) -> None:
+    ranks, place, route = transport.world_size, (op.channel, op.step), op.route
+    # Held until the wait: neither side of an exchange may be given back before.
+    send, recv = (torch.zeros(ranks * NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    if not isinstance(route, Collective):
+        transport.post(*place, route, send, recv)
+    elif route.op == "all_gather":
+        transport.all_gather(*place, send[:NBYTES], recv)
+    elif route.op == "reduce_scatter":
+        part = recv[:NBYTES].view(route.dtype)
+        transport.reduce_scatter(*place, send.view(route.dtype), part)
+    else:
+        counts = ranks * [NBYTES]
+        transport.all_to_all(*place, send, counts, recv, counts)
+    transport.wait(op.channel)
+
+
+class Silent:
+    """A transport that brings nothing: what a program computes with it is not used."""
+
+    def __init__(self, transport: Transport) -> None:
+        """Stands in for a transport."""
+        self.rank: int = transport.rank
+        self.world_size: int = transport.world_size
+        self.stats = TransportStats()
+        self._transport = transport
+
+    def sub(self, ranks: tuple[int, ...]) -> Silent:
+        """Stands in for the transport among some of the ranks."""
+        return Silent(self._transport.sub(ranks))
+
+    def pool(self, device: torch.device) -> Pool:
+        """Buffers that are not kept."""
+        return Pool(device)
+
+    def post(self, *_: Any, **__: Any) -> None:
+        """Sends nothing."""
+
+    all_gather = reduce_scatter = all_to_all = post
+
+    def wait(self, *_: Any) -> None:
+        """Has nothing to wait for."""
+
+    join = wait

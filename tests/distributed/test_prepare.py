@@ -1,0 +1,78 @@
+"""Ranks that connect before their first call: every strategy, and ranks that are missing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ring_attn
+from ring_attn import SequenceLayout, TransportOptions, ring_attention
+from ring_attn.testing import STRATEGIES, strategy_of
+from ring_attn.transport.p2p import open_p2p
+from ring_attn.transport.ranks.group import rank_group
+from tests.distributed.pool import Ended, ended
+
+OPTIONS = TransportOptions(timeout=3)
+PREPARED = [name for name in STRATEGIES if name != "auto"]
+
+
+def then_called(name: str) -> tuple[bool, list[str], int]:
+    """A call behind `prepare` and one without; what was connected, and what the call counted."""
+    strategy = strategy_of(name, 4)
+    layout = SequenceLayout.contiguous(13, 4)
+    outs = []
+    for prepared in (True, False):
+        group = dist.new_group()
+        if prepared:
+            ring_attn.prepare(group, strategy, transport=OPTIONS)
+            media = list(rank_group(group)._media)
+        rows = layout.shard_len(dist.get_rank())
+        torch.manual_seed(dist.get_rank())
+        x = torch.randn(1, rows, 4, 8)
+        out = ring_attention(
+            x, x, x, layout=layout, strategy=strategy, group=group, transport=OPTIONS
+        )
+        outs.append((out, open_p2p(group, OPTIONS).stats.messages))
+        dist.destroy_process_group(group)
+    assert outs[0][1] == outs[1][1], "what prepares is not counted"
+    return torch.equal(outs[0][0], outs[1][0]), media, outs[0][1]
+
+
+@pytest.mark.parametrize("name", PREPARED)
+def test_calls_are_the_same_behind_prepare(ranks: Any, name: str) -> None:
+    for same, media, messages in ranks(4).run(then_called, name):
+        assert same and media == ["cpu"] and messages > 0
+
+
+def some_prepare(which: list[int], strategies: list[str]) -> Ended | None:
+    group = dist.new_group()
+    rank = dist.get_rank()
+    if rank not in which:
+        return None
+    return ended(lambda: ring_attn.prepare(group, strategies[rank], transport=OPTIONS))
+
+
+def test_ranks_that_are_missing_are_named(ranks: Any) -> None:
+    first, missing, last = ranks(3).run(some_prepare, [0, 2], 3 * ["ring"])
+    assert missing is None
+    for one in (first, last):
+        assert one.error is RuntimeError and "[1]" in one.text, one
+        assert one.seconds < 2 * OPTIONS.timeout, one
+
+
+def test_ranks_that_prepare_for_another_strategy_are_told(ranks: Any) -> None:
+    for one in ranks(2).run(some_prepare, [0, 1], ["ring", "all_gather"]):
+        assert one.error is RuntimeError and "all_gather" in one.text, one
+
+
+def refused() -> list[Ended]:
+    cases: list[Any] = ["auto", "hybrid", "no such", 3]
+    return [ended(lambda case=case: ring_attn.prepare(None, case)) for case in cases]
+
+
+def test_what_cannot_be_prepared_is_refused(ranks: Any) -> None:
+    for found in ranks(2).run(refused):
+        assert [one.error for one in found] == [ValueError, ValueError, ValueError, TypeError]
