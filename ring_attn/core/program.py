@@ -399,6 +399,34 @@ class Program:
                 found[op.send.room] = found[op.recv.room] = index
         return found
 
+    @cached_property
+    def recycled(self) -> frozenset[int]:
+        """Sizes of which a buffer is taken after one has been freed."""
+        freed: dict[int, int] = {}
+        for index, op in enumerate(self.ops):
+            names = op.names if isinstance(op, Free) else ()
+            some = [name for name in names if isinstance(name, Buffer)]
+            if isinstance(op, Add | Unpack | Merge):
+                some.append(op.buffer)
+            for buffer in some:
+                freed.setdefault(buffer.room, index)
+        return frozenset(
+            room for room, last in self.last_takes.items() if freed.get(room, last) < last
+        )
+
+    def keeps(self, buffer: Buffer, index: int, *, pooled: bool) -> bool:
+        """Whether a buffer that is freed at an op is used again.
+
+        Args:
+            buffer: that is freed.
+            index: number of the op.
+            pooled: buffers stay for the next call, where their size is one of which several calls
+                in a row take the same ones.
+        """
+        if pooled and buffer.room in self.recycled:
+            return True
+        return self.last_takes.get(buffer.room, -1) > index
+
     def posts(self) -> Iterator[Post]:
         """Its exchanges in order; those of inner programs with their own ranks."""
         for op in self.ops:

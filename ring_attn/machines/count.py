@@ -59,13 +59,28 @@ def peak_bytes(call: Call, *, backward: bool) -> int:
     programs = [program_of(call, backward=False)]
     if backward:
         programs.append(program_of(call, backward=True))
-    return peak_of_programs(programs, call)
+    if call.spec.device_type == "cpu":
+        return peak_of_programs(programs, call)
+    # Buffers stay from call to call: the second time it finds those of the first.
+    pool: dict[int, int] = {}
+    peak_of_programs(programs, call, pool)
+    kept = sum(room * count for room, count in pool.items())
+    return kept + peak_of_programs(programs, call, pool)
 
 
-def peak_of_programs(programs: Sequence[Program], call: Call) -> int:
-    """Most bytes that a forward, or a forward and a backward, hold at a time beyond the inputs."""
+def peak_of_programs(
+    programs: Sequence[Program], call: Call, pool: dict[int, int] | None = None
+) -> int:
+    """Most bytes that a forward, or a forward and a backward, hold at a time beyond the inputs.
+
+    Args:
+        programs: of one rank.
+        call: theirs.
+        pool: numbers of free buffers by size, which are held already and stay; None is a pool for
+            each call alone.
+    """
     backend = get_backend(call.backend)
-    memory = Memory(programs[0], call.spec, backend, dict(programs[0].arrays), 0)
+    memory = Memory(programs[0], call.spec, backend, dict(programs[0].arrays), 0, pool)
     memory.all()
     if len(programs) == 1:
         return memory.most
@@ -74,7 +89,9 @@ def peak_of_programs(programs: Sequence[Program], call: Call) -> int:
     arrays = {name: memory.arrays[name] for name in (*forward.saved, "out", "lse")}
     held = sum(x.nbytes for name, x in arrays.items() if name in memory.own)
     arrays["dout"] = program.arrays["dout"]
-    back = Memory(program, call.spec, backend, arrays, held)
+    if pool is not None:
+        held += memory.held_by_pool
+    back = Memory(program, call.spec, backend, arrays, held, pool)
     back.all()
     return max(memory.most, back.most)
 
@@ -96,6 +113,7 @@ class Memory:
         backend: Backend,
         arrays: dict[str, Array],
         held: int,
+        pool: dict[int, int] | None,
     ) -> None:
         self.program, self.spec, self.backend, self.arrays = program, spec, backend, arrays
         self.own: set[str] = set()
@@ -106,7 +124,10 @@ class Memory:
         # Rooms of the buffers that have bytes; cleared ones have none yet.
         self._rooms: dict[str, int] = {}
         self._messages: dict[str, Message] = {}
-        self._free: dict[int, int] = {}
+        self._free: dict[int, int] = {} if pool is None else pool
+        self._pooled = pool is not None
+        # Bytes of the buffers that the program has added to the pool.
+        self.held_by_pool = 0
         self._asked: dict[Any, int] = {}
 
     def all(self) -> None:
@@ -114,8 +135,9 @@ class Memory:
         for index, op in enumerate(self.program.ops):
             self._index = index
             self._do(op)
-        self.held -= sum(self._rooms.values())
-        self.held -= sum(room * count for room, count in self._free.items())
+        if not self._pooled:
+            self.held -= sum(self._rooms.values())
+            self.held -= sum(room * count for room, count in self._free.items())
 
     def _hold(self, nbytes: int) -> None:
         self.held += nbytes
@@ -136,6 +158,7 @@ class Memory:
             self._free[buffer.room] -= 1
         else:
             self._hold(buffer.room)
+            self.held_by_pool += buffer.room
         self._rooms[buffer.name] = buffer.room
         self._messages[buffer.name] = message
 
@@ -143,10 +166,11 @@ class Memory:
         room = self._rooms.pop(buffer.name, None)
         if room is None:
             return
-        if self.program.last_takes.get(room, -1) > self._index:
+        if self.program.keeps(buffer, self._index, pooled=self._pooled):
             self._free[room] = self._free.get(room, 0) + 1
         else:
             self.held -= room
+            self.held_by_pool -= room
 
     def _do(self, op: Op) -> None:
         match op:
@@ -275,9 +299,12 @@ class Memory:
 
     def _inner(self, op: Inner) -> None:
         arrays = {inner: self.arrays[outer] for inner, outer in op.inputs}
-        within = Memory(op.program, op.spec, self.backend, arrays, self.held)
+        pool = self._free if self._pooled else None
+        within = Memory(op.program, op.spec, self.backend, arrays, self.held, pool)
         within.all()
         self.most = max(self.most, within.most)
+        self.held += within.held_by_pool if self._pooled else 0
+        self.held_by_pool += within.held_by_pool
         for inner, outer in op.results:
             array = within.arrays[inner]
             if inner in within.own:

@@ -329,8 +329,9 @@ class Run:
         block = self._blocks.pop(buffer.name)
         if block is None:
             return
-        last = self.program.last_takes.get(buffer.room, -1) <= self._index
-        if not self._pool.give(block, last=last):
+        if self.program.keeps(buffer, self._index, pooled=self._pool.lasts):
+            self._pool.give(block)
+        else:
             # Views that are kept hold the memory.
             for key in [key for key in self._views if key[0] == id(block)]:
                 del self._views[key]

@@ -10,6 +10,13 @@ as a few tensor operations, so that thousands of ranks take seconds:
                      the ports that it takes are free; its end is then known
     wait             the device's clock goes on to the end of the exchange
 
+On a device with streams (`Cluster.copies`) an exchange begins on its own: a shard's when the buffer
+that it comes into is free, a gradient's when it has been computed.
+
+    3 buffers, high priority      2 buffers, one priority
+    attend | 0 | 1 | 2 |          attend | 0 |     | 1 | 2 |
+    copies | 1 | 2 | 3 |          copies     | 1 | 2 |     | 3 |
+
 A port is a device's own link inside the node, or a network port, in one direction. Exchanges on one
 port follow one another in the order of the schedule, and those of one action share it: the end is
 that of all their bytes. What a rank waits is told apart: for its host, for peers that come late
@@ -214,6 +221,12 @@ class _Run:
         self.exposed = torch.zeros(2, size, dtype=torch.float64)
         self.nbytes = [0, 0]
         self.pending: dict[Channel, _Pending] = {}
+        # On a device with streams: the ends of the last two kernels, of packing and of the last
+        # exchange on each channel; and exchanges that a kernel may come before.
+        self.ended = [self.clock, self.clock]
+        self.packed = self.clock
+        self.arrived: dict[Channel, Tensor] = {}
+        self.undecided: dict[Channel, tuple[Transfer, Tensor]] = {}
         self.ranks = ranks = torch.arange(size)
         node_size = self.cluster.node_size
         self.node = ranks // node_size
@@ -232,7 +245,7 @@ class _Run:
 
     def do(self, action: Action, phase: str) -> None:
         """Advances all ranks' clocks by one action."""
-        device, host = self.cluster.device, self.cluster.host
+        device, host, copies = self.cluster.device, self.cluster.host, self.cluster.copies
         match action:
             case Compute():
                 rate = device.rate(backward=action.backward, window=action.window)
@@ -242,21 +255,29 @@ class _Run:
                 seconds += action.state / device.memory_bandwidth
                 launches = 1 + action.backward * (action.share == 1.0)
                 start = self._given(launches * host.launch, action.area > 0)
+                self._decide(start, seconds)
                 self.clock = self._after(seconds)
+                self.ended = [self.ended[1], self.clock]
                 self.compute += self.clock - start
                 self._keep(phase, "compute", start, self.clock)
             case Move():
                 start = self._given(action.count * host.copy, action.nbytes > 0)
                 self.clock = self._after(action.nbytes / device.memory_bandwidth)
                 self.moves += self.clock - start
+                if action.label == "pack":
+                    self.packed = self.clock
                 self._keep(phase, "move", start, self.clock)
             case Transfer():
                 self.host = self.host + host.post * action.active
-                pending = self._shift(action) if action.op == "shift" else self._collective(action)
-                self.pending[action.channel] = pending
-                self._keep(phase, "transfer", pending.start, pending.stop)
+                ready = self._ready(action)
+                if copies is None or copies.high_priority:
+                    self._begin(action, ready, phase)
+                else:
+                    self.undecided[action.channel] = action, ready
             case Wait():
                 self.host = self.host + host.wait * action.active
+                if action.channel in self.undecided:
+                    self._begin(*self.undecided.pop(action.channel), phase)
                 start = self.clock
                 self._wait(action)
                 self._keep(phase, "wait", start, self.clock)
@@ -317,11 +338,43 @@ class _Run:
                 seconds = seconds + share * beside
         return self.clock + seconds
 
-    def _shift(self, post: Transfer) -> _Pending:
+    def _ready(self, post: Transfer) -> Tensor:
+        """When each rank's device may begin an exchange, apart from its peers and its ports."""
+        copies = self.cluster.copies
+        if copies is None:
+            return torch.maximum(self.clock, self.host)
+        moment = self.clock
+        if post.channel in ("shards", "outer"):
+            moment = torch.maximum(self.packed, self.ended[0 if copies.buffers > 2 else 1])
+            if post.channel in self.arrived:
+                moment = torch.maximum(moment, self.arrived[post.channel])
+        return torch.maximum(moment + copies.latency, self.host)
+
+    def _decide(self, start: Tensor, seconds: Tensor) -> None:
+        """Exchanges without priority are behind a kernel that was ready before them."""
+        copies = self.cluster.copies
+        for channel in list(self.undecided):
+            assert copies is not None, "only exchanges of a device with streams are undecided"
+            post, ready = self.undecided.pop(channel)
+            behind = (start + seconds - copies.block).maximum(ready)
+            self._begin(post, torch.where(ready > start, behind, ready), "")
+
+    def _begin(self, post: Transfer, ready: Tensor, phase: str) -> None:
+        """Starts an exchange; kernels that it overlaps and that are past become slower."""
+        start = self._shift if post.op == "shift" else self._collective
+        pending = start(post, ready)
+        beside = torch.minimum(pending.stop, self.ended[1]) - pending.start.maximum(self.ended[0])
+        lost = self.cluster.slowdown * beside.clamp(min=0) * (post.active & (ready < self.clock))
+        self.clock = self.clock + lost
+        self.compute += lost
+        self.pending[post.channel] = pending
+        self.arrived[post.channel] = pending.stop
+        self._keep(phase, "transfer", pending.start, pending.stop)
+
+    def _shift(self, post: Transfer, ready: Tensor) -> _Pending:
         """Starts one message from each rank to another."""
         route, (free_out, free_in) = self._route(post), self.free
         self.free[:, -1] = 0
-        ready = torch.maximum(self.clock, self.host)
         begin = torch.maximum(ready, ready.index_select(0, route.to))
         begin = begin.maximum(free_out.index_select(0, route.out))
         begin = begin.maximum(free_in.index_select(0, route.into))
@@ -374,11 +427,11 @@ class _Run:
             )
         return self.routes[key]
 
-    def _collective(self, post: Transfer) -> _Pending:
+    def _collective(self, post: Transfer, when: Tensor) -> _Pending:
         """All ranks of a group begin when the last of them is there, and end together."""
         groups = post.groups
         size = groups.size(1)
-        ready = torch.maximum(self.clock, self.host)[groups].amax(1)
+        ready = when[groups].amax(1)
         nbytes = post.nbytes[groups].double()
         nodes = self.node[groups]
         num_nodes = 1 + (nodes.sort(1).values.diff(dim=1) != 0).sum(1).double()
@@ -429,7 +482,11 @@ class _Run:
 
     def _wait(self, action: Wait) -> None:
         exchange = self.pending[action.channel]
-        stop = torch.where(action.active, exchange.stop, self.clock)
+        copies = self.cluster.copies
+        end = exchange.stop
+        if copies is not None:
+            end = torch.where(end > self.clock, end + copies.latency, end)
+        stop = torch.where(action.active, end, self.clock)
         waited = (stop - self.clock).clamp(min=0)
         # Until it was posted here, then until it was posted there, then until its bytes were here.
         idle = (torch.minimum(exchange.given, stop) - self.clock).clamp(min=0)

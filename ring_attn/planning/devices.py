@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from ring_attn.core.spec import MAX_CTAS
+
 GB = 1e9
 
 # Where the machine's calibration is found, if no cluster is given.
@@ -139,6 +141,30 @@ class Host:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """When copies begin beside attention, on a device with streams.
+
+    Attributes:
+        latency: seconds from the end of an operator to the begin of one on another stream.
+        high_priority: a copy takes the next multiprocessors that come free; else it is behind the
+            blocks of an attention kernel that was ready before it.
+        buffers: of a ring's shards: with 2 a copy waits for the attention before it, with 3 for the
+            one before that.
+        block: seconds of a block of attention: so long before its end a kernel leaves
+            multiprocessors free.
+    """
+
+    latency: float = 4e-6
+    high_priority: bool = True
+    buffers: int = 3
+    block: float = 64e-6
+
+    def __post_init__(self) -> None:
+        _check_cost(self, "latency", "block")
+        _check_type(self, int, "buffers")
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Nodes of devices.
 
@@ -153,6 +179,8 @@ class Cluster:
         collectives: by the name of the operation what was measured of it, with all ranks taking
             part; bytes are those that leave a rank. What is not here follows from the links.
         host: of each rank.
+        copies: beside attention; None is a device without streams, whose exchanges begin when they
+            are posted.
 
     Example:
         >>> cluster = builtin_cluster("H100")
@@ -168,11 +196,13 @@ class Cluster:
     slowdown: float = 0.0
     collectives: Mapping[str, Link] = field(default_factory=dict)
     host: Host = field(default_factory=Host)
+    copies: Copies | None = None
 
     def __post_init__(self) -> None:
         _check_type(self, Device, "device")
         _check_type(self, Link, "inside", "between")
         _check_type(self, Host, "host")
+        _check_type(self, (Copies, NoneType), "copies")
         _check_type(self, int, "node_size")
         _check_type(self, (int, NoneType), "ports")
         _check_cost(self, "slowdown")
@@ -284,8 +314,8 @@ LINKS: dict[str, Link] = {
 
 _NVLINK = {"A100": "NVLink 3", "H100": "NVLink 4", "H200": "NVLink 4", "B200": "NVLink 5"}
 
-# What NCCL's copies take: 8 of 132 SMs, and memory bandwidth. MagiAttention leaves them 4 to 8.
-SLOWDOWN = 0.05
+# What NCCL's copies take: 8 of 132 SMs. MagiAttention leaves them 4 to 8.
+SLOWDOWN = MAX_CTAS / 132
 
 # Python, Triton's launcher and torch's operators over a driver that does nothing took 28 us a step
 # forward with its one launch and its wait, 67 us backward with two launches and two sums, and a
@@ -324,7 +354,14 @@ def builtin_cluster(
         if name not in LINKS:
             raise ValueError(f"{option} must be one of {list(LINKS)}, got {name!r}")
     return Cluster(
-        DEVICES[device], node_size, LINKS[inside], LINKS[between], ports, SLOWDOWN, host=HOST
+        DEVICES[device],
+        node_size,
+        LINKS[inside],
+        LINKS[between],
+        ports,
+        SLOWDOWN,
+        host=HOST,
+        copies=Copies(),
     )
 
 
@@ -426,6 +463,8 @@ def cluster_from_json(found: Mapping[str, Any]) -> Cluster:
         "between": Link(**found["between"]),
         "collectives": {op: Link(**link) for op, link in found["collectives"].items()},
         "host": Host(**found["host"]),
+        # Not in calibrations that were written before there was such a thing.
+        "copies": Copies(**found["copies"]) if found.get("copies") else None,
     }
     rest = {f.name: found[f.name] for f in fields(Cluster) if f.name not in parts}
     return Cluster(**parts, **rest)

@@ -35,6 +35,7 @@ from ring_attn.core.tiles import Band, Tile
 from ring_attn.planning.devices import (
     HOST,
     Cluster,
+    Copies,
     Device,
     Host,
     Link,
@@ -196,7 +197,8 @@ def calibrate(
         window_backward=rates[True, True],
     )
     host = HOST if kind == "cuda" else Host()
-    return Cluster(made, world_size, inside, inside, None, slowdown, links, host)
+    copies = Copies() if kind == "cuda" else None
+    return Cluster(made, world_size, inside, inside, None, slowdown, links, host, copies)
 
 
 Sample = TypeVar("Sample", TileSample, MessageSample)

@@ -54,13 +54,13 @@ def exchanged(send: Block, recv: Block, end: Event | None) -> None:
 class Pool:
     """Buffers that are free, by size; the one that has been free longest is taken first.
 
-    With streams the buffers are kept for the next call that takes their size, if that is one of the
-    next two. Without, a buffer is kept for those that are taken later in the call.
+    A pool lasts from call to call where there are streams, and buffers in it until two calls in a
+    row have not taken their size; else it is the pool of one call.
     """
 
     def __init__(self, device: torch.device) -> None:
         """An empty pool for buffers on a device."""
-        self._device, self._keeps = device, streams.are_used(device)
+        self._device, self.lasts = device, streams.are_used(device)
         self._free: dict[int, deque[Block]] = {}
         self._calls = 0
         # The last call that took a size.
@@ -81,16 +81,8 @@ class Pool:
             return free.popleft()
         data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         # Operators that have been queued may still use the memory.
-        return Block(data, streams.record(self._device) if self._keeps else None)
+        return Block(data, streams.record(self._device) if self.lasts else None)
 
-    def give(self, block: Block, *, last: bool) -> bool:
-        """Takes a buffer back; False where it is not kept.
-
-        Args:
-            block: no longer used.
-            last: no buffer of this size is taken later in the call.
-        """
-        if last and not self._keeps:
-            return False
+    def give(self, block: Block) -> None:
+        """Takes back a buffer that is no longer used."""
         self._free.setdefault(block.data.nbytes, deque()).append(block)
-        return True

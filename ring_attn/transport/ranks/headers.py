@@ -90,7 +90,7 @@ class Headers:
         assert self._pool is not None, "a call has begun"
         for block in self._blocks:
             block.written = event
-            self._pool.give(block, last=True)
+            self._pool.give(block)
         self._results.append((str(call), differs, event))
 
     def found(self) -> str | None:
