@@ -145,7 +145,8 @@ class Copies:
     """When copies begin beside attention, on a device with streams.
 
     Attributes:
-        latency: seconds from the end of an operator to the begin of one on another stream.
+        latency: seconds from the end of an operator to the begin of one on another stream, beyond
+            what the links' latencies have of it: those of a small send and receive have all.
         high_priority: a copy takes the next multiprocessors that come free; else it is behind the
             blocks of an attention kernel that was ready before it.
         buffers: of a ring's shards: with 2 a copy waits for the attention before it, with 3 for the
@@ -154,7 +155,7 @@ class Copies:
             multiprocessors free.
     """
 
-    latency: float = 4e-6
+    latency: float = 0.0
     high_priority: bool = True
     buffers: int = 3
     block: float = 64e-6

@@ -273,7 +273,7 @@ def test_overlap_is_that_of_a_model_of_blocks(blocks: int, first: bool, buffers:
             on,
             device=replace(on.device, memory_bandwidth=float("inf")),
             slowdown=blocks / 132,
-            copies=Copies(high_priority=first, buffers=buffers),
+            copies=Copies(4e-6, high_priority=first, buffers=buffers),
         )
         found = simulate(schedule, on).seconds / (8 * step) - 1
         if (first, buffers) == (False, 3):
