@@ -175,14 +175,16 @@ class TransportOptions:
     not come to the first call is named. Afterwards the process group refuses every further call.
 
     On NCCL the device compares the identities, which travel as 64 bytes beside each message, and
-    the host raises at the start of a later call. A rank that dies or stalls is found by torch's
-    watchdog, which ends the process after the timeout and names neither step nor peer. None of this
-    has run on a GPU.
+    the host raises at the start of a later call. Before the first call of a kind all ranks connect,
+    compile their kernels and wait for each other: a rank that does not come is named, and no
+    exchange waits for a compiler. Afterwards no host waits: an exchange that has not ended within
+    the timeout is named, with step, peer and channel, in an error of the logger "ring_attn" and on
+    the other ranks; 10 s later torch's watchdog ends the process, since its device would go on with
+    what has not arrived. None of this has run on a GPU.
 
     Attributes:
-        timeout: seconds, from 0.001 to 1e9, that a rank waits for a peer before it raises; None is
-            the timeout of the group that is passed in. On NCCL it is the timeout of torch's
-            watchdog.
+        timeout: seconds, from 0.001 to 1e9, that a rank waits for a peer before it raises, or on
+            NCCL says so; None is the timeout of the group that is passed in.
         nccl_max_ctas: at most so many thread blocks (each takes an SM) for NCCL's copies, so that
             they do not starve the attention kernel; None is 8. Refused on other backends.
     """
