@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ring_attn.core.dtypes import accum_dtype
 from ring_attn.core.spec import AttentionSpec, Scores
-from ring_attn.core.state import State
+from ring_attn.core.state import State, merge_tree
 from ring_attn.core.tiles import MaskKind, Tile, make_tile
 
 
@@ -67,6 +67,15 @@ class Backend(Protocol):
         """`out` in dtype and `lse` (batch, nheads, rows) with the sinks in it.
 
         A row that saw nothing has lse -inf, or its sink.
+        """
+        ...
+
+    def merge(
+        self, out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Results of disjoint sets of keys, merged in the tree of `core.state.merge_tree`.
+
+        `out` and `lse` may be used up; they are contiguous but for the first dim.
         """
         ...
 
@@ -223,6 +232,12 @@ class TileBackend:
     def finalize(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """`out` in dtype and `lse` (batch, nheads, rows)."""
         return state.finalize(dtype)
+
+    def merge(
+        self, out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """`merge_tree`."""
+        return merge_tree(out, lse, sinks, dtype)
 
     def max_logits(self, state: State) -> Tensor:
         """(nheads,) greatest maximum of any row."""

@@ -160,6 +160,23 @@ class TritonBackend:
         assert carried.out is not None and carried.lse is not None, "the last launch makes both"
         return carried.out.to(dtype), carried.lse
 
+    def merge(
+        self, out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """The whole tree in one launch."""
+        from ring_attn.kernels.merge_tree import merge_tree_launch
+
+        root_out = out.new_empty(out.shape[1:], dtype=dtype)
+        root_lse = _float32(lse, *lse.shape[1:])
+        sinks = None if sinks is None else sinks.contiguous()
+        self._launches.run(
+            ((), "merge_tree", dtype, None if sinks is None else sinks.dtype),
+            (out, lse),
+            (root_out, root_lse, sinks),
+            lambda: merge_tree_launch(out, lse, root_out, root_lse, sinks),
+        )
+        return root_out, root_lse
+
     def max_logits(self, state: TritonState) -> Tensor:
         """(nheads,): kernels keep maxima in base 2."""
         if state.carried.m is None:
