@@ -122,6 +122,10 @@ class Backend(Protocol):
         """Most bytes that state, results and workspace take at a time, for so many q rows."""
         ...
 
+    def merge_bytes(self, spec: AttentionSpec, rows: int, num_sets: int) -> int:
+        """Most bytes that results and workspace of `merge` take at a time, for so many queries."""
+        ...
+
     def workspace_bytes(
         self,
         spec: AttentionSpec,
@@ -193,6 +197,10 @@ class DecodingBackend(Backend, Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """`out` in the type of the state and `lse` of all queries over all tiles of a call."""
+        ...
+
+    def decode_bytes(self, spec: AttentionSpec, rows: int, tiles: Sequence[Tile]) -> int:
+        """Most bytes that results and workspace of `decode` take at a time."""
         ...
 
 
@@ -287,6 +295,17 @@ class TileBackend:
                 first = False
         rounded = acc // 2 if spec.dtype != spec.accum_dtype else 0
         return max(most, acc + 4 * statistics + rounded)
+
+    def merge_bytes(self, spec: AttentionSpec, rows: int, num_sets: int) -> int:
+        """Most bytes that `merge_tree` takes at a time: in its first level, or at its root."""
+        statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
+        acc = statistics * spec.headdim_v
+        # Messages of all ranks are no one tensor of batch entries.
+        copied = num_sets * (acc + statistics) if min(spec.batch, num_sets) > 1 else 0
+        rounded = acc // 2 if spec.dtype != spec.accum_dtype else 0
+        root = acc + max(rounded + 3 * statistics, (6 if spec.sinks else 4) * statistics)
+        level = num_sets // 2 * 4 * statistics
+        return copied + num_sets * statistics + max(level, root)
 
     def folded(self, spec: AttentionSpec, tiles: Sequence[Tile]) -> Iterator[Tile]:
         """The tiles, or parts of them, that are folded into the state one at a time."""
