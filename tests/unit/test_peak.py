@@ -276,19 +276,25 @@ def test_a_merge_takes_what_is_predicted(
 
 @DECODED
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("world_size", [1, 64])
+@pytest.mark.parametrize(("world_size", "keys"), [(1, 1024), (64, 8)])
 @pytest.mark.parametrize("backend", ["aten", "triton"])
 def test_decoding_holds_what_is_predicted(
-    backend: str, world_size: int, batch: int, dtype: torch.dtype, sinks: bool, no_kernels: None
+    backend: str,
+    world_size: int,
+    keys: int,
+    batch: int,
+    dtype: torch.dtype,
+    sinks: bool,
+    no_kernels: None,
 ) -> None:
-    """Of one rank most is held in the attention, of many in the merge."""
+    """Most is held in the attention to many keys, or in the merge of many ranks."""
     q = torch.zeros(batch, 4, 8, 64, dtype=dtype)
-    k, v = torch.zeros(2, batch, 1024, 2, 64, dtype=dtype)
+    k, v = torch.zeros(2, batch, keys, 2, 64, dtype=dtype)
     given = torch.zeros(8) if sinks else None
     call = make_decode(AttentionSpec.of(q, k, v, sinks=given), backend=backend)
-    layout = SequenceLayout.contiguous(1024 * world_size, world_size)
+    layout = SequenceLayout.contiguous(keys * world_size, world_size)
     tiles = decode_tiles(layout.segments(0), Mask(4, layout.seqlen, causal=True))
-    steps = decode_program(call, tiles, 4, 1024, 0, world_size)
+    steps = decode_program(call, tiles, 4, keys, 0, world_size)
     predicted = count.peak_of_programs([steps], call)
     transport: Any = Echo(world_size)
     most = peak_bytes(lambda: run.decode(call, tiles, q, k, v, transport, given))
