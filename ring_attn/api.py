@@ -240,6 +240,7 @@ def _with_strategy(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments
 ) -> Arguments:
     """The same call with the strategy that "auto" is here."""
+    check.check_capture("ring_attention", q)
     call = arguments.call
     group, shape = call.process_group, call.mesh_shape
     try:
@@ -355,8 +356,8 @@ def tree_decode(
     Raises:
         ValueError: shapes, layout, window or sinks that do not fit, or no query.
         TypeError: a dtype or type that is not taken.
-        NotImplementedError: inputs that require a gradient, which only `ring_attention` has, or
-            what the named backend does not support.
+        NotImplementedError: inputs that require a gradient, which only `ring_attention` has, what
+            the named backend does not support, or a call within the capture of a CUDA graph.
         ImportError: the named backend's package is not installed.
         RuntimeError: as `ring_attention`.
 

@@ -119,6 +119,15 @@ def check_plain(name: str, x: Tensor) -> None:
         )
 
 
+def check_capture(name: str, x: Tensor) -> None:
+    """Refuses a call within the capture of a CUDA graph: a replay has no part for the host."""
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            f"{name} cannot be captured in a CUDA graph: its messages are posted by the host, step "
+            "by step; capture what lies around it, or compile without mode='reduce-overhead'"
+        )
+
+
 def check_differentiated(**tensors: Tensor | None) -> bool:
     """Whether a backward may follow; autograd must then be able to keep each of the tensors."""
     needs_grad = any(x is not None and x.requires_grad for x in tensors.values())

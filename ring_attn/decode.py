@@ -79,6 +79,7 @@ def attend(
 
     Without `told`, k and v stand for tensors whose heads and headdim this rank does not know.
     """
+    check.check_capture("tree_decode", q)
     layout = decoding.layout
     if layout is not None and 0 in layout.shard_lens and layout.world_size > 1:
         nheads_kv, headdim_v = _told_sizes(q, k, v, decoding, told)

@@ -134,7 +134,7 @@ def _attention(
         NotImplementedError: within the capture of a CUDA graph; others as `ring_attention`.
     """
     arguments = Arguments(*given)
-    _refuse_capture(q)
+    check.check_capture("ring_attention", q)
     call = arguments.call
     group = call.process_group
     try:
@@ -182,15 +182,6 @@ def _as_tensor(number: int) -> Tensor:
 
 def _as_number(x: Tensor) -> int:
     return int(x.item() / _NUMBER_UNIT)
-
-
-def _refuse_capture(x: Tensor) -> None:
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise NotImplementedError(
-            "ring_attention cannot be captured in a CUDA graph: its messages are posted by the "
-            "host, step by step; capture what lies around it, or compile without "
-            "mode='reduce-overhead'"
-        )
 
 
 attention = torch.ops.ring_attn.attention.default
@@ -310,7 +301,7 @@ def _attention_backward(
         dq, dk, dv, and this rank's share of dsinks, which is empty without sinks.
     """
     arguments = Arguments(*given)
-    _refuse_capture(dout)
+    check.check_capture("ring_attention", dout)
     call = arguments.call
     batch, rows, rows_kv, nheads, nheads_kv, headdim, headdim_v = sizes
     spec = AttentionSpec(

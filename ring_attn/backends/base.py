@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ring_attn.core.dtypes import accum_dtype
 from ring_attn.core.spec import AttentionSpec, Scores
-from ring_attn.core.state import State
+from ring_attn.core.state import State, merge_tree
 from ring_attn.core.tiles import MaskKind, Tile, make_tile
 
 
@@ -70,6 +70,15 @@ class Backend(Protocol):
         """
         ...
 
+    def merge(
+        self, out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Results of disjoint sets of keys, merged in the tree of `core.state.merge_tree`.
+
+        `out` and `lse` may be used up; they are contiguous but for the first dim.
+        """
+        ...
+
     def max_logits(self, state: Any) -> Tensor:
         """(nheads,) greatest score of the state, before `finalize`; -inf where nothing is seen.
 
@@ -111,6 +120,10 @@ class Backend(Protocol):
 
     def forward_bytes(self, spec: AttentionSpec, rows: int, steps: Sequence[Sequence[Tile]]) -> int:
         """Most bytes that state, results and workspace take at a time, for so many q rows."""
+        ...
+
+    def merge_bytes(self, spec: AttentionSpec, rows: int, num_sets: int) -> int:
+        """Most bytes that results and workspace of `merge` take at a time, for so many queries."""
         ...
 
     def workspace_bytes(
@@ -186,6 +199,10 @@ class DecodingBackend(Backend, Protocol):
         """`out` in the type of the state and `lse` of all queries over all tiles of a call."""
         ...
 
+    def decode_bytes(self, spec: AttentionSpec, rows: int, tiles: Sequence[Tile]) -> int:
+        """Most bytes that results and workspace of `decode` take at a time."""
+        ...
+
 
 def decodes(backend: Backend) -> TypeGuard[DecodingBackend]:
     """Whether the backend is a `DecodingBackend`."""
@@ -223,6 +240,12 @@ class TileBackend:
     def finalize(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """`out` in dtype and `lse` (batch, nheads, rows)."""
         return state.finalize(dtype)
+
+    def merge(
+        self, out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """`merge_tree`."""
+        return merge_tree(out, lse, sinks, dtype)
 
     def max_logits(self, state: State) -> Tensor:
         """(nheads,) greatest maximum of any row."""
@@ -272,6 +295,17 @@ class TileBackend:
                 first = False
         rounded = acc // 2 if spec.dtype != spec.accum_dtype else 0
         return max(most, acc + 4 * statistics + rounded)
+
+    def merge_bytes(self, spec: AttentionSpec, rows: int, num_sets: int) -> int:
+        """Most bytes that `merge_tree` takes at a time: in its first level, or at its root."""
+        statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
+        acc = statistics * spec.headdim_v
+        # Messages of all ranks are no one tensor of batch entries.
+        copied = num_sets * (acc + statistics) if min(spec.batch, num_sets) > 1 else 0
+        rounded = acc // 2 if spec.dtype != spec.accum_dtype else 0
+        root = acc + max(rounded + 3 * statistics, (6 if spec.sinks else 4) * statistics)
+        level = num_sets // 2 * 4 * statistics
+        return copied + num_sets * statistics + max(level, root)
 
     def folded(self, spec: AttentionSpec, tiles: Sequence[Tile]) -> Iterator[Tile]:
         """The tiles, or parts of them, that are folded into the state one at a time."""

@@ -160,6 +160,23 @@ class TritonBackend:
         assert carried.out is not None and carried.lse is not None, "the last launch makes both"
         return carried.out.to(dtype), carried.lse
 
+    def merge(
+        self, out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """The whole tree in one launch."""
+        from ring_attn.kernels.merge_tree import merge_tree_launch
+
+        root_out = out.new_empty(out.shape[1:], dtype=dtype)
+        root_lse = _float32(lse, *lse.shape[1:])
+        sinks = None if sinks is None else sinks.contiguous()
+        self._launches.run(
+            ((), "merge_tree", dtype, None if sinks is None else sinks.dtype),
+            (out, lse),
+            (root_out, root_lse, sinks),
+            lambda: merge_tree_launch(out, lse, root_out, root_lse, sinks),
+        )
+        return root_out, root_lse
+
     def max_logits(self, state: TritonState) -> Tensor:
         """(nheads,): kernels keep maxima in base 2."""
         if state.carried.m is None:
@@ -170,21 +187,16 @@ class TritonBackend:
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """`out` float32 and `lse` of a few queries: the keys are read in parts, side by side."""
-        from ring_attn.kernels import decode, tuned
+        from ring_attn.kernels import decode
         from ring_attn.kernels.flash_fwd import Carried, forward_launch
-        from ring_attn.kernels.tasks import num_sms
 
         batch, rows, nheads, _ = q.shape
         group = nheads // k.size(2)
         if rows * group > MOST_DECODED_ROWS:
             state = self.forward(q, k, v, tiles, self.new_state(q, v.size(3)), scores=scores)
             return self.finalize(state, torch.float32)
-        config = self._configs.get("decode") or tuned.select("decode", q, v.size(3))
         k, v = _unit_stride(k), _unit_stride(v)
-        blocks = -(-rows * group // config.BLOCK_M) * batch * k.size(2)
-        first = min(tile.kv.start for tile in tiles)
-        last = max(tile.kv.stop for tile in tiles)
-        parts = decode.choose_parts(first, last, blocks, num_sms(q.device))
+        config, parts = self._parts(q, tiles, rows * group, batch * k.size(2), v.size(3))
         packed = decode.part_rows(q, k.size(2), parts.num_parts)
         acc, m, l = decode.part_states(packed, v)
 
@@ -203,6 +215,19 @@ class TritonBackend:
             lambda: decode.merge_parts_launch(acc, m, l, out, lse, parts.num_parts),
         )  # fmt: skip
         return out, lse
+
+    def decode_bytes(self, spec: AttentionSpec, rows: int, tiles: Sequence[Tile]) -> int:
+        """Results, and of each part the queries and a state."""
+        group = spec.nheads // spec.nheads_kv
+        statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
+        results = statistics * (spec.headdim_v + 1)
+        if rows * group > MOST_DECODED_ROWS:
+            rounded = 0 if spec.dtype == spec.accum_dtype else statistics * spec.headdim_v
+            return self.forward_bytes(spec, rows, (tiles,)) + rounded
+        q = torch.empty(0, spec.headdim, dtype=spec.dtype, device=spec.device_type)
+        _, parts = self._parts(q, tiles, rows * group, spec.batch * spec.nheads_kv, spec.headdim_v)
+        packed = spec.batch * rows * spec.nheads * spec.headdim * spec.dtype.itemsize
+        return results + parts.num_parts * (packed + statistics * (spec.headdim_v + 2))
 
     def delta(self, out: Tensor, dout: Tensor) -> Tensor:
         """(batch, nheads, rows) float32 rowsum(dO * O)."""
@@ -302,6 +327,11 @@ class TritonBackend:
         several = sum(map(bool, steps)) > 1 or spec.max_logits
         carried = statistics * (spec.headdim_v + 2) if several else 0
         return results + carried
+
+    def merge_bytes(self, spec: AttentionSpec, rows: int, num_sets: int) -> int:
+        """out and lse alone."""
+        results = spec.headdim_v * spec.dtype.itemsize + spec.accum_dtype.itemsize
+        return spec.batch * rows * spec.nheads * results
 
     def workspace_bytes(
         self,
@@ -418,6 +448,19 @@ class TritonBackend:
             kind, q, v, call, lambda config: launch(config, dk.clone(), dv.clone())
         )
         return launch(config, dk, dv)
+
+    def _parts(
+        self, q: Tensor, tiles: Sequence[Tile], rows: int, heads: int, headdim_v: int
+    ) -> tuple[Config, Parts]:
+        """How so many rows of each of the kv heads of a batch read the keys."""
+        from ring_attn.kernels import decode, tuned
+        from ring_attn.kernels.tasks import num_sms
+
+        config = self._configs.get("decode") or tuned.select("decode", q, headdim_v)
+        first = min(tile.kv.start for tile in tiles)
+        last = max(tile.kv.stop for tile in tiles)
+        blocks = -(-rows // config.BLOCK_M) * heads
+        return config, decode.choose_parts(first, last, blocks, num_sms(q.device))
 
     def _config(
         self,

@@ -83,7 +83,9 @@ class State:
         mine, m_mine, l_mine = self.acc[:, rows], self.m[:, :, rows], self.l[:, :, rows]
         m_new, keep, add = _weights(m_mine, m)
         mine.mul_(_to_rows(keep)).addcmul_(acc, _to_rows(add))
-        l_mine.mul_(keep).add_(add if l is None else add.mul_(l))
+        l_mine.mul_(keep)
+        # One rounding, as of acc.
+        l_mine.add_(add) if l is None else l_mine.addcmul_(l, add)
         m_mine.copy_(m_new)
 
     def finalize(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ring_attn.backends import get_backend
-from ring_attn.backends.base import Backend
+from ring_attn.backends.base import Backend, decodes
 from ring_attn.core.messages import Gathered, Message, Number, Records
 from ring_attn.core.program import (
     Add,
@@ -15,12 +17,14 @@ from ring_attn.core.program import (
     Attend,
     Buffer,
     Clear,
+    Decode,
     Delta,
     Differentiate,
     Entry,
     Finish,
     Free,
     Inner,
+    Merge,
     New,
     Op,
     Operand,
@@ -37,6 +41,7 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import Tile
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import program_of
+from ring_attn.strategies.tree_decode import DecodeCall
 
 
 def bytes_sent(program: Program) -> Number:
@@ -69,7 +74,7 @@ def peak_bytes(call: Call, *, backward: bool) -> int:
 
 
 def peak_of_programs(
-    programs: Sequence[Program], call: Call, pool: dict[int, int] | None = None
+    programs: Sequence[Program], call: Call | DecodeCall, pool: dict[int, int] | None = None
 ) -> int:
     """Most bytes that a forward, or a forward and a backward, hold at a time beyond the inputs.
 
@@ -203,6 +208,10 @@ class Memory:
                 self._rows, self._steps = op.array.rows, []
             case Attend():
                 self._attend(op)
+            case Decode():
+                self._decode(op)
+            case Merge():
+                self._merge(op)
             case Finish():
                 self._finish(op)
             case Delta():
@@ -237,6 +246,26 @@ class Memory:
         self.most = max(self.most, self.held + self._forward_bytes())
         self._make(op.out, op.out_array)
         self._make(op.lse, op.lse_array)
+
+    def _decode(self, op: Decode) -> None:
+        assert decodes(self.backend)
+        rows = self.arrays[op.q.name].rows
+        taken = self.backend.decode_bytes(self.spec, rows, op.tiles)
+        self.most = max(self.most, self.held + taken)
+        self._results("partial out", "partial lse", rows, self.spec.accum_dtype)
+
+    def _merge(self, op: Merge) -> None:
+        message, rows = self._messages[op.buffer.name], self.arrays["q"].rows
+        assert isinstance(message, Gathered)
+        taken = self.backend.merge_bytes(self.spec, rows, message.count)
+        self.most = max(self.most, self.held + taken)
+        self._results(op.out, op.lse, rows, self.spec.dtype)
+        self._give(op.buffer)
+
+    def _results(self, out: str, lse: str, rows: int, dtype: torch.dtype) -> None:
+        spec = self.spec
+        self._make(out, Array(spec.batch, rows, spec.nheads, spec.headdim_v, dtype))
+        self._make(lse, Array(spec.batch, rows, spec.nheads, None, spec.accum_dtype))
 
     def _differentiate(self, op: Differentiate) -> None:
         if not op.tiles:

@@ -48,7 +48,6 @@ from ring_attn.core.program import (
     Wait,
 )
 from ring_attn.core.spec import AttentionSpec, Scores
-from ring_attn.core.state import merge_tree
 from ring_attn.core.tiles import Tile
 from ring_attn.machines.rehearse import Silent, connect
 from ring_attn.profiling import Direction, Observer, is_observed, observe
@@ -556,7 +555,7 @@ class Run:
         out, lse = self._entries(op.buffer)
         q = self.tensors["q"]
         with self._part("merge", out.size(0)):
-            merged = merge_tree(out, lse, self.sinks, q.dtype)
+            merged = self.backend.merge(out, lse, self.sinks, q.dtype)
         self.tensors[op.out], self.tensors[op.lse] = merged
         del out, lse
         self._give(op.buffer)

@@ -88,7 +88,8 @@ class Variant:
     """A way to compile a kernel.
 
     Attributes:
-        kernel: "fwd", "hopper_fwd", "dq", "dkdv", "delta", "decode" or "merge".
+        kernel: "fwd", "hopper_fwd", "dq", "dkdv", "delta", "decode", "merge" (of parts) or
+            "merge_tree" (of ranks).
         band: of BANDS.
         ragged: keys end within a block.
         first: the forward loads no state.
@@ -113,7 +114,7 @@ class Variant:
     @property
     def kind(self) -> str:
         """Its kind in the table of configurations."""
-        if self.kernel in ("delta", "decode", "merge"):
+        if self.kernel in ("delta", "decode"):
             return self.kernel
         kernel = "fwd" if self.is_forward else self.kernel
         if self.softcap and not self.is_forward:
@@ -156,7 +157,9 @@ VARIANTS = (
     Variant("decode", first=True),
     Variant("decode", ragged=True, first=True, softcap=True),
     Variant("merge"),
+    Variant("merge_tree", sinks=True),
 )
+WITHOUT_PRODUCTS = ("delta", "merge", "merge_tree")
 KERNELS = tuple(dict.fromkeys(variant.kernel for variant in VARIANTS))
 
 
@@ -222,6 +225,10 @@ def _configs(variant: Variant, arch: str, head_dim: int, dtype: torch.dtype) -> 
         from ring_attn.kernels import decode
 
         return (decode.MERGE,)
+    if variant.kernel == "merge_tree":
+        from ring_attn.kernels import merge_tree
+
+        return (merge_tree.config_of(head_dim),)
     column = arch if arch in configs.ARCHITECTURES else "sm_86"  # as `architecture` has it
     return (configs.frozen(variant.kind, column, head_dim, dtype),)
 
@@ -240,6 +247,8 @@ def variant_launch(variant: Variant, config: Config, head_dim: int, dtype: torch
         return flash_bwd.delta_launch(rows_of(HEADS), rows_of(HEADS), stats(), config)
     if variant.kernel == "merge":
         return _merge(rows_of, stats)
+    if variant.kernel == "merge_tree":
+        return _merge_tree(head_dim, dtype)
     table = _table(variant, config)
     # Heads of a group are rows where they decode.
     heads = KV_HEADS if variant.kernel == "decode" else HEADS
@@ -279,6 +288,17 @@ def _merge(rows_of: Callable[..., Tensor], stats: Callable[[], Tensor]) -> Launc
     acc, out = rows_of(KV_HEADS, float32), rows_of(HEADS, float32)[:, :rows]
     m, l, lse = stats()[:, :KV_HEADS], stats()[:, :KV_HEADS], stats()[..., :rows]
     return decode.merge_parts_launch(acc, m, l, out, lse, parts)
+
+
+def _merge_tree(head_dim: int, dtype: torch.dtype) -> Launch:
+    """The launch that merges 4 queries' results of 64 ranks."""
+    from ring_attn.kernels import merge_tree
+
+    sets, rows = 64, 4
+    out = torch.empty(sets, 1, rows, HEADS, head_dim, device="meta")
+    lse = torch.empty(sets, 1, HEADS, rows, device="meta")
+    sinks = torch.empty(HEADS, device="meta")
+    return merge_tree.merge_tree_launch(out, lse, out[0].to(dtype), lse[0], sinks)
 
 
 def _table(variant: Variant, config: Config) -> StepTable:
@@ -336,7 +356,7 @@ def judged(
 def compile_cell(cell: Cell) -> Row:
     kernel = cell.variant.kernel
     hopper = kernel == "hopper_fwd"
-    expected = Expected(hopper, tensor_cores=kernel not in ("delta", "merge"), overlaps=hopper)
+    expected = Expected(hopper, tensor_cores=kernel not in WITHOUT_PRODUCTS, overlaps=hopper)
     return _row(cell, *judged(cell.launch(), cell.arch, expected))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -138,3 +139,30 @@ def test_lost_groups_are_named(ranks: Any) -> None:
     for got in second[4:]:
         assert got.error is RuntimeError, got
         assert "rank, 1, is not a member of group" in got.text and "[0]" in got.text, got
+
+
+def run_captured() -> list[Ended]:
+    """Calls on tensors that say they are on a GPU, whose stream is captured."""
+    q, k, v = (one.requires_grad_() for one in good().values())
+    backward = ring_attention(q, k, v).sum()
+    calls: list[Callable[[], object]] = [
+        lambda: ring_attention(**good()),
+        lambda: ring_attention(**good(), strategy="auto"),
+        lambda: tree_decode(**good()),
+        lambda: tree_decode(**good(), window_size=(2, 0)),  # asks for lengths
+        backward.backward,
+    ]
+    with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+        mock.patch.object(Tensor, "is_cuda", True),
+        no_communication(),
+    ):
+        return [ended(call) for call in calls]
+
+
+def test_capture_is_refused(ranks: Any) -> None:
+    for calls in ranks(2).run(run_captured):
+        names = ["ring_attention", "ring_attention", "tree_decode", "tree_decode", "ring_attention"]
+        for name, got in zip(names, calls, strict=True):
+            assert got.error is NotImplementedError, got
+            assert f"{name} cannot be captured in a CUDA graph" in got.text, got

@@ -19,13 +19,16 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
-from ring_attn.core.spec import Scores
+from ring_attn.core.messages import Gathered
+from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import Tile
 from ring_attn.kernels import configs, hopper_fwd
 from ring_attn.kernels.launch import Launch
+from ring_attn.strategies.tree_decode import decode_packet
 from tests.bounds import whole
 from tests.kernels.stub_driver import StubDriver, install
 
@@ -100,6 +103,19 @@ def delta(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
     return {"new_delta": backend.delta(x.q, x.dout)}
 
 
+def merge(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
+    """Of one query's results of 5 ranks, as they are gathered: out and lse in one message."""
+    spec = AttentionSpec.of(x.q, x.k, x.v)
+    everyone = Gathered(decode_packet(spec, 1), 5)
+    out, lse = everyone.views(torch.zeros(everyone.nbytes, dtype=torch.uint8))
+    sinks = torch.zeros(HEADS)
+    with profile(activities=[ProfilerActivity.CPU]) as operators:
+        root_out, root_lse = backend.merge(out, lse, sinks, x.dtype)
+    names = {event.name for event in operators.events()}
+    assert names == {"aten::new_empty", "aten::empty"}, names
+    return {"out": out, "lse": lse, "root_out": root_out, "root_lse": root_lse, "sinks": sinks}
+
+
 CALLS: dict[str, Call] = {
     "forward, only": forward(True),
     "forward, only, sinks": forward(True, sinks=True),
@@ -110,6 +126,7 @@ CALLS: dict[str, Call] = {
     "dq": grad_q(),
     "dkdv": grad_kv(),
     "delta": delta,
+    "merge": merge,
 }
 
 

@@ -29,6 +29,7 @@ CALLS = {
     "dq": (1, "q k v dout lse delta dq"),
     "dkdv": (1, "q k v dout lse delta dk dv"),
     "delta": (1, "q dout new_delta"),
+    "merge": (1, "out lse root_out root_lse sinks"),
 }
 
 
@@ -53,7 +54,7 @@ def test_it_launches_what_a_new_one_launches(name: str, found: dict[str, Any]) -
     assert case["made_anew"] == launches and case["made"] == 0
     assert case["got"] == case["expected"]
     assert [arg for arg in case["got"][2] if isinstance(arg, str)] == [
-        *tensors.split(), *([] if name == "delta" else ["blocks", "runs"]),
+        *tensors.split(), *([] if name in ("delta", "merge") else ["blocks", "runs"]),
     ]  # fmt: skip
 
 

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from ring_attn.backends import get_backend
 from ring_attn.backends.aten import AtenBackend
+from ring_attn.backends.kept_launches import KeptLaunches
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.messages import Gathered
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import Traveller
@@ -19,6 +22,9 @@ from ring_attn.planning.memory import peak_of
 from ring_attn.profiling import peak_bytes
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call
+from ring_attn.strategies.tree_decode import decode_packet, decode_tiles
+from ring_attn.strategies.tree_decode import make_call as make_decode
+from ring_attn.strategies.tree_decode import program as decode_program
 from ring_attn.transport.base import TransportStats
 from ring_attn.transport.buffers import Pool
 
@@ -240,3 +246,67 @@ def test_every_strategy_holds_what_is_predicted(
         most = max(measured(calls[rank], backward=backward) for rank in fullest)
         predicted = peak_of(calls[0], backward=backward)
         assert abs(most - predicted) <= SHARE * predicted
+
+
+# -- decoding
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels take no memory; Triton's interpreter does."""
+    monkeypatch.setattr(KeptLaunches, "run", lambda *_: None)
+
+
+DECODED = pytest.mark.parametrize(
+    ("dtype", "sinks"), [(torch.float32, True), (torch.float16, False)]
+)
+
+
+@pytest.mark.parametrize("headdim_v", [1, 64], ids=["levels", "root"])
+@DECODED
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("sets", [1, 2, 5, 64])
+@pytest.mark.parametrize("backend", ["aten", "triton"])
+def test_a_merge_takes_what_is_predicted(
+    backend: str,
+    sets: int,
+    batch: int,
+    dtype: torch.dtype,
+    sinks: bool,
+    headdim_v: int,
+    no_kernels: None,
+) -> None:
+    spec = AttentionSpec("cpu", dtype, batch, 8, 8, 64, headdim_v, sinks=sinks)
+    gathered = Gathered(decode_packet(spec, 16), sets)
+    views = gathered.views(torch.zeros(gathered.nbytes, dtype=torch.uint8))
+    given = torch.zeros(8) if sinks else None
+    one = get_backend(backend)
+    most = peak_bytes(lambda: one.merge(*views, given, dtype))
+    assert most == one.merge_bytes(spec, 16, sets)
+
+
+@DECODED
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("world_size", "keys"), [(1, 1024), (64, 8)])
+@pytest.mark.parametrize("backend", ["aten", "triton"])
+def test_decoding_holds_what_is_predicted(
+    backend: str,
+    world_size: int,
+    keys: int,
+    batch: int,
+    dtype: torch.dtype,
+    sinks: bool,
+    no_kernels: None,
+) -> None:
+    """Most is held in the attention to many keys, or in the merge of many ranks."""
+    q = torch.zeros(batch, 4, 8, 64, dtype=dtype)
+    k, v = torch.zeros(2, batch, keys, 2, 64, dtype=dtype)
+    given = torch.zeros(8) if sinks else None
+    call = make_decode(AttentionSpec.of(q, k, v, sinks=given), backend=backend)
+    layout = SequenceLayout.contiguous(keys * world_size, world_size)
+    tiles = decode_tiles(layout.segments(0), Mask(4, layout.seqlen, causal=True))
+    steps = decode_program(call, tiles, 4, keys, 0, world_size)
+    predicted = count.peak_of_programs([steps], call)
+    transport: Any = Echo(world_size)
+    most = peak_bytes(lambda: run.decode(call, tiles, q, k, v, transport, given))
+    assert abs(most - predicted) <= SHARE * predicted

@@ -198,6 +198,7 @@ class RankGroup:
         finally:
             for medium in media:
                 medium.close()
+            self._pools.clear()
         return self.failed
 
     def reason(self, peer: int) -> str | None:

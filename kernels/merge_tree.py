@@ -1,0 +1,172 @@
+"""The merge of all ranks' partial results in one launch: `core.state.merge_tree` as a kernel.
+
+Each level merges the lower half of the states with the upper one; an odd state is left over:
+
+    5 ranks    0 1 2 3 4
+    level 1    0+3  1+4  2            ceil(5 / 2) = 3 states
+    level 2    (0+3)+2  1+4           ceil(3 / 2) = 2
+    level 3    ((0+3)+2)+(1+4)        the root, which a sink joins
+
+A program has one query of one head and walks the tree from left to right, so that it holds one
+state of a level. A state that is not there is empty; merging an empty one changes no value.
+
+Every operation is that of `merge_tree`, rounded alike, but for exp and log, whose last bits differ
+on a GPU. So m stays in base e, in which it comes, where the other kernels go to base 2.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .configs import Config
+from .flash_fwd import block_dim
+from .launch import Launch
+from .online_softmax import softmax_pivot
+
+# Levels whose states are all loaded before the first is merged; those above are loops.
+UNROLLED = tl.constexpr(3)
+
+
+@triton.jit
+def _merged(acc, m, l, acc_other, m_other, l_other):
+    m_new = tl.maximum(m, m_other)
+    pivot = softmax_pivot(m_new)
+    keep, add = tl.exp(m - pivot), tl.exp(m_other - pivot)
+    return tl.fma(acc_other, add, acc * keep), m_new, tl.fma(l_other, add, l * keep)
+
+
+@triton.jit
+def _state(
+    out_ptr,
+    lse_ptr,
+    out_stride,
+    lse_stride,
+    num_sets,
+    i,
+    LEVEL: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """State i of a level; an empty one where i is the number of sets."""
+    dims = tl.arange(0, BLOCK_DV)
+    if LEVEL == 0:
+        inside = i < num_sets
+        here = out_ptr + i.to(tl.int64) * out_stride + dims
+        acc = tl.load(here, inside & (dims < HEAD_DIM_V), 0.0)
+        m = tl.load(lse_ptr + i.to(tl.int64) * lse_stride, inside, float("-inf"))
+        return acc, m, 1.0
+    else:
+        below: tl.constexpr = LEVEL - 1
+        half = tl.cdiv(num_sets, 1 << LEVEL)
+        has_upper = i + half < tl.cdiv(num_sets, 1 << below)
+        if LEVEL <= UNROLLED:
+            acc, m, l = _state(
+                out_ptr, lse_ptr, out_stride, lse_stride, num_sets, i,
+                below, HEAD_DIM_V, BLOCK_DV,
+            )  # fmt: skip
+            acc_upper, m_upper, l_upper = _state(
+                out_ptr, lse_ptr, out_stride, lse_stride, num_sets,
+                tl.where(has_upper, i + half, num_sets), below, HEAD_DIM_V, BLOCK_DV,
+            )  # fmt: skip
+            acc, m, l = _merged(acc, m, l, acc_upper, m_upper, l_upper)
+        else:
+            acc = tl.zeros((BLOCK_DV,), tl.float32)
+            m = float("-inf")
+            l = 0.0
+            for upper in range(0, tl.where(has_upper, 2, 1)):
+                acc_part, m_part, l_part = _state(
+                    out_ptr, lse_ptr, out_stride, lse_stride, num_sets, i + upper * half,
+                    below, HEAD_DIM_V, BLOCK_DV,
+                )  # fmt: skip
+                acc, m, l = _merged(acc, m, l, acc_part, m_part, l_part)
+        return acc, m, l
+
+
+@triton.jit
+def merge_tree_kernel(
+    out_ptr,
+    lse_ptr,
+    root_out_ptr,
+    root_lse_ptr,
+    sinks_ptr,
+    num_sets,
+    num_rows,
+    nheads,
+    out_stride,
+    lse_stride,
+    HAS_SINKS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """out and lse of one query of one head."""
+    place = tl.program_id(0).to(tl.int64)  # in (batch, num_rows, nheads)
+    head = place % nheads
+    row = place // nheads % num_rows
+    statistic = (place // nheads // num_rows * nheads + head) * num_rows + row
+    dims = tl.arange(0, BLOCK_DV)
+
+    acc, m, l = _state(
+        out_ptr + place * HEAD_DIM_V,
+        lse_ptr + statistic,
+        out_stride,
+        lse_stride,
+        num_sets,
+        tl.zeros((), tl.int32),
+        LEVELS,
+        HEAD_DIM_V,
+        BLOCK_DV,
+    )
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+        acc, m, l = _merged(acc, m, l, tl.zeros_like(acc), sink, 1.0)
+    l_safe = tl.where(l == 0.0, 1.0, l)
+    tl.store(root_lse_ptr + statistic, m + tl.log(l_safe))
+    out = tl.div_rn(acc, l_safe)
+    tl.store(root_out_ptr + place * HEAD_DIM_V + dims, out, dims < HEAD_DIM_V)
+
+
+def config_of(headdim_v: int) -> Config:
+    """As many warps as make each thread load 16 bytes of a row."""
+    return Config(0, 0, max(1, block_dim(headdim_v) // 128), 1, "bound by latency")
+
+
+def merge_tree_launch(
+    out: Tensor, lse: Tensor, root_out: Tensor, root_lse: Tensor, sinks: Tensor | None
+) -> Launch:
+    """The launch that merges the results of disjoint sets of keys.
+
+    Args:
+        out: (sets, batch, rows, nheads, headdim_v) float32, contiguous but for the first dim.
+        lse: (sets, batch, nheads, rows) likewise.
+        root_out: (batch, rows, nheads, headdim_v), contiguous; written.
+        root_lse: (batch, nheads, rows) float32, contiguous; written.
+        sinks: (nheads,), contiguous.
+    """
+    num_sets, batch, num_rows, nheads, headdim_v = out.shape
+    config = config_of(headdim_v)
+    return Launch(
+        merge_tree_kernel,
+        (batch * num_rows * nheads,),
+        {
+            "out_ptr": out,
+            "lse_ptr": lse,
+            "root_out_ptr": root_out,
+            "root_lse_ptr": root_lse,
+            "sinks_ptr": sinks,
+            "num_sets": num_sets,
+            "num_rows": num_rows,
+            "nheads": nheads,
+            "out_stride": out.stride(0),
+            "lse_stride": lse.stride(0),
+        },
+        {
+            "HAS_SINKS": sinks is not None,
+            "LEVELS": (num_sets - 1).bit_length(),
+            "HEAD_DIM_V": headdim_v,
+            "BLOCK_DV": block_dim(headdim_v),
+        },
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+    )

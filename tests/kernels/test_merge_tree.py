@@ -1,0 +1,178 @@
+"""The merge of decoding in one launch: against float64, and in the order of `merge_tree`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_attn.backends.triton import TritonBackend
+from ring_attn.core.state import State, merge_tree
+from ring_attn.testing import check, poisoned_empty, random_sinks
+from tests.kernels.calls import DEVICE, DTYPES
+
+SETS = (*range(1, 10), 17, 64)
+
+pytestmark = pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
+
+
+def results(
+    sets: int, *, batch: int = 1, rows: int = 3, nheads: int = 2, headdim_v: int = 20
+) -> tuple[Tensor, Tensor]:
+    """out and lse of every set, as ranks gather them: side by side, a gap behind each."""
+    generator = torch.Generator().manual_seed(sets)
+    shapes = (batch, rows, nheads, headdim_v), (batch, nheads, rows)
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    packets = torch.randn(sets, sum(sizes) + 4, generator=generator).to(DEVICE)
+    out, lse, _ = packets.split([*sizes, 4], 1)
+    return (
+        out.as_strided((sets, *shapes[0]), (packets.size(1), *out[0].view(shapes[0]).stride())),
+        lse.as_strided((sets, *shapes[1]), (packets.size(1), *lse[0].view(shapes[1]).stride())),
+    )
+
+
+def hide(out: Tensor, lse: Tensor, hidden: Tensor) -> None:
+    """Makes (sets, rows) see nothing."""
+    out.masked_fill_(hidden[:, None, :, None, None], 0.0)
+    lse.masked_fill_(hidden[:, None, None, :], -torch.inf)
+
+
+def merge(
+    out: Tensor, lse: Tensor, sinks: Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    before = out.clone(), lse.clone()
+    with poisoned_empty():
+        root = TritonBackend().merge(out, lse, sinks, dtype)
+    assert all(map(same_bits, (out, lse), before))
+    assert root[0].dtype == dtype and root[1].dtype == torch.float32
+    return root
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x.view(torch.int32), y.view(torch.int32))
+
+
+def weighed(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """One softmax over all sets and the sink: out, lse, and the weights of the sets."""
+    scores = lse if sinks is None else torch.cat((lse, lse_of(sinks, lse)))
+    root = scores.logsumexp(0)
+    weights = (lse - root.masked_fill(root == -torch.inf, 0.0)).exp()
+    return (weights.transpose(2, 3).unsqueeze(-1) * out).sum(0), root, weights
+
+
+def lse_of(sinks: Tensor, lse: Tensor) -> Tensor:
+    """A sink for each row, as a set more."""
+    return sinks.to(lse.dtype).view(1, 1, -1, 1).expand_as(lse[:1])
+
+
+def assert_holds(out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> None:
+    got = merge(out, lse, sinks, dtype)
+    wide_out, wide_lse = out.double(), lse.double()
+    exact_out, exact_lse, p = weighed(wide_out, wide_lse, sinks)
+    # Another order, so that the error of a sum of two is not that of the kernel.
+    plain_out, plain_lse, _ = weighed(out.flip(0), lse.flip(0), sinks)
+    out_terms = (p.transpose(2, 3).unsqueeze(-1) * wide_out.abs()).sum(0)
+    sizes = [x.abs().masked_fill(x == -torch.inf, 0.0) for x in (wide_lse, exact_lse)]
+    lse_terms = (p * sizes[0]).sum(0) + sizes[1]
+    for verdict in (
+        check("out", got[0], exact_out, plain_out.to(dtype), out_terms),
+        check("lse", got[1], exact_lse, plain_lse, lse_terms),
+    ):
+        assert verdict.ok, str(verdict)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sets", SETS)
+def test_against_float64(sets: int, dtype: torch.dtype) -> None:
+    """A row sees nothing, another nothing in every other set; with sinks and without."""
+    out, lse = results(sets, batch=2)
+    hidden = torch.zeros(sets, 3, dtype=torch.bool, device=DEVICE)
+    hidden[:, 0] = True
+    hidden[::2, 1] = True
+    hide(out, lse, hidden)
+    for sinks in (None, random_sinks(2, device=DEVICE)):
+        assert_holds(out, lse, sinks, dtype)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (63, 1), (1, 97), (113, 1)], ids=str)
+@pytest.mark.parametrize("sets", [2, 5])
+def test_rows_and_heads(sets: int, sizes: tuple[int, int]) -> None:
+    assert_holds(*results(sets, rows=sizes[0], nheads=sizes[1]), None, torch.float32)
+
+
+@pytest.mark.parametrize("headdim_v", [1, 64, 128, 512])
+def test_head_dims(headdim_v: int) -> None:
+    assert_holds(*results(17, rows=1, headdim_v=headdim_v), None, torch.float32)
+
+
+@pytest.mark.parametrize("gap", [1e3, 1e4, 1e30])
+def test_gaps_between_sets(gap: float) -> None:
+    out, lse = results(9)
+    lse[4] += gap
+    root, _ = merge(out, lse)
+    assert torch.equal(root, out[4])
+    lse[:] = lse - gap
+    assert_holds(out, lse, None, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_types_of_sinks(dtype: torch.dtype) -> None:
+    """The values are those of a bfloat16: no type rounds them."""
+    out, lse = results(3)
+    given = random_sinks(2, dtype=dtype, device=DEVICE)
+    wide, got = merge(out, lse, given.float()), merge(out, lse, given.repeat(2, 1).t()[:, 0])
+    assert torch.equal(got[0], wide[0]) and torch.equal(got[1], wide[1])
+
+
+# -- the order
+
+
+def exact_weights(sets: int) -> tuple[Tensor, Tensor]:
+    """Weights are 1 and 0 in float32: what is rounded are the sums alone, in their order."""
+    out, lse = results(sets, rows=5, headdim_v=64)
+    lse[:] = 3.0
+    generator = torch.Generator().manual_seed(sets)
+    lse[:, :, :, 2] -= 1e4 * torch.randint(2, (sets, 1, 2), generator=generator).to(DEVICE)
+    hidden = torch.zeros(sets, 5, dtype=torch.bool, device=DEVICE)
+    hidden[:, 3] = True
+    hidden[: sets // 2, 4] = True
+    hide(out, lse, hidden)
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sets", SETS)
+def test_the_order_is_that_of_merge_tree(sets: int, dtype: torch.dtype) -> None:
+    out, lse = exact_weights(sets)
+    for sinks in (None, torch.full((2,), 3.0, device=DEVICE)):
+        got, _ = merge(out, lse, sinks, dtype)
+        assert torch.equal(got, merge_tree(out.clone(), lse.clone(), sinks, dtype)[0])
+
+
+@pytest.mark.parametrize("sets", [n for n in SETS if n > 3])
+def test_bits_tell_another_order(sets: int) -> None:
+    """Set by set, from the first to the last; of three or fewer sums round too seldom."""
+    out, lse = exact_weights(sets)
+    state = State(tuple(out.shape[1:]), torch.float32, DEVICE)
+    for one_out, one_lse in zip(out, lse, strict=True):
+        state.fold(slice(None), one_out.clone(), one_lse.clone())
+    assert not torch.equal(merge(out, lse)[0], state.finalize(torch.float32)[0])
+
+
+def test_out_is_rounded_once() -> None:
+    out, lse = results(7)
+    (wide, _), (half, _) = merge(out, lse), merge(out, lse, dtype=torch.float16)
+    assert torch.equal(half, wide.half())
+
+
+def test_a_row_has_its_bits_whatever_stands_beside_it() -> None:
+    out, lse = results(9, batch=2, rows=5)
+    whole = merge(out, lse)
+    alone = merge(out[:, 1:, 2:3].contiguous(), lse[:, 1:, :, 2:3].contiguous())
+    assert torch.equal(whole[0][1:, 2:3], alone[0]) and torch.equal(whole[1][1:, :, 2:3], alone[1])
+    out[3, 0, 1, 0] = torch.nan
+    lse[3, 0, 0, 1] = torch.nan
+    root, root_lse = merge(out, lse)
+    assert bool(root[0, 1, 0].isnan().all() and root_lse[0, 0, 1].isnan())
+    root[0, 1, 0], root_lse[0, 0, 1] = whole[0][0, 1, 0], whole[1][0, 0, 1]
+    assert torch.equal(root, whole[0]) and torch.equal(root_lse, whole[1])
