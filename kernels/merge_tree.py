@@ -102,14 +102,15 @@ def merge_tree_kernel(
     BLOCK_DV: tl.constexpr,
 ):
     """out and lse of one query of one head."""
-    place = tl.program_id(0).to(tl.int64)  # in (batch, num_rows, nheads)
+    place = tl.program_id(0)  # in (batch, num_rows, nheads)
     head = place % nheads
     row = place // nheads % num_rows
     statistic = (place // nheads // num_rows * nheads + head) * num_rows + row
+    first = place.to(tl.int64) * HEAD_DIM_V
     dims = tl.arange(0, BLOCK_DV)
 
     acc, m, l = _state(
-        out_ptr + place * HEAD_DIM_V,
+        out_ptr + first,
         lse_ptr + statistic,
         out_stride,
         lse_stride,
@@ -125,7 +126,7 @@ def merge_tree_kernel(
     l_safe = tl.where(l == 0.0, 1.0, l)
     tl.store(root_lse_ptr + statistic, m + tl.log(l_safe))
     out = tl.div_rn(acc, l_safe)
-    tl.store(root_out_ptr + place * HEAD_DIM_V + dims, out, dims < HEAD_DIM_V)
+    tl.store(root_out_ptr + first + dims, out, dims < HEAD_DIM_V)
 
 
 def config_of(headdim_v: int) -> Config:

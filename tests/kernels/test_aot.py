@@ -137,7 +137,7 @@ def test_every_kernel_and_variant_has_a_cell_for_every_gpu() -> None:
 @pytest.mark.slow
 def test_the_command_compiles_our_kernels(tmp_path: Path) -> None:
     path = tmp_path / "aot.json"
-    words = ["aot", "--quick", "--kernel", "delta", "merge"]
+    words = ["aot", "--quick", "--kernel", "delta", "merge", "merge_tree"]
     result = subprocess.run(
         [sys.executable, "-m", "ring_attn", *words, "--json", str(path)],
         cwd=ROOT,
@@ -151,7 +151,7 @@ def test_the_command_compiles_our_kernels(tmp_path: Path) -> None:
     assert report["command"] == f"ring-attn {' '.join(words)}"
     found = {(row["arch"], row["head_dim"], row["dtype"]) for row in report["rows"]}
     assert found == {("sm_90", 64, "bfloat16")}
-    assert {row["kernel"] for row in report["rows"]} == {"delta", "merge"}
+    assert {row["kernel"] for row in report["rows"]} == {"delta", "merge", "merge_tree"}
     for row in report["rows"]:
         assert row["failures"] == [] and row["report"]["spill_bytes"] == 0
         assert row["report"]["registers"] > 0
