@@ -147,9 +147,10 @@ def make_step_table(
             blocks.append((row, end, first, len(runs), work))
     # Programs start in this order: the longest first, so that none is left running alone.
     blocks.sort(key=lambda block: -block[COLUMNS])
+    blocks_there, runs_there = _to_device([block[:COLUMNS] for block in blocks], runs, device)
     return StepTable(
-        blocks=_to_device([block[:COLUMNS] for block in blocks], device),
-        runs=_to_device(runs, device),
+        blocks=blocks_there,
+        runs=runs_there,
         num_blocks=len(blocks),
         num_runs=len(runs),
         num_cols=max((r[3] for r in rectangles), default=0)
@@ -192,6 +193,13 @@ def _visits(row_start: int, row_stop: int, run: tuple[int, int, int, int], block
     return max(last - first, 0)
 
 
-def _to_device(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+def _to_device(
+    blocks: Sequence[tuple[int, ...]], runs: Sequence[tuple[int, ...]], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Both tables by one transfer, for which the host does not wait."""
     # A table without rows is never read, but a kernel needs a pointer.
-    return torch.tensor(rows or [(0,) * COLUMNS], dtype=torch.int32).to(device)
+    tables = [rows or [(0,) * COLUMNS] for rows in (blocks, runs)]
+    rows = [row for table in tables for row in table]
+    here = torch.tensor(rows, dtype=torch.int32, pin_memory=device.type == "cuda")
+    there = here.to(device, non_blocking=True)
+    return there[: len(tables[0])], there[len(tables[0]) :]
