@@ -168,3 +168,20 @@ def merge_tree(
 def _state_of(acc: Tensor, sinks: Tensor | None = None) -> State:
     batch, rows, nheads, headdim_v = acc.shape
     return State((batch, rows, nheads, headdim_v), acc.dtype, acc.device, sinks)
+
+
+def rounded_gradient(grad: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
+    """`factor * grad` in that type, rounded once; `grad` is used up."""
+    if factor == 1.0:
+        return grad.to(dtype)
+    if grad.dtype == dtype:
+        return grad.mul_(factor)
+    return torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))
+
+
+def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """(nheads,) -sum exp(sink - lse) delta over the rows: a sink takes weight and has no value."""
+    # Rows that see nothing beside a sink of -inf: their delta is 0, and must not meet a NaN.
+    lse = lse.masked_fill(lse == -torch.inf, 0.0)
+    weight = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp_()
+    return weight.mul_(delta).sum((0, 2)).neg_().to(sinks.dtype)

@@ -48,6 +48,7 @@ from ring_attn.core.program import (
     Wait,
 )
 from ring_attn.core.spec import AttentionSpec, Scores
+from ring_attn.core.state import rounded_gradient, sinks_gradient
 from ring_attn.core.tiles import Tile
 from ring_attn.machines.rehearse import Silent, connect
 from ring_attn.profiling import Direction, Observer, is_observed, observe
@@ -593,20 +594,3 @@ def _rows_of(entry: Tensor, copy: Copy) -> Tensor:
     if copy.rows is None:
         return entry
     return entry[:, copy.rows] if entry.ndim == 4 else entry[:, :, copy.rows]
-
-
-def rounded_gradient(grad: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
-    """`factor * grad` in that type, rounded once; `grad` is used up."""
-    if factor == 1.0:
-        return grad.to(dtype)
-    if grad.dtype == dtype:
-        return grad.mul_(factor)
-    return torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))
-
-
-def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """(nheads,) -sum exp(sink - lse) delta over the rows: a sink takes weight and has no value."""
-    # Rows that see nothing beside a sink of -inf: their delta is 0, and must not meet a NaN.
-    lse = lse.masked_fill(lse == -torch.inf, 0.0)
-    weight = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp_()
-    return weight.mul_(delta).sum((0, 2)).neg_().to(sinks.dtype)

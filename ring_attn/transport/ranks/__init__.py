@@ -6,4 +6,5 @@ media        gloo and NCCL
 group        this rank's share: the call under way, connections, the first failure
 board watch  notes in the group's store, read when a wait takes long
 headers      identities beside messages, where there are no tags
+progress     exchanges that the device has begun and ended, for the watch
 """
