@@ -1,0 +1,128 @@
+"""The pool of message buffers, and the moments that a post waits for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import count as numbers
+
+import pytest
+import torch
+
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.strategy import Strategy
+from ring_attn.machines import run
+from ring_attn.machines.count import peak_of_programs
+from ring_attn.strategies.base import Call
+from ring_attn.strategies.registry import make_call, program_of
+from ring_attn.testing import random_qkv
+from ring_attn.transport import streams
+from ring_attn.transport.buffers import Block, Pool, exchanged, last_uses
+from ring_attn.transport.local import LocalTransport, run_local
+
+CPU = torch.device("cpu")
+ROWS = 16
+
+
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams on a CPU: moments are numbers."""
+    moments = numbers()
+    monkeypatch.setattr(streams, "are_used", lambda device: True)
+    monkeypatch.setattr(streams, "record", lambda device: next(moments))
+
+
+def test_the_oldest_buffer_is_taken_first(queued: None) -> None:
+    pool = Pool(CPU)
+    one, other = pool.take(64), pool.take(64)
+    assert one is not other
+    pool.give(one)
+    pool.give(other)
+    assert pool.take(64) is one and pool.take(64) is other
+    assert pool.take(32).data.nbytes == 32
+
+
+def test_sizes_that_two_calls_have_not_taken_are_let_go(queued: None) -> None:
+    pool = Pool(CPU)
+    block = pool.take(64)
+    pool.give(block)
+    for _ in range(2):
+        pool.begin()
+    assert pool.take(64) is block
+    pool.give(block)
+    for _ in range(3):
+        pool.begin()
+    assert pool.take(64) is not block
+
+
+def test_an_exchange_waits_for_the_last_uses_of_its_buffers() -> None:
+    """What is sent may be read by others meanwhile; what is received into may not be used."""
+    send, recv, other = (Block(torch.empty(4)) for _ in range(3))
+    assert last_uses(send, recv) == []
+    one, two, three = (object() for _ in range(3))
+    send.written, recv.written = one, two  # type: ignore[assignment]
+    assert last_uses(send, recv) == [one, two]
+    exchanged(send, recv, three)  # type: ignore[arg-type]
+    # Sent on, and to another rank at the same time.
+    assert last_uses(recv, other) == [three]
+    assert last_uses(send, other) == [one]
+    assert last_uses(other, send) == [one, three]
+
+
+class Lasting(LocalTransport):
+    """A rank whose buffers stay from call to call."""
+
+    def pool(self, device: torch.device) -> Pool:
+        if not hasattr(self._exchange, "pools"):
+            self._exchange.pools = {}  # type: ignore[attr-defined]
+        pools = self._exchange.pools  # type: ignore[attr-defined]
+        return pools.setdefault(self._rank_of_all, Pool(device))
+
+    @property
+    def _rank_of_all(self) -> int:
+        return self._ranks[self.rank]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Strategy(),
+        Strategy(inner_degree=2),
+        Strategy("all_gather"),
+        Strategy("exchange"),
+        Strategy(ulysses_degree=2),
+        Strategy(ulysses_degree=4),
+    ],
+    ids=str,
+)
+def test_layers_in_flight_hold_what_is_predicted(
+    queued: None, monkeypatch: pytest.MonkeyPatch, strategy: Strategy
+) -> None:
+    """The host is layers ahead of its device: each layer takes the buffers of the one before."""
+    monkeypatch.setattr("ring_attn.transport.local.LocalTransport", Lasting)
+    layout = SequenceLayout.zigzag(4 * ROWS, 4)
+    mask = Mask(4 * ROWS, 4 * ROWS, causal=True)
+    inputs = random_qkv(seqlen_q=4 * ROWS, nheads=4, nheads_kv=4, headdim=16)
+
+    def layers(rank: int, transport: LocalTransport) -> tuple[Call, list[Counter[int]]]:
+        q, k, v, dout = (layout.shard(x, rank) for x in inputs)
+        spec = run.AttentionSpec.of(q, k, v)
+        call = make_call(strategy, spec, (layout, layout), mask, rank, backend="reference")
+        held = []
+        for _ in range(3):
+            saved = [run.forward(call, q, k, v, transport).saved for _ in range(2)]
+            for one in saved:
+                run.backward(call, one, dout, transport)
+            pool = transport.pool(q.device)
+            held.append(Counter({size: len(blocks) for size, blocks in pool._free.items()}))
+        return call, held
+
+    for rank, (call, held) in enumerate(run_local(4, layers)):
+        assert held[0] == held[1] == held[2], rank
+        predicted: dict[int, int] = {}
+        both = [program_of(call, backward=backward) for backward in (False, True)]
+        on_cuda = replace(call, spec=replace(call.spec, device_type="cuda"))
+        for _ in range(2):
+            peak_of_programs(both, on_cuda, predicted)
+        assert +held[0] == +Counter(predicted), rank
