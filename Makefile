@@ -20,7 +20,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test test-slow test-all lint format run verify bench aot gpu wheel clean
+.PHONY: help setup test test-slow test-all lint format run verify bench aot abi gpu wheel clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +68,9 @@ aot: $(READY) $(TRITON:%=.aot/%/.ready)  ## compile every kernel without a GPU; 
 .aot/%/.ready: | $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) triton==$*
 	@touch $@
+
+abi: $(READY)  ## look for what is used in the CUDA wheels of torch, 0.7 GB at a time
+	$(BIN)/python -m tests.abi --json bench/results/abi.json $(ARGS)
 
 # Where there is a GPU there is a torch for it: it is used as it is, and no environment is made.
 gpu:  ## on a machine with a GPU: its tests, the kernel benchmark and tune, into gpu-results/

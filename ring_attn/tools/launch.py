@@ -35,6 +35,10 @@ T = TypeVar("T")
 DEVICES = ("cpu", "cuda")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
+# Kernels of several communicators start in the order of the host: then one that finds no place on
+# the device cannot hold up another whose peers wait for it.
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
+
 
 def run_ranks(
     fn: Callable[..., T],
@@ -179,6 +183,7 @@ def _launch(
                     "MASTER_PORT": str(store.port),
                     # The store exists already: rank 0 must not open another.
                     "TORCHELASTIC_USE_AGENT_STORE": "True",
+                    LAUNCH_ORDER: os.environ.get(LAUNCH_ORDER, "1"),
                 }
                 process = context.Process(target=_rank_main, args=(end, variables, work))
                 ranks[pipe] = rank, process

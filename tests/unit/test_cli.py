@@ -270,6 +270,21 @@ def test_run_ranks_returns_results_of_all_and_hands_over_parts_of_rank_0() -> No
     assert parts == [(0, 0), (0, 1), (0, 2)]
 
 
+def launch_order() -> str:
+    return os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("own", "order"), [(None, "1"), ("0", "0")])
+def test_run_ranks_keeps_the_order_of_launches_unless_told_otherwise(
+    own: str | None, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    if own is not None:
+        monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", own)
+    assert run_ranks(launch_order, 1, threads=1, device="cpu") == [order]
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("fn", "text"),

@@ -1,0 +1,359 @@
+"""A model of NCCL's rules: kernels of several communicators compete for a device's few places.
+
+    communicator   its kernels run on each device one after another, in the order of their launch
+    kernel         takes a place when the compute stream has come to its launch, and keeps the place
+                   until the kernels of all its peers have one too
+    device         has so many places; which of the ready kernels takes a free one is its choice,
+                   or that of the host's order with NCCL_LAUNCH_ORDER_IMPLICIT=1
+
+`search` tries every order of all devices. The kernels come from the programs of
+`ring_attn.strategies`; beside them stand those of FSDP2, tensor parallel and pipelines.
+
+Left out: a kernel takes its place whole or not at all, where a GPU places blocks one by one; short
+messages, which NCCL sends without waiting for the receiver; what the driver adds, such as
+CUDA_DEVICE_MAX_CONNECTIONS=1; the making of communicators. With a place for every communicator of
+a device none of it matters, for then no kernel waits for a place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ring_attn.core.program import (
+    Add,
+    Buffer,
+    Clear,
+    Free,
+    Hop,
+    Inner,
+    Merge,
+    Post,
+    Program,
+    Unpack,
+    Wait,
+)
+
+Ranks = tuple[int, ...]
+States = NDArray[np.uint8]
+
+
+# A moment of a rank's streams: how many kernels of each communicator have ended.
+Moment = dict[Hashable, int]
+
+
+def last(moments: Iterable[Moment]) -> Moment:
+    """The moment when all of them are past."""
+    found: Moment = {}
+    for moment in moments:
+        for communicator, count in moment.items():
+            found[communicator] = max(found.get(communicator, 0), count)
+    return found
+
+
+class Launch(NamedTuple):
+    """A kernel that a host launches.
+
+    Attributes:
+        communicator: whose kernel.
+        turn: its number among those of the communicator on this rank.
+        sends: ranks that it sends to.
+        receives: ranks that it receives from.
+        after: the moment from which on it may start.
+    """
+
+    communicator: Hashable
+    turn: int
+    sends: Ranks
+    receives: Ranks
+    after: Moment
+
+    @property
+    def end(self) -> Moment:
+        """The moment when it has ended."""
+        return {self.communicator: self.turn + 1}
+
+
+class Line:
+    """The order of one rank's host: the kernels that it launches, what compute waits for.
+
+    Attributes:
+        launches: in order.
+        now: the moment to which the compute stream has been made to wait so far.
+    """
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.now: Moment = {}
+        self._turns: Counter[Hashable] = Counter()
+        # Message buffers that are free, by their room: the moments of their last uses.
+        self._free: dict[int, deque[Uses]] = defaultdict(deque)
+
+    def launch(
+        self, communicator: Hashable, sends: Ranks, receives: Ranks, after: Moment | None = None
+    ) -> Launch:
+        """Adds a kernel, by default behind all that compute has been given so far."""
+        after = self.now if after is None else after
+        turn = self._turns[communicator]
+        self._turns[communicator] += 1
+        self.launches.append(Launch(communicator, turn, sends, receives, after))
+        return self.launches[-1]
+
+    def collective(
+        self, communicator: Hashable, others: Ranks, after: Moment | None = None
+    ) -> Launch:
+        """Adds a kernel that needs all other ranks of its communicator."""
+        return self.launch(communicator, others, others, after)
+
+    def wait(self, kernel: Launch) -> None:
+        """Makes the compute stream wait for a kernel."""
+        self.now = last([self.now, kernel.end])
+
+    def run(self, program: Program, rank: int, ranks: Ranks, begun: Moment | None = None) -> None:
+        """Adds the exchanges of a call, each behind the last uses of its two buffers.
+
+        Args:
+            program: of `rank`.
+            rank: this rank.
+            ranks: those of the program.
+            begun: when the call began, of a program within another.
+        """
+        begun = self.now if begun is None else begun
+        pending: dict[Hashable, Launch] = {}
+        held: dict[str, Uses] = {}
+        for op in program.ops:
+            if isinstance(op, Inner):
+                self.run(op.program, rank, _some(ranks, op.ranks), begun)
+            elif isinstance(op, Post | Wait):
+                members = _some(ranks, op.ranks)
+                # As `transport.ranks.media.Nccl`: one communicator for a channel of some ranks.
+                communicator = members, op.channel
+                if isinstance(op, Wait):
+                    self.wait(pending.pop(communicator))
+                    continue
+                send, recv = self._take(op.send, held), self._take(op.recv, held)
+                after = last([begun, send.written, recv.written, *recv.sent])
+                rest = others(members, rank)
+                peers = rest, rest
+                if isinstance(op.route, Hop):
+                    peers = (members[op.route.send_to],), (members[op.route.recv_from],)
+                kernel = pending[communicator] = self.launch(communicator, *peers, after)
+                send.sent.append(kernel.end)
+                held[op.recv.name] = Uses(kernel.end)
+            elif isinstance(op, Free):
+                self._give((name for name in op.names if isinstance(name, Buffer)), held)
+            elif isinstance(op, Add) and op.into.name not in held:
+                held[op.into.name] = held.pop(op.buffer.name)
+            elif not isinstance(op, Clear):
+                for buffer in _buffers(op):
+                    self._take(buffer, held).written = self.now
+                if isinstance(op, Add | Unpack | Merge):
+                    self._give([op.buffer], held)
+
+    def _take(self, buffer: Buffer, held: dict[str, Uses]) -> Uses:
+        """As `transport.buffers.Pool`: the one that has been free longest is taken first."""
+        if buffer.name not in held:
+            free = self._free[buffer.room]
+            held[buffer.name] = free.popleft() if free else Uses(self.now)
+        return held[buffer.name]
+
+    def _give(self, buffers: Iterable[Buffer], held: dict[str, Uses]) -> None:
+        for buffer in buffers:
+            if buffer.name in held:  # else no memory was taken
+                self._free[buffer.room].append(held.pop(buffer.name))
+
+
+class Uses:
+    """Last uses of a buffer: by compute or an exchange into it, and by exchanges that send it."""
+
+    def __init__(self, written: Moment) -> None:
+        self.written, self.sent = written, list[Moment]()
+
+
+def _buffers(value: object) -> Iterator[Buffer]:
+    """Buffers that an op names."""
+    if isinstance(value, Buffer):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _buffers(part)
+
+
+def _some(ranks: Ranks, chosen: Ranks | None) -> Ranks:
+    return ranks if chosen is None else tuple(ranks[r] for r in chosen)
+
+
+def others(members: Ranks, rank: int) -> Ranks:
+    """The members without that rank."""
+    return tuple(member for member in members if member != rank)
+
+
+class Needed:
+    """Numbers of kernels that others must have come to, for each kernel of a stream."""
+
+    def __init__(self, needs: Sequence[dict[int, int]]) -> None:
+        """Takes, for each kernel, the least number of each stream that it needs."""
+        self._streams = sorted(set().union(*needs))
+        rows = [[need.get(stream, 0) for stream in self._streams] for need in needs]
+        self._least = np.array([*rows, [0] * len(self._streams)], np.uint8)
+
+    def met(self, numbers: States, kernels: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+        """Whether, in each state, the kernel of that number has what it needs; -1 needs nothing."""
+        met: NDArray[np.bool_] = (numbers[:, self._streams] >= self._least[kernels]).all(1)
+        return met
+
+
+class Devices:
+    """All devices, by stream: a communicator on a device.
+
+    States are (n, streams) numbers of the kernels that have started.
+
+    Attributes:
+        streams: rank and communicator.
+        end: the state in which everything has started.
+    """
+
+    def __init__(self, lines: Sequence[Line], places: int, *, in_order: bool) -> None:
+        """Takes the hosts' orders, the places of a device, and whether launches keep the order."""
+        self._places, self._in_order = places, in_order
+        kernels: dict[tuple[int, Hashable], list[int]] = defaultdict(list)
+        for rank, line in enumerate(lines):
+            for host, kernel in enumerate(line.launches):
+                kernels[rank, kernel.communicator].append(host)
+        self.streams = list(kernels)
+        self.end = np.array([len(kernels[stream]) for stream in self.streams], np.uint8)
+        self._of = [
+            [i for i, (owner, _) in enumerate(self.streams) if owner == rank]
+            for rank in range(len(lines))
+        ]
+        index = {stream: i for i, stream in enumerate(self.streams)}
+        peers = _peers(lines)
+        self._peers, self._ended, self._started = [], [], []
+        for (rank, name), hosts in kernels.items():
+            launches = [lines[rank].launches[host] for host in hosts]
+            met = [peers[rank, name, kernel.turn] for kernel in launches]
+            self._peers.append(Needed([{index[r, name]: turn + 1 for r, turn in m} for m in met]))
+            before = [lines[rank].launches[: host if in_order else 0] for host in hosts]
+            started = [last(kernel.end for kernel in kernels) for kernels in before]
+            ended = [kernel.after for kernel in launches]
+            for needs, found in ((ended, self._ended), (started, self._started)):
+                found.append(Needed([{index[rank, n]: c for n, c in m.items()} for m in needs]))
+
+    def running(self, states: States) -> NDArray[np.bool_]:
+        """Streams whose last kernel has started and not ended."""
+        running = states > 0
+        for stream, peers in enumerate(self._peers):
+            running[:, stream] &= ~peers.met(states, states[:, stream].astype(int) - 1)
+        return running
+
+    def ready(self, states: States, *, reduced: bool) -> NDArray[np.bool_]:
+        """Streams whose next kernel may start; with `reduced` only as many as reach every deadlock.
+
+        Starts on two devices do not hinder each other, so one device alone is looked at where
+        nothing that happens elsewhere gives it another choice: where the host's order decides, or
+        all its idle streams are ready. A running kernel leaves its place to the next of its stream.
+        Where all idle streams have room there is no choice at all.
+        """
+        running = self.running(states)
+        ended, idle = states - running, (states < self.end) & ~running
+        ready = idle.copy()
+        for stream, (waits, before) in enumerate(zip(self._ended, self._started, strict=True)):
+            ready[:, stream] &= waits.met(ended, states[:, stream])
+            ready[:, stream] &= before.met(states, states[:, stream])
+        free = self._places - np.stack([running[:, s].sum(1) for s in self._of])
+        for streams, room in zip(self._of, free, strict=True):
+            ready[:, streams] &= (room > 0)[:, None]
+        return self._reduced(ready, idle, free) if reduced else ready
+
+    def _reduced(
+        self, ready: NDArray[np.bool_], idle: NDArray[np.bool_], free: NDArray[np.integer[Any]]
+    ) -> NDArray[np.bool_]:
+        reduced, open_ = ready.copy(), np.ones(len(ready), np.bool_)
+        for one in (True, False):
+            for streams, room in zip(self._of, free, strict=True):
+                num_ready, num_idle = ready[:, streams].sum(1), idle[:, streams].sum(1)
+                alone = (room >= num_idle) | self._in_order if one else num_ready == num_idle
+                rows = np.flatnonzero(open_ & (num_ready > 0) & alone)
+                open_[rows] = False
+                here = ready[np.ix_(rows, streams)]
+                if one:
+                    here = here & (here.cumsum(1) == 1)
+                reduced[rows] = False
+                reduced[np.ix_(rows, streams)] = here
+        return reduced
+
+
+def _peers(lines: Sequence[Line]) -> dict[tuple[int, Hashable, int], list[tuple[int, int]]]:
+    """The peers of every kernel, as rank and turn: the n-th send meets the n-th receive."""
+    sent: dict[Hashable, list[int]] = defaultdict(list)
+    received: dict[Hashable, list[int]] = defaultdict(list)
+    for rank, line in enumerate(lines):
+        for kernel in line.launches:
+            for to in kernel.sends:
+                sent[kernel.communicator, rank, to].append(kernel.turn)
+            for source in kernel.receives:
+                received[kernel.communicator, source, rank].append(kernel.turn)
+    found = defaultdict(list)
+    for key in {*sent, *received}:
+        communicator, source, to = key
+        for turn_sent, turn_received in zip(sent[key], received[key], strict=True):
+            found[source, communicator, turn_sent].append((to, turn_received))
+            found[to, communicator, turn_received].append((source, turn_sent))
+    return found
+
+
+class Search(NamedTuple):
+    """What all orders lead to.
+
+    Attributes:
+        deadlock: communicators whose kernels hold the places for ever, by rank; None where every
+            order ends.
+        num_states: that were looked at.
+    """
+
+    deadlock: list[set[Hashable]] | None
+    num_states: int
+
+
+def search(
+    lines: Sequence[Line], places: int, *, in_order: bool = False, reduced: bool = True
+) -> Search:
+    """Tries every order in which the devices may start kernels.
+
+    Args:
+        lines: by rank.
+        places: of each device.
+        in_order: kernels of a device start in the order of their launch.
+        reduced: leaves out orders that lead where others lead.
+    """
+    devices = Devices(lines, places, in_order=in_order)
+    states, num_states = np.zeros((1, len(devices.end)), np.uint8), 1
+    for _ in range(int(devices.end.sum())):
+        ready = devices.ready(states, reduced=reduced)
+        if not ready.any(1).all():
+            running = devices.running(states[~ready.any(1)][:1])[0]
+            held: list[set[Hashable]] = [set() for _ in lines]
+            for at in np.flatnonzero(running):
+                rank, communicator = devices.streams[at]
+                held[rank].add(communicator)
+            return Search(held, num_states)
+        state, stream = np.nonzero(ready)
+        states = states[state]
+        states[np.arange(len(states)), stream] += 1
+        rows = states.view(np.dtype((np.void, states.shape[1])))
+        states = states[np.unique(rows, return_index=True)[1]]
+        num_states += len(states)
+    return Search(None, num_states)
+
+
+def places_needed(lines: Sequence[Line]) -> int:
+    """The fewest places from which on no order ends in a deadlock."""
+    most = max(len({launch.communicator for launch in line.launches}) for line in lines)
+    for places in range(most, 0, -1):
+        if search(lines, places).deadlock is not None:
+            return places + 1
+    return 1
