@@ -111,7 +111,7 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
 
 
 def compiled_kernel(launch: Launch, arch: str) -> Any:
-    """triton's compiled kernel with the text of every stage, out of triton's cache if it is there."""
+    """triton's compiled kernel with the text of every stage, out of triton's cache if there."""
     return _compile(launch, arch)[0]
 
 

@@ -60,7 +60,7 @@ def load(machine: Machine, ins: Instruction) -> Run:
     wide = [f"{DTYPES[kind].kind.replace('f', 'u')}{x.itemsize}" for x in targets]
     base, offset = address_of(machine, ins, ins.operands[1])
     width = DTYPES[kind].itemsize
-    words, shared = memory().words[width], memory().name == "shared"
+    shared = memory().name == "shared"
 
     def run(where: Where) -> None:
         lanes = machine.lanes(where)
@@ -198,12 +198,34 @@ def _need_all_lanes(machine: Machine, ins: Instruction, members: Operand) -> Non
 
 @handles(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32")
 def set_registers(machine: Machine, ins: Instruction) -> Run:
-    """All warps of a warpgroup execute it; nothing else is seen of it here."""
+    """Registers go to the CTA's pool and come out of it, where a warp may have to wait for them.
+
+    Warps of a warpgroup must execute the same ones: here, of the same numbers in the same order.
+    """
+    grows, count = ".inc." in ins.opcode, int(str(ins.operands[0]), 0)
 
     def run(where: Where) -> None:
-        warps = machine.warps(ins, where)
-        if len(warps) != 4 * len(np.unique(warps // 4)):
-            raise Fault(ins, "executed by a part of a warpgroup")
+        warps, owned = machine.warps(ins, where), machine.owned
+        for warp in warps:
+            machine.asked[warp].append((grows, count))
+            for other in range(warp // 4 * 4, min(warp // 4 * 4 + 4, machine.num_warps)):
+                pairs = zip(machine.asked[warp], machine.asked[other], strict=False)
+                if any(mine != its for mine, its in pairs):
+                    raise Fault(ins, f"warps {warp} and {other} ask for other numbers of registers")
+        if (owned[warps] > count if grows else owned[warps] < count).any():
+            raise Fault(ins, f"warps have {owned[warps]} registers")
+
+        def change() -> None:
+            owned[warps] = count
+
+        def fits() -> bool:
+            others = owned.sum() - owned[warps].sum()
+            return int(others) + count * len(warps) <= machine.kernel.max_registers * len(owned)
+
+        if not grows:
+            change()
+        else:
+            raise Wait(ins, fits, change)
 
     return run
 

@@ -19,7 +19,8 @@ from unittest import mock
 from torch import Tensor
 
 from ring_attn.kernels.launch import Launch
-from tests.kernels.ptx import copies, matrix  # noqa: F401  (they add their instructions)
+from tests.kernels.ptx import bulk, copies, wgmma  # noqa: F401  (they add their instructions)
+from tests.kernels.ptx.faults import NotFenced
 from tests.kernels.ptx.machine import Machine
 from tests.kernels.ptx.memory import GlobalMemory
 from tests.kernels.ptx.parse import parse
@@ -45,18 +46,22 @@ class Compiled:
 Edit = Callable[[str], str]
 
 
-def run(launch: Launch, arch: str, edit: Edit = str) -> None:
-    """Executes a launch as compiled for `arch`; its tensors have the results.
+def run(launch: Launch, arch: str) -> list[NotFenced]:
+    """Executes a launch as compiled for `arch`, such as "sm_80"."""
+    return execute(launch, compiled(launch, arch))
+
+
+def execute(launch: Launch, code: Compiled, edit: Edit = str) -> list[NotFenced]:
+    """Executes a compiled launch; its tensors have the results.
 
     Args:
         launch: over CPU tensors.
-        arch: such as "sm_80".
+        code: what has become of it.
         edit: of the PTX, to plant a fault.
+
+    Returns:
+        The proxy fences that are missing.
     """
-    execute(launch, compiled(launch, arch), edit)
-
-
-def execute(launch: Launch, code: Compiled, edit: Edit = str) -> None:
     values = {**launch.args, **launch.constants}
     tensors = [x if isinstance(x, Tensor) else getattr(x, "base", None) for x in values.values()]
     memory = GlobalMemory([x for x in tensors if x is not None])
@@ -78,8 +83,10 @@ def execute(launch: Launch, code: Compiled, edit: Edit = str) -> None:
         else:
             args[next(params)] = _bits(value, kind)
     args |= dict.fromkeys(params, 0)  # scratch, of which our kernels need none
-    Machine(kernel, args, memory, code.shared_bytes, descriptors).run(launch.grid)
+    machine = Machine(kernel, args, memory, code.shared_bytes, descriptors)
+    machine.run(launch.grid)
     memory.write_back()
+    return list(machine.missing_fences.values())
 
 
 def _bits(value: Any, kind: str) -> int:

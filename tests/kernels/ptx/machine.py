@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.kernels.ptx.faults import Deadlock, Fault, Unsupported
+from tests.kernels.ptx.faults import Deadlock, Fault, NotFenced, Unsupported
 from tests.kernels.ptx.memory import SHARED_BASE, GlobalMemory, SharedMemory
 from tests.kernels.ptx.parse import Instruction, Kernel, Operand
 from tests.kernels.ptx.races import Clocks
@@ -60,7 +60,7 @@ class Wait(Exception):
         self.done = done
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """Threads at one place."""
 
@@ -80,7 +80,9 @@ class Block:
 
 # Instructions that end a block.
 BRANCH = re.compile(r"bra(\.uni)?|brx\.idx|ret")
-WAITING = re.compile(r"(bar|barrier)(\.cta)?\.sync(\.aligned)?|mbarrier\.try_wait\..*")
+WAITING = re.compile(
+    r"(bar|barrier)(\.cta)?\.sync(\.aligned)?|mbarrier\.try_wait\..*|setmaxnreg\.inc\..*"
+)
 
 
 class Machine:
@@ -121,8 +123,10 @@ class Machine:
         addresses = {name: PARAM_BASE + i * PARAM_SIZE for i, (name, _) in enumerate(kernel.params)}
         self.symbols = {"global_smem": SHARED_BASE, **addresses}
         self.descriptors = {addresses[name]: x for name, x in (descriptors or {}).items()}
-        # Of wgmma: registers that a warpgroup may not touch, by name.
-        self.pending: dict[str, tuple[Array, bool]] = {}
+        self.missing_fences: dict[Instruction, NotFenced] = {}
+        # Registers of products under way: the last group of each warpgroup that has them.
+        self.pending_reads: dict[str, Array] = {}
+        self.pending: dict[str, Array] = {}
         self._new_cta()
         self.blocks = list(self._make_blocks())
 
@@ -201,6 +205,7 @@ class Machine:
             for label in names.get(index, ()):
                 self.places[label] = number
             block.instructions.append(ins)
+            self.block = block
             if BRANCH.fullmatch(ins.opcode):
                 block.end = ins
             else:
@@ -258,10 +263,14 @@ class Machine:
 
     def _new_cta(self) -> None:
         self.clocks = Clocks(self.num_warps)
-        self.shared = SharedMemory(self.shared_bytes, self.clocks)
+        self.shared = SharedMemory(self.shared_bytes, self.clocks, self.missing_fences)
         self.barriers: dict[int, list[Array]] = {}
         self.mbarriers: dict[int, Any] = {}
+        # Registers of a thread of each warp, and what it has asked for.
+        self.owned = np.full(self.num_warps, self.kernel.max_registers)
+        self.asked: list[list[tuple[bool, int]]] = [[] for _ in range(self.num_warps)]
         self.pending.clear()
+        self.pending_reads.clear()
         for register in self.registers.values():
             register.view(np.uint8)[:] = 0xFF if register.dtype != np.bool_ else 1
 
@@ -312,17 +321,23 @@ class Machine:
             self._branch(group, block.end)
 
     def _check_pending(self, ins: Instruction, where: Where) -> None:
-        """Nobody touches a register that a product under way reads or writes."""
+        """Nobody touches what a product under way writes, or changes what it reads."""
         if ins.opcode.startswith("wgmma"):
             return
         for i, operand in enumerate(ins.operands):
             for name in operand if isinstance(operand, tuple) else (operand,):
-                found = self.pending.get(name) if isinstance(name, str) else None
-                if found is None:
-                    continue
-                mask, written = found
-                if (mask & where).any() and (written or i == 0):
+                if self.is_pending(name, where, changed=i == 0):
                     raise Fault(ins, f"{name} belongs to a wgmma that has not been waited for")
+
+    def is_pending(self, name: object, where: Where, *, changed: bool) -> bool:
+        """Whether a product under way writes a register, or also reads it where it is `changed`."""
+        last = self.pending.get(name)  # type: ignore[call-overload]
+        if last is None and changed:
+            last = self.pending_reads.get(name)  # type: ignore[call-overload]
+        if last is None:
+            return False
+        groups = np.unique(self.warp_of[self.lanes(where)] // 4)
+        return bool((last[groups] > self.clocks.products_done[groups]).any())
 
     def _branch(self, group: Group, ins: Instruction) -> None:
         mask = group.mask

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.kernels.ptx.faults import OutOfBounds
+from tests.kernels.ptx.faults import NotFenced, OutOfBounds
 from tests.kernels.ptx.parse import Instruction
 from tests.kernels.ptx.races import GRANULE, Clocks, Shadow
 
@@ -35,7 +35,7 @@ class Memory:
         self.stop = np.zeros(self.bytes.size, np.int64)
 
     def locate(self, ins: Instruction, address: Array, size: int, lanes: Array) -> Array:
-        """Offsets of `size` bytes at each address; OutOfBounds names the first lane's that fails."""
+        """Offsets of `size` bytes at each address; OutOfBounds names the first that fails."""
         offset = address - self.base
         inside = (offset >= 0) & (offset < self.stop.size)
         inside &= self.stop[np.where(inside, offset, 0)] >= offset + size
@@ -91,18 +91,22 @@ class GlobalMemory(Memory):
 class SharedMemory(Memory):
     """Shared memory of one CTA, which starts as NaN."""
 
-    def __init__(self, num_bytes: int, clocks: Clocks) -> None:
+    def __init__(
+        self, num_bytes: int, clocks: Clocks, missing_fences: dict[Instruction, NotFenced]
+    ) -> None:
         super().__init__("shared", SHARED_BASE, num_bytes)
         self.bytes[:] = 0xFF
         self.stop[:num_bytes] = num_bytes
         self.clocks = clocks
-        self.shadow = Shadow(self.bytes.size, clocks)
+        self.shadow = Shadow(self.bytes.size, clocks, missing_fences)
 
-    def read(self, ins: Instruction, offset: Array, size: int, warps: Array) -> None:
+    def read(
+        self, ins: Instruction, offset: Array, size: int, warps: Array, *, proxy: bool = False
+    ) -> None:
         """Notes reads of `size` bytes by lanes of the warps."""
         at, of = _granules(offset, size, warps)
         clock = self.clocks.seen[of, of]
-        self.shadow.on_read(ins, at, of, reader=of, clock=clock, proxy=False)
+        self.shadow.on_read(ins, at, of, reader=of, clock=clock, proxy=proxy)
 
     def written(self, ins: Instruction, offset: Array, size: int, warps: Array) -> None:
         at, of = _granules(offset, size, warps)

@@ -40,7 +40,8 @@ class Instruction:
     text: str
 
     def __str__(self) -> str:
-        return f"line {self.line}: {self.text}"
+        text = self.text if len(self.text) < 120 else f"{self.text[:120]} ..."
+        return f"line {self.line}: {text}"
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Kernel:
     Attributes:
         params: (name, bytes) in order.
         num_threads: of a CTA.
+        max_registers: of a thread, where the kernel says.
         registers: bits by name, 1 for predicates; "%r" stands for all of `%r<n>`.
         instructions: in the order of the text.
         labels: index of the instruction behind each.
@@ -58,6 +60,7 @@ class Kernel:
 
     params: list[tuple[str, int]] = field(default_factory=list)
     num_threads: int = 0
+    max_registers: int = 0
     registers: dict[str, int] = field(default_factory=dict)
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
@@ -94,6 +97,8 @@ def parse(text: str) -> Kernel:
         kernel.params.append((found[2], bits_of(found[1]) // 8 * int(found[3] or 1)))
     threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", head[2])
     kernel.num_threads = int(threads[1]) if threads else 32
+    registers = re.search(r"\.maxnreg\s+(\d+)", head[2])
+    kernel.max_registers = int(registers[1]) if registers else 0
     _parse_body(kernel, text, head.end())
     return kernel
 

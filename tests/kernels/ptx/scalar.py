@@ -7,8 +7,8 @@ a modifier that is not here an instruction is refused.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -195,7 +195,8 @@ def _integer_rules() -> Iterator[tuple[str, Rule]]:
         for other in INTEGERS:
             yield f"cvt.{kind}.{other}", Rule(kind, (other,), lambda a: a)
     for kind in ("u32", "s32"):
-        high: Any = lambda a, b, multiply=_wide_product(kind): multiply(a, b) >> 32  # noqa: E731
+        product = _wide_product(kind)
+        high: Any = lambda a, b, multiply=product: multiply(a, b) >> 32  # noqa: E731
         yield f"mul.hi.{kind}", Rule(kind, (kind, kind), high)
         yield f"div.{kind}", Rule(kind, (kind, kind), divide)
         yield f"rem.{kind}", Rule(kind, (kind, kind), remainder)
@@ -220,7 +221,7 @@ def _bit_rules() -> Iterator[tuple[str, Rule]]:
         yield f"shl.{kind}", Rule(kind, (kind, "u32"), np.left_shift)
         for name in ("eq", "ne"):
             yield f"setp.{name}.{kind}", Rule("pred", (kind, kind), COMPARISONS[name])
-    for letter, bits in product("bus", (16, 32, 64)):
+    for letter, bits in itertools.product("bus", (16, 32, 64)):
         kind = f"{letter}{bits}"
         yield f"selp.{kind}", Rule(kind, (kind, kind, "pred"), lambda a, b, p: np.where(p, a, b))
         yield f"mov.{kind}", Rule(kind, (kind,), np.positive)
