@@ -124,7 +124,7 @@ class Machine:
         self.symbols = {"global_smem": SHARED_BASE, **addresses}
         self.descriptors = {addresses[name]: x for name, x in (descriptors or {}).items()}
         self.missing_fences: dict[Instruction, NotFenced] = {}
-        # Registers of products under way: the last group of each warpgroup that has them.
+        # Registers of products under way: the last group of each warp that has them.
         self.pending_reads: dict[str, Array] = {}
         self.pending: dict[str, Array] = {}
         self._new_cta()
@@ -336,8 +336,8 @@ class Machine:
             last = self.pending_reads.get(name)  # type: ignore[call-overload]
         if last is None:
             return False
-        groups = np.unique(self.warp_of[self.lanes(where)] // 4)
-        return bool((last[groups] > self.clocks.products_done[groups]).any())
+        warps = np.unique(self.warp_of[self.lanes(where)])
+        return bool((last[warps] > self.clocks.products_done[warps]).any())
 
     def _branch(self, group: Group, ins: Instruction) -> None:
         mask = group.mask

@@ -123,11 +123,11 @@ class SharedMemory(Memory):
     def multiplied(self, ins: Instruction, offset: Array, group: int) -> None:
         """Notes reads of 16 bytes each by `wgmma`, which all four warps must be allowed."""
         at, _ = _granules(offset, 16, offset)
-        row = np.full(at.shape, self.clocks.num_warps + group)
-        clock = np.full(at.shape, self.clocks.product_groups[group] + 1)
         for warp in range(4 * group, 4 * group + 4):
             warps = np.full(at.shape, warp)
-            self.shadow.on_read(ins, at, warps, reader=row, clock=clock, proxy=True)
+            clock = self.clocks.product_groups[warps] + 1
+            reader = self.clocks.num_warps + warps
+            self.shadow.on_read(ins, at, warps, reader=reader, clock=clock, proxy=True)
 
     def landed(self, ins: Instruction, offset: Array, warp: int, mbarrier: int, phase: int) -> None:
         """Notes writes of 16 bytes each by a bulk copy that `warp` has started."""

@@ -4,7 +4,7 @@ An agent is what accesses shared memory at a time of its own:
 
     warps            of the CTA; lanes of a warp are taken as ordered among themselves
     copies           one agent for the `cp.async` of each warp, counted in groups
-    products         one for the `wgmma` of each warpgroup, counted in groups
+    products         one for the part of each warp in its warpgroup's `wgmma`, counted in groups
     bulk copies      one for each mbarrier, counted in phases
 
 Each has a clock. `seen[w, a]` is how far warp w knows agent a to be: a barrier makes its warps know
@@ -36,9 +36,8 @@ class Clocks:
 
     def __init__(self, num_warps: int) -> None:
         self.num_warps = num_warps
-        self.num_groups = -(-num_warps // 4)
         self.products = 2 * num_warps
-        self.mbarriers = self.products + self.num_groups
+        self.mbarriers = 3 * num_warps
         num_agents = self.mbarriers + MOST_MBARRIERS
         self.seen = np.zeros((num_warps, num_agents), np.int32)
         self.warps = np.arange(num_warps)
@@ -47,8 +46,8 @@ class Clocks:
         self.fenced[:] = 0
         # Groups of copies and of products that were committed, and of products that are done.
         self.copy_groups = np.zeros(num_warps, np.int32)
-        self.product_groups = np.zeros(self.num_groups, np.int32)
-        self.products_done = np.zeros(self.num_groups, np.int32)
+        self.product_groups = np.zeros(num_warps, np.int32)
+        self.products_done = np.zeros(num_warps, np.int32)
 
     def copies_of(self, warps: Array) -> Array:
         return self.num_warps + warps
@@ -81,10 +80,9 @@ class Clocks:
         self.seen[warps, agents] = np.maximum(self.seen[warps, agents], done)
 
     def wait_products(self, warps: Array, most: int) -> None:
-        groups = warps // 4
-        done = np.maximum(self.products_done[groups], self.product_groups[groups] - most)
-        self.products_done[groups] = done
-        self.seen[warps, self.products + groups] = done
+        done = np.maximum(self.products_done[warps], self.product_groups[warps] - most)
+        self.products_done[warps] = done
+        self.seen[warps, self.products + warps] = done
 
 
 class Shadow:
@@ -98,12 +96,9 @@ class Shadow:
         granules = -(-num_bytes // GRANULE)
         self.writer = np.zeros(granules, np.int32)
         self.written = np.zeros(granules, np.int32)
-        # Warps, then the products of warpgroups: what reads.
-        num_readers = clocks.num_warps + clocks.num_groups
-        self.read = np.zeros((num_readers, granules), np.int32)
-        self.readers = np.r_[
-            : clocks.num_warps, clocks.products : clocks.products + clocks.num_groups
-        ]
+        # What reads: warps, and their products.
+        self.read = np.zeros((2 * clocks.num_warps, granules), np.int32)
+        self.readers = np.r_[: clocks.num_warps, clocks.products : clocks.mbarriers]
 
     def on_read(
         self, ins: Instruction, at: Array, warps: Array, *, reader: Array, clock: Array, proxy: bool
@@ -167,5 +162,5 @@ class Shadow:
         if agent < clocks.products:
             return f"a cp.async of warp {agent - clocks.num_warps}"
         if agent < clocks.mbarriers:
-            return f"a wgmma of warpgroup {agent - clocks.products}"
+            return f"a wgmma of warp {agent - clocks.products}"
         return f"a bulk copy of mbarrier {agent - clocks.mbarriers}"

@@ -105,8 +105,9 @@ def _note(
     machine: Machine, pending: dict[str, Array], names: tuple[Operand, ...], group: int
 ) -> None:
     for name in map(str, names):
-        last = pending.setdefault(name, np.zeros(machine.clocks.num_groups, np.int32))
-        last[group] = machine.clocks.product_groups[group] + 1
+        last = pending.setdefault(name, np.zeros(machine.num_warps, np.int32))
+        warps = slice(4 * group, 4 * group + 4)
+        last[warps] = machine.clocks.product_groups[warps] + 1
 
 
 def _groups(machine: Machine, ins: Instruction, where: Where) -> list[int]:
@@ -137,7 +138,7 @@ def fence(machine: Machine, ins: Instruction) -> Run:
 @handles(r"wgmma\.commit_group\.sync\.aligned")
 def commit(machine: Machine, ins: Instruction) -> Run:
     def run(where: Where) -> None:
-        machine.clocks.product_groups[_groups(machine, ins, where)] += 1
+        machine.clocks.product_groups[machine.warps(ins, where)] += 1
 
     return run
 
