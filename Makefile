@@ -20,7 +20,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup test test-slow test-all lint format run verify bench aot abi gpu wheel clean
+.PHONY: help setup test test-slow test-all ptx lint format run verify bench aot abi gpu wheel clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ test-slow: $(READY)  ## run only the slow tests
 	$(PYTEST) worksteal -m "slow and not gpu" $(ARGS) || test $$? -eq 5
 
 test-all: test test-slow  ## run every test that needs no GPU
+
+ptx: $(READY)  ## run the kernels' PTX on the CPU, and plant faults into it
+	$(PYTEST) worksteal -m "not gpu" $(ARGS) tests/kernels/test_ptx*.py
 
 lint: $(READY)  ## check style, format and types
 	$(BIN)/ruff check .

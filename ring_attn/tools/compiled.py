@@ -94,23 +94,25 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
     """Compiles `launch` for `arch` ("sm_90", "gfx942"); CompileError where that fails."""
     from triton import knobs
 
-    if interpreting():
-        raise RuntimeError("kernels cannot be compiled with TRITON_INTERPRET=1: unset it")
     with (
         tempfile.TemporaryDirectory() as folder,
         knobs.cache.scope(),
         knobs.compilation.scope(),
         knobs.nvidia.scope(),
-        _active_driver(_Target(arch)),
     ):
         # A kernel out of a cache has no log of ptxas.
         knobs.cache.dir = folder
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True
         start = time.perf_counter()
-        kernel, log = _compile(launch)
+        kernel, log = _compile(launch, arch)
         seconds = time.perf_counter() - start
     return _report(kernel, log, seconds)
+
+
+def compiled_kernel(launch: Launch, arch: str) -> Any:
+    """triton's compiled kernel with the text of every stage, out of triton's cache if there."""
+    return _compile(launch, arch)[0]
 
 
 class _Target:
@@ -149,10 +151,16 @@ def _active_driver(driver: _Target) -> Iterator[None]:
         drivers.set_active(before)
 
 
-def _compile(launch: Launch) -> tuple[Any, str]:
+def _compile(launch: Launch, arch: str) -> tuple[Any, str]:
     """triton's compiled kernel, and the output of ptxas."""
+    if interpreting():
+        raise RuntimeError("kernels cannot be compiled with TRITON_INTERPRET=1: unset it")
     log = io.StringIO()
-    with _stderr_of_process() as errors, contextlib.redirect_stdout(log):
+    with (
+        _active_driver(_Target(arch)),
+        _stderr_of_process() as errors,
+        contextlib.redirect_stdout(log),
+    ):
         try:
             kernel = launch.kernel.warmup(
                 grid=launch.grid, **launch.args, **launch.constants, **launch.options

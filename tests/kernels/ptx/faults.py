@@ -1,0 +1,40 @@
+"""Errors of a kernel: each names the instruction."""
+
+from __future__ import annotations
+
+from tests.kernels.ptx.parse import Instruction
+
+
+class Fault(Exception):
+    """An instruction does what it must not."""
+
+    def __init__(self, instruction: Instruction, reason: str) -> None:
+        super().__init__(f"{reason}: {instruction}")
+        self.instruction = instruction
+
+
+class Unsupported(Fault):
+    """An instruction that cannot be executed here."""
+
+    def __init__(self, instruction: Instruction, reason: str = "") -> None:
+        super().__init__(instruction, f"Unsupported{reason and ' ' + reason}")
+
+
+class OutOfBounds(Fault):
+    """An address outside every allocation, or not aligned."""
+
+
+class Race(Fault):
+    """Two accesses to shared memory that nothing orders."""
+
+
+class NotWaited(Race):
+    """An access to what an asynchronous operation may still read or write."""
+
+
+class NotFenced(Race):
+    """An access by the asynchronous proxy, ordered but for a proxy fence."""
+
+
+class Deadlock(Fault):
+    """No thread can go on."""

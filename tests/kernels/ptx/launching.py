@@ -1,0 +1,125 @@
+"""Launches run from their PTX: compiled in a process of its own, executed here on CPU tensors.
+
+This process has Triton's interpreter (TRITON_INTERPRET=1), in which nothing can be compiled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import struct
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from ring_attn.kernels.launch import Launch
+from tests.kernels.ptx import bulk, copies, wgmma  # noqa: F401  (they add their instructions)
+from tests.kernels.ptx.faults import NotFenced
+from tests.kernels.ptx.machine import Machine
+from tests.kernels.ptx.memory import GlobalMemory
+from tests.kernels.ptx.parse import parse
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled launch.
+
+    Attributes:
+        ptx: its text.
+        shared_bytes: of a CTA.
+        signature: type of each argument by name, "constexpr" for those that are compiled in.
+        descriptors: of each tensor descriptor, in order: box, swizzle and the like.
+    """
+
+    ptx: str
+    shared_bytes: int
+    signature: Mapping[str, str]
+    descriptors: tuple[Mapping[str, Any], ...]
+
+
+Edit = Callable[[str], str]
+
+
+def run(launch: Launch, arch: str) -> list[NotFenced]:
+    """Executes a launch as compiled for `arch`, such as "sm_80"."""
+    return execute(launch, compiled(launch, arch))
+
+
+def execute(launch: Launch, code: Compiled, edit: Edit = str) -> list[NotFenced]:
+    """Executes a compiled launch; its tensors have the results.
+
+    Args:
+        launch: over CPU tensors.
+        code: what has become of it.
+        edit: of the PTX, to plant a fault.
+
+    Returns:
+        The proxy fences that are missing.
+    """
+    values = {**launch.args, **launch.constants}
+    tensors = [x if isinstance(x, Tensor) else getattr(x, "base", None) for x in values.values()]
+    memory = GlobalMemory([x for x in tensors if x is not None])
+    kernel = parse(edit(code.ptx))
+    params = iter(name for name, _ in kernel.params)
+    args: dict[str, int] = {}
+    descriptors: dict[str, Any] = {}
+    metas = iter(code.descriptors)
+    for name, kind in code.signature.items():
+        value = values[name]
+        if kind == "constexpr":
+            continue
+        if kind.startswith("tensordesc"):
+            descriptors[next(params)] = (value, next(metas), memory.address(value.base))
+            for number in (*value.shape, *value.strides):
+                args[next(params)] = number
+        elif isinstance(value, Tensor):
+            args[next(params)] = memory.address(value)
+        else:
+            args[next(params)] = _bits(value, kind)
+    args |= dict.fromkeys(params, 0)  # scratch, of which our kernels need none
+    machine = Machine(kernel, args, memory, code.shared_bytes, descriptors)
+    machine.run(launch.grid)
+    memory.write_back()
+    return list(machine.missing_fences.values())
+
+
+def _bits(value: Any, kind: str) -> int:
+    if kind == "fp32":
+        return int.from_bytes(struct.pack("<f", value), "little")
+    return int(value) & (1 << 64) - 1
+
+
+# -- compiling
+
+
+def compiled(launch: Launch, arch: str) -> Compiled:
+    """The launch, compiled as Triton would for such a GPU."""
+    kernel = launch.kernel.fn
+    name = f"{kernel.__module__}:{kernel.__name__}"
+    return _compiler().submit(_compile, replace(launch, kernel=name), arch).result()
+
+
+@cache
+def _compiler() -> ProcessPoolExecutor:
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    with mock.patch.dict(os.environ):
+        os.environ.pop("TRITON_INTERPRET", None)
+        pool.submit(os.getpid).result()
+    return pool
+
+
+def _compile(launch: Launch, arch: str) -> Compiled:
+    """In the process that compiles."""
+    from ring_attn.tools.compiled import compiled_kernel
+
+    module, name = launch.kernel.split(":")
+    kernel = getattr(importlib.import_module(module), name)
+    made = compiled_kernel(replace(launch, kernel=kernel), arch)
+    metas = tuple(getattr(made.metadata, "tensordesc_meta", None) or ())
+    return Compiled(made.asm["ptx"], made.metadata.shared, dict(made.src.signature), metas)

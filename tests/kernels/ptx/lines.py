@@ -1,0 +1,89 @@
+"""Runs a few lines of PTX, for the tests of single instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tests.kernels.ptx import bulk, copies, wgmma  # noqa: F401  (they add their instructions)
+from tests.kernels.ptx.machine import Machine
+from tests.kernels.ptx.memory import GlobalMemory
+from tests.kernels.ptx.parse import parse
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a kernel has left: (threads, words) of uint32, and its missing fences."""
+
+    words: Array
+    missing_fences: int
+
+
+def run(
+    body: str,
+    *,
+    threads: int = 32,
+    words: int = 1,
+    inputs: Tensor | None = None,
+    shared_bytes: int = 1 << 16,
+    head: str = "",
+    tensor: Tensor | None = None,
+    box: Sequence[int] = (),
+    swizzle: int = 0,
+) -> Ran:
+    """Runs PTX in which %rd1 is the address of `words` words of each thread, %rd2 of `inputs`.
+
+    %r0 is the thread, and [tensor_map] describes `tensor`.
+    """
+    out = torch.zeros(threads, words, dtype=torch.int32)
+    inputs = torch.zeros(4, dtype=torch.int32) if inputs is None else inputs
+    tensor = torch.zeros(16, dtype=torch.int16) if tensor is None else tensor
+    text = f"""
+    .visible .entry test(.param .u64 out, .param .u64 inputs, .param .b8 tensor_map[128])
+    .reqntid {threads} {head}
+    {{
+        .reg .pred %p<9>; .reg .b16 %rs<99>; .reg .b32 %r<99>; .reg .b64 %rd<9>; .reg .b32 %f<99>;
+        ld.param.b64 %rd1, [out];
+        ld.param.b64 %rd2, [inputs];
+        mov.u32 %r0, %tid.x;
+        mad.wide.u32 %rd1, %r0, {4 * words}, %rd1;
+        {body}
+        ret;
+    }}"""
+    memory = GlobalMemory([out, inputs, tensor])
+    args = {"out": memory.address(out), "inputs": memory.address(inputs)}
+    described = SimpleNamespace(shape=list(tensor.shape), strides=list(tensor.stride()))
+    meta = {"block_size": list(box), "elem_size": tensor.element_size(), "swizzle": swizzle}
+    descriptors = {"tensor_map": (described, meta, memory.address(tensor))}
+    machine = Machine(parse(text), args, memory, shared_bytes, descriptors)
+    machine.run((1,))
+    memory.write_back()
+    return Ran(out.numpy().view(np.uint32), len(machine.missing_fences))
+
+
+def random_halves(*shape: int, seed: int = 0) -> Array:
+    """Small whole numbers, so that any order of sums is exact."""
+    return np.random.default_rng(seed).integers(-8, 9, shape).astype(np.float32)
+
+
+def half_bits(x: Array, kind: str) -> Array:
+    """The 16 bits of each number as "bf16" or "f16"."""
+    if kind == "bf16":
+        return (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return x.astype(np.float16).view(np.uint16)
+
+
+def swizzled(offset: int, mode: int) -> int:
+    """Swizzle<B, 4, 3>: of 16-byte chunks, as the ISA's pictures have it, for 32, 64, 128 bytes."""
+    row, chunk = offset // 128, offset // 16 % 8
+    moved = {0: chunk, 1: chunk ^ row % 2, 2: chunk ^ row % 4, 3: chunk ^ row % 8}[mode]
+    return row * 128 + moved * 16 + offset % 16

@@ -1,0 +1,370 @@
+"""Runs a parsed kernel: all threads of a CTA that stand at one instruction execute it together.
+
+A virtual register is an array over the threads of the CTA. Threads that part at a branch become
+groups with a place of their own; those that meet again at the start of a basic block are one group
+again, and the group whose place comes first in the text goes first. A group that waits (barrier,
+mbarrier) lets the others run. One CTA runs after the other.
+
+Instructions are looked up in RULES (`scalar`) and, by the start of their opcode, in HANDLERS, to
+which `access`, `matrix` and `copies` add theirs. Each is made a function of the mask of its threads
+once, before anything runs; what is not known is refused there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.kernels.ptx.faults import Deadlock, Fault, NotFenced, Unsupported
+from tests.kernels.ptx.memory import SHARED_BASE, GlobalMemory, SharedMemory
+from tests.kernels.ptx.parse import Instruction, Kernel, Operand
+from tests.kernels.ptx.races import Clocks
+from tests.kernels.ptx.scalar import DTYPES, RULES, Rule
+
+Array = NDArray[Any]
+# Of the threads that execute: all, or those that are True.
+Where = Any
+Run = Callable[[Where], None]
+Handler = Callable[["Machine", Instruction], Run]
+
+HANDLERS: list[tuple[re.Pattern[str], Handler]] = []
+LANES = 32
+PARAM_BASE = 1 << 48
+PARAM_SIZE = 1 << 12
+
+
+def handles(pattern: str) -> Callable[[Handler], Handler]:
+    """Makes a function that of all opcodes which match."""
+
+    def add(handler: Handler) -> Handler:
+        HANDLERS.append((re.compile(pattern), handler))
+        return handler
+
+    return add
+
+
+class Wait(Exception):
+    """Ends a group's turn until `ready()`; then the group goes on behind the instruction."""
+
+    def __init__(
+        self, ins: Instruction, ready: Callable[[], bool], done: Callable[[], None]
+    ) -> None:
+        self.ins = ins
+        self.ready = ready
+        self.done = done
+
+
+@dataclass(eq=False)
+class Group:
+    """Threads at one place."""
+
+    mask: Array
+    at: int
+    wait: Wait | None = None
+
+
+@dataclass
+class Block:
+    """Instructions that are executed together, and the next place of those of its threads."""
+
+    instructions: list[Instruction] = field(default_factory=list)
+    ops: list[Run] = field(default_factory=list)
+    end: Instruction | None = None
+
+
+# Instructions that end a block.
+BRANCH = re.compile(r"bra(\.uni)?|brx\.idx|ret")
+WAITING = re.compile(
+    r"(bar|barrier)(\.cta)?\.sync(\.aligned)?|mbarrier\.try_wait\..*|setmaxnreg\.inc\..*"
+)
+
+
+class Machine:
+    """A kernel, and the state of the CTA that it runs."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        args: Mapping[str, int],
+        memory: GlobalMemory,
+        shared_bytes: int,
+        descriptors: Mapping[str, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            kernel: parsed.
+            args: bits of each parameter.
+            memory: with all tensors.
+            shared_bytes: of a CTA.
+            descriptors: of tensor copies, by parameter.
+        """
+        self.kernel = kernel
+        self.args = args
+        self.memory = memory
+        self.shared_bytes = shared_bytes
+        self.num_threads = kernel.num_threads
+        self.num_warps = kernel.num_threads // LANES
+        self.threads = np.arange(self.num_threads)
+        self.warp_of = self.threads // LANES
+        self.registers: dict[str, Array] = {}
+        self.special = {
+            f"%{name}.{axis}": np.zeros(self.num_threads, np.uint32)
+            for name, axis in product(("tid", "ntid", "ctaid", "nctaid"), "xyz")
+        }
+        self.special["%tid.x"][:] = self.threads
+        self.special["%ntid.x"][:] = self.num_threads
+        self.special["%ntid.y"][:] = self.special["%ntid.z"][:] = 1
+        addresses = {name: PARAM_BASE + i * PARAM_SIZE for i, (name, _) in enumerate(kernel.params)}
+        self.symbols = {"global_smem": SHARED_BASE, **addresses}
+        self.descriptors = {addresses[name]: x for name, x in (descriptors or {}).items()}
+        self.missing_fences: dict[Instruction, NotFenced] = {}
+        # Registers of products under way: the last group of each warp that has them.
+        self.pending_reads: dict[str, Array] = {}
+        self.pending: dict[str, Array] = {}
+        self._new_cta()
+        self.blocks = list(self._make_blocks())
+
+    # -- operands
+
+    def register(self, name: str) -> Array:
+        """The bits of a declared register, an element a thread."""
+        if name not in self.registers:
+            bits = (
+                self.kernel.registers.get(name) or self.kernel.registers[name.rstrip("0123456789")]
+            )
+            dtype = np.dtype(np.bool_) if bits == 1 else np.dtype(f"u{bits // 8}")
+            self.registers[name] = np.zeros(self.num_threads, dtype)
+        return self.registers[name]
+
+    def source(self, ins: Instruction, operand: Operand, kind: str) -> Array:
+        """An operand as elements of a type: a view of a register, or a constant."""
+        dtype = DTYPES[kind]
+        if not isinstance(operand, str):
+            raise Unsupported(ins)
+        if operand in self.special:
+            return self.special[operand].view(dtype)
+        if operand in self.symbols:
+            return np.full(self.num_threads, self.symbols[operand], dtype)
+        if operand[0] == "%" or "#" in operand:
+            found = (
+                self.register(operand).view(dtype) if dtype != np.bool_ else self.register(operand)
+            )
+            # Of a wider register the lower part.
+            return found[:: found.size // self.num_threads]
+        value = _constant(operand)
+        if dtype == np.bool_:
+            return np.full(self.num_threads, value != 0)
+        bits = value & (1 << 8 * dtype.itemsize) - 1
+        return np.full(self.num_threads, bits, f"u{dtype.itemsize}").view(dtype)
+
+    def target(self, ins: Instruction, operand: Operand, kind: str) -> Array:
+        """A register as elements of a type; "_" takes what nobody wants."""
+        if operand == "_":
+            return np.zeros(self.num_threads, DTYPES[kind])
+        if not isinstance(operand, str) or operand[0] != "%" and "#" not in operand:
+            raise Unsupported(ins)
+        found = self.register(operand)
+        if found.itemsize != DTYPES[kind].itemsize:
+            raise Unsupported(ins, "width of the destination")
+        return found.view(DTYPES[kind])
+
+    def warps(self, ins: Instruction, where: Where) -> Array:
+        """Numbers of the warps that execute, each of them whole."""
+        if where is True:
+            return np.arange(self.num_warps)
+        lanes = np.reshape(where, (-1, LANES))
+        some = lanes.any(1)
+        if not (lanes.all(1) == some).all():
+            raise Fault(ins, "executed by a part of a warp")
+        return np.flatnonzero(some)
+
+    def lanes(self, where: Where) -> Array:
+        """Numbers of the threads that execute."""
+        return self.threads if where is True else np.flatnonzero(where)
+
+    # -- preparation
+
+    def _make_blocks(self) -> Iterator[Block]:
+        """Cuts the text at labels and where threads may part or wait; sets the labels' blocks."""
+        starts = set(self.kernel.labels.values())
+        self.places: dict[str, int] = {}
+        block, number = Block(), 0
+        names: dict[int, list[str]] = {}
+        for label, index in self.kernel.labels.items():
+            names.setdefault(index, []).append(label)
+        for index, ins in enumerate(self.kernel.instructions):
+            if index in starts and block.instructions:
+                yield block
+                block, number = Block(), number + 1
+            for label in names.get(index, ()):
+                self.places[label] = number
+            block.instructions.append(ins)
+            self.block = block
+            if BRANCH.fullmatch(ins.opcode):
+                block.end = ins
+            else:
+                block.ops.append(self._op(ins))
+            if block.end or WAITING.fullmatch(ins.opcode):
+                yield block
+                block, number = Block(), number + 1
+        if block.instructions:
+            yield block
+
+    def _op(self, ins: Instruction) -> Run:
+        run = self._unguarded(ins)
+        if ins.guard is None:
+            return run
+        guard = self.source(ins, ins.guard, "pred")
+        if ins.negated:
+            return lambda where: run(~guard & where)
+        return lambda where: run(guard & where)
+
+    def _unguarded(self, ins: Instruction) -> Run:
+        rule = RULES.get(ins.opcode)
+        if rule is not None and all(isinstance(x, str) for x in ins.operands):
+            return self._rule(ins, rule)
+        for pattern, handler in HANDLERS:
+            if pattern.fullmatch(ins.opcode):
+                return handler(self, ins)
+        raise Unsupported(ins)
+
+    def _rule(self, ins: Instruction, rule: Rule) -> Run:
+        if len(ins.operands) != 1 + len(rule.sources):
+            raise Unsupported(ins)
+        target = self.target(ins, ins.operands[0], rule.result)
+        sources = [
+            self.source(ins, x, kind)
+            for x, kind in zip(ins.operands[1:], rule.sources, strict=True)
+        ]
+        function = rule.function
+        if isinstance(function, np.ufunc):
+            return lambda where: function(*sources, out=target, where=where, casting="unsafe")
+        return lambda where: np.copyto(target, function(*sources), where=where, casting="unsafe")
+
+    # -- running
+
+    def run(self, grid: tuple[int, ...]) -> None:
+        """Runs all CTAs of a grid."""
+        grid = (*grid, 1, 1)[:3]
+        for axis, size in zip("xyz", grid, strict=True):
+            self.special[f"%nctaid.{axis}"][:] = size
+        for z, y, x in product(*map(range, reversed(grid))):
+            for axis, number in zip("xyz", (x, y, z), strict=True):
+                self.special[f"%ctaid.{axis}"][:] = number
+            self._new_cta()
+            with np.errstate(all="ignore"):
+                self._run_cta()
+
+    def _new_cta(self) -> None:
+        self.clocks = Clocks(self.num_warps)
+        self.shared = SharedMemory(self.shared_bytes, self.clocks, self.missing_fences)
+        self.barriers: dict[int, list[Array]] = {}
+        self.mbarriers: dict[int, Any] = {}
+        # Registers of a thread of each warp, and what it has asked for.
+        self.owned = np.full(self.num_warps, self.kernel.max_registers)
+        self.asked: list[list[tuple[bool, int]]] = [[] for _ in range(self.num_warps)]
+        self.pending.clear()
+        self.pending_reads.clear()
+        for register in self.registers.values():
+            register.view(np.uint8)[:] = 0xFF if register.dtype != np.bool_ else 1
+
+    def _run_cta(self) -> None:
+        self.groups = [Group(np.ones(self.num_threads, np.bool_), 0)]
+        while self.groups:
+            for group in self.groups:
+                if group.wait is not None and group.wait.ready():
+                    group.wait.done()
+                    group.wait = None
+            ready = [group for group in self.groups if group.wait is None]
+            if not ready:
+                waits = [group.wait for group in self.groups if group.wait]
+                others = "".join(f"; {wait.ins}" for wait in waits[1:])
+                raise Deadlock(waits[0].ins, f"no thread can go on{others}")
+            first = min(ready, key=lambda group: group.at)
+            for other in ready:
+                if other is not first and other.at == first.at:
+                    first.mask = first.mask | other.mask
+                    self.groups.remove(other)
+            self._turn(first)
+
+    def _turn(self, group: Group) -> None:
+        """Runs one block of a group."""
+        if group.at == len(self.blocks):
+            self.groups.remove(group)
+            return
+        block = self.blocks[group.at]
+        where: Where = True if group.mask.all() else group.mask
+        group.at += 1
+        try:
+            if self.pending:
+                for ins, op in zip(block.instructions, block.ops, strict=False):
+                    self._check_pending(ins, where)
+                    op(where)
+            else:
+                for i, op in enumerate(block.ops):
+                    op(where)
+                    if self.pending:
+                        rest = zip(block.instructions[i + 1 :], block.ops[i + 1 :], strict=False)
+                        for ins, later in rest:
+                            self._check_pending(ins, where)
+                            later(where)
+                        break
+        except Wait as wait:
+            group.wait = wait
+        if block.end is not None:
+            self._branch(group, block.end)
+
+    def _check_pending(self, ins: Instruction, where: Where) -> None:
+        """Nobody touches what a product under way writes, or changes what it reads."""
+        if ins.opcode.startswith("wgmma"):
+            return
+        for i, operand in enumerate(ins.operands):
+            for name in operand if isinstance(operand, tuple) else (operand,):
+                if self.is_pending(name, where, changed=i == 0):
+                    raise Fault(ins, f"{name} belongs to a wgmma that has not been waited for")
+
+    def is_pending(self, name: object, where: Where, *, changed: bool) -> bool:
+        """Whether a product under way writes a register, or also reads it where it is `changed`."""
+        last = self.pending.get(name)  # type: ignore[call-overload]
+        if last is None and changed:
+            last = self.pending_reads.get(name)  # type: ignore[call-overload]
+        if last is None:
+            return False
+        warps = np.unique(self.warp_of[self.lanes(where)])
+        return bool((last[warps] > self.clocks.products_done[warps]).any())
+
+    def _branch(self, group: Group, ins: Instruction) -> None:
+        mask = group.mask
+        if ins.guard is not None:
+            guard = self.source(ins, ins.guard, "pred")
+            mask = mask & (~guard if ins.negated else guard)
+        self.groups.remove(group)
+        for at, taken in self._targets(ins, mask):
+            if taken.any():
+                self.groups.append(Group(taken, at))
+        stays = group.mask & ~mask
+        if stays.any():
+            self.groups.append(Group(stays, group.at))
+
+    def _targets(self, ins: Instruction, mask: Array) -> Iterator[tuple[int, Array]]:
+        if ins.opcode == "ret":
+            return
+        if ins.opcode == "brx.idx":
+            index = self.source(ins, ins.operands[0], "u32")
+            for i, label in enumerate(self.kernel.targets[str(ins.operands[1])]):
+                yield self.places[label], mask & (index == i)
+        else:
+            yield self.places[str(ins.operands[0])], mask
+
+
+def _constant(text: str) -> int:
+    """The bits of an immediate."""
+    if re.fullmatch(r"0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}", text):
+        return int(text[2:], 16)
+    return int(text.rstrip("U"), 0)

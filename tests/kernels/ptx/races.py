@@ -1,0 +1,166 @@
+"""Which accesses to shared memory are ordered: clocks of agents, as in FastTrack (PLDI 2009).
+
+An agent is what accesses shared memory at a time of its own:
+
+    warps            of the CTA; lanes of a warp are taken as ordered among themselves
+    copies           one agent for the `cp.async` of each warp, counted in groups
+    products         one for the part of each warp in its warpgroup's `wgmma`, counted in groups
+    bulk copies      one for each mbarrier, counted in phases
+
+Each has a clock. `seen[w, a]` is how far warp w knows agent a to be: a barrier makes its warps know
+what each of them does, a wait makes its warp know what it has waited for. `fenced` is the same for
+what lies before a proxy fence. Shared memory has, for every two bytes, the agent and clock of the
+last write, and the clock of each agent's last read. An access that does not know one of these is a
+fault, in whatever order this machine has run them. A missing proxy fence is noted, and the kernel
+runs on: compilers forget it, and what else is wrong is to be seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.kernels.ptx.faults import NotFenced, NotWaited, Race
+from tests.kernels.ptx.parse import Instruction
+
+Array = NDArray[Any]
+
+GRANULE = 2
+MOST_MBARRIERS = 64
+
+
+class Clocks:
+    """What every warp knows of every agent."""
+
+    def __init__(self, num_warps: int) -> None:
+        self.num_warps = num_warps
+        self.products = 2 * num_warps
+        self.mbarriers = 3 * num_warps
+        num_agents = self.mbarriers + MOST_MBARRIERS
+        self.seen = np.zeros((num_warps, num_agents), np.int32)
+        self.warps = np.arange(num_warps)
+        self.seen[self.warps, self.warps] = 1
+        self.fenced = self.seen.copy()
+        self.fenced[:] = 0
+        # Groups of copies and of products that were committed, and of products that are done.
+        self.copy_groups = np.zeros(num_warps, np.int32)
+        self.product_groups = np.zeros(num_warps, np.int32)
+        self.products_done = np.zeros(num_warps, np.int32)
+
+    def copies_of(self, warps: Array) -> Array:
+        return self.num_warps + warps
+
+    def barrier(self, warps: Array) -> None:
+        """All that one of the warps knows, each of them knows."""
+        for clocks in (self.seen, self.fenced):
+            clocks[warps] = clocks[warps].max(0)
+        self.seen[warps, warps] += 1
+
+    def fence(self, warps: Array) -> None:
+        """What the warps know lies before a proxy fence; what they do from here on does not."""
+        self.fenced[warps] = self.seen[warps]
+        self.seen[warps, warps] += 1
+
+    def release(self, warps: Array) -> tuple[Array, Array]:
+        """What the warps know, together; what they do from here on is not in it."""
+        known = self.seen[warps].max(0), self.fenced[warps].max(0)
+        self.seen[warps, warps] += 1
+        return known
+
+    def acquire(self, warps: Array, known: tuple[Array, Array]) -> None:
+        for clocks, other in zip((self.seen, self.fenced), known, strict=True):
+            clocks[warps] = np.maximum(clocks[warps], other)
+
+    def wait_copies(self, warps: Array, most: int) -> None:
+        """All but the last `most` groups of copies of each warp are done."""
+        agents = self.copies_of(warps)
+        done = self.copy_groups[warps] - most
+        self.seen[warps, agents] = np.maximum(self.seen[warps, agents], done)
+
+    def wait_products(self, warps: Array, most: int) -> None:
+        done = np.maximum(self.products_done[warps], self.product_groups[warps] - most)
+        self.products_done[warps] = done
+        self.seen[warps, self.products + warps] = done
+
+
+class Shadow:
+    """Who has read and written each granule of shared memory, and when."""
+
+    def __init__(
+        self, num_bytes: int, clocks: Clocks, missing_fences: dict[Instruction, NotFenced]
+    ) -> None:
+        self.clocks = clocks
+        self.missing_fences = missing_fences
+        granules = -(-num_bytes // GRANULE)
+        self.writer = np.zeros(granules, np.int32)
+        self.written = np.zeros(granules, np.int32)
+        # What reads: warps, and their products.
+        self.read = np.zeros((2 * clocks.num_warps, granules), np.int32)
+        self.readers = np.r_[: clocks.num_warps, clocks.products : clocks.mbarriers]
+
+    def on_read(
+        self, ins: Instruction, at: Array, warps: Array, *, reader: Array, clock: Array, proxy: bool
+    ) -> None:
+        """Granules are read.
+
+        Args:
+            ins: by this instruction.
+            at: granules.
+            warps: of each, the warp that must know its last write.
+            reader: row of `read`.
+            clock: of the reader.
+            proxy: in the asynchronous proxy.
+        """
+        self._know_writer(ins, at, warps, "read", proxy)
+        self.read[reader, at] = clock
+
+    def on_write(
+        self, ins: Instruction, at: Array, warps: Array, *, writer: Array, clock: Array, proxy: bool
+    ) -> None:
+        """Granules are written; arguments as of `on_read`."""
+        self._know_writer(ins, at, warps, "written", proxy)
+        for row, agent in enumerate(self.readers):
+            read = self.read[row, at]
+            unknown = read > self.clocks.seen[warps, agent]
+            if unknown.any():
+                self._report(ins, at, warps, int(np.argmax(unknown)), int(agent), "written", "read")
+        self.writer[at] = writer
+        self.written[at] = clock
+
+    def _know_writer(
+        self, ins: Instruction, at: Array, warps: Array, done: str, proxy: bool
+    ) -> None:
+        writer, written = self.writer[at], self.written[at]
+        unknown = written > self.clocks.seen[warps, writer]
+        if unknown.any():
+            first = int(np.argmax(unknown))
+            self._report(ins, at, warps, first, int(writer[first]), done, "written")
+        if proxy:
+            generic = writer < self.clocks.products
+            unknown = generic & (written > self.clocks.fenced[warps, writer])
+            if unknown.any():
+                first = int(np.argmax(unknown))
+                where = f"byte {int(at[first]) * GRANULE} of shared memory is {done}"
+                reason = f"{where} without fence.proxy.async since {self._name(int(writer[first]))}"
+                self.missing_fences.setdefault(ins, NotFenced(ins, f"{reason} wrote it"))
+
+    def _report(
+        self, ins: Instruction, at: Array, warps: Array, i: int, agent: int, done: str, before: str
+    ) -> None:
+        where = f"byte {int(at[i]) * GRANULE} of shared memory is {done} by warp {int(warps[i])}"
+        reason = f"{where}, and {before} by {self._name(agent)}"
+        if agent < self.clocks.num_warps:
+            raise Race(ins, f"{reason} with no barrier between")
+        raise NotWaited(ins, f"{reason} which has not been waited for")
+
+    def _name(self, agent: int) -> str:
+        clocks = self.clocks
+        if agent < clocks.num_warps:
+            return f"warp {agent}"
+        if agent < clocks.products:
+            return f"a cp.async of warp {agent - clocks.num_warps}"
+        if agent < clocks.mbarriers:
+            return f"a wgmma of warp {agent - clocks.products}"
+        return f"a bulk copy of mbarrier {agent - clocks.mbarriers}"

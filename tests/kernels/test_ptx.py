@@ -1,0 +1,332 @@
+"""The kernels' PTX, executed: against float64 and the interpreter, and with planted faults.
+
+`ptx/` has the executor. It says nothing of speed, nor of what ptxas makes of the PTX.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from ring_attn.backends.triton import TritonBackend
+from ring_attn.core.mask import Mask
+from ring_attn.core.spec import Scores
+from ring_attn.kernels import configs, decode
+from ring_attn.kernels.configs import Config
+from ring_attn.kernels.hopper_fwd import CONFIGS
+from ring_attn.kernels.launch import Launch
+from ring_attn.testing import Expected, Inputs, random_qkv, random_sinks
+from tests.bounds import assert_holds, expect, run, whole
+from tests.kernels.calls import Step, cut_keys, in_interpreter
+from tests.kernels.ptx import launching
+from tests.kernels.ptx.faults import Deadlock, Fault, NotFenced, NotWaited, OutOfBounds, Race
+from tests.kernels.test_decode import tiles_of
+
+pytestmark = [
+    in_interpreter,
+    pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning"),
+]
+
+ROWS = 193
+MASKS = {
+    "full": Mask(192, 256),
+    "causal": Mask(ROWS, ROWS, causal=True),
+    "window": Mask(ROWS, ROWS, causal=True, window_size=(100, -1)),
+    "documents": Mask(ROWS, ROWS, True, (-1, -1), (0, 40, 170, ROWS), (0, 40, 170, ROWS)),
+}
+# Those of `TABLE` for two architectures, and the forward of `hopper_fwd` beside them.
+KERNELS = ("sm_80", "sm_90", "gluon")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+# Kernels in which this version of the compiler leaves out the proxy fence between a copy and the
+# wgmma that reads it, on sm_90 (with 3.9.0 it is there, as read in its PTX).
+UNFENCED = {"3.7": {"flash_fwd_kernel"}}.get(triton.__version__[:3], set())
+
+
+@dataclass
+class Executed:
+    """The launches that were executed, and the proxy fences that their kernels lack."""
+
+    launches: list[Launch] = field(default_factory=list)
+    missing_fences: dict[str, list[NotFenced]] = field(default_factory=dict)
+
+
+Execute = Callable[[str], Executed]
+
+
+@pytest.fixture
+def execute(monkeypatch: pytest.MonkeyPatch) -> Execute:
+    """From `execute(arch)` on, launches have the architecture's configs, and their PTX runs."""
+
+    def start(arch: str) -> Executed:
+        executed = Executed()
+
+        def run_ptx(launch: Launch) -> None:
+            if all(launch.grid):
+                executed.launches.append(launch)
+                if missing := launching.run(launch, arch):
+                    executed.missing_fences[launch.kernel.fn.__name__] = missing
+
+        monkeypatch.setattr(configs, "architecture", lambda device: arch)
+        monkeypatch.setattr(Launch, "run", run_ptx)
+        return executed
+
+    return start
+
+
+def inputs_of(mask: Mask, dtype: torch.dtype, headdim: int, nheads: int = 2) -> Inputs:
+    return random_qkv(
+        seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, nheads=nheads, nheads_kv=1,
+        headdim=headdim, dtype=dtype,
+    )  # fmt: skip
+
+
+def steps_of(mask: Mask, several: bool) -> list[Step]:
+    """One step, or a first, a middle and a last one."""
+    return cut_keys(mask, 64, 128) if several else [whole(mask)]
+
+
+def assert_all_hold(inputs: Inputs, mask: Mask, got: Expected, **scores: object) -> None:
+    oracle, plain = expect(inputs, mask, **scores)
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        assert_holds({name: getattr(got, name)}, oracle, plain)
+
+
+def backend(kernels: str, headdim: int) -> TritonBackend:
+    """With "gluon" the forward is that of `hopper_fwd`, in its first config."""
+    return TritonBackend({"gluon": CONFIGS[headdim][0]} if kernels == "gluon" else {})
+
+
+def arch_of(kernels: str) -> str:
+    return "sm_90" if kernels == "gluon" else kernels
+
+
+def slow(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def cases() -> Iterator[object]:
+    """All kernels, masks and head dims; types and numbers of steps in turn."""
+    quick = {("sm_80", "causal", 64), ("gluon", "documents", 64)}
+    for i, (headdim, name, kernels) in enumerate(product((64, 128), MASKS, KERNELS)):
+        case = (kernels, name, list(DTYPES)[(i + headdim // 128) % 2], headdim, i // 2 % 2 == 0)
+        yield pytest.param(*case) if (kernels, name, headdim) in quick else slow(*case)
+
+
+@pytest.mark.parametrize(("kernels", "name", "dtype", "headdim", "several"), list(cases()))
+def test_forward_and_backward(
+    kernels: str, name: str, dtype: str, headdim: int, several: bool, execute: Execute
+) -> None:
+    mask = MASKS[name]
+    inputs = inputs_of(mask, DTYPES[dtype], headdim)
+    steps = steps_of(mask, several)
+    executed = execute(arch_of(kernels))
+    got = run(backend(kernels, headdim), inputs, steps)
+    assert len(executed.launches) == 3 * len(steps) + 1
+    assert_all_hold(inputs, mask, got)
+    assert set(executed.missing_fences) <= (UNFENCED if kernels == "sm_90" else set())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_scores_that_are_capped_and_sinks(kernels: str, headdim: int, execute: Execute) -> None:
+    mask = MASKS["causal"]
+    inputs, sinks = inputs_of(mask, torch.bfloat16, headdim), random_sinks(2)
+    execute(arch_of(kernels))
+    # The forward in Gluon has no softcap.
+    scores = {"softcap": 0.0 if kernels == "gluon" else 5.0, "sinks": sinks}
+    got = run(backend(kernels, headdim), inputs, steps_of(mask, True), **scores)
+    assert_all_hold(inputs, mask, got, **scores)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("headdim", "config"), [(dim, c) for dim in (64, 128) for c in CONFIGS[dim][1:]], ids=str
+)
+def test_other_configs_of_the_forward_in_gluon(
+    headdim: int, config: Config, execute: Execute
+) -> None:
+    """Other numbers of stages and consumers; buffers are used again and again."""
+    mask = Mask(200, 640, causal=True)
+    inputs = inputs_of(mask, torch.float16, headdim)
+    executed = execute("sm_90")
+    got = run(TritonBackend({"gluon": config}), inputs, [whole(mask)])
+    assert_all_hold(inputs, mask, got)
+    assert not executed.missing_fences
+
+
+@pytest.mark.parametrize(
+    ("kernels", "headdim"), [("sm_80", 64), *(slow(x, 128) for x in KERNELS if x != "gluon")]
+)
+def test_against_the_interpreter(kernels: str, headdim: int, execute: Execute) -> None:
+    """Within the bound of one another, as either is of float64."""
+    mask = MASKS["causal"]
+    inputs, steps = inputs_of(mask, torch.float16, headdim, nheads=1), steps_of(mask, True)
+    oracle, plain = expect(inputs, mask)
+    interpreted = run(TritonBackend(), inputs, steps)
+    execute(kernels)
+    got = run(TritonBackend(), inputs, steps)
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        near = {name: getattr(interpreted, name).double(), "terms": oracle.terms}
+        assert_holds({name: getattr(got, name)}, Expected(**vars(oracle) | near), plain)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "headdim", "softcap"),
+    [
+        ("sm_80", "bfloat16", 64, 0.0),
+        slow("sm_80", "float16", 128, 0.0),
+        slow("sm_80", "float16", 64, 2.0),
+        slow("sm_90", "float16", 64, 0.0),
+        slow("sm_90", "bfloat16", 128, 2.0),
+    ],
+)
+def test_decode_and_merge(
+    arch: str,
+    dtype: str,
+    headdim: int,
+    softcap: float,
+    execute: Execute,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode, "LEAST_PART", 128)
+    mask = Mask(2, 300, causal=True)
+    inputs = inputs_of(mask, DTYPES[dtype], headdim, nheads=4)
+    executed = execute(arch)
+    out, lse = TritonBackend().decode(*inputs[:3], tiles_of(mask), scores=Scores(0.3, softcap))
+    _, merge = executed.launches
+    assert merge.args["num_parts"] == 3
+    results = {"out": out.to(inputs.q.dtype), "lse": lse}
+    assert_holds(results, *expect(inputs, mask, 0.3, softcap=softcap))
+
+
+# -- planted faults
+
+
+@dataclass(frozen=True)
+class Target:
+    """A compiled launch to plant faults into, and what the clean one has written."""
+
+    launch: Launch
+    code: launching.Compiled
+    result: Tensor
+    clean: Tensor
+
+    def plant(self, pattern: str, new: str, index: int = 0) -> list[NotFenced]:
+        """Executes it with the index-th match of a pattern replaced; the missing fences."""
+        found = list(re.finditer(pattern, self.code.ptx))[index]
+        self.result.zero_()
+        return launching.execute(
+            self.launch,
+            self.code,
+            lambda ptx: ptx[: found.start()] + found.expand(new) + ptx[found.end() :],
+        )
+
+    def faults(self, pattern: str, new: str) -> list[Fault | None]:
+        """What is found with each match replaced in turn."""
+        found = list[Fault | None]()
+        for index in range(len(re.findall(pattern, self.code.ptx))):
+            try:
+                missing = self.plant(pattern, new, index)
+                found.append(missing[0] if missing else None)
+            except Fault as fault:
+                found.append(fault)
+        assert found, f"nothing to plant {new!r} into"
+        return found
+
+
+@cache
+def target(name: str) -> Target:
+    """A kernel of one step over blocks enough that every buffer is used again."""
+    arch, mask = ("sm_90", Mask(128, 640)) if "hopper" in name else ("sm_80", TARGET_MASK)
+    if name == "hopper ragged":
+        mask = TARGET_MASK
+    with pytest.MonkeyPatch.context() as patch:
+        launches = list[Launch]()
+        patch.setattr(configs, "architecture", lambda device: arch)
+        patch.setattr(Launch, "run", launches.append)
+        inputs = inputs_of(mask, torch.bfloat16, 64, nheads=1)
+        run(backend("gluon" if "hopper" in name else arch, 64), inputs, [whole(mask)])
+    kernel = "hopper_fwd" if "hopper" in name else f"flash_{name}"
+    launch = next(x for x in launches if x.kernel.fn.__name__ == f"{kernel}_kernel")
+    result = launch.args[{"dq": "dq_ptr", "dkdv": "dk_ptr"}.get(name, "out_ptr")]
+    code = launching.compiled(launch, arch)
+    result.zero_()
+    assert launching.execute(launch, code) == []
+    return Target(launch, code, result, result.clone())
+
+
+TARGET_MASK = Mask(161, 161, True, (-1, -1), (0, 30, 161), (0, 30, 161))
+BARRIER = r"bar\.sync\s+\d+(, 128)?;"
+SM_80 = ["fwd", slow("dq"), slow("dkdv")]
+
+
+@pytest.mark.parametrize("kernel", SM_80)
+def test_a_barrier_deleted_is_a_race(kernel: str) -> None:
+    """Nearly all: the compiler has put some barriers where another one follows."""
+    found = target(kernel).faults(BARRIER, "")
+    races = [fault for fault in found if isinstance(fault, Race)]
+    assert len(races) >= 0.8 * len(found)
+    assert any("no barrier between" in str(race) for race in races)
+
+
+@pytest.mark.parametrize("kernel", SM_80)
+def test_a_wait_weakened_is_found(kernel: str) -> None:
+    found = target(kernel).faults(r"cp\.async\.wait_group\s+\d+;", "cp.async.wait_group 9;")
+    assert any(isinstance(fault, NotWaited) for fault in found)
+
+
+@pytest.mark.parametrize("kernel", SM_80)
+def test_a_stride_wrong_is_out_of_bounds_or_seen_in_the_result(kernel: str) -> None:
+    clean = target(kernel)
+    # Offsets of 16-bit elements counted as of 32-bit ones; of copies into shared memory.
+    wide = r"(mad\.wide\.s32\s+%rd\d+, %r\d+), 2, "
+    assert any(isinstance(x, OutOfBounds) for x in clean.faults(wide, r"\1, 4, "))
+    with pytest.raises(OutOfBounds, match="shared"):
+        clean.plant(r"(cp\.async\.cg\.shared\.global \[ %r\d+ \+) 0", r"\1 262144")
+    clean.plant(r"(cp\.async\.cg\.shared\.global .*%rd\d+ \+) 0", r"\1 16")
+    assert not torch.equal(clean.result, clean.clean)
+
+
+def test_mbarriers_of_the_forward_in_gluon() -> None:
+    """Waits and arrivals left out, bytes miscounted, and one thread that arrives too early."""
+    clean = target("hopper")
+    waits = clean.faults(r"mbarrier\.try_wait.* complete,.*", "mov.pred complete, -1;")
+    # Who takes turns does so for speed alone, and first waits are for what nobody has used.
+    assert sum(isinstance(fault, NotWaited) for fault in waits) >= len(waits) // 2
+    # Of 4 warps that read a buffer one thread says that it is free.
+    barriers = clean.faults(BARRIER, "")
+    assert sum(isinstance(fault, NotWaited) for fault in barriers) == 4
+    for fault in clean.faults(r"(@%p\d+ mbarrier\.arrive\.expect_tx.*), (\d+);", r"\1, 64;"):
+        assert isinstance(fault, Deadlock)
+
+
+def test_proxy_fences_of_the_forward_in_gluon() -> None:
+    """Before the first copy, whose mbarrier is new; behind the zeros around a document."""
+    found = target("hopper ragged").faults(r"fence\.proxy\.async.*;", "")
+    assert len(found) == 2 and all(isinstance(fault, NotFenced) for fault in found)
+
+
+@pytest.mark.slow
+def test_products_of_the_forward_in_gluon() -> None:
+    clean = target("hopper")
+    for pattern, new in (
+        (r"wgmma\.wait_group\.sync\.aligned (\d)", r"wgmma.wait_group.sync.aligned 7"),
+        (r"wgmma\.fence\.sync\.aligned;", ""),
+        (r"wgmma\.commit_group\.sync\.aligned;", ""),
+    ):
+        found = clean.faults(pattern, new)
+        assert all(isinstance(fault, Fault) for fault in found), (pattern, found)
+    # The stride between groups of 8 rows, in a descriptor.
+    clean.plant(r"(or\.b64\s+%rd\d+, %rd\d+), (\d+);", rf"\1, {(1 << 62) + (32 << 32)};")
+    assert not torch.equal(clean.result, clean.clean)
