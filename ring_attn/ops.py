@@ -112,7 +112,6 @@ def _make_call(
 torch.library.define("ring_attn::attention", _FORWARD, tags=_TAGS)
 
 
-@torch.library.impl("ring_attn::attention", "CompositeExplicitAutograd")
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -193,6 +192,7 @@ def _refuse_capture(x: Tensor) -> None:
         )
 
 
+torch.library.impl("ring_attn::attention", "CompositeExplicitAutograd", _attention)
 attention = torch.ops.ring_attn.attention.default
 
 
@@ -293,7 +293,6 @@ def _in_order(kept: tuple[str, ...], saved: Sequence[Tensor]) -> tuple[Tensor, t
 torch.library.define("ring_attn::attention_backward", _BACKWARD, tags=_TAGS)
 
 
-@torch.library.impl("ring_attn::attention_backward", "CompositeExplicitAutograd")
 def _attention_backward(
     saved: list[Tensor], dout: Tensor, sinks: Tensor | None, sizes: Sequence[int], *given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -342,6 +341,9 @@ def _attention_backward(
     return grads.dq.contiguous(), grads.dk.contiguous(), grads.dv.contiguous(), dsinks
 
 
+torch.library.impl(
+    "ring_attn::attention_backward", "CompositeExplicitAutograd", _attention_backward
+)
 attention_backward = torch.ops.ring_attn.attention_backward.default
 
 

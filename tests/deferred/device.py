@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ring_attn import ops
 
@@ -59,7 +58,7 @@ class Ref:
         """The tensor, in other memories."""
         whole = memories[self.memory][self.offset :]
         whole = whole[: whole.numel() // self.dtype.itemsize * self.dtype.itemsize]
-        return whole.view(self.dtype).as_strided(self.shape, self.stride, 0)
+        return whole.view(self.dtype).as_strided(self.shape, self.stride)
 
     @property
     def nbytes(self) -> int:
@@ -86,6 +85,11 @@ class Node:
     writes: list[Ref]
     run: Callable[[Sequence[Tensor]], object] | None = None
     stream: Stream | None = None
+
+    @property
+    def touches(self) -> list[Ref]:
+        """What it reads and writes."""
+        return self.reads + self.writes
 
 
 class Part(NamedTuple):
@@ -144,29 +148,38 @@ class Stream:
 
 @dataclass
 class Memory:
-    """Memory of a rank: bytes at the beginning of a run, and the stream it was taken for."""
+    """Memory of a rank.
+
+    Attributes:
+        nbytes: its size.
+        initial: what is there from the start; None for memory that is taken later.
+        stream: that it is taken for.
+        recorded: other streams that have used it.
+        on_device: an operator has touched it together with memory of the device.
+    """
 
     nbytes: int
     initial: np.ndarray | None
     stream: Stream | None
     recorded: list[Stream] = field(default_factory=list)
+    on_device: bool = False
 
 
 class Recorder(TorchDispatchMode):
     """Everything that one rank gives its device."""
 
-    def __init__(self, fail_at: int = -1) -> None:
+    def __init__(self, fail_at: int = 0) -> None:
         """Records nothing yet.
 
         Args:
-            fail_at: number of the operator that raises.
+            fail_at: number of the operator on tensors of the device that raises, from 1.
         """
         super().__init__()
         self.nodes: list[Node] = []
         self.memories: list[Memory] = []
         self.results: dict[str, tuple[Ref, Node]] = {}
         self.stream = Stream()  # the current one
-        self.num_ops = 0
+        self.num_ops = 0  # on tensors of the device
         self._fail_at = fail_at
         self._ids: dict[int, int] = {}
         self._ended: tuple[Node, ...] = ()
@@ -189,18 +202,50 @@ class Recorder(TorchDispatchMode):
     def current(self, *_: object) -> Stream:
         return self.stream
 
+    def pinned(self, x: Tensor) -> Tensor:
+        """A copy in memory of the host, which is there at once, that the device uses."""
+        copy = torch.from_numpy(_bytes_of(x).copy()).view(x.dtype).view(x.shape)
+        self.given(copy)
+        return copy
+
     def record_stream(self, x: Tensor, stream: Stream) -> None:
         """Keeps the memory, once it is given back, until that stream has got as far."""
         self.memories[self._memory(x)].recorded.append(stream)
 
+    def given(self, *tensors: Tensor) -> None:
+        """Takes tensors for the device's: the host has others, which look the same."""
+        for x in tensors:
+            self.memories[self._memory(x)].on_device = True
+
+    def _on_device(self, refs: Iterable[Ref]) -> bool:
+        """Whether a tensor is the device's: one that met another of the device's is."""
+        memories = [self.memories[ref.memory] for ref in refs]
+        found = any(memory.on_device for memory in memories)
+        for memory in memories:
+            memory.on_device = found
+        return found
+
     def stop(self) -> None:
-        """Ends the record: what is given back later belongs to it no more."""
+        """Ends the record: what is given back later is not in it, nor what the host worked on."""
         self._active = False
+        count = -1
+        while count != (count := sum(memory.on_device for memory in self.memories)):
+            kept = {node: (node,) for node in self.nodes if self._on_device(node.touches)}
+        # Those that are left out hand on what they come after.
+        through = dict[Node, tuple[Node, ...]]()
+        for node in self.nodes:
+            node.after = tuple(dict.fromkeys(x for one in node.after for x in through[one]))
+            through[node] = kept.get(node, node.after)
+        self.nodes = list(kept)
 
     # -- entries
 
     def queue(self, node: Node, stream: Stream | None = None) -> None:
         """Appends to a stream, by default the current one; `node.after` may have more."""
+        if self._on_device(node.touches):
+            self.num_ops += 1
+            if self.num_ops == self._fail_at:
+                raise PlantedError(f"at operator {self.num_ops}, {node.what}")
         stream = node.stream = stream or self.stream
         node.after = tuple(dict.fromkeys((*stream.tail, *node.after, *self._ended)))
         self.nodes.append(node)
@@ -214,6 +259,7 @@ class Recorder(TorchDispatchMode):
         """Has a tensor's value, as of now, among the results of the rank."""
         copy = torch.empty_like(x, memory_format=torch.contiguous_format)
         copy.copy_(x)
+        self.given(copy)
         self.results[name] = self.ref(copy), self.nodes[-1]
         self._kept.append(copy)
 
@@ -233,7 +279,7 @@ class Recorder(TorchDispatchMode):
         storage = x.untyped_storage()
         initial = None
         if stream is None:
-            initial = np.frombuffer(ctypes.string_at(storage.data_ptr(), nbytes), np.uint8)
+            initial = _bytes_of(storage)
         address, number = storage.data_ptr(), len(self.memories)
         self.memories.append(Memory(nbytes, initial, stream))
         self._ids[address] = number
@@ -254,6 +300,7 @@ class Recorder(TorchDispatchMode):
     def scratch(self, like: Ref) -> Ref:
         """Memory of the device itself, for a tensor of that size."""
         self.memories.append(Memory(like.nbytes, np.zeros(like.nbytes, np.uint8), None))
+        self.memories[-1].on_device = True
         return replace(like, memory=len(self.memories) - 1, offset=0)
 
     def _whole(self, number: int) -> Ref:
@@ -262,33 +309,29 @@ class Recorder(TorchDispatchMode):
 
     # -- operators
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _OWN:
             with self, HostReads(self):
                 return _OWN[func](*args, **kwargs)
         name = func.overloadpacket.__name__
-        given = [x for x in tree_leaves((args, kwargs)) if _has_bytes(x)]
+        given = [x for x in _leaves((args, kwargs)) if _has_bytes(x)]
         refs = [self.ref(x) for x in given]
-        if name in SYNCHRONISE and any(self.memories[ref.memory].stream for ref in refs):
+        if name in SYNCHRONISE and self._on_device(refs):
             raise HostSyncError(f"the host would wait for {func}")
-        if self.num_ops == self._fail_at:
-            self.num_ops += 1
-            raise PlantedError(f"at operator {self._fail_at}, {func}")
         # The arguments as they are now: an operator may change sizes in place.
-        recorded = tree_map(lambda x: self.ref(x) if _has_bytes(x) else x, (args, kwargs))
+        recorded = _mapped(lambda x: self.ref(x) if _has_bytes(x) else x, (args, kwargs))
         out = func(*args, **kwargs)
-        outs = tree_leaves(out)
-        fresh = [x for x in outs if _has_bytes(x) and x.untyped_storage().data_ptr() not in self._ids]
+        outs = _leaves(out)
+        fresh = [
+            x for x in outs if _has_bytes(x) and x.untyped_storage().data_ptr() not in self._ids
+        ]
         for x in fresh:
             if x.untyped_storage().data_ptr() not in self._ids:
                 self._adopt(x, x.untyped_storage().nbytes(), self.stream)
         writes = [self.ref(x) for x in _written(func, args, kwargs) if _has_bytes(x)]
-        if not fresh and not writes:
+        if (not fresh and not writes) or name == "detach_":
             return out  # a view
-        self.num_ops += 1
         made = [self.ref(x) for x in fresh]
         whole = [self._whole(ref.memory) for ref in made]
         if name in ALLOCATE:
@@ -307,20 +350,22 @@ class HostReads(TorchFunctionMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name == "record_stream":
-            return self._recorder.record_stream(*args)
         if name in READ_BY_HOST and _has_bytes(args[0]):
             memory = self._recorder.memories[self._recorder.ref(args[0]).memory]
-            if memory.stream is not None:
+            if memory.on_device:
                 raise HostSyncError(f"the host would wait for Tensor.{name}")
         return func(*args, **(kwargs or {}))
 
 
 _OWN = {ops.attention: ops._attention, ops.attention_backward: ops._attention_backward}
+
+
+def _bytes_of(x: Tensor | torch.UntypedStorage) -> np.ndarray:
+    return np.frombuffer(
+        ctypes.string_at(x.data_ptr(), x.nbytes() if callable(x.nbytes) else x.nbytes), np.uint8
+    )
 
 
 def _has_bytes(x: object) -> bool:
@@ -335,26 +380,37 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         x
         for argument, value in named
         if argument.alias_info is not None and argument.alias_info.is_write
-        for x in tree_leaves(value)
+        for x in _leaves(value)
         if isinstance(x, Tensor)
     ]
+
+
+def _mapped(change: Callable[[Any], Any], x: Any) -> Any:
+    """Arguments of an operator with each value changed."""
+    if isinstance(x, (list, tuple)):
+        return type(x)(_mapped(change, one) for one in x)
+    if isinstance(x, dict):
+        return {name: _mapped(change, one) for name, one in x.items()}
+    return change(x)
+
+
+def _leaves(x: Any) -> list[Any]:
+    """The values among arguments or results of an operator."""
+    leaves: list[Any] = []
+    _mapped(leaves.append, x)
+    return leaves
 
 
 def _poison(number: int) -> Callable[[Sequence[Tensor]], object]:
     return lambda memories: memories[number].fill_(0xFF)
 
 
-def _replay(
-    func: Any, recorded: Any, made: dict[int, Ref]
-) -> Callable[[Sequence[Tensor]], object]:
+def _replay(func: Any, recorded: Any, made: dict[int, Ref]) -> Callable[[Sequence[Tensor]], object]:
     """Does an operator again, in other memories."""
 
     def run(memories: Sequence[Tensor]) -> None:
-        args, kwargs = tree_map(
-            lambda x: x.of(memories) if isinstance(x, Ref) else x,
-            recorded,
-        )
-        outs = tree_leaves(func(*args, **kwargs))
+        args, kwargs = _mapped(lambda x: x.of(memories) if isinstance(x, Ref) else x, recorded)
+        outs = _leaves(func(*args, **kwargs))
         for i, ref in made.items():
             ref.of(memories).copy_(outs[i])
 

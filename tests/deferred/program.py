@@ -150,7 +150,6 @@ class Program:
             run.do(schedule(run, ready))
         return run.results()
 
-
     def every_result(self) -> tuple[int, list[list[dict[str, Tensor]]]]:
         """How many states all orders together go through, and the different results at their ends.
 

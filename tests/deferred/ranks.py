@@ -62,7 +62,9 @@ class Communicator:
 
     def _allgather_base(self, recv: Tensor, send: Tensor) -> Work:
         parts = recv.chunk(self._size)
-        return self._add([(send, r) for r in range(self._size)], list(zip(parts, range(self._size))))
+        return self._add(
+            [(send, r) for r in range(self._size)], list(zip(parts, range(self._size)))
+        )
 
     def _reduce_scatter_base(self, recv: Tensor, send: Tensor) -> Work:
         parts = send.chunk(self._size)
@@ -71,7 +73,10 @@ class Communicator:
     def alltoall_base(
         self, recv: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]
     ) -> Work:
-        sides = (zip(x.split(c), range(self._size)) for x, c in ((send, send_counts), (recv, recv_counts)))
+        sides = (
+            zip(x.split(c), range(self._size))
+            for x, c in ((send, send_counts), (recv, recv_counts))
+        )
         return self._add(*(list(side) for side in sides))
 
     def _start_coalescing(self) -> None:
@@ -102,6 +107,7 @@ class Communicator:
     ) -> Work | None:
         transfer = self._group or self._new()
         ref = self.recorder.ref
+        self.recorder.given(*(x for x, _ in (*sends, *receives)))
         outgoing = [Part(ref(x), peer) for x, peer in sends if x.numel()]
         incoming = [Part(ref(x), peer) for x, peer in receives if x.numel()]
         if summed is not None:
@@ -133,7 +139,8 @@ def device_of(recorder: Recorder) -> Iterator[None]:
         "current": recorder.current,
         "use": recorder.use,
         "record": recorder.record,
-        "pinned": lambda x: x,
+        "wait": lambda event: recorder.stream.wait_event(event),
+        "pinned": recorder.pinned,
     }
     with ExitStack() as stack:
         for name, place in places.items():
@@ -165,7 +172,7 @@ def rank_of(rank: int, world_size: int) -> Iterator[None]:
 def record(
     world_size: int,
     work: Callable[[int, Recorder], object],
-    fail_at: tuple[int, int] = (-1, -1),
+    fail_at: tuple[int, int] = (0, 0),
 ) -> Program:
     """What `work(rank, recorder)` gives the devices of all ranks.
 
@@ -176,7 +183,7 @@ def record(
     """
     recorders = []
     for rank in range(world_size):
-        recorder = Recorder(fail_at[1] if rank == fail_at[0] else -1)
+        recorder = Recorder(fail_at[1] if rank == fail_at[0] else 0)
         with rank_of(rank, world_size), device_of(recorder):
             work(rank, recorder)
             recorder.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ring_attn.transport import streams
 from tests.deferred.device import HostSyncError, Recorder
-from tests.deferred.program import Program, at_random, in_host_order, same
+from tests.deferred.program import at_random, in_host_order, same
 from tests.deferred.ranks import Communicator, record
 
 CPU = torch.device("cpu")
@@ -78,12 +79,11 @@ def test_an_exchange_has_one_result_in_every_order() -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found_and_some_order_shows_it(fault: str) -> None:
-    """The check of races, which runs nothing, agrees with the runs of every order."""
+    """The check of races, which runs nothing, and runs in some orders."""
     program = record(2, lambda rank, recorder: exchange(rank, recorder, fault))
     assert program.races()
-    results = program.every_result()[1]
-    if fault != "given back early":  # the allocator hands memory to the next operator, or does not
-        assert len(results) > 1
+    right = record(2, exchange).run(in_host_order)
+    assert any(not same(right, program.run(at_random(seed))) for seed in range(50))
 
 
 def used_elsewhere(recorder: Recorder, *, tell: bool) -> None:
@@ -93,9 +93,10 @@ def used_elsewhere(recorder: Recorder, *, tell: bool) -> None:
     with streams.use(side):
         y = x + 1
     if tell:
-        x.record_stream(side)
+        recorder.record_stream(x, side)
     del x
     streams.current(CPU).wait_stream(side)
+    recorder.record_stream(y, streams.current(CPU))
     recorder.result("y", y)
 
 
@@ -107,12 +108,13 @@ def test_memory_that_another_stream_uses_is_recorded(tell: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "read", [Tensor.tolist, Tensor.item, Tensor.numpy, Tensor.nonzero, bool, lambda x: x.cpu()]
+    "read", [Tensor.tolist, Tensor.item, Tensor.numpy, Tensor.nonzero, bool, Tensor.cpu]
 )
-def test_the_host_waits_for_nothing(read: object) -> None:
+def test_the_host_waits_for_nothing(read: Callable[[Tensor], object]) -> None:
     def work(_: int, recorder: Recorder) -> None:
-        given = torch.full((1,), 2.0)
+        given = torch.tensor([2.0])
         assert given.item() == 2.0  # the host's own
+        recorder.given(given)
         with pytest.raises(HostSyncError):
             read(given + 1)
 
@@ -125,8 +127,8 @@ def test_a_collective_needs_all_its_ranks() -> None:
         first, second = (connected(recorder, rank, name) for name in order)
         sums, everyone = torch.empty(1), torch.empty(4)
         first._reduce_scatter_base(sums, x).wait()
-        second._allgather_base(everyone, x).wait()
         recorder.result("sums", sums)
+        second._allgather_base(everyone, x).wait()
         recorder.result("everyone", everyone)
 
     program = record(2, lambda rank, recorder: work(rank, recorder, ("a", "b")))
