@@ -1,4 +1,4 @@
-"""A device that queues operators on streams, recorded: which operator touches which bytes, after which.
+"""A device that queues operators on streams, recorded: who touches which bytes, after whom.
 
     recorder = Recorder()
     with recorder:
@@ -6,9 +6,9 @@
     Program([recorder, ...])       # see `program`: races, and runs in any order
 
 An operator runs when it is called, for the sizes of its results alone: what an exchange would have
-brought is not there. The record has what a device would do: operators in the order of their streams,
-memory that is used anew as soon as it is given back. Everything the host would have to wait for is
-an error: the host never knows how far the device has got.
+brought is not there. The record has what a device would do: operators in the order of their
+streams, and memory that is used anew as soon as it is given back. Whatever the host would have to
+wait for is an error: the host never knows how far the device has got.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What all ranks have given their devices: which of it can race, and runs of it in any order.
 
     program = Program(recorders)
-    program.races()                # pairs that touch the same bytes, in no order; holds for all orders
+    program.races()                # touches of the same bytes that nothing puts in order
     program.run(schedule)          # the results of one order, on memory that is poison at first
     program.stuck()                # what can never run
 

@@ -7,7 +7,7 @@ No rank meets another one: the host of a rank never waits for others, once all h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ring_attn.transport import streams
-from ring_attn.transport.ranks import group, media
+from ring_attn.transport.ranks import formation, group, media
 from tests.deferred.device import Event, HostReads, Part, Recorder, Stream, Transfer
 from tests.deferred.program import Program
+
+Parts = Sequence[tuple[Tensor, int]]
 
 
 class Work:
@@ -61,23 +63,17 @@ class Communicator:
         return self._add(receives=[(x, peer) for x in tensors])
 
     def _allgather_base(self, recv: Tensor, send: Tensor) -> Work:
-        parts = recv.chunk(self._size)
-        return self._add(
-            [(send, r) for r in range(self._size)], list(zip(parts, range(self._size)))
-        )
+        parts = enumerate(recv.chunk(self._size))
+        return self._add([(send, r) for r in range(self._size)], [(x, r) for r, x in parts])
 
     def _reduce_scatter_base(self, recv: Tensor, send: Tensor) -> Work:
-        parts = send.chunk(self._size)
-        return self._add(list(zip(parts, range(self._size))), summed=recv)
+        return self._add([(x, r) for r, x in enumerate(send.chunk(self._size))], summed=recv)
 
     def alltoall_base(
         self, recv: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]
     ) -> Work:
-        sides = (
-            zip(x.split(c), range(self._size))
-            for x, c in ((send, send_counts), (recv, recv_counts))
-        )
-        return self._add(*(list(side) for side in sides))
+        sides = (send.split(send_counts), recv.split(recv_counts))
+        return self._add(*([(x, r) for r, x in enumerate(parts)] for parts in sides))
 
     def _start_coalescing(self) -> None:
         self._group = self._new()
@@ -101,8 +97,8 @@ class Communicator:
 
     def _add(
         self,
-        sends: list[tuple[Tensor, int]] = [],
-        receives: list[tuple[Tensor, int]] = [],
+        sends: Parts = (),
+        receives: Parts = (),
         summed: Tensor | None = None,
     ) -> Work | None:
         transfer = self._group or self._new()
@@ -162,6 +158,7 @@ def rank_of(rank: int, world_size: int) -> Iterator[None]:
             mock.patch.object(group, "store_client", lambda _: dist.HashStore()),
             mock.patch.object(group, "meet", meet),
             mock.patch.object(media, "meet", meet),
+            mock.patch.object(formation.RollCall, "wait", lambda *_: None),
             mock.patch.object(group, "NOTICE_S", 0.0),
         ):
             yield
