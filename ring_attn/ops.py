@@ -112,7 +112,6 @@ def _make_call(
 torch.library.define("ring_attn::attention", _FORWARD, tags=_TAGS)
 
 
-@torch.library.impl("ring_attn::attention", "CompositeExplicitAutograd")
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -184,6 +183,7 @@ def _as_number(x: Tensor) -> int:
     return int(x.item() / _NUMBER_UNIT)
 
 
+torch.library.impl("ring_attn::attention", "CompositeExplicitAutograd", _attention)
 attention = torch.ops.ring_attn.attention.default
 
 
@@ -284,7 +284,6 @@ def _in_order(kept: tuple[str, ...], saved: Sequence[Tensor]) -> tuple[Tensor, t
 torch.library.define("ring_attn::attention_backward", _BACKWARD, tags=_TAGS)
 
 
-@torch.library.impl("ring_attn::attention_backward", "CompositeExplicitAutograd")
 def _attention_backward(
     saved: list[Tensor], dout: Tensor, sinks: Tensor | None, sizes: Sequence[int], *given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -333,6 +332,9 @@ def _attention_backward(
     return grads.dq.contiguous(), grads.dk.contiguous(), grads.dv.contiguous(), dsinks
 
 
+torch.library.impl(
+    "ring_attn::attention_backward", "CompositeExplicitAutograd", _attention_backward
+)
 attention_backward = torch.ops.ring_attn.attention_backward.default
 
 

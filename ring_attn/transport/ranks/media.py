@@ -204,6 +204,8 @@ class Nccl:
             # Not split off another communicator, which would need that one's other ranks.
             communicator.eager_connect_single_device(device)
             stream, progress = streams.new(device), Progress(device)
+            # Its operators read what the current stream has just been given to write.
+            stream.wait_event(streams.record(device))
             self._lanes[key] = Lane(
                 members, channel, seconds, communicator, stream, device, progress
             )

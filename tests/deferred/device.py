@@ -1,0 +1,417 @@
+"""A device that queues operators on streams, recorded: who touches which bytes, after whom.
+
+    recorder = Recorder()
+    with recorder:
+        ...                        # operators, streams, events, exchanges of one rank
+    Program([recorder, ...])       # see `program`: races, and runs in any order
+
+An operator runs when it is called, for the sizes of its results alone: what an exchange would have
+brought is not there. The record has what a device would do: operators in the order of their
+streams, and memory that is used anew as soon as it is given back. Whatever the host would have to
+wait for is an error: the host never knows how far the device has got.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ring_attn import ops
+
+aten = torch.ops.aten
+
+# Operators whose result only gives memory, or that the host would wait for.
+ALLOCATE = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
+SYNCHRONISE = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"}
+READ_BY_HOST = {"tolist", "numpy", "cpu", "__array__"}
+
+
+class HostSyncError(AssertionError):
+    """The host would wait for the device."""
+
+
+class PlantedError(RuntimeError):
+    """An error that a test has asked for."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor within a memory of its rank; the offset is in bytes."""
+
+    memory: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, memories: Sequence[Tensor]) -> Tensor:
+        """The tensor, in other memories."""
+        whole = memories[self.memory][self.offset :]
+        whole = whole[: whole.numel() // self.dtype.itemsize * self.dtype.itemsize]
+        return whole.view(self.dtype).as_strided(self.shape, self.stride)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a contiguous tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(eq=False)
+class Node:
+    """One entry of a stream.
+
+    Attributes:
+        what: for messages.
+        after: nodes of the rank that must be done before.
+        reads: what it reads.
+        writes: what it writes.
+        run: does it, in the memories of the rank; None for a transfer.
+        stream: that it is in; None for the next user of a memory.
+    """
+
+    what: str
+    after: tuple[Node, ...]
+    reads: list[Ref]
+    writes: list[Ref]
+    run: Callable[[Sequence[Tensor]], object] | None = None
+    stream: Stream | None = None
+
+    @property
+    def touches(self) -> list[Ref]:
+        """What it reads and writes."""
+        return self.reads + self.writes
+
+
+class Part(NamedTuple):
+    """What one rank sends to, or receives from, a member of a communicator."""
+
+    ref: Ref
+    peer: int
+
+
+@dataclass(eq=False)
+class Transfer(Node):
+    """One group of operations of a communicator.
+
+    Attributes:
+        communicator: its name, the same on all members.
+        member: this rank among them.
+        sends: in the order in which they were started; receives likewise.
+        sums: where all that is received is summed, in the order of the ranks.
+        aborted: the communicator was aborted before anybody knew that it ended.
+    """
+
+    communicator: str = ""
+    member: int = 0
+    sends: list[Part] = field(default_factory=list)
+    receives: list[Part] = field(default_factory=list)
+    sums: list[tuple[Ref, list[Ref]]] = field(default_factory=list)
+    aborted: bool = False
+
+
+class Event:
+    """A moment of a stream."""
+
+    def __init__(self, after: tuple[Node, ...]) -> None:
+        self.after = after
+
+    def query(self) -> bool:
+        """False: the device may be as late as it likes."""
+        return False
+
+    def synchronize(self) -> None:
+        raise HostSyncError("an event is waited for by the host")
+
+
+class Stream:
+    """A queue of operators."""
+
+    def __init__(self) -> None:
+        self.tail: tuple[Node, ...] = ()
+
+    def wait_event(self, event: Event) -> None:
+        self.tail = (*self.tail, *(node for node in event.after if node not in self.tail))
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(Event(other.tail))
+
+
+@dataclass
+class Memory:
+    """Memory of a rank.
+
+    Attributes:
+        nbytes: its size.
+        initial: what is there from the start; None for memory that is taken later.
+        stream: that it is taken for.
+        recorded: other streams that have used it.
+        on_device: an operator has touched it together with memory of the device.
+    """
+
+    nbytes: int
+    initial: np.ndarray | None
+    stream: Stream | None
+    recorded: list[Stream] = field(default_factory=list)
+    on_device: bool = False
+
+
+class Recorder(TorchDispatchMode):
+    """Everything that one rank gives its device."""
+
+    def __init__(self, fail_at: int = 0) -> None:
+        """Records nothing yet.
+
+        Args:
+            fail_at: number of the operator on tensors of the device that raises, from 1.
+        """
+        super().__init__()
+        self.nodes: list[Node] = []
+        self.memories: list[Memory] = []
+        self.results: dict[str, tuple[Ref, Node]] = {}
+        self.stream = Stream()  # the current one
+        self.num_ops = 0  # on tensors of the device
+        self._fail_at = fail_at
+        self._ids: dict[int, int] = {}
+        self._ended: tuple[Node, ...] = ()
+        self._kept: list[Tensor] = []
+        self._active = True
+
+    # -- what a program does with streams
+
+    @contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def record(self, *_: object) -> Event:
+        return Event(self.stream.tail)
+
+    def current(self, *_: object) -> Stream:
+        return self.stream
+
+    def pinned(self, x: Tensor) -> Tensor:
+        """A copy in memory of the host, which is there at once, that the device uses."""
+        copy = torch.from_numpy(_bytes_of(x).copy()).view(x.dtype).view(x.shape)
+        self.given(copy)
+        return copy
+
+    def record_stream(self, x: Tensor, stream: Stream) -> None:
+        """Keeps the memory, once it is given back, until that stream has got as far."""
+        self.memories[self._memory(x)].recorded.append(stream)
+
+    def given(self, *tensors: Tensor) -> None:
+        """Takes tensors for the device's: the host has others, which look the same."""
+        for x in tensors:
+            self.memories[self._memory(x)].on_device = True
+
+    def _on_device(self, refs: Iterable[Ref]) -> bool:
+        """Whether a tensor is the device's: one that met another of the device's is."""
+        memories = [self.memories[ref.memory] for ref in refs]
+        found = any(memory.on_device for memory in memories)
+        for memory in memories:
+            memory.on_device = found
+        return found
+
+    def stop(self) -> None:
+        """Ends the record: what is given back later is not in it, nor what the host worked on."""
+        self._active = False
+        count = -1
+        while count != (count := sum(memory.on_device for memory in self.memories)):
+            kept = {node: (node,) for node in self.nodes if self._on_device(node.touches)}
+        # Those that are left out hand on what they come after.
+        through = dict[Node, tuple[Node, ...]]()
+        for node in self.nodes:
+            node.after = tuple(dict.fromkeys(x for one in node.after for x in through[one]))
+            through[node] = kept.get(node, node.after)
+        self.nodes = list(kept)
+
+    # -- entries
+
+    def queue(self, node: Node, stream: Stream | None = None) -> None:
+        """Appends to a stream, by default the current one; `node.after` may have more."""
+        if self._on_device(node.touches):
+            self.num_ops += 1
+            if self.num_ops == self._fail_at:
+                raise PlantedError(f"at operator {self.num_ops}, {node.what}")
+        stream = node.stream = stream or self.stream
+        node.after = tuple(dict.fromkeys((*stream.tail, *node.after, *self._ended)))
+        self.nodes.append(node)
+        stream.tail = (node,)
+
+    def end(self, nodes: Iterable[Node]) -> None:
+        """The host knows that nothing of these nodes happens any more."""
+        self._ended = (*self._ended, *nodes)
+
+    def result(self, name: str, x: Tensor) -> None:
+        """Has a tensor's value, as of now, among the results of the rank."""
+        copy = torch.empty_like(x, memory_format=torch.contiguous_format)
+        copy.copy_(x)
+        self.given(copy)
+        self.results[name] = self.ref(copy), self.nodes[-1]
+        self._kept.append(copy)
+
+    def ref(self, x: Tensor) -> Ref:
+        """Which bytes a tensor has."""
+        offset = x.storage_offset() * x.element_size()
+        return Ref(self._memory(x), offset, tuple(x.shape), x.stride(), x.dtype)
+
+    def _memory(self, x: Tensor) -> int:
+        """The memory of a tensor; one that no operator has made is given from the start."""
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in self._ids:
+            self._adopt(x, storage.nbytes(), None)
+        return self._ids[storage.data_ptr()]
+
+    def _adopt(self, x: Tensor, nbytes: int, stream: Stream | None) -> None:
+        storage = x.untyped_storage()
+        initial = None
+        if stream is None:
+            initial = _bytes_of(storage)
+        address, number = storage.data_ptr(), len(self.memories)
+        self.memories.append(Memory(nbytes, initial, stream))
+        self._ids[address] = number
+        weakref.finalize(storage, self._give_back, address, number)
+
+    def _give_back(self, address: int, number: int) -> None:
+        del self._ids[address]
+        memory = self.memories[number]
+        if not self._active or memory.stream is None:
+            return
+        # Nothing waits for this: it is the next user of the memory.
+        node = Node(f"the next user of memory {number}", (), [], [self._whole(number)])
+        node.run = _poison(number)
+        tails = [node for one in (memory.stream, *memory.recorded) for node in one.tail]
+        node.after = tuple(dict.fromkeys((*tails, *self._ended)))
+        self.nodes.append(node)
+
+    def scratch(self, like: Ref) -> Ref:
+        """Memory of the device itself, for a tensor of that size."""
+        self.memories.append(Memory(like.nbytes, np.zeros(like.nbytes, np.uint8), None))
+        self.memories[-1].on_device = True
+        return replace(like, memory=len(self.memories) - 1, offset=0)
+
+    def _whole(self, number: int) -> Ref:
+        nbytes = self.memories[number].nbytes
+        return Ref(number, 0, (nbytes,), (1,), torch.uint8)
+
+    # -- operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _OWN:
+            with self, HostReads(self):
+                return _OWN[func](*args, **kwargs)
+        name = func.overloadpacket.__name__
+        given = [x for x in _leaves((args, kwargs)) if _has_bytes(x)]
+        refs = [self.ref(x) for x in given]
+        if name in SYNCHRONISE and self._on_device(refs):
+            raise HostSyncError(f"the host would wait for {func}")
+        # The arguments as they are now: an operator may change sizes in place.
+        recorded = _mapped(lambda x: self.ref(x) if _has_bytes(x) else x, (args, kwargs))
+        out = func(*args, **kwargs)
+        outs = _leaves(out)
+        fresh = [
+            x for x in outs if _has_bytes(x) and x.untyped_storage().data_ptr() not in self._ids
+        ]
+        for x in fresh:
+            if x.untyped_storage().data_ptr() not in self._ids:
+                self._adopt(x, x.untyped_storage().nbytes(), self.stream)
+        writes = [self.ref(x) for x in _written(func, args, kwargs) if _has_bytes(x)]
+        if (not fresh and not writes) or name == "detach_":
+            return out  # a view
+        made = [self.ref(x) for x in fresh]
+        whole = [self._whole(ref.memory) for ref in made]
+        if name in ALLOCATE:
+            self.queue(Node(name, (), [], whole, _poison(made[0].memory)))
+            return out
+        positions = [i for i, x in enumerate(outs) if any(x is one for one in fresh)]
+        run = _replay(func, recorded, dict(zip(positions, made, strict=True)))
+        self.queue(Node(str(func), (), refs, [*writes, *whole], run))
+        return out
+
+
+class HostReads(TorchFunctionMode):
+    """Refuses what reads a tensor of the device without an operator."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in READ_BY_HOST and _has_bytes(args[0]):
+            memory = self._recorder.memories[self._recorder.ref(args[0]).memory]
+            if memory.on_device:
+                raise HostSyncError(f"the host would wait for Tensor.{name}")
+        return func(*args, **(kwargs or {}))
+
+
+_OWN = {ops.attention: ops._attention, ops.attention_backward: ops._attention_backward}
+
+
+def _bytes_of(x: Tensor | torch.UntypedStorage) -> np.ndarray:
+    return np.frombuffer(
+        ctypes.string_at(x.data_ptr(), x.nbytes() if callable(x.nbytes) else x.nbytes), np.uint8
+    )
+
+
+def _has_bytes(x: object) -> bool:
+    return isinstance(x, Tensor) and x.untyped_storage().nbytes() > 0
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that an operator writes to."""
+    named = [*zip(func._schema.arguments, args, strict=False)]
+    named += [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
+    return [
+        x
+        for argument, value in named
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for x in _leaves(value)
+        if isinstance(x, Tensor)
+    ]
+
+
+def _mapped(change: Callable[[Any], Any], x: Any) -> Any:
+    """Arguments of an operator with each value changed."""
+    if isinstance(x, (list, tuple)):
+        return type(x)(_mapped(change, one) for one in x)
+    if isinstance(x, dict):
+        return {name: _mapped(change, one) for name, one in x.items()}
+    return change(x)
+
+
+def _leaves(x: Any) -> list[Any]:
+    """The values among arguments or results of an operator."""
+    leaves: list[Any] = []
+    _mapped(leaves.append, x)
+    return leaves
+
+
+def _poison(number: int) -> Callable[[Sequence[Tensor]], object]:
+    return lambda memories: memories[number].fill_(0xFF)
+
+
+def _replay(func: Any, recorded: Any, made: dict[int, Ref]) -> Callable[[Sequence[Tensor]], object]:
+    """Does an operator again, in other memories."""
+
+    def run(memories: Sequence[Tensor]) -> None:
+        args, kwargs = _mapped(lambda x: x.of(memories) if isinstance(x, Ref) else x, recorded)
+        outs = _leaves(func(*args, **kwargs))
+        for i, ref in made.items():
+            ref.of(memories).copy_(outs[i])
+
+    return run

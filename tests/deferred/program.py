@@ -1,0 +1,382 @@
+"""What all ranks have given their devices: which of it can race, and runs of it in any order.
+
+    program = Program(recorders)
+    program.races()                # touches of the same bytes that nothing puts in order
+    program.run(schedule)          # the results of one order, on memory that is poison at first
+    program.stuck()                # what can never run
+
+A message travels in pieces, through a queue between the ranks: a piece is read at any moment after
+its sender has started, and written at any moment after that and after its receiver has started.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.deferred.device import Node, Recorder, Ref, Transfer
+
+Memories = list[Tensor]
+PIECES = 2
+
+
+class DeadlockError(AssertionError):
+    """Nothing can run, and not all is done."""
+
+
+@dataclass(eq=False)
+class Message:
+    """Bytes from one rank to another."""
+
+    sender: Transfer
+    source: Ref
+    receiver: Transfer
+    target: Ref
+
+
+class Program:
+    """The record of all ranks."""
+
+    def __init__(self, ranks: Sequence[Recorder]) -> None:
+        self.ranks = ranks
+        self.nodes = [node for rank in ranks for node in rank.nodes]
+        self.number = {node: i for i, node in enumerate(self.nodes)}
+        self.rank_of = {node: r for r, rank in enumerate(ranks) for node in rank.nodes}
+        self.messages = list(self._matched())
+        self.incoming: dict[Node, list[Message]] = defaultdict(list)
+        self.outgoing: dict[Node, list[Message]] = defaultdict(list)
+        for message in self.messages:
+            self.incoming[message.receiver].append(message)
+            self.outgoing[message.sender].append(message)
+
+    def _matched(self) -> Iterator[Message]:
+        sent: dict[tuple[str, int, int], deque[tuple[Transfer, Ref]]] = defaultdict(deque)
+        received: dict[tuple[str, int, int], deque[tuple[Transfer, Ref]]] = defaultdict(deque)
+        for node in self.nodes:
+            if isinstance(node, Transfer):
+                for ref, peer in node.sends:
+                    sent[node.communicator, node.member, peer].append((node, ref))
+                for ref, peer in node.receives:
+                    received[node.communicator, peer, node.member].append((node, ref))
+        self.unmatched = {
+            node.what
+            for key in sent.keys() | received.keys()
+            for some, others in ((sent[key], received[key]), (received[key], sent[key]))
+            for node, _ in list(some)[len(others) :]
+        }
+        self._alone = {
+            node for key, some in received.items() for node, _ in list(some)[len(sent[key]) :]
+        }
+        for key, some in sent.items():
+            for (sender, source), (receiver, target) in zip(some, received[key], strict=False):
+                assert source.nbytes == target.nbytes, f"{sender.what} meets {receiver.what}"
+                yield Message(sender, source, receiver, target)
+
+    # -- every order at once
+
+    def _before(self) -> dict[Node, int]:
+        """All nodes that are done before a node starts, as bits; of those that ever start."""
+        before: dict[Node, int] = {}
+        done: dict[Node, int] = {}
+        waiting = list(self.nodes)
+        while waiting:
+            left = []
+            for node in waiting:
+                if node not in before and all(one in done for one in node.after):
+                    bits = 0
+                    for one in node.after:
+                        bits |= done[one]
+                    before[node] = bits
+                senders = [message.sender for message in self.incoming[node]]
+                if node in before and self._ends(node) and all(one in before for one in senders):
+                    bits = before[node] | 1 << self.number[node]
+                    for one in senders:
+                        bits |= before[one]
+                    done[node] = bits
+                else:
+                    left.append(node)
+            if len(left) == len(waiting):
+                break
+            waiting = left
+        self._never = left if waiting else []
+        return before
+
+    def _ends(self, node: Node) -> bool:
+        return node not in self._alone or (isinstance(node, Transfer) and node.aborted)
+
+    def stuck(self) -> list[str]:
+        """The nodes that are never done, in the order of the host."""
+        self._before()
+        return [f"rank {self.rank_of[node]}: {node.what}" for node in self._never]
+
+    def races(self) -> list[str]:
+        """Accesses to the same bytes, at least one of them a write, of which none is first."""
+        before = self._before()
+        accesses: dict[tuple[int, int], list[tuple[Node, Ref, bool]]] = defaultdict(list)
+        for node in before:
+            rank = self.rank_of[node]
+            for refs, writes in ((node.reads, False), (node.writes, True)):
+                for ref in refs:
+                    accesses[rank, ref.memory].append((node, ref, writes))
+        found = []
+        for (rank, _), some in accesses.items():
+            for (a, ref_a, writes_a), (b, ref_b, writes_b) in combinations(some, 2):
+                if a is b or not (writes_a or writes_b):
+                    continue
+                in_order = before[b] >> self.number[a] & 1 or before[a] >> self.number[b] & 1
+                if not in_order and _overlap(ref_a, ref_b):
+                    one, other = (
+                        f"{node.what} {'writes' if writes else 'reads'}"
+                        for node, writes in ((a, writes_a), (b, writes_b))
+                    )
+                    found.append(f"rank {rank}: {one} while {other}")
+        return found
+
+    # -- one order
+
+    def run(self, schedule: Schedule) -> list[dict[str, Tensor]]:
+        """The results of all ranks that are ever there, in the order that a schedule chooses."""
+        run = Run(self)
+        while ready := run.ready():
+            run.do(schedule(run, ready))
+        return run.results()
+
+    def every_result(self) -> tuple[int, list[list[dict[str, Tensor]]]]:
+        """How many states all orders together go through, and the different results at their ends.
+
+        Orders that have come to the same state, memory included, go on as one.
+        """
+        seen, ends, open_ = set(), {}, [Run(self)]
+        while open_:
+            run = open_.pop()
+            state = run.state()
+            if state in seen:
+                continue
+            seen.add(state)
+            ready = run.ready()
+            if not ready:
+                ends[state] = run.results()
+            for action in ready:
+                after = run.copy()
+                after.do(action)
+                open_.append(after)
+        different: list[list[dict[str, Tensor]]] = []
+        for results in ends.values():
+            if not any(same(results, one) for one in different):
+                different.append(results)
+        return len(seen), different
+
+
+def same(some: list[dict[str, Tensor]], others: list[dict[str, Tensor]]) -> bool:
+    """Whether two runs have the same results, to the bit."""
+    return all(
+        a.keys() == b.keys()
+        and all(a[name].view(torch.uint8).equal(b[name].view(torch.uint8)) for name in a)
+        for a, b in zip(some, others, strict=True)
+    )
+
+
+Schedule = Callable[["Run", "list[Action]"], "Action"]
+
+
+@dataclass(frozen=True)
+class Action:
+    """What a device can do next: a node, or a piece of a message that is read or written."""
+
+    kind: str
+    node: Node
+    message: Message | None = None
+    number: int = 0
+
+
+class Run:
+    """Devices of all ranks, with memory of their own."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.memories = [[_initial(m) for m in rank.memories] for rank in program.ranks]
+        self.started: set[Node] = set()
+        self.done: set[Node] = set()
+        self._missing = {node: len(node.after) for node in program.nodes}
+        self._next: dict[Node, list[Node]] = defaultdict(list)
+        for node in program.nodes:
+            for one in node.after:
+                self._next[one].append(node)
+        self._read = dict.fromkeys(program.messages, 0)
+        self._written = dict.fromkeys(program.messages, 0)
+        self._queued: dict[Message, Tensor] = {}
+        self._ready = {
+            Action("node", node): None for node, missing in self._missing.items() if not missing
+        }
+
+    def ready(self) -> list[Action]:
+        """Everything that can be done next."""
+        return list(self._ready)
+
+    def do(self, action: Action) -> None:
+        """Does it."""
+        del self._ready[action]
+        node, message = action.node, action.message
+        if message is not None:
+            self._move(action, message)
+        elif not isinstance(node, Transfer):
+            assert node.run is not None
+            node.run(self.memories[self.program.rank_of[node]])
+            self._finish(node)
+        else:
+            self._start(node)
+
+    def copy(self) -> Run:
+        """The same devices, which go on by themselves."""
+        other = copy.copy(self)
+        other.memories = [[x.clone() for x in rank] for rank in self.memories]
+        other._queued = {message: x.clone() for message, x in self._queued.items()}
+        for name in ("started", "done", "_missing", "_read", "_written", "_ready"):
+            setattr(other, name, copy.copy(getattr(self, name)))
+        return other
+
+    def state(self) -> Hashable:
+        """Everything that decides how it can go on."""
+        held = [x for rank in self.memories for x in rank] + list(self._queued.values())
+        digest = hashlib.blake2b(b"".join(x.numpy().tobytes() for x in held)).digest()
+        progress = *self._read.values(), *self._written.values()
+        return frozenset(self.started | self.done), progress, digest
+
+    def _start(self, node: Transfer) -> None:
+        self.started.add(node)
+        for message in self.program.incoming[node]:
+            # A device may use the memory that it receives into as it likes.
+            self._view(node, message.target).fill_(0xFF)
+            self._offer(message)
+        for target, _ in node.sums:
+            self._view(node, target).fill_(0xFF)
+        for message in self.program.outgoing[node]:
+            self._offer(message)
+        self._finish_transfer(node)
+
+    def _offer(self, message: Message) -> None:
+        if message.sender in self.started and self._read[message] < PIECES:
+            self._ready[Action("read", message.sender, message, self._read[message])] = None
+        if message.receiver in self.started and self._written[message] < self._read[message]:
+            self._ready[Action("write", message.receiver, message, self._written[message])] = None
+
+    def _move(self, action: Action, message: Message) -> None:
+        source = self._view(message.sender, message.source)
+        cuts = [len(source) * i // PIECES for i in range(PIECES + 1)]
+        piece = slice(cuts[action.number], cuts[action.number + 1])
+        queued = self._queued.setdefault(message, torch.empty_like(source))
+        if action.kind == "read":
+            queued[piece] = source[piece]
+            self._read[message] += 1
+        else:
+            self._view(message.receiver, message.target)[piece] = queued[piece]
+            self._written[message] += 1
+        self._offer(message)
+        self._finish_transfer(message.sender)
+        self._finish_transfer(message.receiver)
+
+    def _finish_transfer(self, node: Transfer) -> None:
+        incoming, outgoing = self.program.incoming[node], self.program.outgoing[node]
+        if node not in self.started or node in self.done or not self.program._ends(node):
+            return
+        if any(self._written[m] < PIECES for m in incoming):
+            return
+        if any(self._read[m] < PIECES for m in outgoing):
+            return
+        memories = self.memories[self.program.rank_of[node]]
+        for target, parts in node.sums:
+            total = target.of(memories)
+            total.zero_()
+            for part in parts:
+                total += part.of(memories)
+        self._finish(node)
+
+    def _finish(self, node: Node) -> None:
+        self.done.add(node)
+        for one in self._next[node]:
+            self._missing[one] -= 1
+            if not self._missing[one]:
+                self._ready[Action("node", one)] = None
+
+    def _view(self, node: Node, ref: Ref) -> Tensor:
+        x = ref.of(self.memories[self.program.rank_of[node]])
+        return x.view(-1).view(torch.uint8)
+
+    def results(self) -> list[dict[str, Tensor]]:
+        """By rank and name, where the device has got there."""
+        results = []
+        for rank, memories in zip(self.program.ranks, self.memories, strict=True):
+            made = {
+                name: ref.of(memories).clone()
+                for name, (ref, node) in rank.results.items()
+                if node in self.done
+            }
+            results.append(made)
+        return results
+
+
+def in_host_order(run: Run, ready: list[Action]) -> Action:
+    """What the hosts have asked for first."""
+    number = run.program.number
+    return min(ready, key=lambda action: (number[action.node], action.number))
+
+
+def at_random(seed: int) -> Schedule:
+    """Streams and messages that are fast or slow for a while, by chance."""
+    rng = random.Random(seed)
+    speeds: dict[object, float] = {}
+
+    def choose(run: Run, ready: list[Action]) -> Action:
+        if rng.random() < 0.02:
+            speeds.clear()
+        if rng.random() < 0.2:
+            return rng.choice(ready)
+
+        def speed(action: Action) -> float:
+            key = run.program.rank_of[action.node], action.kind, action.node.stream
+            if key not in speeds:
+                speeds[key] = rng.random()
+            return speeds[key]
+
+        return max(ready, key=speed)
+
+    return choose
+
+
+def _initial(memory: object) -> Tensor:
+    if memory.initial is None:
+        return torch.full((memory.nbytes,), 0xFF, dtype=torch.uint8)
+    return torch.from_numpy(memory.initial.copy())
+
+
+def _extent(ref: Ref) -> tuple[int, int]:
+    last = sum((n - 1) * s for n, s in zip(ref.shape, ref.stride, strict=True))
+    return ref.offset, ref.offset + (last + 1) * ref.dtype.itemsize
+
+
+def _overlap(a: Ref, b: Ref) -> bool:
+    """Whether two tensors of a memory have bytes in common."""
+    if 0 in a.shape or 0 in b.shape:
+        return False
+    (lo_a, hi_a), (lo_b, hi_b) = _extent(a), _extent(b)
+    if hi_a <= lo_b or hi_b <= lo_a:
+        return False
+    end = max(hi_a, hi_b)
+    return bool((_bytes(a, end) & _bytes(b, end)).any())
+
+
+def _bytes(ref: Ref, nbytes: int) -> np.ndarray:
+    size = ref.dtype.itemsize
+    marks = np.zeros(nbytes, bool)
+    strides = (*(s * size for s in ref.stride), 1)
+    np.lib.stride_tricks.as_strided(marks[ref.offset :], (*ref.shape, size), strides)[...] = True
+    return marks

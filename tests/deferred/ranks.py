@@ -1,0 +1,188 @@
+"""Ranks whose devices are recorded, one after the other in this process.
+
+    program = record(4, work)      # work(rank, recorder) on every rank, as if it were in a process
+
+No rank meets another one: the host of a rank never waits for others, once all have come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ring_attn.transport import streams
+from ring_attn.transport.ranks import formation, group, media
+from tests.deferred.device import Event, HostReads, Part, Recorder, Stream, Transfer
+from tests.deferred.program import Program
+
+Parts = Sequence[tuple[Tensor, int]]
+
+
+class Work:
+    """A group of operations that has been started."""
+
+    def __init__(self, recorder: Recorder, transfer: Transfer) -> None:
+        self._recorder, self._transfer = recorder, transfer
+
+    def wait(self) -> bool:
+        """The current stream waits."""
+        self._recorder.stream.wait_event(Event((self._transfer,)))
+        return True
+
+
+class Communicator:
+    """The part of torch's ProcessGroupNCCL that is used: records transfers on a stream of its own.
+
+    As torch's does, it makes its stream wait for the current one at each start. It keeps no buffer.
+    """
+
+    Options = staticmethod(lambda: SimpleNamespace(config=SimpleNamespace()))
+    recorder: Recorder
+
+    def __init__(self, store: object, rank: int, size: int, options: Any) -> None:
+        self._name, self._rank, self._size = options.group_name, rank, size
+        self._stream = Stream()
+        self._group: Transfer | None = None
+        self._transfers: list[Transfer] = []
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Connects to nothing."""
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        return self._add(sends=[(x, peer) for x in tensors])
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        return self._add(receives=[(x, peer) for x in tensors])
+
+    def _allgather_base(self, recv: Tensor, send: Tensor) -> Work:
+        parts = enumerate(recv.chunk(self._size))
+        return self._add([(send, r) for r in range(self._size)], [(x, r) for r, x in parts])
+
+    def _reduce_scatter_base(self, recv: Tensor, send: Tensor) -> Work:
+        return self._add([(x, r) for r, x in enumerate(send.chunk(self._size))], summed=recv)
+
+    def alltoall_base(
+        self, recv: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]
+    ) -> Work:
+        sides = (send.split(send_counts), recv.split(recv_counts))
+        return self._add(*([(x, r) for r, x in enumerate(parts)] for parts in sides))
+
+    def _start_coalescing(self) -> None:
+        self._group = self._new()
+
+    def _end_coalescing(self) -> Work:
+        transfer, self._group = self._group, None
+        assert transfer is not None
+        return self._start(transfer)
+
+    def abort(self) -> None:
+        """Ends what is under way; it takes part in nothing that happens later."""
+        for transfer in self._transfers:
+            transfer.aborted = True
+        self.recorder.end(self._transfers)
+
+    def shutdown(self) -> None:
+        """Nothing is left to release."""
+
+    def _new(self) -> Transfer:
+        return Transfer("", (), [], [], communicator=self._name, member=self._rank)
+
+    def _add(
+        self,
+        sends: Parts = (),
+        receives: Parts = (),
+        summed: Tensor | None = None,
+    ) -> Work | None:
+        transfer = self._group or self._new()
+        ref = self.recorder.ref
+        self.recorder.given(*(x for x, _ in (*sends, *receives)))
+        outgoing = [Part(ref(x), peer) for x, peer in sends if x.numel()]
+        incoming = [Part(ref(x), peer) for x, peer in receives if x.numel()]
+        if summed is not None:
+            target = ref(summed)
+            parts = [self.recorder.scratch(target) for _ in range(self._size)]
+            incoming = [Part(part, peer) for peer, part in enumerate(parts)]
+            transfer.sums.append((target, parts))
+            transfer.writes.append(target)
+        transfer.sends += outgoing
+        transfer.receives += incoming
+        transfer.reads += [part.ref for part in outgoing]
+        transfer.writes += [part.ref for part in incoming]
+        return None if self._group else self._start(transfer)
+
+    def _start(self, transfer: Transfer) -> Work:
+        transfer.what = f"transfer {len(self._transfers)} of {self._name}"
+        transfer.after = self.recorder.stream.tail
+        self.recorder.queue(transfer, self._stream)
+        self._transfers.append(transfer)
+        return Work(self.recorder, transfer)
+
+
+@contextmanager
+def device_of(recorder: Recorder) -> Iterator[None]:
+    """Everything in this thread goes to a recorded device."""
+    places = {
+        "are_used": lambda device: True,
+        "new": lambda device: Stream(),
+        "current": recorder.current,
+        "use": recorder.use,
+        "record": recorder.record,
+        "wait": lambda event: recorder.stream.wait_event(event),
+        "pinned": recorder.pinned,
+    }
+    with ExitStack() as stack:
+        for name, place in places.items():
+            stack.enter_context(mock.patch.object(streams, name, place))
+        made = type("Communicator", (Communicator,), {"recorder": recorder})
+        stack.enter_context(mock.patch.object(dist, "ProcessGroupNCCL", made, create=True))
+        stack.enter_context(recorder)
+        stack.enter_context(HostReads(recorder))
+        yield
+
+
+@contextmanager
+def rank_of(rank: int, world_size: int) -> Iterator[None]:
+    """This process is a rank of a group in which all others come to each roll-call at once."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    meet = lambda store, name, *_: name  # noqa: E731
+    try:
+        with (
+            mock.patch.object(group, "store_client", lambda _: dist.HashStore()),
+            mock.patch.object(group, "meet", meet),
+            mock.patch.object(media, "meet", meet),
+            mock.patch.object(formation.RollCall, "wait", lambda *_: None),
+            mock.patch.object(group, "NOTICE_S", 0.0),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def record(
+    world_size: int,
+    work: Callable[[int, Recorder], object],
+    fail_at: tuple[int, int] = (0, 0),
+) -> Program:
+    """What `work(rank, recorder)` gives the devices of all ranks.
+
+    Args:
+        world_size: number of ranks.
+        work: of one rank; its results are those that it hands to `recorder.result`.
+        fail_at: the rank that raises, and at which of its operators.
+    """
+    recorders = []
+    for rank in range(world_size):
+        recorder = Recorder(fail_at[1] if rank == fail_at[0] else 0)
+        with rank_of(rank, world_size), device_of(recorder):
+            work(rank, recorder)
+            recorder.stop()
+        recorders.append(recorder)
+    return Program(recorders)

@@ -1,0 +1,114 @@
+"""Calls of all strategies on the deferred device: no races, and the same bits in every order."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from ring_attn.core.program import Channel
+from ring_attn.machines import run as machine
+from ring_attn.testing import MASKS, RESULTS, Case, run_all_ranks
+from ring_attn.transport import streams
+from ring_attn.transport.p2p import P2PTransport
+from ring_attn.transport.ranks.media import Lane
+from tests.deferred.calls import Layers
+from tests.deferred.device import Event
+from tests.deferred.program import at_random, in_host_order, same
+
+SEQLEN = 29
+
+
+def case_of(strategy: str, mask: str, **options: Any) -> Case:
+    layout = "contiguous" if strategy == "q_exchange" else "zigzag"
+    return Case(mask, layout, strategy, "reference", "float32", seqlen=SEQLEN, **options)
+
+
+def check(layers: Layers, orders: int = 2) -> None:
+    """Holds all orders against each other, and against ranks that do everything at once."""
+    program = layers.record()
+    assert program.races() == []
+    assert program.stuck() == [] and not program.unmatched
+    results = program.run(in_host_order)
+    assert all(same(results, program.run(at_random(seed))) for seed in range(orders))
+    if layers.layers == 1:
+        plain = run_all_ranks(layers.case, layers.world_size).whole
+        whole = layers.whole(results)
+        assert all(torch.equal(getattr(whole, x), getattr(plain, x)) for x in RESULTS)
+
+
+# By turns, so that all strategies meet ranks with nothing to send and ranks with much.
+QUICK = {
+    "ring": ("causal", 4),
+    "double_ring": ("documents window", 4),
+    "all_gather": ("causal", 3),
+    "exchange": ("documents window", 4),
+    "ulysses": ("window", 2),
+    "hybrid": ("causal", 4),
+    "q_exchange": ("causal", 3),
+    "hybrid all_gather": ("documents", 4),
+}
+
+
+@pytest.mark.parametrize("strategy", QUICK)
+def test_every_strategy(strategy: str) -> None:
+    mask, world_size = QUICK[strategy]
+    check(Layers(case_of(strategy, mask), world_size))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_two_layers_are_under_way(strategy: str) -> None:
+    """Buffers of one call are those of the next, which the host makes long before the device."""
+    check(Layers(case_of(strategy, "causal", heads="mha"), 2, layers=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("strategy", QUICK)
+def test_every_mask(strategy: str, mask: str) -> None:
+    sinks, world_size = mask in ("causal", "documents"), QUICK[strategy][1]
+    check(Layers(case_of(strategy, mask, sinks=sinks), world_size, layers=2), orders=6)
+
+
+def wait_for_nothing(self: P2PTransport, channel: Channel) -> None:
+    if self.world_size > 1:
+        self._pending.pop(channel)
+
+
+def post_at_once(self: Lane, step: int, peer: int, start: Any, after: Any) -> Event:
+    return RUN(self, step, peer, start, [])
+
+
+def send_a_copy(self: P2PTransport, *given: Any, after: Any = None) -> Event | None:
+    """The memory of the copy is given back as soon as the exchange is posted."""
+    channel, step, hop, send, recv = given
+    return POST(self, channel, step, hop, send.clone(), recv)
+
+
+def record_elsewhere(self: machine.Run) -> None:
+    with streams.use(streams.new(self._device)):
+        NOTE_USES(self)
+
+
+RUN, POST, NOTE_USES = Lane.run, P2PTransport.post, machine.Run._note_uses
+
+# What is left out or done wrong -> where, and how.
+FAULTS: dict[str, tuple[object, str, object]] = {
+    "a wait": (P2PTransport, "wait", wait_for_nothing),
+    "what a post waits for": (Lane, "run", post_at_once),
+    "the last uses of a buffer": (machine, "last_uses", lambda send, recv: []),
+    "an event on the wrong stream": (machine.Run, "_note_uses", record_elsewhere),
+    "memory given back early": (P2PTransport, "post", send_a_copy),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str) -> None:
+    layers = Layers(case_of("ring", "causal"), 2)
+    right = layers.record().run(in_host_order)
+    with mock.patch.object(*FAULTS[fault]):
+        program = layers.record()
+    assert program.races()
+    assert any(not same(right, program.run(at_random(seed))) for seed in range(20))
