@@ -33,6 +33,7 @@ PRELOAD = [
     "torch.distributed",
     "torch.distributed.tensor.parallel",
     "torch.distributed.pipelining",
+    "torch._inductor.compile_fx",
     "ring_attn.testing",
     "ring_attn.tools.launch",
 ]
@@ -101,7 +102,8 @@ _rank_main = launch._rank_main
 
 def forked_rank(*args: Any) -> None:
     """A rank of a command, whose parent is the server and not the command."""
-    with mock.patch.object(interrupt, "end_with_parent"):
+    server = mock.Mock(pid=os.getppid())
+    with mock.patch.object(interrupt, "parent_process", return_value=server):
         _rank_main(*args)
 
 

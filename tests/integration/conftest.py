@@ -9,16 +9,7 @@ from typing import Any
 
 import pytest
 
-from ring_attn.tools import launch
 from ring_attn.tools.cli import main
-from tests.distributed.pool import forked_rank, forkserver
-
-
-@pytest.fixture(autouse=True)
-def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands fork their ranks, in a tenth of the time; unit/test_cli.py has spawned ones."""
-    monkeypatch.setattr(launch, "get_context", lambda method: forkserver())
-    monkeypatch.setattr(launch, "_rank_main", forked_rank)
 
 
 @pytest.fixture
