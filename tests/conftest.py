@@ -19,7 +19,8 @@ if not torch.cuda.is_available():
 os.environ["RES_OPTIONS"] = "attempts:0"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
-from tests.distributed.pool import Pool, Pools
+from ring_attn.tools import launch, processes
+from tests.distributed.pool import Pool, Pools, forked_rank, forkserver
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -28,6 +29,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name == "distributed":
             item.add_marker("dist")
+
+
+@pytest.fixture(autouse=True)
+def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands fork their processes, in a tenth of the time; a test in unit/test_cli.py spawns."""
+    for module in (launch, processes):
+        monkeypatch.setattr(module, "get_context", lambda method: forkserver())
+    monkeypatch.setattr(launch, "_rank_main", forked_rank)
 
 
 @pytest.fixture(scope="session")

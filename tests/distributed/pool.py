@@ -21,16 +21,27 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+from ring_attn.tools import interrupt, launch
 
 PRELOAD = [
     "torch",
     "torch.distributed",
     "torch.distributed.tensor.parallel",
     "torch.distributed.pipelining",
+    "torch._inductor.compile_fx",
     "ring_attn.testing",
+    "ring_attn.tools.launch",
+]
+# Where a test module has loaded transformers: loading it takes longer than starting ten ranks.
+PRELOAD_TRANSFORMERS = [
+    "transformers.models.llama.modeling_llama",
+    "transformers.trainer",
+    "ring_attn.integrations.trainer",
 ]
 
 # Seconds for a call, of which a rank that waits for another one gives up somewhat earlier.
@@ -78,14 +89,31 @@ class Answer:
     error: str | None = None
 
 
+def forkserver() -> Any:
+    """The context whose processes are forked from a server that has loaded what ranks need."""
+    context = multiprocessing.get_context("forkserver")
+    more = PRELOAD_TRANSFORMERS if "transformers" in sys.modules else []
+    context.set_forkserver_preload(PRELOAD + more)
+    return context
+
+
+_rank_main = launch._rank_main
+
+
+def forked_rank(*args: Any) -> None:
+    """A rank of a command, whose parent is the server and not the command."""
+    server = mock.Mock(pid=os.getppid())
+    with mock.patch.object(interrupt, "parent_process", return_value=server):
+        _rank_main(*args)
+
+
 class Pool:
     """`world_size` processes with a default process group over gloo."""
 
     def __init__(self, world_size: int, *, group_timeout: float = GROUP_TIMEOUT) -> None:
         """Starts the processes; returns before they are ready."""
         self.world_size = world_size
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = forkserver()
         # The store lives here: its port is known before any rank starts, and it outlives them all.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes: list[Connection] = []

@@ -254,8 +254,7 @@ def check_all(name: str) -> None:
 
 
 # With world size.
-STRATEGIES = (("ring", 1), ("ring", 3), ("double_ring", 4), ("all_gather", 2), ("ulysses", 3))
-STRATEGIES += (("hybrid", 4), ("q_exchange", 4))
+STRATEGIES = (("ring", 1), ("ring", 3), ("all_gather", 2), ("hybrid", 4), ("q_exchange", 4))
 
 
 @pytest.mark.parametrize(("name", "world_size"), STRATEGIES)

@@ -310,11 +310,14 @@ def split_supervised(out: Path, options: dict[str, Any]) -> Run:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [{"packing": True}, {"packing": False}, {"padding_free": True, "max_length": None}],
+    ("world_size", "options"),
+    [
+        (2, {"packing": True}),
+        (3, {"packing": False}),
+        (3, {"padding_free": True, "max_length": None}),
+    ],
     ids=["packed", "padded", "padding-free"],
 )
-@pytest.mark.parametrize("world_size", [2, 3])
 def test_trl(ranks: Pools, out: Path, world_size: int, options: dict[str, Any]) -> None:
     """With its own numbers of the batches, of which 3 ranks may have fewer samples than ranks."""
     oracle, plain = plainly(lambda model, to: supervised(model, to, False, options), out)
@@ -339,11 +342,10 @@ def fully_sharded(out: Path) -> tuple[Run, set[type]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_fsdp2(ranks: Pools, out: Path, world_size: int) -> None:
+def test_fsdp2(ranks: Pools, out: Path) -> None:
     oracle, plain = one_process("padded", out)
     make_model("llama", "sdpa").save_pretrained(out / "fsdp2" / "weights")
-    for got, kinds in ranks(world_size).run(fully_sharded, out / "fsdp2"):
+    for got, kinds in ranks(3).run(fully_sharded, out / "fsdp2"):
         assert kinds == {DTensor}
         assert_same_run(got, oracle, plain)
         saved = load_file(out / "fsdp2" / "saved" / "model.safetensors")

@@ -29,7 +29,6 @@ EXPECTED = {
     "good sm_100": (),
     "good gfx942": (),
     "spills": ("spills ", SERIALIZED),
-    "spills sm_80": ("spills ",),
     "spills gfx942": ("spills ",),
     "too big": ("needs 294912 bytes of shared memory, sm_90 has 232448",),
     "too big gfx942": ("needs 131072 bytes of shared memory, gfx942 has 65536",),

@@ -132,7 +132,7 @@ def test_every_pair_of_options_is_among_the_cases() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=name_of(case), marks=[pytest.mark.slow] if turn % 3 else [])
+        pytest.param(case, id=name_of(case), marks=[pytest.mark.slow] if turn % 4 else [])
         for turn, case in enumerate(CASES)
     ],
 )
@@ -199,7 +199,7 @@ def exercise(call: dict[str, Any]) -> None:
     assert_holds(got, *expect(inputs, mask, **scores))
 
 
-@settings(max_examples=15 if DEVICE == "cpu" else 3, deadline=None, derandomize=True)
+@settings(max_examples=8 if DEVICE == "cpu" else 3, deadline=None, derandomize=True)
 @given(calls())
 def test_any_shape(call: dict[str, Any]) -> None:
     exercise(call)
@@ -214,11 +214,11 @@ def test_many_shapes(call: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_every_mask_in_every_shape_of_blocks(
-    mask: Mask, dtype: Any, shape: tuple[int, int]
-) -> None:
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask_in_every_shape_of_blocks(name: str, shape: tuple[int, int]) -> None:
+    """The dtypes in turn."""
+    mask = MASKS[name]
+    dtype = DTYPES[(list(MASKS).index(name) + SHAPES.index(shape)) % len(DTYPES)]
     inputs = inputs_for(mask, nheads=2, nheads_kv=1, headdim=20, dtype=dtype)
     cuts = (mask.seqlen_k // 3, mask.seqlen_k // 2)
     got = attend(inputs, cut_keys(mask, *cuts), blocks(*shape))

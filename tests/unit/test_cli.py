@@ -263,7 +263,10 @@ def die_in_rank_1() -> None:
 
 
 @pytest.mark.dist
-def test_run_ranks_returns_results_of_all_and_hands_over_parts_of_rank_0() -> None:
+def test_run_ranks_returns_results_of_all_and_hands_over_parts_of_rank_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()  # by processes that are spawned, as without tests
     parts: list[tuple[int, int]] = []
     results = run_ranks(rank_and_threads, 2, threads=1, device="cpu", on_part=parts.append)
     assert results == [(0, 2, 1), (1, 2, 1)]

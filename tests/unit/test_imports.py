@@ -315,15 +315,15 @@ for name in json.loads(sys.argv[1]):
     sys.modules[name] = None
 import torch
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()
 import ring_attn
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 print(json.dumps({"seconds": seconds, "loaded": sorted(set(sys.modules) - before)}))
 """
 
 
 def cold_import(blocked: list[str]) -> tuple[float, list[str]]:
-    """Imports the package after torch in a new interpreter: the time it adds, and the modules."""
+    """Imports the package after torch in a new interpreter: the CPU time it adds, the modules."""
     result = subprocess.run(
         [sys.executable, "-c", COLD_IMPORT, json.dumps(blocked)],
         cwd=ROOT,
@@ -343,8 +343,8 @@ def test_import_needs_nothing_optional() -> None:
 def test_import_loads_nothing_heavy_and_is_quick() -> None:
     heavy = {*OPTIONAL, "rich", "torch.distributed.tensor", "torch._dynamo", "torch._inductor"}
     seconds = []
-    # The machine may be busy: the least of a few tries is what the import costs.
-    while len(seconds) < 5 and min(seconds, default=1.0) > 0.5:
+    # The machine may be busy, and its caches cold: the least of a few tries is the import's cost.
+    while len(seconds) < 3 and min(seconds, default=1.0) > 0.5:
         took, loaded = cold_import([])
         seconds.append(took)
         assert PACKAGE in loaded
