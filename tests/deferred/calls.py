@@ -78,9 +78,9 @@ class Layers:
         ]
         return put_together(self.case, ranks).whole
 
-    def record(self, **options: Any) -> Program:
+    def record(self) -> Program:
         """What all ranks give their devices."""
-        return record(self.world_size, self, **options)
+        return record(self.world_size, self)
 
 
 def in_thread(recorder: Recorder, work: Callable[[], Any]) -> Any:

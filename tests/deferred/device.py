@@ -40,7 +40,7 @@ class HostSyncError(AssertionError):
     """The host would wait for the device."""
 
 
-class PlantedError(RuntimeError):
+class PlantedError(Exception):
     """An error that a test has asked for."""
 
 

@@ -29,10 +29,6 @@ Memories = list[Tensor]
 PIECES = 2
 
 
-class DeadlockError(AssertionError):
-    """Nothing can run, and not all is done."""
-
-
 @dataclass(eq=False)
 class Message:
     """Bytes from one rank to another."""
@@ -51,6 +47,7 @@ class Program:
         self.nodes = [node for rank in ranks for node in rank.nodes]
         self.number = {node: i for i, node in enumerate(self.nodes)}
         self.rank_of = {node: r for r, rank in enumerate(ranks) for node in rank.nodes}
+        self.transfers = [node for node in self.nodes if isinstance(node, Transfer)]
         self.messages = list(self._matched())
         self.incoming: dict[Node, list[Message]] = defaultdict(list)
         self.outgoing: dict[Node, list[Message]] = defaultdict(list)
@@ -61,12 +58,11 @@ class Program:
     def _matched(self) -> Iterator[Message]:
         sent: dict[tuple[str, int, int], deque[tuple[Transfer, Ref]]] = defaultdict(deque)
         received: dict[tuple[str, int, int], deque[tuple[Transfer, Ref]]] = defaultdict(deque)
-        for node in self.nodes:
-            if isinstance(node, Transfer):
-                for ref, peer in node.sends:
-                    sent[node.communicator, node.member, peer].append((node, ref))
-                for ref, peer in node.receives:
-                    received[node.communicator, peer, node.member].append((node, ref))
+        for node in self.transfers:
+            for ref, peer in node.sends:
+                sent[node.communicator, node.member, peer].append((node, ref))
+            for ref, peer in node.receives:
+                received[node.communicator, peer, node.member].append((node, ref))
         self.unmatched = {
             node.what
             for key in sent.keys() | received.keys()
@@ -96,8 +92,10 @@ class Program:
                     for one in node.after:
                         bits |= done[one]
                     before[node] = bits
-                senders = [message.sender for message in self.incoming[node]]
-                if node in before and self._ends(node) and all(one in before for one in senders):
+                aborted = isinstance(node, Transfer) and node.aborted
+                senders = [] if aborted else [message.sender for message in self.incoming[node]]
+                ends = aborted or node not in self._alone
+                if node in before and ends and all(one in before for one in senders):
                     bits = before[node] | 1 << self.number[node]
                     for one in senders:
                         bits |= before[one]
@@ -109,9 +107,6 @@ class Program:
             waiting = left
         self._never = left if waiting else []
         return before
-
-    def _ends(self, node: Node) -> bool:
-        return node not in self._alone or (isinstance(node, Transfer) and node.aborted)
 
     def stuck(self) -> list[str]:
         """The nodes that are never done, in the order of the host."""
@@ -190,7 +185,14 @@ Schedule = Callable[["Run", "list[Action]"], "Action"]
 
 @dataclass(frozen=True)
 class Action:
-    """What a device can do next: a node, or a piece of a message that is read or written."""
+    """What a device can do next.
+
+    Attributes:
+        kind: "node", a piece of a message to "read" or "write", or to "abort" a communicator.
+        node: that is begun, or whose piece it is; a transfer of the communicator.
+        message: of the piece.
+        number: of the piece.
+    """
 
     kind: str
     node: Node
@@ -217,6 +219,9 @@ class Run:
         self._ready = {
             Action("node", node): None for node, missing in self._missing.items() if not missing
         }
+        self._aborted: set[tuple[int, str]] = set()
+        aborted = {self._place(x): x for x in program.transfers if x.aborted}
+        self._ready |= {Action("abort", node): None for node in aborted.values()}
 
     def ready(self) -> list[Action]:
         """Everything that can be done next."""
@@ -226,7 +231,9 @@ class Run:
         """Does it."""
         del self._ready[action]
         node, message = action.node, action.message
-        if message is not None:
+        if action.kind == "abort":
+            self._abort(node)
+        elif message is not None:
             self._move(action, message)
         elif not isinstance(node, Transfer):
             assert node.run is not None
@@ -240,7 +247,7 @@ class Run:
         other = copy.copy(self)
         other.memories = [[x.clone() for x in rank] for rank in self.memories]
         other._queued = {message: x.clone() for message, x in self._queued.items()}
-        for name in ("started", "done", "_missing", "_read", "_written", "_ready"):
+        for name in ("started", "done", "_missing", "_read", "_written", "_ready", "_aborted"):
             setattr(other, name, copy.copy(getattr(self, name)))
         return other
 
@@ -253,6 +260,9 @@ class Run:
 
     def _start(self, node: Transfer) -> None:
         self.started.add(node)
+        if self._place(node) in self._aborted:
+            self._finish(node)
+            return
         for message in self.program.incoming[node]:
             # A device may use the memory that it receives into as it likes.
             self._view(node, message.target).fill_(0xFF)
@@ -263,10 +273,24 @@ class Run:
             self._offer(message)
         self._finish_transfer(node)
 
+    def _place(self, node: Transfer) -> tuple[int, str]:
+        return self.program.rank_of[node], node.communicator
+
+    def _abort(self, node: Transfer) -> None:
+        """Ends all that is under way on a communicator of a rank, and all that comes to it."""
+        place = self._place(node)
+        self._aborted.add(place)
+        for one in self.program.transfers:
+            if self._place(one) == place and one in self.started - self.done:
+                for action in [action for action in self._ready if action.node is one]:
+                    del self._ready[action]
+                self._finish(one)
+
     def _offer(self, message: Message) -> None:
-        if message.sender in self.started and self._read[message] < PIECES:
+        going = self.started - self.done
+        if message.sender in going and self._read[message] < PIECES:
             self._ready[Action("read", message.sender, message, self._read[message])] = None
-        if message.receiver in self.started and self._written[message] < self._read[message]:
+        if message.receiver in going and self._written[message] < self._read[message]:
             self._ready[Action("write", message.receiver, message, self._written[message])] = None
 
     def _move(self, action: Action, message: Message) -> None:
@@ -285,12 +309,11 @@ class Run:
         self._finish_transfer(message.receiver)
 
     def _finish_transfer(self, node: Transfer) -> None:
-        incoming, outgoing = self.program.incoming[node], self.program.outgoing[node]
-        if node not in self.started or node in self.done or not self.program._ends(node):
+        if node not in self.started or node in self.done | self.program._alone:
             return
-        if any(self._written[m] < PIECES for m in incoming):
+        if any(self._written[m] < PIECES for m in self.program.incoming[node]):
             return
-        if any(self._read[m] < PIECES for m in outgoing):
+        if not self.is_sent(node):
             return
         memories = self.memories[self.program.rank_of[node]]
         for target, parts in node.sums:
@@ -310,6 +333,10 @@ class Run:
     def _view(self, node: Node, ref: Ref) -> Tensor:
         x = ref.of(self.memories[self.program.rank_of[node]])
         return x.view(-1).view(torch.uint8)
+
+    def is_sent(self, node: Transfer) -> bool:
+        """Whether all that a transfer sends has left."""
+        return all(self._read[message] == PIECES for message in self.program.outgoing[node])
 
     def results(self) -> list[dict[str, Tensor]]:
         """By rank and name, where the device has got there."""
@@ -338,6 +365,10 @@ def at_random(seed: int) -> Schedule:
     def choose(run: Run, ready: list[Action]) -> Action:
         if rng.random() < 0.02:
             speeds.clear()
+        aborts = [action for action in ready if action.kind == "abort"]
+        if aborts and (len(aborts) == len(ready) or rng.random() < 0.004):
+            return rng.choice(aborts)
+        ready = [action for action in ready if action.kind != "abort"]
         if rng.random() < 0.2:
             return rng.choice(ready)
 

@@ -166,23 +166,24 @@ def rank_of(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def record(
-    world_size: int,
-    work: Callable[[int, Recorder], object],
-    fail_at: tuple[int, int] = (0, 0),
-) -> Program:
-    """What `work(rank, recorder)` gives the devices of all ranks.
+def record_rank(
+    rank: int, world_size: int, work: Callable[[int, Recorder], object], fail_at: int = 0
+) -> Recorder:
+    """What `work(rank, recorder)` gives the device of a rank.
 
     Args:
+        rank: of `world_size`.
         world_size: number of ranks.
-        work: of one rank; its results are those that it hands to `recorder.result`.
-        fail_at: the rank that raises, and at which of its operators.
+        work: its results are those that it hands to `recorder.result`.
+        fail_at: number of the operator that raises, from 1.
     """
-    recorders = []
-    for rank in range(world_size):
-        recorder = Recorder(fail_at[1] if rank == fail_at[0] else 0)
-        with rank_of(rank, world_size), device_of(recorder):
-            work(rank, recorder)
-            recorder.stop()
-        recorders.append(recorder)
-    return Program(recorders)
+    recorder = Recorder(fail_at)
+    with rank_of(rank, world_size), device_of(recorder):
+        work(rank, recorder)
+        recorder.stop()
+    return recorder
+
+
+def record(world_size: int, work: Callable[[int, Recorder], object]) -> Program:
+    """What all ranks give their devices."""
+    return Program([record_rank(rank, world_size, work) for rank in range(world_size)])

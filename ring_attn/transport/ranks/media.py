@@ -203,9 +203,10 @@ class Nccl:
             communicator: Any = dist.ProcessGroupNCCL(store, rank, len(members), nccl)
             # Not split off another communicator, which would need that one's other ranks.
             communicator.eager_connect_single_device(device)
-            stream, progress = streams.new(device), Progress(device)
-            # Its operators read what the current stream has just been given to write.
-            stream.wait_event(streams.record(device))
+            stream = streams.new(device)
+            # Written, read and given back on that stream alone.
+            with streams.use(stream):
+                progress = Progress(device)
             self._lanes[key] = Lane(
                 members, channel, seconds, communicator, stream, device, progress
             )
