@@ -94,7 +94,7 @@ class Machine:
         args: Mapping[str, int],
         memory: GlobalMemory,
         shared_bytes: int,
-        descriptors: Mapping[str, Any] | None = None,
+        tensor_maps: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
@@ -102,7 +102,7 @@ class Machine:
             args: bits of each parameter.
             memory: with all tensors.
             shared_bytes: of a CTA.
-            descriptors: of tensor copies, by parameter.
+            tensor_maps: of bulk copies, by parameter.
         """
         self.kernel = kernel
         self.args = args
@@ -122,7 +122,7 @@ class Machine:
         self.special["%ntid.y"][:] = self.special["%ntid.z"][:] = 1
         addresses = {name: PARAM_BASE + i * PARAM_SIZE for i, (name, _) in enumerate(kernel.params)}
         self.symbols = {"global_smem": SHARED_BASE, **addresses}
-        self.descriptors = {addresses[name]: x for name, x in (descriptors or {}).items()}
+        self.tensor_maps = {addresses[name]: x for name, x in (tensor_maps or {}).items()}
         self.missing_fences: dict[Instruction, NotFenced] = {}
         # Registers of products under way: the last group of each warp that has them.
         self.pending_reads: dict[str, Array] = {}
