@@ -249,6 +249,7 @@ def test_rows_of_a_strided_tensor_are_all_that_is_there() -> None:
         "tcgen05.wait::ld.sync.aligned;",
         "shfl.sync.idx.b32 %r1, %r2, 0, 31, 0xffff;",
         "cp.async.cg.shared.global [global_smem], [%rd2], 4;",
+        "mov.u32 %r1, %clock;",
     ],
 )
 def test_what_cannot_be_executed_is_named(line: str) -> None:
@@ -296,6 +297,11 @@ def test_a_branch_by_index_and_guards() -> None:
         st.global.b32 [%rd1], %r2;
         """)
     assert ran.words[:4, 0].tolist() == [101, 201, 101, 7]
+
+
+def test_an_index_beyond_the_labels() -> None:
+    with pytest.raises(Fault, match="an index of 31 into 1 labels"):
+        run("list: .branchtargets one; brx.idx %r0, list; one:")
 
 
 @pytest.mark.parametrize("line", ["bar.sync 0;", "shfl.sync.bfly.b32 %r3, %r0, 1, 31, -1;"])
