@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -11,7 +12,7 @@ import torch
 
 from tests.kernels.ptx.faults import Fault, OutOfBounds, Unsupported
 from tests.kernels.ptx.lines import half_bits, random_halves, run
-from tests.kernels.ptx.scalar import DTYPES, RULES
+from tests.kernels.ptx.scalar import COMPARISONS, DTYPES, RULES
 
 NAN, INF = 0x7FC00000, 0x7F800000
 # Of each size in bytes: the kind of register and its name.
@@ -47,6 +48,17 @@ CASES: list[tuple[str, tuple[int, ...], int]] = [
     ("add.s32", (0x7FFFFFFF, 1), 0x80000000),
     ("add.s64", (2**63 - 1, 1), 2**63),
     ("sub.s32", (0, 1), 0xFFFFFFFF),
+    ("sub.f32", (0x3F800000, 0x40000000), 0xBF800000),
+    ("mul.lo.s64", (2**33, 2**31), 0),
+    ("mad.lo.s64", (2**33, 2**31, 7), 7),
+    ("mul.wide.u32", (0xFFFFFFFF, 2), 0x1FFFFFFFE),
+    ("and.b16", (0xF0F0, 0xFF), 0xF0),
+    ("cvt.u16.u32", (0x12345,), 0x2345),
+    ("selp.b16", (7, 8, 0), 8),
+    ("selp.f32", (0x3F800000, 0, 1), 0x3F800000),
+    ("setp.ne.b32", (1, 2), 1),
+    ("setp.ne.b64", (1, 1), 0),
+    ("max.u32", (-1, 1), 0xFFFFFFFF),
     ("mul.lo.s32", (0x10001, 0x10001), 0x20001),
     ("mul.hi.s32", (-2, 3), 0xFFFFFFFF),
     ("mul.hi.u32", (0xFFFFFFFF, 2), 1),
@@ -121,6 +133,20 @@ def test_bits(opcode: str, operands: tuple[int, ...], expected: int) -> None:
     assert result_of(opcode, operands) == expected, opcode
 
 
+COMPARED = [(kind, name) for kind in ("s32", "u32", "s64", "u64", "f32") for name in COMPARISONS]
+
+
+@pytest.mark.parametrize(("kind", "name"), COMPARED)
+def test_comparisons(kind: str, name: str) -> None:
+    compare = getattr(operator, name)
+    for a in (-1, 0, 1):
+        for b in (-1, 0, 1):
+            values = np.array([a, b]).astype(DTYPES[kind])
+            bits = [int(x) for x in values.view(f"u{values.itemsize}")]
+            expected = compare(*values.tolist())
+            assert result_of(f"setp.{name}.{kind}", bits) == expected, (a, b)
+
+
 def nearest(x: Fraction) -> int:
     """Bits of the float32 that is nearest to a fraction; of two the even one."""
     guess = np.float32(float(x))
@@ -173,11 +199,21 @@ def test_loads_extend_and_vectors_begin_with_the_lowest() -> None:
         st.shared.v4.b32 [global_smem], {%r10, %r11, %r12, %r13};
         ld.shared.v4.b32 {%r20, %r21, %r22, %r23}, [global_smem];
         st.global.v4.b32 [%rd1], {%r20, %r21, %r22, %r23};
+        ld.param.s32 %rd3, [minus_five];
+        ld.param.b32 %r24, [minus_five];
+        mov.b32 {%rs1, %rs2}, %r24;
+        st.shared.v2.b16 [global_smem + 16], {%rs2, %rs1};
+        bar.warp.sync -1;
+        ld.shared.b8 %r25, [global_smem + 18];
+        ld.shared.v2.b32 {%r26, %r27}, [global_smem + 16];
+        st.global.v2.b32 [%rd1 + 16], {%r25, %r26};
+        st.global.b64 [%rd1 + 24], %rd3;
         """,
-        words=4,
+        words=8,
         inputs=inputs,
     )
-    assert ran.words[0].tolist() == [2**32 - 2, 254, 6, 7]
+    minus_five = [0xFB, 0xFFFBFFFF, 2**32 - 5, 2**32 - 1]
+    assert ran.words[0].tolist() == [2**32 - 2, 254, 6, 7, *minus_five]
 
 
 @pytest.mark.parametrize(
@@ -213,6 +249,7 @@ def test_rows_of_a_strided_tensor_are_all_that_is_there() -> None:
         "tcgen05.wait::ld.sync.aligned;",
         "shfl.sync.idx.b32 %r1, %r2, 0, 31, 0xffff;",
         "cp.async.cg.shared.global [global_smem], [%rd2], 4;",
+        "mov.u32 %r1, %clock;",
     ],
 )
 def test_what_cannot_be_executed_is_named(line: str) -> None:
@@ -260,6 +297,11 @@ def test_a_branch_by_index_and_guards() -> None:
         st.global.b32 [%rd1], %r2;
         """)
     assert ran.words[:4, 0].tolist() == [101, 201, 101, 7]
+
+
+def test_an_index_beyond_the_labels() -> None:
+    with pytest.raises(Fault, match="an index of 31 into 1 labels"):
+        run("list: .branchtargets one; brx.idx %r0, list; one:")
 
 
 @pytest.mark.parametrize("line", ["bar.sync 0;", "shfl.sync.bfly.b32 %r3, %r0, 1, 31, -1;"])

@@ -132,27 +132,33 @@ def test_mbarrier_phases() -> None:
 @pytest.mark.parametrize(("mode", "cols"), [(0, 64), (1, 16), (2, 32), (3, 64)])
 def test_bulk_tensor_copies(mode: int, cols: int) -> None:
     """A box that juts out of the tensor by 3 rows: zeros, which count as bytes."""
-    tensor = torch.arange(1, 40 * 2 * cols + 1, dtype=torch.int16).view(40, 2 * cols)
+    shape = (2, 40, 3, 2 * cols)
+    tensor = torch.arange(2 * 40 * 3 * 2 * cols, dtype=torch.int32).to(torch.int16).view(shape) + 1
     num_bytes = 16 * cols * 2
     body = f"""
         {INIT.format(count=1)}
         mov.b64 %rd3, tensor_map;
         cvta.param.u64 %rd3, %rd3;
-        mov.b32 %r5, {cols}; mov.b32 %r6, 27;
+        mov.b32 %r5, {cols}; mov.b32 %r6, 2; mov.b32 %r7, 27; mov.b32 %r8, 1;
         @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [global_smem], {num_bytes};
-        @%p1 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes
-            [global_smem + 1024], [%rd3, {{%r5, %r6}}], [global_smem];
+        @%p1 cp.async.bulk.tensor.4d.shared::cta.global.mbarrier::complete_tx::bytes
+            [global_smem + 1024], [%rd3, {{%r5, %r6, %r7, %r8}}], [global_smem];
         """
     copy = """
         shl.b32 %r1, %r0, 2; add.s32 %r1, %r1, 2048;
         ld.shared.b32 %r2, [%r1]; st.global.b32 [%rd1], %r2;
         """
-    options = {"threads": num_bytes // 4, "tensor": tensor, "box": (16, cols), "swizzle": mode}
+    options = {
+        "threads": num_bytes // 4,
+        "tensor": tensor,
+        "box": (1, 16, 1, cols),
+        "swizzle": mode,
+    }
     ran = run(body + waits(0) + copy, **options)
     assert ran.missing_fences == 0
     found = ran.words.ravel().view(np.uint8)
     expected = np.zeros((16, cols), np.int16)
-    expected[:13] = tensor[27:, cols:].numpy()
+    expected[:13] = tensor[1, 27:, 2, cols:].numpy()
     for i, byte in enumerate(expected.view(np.uint8).ravel()):
         assert found[swizzled(i, mode)] == byte
     with pytest.raises(NotWaited, match="a bulk copy of mbarrier 0"):
@@ -160,6 +166,28 @@ def test_bulk_tensor_copies(mode: int, cols: int) -> None:
     with pytest.raises(Deadlock):
         run(body.replace(f"], {num_bytes}", f"], {num_bytes - 16}") + waits(0) + copy, **options)
     assert run(body.replace("fence.proxy", "// fence.proxy") + waits(0), **options).missing_fences
+
+
+def test_a_bulk_copy_over_what_threads_have_read() -> None:
+    """It needs a barrier since, and a fence."""
+    tensor = torch.zeros(16, 64, dtype=torch.int16)
+    read = "shl.b32 %r1, %r0, 2; ld.shared.b32 %r2, [%r1 + 2048];"
+    body = f"""
+        {{before}}
+        mov.b64 %rd3, tensor_map;
+        mov.b32 %r5, 0;
+        @%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [global_smem], 2048;
+        @%p1 cp.async.bulk.tensor.2d.shared::cta.global.mbarrier::complete_tx::bytes
+            [global_smem + 1024], [%rd3, {{{{%r5, %r5}}}}], [global_smem];
+        {waits(0)}
+        """
+    options = {"threads": 64, "tensor": tensor, "box": (16, 64), "swizzle": 0}
+    start = INIT.format(count=1)
+    assert run(body.format(before=read + start), **options).missing_fences == 0
+    late = start + read + "bar.sync 0;"
+    assert run(body.format(before=late), **options).missing_fences == 1
+    with pytest.raises(Race):
+        run(body.format(before=start + read), **options)
 
 
 # -- products of a warpgroup

@@ -5,7 +5,7 @@ A copy lands at once; that nobody may look before its mbarrier says so is the sh
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,48 @@ from tests.kernels.ptx.parse import Address, Instruction, Operand
 
 # ISA, "Swizzling modes": the bits of an address from 7 on that are added to those from 4 on.
 SWIZZLED_BITS = {0: 0, 32: 1, 64: 3, 128: 7}
-# As in CUtensorMapSwizzle.
-SWIZZLE_BYTES = (0, 32, 64, 128)
 CHUNK = 16
 
 
 def swizzle(address: Array, num_bytes: int) -> Array:
     """Where the byte at an address stands when rows of so many bytes are swizzled."""
     return address ^ (address >> 7 & SWIZZLED_BITS[num_bytes]) << 4
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A tensor as bulk copies see it.
+
+    Attributes:
+        address: of the first element.
+        shape: the last dimension is contiguous.
+        strides: in elements.
+        width: bytes of an element.
+        box: what one copy copies.
+        swizzle: bytes of a swizzled row, 0 for none.
+    """
+
+    address: int
+    shape: Sequence[int]
+    strides: Sequence[int]
+    width: int
+    box: Sequence[int]
+    swizzle: int
+
+    def read(self, machine: Machine, ins: Instruction, start: Sequence[int], lane: int) -> Array:
+        """The elements of the box at `start`, zeros outside the tensor."""
+        at, inside = np.zeros((), np.int64), np.ones((), np.bool_)
+        for axis, size in enumerate(self.box):
+            index = start[axis] + np.arange(size)
+            there = (index >= 0) & (index < self.shape[axis])
+            at = at[..., None] + index * self.strides[axis]
+            inside = inside[..., None] & there
+        found = np.zeros(at.size, f"u{self.width}")
+        address = self.address + at[inside] * self.width
+        lanes = np.full(address.shape, lane)
+        offsets = machine.memory.locate(ins, address, self.width, lanes)
+        found[inside.ravel()] = machine.memory.words[self.width][offsets // self.width]
+        return found
 
 
 @dataclass
@@ -158,20 +192,17 @@ def copy(machine: Machine, ins: Instruction) -> Run:
 
     def run(where: Where) -> None:
         for lane in machine.lanes(where):
-            described, box, width = machine.descriptors[int(descriptor[lane])], (), 0
-            start = [int(coord[lane]) for coord in reversed(coords)]
-            values, box, width = _box(machine, ins, described, start)
-            row, mode = box[-1] * width, SWIZZLE_BYTES[described[1]["swizzle"]]
-            if mode and row > mode:
-                raise Fault(ins, f"rows of {row} bytes swizzled in {mode}")
+            tensor = machine.tensor_maps[int(descriptor[lane])]
+            start = [int(x[lane]) for x in reversed(coords)]
+            values = tensor.read(machine, ins, start, lane)
+            if tensor.swizzle and tensor.box[-1] * tensor.width > tensor.swizzle:
+                raise Fault(ins, f"rows of {tensor.box} swizzled in {tensor.swizzle} bytes")
             address = int(to[lane]) + offset
             if address % 128:
                 raise Fault(ins, f"the copy's end {address:#x} is no multiple of 128")
-            first = swizzle(address + np.arange(0, values.nbytes, CHUNK), mode)
+            first = swizzle(address + np.arange(0, values.nbytes, CHUNK), tensor.swizzle)
             at = machine.shared.locate(ins, first, CHUNK, np.full(first.shape, lane))
-            lanes = np.array([lane])
-            barrier = mbarrier(lanes, proxy=True)
-            warp = int(machine.warp_of[lane])
+            barrier, warp = mbarrier(np.array([lane]), proxy=True), int(machine.warp_of[lane])
             machine.shared.landed(ins, at, warp, barrier.number, barrier.phase + 1)
             chunks = values.view(np.uint8).reshape(-1, CHUNK)
             machine.shared.bytes[at[:, None] + np.arange(CHUNK)] = chunks
@@ -179,27 +210,6 @@ def copy(machine: Machine, ins: Instruction) -> Run:
             barrier.complete(machine)
 
     return run
-
-
-def _box(
-    machine: Machine, ins: Instruction, described: Any, start: list[int]
-) -> tuple[Array, tuple[int, ...], int]:
-    """The elements of a box, its size, and the bytes of an element."""
-    tensor, meta, address = described
-    box, width = tuple(meta["block_size"]), meta["elem_size"]
-    at, inside = np.zeros((1,) * len(box), np.int64), np.ones((1,) * len(box), np.bool_)
-    for axis, size in enumerate(box):
-        shape = [1] * len(box)
-        shape[axis] = size
-        index = (start[axis] + np.arange(size)).reshape(shape)
-        inside = inside & (index >= 0) & (index < tensor.shape[axis])
-        at = at + index * tensor.strides[axis]
-    found = np.zeros(math.prod(box), f"u{width}")
-    some = inside.ravel()
-    where = address + at.ravel()[some] * width
-    offsets = machine.memory.locate(ins, where, width, where)
-    found[some] = machine.memory.words[width][offsets // width]
-    return found, box, width
 
 
 @handles(r"fence\.proxy\.async(\.shared::cta)?")

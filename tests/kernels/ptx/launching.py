@@ -19,11 +19,15 @@ from unittest import mock
 from torch import Tensor
 
 from ring_attn.kernels.launch import Launch
-from tests.kernels.ptx import bulk, copies, wgmma  # noqa: F401  (they add their instructions)
+from tests.kernels.ptx import copies, wgmma  # noqa: F401  (they add their instructions)
+from tests.kernels.ptx.bulk import TensorMap
 from tests.kernels.ptx.faults import NotFenced
 from tests.kernels.ptx.machine import Machine
 from tests.kernels.ptx.memory import GlobalMemory
 from tests.kernels.ptx.parse import parse
+
+# As in CUtensorMapSwizzle.
+SWIZZLE_BYTES = (0, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,18 @@ def execute(launch: Launch, code: Compiled, edit: Edit = str) -> list[NotFenced]
     kernel = parse(edit(code.ptx))
     params = iter(name for name, _ in kernel.params)
     args: dict[str, int] = {}
-    descriptors: dict[str, Any] = {}
+    tensor_maps: dict[str, TensorMap] = {}
     metas = iter(code.descriptors)
     for name, kind in code.signature.items():
         value = values[name]
         if kind == "constexpr":
             continue
         if kind.startswith("tensordesc"):
-            descriptors[next(params)] = (value, next(metas), memory.address(value.base))
+            meta = next(metas)
+            tensor_maps[next(params)] = TensorMap(
+                memory.address(value.base), value.shape, value.strides, meta["elem_size"],
+                meta["block_size"], SWIZZLE_BYTES[meta["swizzle"]],
+            )  # fmt: skip
             for number in (*value.shape, *value.strides):
                 args[next(params)] = number
         elif isinstance(value, Tensor):
@@ -83,7 +91,7 @@ def execute(launch: Launch, code: Compiled, edit: Edit = str) -> list[NotFenced]
         else:
             args[next(params)] = _bits(value, kind)
     args |= dict.fromkeys(params, 0)  # scratch, of which our kernels need none
-    machine = Machine(kernel, args, memory, code.shared_bytes, descriptors)
+    machine = Machine(kernel, args, memory, code.shared_bytes, tensor_maps)
     machine.run(launch.grid)
     memory.write_back()
     return list(machine.missing_fences.values())

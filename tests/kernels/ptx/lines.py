@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.kernels.ptx import bulk, copies, wgmma  # noqa: F401  (they add their instructions)
+from tests.kernels.ptx import copies, wgmma  # noqa: F401  (they add their instructions)
+from tests.kernels.ptx.bulk import TensorMap
 from tests.kernels.ptx.machine import Machine
 from tests.kernels.ptx.memory import GlobalMemory
 from tests.kernels.ptx.parse import parse
@@ -48,7 +48,8 @@ def run(
     inputs = torch.zeros(4, dtype=torch.int32) if inputs is None else inputs
     tensor = torch.zeros(16, dtype=torch.int16) if tensor is None else tensor
     text = f"""
-    .visible .entry test(.param .u64 out, .param .u64 inputs, .param .b8 tensor_map[128])
+    .visible .entry test(.param .u64 out, .param .u64 inputs, .param .u32 minus_five,
+        .param .b8 tensor_map[128])
     .reqntid {threads} {head}
     {{
         .reg .pred %p<9>; .reg .b16 %rs<99>; .reg .b32 %r<99>; .reg .b64 %rd<9>; .reg .b32 %f<99>;
@@ -60,11 +61,13 @@ def run(
         ret;
     }}"""
     memory = GlobalMemory([out, inputs, tensor])
-    args = {"out": memory.address(out), "inputs": memory.address(inputs)}
-    described = SimpleNamespace(shape=list(tensor.shape), strides=list(tensor.stride()))
-    meta = {"block_size": list(box), "elem_size": tensor.element_size(), "swizzle": swizzle}
-    descriptors = {"tensor_map": (described, meta, memory.address(tensor))}
-    machine = Machine(parse(text), args, memory, shared_bytes, descriptors)
+    args = {"out": memory.address(out), "inputs": memory.address(inputs), "minus_five": 2**32 - 5}
+    swizzle_bytes = 16 << swizzle if swizzle else 0
+    tensor_map = TensorMap(
+        memory.address(tensor), tensor.shape, tensor.stride(), tensor.element_size(), box,
+        swizzle_bytes,
+    )  # fmt: skip
+    machine = Machine(parse(text), args, memory, shared_bytes, {"tensor_map": tensor_map})
     machine.run((1,))
     memory.write_back()
     return Ran(out.numpy().view(np.uint32), len(machine.missing_fences))

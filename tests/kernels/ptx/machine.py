@@ -94,7 +94,7 @@ class Machine:
         args: Mapping[str, int],
         memory: GlobalMemory,
         shared_bytes: int,
-        descriptors: Mapping[str, Any] | None = None,
+        tensor_maps: Mapping[str, Any] | None = None,
     ) -> None:
         """
         Args:
@@ -102,7 +102,7 @@ class Machine:
             args: bits of each parameter.
             memory: with all tensors.
             shared_bytes: of a CTA.
-            descriptors: of tensor copies, by parameter.
+            tensor_maps: of bulk copies, by parameter.
         """
         self.kernel = kernel
         self.args = args
@@ -122,7 +122,7 @@ class Machine:
         self.special["%ntid.y"][:] = self.special["%ntid.z"][:] = 1
         addresses = {name: PARAM_BASE + i * PARAM_SIZE for i, (name, _) in enumerate(kernel.params)}
         self.symbols = {"global_smem": SHARED_BASE, **addresses}
-        self.descriptors = {addresses[name]: x for name, x in (descriptors or {}).items()}
+        self.tensor_maps = {addresses[name]: x for name, x in (tensor_maps or {}).items()}
         self.missing_fences: dict[Instruction, NotFenced] = {}
         # Registers of products under way: the last group of each warp that has them.
         self.pending_reads: dict[str, Array] = {}
@@ -135,9 +135,8 @@ class Machine:
     def register(self, name: str) -> Array:
         """The bits of a declared register, an element a thread."""
         if name not in self.registers:
-            bits = (
-                self.kernel.registers.get(name) or self.kernel.registers[name.rstrip("0123456789")]
-            )
+            declared = self.kernel.registers
+            bits = declared[name if name in declared else name.rstrip("0123456789")]
             dtype = np.dtype(np.bool_) if bits == 1 else np.dtype(f"u{bits // 8}")
             self.registers[name] = np.zeros(self.num_threads, dtype)
         return self.registers[name]
@@ -152,9 +151,7 @@ class Machine:
         if operand in self.symbols:
             return np.full(self.num_threads, self.symbols[operand], dtype)
         if operand[0] == "%" or "#" in operand:
-            found = (
-                self.register(operand).view(dtype) if dtype != np.bool_ else self.register(operand)
-            )
+            found = self.register(operand).view(dtype)
             # Of a wider register the lower part.
             return found[:: found.size // self.num_threads]
         value = _constant(operand)
@@ -217,7 +214,10 @@ class Machine:
             yield block
 
     def _op(self, ins: Instruction) -> Run:
-        run = self._unguarded(ins)
+        try:
+            run = self._unguarded(ins)
+        except KeyError as error:
+            raise Unsupported(ins, f"with {error}") from error
         if ins.guard is None:
             return run
         guard = self.source(ins, ins.guard, "pred")
@@ -302,19 +302,10 @@ class Machine:
         where: Where = True if group.mask.all() else group.mask
         group.at += 1
         try:
-            if self.pending:
-                for ins, op in zip(block.instructions, block.ops, strict=False):
+            for ins, op in zip(block.instructions, block.ops, strict=False):
+                if self.pending:
                     self._check_pending(ins, where)
-                    op(where)
-            else:
-                for i, op in enumerate(block.ops):
-                    op(where)
-                    if self.pending:
-                        rest = zip(block.instructions[i + 1 :], block.ops[i + 1 :], strict=False)
-                        for ins, later in rest:
-                            self._check_pending(ins, where)
-                            later(where)
-                        break
+                op(where)
         except Wait as wait:
             group.wait = wait
         if block.end is not None:
@@ -357,7 +348,10 @@ class Machine:
             return
         if ins.opcode == "brx.idx":
             index = self.source(ins, ins.operands[0], "u32")
-            for i, label in enumerate(self.kernel.targets[str(ins.operands[1])]):
+            labels = self.kernel.targets[str(ins.operands[1])]
+            if (index[mask] >= len(labels)).any():
+                raise Fault(ins, f"an index of {index[mask].max()} into {len(labels)} labels")
+            for i, label in enumerate(labels):
                 yield self.places[label], mask & (index == i)
         else:
             yield self.places[str(ins.operands[0])], mask

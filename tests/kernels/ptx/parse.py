@@ -109,6 +109,7 @@ def _parse_body(kernel: Kernel, text: str, at: int) -> None:
     A name that is declared within inner braces gets their number, so that it is no other's.
     """
     scopes, num_scopes = [0], 0
+    line, counted = 1, 0
     local: dict[int, set[str]] = {0: set()}
     inner = re.compile(r"[A-Za-z_]\w*")
 
@@ -142,7 +143,8 @@ def _parse_body(kernel: Kernel, text: str, at: int) -> None:
                 kernel.labels[renamed(label[1])] = len(kernel.instructions)
         else:
             end = text.index(";", at)
-            statement, line = text[at:end].strip(), text.count("\n", 0, at) + 1
+            statement = text[at:end].strip()
+            line, counted = line + text.count("\n", counted, at), at
             at = end + 1
             if register := REGISTER.match(statement):
                 for name in register[2].split(","):

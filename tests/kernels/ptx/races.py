@@ -122,29 +122,41 @@ class Shadow:
         """Granules are written; arguments as of `on_read`."""
         self._know_writer(ins, at, warps, "written", proxy)
         for row, agent in enumerate(self.readers):
-            read = self.read[row, at]
-            unknown = read > self.clocks.seen[warps, agent]
-            if unknown.any():
-                self._report(ins, at, warps, int(np.argmax(unknown)), int(agent), "written", "read")
+            agents = np.full(at.shape, agent)
+            self._know(ins, at, warps, agents, self.read[row, at], "written", "read", proxy)
         self.writer[at] = writer
         self.written[at] = clock
 
     def _know_writer(
         self, ins: Instruction, at: Array, warps: Array, done: str, proxy: bool
     ) -> None:
-        writer, written = self.writer[at], self.written[at]
-        unknown = written > self.clocks.seen[warps, writer]
+        self._know(ins, at, warps, self.writer[at], self.written[at], done, "written", proxy)
+
+    def _know(
+        self,
+        ins: Instruction,
+        at: Array,
+        warps: Array,
+        agents: Array,
+        clock: Array,
+        done: str,
+        before: str,
+        proxy: bool,
+    ) -> None:
+        """The warps know that the agents, which have `before` read or written, are so far."""
+        unknown = clock > self.clocks.seen[warps, agents]
         if unknown.any():
-            first = int(np.argmax(unknown))
-            self._report(ins, at, warps, first, int(writer[first]), done, "written")
+            i = int(np.argmax(unknown))
+            self._report(ins, at, warps, i, int(agents[i]), done, before)
         if proxy:
-            generic = writer < self.clocks.products
-            unknown = generic & (written > self.clocks.fenced[warps, writer])
+            generic = agents < self.clocks.products
+            unknown = generic & (clock > self.clocks.fenced[warps, agents])
             if unknown.any():
-                first = int(np.argmax(unknown))
-                where = f"byte {int(at[first]) * GRANULE} of shared memory is {done}"
-                reason = f"{where} without fence.proxy.async since {self._name(int(writer[first]))}"
-                self.missing_fences.setdefault(ins, NotFenced(ins, f"{reason} wrote it"))
+                i = int(np.argmax(unknown))
+                where = f"byte {int(at[i]) * GRANULE} of shared memory is {done}"
+                other = f"{self._name(int(agents[i]))}, by which it is {before}"
+                fault = NotFenced(ins, f"{where} without fence.proxy.async since {other}")
+                self.missing_fences.setdefault(ins, fault)
 
     def _report(
         self, ins: Instruction, at: Array, warps: Array, i: int, agent: int, done: str, before: str

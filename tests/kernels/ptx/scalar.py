@@ -1,8 +1,9 @@
 """Instructions of one thread's registers: `RULES` has the type and function of each by its opcode.
 
-Integers wrap. Floats are IEEE's; fma rounds once. `ex2.approx` and `div.full` give the value that
-is nearest to the true one, where the ISA allows 2 units in the last place. Opcodes are whole: with
-a modifier that is not here an instruction is refused.
+Integers wrap. Floats are IEEE's; fma rounds once, and nothing else is fused, which ptxas may do.
+`ex2.approx` and `div.full` give the value that is nearest to the true one, where the ISA allows 2
+units in the last place. Opcodes are whole: with a modifier that is not here an instruction is
+refused.
 """
 
 from __future__ import annotations
