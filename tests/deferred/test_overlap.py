@@ -1,0 +1,44 @@
+"""The next shard is on its way while the attention before it runs, whatever the host has posted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+from ring_attn.transport.ranks.media import Lane
+from tests.deferred.calls import Layers
+from tests.deferred.device import Event, Transfer
+from tests.deferred.program import Program
+from tests.deferred.test_calls import RUN, case_of
+
+
+def behind_attention(program: Program) -> list[tuple[int, int]]:
+    """For the shards of the second layer's forward: operators of that layer that they are behind.
+
+    With the number of operators that the host had given by then.
+    """
+    nodes, before = program.ranks[0].nodes, program._before()
+    streams = Counter(node.stream for node in nodes if node.stream is not None)
+    compute = streams.most_common(1)[0][0]
+    places = [i for i, node in enumerate(nodes) if isinstance(node, Transfer)]
+    # Three exchanges connect, three are the first layer's.
+    first, *others = places[6:9]
+    found = []
+    for place in others:
+        given = [node for node in nodes[first:place] if node.stream is compute]
+        bits = before[nodes[place]]
+        found.append((sum(bits >> program.number[node] & 1 for node in given), len(given)))
+    return found
+
+
+def behind_everything(self: Lane, step: int, peer: int, start: Any, after: Any) -> Event:
+    return RUN(self, step, peer, start, None)
+
+
+def test_shards_do_not_wait_for_attention() -> None:
+    layers = Layers(case_of("ring", "full", heads="mha"), 4, layers=2)
+    assert all(behind == 0 < given for behind, given in behind_attention(layers.record()))
+    with mock.patch.object(Lane, "run", behind_everything):
+        found = behind_attention(layers.record())
+    assert all(behind == given > 0 for behind, given in found)
