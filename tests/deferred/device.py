@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_attn import ops
 
-aten = torch.ops.aten
+# A write that is meant to meet readers: they have the old bytes or the new ones.
+OVERWRITE = "overwrite"
 
 # Operators whose result only gives memory, or that the host would wait for.
 ALLOCATE = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
@@ -109,6 +110,7 @@ class Transfer(Node):
         sends: in the order in which they were started; receives likewise.
         sums: where all that is received is summed, in the order of the ranks.
         aborted: the communicator was aborted before anybody knew that it ended.
+        cut_after: what had happened before.
     """
 
     communicator: str = ""
@@ -117,6 +119,7 @@ class Transfer(Node):
     receives: list[Part] = field(default_factory=list)
     sums: list[tuple[Ref, list[Ref]]] = field(default_factory=list)
     aborted: bool = False
+    cut_after: tuple[Node, ...] = ()
 
 
 class Event:
@@ -250,6 +253,18 @@ class Recorder(TorchDispatchMode):
         node.after = tuple(dict.fromkeys((*stream.tail, *node.after, *self._ended)))
         self.nodes.append(node)
         stream.tail = (node,)
+
+    def overwrite(self, x: Tensor) -> None:
+        """Zeroes a tensor, while others may read it, before the host goes on."""
+        ref = self.ref(x)
+        node = Node(OVERWRITE, (), [], [ref], lambda memories: ref.of(memories).zero_())
+        self.queue(node, Stream())
+        self.end((node,))
+
+    @property
+    def ended(self) -> tuple[Node, ...]:
+        """The nodes of which the host knows that they are over."""
+        return self._ended
 
     def end(self, nodes: Iterable[Node]) -> None:
         """The host knows that nothing of these nodes happens any more."""

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.deferred.device import Node, Recorder, Ref, Transfer
+from tests.deferred.device import OVERWRITE, Node, Recorder, Ref, Transfer
 
 Memories = list[Tensor]
 PIECES = 2
@@ -125,7 +125,7 @@ class Program:
         found = []
         for (rank, _), some in accesses.items():
             for (a, ref_a, writes_a), (b, ref_b, writes_b) in combinations(some, 2):
-                if a is b or not (writes_a or writes_b):
+                if a is b or not (writes_a or writes_b) or OVERWRITE in (a.what, b.what):
                     continue
                 in_order = before[b] >> self.number[a] & 1 or before[a] >> self.number[b] & 1
                 if not in_order and _overlap(ref_a, ref_b):
@@ -221,7 +221,13 @@ class Run:
         }
         self._aborted: set[tuple[int, str]] = set()
         aborted = {self._place(x): x for x in program.transfers if x.aborted}
-        self._ready |= {Action("abort", node): None for node in aborted.values()}
+        self._cuts = list(aborted.values())
+        self._offer_cuts()
+
+    def _offer_cuts(self) -> None:
+        ready = [x for x in self._cuts if self.done.issuperset(x.cut_after)]
+        self._cuts = [x for x in self._cuts if x not in ready]
+        self._ready |= {Action("abort", node): None for node in ready}
 
     def ready(self) -> list[Action]:
         """Everything that can be done next."""
@@ -325,6 +331,8 @@ class Run:
 
     def _finish(self, node: Node) -> None:
         self.done.add(node)
+        if self._cuts:
+            self._offer_cuts()
         for one in self._next[node]:
             self._missing[one] -= 1
             if not self._missing[one]:

@@ -86,7 +86,7 @@ class Communicator:
     def abort(self) -> None:
         """Ends what is under way; it takes part in nothing that happens later."""
         for transfer in self._transfers:
-            transfer.aborted = True
+            transfer.aborted, transfer.cut_after = True, self.recorder.ended
         self.recorder.end(self._transfers)
 
     def shutdown(self) -> None:
@@ -137,6 +137,7 @@ def device_of(recorder: Recorder) -> Iterator[None]:
         "record": recorder.record,
         "wait": lambda event: recorder.stream.wait_event(event),
         "pinned": recorder.pinned,
+        "overwrite": recorder.overwrite,
     }
     with ExitStack() as stack:
         for name, place in places.items():

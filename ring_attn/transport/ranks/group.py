@@ -196,6 +196,7 @@ class RankGroup:
             if board is not None and _in_time(lambda: board.tell_failure(text)):
                 time.sleep(NOTICE_S)
         finally:
+            self.headers.spoil()
             for medium in media:
                 medium.close()
             self._pools.clear()

@@ -93,6 +93,15 @@ class Headers:
             self._pool.give(block)
         self._results.append((str(call), differs, event))
 
+    def spoil(self) -> None:
+        """Makes all that is still sent a message of no call.
+
+        A device goes on when its exchanges are cut off, and would send what it computes from what
+        has not come.
+        """
+        if self._begun is not None:
+            streams.overwrite(self.outgoing)
+
     def found(self) -> str | None:
         """Which call met messages of another one, as far as the device has got; else None."""
         while self._results:
