@@ -106,7 +106,8 @@ FAULTS: dict[str, tuple[object, str, object]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str) -> None:
-    layers = Layers(case_of("ring", "causal"), 2)
+    # The second layer's buffers are those of the first: nothing but their last uses is waited for.
+    layers = Layers(case_of("ring", "causal"), 3, layers=2)
     right = layers.record().run(in_host_order)
     with mock.patch.object(*FAULTS[fault]):
         program = layers.record()
