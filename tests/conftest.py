@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands fork their processes, in a tenth of the time; a test in unit/test_cli.py spawns."""
+    """Commands fork their processes, in a tenth of the time; two tests undo it."""
     for module in (launch, processes):
         monkeypatch.setattr(module, "get_context", lambda method: forkserver())
     monkeypatch.setattr(launch, "_rank_main", forked_rank)

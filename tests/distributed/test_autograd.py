@@ -18,15 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_attn import SequenceLayout, TransportOptions, ring_attention, unshard
 from ring_attn.core.mask import Mask
-from ring_attn.testing import (
-    HEADS,
-    LAYOUTS,
-    Case,
-    Heads,
-    Inputs,
-    layouts_of,
-    strategy_of,
-)
+from ring_attn.testing import HEADS, LAYOUTS, Case, Heads, Inputs, layouts_of, strategy_of
 from ring_attn.transport.p2p import open_p2p
 
 

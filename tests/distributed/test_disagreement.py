@@ -101,11 +101,7 @@ DIFFERENT: dict[str, tuple[Arguments, Arguments, str]] = {
         {"causal": False, "mask": masks.spans(SEQLEN, [(3, 10)])},
         "mask: rank 1 has",
     ),
-    "layout": (
-        {},
-        {"layout": BOUNDARIES},
-        "layout: rank 1 has ('boundaries([0, 5, 11, 17, 23])'",
-    ),
+    "layout": ({}, {"layout": BOUNDARIES}, "layout: rank 1 has ('boundaries([0, 5, 11, 17, 23])'"),
     "gradient": ({}, {"requires_grad": False}, "requires_grad: rank 1 has False"),
     "strategy": ({}, {"strategy": "all_gather"}, "strategy: rank 1 has"),
 }
@@ -127,11 +123,7 @@ COMPARED: dict[str, tuple[Arguments, Arguments, str]] = {
         {"cu_seqlens": documents(), "cu_seqlens_k": documents()},
         "cu_seqlens: rank 1 has (0, 24); cu_seqlens_k: rank 1 has (0, 24), the other 3 have None",
     ),
-    "backend": (
-        {},
-        {"backend": "reference"},
-        "backend: rank 1 has 'reference', the other",
-    ),
+    "backend": ({}, {"backend": "reference"}, "backend: rank 1 has 'reference', the other"),
     "timeout": ({}, {"transport": TransportOptions(timeout=20)}, "transport: rank 1 has"),
     "two things": (
         {},

@@ -16,11 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ring_attn import SequenceLayout, Strategy, TransportOptions
 from ring_attn.core.mask import Mask
@@ -271,10 +267,7 @@ def run_whole(layout: SequenceLayout, form: str) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize(
     ("layout", "form"),
-    [
-        (SequenceLayout.zigzag(UNEVEN, 2), "plain"),
-        (HALVES, "DTensor"),
-    ],
+    [(SequenceLayout.zigzag(UNEVEN, 2), "plain"), (HALVES, "DTensor")],
     ids=["zigzag", "DTensor"],
 )
 def test_ulysses_runs_any_module(

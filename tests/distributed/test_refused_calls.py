@@ -17,14 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import ring_attn
 from ring_attn import ring_attention, tree_decode, unshard
 from tests.distributed.pool import Ended, ended
-from tests.distributed.test_bad_input import (
-    ROWS,
-    SEQLEN,
-    good,
-    no_communication,
-    x,
-    zigzag,
-)
+from tests.distributed.test_bad_input import ROWS, SEQLEN, good, no_communication, x, zigzag
 
 
 def run_extreme_scores() -> list[bool]:

@@ -198,9 +198,7 @@ def test_a_budget_ends_the_run_and_says_what_is_left(
 
 
 def test_a_wrong_result_of_ours_is_a_failure(
-    report_of: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    report_of: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Ours, "results", lambda self: [1.01 * x for x in (self.out, *self.grads)])
     report = report_of(f"bench kernel {TINY} --causal --implementations ours", 1)
@@ -209,9 +207,7 @@ def test_a_wrong_result_of_ours_is_a_failure(
 
 
 def test_an_error_of_ours_is_a_failure_and_of_a_peer_a_reason(
-    report_of: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    report_of: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def raising(name: str, *args: Any, **options: Any) -> Attention:
         if name == "torch-flash":

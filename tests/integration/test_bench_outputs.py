@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import csv
-import html
 import io
 import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -132,46 +129,6 @@ def test_the_page_is_whole_and_escaped() -> None:
     assert page.tags["svg"] == 1 and page.tags["table"] == 3 and "script" not in page.tags
     assert "b" not in page.tags and "i" not in page.tags and "bench &amp; x" in text
     assert 'class="slower"' in text
-
-
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
-)
-
-# What a browser makes of a page, written into it to be read from the tree that is dumped.
-MEASURE = """<script>
-const box = e => { const b = e.getBoundingClientRect(); return [b.width, b.height] };
-const found = {
-  width: [document.documentElement.scrollWidth, innerWidth],
-  picture: box(document.querySelector("svg")),
-  cells: [...document.querySelectorAll("td")].filter(e => box(e)[1] > 10).length,
-  slower: getComputedStyle(document.querySelector(".slower")).color,
-  loaded: performance.getEntriesByType("resource").length,
-};
-document.body.setAttribute("data-found", JSON.stringify(found));
-</script>"""
-
-
-@pytest.mark.skipif(not BROWSER, reason="no Chromium on PATH")
-@pytest.mark.parametrize("width", [400, 1300])
-def test_a_browser_shows_the_page(width: int, tmp_path: Path) -> None:
-    old, now = report(row("a", 8, 2.0)), report(row("a", 8, 3.0), row("b", 16, 1.0))
-    path = tmp_path / "page.html"
-    path.write_text(to_page("bench", now, compare(old, now), "against") + MEASURE)
-    command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900",
-        f"--user-data-dir={tmp_path}/profile", "--dump-dom", path.as_uri(),
-    ]  # fmt: skip
-    dumped = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    written = re.search(r'data-found="(.*?)"', dumped.stdout)
-    assert written is not None, dumped.stderr
-    found = json.loads(html.unescape(written[1]))
-    # Nothing is wider than the window, and nothing was fetched.
-    assert found["width"][0] <= found["width"][1] and found["loaded"] == 0
-    assert min(found["picture"]) > 50
-    rows, columns = 2, len(now["rows"][0])
-    assert found["cells"] == rows * columns + 5 + len(now["machine"]) * 2
-    assert found["slower"] == "rgb(176, 0, 32)"
 
 
 def test_time_left_is_shown_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ring_attn.bench.strategies import (
-    SHAPES,
-    Row,
-    chosen_shapes,
-    explained,
-    judged,
-    verdict_table,
-)
+from ring_attn.bench.strategies import SHAPES, Row, chosen_shapes, explained, judged, verdict_table
 from ring_attn.core.strategy import Strategy
 from ring_attn.planning.devices import cpu_cluster, to_json
 from ring_attn.tools import cli

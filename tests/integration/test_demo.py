@@ -41,8 +41,9 @@ def dense_losses(what: Run, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.dist
 def test_ring_trains_and_generates_as_one_process_does(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.undo()  # processes that are spawned: what they print is seen
     path, traces = tmp_path / "demo.json", tmp_path / "traces"
     words = f"--steps 3 --nproc 2 --seqlen 65 --generate 32 --json {path} --profile {traces}"
     args = parsed(f"{TINY} {words}")

@@ -156,9 +156,11 @@ def judged(peer: type[GpuPeer], setting: Setting) -> list[Verdict]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("words", ["--causal --layout zigzag", "--no-causal --layout contiguous"])
+@pytest.mark.parametrize(
+    ("kv_heads", "words"),
+    [(1, "--causal --layout zigzag"), (2, "--no-causal --layout contiguous")],
+)
 @pytest.mark.parametrize("peer", GPU_PEERS, ids=lambda peer: peer.name)
-@pytest.mark.parametrize("kv_heads", [1, 2])
 def test_results_are_right(ranks: Pools, peer: type[GpuPeer], words: str, kv_heads: int) -> None:
     options = f"--seqlen 52 --heads 2 --kv-heads {kv_heads} --head-dim 16 {words}"
     setting = ring.setting_of(options_of(ring, options))

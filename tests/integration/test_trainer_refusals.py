@@ -18,10 +18,7 @@ from ring_attn.integrations import trainer as integration
 from ring_attn.integrations.trainer import split_sequence
 from ring_attn.integrations.transformers import register
 from tests.hf_models import make_model
-from tests.hf_trainers import (
-    arguments,
-    make_trainer,
-)
+from tests.hf_trainers import arguments, make_trainer
 
 
 def batch_of(**tensors: Any) -> dict[str, Tensor]:

@@ -132,16 +132,8 @@ def first_four(batch: Any, head: Any, q: Any, kv: Any) -> Any:
         ("create_chunked_causal_mask", CHUNKS, CHUNKED),
         ("create_causal_mask", {"block_sequence_ids": BLOCKS}, PLAIN),
         ("create_causal_mask", {**BY_IMAGE, "position_ids": ZIGZAG}, SLIDING),
-        (
-            "create_sliding_window_causal_mask",
-            {**WINDOW, "block_sequence_ids": BLOCKS},
-            SLIDING,
-        ),
-        (
-            "create_chunked_causal_mask",
-            {**CHUNKS, "attention_mask": PADDING},
-            CHUNKED,
-        ),
+        ("create_sliding_window_causal_mask", {**WINDOW, "block_sequence_ids": BLOCKS}, SLIDING),
+        ("create_chunked_causal_mask", {**CHUNKS, "attention_mask": PADDING}, CHUNKED),
     ],
 )
 def test_masks_are_those_of_transformers(make: str, options: dict[str, Any], rule: Rule) -> None:
@@ -160,11 +152,7 @@ def test_masks_are_those_of_transformers(make: str, options: dict[str, Any], rul
     [
         ("create_causal_mask", {"attention_mask": LEFT}, "hides 5 of 24 tokens, some .*'right'"),
         ("create_causal_mask", {"block_sequence_ids": APART}, "do not stand together"),
-        (
-            "create_bidirectional_mask",
-            {"or_mask_function": IMAGES},
-            "or_masks",
-        ),
+        ("create_bidirectional_mask", {"or_mask_function": IMAGES}, "or_masks"),
         ("create_causal_mask", {"and_mask_function": IMAGES}, "blockwise"),
         (
             "create_causal_mask",
@@ -253,10 +241,7 @@ def test_a_config_must_say_what_the_module_says() -> None:
 def test_a_keyword_that_is_declared_may_reach_the_attention() -> None:
     module = SimpleNamespace(config=None, is_causal=True)
     x = torch.zeros(1, 2, 6, 8)
-    with (
-        register(ignore=["tilt"]) as ring,
-        pytest.raises(RuntimeError, match="no process group"),
-    ):
+    with register(ignore=["tilt"]) as ring, pytest.raises(RuntimeError, match="no process group"):
         ring.attend(module, x, x, x, None, tilt=0.5)
 
 

@@ -23,19 +23,8 @@ from ring_attn.core import masks
 from ring_attn.core.mask import Mask
 from ring_attn.kernels import configs, gluon_guard
 from ring_attn.kernels.configs import Config
-from ring_attn.kernels.hopper_fwd import (
-    CONFIGS,
-    RAGGED_HEAD_DIMS,
-    can_run,
-    hopper_launch,
-)
-from ring_attn.testing import (
-    Inputs,
-    check,
-    plain_gradients,
-    random_qkv,
-    random_sinks,
-)
+from ring_attn.kernels.hopper_fwd import CONFIGS, RAGGED_HEAD_DIMS, can_run, hopper_launch
+from ring_attn.testing import Inputs, check, plain_gradients, random_qkv, random_sinks
 from tests.bounds import assert_holds, expect, whole
 from tests.kernels import calls
 from tests.kernels.calls import Step, cut_keys, empty_state, q_table
@@ -248,33 +237,33 @@ def test_what_it_does_not_take() -> None:
 # device, or a kernel that hangs there.
 HAZARDS: dict[str, list[str]] = {
     "K is not waited for": [
-        "_fold_blocks: _await_full(k_buffers, k_full, use) -> use % k_buffers.shape[0]",
+        "_fold_blocks: _await_full(k_buffers, k_full, use) -> use % k_buffers.shape[0]"
     ],
     "V is not waited for": [
-        "_fold_blocks: _await_full(v_buffers, v_full, use) -> use % v_buffers.shape[0]",
+        "_fold_blocks: _await_full(v_buffers, v_full, use) -> use % v_buffers.shape[0]"
     ],
     "Q is not waited for": ["_consume: mbarrier.wait(q_full.index(INDEX), parity) -> pass"],
     "K is not waited to be free": [
-        "_produce: _await_empty(k_buffers, k_empty, use) -> use % k_buffers.shape[0]",
+        "_produce: _await_empty(k_buffers, k_empty, use) -> use % k_buffers.shape[0]"
     ],
     "V is not waited to be free": [
-        "_produce: _await_empty(v_buffers, v_empty, use) -> use % v_buffers.shape[0]",
+        "_produce: _await_empty(v_buffers, v_empty, use) -> use % v_buffers.shape[0]"
     ],
     "Q is not waited to be free": ["_produce: mbarrier.wait(q_empty.index(i), parity ^ 1) -> pass"],
     "the phase to be full is the other": [
-        "_await_full: (use // STAGES) & 1) -> ((use // STAGES) & 1) ^ 1)",
+        "_await_full: (use // STAGES) & 1) -> ((use // STAGES) & 1) ^ 1)"
     ],
     "Q's phase does not change": [
         "_consume: mbarrier.wait(q_full.index(INDEX), parity)"
-        " -> mbarrier.wait(q_full.index(INDEX), 0)",
+        " -> mbarrier.wait(q_full.index(INDEX), 0)"
     ],
     "scores are used at once": ["_fold_blocks: s = warpgroup_mma_wait(1, deps=[s]) -> s = s"],
     "the wait for scores covers none": [
-        "_fold_blocks: warpgroup_mma_wait(1, deps=[s]) -> warpgroup_mma_wait(2, deps=[s])",
+        "_fold_blocks: warpgroup_mma_wait(1, deps=[s]) -> warpgroup_mma_wait(2, deps=[s])"
     ],
     "the wait for out covers none": [
         "_fold_blocks: warpgroup_mma_wait(0, deps=[acc, l_i])"
-        " -> warpgroup_mma_wait(1, deps=[acc, l_i])",
+        " -> warpgroup_mma_wait(1, deps=[acc, l_i])"
     ],
     "K is given back before its product's end": [
         "_fold_run: mbarrier.arrive(k_empty.index(k_stage), count=1)"
@@ -295,32 +284,32 @@ HAZARDS: dict[str, list[str]] = {
         "        mbarrier.arrive(q_empty.index(INDEX), count=1)",
     ],
     "the copy's bytes are not counted": [
-        "_copy: mbarrier.expect(full, desc.block_type.nbytes) -> mbarrier.expect(full, 0)",
+        "_copy: mbarrier.expect(full, desc.block_type.nbytes) -> mbarrier.expect(full, 0)"
     ],
     "no fence after clearing": ["_produce: fence_async_shared() -> pass"],
     "clearing does not wait": [
-        "_produce: mbarrier.wait(v_full.index(LANDED), landed_parity) -> pass",
+        "_produce: mbarrier.wait(v_full.index(LANDED), landed_parity) -> pass"
     ],
     "a copy too many arrives": [
         "_produce: mbarrier.arrive(v_full.index(stage), count=1)"
-        " -> mbarrier.arrive(v_full.index(stage), count=2)",
+        " -> mbarrier.arrive(v_full.index(stage), count=2)"
     ],
 }
 DEADLOCKS: dict[str, list[str]] = {
     "the phase to be free is the other": [
-        "_await_empty: ((use // STAGES) & 1) ^ 1) -> (use // STAGES) & 1)",
+        "_await_empty: ((use // STAGES) & 1) ^ 1) -> (use // STAGES) & 1)"
     ],
     "K is not given back": [
-        "_fold_blocks: mbarrier.arrive(k_empty.index(k_stage), count=1) -> pass",
+        "_fold_blocks: mbarrier.arrive(k_empty.index(k_stage), count=1) -> pass"
     ],
     "V is not given back": ["_fold_run: mbarrier.arrive(v_empty.index(v_stage), count=1) -> pass"],
     "Q is not given back": ["_consume: mbarrier.arrive(q_empty.index(INDEX), count=1) -> pass"],
     "the turn is not passed on": [
-        "_fold_blocks: mbarrier.arrive(turns.index((INDEX + 1) % CONSUMERS), count=1) -> pass",
+        "_fold_blocks: mbarrier.arrive(turns.index((INDEX + 1) % CONSUMERS), count=1) -> pass"
     ],
     "everybody waits for a first turn": ["_fold_blocks: (turn & 1) ^ (INDEX == 0) -> turn & 1"],
     "too many bytes are waited for": [
-        "_copy: desc.block_type.nbytes -> 2 * desc.block_type.nbytes",
+        "_copy: desc.block_type.nbytes -> 2 * desc.block_type.nbytes"
     ],
 }
 

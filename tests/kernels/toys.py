@@ -25,14 +25,7 @@ SIZE = 1024
 
 @triton.jit
 def product(
-    a,
-    b,
-    c,
-    size,
-    stride,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    a, b, c, size, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
     """One tile of c = a b; the columns of `a` are `stride` apart."""
     offs_m = tl.arange(0, BLOCK_M)

@@ -18,22 +18,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ring_attn.backends import PREFERENCE, aten, choose_backend, flash_attn, get_backend
-from ring_attn.backends.base import (
-    Backend,
-    equal_headdims,
-    flash_window,
-    out_from_delta,
-)
+from ring_attn.backends.base import Backend, equal_headdims, flash_window, out_from_delta
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import Band, MaskKind, Tile, make_tile
-from ring_attn.testing import (
-    Expected,
-    Inputs,
-    check,
-    random_qkv,
-    random_sinks,
-)
+from ring_attn.testing import Expected, Inputs, check, random_qkv, random_sinks
 from tests.bounds import (
     MASKS,
     assert_holds,

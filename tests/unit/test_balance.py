@@ -88,10 +88,7 @@ def test_no_cuts_balance_the_area_better(mask: Mask, world_size: int, align: int
 
 
 @reproducible
-@given(
-    st.lists(st.one_of(st.integers(0, 9), st.floats(0, 1e30)), max_size=8),
-    st.integers(1, 4),
-)
+@given(st.lists(st.one_of(st.integers(0, 9), st.floats(0, 1e30)), max_size=8), st.integers(1, 4))
 @example([5e-324, 5e-324, 1e-300, 3e-310], 2)
 @example([1e300, 1.0, 1e-300, 1e300], 3)
 @example([2.0**53, 1.0, 1.0, 2.0**53, 1.0], 2)  # in float64 1 is lost beside 2^53
@@ -194,11 +191,7 @@ WINDOWS: tuple[tuple[bool, Window], ...] = (
     st.sampled_from((1, 2, 3)),
 )
 def test_no_cuts_within_the_limit_are_cheaper(
-    cu: tuple[int, ...],
-    world_size: int,
-    sees: tuple[bool, Window],
-    max_balance: float,
-    align: int,
+    cu: tuple[int, ...], world_size: int, sees: tuple[bool, Window], max_balance: float, align: int
 ) -> None:
     seqlen = min(cu[-1], 12)
     cu = tuple(min(end, seqlen) for end in cu)

@@ -116,11 +116,7 @@ def test_rows_between() -> None:
     st.booleans(),
 )
 def test_mask_area_is_the_sum_of_the_dense_rows(
-    layout: SequenceLayout,
-    seqlen_k: int,
-    causal: bool,
-    window: tuple[int, int],
-    documents: bool,
+    layout: SequenceLayout, seqlen_k: int, causal: bool, window: tuple[int, int], documents: bool
 ) -> None:
     n = layout.seqlen
     cu_q = (0, n // 3, n // 3, n) if documents else None

@@ -399,10 +399,7 @@ def test_gradients_in_order_need_a_backend_that_folds_in_order() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "expected_steps"),
-    [
-        (RING, ["10", "10", "00", "10", "10", "01"]),
-        (GATHER, ["10", "10", "00", "10", "11", "01"]),
-    ],
+    [(RING, ["10", "10", "00", "10", "10", "01"]), (GATHER, ["10", "10", "00", "10", "11", "01"])],
     ids=["ring", "all_gather"],
 )
 def test_what_is_under_way_while_a_step_is_computed(

@@ -239,11 +239,7 @@ DEFECTS: dict[str, tuple[dict[str, Any], Callable[..., Expected], set[str]]] = {
         lambda i, m, _: textbook(Inputs(ten_bits(i.q), ten_bits(i.k), ten_bits(i.v), i.dout), m),
         set(RESULTS),
     ),
-    "a key too few": (
-        {},
-        lambda i, m, _: textbook(i, m & window(m.seqlen_q, 31)),
-        set(RESULTS),
-    ),
+    "a key too few": ({}, lambda i, m, _: textbook(i, m & window(m.seqlen_q, 31)), set(RESULTS)),
     "lse in base 2": ({}, lambda i, m, y: replace(y, lse=y.lse / math.log(2.0)), {"lse"}),
     "out in bfloat16": ({}, lambda i, m, y: replace(y, out=y.out.bfloat16().float()), {"out"}),
     "one NaN": ({}, changed("dv", dim=1, at=[3], to=math.nan), {"dv"}),
@@ -252,11 +248,7 @@ DEFECTS: dict[str, tuple[dict[str, Any], Callable[..., Expected], set[str]]] = {
         lambda i, m, y: replace(y, dk=textbook(i._replace(dout=without_head_0(i.dout)), m).dk),
         {"dk"},
     ),
-    "no cap": (
-        BOTH,
-        lambda i, m, _: textbook(i, m, sinks=BOTH["sinks"]),
-        set(RESULTS_WITH_SINKS),
-    ),
+    "no cap": (BOTH, lambda i, m, _: textbook(i, m, sinks=BOTH["sinks"]), set(RESULTS_WITH_SINKS)),
     "no sinks": (
         BOTH,
         lambda i, m, y: replace(textbook(i, m, softcap=2.0), dsinks=y.dsinks),

@@ -225,12 +225,7 @@ def test_spans_are_the_time_of_every_rank() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    [
-        Strategy(),
-        Strategy(inner_degree=8),
-        Strategy("all_gather"),
-        Strategy(ulysses_degree=8),
-    ],
+    [Strategy(), Strategy(inner_degree=8), Strategy("all_gather"), Strategy(ulysses_degree=8)],
     ids=str,
 )
 def test_4096_ranks_in_seconds(strategy: Strategy) -> None:

@@ -16,12 +16,7 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import pair_tiles
 from ring_attn.decode import next_rank
 from ring_attn.machines import run as machine
-from ring_attn.strategies.tree_decode import (
-    decode_packet,
-    decode_tiles,
-    gather_numbers,
-    make_call,
-)
+from ring_attn.strategies.tree_decode import decode_packet, decode_tiles, gather_numbers, make_call
 from ring_attn.testing import (
     Inputs,
     dense_gradients,
