@@ -35,7 +35,8 @@ Handler = Callable[["Machine", Instruction], Run]
 
 HANDLERS: list[tuple[re.Pattern[str], Handler]] = []
 LANES = 32
-PARAM_BASE = 1 << 48
+# Within 32 bits, since compilers keep addresses of parameters in them.
+PARAM_BASE = 1 << 24
 PARAM_SIZE = 1 << 12
 
 
@@ -188,15 +189,18 @@ class Machine:
     # -- preparation
 
     def _make_blocks(self) -> Iterator[Block]:
-        """Cuts the text at labels and where threads may part or wait; sets the labels' blocks."""
-        starts = set(self.kernel.labels.values())
+        """Cuts the text where threads may come to, part or wait; sets the places of labels."""
         self.places: dict[str, int] = {}
-        block, number = Block(), 0
+        used = {
+            x for ins in self.kernel.instructions if ins.opcode[:3] == "bra" for x in ins.operands
+        }
+        used.update(*self.kernel.targets.values())
         names: dict[int, list[str]] = {}
-        for label, index in self.kernel.labels.items():
-            names.setdefault(index, []).append(label)
+        for label in used & self.kernel.labels.keys():
+            names.setdefault(self.kernel.labels[label], []).append(label)
+        block, number = Block(), 0
         for index, ins in enumerate(self.kernel.instructions):
-            if index in starts and block.instructions:
+            if index in names and block.instructions:
                 yield block
                 block, number = Block(), number + 1
             for label in names.get(index, ()):
