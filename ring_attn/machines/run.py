@@ -200,19 +200,18 @@ def execute(
         tensors: by the names that the program expects.
         transport: of this rank.
         sinks: (nheads,).
-        kind: a name of the programs with the same connections. On a device with streams, and before
-            the first call of a kind and spec, all ranks make the connections, compile the kernels
-            and wait for each other: no exchange waits for a compiler.
+        kind: a name of programs with the same connections. With streams, before the first call of a
+            kind and spec, all ranks connect, compile and wait for each other.
     """
-    known = get_backend(backend)
-    run = Run(program, spec, scores, known, dict(tensors), transport, sinks)
+    chosen = get_backend(backend)
+    run = Run(program, spec, scores, chosen, dict(tensors), transport, sinks)
     device = next(iter(tensors.values())).device
-    if streams.are_used(device):
+    if streams.are_used(device) and transport.world_size > 1:
 
         def rehearse() -> None:
             connect(program, transport, device)
             silent: Any = Silent(transport)
-            Run(program, spec, scores, known, dict(tensors), silent, sinks).all()
+            Run(program, spec, scores, chosen, dict(tensors), silent, sinks).all()
 
         transport.before_first((kind, program.backward, spec, backend), rehearse)
     if not is_observed():

@@ -285,7 +285,7 @@ class P2PTransport:
             RuntimeError: naming the ranks that did not come, or did not get ready in time.
         """
         shared = self._shared
-        if self.world_size == 1 or kind in shared.prepared:
+        if kind in shared.prepared:
             return
         here, ready = shared.roll_call("come"), shared.roll_call("get ready")
         here.come()
