@@ -252,7 +252,8 @@ class Run:
         self._state: Any = None
         # Each buffer in use by name; None are zeros that take no memory yet.
         self._blocks: dict[str, Block | None] = {}
-        # Buffers that the op at hand computes with.
+        # Buffers that the op at hand computes with, where that is noted: on a device with streams.
+        self._queued = streams.are_used(self._device)
         self._used: list[Block] = []
         self._messages: dict[str, Message] = {}
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
@@ -342,19 +343,22 @@ class Run:
             message = self._messages[buffer.name]
             block = self._take(buffer, message)
             block.data[: message.nbytes].zero_()
-            self._used.append(block)
+            if self._queued:
+                self._used.append(block)
         return block
 
     def _bytes(self, buffer: Buffer) -> Tensor:
         """The bytes of its message, to compute with."""
         block = self._held(buffer)
-        self._used.append(block)
+        if self._queued:
+            self._used.append(block)
         return block.data[: self._messages[buffer.name].nbytes]
 
     def _entries(self, buffer: Buffer) -> tuple[Tensor, ...]:
         """The tensors of its message, to compute with."""
         block, message = self._held(buffer), self._messages[buffer.name]
-        self._used.append(block)
+        if self._queued:
+            self._used.append(block)
         # Slicing and viewing takes more of the host's time than a copy.
         key = id(block), id(message)
         if key not in self._views:
@@ -363,10 +367,9 @@ class Run:
 
     def _note_uses(self) -> None:
         """Notes the moment when an op has used its buffers."""
-        if streams.are_used(self._device):
-            event = streams.record(self._device)
-            for block in self._used:
-                block.written = event
+        event = streams.record(self._device)
+        for block in self._used:
+            block.written = event
         self._used.clear()
 
     def pack(self, op: Pack) -> None:
@@ -574,7 +577,8 @@ _DO: dict[type, Callable[[Run, Any], None]] = {
 
 def _post(transport: Transport, op: Post, nbytes: int, sent: Block, received: Block) -> None:
     """Posts an exchange of the first `nbytes` of one buffer, and of a message in another."""
-    route, place, after = op.route, (op.channel, op.step), last_uses(sent, received)
+    route, place = op.route, (op.channel, op.step)
+    after = last_uses(sent, received)
     send, recv = sent.data[:nbytes], received.data[: op.message.nbytes]
     if not isinstance(route, Collective):
         end = transport.post(*place, route, send, recv, after=after)

@@ -40,8 +40,7 @@ class Block:
 
 def last_uses(send: Block, recv: Block) -> list[Event]:
     """The moments before an exchange between two buffers cannot begin."""
-    events = (send.written, recv.written, *recv.sent)
-    return [event for event in events if event is not None]
+    return [event for event in (send.written, recv.written, *recv.sent) if event is not None]
 
 
 def exchanged(send: Block, recv: Block, end: Event | None) -> None:
