@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
+from ring_attn import SequenceLayout, TransportOptions, tree_decode
 from ring_attn.core.program import Channel
 from ring_attn.machines import run as machine
 from ring_attn.testing import MASKS, RESULTS, Case, run_all_ranks
@@ -15,8 +16,9 @@ from ring_attn.transport import streams
 from ring_attn.transport.p2p import P2PTransport
 from ring_attn.transport.ranks.media import Lane
 from tests.deferred.calls import Layers
-from tests.deferred.device import Event
+from tests.deferred.device import Event, HostSyncError, Recorder
 from tests.deferred.program import at_random, in_host_order, same
+from tests.deferred.ranks import record
 
 SEQLEN = 29
 
@@ -62,6 +64,44 @@ def test_every_strategy(strategy: str) -> None:
 def test_two_layers_are_under_way(strategy: str) -> None:
     """Buffers of one call are those of the next, which the host makes long before the device."""
     check(Layers(case_of(strategy, "causal", heads="mha"), 2, layers=2))
+
+
+class Decoding:
+    """A token over a cache of 7 rows; where nobody tells their layout the ranks ask."""
+
+    def __init__(self, *, told: bool) -> None:
+        self.layout, self.told = SequenceLayout.contiguous(7, 3), told
+        q, k, v = (torch.randn(1, rows, heads, 16) for rows, heads in ((1, 4), (7, 2), (7, 2)))
+        self.shards = [(q, *(self.layout.shard(x, rank) for x in (k, v))) for rank in range(3)]
+
+    def __call__(self, rank: int, recorder: Recorder) -> None:
+        q, k, v = (x.clone() for x in self.shards[rank])
+        recorder.given(q, k, v)
+        out = tree_decode(
+            q,
+            k,
+            v,
+            causal=True,
+            window_size=(4, -1),
+            layout=self.layout if self.told else None,
+            backend="reference",
+            transport=TransportOptions(timeout=5.0),
+        )
+        recorder.result("out", out)
+
+
+def test_decode() -> None:
+    program = record(3, Decoding(told=True))
+    assert program.races() == [] and program.stuck() == []
+    results = program.run(in_host_order)
+    assert all(results[0]["out"].equal(one["out"]) for one in results)
+    assert all(same(results, program.run(at_random(seed))) for seed in range(3))
+
+
+def test_decode_that_asks_for_lengths_waits() -> None:
+    """The host needs the lengths of the other ranks' shards."""
+    with pytest.raises(HostSyncError):
+        record(3, Decoding(told=False))
 
 
 @pytest.mark.slow
