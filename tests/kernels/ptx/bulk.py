@@ -19,6 +19,8 @@ from tests.kernels.ptx.parse import Address, Instruction, Operand
 # ISA, "Swizzling modes": the bits of an address from 7 on that are added to those from 4 on.
 SWIZZLED_BITS = {0: 0, 32: 1, 64: 3, 128: 7}
 CHUNK = 16
+# Names of the one CTA's memory, since clusters here have no other.
+SHARED = r"\.shared(::cta|::cluster)?"
 
 
 def swizzle(address: Array, num_bytes: int) -> Array:
@@ -111,7 +113,7 @@ def find(machine: Machine, ins: Instruction, operand: Operand) -> Any:
     return found
 
 
-@handles(r"mbarrier\.init\.shared::cta\.b64")
+@handles(rf"mbarrier\.init{SHARED}\.b64")
 def initialise(machine: Machine, ins: Instruction) -> Run:
     base, offset = address_of(machine, ins, ins.operands[0])
     count = int(str(ins.operands[1]), 0)
@@ -131,7 +133,7 @@ def initialise(machine: Machine, ins: Instruction) -> Run:
     return run
 
 
-@handles(r"mbarrier\.arrive(\.expect_tx)?\.shared::cta\.b64")
+@handles(rf"mbarrier\.arrive(\.expect_tx)?{SHARED}\.b64")
 def arrive(machine: Machine, ins: Instruction) -> Run:
     """Every thread that executes it arrives once; with expect_tx bytes are to come."""
     mbarrier = find(machine, ins, ins.operands[1])
@@ -157,7 +159,7 @@ def arrive(machine: Machine, ins: Instruction) -> Run:
     return run
 
 
-@handles(r"mbarrier\.try_wait\.parity\.shared::cta\.b64")
+@handles(rf"mbarrier\.try_wait\.parity{SHARED}\.b64")
 def wait(machine: Machine, ins: Instruction) -> Run:
     """Returns when the phase of that parity is complete; the ISA lets it return before, too."""
     done = machine.target(ins, ins.operands[0], "pred")
@@ -179,7 +181,7 @@ def wait(machine: Machine, ins: Instruction) -> Run:
     return run
 
 
-@handles(r"cp\.async\.bulk\.tensor\.[1-5]d\.shared::cta\.global\.mbarrier::complete_tx::bytes")
+@handles(rf"cp\.async\.bulk\.tensor\.[1-5]d{SHARED}\.global\.mbarrier::complete_tx::bytes")
 def copy(machine: Machine, ins: Instruction) -> Run:
     """A box of a tensor; what lies outside the tensor is copied as zeros."""
     to, offset = address_of(machine, ins, ins.operands[0])
