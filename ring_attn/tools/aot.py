@@ -2,8 +2,9 @@
 
 A cell is one kernel, variant, configuration, head dim, dtype and architecture. It fails where the
 compiled kernel spills registers, needs more shared memory than the architecture has, does without
-tensor cores, has wgmma instructions that ptxas serialised, or is not warp-specialised though it
-should be. Nothing is run: this says nothing of speed or of results.
+tensor cores, has products that may read before a proxy fence or wgmma instructions that ptxas
+serialised, or is not warp-specialised though it should be. Nothing is run: this says nothing of
+speed or of results.
 """
 
 from __future__ import annotations
@@ -330,6 +331,11 @@ def failures(report: Compiled, arch: str, expected: Expected) -> tuple[str, ...]
             f"no tensor-core instruction (looked for {', '.join(TENSOR_CORE)})",
         ),
         (bool(report.advisories), "; ".join(report.advisories)),
+        (
+            bool(report.missing_fences),
+            f"{len(report.missing_fences)} products lack a fence: "
+            + "".join(report.missing_fences[:1]),
+        ),
         (
             expected.warp_specialize and not report.warp_specialized,
             "warp specialisation was asked for and dropped (no USETMAXREG)",

@@ -173,6 +173,12 @@ def test_exponentials_can_be_told_to_stand_beside_products() -> None:
         assert len(found) == count and all("no exponentials" in text for text in found)
 
 
+def test_products_that_are_not_fenced_fail() -> None:
+    unfenced = replace(GOOD, missing_fences=("line 7: wgmma", "line 9: wgmma"))
+    (failure,) = aot.failures(unfenced, "sm_90", aot.Expected())
+    assert "2 products" in failure and "line 7" in failure
+
+
 @pytest.fixture
 def one_bad_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler gives two rows, of which one is wrong."""
