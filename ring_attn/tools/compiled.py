@@ -25,7 +25,6 @@ from ring_attn.tools.proxy_fences import missing_fences
 WARP_SIZE = {"cuda": 32, "hip": 64}
 
 # Instructions that are counted in the machine code.
-TENSOR_CORE = ("HGMMA", "HMMA", "UTCHMMA", "mfma")
 TMA = ("UTMALDG", "UTMASTG", "UTMAREDG")
 OPCODES = {
     "HGMMA": re.compile(r"\bHGMMA\b"),
@@ -71,10 +70,6 @@ class Compiled:
     seconds: float
     hidden: tuple[int, ...] = ()
     missing_fences: tuple[str, ...] = ()
-
-    @property
-    def tensor_cores(self) -> int:
-        return sum(self.opcodes[name] for name in TENSOR_CORE)
 
     @property
     def warp_specialized(self) -> bool:
