@@ -44,6 +44,7 @@ from .flash_fwd import (
 )
 from .launch import Launch
 from .online_softmax import LOG2E, tanh
+from .proxy_fence import proxy_fence
 from .step_table import StepTable, column_range, load_block_row, load_run, visible_pairs
 from .tasks import block_and_head, make_schedule, tasks_of_program
 
@@ -148,6 +149,7 @@ def _dkdv_blocks(
         q = load_block(q_head, start, run, stride_qm, HEAD_DIM, BLOCK_D, BLOCK_M, RAGGED)
         dout_head = dout_ptr + head.to(tl.int64) * stride_dh
         dout = load_block(dout_head, start, run, stride_dm, HEAD_DIM_V, BLOCK_DV, BLOCK_M, RAGGED)
+        proxy_fence()
         kq = tl.dot(k, tl.trans(q), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
         lse = _load_stats(lse_ptr + stats, cols, run, RAGGED)
         p, slope = _probabilities(kq, lse[None, :], inner_scale, outer_scale, SOFTCAP)
@@ -288,6 +290,7 @@ def _dq_blocks(
         start = block * BLOCK_N
         k = load_block(k_ptr, start, run, stride_kn, HEAD_DIM, BLOCK_D, BLOCK_N, RAGGED)
         v = load_block(v_ptr, start, run, stride_vn, HEAD_DIM_V, BLOCK_DV, BLOCK_N, RAGGED)
+        proxy_fence()
         qk = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
         p, slope = _probabilities(qk, lse[:, None], inner_scale, outer_scale, SOFTCAP)
         if HAS_LO or HAS_HI or RAGGED:

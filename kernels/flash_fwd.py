@@ -41,6 +41,7 @@ from .online_softmax import (
     online_softmax_update,
     tanh,
 )
+from .proxy_fence import proxy_fence
 from .step_table import StepTable, column_range, load_block_row, load_run, visible_pairs
 from .tasks import block_and_head, make_schedule, tasks_of_program
 
@@ -150,6 +151,7 @@ def _fold_blocks(
         block = last - 1 - i
         start = block * BLOCK_N
         k = load_block(k_ptr, start, run, stride_kn, HEAD_DIM, BLOCK_D, BLOCK_N, RAGGED)
+        proxy_fence()
         qk = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
         if SOFTCAP:
             qk = outer_scale * tanh(qk * inner_scale)
@@ -159,6 +161,7 @@ def _fold_blocks(
                 visible = visible_pairs(rows[:, None], cols[None, :], run, HAS_LO, HAS_HI)
                 qk = tl.where(visible, qk, float("-inf"))
         v = load_block(v_ptr, start, run, stride_vn, HEAD_DIM_V, BLOCK_DV, BLOCK_N, RAGGED)
+        proxy_fence()
         qk_scale = 1.0 if SOFTCAP else inner_scale
         acc, m_i, l_i = online_softmax_update(acc, m_i, l_i, qk, v, qk_scale, MASKED=MASKED)
     return acc, m_i, l_i

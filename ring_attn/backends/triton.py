@@ -102,6 +102,9 @@ class TritonBackend:
             return "needs a GPU that torch can use"
         if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
             return "needs a GPU of compute capability 8.0 or newer"
+        if _is_blackwell() and _release("triton") < (3, 7):
+            # The products would read before the copies are visible to them, as `aot` shows.
+            return "needs triton 3.7 or newer on compute capability 10: 3.6 leaves out proxy fences"
         if not explicit and os.environ.get("TRITON_INTERPRET") == "1":
             return "TRITON_INTERPRET=1 is set: kernels are interpreted only when asked for by name"
         _check_tuned(spec.device_type)
@@ -548,6 +551,11 @@ def _rectangles(tiles: Sequence[Tile]) -> list[Rectangle]:
         (tile.q.start, tile.q.stop, tile.kv.start, tile.kv.stop, tile.band.lo, tile.band.hi)
         for tile in tiles
     ]
+
+
+def _is_blackwell() -> bool:
+    """Whether the GPU has the column sm_100 of the table of configs."""
+    return torch.version.hip is None and torch.cuda.get_device_capability()[0] == 10
 
 
 def _release(package: str) -> tuple[int, ...]:

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ring_attn.kernels.launch import Launch
+from ring_attn.tools.proxy_fences import missing_fences
 
 # A wavefront of CDNA has 64 lanes.
 WARP_SIZE = {"cuda": 32, "hip": 64}
 
 # Instructions that are counted in the machine code.
-TENSOR_CORE = ("HGMMA", "HMMA", "UTCHMMA", "mfma")
 TMA = ("UTMALDG", "UTMASTG", "UTMAREDG")
 OPCODES = {
     "HGMMA": re.compile(r"\bHGMMA\b"),
@@ -58,6 +58,7 @@ class Compiled:
         advisories: lines of ptxas about serialised wgmma instructions.
         seconds: compile time.
         hidden: exponentials from each wait that leaves a Hopper product under way to the next wait.
+        missing_fences: products in the PTX that may read before a proxy fence; see `proxy_fences`.
     """
 
     registers: int
@@ -68,10 +69,7 @@ class Compiled:
     advisories: tuple[str, ...]
     seconds: float
     hidden: tuple[int, ...] = ()
-
-    @property
-    def tensor_cores(self) -> int:
-        return sum(self.opcodes[name] for name in TENSOR_CORE)
+    missing_fences: tuple[str, ...] = ()
 
     @property
     def warp_specialized(self) -> bool:
@@ -215,6 +213,7 @@ def _report(kernel: Any, log: str, seconds: float) -> Compiled:
         advisories=tuple(match[0] for match in SERIALIZED.finditer(log)),
         seconds=seconds,
         hidden=tuple(len(EXPONENTIAL.findall(match[1])) for match in HIDDEN.finditer(code)),
+        missing_fences=missing_fences(kernel.asm["ptx"]) if "ptx" in kernel.asm else (),
     )
 
 

@@ -16,7 +16,7 @@ import pytest
 from ring_attn.kernels.configs import INTERPRETER
 from ring_attn.tools import aot
 from ring_attn.tools.cli import main
-from ring_attn.tools.compiled import OPCODES, TENSOR_CORE, Compiled
+from ring_attn.tools.compiled import OPCODES, Compiled
 from tests.kernels.toys import die_at_one
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +33,8 @@ EXPECTED = {
     "too big": ("needs 294912 bytes of shared memory, sm_90 has 232448",),
     "too big gfx942": ("needs 131072 bytes of shared memory, gfx942 has 65536",),
     "no tensor cores": ("no tensor-core instruction",),
+    "others' tensor cores": ("no tensor-core instruction (looked for HGMMA)",),
+    "too few rows for its own": (),
     "no need of them": (),
     "specialised, 4 warps": (),
     "specialised, 8 warps": ("warp specialisation was asked for and dropped",),
@@ -88,7 +90,8 @@ def test_instructions_are_those_of_the_architecture(
     name: str, opcode: str, compiled: dict[str, Any]
 ) -> None:
     opcodes = compiled[name]["report"]["opcodes"]
-    assert {o for o in TENSOR_CORE if opcodes[o]} == {opcode}
+    products = {"HMMA", *aot.PRODUCTS.values()}
+    assert {o for o in products if opcodes[o]} == {opcode}
     assert compiled[name]["report"]["registers"] > 16
     assert compiled[name]["report"]["shared_bytes"] > 0
 
@@ -171,6 +174,12 @@ def test_exponentials_can_be_told_to_stand_beside_products() -> None:
     for hidden, count in (((), 1), ((66, 0), 1), ((66, 64), 0)):
         found = aot.failures(replace(GOOD, hidden=hidden), "sm_90", aot.Expected(overlaps=True))
         assert len(found) == count and all("no exponentials" in text for text in found)
+
+
+def test_products_that_are_not_fenced_fail() -> None:
+    unfenced = replace(GOOD, missing_fences=("line 7: wgmma", "line 9: wgmma"))
+    (failure,) = aot.failures(unfenced, "sm_90", aot.Expected())
+    assert "2 products" in failure and "line 7" in failure
 
 
 @pytest.fixture

@@ -113,6 +113,20 @@ def test_gpus_that_are_too_old_or_not_there(monkeypatch: pytest.MonkeyPatch) -> 
     assert backend.supports(spec, explicit=True) is None
 
 
+def test_a_compiler_that_leaves_out_fences_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = replace(SPEC, device_type="cuda", dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(module, "version", {"triton": "3.6.0"}.__getitem__)
+    for capability, taken in (((9, 0), True), ((10, 0), False), ((10, 3), False), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
+        assert (TritonBackend().supports(spec) is None) == taken
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    assert "3.6 leaves out proxy fences" in str(TritonBackend().supports(spec))
+    monkeypatch.setattr(module, "version", {"triton": "3.7.1"}.__getitem__)
+    assert TritonBackend().supports(spec) is None
+
+
 def test_an_interpreter_and_a_numpy_that_do_not_go_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

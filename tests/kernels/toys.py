@@ -108,11 +108,14 @@ def toys() -> Iterator[tuple[str, str, Launch, Expected]]:
     yield "too big gfx942", "gfx942", product_launch((128, 128, 128), 8, 3), usual
     scalar = product_launch((64, 64, 32), 8, 2, dtype=torch.float32)
     yield "no tensor cores", "sm_90", scalar, usual
-    yield "no need of them", "sm_90", scalar, Expected(tensor_cores=False)
+    few_rows = product_launch((16, 64, 64), 4, 3)
+    yield "others' tensor cores", "sm_90", few_rows, usual
+    yield "too few rows for its own", "sm_90", few_rows, Expected(products="any")
+    yield "no need of them", "sm_90", scalar, Expected(products=None)
     for warps in (4, 8):
         launched = specialized_launch(warps)
         yield f"specialised, {warps} warps", "sm_90", launched, Expected(warp_specialize=True)
-    yield "refused", "sm_90", refused_launch(), Expected(tensor_cores=False)
+    yield "refused", "sm_90", refused_launch(), Expected(products=None)
     yield "strided", "sm_80", product_launch((64, 64, 64), 4, 3, stride=2), usual
     yield "not aligned", "sm_80", product_launch((64, 64, 64), 4, 3, offset=1), usual
 
