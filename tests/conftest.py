@@ -39,10 +39,24 @@ def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_rank_main", forked_rank)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Runs the tests of `ranks` twice: as on a CPU, and as on a device with streams.
+
+    The second is slow but for tests that are marked `queued`; of those marked `gloo` there is none.
+    """
+    if "ranks" in metafunc.fixturenames:
+        mark = metafunc.definition.get_closest_marker
+        media = [pytest.param(False, id="cpu")]
+        if mark("gloo") is None:
+            marks = [] if mark("queued") else [pytest.mark.slow]
+            media.append(pytest.param(True, id="queued", marks=marks))
+        metafunc.parametrize("ranks", media, indirect=True, scope="session")
+
+
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Pools]:
+def ranks(request: pytest.FixtureRequest) -> Iterator[Pools]:
     """`ranks(world_size).run(fn, *args)` runs fn in so many processes, which the tests share."""
-    pools = Pools()
+    pools = Pools(queued=request.param)
     yield pools
     pools.close()
 

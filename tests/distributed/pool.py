@@ -110,8 +110,16 @@ def forked_rank(*args: Any) -> None:
 class Pool:
     """`world_size` processes with a default process group over gloo."""
 
-    def __init__(self, world_size: int, *, group_timeout: float = GROUP_TIMEOUT) -> None:
-        """Starts the processes; returns before they are ready."""
+    def __init__(
+        self, world_size: int, *, group_timeout: float = GROUP_TIMEOUT, queued: bool = False
+    ) -> None:
+        """Starts the processes; returns before they are ready.
+
+        Args:
+            world_size: how many.
+            group_timeout: of the default process group, in seconds.
+            queued: CPU tensors are treated as CUDA's (`queued`).
+        """
         self.world_size = world_size
         context = forkserver()
         # The store lives here: its port is known before any rank starts, and it outlives them all.
@@ -120,7 +128,7 @@ class Pool:
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            args = (rank, world_size, self._store.port, group_timeout, theirs)
+            args = (rank, world_size, self._store.port, group_timeout, queued, theirs)
             process = context.Process(target=_work, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -212,14 +220,15 @@ class Pool:
 class Pools:
     """One pool for each world size, started when first asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, queued: bool) -> None:
+        self._queued = queued
         self._pools: dict[int, Pool] = {}
 
     def __call__(self, world_size: int) -> Pool:
         """The pool of that size; a new one where a failed test closed the last."""
         pool = self._pools.get(world_size)
         if pool is None or pool.closed:
-            pool = self._pools[world_size] = Pool(world_size)
+            pool = self._pools[world_size] = Pool(world_size, queued=self._queued)
         return pool
 
     def close(self) -> None:
@@ -228,7 +237,9 @@ class Pools:
                 pool.close()
 
 
-def _work(rank: int, world_size: int, port: int, group_timeout: float, pipe: Connection) -> None:
+def _work(
+    rank: int, world_size: int, port: int, group_timeout: float, queued: bool, pipe: Connection
+) -> None:
     """A rank's process: joins the group, then does what it is sent until it is sent None."""
     torch.set_num_threads(1)
     # The host's name need not resolve to an address that reaches this machine.
@@ -243,6 +254,10 @@ def _work(rank: int, world_size: int, port: int, group_timeout: float, pipe: Con
         world_size=world_size,
         timeout=datetime.timedelta(seconds=group_timeout),
     )
+    if queued:
+        from tests.distributed.queued import install
+
+        install()
     while True:
         try:
             message = pipe.recv()

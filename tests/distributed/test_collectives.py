@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ring_attn import TransportOptions
 from ring_attn.core.program import Hop
-from ring_attn.transport.base import Transport
+from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.local import LocalTransport, run_local
 from ring_attn.transport.p2p import open_p2p
 from tests.distributed.pool import Pools
@@ -134,11 +134,14 @@ CHECKS: list[Callable[[Any], None]] = [all_of_them, two_at_a_time, among_some]
 
 
 def between_processes() -> None:
+    transport = open_p2p(dist.group.WORLD, TransportOptions())  # type: ignore[arg-type]
     for check in CHECKS:
-        check(open_p2p(dist.group.WORLD, TransportOptions()))  # type: ignore[arg-type]
+        with transport.call("test", Agreement({}), torch.device("cpu")):
+            check(transport)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.queued
 def test_between_processes(ranks: Pools, world_size: int) -> None:
     ranks(world_size).run(between_processes)
 

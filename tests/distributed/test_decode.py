@@ -104,6 +104,7 @@ def decoded(mask: Mask, sizes: dict[str, int], backend: str) -> Results:
 
 
 @pytest.mark.parametrize(("world_size", "backend"), [(2, "aten"), (3, "reference")])
+@pytest.mark.queued
 def test_any_mask(ranks: Pools, world_size: int, backend: str) -> None:
     """The last rows of every mask of the table that has as many queries as keys."""
     for mask in all_masks(61).values():

@@ -26,6 +26,8 @@ from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import media
 from tests.distributed.pool import Ended, Pools, ended
 
+pytestmark = pytest.mark.gloo
+
 WORLD_SIZE = 4
 ROWS = 6
 SEQLEN = WORLD_SIZE * ROWS

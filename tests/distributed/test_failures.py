@@ -28,6 +28,8 @@ from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import media
 from tests.distributed.pool import Ended, Pools, ended
 
+pytestmark = pytest.mark.gloo
+
 TIMEOUT = 3
 OPTIONS = TransportOptions(timeout=TIMEOUT)
 Group = dist.ProcessGroup | None

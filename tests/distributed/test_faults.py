@@ -28,6 +28,8 @@ from ring_attn.testing.cases import strategy_of
 from ring_attn.transport.p2p import P2PTransport
 from tests.distributed.pool import Ended, Pools, ended
 
+pytestmark = pytest.mark.gloo
+
 WORLD_SIZE = 4
 ROWS = 5
 TIMEOUT = 10.0

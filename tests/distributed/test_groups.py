@@ -378,6 +378,7 @@ def threads_on_one_group() -> list[str]:
     return ended
 
 
+@pytest.mark.gloo
 def test_two_threads_on_one_group(ranks: Any) -> None:
     for ended in ranks(2).run(threads_on_one_group):
         assert "WRONG" not in ended
@@ -421,5 +422,6 @@ def test_a_forked_child_is_refused(fresh_ranks: Callable[..., Any]) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
+@pytest.mark.gloo
 def test_several_rings(ranks: Any, world_size: int, check_on_ranks: Callable[[], None]) -> None:
     ranks(world_size).run(check_on_ranks)

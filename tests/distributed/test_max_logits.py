@@ -79,6 +79,7 @@ def greatest(backend: str, heads: int, heads_kv: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.queued
 def test_greatest_of_all_ranks(ranks: Any, world_size: int) -> None:
     ranks(world_size).run(greatest, "reference", 6, 2)
 

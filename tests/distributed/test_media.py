@@ -211,6 +211,7 @@ def late_in_a_group() -> tuple[str, str, str]:
     return "".join(said), read, after.text
 
 
+@pytest.mark.gloo
 def test_the_watch_names_step_peer_and_channel(ranks: Any) -> None:
     (said, _, after), (_, read, _) = ranks(2).run(late_in_a_group)
     for text in (said, read, after):

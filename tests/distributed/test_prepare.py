@@ -63,6 +63,7 @@ def test_ranks_that_are_missing_are_named(ranks: Any) -> None:
         assert one.seconds < 2 * OPTIONS.timeout, one
 
 
+@pytest.mark.gloo
 def test_ranks_that_prepare_for_another_strategy_are_told(ranks: Any) -> None:
     for one in ranks(2).run(some_prepare, [0, 1], ["ring", "all_gather"]):
         assert one.error is RuntimeError and "all_gather" in one.text, one

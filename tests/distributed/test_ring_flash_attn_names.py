@@ -346,6 +346,7 @@ def one_rank_refuses() -> str:
     return str(caught.value)
 
 
+@pytest.mark.gloo
 def test_a_refusal_of_one_rank_reaches_the_others(ranks: Any) -> None:
     for text in ranks(2).run(one_rank_refuses):
         assert "refused" in text and "max_seqlen" in text, text
