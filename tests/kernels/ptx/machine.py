@@ -3,11 +3,12 @@
 A virtual register is an array over the threads of the CTA. Threads that part at a branch become
 groups with a place of their own; those that meet again at the start of a basic block are one group
 again, and the group whose place comes first in the text goes first. A group that waits (barrier,
-mbarrier) lets the others run. One CTA runs after the other.
+mbarrier) lets the others run. One CTA runs after the other. Races within a warp, between CTAs and
+in global memory are not seen, nor is what ptxas makes of the PTX.
 
-Instructions are looked up in RULES (`scalar`) and, by the start of their opcode, in HANDLERS, to
-which `access`, `matrix` and `copies` add theirs. Each is made a function of the mask of its threads
-once, before anything runs; what is not known is refused there.
+Instructions are looked up in RULES (`scalar`) and, by a pattern of their opcode, in HANDLERS, to
+which `access`, `matrix`, `copies`, `bulk` and `wgmma` add theirs. Each is made a function of the
+mask of its threads once, before anything runs; what is not known is refused there.
 """
 
 from __future__ import annotations
