@@ -159,14 +159,9 @@ def _dkdv_blocks(
                 p = tl.where(visible, p, 0.0)
         # Row statistics are loaded late and dv is added last: with 64 x 128 blocks of 128 dims this
         # order fits into the registers of sm_90, and others that were tried spill.
-        # Above 128 dims two groups of warps share the rows, and p and ds pass through shared memory.
-        if BLOCK_D > 128:
-            proxy_fence()
         dp = tl.dot(v, tl.trans(dout), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
         delta = _load_stats(delta_ptr + stats, cols, run, RAGGED)
         ds = p * (dp - delta[None, :]) * slope
-        if BLOCK_D > 128:
-            proxy_fence()
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv

@@ -494,8 +494,8 @@ def _results(rows: Sequence[Row]) -> Table:
             sizes = (report.registers, report.spill_bytes, report.shared_bytes)
             figures = [*map(str, sizes), f"{report.seconds:.1f}"]
         names = (row.arch, row.kernel, row.variant, row.dtype, row.tile)
-        sizes = (row.head_dims, row.num_warps, row.num_stages)
+        numbers = (row.head_dims, row.num_warps, row.num_stages)
         failed = bool(row.failures)
-        cells = (*names, *map(str, sizes), *figures, "FAIL" if failed else "")
+        cells = (*names, *map(str, numbers), *figures, "FAIL" if failed else "")
         table.add_row(*cells, style="red" if failed else "")
     return table
