@@ -65,7 +65,8 @@ HMMA = "HMMA"
 Products = Literal["own", "any"]
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
-HEAD_DIMS = ("64", "128", "256")
+# Of q and k, and of v where it is another.
+HEAD_DIMS = ("64", "128", "192/128", "256")
 DTYPES = tuple(dtype_name(dtype) for dtype in HALF_DTYPES)
 QUICK = (("sm_90",), ("64",), ("bfloat16",))
 
@@ -177,16 +178,18 @@ KERNELS = tuple(dict.fromkeys(variant.kernel for variant in VARIANTS))
 
 @dataclass(frozen=True)
 class Cell:
-    """A kernel's variant and configuration to compile."""
+    """A kernel's variant and configuration to compile; `head_dim_v` None is head_dim."""
 
     arch: str
     head_dim: int
     dtype: str
     variant: Variant
     config: Config
+    head_dim_v: int | None = None
 
     def launch(self) -> Launch:
-        return variant_launch(self.variant, self.config, self.head_dim, parse_dtype(self.dtype))
+        dims = self.head_dim, self.head_dim_v or self.head_dim
+        return variant_launch(self.variant, self.config, *dims, parse_dtype(self.dtype))
 
 
 @dataclass(frozen=True)
@@ -204,23 +207,31 @@ class Row:
     note: str
     report: Compiled | None
     failures: tuple[str, ...]
+    head_dim_v: int | None = None
+
+    @property
+    def head_dims(self) -> str:
+        return "/".join(str(dim) for dim in (self.head_dim, self.head_dim_v) if dim is not None)
 
 
-def cells(arch: str, head_dim: int, dtype: str) -> Iterator[Cell]:
+def cells(arch: str, head_dims: str, dtype: str) -> Iterator[Cell]:
     """Every kernel and variant in the table's configurations for a GPU of `arch`."""
-    for variant in variants(arch, head_dim):
+    head_dim, *others = map(int, head_dims.split("/"))
+    for variant in variants(arch, head_dims):
         for config in _configs(variant, arch, head_dim, parse_dtype(dtype)):
-            yield Cell(arch, head_dim, dtype, variant, config)
+            yield Cell(arch, head_dim, dtype, variant, config, *others)
 
 
-def variants(arch: str, head_dim: int) -> tuple[Variant, ...]:
-    """The variants that exist for an architecture and head dim."""
-    from ring_attn.kernels.hopper_fwd import RAGGED_HEAD_DIMS
+def variants(arch: str, head_dims: str) -> tuple[Variant, ...]:
+    """The variants that exist for an architecture and head dims."""
+    from ring_attn.kernels.hopper_fwd import CONFIGS, RAGGED_HEAD_DIMS
 
     def takes(variant: Variant) -> bool:
         if variant.kernel != "hopper_fwd":
             return True
-        return arch == "sm_90" and (head_dim in RAGGED_HEAD_DIMS or not variant.ragged)
+        if arch != "sm_90" or head_dims not in map(str, CONFIGS):
+            return False
+        return int(head_dims) in RAGGED_HEAD_DIMS or not variant.ragged
 
     return tuple(filter(takes, VARIANTS))
 
@@ -245,12 +256,14 @@ def _configs(variant: Variant, arch: str, head_dim: int, dtype: torch.dtype) -> 
     return (configs.frozen(variant.kind, column, head_dim, dtype),)
 
 
-def variant_launch(variant: Variant, config: Config, head_dim: int, dtype: torch.dtype) -> Launch:
+def variant_launch(
+    variant: Variant, config: Config, head_dim: int, head_dim_v: int, dtype: torch.dtype
+) -> Launch:
     """The launch of a variant over tensors that have no memory."""
     from ring_attn.kernels import flash_bwd, flash_fwd
 
-    def rows_of(heads: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(1, ROWS, heads, head_dim, dtype=dtype, device="meta")
+    def rows_of(heads: int, dtype: torch.dtype = dtype, dim: int = head_dim_v) -> Tensor:
+        return torch.empty(1, ROWS, heads, dim, dtype=dtype, device="meta")
 
     def stats() -> Tensor:
         return torch.empty(1, HEADS, ROWS, device="meta")
@@ -260,11 +273,12 @@ def variant_launch(variant: Variant, config: Config, head_dim: int, dtype: torch
     if variant.kernel == "merge":
         return _merge(rows_of, stats)
     if variant.kernel == "merge_tree":
-        return _merge_tree(head_dim, dtype)
+        return _merge_tree(head_dim_v, dtype)
     table = _table(variant, config)
     # Heads of a group are rows where they decode.
     heads = KV_HEADS if variant.kernel == "decode" else HEADS
-    qkv = (rows_of(heads), rows_of(KV_HEADS), rows_of(KV_HEADS))
+    q, k = rows_of(heads, dim=head_dim), rows_of(KV_HEADS, dim=head_dim)
+    qkv = (q, k, rows_of(KV_HEADS))
     options: dict[str, Any] = {
         "softmax_scale": head_dim**-0.5,
         "softcap": 50.0 if variant.softcap else 0.0,
@@ -286,8 +300,9 @@ def variant_launch(variant: Variant, config: Config, head_dim: int, dtype: torch
         return flash_fwd.forward_launch(*qkv, state, table, config, **options)
     known = (*qkv, rows_of(HEADS), stats(), stats())
     if variant.kernel == "dq":
-        return flash_bwd.dq_launch(*known, rows_of(HEADS, torch.float32), table, config, **options)
-    dk, dv = (rows_of(KV_HEADS, torch.float32) for _ in range(2))
+        dq = rows_of(HEADS, torch.float32, head_dim)
+        return flash_bwd.dq_launch(*known, dq, table, config, **options)
+    dk, dv = (rows_of(KV_HEADS, torch.float32, dim) for dim in (head_dim, head_dim_v))
     return flash_bwd.dkdv_launch(*known, dk, dv, table, config, **options)
 
 
@@ -393,7 +408,7 @@ def _row(cell: Cell, report: Compiled | None, wrong: tuple[str, ...]) -> Row:
     return Row(
         cell.variant.kernel, cell.variant.label, cell.arch, cell.head_dim, cell.dtype,
         f"{config.BLOCK_M}x{config.BLOCK_N}", config.num_warps, config.num_stages, config.note,
-        report, wrong,
+        report, wrong, cell.head_dim_v,
     )  # fmt: skip
 
 
@@ -425,7 +440,7 @@ class Setting:
         return [
             cell
             for arch, head_dim, dtype in product(self.arch, self.head_dim, self.dtype)
-            for cell in cells(arch, int(head_dim), dtype)
+            for cell in cells(arch, head_dim, dtype)
             if cell.variant.kernel in self.kernel
         ]
 
@@ -460,7 +475,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _name(row: Row) -> str:
     return (
-        f"{row.arch} {row.kernel} {row.variant} head_dim {row.head_dim} {row.dtype} "
+        f"{row.arch} {row.kernel} {row.variant} head_dim {row.head_dims} {row.dtype} "
         f"{row.tile} {row.num_warps} warps {row.num_stages} stages"
     )
 
@@ -479,8 +494,8 @@ def _results(rows: Sequence[Row]) -> Table:
             sizes = (report.registers, report.spill_bytes, report.shared_bytes)
             figures = [*map(str, sizes), f"{report.seconds:.1f}"]
         names = (row.arch, row.kernel, row.variant, row.dtype, row.tile)
-        sizes = (row.head_dim, row.num_warps, row.num_stages)
+        numbers = (row.head_dims, row.num_warps, row.num_stages)
         failed = bool(row.failures)
-        cells = (*names, *map(str, sizes), *figures, "FAIL" if failed else "")
+        cells = (*names, *map(str, numbers), *figures, "FAIL" if failed else "")
         table.add_row(*cells, style="red" if failed else "")
     return table

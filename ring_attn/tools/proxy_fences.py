@@ -23,6 +23,8 @@ COMMIT, WAIT, BULK = "cp.async.commit_group", "cp.async.wait_group", "cp.async.b
 STORE = re.compile(r"(st\.|stmatrix\.).*shared")
 # Specialised warps are given their next task by it: what they stored before is no tile of theirs.
 NEXT_TASK = "barrier.sync"
+BARRIER = "bar.sync"
+LOAD = re.compile(r"(ld\.|ldmatrix\.).*shared")
 FENCE = re.compile(r"fence\.proxy\.async(\.shared::cta)?$")
 WIDE = re.compile(r"\], (0x10|16)\b")  # a copy of 16 bytes
 # What all threads store to one address is a value for specialised warps, no tile.
@@ -50,11 +52,16 @@ class State(NamedTuple):
         copies: of rows of a tile, since the last commit.
         groups: whether each group of copies under way has rows of a tile, the newest first.
         unfenced: lines of the stores, and of the waits for copies, since a fence.
+        stored: lines of the stores since the last barrier.
+        exchanged: lines of the stores between the two last barriers. If a load follows, they were
+            for other threads, and no product reads them.
     """
 
     copies: bool = False
     groups: tuple[bool, ...] = ()
     unfenced: frozenset[int] = frozenset()
+    stored: frozenset[int] = frozenset()
+    exchanged: frozenset[int] = frozenset()
 
     def joined(self, other: State) -> State:
         groups = zip_longest(self.groups, other.groups, fillvalue=False)
@@ -62,6 +69,8 @@ class State(NamedTuple):
             self.copies or other.copies,
             tuple(one or another for one, another in groups),
             self.unfenced | other.unfenced,
+            self.stored & other.stored,
+            self.exchanged & other.exchanged,
         )
 
     def after(self, ins: Statement) -> State:
@@ -70,7 +79,8 @@ class State(NamedTuple):
             vector = ins.guarded and not WIDE.search(ins.operands)
             return self._replace(copies=self.copies or not vector)
         if ins.opcode == COMMIT:
-            return State(False, (self.copies, *self.groups)[:MOST_GROUPS], self.unfenced)
+            groups = (self.copies, *self.groups)[:MOST_GROUPS]
+            return self._replace(copies=False, groups=groups)
         if ins.opcode == WAIT:
             left = int(ins.operands, 0)
             seen = {ins.line} if any(self.groups[left:]) else set()
@@ -78,9 +88,14 @@ class State(NamedTuple):
         if ins.opcode.startswith("cp.async.") and not ins.opcode.startswith(BULK):
             raise ValueError(f"line {ins.line}: {ins.opcode} is not known")
         if STORE.match(ins.opcode) and not ONE_ADDRESS.search(ins.operands):
-            return self._replace(unfenced=self.unfenced | {ins.line})
+            lines = {ins.line}
+            return self._replace(unfenced=self.unfenced | lines, stored=self.stored | lines)
         if ins.opcode == NEXT_TASK:
             return State()
+        if ins.opcode == BARRIER:
+            return self._replace(stored=frozenset(), exchanged=self.stored)
+        if LOAD.match(ins.opcode):
+            return self._replace(unfenced=self.unfenced - self.exchanged)
         if FENCE.match(ins.opcode) and not ins.guarded:
             return self._replace(unfenced=frozenset())
         return self
@@ -89,7 +104,8 @@ class State(NamedTuple):
 def missing_fences(ptx: str) -> tuple[str, ...]:
     """The products that some path, loops included, reaches without a fence, in words.
 
-    A path is that of a warp within a task: a store for another warp's product is not seen.
+    A path is that of a warp within a task: a store for another warp's product is not seen. Nor is a
+    tile that is stored between the same barriers as values for other threads.
     """
     statements, successors = _parse(ptx)
     states: dict[int, State] = {0: State()}

@@ -126,14 +126,14 @@ def test_every_kernel_and_variant_has_a_cell_for_every_gpu() -> None:
     for arch in aot.ARCHS:
         for head_dim in aot.HEAD_DIMS:
             for dtype in aot.DTYPES:
-                cells = list(aot.cells(arch, int(head_dim), dtype))
+                cells = list(aot.cells(arch, head_dim, dtype))
                 found = {cell.variant for cell in cells}
-                assert found == set(aot.variants(arch, int(head_dim)))
+                assert found == set(aot.variants(arch, head_dim))
                 assert all(cell.launch().grid for cell in cells)
     hopper = {v for v in aot.VARIANTS if v.kernel == "hopper_fwd"}
-    assert hopper and hopper.isdisjoint(aot.variants("sm_80", 128))
-    assert set(aot.VARIANTS) - set(aot.variants("sm_80", 128)) == hopper
-    assert set(aot.variants("sm_90", 128)) == set(aot.VARIANTS)
+    assert hopper and hopper.isdisjoint(aot.variants("sm_80", "128"))
+    assert set(aot.VARIANTS) - set(aot.variants("sm_80", "128")) == hopper
+    assert set(aot.variants("sm_90", "128")) == set(aot.VARIANTS)
 
 
 @pytest.mark.slow
@@ -159,6 +159,12 @@ def test_the_command_compiles_our_kernels(tmp_path: Path) -> None:
         assert row["report"]["registers"] > 0
         assert row["tile"] in result.stdout
     assert f"{len(report['rows'])} cells" in result.stdout and "0 failed" in result.stdout
+
+
+def test_head_dims_of_v_are_its_own() -> None:
+    for cell in aot.cells("sm_90", "192/128", "bfloat16"):
+        constants = cell.launch().constants
+        assert constants["HEAD_DIM_V"] == 128 and constants.get("HEAD_DIM", 192) == 192
 
 
 GOOD = Compiled(255, 0, 1024, 512, dict.fromkeys(OPCODES, 1), (), 1.0)

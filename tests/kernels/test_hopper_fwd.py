@@ -336,7 +336,7 @@ def test_a_planted_fault_is_found(name: str, seed: int) -> None:
 COMPILE = """
 import dataclasses, json, sys
 from ring_attn.tools import aot
-for cell in aot.cells("sm_90", 64, "bfloat16"):
+for cell in aot.cells("sm_90", "64", "bfloat16"):
     if cell.variant == aot.Variant("hopper_fwd", "causal"):
         row = aot.compile_cell(cell)
         print(json.dumps(dataclasses.asdict(row)))

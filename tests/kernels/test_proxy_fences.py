@@ -15,6 +15,7 @@ PRODUCT = (
 )
 ON_BLACKWELL = "@%p1 tcgen05.mma.cta_group::1.kind::f16 [ %r3 + 0 ], %rd2, %rd3, %r4, %p3;"
 STORE = "st.shared.v2.b32 [ %r1 + 0 ], {%r2, %r3};"
+LOAD = "ld.shared.v2.b32 {%r2, %r3}, [%r1];"
 
 
 def wait(groups: int) -> str:
@@ -51,6 +52,7 @@ FENCED = {
     "the next task of specialised warps": [
         "LOOP:", "barrier.sync 1;", PRODUCT, STORE, "barrier.sync 1;", "bra.uni LOOP;",
     ],
+    "values for other threads": [STORE, "bar.sync 0;", LOAD, PRODUCT],
     "comments": [f"// {STORE}", PRODUCT],
 }  # fmt: skip
 
@@ -69,6 +71,13 @@ MISSING = {
     "a store": [STORE, "bar.sync 0;", PRODUCT],
     "a store by matrix": [
         "stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r1], {%r2};", "bar.sync 0;", PRODUCT,
+    ],
+    "a tile, then values for other threads": [
+        STORE, "bar.sync 0;", STORE, "bar.sync 0;", LOAD, PRODUCT,
+    ],
+    "a load before the barrier": [STORE, LOAD, "bar.sync 0;", PRODUCT],
+    "values on one of two paths": [
+        STORE, "@%p1 bra JOINED;", "bar.sync 0;", "JOINED:", LOAD, PRODUCT,
     ],
     "one of two branches": [STORE, "@%p1 bra JOINED;", FENCE, "JOINED:", PRODUCT],
     "some threads' fence": [STORE, f"@%p1 {FENCE}", PRODUCT],
