@@ -17,7 +17,8 @@ where the others fall back to the first of their line: steps without a mask or a
 fewer registers, and softcap's tanh more.
 
 Notes give registers a thread and shared memory as compiled for bfloat16 with triton 3.7.1, for the
-variant that takes most. What a 16-bit config spills is said, for triton 3.6.0, 3.7.1 and 3.9.0. "not measured" says that no GPU has timed it yet.
+variant that takes most. What a 16-bit config spills is said, for triton 3.6.0, 3.7.1 and 3.9.0.
+"not measured" says that no GPU has timed it yet.
 """
 
 from __future__ import annotations

@@ -60,6 +60,9 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self.give(event.synchronize, blocks=True)
 
+    def synchronize(self) -> None:
+        self.do(self.num_given)
+
 
 class Event:
     """A moment of a stream."""
