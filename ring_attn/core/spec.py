@@ -180,7 +180,10 @@ class TransportOptions:
     exchange waits for a compiler. Afterwards no host waits: an exchange that has not ended within
     the timeout is named, with step, peer and channel, in an error of the logger "ring_attn" and on
     the other ranks; 10 s later torch's watchdog ends the process, since its device would go on with
-    what has not arrived. None of this has run on a GPU.
+    what has not arrived. A rank that leaves a call by an exception cuts its exchanges off: what is
+    sent after that is a message of no call, and the receiver raises. That rank's own results of
+    earlier calls are then only good where its device had finished them: restart from a checkpoint.
+    None of this has run on a GPU.
 
     Attributes:
         timeout: seconds, from 0.001 to 1e9, that a rank waits for a peer before it raises, or on
