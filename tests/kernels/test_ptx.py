@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +14,6 @@ from itertools import product
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 
 from ring_attn.backends.triton import TritonBackend
@@ -44,14 +44,6 @@ MASKS = {
 # Those of `TABLE` for two architectures, and the forward of `hopper_fwd` beside them.
 KERNELS = ("sm_80", "sm_90", "gluon")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-# Kernels in whose code for sm_90 a version of triton leaves out the proxy fence between a copy and
-# the wgmma that reads it; 3.7 does so where a forward is masked. 3.9 has the fence everywhere.
-UNFENCED = {
-    "3.6": {"flash_fwd_kernel", "flash_dq_kernel", "flash_dkdv_kernel"},
-    "3.7": {"flash_fwd_kernel"},
-}
 
 
 @dataclass
@@ -135,15 +127,7 @@ def test_forward_and_backward(
     got = run(backend(kernels, headdim), inputs, steps)
     assert len(executed.launches) == 3 * len(steps) + 1
     assert_all_hold(inputs, mask, got)
-    lacking = [] if kernels == "sm_80" else [x for x in executed.launches if lacks_fence(x)]
-    assert set(executed.missing_fences) == {launch.kernel.fn.__name__ for launch in lacking}
-
-
-def lacks_fence(launch: Launch) -> bool:
-    masked = any(launch.constants.get(flag) for flag in ("HAS_LO", "HAS_HI", "RAGGED"))
-    version = triton.__version__[:3]
-    named = launch.kernel.fn.__name__ in UNFENCED.get(version, ())
-    return named and (masked or version == "3.6")
+    assert not executed.missing_fences
 
 
 @pytest.mark.slow
@@ -257,18 +241,17 @@ class Target:
 @cache
 def target(name: str) -> Target:
     """A kernel of one step over blocks enough that every buffer is used again."""
-    arch, mask = ("sm_90", Mask(128, 640)) if "hopper" in name else ("sm_80", TARGET_MASK)
-    if name == "hopper ragged":
-        mask = TARGET_MASK
+    arch = "sm_80" if name in ("fwd", "dq", "dkdv") else "sm_90"
+    mask = Mask(128, 640) if name == "hopper" else TARGET_MASK
     with pytest.MonkeyPatch.context() as patch:
         launches = list[Launch]()
         patch.setattr(configs, "architecture", lambda device: arch)
         patch.setattr(Launch, "run", launches.append)
         inputs = inputs_of(mask, torch.bfloat16, 64, nheads=1)
         run(backend("gluon" if "hopper" in name else arch, 64), inputs, [whole(mask)])
-    kernel = "hopper_fwd" if "hopper" in name else f"flash_{name}"
+    kernel = "hopper_fwd" if "hopper" in name else f"flash_{name.split()[-1]}"
     launch = next(x for x in launches if x.kernel.fn.__name__ == f"{kernel}_kernel")
-    result = launch.args[{"dq": "dq_ptr", "dkdv": "dk_ptr"}.get(name, "out_ptr")]
+    result = launch.args[{"flash_dq": "dq_ptr", "flash_dkdv": "dk_ptr"}.get(kernel, "out_ptr")]
     code = launching.compiled(launch, arch)
     result.zero_()
     assert launching.execute(launch, code) == []
@@ -277,10 +260,10 @@ def target(name: str) -> Target:
 
 TARGET_MASK = Mask(161, 161, True, (-1, -1), (0, 30, 161), (0, 30, 161))
 BARRIER = r"bar\.sync\s+\d+(, 128)?;"
-SM_80 = ["fwd", slow("dq"), slow("dkdv")]
+PORTABLE = ["fwd", slow("dq"), slow("dkdv")]
 
 
-@pytest.mark.parametrize("kernel", SM_80)
+@pytest.mark.parametrize("kernel", PORTABLE)
 def test_a_barrier_deleted_is_a_race(kernel: str) -> None:
     """Nearly all: the compiler has put some barriers where another one follows."""
     found = target(kernel).faults(BARRIER, "")
@@ -289,13 +272,13 @@ def test_a_barrier_deleted_is_a_race(kernel: str) -> None:
     assert any("no barrier between" in str(race) for race in races)
 
 
-@pytest.mark.parametrize("kernel", SM_80)
+@pytest.mark.parametrize("kernel", PORTABLE)
 def test_a_wait_weakened_is_found(kernel: str) -> None:
     found = target(kernel).faults(r"cp\.async\.wait_group\s+\d+;", "cp.async.wait_group 9;")
     assert any(isinstance(fault, NotWaited) for fault in found)
 
 
-@pytest.mark.parametrize("kernel", SM_80)
+@pytest.mark.parametrize("kernel", PORTABLE)
 def test_a_stride_wrong_is_out_of_bounds_or_seen_in_the_result(kernel: str) -> None:
     clean = target(kernel)
     # Offsets of 16-bit elements counted as of 32-bit ones; of copies into shared memory.
@@ -323,9 +306,21 @@ def test_arrivals_of_the_forward_in_gluon() -> None:
         assert isinstance(fault, Deadlock)
 
 
+FENCE = r"fence\.proxy\.async[\w.:]*;"
+
+
+@pytest.mark.parametrize("kernel", PORTABLE)
+def test_proxy_fences_deleted_are_missed(kernel: str) -> None:
+    """Products for sm_90 read what `cp.async` has written: the kernels fence it themselves."""
+    clean = target(f"sm_90 {kernel}")
+    edit = functools.partial(re.sub, FENCE, "")
+    found = launching.execute(clean.launch, clean.code, edit)
+    assert any("cp.async" in str(fault) for fault in found)
+
+
 def test_proxy_fences_of_the_forward_in_gluon() -> None:
     """Before the first copy, whose mbarrier is new; behind the zeros around a document."""
-    found = target("hopper ragged").faults(r"fence\.proxy\.async.*;", "")
+    found = target("hopper ragged").faults(FENCE, "")
     assert len(found) == 2 and all(isinstance(fault, NotFenced) for fault in found)
 
 
