@@ -83,7 +83,7 @@ def made_for(kind: str, eager: bool) -> list[dict[str, Any]]:
     try:
         with (
             mock.patch.object(dist, "ProcessGroupNCCL", Recorder, create=True),
-            mock.patch.multiple(media, streams=mock.Mock(), Progress=mock.Mock()),
+            mock.patch.multiple(media, streams=mock.MagicMock(), Progress=mock.Mock()),
             mock.patch.object(dist, "new_group", side_effect=AssertionError("a group of torch's")),
         ):
             for channel in channels:
@@ -127,7 +127,7 @@ def test_communicators_end_with_their_owner() -> None:
     Recorder.made.clear()
     with (
         mock.patch.object(dist, "ProcessGroupNCCL", Recorder, create=True),
-        mock.patch.multiple(media, streams=mock.Mock(), Progress=mock.Mock()),
+        mock.patch.multiple(media, streams=mock.MagicMock(), Progress=mock.Mock()),
     ):
         nccl = media.Nccl(store, "meeting", 0)
         nccl.lane((0,), "shards", TransportOptions(), 1.0, GPU)
