@@ -245,7 +245,7 @@ def download(requirement: str, folder: Path) -> Path:
 
 
 def nccl_of(torch: Path) -> str:
-    """What torch's wheel asks for."""
+    """The requirement of NCCL in a wheel of torch."""
     with ZipFile(torch) as wheel:
         file = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
         found = re.search(r"Requires-Dist: (nvidia-nccl-\w+)==([\d.]+)", wheel.read(file).decode())
@@ -255,7 +255,7 @@ def nccl_of(torch: Path) -> str:
 
 
 def rows_of(version: str) -> list[dict[str, str | None]]:
-    """What is where in one version of torch; its wheels are removed afterwards."""
+    """Finds the names in one version of torch; its wheels are removed afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         torch = download(f"torch==={version}", Path(folder))
         requirement = nccl_of(torch)

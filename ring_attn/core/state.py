@@ -84,7 +84,7 @@ class State:
         m_new, keep, add = _weights(m_mine, m)
         mine.mul_(_to_rows(keep)).addcmul_(acc, _to_rows(add))
         l_mine.mul_(keep)
-        # One rounding, as of acc.
+        # Rounded once, as acc is.
         l_mine.add_(add) if l is None else l_mine.addcmul_(l, add)
         m_mine.copy_(m_new)
 

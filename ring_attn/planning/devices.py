@@ -315,7 +315,7 @@ LINKS: dict[str, Link] = {
 
 _NVLINK = {"A100": "NVLink 3", "H100": "NVLink 4", "H200": "NVLink 4", "B200": "NVLink 5"}
 
-# What NCCL's copies take: 8 of 132 SMs. MagiAttention leaves them 4 to 8.
+# Share of the SMs that NCCL's copies take: 8 of 132. MagiAttention leaves them 4 to 8.
 SLOWDOWN = MAX_CTAS / 132
 
 # Python, Triton's launcher and torch's operators over a driver that does nothing took 28 us a step

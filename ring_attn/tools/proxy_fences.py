@@ -27,7 +27,7 @@ BARRIER = "bar.sync"
 LOAD = re.compile(r"(ld\.|ldmatrix\.).*shared")
 FENCE = re.compile(r"fence\.proxy\.async(\.shared::cta)?$")
 WIDE = re.compile(r"\], (0x10|16)\b")  # a copy of 16 bytes
-# What all threads store to one address is a value for specialised warps, no tile.
+# A value that all threads store to one address is for specialised warps, and no tile.
 ONE_ADDRESS = re.compile(r"^\[ ?global_smem\b")
 # More than any kernel has under way, so that the groups of a loop without a wait have an end.
 MOST_GROUPS = 32
@@ -46,7 +46,7 @@ class Statement:
 
 
 class State(NamedTuple):
-    """What may hold before an instruction.
+    """Facts that may hold before an instruction.
 
     Attributes:
         copies: of rows of a tile, since the last commit.
