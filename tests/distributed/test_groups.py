@@ -29,7 +29,7 @@ from ring_attn import (
 )
 from ring_attn.core.mask import Mask
 from ring_attn.testing import STRATEGIES, Expected, Inputs, dense_gradients, random_qkv, strategy_of
-from ring_attn.transport import p2p
+from ring_attn.transport import p2p, streams
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks.group import rank_group
 from tests.bounds import assert_holds, expect
@@ -246,8 +246,10 @@ def everything_goes_with_the_group() -> None:
         for timeout in (7.0, 8.0):
             x = torch.ones(1, 2, 2, 8)
             ring_attention(x, x, x, group=group, transport=TransportOptions(timeout=timeout))
-        now = held_by_the_process()
-        assert now[0] <= held[0] and now[1] <= held[1], (held, now)
+        if not streams.are_used(torch.device("cpu")):
+            # Over NCCL each part of the group has communicators of its own.
+            now = held_by_the_process()
+            assert now[0] <= held[0] and now[1] <= held[1], (held, now)
         dist.destroy_process_group(group)
         del group
     assert len(p2p._transports) == transports
@@ -422,6 +424,5 @@ def test_a_forked_child_is_refused(fresh_ranks: Callable[..., Any]) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-@pytest.mark.gloo
 def test_several_rings(ranks: Any, world_size: int, check_on_ranks: Callable[[], None]) -> None:
     ranks(world_size).run(check_on_ranks)
