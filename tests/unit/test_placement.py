@@ -49,11 +49,16 @@ def crossing(packing: Packing, mask: Mask) -> tuple[int, ...]:
 @example([1], 5, True, (-1, -1), 1, 0)
 @example([0, 0, 3], 4, True, (-1, -1), 4, 0)
 def test_figures_are_those_of_the_dense_mask(
-    lengths: list[int], ranks: int, causal: bool, window: tuple[int, int], align: int, more: int
+    lengths: list[int],
+    world_size: int,
+    causal: bool,
+    window: tuple[int, int],
+    align: int,
+    more: int,
 ) -> None:
-    most = -(-sum(lengths) // ranks) + align * (1 + more)
+    most = -(-sum(lengths) // world_size) + align * (1 + more)
     packing = pack(
-        lengths, ranks, causal=causal, window_size=window, align=align, max_rows=2 * most
+        lengths, world_size, causal=causal, window_size=window, align=align, max_rows=2 * most
     )
     assert sorted(packing.order) == list(range(len(lengths)))
     cuts = packing.cu_seqlens
@@ -65,7 +70,7 @@ def test_figures_are_those_of_the_dense_mask(
     assert packing.crossing == crossing(packing, mask)
     assert max(packing.balance.rows) <= 2 * most
     # Ranks begin and end within a document at multiples of `align` only.
-    for rank in range(ranks):
+    for rank in range(world_size):
         for one in packing.layout.segments(rank):
             for at in (one.start, one.start + one.length):
                 before = max(cut for cut in cuts if cut <= at)
@@ -77,7 +82,7 @@ def lognormal(n: int, seed: int, mean: float = 7.0, sigma: float = 1.5) -> list[
     return [int(draw.lognormvariate(mean, sigma)) for _ in range(n)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 64])
 @pytest.mark.parametrize(
     "lengths",
     [
@@ -93,11 +98,13 @@ def lognormal(n: int, seed: int, mean: float = 7.0, sigma: float = 1.5) -> list[
     ids=["one", "few", "equal", "empty", "giant", "mixed", "long tail", "short batch"],
 )
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window_size": (1000, 0)}], ids=str)
-def test_work_and_rows_are_even(lengths: list[int], ranks: int, options: dict[str, Any]) -> None:
-    packing = pack(lengths, ranks, **options)
+def test_work_and_rows_are_even(
+    lengths: list[int], world_size: int, options: dict[str, Any]
+) -> None:
+    packing = pack(lengths, world_size, **options)
     assert packing.balance.of_work <= 1.05 and packing.balance.of_rows <= 1.051
-    assert ranks > 1 or packing.crossing == (0,)
-    assert packing == pack(torch.tensor(lengths), ranks, **options)
+    assert world_size > 1 or packing.crossing == (0,)
+    assert packing == pack(torch.tensor(lengths), world_size, **options)
 
 
 def test_documents_that_fit_stay_whole() -> None:
@@ -140,12 +147,12 @@ def test_what_cannot_be_is_refused(
 
 
 @pytest.mark.parametrize("strategy", ["ring", "exchange", "all_gather", "ulysses"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_results_are_those_of_dense_attention(ranks: int, strategy: str) -> None:
-    packing = pack(MIXED, ranks)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_results_are_those_of_dense_attention(world_size: int, strategy: str) -> None:
+    packing = pack(MIXED, world_size)
     case = Case(mask_of(packing), (packing.layout, packing.layout), strategy, heads="gqa")
     assert packing.num_cut and packing.layout.kind == "segments"
-    assert not run_all_ranks(case, ranks).failures
+    assert not run_all_ranks(case, world_size).failures
 
 
 def test_batches_are_cut_by_it() -> None:
