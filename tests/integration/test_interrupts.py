@@ -133,9 +133,11 @@ def test_a_signal_to_all_ranks_leaves_what_was_measured(
 @pytest.mark.dist
 def test_ranks_end_with_a_process_that_is_killed(start: Callable[[list[str]], Started]) -> None:
     # In the place of a rank `sleep` runs, which shows that its parent has handed over all it must:
-    # to a rank that is still being started, multiprocessing's own EOFError is the end.
-    ranks = "run_ranks(os.execlp, 2, 'sleep', 'sleep', '600')"
-    command = start(["-c", f"import os; from ring_attn.tools.launch import run_ranks; {ranks}"])
+    # to a rank that is still being started, multiprocessing's own EOFError is the end. A rank
+    # that left at once would break connections that the other one is still making.
+    work = "import os, time; time.sleep(1); os.execlp('sleep', 'sleep', '600')"
+    ranks = f'run_ranks(exec, 2, "{work}")'
+    command = start(["-c", f"from ring_attn.tools.launch import run_ranks; {ranks}"])
 
     def sleeping() -> int:
         return sum(
