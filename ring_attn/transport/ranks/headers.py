@@ -32,9 +32,9 @@ class Headers:
         self._own: Tensor | None = None
         self._begun: Event | None = None
         self._pool: Pool | None = None
-        # Buffers of the call, and rows of the last that are taken.
+        # Buffers of the call, and the number of rows of each that are taken.
         self._blocks: list[Block] = []
-        self._rows = ROWS
+        self._rows: list[int] = []
         self._results: deque[tuple[str, Tensor, Event | None]] = deque()
 
     def begin(
@@ -55,7 +55,7 @@ class Headers:
             own[5] = values
         self._own, self._pool = own.view(torch.uint8), pool
         self._begun = streams.record(device) if queued else None
-        self._blocks, self._rows = [], ROWS
+        self._blocks, self._rows = [], []
 
     @property
     def outgoing(self) -> Tensor:
@@ -65,22 +65,23 @@ class Headers:
 
     def incoming(self, count: int) -> tuple[Tensor, list[Event]]:
         """(count, 64) bytes to receive headers of other ranks into, and when they may come."""
-        if self._rows + count > ROWS:
+        if not self._blocks or self._rows[-1] + count > ROWS:
             assert self._pool is not None, "a call has begun"
             self._blocks.append(self._pool.take(max(count, ROWS) * HEADER_BYTES))
-            self._rows = 0
-        block = self._blocks[-1]
-        rows = block.data.view(-1, HEADER_BYTES)[self._rows : self._rows + count]
-        self._rows += count
+            self._rows.append(0)
+        block, taken = self._blocks[-1], self._rows[-1]
+        rows = block.data.view(-1, HEADER_BYTES)[taken : taken + count]
+        self._rows[-1] += count
         return rows, [event for event in (self._begun, block.written) if event is not None]
 
     def end(self, call: Identity) -> None:
         """Compares on the device, when all exchanges of a call have been waited for."""
         if not self._blocks:
             return
-        full, last = self._blocks[:-1], self._blocks[-1]
-        rows = [block.data.view(-1, HEADER_BYTES) for block in full]
-        rows.append(last.data.view(-1, HEADER_BYTES)[: self._rows])
+        rows = [
+            block.data.view(-1, HEADER_BYTES)[:taken]
+            for block, taken in zip(self._blocks, self._rows, strict=True)
+        ]
         differs = torch.cat([one.ne(self.outgoing).any().view(1) for one in rows]).any()
         event = None
         if self._begun is not None:
