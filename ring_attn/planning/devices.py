@@ -162,7 +162,10 @@ class Copies:
 
     def __post_init__(self) -> None:
         _check_cost(self, "latency", "block")
-        _check_type(self, int, "buffers")
+        if not isinstance(self.high_priority, bool):
+            raise TypeError(f"high_priority must be a bool, got {self.high_priority!r}")
+        if self.buffers not in (2, 3):
+            raise ValueError(f"buffers must be 2 or 3, got {self.buffers!r}")
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Layers:
         }
 
     def __call__(self, rank: int, recorder: Recorder) -> None:
-        """One rank's part; the backward in a thread of its own, as on CUDA."""
+        """Runs a rank's part; the backward in a thread of its own, as on CUDA."""
         *given, dout = (x.clone() for x in self._shards[rank])
         if self._sinks is not None:
             given.append(self._sinks.clone())
@@ -79,7 +79,7 @@ class Layers:
         return put_together(self.case, ranks).whole
 
     def record(self) -> Program:
-        """What all ranks give their devices."""
+        """Records all ranks."""
         return record(self.world_size, self)
 
 

@@ -69,7 +69,7 @@ class Ref:
 
 @dataclass(eq=False)
 class Node:
-    """One entry of a stream.
+    """An entry of a stream.
 
     Attributes:
         what: for messages.
@@ -89,12 +89,12 @@ class Node:
 
     @property
     def touches(self) -> list[Ref]:
-        """What it reads and writes."""
+        """Everything that it reads and writes."""
         return self.reads + self.writes
 
 
 class Part(NamedTuple):
-    """What one rank sends to, or receives from, a member of a communicator."""
+    """Bytes that a rank sends to, or receives from, a member of a communicator."""
 
     ref: Ref
     peer: int
@@ -102,7 +102,7 @@ class Part(NamedTuple):
 
 @dataclass(eq=False)
 class Transfer(Node):
-    """One group of operations of a communicator.
+    """A group of operations of a communicator.
 
     Attributes:
         communicator: its name, the same on all members.
@@ -234,7 +234,7 @@ class Recorder(TorchDispatchMode):
         count = -1
         while count != (count := sum(memory.on_device for memory in self.memories)):
             kept = {node: (node,) for node in self.nodes if self._on_device(node.touches)}
-        # Those that are left out hand on what they come after.
+        # Nodes that are left out hand on what they come after.
         through = dict[Node, tuple[Node, ...]]()
         for node in self.nodes:
             node.after = tuple(dict.fromkeys(x for one in node.after for x in through[one]))

@@ -1,4 +1,4 @@
-"""What all ranks have given their devices: which of it can race, and runs of it in any order.
+"""The records of all ranks: which accesses can race, and runs in any order.
 
     program = Program(recorders)
     program.races()                # touches of the same bytes that nothing puts in order
@@ -185,7 +185,7 @@ Schedule = Callable[["Run", "list[Action]"], "Action"]
 
 @dataclass(frozen=True)
 class Action:
-    """What a device can do next.
+    """A thing that a device can do next.
 
     Attributes:
         kind: "node", a piece of a message to "read" or "write", or to "abort" a communicator.
@@ -360,7 +360,7 @@ class Run:
 
 
 def in_host_order(run: Run, ready: list[Action]) -> Action:
-    """What the hosts have asked for first."""
+    """Takes the action that a host has asked for first."""
     number = run.program.number
     return min(ready, key=lambda action: (number[action.node], action.number))
 

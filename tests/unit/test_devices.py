@@ -145,6 +145,9 @@ def described(**changes: object) -> str:
         (described(ports="1"), "ports of a Cluster must be int or None, got '1'"),
         (described(slowdown=-0.5), "slowdown of a Cluster"),
         (described(slowdown=1), "slowdown"),
+        (described(copies={"buffers": 4}), "buffers must be 2 or 3, got 4"),
+        (described(copies={"high_priority": 1}), "high_priority must be a bool, got 1"),
+        (described(copies={"latency": -1.0}), "latency of a Copies"),
         (described().replace('"2"', '"8": {}, "2"'), "device"),  # not of the ranks asked for
         (described().encode("utf-16"), "UnicodeDecodeError"),
     ],
