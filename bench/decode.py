@@ -27,7 +27,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from ring_attn.backends import choose_backend, get_backend
+from ring_attn.backends import Purpose, choose_backend, get_backend
 from ring_attn.backends.base import decodes
 from ring_attn.bench.implementations import SDPA_BACKENDS, reason, sdpa_by
 from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
@@ -112,13 +112,14 @@ class Cache:
         self.nbytes = self.k.nbytes + self.v.nbytes
         self.mask = Mask(1, seqlen, causal=True)
         self._tiles = decode_tiles((Segment(0, seqlen),), self.mask)
-        self._spec = AttentionSpec.of(self.q, self.k, self.v)
+        spec = AttentionSpec.of(self.q, self.k, self.v)
+        chosen = choose_backend(spec, setting.backend, Purpose(decoding=True))
         self._scores = Scores(dim**-0.5)
-        self._backend = setting.backend
+        self._backend = get_backend(chosen.name)
 
     def runs(self) -> Iterator[tuple[str, Run]]:
         """Every implementation by its name."""
-        backend = get_backend(choose_backend(self._spec, self._backend).name)
+        backend = self._backend
         if decodes(backend):
             yield (
                 "parts",
@@ -132,7 +133,7 @@ class Cache:
             yield name, partial(_rows_first, function, q, k, v)
 
     def _whole(self) -> Tensor:
-        backend = get_backend(choose_backend(self._spec, self._backend).name)
+        backend = self._backend
         state = backend.new_state(self.q, self.v.size(3))
         args = (self.q, self.k, self.v, self._tiles, state)
         state = backend.forward(*args, scores=self._scores, last=True)

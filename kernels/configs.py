@@ -12,9 +12,10 @@ ring's sums are those of a single pass. The kinds are
     dkdv    dkdv_whole    dkdv_softcap     dk and dv
     dq      dq_whole      dq_softcap       dq
     delta                                  rowsum(out * dout)
+    gluon                                  out and lse, where `takes_gluon`
 
-where the others fall back to the first of their line: steps without a mask or a ragged end need
-fewer registers, and softcap's tanh more.
+where the others of a line fall back to its first: steps without a mask or a ragged end need fewer
+registers, and softcap's tanh more.
 
 Notes give registers a thread and shared memory as compiled for bfloat16 with triton 3.7.1, for the
 variant that takes most. What a 16-bit config spills is said, and of 3.6.0 and 3.9.0 what was seen.
@@ -33,6 +34,8 @@ import torch
 import triton
 from torch import Tensor
 
+from .gluon_guard import gluon_missing
+
 if TYPE_CHECKING:
     from .launch import Launch
 
@@ -48,8 +51,8 @@ class Config:
         num_stages: depth of the pipeline of loads.
         note: where the choice comes from.
         l2_bytes: heads are done in groups whose columns take no more than this; 0 is all at once.
-        programs_per_sm: of a persistent grid, in which a program does several tasks; 0 is a
-            program for each task.
+        programs_per_sm: of the forward in Gluon, whose programs do several tasks; 0 is a program
+            for each task, as all other kernels have.
     """
 
     BLOCK_M: int
@@ -100,7 +103,7 @@ TABLE: dict[tuple[str, str, int], Config] = {
     ("sm_86", "dq", 128): Config(64, 64, 8, 2, "165 regs, 74 KB; not measured"),
     ("sm_86", "dq", 256): Config(64, 32, 8, 1, "223 regs, 98 KB; not measured"),
     ("sm_86", "decode", 64): Config(16, 64, 4, 2, "118 regs, 20 KB; not measured"),
-    ("sm_86", "decode", 128): Config(16, 64, 4, 2, "168 regs, 39 KB; not measured"),
+    ("sm_86", "decode", 128): Config(16, 64, 8, 2, "98 regs, 39 KB; not measured"),
     ("sm_86", "decode", 256): Config(16, 32, 4, 2, "168 regs, 42 KB; not measured"),
     ("sm_90", "fwd", 64): Config(128, 128, 8, 3, "242 regs, 115 KB; not measured"),
     # By 3.6.0 spills 40 bytes with softcap, by 3.9.0 48 without a mask, outside the loop.
@@ -125,9 +128,7 @@ TABLE: dict[tuple[str, str, int], Config] = {
     ("sm_100", "fwd_whole", 64): Config(128, 64, 8, 1, "75 regs, 29 KB; not measured"),
     ("sm_100", "dkdv", 64): Config(64, 128, 8, 1, "241 regs, 49 KB; not measured"),
     ("sm_100", "dkdv", 128): Config(64, 64, 8, 2, "242 regs, 132 KB; not measured"),
-    ("sm_100", "dkdv", 256): Config(
-        16, 64, 8, 1, "255 regs, 82 KB; 8 to 20 bytes spilled under a mask; not measured"
-    ),
+    ("sm_100", "dkdv", 256): Config(16, 64, 8, 1, "255 regs, 82 KB; not measured"),
     ("sm_100", "dkdv_softcap", 128): Config(64, 64, 8, 1, "150 regs, 66 KB; not measured"),
     # With two stages triton 3.7.1 leaves proxy fences out of dq.
     ("sm_100", "dq", 64): Config(128, 64, 8, 1, "162 regs, 49 KB; not measured"),
@@ -159,9 +160,48 @@ FLOAT32 = {
     256: Config(16, 16, 8, 1, "255 regs and 240 bytes spilled, 68 KB; not measured"),
 }
 
-# Configs of the Gluon forward by head dim, used on sm_90 wherever it can run. Empty until a device
-# has measured one of `hopper_fwd.CONFIGS` as faster.
-GLUON: dict[int, Config] = {}
+# Configs of dk and dv for launches with fewer programs than multiprocessors. They have half the kv
+# rows and half the warps: twice as many programs, each of the same instructions a warp. The q rows
+# are the same, and with them the bits.
+FEW: dict[tuple[str, int], Config] = {
+    ("sm_80", 64): Config(32, 64, 4, 2, "253 regs, 25 KB; not measured"),
+    ("sm_80", 128): Config(64, 32, 4, 2, "255 regs, 54 KB; not measured"),
+    ("sm_90", 64): Config(64, 64, 4, 3, "228 regs, 67 KB; not measured"),
+    ("sm_90", 128): Config(
+        64, 64, 4, 2, "255 regs, 99 KB; 16 to 20 bytes spilled outside the loop; not measured"
+    ),
+    ("sm_100", 64): Config(64, 64, 4, 1, "255 regs, 33 KB; not measured"),
+}
+
+# K and V of the heads that a persistent grid computes together: the share of the 50 MB of L2 of
+# sm_90 that q, out and the state leave.
+L2_BYTES = 32 << 20
+
+
+def _persistent(block_m: int, block_n: int, num_stages: int, note: str) -> Config:
+    return Config(block_m, block_n, 4, num_stages, note, l2_bytes=L2_BYTES, programs_per_sm=1)
+
+
+# The forward of sm_90 in 16 bits is that of `hopper_fwd`, by head dim: the first config, chosen by
+# its structure, and others for a search. Notes give registers a thread, first all alike and then a
+# consumer's (232 of 240 where ragged), and shared memory. With triton 3.7.1 nothing spills.
+GLUON: dict[int, tuple[Config, ...]] = {
+    # Registers leave room for one program: more stages cost nothing, and 4 are counted by a mask.
+    # With 128 x 128 triton 3.9.0 spills 28 bytes where ragged.
+    64: (
+        _persistent(128, 128, 4, "168, then 240 regs, 148 KB; not measured"),
+        _persistent(192, 64, 2, "128, then 160 regs, 58 KB; not measured"),
+        _persistent(128, 128, 2, "168, then 240 regs, 82 KB; not measured"),
+    ),
+    # A block's products take 2048 clocks: two stages are ahead of a copy by more than its latency.
+    128: (
+        _persistent(128, 128, 2, "168, then 240 regs, 164 KB; not measured"),
+        _persistent(128, 128, 3, "168, then 240 regs, 230 KB; not measured"),
+        _persistent(128, 64, 4, "168, then 240 regs, 164 KB; not measured"),
+    ),
+    # 64 columns spill 60 bytes where ragged.
+    256: (_persistent(128, 32, 3, "168, then 240 regs, 164 KB; not measured"),),
+}
 
 # Kinds that differ in the mask alone fold over blocks of one length, of kv rows or of q rows: else
 # a ring would not have the bits of a single pass.
@@ -276,11 +316,8 @@ SEARCHED: dict[tuple[str, str, int], tuple[Config, ...]] = {
 
 # On sm_90 the frozen config and the tiles behind it, so many in all, are tried in other orders of
 # their tasks, too: in groups of heads whose columns take so much of the 50 MB of L2 cache, which
-# holds rows and results besides; and as persistent grids, of so many programs a multiprocessor by
-# their warps.
+# holds rows and results besides.
 REORDERED = 3
-L2_BYTES = 32 << 20
-PLACES = {4: 2, 8: 1}
 
 # One pass over memory: as many rows as keep a few loads of 16 bytes in flight for every thread.
 DELTA = Config(32, 0, 4, 1, "bound by memory")
@@ -295,7 +332,7 @@ def select(kind: str, x: Tensor, headdim_v: int) -> Config:
     """The frozen config of a kernel.
 
     Args:
-        kind: "fwd", "fwd_whole", "dkdv", "dkdv_softcap", "dq", "dq_softcap", "delta" or
+        kind: "fwd", "fwd_whole", "gluon", "dkdv", "dkdv_softcap", "dq", "dq_softcap", "delta" or
             "decode".
         x: a tensor of the call: its device, dtype and head dim count.
         headdim_v: of v.
@@ -311,25 +348,56 @@ def frozen(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> Config:
     if kind == "delta":
         return DELTA
     size = bucket(headdim)
+    if kind == "gluon":
+        return GLUON[size][0]
     if dtype == torch.float32:
         return FLOAT32[size]
     return TABLE.get((arch, kind, size)) or TABLE[arch, _base(kind), size]
 
 
-def gluon_forward(x: Tensor, headdim_v: int) -> Config | None:
-    """The config of the Gluon forward where that kernel is used, else None; see `GLUON`."""
-    if architecture(x.device) != "sm_90":
+def filling(config: Config, programs: int, sms: int, few: Config | None) -> Config:
+    """The config of dk and dv, or `few` where that leaves multiprocessors without a program.
+
+    Args:
+        config: of launches with many programs.
+        programs: of this launch with it.
+        sms: multiprocessors.
+        few: of `FEW`; not taken if its sums fold over other blocks of q rows.
+    """
+    if few is None or programs >= sms or few.BLOCK_M != config.BLOCK_M:
+        return config
+    return few if few.BLOCK_N < config.BLOCK_N else config
+
+
+def few_programs(x: Tensor, headdim_v: int) -> Config | None:
+    """The entry of `FEW` for tensors like x."""
+    if x.dtype == torch.float32:
         return None
-    return GLUON.get(max(x.size(-1), headdim_v))
+    return FEW.get((architecture(x.device), bucket(max(x.size(-1), headdim_v))))
+
+
+def takes_gluon(x: Tensor, headdim_v: int) -> bool:
+    """Whether calls have the forward in Gluon; see `GLUON`.
+
+    What decides is the same at every step, on every rank and at every world size: where the two
+    kernels fold blocks of other lengths, a call with both would have other bits than one rank.
+    """
+    return (
+        x.dtype in (torch.float16, torch.bfloat16)
+        and {x.size(-1), headdim_v} <= GLUON.keys()
+        and architecture(x.device) == "sm_90"
+        and gluon_missing() is None
+    )
 
 
 def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tuple[Config, ...]:
     """The configs that `search` tries: the frozen one, and others that may suit the device.
 
     On sm_90, but for decoding, in the order of what they promise: another tile can be worth a
-    quarter; groups of heads less, and only where the columns of all do not fit into the L2 cache; a
-    persistent grid some per cent.
+    quarter; groups of heads less, and only where the columns of all do not fit into the L2 cache.
     """
+    if kind == "gluon":
+        return GLUON[bucket(headdim)]
     first = frozen(kind, arch, headdim, dtype)
     found = SEARCHED.get((arch, _base(kind), bucket(headdim)))
     if dtype == torch.float32 or found is None:
@@ -337,19 +405,7 @@ def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tupl
     tiles = _distinct(first, *found)
     if arch != "sm_90" or kind == "decode":
         return tiles
-    orders = [reordered(config) for config in tiles[:REORDERED]]
-    return (*tiles, *(order for one in zip(*orders, strict=True) for order in one))
-
-
-def reordered(config: Config) -> tuple[Config, ...]:
-    """The config in other orders of its tasks: heads in groups, persistent, and both."""
-    plain = replace(config, note="", l2_bytes=0, programs_per_sm=0)
-    grouped, places = replace(plain, l2_bytes=L2_BYTES), PLACES[config.num_warps]
-    return (
-        grouped,
-        replace(grouped, programs_per_sm=places),
-        replace(plain, programs_per_sm=places),
-    )
+    return (*tiles, *(replace(x, note="", l2_bytes=L2_BYTES) for x in tiles[:REORDERED]))
 
 
 def autotune_enabled() -> bool:

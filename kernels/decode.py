@@ -11,6 +11,9 @@ The query heads of a kv head see the same keys, so they are rows of one block: t
 once for all of them. Rows of all parts stand one below the other, and what each sees is a step's
 table like any other, of rectangles alone: a bound on j - i is none when rows are heads, too.
 
+Every token has a table of its own. Where all queries see the same keys, as a single query does, the
+GPU writes it (`part_table_kernel`), and nothing is copied to the device; else the host makes it.
+
 Flash-Decoding (Dao et al., 2023); equations and the base of m as in `online_softmax`.
 """
 
@@ -28,7 +31,7 @@ from .configs import Config
 from .flash_fwd import block_dim
 from .launch import Launch
 from .online_softmax import online_softmax_finalize, online_softmax_merge, softmax_pivot
-from .step_table import Rectangle
+from .step_table import COLUMNS, UNBOUNDED, Rectangle, StepTable
 
 # Parts begin and end at blocks of every config; shorter ones would cost more to merge than to read.
 PART_UNIT, LEAST_PART = 128, 256
@@ -106,6 +109,83 @@ def _unbounded(rectangles: Sequence[Rectangle]) -> Iterator[tuple[int, int, int,
                 yield row, row + 1, max(right, first), last
 
 
+@triton.jit(do_not_specialize=["start", "length", "col_start", "col_stop"])
+def part_table_kernel(
+    table_ptr,
+    start,
+    length,
+    col_start,
+    col_stop,
+    NUM_ROWS: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    LARGE: tl.constexpr,
+):
+    """The blocks of a part's rows, and the run of columns that they see."""
+    part = tl.program_id(0)
+    for i in range(NUM_BLOCKS):
+        block = table_ptr + 4 * (part * NUM_BLOCKS + i)
+        row = part * NUM_ROWS + i * BLOCK_M
+        tl.store(block, row)
+        tl.store(block + 1, tl.minimum(row + BLOCK_M, (part + 1) * NUM_ROWS))
+        tl.store(block + 2, part)
+        tl.store(block + 3, part + 1)
+    run = table_ptr + 4 * (tl.num_programs(0) * NUM_BLOCKS + part)
+    tl.store(run, tl.maximum(col_start, start + part * length))
+    tl.store(run + 1, tl.minimum(col_stop, start + (part + 1) * length))
+    tl.store(run + 2, -LARGE)
+    tl.store(run + 3, LARGE)
+
+
+def part_table(
+    rectangle: Rectangle, num_rows: int, parts: Parts, config: Config, device: torch.device
+) -> tuple[StepTable, Launch]:
+    """The table of parts whose rows all see the rectangle's columns, and the launch that fills it.
+
+    Args:
+        rectangle: without bounds, of all rows.
+        num_rows: of a part.
+        parts: that begin and end in the rectangle.
+        config: whose blocks they are.
+        device: where the table is.
+    """
+    _, _, col_start, col_stop, _, _ = rectangle
+    num_blocks = -(-num_rows // config.BLOCK_M)
+    blocks = parts.num_parts * num_blocks
+    rows = torch.empty(blocks + parts.num_parts, COLUMNS, dtype=torch.int32, device=device)
+    first, last = col_start // config.BLOCK_N, -(-col_stop // config.BLOCK_N)
+    table = StepTable(
+        blocks=rows[:blocks],
+        runs=rows[blocks:],
+        num_blocks=blocks,
+        num_runs=parts.num_parts,
+        num_cols=col_stop - col_start,
+        has_lo=False,
+        has_hi=False,
+        ragged=bool(col_start % config.BLOCK_N or col_stop % config.BLOCK_N),
+        visits=num_blocks * (last - first),
+    )
+    launch = Launch(
+        part_table_kernel,
+        (parts.num_parts,),
+        {
+            "table_ptr": rows,
+            "start": parts.start,
+            "length": parts.length,
+            "col_start": col_start,
+            "col_stop": col_stop,
+        },
+        {
+            "NUM_ROWS": num_rows,
+            "NUM_BLOCKS": num_blocks,
+            "BLOCK_M": config.BLOCK_M,
+            "LARGE": UNBOUNDED,
+        },
+        {"num_warps": 1, "num_stages": 1},
+    )
+    return table, launch
+
+
 def part_rows(q: Tensor, nheads_kv: int, num_parts: int) -> Tensor:
     """q (batch, rows, nheads, headdim) as (batch, num_parts * rows * group, nheads_kv, headdim)."""
     batch, rows, nheads, headdim = q.shape
@@ -131,10 +211,10 @@ def merge_parts_kernel(
     BLOCK_P: tl.constexpr,
 ):
     """out and lse of one query head of one query, from the states of its parts."""
-    row = tl.program_id(0)  # of a part: query * GROUP + query head within the kv head
-    batch = (tl.program_id(1) // nheads_kv).to(tl.int64)
-    kv_head = tl.program_id(1) % nheads_kv
     rows_of_part = num_rows * GROUP
+    row = tl.program_id(0) % rows_of_part  # query * GROUP + query head within the kv head
+    batch = (tl.program_id(0) // rows_of_part // nheads_kv).to(tl.int64)
+    kv_head = tl.program_id(0) // rows_of_part % nheads_kv
     dims = tl.arange(0, BLOCK_DV)
 
     acc = tl.zeros((1, BLOCK_DV), tl.float32)
@@ -188,7 +268,7 @@ def merge_parts_launch(
     group = nheads // nheads_kv
     return Launch(
         merge_parts_kernel,
-        (num_rows * group, batch * nheads_kv),
+        (num_rows * group * batch * nheads_kv,),
         {
             "acc_ptr": acc,
             "m_ptr": m,

@@ -13,12 +13,13 @@ HOPPER = "triton.experimental.gluon.language.nvidia.hopper"
 
 # Names by module; one of several names divided by a bar is enough.
 NEEDED: dict[str, tuple[str, ...]] = {
-    "triton.experimental.gluon": ("jit",),
+    "triton.experimental.gluon": ("constexpr_function", "jit"),
     "triton.experimental.gluon.language": (
         "allocate_shared_memory",
         "shared_memory_descriptor",
         "warp_specialize",
         "BlockedLayout",
+        "DistributedLinearLayout",
         "DotOperandLayout",
         "NVMMADistributedLayout",
         "NVMMASharedLayout",

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from .online_softmax import softmax_pivot
+from .online_softmax import softmax_pivot, tanh
 
 # Rows of q that a warpgroup's products have.
 ROWS = gl.constexpr(64)
@@ -32,10 +32,12 @@ def clear_outside(buffer, start, run):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     pieces = reinterpret(buffer, buffer.dtype, [PIECES, 8, 64], SHARED)
     for i in range(PIECES):
-        rows = start + (8 * i) % BLOCK_N + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
-        inside = (rows >= run[0]) & (rows < run[1])
-        x = pieces.index(i).load(LAYOUT)
-        pieces.index(i).store(gl.where(inside[:, None], x, gl.zeros_like(x)))
+        first = start + (8 * i) % BLOCK_N
+        if (first < run[0]) | (first + 8 > run[1]):
+            rows = first + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+            inside = (rows >= run[0]) & (rows < run[1])
+            x = pieces.index(i).load(LAYOUT)
+            pieces.index(i).store(gl.where(inside[:, None], x, gl.zeros_like(x)))
 
 
 @gluon.jit
@@ -105,17 +107,24 @@ def softmax(
     rows,
     start,
     run,
-    qk_scale,
-    HAS_LO: gl.constexpr,
-    HAS_HI: gl.constexpr,
-    RAGGED: gl.constexpr,
+    scales,
+    FLAGS: gl.constexpr,
     MASK: gl.constexpr,
 ):
     """`online_softmax_update` without its product: returns p, alpha, m_i and l_i.
 
     s (ROWS, BLOCK_N) raw products, m_i l_i rows (ROWS,), all float32 but rows. MASK: this block has
-    a mask; by the other flags any block of the launch may.
+    a mask. FLAGS (HAS_LO, HAS_HI, RAGGED, SOFTCAP): what any block of the launch may have. scales:
+    of `score_scales`.
     """
+    HAS_LO: gl.constexpr = FLAGS[0]
+    HAS_HI: gl.constexpr = FLAGS[1]
+    RAGGED: gl.constexpr = FLAGS[2]
+    SOFTCAP: gl.constexpr = FLAGS[3]
+    inner_scale, outer_scale = scales
+    if SOFTCAP:
+        s = outer_scale * tanh(s * inner_scale)
+    qk_scale = 1.0 if SOFTCAP else inner_scale
     if MASK:
         s = _mask(
             s, rows - start, run[0] - start, run[1] - start, run[2], run[3], HAS_LO, HAS_HI, RAGGED
@@ -174,13 +183,30 @@ def load_state(state, batch, head, row, row_stop, num_rows, nheads, HEAD_DIM_V, 
     return acc, m_i, gl.load(ptrs, inside, 0.0)
 
 
+@gluon.constexpr_function
+def _stored_layout(product: gl.constexpr, num_dims: int, num_bits: int) -> gl.DistributedLayout:
+    """The layout in which the rows of a product fill sectors of 32 bytes with each store.
+
+    Four lanes share a row, of which each has pairs. Pairs of 16 bits leave half a sector empty, so
+    there each lane gets four in a row, by shuffles among the four.
+    """
+    if num_bits != 16:
+        return product
+    dims = [[0, 1 << i] for i in range(4, num_dims.bit_length() - 1)]
+    lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0], *dims], lanes, [[16, 0], [32, 0]], [], [64, num_dims]
+    )
+
+
 @gluon.jit
 def store_rows(ptr, x, batch, head, row, row_stop, num_rows, nheads):
     """Stores x (ROWS, HEAD_DIM_V) to the rows below `row_stop`."""
-    L: gl.constexpr = x.type.layout
+    x = x.to(ptr.dtype.element_ty)
+    L: gl.constexpr = _stored_layout(x.type.layout, x.shape[1], x.dtype.primitive_bitwidth)
     ptrs = _row_ptrs(ptr, batch, head, row, num_rows, nheads, x.shape[1], L)
     inside = gl.arange(0, ROWS, gl.SliceLayout(1, L)) < row_stop - row
-    gl.store(ptrs, x.to(ptr.dtype.element_ty), inside[:, None])
+    gl.store(ptrs, gl.convert_layout(x, L), inside[:, None])
 
 
 @gluon.jit

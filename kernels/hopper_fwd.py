@@ -26,8 +26,9 @@ tensor cores multiply the weights of the block before it.
 With PING_PONG consumers also take turns to issue their two products, so that the softmax of one
 runs during the products of the other. Gluon has no named barriers: a turn is an mbarrier as well.
 
-A program does one task after the other (`tasks`), and the producer loads for the next task while
-the consumers store the results of this one.
+A program does one task after the other (`tasks`). Q is given back before the last product with V,
+and the first K of a task is copied before its Q: so the producer loads for the next task while the
+consumers finish this one. A state that is carried is read by the consumers, before they wait for Q.
 
 Rows beyond the tensor are copied as zeros. Rows beyond a run but within the tensor are another
 document's, maybe NaN; their weights are 0, but 0 * NaN is NaN. So where a run begins or ends within
@@ -75,46 +76,6 @@ from .tasks import block_and_head, make_schedule
 
 # Names in triton 3.9, and in older versions.
 start_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
-HEAD_DIMS = (64, 128, 256)
-
-# Head dims at which runs may begin or end within a block: larger ones leave the producer too few
-# registers.
-RAGGED_HEAD_DIMS = (64, 128)
-
-# K and V of the heads that are computed together: the share of the 50 MB of L2 that q, out and the
-# state leave.
-L2_BYTES = 32 * 2**20
-
-
-def _persistent(block_m: int, block_n: int, num_stages: int, note: str) -> Config:
-    return Config(block_m, block_n, 4, num_stages, note, l2_bytes=L2_BYTES, programs_per_sm=1)
-
-
-# Notes give registers a thread, first all alike and then a consumer's (232 of 240 where ragged),
-# and shared memory, as compiled for bfloat16. Nothing spills with triton 3.6.0 and 3.7.1.
-CONFIGS: dict[int, tuple[Config, ...]] = {
-    64: (
-        _persistent(
-            128, 128, 2, "168, then 240 regs, 82 KB; ragged 8 bytes spilled by 3.9.0; not measured"
-        ),
-        _persistent(192, 64, 2, "128, then 160 regs, 58 KB; not measured"),
-        _persistent(
-            128, 128, 4, "168, then 240 regs, 148 KB; ragged 8 bytes spilled by 3.9.0; not measured"
-        ),
-    ),
-    128: (
-        _persistent(128, 128, 2, "168, then 240 regs, 164 KB; not measured"),
-        _persistent(128, 128, 3, "168, then 240 regs, 230 KB; not measured"),
-        _persistent(128, 64, 4, "168, then 240 regs, 164 KB; not measured"),
-    ),
-    256: (
-        _persistent(
-            128, 64, 2, "168, then 240 regs, 197 KB; 164 bytes spilled by 3.9.0; not measured"
-        ),
-        _persistent(128, 32, 3, "168, then 240 regs, 164 KB; not measured"),
-    ),
-}
 
 
 @gluon.jit
@@ -178,11 +139,6 @@ def _produce(given, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
     for task in range(_first_task(num_tasks), num_tasks, num_programs):
         batch, head, block = _task(task, work)
         row_start, row_stop, first_run, last_run = load_block_row(blocks_ptr, block)
-        for i in gl.static_range(CONSUMERS):
-            mbarrier.wait(q_empty.index(i), parity ^ 1)
-            coord = [batch, row_start + i * ROWS, head, 0]
-            _copy(q_desc, coord, q_buffers.index(i), q_full.index(i))
-        parity ^= 1
         for i in range(first_run, last_run):
             run = load_run(runs_ptr, i)
             first, _, _, last = column_range(row_start, row_stop, run, BLOCK_N)
@@ -191,6 +147,13 @@ def _produce(given, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
                 coord = [batch, start, head // GROUP, 0]
                 stage = _await_empty(k_buffers, k_empty, use)
                 _copy(k_desc, coord, k_buffers.index(stage), k_full.index(stage))
+                if (i == first_run) & (j == 0):
+                    # Behind K, whose buffer is free earlier.
+                    for index in gl.static_range(CONSUMERS):
+                        mbarrier.wait(q_empty.index(index), parity ^ 1)
+                        q_coord = [batch, row_start + index * ROWS, head, 0]
+                        _copy(q_desc, q_coord, q_buffers.index(index), q_full.index(index))
+                    parity ^= 1
                 stage = _await_empty(v_buffers, v_empty, use)
                 v = v_buffers.index(stage)
                 if RAGGED:
@@ -225,11 +188,9 @@ def _fold_blocks(
     rows,
     last,
     run,
-    qk_scale,
+    scales,
     INDEX: gl.constexpr,
-    HAS_LO: gl.constexpr,
-    HAS_HI: gl.constexpr,
-    RAGGED: gl.constexpr,
+    FLAGS: gl.constexpr,
     MASK: gl.constexpr,
     PING_PONG: gl.constexpr,
 ):
@@ -253,9 +214,7 @@ def _fold_blocks(
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(k_empty.index(k_stage), count=1)
         start = (last - 1 - i) * BLOCK_N
-        p_next, alpha, m_i, l_i = softmax(
-            s, m_i, l_i, rows, start, run, qk_scale, HAS_LO, HAS_HI, RAGGED, MASK
-        )
+        p_next, alpha, m_i, l_i = softmax(s, m_i, l_i, rows, start, run, scales, FLAGS, MASK)
         # The loop inside this wait also keeps ptxas from moving the softmax below the next wait:
         # nothing else in the code prevents that.
         next_stage = _await_full(v_buffers, v_full, use)
@@ -282,20 +241,22 @@ def _fold_run(
     barriers,
     rows,
     run,
-    qk_scale,
+    last_run,
+    scales,
     INDEX: gl.constexpr,
-    HAS_LO: gl.constexpr,
-    HAS_HI: gl.constexpr,
-    RAGGED: gl.constexpr,
+    FLAGS: gl.constexpr,
     PING_PONG: gl.constexpr,
 ):
     """Folds the blocks [first, last) of a run, of which there is one at least, from the last down.
 
-    Those that are masked have loops of their own: a branch between a product's start and its end
-    would make ptxas wait there.
+    Masked blocks have loops of their own: a branch between a product's start and its end would make
+    ptxas wait there. After the scores of a task's last run (`last_run`) Q is given back.
     """
     q_buffers, k_buffers, v_buffers = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
+    HAS_LO: gl.constexpr = FLAGS[0]
+    HAS_HI: gl.constexpr = FLAGS[1]
+    RAGGED: gl.constexpr = FLAGS[2]
     MASKED: gl.constexpr = HAS_LO or HAS_HI or RAGGED
     BLOCK_N: gl.constexpr = k_buffers.shape[2]
     first, full_first, full_last, last = span
@@ -305,9 +266,7 @@ def _fold_run(
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(k_stage), count=1)
     start = (last - 1) * BLOCK_N
-    p, alpha, m_i, l_i = softmax(
-        s, m_i, l_i, rows, start, run, qk_scale, HAS_LO, HAS_HI, RAGGED, MASKED
-    )
+    p, alpha, m_i, l_i = softmax(s, m_i, l_i, rows, start, run, scales, FLAGS, MASKED)
     v_stage = _await_full(v_buffers, v_full, use)
     acc = rescale(acc, alpha)
     p = as_operand(p, v_buffers, acc)
@@ -319,18 +278,19 @@ def _fold_run(
     if MASKED:
         acc, p, m_i, l_i, v_stage, use, turn = _fold_blocks(
             acc, p, m_i, l_i, v_stage, use, turn, 1, above, q, buffers, barriers, rows, last, run,
-            qk_scale, INDEX, HAS_LO, HAS_HI, RAGGED, True, PING_PONG,
+            scales, INDEX, FLAGS, True, PING_PONG,
         )  # fmt: skip
     acc, p, m_i, l_i, v_stage, use, turn = _fold_blocks(
         acc, p, m_i, l_i, v_stage, use, turn, above, below, q, buffers, barriers, rows, last, run,
-        qk_scale, INDEX, HAS_LO, HAS_HI, RAGGED, False, PING_PONG,
+        scales, INDEX, FLAGS, False, PING_PONG,
     )  # fmt: skip
     if HAS_LO or RAGGED:
         acc, p, m_i, l_i, v_stage, use, turn = _fold_blocks(
             acc, p, m_i, l_i, v_stage, use, turn, below, last - first, q, buffers, barriers, rows,
-            last, run, qk_scale, INDEX, HAS_LO, HAS_HI, RAGGED, True, PING_PONG,
+            last, run, scales, INDEX, FLAGS, True, PING_PONG,
         )  # fmt: skip
 
+    mbarrier.arrive(q_empty.index(INDEX), count=1, pred=last_run)
     acc = issue_output(p, v_buffers, v_stage, acc)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(v_stage), count=1)
@@ -343,14 +303,12 @@ def _consume(
     INDEX: gl.constexpr,
     FIRST: gl.constexpr,
     LAST: gl.constexpr,
-    HAS_LO: gl.constexpr,
-    HAS_HI: gl.constexpr,
-    RAGGED: gl.constexpr,
+    FLAGS: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     PING_PONG: gl.constexpr,
 ):
     """The INDEX-th 64 rows of every task of this program."""
-    given, state, num_rows, qk_scale = to_fold
+    given, state, num_rows, scales = to_fold
     buffers, barriers, work, num_tasks, num_programs = given
     q_buffers, k_buffers, v_buffers = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
@@ -380,18 +338,18 @@ def _consume(
                 state, batch, head, row, row_stop, num_rows, nheads, HEAD_DIM_V, S_LAYOUT, O_LAYOUT
             )
 
-        mbarrier.wait(q_full.index(INDEX), parity)
-        parity ^= 1
+        if first_run < last_run:
+            mbarrier.wait(q_full.index(INDEX), parity)
+            parity ^= 1
         rows = row + gl.arange(0, ROWS, S_ROWS)
         for i in range(first_run, last_run):
             run = load_run(runs_ptr, i)
             span = column_range(row_start, row_stop, run, BLOCK_N)
             if span[3] > span[0]:
                 acc, m_i, l_i, use, turn = _fold_run(
-                    acc, m_i, l_i, use, turn, span, q, buffers, barriers, rows, run, qk_scale,
-                    INDEX, HAS_LO, HAS_HI, RAGGED, PING_PONG,
+                    acc, m_i, l_i, use, turn, span, q, buffers, barriers, rows, run,
+                    i == last_run - 1, scales, INDEX, FLAGS, PING_PONG,
                 )  # fmt: skip
-        mbarrier.arrive(q_empty.index(INDEX), count=1)
 
         # Loaded again, so that the state's pointers are computed again: kept during the loops they
         # would take registers from the products.
@@ -430,7 +388,8 @@ def hopper_fwd_kernel(
     heads_together,
     num_rows,
     nheads,
-    qk_scale,
+    inner_scale,
+    outer_scale,
     GROUP: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -440,6 +399,7 @@ def hopper_fwd_kernel(
     HAS_LO: gl.constexpr,
     HAS_HI: gl.constexpr,
     RAGGED: gl.constexpr,
+    SOFTCAP: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     PING_PONG: gl.constexpr,
 ):
@@ -462,13 +422,14 @@ def hopper_fwd_kernel(
     state = (acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr, sinks_ptr)
     descs = (q_desc, k_desc, v_desc)
     given = (buffers, barriers, work, num_tasks, num_programs)
-    to_fold = (given, state, num_rows, qk_scale)
+    to_fold = (given, state, num_rows, (inner_scale, outer_scale))
+    FLAGS: gl.constexpr = (HAS_LO, HAS_HI, RAGGED, SOFTCAP)
     # Registers per thread: the consumers get those that the producer does not need.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (to_fold, 0, FIRST, LAST, HAS_LO, HAS_HI, RAGGED, HAS_SINKS, PING_PONG)),
-                (_consume, (to_fold, 1, FIRST, LAST, HAS_LO, HAS_HI, RAGGED, HAS_SINKS, PING_PONG)),
+                (_consume, (to_fold, 0, FIRST, LAST, FLAGS, HAS_SINKS, PING_PONG)),
+                (_consume, (to_fold, 1, FIRST, LAST, FLAGS, HAS_SINKS, PING_PONG)),
                 (_produce, (given, descs, GROUP, RAGGED)),
             ],
             [4, 1],
@@ -477,9 +438,9 @@ def hopper_fwd_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (to_fold, 0, FIRST, LAST, HAS_LO, HAS_HI, RAGGED, HAS_SINKS, PING_PONG)),
-                (_consume, (to_fold, 1, FIRST, LAST, HAS_LO, HAS_HI, RAGGED, HAS_SINKS, PING_PONG)),
-                (_consume, (to_fold, 2, FIRST, LAST, HAS_LO, HAS_HI, RAGGED, HAS_SINKS, PING_PONG)),
+                (_consume, (to_fold, 0, FIRST, LAST, FLAGS, HAS_SINKS, PING_PONG)),
+                (_consume, (to_fold, 1, FIRST, LAST, FLAGS, HAS_SINKS, PING_PONG)),
+                (_consume, (to_fold, 2, FIRST, LAST, FLAGS, HAS_SINKS, PING_PONG)),
                 (_produce, (given, descs, GROUP, RAGGED)),
             ],
             [4, 4, 1],
@@ -487,29 +448,12 @@ def hopper_fwd_kernel(
         )
 
 
-def can_run(q: Tensor, k: Tensor, v: Tensor, table: StepTable, softcap: float) -> bool:
-    """Whether `hopper_launch` takes a step, on sm_90.
-
-    It needs 16-bit types, head dims without padding, no softcap, rows that 32-bit integers count,
-    and for the bulk copies addresses and strides that are multiples of 16 bytes.
-    """
-    tensors = (q, k, v)
-    head_dims = RAGGED_HEAD_DIMS if table.ragged else HEAD_DIMS
-    return (
-        q.dtype == k.dtype == v.dtype
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and all(x.size(-1) in head_dims and x.numel() > 0 for x in tensors)
-        and all(map(_can_be_copied, tensors))
-        and q.numel() // q.size(-1) < 2**31
-        and table.num_blocks > 0
-        and softcap == 0.0
-    )
-
-
-def _can_be_copied(x: Tensor) -> bool:
+def copyable(x: Tensor) -> Tensor:
+    """x with an address and strides that bulk copies take: else a copy of it."""
     unit = 16 // x.element_size()
     *strides, last = x.stride()
-    return last == 1 and x.data_ptr() % 16 == 0 and all(n > 0 and n % unit == 0 for n in strides)
+    taken = last == 1 and x.data_ptr() % 16 == 0 and all(n > 0 and n % unit == 0 for n in strides)
+    return x if taken else x.clone(memory_format=torch.contiguous_format)
 
 
 def hopper_launch(
@@ -521,27 +465,29 @@ def hopper_launch(
     config: Config,
     *,
     softmax_scale: float,
+    softcap: float = 0.0,
     first: bool,
     last: bool,
     ping_pong: bool = True,
 ) -> Launch:
-    """The launch that folds one step, as `forward_launch`; `can_run` says which steps it takes.
+    """The launch that folds one step, as `forward_launch`; of calls that `takes_gluon` allows.
 
     Args:
-        q: (batch, rows, nheads, headdim), any strides that `can_run` takes; so k and v.
+        q: (batch, rows, nheads, headdim), as `copyable` returns it; so k and v, which have rows.
         k: (batch, rows_kv, nheads_kv, headdim).
         v: (batch, rows_kv, nheads_kv, headdim_v).
         state: allocated by the caller: acc, m, l unless first and last; out and lse if last.
         table: descending, for this config's blocks; first and last need blocks for all rows.
         config: BLOCK_M 128 or 192, 4 warps, which a consumer has, and at least 2 stages.
         softmax_scale: positive.
+        softcap: 0 is none.
         first: nothing is loaded of the state.
         last: out and lse are written instead of the state.
         ping_pong: consumers take turns.
     """
     batch, num_rows, nheads, headdim = q.shape
     group = nheads // k.size(2)
-    qk_scale, _ = score_scales(softmax_scale, 0.0)
+    inner_scale, outer_scale = score_scales(softmax_scale, softcap)
     schedule = make_schedule(
         table, config, q.device, num_heads=batch * nheads, heads_per_kv=group,
         bytes_per_column=(headdim + v.size(3)) * k.element_size(),
@@ -567,7 +513,8 @@ def hopper_launch(
             "heads_together": schedule.heads_together,
             "num_rows": num_rows,
             "nheads": nheads,
-            "qk_scale": qk_scale,
+            "inner_scale": inner_scale,
+            "outer_scale": outer_scale,
         },
         {
             "GROUP": group,
@@ -579,6 +526,7 @@ def hopper_launch(
             "HAS_LO": table.has_lo,
             "HAS_HI": table.has_hi,
             "RAGGED": table.ragged,
+            "SOFTCAP": softcap != 0.0,
             "HAS_SINKS": state.sinks is not None,
             "PING_PONG": ping_pong,
         },

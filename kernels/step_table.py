@@ -8,6 +8,8 @@ end, so that all rows of a block see the same rectangles, then into blocks of BL
     runs    (num_runs, 4)   col_start, col_stop, lo, hi
     blocks  (num_blocks, 4) row_start, row_stop, first_run, last_run (exclusive), most work first
 
+The first run of a block and its last hold a pair that its rows see; those between them may not.
+
 Columns are visited in blocks on a grid that begins at column 0, not at the run: so a row meets the
 same blocks of columns wherever a sequence is cut at multiples of BLOCK_COLS, and its sums have the
 same bits. Which blocks those are a program works out by itself, from `column_range`:
@@ -143,8 +145,9 @@ def make_step_table(
         runs += [_bounded(r) for r in (reversed(seen) if descending else seen)]
         for row in range(start, stop, block_rows):
             end = min(row + block_rows, stop)
-            work = sum(_visits(row, end, run, block_cols) for run in runs[first:])
-            blocks.append((row, end, first, len(runs), work))
+            visits = [_visits(row, end, run, block_cols) for run in runs[first:]]
+            there = [first + i for i, count in enumerate(visits) if count] or [first, first - 1]
+            blocks.append((row, end, there[0], there[-1] + 1, sum(visits)))
     # Programs start in this order: the longest first, so that none is left running alone.
     blocks.sort(key=lambda block: -block[COLUMNS])
     blocks_there, runs_there = _to_device([block[:COLUMNS] for block in blocks], runs, device)

@@ -8,8 +8,10 @@ sequences their columns do not fit into the L2 cache together. So heads may come
     block of 4 heads      0 0 0 0 1 1 1 1 2 2 2 2      4 together     0 0 1 1 2 2 0 0 1 1 2 2
     head                  0 1 2 3 0 1 2 3 0 1 2 3      2 together     0 1 0 1 0 1 2 3 2 3 2 3
 
-A program does the task of its own number, or in a persistent grid, which has as many programs as
-run at once, every num_programs-th. Neither changes a bit of what a task computes.
+A program does the task of its own number: no multiprocessor is idle while tasks are left, whoever
+else has some of them, and copies get a place as soon as a task ends (`test_launches.py`).
+The forward in Gluon, which loads ahead from task to task, has a persistent grid. Neither changes a
+bit of what a task computes.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
+import triton.language as tl  # noqa: F401  the interpreter asks that every kernel's module has it
 
 from .configs import Config
 from .step_table import StepTable
@@ -30,12 +32,6 @@ SMS_PER_COPY = 16
 
 # Multiprocessors of the interpreter: few, so that programs of a persistent grid have several tasks.
 INTERPRETER_SMS = 3
-
-
-@triton.jit
-def tasks_of_program(num_tasks):
-    """Number of tasks of this program of a persistent grid."""
-    return tl.cdiv(num_tasks - tl.program_id(0), tl.num_programs(0))
 
 
 @triton.jit
@@ -50,7 +46,7 @@ class Schedule(NamedTuple):
     """A launch's programs, and the order of its tasks.
 
     Attributes:
-        num_programs: of the grid.
+        num_programs: of a persistent grid.
         num_blocks: blocks of rows of each head.
         num_heads: of all batches.
         heads_together: heads of a group; they divide num_heads.
@@ -62,11 +58,15 @@ class Schedule(NamedTuple):
     heads_together: int
 
     @property
+    def num_tasks(self) -> int:
+        """Programs of a grid with one for each task."""
+        return self.num_blocks * self.num_heads
+
+    @property
     def args(self) -> dict[str, int]:
         """The schedule as arguments of a kernel."""
         return {
             "num_blocks": self.num_blocks,
-            "batch_heads": self.num_heads,
             "heads_together": self.heads_together,
         }
 

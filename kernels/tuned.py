@@ -50,12 +50,11 @@ def select(kind: str, x: Tensor, headdim_v: int) -> Config:
     return _chosen(x, headdim_v).get(kind) or configs.select(kind, x, headdim_v)
 
 
-def gluon_forward(x: Tensor, headdim_v: int) -> Config | None:
-    """The config of the Gluon forward where that kernel is used, else None."""
+def takes_gluon(x: Tensor, headdim_v: int) -> bool:
+    """Whether calls have the forward in Gluon: not where a file has configs of the portable one."""
     chosen = _chosen(x, headdim_v)
-    if GLUON in chosen and x.size(-1) == headdim_v == configs.bucket(headdim_v):
-        return chosen[GLUON]
-    return None if {"fwd", "fwd_whole"} & set(chosen) else configs.gluon_forward(x, headdim_v)
+    portable = GLUON not in chosen and not {"fwd", "fwd_whole"}.isdisjoint(chosen)
+    return not portable and configs.takes_gluon(x, headdim_v)
 
 
 def section(
@@ -153,6 +152,12 @@ def _entry(entry: Any) -> tuple[str, int, Config]:
     kind, headdim = values.pop("kind"), values.pop("headdim")
     if kind not in KINDS or headdim not in configs.BUCKETS:
         raise ValueError(f"kind must be of {KINDS} and headdim of {configs.BUCKETS}")
+    if kind == GLUON:
+        known = [replace(config, note="") for config in configs.GLUON[headdim]]
+        given = [config for config in known if asdict(config) == {**values, "note": ""}]
+        if not given:
+            raise ValueError(f"gluon has the configs {known}")
+        return kind, headdim, given[0]
     for field in fields(Config):
         if field.name == "note" or (field.default is not MISSING and field.name not in values):
             continue
@@ -161,6 +166,8 @@ def _entry(entry: Any) -> tuple[str, int, Config]:
             raise ValueError(f"{field.name} must be an int from {least} to {most}")
         if field.name in POWERS and value & (value - 1):
             raise ValueError(f"{field.name} must be a power of 2")
+    if values.get("programs_per_sm") and kind != GLUON:
+        raise ValueError(f"programs_per_sm is of kind {GLUON}")
     return kind, headdim, Config(**{**values, "note": ""})
 
 

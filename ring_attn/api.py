@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn import check, decode, ops
-from ring_attn.backends import BackendChoice, choose_backend
+from ring_attn.backends import BackendChoice, Purpose, choose_backend
 from ring_attn.call import (
     Arguments,
     AttentionOptions,
@@ -133,7 +133,8 @@ def ring_attention(
             fastest by simulation on this machine's description (`explain` tells why): rank 0
             chooses, and at the first call with new arguments the ranks exchange 1 KiB so that all
             do the same; later calls look it up. A mesh with two axes then tells the size of a node.
-        backend: "auto", or the name of one that then runs or raises; see `select_backend`.
+        backend: "auto" for the fastest, or the name of one that then runs or raises;
+            `select_backend` says which, and why.
         same_bits: whether out, lse, dq, dk and dv have the same bits at every world size. That
             needs a backend that folds in order (triton) and contiguous shards that start at
             multiples of its block, 128; a ring also needs `causal` without window and documents.
@@ -248,7 +249,8 @@ def _with_strategy(
         rows = (q.size(1), k.size(1))
         masked = arguments.documents(), arguments.given_mask()
         resolved = resolve(call, rows, *masked, arguments.numbers, *call.place)
-        backend = choose_backend(spec, call.backend).name
+        purpose = Purpose.of(resolved.mask, backward=call.differentiated, same_bits=call.same_bits)
+        backend = choose_backend(spec, call.backend, purpose).name
     except Exception as error:
         tell_refusal(error, group, call.transport)
         raise
@@ -409,37 +411,65 @@ def select_backend(
     backend: str = "auto",
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    window_size: Sequence[int] = (-1, -1),
+    cu_seqlens: Tensor | None = None,
+    mask: Mask | None = None,
+    same_bits: bool | None = None,
 ) -> BackendChoice:
-    """Which backend `ring_attention` would use for such tensors, and why not the others.
+    """Which backend `ring_attention` would use for such a call, and why not the others.
+
+    "auto" takes the fastest in steps of a ring, by what is published or estimated of kernels on the
+    GPU's architecture, in the directions that the call has; on others, and on CPUs, the first in an
+    order of preference. It leaves out, as long as another one can run the call, with `same_bits`
+    those that fold in no one order; for masks of several slices, such as documents, those that take
+    them one by one; and, unless `same_bits` is False, for a call that is differentiated on CUDA
+    those no two runs of whose backward are equal: torch's cuDNN and flash.
 
     Args:
-        q: (batch, rows, nheads, headdim) or (rows, nheads, headdim); only shape, dtype and device
-            are looked at.
+        q: (batch, rows, nheads, headdim) or (rows, nheads, headdim); only shape, dtype, device and
+            whether it requires a gradient are looked at.
         k: likewise.
         v: likewise.
         backend: "auto" or a name.
         softcap: as for `ring_attention`.
-        sinks: likewise.
+        sinks: likewise; so are those that follow.
+        window_size: see there.
+        cu_seqlens: see there.
+        mask: see there.
+        same_bits: see there.
 
     Returns:
-        `name`, and `reasons`: for every backend None where it could run, else the reason why not.
+        `name`; `why`; `reasons`: for every backend None where it could run, else the reason why
+        not; `tflops`: at which speed those that could were compared, where that was done.
 
     Raises:
-        ValueError: no backend of that name, shapes that do not fit, or a bad softcap.
+        ValueError: no backend of that name, shapes that do not fit, or a bad softcap, window,
+            documents or mask.
         TypeError: a dtype or type that is not taken.
         NotImplementedError: the named backend does not support the call.
         ImportError: the named backend's package is not installed.
 
     Example:
         >>> q = torch.randn(1, 128, 8, 64)
-        >>> select_backend(q, q, q).name
-        'aten'
+        >>> choice = select_backend(q, q, q)
+        >>> choice.name, choice.why
+        ('aten', 'the only one on cpu')
     """
     check.check_tensors(q, k, v, packed=True)
     check.check_softcap(softcap)
     check.check_sinks(sinks, q)
     check.check_name("backend", backend)
-    return choose_backend(AttentionSpec.of(q, k, v, softcap, sinks), backend)
+    left, _ = check.check_window(window_size, False)
+    documents = check.check_cu_seqlens("cu_seqlens", cu_seqlens) or ()
+    if mask is not None:
+        check.check_mask_alone(mask, False, window_size, cu_seqlens)
+    purpose = Purpose(
+        backward=check.check_differentiated(q=q, k=k, v=v, sinks=sinks),
+        same_bits=check.check_same_bits(same_bits),
+        window=left >= 0 if mask is None else mask.has_windows,
+        several=len(documents) > 2 if mask is None else len(mask.slices) > 1,
+    )
+    return choose_backend(AttentionSpec.of(q, k, v, softcap, sinks), backend, purpose)
 
 
 def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int = 1) -> Tensor:
@@ -464,6 +494,7 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
     try:
         check_dim("x", x, dim)
         check.check_plain("x", x)
+        check.check_capture("unshard", x)
         check_type("layout", layout, SequenceLayout)
         check.check_group_device(process_group, x.device)
         check.check_layout("x", layout, x.size(dim), None, rank, world_size)

@@ -134,6 +134,7 @@ def _halo(
     x: Tensor, layout: Sequence[int], left: int, right: int, group: str, back: bool
 ) -> Tensor:
     """(1, rows, 1, features) -> the runs with what is around them; or the gradient of that back."""
+    check.check_capture("halo", x)
     process_group = group_by_name(group)
     rank = dist.get_rank(process_group)
     place: Place = SequenceLayout.from_numbers(layout), left, right, rank

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from ring_attn import check
-from ring_attn.backends import choose_backend
 from ring_attn.call import Arguments, Documents, LayoutNumbers, Request, describe, resolve
 from ring_attn.core.dtypes import accum_dtype
 from ring_attn.core.heads import share_heads
@@ -66,10 +65,9 @@ def _prepare(
     """The strategy's call for this rank, and the values that must be equal on all ranks."""
     call = arguments.call
     check.check_max_ctas(call.transport, call.process_group)
-    backend = choose_backend(spec, call.backend).name
     masked = arguments.documents(), arguments.given_mask()
     given = (*masked, arguments.numbers, arguments.text)
-    return _make_call(spec, rows, *given, *call.place, backend)
+    return _make_call(spec, rows, *given, *call.place)
 
 
 # Strategies cache their plans, by values that take longer to hash than what was given.
@@ -83,7 +81,6 @@ def _make_call(
     text: str,
     rank: int,
     world_size: int,
-    backend: str,
 ) -> tuple[Call, Agreement]:
     asked = Request.from_text(text)
     resolved = resolve(asked, rows, documents, given_mask, numbers, rank, world_size)
@@ -94,8 +91,9 @@ def _make_call(
         *resolved,
         rank,
         softmax_scale=asked.softmax_scale,
-        backend=backend,
+        backend=asked.backend,
         same_bits=asked.same_bits,
+        backward=asked.differentiated,
     )
     decided = {
         "softmax_scale": call.softmax_scale,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,10 +27,17 @@ from tests.distributed.pool import Pool, Pools, forked_rank, forkserver
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks all tests of the folder `distributed`."""
+    """Marks all tests of the folder `distributed`, and what `make test` leaves out of a sweep."""
+    cases: Counter[tuple[Path, str]] = Counter()
     for item in items:
         if item.path.parent.name == "distributed":
             item.add_marker("dist")
+        sweep = item.get_closest_marker("sweep")
+        if sweep is not None and item.get_closest_marker("slow") is None:
+            test = item.path, item.originalname  # type: ignore[attr-defined]
+            if cases[test] % sweep.args[0]:
+                item.add_marker("slow")
+            cases[test] += 1
 
 
 @pytest.fixture(autouse=True)

@@ -52,6 +52,8 @@ class AtenBackend(TileBackend):
     """Flash attention as torch has it, on CPU and CUDA."""
 
     name = "aten"
+    # On CUDA it adds dq with atomics, unless torch.use_deterministic_algorithms says otherwise.
+    deterministic = False
 
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
         """CPU in every dtype up to float64; CUDA in float16 and bfloat16 with headdim up to 256."""
@@ -210,12 +212,9 @@ class CudnnBackend(AtenBackend):
 
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
         """CUDA in float16 and bfloat16 with headdim up to 128."""
-        reason = _cuda_reason(spec, "cuDNN")
-        if reason is None and not torch.backends.cudnn.is_available():
+        if spec.device_type == "cuda" and not torch.backends.cudnn.is_available():
             return "this torch has no cuDNN"
-        if reason is None and max(spec.headdim, spec.headdim_v) > 128:
-            return f"cuDNN takes headdim up to 128, got {max(spec.headdim, spec.headdim_v)}"
-        return reason
+        return cudnn_reason(spec)
 
     def pieces(self, tile: Tile, device_type: str) -> Iterator[Tile]:
         """Full and square causal pieces: on a square, top-left and bottom-right are the same."""
@@ -261,6 +260,14 @@ class CudnnBackend(AtenBackend):
         )  # fmt: skip
         dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
         return dq[..., :headdim], dk[..., :headdim], dv[..., :headdim_v]
+
+
+def cudnn_reason(spec: AttentionSpec) -> str | None:
+    """Why cuDNN does not take the call, wherever there is one; None where it does."""
+    reason = _cuda_reason(spec, "cuDNN")
+    if reason is None and max(spec.headdim, spec.headdim_v) > 128:
+        return f"cuDNN takes headdim up to 128, got {max(spec.headdim, spec.headdim_v)}"
+    return reason
 
 
 def _causal_pieces(tile: Tile) -> Iterator[Tile]:

@@ -24,12 +24,14 @@ class Backend(Protocol):
 
     The state is the backend's own: it is made by `new_state`, handed from step to step and used up
     by `finalize`. `in_order` says that it is an `InOrderBackend`, `carries_state` that its kernels
-    load and store the state, the first of a call making it and the last writing out and lse.
+    load and store the state, the first of a call making it and the last writing out and lse, and
+    `deterministic` that two runs of a backward on CUDA have the same bits, as on CPUs all have.
     """
 
     name: str
     in_order: bool
     carries_state: bool
+    deterministic: bool
 
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
         """None where this backend can run the call here, else the reason why not.
@@ -190,6 +192,16 @@ def folds_in_order(backend: Backend) -> TypeGuard[InOrderBackend]:
     return backend.in_order
 
 
+def architecture() -> str:
+    """The current GPU's, as compilers call it; "" without a GPU."""
+    if not torch.cuda.is_available():
+        return ""
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties().gcnArchName).split(":")[0]
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
 class DecodingBackend(Backend, Protocol):
     """A backend that computes a few queries against many keys in another way."""
 
@@ -215,6 +227,7 @@ class TileBackend:
     name: str
     in_order = False
     carries_state = False
+    deterministic = True
 
     def new_state(self, q: Tensor, headdim_v: int, sinks: Tensor | None = None) -> State:
         """The empty state of q's rows."""

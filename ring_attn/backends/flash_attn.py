@@ -1,13 +1,18 @@
-"""The operators of the installed flash-attn package (FlashAttention 2); optional.
+"""The operators of the installed flash-attn packages: FlashAttention 2, 3 and 4; all optional.
+
+    package        oldest    GPUs            what is called
+    flash-attn     2.8.0     all             _flash_attn_forward, _backward of torch.ops.flash_attn
+    flash-attn-3   3.0.0     sm_90           fwd, bwd of torch.ops.flash_attn_3
+    flash-attn-4   4.0.0b13  sm_90, sm_100   _flash_attn_fwd, _bwd of flash_attn.cute.interface
 
 A tile's band is flash-attention's window, counted from the bottom right corner: one call a tile, or
-few where it has more rows than columns.
-Only `torch.ops.flash_attn._flash_attn_forward` and `_backward`, the operators that the package
-registers for torch.compile, are used, with every argument by name. Needs CUDA and 16-bit inputs.
+few where it has more rows than columns. Backwards are deterministic ones: before these versions
+those of 3 and of 4 were not, or were wrong. Arguments go by name. Needs CUDA and 16-bit inputs.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -18,6 +23,7 @@ from torch import Tensor
 from ring_attn.backends.base import (
     NO_MAX_LOGITS,
     TileBackend,
+    architecture,
     equal_headdims,
     flash_pieces,
     flash_window,
@@ -28,30 +34,56 @@ from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import State
 from ring_attn.core.tiles import Tile
 
-# Older versions have other names and arguments.
-OLDEST = (2, 8)
+# Major, minor, patch and beta; a release comes after all of its betas.
+Version = tuple[int, int, int, int]
+RELEASED = 1 << 30
 
 QSide = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class FlashAttnBackend(TileBackend):
-    """FlashAttention 2 from the package flash-attn."""
+    """FlashAttention 2 from the package flash-attn.
+
+    Attributes:
+        package: as it is called where packages are installed.
+        install: how.
+        oldest: version; earlier ones have other arguments or results.
+        architectures: whose kernels the package has; none named is all.
+        most_headdim: likewise.
+    """
 
     name = "flash_attn"
+    package = "flash-attn"
+    install = "pip install 'ring-attn[flash]'"
+    oldest: Version = (2, 8, 0, 0)
+    architectures: tuple[str, ...] = ()
+    most_headdim = 256
+
+    def operators(self) -> Any:
+        """Where the package has them."""
+        import flash_attn.flash_attn_interface  # noqa: F401 - registers them
+
+        return torch.ops.flash_attn
 
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
-        """CUDA, float16 or bfloat16, one headdim up to 256, and the package installed."""
-        found = _installed()
+        """CUDA, float16 or bfloat16, one headdim up to the greatest, and the package installed."""
+        found = _installed(self.package)
         if found is None:
-            return "the package flash-attn is not installed: pip install 'ring-attn[flash]'"
-        if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
-            return f"flash-attn must be at least {OLDEST[0]}.{OLDEST[1]}, got {found}"
+            return f"the package {self.package} is not installed: {self.install}"
+        if _version(found) < self.oldest:
+            *release, beta = self.oldest
+            oldest = ".".join(map(str, release)) + (f"b{beta}" if 0 < beta < RELEASED else "")
+            return f"{self.package} must be at least {oldest}, got {found}"
         if spec.device_type != "cuda":
             return f"flash-attn runs on cuda, got {spec.device_type}"
+        if self.architectures and architecture() not in self.architectures:
+            one_of = " or ".join(self.architectures)
+            return f"{self.package} runs on {one_of}, got {architecture() or 'no GPU'}"
         if spec.dtype not in HALF_DTYPES:
             return f"flash-attn takes float16 and bfloat16, got {spec.dtype}"
-        if spec.headdim > 256 or spec.headdim_v > 256:
-            return f"flash-attn takes headdim up to 256, got {max(spec.headdim, spec.headdim_v)}"
+        headdim = max(spec.headdim, spec.headdim_v)
+        if headdim > self.most_headdim:
+            return f"{self.package} takes headdim up to {self.most_headdim}, got {headdim}"
         return NO_MAX_LOGITS if spec.max_logits else None
 
     def q_side(
@@ -71,18 +103,8 @@ class FlashAttnBackend(TileBackend):
         self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, state: State, scores: Scores
     ) -> None:
         headdim_v = v.size(-1)
-        left, right = flash_window(piece)
-        out, lse, *_ = _operators()._flash_attn_forward(
-            *equal_headdims(q[:, piece.q], k[:, piece.kv], v[:, piece.kv], multiple=8),
-            dropout_p=0.0,
-            softmax_scale=scores.softmax_scale,
-            causal=False,
-            window_size_left=left,
-            window_size_right=right,
-            softcap=scores.softcap,
-            alibi_slopes=None,
-            return_softmax=False,
-        )
+        inputs = equal_headdims(q[:, piece.q], k[:, piece.kv], v[:, piece.kv], multiple=8)
+        out, lse = self.call_forward(inputs, flash_window(piece), scores)
         lse = lse.masked_fill(lse == torch.inf, -torch.inf)
         state.fold(piece.q, out[..., :headdim_v], lse)
 
@@ -122,24 +144,35 @@ class FlashAttnBackend(TileBackend):
             multiple=8,
         )
         grads = [torch.empty_like(x) for x in tensors[1:4]]
-        left, right = flash_window(piece)
-        _operators()._flash_attn_backward(
-            *tensors,
-            lse[:, :, piece.q].contiguous(),
-            *grads,
-            dropout_p=0.0,
-            softmax_scale=scores.softmax_scale,
-            causal=False,
-            window_size_left=left,
-            window_size_right=right,
-            softcap=scores.softcap,
-            alibi_slopes=None,
-            deterministic=True,
-        )
+        lse = lse[:, :, piece.q].contiguous()
+        self.call_backward((*tensors, lse), grads, flash_window(piece), scores)
         for total, grad, rows in zip(
             (dq, dk, dv), grads, (piece.q, piece.kv, piece.kv), strict=True
         ):
             total[:, rows] += grad[..., : total.size(-1)]
+
+    def call_forward(
+        self, qkv: Sequence[Tensor], window: tuple[int, int], scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """`out` and `lse` of a piece."""
+        out, lse, *_ = self.operators()._flash_attn_forward(
+            *qkv, dropout_p=0.0, causal=False, window_size_left=window[0],
+            window_size_right=window[1], alibi_slopes=None, return_softmax=False, **vars(scores),
+        )  # fmt: skip
+        return out, lse
+
+    def call_backward(
+        self,
+        inputs: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        window: tuple[int, int],
+        scores: Scores,
+    ) -> None:
+        """Writes dq, dk and dv of a piece."""
+        self.operators()._flash_attn_backward(
+            *inputs, *grads, dropout_p=0.0, causal=False, window_size_left=window[0],
+            window_size_right=window[1], alibi_slopes=None, deterministic=True, **vars(scores),
+        )  # fmt: skip
 
     def workspace_bytes(
         self,
@@ -159,15 +192,104 @@ class FlashAttnBackend(TileBackend):
         return most * spec.batch
 
 
-def _installed() -> str | None:
+class FlashAttn3Backend(FlashAttnBackend):
+    """FlashAttention 3 from the package flash-attn-3."""
+
+    name = "flash_attn_3"
+    package = "flash-attn-3"
+    install = "build it from flash-attention's folder hopper"
+    oldest = (3, 0, 0, RELEASED)
+    architectures = ("sm_90",)
+    most_headdim = 192  # above it the backward is not deterministic
+
+    def operators(self) -> Any:
+        """Where the package has them."""
+        import flash_attn_interface  # noqa: F401 - registers them
+
+        return torch.ops.flash_attn_3
+
+    def call_forward(
+        self, qkv: Sequence[Tensor], window: tuple[int, int], scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """`out` and `lse` of a piece."""
+        out, lse, *_ = self.operators().fwd(
+            *qkv, is_causal=False, window_size_left=window[0], window_size_right=window[1],
+            num_splits=1, **vars(scores),
+        )  # fmt: skip
+        return out, lse
+
+    def call_backward(
+        self,
+        inputs: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        window: tuple[int, int],
+        scores: Scores,
+    ) -> None:
+        """Writes dq, dk and dv of a piece."""
+        self.operators().bwd(
+            *inputs, *grads, is_causal=False, window_size_left=window[0],
+            window_size_right=window[1], deterministic=True, **vars(scores),
+        )  # fmt: skip
+
+
+class FlashAttn4Backend(FlashAttnBackend):
+    """FlashAttention 4 from the package flash-attn-4, which compiles its kernels when called."""
+
+    name = "flash_attn_4"
+    package = "flash-attn-4"
+    install = "pip install flash-attn-4"
+    oldest = (4, 0, 0, 13)
+    architectures = ("sm_90", "sm_100")
+    most_headdim = 128
+
+    def operators(self) -> Any:
+        """Where the package has them."""
+        from flash_attn.cute import interface
+
+        return interface
+
+    def call_forward(
+        self, qkv: Sequence[Tensor], window: tuple[int, int], scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """`out` and `lse` of a piece."""
+        out, lse, *_ = self.operators()._flash_attn_fwd(
+            *qkv, causal=False, window_size_left=_or_none(window[0]),
+            window_size_right=_or_none(window[1]), return_lse=True, **vars(scores),
+        )  # fmt: skip
+        return out, lse
+
+    def call_backward(
+        self,
+        inputs: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        window: tuple[int, int],
+        scores: Scores,
+    ) -> None:
+        """Writes dq, dk and dv of a piece."""
+        (dout, q, k, v, out, lse), (dq, dk, dv) = inputs, grads
+        self.operators()._flash_attn_bwd(
+            q, k, v, out, dout, lse, causal=False, window_size_left=_or_none(window[0]),
+            window_size_right=_or_none(window[1]), deterministic=True, dq=dq, dk=dk, dv=dv,
+            **vars(scores),
+        )  # fmt: skip
+
+
+def _or_none(side: int) -> int | None:
+    return None if side < 0 else side
+
+
+def _installed(package: str) -> str | None:
     """The version of the package, None without it."""
     try:
-        return version("flash-attn")
+        return version(package)
     except PackageNotFoundError:
         return None
 
 
-def _operators() -> Any:
-    import flash_attn.flash_attn_interface  # noqa: F401 - registers the operators
-
-    return torch.ops.flash_attn
+def _version(found: str) -> Version:
+    """The version in order: 3.0.0b1 is before 3.0.0, which 3.0.0.post1 equals."""
+    release, _, _ = found.partition("+")
+    numbers = [int(n) for n in re.findall(r"\d+", re.split(r"[^\d.]", release)[0])]
+    major, minor, patch = (*numbers, 0, 0, 0)[:3]
+    beta = re.search(r"(?:a|b|rc|dev)(\d+)", release)
+    return major, minor, patch, int(beta[1]) if beta else RELEASED

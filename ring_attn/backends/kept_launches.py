@@ -84,8 +84,7 @@ class KeptLaunches:
         if known is not None:
             enqueue(known[1].run, addresses, device)
             return
-        launch = make()
-        compiled = enqueue(type(launch).run, launch, device)
+        launch, compiled = enqueue(_first_run, make, device)
         if aligned and compiled is not None:
             from ring_attn.kernels.launch import Repeat
 
@@ -104,6 +103,12 @@ def enqueue(run: Callable[[A], T], argument: A, device: int) -> T:
         return run(argument)  # a switch to where one is already takes 5 us
     with torch.cuda.device(device):
         return run(argument)
+
+
+def _first_run(make: Callable[[], Launch]) -> tuple[Launch, Any]:
+    """The launch, and what it returns; a search for a config needs the launch's GPU, too."""
+    launch = make()
+    return launch, launch.run()
 
 
 @cache

@@ -2,6 +2,7 @@
 
 On CUDA (and ROCm) they are compiled at first use. On a CPU, when asked for by name, they run in
 Triton's interpreter: the same code, for tests, some thousand times slower, in float16 and float32.
+On compute capability 9.0 the forward of 16-bit types and head dims 64, 128 and 256 is in Gluon.
 
 State and gradients are continued in place by one folding order, from the diagonal downwards for
 out and dq and upwards for dk and dv. So a row's sums do not depend on how the tiles were spread
@@ -13,20 +14,16 @@ an order of their own: two runs are equal bit for bit, two world sizes are not.
 from __future__ import annotations
 
 import math
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ring_attn.backends.base import greatest
-from ring_attn.backends.kept_launches import KeptLaunches
-from ring_attn.core.dtypes import HALF_DTYPES
+from ring_attn.backends.kept_launches import KeptLaunches, enqueue
+from ring_attn.backends.triton_support import why_not
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import MaskKind, Tile
 
@@ -36,8 +33,6 @@ if TYPE_CHECKING:
     from ring_attn.kernels.flash_fwd import Carried
     from ring_attn.kernels.launch import Launch
     from ring_attn.kernels.step_table import Rectangle, StepTable
-
-MAX_HEADDIM = 256
 
 # At most this many rows (counting each query head of a kv head) count as decoding, where keys are
 # read in parts; above it, blocks of rows already fill the GPU.
@@ -55,6 +50,7 @@ class TritonState:
         q: the queries, whose state this is.
         headdim_v: of v.
         carried: (acc, m in base 2, l), or out and lse after the last launch.
+        gluon: the forward in Gluon folds it, else the portable one.
         started: something has been folded.
         out_dtype: of out; None is that of q.
     """
@@ -62,6 +58,7 @@ class TritonState:
     q: Tensor
     headdim_v: int
     carried: Carried
+    gluon: bool = False
     started: bool = False
     out_dtype: torch.dtype | None = None
 
@@ -72,6 +69,7 @@ class TritonBackend:
     name = "triton"
     in_order = True
     carries_state = True
+    deterministic = True
     # The blocks of every config divide it.
     bits_unit = 128
 
@@ -87,35 +85,15 @@ class TritonBackend:
 
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
         """float16, bfloat16, float32 and head dims up to 256, on GPUs of compute capability 8.0."""
-        if find_spec("triton") is None:
-            return "triton is not installed (pip install triton)"
-        if spec.dtype not in (*HALF_DTYPES, torch.float32):
-            return f"takes float16, bfloat16 and float32, not {spec.dtype}"
-        if max(spec.headdim, spec.headdim_v) > MAX_HEADDIM:
-            dims = f"{spec.headdim} and {spec.headdim_v}"
-            return f"takes head dims up to {MAX_HEADDIM}, got {dims}"
-        if spec.device_type == "cpu":
-            return self._interpreter_supports(spec, explicit)
-        if spec.device_type != "cuda":
-            return f"runs on cuda, and in the interpreter on cpu, not on {spec.device_type}"
-        if not torch.cuda.is_available():
-            return "needs a GPU that torch can use"
-        if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
-            return "needs a GPU of compute capability 8.0 or newer"
-        if _is_blackwell() and _release("triton") < (3, 7):
-            # The products would read before the copies are visible to them, as `aot` shows.
-            return "needs triton 3.7 or newer on compute capability 10: 3.6 leaves out proxy fences"
-        if not explicit and os.environ.get("TRITON_INTERPRET") == "1":
-            return "TRITON_INTERPRET=1 is set: kernels are interpreted only when asked for by name"
-        _check_tuned(spec.device_type)
-        return None
+        return why_not(spec, explicit=explicit)
 
     def new_state(self, q: Tensor, headdim_v: int, sinks: Tensor | None = None) -> TritonState:
         """The empty state of q's rows."""
         from ring_attn.kernels.flash_fwd import Carried
 
         sinks = None if sinks is None else sinks.contiguous()
-        return TritonState(_unit_stride(q), headdim_v, Carried(sinks=sinks))
+        gluon = self._takes_gluon(q, headdim_v)
+        return TritonState(_unit_stride(q), headdim_v, Carried(sinks=sinks), gluon)
 
     def forward(
         self,
@@ -132,7 +110,9 @@ class TritonBackend:
         carried, first = state.carried, not state.started
         if carried.out is not None and not tiles:
             return state
-        q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
+        # Without keys, as a call may end, the portable kernel writes what has been folded.
+        gluon = state.gluon and k.size(1) > 0
+        q, k, v = (_copyable(x) if gluon else _unit_stride(x) for x in (q, k, v))
         batch, rows, nheads, _ = q.shape
         if first and not last:
             carried.acc = _float32(q, batch, rows, nheads, state.headdim_v)
@@ -145,7 +125,7 @@ class TritonBackend:
             (tiles, "fwd", first, last, scores, state.out_dtype, carried.sinks is None),
             (q, k, v),
             (carried.acc, carried.m, carried.l, carried.out, carried.lse, carried.sinks),
-            lambda: self._forward_launch(q, k, v, tiles, carried, scores, first, last),
+            lambda: self._forward_launch(q, k, v, tiles, carried, scores, first, last, gluon),
         )
         state.started = True
         if last:
@@ -347,23 +327,6 @@ class TritonBackend:
         """0: kernels keep intermediate results on the chip."""
         return 0
 
-    def _interpreter_supports(self, spec: AttentionSpec, explicit: bool) -> str | None:
-        if not explicit:
-            return "runs on a CPU only in Triton's interpreter, and so only when asked for by name"
-        if find_spec("numpy") is None:
-            return "Triton's interpreter needs numpy, which is not installed"
-        if _release("triton") < (3, 7) and _release("numpy") >= (2, 4):
-            return "Triton's interpreter needs numpy below 2.4 before triton 3.7"
-        if spec.dtype == torch.bfloat16:
-            return "bfloat16 arithmetic is wrong in Triton's interpreter: use float16 or float32"
-        if not _use_interpreter():
-            return (
-                "Triton's interpreter is off, and triton is in use or there is a GPU to compile "
-                "for: set TRITON_INTERPRET=1 before the program starts to run on a CPU"
-            )
-        _check_tuned(spec.device_type)
-        return None
-
     def _forward_launch(
         self,
         q: Tensor,
@@ -374,37 +337,31 @@ class TritonBackend:
         scores: Scores,
         first: bool,
         last: bool,
+        gluon: bool,
     ) -> Launch:
-        from ring_attn.kernels.flash_fwd import forward_launch
-        from ring_attn.kernels.gluon_guard import gluon_missing
-        from ring_attn.kernels.tuned import gluon_forward
+        make: Callable[..., Launch]
+        if gluon:
+            from ring_attn.kernels.hopper_fwd import hopper_launch
+
+            make = hopper_launch
+        else:
+            from ring_attn.kernels.flash_fwd import forward_launch
+
+            make = forward_launch
 
         # Every row is touched by the first launch and by the last, whether it sees a key or not.
         num_rows = q.size(1) if first or last else 0
-        gluon = self._configs.get("gluon") or gluon_forward(q, v.size(3))
-        if gluon is not None and gluon_missing() is None:
-            from ring_attn.kernels.hopper_fwd import can_run, hopper_launch
-
-            table = self._table(tiles, gluon, q.device, num_rows=num_rows)
-            if can_run(q, k, v, table, scores.softcap):
-                return hopper_launch(
-                    q, k, v, carried, table, gluon, softmax_scale=scores.softmax_scale,
-                    first=first, last=last,
-                )  # fmt: skip
-            if "gluon" in self._configs:
-                raise NotImplementedError("the forward in Gluon does not take these tensors")
 
         def launch(config: Config, carried: Carried) -> Launch:
             table = self._table(tiles, config, q.device, num_rows=num_rows)
-            return forward_launch(
+            return make(
                 q, k, v, carried, table, config, softmax_scale=scores.softmax_scale,
                 softcap=scores.softcap, first=first, last=last,
             )  # fmt: skip
 
         call = (q.shape, k.shape, tiles and tiles[0].kind, first, last, scores)
-        config = self._config(
-            _kind("fwd", tiles), q, v, call, lambda config: launch(config, carried.copy())
-        )
+        kind = "gluon" if gluon else _kind("fwd", tiles)
+        config = self._config(kind, q, v, call, lambda config: launch(config, carried.copy()))
         return launch(config, carried)
 
     def _dq_launch(
@@ -434,7 +391,9 @@ class TritonBackend:
         dv: Tensor,
         scores: Scores,
     ) -> Launch:
+        from ring_attn.kernels import configs
         from ring_attn.kernels.flash_bwd import dkdv_launch
+        from ring_attn.kernels.tasks import num_sms
 
         q, k, v, *_ = inputs
 
@@ -450,6 +409,10 @@ class TritonBackend:
         config = self._config(
             kind, q, v, call, lambda config: launch(config, dk.clone(), dv.clone())
         )
+        if kind not in self._configs:
+            blocks = self._table(tiles, config, q.device, kv_rows=True).num_blocks
+            programs, few = blocks * k.size(0) * k.size(2), configs.few_programs(q, v.size(3))
+            config = configs.filling(config, programs, num_sms(q.device), few)
         return launch(config, dk, dv)
 
     def _parts(
@@ -464,6 +427,17 @@ class TritonBackend:
         last = max(tile.kv.stop for tile in tiles)
         blocks = -(-rows // config.BLOCK_M) * heads
         return config, decode.choose_parts(first, last, blocks, num_sms(q.device))
+
+    def _takes_gluon(self, q: Tensor, headdim_v: int) -> bool:
+        """Whether calls have the forward in Gluon, which a config of the portable one rules out."""
+        from ring_attn.kernels import configs, tuned
+
+        if "gluon" in self._configs:
+            if not configs.takes_gluon(q, headdim_v):
+                raise NotImplementedError("the forward in Gluon does not take these tensors")
+            return True
+        portable = not {"fwd", "fwd_whole"}.isdisjoint(self._configs)
+        return not portable and tuned.takes_gluon(q, headdim_v)
 
     def _config(
         self,
@@ -518,26 +492,24 @@ class TritonBackend:
         parts: Parts,
     ) -> StepTable:
         """The table of `kernels.decode`'s rows."""
-        from ring_attn.kernels.decode import part_rectangles
+        from ring_attn.kernels.decode import part_rectangles, part_table
+        from ring_attn.kernels.launch import Launch
         from ring_attn.kernels.step_table import make_step_table
 
         blocks = (config.BLOCK_M, config.BLOCK_N)
-        return self._launches.table(
-            tiles,
-            (blocks, device, rows, group, parts),
-            lambda: make_step_table(
-                part_rectangles(_rectangles(tiles), rows, group, parts), *blocks, device,
+
+        def make() -> StepTable:
+            rectangles = _rectangles(tiles)
+            if len(tiles) == 1 and tiles[0].kind is MaskKind.FULL and tiles[0].rows == rows:
+                table, launch = part_table(rectangles[0], rows * group, parts, config, device)
+                enqueue(Launch.run, launch, table.blocks.get_device())
+                return table
+            return make_step_table(
+                part_rectangles(rectangles, rows, group, parts), *blocks, device,
                 descending=True, num_rows=parts.num_parts * rows * group,
-            ),
-        )  # fmt: skip
+            )  # fmt: skip
 
-
-def _check_tuned(device_type: str) -> None:
-    """Refuses a file of RING_ATTN_CONFIGS that is not for this device, before any message."""
-    if os.environ.get("RING_ATTN_CONFIGS"):
-        from ring_attn.kernels.tuned import check_file
-
-        check_file(torch.device(device_type))
+        return self._launches.table(tiles, (blocks, device, rows, group, parts), make)
 
 
 def _kind(kernel: str, tiles: Sequence[Tile]) -> str:
@@ -553,30 +525,16 @@ def _rectangles(tiles: Sequence[Tile]) -> list[Rectangle]:
     ]
 
 
-def _is_blackwell() -> bool:
-    """Whether the GPU has the column sm_100 of the table of configs."""
-    return torch.version.hip is None and torch.cuda.get_device_capability()[0] == 10
-
-
-def _release(package: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version(package).split(".")[:2])
-
-
-def _use_interpreter() -> bool:
-    """Whether kernels run in the interpreter, which triton settles when it is first imported.
-
-    It is turned on where that is without consequence for anybody else.
-    """
-    if "triton" not in sys.modules and not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
-
-
 def _unit_stride(x: Tensor) -> Tensor:
     """x with adjacent elements in the last dim, as all kernels require."""
     return x if x.stride(-1) == 1 or x.size(-1) == 1 else x.contiguous()
+
+
+def _copyable(x: Tensor) -> Tensor:
+    """x as the forward in Gluon requires."""
+    from ring_attn.kernels.hopper_fwd import copyable
+
+    return copyable(x)
 
 
 def _float32(like: Tensor, *shape: int) -> Tensor:

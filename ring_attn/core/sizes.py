@@ -186,3 +186,12 @@ def transfer_seconds(nbytes: int, gbit_per_s: float) -> float:
     if not gbit_per_s > 0.0:
         raise ValueError(f"gbit_per_s must be positive, got {gbit_per_s}")
     return nbytes / (gbit_per_s * 1e9 / 8.0)
+
+
+def merged_bytes(spec: AttentionSpec) -> int:
+    """Bytes that an element costs where a step's result is merged into the state.
+
+    `State.fold`: rounded up, weighed in place, added to.
+    """
+    narrow, wide = spec.dtype.itemsize, spec.accum_dtype.itemsize
+    return 5 * wide + (narrow + wide if narrow < wide else 0)

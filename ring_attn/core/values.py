@@ -5,8 +5,9 @@ Each raises an error that names the argument, what it must be and what was given
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -105,3 +106,43 @@ def _shown(value: object) -> str:
     if isinstance(value, (str, int, float, complex, bytes, torch.dtype)):
         return f"{type(value).__name__} {value!r}"
     return "None" if value is None else type(value).__name__
+
+
+def check_types(
+    described: object, types: type[object] | tuple[type[object], ...], *names: str
+) -> None:
+    """Refuses attributes of a description that have another type; bools are no numbers."""
+    for name in names:
+        value = getattr(described, name)
+        if isinstance(value, bool) or not isinstance(value, types):
+            one_of = types if isinstance(types, tuple) else (types,)
+            wanted = " or ".join(one.__name__ for one in one_of).replace("NoneType", "None")
+            raise TypeError(
+                f"{name} of a {type(described).__name__} must be {wanted}, got {value!r} "
+                f"({type(value).__name__})"
+            )
+
+
+def check_speed(described: object, *names: str) -> None:
+    """Refuses attributes that are not positive; infinite is a speed that takes no time."""
+    _check_numbers(described, names, lambda x: x > 0, "positive")
+
+
+def check_size(described: object, *names: str) -> None:
+    """Refuses attributes below 0; infinite is no limit."""
+    _check_numbers(described, names, lambda x: x >= 0, "at least 0")
+
+
+def check_cost(described: object, *names: str) -> None:
+    """Refuses attributes that are not finite numbers from 0 on."""
+    _check_numbers(described, names, lambda x: 0 <= x < math.inf, "finite and at least 0")
+
+
+def _check_numbers(
+    described: object, names: tuple[str, ...], fits: Callable[[float], bool], words: str
+) -> None:
+    check_types(described, (int, float), *names)
+    for name in names:
+        value = getattr(described, name)
+        if not fits(value):
+            raise ValueError(f"{name} of a {type(described).__name__} must be {words}, got {value}")

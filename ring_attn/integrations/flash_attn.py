@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ring_attn import check
 from ring_attn.api import ring_attention, select_backend
+from ring_attn.backends import PREFERENCE, get_backend
 from ring_attn.call import Group, How, Layout, Sharing
 from ring_attn.compiling import left_out_of_graphs
 from ring_attn.core.values import as_int, check_tensor
@@ -37,7 +38,7 @@ _ASKS_BACKEND = (
 )
 
 # Backends whose backward is deterministic on CUDA by itself; on CPUs all are.
-_DETERMINISTIC = ("triton", "flash_attn")
+_DETERMINISTIC = [name for name in PREFERENCE if get_backend(name).deterministic]
 
 Result = Tensor | tuple[Tensor, Tensor, None]
 Qkv = tuple[Tensor, Tensor, Tensor]
@@ -433,6 +434,8 @@ def check_deterministic(qkv: Qkv, options: Options) -> None:
     """Refuses `deterministic=True` where neither the backend nor torch promises it."""
     if not options.deterministic or qkv[0].device.type != "cuda":
         return
+    if not any(x.requires_grad for x in qkv):
+        return  # forwards are
     if not torch.are_deterministic_algorithms_enabled():
         _check_backend_is_deterministic(*qkv)
 

@@ -37,7 +37,7 @@ from ring_attn.core.program import (
     part_of_heads,
 )
 from ring_attn.core.program import Wait as WaitOp
-from ring_attn.core.sizes import flops
+from ring_attn.core.sizes import flops, merged_bytes
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.core.work import StepWork
@@ -361,12 +361,9 @@ class _Actions:
         """A step's tiles; from the second step on their result is merged into the state."""
         found: list[Action] = [self._compute(op, 1.0)]
         if not self._carries and not self._first:
-            # `State.fold`: rounded up, weighed in place, added to.
             spec = part_of_heads(op, self._spec)
-            narrow, wide = spec.dtype.itemsize, spec.accum_dtype.itemsize
-            each = 5 * wide + (narrow + wide if narrow < wide else 0)
             elements = op.tiles.rows.long() * (spec.batch * spec.nheads * spec.headdim_v)
-            found.append(Move("merge", elements * each, FOLD))
+            found.append(Move("merge", elements * merged_bytes(spec), FOLD))
         self._first = False
         return found
 

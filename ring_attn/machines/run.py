@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -527,24 +527,24 @@ class Run:
         if not op.tiles:
             return
         q, dout, lse, delta = map(self.get, op.q_side)
-        k, v = map(self.get, op.kv)
-        args = (q, k, v, dout, lse.contiguous(), delta.contiguous(), op.tiles)
+        given = (q, *map(self.get, op.kv), dout, lse.contiguous(), delta.contiguous(), op.tiles)
         dq = () if op.dq is None else (self.get(op.dq),)
         dkv = () if op.dkv is None else tuple(map(self.get, op.dkv))
         backend = self.backend
         with self._part("attend", len(op.tiles)):
-            if op.part == "all":
+            if folds_in_order(backend):
+                q_half = partial(backend.backward_q, *given, *dq, scores=self.scores)
+                kv_half = partial(backend.backward_kv, *given, *dkv, scores=self.scores)
+                halves = {"q": (q_half,), "kv": (kv_half,), "all": (kv_half, q_half)}
+                streams.side_by_side(self._device, *halves[op.part])
+            elif op.part == "all":
                 out = None if op.out is None else self.get(op.out)
-                backend.backward(*args, *dq, *dkv, scores=self.scores, out=out)
-            elif not folds_in_order(backend):
+                backend.backward(*given, *dq, *dkv, scores=self.scores, out=out)
+            else:
                 raise NotImplementedError(
                     f"gradients in order need a backend that folds in one order, as triton does, "
                     f"got {backend.name!r}"
                 )
-            elif op.part == "q":
-                backend.backward_q(*args, *dq, scores=self.scores)
-            else:
-                backend.backward_kv(*args, *dkv, scores=self.scores)
 
     def round(self, op: Round) -> None:
         if isinstance(op.gradient, View):

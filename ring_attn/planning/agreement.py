@@ -23,7 +23,7 @@ from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.planning import planner
 from ring_attn.planning.choice import Layouts, Problem
-from ring_attn.planning.devices import LOCAL_WORLD_SIZE, find_cluster, node_size_of
+from ring_attn.planning.devices import LOCAL_WORLD_SIZE, find_cluster, node_size_of, with_backend
 from ring_attn.transport.base import Agreement, Transport
 
 # Bytes of a rank's message about a choice.
@@ -83,6 +83,7 @@ def agreed_strategy(
 
         def chosen() -> Strategy:
             cluster = find_cluster(spec.device_type, transport.world_size)
+            cluster = with_backend(cluster, backend, spec)
             size = node_size
             if size is None and global_ranks is not None and LOCAL_WORLD_SIZE in os.environ:
                 size = node_size_of(global_ranks, cluster.node_size)

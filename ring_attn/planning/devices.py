@@ -5,12 +5,9 @@
     time of a message  latency + bytes / bandwidth
     nothing begins     before the host has given it to the device
 
-A rate is what kernels attain for large tiles. What small ones lose is a number of columns more for
-each row (loading, storing, filling the pipeline), and again for each row that the mask cuts (blocks
-computed in part in vain): with these two, one rate holds from 1k to 32k rows.
-
-The built-in devices are those of datasheets and of published kernel measurements; `ring-attn
-calibrate` measures the machine at hand, and `load_cluster` reads that.
+Rates, and what their columns are, come from `core.rates`. The built-in devices are those of
+datasheets and of published kernel measurements; `ring-attn calibrate` measures the machine at hand,
+and `load_cluster` reads that.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -27,7 +24,9 @@ from typing import Any
 
 import torch
 
-from ring_attn.core.spec import MAX_CTAS
+from ring_attn.core.rates import FA3, RATES, Rate, rates_of
+from ring_attn.core.spec import MAX_CTAS, AttentionSpec
+from ring_attn.core.values import check_cost, check_size, check_speed, check_types
 
 GB = 1e9
 
@@ -36,27 +35,6 @@ CLUSTER_VARIABLE = "RING_ATTN_CLUSTER"
 
 # Ranks of a node, as torchrun tells them.
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Speed of one direction of attention.
-
-    Attributes:
-        flops: FLOP/s of large tiles, counted by `sizes.flops`.
-        launch: seconds before a step's tiles are begun.
-        row_columns: columns that every row costs on top.
-        edge_columns: columns that every row cut by the mask costs on top.
-    """
-
-    flops: float
-    launch: float = 0.0
-    row_columns: float = 0.0
-    edge_columns: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_speed(self, "flops")
-        _check_cost(self, "launch", "row_columns", "edge_columns")
 
 
 @dataclass(frozen=True)
@@ -73,6 +51,7 @@ class Device:
         window_forward: of attention with a window, where it was measured: a backend may take its
             tiles in strips.
         window_backward: likewise.
+        architecture: whose `core.rates` a call's backend has; "" has the rates given here alone.
     """
 
     name: str
@@ -83,13 +62,14 @@ class Device:
     memory_bytes: float = 0.0
     window_forward: Rate | None = None
     window_backward: Rate | None = None
+    architecture: str = ""
 
     def __post_init__(self) -> None:
-        _check_type(self, str, "name")
-        _check_type(self, Rate, "forward", "backward")
-        _check_type(self, (Rate, NoneType), "window_forward", "window_backward")
-        _check_speed(self, "memory_bandwidth")
-        _check_size(self, "peak_flops", "memory_bytes")
+        check_types(self, str, "name", "architecture")
+        check_types(self, Rate, "forward", "backward")
+        check_types(self, (Rate, NoneType), "window_forward", "window_backward")
+        check_speed(self, "memory_bandwidth")
+        check_size(self, "peak_flops", "memory_bytes")
 
     def rate(self, *, backward: bool, window: bool = False) -> Rate:
         """Rate of a direction, for tiles that a window cuts or for others."""
@@ -113,9 +93,9 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        _check_type(self, str, "name")
-        _check_cost(self, "latency")
-        _check_speed(self, "bandwidth")
+        check_types(self, str, "name")
+        check_cost(self, "latency")
+        check_speed(self, "bandwidth")
 
 
 @dataclass(frozen=True)
@@ -137,7 +117,7 @@ class Host:
     wait: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_cost(self, "launch", "copy", "post", "wait")
+        check_cost(self, "launch", "copy", "post", "wait")
 
 
 @dataclass(frozen=True)
@@ -161,7 +141,7 @@ class Copies:
     block: float = 64e-6
 
     def __post_init__(self) -> None:
-        _check_cost(self, "latency", "block")
+        check_cost(self, "latency", "block")
         if not isinstance(self.high_priority, bool):
             raise TypeError(f"high_priority must be a bool, got {self.high_priority!r}")
         if self.buffers not in (2, 3):
@@ -203,13 +183,13 @@ class Cluster:
     copies: Copies | None = None
 
     def __post_init__(self) -> None:
-        _check_type(self, Device, "device")
-        _check_type(self, Link, "inside", "between")
-        _check_type(self, Host, "host")
-        _check_type(self, (Copies, NoneType), "copies")
-        _check_type(self, int, "node_size")
-        _check_type(self, (int, NoneType), "ports")
-        _check_cost(self, "slowdown")
+        check_types(self, Device, "device")
+        check_types(self, Link, "inside", "between")
+        check_types(self, Host, "host")
+        check_types(self, (Copies, NoneType), "copies")
+        check_types(self, int, "node_size")
+        check_types(self, (int, NoneType), "ports")
+        check_cost(self, "slowdown")
         for operation, link in self.collectives.items():
             if not isinstance(link, Link):
                 raise TypeError(f"collectives must be links, got {link!r} for {operation!r}")
@@ -227,74 +207,29 @@ class Cluster:
         return sender // self.node_size != receiver // self.node_size
 
 
-def _check_type(
-    described: object, types: type[object] | tuple[type[object], ...], *names: str
-) -> None:
-    for name in names:
-        value = getattr(described, name)
-        if isinstance(value, bool) or not isinstance(value, types):
-            one_of = types if isinstance(types, tuple) else (types,)
-            wanted = " or ".join(one.__name__ for one in one_of).replace("NoneType", "None")
-            raise TypeError(
-                f"{name} of a {type(described).__name__} must be {wanted}, got {value!r} "
-                f"({type(value).__name__})"
-            )
-
-
-def _check_speed(described: object, *names: str) -> None:
-    """Positive numbers; infinite is a speed that takes no time."""
-    _check_numbers(described, names, lambda x: x > 0, "positive")
-
-
-def _check_size(described: object, *names: str) -> None:
-    """Numbers from 0 on; infinite is no limit."""
-    _check_numbers(described, names, lambda x: x >= 0, "at least 0")
-
-
-def _check_cost(described: object, *names: str) -> None:
-    """Finite numbers from 0 on."""
-    _check_numbers(described, names, lambda x: 0 <= x < math.inf, "finite and at least 0")
-
-
-def _check_numbers(
-    described: object, names: tuple[str, ...], fits: Callable[[float], bool], words: str
-) -> None:
-    _check_type(described, (int, float), *names)
-    for name in names:
-        value = getattr(described, name)
-        if not fits(value):
-            raise ValueError(f"{name} of a {type(described).__name__} must be {words}, got {value}")
-
-
-# The kernels' rates, bf16 with headdim 128: fitted to FlashAttention 3 and to FlexAttention, the
-# best Triton kernel that is published, on an H100, 2k to 32k rows, 64 heads and 8 kv heads, causal
-# and not (MagiAttention's kernel benchmark, v1.1). All sizes are met within 3 %, FlexAttention's
-# backward within 11 %; at 1k rows the kernels are up to twice as slow as this.
-_FA3 = Rate(685e12, 8e-6, 0.0, 80.0), Rate(615e12, 8e-6, 700.0)
-_TRITON = Rate(400e12, 8e-6, 220.0, 200.0), Rate(285e12, 8e-6, 980.0, 360.0)
-# FlashAttention 2 on an A100, one size only: ring-flash-attention's benchmark on one GPU (8k rows,
-# 32 heads, causal) is 205 TFLOP/s forward and 182 with the backward. Columns as for FlexAttention.
-_FA2_A100 = Rate(226e12, 8e-6, 220.0, 200.0), Rate(195e12, 8e-6, 220.0, 200.0)
-
-
-def _scaled(rates: tuple[Rate, Rate], factor: float) -> tuple[Rate, Rate]:
-    forward, backward = (replace(rate, flops=rate.flops * factor) for rate in rates)
-    return forward, backward
+def _device(
+    name: str, peak_flops: float, architecture: str, bandwidth: float, memory_bytes: float
+) -> Device:
+    """A GPU that runs our kernels until `with_backend` says otherwise."""
+    forward, backward, _ = RATES[architecture]["triton"]
+    return Device(
+        name, peak_flops, forward, backward, bandwidth, memory_bytes, architecture=architecture
+    )
 
 
 # Peaks and memories: NVIDIA's datasheets (dense rates: half of what they state with sparsity).
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        Device("A100", 312e12, *_FA2_A100, 1.6e12, 80 * GB),
-        Device("H100", 989.5e12, *_TRITON, 2.7e12, 80 * GB),
-        Device("H100 FA3", 989.5e12, *_FA3, 2.7e12, 80 * GB),
+        _device("A100", 312e12, "sm_80", 1.6e12, 80 * GB),
+        _device("H100", 989.5e12, "sm_90", 2.7e12, 80 * GB),
+        # FA3 as others run it, whose backward adds in any order, whatever the backend.
+        Device("H100 FA3", 989.5e12, *FA3[:2], 2.7e12, 80 * GB),
         # The same processor with faster memory; FA3 there is 4 % slower forward and 4 % faster
         # backward (flash-attention issue 1438).
-        Device("H200", 989.5e12, *_TRITON, 3.9e12, 141 * GB),
-        Device("H200 FA3", 989.5e12, *_FA3, 3.9e12, 141 * GB),
-        # 1613 TFLOP/s of FlashAttention 4 is 2.1 to 2.7 times Triton (arXiv 2603.05451).
-        Device("B200", 2250e12, *_scaled(_TRITON, 1613 / 2.4 / 395), 6.4e12, 180 * GB),
+        _device("H200", 989.5e12, "sm_90", 3.9e12, 141 * GB),
+        Device("H200 FA3", 989.5e12, *FA3[:2], 3.9e12, 141 * GB),
+        _device("B200", 2250e12, "sm_100", 6.4e12, 180 * GB),
     )
 }
 
@@ -367,6 +302,22 @@ def builtin_cluster(
         host=HOST,
         copies=Copies(),
     )
+
+
+def with_backend(cluster: Cluster, backend: str, spec: AttentionSpec) -> Cluster:
+    """The cluster with that backend's rates for such calls, where its architecture has any."""
+    device = cluster.device
+    rates = rates_of(device.architecture, backend, spec)
+    window = rates_of(device.architecture, backend, spec, window=True)
+    if rates is None or window is None:
+        return cluster
+    return replace(
+        cluster,
+        device=replace(
+            device, forward=rates.forward, backward=rates.backward,
+            window_forward=window.forward, window_backward=window.backward,
+        ),
+    )  # fmt: skip
 
 
 def compute_seconds(

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from ring_attn import check
-from ring_attn.backends import choose_backend, get_backend
+from ring_attn.backends import Purpose, backend_elsewhere, choose_backend, get_backend
 from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.heads import share_heads
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.ranks import every_gathered
+from ring_attn.core.rates import Rate
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import NAMES, Strategy, resolve_strategy
@@ -55,7 +56,7 @@ from ring_attn.planning.choice import (
     format_bytes,
     format_seconds,
 )
-from ring_attn.planning.devices import Cluster, Rate, compute_seconds, find_cluster
+from ring_attn.planning.devices import Cluster, compute_seconds, find_cluster, with_backend
 from ring_attn.planning.memory import peak_of
 from ring_attn.strategies import exchange, q_exchange, ring, ulysses
 from ring_attn.strategies.base import Call
@@ -189,12 +190,14 @@ def explain(
         gpu = cluster.device.peak_flops or cluster.device.memory_bytes
         device_type = "cuda" if gpu else "cpu"
     spec = AttentionSpec(device_type, dtype, batch, nheads, nheads_kv, headdim, headdim_v, softcap)
+    purpose = Purpose.of(mask, backward=backward, same_bits=same_bits)
+    backend = _backend_for(spec, backend, purpose, cluster.device.architecture)
     problem = Problem(
         spec,
         mask,
         world_size,
-        cluster,
-        _backend_for(spec, backend),
+        with_backend(cluster, backend, spec),
+        backend,
         same_bits,
         backward,
         memory_of(cluster) if memory_bytes is None else float(memory_bytes),
@@ -471,13 +474,13 @@ def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
 # -- what is not given
 
 
-def _backend_for(spec: AttentionSpec, backend: str) -> str:
+def _backend_for(spec: AttentionSpec, backend: str, purpose: Purpose, there: str) -> str:
     """The backend by name; for GPUs that are not here, what "auto" would take there."""
     if spec.device_type == "cuda" and not torch.cuda.is_available():
         if backend != "auto":
             return get_backend(backend).name
-        return "aten" if spec.dtype == torch.float64 or spec.headdim > 256 else "triton"
-    return choose_backend(spec, backend).name
+        return backend_elsewhere(spec, purpose, there)
+    return choose_backend(spec, backend, purpose).name
 
 
 def memory_of(cluster: Cluster) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from ring_attn.backends import choose_backend
+from ring_attn.backends import Purpose, choose_backend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.program import Program
@@ -57,8 +57,11 @@ def make_call(
     softmax_scale: float | None = None,
     backend: str = "auto",
     same_bits: bool | None = None,
+    backward: bool = True,
 ) -> Call:
     """The call with its choices made; the same on every rank but for `rank`.
+
+    `backward` says that one may follow, which counts where the backend is chosen.
 
     Raises:
         ValueError: degrees, heads or layouts that do not fit the strategy.
@@ -66,7 +69,8 @@ def make_call(
             where it cannot be had; other errors as `choose_backend`.
     """
     scale = 1.0 / math.sqrt(spec.headdim) if softmax_scale is None else softmax_scale
-    backend = choose_backend(spec, backend).name
+    purpose = Purpose.of(mask, backward=backward, same_bits=same_bits)
+    backend = choose_backend(spec, backend, purpose).name
     call = Call(spec, layouts, mask, rank, strategy, scale, backend, same_bits)
     code_of(strategy).check(call)
     if same_bits and (reason := why_not_same_bits(call)) is not None:

@@ -27,7 +27,7 @@ from functools import lru_cache
 
 import torch
 
-from ring_attn.backends import choose_backend, get_backend
+from ring_attn.backends import Purpose, choose_backend, get_backend
 from ring_attn.backends.base import decodes
 from ring_attn.core.layout import Segment
 from ring_attn.core.mask import Mask, Slice
@@ -80,7 +80,7 @@ def make_call(
 ) -> DecodeCall:
     """The call with its choices made; errors as `choose_backend`."""
     scale = 1.0 / math.sqrt(spec.headdim) if softmax_scale is None else softmax_scale
-    return DecodeCall(spec, scale, choose_backend(spec, backend).name)
+    return DecodeCall(spec, scale, choose_backend(spec, backend, Purpose(decoding=True)).name)
 
 
 def program(

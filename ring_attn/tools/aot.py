@@ -67,6 +67,8 @@ Products = Literal["own", "any"]
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
 # Of q and k, and of v where it is another.
 HEAD_DIMS = ("64", "128", "192/128", "256")
+# No multiple of 16: dq spills 16 to 24 bytes under a mask on sm_86 and sm_100, decoding 8 on sm_86.
+ODD_HEAD_DIMS = ("72",)
 DTYPES = tuple(dtype_name(dtype) for dtype in HALF_DTYPES)
 QUICK = (("sm_90",), ("64",), ("bfloat16",))
 
@@ -89,11 +91,13 @@ class Expected:
         warp_specialize: warps hand registers to one another.
         products: by the tensor cores: "own" of the architecture, "any", or None.
         overlaps: exponentials while a product is under way.
+        spills: outside the innermost loops, where they cost next to nothing.
     """
 
     warp_specialize: bool = False
     products: Products | None = "own"
     overlaps: bool = False
+    spills: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,14 +105,15 @@ class Variant:
     """A way to compile a kernel.
 
     Attributes:
-        kernel: "fwd", "hopper_fwd", "dq", "dkdv", "delta", "decode", "merge" (of parts) or
-            "merge_tree" (of ranks).
+        kernel: "fwd", "hopper_fwd", "dq", "dkdv", "delta", "decode", "part_table",
+            "merge" (of parts) or "merge_tree" (of ranks).
         band: of BANDS.
         ragged: keys end within a block.
         first: the forward loads no state.
         last: the forward writes out and lse.
         softcap: scores are capped.
         sinks: a sink joins the denominator.
+        few: dk and dv in the config for few programs.
     """
 
     kernel: str
@@ -118,6 +123,7 @@ class Variant:
     last: bool = False
     softcap: bool = False
     sinks: bool = False
+    few: bool = False
 
     @property
     def is_forward(self) -> bool:
@@ -127,8 +133,10 @@ class Variant:
     @property
     def kind(self) -> str:
         """Its kind in the table of configurations."""
-        if self.kernel in ("delta", "decode"):
-            return self.kernel
+        if self.kernel in ("decode", "part_table"):
+            return "decode"
+        if self.kernel == "delta":
+            return "delta"
         kernel = "fwd" if self.is_forward else self.kernel
         if self.softcap and not self.is_forward:
             return f"{kernel}_softcap"
@@ -139,7 +147,7 @@ class Variant:
         """Such as "middle causal": for the forward, also which step of a ring it is."""
         steps = {(True, True): "only", (True, False): "first", (False, True): "last"}
         step = [steps.get((self.first, self.last), "middle")] if self.is_forward else []
-        extras = [name for name in ("ragged", "softcap", "sinks") if getattr(self, name)]
+        extras = [name for name in ("ragged", "softcap", "sinks", "few") if getattr(self, name)]
         return " ".join([*step, self.band, *extras])
 
 
@@ -155,13 +163,16 @@ VARIANTS = (
     Variant("hopper_fwd", "full", first=True, last=True),
     Variant("hopper_fwd", "causal", first=True),
     Variant("hopper_fwd", "causal"),
-    Variant("hopper_fwd", "causal", last=True, sinks=True),
+    Variant("hopper_fwd", "causal", last=True, softcap=True, sinks=True),
     Variant("hopper_fwd", "causal", first=True, last=True),
     Variant("hopper_fwd", "window", ragged=True),
     Variant("dkdv", "full"),
     Variant("dkdv", "causal"),
     Variant("dkdv", "window", ragged=True),
     Variant("dkdv", "causal", softcap=True),
+    Variant("dkdv", "full", few=True),
+    Variant("dkdv", "causal", few=True),
+    Variant("dkdv", "window", ragged=True, few=True),
     Variant("dq", "full"),
     Variant("dq", "causal"),
     Variant("dq", "window", ragged=True),
@@ -169,10 +180,11 @@ VARIANTS = (
     Variant("delta"),
     Variant("decode", first=True),
     Variant("decode", ragged=True, first=True, softcap=True),
+    Variant("part_table"),
     Variant("merge"),
     Variant("merge_tree", sinks=True),
 )
-WITHOUT_PRODUCTS = ("delta", "merge", "merge_tree")
+WITHOUT_PRODUCTS = ("delta", "part_table", "merge", "merge_tree")
 KERNELS = tuple(dict.fromkeys(variant.kernel for variant in VARIANTS))
 
 
@@ -224,14 +236,15 @@ def cells(arch: str, head_dims: str, dtype: str) -> Iterator[Cell]:
 
 def variants(arch: str, head_dims: str) -> tuple[Variant, ...]:
     """The variants that exist for an architecture and head dims."""
-    from ring_attn.kernels.hopper_fwd import CONFIGS, RAGGED_HEAD_DIMS
+    from ring_attn.kernels import configs
+
+    gluon = arch == "sm_90" and head_dims in map(str, configs.GLUON)
+    few = configs.column(arch), configs.bucket(int(head_dims.split("/")[0]))
 
     def takes(variant: Variant) -> bool:
-        if variant.kernel != "hopper_fwd":
-            return True
-        if arch != "sm_90" or head_dims not in map(str, CONFIGS):
-            return False
-        return int(head_dims) in RAGGED_HEAD_DIMS or not variant.ragged
+        if variant.few:
+            return few in configs.FEW
+        return gluon or variant.kernel != "hopper_fwd"
 
     return tuple(filter(takes, VARIANTS))
 
@@ -241,9 +254,7 @@ def _configs(variant: Variant, arch: str, head_dim: int, dtype: torch.dtype) -> 
     from ring_attn.kernels import configs
 
     if variant.kernel == "hopper_fwd":
-        from ring_attn.kernels import hopper_fwd
-
-        return hopper_fwd.CONFIGS[head_dim]
+        return configs.GLUON[head_dim]
     if variant.kernel == "merge":
         from ring_attn.kernels import decode
 
@@ -252,7 +263,9 @@ def _configs(variant: Variant, arch: str, head_dim: int, dtype: torch.dtype) -> 
         from ring_attn.kernels import merge_tree
 
         return (merge_tree.config_of(head_dim),)
-    column = arch if arch in configs.ARCHITECTURES else "sm_86"  # as `architecture` has it
+    column = configs.column(arch)
+    if variant.few:
+        return (configs.FEW[column, configs.bucket(head_dim)],)
     return (configs.frozen(variant.kind, column, head_dim, dtype),)
 
 
@@ -270,6 +283,8 @@ def variant_launch(
 
     if variant.kernel == "delta":
         return flash_bwd.delta_launch(rows_of(HEADS), rows_of(HEADS), stats(), config)
+    if variant.kernel == "part_table":
+        return _part_table(config)
     if variant.kernel == "merge":
         return _merge(rows_of, stats)
     if variant.kernel == "merge_tree":
@@ -295,7 +310,6 @@ def variant_launch(
         if variant.kernel == "hopper_fwd":
             from ring_attn.kernels import hopper_fwd
 
-            del options["softcap"]
             return hopper_fwd.hopper_launch(*qkv, state, table, config, **options)
         return flash_fwd.forward_launch(*qkv, state, table, config, **options)
     known = (*qkv, rows_of(HEADS), stats(), stats())
@@ -304,6 +318,15 @@ def variant_launch(
         return flash_bwd.dq_launch(*known, dq, table, config, **options)
     dk, dv = (rows_of(KV_HEADS, torch.float32, dim) for dim in (head_dim, head_dim_v))
     return flash_bwd.dkdv_launch(*known, dk, dv, table, config, **options)
+
+
+def _part_table(config: Config) -> Launch:
+    """The launch that writes the table of 32 parts for a query of 8 heads."""
+    from ring_attn.kernels import decode
+
+    parts = decode.Parts(0, ROWS // 32, 32)
+    rectangle = (0, 1, 0, ROWS - 1, None, None)
+    return decode.part_table(rectangle, 8, parts, config, torch.device("meta"))[1]
 
 
 def _merge(rows_of: Callable[..., Tensor], stats: Callable[[], Tensor]) -> Launch:
@@ -345,7 +368,10 @@ def failures(report: Compiled, arch: str, expected: Expected) -> tuple[str, ...]
     own = PRODUCTS.get(arch, HMMA)
     products = {"own": (own,), "any": (own, HMMA), None: ()}[expected.products]
     checks = (
-        (report.spill_bytes > 0, f"spills {report.spill_bytes} bytes per thread"),
+        (
+            report.spill_bytes > 0 and (report.looping_spills > 0 or not expected.spills),
+            f"spills {report.spill_bytes} bytes per thread",
+        ),
         (
             report.shared_bytes > SHARED_BYTES[arch],
             f"needs {report.shared_bytes} bytes of shared memory, {arch} has {SHARED_BYTES[arch]}",
@@ -393,7 +419,8 @@ def compile_cell(cell: Cell) -> Row:
     products: Products | None = "any" if kernel == "decode" else "own"
     if kernel in WITHOUT_PRODUCTS:
         products = None
-    expected = Expected(hopper, products, overlaps=hopper)
+    # With few programs the alternative is a GPU that is half empty.
+    expected = Expected(hopper, products, overlaps=hopper, spills=cell.variant.few)
     return _row(cell, *judged(cell.launch(), cell.arch, expected))
 
 
@@ -416,7 +443,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     for option, known, default in (
         ("--arch", SHARED_BYTES, ", ".join(ARCHS)),
-        ("--head-dim", HEAD_DIMS, "all"),
+        ("--head-dim", (*HEAD_DIMS, *ODD_HEAD_DIMS), ", ".join(HEAD_DIMS)),
         ("--dtype", DTYPES, "all"),
         ("--kernel", KERNELS, "all"),
     ):

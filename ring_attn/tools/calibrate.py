@@ -25,10 +25,11 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
 
-from ring_attn.backends import choose_backend, get_backend
+from ring_attn.backends import Purpose, choose_backend, get_backend
 from ring_attn.backends.base import Backend
 from ring_attn.check import check_group
 from ring_attn.core.program import Hop
+from ring_attn.core.rates import Rate
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec, Scores, TransportOptions
 from ring_attn.core.tiles import Band, Tile
@@ -39,7 +40,6 @@ from ring_attn.planning.devices import (
     Device,
     Host,
     Link,
-    Rate,
     compute_seconds,
     to_json,
 )
@@ -178,7 +178,8 @@ def calibrate(
     kind = checked_device(device, world_size)
     spec = AttentionSpec(kind, dtype, 1, heads, heads, head_dim, head_dim)
     sizes = (QUICK_ROWS, QUICK_MESSAGES, QUICK_REPEATS) if quick else (ROWS, MESSAGES, REPEATS)
-    setting = Setting(spec, choose_backend(spec, backend).name, *sizes)
+    chosen = choose_backend(spec, backend, Purpose(backward=True)).name
+    setting = Setting(spec, chosen, *sizes)
     ranks = run_ranks(measure, world_size, setting, threads=threads, device=kind, on_part=on_sample)
     tiles, messages, bandwidth, slowdown = ranks[0]  # the same on every rank
     rates = {x: fit_rate([t for t in tiles if x == (t.backward, t.window)]) for x in KINDS}

@@ -41,6 +41,11 @@ OPCODES = {
 HIDDEN = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[1-9a-f](.*?)WARPGROUP\.DEPBAR\.LE", re.DOTALL)
 EXPONENTIAL = re.compile(r"\bMUFU\.EX2\b")
 
+# Labels, branches and spilled registers of SASS.
+LABEL = re.compile(r"^(\.L_x_\d+):")
+BRANCH = re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
+SPILL = re.compile(r"\b(LDL|STL)\b")
+
 # The advisories of ptxas: C7510 and its like, "wgmma.mma_async instructions are serialized due to".
 SERIALIZED = re.compile(r"\(C75\d\d\).*|wgmma\S* .*serialized.*")
 
@@ -58,6 +63,7 @@ class Compiled:
         advisories: lines of ptxas about serialised wgmma instructions.
         seconds: compile time.
         hidden: exponentials from each wait that leaves a Hopper product under way to the next wait.
+        looping_spills: loads and stores of spilled registers in the innermost loops of SASS.
         missing_fences: products in the PTX that may read before a proxy fence; see `proxy_fences`.
     """
 
@@ -69,6 +75,7 @@ class Compiled:
     advisories: tuple[str, ...]
     seconds: float
     hidden: tuple[int, ...] = ()
+    looping_spills: int = 0
     missing_fences: tuple[str, ...] = ()
 
     @property
@@ -213,6 +220,7 @@ def _report(kernel: Any, log: str, seconds: float) -> Compiled:
         advisories=tuple(match[0] for match in SERIALIZED.finditer(log)),
         seconds=seconds,
         hidden=tuple(len(EXPONENTIAL.findall(match[1])) for match in HIDDEN.finditer(code)),
+        looping_spills=looping_spills(code),
         missing_fences=missing_fences(kernel.asm["ptx"]) if "ptx" in kernel.asm else (),
     )
 
@@ -226,6 +234,18 @@ def _sass(cubin: bytes) -> str:
         file.flush()
         command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
         return subprocess.run(command, check=True, text=True, capture_output=True).stdout
+
+
+def looping_spills(code: str) -> int:
+    """Loads and stores of spilled registers in the innermost loops of SASS."""
+    lines = code.splitlines()
+    labels = {label[1]: number for number, line in enumerate(lines) if (label := LABEL.match(line))}
+    branches = [(BRANCH.search(line), number) for number, line in enumerate(lines)]
+    loops = [(labels[to[1]], end) for to, end in branches if to and labels.get(to[1], end) < end]
+    innermost = [
+        (start, end) for start, end in loops if not any(start < a and b < end for a, b in loops)
+    ]
+    return sum(len(SPILL.findall("\n".join(lines[a:b]))) for a, b in innermost)
 
 
 def _ptxas_figures(log: str) -> tuple[int, int]:

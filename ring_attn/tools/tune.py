@@ -221,11 +221,11 @@ class Kernels(Attention):
         return self._sums[1:]
 
 
-def candidate(kind: str, config: Config, frozen: Config, *, gluon: bool = False) -> Row:
-    """The row of a config before it is built."""
+def candidate(kind: str, config: Config, frozen: Config | None, *, gluon: bool = False) -> Row:
+    """The row of a config before it is built; `frozen` is None where another kernel has that."""
     name = f"gluon {label(config)}" if gluon else label(config)
     config = replace(config, note="")
-    return Row(kind, name, config, gluon, not gluon and config == replace(frozen, note=""))
+    return Row(kind, name, config, gluon, frozen is not None and config == replace(frozen, note=""))
 
 
 def configs_of(row: Row) -> dict[str, Config]:
@@ -330,21 +330,17 @@ class Tuning(Report[Setting, Row]):
         self.rows += found
 
     def _candidates(self, kind: str) -> list[Row]:
-        """The frozen config, those of the search space, and those of the forward in Gluon."""
-        setting = self.setting
+        """The frozen config first, and those of the search space; forwards in Gluon among them."""
+        setting, configs = self.setting, self._configs
         sizes = (self._arch, setting.head_dim, setting.dtype)
-        frozen = self._configs.frozen(kind, *sizes)
-        space = [frozen, *self._configs.search_space(kind, *sizes)]
-        found = list(dict.fromkeys(candidate(kind, x, frozen) for x in space))
-        if kernel_of(kind) == "fwd" and self._arch == "sm_90" and setting.dtype.itemsize == 2:
-            from ring_attn.kernels.gluon_guard import gluon_missing
-
-            if gluon_missing() is None:
-                from ring_attn.kernels.hopper_fwd import CONFIGS
-
-                gluon = CONFIGS.get(setting.head_dim, ())
-                found += [candidate(kind, x, frozen, gluon=True) for x in gluon]
-        return found
+        x = torch.empty(0, setting.head_dim, dtype=setting.dtype, device=setting.device)
+        found, frozen = list[Row](), configs.frozen(kind, *sizes)
+        portable: Config | None = frozen
+        if kernel_of(kind) == "fwd" and configs.takes_gluon(x, setting.head_dim):
+            gluon, portable = configs.search_space(GLUON, *sizes), None
+            found = [candidate(kind, one, gluon[0], gluon=True) for one in gluon]
+        space = [frozen, *configs.search_space(kind, *sizes)]
+        return found + list(dict.fromkeys(candidate(kind, one, portable) for one in space))
 
     def _measure(self, problem: Problem, data: Data, rows: Sequence[Row], end: float) -> list[Row]:
         """Builds, checks and times candidates of one kind, the frozen config first."""

@@ -17,7 +17,6 @@ the compute stream wait for the exchange. The host waits for neither.
 from __future__ import annotations
 
 import datetime
-import threading
 import time
 import weakref
 import zlib
@@ -127,15 +126,10 @@ class P2PTransport:
             yield 0
             return
         shared.refuse_fork()
-        if shared.call is not None:
-            raise RuntimeError(
-                f"thread {threading.current_thread().name} calls while {shared.call} is under way "
-                "on the same group: the ranks could not tell the calls' messages apart; call from "
-                "one thread, or give each thread a process group of its own"
-            )
-        self._check_headers()
-        shared.refuse_failed()
+        shared.occupy()
         try:
+            self._check_headers()
+            shared.refuse_failed()
             check = checksum(values) if values else None
             number = shared.next_number() if number is None else number
             queued = streams.are_used(device)

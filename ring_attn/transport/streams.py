@@ -6,6 +6,7 @@ place of CUDA's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 Stream = torch.cuda.Stream
 Event = torch.cuda.Event
+Work = Callable[[], object]
 
 
 def are_used(device: torch.device) -> bool:
@@ -45,6 +47,25 @@ def record(device: torch.device) -> Event:
 def wait(event: Event) -> None:
     """Makes the current stream wait for a moment."""
     event.wait()
+
+
+def side_by_side(device: torch.device, first: Work, *others: Work) -> None:
+    """Queues works that do not depend on each other, the first on the current stream.
+
+    Each other has a stream of its own, where its kernels take the places that those before leave,
+    as dq beside dk and dv, whose programs are long and few. The current stream waits for all.
+    """
+    ready = record(device) if others and are_used(device) else None
+    first()
+    for work in others:
+        if ready is None:
+            work()
+            continue
+        with use(new(device)):
+            wait(ready)
+            work()
+            done = record(device)
+        wait(done)
 
 
 def overwrite(x: Tensor) -> None:

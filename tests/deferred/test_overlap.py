@@ -1,16 +1,24 @@
-"""The next shard is on its way while the attention before it runs, whatever the host has posted."""
+"""Transfers run beside the attention before them, whatever the host has posted; dq beside dk."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import torch
+from torch import Tensor
+
+from ring_attn.backends.reference import ReferenceBackend
+from ring_attn.machines import run as machine
+from ring_attn.transport import streams
 from ring_attn.transport.ranks.media import Lane
 from tests.deferred.calls import Layers
 from tests.deferred.device import Event, Transfer
 from tests.deferred.program import Program
-from tests.deferred.test_calls import RUN, case_of
+from tests.deferred.test_calls import RUN, case_of, check
 
 
 def behind_attention(program: Program) -> list[tuple[int, int]]:
@@ -42,3 +50,43 @@ def test_shards_do_not_wait_for_attention() -> None:
     with mock.patch.object(Lane, "run", behind_everything):
         found = behind_attention(layers.record())
     assert all(behind == given > 0 for behind, given in found)
+
+
+def grad_q(self: Any, *given: Any, scores: Any) -> None:
+    *args, tiles, dq = given
+    dk, dv = (torch.zeros(x.shape, dtype=dq.dtype) for x in args[1:3])
+    self.backward(*args, tiles, dq, dk, dv, scores=scores)
+
+
+def grad_kv(self: Any, *given: Any, scores: Any) -> None:
+    *args, tiles, dk, dv = given
+    dq: Tensor = torch.zeros(args[0].shape, dtype=dk.dtype)
+    self.backward(*args, tiles, dq, dk, dv, scores=scores)
+
+
+@contextmanager
+def in_halves() -> Iterator[None]:
+    """A backend that computes dq, and dk and dv, apart."""
+    halves = {"backward_q": grad_q, "backward_kv": grad_kv}
+    with (
+        mock.patch.multiple(ReferenceBackend, create=True, **halves),
+        mock.patch.object(machine, "folds_in_order", lambda backend: True),
+    ):
+        yield
+
+
+def without_the_end(device: Any, first: Any, *others: Any) -> None:
+    ready = streams.record(device)
+    first()
+    for work in others:
+        with streams.use(streams.new(device)):
+            streams.wait(ready)
+            work()
+
+
+def test_dq_runs_beside_dk_and_dv() -> None:
+    layers = Layers(case_of("ring", "causal"), 3, layers=2)
+    with in_halves():
+        check(layers)
+        with mock.patch.object(streams, "side_by_side", without_the_end):
+            assert layers.record().races()

@@ -221,14 +221,14 @@ class Pools:
     """One pool for each world size, started when first asked for."""
 
     def __init__(self, *, queued: bool) -> None:
-        self._queued = queued
+        self.queued = queued
         self._pools: dict[int, Pool] = {}
 
     def __call__(self, world_size: int) -> Pool:
         """The pool of that size; a new one where a failed test closed the last."""
         pool = self._pools.get(world_size)
         if pool is None or pool.closed:
-            pool = self._pools[world_size] = Pool(world_size, queued=self._queued)
+            pool = self._pools[world_size] = Pool(world_size, queued=self.queued)
         return pool
 
     def close(self) -> None:

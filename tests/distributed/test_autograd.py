@@ -251,6 +251,7 @@ STRATEGIES = (("ring", 1), ("ring", 3), ("all_gather", 2), ("hybrid", 4), ("q_ex
 
 @pytest.mark.parametrize(("name", "world_size"), STRATEGIES)
 @pytest.mark.queued
+@pytest.mark.sweep(4)
 def test_autograd(ranks: Any, name: str, world_size: int) -> None:
     ranks(world_size).run(check_all, name)
 

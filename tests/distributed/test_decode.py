@@ -103,6 +103,13 @@ def decoded(mask: Mask, sizes: dict[str, int], backend: str) -> Results:
     )  # fmt: skip
 
 
+def test_triton(ranks: Pools) -> None:
+    """All masks: tests/kernels, in one process."""
+    mask = Mask(2, 61, causal=True)
+    for got in ranks(3).run(decoded, mask, SIZES, "triton"):
+        assert_exact(got, random_qkv(seqlen_q=2, seqlen_k=61, **SIZES), mask)
+
+
 @pytest.mark.parametrize(("world_size", "backend"), [(2, "aten"), (3, "reference")])
 @pytest.mark.queued
 def test_any_mask(ranks: Pools, world_size: int, backend: str) -> None:

@@ -121,6 +121,7 @@ MOMENTS: dict[str, tuple[int, Channel, int]] = {
         (3, "backward, gradient", signal.SIGSTOP),
     ],
 )
+@pytest.mark.sweep(2)
 def test_a_peer_that_is_gone(
     fresh_ranks: Callable[..., Any], world_size: int, when: str, sent: signal.Signals
 ) -> None:
@@ -176,6 +177,7 @@ def collective_with_a_victim(
         ("all_to_all", signal.SIGSTOP, (0, 2)),
     ],
 )
+@pytest.mark.sweep(2)
 def test_a_peer_that_is_gone_in_a_collective(
     fresh_ranks: Callable[..., Any], name: str, sent: signal.Signals, among: tuple[int, ...]
 ) -> None:

@@ -143,6 +143,7 @@ def check(ranks: Pools, case: str, chosen: list[tuple[int, tuple[int, ...]]]) ->
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sweep(2)
 def test_a_fault_anywhere_on_one_rank(ranks: Pools, case: str) -> None:
     number = max(ranks(WORLD_SIZE).run(count_events, case))
     check(ranks, case, [(at, (at % WORLD_SIZE,)) for at in range(0, number, 17)])

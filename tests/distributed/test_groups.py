@@ -424,5 +424,6 @@ def test_a_forked_child_is_refused(fresh_ranks: Callable[..., Any]) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
+@pytest.mark.sweep(2)
 def test_several_rings(ranks: Any, world_size: int, check_on_ranks: Callable[[], None]) -> None:
     ranks(world_size).run(check_on_ranks)

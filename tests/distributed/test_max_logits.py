@@ -80,10 +80,12 @@ def greatest(backend: str, heads: int, heads_kv: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.queued
+@pytest.mark.sweep(3)
 def test_greatest_of_all_ranks(ranks: Any, world_size: int) -> None:
     ranks(world_size).run(greatest, "reference", 6, 2)
 
 
+@pytest.mark.slow
 def test_in_the_interpreter(ranks: Any) -> None:
     ranks(2).run(greatest, "triton", 2, 1)
 

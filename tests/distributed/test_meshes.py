@@ -142,6 +142,7 @@ CASES = {
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] if name in OTHER_FORMS else []) for name in CASES],
 )
+@pytest.mark.sweep(3)
 def test_mesh_trains_as_one_process_does(ranks: Any, name: str) -> None:
     assert_holds(ranks(4).run(train_on_mesh, CASES[name], some_text()), CASES[name])
 

@@ -130,6 +130,7 @@ def option_cases() -> dict[str, bool]:
     return found
 
 
+@pytest.mark.slow
 def test_compiles_with_options(pool: Pool) -> None:
     """Layouts that are new, documents and groups reach the operator."""
     for found in pool.run(option_cases, timeout=200):

@@ -241,6 +241,7 @@ def assert_exact(
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.sweep(3)
 def test_every_strategy_in_every_form(ranks: Any, one_thread: None, name: str) -> None:
     _, cases, _ = calls = CALLS[name]
     ran = ranks(calls.layout.world_size).run(run_calls, name)

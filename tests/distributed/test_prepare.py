@@ -42,6 +42,7 @@ def then_called(name: str) -> tuple[bool, list[str], int]:
 
 
 @pytest.mark.parametrize("name", PREPARED)
+@pytest.mark.sweep(3)
 def test_calls_are_the_same_behind_prepare(ranks: Any, name: str) -> None:
     for same, media, messages in ranks(4).run(then_called, name):
         assert same and media == ["cpu"] and messages > 0

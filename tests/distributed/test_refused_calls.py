@@ -137,12 +137,15 @@ def test_lost_groups_are_named(ranks: Any) -> None:
 def run_captured() -> list[Ended]:
     """Calls on tensors that say they are on a GPU, whose stream is captured."""
     q, k, v = (one.requires_grad_() for one in good().values())
+    layout = ring_attn.SequenceLayout.contiguous(2 * q.size(1), 2)
     backward = ring_attention(q, k, v).sum()
     calls: list[Callable[[], object]] = [
         lambda: ring_attention(**good()),
         lambda: ring_attention(**good(), strategy="auto"),
         lambda: tree_decode(**good()),
         lambda: tree_decode(**good(), window_size=(2, 0)),  # asks for lengths
+        lambda: ring_attn.unshard(q.detach(), layout),
+        lambda: ring_attn.halo(q, layout, 1, 1),
         backward.backward,
     ]
     with (
@@ -155,7 +158,8 @@ def run_captured() -> list[Ended]:
 
 def test_capture_is_refused(ranks: Any) -> None:
     for calls in ranks(2).run(run_captured):
-        names = ["ring_attention", "ring_attention", "tree_decode", "tree_decode", "ring_attention"]
+        names = 2 * ["ring_attention"] + 2 * ["tree_decode"]
+        names += ["unshard", "halo", "ring_attention"]
         for name, got in zip(names, calls, strict=True):
             assert got.error is NotImplementedError, got
             assert f"{name} cannot be captured in a CUDA graph" in got.text, got

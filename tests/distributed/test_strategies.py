@@ -54,6 +54,7 @@ def refusal(case: Case) -> str:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("name", "world_size"), GRID)
+@pytest.mark.sweep(5)
 def test_as_in_one_process(
     ranks: Any, one_thread: None, name: str, world_size: int, layout: str
 ) -> None:
@@ -160,9 +161,10 @@ def test_triton(ranks: Any, one_thread: None, world_size: int, case: Case) -> No
 
 
 @interpreted
-def test_every_world_size_has_the_bits_of_one(ranks: Any) -> None:
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_every_world_size_has_the_bits_of_one(ranks: Any, strategy: str) -> None:
     case = Case(
-        Mask(256, 256, True), "contiguous", "ring", "triton", "float16", SHARED, batch=1,
+        Mask(256, 256, True), "contiguous", strategy, "triton", "float16", SHARED, batch=1,
         softcap=5.0, sinks=True, same_bits=True,
     )  # fmt: skip
     alone, got = (run_all_ranks(case, size, ranks(size).run) for size in (1, 2))

@@ -292,6 +292,7 @@ def assert_generated(family: str, got: list[Generated], **options: Any) -> None:
 
 
 @pytest.mark.parametrize("family", [family for family in CONFIGS if family != "bert"])
+@pytest.mark.sweep(3)
 def test_greedy_generation(ranks: Pools, family: str) -> None:
     assert_generated(family, ranks(2).run(generate_sharded, family, "zigzag", {}))
 

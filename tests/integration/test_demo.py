@@ -40,6 +40,7 @@ def dense_losses(what: Run, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_ring_trains_and_generates_as_one_process_does(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +88,7 @@ def test_a_mesh_on_the_command_line() -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_whole_files_on_three_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     what = f"{TINY.replace('33', '700')} --packed --nproc 3 --steps 2 --strategy exchange"
     assert demo.run(parsed(what)) == 0

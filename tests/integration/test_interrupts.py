@@ -131,6 +131,7 @@ def test_a_signal_to_all_ranks_leaves_what_was_measured(
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_ranks_end_with_a_process_that_is_killed(start: Callable[[list[str]], Started]) -> None:
     # In the place of a rank `sleep` runs, which shows that its parent has handed over all it must:
     # to a rank that is still being started, multiprocessing's own EOFError is the end. A rank

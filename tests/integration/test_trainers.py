@@ -54,6 +54,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("family", "collate"), [*(("llama", one) for one in COLLATORS), ("llama4", "padded")]
 )
+@pytest.mark.sweep(2)
 def test_training_as_in_one_process(ranks: Pools, out: Path, family: str, collate: str) -> None:
     """Accumulation, clipping, evaluation before and after; lengths that 2 does not divide."""
     oracle, plain = one_process(collate, out, family)

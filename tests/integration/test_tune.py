@@ -15,6 +15,7 @@ from torch import Tensor
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.bench.judge import Judge
 from ring_attn.bench.outputs import Outputs
+from ring_attn.kernels import configs
 from ring_attn.kernels.configs import INTERPRETER, Config
 from ring_attn.tools import tune
 from ring_attn.tools.cli import main
@@ -52,12 +53,13 @@ def test_our_kernels_in_other_configs_are_an_attention(causal: bool) -> None:
     assert len(verdicts) == 4 and all(verdict.ok for verdict in verdicts), verdicts
 
 
+@pytest.mark.slow
 def test_a_search_on_a_cpu(report_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """The whole command, with a process that builds."""
     report = report_of(f"tune {TINY} --kernels dq --jobs 1")
     assert [row["kind"] for row in report["rows"]] == ["dq", "dq_whole"]
     for one in report["rows"]:
-        assert one["frozen"] and one["note"] == "" and one["samples"] == 1 and one["speed"] == 1.0
+        assert one["frozen"] and one["note"] == "" and one["samples"] >= 1 and one["speed"] == 1.0
         assert one["config"]["BLOCK_M"] == 64 and 0 < one["max_ratio"] <= 1
     assert report["failures"] == [] and report["setting"]["jobs"] == 1
     configs = report["configs"]
@@ -175,11 +177,15 @@ def test_a_kind_that_fails_costs_no_other(
 def test_forwards_in_gluon_are_candidates_on_sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = tuning(f"{TINY} --kernels fwd --head-dim 64", monkeypatch, SMALL)
     bench._arch = "sm_90"
+    monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
     frozen = bench._configs.frozen("fwd", "sm_90", 64, torch.float32)
     assert [one.name for one in bench._candidates("fwd")] == [label(frozen), "32x32 4w 1s"]
     bench.setting = replace(bench.setting, dtype=torch.bfloat16)
-    gluon = [one for one in bench._candidates("fwd_whole") if one.gluon]
+    found = bench._candidates("fwd_whole")
+    gluon = [one for one in found if one.gluon]
     assert gluon and all(set(tune.configs_of(one)) == {tune.GLUON} for one in gluon)
+    assert [one for one in found if one.frozen] == found[:1] == gluon[:1]
+    monkeypatch.undo()
     one = setting(TINY).problem_of(causal=True)
     with pytest.raises(NotImplementedError, match="Gluon"):
         Kernels(one, one.data(), tune.configs_of(gluon[0])).forward()

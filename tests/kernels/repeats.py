@@ -26,7 +26,7 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.messages import Gathered
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import Tile
-from ring_attn.kernels import configs, hopper_fwd
+from ring_attn.kernels import configs
 from ring_attn.kernels.launch import Launch
 from ring_attn.strategies.tree_decode import decode_packet
 from tests.bounds import whole
@@ -163,10 +163,7 @@ def cases(stub: StubDriver) -> dict[str, Any]:
     found = {name: case(stub, call) for name, call in CALLS.items()}
     sizes = {"rows": 256, "dim": 64}
     call = forward(True, tiles=whole(Mask(256, 256)))
-    with (
-        mock.patch.object(configs, "architecture", lambda device: "sm_90"),
-        mock.patch.dict(configs.GLUON, {64: hopper_fwd.CONFIGS[64][0]}),
-    ):
+    with mock.patch.object(configs, "architecture", lambda device: "sm_90"):
         found["forward, gluon"] = case(stub, call, **sizes)
     return found
 
@@ -199,6 +196,22 @@ def changes(stub: StubDriver) -> dict[str, int]:
     with mock.patch.dict(globals(), SCORES=Scores(0.5)):
         made["scale"] = watched.seen(grad_q(), x)[1]
     return made
+
+
+def decoding(stub: StubDriver) -> dict[str, list[Any]]:
+    """Of a second token, whose cache is longer: torch's operators, and the driver's launches."""
+    stub.watch(None)
+    backend, found = TritonBackend(), {}
+    for queries in (1, 2):
+        for rows in (300, 301):
+            x = Tensors(rows=rows)
+            tiles = whole(Mask(queries, rows, causal=True))
+            before = stub.count
+            with profile(activities=[ProfilerActivity.CPU]) as operators:
+                backend.decode(x.q[:, :queries], x.k, x.v, tiles, scores=SCORES)
+        names = sorted({event.name for event in operators.events()})
+        found[f"{queries}"] = [names, stub.count - before]
+    return found
 
 
 def bound(stub: StubDriver) -> list[int]:
@@ -245,6 +258,7 @@ def main() -> None:
         "cases": cases(stub),
         "changes": changes(stub),
         "bound": bound(stub),
+        "decoding": decoding(stub),
         "freed": freed(),
         "host_us": host_us(stub),
     }

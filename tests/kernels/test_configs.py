@@ -33,6 +33,12 @@ def test_whole_steps_have_the_columns_of_any_other(arch: str, kernel: str) -> No
         assert len({getattr(config, configs.FOLDED[kernel]) for config in found}) == 1
 
 
+def test_both_forwards_of_sm_90_have_the_same_columns() -> None:
+    """So their bits are the same, too (test_hopper_fwd.py)."""
+    for headdim, (config, *_) in configs.GLUON.items():
+        assert config.BLOCK_N == configs.frozen("fwd", "sm_90", headdim, torch.float16).BLOCK_N
+
+
 @pytest.mark.parametrize("arch", [*configs.ARCHITECTURES, "interpreter"])
 @pytest.mark.parametrize("kind", ["fwd", "fwd_whole", "dkdv", "dq", "delta"])
 def test_blocks_divide_the_unit_of_the_bits(kind: str, arch: str) -> None:
@@ -51,13 +57,10 @@ def test_what_is_searched_on_hopper(kind: str, headdim: int) -> None:
     assert found[0] == configs.frozen(kind, *args)
     assert len({replace(config, note="") for config in found}) == len(found) <= 16
     # Tiles first, then the orders of their tasks.
-    plain = [not (config.l2_bytes or config.programs_per_sm) for config in found]
+    plain = [not config.l2_bytes for config in found]
     assert plain == sorted(plain, reverse=True)
-    orders = {(config.l2_bytes > 0, config.programs_per_sm > 0) for config in found}
-    assert len(orders) == 4
-    for config in found:
-        assert config.programs_per_sm in {0, 8 // config.num_warps}
-        assert config.l2_bytes in (0, configs.L2_BYTES)
+    assert {config.l2_bytes for config in found} == {0, configs.L2_BYTES}
+    assert not any(config.programs_per_sm for config in found)
 
 
 def test_what_is_searched_elsewhere() -> None:
@@ -65,7 +68,7 @@ def test_what_is_searched_elsewhere() -> None:
         found = configs.search_space("dkdv_whole", arch, 80, torch.float16)
         assert found[0] == configs.frozen("dkdv", arch, 128, torch.float16)
         assert len(found) > 5
-        assert arch == "sm_90" or not any(x.l2_bytes or x.programs_per_sm for x in found)
+        assert arch == "sm_90" or not any(x.l2_bytes for x in found)
         for kind, dtype in (("fwd", torch.float32), ("delta", torch.float16)):
             alone = configs.search_space(kind, arch, 128, dtype)
             assert alone == (configs.frozen(kind, arch, 128, dtype),)
@@ -73,7 +76,7 @@ def test_what_is_searched_elsewhere() -> None:
         decoding = configs.search_space("decode", arch, 128, torch.bfloat16)
         assert decoding[0] == configs.frozen("decode", arch, 128, torch.bfloat16)
         assert len(decoding) > 5 and {config.BLOCK_M for config in decoding} == {16}
-        assert not any(config.l2_bytes or config.programs_per_sm for config in decoding)
+        assert not any(config.l2_bytes for config in decoding)
     assert configs.search_space("dq", "interpreter", 128, torch.float16) == (configs.INTERPRETER,)
 
 
@@ -119,20 +122,24 @@ def test_a_file_of_float32_names_nothing_on_a_gpu() -> None:
 def test_a_forward_in_gluon_is_used_where_the_file_has_it(
     written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gluon, x = Config(128, 128, 8, 2), torch.empty(1, 4, 2, 64)
-    monkeypatch.setitem(configs.GLUON, 64, SMALL)
+    x = torch.empty(1, 4, 2, 64, dtype=torch.bfloat16)
+    assert not tuned.takes_gluon(x, 64)
     monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(tuned, "architecture", lambda device: "interpreter")
-    assert tuned.gluon_forward(x, 64) == SMALL
-    written({"gluon": gluon}, architecture="interpreter")
-    assert tuned.gluon_forward(x, 64) == gluon
-    assert tuned.gluon_forward(x[..., :48], 48) is None  # it has one head dim
+    for taken in (x, torch.empty(1, 4, 2, 128, dtype=torch.float16), x[1:], x[:, ::2, :1]):
+        assert tuned.takes_gluon(taken, 64)
+    for other in (x.float(), x[..., :48]):
+        assert not tuned.takes_gluon(other, 64)
+    assert tuned.select("gluon", x, 64) == configs.GLUON[64][0]
+    for gluon in (replace(config, note="") for config in configs.GLUON[64]):
+        written({"gluon": gluon}, architecture="interpreter")
+        assert tuned.takes_gluon(x, 64) and tuned.select("gluon", x, 64) == gluon
     written({"dq": SMALL, "dq_whole": SMALL}, architecture="interpreter")
-    assert tuned.gluon_forward(x, 64) == SMALL
+    assert tuned.takes_gluon(x, 64)
     frozen = configs.frozen("fwd", "sm_90", 64, torch.float16)
     written({"fwd": frozen, "fwd_whole": frozen}, architecture="interpreter")
     monkeypatch.setattr(tuned.configs, "frozen", lambda *_: frozen)
-    assert tuned.gluon_forward(x, 64) is None
+    assert not tuned.takes_gluon(x, 64)
 
 
 ENTRY = {"kind": "dq", "headdim": 64, "BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 4, "num_stages": 1}
@@ -150,9 +157,11 @@ ENTRY = {"kind": "dq", "headdim": 64, "BLOCK_M": 32, "BLOCK_N": 64, "num_warps":
         ({"table": [ENTRY | {"BLOCK_M": 48}]}, "BLOCK_M must be a power of 2"),
         ({"table": [ENTRY | {"BLOCK_N": 256}]}, "BLOCK_N must be an int from 16 to 128"),
         ({"table": [ENTRY | {"num_stages": 1.0}]}, "num_stages must be an int"),
+        ({"table": [ENTRY | {"kind": "gluon"}]}, "broken entry.*gluon has the configs"),
         ({"table": [ENTRY | {"colour": 1}]}, "broken entry.*colour"),
         ({"table": [{"kind": "dq", "headdim": 64}]}, "broken entry.*BLOCK_M"),
         ({"table": ["dq"]}, "broken entry"),
+        ({"table": [ENTRY | {"programs_per_sm": 1}]}, "programs_per_sm is of kind gluon"),
         ({"table": [ENTRY | {"BLOCK_N": 32}]}, "several lengths.*'dq': 32, 'dq_whole': 64"),
     ],
 )

@@ -61,6 +61,7 @@ def exercise(
 
 
 @pytest.mark.parametrize("name", MASKS)
+@pytest.mark.sweep(2)
 def test_masks(name: str) -> None:
     """The dtypes in turn: tests/kernels/test_options.py has every pair."""
     mask, dtype = MASKS[name], DTYPES[list(MASKS).index(name) % len(DTYPES)]
@@ -212,6 +213,7 @@ def test_delta_is_rowsum(rows: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("softcap", [0.0, pytest.param(2.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["full", "causal", "wide window", "documents unequal"])
+@pytest.mark.sweep(2)
 def test_any_number_of_launches_gives_the_same_bits(name: str, softcap: float) -> None:
     mask, config = MASKS[name], blocks(32, 32)
     # The order of a group's heads is part of the bits.

@@ -1,7 +1,7 @@
-"""The Gluon forward of sm_90: emulated against float64; on such a GPU against `flash_fwd`, too.
+"""The forward in Gluon of sm_90 over blocks so short that every buffer is used again and again.
 
-In the emulator every partition, barrier, copy and wait is the kernel's own; see gluon_emulator.py.
-Faults planted into the kernel's source show that it would see them.
+Its PTX is executed (`ptx/`), warpgroups in an order that is drawn, and held against float64; on
+such a GPU it runs, and is held against `flash_fwd`, too. test_ptx.py has the configs that are used.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_attn.backends.triton import TritonBackend
 from ring_attn.core import masks
 from ring_attn.core.mask import Mask
+from ring_attn.core.spec import Scores
 from ring_attn.kernels import configs, gluon_guard
 from ring_attn.kernels.configs import Config
-from ring_attn.kernels.hopper_fwd import CONFIGS, RAGGED_HEAD_DIMS, can_run, hopper_launch
+from ring_attn.kernels.flash_fwd import forward_launch
+from ring_attn.kernels.hopper_fwd import copyable, hopper_launch
+from ring_attn.kernels.launch import Launch
 from ring_attn.testing import Inputs, check, plain_gradients, random_qkv, random_sinks
 from tests.bounds import assert_holds, expect, whole
 from tests.kernels import calls
-from tests.kernels.calls import Step, cut_keys, empty_state, q_table
-from tests.kernels.gluon_emulator import Deadlock, Edit, Hazard, emulate
+from tests.kernels.calls import Step, cut_keys, empty_state, in_interpreter, q_table
+from tests.kernels.ptx import launching
 
 
 def on_hopper(test: Any) -> Any:
@@ -42,9 +46,9 @@ ROOT = Path(__file__).parents[2]
 REPEATS = 50
 
 SMALL = Config(128, 32, 4, 2, programs_per_sm=1)
+# Of head dim 128, as it is used.
+GLUON = configs.GLUON[128][0]
 DOCUMENTS = (0, 40, 160, 257)
-
-BARRIERS = ("q_full", "q_empty", "k_full", "k_empty", "v_full", "v_empty", "turns")
 
 # On the grid of 32 columns or not, one block or several, fewer rows than a consumer has.
 MASKS = {
@@ -87,16 +91,14 @@ def forward(
     *,
     sinks: Tensor | None = None,
     seed: int = 0,
-    edits: Sequence[Edit] = (),
     **how: Any,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse, each step in a launch of its own: emulated on the CPU, else run."""
+    """out and lse, each step in a launch of its own: its PTX on the CPU, else on the GPU."""
     q, k, v, _ = inputs
     state = empty_state(inputs, sinks, carried=len(steps) > 1)
     for index, tiles in enumerate(steps):
         first, last = index == 0, index == len(steps) - 1
         table = q_table(tiles, config, q.size(1) if first or last else 0, q.device.type)
-        assert can_run(q, k, v, table, 0.0) or not table.num_blocks
         if not table.num_blocks:
             continue
         launch = hopper_launch(
@@ -104,7 +106,7 @@ def forward(
             **how,
         )  # fmt: skip
         if q.device.type == "cpu":
-            emulate(launch, seed=seed, edits=edits, names=BARRIERS)
+            assert launching.run(launch, "sm_90", seed) == []
         else:
             launch.run()
     assert state.out is not None and state.lse is not None
@@ -119,17 +121,27 @@ def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("ping_pong", [True, False], ids=["turns", "no turns"])
-@pytest.mark.parametrize("name", MASKS)
-def test_masks(name: str, ping_pong: bool) -> None:
+QUICK = ("one row", "window", "documents of other lengths")
+
+
+@in_interpreter
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in MASKS if x not in QUICK)]
+)
+def test_masks(name: str) -> None:
+    """In one order of warpgroups, and in another without turns."""
     mask = MASKS[name]
     inputs = inputs_for(mask)
-    got = forward(inputs, [whole(mask)], ping_pong=ping_pong, seed=ping_pong)
+    got = forward(inputs, [whole(mask)], seed=len(name))
     assert_exact(got, inputs, mask)
     if name == "rows that see nothing":
         assert (got[0][:, :194] == 0).all() and got[1][..., :194].isneginf().all()
+    if name not in QUICK:
+        assert same(forward(inputs, [whole(mask)], seed=1, ping_pong=False), got)
 
 
+@in_interpreter
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nheads", "nheads_kv", "batch"), [(4, 2, 1), (3, 1, 1), (2, 2, 2), (1, 1, 1)]
 )
@@ -139,14 +151,15 @@ def test_heads(nheads: int, nheads_kv: int, batch: int) -> None:
     assert_exact(forward(inputs, [whole(mask)]), inputs, mask)
 
 
+@in_interpreter
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("headdim", "headdim_v", "config"),
     [
-        (128, 128, Config(128, 64, 4, 2)),
         (64, 64, Config(192, 32, 4, 2)),
         (64, 64, Config(128, 16, 4, 3)),
-        (256, 256, Config(128, 64, 4, 2)),
         (128, 64, Config(128, 64, 4, 2)),
+        (64, 128, Config(128, 64, 4, 2)),
     ],
 )
 def test_head_dims_consumers_and_stages(headdim: int, headdim_v: int, config: Config) -> None:
@@ -155,6 +168,8 @@ def test_head_dims_consumers_and_stages(headdim: int, headdim_v: int, config: Co
     assert_exact(forward(inputs, [whole(mask)], config), inputs, mask)
 
 
+@in_interpreter
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal", "full", "causal window", "documents"])
 def test_steps_have_the_bits_of_one(name: str) -> None:
     mask = MASKS[name]
@@ -164,6 +179,8 @@ def test_steps_have_the_bits_of_one(name: str) -> None:
         assert same(forward(inputs, cut_keys(mask, *cuts), seed=7), alone)
 
 
+@in_interpreter
+@pytest.mark.slow
 def test_programs_and_order_do_not_change_bits() -> None:
     mask = MASKS["causal"]
     inputs = inputs_for(mask, nheads=4, nheads_kv=2)
@@ -175,25 +192,31 @@ def test_programs_and_order_do_not_change_bits() -> None:
             assert same(forward(inputs, [whole(mask)], config, seed=seed), alone)
 
 
-def test_sinks() -> None:
-    mask = MASKS["rows that see nothing"]
-    inputs, sinks = inputs_for(mask), random_sinks(2)
-    got = forward(inputs, [whole(mask)], sinks=sinks)
-    assert_exact(got, inputs, mask, sinks=sinks)
-    assert same(forward(inputs, cut_keys(mask, 32), sinks=sinks), got)
+@in_interpreter
+@pytest.mark.slow
+def test_the_portable_forward_has_the_same_bits() -> None:
+    """Over blocks of one length; it writes what was folded where a call ends without keys."""
+    mask = MASKS["causal"]
+    inputs, sinks = inputs_for(mask, headdim=128), random_sinks(2)
+    q, k, v, _ = inputs
+    for steps in ([whole(mask)], cut_keys(mask, 128)):
+        found = list[tuple[Tensor | None, Tensor | None]]()
+        for make, empty in ((hopper_launch, False), (forward_launch, False), (hopper_launch, True)):
+            state = empty_state(inputs, sinks, carried=True)
+            each = [*steps, ()] if empty else steps
+            for index, tiles in enumerate(each):
+                first, last = index == 0, index == len(each) - 1
+                table = q_table(tiles, GLUON, q.size(1), "cpu")
+                launch: Any = make if tiles else forward_launch
+                kv = (k, v) if tiles else (k[:, :0], v[:, :0])
+                options = {"softmax_scale": 0.1, "first": first, "last": last}
+                launching.run(launch(q, *kv, state, table, GLUON, **options), "sm_90")
+            found.append((state.out, state.lse))
+        assert same(found[0], found[1]) and same(found[0], found[2])
 
 
-def test_strides() -> None:
-    """Heads before rows in memory, and as parts of one tensor."""
-    mask = MASKS["less than a block"]
-    inputs = inputs_for(mask, nheads=2, nheads_kv=2, batch=2)
-    alone = forward(inputs, [whole(mask)])
-    swapped = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs[:3]]
-    assert same(forward(Inputs(*swapped, inputs.dout), [whole(mask)]), alone)
-    packed = torch.stack(inputs[:3], 2).unbind(2)
-    assert same(forward(Inputs(*packed, inputs.dout), [whole(mask)]), alone)
-
-
+@in_interpreter
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_a_document_holds_does_not_reach_its_neighbours(bad: float) -> None:
     bounds = (0, 40, 113, 150)
@@ -209,126 +232,33 @@ def test_what_a_document_holds_does_not_reach_its_neighbours(bad: float) -> None
     assert not lse[..., 40:113].isfinite().any()
 
 
-def test_what_it_does_not_take() -> None:
-    mask = Mask(97, 97, causal=True)
-    q, k, v, _ = inputs_for(mask, nheads_kv=2)
-    table = q_table(whole(mask), SMALL, 97, "cpu")
-
-    def takes(q: Tensor = q, k: Tensor = k, v: Tensor = v, softcap: float = 0.0) -> bool:
-        return can_run(q, k, v, table, softcap)
-
-    assert takes()
-    assert not takes(softcap=30.0)
-    assert not takes(q.float(), k.float(), v.float())
-    assert not takes(v=v.bfloat16())
-    assert not takes(k=k[:, :0], v=v[:, :0])
-    assert not takes(v=v[..., :32])
-    # The bulk copies: rows that begin between multiples of 16 bytes, and no stride at all.
-    assert not takes(k=torch.empty(1, 97, 2, 65, dtype=k.dtype)[..., 1:])
-    assert not takes(k=k[:, :, :1].expand_as(k))
-    large = inputs_for(mask, headdim=256)[:3]
-    assert not can_run(*large, table, 0.0), "no registers to clear with"
-    full = Mask(97, 96)
-    large = inputs_for(full, headdim=256)[:3]
-    assert can_run(*large, q_table(whole(full), SMALL, 97, "cpu"), 0.0)
+@in_interpreter
+def test_all_steps_of_a_call_have_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever a step's tensors lie; the portable one may end a call without keys."""
+    launches = list[Launch]()
+    monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(Launch, "run", lambda launch: launches.append(launch))
+    mask, backend = Mask(40, 40), TritonBackend()
+    q, k, v, _ = inputs_for(mask)
+    state, scores = backend.new_state(q, 64), Scores(0.1, softcap=5.0)
+    odd = torch.empty(1, 40, 1, 65, dtype=k.dtype)[..., 1:]
+    for one in (k, odd, k[:, :1].expand(1, 40, 1, 64)):
+        backend.forward(q, one, v, whole(mask), state, scores=scores)
+    backend.forward(q, k[:, :0], v[:, :0], (), state, scores=scores, last=True)
+    names = [launch.kernel.fn.__name__ for launch in launches]
+    assert names == [*["hopper_fwd_kernel"] * 3, "flash_fwd_kernel"]
 
 
-# Edits of the kernel's functions, "name: old -> new". Each makes results that may be wrong on a
-# device, or a kernel that hangs there.
-HAZARDS: dict[str, list[str]] = {
-    "K is not waited for": [
-        "_fold_blocks: _await_full(k_buffers, k_full, use) -> use % k_buffers.shape[0]"
-    ],
-    "V is not waited for": [
-        "_fold_blocks: _await_full(v_buffers, v_full, use) -> use % v_buffers.shape[0]"
-    ],
-    "Q is not waited for": ["_consume: mbarrier.wait(q_full.index(INDEX), parity) -> pass"],
-    "K is not waited to be free": [
-        "_produce: _await_empty(k_buffers, k_empty, use) -> use % k_buffers.shape[0]"
-    ],
-    "V is not waited to be free": [
-        "_produce: _await_empty(v_buffers, v_empty, use) -> use % v_buffers.shape[0]"
-    ],
-    "Q is not waited to be free": ["_produce: mbarrier.wait(q_empty.index(i), parity ^ 1) -> pass"],
-    "the phase to be full is the other": [
-        "_await_full: (use // STAGES) & 1) -> ((use // STAGES) & 1) ^ 1)"
-    ],
-    "Q's phase does not change": [
-        "_consume: mbarrier.wait(q_full.index(INDEX), parity)"
-        " -> mbarrier.wait(q_full.index(INDEX), 0)"
-    ],
-    "scores are used at once": ["_fold_blocks: s = warpgroup_mma_wait(1, deps=[s]) -> s = s"],
-    "the wait for scores covers none": [
-        "_fold_blocks: warpgroup_mma_wait(1, deps=[s]) -> warpgroup_mma_wait(2, deps=[s])"
-    ],
-    "the wait for out covers none": [
-        "_fold_blocks: warpgroup_mma_wait(0, deps=[acc, l_i])"
-        " -> warpgroup_mma_wait(1, deps=[acc, l_i])"
-    ],
-    "K is given back before its product's end": [
-        "_fold_run: mbarrier.arrive(k_empty.index(k_stage), count=1)"
-        " -> s = warpgroup_mma_wait(0, [s])",
-        "_fold_run: s = warpgroup_mma_wait(0, deps=[s])"
-        " -> mbarrier.arrive(k_empty.index(k_stage), count=1)",
-    ],
-    "V is given back before its product's end": [
-        "_fold_blocks: mbarrier.arrive(v_empty.index(v_stage), count=1)"
-        " -> acc, l_i = warpgroup_mma_wait(0, [acc, l_i])",
-        "_fold_blocks: acc, l_i = warpgroup_mma_wait(0, deps=[acc, l_i])"
-        " -> mbarrier.arrive(v_empty.index(v_stage), count=1)",
-    ],
-    "Q is given back before the last product": [
-        "_consume: mbarrier.arrive(q_empty.index(INDEX), count=1) -> pass",
-        "_consume: mbarrier.wait(q_full.index(INDEX), parity)"
-        " -> mbarrier.wait(q_full.index(INDEX), parity)\n"
-        "        mbarrier.arrive(q_empty.index(INDEX), count=1)",
-    ],
-    "the copy's bytes are not counted": [
-        "_copy: mbarrier.expect(full, desc.block_type.nbytes) -> mbarrier.expect(full, 0)"
-    ],
-    "no fence after clearing": ["_produce: fence_async_shared() -> pass"],
-    "clearing does not wait": [
-        "_produce: mbarrier.wait(v_full.index(LANDED), landed_parity) -> pass"
-    ],
-    "a copy too many arrives": [
-        "_produce: mbarrier.arrive(v_full.index(stage), count=1)"
-        " -> mbarrier.arrive(v_full.index(stage), count=2)"
-    ],
-}
-DEADLOCKS: dict[str, list[str]] = {
-    "the phase to be free is the other": [
-        "_await_empty: ((use // STAGES) & 1) ^ 1) -> (use // STAGES) & 1)"
-    ],
-    "K is not given back": [
-        "_fold_blocks: mbarrier.arrive(k_empty.index(k_stage), count=1) -> pass"
-    ],
-    "V is not given back": ["_fold_run: mbarrier.arrive(v_empty.index(v_stage), count=1) -> pass"],
-    "Q is not given back": ["_consume: mbarrier.arrive(q_empty.index(INDEX), count=1) -> pass"],
-    "the turn is not passed on": [
-        "_fold_blocks: mbarrier.arrive(turns.index((INDEX + 1) % CONSUMERS), count=1) -> pass"
-    ],
-    "everybody waits for a first turn": ["_fold_blocks: (turn & 1) ^ (INDEX == 0) -> turn & 1"],
-    "too many bytes are waited for": [
-        "_copy: desc.block_type.nbytes -> 2 * desc.block_type.nbytes"
-    ],
-}
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", [*HAZARDS, *DEADLOCKS])
-def test_a_planted_fault_is_found(name: str, seed: int) -> None:
-    """Whatever the order in which partitions run."""
-    mask = MASKS["documents"]
-    inputs = inputs_for(mask, nheads=4)
-    edits = []
-    for text in (HAZARDS | DEADLOCKS)[name]:
-        function, _, edit = text.partition(": ")
-        edits.append((function, *edit.split(" -> ")))
-    error = Hazard if name in HAZARDS else Deadlock
-    with pytest.raises(error) as raised:
-        forward(inputs, [whole(mask)], seed=seed, edits=edits)
-    if error is Deadlock:
-        assert any(f" waits for {name}[" in str(raised.value) for name in BARRIERS)
+def test_what_bulk_copies_cannot_take_is_copied() -> None:
+    x = torch.randn(1, 97, 2, 72, dtype=torch.float16)
+    heads_first = torch.randn(1, 2, 97, 64, dtype=torch.float16).transpose(1, 2)
+    for taken in (x, x[..., 8:], x[:, 3:], x[:, :, 1:], heads_first):
+        assert copyable(taken) is taken
+    alone = x[:, :1].as_strided((1, 1, 2, 72), (0, 0, 72, 1))
+    others = (x[..., 1:65], x[..., 4:68], x[:, :, :1].expand(1, 97, 3, 72), alone)
+    for other in others:
+        copy = copyable(other)
+        assert copy is not other and torch.equal(copy, other) and copyable(copy) is copy
 
 
 # -- compiled
@@ -379,15 +309,14 @@ CASES = {
     "window": Mask(900, 1024, window_size=(100, 50)),
     "documents": Mask(1000, 1000, True, (-1, -1), (0, 100, 600, 1000), (0, 100, 600, 1000)),
 }
-EVERY_CONFIG = [(headdim, config) for headdim, some in CONFIGS.items() for config in some]
+EVERY_CONFIG = [(headdim, config) for headdim, some in configs.GLUON.items() for config in some]
 
 # All masks with the first config of each head dim: a kernel takes seconds to compile.
 AGAINST_FLOAT64 = [
     (headdim, config, name)
     for headdim, config in EVERY_CONFIG
     for name in CASES
-    if name in ("causal, whole blocks", "full") or config == CONFIGS[headdim][0]
-    if headdim in RAGGED_HEAD_DIMS or name not in ("causal", "documents")
+    if name in ("causal, whole blocks", "full") or config == configs.GLUON[headdim][0]
 ]
 
 
@@ -414,12 +343,12 @@ def test_on_hopper_against_float64(headdim: int, config: Config, name: str) -> N
     assert_exact(got, inputs, mask)
     alone = replace(config, programs_per_sm=0)
     assert same(forward(inputs, [whole(mask)], alone), got), "a task a program, other bits"
-    if config == CONFIGS[headdim][0]:
+    if config == configs.GLUON[headdim][0]:
         assert same(forward(inputs, cut_keys(mask, 256, 512), config), got), "cut, other bits"
 
 
 @on_hopper
-@pytest.mark.parametrize("headdim", CONFIGS)
+@pytest.mark.parametrize("headdim", configs.GLUON)
 def test_on_hopper_against_flash_fwd(headdim: int) -> None:
     """With float16, sinks, and without turns, which change no bits."""
     mask = CASES["causal, whole blocks"]
@@ -428,7 +357,7 @@ def test_on_hopper_against_flash_fwd(headdim: int) -> None:
     frozen = configs.frozen("fwd", "sm_90", headdim, torch.float16)
     other = calls.forward(inputs, [whole(mask)], frozen, sinks=sinks)
     plain = plain_gradients(*inputs, mask, sinks=sinks)
-    for config in CONFIGS[headdim]:
+    for config in configs.GLUON[headdim]:
         got = forward(inputs, [whole(mask)], config, sinks=sinks)
         assert_exact(got, inputs, mask, sinks=sinks)
         for name, x, y in zip(("out", "lse"), got, other, strict=True):
@@ -451,15 +380,15 @@ def test_on_hopper_repeats_are_bit_equal(headdim: int, config: Config, name: str
 
 
 @on_hopper
-@pytest.mark.parametrize("headdim", RAGGED_HEAD_DIMS)
+@pytest.mark.parametrize("headdim", configs.GLUON)
 def test_on_hopper_a_document_does_not_reach_its_neighbours(headdim: int) -> None:
     """Its rows are cleared in shared memory, where they lie as only the device has them."""
     bounds = (0, 300, 777, 1000)
     mask = Mask(1000, 1000, True, (-1, -1), bounds, bounds)
     inputs = on_device(mask, headdim)
-    alone = forward(inputs, [whole(mask)], CONFIGS[headdim][0])
+    alone = forward(inputs, [whole(mask)], configs.GLUON[headdim][0])
     assert_exact(alone, inputs, mask)
     inputs.k[:, 300:777] = inputs.v[:, 300:777] = float("nan")
-    got = forward(inputs, [whole(mask)], CONFIGS[headdim][0])
+    got = forward(inputs, [whole(mask)], configs.GLUON[headdim][0])
     for x, y in ((got[0], alone[0]), (got[1].mT, alone[1].mT)):
         assert torch.equal(x[:, :300], y[:, :300]) and torch.equal(x[:, 777:], y[:, 777:])

@@ -83,6 +83,7 @@ def assert_holds(out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sets", SETS)
+@pytest.mark.sweep(3)
 def test_against_float64(sets: int, dtype: torch.dtype) -> None:
     """A row sees nothing, another nothing in every other set; with sinks and without."""
     out, lse = results(sets, batch=2)
@@ -96,6 +97,7 @@ def test_against_float64(sets: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("sizes", [(1, 1), (63, 1), (1, 97), (113, 1)], ids=str)
 @pytest.mark.parametrize("sets", [2, 5])
+@pytest.mark.sweep(2)
 def test_rows_and_heads(sets: int, sizes: tuple[int, int]) -> None:
     assert_holds(*results(sets, rows=sizes[0], nheads=sizes[1]), None, torch.float32)
 
@@ -142,6 +144,7 @@ def exact_weights(sets: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sets", SETS)
+@pytest.mark.sweep(3)
 def test_the_order_is_that_of_merge_tree(sets: int, dtype: torch.dtype) -> None:
     out, lse = exact_weights(sets)
     for sinks in (None, torch.full((2,), 3.0, device=DEVICE)):
@@ -150,6 +153,7 @@ def test_the_order_is_that_of_merge_tree(sets: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("sets", [n for n in SETS if n > 3])
+@pytest.mark.sweep(2)
 def test_bits_tell_another_order(sets: int) -> None:
     """Set by set, from the first to the last; of three or fewer sums round too seldom."""
     out, lse = exact_weights(sets)

@@ -136,6 +136,7 @@ def test_every_pair_of_options_is_among_the_cases() -> None:
         for turn, case in enumerate(CASES)
     ],
 )
+@pytest.mark.sweep(2)
 def test_options(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     patched_select(monkeypatch, blocks(*case["blocks"]))
     mask, headdim, (nheads, nheads_kv) = case["mask"], case["headdim"], case["heads"]

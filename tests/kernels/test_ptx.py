@@ -20,7 +20,7 @@ from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import Scores
 from ring_attn.kernels import configs, decode
-from ring_attn.kernels.hopper_fwd import CONFIGS
+from ring_attn.kernels.configs import Config
 from ring_attn.kernels.launch import Launch
 from ring_attn.testing import Expected, Inputs, random_qkv, random_sinks
 from tests.bounds import assert_holds, expect, run, whole
@@ -41,8 +41,8 @@ MASKS = {
     "window": Mask(ROWS, ROWS, causal=True, window_size=(100, -1)),
     "documents": Mask(ROWS, ROWS, True, (-1, -1), (0, 40, 170, ROWS), (0, 40, 170, ROWS)),
 }
-# Those of `TABLE` for two architectures, and the forward of `hopper_fwd` beside them.
-KERNELS = ("sm_80", "sm_90", "gluon")
+# Those of two architectures, of which sm_90 has the forward in Gluon; and the portable one there.
+KERNELS = ("sm_80", "sm_90", "sm_90 portable")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -96,12 +96,14 @@ def assert_all_hold(inputs: Inputs, mask: Mask, got: Expected, **scores: object)
 
 
 def backend(kernels: str, headdim: int) -> TritonBackend:
-    """With "gluon" the forward is that of `hopper_fwd`, in its first config."""
-    return TritonBackend({"gluon": CONFIGS[headdim][0]} if kernels == "gluon" else {})
+    """Naming the portable forward's config takes the place of the one in Gluon."""
+    arch = arch_of(kernels)
+    config = configs.frozen("fwd", arch, headdim, torch.bfloat16)
+    return TritonBackend({} if kernels == arch else {"fwd": config, "fwd_whole": config})
 
 
 def arch_of(kernels: str) -> str:
-    return "sm_90" if kernels == "gluon" else kernels
+    return kernels.split()[0]
 
 
 def slow(*values: object) -> object:
@@ -109,11 +111,18 @@ def slow(*values: object) -> object:
 
 
 def cases() -> Iterator[object]:
-    """All kernels, masks and head dims; types and numbers of steps in turn."""
-    quick = {("sm_80", "causal", 64), ("gluon", "documents", 64)}
-    for i, (headdim, name, kernels) in enumerate(product((64, 128), MASKS, KERNELS)):
-        case = (kernels, name, list(DTYPES)[(i + headdim // 128) % 2], headdim, i // 2 % 2 == 0)
-        yield pytest.param(*case) if (kernels, name, headdim) in quick else slow(*case)
+    """All kernels, masks and head dims; types in turn; one step and three, for sm_80 in turn."""
+    quick = {("sm_80", "causal", 64, True), ("sm_90", "documents", 64, False)}
+    each = product((64, 128), MASKS, KERNELS, (True, False))
+    for i, (headdim, name, kernels, several) in enumerate(each):
+        dtype = list(DTYPES)[(i // 2 + headdim // 128 + several) % 2]
+        case = (kernels, name, dtype, headdim, several)
+        if (kernels, name, headdim, several) in quick:
+            yield pytest.param(*case)
+        elif kernels == "sm_90" or several == (i // 4 % 2 == 0):
+            yield slow(*case)
+    yield slow("sm_90", "documents", "bfloat16", 256, False)
+    yield slow("sm_90", "full", "float16", 256, True)
 
 
 @pytest.mark.parametrize(("kernels", "name", "dtype", "headdim", "several"), list(cases()))
@@ -137,38 +146,42 @@ def test_scores_that_are_capped_and_sinks(kernels: str, headdim: int, execute: E
     mask = MASKS["causal"]
     inputs, sinks = inputs_of(mask, torch.bfloat16, headdim), random_sinks(2)
     execute(arch_of(kernels))
-    # The forward in Gluon has no softcap.
-    scores = {"softcap": 0.0 if kernels == "gluon" else 5.0, "sinks": sinks}
+    scores = {"softcap": 5.0, "sinks": sinks}
     got = run(backend(kernels, headdim), inputs, steps_of(mask, True), **scores)
     assert_all_hold(inputs, mask, got, **scores)
 
 
-OTHERS = [(dim, index) for dim in (64, 128) for index in range(1, len(CONFIGS[dim]))]
+OTHERS = [(dim, config) for dim, tried in configs.GLUON.items() for config in tried[1:]]
+
+
+def name_of(x: object) -> str:
+    """Of a parameter, for the test's name."""
+    return f"{x.BLOCK_M}x{x.BLOCK_N}-s{x.num_stages}" if isinstance(x, Config) else str(x)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("headdim", "index"), OTHERS)
-def test_other_configs_of_the_forward_in_gluon(headdim: int, index: int, execute: Execute) -> None:
+@pytest.mark.parametrize(("headdim", "config"), OTHERS, ids=name_of)
+def test_other_configs_of_the_forward_in_gluon(
+    headdim: int, config: Config, execute: Execute
+) -> None:
     """Other numbers of stages and consumers; buffers are used again and again."""
     mask = Mask(200, 640, causal=True)
     inputs = inputs_of(mask, torch.float16, headdim)
     executed = execute("sm_90")
-    got = run(TritonBackend({"gluon": CONFIGS[headdim][index]}), inputs, [whole(mask)])
+    got = run(TritonBackend({"gluon": config}), inputs, [whole(mask)])
     assert_all_hold(inputs, mask, got)
     assert not executed.missing_fences
 
 
-@pytest.mark.parametrize(
-    ("kernels", "headdim"), [("sm_80", 64), *(slow(x, 128) for x in KERNELS if x != "gluon")]
-)
+@pytest.mark.parametrize(("kernels", "headdim"), [("sm_80", 64), *(slow(x, 128) for x in KERNELS)])
 def test_against_the_interpreter(kernels: str, headdim: int, execute: Execute) -> None:
     """Within the bound of one another, as either is of float64."""
     mask = MASKS["causal"]
     inputs, steps = inputs_of(mask, torch.float16, headdim, nheads=1), steps_of(mask, headdim > 64)
     oracle, plain = expect(inputs, mask)
     interpreted = run(TritonBackend(), inputs, steps)
-    execute(kernels)
-    got = run(TritonBackend(), inputs, steps)
+    execute(arch_of(kernels))
+    got = run(backend(kernels, headdim), inputs, steps)
     for name in ("out", "lse", "dq", "dk", "dv"):
         near = {name: getattr(interpreted, name).double(), "terms": oracle.terms}
         assert_holds({name: getattr(got, name)}, Expected(**vars(oracle) | near), plain)
@@ -215,7 +228,9 @@ class Target:
     result: Tensor
     clean: Tensor
 
-    def plant(self, pattern: str, new: str, index: int = 0) -> list[NotFenced]:
+    def plant(
+        self, pattern: str, new: str, index: int = 0, seed: int | None = None
+    ) -> list[NotFenced]:
         """Executes it with the index-th match of a pattern replaced; the missing fences."""
         found = list(re.finditer(pattern, self.code.ptx))[index]
         self.result.zero_()
@@ -223,14 +238,16 @@ class Target:
             self.launch,
             self.code,
             lambda ptx: ptx[: found.start()] + found.expand(new) + ptx[found.end() :],
+            seed,
         )
 
-    def faults(self, pattern: str, new: str) -> list[Fault | None]:
-        """What is found with each match replaced in turn."""
+    def faults(self, pattern: str, new: str, *seeds: int) -> list[Fault | None]:
+        """What is found with each match replaced in turn, with one of the seeds after the other."""
         found = list[Fault | None]()
         for index in range(len(re.findall(pattern, self.code.ptx))):
             try:
-                missing = self.plant(pattern, new, index)
+                seed = seeds[index % len(seeds)] if seeds else None
+                missing = self.plant(pattern, new, index, seed)
                 found.append(missing[0] if missing else None)
             except Fault as fault:
                 found.append(fault)
@@ -242,13 +259,15 @@ class Target:
 def target(name: str) -> Target:
     """A kernel of one step over blocks enough that every buffer is used again."""
     arch = "sm_80" if name in ("fwd", "dq", "dkdv") else "sm_90"
-    mask = Mask(128, 640) if name == "hopper" else TARGET_MASK
+    kernels = "sm_90 portable" if name == "sm_90 fwd" else arch
+    mask = Mask(128, 160) if name == "hopper" else TARGET_MASK
     with pytest.MonkeyPatch.context() as patch:
         launches = list[Launch]()
         patch.setattr(configs, "architecture", lambda device: arch)
-        patch.setattr(Launch, "run", launches.append)
-        inputs = inputs_of(mask, torch.bfloat16, 64, nheads=1)
-        run(backend("gluon" if "hopper" in name else arch, 64), inputs, [whole(mask)])
+        patch.setattr(Launch, "run", lambda launch: launches.append(launch))
+        inputs = inputs_of(mask, torch.bfloat16, 64, nheads=4 if "hopper" in name else 1)
+        tried = TritonBackend({"gluon": SMALL}) if "hopper" in name else backend(kernels, 64)
+        run(tried, inputs, [whole(mask)])
     kernel = "hopper_fwd" if "hopper" in name else f"flash_{name.split()[-1]}"
     launch = next(x for x in launches if x.kernel.fn.__name__ == f"{kernel}_kernel")
     result = launch.args[{"flash_dq": "dq_ptr", "flash_dkdv": "dk_ptr"}.get(kernel, "out_ptr")]
@@ -258,6 +277,8 @@ def target(name: str) -> Target:
     return Target(launch, code, result, result.clone())
 
 
+# Short blocks, of which programs have several tasks.
+SMALL = Config(128, 32, 4, 2, programs_per_sm=1)
 TARGET_MASK = Mask(161, 161, True, (-1, -1), (0, 30, 161), (0, 30, 161))
 BARRIER = r"bar\.sync\s+\d+(, 128)?;"
 PORTABLE = ["fwd", slow("dq"), slow("dkdv")]
@@ -290,20 +311,40 @@ def test_a_stride_wrong_is_out_of_bounds_or_seen_in_the_result(kernel: str) -> N
     assert not torch.equal(clean.result, clean.clean)
 
 
+@pytest.mark.slow
 def test_a_wait_for_an_mbarrier_deleted_is_found() -> None:
-    found = target("hopper").faults(r"mbarrier\.try_wait.* complete,.*", "mov.pred complete, -1;")
-    # Who takes turns does so for speed alone, and first waits are for what nobody has used.
+    found = target("hopper").faults(WAIT, "mov.pred complete, -1;", *range(3))
+    # Who takes turns does so for speed alone.
     assert sum(isinstance(fault, NotWaited) for fault in found) >= len(found) // 2
 
 
+WAIT = r"mbarrier\.try_wait(.*) complete, (.*), (%r\d+|\d);"
+EXPECTED = r"(@%p\d+ mbarrier\.arrive\.expect_tx.*), (\d+);"
+ARRIVAL = r"(@%p\d+ mbarrier\.arrive\.shared::cta\.b64 .*)"
+OTHER_PARITY = ".reg .b32 other; xor.b32 other, \\3, 1; mbarrier.try_wait\\1 complete, \\2, other;"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "new", "fault"),
+    [
+        pytest.param(WAIT, OTHER_PARITY, Fault, id="parity"),
+        pytest.param(ARRIVAL, "", Fault, id="none", marks=pytest.mark.slow),
+        pytest.param(ARRIVAL, r"\1 \1", Fault, id="twice", marks=pytest.mark.slow),
+        pytest.param(EXPECTED, r"\1, 64;", Deadlock, id="bytes", marks=pytest.mark.slow),
+    ],
+)
+def test_arrivals_of_the_forward_in_gluon(pattern: str, new: str, fault: type[Fault]) -> None:
+    """Whatever the order in which warpgroups run."""
+    found = target("hopper").faults(pattern, new, *range(3))
+    assert all(isinstance(one, fault) for one in found)
+    assert any(isinstance(one, Deadlock) and " lacks " in str(one) for one in found)
+
+
 @pytest.mark.slow
-def test_arrivals_of_the_forward_in_gluon() -> None:
-    """One thread says that a buffer is free, of 4 warps that read it; bytes are miscounted."""
-    clean = target("hopper")
-    found = clean.faults(BARRIER, "")
+def test_readers_of_a_buffer_wait_for_one_another() -> None:
+    """One thread says that a buffer is free, of 4 warps that read it."""
+    found = target("hopper").faults(BARRIER, "")
     assert sum(isinstance(fault, NotWaited) for fault in found) >= 4
-    for fault in clean.faults(r"(@%p\d+ mbarrier\.arrive\.expect_tx.*), (\d+);", r"\1, 64;"):
-        assert isinstance(fault, Deadlock)
 
 
 FENCE = r"fence\.proxy\.async[\w.:]*;"

@@ -78,3 +78,11 @@ def test_a_repeated_step_takes_a_fraction_of_the_hosts_time(found: dict[str, Any
     """Triton's look at 50 arguments of each launch is the rest."""
     taken = found["host_us"]
     assert 0 < 2 * taken["repeated"] < taken["anew"], taken
+
+
+def test_a_token_brings_nothing_from_the_host(found: dict[str, Any]) -> None:
+    """One query's table is written by a launch; that of two is made on the host, and seen here."""
+    from_host = {"aten::lift_fresh", "aten::to", "aten::_to_copy", "aten::_local_scalar_dense"}
+    one, two = (found["decoding"][queries] for queries in "12")
+    assert not from_host & set(one[0]) and one[1] == 3
+    assert from_host & set(two[0]) and two[1] == 2

@@ -1,7 +1,4 @@
-"""Which program does which tasks: every task once, in the order asked for, to the same bits.
-
-The order and the persistent grid are fields of a config; neither may change a bit of any result.
-"""
+"""Which program does which task: every task once, in the order asked for, to the same bits."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from torch import Tensor
 from ring_attn.core.mask import Mask
 from ring_attn.kernels import tasks
 from ring_attn.kernels.configs import Config
-from ring_attn.kernels.tasks import Schedule, block_and_head, make_schedule, tasks_of_program
+from ring_attn.kernels.tasks import Schedule, block_and_head, make_schedule
 from ring_attn.testing import Inputs
 from tests.bounds import whole
 from tests.kernels.calls import (
@@ -41,8 +38,6 @@ ONE_HEAD, TWO_HEADS = 1, 17_000
 SCHEDULES = {
     "by heads": {"l2_bytes": ONE_HEAD},
     "by two heads": {"l2_bytes": TWO_HEADS},
-    "persistent": {"programs_per_sm": 1},
-    "persistent, by heads": {"l2_bytes": ONE_HEAD, "programs_per_sm": 2},
 }
 
 
@@ -50,33 +45,20 @@ SCHEDULES = {
 
 
 @triton.jit
-def log_kernel(out_ptr, num_blocks, num_heads, heads_together, PERSISTENT: tl.constexpr):
-    """(program, turn, block, head) of every task, by its number."""
-    num_tasks = tasks_of_program(num_blocks * num_heads) if PERSISTENT else 1
-    for i in range(num_tasks):
-        task = tl.program_id(0) + i * tl.num_programs(0)
-        block, head = block_and_head(task, num_blocks, heads_together)
-        tl.store(out_ptr + 4 * task, tl.program_id(0))
-        tl.store(out_ptr + 4 * task + 1, i)
-        tl.store(out_ptr + 4 * task + 2, block)
-        tl.store(out_ptr + 4 * task + 3, head)
-
-
-def log(num_programs: int, num_blocks: int, num_heads: int, together: int) -> Tensor:
-    num_tasks = num_blocks * num_heads
-    out = torch.full((num_tasks, 4), -1, dtype=torch.int32, device=DEVICE)
-    persistent = num_programs < num_tasks
-    log_kernel[(num_programs,)](out, num_blocks, num_heads, together, PERSISTENT=persistent)
-    return out.cpu()
+def log_kernel(out_ptr, num_blocks, heads_together):
+    """(block, head) of every task, by its number."""
+    task = tl.program_id(0)
+    block, head = block_and_head(task, num_blocks, heads_together)
+    tl.store(out_ptr + 2 * task, block)
+    tl.store(out_ptr + 2 * task + 1, head)
 
 
 @pytest.mark.parametrize("together", [1, 2, 3, 6])
-@pytest.mark.parametrize("num_programs", [1, 4, 29, 30])
-def test_every_task_is_done_once_in_order(num_programs: int, together: int) -> None:
+def test_every_task_is_done_once_in_order(together: int) -> None:
     num_blocks, num_heads = 5, 6
-    program, turn, block, head = log(num_programs, num_blocks, num_heads, together).T
-    order = torch.arange(num_blocks * num_heads)
-    assert torch.equal(program + turn * num_programs, order)
+    out = torch.full((num_blocks * num_heads, 2), -1, dtype=torch.int32, device=DEVICE)
+    log_kernel[(num_blocks * num_heads,)](out, num_blocks, together)
+    block, head = out.cpu().T
     group = head // together
     wanted = torch.stack((group, block, head)).T.tolist()
     assert wanted == sorted(wanted), "group by group, in it block by block, in it head by head"

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import warnings
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +16,24 @@ import triton
 from torch import Tensor
 
 from ring_attn.backends import choose_backend, get_backend, kept_launches
-from ring_attn.backends import triton as module
+from ring_attn.backends import triton_support as module
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import Tile
 from ring_attn.kernels.flash_fwd import Carried
+from ring_attn.kernels.launch import Launch
 from ring_attn.testing import RESULTS, Expected, Inputs, layouts_of
 from tests.bounds import MASKS, assert_holds, expect, run, whole
-from tests.kernels.calls import DEVICE, DTYPES, blocks, cut_keys, in_interpreter, inputs_for
+from tests.kernels.calls import (
+    DEVICE,
+    DTYPES,
+    blocks,
+    cut_keys,
+    in_interpreter,
+    inputs_for,
+    patched_select,
+)
 from tests.kernels.rings import ring
 
 pytestmark = pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
@@ -268,6 +278,46 @@ def test_backward_is_its_two_halves_in_place() -> None:
     backend.backward_kv(*args, *halves[1:], scores=scores)
     for x, y in zip(both, halves, strict=True):
         assert torch.equal(x, y) and bool((x != 3.0).any())
+
+
+@pytest.mark.parametrize("name", ["causal", "documents"])
+def test_short_blocks_where_programs_are_few(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of dk and dv, whose bits they keep; not where the caller has named a config."""
+    mask, long, short = MASKS[name], blocks(64, 64), blocks(64, 32)
+    inputs = inputs_for(mask, nheads=4, nheads_kv=2, dtype=DTYPES[-1])
+    monkeypatch.setattr("ring_attn.kernels.configs.few_programs", lambda *_: short)
+    tables: dict[int, set[Any]] = {}
+    found = []
+    for sms in (1, 1000):
+        monkeypatch.setattr("ring_attn.kernels.tasks.num_sms", lambda _, sms=sms: sms)
+        backend = TritonBackend()
+        patched_select(monkeypatch, long)
+        found.append(run(backend, inputs, [whole(mask)]))
+        tables[sms] = {key[1] for key in backend._launches.tables if key[3]}
+    assert tables == {1: {(64, 64)}, 1000: {(64, 64), (32, 64)}}
+    assert same(*found)
+    backend = TritonBackend({"dkdv": long, "dkdv_whole": long})
+    run(backend, inputs, [whole(mask)])
+    assert {key[1] for key in backend._launches.tables if key[3]} == {(64, 64)}
+
+
+def test_a_launch_is_made_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making it may time candidates."""
+    inside: list[bool] = []
+
+    def enqueue(run: Any, argument: Any, device: int) -> Any:
+        inside.append(True)
+        try:
+            return run(argument)
+        finally:
+            inside.pop()
+
+    def make() -> Launch:
+        assert inside == [True]
+        return Launch(None, (0,), {}, {}, {})
+
+    monkeypatch.setattr(kept_launches, "enqueue", enqueue)
+    kept_launches.KeptLaunches().run(((),), (torch.zeros(1, 1, 1, 1),), (), make)
 
 
 # -- tables

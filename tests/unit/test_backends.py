@@ -6,7 +6,7 @@ without a GPU.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -17,10 +17,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ring_attn.backends import PREFERENCE, aten, choose_backend, flash_attn, get_backend
+from ring_attn.backends import (
+    aten,
+    get_backend,
+)  # fmt: skip
 from ring_attn.backends.base import Backend, equal_headdims, flash_window, out_from_delta
 from ring_attn.core.mask import Mask
-from ring_attn.core.spec import AttentionSpec, Scores
+from ring_attn.core.spec import Scores
 from ring_attn.core.tiles import Band, MaskKind, Tile, make_tile
 from ring_attn.testing import Expected, Inputs, check, random_qkv, random_sinks
 from tests.bounds import (
@@ -97,6 +100,7 @@ def exercise(
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("name", CPU_BACKENDS)
+@pytest.mark.sweep(2)
 def test_masks(name: str, mask: Mask) -> None:
     backend, sizes = get_backend(name), config()
     exercise(backend, mask, sizes, [whole(mask)])
@@ -171,6 +175,7 @@ def test_softcap_of_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("name", CPU_BACKENDS)
+@pytest.mark.sweep(2)
 def test_sinks(name: str, mask: Mask) -> None:
     # aten's backward knows of no sinks: the lse that it is given has them in it.
     cuts = ([whole(mask)], [[tile] for tile in grid(mask, 40, 33)])
@@ -297,6 +302,23 @@ def flash_2_visible(rows: int, cols: int, left: int, right: int) -> Tensor:
     return seen if left < 0 else (j >= i - left) & (j <= i + right)
 
 
+def flash_3_visible(rows: int, cols: int, left: int, right: int) -> Tensor:
+    """The mask of FlashAttention 3's kernels, with the rules of its C++ (flash_api.cpp)."""
+    left = cols - 1 if left < 0 or left >= cols - 1 else left
+    right = rows - 1 if right < 0 or right >= rows - 1 else right
+    return flash_4_visible(rows, cols, left, right)
+
+
+def flash_4_visible(rows: int, cols: int, left: int | None, right: int | None) -> Tensor:
+    """A window from the bottom right corner; its two sides cannot exclude each other."""
+    assert left is None or right is None or left + right >= 0
+    i = torch.arange(rows)[:, None] + cols - rows
+    j = torch.arange(cols)[None]
+    seen = torch.ones(rows, cols, dtype=torch.bool)
+    seen = seen if left is None else seen & (j >= i - left)
+    return seen if right is None else seen & (j <= i + right)
+
+
 def cudnn_visible(rows: int, cols: int, is_causal: bool) -> Tensor:
     """Causal from the top left corner."""
     seen = torch.ones(rows, cols, dtype=torch.bool)
@@ -346,6 +368,69 @@ class FlashAttn2:
         for into, grad in zip((dq, dk, dv), grads, strict=True):
             into.copy_(grad)
         return UNUSED
+
+
+class FlashAttn3:
+    """`torch.ops.flash_attn_3`: arguments by the names and in the order of flash-attn 3.0.0."""
+
+    @staticmethod
+    def fwd(
+        q, k, v, k_new=None, v_new=None, q_v=None, out=None, cu_seqlens_q=None, cu_seqlens_k=None,
+        cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
+        max_seqlen_k=None, page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None,
+        rotary_sin=None, seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None,
+        softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1,
+        attention_chunk=0, softcap=0.0, is_rotary_interleaved=False, scheduler_metadata=None,
+        num_splits=0, pack_gqa=None, sm_margin=0,
+    ):  # fmt: skip
+        require_kernel_shapes(q, k, v)
+        assert (out, cu_seqlens_q, is_causal, num_splits) == (None, None, False, 1)
+        seen = flash_3_visible(q.size(1), k.size(1), window_size_left, window_size_right)
+        return *dense_forward(q, k, v, softmax_scale, seen, softcap), UNUSED, UNUSED
+
+    @staticmethod
+    def bwd(
+        dout, q, k, v, out, softmax_lse, dq=None, dk=None, dv=None, cu_seqlens_q=None,
+        cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
+        softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1,
+        softcap=0.0, deterministic=False, sm_margin=0,
+    ):  # fmt: skip
+        require_kernel_shapes(dout, q, k, v, out, dq, dk, dv)
+        assert (cu_seqlens_q, is_causal, deterministic) == (None, False, True)
+        seen = flash_3_visible(q.size(1), k.size(1), window_size_left, window_size_right)
+        grads = dense_backward(dout, q, k, v, out, softmax_lse, softmax_scale, seen, softcap)
+        for into, grad in zip((dq, dk, dv), grads, strict=True):
+            into.copy_(grad)
+        return 5 * [UNUSED]
+
+
+class FlashAttn4:
+    """`flash_attn.cute.interface`: arguments by name, as of flash-attn 4.0.0 beta 22."""
+
+    @staticmethod
+    def _flash_attn_fwd(
+        q, k, v, *, softmax_scale=None, causal=False, softcap=None, window_size_left=None,
+        window_size_right=None, num_splits=1, return_lse=False, out=None, lse=None,
+    ):  # fmt: skip
+        require_kernel_shapes(q, k, v)
+        assert (causal, num_splits, return_lse, out, lse) == (False, 1, True, None, None)
+        seen = flash_4_visible(q.size(1), k.size(1), window_size_left, window_size_right)
+        made, found = dense_forward(q, k, v, softmax_scale, seen, softcap)
+        return made, found.masked_fill(found == torch.inf, -torch.inf), None, None
+
+    @staticmethod
+    def _flash_attn_bwd(
+        q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
+        window_size_left=None, window_size_right=None, *, deterministic=False, dq=None, dk=None,
+        dv=None,
+    ):  # fmt: skip
+        require_kernel_shapes(dout, q, k, v, out, dq, dk, dv)
+        assert (causal, deterministic) == (False, True)
+        seen = flash_4_visible(q.size(1), k.size(1), window_size_left, window_size_right)
+        grads = dense_backward(dout, q, k, v, out, lse, softmax_scale, seen, softcap)
+        for into, grad in zip((dq, dk, dv), grads, strict=True):
+            into.copy_(grad)
+        return dq, dk, dv
 
 
 class TorchOnCuda:
@@ -438,11 +523,15 @@ def test_pieces_for_flash_are_windows_that_it_can_state(name: str) -> None:
     assert not wrong
 
 
-@pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> Backend:
-    """The backend of flash-attn over the emulated package."""
-    monkeypatch.setattr(flash_attn, "_operators", FlashAttn2)
-    return flash_attn.FlashAttnBackend()
+PACKAGES = {"flash_attn": FlashAttn2, "flash_attn_3": FlashAttn3, "flash_attn_4": FlashAttn4}
+
+
+@pytest.fixture(params=PACKAGES)
+def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
+    """A backend of flash-attn over its emulated package."""
+    backend = get_backend(request.param)
+    monkeypatch.setattr(backend, "operators", lambda: PACKAGES[request.param])
+    return backend
 
 
 GQA, ODD = config(nheads=4, nheads_kv=2), config(headdim=13, headdim_v=21)
@@ -460,15 +549,27 @@ def exercise_emulated(backend: Backend, mask: Mask) -> None:
     exercise(backend, mask, GQA, [grid(mask, 90, 20)], rebuilds=[True])
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_flash_attn_on_an_emulated_package(
-    mask: Mask, package: flash_attn.FlashAttnBackend
-) -> None:
-    exercise_emulated(package, mask)
+# The newer packages differ in their arguments and their rules for windows alone.
+NEWER, HARD = ("flash_attn_3", "flash_attn_4"), ("causal", "wide window", "empty rows")
 
 
-@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("softcap", [0.0, *SOFTCAPS])
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [*product(["flash_attn"], MASKS), *product(NEWER, HARD)],
+    indirect=["package"],
+)
+def test_flash_attn_on_an_emulated_package(name: str, package: Backend) -> None:
+    exercise_emulated(package, MASKS[name])
+
+
+@pytest.mark.parametrize(
+    ("package", "softcap", "with_sinks"),
+    [
+        *product(["flash_attn"], [0.0, *SOFTCAPS], [False, True]),
+        *product(NEWER, SOFTCAPS[:1], [False]),
+    ],
+    indirect=["package"],
+)
 def test_flash_attn_with_softcap_and_sinks(
     softcap: float, with_sinks: bool, package: Backend
 ) -> None:
@@ -479,6 +580,7 @@ def test_flash_attn_with_softcap_and_sinks(
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.sweep(3)
 def test_torchs_operators_on_emulated_cuda(
     name: str, mask: Mask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -504,7 +606,7 @@ def test_flash_attns_inf_becomes_minus_inf(package: Backend) -> None:
     # No plan makes such a tile: its first two rows see nothing.
     tile = Tile(slice(0, 6), slice(0, 4), Band(None, -2))
     operator = FlashAttn2._flash_attn_forward(q, k, v, 0.0, 1.0, False, -1, 0, 0.0, None, False)
-    assert bool((operator[1][:, :, :2] == torch.inf).all())
+    assert bool((operator[1][:, :, :2] == torch.inf).all())  # that of 4 has -inf
     state = package.new_state(q, 8)
     package.forward(q, k, v, [tile], state, scores=Scores(1.0))
     out, lse = package.finalize(state, q.dtype)
@@ -552,118 +654,3 @@ def test_equal_headdims_pads_with_zeros_to_a_multiple() -> None:
     assert padded[0] is a
     assert padded[1].tolist() == [[1.0, 1.0, 1.0, 0.0, 0.0]] * 2
     assert [x.size(-1) for x in equal_headdims(a, b, multiple=8)] == [8, 8]
-
-
-# -- which backend runs
-
-
-def spec_of(
-    device: str = "cpu",
-    dtype: torch.dtype = torch.bfloat16,
-    headdim: int = 64,
-    headdim_v: int = 64,
-    softcap: float = 0.0,
-) -> AttentionSpec:
-    return AttentionSpec(device, dtype, 1, 4, 2, headdim, headdim_v, softcap)
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
-)
-def test_on_cpu_aten_and_the_reference_run_everything(dtype: torch.dtype) -> None:
-    choice = choose_backend(spec_of(dtype=dtype))
-    assert choice.name == "aten"
-    assert list(choice.reasons) == list(PREFERENCE)
-    usable = {name for name, reason in choice.reasons.items() if reason is None}
-    assert usable == {"aten", "reference"}
-    assert choose_backend(spec_of(dtype=dtype), "reference").name == "reference"
-
-
-@pytest.mark.parametrize(
-    ("name", "spec", "reason"),
-    [
-        ("reference", spec_of("cuda", torch.float32, 999), None),
-        ("reference", spec_of("cuda", softcap=30.0), None),
-        ("aten", spec_of("cuda", headdim=256), None),
-        ("aten", spec_of("cuda", torch.float32), "got torch.float32"),
-        ("aten", spec_of("cuda", headdim=257), "at most 256, got 257"),
-        ("aten", spec_of("cuda", headdim_v=300), "at most 256, got 300"),
-        ("aten", spec_of(softcap=30.0), "no softcap"),
-        ("aten", spec_of("cuda", softcap=30.0), "no softcap"),
-        ("cudnn", spec_of("cuda", torch.float16, 128, 128), None),
-        ("cudnn", spec_of(), "on cuda, got cpu"),
-        ("cudnn", spec_of("cuda", torch.float32), "float16 and bfloat16"),
-        ("cudnn", spec_of("cuda", headdim=136), "up to 128, got 136"),
-        ("cudnn", spec_of("cuda", headdim_v=136), "up to 128, got 136"),
-        ("cudnn", spec_of("cuda", softcap=30.0), "no softcap"),
-        ("flash_attn", spec_of("cuda"), None),
-        ("flash_attn", spec_of("cuda", softcap=30.0), None),
-        ("flash_attn", spec_of(), "on cuda, got cpu"),
-        ("flash_attn", spec_of("cuda", torch.float32), "got torch.float32"),
-        ("flash_attn", spec_of("cuda", headdim=264), "up to 256, got 264"),
-    ],
-)
-def test_supports_says_why_not(
-    name: str, spec: AttentionSpec, reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    monkeypatch.setattr(flash_attn, "_installed", lambda: "2.8.3.post2")
-    got = get_backend(name).supports(spec)
-    assert got is None if reason is None else reason in str(got)
-
-
-def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
-    assert "no cuDNN" in str(get_backend("cudnn").supports(spec_of("cuda")))
-    monkeypatch.setattr(flash_attn, "_installed", lambda: None)
-    backend = get_backend("flash_attn")
-    assert "pip install 'ring-attn[flash]'" in str(backend.supports(spec_of("cuda")))
-    monkeypatch.setattr(flash_attn, "_installed", lambda: "2.7.4.post1")
-    assert "2.8, got 2.7.4.post1" in str(backend.supports(spec_of("cuda")))
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
-    """Has torch say that there is a GPU of that compute capability."""
-
-    def pretend(major: int, minor: int) -> None:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
-        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        choose_backend.cache_clear()
-
-    yield pretend
-    choose_backend.cache_clear()
-
-
-def test_auto_takes_the_first_that_can(gpu: Callable[[int, int], None]) -> None:
-    assert choose_backend(spec_of(softcap=30.0)).name == "reference"
-    gpu(9, 0)
-    for spec in (spec_of("cuda"), spec_of("cuda", torch.float32), spec_of("cuda", softcap=30.0)):
-        assert choose_backend(spec).name == "triton"
-    # Nothing but the reference takes float64 on CUDA, or headdims beyond 256.
-    assert choose_backend(spec_of("cuda", torch.float64)).name == "reference"
-    assert choose_backend(spec_of("cuda", headdim=512)).name == "reference"
-    gpu(7, 5)
-    assert choose_backend(spec_of("cuda")).name == "aten"
-
-
-def test_a_named_backend_runs_or_raises_its_reason(
-    monkeypatch: pytest.MonkeyPatch, gpu: Callable[[int, int], None]
-) -> None:
-    gpu(9, 0)
-    with pytest.raises(ValueError, match="'aten'.*'reference'.*'fast'"):
-        choose_backend(spec_of(), "fast")
-    with pytest.raises(ValueError, match="'fast'"):
-        get_backend("fast")
-    with pytest.raises(NotImplementedError, match=r"got cpu; .*\['aten', 'reference'\]"):
-        choose_backend(spec_of(), "cudnn")
-    with pytest.raises(NotImplementedError, match="backend='aten'.*no softcap"):
-        choose_backend(spec_of(softcap=30.0), "aten")
-    # The package is optional: a spec that no other test asks for, for choices are cached.
-    monkeypatch.setattr(flash_attn, "_installed", lambda: None)
-    with pytest.raises(ImportError, match=r"pip install 'ring-attn\[flash\]'"):
-        choose_backend(spec_of("cuda", headdim=72), "flash_attn")
-    monkeypatch.setattr(flash_attn, "_installed", lambda: "2.8.3.post2")
-    with pytest.raises(NotImplementedError, match="on cuda, got cpu"):
-        choose_backend(spec_of(headdim=72), "flash_attn")

@@ -263,6 +263,7 @@ def die_in_rank_1() -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_run_ranks_returns_results_of_all_and_hands_over_parts_of_rank_0(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

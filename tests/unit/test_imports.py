@@ -24,7 +24,7 @@ CORE = {
     "core", "core.dtypes", "core.values", "core.heads", "core.mask", "core.masks", "core.spec",
     "core.state",
     "core.strategy", "core.layout", "core.batch", "core.tiles", "core.messages", "core.program",
-    "core.ranks", "core.work", "core.turns", "core.sizes", "core.order",
+    "core.rates", "core.ranks", "core.work", "core.turns", "core.sizes", "core.order",
 }  # fmt: skip
 DATA = CORE | {"torch_private", "compiling"}
 ENGINE = DATA | {
@@ -48,6 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core.masks": {"core.mask", "core.values"},
     "core.spec": {"core.dtypes"},
     "core.state": set(),
+    "core.rates": {"core.dtypes", "core.spec", "core.values"},
     "core.strategy": {"core.values"},
     "core.layout": {"core.values", "core.mask", "compiling"},
     "core.batch": {"core.values", "core.layout"},
@@ -97,7 +98,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 # Folders in which siblings do not know each other: only these modules may be imported by all.
 SIBLINGS = {
-    "backends": {"base", "kept_launches"},
+    "backends": {"base", "kept_launches", "triton_support"},
     "transport": {"base", "ranks", "streams", "buffers"},
 }
 

@@ -232,6 +232,7 @@ def check(lines: Sequence[Line], places: int) -> None:
 
 
 @pytest.mark.parametrize("name", ALONE)
+@pytest.mark.sweep(2)
 def test_places_of_a_call(name: str) -> None:
     for world_size, places in zip((2, 3, 4), ALONE[name], strict=True):
         if places:
@@ -247,11 +248,13 @@ def test_places_of_a_call(name: str) -> None:
         if places
     ],
 )
+@pytest.mark.sweep(3)
 def test_places_beside_fsdp(name: str, world_size: int, places: int) -> None:
     check(alone(name, world_size, fsdp=True), places)
 
 
 @pytest.mark.parametrize("name", BESIDE_OTHERS)
+@pytest.mark.sweep(3)
 def test_places_beside_tensor_parallel_and_pipelines(name: str) -> None:
     tensor_parallel, fully_sharded, pipeline = BESIDE_OTHERS[name]
     check(with_tp(name), tensor_parallel)

@@ -161,6 +161,7 @@ def assert_predicted(call: Call, *, backward: bool) -> None:
 @pytest.mark.parametrize("nheads_kv", [8, 2])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.sweep(3)
 def test_a_call_holds_what_is_predicted(
     world_size: int,
     layout: str,
@@ -222,6 +223,7 @@ GATHERINGS = [name for name in STRATEGIES if name.startswith("all_gather")]
     [(name, False, False) for name in STRATEGIES]
     + [(name, True, in_order) for name in GATHERINGS for in_order in (False, True)],
 )
+@pytest.mark.sweep(3)
 def test_every_strategy_holds_what_is_predicted(
     name: str,
     nheads_kv: int,

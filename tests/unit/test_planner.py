@@ -172,6 +172,7 @@ def test_of_those_as_fast_as_the_fastest_the_first_is_taken() -> None:
     [cluster(), cpu_cluster(4), builtin_cluster("H100", node_size=4)],
     ids=["made", "cpu", "h100"],
 )
+@pytest.mark.sweep(2)
 def test_a_bound_is_one_and_misses_nothing(causal: bool, on: Cluster) -> None:
     args: dict[str, Any] = {"cluster": on, "causal": causal, "nheads_kv": 4, "seqlen": 1 << 13}
     args["world_size"] = 4

@@ -128,6 +128,7 @@ def counted(call: Call, *, backward: bool) -> Sent:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("name", "world_size"), GRID)
+@pytest.mark.sweep(3)
 def test_every_mask(name: str, world_size: int, layout: str) -> None:
     strategy = STRATEGIES[name][1]
     if strategy.exchange_q and layout in ("zigzag", "striped"):
@@ -159,6 +160,7 @@ def test_the_whole_table(name: str, world_size: int, layout: str) -> None:
 # What travels in the backward, and whether its gradients are continued rank by rank.
 @pytest.mark.parametrize("gradients", [("kv", False), ("q", False), ("kv", True)], ids=str)
 @pytest.mark.parametrize("name", ["ring", "double ring", "q_exchange ring"])
+@pytest.mark.sweep(2)
 def test_either_side_travels(name: str, gradients: Any) -> None:
     layouts = ("contiguous", "boundaries") if name == "q_exchange ring" else LAYOUTS
     for turn, mask in enumerate(masks(61).values()):
@@ -171,6 +173,7 @@ def test_either_side_travels(name: str, gradients: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["ring", "double ring", "all_gather", "hybrid"])
+@pytest.mark.sweep(2)
 def test_layouts_of_q_and_kv_may_differ(name: str) -> None:
     kinds = ("contiguous", "zigzag", "boundaries")
     for pair, mask in product(product(kinds, kinds), ("causal", "longer kv", "keys unseen")):
@@ -275,6 +278,7 @@ def test_rows_that_see_nothing_have_their_sinks(name: str, backend: str) -> None
 
 
 @pytest.mark.parametrize(("name", "world_size"), GRID)
+@pytest.mark.sweep(2)
 def test_two_runs_are_bit_equal(name: str, world_size: int) -> None:
     for heads in HEADS[:2]:
         case = Case("window causal", "contiguous", STRATEGIES[name][1], "aten", "bfloat16", heads)
@@ -294,6 +298,7 @@ def rms_errors(case: Case, world_size: int) -> dict[str, float]:
 @pytest.mark.parametrize("backend", ["reference", "aten"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.sweep(2)
 def test_the_error_does_not_grow_with_the_ranks(layout: str, dtype: str, backend: str) -> None:
     for nheads_kv in (2, 1):
         heads = Heads(2, nheads_kv, 32, 32)

@@ -118,6 +118,7 @@ def test_the_oracle_of_capped_scores_and_sinks_is_the_equation() -> None:
 
 
 @pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.sweep(2)
 def test_the_oracle_passes_gradcheck(scores: str) -> None:
     mask = Mask(5, 3, causal=True)
     leaves = [x.requires_grad_() for x in inputs_for(mask, torch.float64, headdim=3)[:3]]

@@ -156,6 +156,7 @@ def check_rows_that_travel(
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.sweep(3)
 def test_each_visible_pair_once(kind: str, lengths: tuple[int, int], world_size: int) -> None:
     for mask in masks(*lengths):
         check_everything(*layouts_of(kind, mask, world_size), mask)

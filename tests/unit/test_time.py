@@ -234,13 +234,15 @@ def test_4096_ranks_in_seconds(strategy: Strategy) -> None:
     mask = Mask(1 << 26, 1 << 26, causal=True)
     begin = time.process_time()
     schedule = schedule_of(strategy, spec, (layout, layout), mask, backward=False)
-    found = simulate(schedule, builtin_cluster("H100"))
+    h100 = builtin_cluster("H100")
+    found = simulate(schedule, h100)
     # 5 s, and up to 12.5 s where the memory is the first that a virtual machine touches.
     assert time.process_time() - begin < 30
     total = flops((1 << 26) * ((1 << 26) + 1) // 2, spec, backward=False)
     assert float(schedule.flops.sum()) == pytest.approx(total, rel=1e-9)
     assert found.share_of_peak is not None
-    assert 0.3 < found.share_of_peak < 0.5
+    most = h100.device.forward.flops / h100.device.peak_flops
+    assert most / 2 < found.share_of_peak < most
 
 
 # Time beyond compute alone, in per cent, of 8 steps of 1 ms whose copies take 0.15 or 0.75 ms: by a

@@ -131,6 +131,7 @@ def test_holds_for_heads_and_strides(nheads_kv: int, headdim_v: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.sweep(2)
 def test_holds_with_our_kernels(dtype: torch.dtype) -> None:
     """In Triton's interpreter; once a rank holds nothing, and once tiles have a query each."""
     layouts = [SequenceLayout.boundaries([0, 61, 61, 97]), SequenceLayout.striped(97, 3)]

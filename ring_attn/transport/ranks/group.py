@@ -107,7 +107,7 @@ class RankGroup:
         self._number = 0
         self._calls: deque[Identity] = deque(maxlen=CALLS_REPORTED)
         self._reported = -1
-        self._lock = threading.Lock()
+        self._lock, self._occupied = threading.Lock(), threading.Lock()
         self._meeting = ""
         self._board: Board | None = None
         self._media: dict[str, Medium] = {}
@@ -120,6 +120,19 @@ class RankGroup:
         """Number of ranks."""
         return len(self.global_ranks)
 
+    def occupy(self) -> None:
+        """Keeps other threads out, until `end`.
+
+        Raises:
+            RuntimeError: in a second thread.
+        """
+        if not self._occupied.acquire(blocking=False):
+            raise RuntimeError(
+                f"thread {threading.current_thread().name} calls while {self.call or 'a call'} is "
+                "under way on the same group: the ranks could not tell the calls' messages apart; "
+                "call from one thread, or give each thread a process group of its own"
+            )
+
     def begin(self, call: Identity) -> None:
         """Begins a call, which is under way until `end`."""
         self._calls.append(call)
@@ -128,6 +141,7 @@ class RankGroup:
     def end(self) -> None:
         """Ends the call."""
         self.call = None
+        self._occupied.release()
 
     def refuse(self, error: BaseException) -> None:
         """Counts a call that an error has ended on this rank."""

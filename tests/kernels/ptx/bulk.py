@@ -74,6 +74,7 @@ class Mbarrier:
     phase: phases that are complete.
     coming: what those know that have arrived in this phase or before.
     known: likewise in complete phases.
+    made: by this instruction.
     """
 
     number: int
@@ -81,8 +82,19 @@ class Mbarrier:
     arrivals: int
     coming: tuple[Array, Array]
     known: tuple[Array, Array]
+    made: Instruction
     num_bytes: int = 0
     phase: int = 0
+
+    @property
+    def missing(self) -> str:
+        """What is to come before the phase is complete, in words."""
+        return f"mbarrier {self.number} lacks {self.arrivals} arrivals and {self.num_bytes} bytes"
+
+    def check_idle(self) -> None:
+        """Raises where a phase was begun and not completed."""
+        if self.arrivals != self.expected or self.num_bytes:
+            raise Fault(self.made, f"at the end {self.missing}")
 
     def complete(self, machine: Machine) -> None:
         """Begins the next phase if nothing is to come in this one."""
@@ -127,7 +139,7 @@ def initialise(machine: Machine, ins: Instruction) -> Run:
             nothing = np.zeros((4, machine.clocks.seen.shape[1]), np.int32)
             number = len(machine.mbarriers)
             machine.mbarriers[int(at)] = Mbarrier(
-                number, count, count, (nothing[0], nothing[1]), (nothing[2], nothing[3])
+                number, count, count, (nothing[0], nothing[1]), (nothing[2], nothing[3]), ins
             )
 
     return run
@@ -176,7 +188,10 @@ def wait(machine: Machine, ins: Instruction) -> Run:
             machine.clocks.acquire(np.unique(machine.warp_of[lanes]), barrier.known)
             done[lanes] = True
 
-        raise Wait(ins, lambda: barrier.phase & 1 != wanted[0], finish)
+        def missing() -> str:
+            return f" for parity {wanted[0]}: {barrier.missing}"
+
+        raise Wait(ins, lambda: barrier.phase & 1 != wanted[0], finish, missing)
 
     return run
 

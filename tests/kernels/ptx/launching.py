@@ -50,18 +50,21 @@ class Compiled:
 Edit = Callable[[str], str]
 
 
-def run(launch: Launch, arch: str) -> list[NotFenced]:
+def run(launch: Launch, arch: str, seed: int | None = None) -> list[NotFenced]:
     """Executes a launch as compiled for `arch`, such as "sm_80"."""
-    return execute(launch, compiled(launch, arch))
+    return execute(launch, compiled(launch, arch), seed=seed)
 
 
-def execute(launch: Launch, code: Compiled, edit: Edit = str) -> list[NotFenced]:
+def execute(
+    launch: Launch, code: Compiled, edit: Edit = str, seed: int | None = None
+) -> list[NotFenced]:
     """Executes a compiled launch; its tensors have the results.
 
     Args:
         launch: over CPU tensors.
         code: what has become of it.
         edit: of the PTX, to plant a fault.
+        seed: of the order in which warpgroups run.
 
     Returns:
         The proxy fences that are missing.
@@ -91,7 +94,7 @@ def execute(launch: Launch, code: Compiled, edit: Edit = str) -> list[NotFenced]
         else:
             args[next(params)] = _bits(value, kind)
     args |= dict.fromkeys(params, 0)  # scratch, of which our kernels need none
-    machine = Machine(kernel, args, memory, code.shared_bytes, tensor_maps)
+    machine = Machine(kernel, args, memory, code.shared_bytes, tensor_maps, seed)
     machine.run(launch.grid)
     memory.write_back()
     return list(machine.missing_fences.values())

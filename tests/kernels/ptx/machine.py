@@ -2,9 +2,11 @@
 
 A virtual register is an array over the threads of the CTA. Threads that part at a branch become
 groups with a place of their own; those that meet again at the start of a basic block are one group
-again, and the group whose place comes first in the text goes first. A group that waits (barrier,
-mbarrier) lets the others run. One CTA runs after the other. Races within a warp, between CTAs and
-in global memory are not seen, nor is what ptxas makes of the PTX.
+again, and the group whose place comes first in the text goes first: of all groups, or with a seed
+of a warpgroup that is drawn before every basic block. A group that waits (barrier, mbarrier) lets
+the others run; where nobody can go on, a Deadlock names who waits for what. One CTA runs after the
+other. Races within a warp, between CTAs and in global memory are not seen, nor is what ptxas makes
+of the PTX.
 
 Instructions are looked up in RULES (`scalar`) and, by a pattern of their opcode, in HANDLERS, to
 which `access`, `matrix`, `copies`, `bulk` and `wgmma` add theirs. Each is made a function of the
@@ -13,6 +15,7 @@ mask of its threads once, before anything runs; what is not known is refused the
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +39,7 @@ Handler = Callable[["Machine", Instruction], Run]
 
 HANDLERS: list[tuple[re.Pattern[str], Handler]] = []
 LANES = 32
+WARPGROUP = 128
 # Within 32 bits, since compilers keep addresses of parameters in them.
 PARAM_BASE = 1 << 24
 PARAM_SIZE = 1 << 12
@@ -55,11 +59,16 @@ class Wait(Exception):
     """Ends a group's turn until `ready()`; then the group goes on behind the instruction."""
 
     def __init__(
-        self, ins: Instruction, ready: Callable[[], bool], done: Callable[[], None]
+        self,
+        ins: Instruction,
+        ready: Callable[[], bool],
+        done: Callable[[], None],
+        missing: Callable[[], str] = str,
     ) -> None:
         self.ins = ins
         self.ready = ready
         self.done = done
+        self.missing = missing
 
 
 @dataclass(eq=False)
@@ -97,6 +106,7 @@ class Machine:
         memory: GlobalMemory,
         shared_bytes: int,
         tensor_maps: Mapping[str, Any] | None = None,
+        seed: int | None = None,
     ) -> None:
         """
         Args:
@@ -105,7 +115,9 @@ class Machine:
             memory: with all tensors.
             shared_bytes: of a CTA.
             tensor_maps: of bulk copies, by parameter.
+            seed: of the order in which warpgroups run; None is that of the text.
         """
+        self.random = None if seed is None else random.Random(seed)
         self.kernel = kernel
         self.args = args
         self.memory = memory
@@ -288,15 +300,35 @@ class Machine:
                     group.wait = None
             ready = [group for group in self.groups if group.wait is None]
             if not ready:
-                waits = [group.wait for group in self.groups if group.wait]
-                others = "".join(f"; {wait.ins}" for wait in waits[1:])
-                raise Deadlock(waits[0].ins, f"no thread can go on{others}")
-            first = min(ready, key=lambda group: group.at)
+                self._deadlock()
+            first = self._next(ready)
             for other in ready:
                 if other is not first and other.at == first.at:
                     first.mask = first.mask | other.mask
                     self.groups.remove(other)
             self._turn(first)
+        for barrier in self.mbarriers.values():
+            barrier.check_idle()
+        for name in self.pending:
+            raise Fault(self.kernel.instructions[-1], f"a wgmma for {name} is not waited for")
+
+    def _next(self, ready: list[Group]) -> Group:
+        if self.random is not None:
+            warpgroup = np.zeros(self.num_threads, np.bool_)
+            threads = np.concatenate([np.flatnonzero(group.mask) for group in ready])
+            drawn = self.random.choice(np.unique(threads // WARPGROUP).tolist())
+            warpgroup[drawn * WARPGROUP : (drawn + 1) * WARPGROUP] = True
+            ready = [group for group in ready if (group.mask & warpgroup).any()]
+        return min(ready, key=lambda group: group.at)
+
+    def _deadlock(self) -> None:
+        waits = [
+            (np.unique(self.warp_of[group.mask]).tolist(), group.wait)
+            for group in self.groups
+            if group.wait is not None
+        ]
+        texts = (f"warps {warps} at {wait.ins}{wait.missing()}" for warps, wait in waits)
+        raise Deadlock(waits[0][1].ins, f"no thread can go on: {'; '.join(texts)}")
 
     def _turn(self, group: Group) -> None:
         """Runs one block of a group."""

@@ -1,0 +1,95 @@
+"""Whether Triton's kernels take a call, and run where its tensors are."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import version
+from importlib.util import find_spec
+
+import torch
+
+from ring_attn.core.dtypes import HALF_DTYPES
+from ring_attn.core.spec import AttentionSpec
+
+MAX_HEADDIM = 256
+
+
+def why_not(spec: AttentionSpec, *, explicit: bool) -> str | None:
+    """The reason why the kernels do not run the call here; None where they do."""
+    if find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
+    if (reason := kernels_reason(spec)) is not None:
+        return reason
+    if spec.device_type == "cpu":
+        return _why_not_interpreted(spec, explicit)
+    if spec.device_type != "cuda":
+        return f"runs on cuda, and in the interpreter on cpu, not on {spec.device_type}"
+    if not torch.cuda.is_available():
+        return "needs a GPU that torch can use"
+    if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
+        return "needs a GPU of compute capability 8.0 or newer"
+    if _is_blackwell() and _release("triton") < (3, 7):
+        # The products would read before the copies are visible to them, as `aot` shows.
+        return "needs triton 3.7 or newer on compute capability 10: 3.6 leaves out proxy fences"
+    if not explicit and os.environ.get("TRITON_INTERPRET") == "1":
+        return "TRITON_INTERPRET=1 is set: kernels are interpreted only when asked for by name"
+    _check_tuned(spec.device_type)
+    return None
+
+
+def kernels_reason(spec: AttentionSpec) -> str | None:
+    """Why the kernels do not take the call, wherever they run; None where they do."""
+    if spec.dtype not in (*HALF_DTYPES, torch.float32):
+        return f"takes float16, bfloat16 and float32, not {spec.dtype}"
+    if max(spec.headdim, spec.headdim_v) > MAX_HEADDIM:
+        dims = f"{spec.headdim} and {spec.headdim_v}"
+        return f"takes head dims up to {MAX_HEADDIM}, got {dims}"
+    return None
+
+
+def _why_not_interpreted(spec: AttentionSpec, explicit: bool) -> str | None:
+    if not explicit:
+        return "runs on a CPU only in Triton's interpreter, and so only when asked for by name"
+    if find_spec("numpy") is None:
+        return "Triton's interpreter needs numpy, which is not installed"
+    if _release("triton") < (3, 7) and _release("numpy") >= (2, 4):
+        return "Triton's interpreter needs numpy below 2.4 before triton 3.7"
+    if spec.dtype == torch.bfloat16:
+        return "bfloat16 arithmetic is wrong in Triton's interpreter: use float16 or float32"
+    if not _use_interpreter():
+        return (
+            "Triton's interpreter is off, and triton is in use or there is a GPU to compile "
+            "for: set TRITON_INTERPRET=1 before the program starts to run on a CPU"
+        )
+    _check_tuned(spec.device_type)
+    return None
+
+
+def _check_tuned(device_type: str) -> None:
+    """Refuses a file of RING_ATTN_CONFIGS that is not for this device, before any message."""
+    if os.environ.get("RING_ATTN_CONFIGS"):
+        from ring_attn.kernels.tuned import check_file
+
+        check_file(torch.device(device_type))
+
+
+def _is_blackwell() -> bool:
+    """Whether the GPU has the column sm_100 of the table of configs."""
+    return torch.version.hip is None and torch.cuda.get_device_capability()[0] == 10
+
+
+def _release(package: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version(package).split(".")[:2])
+
+
+def _use_interpreter() -> bool:
+    """Whether kernels run in the interpreter, which triton settles when it is first imported.
+
+    It is turned on where that is without consequence for anybody else.
+    """
+    if "triton" not in sys.modules and not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)

@@ -1,0 +1,169 @@
+"""Speeds of attention kernels by architecture and backend: what `backend="auto"` goes by, and what
+the planner times a step with.
+
+A rate is what kernels attain for large tiles. What small ones lose is a number of columns more for
+each row (loading, storing, filling the pipeline), and again for each row that the mask cuts (blocks
+computed in part in vain): with these two, one rate holds from 1k to 32k rows. All rates are of
+bfloat16 and head dim 128; each says whether it is published or estimated. None is measured here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from ring_attn.core.dtypes import HALF_DTYPES
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.values import check_cost, check_speed
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Speed of one direction of attention.
+
+    Attributes:
+        flops: FLOP/s of large tiles, counted by `sizes.flops`.
+        launch: seconds before a step's tiles are begun.
+        row_columns: columns that every row costs on top.
+        edge_columns: columns that every row cut by the mask costs on top.
+    """
+
+    flops: float
+    launch: float = 0.0
+    row_columns: float = 0.0
+    edge_columns: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_speed(self, "flops")
+        check_cost(self, "launch", "row_columns", "edge_columns")
+
+
+class Rates(NamedTuple):
+    """Speed of a backend's kernels on an architecture, as our adapter calls them.
+
+    Attributes:
+        forward: of attention.
+        backward: likewise; of the deterministic form where the kernels have one.
+        source: "published: .." or "estimate: ..".
+    """
+
+    forward: Rate
+    backward: Rate
+    source: str
+
+    def scaled(self, forward: float, backward: float, source: str) -> Rates:
+        """The same with other FLOP/s, by a factor for each direction."""
+        return Rates(
+            replace(self.forward, flops=self.forward.flops * forward),
+            replace(self.backward, flops=self.backward.flops * backward),
+            source,
+        )
+
+
+# Fitted to MagiAttention's kernel benchmark (v1.1): an H100, 2k to 32k rows, 64 heads and 8 kv
+# heads, causal and not. FlashAttention 3 is met within 3 %, cuDNN and FlashAttention 2 within 4 %,
+# FlexAttention, the best Triton kernel that is published, within 3 % forward and 11 % backward; at
+# 1k rows kernels are up to twice as slow as this.
+_MAGI = "published: MagiAttention's kernel benchmark"
+FA3 = Rates(Rate(685e12, 8e-6, 0.0, 80.0), Rate(615e12, 8e-6, 700.0), _MAGI)
+_FA2 = Rates(Rate(380e12, 8e-6, 80.0, 265.0), Rate(343e12, 8e-6, 510.0, 110.0), _MAGI)
+_CUDNN = Rates(Rate(630e12, 8e-6, 0.0, 285.0), Rate(541e12, 8e-6, 510.0, 235.0), _MAGI)
+_PORTABLE = Rates(
+    Rate(400e12, 8e-6, 220.0, 200.0), Rate(285e12, 8e-6, 980.0, 360.0),
+    "estimate: that of FlexAttention in MagiAttention's kernel benchmark",
+)  # fmt: skip
+# The forward in Gluon, by its instructions: 590 TFLOP/s over 16k rows, 540 where they are causal.
+_OURS = _PORTABLE._replace(
+    forward=Rate(598e12, 8e-6, 220.0, 660.0),
+    source=f"estimate: forward by its instructions, backward {_PORTABLE.source.partition(': ')[2]}",
+)
+# FlashAttention 2 on an A100, one size only: ring-flash-attention's benchmark on one GPU (8k rows,
+# 32 heads, causal) is 205 TFLOP/s forward and 182 with the backward. Columns as for FlexAttention.
+_FA2_A100 = Rates(
+    Rate(226e12, 8e-6, 220.0, 200.0), Rate(195e12, 8e-6, 220.0, 200.0),
+    "published: ring-flash-attention's benchmark, one size",
+)  # fmt: skip
+# The price of deterministic backwards (flash-attention pull request 1893, H100, 8k rows, causal):
+# 474 of 575 TFLOP/s for FlashAttention 3; 166 for FlashAttention 2, of 302 at that size in
+# MagiAttention's benchmark.
+_FA3_SURE, _FA2_SURE = 474 / 575, 166 / 302
+# FlashAttention 4 on a B200 (arXiv 2603.05451): 1613 TFLOP/s forward, at most 1.3 times cuDNN and
+# 2.1 to 2.7 times Triton; backward 1360, deterministic 1167 (flash-attention issue 2280).
+_FA4 = Rates(Rate(1613e12, 8e-6), Rate(1167e12, 8e-6), "published: arXiv 2603.05451, issue 2280")
+
+# Our kernels on sm_90 where the forward is not that in Gluon.
+PORTABLE = "triton, portable forward"
+
+# Architecture -> backend -> rates. A backend that is not named has no figure there.
+RATES: dict[str, dict[str, Rates]] = {
+    "sm_80": {
+        "triton": _FA2_A100._replace(source="estimate: that of FlashAttention 2"),
+        "flash_attn": _FA2_A100.scaled(
+            1.0, _FA2_SURE, f"{_FA2_A100.source}; deterministic as on an H100 (estimate)"
+        ),
+        "aten": _FA2_A100._replace(source="estimate: that of FlashAttention 2, which torch has"),
+    },
+    "sm_90": {
+        "triton": _OURS,
+        PORTABLE: _PORTABLE,
+        "flash_attn_3": FA3.scaled(1.0, _FA3_SURE, f"{_MAGI}; pull request 1893"),
+        "flash_attn_4": FA3.scaled(1.0, _FA3_SURE, "estimate: that of FlashAttention 3"),
+        "cudnn": _CUDNN,
+        "flash_attn": _FA2.scaled(1.0, _FA2_SURE, f"{_MAGI}; pull request 1893"),
+        "aten": _FA2._replace(source="estimate: that of FlashAttention 2, which torch has"),
+    },
+    "sm_100": {
+        "triton": _PORTABLE.scaled(
+            1613 / 2.4 / 395, 1613 / 2.4 / 395, "estimate: FlashAttention 4's / 2.4"
+        ),
+        "flash_attn_4": _FA4,
+        "cudnn": Rates(
+            Rate(1613e12 / 1.3, 8e-6), Rate(1360e12 / 1.3, 8e-6),
+            "estimate: FlashAttention 4's / 1.3",
+        ),
+    },
+}  # fmt: skip
+
+# Head dims that our forward in Gluon takes, in 16 bits.
+GLUON_HEADDIMS = frozenset((64, 128, 256))
+
+# Bytes/s of passes that copy or add.
+MEMORY_BANDWIDTH = {"sm_80": 1.6e12, "sm_90": 2.7e12, "sm_100": 6.4e12}
+
+# Rows and columns of the step that backends are compared on, and its head dim.
+STEP_ROWS, STEP_HEADDIM = 8192, 128
+
+
+def rates_of(
+    architecture: str, backend: str, spec: AttentionSpec, *, window: bool = False
+) -> Rates | None:
+    """Rates of a backend for such calls; None where there is no figure.
+
+    cuDNN's windows go to torch's flash, and what our forward in Gluon does not take to the other.
+    """
+    name = "aten" if window and backend == "cudnn" else backend
+    if (architecture, backend) == ("sm_90", "triton") and not _takes_gluon(spec):
+        name = PORTABLE
+    return RATES.get(architecture, {}).get(name)
+
+
+def _takes_gluon(spec: AttentionSpec) -> bool:
+    return spec.dtype in HALF_DTYPES and {spec.headdim, spec.headdim_v} <= GLUON_HEADDIMS
+
+
+def attained(architecture: str, rates: Rates, *, state_bytes: float, backward: bool) -> float:
+    """FLOP/s in a step of a ring, of 8k rows x 8k columns.
+
+    Args:
+        architecture: a name of `RATES`.
+        rates: of the backend there.
+        state_bytes: that an element of the state costs in the forward of a step: kernels that carry
+            the state load and store it, the results of others are merged into it.
+        backward: whether a backward follows, which has 5 products for the forward's 2.
+    """
+    products = [(rates.forward, 2), *([(rates.backward, 5)] if backward else [])]
+    per_column = 2.0 * STEP_HEADDIM  # FLOP of a product, for a row
+    seconds = STEP_HEADDIM * state_bytes / MEMORY_BANDWIDTH[architecture]
+    for rate, count in products:
+        seconds += (STEP_ROWS + rate.row_columns) * count * per_column / rate.flops
+    return sum(count for _, count in products) * STEP_ROWS * per_column / seconds

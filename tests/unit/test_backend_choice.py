@@ -1,0 +1,262 @@
+"""Which backend runs a call: why not the others, and which one "auto" takes."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from ring_attn.backends import (
+    PREFERENCE,
+    Purpose,
+    backend_elsewhere,
+    choose_backend,
+    flash_attn,
+    get_backend,
+)  # fmt: skip
+from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.mask import Mask
+from ring_attn.core.rates import GLUON_HEADDIMS, PORTABLE, RATES
+from ring_attn.core.spec import AttentionSpec
+from ring_attn.core.strategy import Strategy
+from ring_attn.kernels import configs
+from ring_attn.planning.devices import builtin_cluster, with_backend
+from ring_attn.strategies.registry import make_call
+
+
+def spec_of(
+    device: str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    headdim: int = 64,
+    headdim_v: int = 64,
+    softcap: float = 0.0,
+) -> AttentionSpec:
+    return AttentionSpec(device, dtype, 1, 4, 2, headdim, headdim_v, softcap)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
+)
+def test_on_cpu_aten_and_the_reference_run_everything(dtype: torch.dtype) -> None:
+    choice = choose_backend(spec_of(dtype=dtype))
+    assert choice.name == "aten"
+    assert list(choice.reasons) == list(PREFERENCE)
+    usable = {name for name, reason in choice.reasons.items() if reason is None}
+    assert usable == {"aten", "reference"}
+    assert choose_backend(spec_of(dtype=dtype), "reference").name == "reference"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
+    """Has torch say that there is a GPU of that compute capability."""
+
+    def pretend(major: int, minor: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        choose_backend.cache_clear()
+
+    yield pretend
+    choose_backend.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "reason"),
+    [
+        ("reference", spec_of("cuda", torch.float32, 999), None),
+        ("reference", spec_of("cuda", softcap=30.0), None),
+        ("aten", spec_of("cuda", headdim=256), None),
+        ("aten", spec_of("cuda", torch.float32), "got torch.float32"),
+        ("aten", spec_of("cuda", headdim=257), "at most 256, got 257"),
+        ("aten", spec_of("cuda", headdim_v=300), "at most 256, got 300"),
+        ("aten", spec_of(softcap=30.0), "no softcap"),
+        ("aten", spec_of("cuda", softcap=30.0), "no softcap"),
+        ("cudnn", spec_of("cuda", torch.float16, 128, 128), None),
+        ("cudnn", spec_of(), "on cuda, got cpu"),
+        ("cudnn", spec_of("cuda", torch.float32), "float16 and bfloat16"),
+        ("cudnn", spec_of("cuda", headdim=136), "up to 128, got 136"),
+        ("cudnn", spec_of("cuda", headdim_v=136), "up to 128, got 136"),
+        ("cudnn", spec_of("cuda", softcap=30.0), "no softcap"),
+        ("flash_attn", spec_of("cuda"), None),
+        ("flash_attn", spec_of("cuda", softcap=30.0), None),
+        ("flash_attn", spec_of(), "on cuda, got cpu"),
+        ("flash_attn", spec_of("cuda", torch.float32), "got torch.float32"),
+        ("flash_attn", spec_of("cuda", headdim=264), "up to 256, got 264"),
+        ("flash_attn_3", spec_of("cuda", headdim=192, softcap=30.0), None),
+        ("flash_attn_3", spec_of("cuda", headdim=200), "up to 192, got 200"),
+        ("flash_attn_4", spec_of("cuda"), None),
+        ("flash_attn_4", spec_of("cuda", headdim_v=136), "up to 128, got 136"),
+    ],
+)
+def test_supports_says_why_not(
+    name: str,
+    spec: AttentionSpec,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: Callable[[int, int], None],
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    installed = {"flash-attn": "2.8.3.post2", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b22"}
+    monkeypatch.setattr(flash_attn, "_installed", installed.get)
+    gpu(9, 0)
+    got = get_backend(name).supports(spec)
+    assert got is None if reason is None else reason in str(got)
+
+
+def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
+    assert "no cuDNN" in str(get_backend("cudnn").supports(spec_of("cuda")))
+    monkeypatch.setattr(flash_attn, "_installed", lambda _: None)
+    backend = get_backend("flash_attn")
+    assert "pip install 'ring-attn[flash]'" in str(backend.supports(spec_of("cuda")))
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "reason"),
+    [
+        ("flash_attn", "2.7.4.post1", "at least 2.8.0, got 2.7.4.post1"),
+        ("flash_attn", "2.8.3.post2+cu12torch2.8", None),
+        ("flash_attn_3", "3.0.0b1", "at least 3.0.0, got 3.0.0b1"),
+        ("flash_attn_3", "3.0.0+20260301.cu128", None),
+        ("flash_attn_4", "4.0.0b12", "at least 4.0.0b13, got 4.0.0b12"),
+        ("flash_attn_4", "4.0.0b13", None),
+        ("flash_attn_4", "4.0", None),
+    ],
+)
+def test_versions_in_order(
+    name: str,
+    found: str,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: Callable[[int, int], None],
+) -> None:
+    gpu(9, 0)
+    monkeypatch.setattr(flash_attn, "_installed", lambda _: found)
+    got = get_backend(name).supports(spec_of("cuda"))
+    assert got is None if reason is None else reason in str(got)
+
+
+TRAINING = Purpose(backward=True)
+UNSURE = Purpose(backward=True, same_bits=False)
+FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
+
+
+@pytest.mark.parametrize(
+    ("gpu_of", "installed", "purpose", "spec", "expected"),
+    [
+        # Steps merged: FA3 570, ours 545, cuDNN 532, our portable forward 376, FA2 339 TFLOP/s.
+        ((9, 0), (), Purpose(), spec_of("cuda"), "triton"),
+        ((9, 0), (), Purpose(), spec_of("cuda", headdim=96, headdim_v=96), "cudnn"),
+        ((9, 0), ("flash-attn",), Purpose(), spec_of("cuda"), "triton"),
+        ((9, 0), FLASH, Purpose(), spec_of("cuda"), "flash_attn_3"),
+        ((9, 0), FLASH[2:], Purpose(), spec_of("cuda"), "flash_attn_4"),
+        # A backward is to have the same bits twice: without flash-attn 3 ours alone has.
+        ((9, 0), (), TRAINING, spec_of("cuda"), "triton"),
+        ((9, 0), ("flash-attn",), TRAINING, spec_of("cuda"), "triton"),
+        ((9, 0), FLASH, TRAINING, spec_of("cuda"), "flash_attn_3"),
+        ((9, 0), (), UNSURE, spec_of("cuda"), "cudnn"),
+        ((9, 0), FLASH, TRAINING._replace(same_bits=True), spec_of("cuda"), "triton"),
+        # cuDNN's windows are torch's flash, documents are many tiles, decoding is bound by memory.
+        ((9, 0), (), Purpose(window=True), spec_of("cuda"), "triton"),
+        ((9, 0), FLASH, Purpose(window=True), spec_of("cuda"), "flash_attn_3"),
+        ((9, 0), FLASH, Purpose(several=True), spec_of("cuda"), "triton"),
+        ((9, 0), FLASH, Purpose(decoding=True), spec_of("cuda"), "triton"),
+        # What the fastest do not take.
+        ((9, 0), FLASH[:1], Purpose(), spec_of("cuda", softcap=30.0), "triton"),
+        ((9, 0), FLASH, Purpose(), spec_of("cuda", torch.float32), "triton"),
+        ((9, 0), (), Purpose(), spec_of("cuda", headdim=256), "triton"),
+        ((9, 0), FLASH, TRAINING, spec_of("cuda", torch.float64), "reference"),
+        ((9, 0), FLASH, TRAINING, spec_of("cuda", headdim=512), "reference"),
+        # Other architectures; without figures the order of preference.
+        ((8, 0), FLASH, TRAINING, spec_of("cuda"), "triton"),
+        ((10, 0), FLASH, TRAINING, spec_of("cuda"), "flash_attn_4"),
+        ((10, 0), (), Purpose(), spec_of("cuda"), "cudnn"),
+        ((10, 0), (), TRAINING, spec_of("cuda"), "triton"),
+        ((8, 6), FLASH, Purpose(), spec_of("cuda"), "triton"),
+        ((12, 0), FLASH, TRAINING, spec_of("cuda"), "triton"),
+        ((7, 5), (), TRAINING, spec_of("cuda"), "aten"),
+        ((9, 0), FLASH, UNSURE, spec_of("cpu"), "aten"),
+        ((9, 0), FLASH, TRAINING, spec_of("cpu", softcap=30.0), "reference"),
+    ],
+)
+def test_auto_takes_the_fastest_that_can(
+    gpu_of: tuple[int, int],
+    installed: tuple[str, ...],
+    purpose: Purpose,
+    spec: AttentionSpec,
+    expected: str,
+    gpu: Callable[[int, int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    versions = dict(zip(FLASH, ("2.8.3", "3.0.0", "4.0.0b22"), strict=True))
+    monkeypatch.setattr(
+        flash_attn, "_installed", lambda name: versions[name] if name in installed else None
+    )
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    gpu(*gpu_of)
+    choice = choose_backend(spec, purpose=purpose)
+    assert choice.name == expected, choice
+    assert choice.reasons[expected] is None
+    if choice.tflops:
+        assert choice.tflops[expected] == max(choice.tflops.values())
+        assert all(choice.reasons[name] is None for name in choice.tflops)
+
+
+def test_every_world_size_has_the_same_backend(
+    gpu: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And ranks with other GPUs have another, of which they tell each other as of any argument."""
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    mask, found = Mask(4096, 4096, causal=True), {}
+    for major in (8, 10):
+        gpu(major, 0)
+        layouts = [SequenceLayout.zigzag(4096, world_size) for world_size in (1, 4, 32)]
+        calls = [
+            make_call(Strategy(), spec_of("cuda"), (one, one), mask, 0, backward=False)
+            for one in layouts
+        ]
+        found[major] = {call.backend for call in calls}
+    assert found == {8: {"triton"}, 10: {"cudnn"}}
+
+
+def test_why_says_what_was_compared_and_what_was_left_out(
+    gpu: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    gpu(9, 0)
+    choice = choose_backend(spec_of("cuda"))
+    assert choice.why == "the fastest forward on sm_90 by published rates and estimates"
+    assert list(choice.tflops) == ["triton", "aten", "cudnn"]
+    choice = choose_backend(spec_of("cuda"), purpose=TRAINING)
+    left_out = "left out, since no two runs of its backward are equal: aten, cudnn"
+    assert choice.why == f"the only one on sm_90; {left_out}"
+    # The planner's device has the same rates.
+    h100 = builtin_cluster("H100")
+    on_cudnn = with_backend(h100, "cudnn", spec_of("cuda")).device
+    assert on_cudnn.forward == RATES["sm_90"]["cudnn"].forward
+    assert on_cudnn.rate(backward=False, window=True) == RATES["sm_90"]["aten"].forward
+    assert set(configs.GLUON) == GLUON_HEADDIMS
+    odd = spec_of("cuda", headdim=96, headdim_v=96)
+    assert with_backend(h100, "triton", odd).device.forward == RATES["sm_90"][PORTABLE].forward
+    assert backend_elsewhere(odd, Purpose(), "sm_90") == "cudnn"
+    assert backend_elsewhere(spec_of("cuda"), TRAINING, "sm_90") == "triton"
+
+
+def test_a_named_backend_runs_or_raises_its_reason(
+    monkeypatch: pytest.MonkeyPatch, gpu: Callable[[int, int], None]
+) -> None:
+    gpu(9, 0)
+    with pytest.raises(ValueError, match="'aten'.*'reference'.*'fast'"):
+        choose_backend(spec_of(), "fast")
+    with pytest.raises(ValueError, match="'fast'"):
+        get_backend("fast")
+    with pytest.raises(NotImplementedError, match=r"got cpu; .*\['aten', 'reference'\]"):
+        choose_backend(spec_of(), "cudnn")
+    with pytest.raises(NotImplementedError, match="backend='aten'.*no softcap"):
+        choose_backend(spec_of(softcap=30.0), "aten")
+    # The package is optional: a spec that no other test asks for, for choices are cached.
+    monkeypatch.setattr(flash_attn, "_installed", lambda _: None)
+    with pytest.raises(ImportError, match=r"pip install 'ring-attn\[flash\]'"):
+        choose_backend(spec_of("cuda", headdim=72), "flash_attn")
+    monkeypatch.setattr(flash_attn, "_installed", lambda _: "2.8.3.post2")
+    with pytest.raises(NotImplementedError, match="on cuda, got cpu"):
+        choose_backend(spec_of(headdim=72), "flash_attn")
