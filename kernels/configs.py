@@ -13,6 +13,7 @@ ring's sums are those of a single pass. The kinds are
     dq      dq_whole      dq_softcap       dq
     delta                                  rowsum(out * dout)
     gluon                                  out and lse, where `takes_gluon`
+    gluon_bwd                              dq, dk and dv, where `takes_gluon_bwd`
 
 where the others of a line fall back to its first: steps without a mask or a ragged end need fewer
 registers, and softcap's tanh more.
@@ -25,7 +26,7 @@ variant that takes most. What a 16-bit config spills is said, and of 3.6.0 and 3
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
@@ -203,6 +204,14 @@ GLUON: dict[int, tuple[Config, ...]] = {
     256: (_persistent(128, 32, 3, "168, then 240 regs, 164 KB; not measured"),),
 }
 
+# The backward of sm_90 in 16 bits is that of `hopper_bwd`, by head dim. With 64 dims a visit has
+# 128 rows of q: with 64, by bytes of shared memory, copies of dQ would take longer than products.
+# Consumers have 232 registers.
+GLUON_BWD: dict[int, Config] = {
+    64: Config(128, 128, 4, 2, "232 regs, 199 KB; not measured", l2_bytes=L2_BYTES),
+    128: Config(64, 128, 4, 2, "232 regs, 198 KB; not measured", l2_bytes=L2_BYTES),
+}
+
 # Kinds that differ in the mask alone fold over blocks of one length, of kv rows or of q rows: else
 # a ring would not have the bits of a single pass.
 FOLDED = {"fwd": "BLOCK_N", "dkdv": "BLOCK_M", "dq": "BLOCK_N"}
@@ -332,8 +341,8 @@ def select(kind: str, x: Tensor, headdim_v: int) -> Config:
     """The frozen config of a kernel.
 
     Args:
-        kind: "fwd", "fwd_whole", "gluon", "dkdv", "dkdv_softcap", "dq", "dq_softcap", "delta" or
-            "decode".
+        kind: "fwd", "fwd_whole", "gluon", "gluon_bwd", "dkdv", "dkdv_softcap", "dq", "dq_softcap",
+            "delta" or "decode".
         x: a tensor of the call: its device, dtype and head dim count.
         headdim_v: of v.
     """
@@ -350,6 +359,8 @@ def frozen(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> Config:
     size = bucket(headdim)
     if kind == "gluon":
         return GLUON[size][0]
+    if kind == "gluon_bwd":
+        return GLUON_BWD[size]
     if dtype == torch.float32:
         return FLOAT32[size]
     return TABLE.get((arch, kind, size)) or TABLE[arch, _base(kind), size]
@@ -390,6 +401,20 @@ def takes_gluon(x: Tensor, headdim_v: int) -> bool:
     )
 
 
+def takes_gluon_bwd(x: Tensor, headdim_v: int, softcap: float) -> bool:
+    """Whether calls have the backward in Gluon; the same at every step, as `takes_gluon`.
+
+    With softcap its registers would not do.
+    """
+    alike = x.size(-1) == headdim_v and x.size(-1) in GLUON_BWD
+    return alike and not softcap and takes_gluon(x, headdim_v)
+
+
+def name_backward(kinds: Iterable[str]) -> bool:
+    """Whether some of the kinds are the portable backward's."""
+    return any(_base(kind) in ("dq", "dkdv") for kind in kinds)
+
+
 def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tuple[Config, ...]:
     """The configs that `search` tries: the frozen one, and others that may suit the device.
 
@@ -398,6 +423,8 @@ def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tupl
     """
     if kind == "gluon":
         return GLUON[bucket(headdim)]
+    if kind == "gluon_bwd":
+        return (GLUON_BWD[bucket(headdim)],)
     first = frozen(kind, arch, headdim, dtype)
     found = SEARCHED.get((arch, _base(kind), bucket(headdim)))
     if dtype == torch.float32 or found is None:

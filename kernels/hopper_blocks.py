@@ -1,13 +1,22 @@
-"""Blocks of the Gluon forward for sm_90: products, masks, softmax, rows of state, shared memory.
+"""Blocks of the Gluon kernels for sm_90: products, masks, softmax, rows of state, shared memory.
 
-`hopper_fwd` has the kernel, and says who computes when.
+`hopper_fwd` and `hopper_bwd` have the kernels, and say who computes when.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .online_softmax import softmax_pivot, tanh
 
@@ -17,6 +26,23 @@ ROWS = gl.constexpr(64)
 # By its name in triton 3.9, and before.
 _memory = gl.shared_memory_descriptor
 reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
+start_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+@gluon.jit
+def await_full(buffers, barriers, use):
+    """Waits until a ring's buffer has been filled for its `use`; returns the buffer's index."""
+    STAGES: gl.constexpr = buffers.shape[0]
+    mbarrier.wait(barriers.index(use % STAGES), (use // STAGES) & 1)
+    return use % STAGES
+
+
+@gluon.jit
+def await_empty(buffers, barriers, use):
+    """Waits until a ring's buffer is free for its `use`; returns the buffer's index."""
+    STAGES: gl.constexpr = buffers.shape[0]
+    mbarrier.wait(barriers.index(use % STAGES), ((use // STAGES) & 1) ^ 1)
+    return use % STAGES
 
 
 @gluon.jit
@@ -41,6 +67,35 @@ def clear_outside(buffer, start, run):
 
 
 @gluon.jit
+def fill_rows(desc, coord, buffer, full, landed, start, run, uses, RAGGED: gl.constexpr):
+    """Copies a block of rows, whose end completes `full`; rows that are not the run's are zeros.
+
+    For these the producer waits itself, by `landed`, for the uses-th time. Returns `uses`.
+    """
+    whole = (start >= run[0]) & (
+        (start + desc.block_type.shape[1] <= run[1]) | (run[1] >= desc.shape[1])
+    )
+    if whole or not RAGGED:
+        mbarrier.expect(full, desc.block_type.nbytes)
+        start_copy(desc, coord, full, buffer)
+    else:
+        mbarrier.expect(landed, desc.block_type.nbytes)
+        start_copy(desc, coord, landed, buffer)
+        mbarrier.wait(landed, uses & 1)
+        uses += 1
+        clear_outside(buffer, start, run)
+        fence_async_shared()
+        mbarrier.arrive(full, count=1)
+    return uses
+
+
+@gluon.jit
+def opaque_zero(x):
+    """0, of which the compiler does not know it: what is computed from it stays where it stands."""
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def issue_scores(q, k_buffers, stage, rows):
     """Starts S = Q K' in the layout of `rows`; returns what `warpgroup_mma_wait` takes."""
     BLOCK_N: gl.constexpr = k_buffers.shape[2]
@@ -61,7 +116,7 @@ def issue_output(p, v_buffers, stage, acc):
 
 
 @gluon.jit
-def _mask(
+def mask_scores(
     s,
     rows,
     start,
@@ -126,7 +181,7 @@ def softmax(
         s = outer_scale * tanh(s * inner_scale)
     qk_scale = 1.0 if SOFTCAP else inner_scale
     if MASK:
-        s = _mask(
+        s = mask_scores(
             s, rows - start, run[0] - start, run[1] - start, run[2], run[3], HAS_LO, HAS_HI, RAGGED
         )
     MASKED: gl.constexpr = HAS_LO or HAS_HI or RAGGED
@@ -170,12 +225,18 @@ def _stat_ptrs(ptr, batch, head, row, num_rows, nheads, L: gl.constexpr):
 
 
 @gluon.jit
+def load_rows(ptr, batch, head, row, row_stop, num_rows, nheads, HEAD_DIM: gl.constexpr, L):
+    """Rows (ROWS, HEAD_DIM) from a row on, of which those from `row_stop` on are zeros."""
+    inside = gl.arange(0, ROWS, gl.SliceLayout(1, L)) < row_stop - row
+    ptrs = _row_ptrs(ptr, batch, head, row, num_rows, nheads, HEAD_DIM, L)
+    return gl.load(ptrs, inside[:, None], 0.0)
+
+
+@gluon.jit
 def load_state(state, batch, head, row, row_stop, num_rows, nheads, HEAD_DIM_V, S_LAYOUT, O_LAYOUT):
     """acc (ROWS, HEAD_DIM_V), m_i and l_i (ROWS,); for rows that are not the block's, of no key."""
     acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr, sinks_ptr = state
-    inside = gl.arange(0, ROWS, gl.SliceLayout(1, O_LAYOUT)) < row_stop - row
-    ptrs = _row_ptrs(acc_ptr, batch, head, row, num_rows, nheads, HEAD_DIM_V, O_LAYOUT)
-    acc = gl.load(ptrs, inside[:, None], 0.0)
+    acc = load_rows(acc_ptr, batch, head, row, row_stop, num_rows, nheads, HEAD_DIM_V, O_LAYOUT)
     inside = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT)) < row_stop - row
     ptrs = _stat_ptrs(m_ptr, batch, head, row, num_rows, nheads, S_LAYOUT)
     m_i = gl.load(ptrs, inside, float("-inf"))
@@ -231,3 +292,15 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
     return barriers
+
+
+@cache
+def _block_layout() -> gl.NVMMASharedLayout:
+    """Shared-memory layout of 16-bit blocks (1, rows, 1, dims) of 64 dims or more."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+
+
+def block_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """Descriptor of (batch, rows, heads, dim), for copies of so many rows of one head."""
+    block = [1, rows, 1, x.size(3)]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _block_layout())

@@ -39,8 +39,6 @@ Per block the arithmetic is that of `online_softmax_update`. Shah et al., arXiv 
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -48,16 +46,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .configs import Config
 from .flash_fwd import Carried, score_scales
 from .hopper_blocks import (
     ROWS,
     as_operand,
+    await_empty,
+    await_full,
+    block_descriptor,
     clear_outside,
     issue_output,
     issue_scores,
@@ -66,6 +65,7 @@ from .hopper_blocks import (
     make_buffers,
     rescale,
     softmax,
+    start_copy,
     store_rows,
     store_stats,
 )
@@ -73,9 +73,6 @@ from .launch import Launch
 from .online_softmax import LOG2E, online_softmax_add_sink, online_softmax_finalize
 from .step_table import StepTable, column_range, load_block_row, load_run
 from .tasks import block_and_head, make_schedule
-
-# Names in triton 3.9, and in older versions.
-start_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -96,22 +93,6 @@ def _task(task, work):
     blocks_ptr, runs_ptr, num_blocks, heads_together, nheads = work
     block, index = block_and_head(task, num_blocks, heads_together)
     return index // nheads, index % nheads, block
-
-
-@gluon.jit
-def _await_full(buffers, barriers, use):
-    """Waits until a ring's buffer has been filled for its `use`; returns the buffer's index."""
-    STAGES: gl.constexpr = buffers.shape[0]
-    mbarrier.wait(barriers.index(use % STAGES), (use // STAGES) & 1)
-    return use % STAGES
-
-
-@gluon.jit
-def _await_empty(buffers, barriers, use):
-    """Waits until a ring's buffer is free for its `use`; returns the buffer's index."""
-    STAGES: gl.constexpr = buffers.shape[0]
-    mbarrier.wait(barriers.index(use % STAGES), ((use // STAGES) & 1) ^ 1)
-    return use % STAGES
 
 
 @gluon.jit
@@ -145,7 +126,7 @@ def _produce(given, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
             for j in range(last - first):
                 start = (last - 1 - j) * BLOCK_N
                 coord = [batch, start, head // GROUP, 0]
-                stage = _await_empty(k_buffers, k_empty, use)
+                stage = await_empty(k_buffers, k_empty, use)
                 _copy(k_desc, coord, k_buffers.index(stage), k_full.index(stage))
                 if (i == first_run) & (j == 0):
                     # Behind K, whose buffer is free earlier.
@@ -154,7 +135,7 @@ def _produce(given, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
                         q_coord = [batch, row_start + index * ROWS, head, 0]
                         _copy(q_desc, q_coord, q_buffers.index(index), q_full.index(index))
                     parity ^= 1
-                stage = _await_empty(v_buffers, v_empty, use)
+                stage = await_empty(v_buffers, v_empty, use)
                 v = v_buffers.index(stage)
                 if RAGGED:
                     stop = start + BLOCK_N
@@ -204,7 +185,7 @@ def _fold_blocks(
     CONSUMERS: gl.constexpr = turns.shape[0]
     BLOCK_N: gl.constexpr = k_buffers.shape[2]
     for i in range(begin, end):
-        k_stage = _await_full(k_buffers, k_full, use)
+        k_stage = await_full(k_buffers, k_full, use)
         if PING_PONG:
             mbarrier.wait(turns.index(INDEX), (turn & 1) ^ (INDEX == 0))
         s = issue_scores(q, k_buffers, k_stage, rows)
@@ -217,7 +198,7 @@ def _fold_blocks(
         p_next, alpha, m_i, l_i = softmax(s, m_i, l_i, rows, start, run, scales, FLAGS, MASK)
         # The loop inside this wait also keeps ptxas from moving the softmax below the next wait:
         # nothing else in the code prevents that.
-        next_stage = _await_full(v_buffers, v_full, use)
+        next_stage = await_full(v_buffers, v_full, use)
         acc, l_i = warpgroup_mma_wait(0, deps=[acc, l_i])
         mbarrier.arrive(v_empty.index(v_stage), count=1)
         acc = rescale(acc, alpha)
@@ -261,13 +242,13 @@ def _fold_run(
     BLOCK_N: gl.constexpr = k_buffers.shape[2]
     first, full_first, full_last, last = span
 
-    k_stage = _await_full(k_buffers, k_full, use)
+    k_stage = await_full(k_buffers, k_full, use)
     s = issue_scores(q, k_buffers, k_stage, rows)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(k_stage), count=1)
     start = (last - 1) * BLOCK_N
     p, alpha, m_i, l_i = softmax(s, m_i, l_i, rows, start, run, scales, FLAGS, MASKED)
-    v_stage = _await_full(v_buffers, v_full, use)
+    v_stage = await_full(v_buffers, v_full, use)
     acc = rescale(acc, alpha)
     p = as_operand(p, v_buffers, acc)
     use += 1
@@ -496,9 +477,9 @@ def hopper_launch(
         hopper_fwd_kernel,
         (schedule.num_programs,),
         {
-            "q_desc": _descriptor(q, ROWS.value),
-            "k_desc": _descriptor(k, config.BLOCK_N),
-            "v_desc": _descriptor(v, config.BLOCK_N),
+            "q_desc": block_descriptor(q, ROWS.value),
+            "k_desc": block_descriptor(k, config.BLOCK_N),
+            "v_desc": block_descriptor(v, config.BLOCK_N),
             "acc_ptr": state.acc,
             "m_ptr": state.m,
             "l_ptr": state.l,
@@ -532,15 +513,3 @@ def hopper_launch(
         },
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
     )
-
-
-@cache
-def _block_layout() -> gl.NVMMASharedLayout:
-    """Shared-memory layout of 16-bit blocks (1, rows, 1, dims) of 64 dims or more."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-
-
-def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Descriptor of (batch, rows, heads, dim), for copies of so many rows of one head."""
-    block = [1, rows, 1, x.size(3)]
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _block_layout())

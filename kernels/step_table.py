@@ -142,15 +142,15 @@ def make_step_table(
         if not seen and not num_rows:
             continue
         first = len(runs)
-        runs += [_bounded(r) for r in (reversed(seen) if descending else seen)]
+        runs += [bounded(r) for r in (reversed(seen) if descending else seen)]
         for row in range(start, stop, block_rows):
             end = min(row + block_rows, stop)
-            visits = [_visits(row, end, run, block_cols) for run in runs[first:]]
+            visits = [len(visited_columns((row, end, *run), block_cols)) for run in runs[first:]]
             there = [first + i for i, count in enumerate(visits) if count] or [first, first - 1]
             blocks.append((row, end, there[0], there[-1] + 1, sum(visits)))
     # Programs start in this order: the longest first, so that none is left running alone.
     blocks.sort(key=lambda block: -block[COLUMNS])
-    blocks_there, runs_there = _to_device([block[:COLUMNS] for block in blocks], runs, device)
+    blocks_there, runs_there = tables_on(device, [block[:COLUMNS] for block in blocks], runs)
     return StepTable(
         blocks=blocks_there,
         runs=runs_there,
@@ -183,26 +183,29 @@ def _row_runs(
         yield start, stop, seen
 
 
-def _bounded(rectangle: Rectangle) -> tuple[int, int, int, int]:
+def bounded(rectangle: Rectangle) -> tuple[int, int, int, int]:
+    """Columns and band of a rectangle, as kernels have it."""
     _, _, start, stop, lo, hi = rectangle
     return start, stop, -UNBOUNDED if lo is None else lo, UNBOUNDED if hi is None else hi
 
 
-def _visits(row_start: int, row_stop: int, run: tuple[int, int, int, int], block_cols: int) -> int:
+def visited_columns(rectangle: Rectangle, block_cols: int) -> range:
     """Blocks of columns that hold a visible pair: `column_range` on the host."""
-    start, stop, lo, hi = run
-    first = max(start, row_start + lo) // block_cols
-    last = -(-min(stop, row_stop + hi) // block_cols)
-    return max(last - first, 0)
+    row_start, row_stop, start, stop, lo, hi = rectangle
+    first = (start if lo is None else max(start, row_start + lo)) // block_cols
+    last = -(-(stop if hi is None else min(stop, row_stop + hi)) // block_cols)
+    return range(first, max(last, first))
 
 
-def _to_device(
-    blocks: Sequence[tuple[int, ...]], runs: Sequence[tuple[int, ...]], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Both tables by one transfer, for which the host does not wait."""
+def tables_on(device: torch.device, *tables: Sequence[tuple[int, ...]]) -> Iterator[Tensor]:
+    """The tables by one transfer, for which the host does not wait."""
     # A table without rows is never read, but a kernel needs a pointer.
-    tables = [rows or [(0,) * COLUMNS] for rows in (blocks, runs)]
-    rows = [row for table in tables for row in table]
-    here = torch.tensor(rows, dtype=torch.int32, pin_memory=device.type == "cuda")
+    filled = [rows or [(0,) * COLUMNS] for rows in tables]
+    numbers = [number for rows in filled for row in rows for number in row]
+    here = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")
     there = here.to(device, non_blocking=True)
-    return there[: len(tables[0])], there[len(tables[0]) :]
+    start = 0
+    for rows in filled:
+        width = len(rows[0])
+        yield there[start : start + len(rows) * width].view(-1, width)
+        start += len(rows) * width

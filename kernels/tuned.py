@@ -73,6 +73,12 @@ def section(
     }
 
 
+def takes_gluon_bwd(x: Tensor, headdim_v: int, softcap: float) -> bool:
+    """Whether calls have the backward in Gluon, likewise."""
+    portable = configs.name_backward(_chosen(x, headdim_v))
+    return not portable and configs.takes_gluon_bwd(x, headdim_v, softcap)
+
+
 def check_file(device: torch.device) -> None:
     """Refuses a file that RING_ATTN_CONFIGS names and that is not for this device.
 

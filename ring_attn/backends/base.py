@@ -147,11 +147,15 @@ class InOrderBackend(Backend, Protocol):
     """A backend that gives the same bits however the tiles are spread over calls.
 
     That holds while calls come in folding order, accumulate into the same state and gradients in
-    place, and are cut at multiples of `bits_unit` positions. `backward` is `backward_q` followed by
-    `backward_kv`.
+    place, and are cut at multiples of `bits_unit` positions. `backward` has the bits of its halves,
+    `backward_q` and `backward_kv`.
     """
 
     bits_unit: int
+
+    def in_one_pass(self, spec: AttentionSpec) -> bool:
+        """Whether `backward` takes less than its halves, which have products in common."""
+        ...
 
     def backward_q(
         self,

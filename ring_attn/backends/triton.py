@@ -2,7 +2,8 @@
 
 On CUDA (and ROCm) they are compiled at first use. On a CPU, when asked for by name, they run in
 Triton's interpreter: the same code, for tests, some thousand times slower, in float16 and float32.
-On compute capability 9.0 the forward of 16-bit types and head dims 64, 128 and 256 is in Gluon.
+On compute capability 9.0, in 16-bit types, the forward of head dims 64, 128 and 256 is in Gluon,
+and the backward of 64 and 128 without softcap.
 
 State and gradients are continued in place by one folding order, from the diagonal downwards for
 out and dq and upwards for dk and dv. So a row's sums do not depend on how the tiles were spread
@@ -21,9 +22,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ring_attn.backends.base import greatest
+from ring_attn.backends.base import architecture, greatest
 from ring_attn.backends.kept_launches import KeptLaunches, enqueue
 from ring_attn.backends.triton_support import why_not
+from ring_attn.core.rates import takes_gluon_bwd
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import MaskKind, Tile
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from ring_attn.kernels.flash_fwd import Carried
     from ring_attn.kernels.launch import Launch
     from ring_attn.kernels.step_table import Rectangle, StepTable
+    from ring_attn.kernels.turn_table import TurnTable
 
 # At most this many rows (counting each query head of a kv head) count as decoding, where keys are
 # read in parts; above it, blocks of rows already fill the GPU.
@@ -78,7 +81,7 @@ class TritonBackend:
 
         Args:
             configs: by kind, those that take the place of the frozen ones; "gluon" is that of the
-                forward in Gluon.
+                forward in Gluon. Those of a portable direction rule out the one in Gluon.
         """
         self._launches = KeptLaunches()
         self._configs = configs or {}
@@ -243,6 +246,9 @@ class TritonBackend:
         out: Tensor | None = None,
     ) -> None:
         """Adds the tiles' gradients; to dq and dk without softmax_scale."""
+        if self._takes_gluon_bwd(q, v.size(3), scores):
+            self._backward_in_turns((q, k, v, dout, lse, delta), tiles, dq, (dk, dv), scores)
+            return
         self.backward_q(q, k, v, dout, lse, delta, tiles, dq, scores=scores)
         self.backward_kv(q, k, v, dout, lse, delta, tiles, dk, dv, scores=scores)
 
@@ -261,6 +267,9 @@ class TritonBackend:
     ) -> None:
         """Adds the tiles' gradients to dq."""
         if not tiles:
+            return
+        if self._takes_gluon_bwd(q, v.size(3), scores):
+            self._backward_in_turns((q, k, v, dout, lse, delta), tiles, dq, None, scores)
             return
         q, k, v, dout = _unit_stride(q), _unit_stride(k), _unit_stride(v), _unit_stride(dout)
 
@@ -288,6 +297,9 @@ class TritonBackend:
         """Adds the tiles' gradients to dk and dv."""
         if not tiles:
             return
+        if self._takes_gluon_bwd(q, v.size(3), scores):
+            self._backward_in_turns((q, k, v, dout, lse, delta), tiles, None, (dk, dv), scores)
+            return
         q, k, v, dout = _unit_stride(q), _unit_stride(k), _unit_stride(v), _unit_stride(dout)
 
         self._launches.run(
@@ -296,6 +308,39 @@ class TritonBackend:
             (lse, delta, dk, dv),
             lambda: self._dkdv_launch((q, k, v, dout, lse, delta), tiles, dk, dv, scores),
         )
+
+    def in_one_pass(self, spec: AttentionSpec) -> bool:
+        """Whether the GPU has the backward in Gluon, which makes all gradients at once."""
+        return spec.device_type == "cuda" and architecture() == "sm_90" and takes_gluon_bwd(spec)
+
+    def _backward_in_turns(
+        self,
+        inputs: BackwardInputs,
+        tiles: Sequence[Tile],
+        dq: Tensor | None,
+        dkv: tuple[Tensor, Tensor] | None,
+        scores: Scores,
+    ) -> None:
+        """Adds the tiles' gradients by the kernel in Gluon, which leaves out what is None."""
+        from ring_attn.kernels import tuned
+        from ring_attn.kernels.hopper_bwd import bwd_launch, num_turns
+
+        if not tiles:
+            return
+        q, k, v, dout = map(_copyable, inputs[:4])
+        lse, delta = inputs[4:]
+        config = self._configs.get("gluon_bwd") or tuned.select("gluon_bwd", q, v.size(3))
+        turns = torch.zeros(num_turns(q, config), dtype=torch.int32, device=q.device)
+        self._launches.run(
+            (tiles, "bwd", dq is None, dkv is None, scores),
+            (q, k, v, dout),
+            (lse, delta, dq, *(dkv or (None, None)), turns),
+            lambda: bwd_launch(
+                q, k, v, dout, lse, delta, dq, dkv, turns,
+                self._turn_table(tiles, config, q.device), config,
+                softmax_scale=scores.softmax_scale,
+            ),
+        )  # fmt: skip
 
     def gradient_factor(self, scores: Scores) -> float:
         """softmax_scale: dq and dk are summed without it, so 16-bit products keep more bits."""
@@ -439,6 +484,17 @@ class TritonBackend:
         portable = not {"fwd", "fwd_whole"}.isdisjoint(self._configs)
         return not portable and tuned.takes_gluon(q, headdim_v)
 
+    def _takes_gluon_bwd(self, q: Tensor, headdim_v: int, scores: Scores) -> bool:
+        """Whether calls have the backward in Gluon, likewise."""
+        from ring_attn.kernels import configs, tuned
+
+        if "gluon_bwd" in self._configs:
+            if not configs.takes_gluon_bwd(q, headdim_v, scores.softcap):
+                raise NotImplementedError("the backward in Gluon does not take these tensors")
+            return True
+        portable = configs.name_backward(self._configs)
+        return not portable and tuned.takes_gluon_bwd(q, headdim_v, scores.softcap)
+
     def _config(
         self,
         kind: str,
@@ -481,6 +537,19 @@ class TritonBackend:
             )  # fmt: skip
 
         return self._launches.table(tiles, (blocks, device, kv_rows, num_rows), make)
+
+    def _turn_table(self, tiles: Sequence[Tile], config: Config, device: torch.device) -> TurnTable:
+        """The step's table for the backward in Gluon."""
+        from ring_attn.kernels.step_table import transposed
+        from ring_attn.kernels.turn_table import TurnTable, make_turn_table
+
+        blocks = (config.BLOCK_N, config.BLOCK_M)
+        table = self._launches.table(
+            tiles, (blocks, device, "turns"),
+            lambda: make_turn_table(transposed(_rectangles(tiles)), *blocks, device),
+        )  # fmt: skip
+        assert isinstance(table, TurnTable)
+        return table
 
     def _part_table(
         self,
@@ -531,7 +600,7 @@ def _unit_stride(x: Tensor) -> Tensor:
 
 
 def _copyable(x: Tensor) -> Tensor:
-    """x as the forward in Gluon requires."""
+    """x as the kernels in Gluon require."""
     from ring_attn.kernels.hopper_fwd import copyable
 
     return copyable(x)

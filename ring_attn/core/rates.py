@@ -126,6 +126,8 @@ RATES: dict[str, dict[str, Rates]] = {
 
 # Head dims that our forward in Gluon takes, in 16 bits.
 GLUON_HEADDIMS = frozenset((64, 128, 256))
+# And our backward.
+GLUON_BWD_HEADDIMS = frozenset((64, 128))
 
 # Bytes/s of passes that copy or add.
 MEMORY_BANDWIDTH = {"sm_80": 1.6e12, "sm_90": 2.7e12, "sm_100": 6.4e12}
@@ -149,6 +151,12 @@ def rates_of(
 
 def _takes_gluon(spec: AttentionSpec) -> bool:
     return spec.dtype in HALF_DTYPES and {spec.headdim, spec.headdim_v} <= GLUON_HEADDIMS
+
+
+def takes_gluon_bwd(spec: AttentionSpec) -> bool:
+    """Whether a call has our backward in Gluon, on sm_90."""
+    alike = spec.headdim == spec.headdim_v and spec.headdim in GLUON_BWD_HEADDIMS
+    return alike and not spec.softcap and _takes_gluon(spec)
 
 
 def attained(architecture: str, rates: Rates, *, state_bytes: float, backward: bool) -> float:

@@ -532,7 +532,9 @@ class Run:
         dkv = () if op.dkv is None else tuple(map(self.get, op.dkv))
         backend = self.backend
         with self._part("attend", len(op.tiles)):
-            if folds_in_order(backend):
+            if folds_in_order(backend) and not (
+                op.part == "all" and backend.in_one_pass(self.spec)
+            ):
                 q_half = partial(backend.backward_q, *given, *dq, scores=self.scores)
                 kv_half = partial(backend.backward_kv, *given, *dkv, scores=self.scores)
                 halves = {"q": (q_half,), "kv": (kv_half,), "all": (kv_half, q_half)}

@@ -480,7 +480,9 @@ class _InOrder(_Sums):
         self._home = self.buffer("sums home")
         call = steps.call
         rows = max(call.layouts[1].shard_lens) * call.spec.batch * call.spec.nheads_kv
-        self._split = folds_in_order(get_backend(call.backend)) and rows >= MANY_ROWS
+        backend = get_backend(call.backend)
+        apart = folds_in_order(backend) and not backend.in_one_pass(call.spec)
+        self._split = apart and rows >= MANY_ROWS
 
     def held(self, index: int) -> tuple[Operand, ...]:
         """The rank's own at first, then what has been received."""

@@ -8,7 +8,7 @@ alone: no wait and no barrier stands for it. Bulk copies write by the asynchrono
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -31,18 +31,23 @@ WIDE = re.compile(r"\], (0x10|16)\b")  # a copy of 16 bytes
 ONE_ADDRESS = re.compile(r"^\[ ?global_smem\b")
 # More than any kernel has under way, so that the groups of a loop without a wait have an end.
 MOST_GROUPS = 32
+REGISTER = re.compile(r"%\w+")
 PRODUCT = re.compile(r"wgmma\.mma_async|tcgen05\.mma\.")
 
 
 @dataclass(frozen=True)
 class Statement:
-    """An instruction; `scopes` are the braces that it stands in, outermost first."""
+    """An instruction; `scopes` are the braces that it stands in, outermost first.
+
+    Of a store, `results` are the registers of the kernel that products write.
+    """
 
     opcode: str
     operands: str
     guarded: bool
     line: int
     scopes: tuple[int, ...]
+    results: frozenset[str] = frozenset()
 
 
 class State(NamedTuple):
@@ -88,6 +93,9 @@ class State(NamedTuple):
         if ins.opcode.startswith("cp.async.") and not ins.opcode.startswith(BULK):
             raise ValueError(f"line {ins.line}: {ins.opcode} is not known")
         if STORE.match(ins.opcode) and not ONE_ADDRESS.search(ins.operands):
+            # Sums of 32 bits as a product has left them: a product reads 16 bits.
+            if {*REGISTER.findall(ins.operands.partition("]")[2])} <= ins.results:
+                return self
             lines = {ins.line}
             return self._replace(unfenced=self.unfenced | lines, stored=self.stored | lines)
         if ins.opcode == NEXT_TASK:
@@ -152,6 +160,15 @@ def _parse(ptx: str) -> tuple[list[Statement], list[tuple[int, ...]]]:
             operands = " ".join(found["operands"].split())
             guarded = found["guard"] is not None
             statements.append(Statement(found["opcode"], operands, guarded, line, tuple(scopes)))
+    written = frozenset(
+        register
+        for ins in statements
+        if ins.opcode.startswith("wgmma.mma_async")
+        for register in REGISTER.findall(ins.operands.partition("}")[0])
+    )
+    statements = [
+        replace(ins, results=written) if STORE.match(ins.opcode) else ins for ins in statements
+    ]
     return statements, [_successors(at, statements, labels) for at in range(len(statements))]
 
 

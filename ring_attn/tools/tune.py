@@ -148,7 +148,13 @@ class Setting(OneDevice):
 
     @property
     def kinds(self) -> list[str]:
-        return [kind for kind in KINDS if kernel_of(kind) in self.kernels]
+        from ring_attn.kernels import configs
+
+        x = torch.empty(0, self.head_dim, dtype=self.dtype, device=self.device)
+        # The backward in Gluon has one config of each head dim, which those of the other rule out.
+        one_pass = configs.takes_gluon_bwd(x, self.head_dim, 0.0)
+        kernels = set(self.kernels) - ({"dq", "dkdv"} if one_pass else set())
+        return [kind for kind in KINDS if kernel_of(kind) in kernels]
 
     def problem_of(self, *, causal: bool) -> Problem:
         """The problem with the causal mask, or without a mask."""

@@ -11,7 +11,7 @@ from tests.kernels.ptx.faults import Fault, Race, Unsupported
 from tests.kernels.ptx.machine import LANES, Array, Machine, Run, Wait, Where, handles
 from tests.kernels.ptx.memory import Memory
 from tests.kernels.ptx.parse import Address, Instruction, Operand
-from tests.kernels.ptx.scalar import DTYPES
+from tests.kernels.ptx.scalar import DTYPES, flush
 
 ACCESS = re.compile(
     r"(?:ld|st)\.(?P<space>global|shared)(?:\.v(?P<count>[24]))?\.(?P<kind>[bus]\d+|f32)"
@@ -52,7 +52,7 @@ def convert_param(machine: Machine, ins: Instruction) -> Run:
     return lambda where: np.copyto(target, source, where=where)
 
 
-@handles(r"ld\.(global|shared)\..*")
+@handles(r"ld\.(global|shared)\.(?!gpu).*")
 def load(machine: Machine, ins: Instruction) -> Run:
     memory, count, kind = _access(machine, ins)
     targets = [machine.register(str(x)) for x in vector(ins.operands[0])]
@@ -137,6 +137,66 @@ def pack(machine: Machine, ins: Instruction) -> Run:
     return lambda where: np.copyto(
         register, np.stack(sources, 1).view(register.dtype)[:, 0], where=where
     )
+
+
+# -- global memory that CTAs pass to each other
+
+
+@handles(r"ld\.global\.gpu\.acquire\.b32")
+def acquire(machine: Machine, ins: Instruction) -> Run:
+    """Who loads a value again that nobody has changed waits until somebody does."""
+    target = machine.target(ins, ins.operands[0], "b32")
+    base, offset = address_of(machine, ins, ins.operands[1])
+    words = machine.memory.words[4]
+
+    def run(where: Where) -> None:
+        lanes = machine.lanes(where)
+        if not lanes.size:
+            return
+        if len(lanes) > 1:
+            raise Unsupported(ins, "by several threads")
+        at = machine.memory.locate(ins, base[lanes].astype(np.int64) + offset, 4, lanes) // 4
+        found = int(words[at[0]])
+
+        def load() -> None:
+            target[lanes] = words[at]
+            machine.acquired[ins] = int(at[0]), int(words[at[0]])
+
+        if machine.acquired.get(ins) == (int(at[0]), found):
+            raise Wait(ins, lambda: int(words[at[0]]) != found, load)
+        load()
+
+    return run
+
+
+@handles(r"(atom|red)\.global\.gpu\.(relaxed|release)\.(add|exch)(\.v4)?\.[bsuf]32")
+def atomic(machine: Machine, ins: Instruction) -> Run:
+    """Thread after thread; floats that are subnormal become zeros."""
+    _, _, _, _, operation, *_, kind = ins.opcode.split(".")
+    *results, address, values = ins.operands
+    targets = [machine.target(ins, x, kind) for x in vector(results[0])] if results else []
+    base, offset = address_of(machine, ins, address)
+    sources = [machine.source(ins, x, kind) for x in vector(values)]
+    words = machine.memory.words[4].view(DTYPES[kind])
+
+    def run(where: Where) -> None:
+        lanes = machine.lanes(where)
+        if not lanes.size:
+            return
+        addresses = base[lanes].astype(np.int64) + offset
+        size = 4 * len(sources)
+        index = machine.memory.locate(ins, addresses, size, lanes) // 4
+        for i, source in enumerate(sources):
+            # Of several threads at one address each finds what the one before has left.
+            for lane, at in zip(lanes, index + i, strict=True):
+                old, new = words[at].copy(), source[lane]
+                if operation == "add":
+                    new = flush(flush(old) + flush(new)) if kind == "f32" else old + new
+                words[at] = new
+                if targets:
+                    targets[i][lane] = old
+
+    return run
 
 
 # -- lanes of a warp

@@ -93,7 +93,21 @@ class Block:
 BRANCH = re.compile(r"bra(\.uni)?|brx\.idx|ret")
 WAITING = re.compile(
     r"(bar|barrier)(\.cta)?\.sync(\.aligned)?|mbarrier\.try_wait\..*|setmaxnreg\.inc\..*"
+    r"|ld\.global\.gpu\.acquire\..*"
 )
+
+
+# Of CTAs that run at once; with a seed the machine goes to another one after so many turns.
+TOGETHER = 3
+TURNS = 40
+
+
+@dataclass(eq=False)
+class Cta:
+    """A CTA that has been interrupted: the machine's state, and the contents of registers."""
+
+    state: dict[str, Any]
+    registers: dict[str, Array]
 
 
 class Machine:
@@ -115,7 +129,8 @@ class Machine:
             memory: with all tensors.
             shared_bytes: of a CTA.
             tensor_maps: of bulk copies, by parameter.
-            seed: of the order in which warpgroups run; None is that of the text.
+            seed: of the order in which warpgroups run, of several CTAs at once; None is that of
+                the text, one CTA after the other.
         """
         self.random = None if seed is None else random.Random(seed)
         self.kernel = kernel
@@ -271,18 +286,50 @@ class Machine:
         grid = (*grid, 1, 1)[:3]
         for axis, size in zip("xyz", grid, strict=True):
             self.special[f"%nctaid.{axis}"][:] = size
-        for z, y, x in product(*map(range, reversed(grid))):
-            for axis, number in zip("xyz", (x, y, z), strict=True):
-                self.special[f"%ctaid.{axis}"][:] = number
-            self._new_cta()
-            with np.errstate(all="ignore"):
-                self._run_cta()
+        numbers = [(x, y, z) for z, y, x in product(*map(range, reversed(grid)))]
+        together = 1 if self.random is None else TOGETHER
+        there: list[Cta] = []
+        with np.errstate(all="ignore"):
+            while numbers or there:
+                while numbers and len(there) < together:
+                    self._new_cta(numbers.pop(0))
+                    there.append(self._interrupted())
+                ready = [cta for cta in there if self._is_ready(cta)]
+                cta = there[0] if self.random is None or not ready else self.random.choice(ready)
+                there.remove(cta)
+                self._resume(cta)
+                if self._run_cta(at_once=not ready):
+                    there.append(self._interrupted())
 
-    def _new_cta(self) -> None:
+    def _interrupted(self) -> Cta:
+        names = (
+            "groups", "clocks", "shared", "barriers", "mbarriers", "owned", "asked", "acquired",
+            "number",
+        )  # fmt: skip
+        state = {name: getattr(self, name) for name in names}
+        state |= {name: dict(getattr(self, name)) for name in ("pending", "pending_reads")}
+        return Cta(state, {name: x.copy() for name, x in self.registers.items()})
+
+    def _is_ready(self, cta: Cta) -> bool:
+        vars(self).update(cta.state)
+        return any(group.wait is None or group.wait.ready() for group in self.groups)
+
+    def _resume(self, cta: Cta) -> None:
+        vars(self).update(cta.state)
+        for name, values in cta.registers.items():
+            self.registers[name][:] = values
+        for axis, number in zip("xyz", self.number, strict=True):
+            self.special[f"%ctaid.{axis}"][:] = number
+
+    def _new_cta(self, number: tuple[int, int, int] = (0, 0, 0)) -> None:
+        self.number = number
+        self.groups = [Group(np.ones(self.num_threads, np.bool_), 0)]
         self.clocks = Clocks(self.num_warps)
         self.shared = SharedMemory(self.shared_bytes, self.clocks, self.missing_fences)
         self.barriers: dict[int, list[Array]] = {}
         self.mbarriers: dict[int, Any] = {}
+        # The address and value that a load in a loop has found at last.
+        self.acquired: dict[Instruction, tuple[int, int]] = {}
         # Registers of a thread of each warp, and what it has asked for.
         self.owned = np.full(self.num_warps, self.kernel.max_registers)
         self.asked: list[list[tuple[bool, int]]] = [[] for _ in range(self.num_warps)]
@@ -291,16 +338,27 @@ class Machine:
         for register in self.registers.values():
             register.view(np.uint8)[:] = 0xFF if register.dtype != np.bool_ else 1
 
-    def _run_cta(self) -> None:
-        self.groups = [Group(np.ones(self.num_threads, np.bool_), 0)]
+    def _run_cta(self, *, at_once: bool) -> bool:
+        """Runs until the CTA ends or, with a seed, for some turns; whether it goes on later.
+
+        Args:
+            at_once: no other CTA can go on: this one must.
+        """
+        turns = TURNS if self.random is not None else -1
         while self.groups:
+            if turns == 0:
+                return True
+            turns -= 1
             for group in self.groups:
                 if group.wait is not None and group.wait.ready():
                     group.wait.done()
                     group.wait = None
             ready = [group for group in self.groups if group.wait is None]
+            if not ready and self.random is not None and not at_once:
+                return True
             if not ready:
                 self._deadlock()
+            at_once = False
             first = self._next(ready)
             for other in ready:
                 if other is not first and other.at == first.at:
@@ -311,6 +369,7 @@ class Machine:
             barrier.check_idle()
         for name in self.pending:
             raise Fault(self.kernel.instructions[-1], f"a wgmma for {name} is not waited for")
+        return False
 
     def _next(self, ready: list[Group]) -> Group:
         if self.random is not None:

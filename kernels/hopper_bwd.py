@@ -1,0 +1,624 @@
+"""Backward for sm_90 in Gluon: dq, dk and dv in one kernel of five products.
+
+`flash_bwd` has the formulas. There dq and dk/dv are apart, and both make the scores and dp: seven
+products. Here a program has a block of BLOCK_N kv rows of one kv head, visits the blocks of q rows
+that see it, upwards, with all query heads of the group, and makes each score once:
+
+    S' = K Q'     dP' = V dO'     dV += P' dO     dQ = dS K     dK += dS' Q
+
+dk and dv stay in registers from visit to visit. dq is of other programs' blocks, too, and is added
+in memory, visit by visit; so that its bits do not depend on time, the visits of a block of q rows
+take turns, in the order of the tasks (`turn_table`):
+
+    kv block    visits, to the right                one program waits for another in a column only:
+      3                            d  +  +          `d` begins, `+` adds when its predecessor, the
+      2                   d  +  +  +  +  +          sign above it, has added
+      1          d  +  +  +  +  +  +  +  +
+      0    d  +  +  +  +  +  +  +  +  +  +          q rows, from left to right
+
+A program takes its task from a counter when it starts, so who it waits for has started before.
+
+Two warpgroups compute, with 64 kv rows each; a warp loads, and a warp adds to dq:
+
+                        shared memory
+      producer -----> | K  V           | -----> consumer 0, 1: S' and dP' of 64 rows, dK, dV
+                      | Q  dO  lse ... |           |     ^
+                      | dS of both     | <---------'     | a half of dQ each, of the dS of both
+                      | dQ of a visit  | <---------------'
+      adder  <------- '----------------'
+
+Each hands over by mbarriers, as in `hopper_fwd`. With 64 dims a visit has 128 rows of q, and each
+consumer has the dQ of half the rows; with 128 dims it has 64 rows of q, and half the dims.
+
+Blocks of kv rows stand on a grid that begins at row 0, and products of rows that a run does not
+have are made with zeros: so a dQ has the same bits wherever the sequence is cut at multiples of
+BLOCK_N. Rows that are not a run's may be NaN, and are overwritten by the producer.
+
+Shah et al., arXiv 2407.08608; for the turns, the deterministic mode of flash-attn.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .configs import Config
+from .flash_fwd import score_scales
+from .hopper_blocks import (
+    ROWS,
+    await_empty,
+    await_full,
+    block_descriptor,
+    clear_outside,
+    fill_rows,
+    load_rows,
+    make_barriers,
+    make_buffers,
+    mask_scores,
+    opaque_zero,
+    reinterpret,
+    start_copy,
+    store_rows,
+)
+from .launch import Launch
+from .online_softmax import LOG2E
+from .step_table import column_range, load_block_row
+from .tasks import block_and_head, make_schedule
+from .turn_table import TurnTable, load_piece, load_visited
+
+# Warpgroups that compute, with ROWS kv rows each.
+CONSUMERS = gl.constexpr(2)
+
+# Rows of dq that the adder holds in registers at a time, and the dims of a consumer's part.
+ADDED_ROWS = gl.constexpr(8)
+PART_DIMS = gl.constexpr(64)
+
+# Shared memory of dq: the pairs of 8 rows that a warp stores at once lie in different banks.
+ADDED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0]))
+
+
+@gluon.jit
+def _load_statistics(ptr, start, run, BLOCK_M: gl.constexpr):
+    """lse or delta of q rows, a float32 a row; 0 outside the run."""
+    L: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
+    cols = start + gl.arange(0, BLOCK_M, L)
+    return gl.load(ptr + cols, (cols >= run[0]) & (cols < run[1]), 0.0)
+
+
+@gluon.jit
+def _copy_kv(descs, buffers, barrier, batch, row, kv_head):
+    """Copies a block of K and V, whose end completes the barrier."""
+    q_desc, k_desc, v_desc, dout_desc = descs
+    mbarrier.expect(barrier, CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for part in gl.static_range(CONSUMERS):
+        coord = [batch, row + part * ROWS, kv_head, 0]
+        start_copy(k_desc, coord, barrier, buffers[0].index(part))
+        start_copy(v_desc, coord, barrier, buffers[1].index(part))
+
+
+@gluon.jit
+def _produce(given, descs, statistics, FLAGS: gl.constexpr, GROUP: gl.constexpr):
+    """Loads what the consumers need, in the order in which they need it."""
+    buffers, barriers, work, task = given
+    k_buffers, v_buffers, q_buffers, dout_buffers = buffers[:4]
+    statistic_buffers, ds_buffers, dq_buffers = buffers[4:]
+    (
+        kv_full,
+        kv_empty,
+        q_full,
+        q_empty,
+        dout_full,
+        dout_empty,
+        ds_full,
+        dq_full,
+        dq_empty,
+        landed,
+    ) = barriers
+    q_desc, k_desc, v_desc, dout_desc = descs
+    lse_ptr, delta_ptr, num_rows = statistics
+    RAGGED: gl.constexpr = FLAGS[2]
+    PARTIAL: gl.constexpr = FLAGS[3]
+    BLOCK_M: gl.constexpr = q_buffers.shape[2]
+    BLOCK_N: gl.constexpr = CONSUMERS * ROWS
+    batch, kv_head, row, first_run, last_run = _task(task, work)
+    nheads = work[5] * GROUP
+    use = 0
+    q_uses = 0
+    dout_uses = 0
+    kv_uses = 0
+    for i in range(first_run, last_run):
+        run = load_visited(work[1], i)
+        rows = (run[4], run[5])
+        mbarrier.wait(kv_empty.index(0), ((i - first_run) & 1) ^ 1)
+        partial = (rows[0] > row) | (rows[1] < row + BLOCK_N)
+        if partial and PARTIAL:
+            _copy_kv(descs, buffers, landed.index(0), batch, row, kv_head)
+        else:
+            _copy_kv(descs, buffers, kv_full.index(0), batch, row, kv_head)
+        if PARTIAL:
+            if partial:
+                mbarrier.wait(landed.index(0), kv_uses & 1)
+                kv_uses += 1
+                for part in gl.static_range(CONSUMERS):
+                    clear_outside(k_buffers.index(part), row + part * ROWS, rows)
+                    clear_outside(v_buffers.index(part), row + part * ROWS, rows)
+                fence_async_shared()
+                mbarrier.arrive(kv_full.index(0), count=1)
+        first, full_first, full_last, last = column_range(rows[0], rows[1], run[:4], BLOCK_M)
+        for t in range(first * GROUP, last * GROUP):
+            start = t // GROUP * BLOCK_M
+            head = kv_head * GROUP + t % GROUP
+            coord = [batch, start, head, 0]
+            stage = await_empty(q_buffers, q_empty, use)
+            q_uses = fill_rows(
+                q_desc, coord, q_buffers.index(stage), q_full.index(stage), landed.index(1), start,
+                run, q_uses, RAGGED,
+            )  # fmt: skip
+            statistic = (batch * nheads + head) * num_rows
+            lse = _load_statistics(lse_ptr + statistic, start, run, BLOCK_M)
+            # Rows that see nothing are masked; infinite they would make NaN of the mask.
+            lse = gl.where(lse == float("-inf"), 0.0, lse * -LOG2E)
+            statistic_buffers.index(2 * stage).store(lse)
+            delta = _load_statistics(delta_ptr + statistic, start, run, BLOCK_M)
+            statistic_buffers.index(2 * stage + 1).store(delta)
+            mbarrier.arrive(q_full.index(stage), count=1)
+            await_empty(dout_buffers, dout_empty, use)
+            dout_uses = fill_rows(
+                dout_desc, coord, dout_buffers.index(stage), dout_full.index(stage),
+                landed.index(2), start, run, dout_uses, RAGGED,
+            )  # fmt: skip
+            use += 1
+
+
+@gluon.jit
+def _task(task, work):
+    """(batch, kv head, first row on the grid, first run, last run) of a task."""
+    blocks_ptr, runs_ptr, pieces_ptr, num_blocks, heads_together, nheads_kv = work
+    block, index = block_and_head(task, num_blocks, heads_together)
+    row, row_stop, first_run, last_run = load_block_row(blocks_ptr, block)
+    return index // nheads_kv, index % nheads_kv, row, first_run, last_run
+
+
+@gluon.jit
+def _visit(
+    dk,
+    dv,
+    use,
+    begin,
+    end,
+    visited,
+    INDEX: gl.constexpr,
+    GROUP: gl.constexpr,
+    FLAGS: gl.constexpr,
+    MASK: gl.constexpr,
+    DQ: gl.constexpr,
+    DKV: gl.constexpr,
+):
+    """Visits the blocks of q rows [begin, end) of a run, with every head of the group.
+
+    dk dv (ROWS, HEAD_DIM) of a consumer, rows (ROWS,) its kv rows.
+    """
+    buffers, barriers, runs_ptr, run_index, rows, scale = visited
+    k_buffers, v_buffers, q_buffers, dout_buffers = buffers[:4]
+    statistic_buffers, ds_buffers, dq_buffers = buffers[4:]
+    (
+        kv_full,
+        kv_empty,
+        q_full,
+        q_empty,
+        dout_full,
+        dout_empty,
+        ds_full,
+        dq_full,
+        dq_empty,
+        landed,
+    ) = barriers
+    HAS_LO: gl.constexpr = FLAGS[0]
+    HAS_HI: gl.constexpr = FLAGS[1]
+    RAGGED: gl.constexpr = FLAGS[2]
+    PARTIAL: gl.constexpr = FLAGS[3]
+    BLOCK_M: gl.constexpr = q_buffers.shape[2]
+    HEAD_DIM: gl.constexpr = k_buffers.shape[4]
+    S_LAYOUT: gl.constexpr = rows.type.layout.parent
+    COLS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART_DIMS, 16])
+    for t in range(begin * GROUP, end * GROUP):
+        own = INDEX + opaque_zero(t)
+        k = k_buffers.index(own).reshape([ROWS, HEAD_DIM])
+        v = v_buffers.index(own).reshape([ROWS, HEAD_DIM])
+        stage = await_full(q_buffers, q_full, use)
+        q = q_buffers.index(stage).reshape([BLOCK_M, HEAD_DIM])
+        s = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
+        s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False, is_async=True)
+        await_full(dout_buffers, dout_full, use)
+        dout = dout_buffers.index(stage).reshape([BLOCK_M, HEAD_DIM])
+        dp = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
+        dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])
+
+        lse = statistic_buffers.index(2 * stage).load(COLS)[None, :]
+        if MASK:
+            # Loaded at every visit: kept during the loop it would take registers from the products.
+            run = load_visited(runs_ptr, run_index + opaque_zero(t))
+            start = t // GROUP * BLOCK_M
+            s = mask_scores(
+                s, rows - start, run[0] - start, run[1] - start, run[2], run[3], HAS_LO, HAS_HI,
+                RAGGED,
+            )  # fmt: skip
+        p = gl.exp2(gl.fma(s, scale, lse))
+        if MASK and PARTIAL:
+            inside = (rows >= run[4]) & (rows < run[5])
+            p = gl.where(inside[:, None], p, 0.0)
+        # 128 rows of q leave no registers to have this product under way beside p and dp.
+        EARLY: gl.constexpr = DKV and BLOCK_M == ROWS
+        ROUNDED: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+        if EARLY:
+            weights = gl.convert_layout(p.to(q_buffers.dtype), ROUNDED)
+            dv = warpgroup_mma(weights, dout, dv, is_async=True)
+        dp = warpgroup_mma_wait(1 if EARLY else 0, deps=[dp])
+        delta = statistic_buffers.index(2 * stage + 1).load(COLS)[None, :]
+        ds = (p * (dp - delta)).to(q_buffers.dtype)
+        if DKV and not EARLY:
+            weights = gl.convert_layout(p.to(q_buffers.dtype), ROUNDED)
+            dv = warpgroup_mma(weights, dout, dv, is_async=True)
+
+        if DQ:
+            # Two are used in turn: who writes one has waited for the other consumer's last visit,
+            # and with it for its product of the one before.
+            half = CONSUMERS * (use & 1)
+            ds_buffers.index(half + INDEX).store(ds)
+            fence_async_shared()
+            mbarrier.arrive(ds_full.index(0), count=1)
+            mbarrier.wait(ds_full.index(0), use & 1)
+            dq = gl.zeros([ROWS, PART_DIMS], gl.float32, DQ_LAYOUT)
+            for part in gl.static_range(CONSUMERS):
+                left = ds_buffers.index(half + part)
+                right = k_buffers.index(own - INDEX + part).reshape([ROWS, HEAD_DIM])
+                if BLOCK_M == ROWS:
+                    right = right.slice(INDEX * PART_DIMS, PART_DIMS, 1)
+                else:
+                    left = left.slice(INDEX * ROWS, ROWS, 1)
+                dq = warpgroup_mma(left.permute((1, 0)), right, dq, use_acc=part > 0, is_async=True)
+        if DKV:
+            ds = gl.convert_layout(ds, gl.DotOperandLayout(0, dk.type.layout, 2))
+            dk = warpgroup_mma(ds, q, dk, is_async=True)
+            dv = warpgroup_mma_wait(1 + CONSUMERS if DQ else 1, deps=[dv])
+        mbarrier.arrive(dout_empty.index(stage), count=1)
+        if DQ:
+            dq = warpgroup_mma_wait(1 if DKV else 0, deps=[dq])
+            mbarrier.wait(dq_empty.index(0), (use & 1) ^ 1)
+            parts = reinterpret(dq_buffers, gl.float32, [CONSUMERS, ROWS, PART_DIMS], ADDED)
+            parts.index(INDEX).store(dq)
+            mbarrier.arrive(dq_full.index(0), count=1)
+        if DKV:
+            dk = warpgroup_mma_wait(0, deps=[dk])
+        mbarrier.arrive(q_empty.index(stage), count=1)
+        use += 1
+    return dk, dv, use
+
+
+@gluon.jit
+def _consume(
+    given,
+    grads,
+    scale,
+    INDEX: gl.constexpr,
+    GROUP: gl.constexpr,
+    FLAGS: gl.constexpr,
+    DQ: gl.constexpr,
+    DKV: gl.constexpr,
+):
+    """The INDEX-th 64 kv rows of this program's block."""
+    buffers, barriers, work, task = given
+    k_buffers, v_buffers, q_buffers, dout_buffers = buffers[:4]
+    statistic_buffers, ds_buffers, dq_buffers = buffers[4:]
+    (
+        kv_full,
+        kv_empty,
+        q_full,
+        q_empty,
+        dout_full,
+        dout_empty,
+        ds_full,
+        dq_full,
+        dq_empty,
+        landed,
+    ) = barriers
+    dk_ptr, dv_ptr, num_rows_kv = grads
+    BLOCK_M: gl.constexpr = q_buffers.shape[2]
+    HEAD_DIM: gl.constexpr = k_buffers.shape[4]
+    HAS_LO: gl.constexpr = FLAGS[0]
+    HAS_HI: gl.constexpr = FLAGS[1]
+    RAGGED: gl.constexpr = FLAGS[2]
+    PARTIAL: gl.constexpr = FLAGS[3]
+    MASKED: gl.constexpr = HAS_LO or HAS_HI or RAGGED or PARTIAL
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    G_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    nheads_kv = work[5]
+    batch, kv_head, first_row, first_run, last_run = _task(task, work)
+    row = first_row + INDEX * ROWS
+    if DKV:
+        dk = load_rows(
+            dk_ptr, batch, kv_head, row, num_rows_kv, num_rows_kv, nheads_kv, HEAD_DIM, G_LAYOUT
+        )
+        dv = load_rows(
+            dv_ptr, batch, kv_head, row, num_rows_kv, num_rows_kv, nheads_kv, HEAD_DIM, G_LAYOUT
+        )
+    else:
+        dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, G_LAYOUT)
+        dv = dk
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+    use = 0
+    for i in range(first_run, last_run):
+        run = load_visited(work[1], i)
+        first, full_first, full_last, last = column_range(run[4], run[5], run[:4], BLOCK_M)
+        if PARTIAL:
+            partial = (run[4] > first_row) | (run[5] < first_row + CONSUMERS * ROWS)
+            full_first = gl.where(partial, last, full_first)
+            full_last = gl.where(partial, last, full_last)
+        mbarrier.wait(kv_full.index(0), (i - first_run) & 1)
+        visited = (buffers, barriers, work[1], i, rows, scale)
+        if MASKED:
+            dk, dv, use = _visit(
+                dk, dv, use, first, full_first, visited, INDEX, GROUP, FLAGS, True, DQ, DKV
+            )
+        dk, dv, use = _visit(
+            dk, dv, use, full_first, full_last, visited, INDEX, GROUP, FLAGS, False, DQ, DKV
+        )
+        if HAS_HI or RAGGED:
+            dk, dv, use = _visit(
+                dk, dv, use, full_last, last, visited, INDEX, GROUP, FLAGS, True, DQ, DKV
+            )
+        mbarrier.arrive(kv_empty.index(0), count=1)
+    if DKV:
+        # Computed again: kept during the loops pointers would take registers from the products.
+        zero = opaque_zero(task)
+        batch, kv_head, first_row, first_run, last_run = _task(task + zero, work)
+        row = first_row + INDEX * ROWS
+        nheads_kv += zero
+        store_rows(dk_ptr, dk, batch, kv_head, row, num_rows_kv, num_rows_kv, nheads_kv)
+        store_rows(dv_ptr, dv, batch, kv_head, row, num_rows_kv, num_rows_kv, nheads_kv)
+
+
+@gluon.jit
+def _add(given, dq_ptr, turns_ptr, num_rows, GROUP: gl.constexpr):
+    """Adds the consumers' dQ to dq in memory, each in its turn."""
+    buffers, barriers, work, task = given
+    k_buffers, v_buffers, q_buffers, dout_buffers = buffers[:4]
+    statistic_buffers, ds_buffers, dq_buffers = buffers[4:]
+    (
+        kv_full,
+        kv_empty,
+        q_full,
+        q_empty,
+        dout_full,
+        dout_empty,
+        ds_full,
+        dq_full,
+        dq_empty,
+        landed,
+    ) = barriers
+    BLOCK_M: gl.constexpr = q_buffers.shape[2]
+    HEAD_DIM: gl.constexpr = k_buffers.shape[4]
+    PIECES: gl.constexpr = dq_buffers.shape[0]
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [1, 1], [1, 0])
+    batch, kv_head, first_row, first_run, last_run = _task(task, work)
+    nheads = work[5] * GROUP
+    num_cols = gl.cdiv(num_rows, BLOCK_M)
+    use = 0
+    for i in range(first_run, last_run):
+        run = load_visited(work[1], i)
+        first, full_first, full_last, last = column_range(run[4], run[5], run[:4], BLOCK_M)
+        piece = run[6]
+        stop, before = load_piece(work[2], piece)
+        for t in range(first * GROUP, last * GROUP):
+            block = t // GROUP
+            head = kv_head * GROUP + t % GROUP
+            if block == stop:
+                piece += 1
+                stop, before = load_piece(work[2], piece)
+            turn = turns_ptr + (batch * nheads + head) * num_cols + block
+            while gl.atomic_add(turn, 0, sem="acquire") != before:
+                pass
+            mbarrier.wait(dq_full.index(0), use & 1)
+            start = block * BLOCK_M
+            grad = gl.cast((batch * num_rows + start) * nheads + head, gl.int64) * HEAD_DIM
+            rows = gl.arange(0, ADDED_ROWS, gl.SliceLayout(1, L))
+            dims = gl.arange(0, PART_DIMS, gl.SliceLayout(0, L))
+            ptrs = (dq_ptr + grad + rows * (nheads * HEAD_DIM))[:, None] + dims[None, :]
+            # Not unrolled: it would take more registers than copies and sums are given.
+            for j in range(PIECES + opaque_zero(t)):
+                x = dq_buffers.index(j).load(L)
+                part = j * ADDED_ROWS // ROWS
+                at = j * ADDED_ROWS
+                dim = 0
+                if BLOCK_M == ROWS:
+                    at -= part * ROWS
+                    dim = part * PART_DIMS
+                inside = rows < num_rows - start - at
+                gl.atomic_add(
+                    ptrs + (at * nheads * HEAD_DIM + dim), x, inside[:, None], sem="relaxed"
+                )
+            mbarrier.arrive(dq_empty.index(0), count=1)
+            gl.atomic_xchg(turn, i + 1, sem="release")
+            use += 1
+
+
+@gluon.jit(do_not_specialize=["num_blocks", "heads_together"])
+def hopper_bwd_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    dout_desc,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    turns_ptr,
+    blocks_ptr,
+    runs_ptr,
+    pieces_ptr,
+    num_blocks,
+    heads_together,
+    num_rows,
+    num_rows_kv,
+    nheads_kv,
+    scale,
+    GROUP: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    HAS_LO: gl.constexpr,
+    HAS_HI: gl.constexpr,
+    RAGGED: gl.constexpr,
+    PARTIAL: gl.constexpr,
+    DQ: gl.constexpr,
+    DKV: gl.constexpr,
+):
+    """Adds to dk and dv of a block of kv rows of one kv head, and to dq of all that see them."""
+    DS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    STATISTICS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    buffers = (
+        make_buffers(k_desc, CONSUMERS),
+        make_buffers(v_desc, CONSUMERS),
+        make_buffers(q_desc, STAGES),
+        make_buffers(dout_desc, STAGES),
+        gl.allocate_shared_memory(gl.float32, [2 * STAGES, BLOCK_M], STATISTICS),
+        gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, ROWS, BLOCK_M], DS),
+        gl.allocate_shared_memory(
+            gl.float32, [CONSUMERS * ROWS // ADDED_ROWS, ADDED_ROWS, PART_DIMS], ADDED
+        ),
+    )
+    barriers = (
+        make_barriers(1, 1),  # kv_full
+        make_barriers(1, CONSUMERS),  # kv_empty
+        make_barriers(STAGES, 2),  # q_full: of copies and statistics
+        make_barriers(STAGES, CONSUMERS),  # q_empty
+        make_barriers(STAGES, 1),  # dout_full
+        make_barriers(STAGES, CONSUMERS),  # dout_empty
+        make_barriers(1, CONSUMERS),  # ds_full
+        make_barriers(1, CONSUMERS),  # dq_full
+        make_barriers(1, 1),  # dq_empty
+        make_barriers(3, 1),  # landed: K and V, q, dout that the producer waits for itself
+    )
+    # Copies run outside the warps: this fence shows them the barriers that were made above.
+    fence_async_shared()
+    # The first of the turns counts the tasks that have been taken.
+    task = gl.atomic_add(turns_ptr, 1, sem="relaxed")
+    work = (blocks_ptr, runs_ptr, pieces_ptr, num_blocks, heads_together, nheads_kv)
+    given = (buffers, barriers, work, task)
+    descs = (q_desc, k_desc, v_desc, dout_desc)
+    statistics = (lse_ptr, delta_ptr, num_rows)
+    grads = (dk_ptr, dv_ptr, num_rows_kv)
+    FLAGS: gl.constexpr = (HAS_LO, HAS_HI, RAGGED, PARTIAL)
+    if DQ:
+        gl.warp_specialize(
+            [
+                (_consume, (given, grads, scale, 0, GROUP, FLAGS, DQ, DKV)),
+                (_consume, (given, grads, scale, 1, GROUP, FLAGS, DQ, DKV)),
+                (_produce, (given, descs, statistics, FLAGS, GROUP)),
+                (_add, (given, dq_ptr, turns_ptr + 1, num_rows, GROUP)),
+            ],
+            [4, 1, 1],
+            [232, 40, 40],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (given, grads, scale, 0, GROUP, FLAGS, DQ, DKV)),
+                (_consume, (given, grads, scale, 1, GROUP, FLAGS, DQ, DKV)),
+                (_produce, (given, descs, statistics, FLAGS, GROUP)),
+            ],
+            [4, 1],
+            [232, 40],
+        )
+
+
+def bwd_launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor | None,
+    dkv: tuple[Tensor, Tensor] | None,
+    turns: Tensor,
+    table: TurnTable,
+    config: Config,
+    *,
+    softmax_scale: float,
+) -> Launch:
+    """The launch that adds one step's dq and dk (without softmax_scale) and dv.
+
+    Args:
+        q: (batch, rows, nheads, headdim), as `hopper_fwd.copyable` returns it; so k, v and dout.
+        k: (batch, rows_kv, nheads_kv, headdim).
+        v: likewise.
+        dout: as q.
+        lse: (batch, nheads, rows) float32, contiguous, over all keys of all steps.
+        delta: likewise.
+        dq: as q, float32, contiguous; accumulated into. None leaves its product out.
+        dkv: dk and dv, as k and v, likewise.
+        turns: int32 zeros, as many as `num_turns`.
+        table: for this config's blocks.
+        config: BLOCK_N 128, BLOCK_M 128 for 64 dims and 64 for 128, 4 warps, which a consumer has.
+        softmax_scale: positive.
+    """
+    batch, num_rows, nheads, headdim = q.shape
+    nheads_kv = k.size(2)
+    scale, _ = score_scales(softmax_scale, 0.0)
+    schedule = make_schedule(
+        table, config, q.device, num_heads=batch * nheads_kv, heads_per_kv=1,
+        bytes_per_column=nheads // nheads_kv * 2 * headdim * q.element_size(),
+    )  # fmt: skip
+    dk, dv = dkv or (None, None)
+    return Launch(
+        hopper_bwd_kernel,
+        (schedule.num_tasks,),
+        {
+            "q_desc": block_descriptor(q, config.BLOCK_M),
+            "k_desc": block_descriptor(k, ROWS.value),
+            "v_desc": block_descriptor(v, ROWS.value),
+            "dout_desc": block_descriptor(dout, config.BLOCK_M),
+            "lse_ptr": lse,
+            "delta_ptr": delta,
+            "dq_ptr": dq,
+            "dk_ptr": dk,
+            "dv_ptr": dv,
+            "turns_ptr": turns,
+            "blocks_ptr": table.blocks,
+            "runs_ptr": table.runs,
+            "pieces_ptr": table.pieces,
+            **schedule.args,
+            "num_rows": num_rows,
+            "num_rows_kv": k.size(1),
+            "nheads_kv": nheads_kv,
+            "scale": scale,
+        },
+        {
+            "GROUP": nheads // nheads_kv,
+            "BLOCK_M": config.BLOCK_M,
+            "STAGES": config.num_stages,
+            "HAS_LO": table.has_lo,
+            "HAS_HI": table.has_hi,
+            "RAGGED": table.ragged,
+            "PARTIAL": table.partial,
+            "DQ": dq is not None,
+            "DKV": dkv is not None,
+        },
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+    )
+
+
+def num_turns(q: Tensor, config: Config) -> int:
+    """Turns of a launch: a counter of tasks, and one for each block of q rows of each head."""
+    batch, num_rows, nheads, _ = q.shape
+    return 1 + batch * nheads * -(-num_rows // config.BLOCK_M)

@@ -1,0 +1,139 @@
+"""Tables of a launch in which programs add to the same rows of dq, one after the other.
+
+Rectangles are those of `step_table`, of kv rows and q columns. Blocks of rows stand on a grid that
+begins at row 0, and a rectangle has a run in each block that it reaches:
+
+    runs    (num_runs, 8)   col_start, col_stop, lo, hi, row_start, row_stop, first_piece, 0
+    blocks  (num_blocks, 4) row, row_stop, first_run, last_run (exclusive), from the last row down
+
+A program visits the blocks of columns of its runs. Visits of one block of columns, by the programs
+of all blocks, take turns: those of blocks with later rows are first, as are those of earlier runs
+of a block. A visit leaves its run's number, from 1, for the next one, and begins when it finds that
+of the visit before, 0 where there is none. Which that is changes within a run in few places:
+
+    pieces  (num_pieces, 2) stop, before: the columns' blocks up to `stop` (exclusive) wait for
+                            `before`, from the stop of the piece before, or the run's first, on
+
+Whose turn is before belongs to an earlier task, or to an earlier run of the same one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .step_table import Rectangle, StepTable, bounded, tables_on, visited_columns
+
+
+@triton.jit
+def load_visited(runs_ptr, run):
+    """(col_start, col_stop, lo, hi, row_start, row_stop, first_piece) of a run."""
+    row = runs_ptr + 8 * run
+    return (
+        tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4),
+        tl.load(row + 5), tl.load(row + 6),
+    )  # fmt: skip
+
+
+@triton.jit
+def load_piece(pieces_ptr, piece):
+    """(stop, before) of a piece."""
+    row = pieces_ptr + 2 * piece
+    return tl.load(row), tl.load(row + 1)
+
+
+@dataclass(frozen=True)
+class TurnTable(StepTable):
+    """As `StepTable`, with turns.
+
+    Attributes:
+        pieces: (num_pieces, 2) int32.
+        partial: some run does not have all rows of its block.
+    """
+
+    pieces: Tensor
+    partial: bool
+
+
+def make_turn_table(
+    rectangles: Sequence[Rectangle], block_rows: int, block_cols: int, device: torch.device
+) -> TurnTable:
+    """The table of a step.
+
+    Args:
+        rectangles: kv rows x q columns (`transposed`), in local indices; they share no pair.
+        block_rows: rows that a program takes.
+        block_cols: columns that it takes at a time.
+        device: where the tables go.
+    """
+    parts: dict[int, list[Rectangle]] = defaultdict(list)
+    for r0, r1, c0, c1, lo, hi in rectangles:
+        for row in range(r0 // block_rows * block_rows, r1, block_rows):
+            part = (max(r0, row), min(r1, row + block_rows), c0, c1, lo, hi)
+            if len(visited_columns(part, block_cols)):
+                parts[row].append(part)
+    runs: list[tuple[int, ...]] = []
+    blocks: list[tuple[int, ...]] = []
+    pieces: list[tuple[int, int]] = []
+    turns = _Turns()
+    visits = 0
+    for row in sorted(parts, reverse=True):
+        # In the order in which a row sees them, which no cut of the sequence changes.
+        seen = sorted(
+            parts[row], key=lambda r: (r[2] if r[4] is None else max(r[2], r[0] + r[4]), r[0])
+        )
+        blocks.append((row, row + block_rows, len(runs), len(runs) + len(seen)))
+        for part in seen:
+            runs.append((*bounded(part), part[0], part[1], len(pieces), 0))
+            columns = visited_columns(part, block_cols)
+            pieces += turns.take(columns.start, columns.stop, len(runs))
+            visits += len(columns)
+    blocks_there, runs_there, pieces_there = tables_on(device, blocks, runs, pieces)
+    return TurnTable(
+        blocks=blocks_there,
+        runs=runs_there,
+        num_blocks=len(blocks),
+        num_runs=len(runs),
+        num_cols=max((r[3] for r in rectangles), default=0)
+        - min((r[2] for r in rectangles), default=0),
+        has_lo=any(r[4] is not None for r in rectangles),
+        has_hi=any(r[5] is not None for r in rectangles),
+        ragged=any(r[2] % block_cols or r[3] % block_cols for r in rectangles),
+        visits=visits,
+        pieces=pieces_there,
+        partial=any(r[0] % block_rows or r[1] % block_rows for r in rectangles),
+    )
+
+
+class _Turns:
+    """The last run that has visited each block of columns, as intervals."""
+
+    def __init__(self) -> None:
+        # Interval i is [starts[i], starts[i + 1]); 0 is nobody.
+        self._starts = [0]
+        self._last = [0]
+
+    def take(self, start: int, stop: int, run: int) -> list[tuple[int, int]]:
+        """Pieces of a run that visits the blocks [start, stop) next."""
+        first = self._cut(start)
+        last = self._cut(stop)
+        ends = [*self._starts[first + 1 : last], stop]
+        found = list(zip(ends, self._last[first:last], strict=True))
+        self._starts[first:last] = [start]
+        self._last[first:last] = [run]
+        return found
+
+    def _cut(self, at: int) -> int:
+        """The interval that begins at a block, which is made where there is none."""
+        index = bisect_left(self._starts, at)
+        if index == len(self._starts) or self._starts[index] != at:
+            self._starts.insert(index, at)
+            self._last.insert(index, self._last[index - 1])
+        return index
