@@ -16,6 +16,9 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "triton.experimental.gluon": ("constexpr_function", "jit"),
     "triton.experimental.gluon.language": (
         "allocate_shared_memory",
+        "atomic_add",
+        "atomic_xchg",
+        "inline_asm_elementwise",
         "shared_memory_descriptor",
         "warp_specialize",
         "BlockedLayout",
@@ -24,6 +27,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
         "NVMMADistributedLayout",
         "NVMMASharedLayout",
         "SliceLayout",
+        "SwizzledSharedLayout",
     ),
     HOPPER: (
         "fence_async_shared",

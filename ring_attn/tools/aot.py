@@ -189,8 +189,8 @@ VARIANTS = (
     Variant("merge"),
     Variant("merge_tree", sinks=True),
 )
-# What the backward in Gluon may spill: addresses that a loop does not change, and loads again at each
-# visit, of more than 1000 instructions. Its sums take 224 of 232 registers.
+# What the backward in Gluon may spill: addresses that its loop does not change, and loads again at
+# each visit, of more than 1000 instructions. Its sums take 224 of 232 registers.
 ADDRESSES = 128
 WITHOUT_PRODUCTS = ("delta", "part_table", "merge", "merge_tree")
 KERNELS = tuple(dict.fromkeys(variant.kernel for variant in VARIANTS))
@@ -253,9 +253,7 @@ def variants(arch: str, head_dims: str) -> tuple[Variant, ...]:
     def takes(variant: Variant) -> bool:
         if variant.few:
             return few in configs.FEW
-        return (
-            one_pass if variant.kernel == "hopper_bwd" else gluon or variant.kernel != "hopper_fwd"
-        )
+        return {"hopper_fwd": gluon, "hopper_bwd": one_pass}.get(variant.kernel, True)
 
     return tuple(filter(takes, VARIANTS))
 
@@ -287,6 +285,7 @@ def variant_launch(
 ) -> Launch:
     """The launch of a variant over tensors that have no memory."""
     from ring_attn.kernels import flash_bwd, flash_fwd
+    from ring_attn.kernels.turn_table import TurnTable
 
     def rows_of(heads: int, dtype: torch.dtype = dtype, dim: int = head_dim_v) -> Tensor:
         return torch.empty(1, ROWS, heads, dim, dtype=dtype, device="meta")
@@ -330,7 +329,7 @@ def variant_launch(
         dq = rows_of(HEADS, torch.float32, head_dim)
         return flash_bwd.dq_launch(*known, dq, table, config, **options)
     dk, dv = (rows_of(KV_HEADS, torch.float32, dim) for dim in (head_dim, head_dim_v))
-    if variant.kernel == "hopper_bwd":
+    if isinstance(table, TurnTable):
         from ring_attn.kernels import hopper_bwd
 
         turns = torch.empty(1, dtype=torch.int32, device="meta")

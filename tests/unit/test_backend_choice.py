@@ -15,7 +15,7 @@ from ring_attn.backends import (
 )  # fmt: skip
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.rates import GLUON_HEADDIMS, PORTABLE, RATES
+from ring_attn.core.rates import GLUON_BWD_HEADDIMS, GLUON_HEADDIMS, PORTABLE, RATES
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.kernels import configs
@@ -235,6 +235,7 @@ def test_why_says_what_was_compared_and_what_was_left_out(
     assert on_cudnn.forward == RATES["sm_90"]["cudnn"].forward
     assert on_cudnn.rate(backward=False, window=True) == RATES["sm_90"]["aten"].forward
     assert set(configs.GLUON) == GLUON_HEADDIMS
+    assert set(configs.GLUON_BWD) == GLUON_BWD_HEADDIMS
     odd = spec_of("cuda", headdim=96, headdim_v=96)
     assert with_backend(h100, "triton", odd).device.forward == RATES["sm_90"][PORTABLE].forward
     assert backend_elsewhere(odd, Purpose(), "sm_90") == "cudnn"
