@@ -81,7 +81,8 @@ ADDED_ROWS = gl.constexpr(8)
 PART_DIMS = gl.constexpr(64)
 
 # Shared memory of dq: the pairs of 8 rows that a warp stores at once lie in different banks.
-ADDED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, order=[1, 0]))
+ADDED = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[64, 8]], [8, 64], order=[1, 0]))
+PART = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[64, 8]], [64, 64], order=[1, 0]))
 
 
 @gluon.jit
@@ -294,7 +295,7 @@ def _visit(
         if DQ:
             dq = warpgroup_mma_wait(1 if DKV else 0, deps=[dq])
             mbarrier.wait(dq_empty.index(0), (use & 1) ^ 1)
-            parts = reinterpret(dq_buffers, gl.float32, [CONSUMERS, ROWS, PART_DIMS], ADDED)
+            parts = reinterpret(dq_buffers, gl.float32, [CONSUMERS, ROWS, PART_DIMS], PART)
             parts.index(INDEX).store(dq)
             mbarrier.arrive(dq_full.index(0), count=1)
         if DKV:
@@ -407,7 +408,6 @@ def _add(given, dq_ptr, turns_ptr, num_rows, GROUP: gl.constexpr):
     ) = barriers
     BLOCK_M: gl.constexpr = q_buffers.shape[2]
     HEAD_DIM: gl.constexpr = k_buffers.shape[4]
-    PIECES: gl.constexpr = dq_buffers.shape[0]
     L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [1, 1], [1, 0])
     batch, kv_head, first_row, first_run, last_run = _task(task, work)
     nheads = work[5] * GROUP
@@ -433,19 +433,17 @@ def _add(given, dq_ptr, turns_ptr, num_rows, GROUP: gl.constexpr):
             rows = gl.arange(0, ADDED_ROWS, gl.SliceLayout(1, L))
             dims = gl.arange(0, PART_DIMS, gl.SliceLayout(0, L))
             ptrs = (dq_ptr + grad + rows * (nheads * HEAD_DIM))[:, None] + dims[None, :]
-            # Not unrolled: it would take more registers than copies and sums are given.
-            for j in range(PIECES + opaque_zero(t)):
-                x = dq_buffers.index(j).load(L)
-                part = j * ADDED_ROWS // ROWS
-                at = j * ADDED_ROWS
-                dim = 0
-                if BLOCK_M == ROWS:
-                    at -= part * ROWS
-                    dim = part * PART_DIMS
-                inside = rows < num_rows - start - at
-                gl.atomic_add(
-                    ptrs + (at * nheads * HEAD_DIM + dim), x, inside[:, None], sem="relaxed"
-                )
+            left = num_rows - start
+            step = ADDED_ROWS * nheads * HEAD_DIM
+            for part in gl.static_range(CONSUMERS):
+                if BLOCK_M == ROWS and part > 0:
+                    left += ROWS
+                    ptrs += part * PART_DIMS - ROWS // ADDED_ROWS * step
+                for j in range(ROWS // ADDED_ROWS):
+                    x = dq_buffers.index(part * (ROWS // ADDED_ROWS) + j).load(L)
+                    gl.atomic_add(ptrs, x, (rows < left)[:, None], sem="relaxed")
+                    ptrs += step
+                    left -= ADDED_ROWS
             mbarrier.arrive(dq_empty.index(0), count=1)
             gl.atomic_xchg(turn, i + 1, sem="release")
             use += 1
