@@ -110,18 +110,8 @@ def _produce(given, descs, statistics, FLAGS: gl.constexpr, GROUP: gl.constexpr)
     buffers, barriers, work, task = given
     k_buffers, v_buffers, q_buffers, dout_buffers = buffers[:4]
     statistic_buffers, ds_buffers, dq_buffers = buffers[4:]
-    (
-        kv_full,
-        kv_empty,
-        q_full,
-        q_empty,
-        dout_full,
-        dout_empty,
-        ds_full,
-        dq_full,
-        dq_empty,
-        landed,
-    ) = barriers
+    kv_full, kv_empty, q_full, q_empty, dout_full, dout_empty = barriers[:6]
+    landed = barriers[9]
     q_desc, k_desc, v_desc, dout_desc = descs
     lse_ptr, delta_ptr, num_rows = statistics
     RAGGED: gl.constexpr = FLAGS[2]
@@ -209,18 +199,7 @@ def _visit(
     buffers, barriers, runs_ptr, run_index, rows, scale = visited
     k_buffers, v_buffers, q_buffers, dout_buffers = buffers[:4]
     statistic_buffers, ds_buffers, dq_buffers = buffers[4:]
-    (
-        kv_full,
-        kv_empty,
-        q_full,
-        q_empty,
-        dout_full,
-        dout_empty,
-        ds_full,
-        dq_full,
-        dq_empty,
-        landed,
-    ) = barriers
+    q_full, q_empty, dout_full, dout_empty, ds_full, dq_full, dq_empty = barriers[2:9]
     HAS_LO: gl.constexpr = FLAGS[0]
     HAS_HI: gl.constexpr = FLAGS[1]
     RAGGED: gl.constexpr = FLAGS[2]
@@ -318,20 +297,8 @@ def _consume(
 ):
     """The INDEX-th 64 kv rows of this program's block."""
     buffers, barriers, work, task = given
-    k_buffers, v_buffers, q_buffers, dout_buffers = buffers[:4]
-    statistic_buffers, ds_buffers, dq_buffers = buffers[4:]
-    (
-        kv_full,
-        kv_empty,
-        q_full,
-        q_empty,
-        dout_full,
-        dout_empty,
-        ds_full,
-        dq_full,
-        dq_empty,
-        landed,
-    ) = barriers
+    k_buffers, v_buffers, q_buffers = buffers[:3]
+    kv_full, kv_empty = barriers[:2]
     dk_ptr, dv_ptr, num_rows_kv = grads
     BLOCK_M: gl.constexpr = q_buffers.shape[2]
     HEAD_DIM: gl.constexpr = k_buffers.shape[4]
@@ -389,64 +356,54 @@ def _consume(
 
 
 @gluon.jit
-def _add(given, dq_ptr, turns_ptr, num_rows, GROUP: gl.constexpr):
+def _add(given, dq_ptr, turns_ptr, num_rows, GROUP: gl.constexpr, DQ: gl.constexpr):
     """Adds the consumers' dQ to dq in memory, each in its turn."""
     buffers, barriers, work, task = given
-    k_buffers, v_buffers, q_buffers, dout_buffers = buffers[:4]
-    statistic_buffers, ds_buffers, dq_buffers = buffers[4:]
-    (
-        kv_full,
-        kv_empty,
-        q_full,
-        q_empty,
-        dout_full,
-        dout_empty,
-        ds_full,
-        dq_full,
-        dq_empty,
-        landed,
-    ) = barriers
+    k_buffers, v_buffers, q_buffers = buffers[:3]
+    dq_buffers = buffers[6]
+    dq_full, dq_empty = barriers[7:9]
     BLOCK_M: gl.constexpr = q_buffers.shape[2]
     HEAD_DIM: gl.constexpr = k_buffers.shape[4]
     L: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [1, 1], [1, 0])
-    batch, kv_head, first_row, first_run, last_run = _task(task, work)
-    nheads = work[5] * GROUP
-    num_cols = gl.cdiv(num_rows, BLOCK_M)
-    use = 0
-    for i in range(first_run, last_run):
-        run = load_visited(work[1], i)
-        first, full_first, full_last, last = column_range(run[4], run[5], run[:4], BLOCK_M)
-        piece = run[6]
-        stop, before = load_piece(work[2], piece)
-        for t in range(first * GROUP, last * GROUP):
-            block = t // GROUP
-            head = kv_head * GROUP + t % GROUP
-            if block == stop:
-                piece += 1
-                stop, before = load_piece(work[2], piece)
-            turn = turns_ptr + (batch * nheads + head) * num_cols + block
-            while gl.atomic_add(turn, 0, sem="acquire") != before:
-                pass
-            mbarrier.wait(dq_full.index(0), use & 1)
-            start = block * BLOCK_M
-            grad = gl.cast((batch * num_rows + start) * nheads + head, gl.int64) * HEAD_DIM
-            rows = gl.arange(0, ADDED_ROWS, gl.SliceLayout(1, L))
-            dims = gl.arange(0, PART_DIMS, gl.SliceLayout(0, L))
-            ptrs = (dq_ptr + grad + rows * (nheads * HEAD_DIM))[:, None] + dims[None, :]
-            left = num_rows - start
-            step = ADDED_ROWS * nheads * HEAD_DIM
-            for part in gl.static_range(CONSUMERS):
-                if BLOCK_M == ROWS and part > 0:
-                    left += ROWS
-                    ptrs += part * PART_DIMS - ROWS // ADDED_ROWS * step
-                for j in range(ROWS // ADDED_ROWS):
-                    x = dq_buffers.index(part * (ROWS // ADDED_ROWS) + j).load(L)
-                    gl.atomic_add(ptrs, x, (rows < left)[:, None], sem="relaxed")
-                    ptrs += step
-                    left -= ADDED_ROWS
-            mbarrier.arrive(dq_empty.index(0), count=1)
-            gl.atomic_xchg(turn, i + 1, sem="release")
-            use += 1
+    if DQ:
+        batch, kv_head, first_row, first_run, last_run = _task(task, work)
+        nheads = work[5] * GROUP
+        num_cols = gl.cdiv(num_rows, BLOCK_M)
+        use = 0
+        for i in range(first_run, last_run):
+            run = load_visited(work[1], i)
+            first, full_first, full_last, last = column_range(run[4], run[5], run[:4], BLOCK_M)
+            piece = run[6]
+            stop, before = load_piece(work[2], piece)
+            for t in range(first * GROUP, last * GROUP):
+                block = t // GROUP
+                head = kv_head * GROUP + t % GROUP
+                if block == stop:
+                    piece += 1
+                    stop, before = load_piece(work[2], piece)
+                turn = turns_ptr + (batch * nheads + head) * num_cols + block
+                while gl.atomic_add(turn, 0, sem="acquire") != before:
+                    pass
+                mbarrier.wait(dq_full.index(0), use & 1)
+                start = block * BLOCK_M
+                grad = gl.cast((batch * num_rows + start) * nheads + head, gl.int64) * HEAD_DIM
+                rows = gl.arange(0, ADDED_ROWS, gl.SliceLayout(1, L))
+                dims = gl.arange(0, PART_DIMS, gl.SliceLayout(0, L))
+                ptrs = (dq_ptr + grad + rows * (nheads * HEAD_DIM))[:, None] + dims[None, :]
+                left = num_rows - start
+                step = ADDED_ROWS * nheads * HEAD_DIM
+                for part in gl.static_range(CONSUMERS):
+                    if BLOCK_M == ROWS and part > 0:
+                        left += ROWS
+                        ptrs += part * PART_DIMS - ROWS // ADDED_ROWS * step
+                    for j in range(ROWS // ADDED_ROWS):
+                        x = dq_buffers.index(part * (ROWS // ADDED_ROWS) + j).load(L)
+                        gl.atomic_add(ptrs, x, (rows < left)[:, None], sem="relaxed")
+                        ptrs += step
+                        left -= ADDED_ROWS
+                mbarrier.arrive(dq_empty.index(0), count=1)
+                gl.atomic_xchg(turn, i + 1, sem="release")
+                use += 1
 
 
 @gluon.jit(do_not_specialize=["num_blocks", "heads_together"])
@@ -516,27 +473,16 @@ def hopper_bwd_kernel(
     statistics = (lse_ptr, delta_ptr, num_rows)
     grads = (dk_ptr, dv_ptr, num_rows_kv)
     FLAGS: gl.constexpr = (HAS_LO, HAS_HI, RAGGED, PARTIAL)
-    if DQ:
-        gl.warp_specialize(
-            [
-                (_consume, (given, grads, scale, 0, GROUP, FLAGS, DQ, DKV)),
-                (_consume, (given, grads, scale, 1, GROUP, FLAGS, DQ, DKV)),
-                (_produce, (given, descs, statistics, FLAGS, GROUP)),
-                (_add, (given, dq_ptr, turns_ptr + 1, num_rows, GROUP)),
-            ],
-            [4, 1, 1],
-            [232, 40, 40],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (given, grads, scale, 0, GROUP, FLAGS, DQ, DKV)),
-                (_consume, (given, grads, scale, 1, GROUP, FLAGS, DQ, DKV)),
-                (_produce, (given, descs, statistics, FLAGS, GROUP)),
-            ],
-            [4, 1],
-            [232, 40],
-        )
+    gl.warp_specialize(
+        [
+            (_consume, (given, grads, scale, 0, GROUP, FLAGS, DQ, DKV)),
+            (_consume, (given, grads, scale, 1, GROUP, FLAGS, DQ, DKV)),
+            (_produce, (given, descs, statistics, FLAGS, GROUP)),
+            (_add, (given, dq_ptr, turns_ptr + 1, num_rows, GROUP, DQ)),
+        ],
+        [4, 1, 1],
+        [232, 40, 40],
+    )
 
 
 def bwd_launch(

@@ -153,10 +153,6 @@ class InOrderBackend(Backend, Protocol):
 
     bits_unit: int
 
-    def in_one_pass(self, spec: AttentionSpec) -> bool:
-        """Whether `backward` takes less than its halves, which have products in common."""
-        ...
-
     def backward_q(
         self,
         q: Tensor,
@@ -194,6 +190,12 @@ class InOrderBackend(Backend, Protocol):
 def folds_in_order(backend: Backend) -> TypeGuard[InOrderBackend]:
     """Whether the backend is an `InOrderBackend`."""
     return backend.in_order
+
+
+def in_one_pass(backend: Backend, spec: AttentionSpec) -> bool:
+    """Whether `backward` takes less than its halves: by default not, where there are any."""
+    found = getattr(backend, "in_one_pass", None)
+    return not folds_in_order(backend) if found is None else bool(found(spec))
 
 
 def architecture() -> str:

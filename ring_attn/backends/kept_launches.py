@@ -20,7 +20,6 @@ from ring_attn.core.tiles import Tile
 
 if TYPE_CHECKING:
     from ring_attn.kernels.launch import Launch, Repeat
-    from ring_attn.kernels.step_table import StepTable
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -42,17 +41,16 @@ class KeptLaunches:
     """
 
     def __init__(self) -> None:
-        self.tables: OrderedDict[tuple[Any, ...], tuple[Any, StepTable]] = OrderedDict()
+        self.tables: OrderedDict[tuple[Any, ...], tuple[Any, Any]] = OrderedDict()
         self.repeats: dict[tuple[Any, ...], tuple[Any, Repeat]] = {}
 
-    def table(
-        self, tiles: Sequence[Tile], what: tuple[Hashable, ...], make: Callable[[], StepTable]
-    ) -> StepTable:
+    def table(self, tiles: Sequence[Tile], what: tuple[Hashable, ...], make: Callable[[], T]) -> T:
         """A table of the tiles, from the cache where it has one; the least used are dropped."""
         key = (id(tiles), *what)
         if key in self.tables:
             self.tables.move_to_end(key)
-            return self.tables[key][1]
+            found: T = self.tables[key][1]
+            return found
         table = make()
         self.tables[key] = tiles, table
         if len(self.tables) > MOST_KEPT:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ring_attn.kernels.flash_fwd import Carried
     from ring_attn.kernels.launch import Launch
     from ring_attn.kernels.step_table import Rectangle, StepTable
-    from ring_attn.kernels.turn_table import TurnTable
 
 # At most this many rows (counting each query head of a kv head) count as decoding, where keys are
 # read in parts; above it, blocks of rows already fill the GPU.
@@ -246,8 +245,7 @@ class TritonBackend:
         out: Tensor | None = None,
     ) -> None:
         """Adds the tiles' gradients; to dq and dk without softmax_scale."""
-        if self._takes_gluon_bwd(q, v.size(3), scores):
-            self._backward_in_turns((q, k, v, dout, lse, delta), tiles, dq, (dk, dv), scores)
+        if self._in_turns((q, k, v, dout, lse, delta), tiles, dq, (dk, dv), scores):
             return
         self.backward_q(q, k, v, dout, lse, delta, tiles, dq, scores=scores)
         self.backward_kv(q, k, v, dout, lse, delta, tiles, dk, dv, scores=scores)
@@ -266,10 +264,7 @@ class TritonBackend:
         scores: Scores,
     ) -> None:
         """Adds the tiles' gradients to dq."""
-        if not tiles:
-            return
-        if self._takes_gluon_bwd(q, v.size(3), scores):
-            self._backward_in_turns((q, k, v, dout, lse, delta), tiles, dq, None, scores)
+        if self._in_turns((q, k, v, dout, lse, delta), tiles, dq, None, scores):
             return
         q, k, v, dout = _unit_stride(q), _unit_stride(k), _unit_stride(v), _unit_stride(dout)
 
@@ -295,10 +290,7 @@ class TritonBackend:
         scores: Scores,
     ) -> None:
         """Adds the tiles' gradients to dk and dv."""
-        if not tiles:
-            return
-        if self._takes_gluon_bwd(q, v.size(3), scores):
-            self._backward_in_turns((q, k, v, dout, lse, delta), tiles, None, (dk, dv), scores)
+        if self._in_turns((q, k, v, dout, lse, delta), tiles, None, (dk, dv), scores):
             return
         q, k, v, dout = _unit_stride(q), _unit_stride(k), _unit_stride(v), _unit_stride(dout)
 
@@ -313,34 +305,43 @@ class TritonBackend:
         """Whether the GPU has the backward in Gluon, which makes all gradients at once."""
         return spec.device_type == "cuda" and architecture() == "sm_90" and takes_gluon_bwd(spec)
 
-    def _backward_in_turns(
+    def _in_turns(
         self,
         inputs: BackwardInputs,
         tiles: Sequence[Tile],
         dq: Tensor | None,
         dkv: tuple[Tensor, Tensor] | None,
         scores: Scores,
-    ) -> None:
-        """Adds the tiles' gradients by the kernel in Gluon, which leaves out what is None."""
+    ) -> bool:
+        """Adds the tiles' gradients by the kernel in Gluon, which leaves out what is None.
+
+        Returns:
+            Whether nothing is left to be done.
+        """
         from ring_attn.kernels import tuned
         from ring_attn.kernels.hopper_bwd import bwd_launch, num_turns
+        from ring_attn.kernels.step_table import transposed
+        from ring_attn.kernels.turn_table import make_turn_table
 
-        if not tiles:
-            return
-        q, k, v, dout = map(_copyable, inputs[:4])
-        lse, delta = inputs[4:]
+        q, k, v, dout, lse, delta = inputs
+        if not tiles or not self._takes_gluon_bwd(q, v.size(3), scores):
+            return not tiles
+        q, k, v, dout = map(_copyable, (q, k, v, dout))
         config = self._configs.get("gluon_bwd") or tuned.select("gluon_bwd", q, v.size(3))
+        blocks = (config.BLOCK_N, config.BLOCK_M)
         turns = torch.zeros(num_turns(q, config), dtype=torch.int32, device=q.device)
         self._launches.run(
             (tiles, "bwd", dq is None, dkv is None, scores),
             (q, k, v, dout),
             (lse, delta, dq, *(dkv or (None, None)), turns),
             lambda: bwd_launch(
-                q, k, v, dout, lse, delta, dq, dkv, turns,
-                self._turn_table(tiles, config, q.device), config,
-                softmax_scale=scores.softmax_scale,
+                q, k, v, dout, lse, delta, dq, dkv, turns, self._launches.table(
+                    tiles, (blocks, q.device, "turns"),
+                    lambda: make_turn_table(transposed(_rectangles(tiles)), *blocks, q.device),
+                ), config, softmax_scale=scores.softmax_scale,
             ),
         )  # fmt: skip
+        return True
 
     def gradient_factor(self, scores: Scores) -> float:
         """softmax_scale: dq and dk are summed without it, so 16-bit products keep more bits."""
@@ -537,19 +538,6 @@ class TritonBackend:
             )  # fmt: skip
 
         return self._launches.table(tiles, (blocks, device, kv_rows, num_rows), make)
-
-    def _turn_table(self, tiles: Sequence[Tile], config: Config, device: torch.device) -> TurnTable:
-        """The step's table for the backward in Gluon."""
-        from ring_attn.kernels.step_table import transposed
-        from ring_attn.kernels.turn_table import TurnTable, make_turn_table
-
-        blocks = (config.BLOCK_N, config.BLOCK_M)
-        table = self._launches.table(
-            tiles, (blocks, device, "turns"),
-            lambda: make_turn_table(transposed(_rectangles(tiles)), *blocks, device),
-        )  # fmt: skip
-        assert isinstance(table, TurnTable)
-        return table
 
     def _part_table(
         self,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends import get_backend
-from ring_attn.backends.base import Backend, decodes, folds_in_order
+from ring_attn.backends.base import Backend, decodes, folds_in_order, in_one_pass
 from ring_attn.core.messages import Message
 from ring_attn.core.program import (
     Add,
@@ -532,9 +532,8 @@ class Run:
         dkv = () if op.dkv is None else tuple(map(self.get, op.dkv))
         backend = self.backend
         with self._part("attend", len(op.tiles)):
-            if folds_in_order(backend) and not (
-                op.part == "all" and backend.in_one_pass(self.spec)
-            ):
+            whole = op.part == "all" and in_one_pass(backend, self.spec)
+            if folds_in_order(backend) and not whole:
                 q_half = partial(backend.backward_q, *given, *dq, scores=self.scores)
                 kv_half = partial(backend.backward_kv, *given, *dkv, scores=self.scores)
                 halves = {"q": (q_half,), "kv": (kv_half,), "all": (kv_half, q_half)}

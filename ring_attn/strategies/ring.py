@@ -59,7 +59,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from ring_attn.backends import bits_unit, get_backend
-from ring_attn.backends.base import folds_in_order
+from ring_attn.backends.base import folds_in_order, in_one_pass
 from ring_attn.core import order
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -480,8 +480,7 @@ class _InOrder(_Sums):
         self._home = self.buffer("sums home")
         call = steps.call
         rows = max(call.layouts[1].shard_lens) * call.spec.batch * call.spec.nheads_kv
-        backend = get_backend(call.backend)
-        apart = folds_in_order(backend) and not backend.in_one_pass(call.spec)
+        apart = not in_one_pass(get_backend(call.backend), call.spec)
         self._split = apart and rows >= MANY_ROWS
 
     def held(self, index: int) -> tuple[Operand, ...]:

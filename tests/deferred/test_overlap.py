@@ -71,6 +71,7 @@ def in_halves() -> Iterator[None]:
     with (
         mock.patch.multiple(ReferenceBackend, create=True, **halves),
         mock.patch.object(machine, "folds_in_order", lambda backend: True),
+        mock.patch.object(machine, "in_one_pass", lambda backend, spec: False),
     ):
         yield
 

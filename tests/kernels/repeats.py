@@ -40,6 +40,7 @@ Call = Callable[[TritonBackend, "Tensors"], dict[str, Tensor | None]]
 
 
 CAUSAL, FULL = (whole(Mask(ROWS, ROWS, causal=causal)) for causal in (True, False))
+WHOLE_BLOCKS = whole(Mask(256, 256))
 
 
 @dataclass
@@ -99,6 +100,15 @@ def grad_kv(tiles: tuple[Tile, ...] = CAUSAL) -> Call:
     return call
 
 
+def grad(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
+    """All gradients in one launch, with turns that are made for it."""
+    made, zeros = list[Tensor](), torch.zeros
+    args = (x.q, x.k, x.v, x.dout, x.lse, x.delta, WHOLE_BLOCKS, x.dq, x.dk, x.dv)
+    with mock.patch.object(torch, "zeros", lambda *a, **k: made.append(zeros(*a, **k)) or made[-1]):
+        backend.backward(*args, scores=SCORES)
+    return {"turns": made[0]}
+
+
 def delta(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
     return {"new_delta": backend.delta(x.q, x.dout)}
 
@@ -145,7 +155,8 @@ class Watched:
         tensors = {**vars(x), **results}
         named = {y.data_ptr(): name for name, y in tensors.items() if isinstance(y, Tensor)}
         for _, table in self.backend._launches.tables.values():
-            named |= {table.blocks.data_ptr(): "blocks", table.runs.data_ptr(): "runs"}
+            names = ("blocks", "runs", "pieces")
+            named |= {getattr(table, x).data_ptr(): x for x in names if hasattr(table, x)}
         grid, function, args = self._stub.last()
         return [grid, function, [named.get(arg, arg) for arg in args]], len(made)
 
@@ -162,9 +173,10 @@ def cases(stub: StubDriver) -> dict[str, Any]:
     """Of each call: what a repetition launched, what a new backend launches, how many are new."""
     found = {name: case(stub, call) for name, call in CALLS.items()}
     sizes = {"rows": 256, "dim": 64}
-    call = forward(True, tiles=whole(Mask(256, 256)))
+    call = forward(True, tiles=WHOLE_BLOCKS)
     with mock.patch.object(configs, "architecture", lambda device: "sm_90"):
         found["forward, gluon"] = case(stub, call, **sizes)
+        found["backward, gluon"] = case(stub, grad, **sizes)
     return found
 
 

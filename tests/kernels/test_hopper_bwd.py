@@ -174,7 +174,7 @@ def same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-QUICK = ("one row", "documents of other lengths", "sink window")
+QUICK = ("one row", "documents of other lengths")
 
 
 @in_interpreter
@@ -183,7 +183,7 @@ QUICK = ("one row", "documents of other lengths", "sink window")
 )
 def test_masks(name: str) -> None:
     mask = MASKS[name]
-    for headdim in (64, 128):
+    for headdim in (128,) if name in QUICK else (64, 128):
         inputs = inputs_of(mask, headdim, nheads=2)
         assert_exact(backward(inputs, mask, seed=len(name)), inputs, mask)
 
@@ -200,15 +200,18 @@ def test_heads(nheads: int, nheads_kv: int, batch: int) -> None:
 
 
 @in_interpreter
-@pytest.mark.parametrize("headdim", [64, pytest.param(128, marks=pytest.mark.slow)])
-def test_bits_do_not_depend_on_time_steps_or_halves(headdim: int) -> None:
+@pytest.mark.parametrize(
+    ("headdim", "rows", "seeds"),
+    [(64, 129, 1), *(pytest.param(x, 300, 4, marks=pytest.mark.slow) for x in (64, 128))],
+)
+def test_bits_do_not_depend_on_time_steps_or_halves(headdim: int, rows: int, seeds: int) -> None:
     """In several orders of CTAs and warpgroups; keys cut on the grid; each half by itself."""
-    mask = Mask(300, 385, causal=True)
+    mask = Mask(rows, rows + 85, causal=True)
     inputs = inputs_of(mask, headdim)
     alone = backward(inputs, mask, seed=None)
-    for seed in range(3):
+    for seed in range(seeds):
         assert same(backward(inputs, mask, seed=seed), alone)
-    assert same(backward(inputs, mask, cut_keys(mask, 128, 256)), alone)
+    assert same(backward(inputs, mask, cut_keys(mask, 128)), alone)
     for parts, part in (("q", slice(0, 1)), ("kv", slice(1, 3))):
         launch, grads = launch_of(inputs, mask, parts=parts)
         assert launching.run(launch, "sm_90", 5) == []

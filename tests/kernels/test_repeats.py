@@ -26,6 +26,7 @@ CALLS = {
     "forward, last": (2, "q k v acc m l out lse"),
     "forward, no mask": (1, "q k v out lse"),
     "forward, gluon": (1, "q k v out lse"),
+    "backward, gluon": (1, "q k v dout lse delta dq dk dv turns"),
     "dq": (1, "q k v dout lse delta dq"),
     "dkdv": (1, "q k v dout lse delta dk dv"),
     "delta": (1, "q dout new_delta"),
@@ -55,6 +56,7 @@ def test_it_launches_what_a_new_one_launches(name: str, found: dict[str, Any]) -
     assert case["got"] == case["expected"]
     assert [arg for arg in case["got"][2] if isinstance(arg, str)] == [
         *tensors.split(), *([] if name in ("delta", "merge") else ["blocks", "runs"]),
+        *(["pieces"] if name == "backward, gluon" else []),
     ]  # fmt: skip
 
 
