@@ -261,12 +261,15 @@ def _stored_layout(product: gl.constexpr, num_dims: int, num_bits: int) -> gl.Di
 
 
 @gluon.jit
-def store_rows(ptr, x, batch, head, row, row_stop, num_rows, nheads):
-    """Stores x (ROWS, HEAD_DIM_V) to the rows below `row_stop`."""
+def store_rows(ptr, x, batch, head, row, row_stop, num_rows, nheads, row_start=None):
+    """Stores x (ROWS, HEAD_DIM_V) to the rows from `row_start`, or the first, to `row_stop`."""
     x = x.to(ptr.dtype.element_ty)
     L: gl.constexpr = _stored_layout(x.type.layout, x.shape[1], x.dtype.primitive_bitwidth)
     ptrs = _row_ptrs(ptr, batch, head, row, num_rows, nheads, x.shape[1], L)
-    inside = gl.arange(0, ROWS, gl.SliceLayout(1, L)) < row_stop - row
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, L))
+    inside = rows < row_stop - row
+    if row_start is not None:
+        inside &= rows >= row_start - row
     gl.store(ptrs, gl.convert_layout(x, L), inside[:, None])
 
 

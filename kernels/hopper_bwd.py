@@ -32,7 +32,8 @@ consumer has the dQ of half the rows; with 128 dims it has 64 rows of q, and hal
 
 Blocks of kv rows stand on a grid that begins at row 0, and products of rows that a run does not
 have are made with zeros: so a dQ has the same bits wherever the sequence is cut at multiples of
-BLOCK_N. Rows that are not a run's may be NaN, and are overwritten by the producer.
+BLOCK_N. Rows that are not a run's may be NaN: the producer overwrites them, and their sums, which
+products with the run's own NaN may spoil, are not stored.
 
 Shah et al., arXiv 2407.08608; for the turns, the deterministic mode of flash-attn.
 """
@@ -312,16 +313,6 @@ def _consume(
     nheads_kv = work[5]
     batch, kv_head, first_row, first_run, last_run = _task(task, work)
     row = first_row + INDEX * ROWS
-    if DKV:
-        dk = load_rows(
-            dk_ptr, batch, kv_head, row, num_rows_kv, num_rows_kv, nheads_kv, HEAD_DIM, G_LAYOUT
-        )
-        dv = load_rows(
-            dv_ptr, batch, kv_head, row, num_rows_kv, num_rows_kv, nheads_kv, HEAD_DIM, G_LAYOUT
-        )
-    else:
-        dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, G_LAYOUT)
-        dv = dk
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
     use = 0
     for i in range(first_run, last_run):
@@ -331,6 +322,16 @@ def _consume(
             partial = (run[4] > first_row) | (run[5] < first_row + CONSUMERS * ROWS)
             full_first = gl.where(partial, last, full_first)
             full_last = gl.where(partial, last, full_last)
+        if DKV:
+            dk = load_rows(
+                dk_ptr, batch, kv_head, row, num_rows_kv, num_rows_kv, nheads_kv, HEAD_DIM, G_LAYOUT
+            )
+            dv = load_rows(
+                dv_ptr, batch, kv_head, row, num_rows_kv, num_rows_kv, nheads_kv, HEAD_DIM, G_LAYOUT
+            )
+        else:
+            dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, G_LAYOUT)
+            dv = dk
         mbarrier.wait(kv_full.index(0), (i - first_run) & 1)
         visited = (buffers, barriers, work[1], i, rows, scale)
         if MASKED:
@@ -345,18 +346,31 @@ def _consume(
                 dk, dv, use, full_last, last, visited, INDEX, GROUP, FLAGS, True, DQ, DKV
             )
         mbarrier.arrive(kv_empty.index(0), count=1)
-    if DKV:
-        # Computed again: kept during the loops pointers would take registers from the products.
-        zero = opaque_zero(task)
-        batch, kv_head, first_row, first_run, last_run = _task(task + zero, work)
-        row = first_row + INDEX * ROWS
-        nheads_kv += zero
-        store_rows(dk_ptr, dk, batch, kv_head, row, num_rows_kv, num_rows_kv, nheads_kv)
-        store_rows(dv_ptr, dv, batch, kv_head, row, num_rows_kv, num_rows_kv, nheads_kv)
+        if DKV:
+            # Computed again: kept during the loops pointers would take registers from the products.
+            zero = opaque_zero(i)
+            batch, kv_head, first_row, _, _ = _task(task + zero, work)
+            row = first_row + INDEX * ROWS
+            run = load_visited(work[1], i + zero)
+            # Rows of another run have sums of zeros, or of NaN where this one's are NaN.
+            store_rows(
+                dk_ptr, dk, batch, kv_head, row, run[5], num_rows_kv, nheads_kv + zero, run[4]
+            )
+            store_rows(
+                dv_ptr, dv, batch, kv_head, row, run[5], num_rows_kv, nheads_kv + zero, run[4]
+            )
 
 
 @gluon.jit
-def _add(given, dq_ptr, turns_ptr, num_rows, GROUP: gl.constexpr, DQ: gl.constexpr):
+def _add(
+    given,
+    dq_ptr,
+    turns_ptr,
+    num_rows,
+    GROUP: gl.constexpr,
+    RAGGED: gl.constexpr,
+    DQ: gl.constexpr,
+):
     """Adds the consumers' dQ to dq in memory, each in its turn."""
     buffers, barriers, work, task = given
     k_buffers, v_buffers, q_buffers = buffers[:3]
@@ -390,17 +404,21 @@ def _add(given, dq_ptr, turns_ptr, num_rows, GROUP: gl.constexpr, DQ: gl.constex
                 rows = gl.arange(0, ADDED_ROWS, gl.SliceLayout(1, L))
                 dims = gl.arange(0, PART_DIMS, gl.SliceLayout(0, L))
                 ptrs = (dq_ptr + grad + rows * (nheads * HEAD_DIM))[:, None] + dims[None, :]
-                left = num_rows - start
+                row = start
                 step = ADDED_ROWS * nheads * HEAD_DIM
                 for part in gl.static_range(CONSUMERS):
                     if BLOCK_M == ROWS and part > 0:
-                        left += ROWS
+                        row -= ROWS
                         ptrs += part * PART_DIMS - ROWS // ADDED_ROWS * step
                     for j in range(ROWS // ADDED_ROWS):
                         x = dq_buffers.index(part * (ROWS // ADDED_ROWS) + j).load(L)
-                        gl.atomic_add(ptrs, x, (rows < left)[:, None], sem="relaxed")
+                        if RAGGED:
+                            inside = (rows >= run[0] - row) & (rows < run[1] - row)
+                            gl.atomic_add(ptrs, x, inside[:, None], sem="relaxed")
+                        else:
+                            gl.atomic_add(ptrs, x, sem="relaxed")
                         ptrs += step
-                        left -= ADDED_ROWS
+                        row += ADDED_ROWS
                 mbarrier.arrive(dq_empty.index(0), count=1)
                 gl.atomic_xchg(turn, i + 1, sem="release")
                 use += 1
@@ -478,7 +496,7 @@ def hopper_bwd_kernel(
             (_consume, (given, grads, scale, 0, GROUP, FLAGS, DQ, DKV)),
             (_consume, (given, grads, scale, 1, GROUP, FLAGS, DQ, DKV)),
             (_produce, (given, descs, statistics, FLAGS, GROUP)),
-            (_add, (given, dq_ptr, turns_ptr + 1, num_rows, GROUP, DQ)),
+            (_add, (given, dq_ptr, turns_ptr + 1, num_rows, GROUP, RAGGED, DQ)),
         ],
         [4, 1, 1],
         [232, 40, 40],
