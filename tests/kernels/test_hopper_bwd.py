@@ -284,6 +284,15 @@ def test_a_turn_that_is_not_given_on_is_a_deadlock() -> None:
 
 
 @in_interpreter
+def test_a_turn_is_given_on_after_what_all_lanes_have_added() -> None:
+    """The executor takes lanes of a warp as ordered; on a GPU they meet before one gives it on."""
+    ptx = launching.compiled(launch_of(inputs_of(mask := Mask(128, 128)), mask)[0], "sm_90").ptx
+    [after] = re.findall(r"relaxed\.add(?!.*relaxed\.add)(.*)release\.exch", ptx, re.DOTALL)
+    [before] = re.findall(r"gpu\.acquire(.*?)relaxed\.add", ptx, re.DOTALL)
+    assert "bar.warp.sync" in after and "bar.warp.sync" in before
+
+
+@in_interpreter
 @pytest.mark.slow
 @pytest.mark.parametrize("headdim", [64, 128])
 def test_a_wait_for_an_mbarrier_deleted_is_found(headdim: int) -> None:

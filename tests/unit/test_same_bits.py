@@ -136,10 +136,14 @@ def test_only_backends_in_order_say_so() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
+@pytest.mark.parametrize("in_one_pass", [False, True])
 def test_a_step_waits_for_gradients_after_it_has_computed_dq(
-    monkeypatch: pytest.MonkeyPatch,
+    in_one_pass: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the last rank, which sees all others: what hides the transfer of dk and dv is dq."""
+    """On the last rank, which sees all others: what hides the transfer of dk and dv is dq.
+
+    A backend that makes all gradients in one pass waits before: two take more than the transfer.
+    """
     events: list[str] = []
 
     def note(event: str, self: Any, *args: Any) -> None:
@@ -147,11 +151,13 @@ def test_a_step_waits_for_gradients_after_it_has_computed_dq(
             events.append(f"{event} {getattr(self, 'rank', '')}".strip())
 
     monkeypatch.setattr(ring, "MANY_ROWS", 0)
+    monkeypatch.setattr(TritonBackend, "in_one_pass", lambda backend, spec: in_one_pass)
     for cls, name, event in (
         (LocalTransport, "wait", "wait"),
         (LocalTransport, "post", "post"),
         (TritonBackend, "backward_q", "dq"),
         (TritonBackend, "backward_kv", "dk dv"),
+        (TritonBackend, "backward", "all"),
     ):
         note_calls(monkeypatch, cls, name, partial(note, event))
     layouts, heads = named("contiguous", 2, 2 * UNIT), Heads(1, 1, 16, 16)
@@ -160,4 +166,6 @@ def test_a_step_waits_for_gradients_after_it_has_computed_dq(
     assert not run_all_ranks(case, 2, device=DEVICE).failures
     # One rank runs at a time, until it waits: rank 0 hands its gradients on and waits for them.
     step = ["dq", "wait 1", "dk dv", "post 1"]
+    if in_one_pass:  # whose halves are the interpreter's
+        step = ["wait 1", "all", "dq", "dk dv", "post 1"]
     assert [e for e in events if not e.endswith(" 0")][-len(step) - 1 : -1] == step
