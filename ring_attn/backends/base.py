@@ -198,6 +198,16 @@ def in_one_pass(backend: Backend, spec: AttentionSpec) -> bool:
     return not folds_in_order(backend) if found is None else bool(found(spec))
 
 
+def why_not_alike(backend: Backend, whole: AttentionSpec, part: AttentionSpec) -> str | None:
+    """Why a part of the heads has other bits than the same heads among all; None where not."""
+    if in_one_pass(backend, whole) == in_one_pass(backend, part):
+        return None
+    return (
+        f"of {whole.nheads_kv} kv heads {part.nheads_kv} are computed at a time, and for so few "
+        f"backend {backend.name!r} has another kernel"
+    )
+
+
 def architecture() -> str:
     """The current GPU's, as compilers call it; "" without a GPU."""
     if not torch.cuda.is_available():

@@ -3,7 +3,7 @@
 On CUDA (and ROCm) they are compiled at first use. On a CPU, when asked for by name, they run in
 Triton's interpreter: the same code, for tests, some thousand times slower, in float16 and float32.
 On compute capability 9.0, in 16-bit types, the forward of head dims 64, 128 and 256 is in Gluon,
-and the backward of 64 and 128 without softcap.
+and the backward of 64 and 128, of 4 kv heads or more and without softcap.
 
 State and gradients are continued in place by one folding order, from the diagonal downwards for
 out and dq and upwards for dk and dv. So a row's sums do not depend on how the tiles were spread
@@ -25,7 +25,7 @@ from torch import Tensor
 from ring_attn.backends.base import architecture, greatest
 from ring_attn.backends.kept_launches import KeptLaunches, enqueue
 from ring_attn.backends.triton_support import why_not
-from ring_attn.core.rates import takes_gluon_bwd
+from ring_attn.core.rates import GLUON_BWD_KV_HEADS, takes_gluon_bwd
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.tiles import MaskKind, Tile
 
@@ -324,7 +324,7 @@ class TritonBackend:
         from ring_attn.kernels.turn_table import make_turn_table
 
         q, k, v, dout, lse, delta = inputs
-        if not tiles or not self._takes_gluon_bwd(q, v.size(3), scores):
+        if not tiles or not self._takes_gluon_bwd(q, v, scores):
             return not tiles
         q, k, v, dout = map(_copyable, (q, k, v, dout))
         config = self._configs.get("gluon_bwd") or tuned.select("gluon_bwd", q, v.size(3))
@@ -485,16 +485,17 @@ class TritonBackend:
         portable = not {"fwd", "fwd_whole"}.isdisjoint(self._configs)
         return not portable and tuned.takes_gluon(q, headdim_v)
 
-    def _takes_gluon_bwd(self, q: Tensor, headdim_v: int, scores: Scores) -> bool:
-        """Whether calls have the backward in Gluon, likewise."""
+    def _takes_gluon_bwd(self, q: Tensor, v: Tensor, scores: Scores) -> bool:
+        """Whether calls have the backward in Gluon, likewise; of few kv heads only where named."""
         from ring_attn.kernels import configs, tuned
 
         if "gluon_bwd" in self._configs:
-            if not configs.takes_gluon_bwd(q, headdim_v, scores.softcap):
+            if not configs.takes_gluon_bwd(q, v.size(3), scores.softcap):
                 raise NotImplementedError("the backward in Gluon does not take these tensors")
             return True
-        portable = configs.name_backward(self._configs)
-        return not portable and tuned.takes_gluon_bwd(q, headdim_v, scores.softcap)
+        many = v.size(0) * v.size(2) >= GLUON_BWD_KV_HEADS
+        portable = configs.name_backward(self._configs) or not many
+        return not portable and tuned.takes_gluon_bwd(q, v.size(3), scores.softcap)
 
     def _config(
         self,

@@ -40,7 +40,7 @@ from typing import NamedTuple
 import torch
 
 from ring_attn.backends import bits_unit, get_backend
-from ring_attn.backends.base import folds_in_order
+from ring_attn.backends.base import folds_in_order, why_not_alike
 from ring_attn.core import order
 from ring_attn.core.messages import Gathered, Parcels, Records
 from ring_attn.core.program import (
@@ -90,8 +90,12 @@ def why_not_same_bits(call: Call) -> str | None:
     if call.same_bits is False:
         return "gradients are added up: same_bits=False"
     heads = (call.spec.nheads, call.spec.nheads_kv)
-    unit = bits_unit(call.backend)
-    return order.why_not_in_order(call.strategy, heads, call.layouts, call.mask, call.backend, unit)
+    unit, backend = bits_unit(call.backend), get_backend(call.backend)
+    reason = order.why_not_in_order(
+        call.strategy, heads, call.layouts, call.mask, call.backend, unit
+    )
+    parts = (chunk_spec(call.spec, chunk) for chunk in chunks_of(call))
+    return reason or next(filter(None, (why_not_alike(backend, call.spec, x) for x in parts)), None)
 
 
 def in_one_place(call: Call) -> bool:
@@ -110,6 +114,12 @@ def chunks_of(call: Call) -> tuple[Chunk, ...]:
         Chunk(slice(a, b), slice(a * group, b * group))
         for a, b in zip(cuts, cuts[1:], strict=False)
     )
+
+
+def chunk_spec(spec: AttentionSpec, chunk: Chunk) -> AttentionSpec:
+    """The call's sizes with a chunk's heads."""
+    nheads, nheads_kv = chunk.q.stop - chunk.q.start, chunk.kv.stop - chunk.kv.start
+    return replace(spec, nheads=nheads, nheads_kv=nheads_kv)
 
 
 def _shard_rows(call: Call, gathers: Traveller) -> int:
@@ -235,7 +245,7 @@ class _Gathering:
             chunk = message.chunk
             yield Step(f"heads {chunk.kv.start}", index)
             yield from self._wait(messages, index)
-            part = result_arrays(self._chunk_spec(chunk), self.ranks.rows("q"))
+            part = result_arrays(chunk_spec(self.call.spec, chunk), self.ranks.rows("q"))
             q, (k, v) = View("q", None, chunk.q), self._held(index, message)
             state = replace(part["out"], dtype=spec.accum_dtype)
             yield Start(q, spec.headdim_v, state, chunk.q)
@@ -315,10 +325,6 @@ class _Gathering:
     def _q_side(self, chunk: Chunk) -> tuple[Operand, ...]:
         return tuple(View(name, None, chunk.q) for name in ("q", "dout", "lse", "delta"))
 
-    def _chunk_spec(self, chunk: Chunk) -> AttentionSpec:
-        nheads, nheads_kv = chunk.q.stop - chunk.q.start, chunk.kv.stop - chunk.kv.start
-        return replace(self.call.spec, nheads=nheads, nheads_kv=nheads_kv)
-
     # -- gradients
 
     def _array(self, name: str, chunk: Chunk, rows: int, dtype: torch.dtype) -> Array:
@@ -361,7 +367,7 @@ class _Sums:
 
     def _packet(self, chunk: Chunk) -> Packet:
         call = self._of.call
-        return self._of._chunk_spec(chunk).kv_grad_packet(_shard_rows(call, "kv"))
+        return chunk_spec(call.spec, chunk).kv_grad_packet(_shard_rows(call, "kv"))
 
     def post(self, index: int, chunk: Chunk) -> Iterator[Op]:
         """Starts to sum dK and dV of all rows, which are used up."""

@@ -33,6 +33,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ring_attn.backends import get_backend
+from ring_attn.backends.base import why_not_alike
 from ring_attn.core.heads import HeadRun, HeadShare, is_replicated, share_heads
 from ring_attn.core.layout import MergedRows, SequenceLayout
 from ring_attn.core.messages import Bytes, Message, Number, Parcels
@@ -70,7 +72,11 @@ def around(inner: StrategyCode) -> StrategyCode:
         reason = why_not_by_heads(heads, call.strategy.ulysses_degree)
         if reason is not None:
             return reason
-        reasons = map(inner.why_not_same_bits, _cores(call))
+        backend, cores = get_backend(call.backend), _cores(call)
+        reasons = [
+            *(why_not_alike(backend, call.spec, core.spec) for core in cores),
+            *map(inner.why_not_same_bits, cores),
+        ]
         return next((reason for reason in reasons if reason is not None), None)
 
     def check(call: Call) -> None:

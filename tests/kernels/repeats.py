@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from ring_attn.backends import triton
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
 from ring_attn.core.messages import Gathered
@@ -104,7 +105,10 @@ def grad(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
     """All gradients in one launch, with turns that are made for it."""
     made, zeros = list[Tensor](), torch.zeros
     args = (x.q, x.k, x.v, x.dout, x.lse, x.delta, WHOLE_BLOCKS, x.dq, x.dk, x.dv)
-    with mock.patch.object(torch, "zeros", lambda *a, **k: made.append(zeros(*a, **k)) or made[-1]):
+    with (
+        mock.patch.object(torch, "zeros", lambda *a, **k: made.append(zeros(*a, **k)) or made[-1]),
+        mock.patch.object(triton, "GLUON_BWD_KV_HEADS", KV_HEADS),
+    ):
         backend.backward(*args, scores=SCORES)
     return {"turns": made[0]}
 

@@ -95,9 +95,11 @@ def assert_all_hold(inputs: Inputs, mask: Mask, got: Expected, **scores: object)
         assert_holds({name: getattr(got, name)}, oracle, plain)
 
 
-def backend(kernels: str, headdim: int) -> TritonBackend:
+def backend(kernels: str, headdim: int, softcap: float = 0.0) -> TritonBackend:
     """Naming a config of the portable kernels rules out those in Gluon."""
     arch = arch_of(kernels)
+    if kernels == "sm_90" and headdim in configs.GLUON_BWD and not softcap:
+        return TritonBackend({"gluon_bwd": configs.GLUON_BWD[headdim]})  # also of few heads
     kinds = ("fwd", "fwd_whole", "dq", "dq_whole", "dkdv", "dkdv_whole")
     frozen = {kind: configs.frozen(kind, arch, headdim, torch.bfloat16) for kind in kinds}
     return TritonBackend({} if kernels == arch else frozen)
@@ -149,7 +151,7 @@ def test_scores_that_are_capped_and_sinks(kernels: str, headdim: int, execute: E
     inputs, sinks = inputs_of(mask, torch.bfloat16, headdim), random_sinks(2)
     execute(arch_of(kernels))
     scores = {"softcap": 5.0, "sinks": sinks}
-    got = run(backend(kernels, headdim), inputs, steps_of(mask, True), **scores)
+    got = run(backend(kernels, headdim, 5.0), inputs, steps_of(mask, True), **scores)
     assert_all_hold(inputs, mask, got, **scores)
 
 

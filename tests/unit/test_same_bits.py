@@ -169,3 +169,28 @@ def test_a_step_waits_for_gradients_after_it_has_computed_dq(
     if in_one_pass:  # whose halves are the interpreter's
         step = ["wait 1", "all", "dq", "dk dv", "post 1"]
     assert [e for e in events if not e.endswith(" 0")][-len(step) - 1 : -1] == step
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Strategy(ulysses_degree=2),
+        Strategy("all_gather", heads_per_chunk=2),
+        Strategy("all_gather", ulysses_degree=2, heads_per_chunk=1),
+    ],
+    ids=str,
+)
+def test_heads_that_have_another_kernel_by_themselves(
+    strategy: Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the backward in Gluon, which calls of few kv heads do not have."""
+    layout = SequenceLayout.contiguous(4 * UNIT, 2)
+    mask = Mask(4 * UNIT, 4 * UNIT, causal=True)
+    spec = AttentionSpec("cpu", torch.float16, 1, 8, 4, 64, 64)
+    call = make_call(strategy, spec, (layout, layout), mask, 0, backend="triton")
+    assert why_not_same_bits(call) is None
+    few = lambda backend, spec: spec.nheads_kv >= 4  # noqa: E731
+    monkeypatch.setattr(TritonBackend, "in_one_pass", few)
+    assert "another kernel" in str(why_not_same_bits(call))
+    with pytest.raises(NotImplementedError, match="another kernel"):
+        make_call(strategy, spec, (layout, layout), mask, 0, backend="triton", same_bits=True)
