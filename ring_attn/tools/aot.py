@@ -189,8 +189,8 @@ VARIANTS = (
     Variant("merge"),
     Variant("merge_tree", sinks=True),
 )
-# What the backward in Gluon may spill: parts of the thread's number, from which addresses are made,
-# and which the compiler keeps from the kernel's start. On triton 3.7.1 it is 44 bytes at most, on
+# Bytes that the backward in Gluon may spill: parts of the thread's number, from which addresses are
+# made, and which the compiler keeps from the kernel's start. On triton 3.7.1 it is 44 at most, on
 # 3.6.0 220 and on 3.9.0 204. The sums of a thread take 208 to 224 of 232 registers.
 ADDRESSES = 224
 WITHOUT_PRODUCTS = ("delta", "part_table", "merge", "merge_tree")

@@ -87,7 +87,7 @@ def ended(call: Callable[[], object]) -> Ended:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank sends back: a value, or a traceback; and how many groups there are by now."""
+    """A rank's value or traceback, and how many groups there are by now."""
 
     value: Any = None
     error: str | None = None

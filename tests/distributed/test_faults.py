@@ -39,7 +39,7 @@ CASES = [*NAMES, "decode"]
 # Made here: an interrupt within our constructors would not be one within a call.
 STRATEGIES = {name: strategy_of(name, WORLD_SIZE) for name in NAMES}
 OPTIONS = TransportOptions(timeout=TIMEOUT)
-SOON = TransportOptions(timeout=4.0)
+SOON = TransportOptions(timeout=8.0)
 PACKAGE = Path(ring_attn.__file__).parent
 
 

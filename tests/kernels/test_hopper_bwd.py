@@ -41,8 +41,8 @@ def table_of(tiles: Step, block_cols: int = 64, block_rows: int = ROWS) -> TurnT
 
 
 def visits_of(table: TurnTable, block_cols: int) -> Iterator[tuple[int, int, list[int], int]]:
-    """Of each visit in the order of tasks: its run from 1, its block of columns, run, whose turn
-    is before."""
+    """Visits in the order of tasks: number of the run from 1, block of columns, run, whose turn is
+    before."""
     runs, pieces = table.runs.tolist(), table.pieces.tolist()
     for _, _, first, last in table.blocks.tolist()[: table.num_blocks]:
         for index in range(first, last):
@@ -57,7 +57,10 @@ def visits_of(table: TurnTable, block_cols: int) -> Iterator[tuple[int, int, lis
 @pytest.mark.parametrize("block_rows", [16, 128])
 @pytest.mark.parametrize("block_cols", [8, 64])
 def test_a_visit_waits_for_the_one_before(block_rows: int, block_cols: int) -> None:
-    """Of an earlier task, or of its own: so nobody waits for ever. All pairs are in some visit."""
+    """The one before is of an earlier task, or of the same: nobody waits for ever.
+
+    All pairs are in some visit.
+    """
     for name, mask in (SMALL_MASKS | MASKS).items():
         tiles = whole(mask)
         table = table_of(tiles, block_cols, block_rows)
@@ -246,7 +249,7 @@ def test_what_a_document_holds_does_not_reach_its_neighbours(bad: float) -> None
 def found(
     headdim: int, pattern: str, new: str, seeds: Sequence[int] = (0,), mask: Mask | None = None
 ) -> list[Any]:
-    """Of each match that is replaced, and each seed: the fault, or whether the bits are others."""
+    """The fault, or whether the bits are others, of each match that is replaced and each seed."""
     mask = mask or Mask(260, 260, causal=True)
     inputs = inputs_of(mask, headdim)
     launch, clean = launch_of(inputs, mask)

@@ -187,7 +187,7 @@ def atomic(machine: Machine, ins: Instruction) -> Run:
         size = 4 * len(sources)
         index = machine.memory.locate(ins, addresses, size, lanes) // 4
         for i, source in enumerate(sources):
-            # Of several threads at one address each finds what the one before has left.
+            # At one address a thread finds what the one before has left.
             for lane, at in zip(lanes, index + i, strict=True):
                 old, new = words[at].copy(), source[lane]
                 if operation == "add":
