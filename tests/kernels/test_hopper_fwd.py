@@ -46,7 +46,7 @@ ROOT = Path(__file__).parents[2]
 REPEATS = 50
 
 SMALL = Config(128, 32, 4, 2, programs_per_sm=1)
-# Of head dim 128, as it is used.
+# The config of head dim 128, as it is used.
 GLUON = configs.GLUON[128][0]
 DOCUMENTS = (0, 40, 160, 257)
 

@@ -41,7 +41,7 @@ MASKS = {
     "window": Mask(ROWS, ROWS, causal=True, window_size=(100, -1)),
     "documents": Mask(ROWS, ROWS, True, (-1, -1), (0, 40, 170, ROWS), (0, 40, 170, ROWS)),
 }
-# Those of two architectures, of which sm_90 has kernels in Gluon; and the portable ones there.
+# Kernels of two architectures, of which sm_90 has some in Gluon; and the portable ones there.
 KERNELS = ("sm_80", "sm_90", "sm_90 portable")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -159,7 +159,7 @@ OTHERS = [(dim, config) for dim, tried in configs.GLUON.items() for config in tr
 
 
 def name_of(x: object) -> str:
-    """Of a parameter, for the test's name."""
+    """A parameter in the test's name."""
     return f"{x.BLOCK_M}x{x.BLOCK_N}-s{x.num_stages}" if isinstance(x, Config) else str(x)
 
 
@@ -246,7 +246,7 @@ class Target:
         )
 
     def faults(self, pattern: str, new: str, *seeds: int) -> list[Fault | None]:
-        """What is found with each match replaced in turn, with one of the seeds after the other."""
+        """Findings with each match replaced in turn, with one of the seeds after the other."""
         found = list[Fault | None]()
         for index in range(len(re.findall(pattern, self.code.ptx))):
             try:

@@ -97,7 +97,7 @@ WAITING = re.compile(
 )
 
 
-# Of CTAs that run at once; with a seed the machine goes to another one after so many turns.
+# CTAs that run at once with a seed, and turns after which the machine goes to another one.
 TOGETHER = 3
 TURNS = 40
 
