@@ -263,7 +263,7 @@ class Target:
 def target(name: str) -> Target:
     """A kernel of one step over blocks enough that every buffer is used again."""
     arch = "sm_80" if name in ("fwd", "dq", "dkdv") else "sm_90"
-    kernels = "sm_90 portable" if name == "sm_90 fwd" else arch
+    kernels = "sm_90 portable" if name.startswith("sm_90 ") else arch
     mask = Mask(128, 160) if name == "hopper" else TARGET_MASK
     with pytest.MonkeyPatch.context() as patch:
         launches = list[Launch]()
