@@ -215,7 +215,7 @@ def changes(stub: StubDriver) -> dict[str, int]:
 
 
 def decoding(stub: StubDriver) -> dict[str, list[Any]]:
-    """Of a second token, whose cache is longer: torch's operators, and the driver's launches."""
+    """Operators of torch and launches for a second token, whose cache is longer."""
     stub.watch(None)
     backend, found = TritonBackend(), {}
     for queries in (1, 2):

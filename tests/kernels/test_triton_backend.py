@@ -282,7 +282,7 @@ def test_backward_is_its_two_halves_in_place() -> None:
 
 @pytest.mark.parametrize("name", ["causal", "documents"])
 def test_short_blocks_where_programs_are_few(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of dk and dv, whose bits they keep; not where the caller has named a config."""
+    """Blocks of dk and dv, whose bits they keep; not where the caller has named a config."""
     mask, long, short = MASKS[name], blocks(64, 64), blocks(64, 32)
     inputs = inputs_for(mask, nheads=4, nheads_kv=2, dtype=DTYPES[-1])
     monkeypatch.setattr("ring_attn.kernels.configs.few_programs", lambda *_: short)

@@ -88,7 +88,7 @@ class Mbarrier:
 
     @property
     def missing(self) -> str:
-        """What is to come before the phase is complete, in words."""
+        """Arrivals and bytes that are to come before the phase is complete, in words."""
         return f"mbarrier {self.number} lacks {self.arrivals} arrivals and {self.num_bytes} bytes"
 
     def check_idle(self) -> None:
