@@ -370,7 +370,7 @@ class TritonBackend:
         backward: bool = False,
         rebuilds_out: bool = False,
     ) -> int:
-        """0: kernels keep results on the chip; turns in Gluon, 4 bytes a head and block, are left out."""
+        """0: results stay on the chip. Turns in Gluon, 4 bytes a head and block, are left out."""
         return 0
 
     def _forward_launch(
