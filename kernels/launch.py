@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from triton import knobs
+
+from .interpreter import keep_order
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Launch:
         """
         if not all(self.grid):
             return None
+        if knobs.runtime.interpret:
+            keep_order()
         return self.kernel[self.grid](**self.args, **self.constants, **self.options)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from ring_attn.kernels.configs import Config
 from ring_attn.kernels.flash_fwd import forward_launch
 from ring_attn.testing import RESULTS, Inputs, random_qkv, random_sinks
 from tests.bounds import MASKS, assert_holds, expect, whole
+from tests.kernels import toys
 from tests.kernels.calls import (
     DEVICE,
     DTYPES,
@@ -388,3 +391,26 @@ def inputs_of(dense: Tensor) -> tuple[Inputs, tuple[Tensor, Tensor]]:
     rows, cols = dense.shape
     inputs = random_qkv(seqlen_q=rows, seqlen_k=cols, nheads=2, nheads_kv=1, headdim=16)
     return inputs, (torch.full((1, 2, rows), 9.0), torch.zeros(1, 2, rows))
+
+
+@in_interpreter
+def test_products_have_the_bits_of_a_row_and_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever they lie in a block: by a BLAS they may not, as by this one."""
+
+    def blas(a: np.ndarray, b: np.ndarray, **_: Any) -> np.ndarray:
+        half = len(a) // 2
+        return np.concatenate([a[:half] @ b, np.einsum("mk,kn->mn", a[half:, ::-1], b[::-1])])
+
+    def product_of(a: Tensor, rows: int) -> Tensor:
+        c = torch.empty(rows, 64)
+        toys.launch(
+            toys.product, {"a": a, "b": b, "c": c, "size": 64, "stride": 1}, (rows, 64, 32), 4, 1
+        ).run()
+        return c
+
+    monkeypatch.setattr(np, "matmul", blas)
+    a, b = torch.randn(2, 64, 64)
+    c = product_of(a, 64)
+    torch.testing.assert_close(c, a @ b)
+    assert torch.equal(product_of(a[32:], 32), c[32:])
+    assert torch.equal(product_of(a.flip(0), 64), c.flip(0))
