@@ -9,22 +9,40 @@ Here every element is summed over k in order, which takes 40 us for 64 x 64 x 64
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def matmul(a: NDArray[Any], b: NDArray[Any], dtype: Any = None) -> NDArray[Any]:
+    """a (..., m, k) times b (..., k, n), each product rounded and added in the order of k.
+
+    Args:
+        a: with as many dims as b.
+        b: with two columns or more; of one, einsum would sum by parts.
+        dtype: of the sums and products; None is that of a.
+    """
+    import numpy as np
+
+    # Contiguous and of one type: only then einsum goes through k in order.
+    left = np.ascontiguousarray(a, dtype)
+    product: NDArray[Any] = np.einsum(
+        "...mk,...kn->...mn", left, np.ascontiguousarray(b, left.dtype)
+    )
+    return product
 
 
 @cache
 def keep_order() -> None:
     """Puts such products into the interpreter, for all kernels of this process."""
-    import numpy as np
     from triton.runtime.interpreter import InterpreterBuilder
 
     by_blas = InterpreterBuilder.create_dot
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *precision: Any) -> Any:
-        if a.data.ndim != 2 or a.data.dtype.itemsize == 1 or b.data.dtype.itemsize == 1:
+        if a.data.dtype.itemsize == 1 or b.data.dtype.itemsize == 1:  # 8 bits need conversions
             return by_blas(self, a, b, d, *precision)
-        # Contiguous, and of the accumulator's type: only then einsum goes through k in order.
-        left, right = (np.ascontiguousarray(x.data, d.data.dtype) for x in (a, b))
-        return type(d)(np.einsum("mk,kn->mn", left, right) + d.data, d.dtype.scalar)
+        return type(d)(matmul(a.data, b.data, d.data.dtype) + d.data, d.dtype.scalar)
 
     InterpreterBuilder.create_dot = create_dot

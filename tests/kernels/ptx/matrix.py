@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ring_attn.kernels.interpreter import matmul
 from tests.kernels.ptx.access import address_of, vector
 from tests.kernels.ptx.faults import Unsupported
 from tests.kernels.ptx.machine import LANES, Array, Machine, Run, Where, handles
@@ -67,7 +68,7 @@ def multiply(machine: Machine, ins: Instruction) -> Run:
 
     def run(where: Where) -> None:
         machine.warps(ins, where)
-        product = fragments(of_a, kind) @ fragments_b(of_b, kind)
+        product = matmul(fragments(of_a, kind), fragments_b(of_b, kind))
         for target, value in zip(
             targets, to_accumulators(product + accumulators(of_c)), strict=True
         ):

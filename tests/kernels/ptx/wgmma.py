@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from ring_attn.kernels.interpreter import matmul
 from tests.kernels.ptx.access import vector
 from tests.kernels.ptx.bulk import CHUNK, swizzle
 from tests.kernels.ptx.faults import Fault, Unsupported
@@ -87,7 +88,7 @@ def multiply(machine: Machine, ins: Instruction) -> Run:
                 left = fragments([x[threads] for x in of_a], kind).reshape(-1, DEPTH)
             else:
                 left = matrix(first, 64, transposed[0], group)
-            product = left @ matrix(second, cols, transposed[-1], group).T
+            product = matmul(left, matrix(second, cols, transposed[-1], group).T)
             if adds[threads].all():
                 product += accumulators([x[threads] for x in targets]).reshape(64, cols)
             elif adds[threads].any():
