@@ -25,7 +25,7 @@ Dao et al., arXiv 2205.14135 and 2307.08691; ring use, Liu et al., arXiv 2310.01
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 
 import triton
@@ -294,6 +294,7 @@ class Carried:
         out: (batch, rows, nheads, headdim_v) in the input type; None before the last launch.
         lse: (batch, nheads, rows) float32, natural logarithm.
         sinks: (nheads,) float32 or None.
+        counter: int32 0, of tasks, which every launch of `hopper_fwd` leaves as it was; or None.
     """
 
     acc: Tensor | None = None
@@ -302,10 +303,11 @@ class Carried:
     out: Tensor | None = None
     lse: Tensor | None = None
     sinks: Tensor | None = None
+    counter: Tensor | None = None
 
     def copy(self) -> Carried:
         """The same values in memory of their own."""
-        values = (self.acc, self.m, self.l, self.out, self.lse, self.sinks)
+        values = (getattr(self, field.name) for field in fields(self))
         return Carried(*(None if x is None else x.clone() for x in values))
 
 

@@ -26,9 +26,12 @@ tensor cores multiply the weights of the block before it.
 With PING_PONG consumers also take turns to issue their two products, so that the softmax of one
 runs during the products of the other. Gluon has no named barriers: a turn is an mbarrier as well.
 
-A program does one task after the other (`tasks`). Q is given back before the last product with V,
-and the first K of a task is copied before its Q: so the producer loads for the next task while the
-consumers finish this one. A state that is carried is read by the consumers, before they wait for Q.
+A program does one task after the other (`tasks`): first that of its own number, then the next that
+no program has taken, by a counter that the producer draws from; it hands the task's number to the
+consumers in shared memory. The last draw of a launch sets the counter back. Q is given back before
+the last product with V, and the first K of a task is copied before its Q: so the producer loads for
+the next task while the consumers finish this one. A state that is carried is read by the consumers,
+before they wait for Q.
 
 Rows beyond the tensor are copied as zeros. Rows beyond a run but within the tensor are another
 document's, maybe NaN; their weights are 0, but 0 * NaN is NaN. So where a run begins or ends within
@@ -88,6 +91,38 @@ def _first_task(num_tasks):
 
 
 @gluon.jit
+def _draw_task(counter_ptr, num_tasks, num_programs):
+    """The next task that no program has; from num_tasks on, there is none.
+
+    A launch draws num_tasks times: each program's first task is not drawn, its last draw is none.
+    """
+    drawn = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    if drawn == num_tasks - 1:
+        gl.store(counter_ptr, 0)
+    return num_programs + drawn
+
+
+@gluon.jit
+def _hand_over(task, drawn, barriers, parity):
+    """Gives the producer's next task to the consumers, who have read the one before."""
+    drawn_full, drawn_empty = barriers[7:9]
+    mbarrier.wait(drawn_empty.index(0), parity)
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    drawn.store(gl.full([1], task, gl.int32, L))
+    mbarrier.arrive(drawn_full.index(0), count=1)
+
+
+@gluon.jit
+def _next_task(drawn, barriers, parity):
+    """A consumer's next task, as the producer has handed it over."""
+    drawn_full, drawn_empty = barriers[7:9]
+    mbarrier.wait(drawn_full.index(0), parity)
+    task = gl.max(drawn.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    mbarrier.arrive(drawn_empty.index(0), count=1)
+    return task
+
+
+@gluon.jit
 def _task(task, work):
     """(batch, head, block of rows) of a task."""
     blocks_ptr, runs_ptr, num_blocks, heads_together, nheads = work
@@ -105,10 +140,10 @@ def _copy(desc, coord, buffer, full):
 @gluon.jit
 def _produce(given, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
     """Loads what the consumers need, in the order in which they need it."""
-    buffers, barriers, work, num_tasks, num_programs = given
+    buffers, barriers, work, num_tasks, num_programs, counter_ptr = given
     q_desc, k_desc, v_desc = descs
-    q_buffers, k_buffers, v_buffers = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
+    q_buffers, k_buffers, v_buffers, drawn = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers[:6]
     blocks_ptr = work[0]
     runs_ptr = work[1]
     CONSUMERS: gl.constexpr = q_buffers.shape[0]
@@ -117,7 +152,9 @@ def _produce(given, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
     use = 0
     landed_parity = 0
     parity = 0
-    for task in range(_first_task(num_tasks), num_tasks, num_programs):
+    drawn_parity = 0
+    task = _first_task(num_tasks)
+    while task < num_tasks:
         batch, head, block = _task(task, work)
         row_start, row_stop, first_run, last_run = load_block_row(blocks_ptr, block)
         for i in range(first_run, last_run):
@@ -150,6 +187,9 @@ def _produce(given, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
                 else:
                     _copy(v_desc, coord, v, v_full.index(stage))
                 use += 1
+        drawn_parity ^= 1
+        task = _draw_task(counter_ptr, num_tasks, num_programs)
+        _hand_over(task, drawn, barriers, drawn_parity)
 
 
 @gluon.jit
@@ -180,8 +220,8 @@ def _fold_blocks(
     acc (ROWS, HEAD_DIM_V) lacks the product of p (ROWS, BLOCK_N), the weights of the block before,
     with its V, which has landed in buffer `v_stage`. At the end it lacks that of the last block.
     """
-    q_buffers, k_buffers, v_buffers = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
+    q_buffers, k_buffers, v_buffers = buffers[:3]
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers[:7]
     CONSUMERS: gl.constexpr = turns.shape[0]
     BLOCK_N: gl.constexpr = k_buffers.shape[2]
     for i in range(begin, end):
@@ -233,8 +273,8 @@ def _fold_run(
     Masked blocks have loops of their own: a branch between a product's start and its end would make
     ptxas wait there. After the scores of a task's last run (`last_run`) Q is given back.
     """
-    q_buffers, k_buffers, v_buffers = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
+    q_buffers, k_buffers, v_buffers = buffers[:3]
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers[:6]
     HAS_LO: gl.constexpr = FLAGS[0]
     HAS_HI: gl.constexpr = FLAGS[1]
     RAGGED: gl.constexpr = FLAGS[2]
@@ -290,9 +330,9 @@ def _consume(
 ):
     """The INDEX-th 64 rows of every task of this program."""
     given, state, num_rows, scales = to_fold
-    buffers, barriers, work, num_tasks, num_programs = given
-    q_buffers, k_buffers, v_buffers = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers
+    buffers, barriers, work, num_tasks = given[:4]
+    q_buffers, k_buffers, v_buffers, drawn = buffers
+    q_full = barriers[0]
     blocks_ptr, runs_ptr, num_blocks, heads_together, nheads = work
     acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr, sinks_ptr = state
     BLOCK_N: gl.constexpr = k_buffers.shape[2]
@@ -306,7 +346,9 @@ def _consume(
     use = 0
     turn = 0
     parity = 0
-    for task in range(_first_task(num_tasks), num_tasks, num_programs):
+    drawn_parity = 0
+    task = _first_task(num_tasks)
+    while task < num_tasks:
         batch, head, block = _task(task, work)
         row_start, row_stop, first_run, last_run = load_block_row(blocks_ptr, block)
         row = row_start + INDEX * ROWS
@@ -348,6 +390,8 @@ def _consume(
             store_rows(acc_ptr, acc, batch, head, row, row_stop, num_rows, nheads)
             store_stats(m_ptr, m_i, batch, head, row, row_stop, num_rows, nheads)
             store_stats(l_ptr, l_i, batch, head, row, row_stop, num_rows, nheads)
+        task = _next_task(drawn, barriers, drawn_parity)
+        drawn_parity ^= 1
 
 
 @gluon.jit(do_not_specialize=["num_tasks", "num_programs", "num_blocks", "heads_together"])
@@ -361,6 +405,7 @@ def hopper_fwd_kernel(
     out_ptr,
     lse_ptr,
     sinks_ptr,
+    counter_ptr,
     blocks_ptr,
     runs_ptr,
     num_tasks,
@@ -384,10 +429,15 @@ def hopper_fwd_kernel(
     HAS_SINKS: gl.constexpr,
     PING_PONG: gl.constexpr,
 ):
-    """Every num_programs-th task: the state of a block of q rows of one head, over its keys."""
+    """Tasks, one after the other: the state of a block of q rows of one head, over its keys."""
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     q_buffers = make_buffers(q_desc, CONSUMERS)
-    buffers = (q_buffers, make_buffers(k_desc, STAGES), make_buffers(v_desc, STAGES))
+    buffers = (
+        q_buffers,
+        make_buffers(k_desc, STAGES),
+        make_buffers(v_desc, STAGES),
+        gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, order=[0])),
+    )
     barriers = (
         make_barriers(CONSUMERS, 1),  # q_full
         make_barriers(CONSUMERS, 1),  # q_empty
@@ -396,13 +446,15 @@ def hopper_fwd_kernel(
         make_barriers(STAGES + 1, 1),  # v_full, and one for what the producer waits for itself
         make_barriers(STAGES, CONSUMERS),  # v_empty
         make_barriers(CONSUMERS, 1),  # turns
+        make_barriers(1, 1),  # drawn_full: the next task's number
+        make_barriers(1, CONSUMERS),  # drawn_empty
     )
     # Copies run outside the warps: this fence shows them the barriers that were made above.
     fence_async_shared()
     work = (blocks_ptr, runs_ptr, num_blocks, heads_together, nheads)
     state = (acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr, sinks_ptr)
     descs = (q_desc, k_desc, v_desc)
-    given = (buffers, barriers, work, num_tasks, num_programs)
+    given = (buffers, barriers, work, num_tasks, num_programs, counter_ptr)
     to_fold = (given, state, num_rows, (inner_scale, outer_scale))
     FLAGS: gl.constexpr = (HAS_LO, HAS_HI, RAGGED, SOFTCAP)
     # Registers per thread: the consumers get those that the producer does not need.
@@ -457,7 +509,8 @@ def hopper_launch(
         q: (batch, rows, nheads, headdim), as `copyable` returns it; so k and v, which have rows.
         k: (batch, rows_kv, nheads_kv, headdim).
         v: (batch, rows_kv, nheads_kv, headdim_v).
-        state: allocated by the caller: acc, m, l unless first and last; out and lse if last.
+        state: allocated by the caller: acc, m, l unless first and last; out and lse if last; and
+            the counter.
         table: descending, for this config's blocks; first and last need blocks for all rows.
         config: BLOCK_M 128 or 192, 4 warps, which a consumer has, and at least 2 stages.
         softmax_scale: positive.
@@ -486,6 +539,7 @@ def hopper_launch(
             "out_ptr": state.out,
             "lse_ptr": state.lse,
             "sinks_ptr": state.sinks,
+            "counter_ptr": state.counter,
             "blocks_ptr": table.blocks,
             "runs_ptr": table.runs,
             "num_tasks": schedule.num_blocks * schedule.num_heads,

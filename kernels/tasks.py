@@ -10,8 +10,8 @@ sequences their columns do not fit into the L2 cache together. So heads may come
 
 A program does the task of its own number: no multiprocessor is idle while tasks are left, whoever
 else has some of them, and copies get a place as soon as a task ends (`test_launches.py`).
-The forward in Gluon, which loads ahead from task to task, has a persistent grid. Neither changes a
-bit of what a task computes.
+The forward in Gluon, which loads ahead from task to task, has a persistent grid, whose programs
+draw their next tasks from a counter. Neither changes a bit of what a task computes.
 """
 
 from __future__ import annotations

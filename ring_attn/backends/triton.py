@@ -95,7 +95,8 @@ class TritonBackend:
 
         sinks = None if sinks is None else sinks.contiguous()
         gluon = self._takes_gluon(q, headdim_v)
-        return TritonState(_unit_stride(q), headdim_v, Carried(sinks=sinks), gluon)
+        counter = torch.zeros(1, dtype=torch.int32, device=q.device) if gluon else None
+        return TritonState(_unit_stride(q), headdim_v, Carried(sinks=sinks, counter=counter), gluon)
 
     def forward(
         self,
@@ -123,10 +124,13 @@ class TritonBackend:
             shape = (batch, rows, nheads, state.headdim_v)
             carried.out = q.new_empty(shape, dtype=state.out_dtype)
             carried.lse = _float32(q, batch, nheads, rows)
+        others = [carried.acc, carried.m, carried.l, carried.out, carried.lse, carried.sinks]
+        if gluon:
+            others.append(carried.counter)
         self._launches.run(
             (tiles, "fwd", first, last, scores, state.out_dtype, carried.sinks is None),
             (q, k, v),
-            (carried.acc, carried.m, carried.l, carried.out, carried.lse, carried.sinks),
+            others,
             lambda: self._forward_launch(q, k, v, tiles, carried, scores, first, last, gluon),
         )
         state.started = True

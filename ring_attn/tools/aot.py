@@ -313,7 +313,8 @@ def variant_launch(
     }
     if variant.is_forward:
         state = flash_fwd.Carried(
-            sinks=torch.empty(HEADS, device="meta") if variant.sinks else None
+            sinks=torch.empty(HEADS, device="meta") if variant.sinks else None,
+            counter=torch.empty(1, dtype=torch.int32, device="meta"),
         )
         if not (variant.first and variant.last):
             state.acc, state.m, state.l = rows_of(HEADS, torch.float32), stats(), stats()

@@ -169,9 +169,10 @@ def empty_state(inputs: Inputs, sinks: Tensor | None = None, *, carried: bool = 
         out = inputs.q.new_empty(batch, rows, nheads, inputs.v.size(3))
         m, l, lse = torch.empty(3, batch, nheads, rows, device=device)
         acc = torch.empty(out.shape, device=device)
+    counter = torch.zeros(1, dtype=torch.int32, device=device)
     if not carried:
-        return Carried(out=out, lse=lse, sinks=sinks)
-    return Carried(acc, m, l, out, lse, sinks)
+        return Carried(out=out, lse=lse, sinks=sinks, counter=counter)
+    return Carried(acc, m, l, out, lse, sinks, counter)
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:
