@@ -58,7 +58,7 @@ from ring_attn.planning.choice import (
 )
 from ring_attn.planning.devices import Cluster, compute_seconds, find_cluster, with_backend
 from ring_attn.planning.memory import peak_of
-from ring_attn.strategies import exchange, q_exchange, ring, ulysses
+from ring_attn.strategies import all_gather, exchange, q_exchange, ring, ulysses
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import code_of, why_not_same_bits
 
@@ -255,6 +255,16 @@ def call_of(problem: Problem, candidate: Candidate) -> Call:
     )  # fmt: skip
 
 
+def cluster_for(problem: Problem, candidate: Candidate) -> Cluster:
+    """The cluster at the rates of the heads of a launch: for few kv heads kernels are others."""
+    call = core_of(call_of(problem, candidate))
+    spec = call.spec
+    if call.strategy.core == "all_gather":
+        chunks = all_gather.chunks_of(call)
+        spec = min((all_gather.chunk_spec(spec, x) for x in chunks), key=lambda x: x.nheads_kv)
+    return with_backend(problem.cluster, problem.backend, spec)
+
+
 def schedule_for(problem: Problem, candidate: Candidate, *, backward: bool) -> Schedule:
     """Actions of all ranks in one direction of a candidate's call."""
     return schedule_of(call_of(problem, candidate), backward=backward)
@@ -288,7 +298,7 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
             in_order=in_order,
             travels=travels,
             at_least=_least_seconds(
-                problem, strategy, core.layouts, _share_at_queries(strategy, in_order, travels)
+                problem, candidate, core.layouts, _share_at_queries(strategy, in_order, travels)
             ),
         )
     except (ValueError, NotImplementedError) as error:
@@ -337,10 +347,11 @@ def _share_at_queries(strategy: Strategy, in_order: bool, travels: Traveller | N
 
 
 def _least_seconds(
-    problem: Problem, strategy: Strategy, layouts: Layouts, at_queries: float
+    problem: Problem, candidate: Candidate, layouts: Layouts, at_queries: float
 ) -> float:
     """Seconds of compute on the busiest rank: the core's tiles, with launches."""
-    spec, device = problem.spec, problem.cluster.device
+    spec, strategy = problem.spec, candidate.strategy
+    device = cluster_for(problem, candidate).device
     heads = -(-spec.nheads // strategy.ulysses_degree) / spec.nheads
     at_once = strategy.core == "all_gather"
 
@@ -467,7 +478,8 @@ def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
         ]
     except NotImplementedError as error:
         return replace(candidate, reason=str(error), refused=True)
-    found = [Direction.of(simulate(schedule, problem.cluster)) for schedule in schedules]
+    cluster = cluster_for(problem, candidate)
+    found = [Direction.of(simulate(schedule, cluster)) for schedule in schedules]
     return replace(candidate, prediction=Prediction(found[0], found[1] if found[1:] else None))
 
 

@@ -1,6 +1,7 @@
 """Which backend runs a call: why not the others, and which one "auto" takes."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -237,7 +238,14 @@ def test_why_says_what_was_compared_and_what_was_left_out(
     assert set(configs.GLUON) == GLUON_HEADDIMS
     assert set(configs.GLUON_BWD) == GLUON_BWD_HEADDIMS
     odd = spec_of("cuda", headdim=96, headdim_v=96)
-    assert with_backend(h100, "triton", odd).device.forward == RATES["sm_90"][PORTABLE].forward
+    ours, portable = RATES["sm_90"]["triton"], RATES["sm_90"][PORTABLE]
+    for spec, forward, backward in (
+        (odd, portable, portable),
+        (replace(spec_of("cuda"), nheads_kv=1), ours, portable),
+        (replace(spec_of("cuda"), nheads_kv=4), ours, ours),
+    ):
+        device = with_backend(h100, "triton", spec).device
+        assert (device.forward, device.backward) == (forward.forward, backward.backward)
     assert backend_elsewhere(odd, Purpose(), "sm_90") == "cudnn"
     assert backend_elsewhere(spec_of("cuda"), TRAINING, "sm_90") == "triton"
 

@@ -14,6 +14,7 @@ import torch
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.rates import PORTABLE, RATES
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.machines.count import peak_bytes
@@ -114,6 +115,26 @@ def test_one_kv_head_is_gathered_at_once() -> None:
     choice = plan(seqlen=1 << 12, nheads_kv=1, layout="zigzag", cluster=waits)
     assert choice.best.label == "all_gather", str(choice)
     assert choice.best.prediction is not None and choice.best.prediction.total.messages == 3
+
+
+def test_strategies_that_leave_few_kv_heads_to_a_launch_have_its_rate() -> None:
+    """Ours has another backward for these on an H100, about half as fast."""
+    choice = plan(
+        nheads_kv=8, layout="zigzag", effort="all", cluster=devices.builtin_cluster("H100")
+    )
+    few = {"ulysses", "hybrid 8 x ring", "hybrid 4 x ring", "all_gather", "all_gather by 2 heads"}
+    many = {"ring", "hybrid 2 x ring", "all_gather by 4 heads"}
+    rates = {
+        c.label: planner.cluster_for(choice.problem, c).device.backward
+        for c in choice.candidates
+        if c.label in few | many
+    }
+    for labels, name in ((few, PORTABLE), (many, "triton")):
+        assert {rates[x] for x in labels & set(rates)} == {RATES["sm_90"][name].backward}, name
+    computes, gathers = (
+        found(choice, x).prediction.backward.compute for x in ("ring", "all_gather")
+    )
+    assert gathers > 1.4 * computes
 
 
 def test_too_little_memory_leaves_the_ring() -> None:
