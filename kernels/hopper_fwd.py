@@ -66,6 +66,7 @@ from .hopper_blocks import (
     load_state,
     make_barriers,
     make_buffers,
+    opaque_zero,
     rescale,
     softmax,
     start_copy,
@@ -374,9 +375,10 @@ def _consume(
                     i == last_run - 1, scales, INDEX, FLAGS, PING_PONG,
                 )  # fmt: skip
 
-        # Loaded again, so that the state's pointers are computed again: kept during the loops they
-        # would take registers from the products.
-        row = gl.load(blocks_ptr + 4 * block) + INDEX * ROWS
+        # Computed again: kept during the loops pointers would take registers from the products.
+        batch, head, block = _task(task + opaque_zero(task), work)
+        row_start, row_stop, _, _ = load_block_row(blocks_ptr, block)
+        row = row_start + INDEX * ROWS
         if LAST:
             m_o = gl.convert_layout(m_i, O_ROWS)
             l_o = gl.convert_layout(l_i, O_ROWS)
