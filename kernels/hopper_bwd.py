@@ -511,7 +511,8 @@ def bwd_launch(
     lse: Tensor,
     delta: Tensor,
     dq: Tensor | None,
-    dkv: tuple[Tensor, Tensor] | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
     turns: Tensor,
     table: TurnTable,
     config: Config,
@@ -528,7 +529,8 @@ def bwd_launch(
         lse: (batch, nheads, rows) float32, contiguous, over all keys of all steps.
         delta: likewise.
         dq: as q, float32, contiguous; accumulated into. None leaves its product out.
-        dkv: dk and dv, as k and v, likewise.
+        dk: as k, likewise; None without dv.
+        dv: likewise.
         turns: int32 zeros, as many as `num_turns`.
         table: for this config's blocks.
         config: BLOCK_N 128, BLOCK_M 128 for 64 dims and 64 for 128, 4 warps, which a consumer has.
@@ -541,7 +543,6 @@ def bwd_launch(
         table, config, q.device, num_heads=batch * nheads_kv, heads_per_kv=1,
         bytes_per_column=nheads // nheads_kv * 2 * headdim * q.element_size(),
     )  # fmt: skip
-    dk, dv = dkv or (None, None)
     return Launch(
         hopper_bwd_kernel,
         (schedule.num_tasks,),
@@ -574,7 +575,7 @@ def bwd_launch(
             "RAGGED": table.ragged,
             "PARTIAL": table.partial,
             "DQ": dq is not None,
-            "DKV": dkv is not None,
+            "DKV": dk is not None,
         },
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attn.backends.base import Backend
+from ring_attn.backends.base import Backend, BackwardInputs
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import Scores
@@ -62,23 +62,19 @@ def run(
     before = [x.clone() for x in inputs]
     scores = Scores(q.size(-1) ** -0.5 if scale is None else scale, softcap)
     accum = torch.float64 if q.dtype == torch.float64 else torch.float32
-    grads = [torch.zeros(x.shape, dtype=accum, device=q.device) for x in (q, k, v)]
+    dq, dk, dv = (torch.zeros(x.shape, dtype=accum, device=q.device) for x in (q, k, v))
     with poisoned_empty():
         state = backend.new_state(q, v.size(-1), sinks)
         for tiles in steps:
             last = say_last and tiles is steps[-1]
             state = backend.forward(q, k, v, tiles, state, scores=scores, last=last)
         out, lse = backend.finalize(state, q.dtype)
-        delta = backend.delta(out, dout)
+        given = BackwardInputs(q, k, v, dout, lse, backend.delta(out, dout))
         for tiles in steps:
-            backend.backward(
-                *(q, k, v, dout, lse, delta, tiles, *grads),
-                scores=scores,
-                out=None if rebuild_out else out,
-            )
+            rest = None if rebuild_out else out
+            backend.backward(given, tiles, (dq, dk, dv), scores=scores, out=rest)
     assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
     factor = backend.gradient_factor(scores)
-    dq, dk, dv = grads
     return Expected(out, lse, *(x.to(q.dtype) for x in (dq * factor, dk * factor, dv)))
 
 

@@ -7,7 +7,7 @@ A backend is given the whole local tensors and the tiles of a step; it may take 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,31 @@ from ring_attn.core.dtypes import accum_dtype
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import State, merge_tree
 from ring_attn.core.tiles import MaskKind, Tile, make_tile
+
+
+class BackwardInputs(NamedTuple):
+    """Tensors that the backward of a step reads.
+
+    Attributes:
+        q: (batch, rows, nheads, headdim), of any strides; likewise k, v and dout.
+        k: (batch, rows_kv, nheads_kv, headdim).
+        v: (batch, rows_kv, nheads_kv, headdim_v).
+        dout: (batch, rows, nheads, headdim_v).
+        lse: (batch, nheads, rows) contiguous, in the type of the state, over all keys of the call.
+        delta: likewise.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+
+
+# dq, dk, dv in the type of the state, contiguous, which are added to; and some of them.
+Gradients = tuple[Tensor, Tensor, Tensor]
+SomeGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Backend(Protocol):
@@ -94,21 +119,14 @@ class Backend(Protocol):
 
     def backward(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
+        inputs: BackwardInputs,
         tiles: Sequence[Tile],
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        gradients: Gradients,
         *,
         scores: Scores,
         out: Tensor | None = None,
     ) -> None:
-        """Adds the tiles' gradients to dq, dk, dv (float32), with the global lse and delta.
+        """Adds the tiles' gradients.
 
         dq and dk lack the factor of `gradient_factor`. `out` is given where the q rows are on the
         rank that owns them. Elsewhere an operator that needs `out` rather than delta rebuilds one
@@ -147,43 +165,21 @@ class InOrderBackend(Backend, Protocol):
     """A backend that gives the same bits however the tiles are spread over calls.
 
     That holds while calls come in folding order, accumulate into the same state and gradients in
-    place, and are cut at multiples of `bits_unit` positions. `backward` has the bits of its halves,
-    `backward_q` and `backward_kv`.
+    place, and are cut at multiples of `bits_unit` positions.
     """
 
     bits_unit: int
 
-    def backward_q(
+    def backward(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
+        inputs: BackwardInputs,
         tiles: Sequence[Tile],
-        dq: Tensor,
+        gradients: SomeGradients,
         *,
         scores: Scores,
+        out: Tensor | None = None,
     ) -> None:
-        """Adds the tiles' gradients to dq."""
-        ...
-
-    def backward_kv(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        tiles: Sequence[Tile],
-        dk: Tensor,
-        dv: Tensor,
-        *,
-        scores: Scores,
-    ) -> None:
-        """Adds the tiles' gradients to dk and dv."""
+        """Adds the gradients to dq, or to dk and dv, or to all of them with the same bits."""
         ...
 
 
@@ -193,7 +189,7 @@ def folds_in_order(backend: Backend) -> TypeGuard[InOrderBackend]:
 
 
 def in_one_pass(backend: Backend, spec: AttentionSpec) -> bool:
-    """Whether `backward` takes less than its halves: by default not, where there are any."""
+    """Whether all gradients take less than dq, and dk and dv: by default not, in order."""
     found = getattr(backend, "in_one_pass", None)
     return not folds_in_order(backend) if found is None else bool(found(spec))
 
@@ -287,24 +283,18 @@ class TileBackend:
 
     def backward(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
+        inputs: BackwardInputs,
         tiles: Sequence[Tile],
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        gradients: Gradients,
         *,
         scores: Scores,
         out: Tensor | None = None,
     ) -> None:
-        """Adds the tiles' gradients to dq, dk, dv."""
+        """Adds the tiles' gradients."""
+        q, k, v, dout, lse, delta = inputs
         side = self.q_side(q, dout, lse, delta, out)
         for tile in tiles:
-            self.backward_tile(side, k, v, tile, dq, dk, dv, scores)
+            self.backward_tile(side, k, v, tile, *gradients, scores)
 
     def gradient_factor(self, scores: Scores) -> float:
         """1: the gradients of every tile have been scaled."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ring_attn.backends.base import architecture, greatest
+from ring_attn.backends.base import BackwardInputs, SomeGradients, architecture, greatest
 from ring_attn.backends.kept_launches import KeptLaunches, enqueue
 from ring_attn.backends.triton_support import why_not
 from ring_attn.core.rates import GLUON_BWD_KV_HEADS, takes_gluon_bwd
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 # At most this many rows (counting each query head of a kv head) count as decoding, where keys are
 # read in parts; above it, blocks of rows already fill the GPU.
 MOST_DECODED_ROWS = 64
-
-# q, k, v, dout, lse, delta.
-BackwardInputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass
@@ -234,76 +231,29 @@ class TritonBackend:
 
     def backward(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
+        inputs: BackwardInputs,
         tiles: Sequence[Tile],
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        gradients: SomeGradients,
         *,
         scores: Scores,
         out: Tensor | None = None,
     ) -> None:
         """Adds the tiles' gradients; to dq and dk without softmax_scale."""
-        if self._in_turns((q, k, v, dout, lse, delta), tiles, dq, (dk, dv), scores):
+        dq, dk, dv = gradients
+        if not tiles or self._in_turns(inputs, tiles, gradients, scores):
             return
-        self.backward_q(q, k, v, dout, lse, delta, tiles, dq, scores=scores)
-        self.backward_kv(q, k, v, dout, lse, delta, tiles, dk, dv, scores=scores)
-
-    def backward_q(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        tiles: Sequence[Tile],
-        dq: Tensor,
-        *,
-        scores: Scores,
-    ) -> None:
-        """Adds the tiles' gradients to dq."""
-        if self._in_turns((q, k, v, dout, lse, delta), tiles, dq, None, scores):
-            return
-        q, k, v, dout = _unit_stride(q), _unit_stride(k), _unit_stride(v), _unit_stride(dout)
-
-        self._launches.run(
-            (tiles, "dq", scores),
-            (q, k, v, dout),
-            (lse, delta, dq),
-            lambda: self._dq_launch((q, k, v, dout, lse, delta), tiles, dq, scores),
-        )
-
-    def backward_kv(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        tiles: Sequence[Tile],
-        dk: Tensor,
-        dv: Tensor,
-        *,
-        scores: Scores,
-    ) -> None:
-        """Adds the tiles' gradients to dk and dv."""
-        if self._in_turns((q, k, v, dout, lse, delta), tiles, None, (dk, dv), scores):
-            return
-        q, k, v, dout = _unit_stride(q), _unit_stride(k), _unit_stride(v), _unit_stride(dout)
-
-        self._launches.run(
-            (tiles, "dkdv", scores),
-            (q, k, v, dout),
-            (lse, delta, dk, dv),
-            lambda: self._dkdv_launch((q, k, v, dout, lse, delta), tiles, dk, dv, scores),
-        )
+        q, k, v, dout, *stats = map(_unit_stride, inputs)
+        inputs = BackwardInputs(q, k, v, dout, *stats)
+        if dq is not None:
+            self._launches.run(
+                (tiles, "dq", scores), (q, k, v, dout), (*stats, dq),
+                lambda: self._dq_launch(inputs, tiles, dq, scores),
+            )  # fmt: skip
+        if dk is not None and dv is not None:
+            self._launches.run(
+                (tiles, "dkdv", scores), (q, k, v, dout), (*stats, dk, dv),
+                lambda: self._dkdv_launch(inputs, tiles, dk, dv, scores),
+            )  # fmt: skip
 
     def in_one_pass(self, spec: AttentionSpec) -> bool:
         """Whether the GPU has the backward in Gluon, which makes all gradients at once."""
@@ -313,33 +263,29 @@ class TritonBackend:
         self,
         inputs: BackwardInputs,
         tiles: Sequence[Tile],
-        dq: Tensor | None,
-        dkv: tuple[Tensor, Tensor] | None,
+        gradients: SomeGradients,
         scores: Scores,
     ) -> bool:
-        """Adds the tiles' gradients by the kernel in Gluon, which leaves out what is None.
-
-        Returns:
-            Whether nothing is left to be done.
-        """
+        """Adds the tiles' gradients by the kernel in Gluon, where it takes the call."""
         from ring_attn.kernels import tuned
         from ring_attn.kernels.hopper_bwd import bwd_launch, num_turns
         from ring_attn.kernels.step_table import transposed
         from ring_attn.kernels.turn_table import make_turn_table
 
-        q, k, v, dout, lse, delta = inputs
-        if not tiles or not self._takes_gluon_bwd(q, v, scores):
-            return not tiles
-        q, k, v, dout = map(_copyable, (q, k, v, dout))
+        if not self._takes_gluon_bwd(inputs.q, inputs.v, scores):
+            return False
+        q, k, v, dout = map(_copyable, inputs[:4])
+        inputs = BackwardInputs(q, k, v, dout, *inputs[4:])
+        dq, dk, dv = gradients
         config = self._configs.get("gluon_bwd") or tuned.select("gluon_bwd", q, v.size(3))
         blocks = (config.BLOCK_N, config.BLOCK_M)
         turns = torch.zeros(num_turns(q, config), dtype=torch.int32, device=q.device)
         self._launches.run(
-            (tiles, "bwd", dq is None, dkv is None, scores),
+            (tiles, "bwd", dq is None, dk is None, scores),
             (q, k, v, dout),
-            (lse, delta, dq, *(dkv or (None, None)), turns),
+            (*inputs[4:], *gradients, turns),
             lambda: bwd_launch(
-                q, k, v, dout, lse, delta, dq, dkv, turns, self._launches.table(
+                *inputs, *gradients, turns, self._launches.table(
                     tiles, (blocks, q.device, "turns"),
                     lambda: make_turn_table(transposed(_rectangles(tiles)), *blocks, q.device),
                 ), config, softmax_scale=scores.softmax_scale,

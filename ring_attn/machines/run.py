@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends import get_backend
-from ring_attn.backends.base import Backend, decodes, folds_in_order, in_one_pass
+from ring_attn.backends.base import Backend, BackwardInputs, decodes, folds_in_order, in_one_pass
 from ring_attn.core.messages import Message
 from ring_attn.core.program import (
     Add,
@@ -527,20 +527,21 @@ class Run:
         if not op.tiles:
             return
         q, dout, lse, delta = map(self.get, op.q_side)
-        given = (q, *map(self.get, op.kv), dout, lse.contiguous(), delta.contiguous(), op.tiles)
-        dq = () if op.dq is None else (self.get(op.dq),)
-        dkv = () if op.dkv is None else tuple(map(self.get, op.dkv))
+        k, v = map(self.get, op.kv)
+        inputs = BackwardInputs(q, k, v, dout, lse.contiguous(), delta.contiguous())
+        dq = None if op.dq is None else self.get(op.dq)
+        dk, dv = (None, None) if op.dkv is None else map(self.get, op.dkv)
         backend = self.backend
         with self._part("attend", len(op.tiles)):
             whole = op.part == "all" and in_one_pass(backend, self.spec)
             if folds_in_order(backend) and not whole:
-                q_half = partial(backend.backward_q, *given, *dq, scores=self.scores)
-                kv_half = partial(backend.backward_kv, *given, *dkv, scores=self.scores)
+                add = partial(backend.backward, inputs, op.tiles, scores=self.scores)
+                q_half, kv_half = partial(add, (dq, None, None)), partial(add, (None, dk, dv))
                 halves = {"q": (q_half,), "kv": (kv_half,), "all": (kv_half, q_half)}
                 streams.side_by_side(self._device, *halves[op.part])
-            elif op.part == "all":
+            elif dq is not None and dk is not None and dv is not None:
                 out = None if op.out is None else self.get(op.out)
-                backend.backward(*given, *dq, *dkv, scores=self.scores, out=out)
+                backend.backward(inputs, op.tiles, (dq, dk, dv), scores=self.scores, out=out)
             else:
                 raise NotImplementedError(
                     f"gradients in order need a backend that folds in one order, as triton does, "

@@ -337,7 +337,7 @@ def variant_launch(
         turns = torch.empty(1, dtype=torch.int32, device="meta")
         dq = rows_of(HEADS, torch.float32, head_dim)
         return hopper_bwd.bwd_launch(
-            *known, dq, (dk, dv), turns, table, config, softmax_scale=head_dim**-0.5
+            *known, dq, dk, dv, turns, table, config, softmax_scale=head_dim**-0.5
         )
     return flash_bwd.dkdv_launch(*known, dk, dv, table, config, **options)
 

@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ring_attn.backends import Purpose, choose_backend, get_backend
-from ring_attn.backends.base import Backend
+from ring_attn.backends.base import Backend, BackwardInputs
 from ring_attn.check import check_group
 from ring_attn.core.program import Hop
 from ring_attn.core.rates import Rate
@@ -326,14 +326,12 @@ class _Bench:
 
         state = fold(backend.new_state(q, spec.headdim_v), last=True)
         out, lse = backend.finalize(state, q.dtype)
-        delta = backend.delta(out, dout)
+        inputs = BackwardInputs(q, k, v, dout, lse, backend.delta(out, dout))
         state = fold(backend.new_state(q, spec.headdim_v), last=False)
-        grads = [torch.zeros_like(x, dtype=spec.accum_dtype) for x in (q, k, v)]
+        dq, dk, dv = (torch.zeros_like(x, dtype=spec.accum_dtype) for x in (q, k, v))
 
         def backward() -> None:
-            backend.backward(
-                q, k, v, dout, lse, delta, (tile,), *grads, scores=scores, out=out
-            )  # fmt: skip
+            backend.backward(inputs, (tile,), (dq, dk, dv), scores=scores, out=out)
 
         return lambda: fold(state, last=False), backward
 

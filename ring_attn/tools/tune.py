@@ -38,6 +38,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ring_attn.backends import get_backend
+from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.bench import kernel as attention
 from ring_attn.bench.implementations import FLASH_PACKAGES, Attention, Data, Problem, reason
@@ -213,18 +214,19 @@ class Kernels(Attention):
     def _prepare(self) -> None:
         q, k, v, dout = self._inputs
         assert self.out is not None, "forward comes first"
-        self._stats = (self._lse, self._backend.delta(self.out, dout))
-        self._sums = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+        self._given = BackwardInputs(*self._inputs, self._lse, self._backend.delta(self.out, dout))
+        dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+        self._sums = dq, dk, dv
 
     def _dq(self) -> list[Tensor]:
-        args = (*self._inputs, *self._stats, self._tiles)
-        self._backend.backward_q(*args, self._sums[0], scores=self._scores)
-        return self._sums[:1]
+        dq, _, _ = self._sums
+        self._backend.backward(self._given, self._tiles, (dq, None, None), scores=self._scores)
+        return [dq]
 
     def _dkdv(self) -> list[Tensor]:
-        args = (*self._inputs, *self._stats, self._tiles)
-        self._backend.backward_kv(*args, self._sums[1], self._sums[2], scores=self._scores)
-        return self._sums[1:]
+        _, dk, dv = self._sums
+        self._backend.backward(self._given, self._tiles, (None, dk, dv), scores=self._scores)
+        return [dk, dv]
 
 
 def candidate(kind: str, config: Config, frozen: Config | None, *, gluon: bool = False) -> Row:

@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from ring_attn.backends.reference import ReferenceBackend
 from ring_attn.machines import run as machine
@@ -52,24 +51,22 @@ def test_shards_do_not_wait_for_attention() -> None:
     assert all(behind == given > 0 for behind, given in found)
 
 
-def grad_q(self: Any, *given: Any, scores: Any) -> None:
-    *args, tiles, dq = given
-    dk, dv = (torch.zeros(x.shape, dtype=dq.dtype) for x in args[1:3])
-    self.backward(*args, tiles, dq, dk, dv, scores=scores)
+BACKWARD = ReferenceBackend.backward
 
 
-def grad_kv(self: Any, *given: Any, scores: Any) -> None:
-    *args, tiles, dk, dv = given
-    dq: Tensor = torch.zeros(args[0].shape, dtype=dk.dtype)
-    self.backward(*args, tiles, dq, dk, dv, scores=scores)
+def backward(self: Any, inputs: Any, tiles: Any, gradients: Any, *, scores: Any) -> None:
+    wanted = [
+        torch.zeros(x.shape) if wanted is None else wanted
+        for x, wanted in zip(inputs[:3], gradients, strict=True)
+    ]
+    BACKWARD(self, inputs, tiles, wanted, scores=scores)
 
 
 @contextmanager
 def in_halves() -> Iterator[None]:
     """A backend that computes dq, and dk and dv, apart."""
-    halves = {"backward_q": grad_q, "backward_kv": grad_kv}
     with (
-        mock.patch.multiple(ReferenceBackend, create=True, **halves),
+        mock.patch.object(ReferenceBackend, "backward", backward),
         mock.patch.object(machine, "folds_in_order", lambda backend: True),
         mock.patch.object(machine, "in_one_pass", lambda backend, spec: False),
     ):

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from ring_attn.backends import triton
+from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
 from ring_attn.core.messages import Gathered
@@ -61,6 +62,10 @@ class Tensors:
         self.dq = torch.empty(1, self.rows, HEADS, self.dim)
         self.dk, self.dv = (torch.empty(1, self.rows, KV_HEADS, self.dim) for _ in range(2))
 
+    @property
+    def inputs(self) -> BackwardInputs:
+        return BackwardInputs(self.q, self.k, self.v, self.dout, self.lse, self.delta)
+
     def _new(self, heads: int) -> Tensor:
         size = self.rows * heads * self.dim
         x = torch.empty(size + 64, dtype=self.dtype)[self.offset : self.offset + size]
@@ -85,8 +90,7 @@ def forward(*lasts: bool, tiles: tuple[Tile, ...] = CAUSAL, sinks: bool = False)
 
 def grad_q(tiles: tuple[Tile, ...] = CAUSAL) -> Call:
     def call(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
-        args = (x.q, x.k, x.v, x.dout, x.lse, x.delta, tiles)
-        backend.backward_q(*args, x.dq, scores=SCORES)
+        backend.backward(x.inputs, tiles, (x.dq, None, None), scores=SCORES)
         return {}
 
     return call
@@ -94,8 +98,7 @@ def grad_q(tiles: tuple[Tile, ...] = CAUSAL) -> Call:
 
 def grad_kv(tiles: tuple[Tile, ...] = CAUSAL) -> Call:
     def call(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
-        args = (x.q, x.k, x.v, x.dout, x.lse, x.delta, tiles)
-        backend.backward_kv(*args, x.dk, x.dv, scores=SCORES)
+        backend.backward(x.inputs, tiles, (None, x.dk, x.dv), scores=SCORES)
         return {}
 
     return call
@@ -104,12 +107,11 @@ def grad_kv(tiles: tuple[Tile, ...] = CAUSAL) -> Call:
 def grad(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
     """All gradients in one launch, with turns that are made for it."""
     made, zeros = list[Tensor](), torch.zeros
-    args = (x.q, x.k, x.v, x.dout, x.lse, x.delta, WHOLE_BLOCKS, x.dq, x.dk, x.dv)
     with (
         mock.patch.object(torch, "zeros", lambda *a, **k: made.append(zeros(*a, **k)) or made[-1]),
         mock.patch.object(triton, "GLUON_BWD_KV_HEADS", KV_HEADS),
     ):
-        backend.backward(*args, scores=SCORES)
+        backend.backward(x.inputs, WHOLE_BLOCKS, (x.dq, x.dk, x.dv), scores=SCORES)
     return {"turns": made[0]}
 
 

@@ -142,7 +142,7 @@ def launch_of(
     launch = bwd_launch(
         q, k, v, dout, oracle.lse.float().contiguous(), delta.float().contiguous(),
         grads[0] if "q" in parts.split() else None,
-        (grads[1], grads[2]) if "kv" in parts.split() else None,
+        *(grads[1:] if "kv" in parts.split() else (None, None)),
         torch.zeros(num_turns(q, config), dtype=torch.int32),
         table_of(whole(mask) if tiles is None else tiles, config.BLOCK_M), config,
         softmax_scale=q.size(3) ** -0.5,

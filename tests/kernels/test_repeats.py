@@ -25,7 +25,7 @@ CALLS = {
     "forward, first and middle": (2, "q k v acc m l"),
     "forward, last": (2, "q k v acc m l out lse"),
     "forward, no mask": (1, "q k v out lse"),
-    "forward, gluon": (1, "q k v out lse"),
+    "forward, gluon": (1, "q k v out lse counter"),
     "backward, gluon": (1, "q k v dout lse delta dq dk dv turns"),
     "dq": (1, "q k v dout lse delta dq"),
     "dkdv": (1, "q k v dout lse delta dk dv"),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ring_attn.backends import choose_backend, get_backend, kept_launches
 from ring_attn.backends import triton_support as module
+from ring_attn.backends.base import BackwardInputs
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec, Scores
@@ -266,16 +267,16 @@ def test_backward_is_its_two_halves_in_place() -> None:
     tiles = whole(mask)
     state = backend.forward(q, k, v, tiles, state, scores=scores, last=True)
     out, lse = backend.finalize(state, q.dtype)
-    args = (q, k, v, dout, lse, backend.delta(out, dout), tiles)
+    args = (BackwardInputs(q, k, v, dout, lse, backend.delta(out, dout)), tiles)
 
-    def threes() -> list[Tensor]:
-        return [torch.full(x.shape, 3.0, device=DEVICE) for x in (q, k, v)]
+    def threes() -> tuple[Tensor, ...]:
+        return tuple(torch.full(x.shape, 3.0, device=DEVICE) for x in (q, k, v))
 
     both, halves = threes(), threes()
-    backend.backward(*args, *both, scores=scores)
-    backend.backward_q(*args, halves[0], scores=scores)
+    backend.backward(*args, both, scores=scores)
+    backend.backward(*args, (halves[0], None, None), scores=scores)
     assert all(bool((x == 3.0).all()) for x in halves[1:])
-    backend.backward_kv(*args, *halves[1:], scores=scores)
+    backend.backward(*args, (None, *halves[1:]), scores=scores)
     for x, y in zip(both, halves, strict=True):
         assert torch.equal(x, y) and bool((x != 3.0).any())
 

@@ -21,7 +21,13 @@ from ring_attn.backends import (
     aten,
     get_backend,
 )  # fmt: skip
-from ring_attn.backends.base import Backend, equal_headdims, flash_window, out_from_delta
+from ring_attn.backends.base import (
+    Backend,
+    BackwardInputs,
+    equal_headdims,
+    flash_window,
+    out_from_delta,
+)
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import Scores
 from ring_attn.core.tiles import Band, MaskKind, Tile, make_tile
@@ -203,9 +209,9 @@ def test_gradients_are_added(name: str) -> None:
     once = run(backend, inputs, [tiles])
     q, k, v, dout = inputs
     delta = (once.out * dout).sum(-1).transpose(1, 2).contiguous()
-    grads = [torch.full_like(x, 3.0) for x in (q, k, v)]
-    args = (q, k, v, dout, once.lse, delta, tiles, *grads)
-    backend.backward(*args, scores=Scores(0.25), out=once.out)
+    grads = torch.full_like(q, 3.0), torch.full_like(k, 3.0), torch.full_like(v, 3.0)
+    given = BackwardInputs(q, k, v, dout, once.lse, delta)
+    backend.backward(given, tiles, grads, scores=Scores(0.25), out=once.out)
     for got, alone in zip(grads, (once.dq, once.dk, once.dv), strict=True):
         assert torch.equal(got, alone + 3.0)
 

@@ -138,8 +138,6 @@ class Idle(AtenBackend):
     def backward(self, *_: Any, **__: Any) -> None:
         pass
 
-    backward_q = backward_kv = backward
-
     def workspace_bytes(self, *_: Any, **__: Any) -> int:
         return 0
 
