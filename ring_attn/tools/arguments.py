@@ -178,8 +178,15 @@ def write_if_interrupted(path: Path | None, payload: Callable[[], dict[str, Any]
 
 
 def _write_json(path: Path, payload: dict[str, Any]) -> None:
-    text = json.dumps(_finite(payload), indent=2, allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    """Each entry on a line of its own, and of lists each item, so that reports differ by rows."""
+    entries = [f"  {json.dumps(name)}: {_lines(value)}" for name, value in _finite(payload).items()]
+    path.write_text("{\n" + ",\n".join(entries) + "\n}\n", encoding="utf-8")
+
+
+def _lines(value: Any) -> str:
+    if not isinstance(value, list) or not value:
+        return json.dumps(value, allow_nan=False)
+    return "[\n" + ",\n".join(f"    {json.dumps(x, allow_nan=False)}" for x in value) + "\n  ]"
 
 
 def _finite(value: Any) -> Any:

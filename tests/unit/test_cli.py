@@ -64,10 +64,12 @@ def test_parse_sizes_and_dtypes() -> None:
         parse_dtype("int8")
 
 
-def test_write_json_has_no_infinities(tmp_path: Path) -> None:
+def test_a_report_has_no_infinities_and_a_line_for_each_row(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    write_json(path, {"a": (1, math.inf), "b": {"c": math.nan}})
-    assert json.loads(path.read_text()) == {"a": [1, None], "b": {"c": None}}
+    write_json(path, {"a": (1, math.inf), "b": {"c": math.nan}, "rows": [{"x": [1, 2]}], "d": []})
+    text = path.read_text()
+    assert json.loads(text) == {"a": [1, None], "b": {"c": None}, "rows": [{"x": [1, 2]}], "d": []}
+    assert '{"x": [1, 2]}' in map(str.strip, text.splitlines())
 
 
 def test_a_command_can_be_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
