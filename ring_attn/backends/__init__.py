@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from ring_attn.backends.base import (
     Backend,
-    InOrderBackend,
     TileBackend,
     architecture,
     decodes,
@@ -98,20 +97,6 @@ def bits_unit(name: str) -> int | None:
     """Positions of a block on whose grid the backend folds in one order; None where it does not."""
     backend = get_backend(name)
     return backend.bits_unit if folds_in_order(backend) else None
-
-
-def folding_backend(name: str) -> InOrderBackend:
-    """The backend of a call whose sums are to be made in order.
-
-    Raises:
-        NotImplementedError: it folds in no one order.
-    """
-    backend = get_backend(name)
-    if not folds_in_order(backend):
-        raise NotImplementedError(
-            f"same_bits=True needs a backend that folds in one order, as triton does, got {name!r}"
-        )
-    return backend
 
 
 @lru_cache(maxsize=1024)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ring_attn.backends.base import (
     NO_MAX_LOGITS,
+    Gradients,
     TileBackend,
     band_mask,
     equal_headdims,
@@ -87,14 +88,12 @@ class AtenBackend(TileBackend):
         k: Tensor,
         v: Tensor,
         tile: Tile,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        gradients: Gradients,
         scores: Scores,
     ) -> None:
         """Computes each piece of the tile by one operator call."""
         for piece in self.pieces(tile, k.device.type):
-            self._backward_piece(side, k, v, piece, (dq, dk, dv), scores.softmax_scale)
+            self._backward_piece(side, k, v, piece, gradients, scores.softmax_scale)
 
     def pieces(self, tile: Tile, device_type: str) -> Iterator[Tile]:
         """The tile as rectangles that the operator of that device takes in one call each."""
@@ -118,7 +117,7 @@ class AtenBackend(TileBackend):
         k: Tensor,
         v: Tensor,
         piece: Tile,
-        totals: tuple[Tensor, Tensor, Tensor],
+        totals: Gradients,
         scale: float,
     ) -> None:
         q, dout, lse, out = side

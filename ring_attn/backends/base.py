@@ -294,7 +294,7 @@ class TileBackend:
         q, k, v, dout, lse, delta = inputs
         side = self.q_side(q, dout, lse, delta, out)
         for tile in tiles:
-            self.backward_tile(side, k, v, tile, *gradients, scores)
+            self.backward_tile(side, k, v, tile, gradients, scores)
 
     def gradient_factor(self, scores: Scores) -> float:
         """1: the gradients of every tile have been scaled."""
@@ -359,9 +359,7 @@ class TileBackend:
         k: Tensor,
         v: Tensor,
         tile: Tile,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        gradients: Gradients,
         scores: Scores,
     ) -> None:
         """Adds one tile's gradients."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ring_attn.backends.base import (
     NO_MAX_LOGITS,
+    Gradients,
     TileBackend,
     architecture,
     equal_headdims,
@@ -114,14 +115,12 @@ class FlashAttnBackend(TileBackend):
         k: Tensor,
         v: Tensor,
         tile: Tile,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        gradients: Gradients,
         scores: Scores,
     ) -> None:
         """Computes each piece by one deterministic call."""
         for piece in flash_pieces(tile):
-            self._backward_piece(side, k, v, piece, dq, dk, dv, scores)
+            self._backward_piece(side, k, v, piece, gradients, scores)
 
     def _backward_piece(
         self,
@@ -129,26 +128,19 @@ class FlashAttnBackend(TileBackend):
         k: Tensor,
         v: Tensor,
         piece: Tile,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        gradients: Gradients,
         scores: Scores,
     ) -> None:
         q, dout, lse, out = side
         tensors = equal_headdims(
-            dout[:, piece.q],
-            q[:, piece.q],
-            k[:, piece.kv],
-            v[:, piece.kv],
-            out[:, piece.q],
+            dout[:, piece.q], q[:, piece.q], k[:, piece.kv], v[:, piece.kv], out[:, piece.q],
             multiple=8,
-        )
+        )  # fmt: skip
         grads = [torch.empty_like(x) for x in tensors[1:4]]
         lse = lse[:, :, piece.q].contiguous()
         self.call_backward((*tensors, lse), grads, flash_window(piece), scores)
-        for total, grad, rows in zip(
-            (dq, dk, dv), grads, (piece.q, piece.kv, piece.kv), strict=True
-        ):
+        sides = (piece.q, piece.kv, piece.kv)
+        for total, grad, rows in zip(gradients, grads, sides, strict=True):
             total[:, rows] += grad[..., : total.size(-1)]
 
     def call_forward(

@@ -12,7 +12,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ring_attn.backends.base import TileBackend, band_mask
+from ring_attn.backends.base import Gradients, TileBackend, band_mask
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import State
 from ring_attn.core.tiles import Tile
@@ -48,9 +48,7 @@ class ReferenceBackend(TileBackend):
         k: Tensor,
         v: Tensor,
         tile: Tile,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        gradients: Gradients,
         scores: Scores,
     ) -> None:
         """p = exp(s - lse), ds = p (do v^T - delta) scale; dv = p^T do, dq = ds k, dk = ds^T q.
@@ -58,6 +56,7 @@ class ReferenceBackend(TileBackend):
         With softcap, ds is multiplied by the slope of the cap, 1 - (s / softcap)^2.
         """
         q, dout, lse, delta = side
+        dq, dk, dv = gradients
         dtype, groups = dq.dtype, k.size(2)
         q, k, v = q[:, tile.q], k[:, tile.kv].to(dtype), v[:, tile.kv].to(dtype)
         lse, delta = (
