@@ -255,7 +255,7 @@ def call_of(problem: Problem, candidate: Candidate) -> Call:
     )  # fmt: skip
 
 
-def cluster_for(problem: Problem, candidate: Candidate) -> Cluster:
+def rated_cluster(problem: Problem, candidate: Candidate) -> Cluster:
     """The cluster at the rates of the heads of a launch: for few kv heads kernels are others."""
     call = core_of(call_of(problem, candidate))
     spec = call.spec
@@ -351,7 +351,7 @@ def _least_seconds(
 ) -> float:
     """Seconds of compute on the busiest rank: the core's tiles, with launches."""
     spec, strategy = problem.spec, candidate.strategy
-    device = cluster_for(problem, candidate).device
+    device = rated_cluster(problem, candidate).device
     heads = -(-spec.nheads // strategy.ulysses_degree) / spec.nheads
     at_once = strategy.core == "all_gather"
 
@@ -478,7 +478,7 @@ def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
         ]
     except NotImplementedError as error:
         return replace(candidate, reason=str(error), refused=True)
-    cluster = cluster_for(problem, candidate)
+    cluster = rated_cluster(problem, candidate)
     found = [Direction.of(simulate(schedule, cluster)) for schedule in schedules]
     return replace(candidate, prediction=Prediction(found[0], found[1] if found[1:] else None))
 

@@ -28,7 +28,7 @@ from ring_attn.machines.draw import draw
 from ring_attn.machines.time import Simulation, simulate
 from ring_attn.planning.choice import Candidate, Choice, Problem
 from ring_attn.planning.devices import Cluster, builtin_cluster, find_cluster, load_cluster
-from ring_attn.planning.planner import call_of, cluster_for, explain, schedule_for
+from ring_attn.planning.planner import call_of, explain, rated_cluster, schedule_for
 from ring_attn.strategies.registry import program_of
 from ring_attn.tools import plan_report as report
 from ring_attn.tools.arguments import (
@@ -291,7 +291,7 @@ def simulated(problem: Problem, candidate: Candidate) -> dict[str, Simulation]:
     return {
         name: simulate(
             schedule_for(problem, candidate, backward=name == "backward"),
-            cluster_for(problem, candidate),
+            rated_cluster(problem, candidate),
             spans=True,
         )
         for name in names

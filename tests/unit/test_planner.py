@@ -125,7 +125,7 @@ def test_strategies_that_leave_few_kv_heads_to_a_launch_have_its_rate() -> None:
     few = {"ulysses", "hybrid 8 x ring", "hybrid 4 x ring", "all_gather", "all_gather by 2 heads"}
     many = {"ring", "hybrid 2 x ring", "all_gather by 4 heads"}
     rates = {
-        c.label: planner.cluster_for(choice.problem, c).device.backward
+        c.label: planner.rated_cluster(choice.problem, c).device.backward
         for c in choice.candidates
         if c.label in few | many
     }
