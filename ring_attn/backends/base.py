@@ -179,7 +179,7 @@ class InOrderBackend(Backend, Protocol):
         scores: Scores,
         out: Tensor | None = None,
     ) -> None:
-        """Adds the gradients to dq, or to dk and dv, or to all of them with the same bits."""
+        """Adds the gradients to dq, or to dk and dv, or to all at once with the same bits."""
         ...
 
 
@@ -189,7 +189,10 @@ def folds_in_order(backend: Backend) -> TypeGuard[InOrderBackend]:
 
 
 def in_one_pass(backend: Backend, spec: AttentionSpec) -> bool:
-    """Whether all gradients take less than dq, and dk and dv: by default not, in order."""
+    """Whether all gradients at once take less time than dq and then dk and dv.
+
+    By default that is so where a backend makes them only at once.
+    """
     found = getattr(backend, "in_one_pass", None)
     return not folds_in_order(backend) if found is None else bool(found(spec))
 
