@@ -10,7 +10,8 @@ import torch
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.tiles import Tile
-from ring_attn.kernels.configs import FEW, filling, frozen
+from ring_attn.kernels.configs import FEW, GLUON, filling, frozen
+from ring_attn.kernels.tasks import SMS_PER_COPY
 from ring_attn.strategies.ring import ring_steps
 from tests.bounds import whole
 from tests.kernels.launches import (
@@ -68,6 +69,32 @@ def test_beside_copies(
     found = tuple(round(slowdown(times, grid, held, share), 2) for held in (2, 16))
     assert found == expected
     assert round(slowdown(times, lambda x: counter(x, SMS - 8), 0, 0.0), 2) == 1.1
+
+
+@pytest.mark.parametrize(
+    ("step", "grid", "expected"),
+    [
+        ("own", static, (1.13, 1.31, 2.01)),
+        ("own", counter, (1.07, 1.09, 1.13)),
+        ("all q", static, (1.1, 1.33, 2.03)),
+        ("all q", counter, (1.1, 1.1, 1.16)),
+        ("late q", static, (1.16, 1.33, 2.03)),
+        ("late q", counter, (1.16, 1.16, 1.16)),
+    ],
+)
+def test_a_persistent_grid_beside_copies(
+    step: str, grid: Callable[..., Programs], expected: tuple[float, ...]
+) -> None:
+    """The forward in Gluon, of 124 programs: copies on 8 SMs, 16 for a third of the time, 16.
+
+    A program that finds no SM comes last: of a static grid with a share of the tasks, else with
+    what is left. Spread evenly over 124 and 116 SMs the work takes 1.06 and 1.14.
+    """
+    times = task_times(launch("fwd", STEPS[step], ROWS, (32, 8), GLUON[128][0]))
+    programs = SMS - SMS // SMS_PER_COPY
+    held = ((8, 1.0), (16, 0.3), (16, 1.0))
+    found = [slowdown(times, lambda x: grid(x, programs), *beside) for beside in held]
+    assert tuple(round(x, 2) for x in found) == expected
 
 
 @pytest.mark.parametrize(
