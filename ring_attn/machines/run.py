@@ -543,10 +543,8 @@ class Run:
                 out = None if op.out is None else self.get(op.out)
                 backend.backward(inputs, op.tiles, (dq, dk, dv), scores=self.scores, out=out)
             else:
-                raise NotImplementedError(
-                    f"gradients in order need a backend that folds in one order, as triton does, "
-                    f"got {backend.name!r}"
-                )
+                needed = "gradients in order need a backend that folds in one order, as triton does"
+                raise NotImplementedError(f"{needed}; got {backend.name!r}")
 
     def round(self, op: Round) -> None:
         if isinstance(op.gradient, View):
