@@ -27,7 +27,7 @@ from tests.bounds import assert_holds, expect, visible_pairs, whole
 from tests.kernels.calls import Step, cut_keys, in_interpreter, rectangles
 from tests.kernels.ptx import launching
 from tests.kernels.ptx.faults import Deadlock, Fault, NotWaited, Race
-from tests.kernels.test_hopper_fwd import MASKS
+from tests.kernels.test_hopper_fwd import HEADS, MASKS
 
 CPU = torch.device("cpu")
 ROWS = 128
@@ -193,9 +193,7 @@ def test_masks(name: str) -> None:
 
 @in_interpreter
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("nheads", "nheads_kv", "batch"), [(4, 2, 1), (3, 1, 1), (2, 2, 2), (1, 1, 1)]
-)
+@pytest.mark.parametrize(("nheads", "nheads_kv", "batch"), HEADS)
 def test_heads(nheads: int, nheads_kv: int, batch: int) -> None:
     mask = Mask(97, 113, causal=True)
     inputs = inputs_of(mask, nheads=nheads, nheads_kv=nheads_kv, batch=batch)

@@ -77,6 +77,9 @@ MASKS = {
     ),
 }
 
+# nheads, nheads_kv, batch
+HEADS = [(4, 2, 1), (3, 1, 1), (2, 2, 2), (1, 1, 1)]
+
 
 def inputs_for(mask: Mask, **sizes: Any) -> Inputs:
     """Random float16 inputs on the CPU: two heads of 64 over one of keys, unless said otherwise."""
@@ -143,9 +146,7 @@ def test_masks(name: str) -> None:
 
 @in_interpreter
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("nheads", "nheads_kv", "batch"), [(4, 2, 1), (3, 1, 1), (2, 2, 2), (1, 1, 1)]
-)
+@pytest.mark.parametrize(("nheads", "nheads_kv", "batch"), HEADS)
 def test_heads(nheads: int, nheads_kv: int, batch: int) -> None:
     mask = Mask(97, 113, causal=True)
     inputs = inputs_for(mask, nheads=nheads, nheads_kv=nheads_kv, batch=batch)
