@@ -56,14 +56,7 @@ Run = Callable[[], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting(OneDevice):
-    """The caches and repetitions of a run.
-
-    Attributes:
-        seqlens: of the cache.
-        batches: sequences.
-        backend: of ours.
-        iters: repetitions.
-    """
+    """The caches and repetitions of a run; `backend` is that of ours."""
 
     seqlens: tuple[int, ...]
     batches: tuple[int, ...]

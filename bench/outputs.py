@@ -332,10 +332,8 @@ svg { max-width: 100%; height: auto }
 """
 
 
-def to_page(
-    title: str, report: Mapping[str, Any], changes: Sequence[Change] = (), against: str = ""
-) -> str:
-    """Makes one self-contained HTML page: picture, changes, rows, machine, raw JSON."""
+def to_page(title: str, report: Mapping[str, Any], tables: Sequence[Table] = ()) -> str:
+    """Makes one self-contained HTML page: picture, tables, rows, machine, raw JSON."""
     rows, found = report["rows"], figures(report["rows"])
     parts = [f"<h1>{html.escape(title)}</h1>"]
     parts.append(f"<pre>{html.escape(str(report.get('command', '')))}</pre>")
@@ -346,21 +344,11 @@ def to_page(
         picture(found, "").savefig(drawn, format="svg")
         svg = drawn.getvalue()
         parts.append(svg[svg.index("<svg") :])
-    if changes:
-        parts.append(f"<h2>{html.escape(against.capitalize())}</h2>")
-        cells = [
-            (c.now.label, f"{c.earlier.median:.4g}", f"{c.now.median:.4g}", f"{c.ratio:.3f}",
-             c.verdict)
-            for c in sorted(changes, key=lambda c: -c.ratio)
-        ]  # fmt: skip
-        parts.append(_table(("figure", "then", "now", "now / then", ""), cells))
-    joined = lines(found)
-    if joined:
-        parts.append("<h2>Growth</h2>")
-        grown = [
-            (line.over, label(line.key), f"{line.exponent:.2f}", _theory(line)) for line in joined
-        ]
-        parts.append(_table(("over", "of", "fitted exponent", "theory"), grown))
+    for table in tables:
+        parts.append(f"<h2>{html.escape(str(table.title).capitalize())}</h2>")
+        columns = [map(str, column.cells) for column in table.columns]
+        cells = zip(*columns, strict=True)
+        parts.append(_table([str(column.header) for column in table.columns], cells))
     names = list(dict.fromkeys(name for row in rows for name in row if "samples" not in name))
     shown = [[_cell(row.get(name)) for name in names] for row in rows]
     parts += ["<h2>Rows</h2>", _table(names, shown)]
@@ -374,11 +362,6 @@ def to_page(
         f"<title>{html.escape(title)}</title><style>{STYLE}</style></head>\n"
         f"<body>\n{body}\n</body></html>\n"
     )
-
-
-def _theory(line: Line) -> str:
-    theory = THEORY.get(line.over)
-    return "" if theory is None else f"{theory:.0f}"
 
 
 def _cell(value: Any) -> str:

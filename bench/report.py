@@ -147,17 +147,16 @@ class Report(Generic[S, R]):
             console.print(line, markup=False, soft_wrap=True)  # whole, to be pasted
         return 1 if self.failures else 0
 
-    def _write_outputs(self) -> Iterator[Table]:
+    def _write_outputs(self) -> list[Table]:
         """Tables of growth and of changes; figures that are slower now are failures."""
         now, outputs = self.to_json(), self._outputs
         title = " ".join(now["command"].split()[:3])
-        found, changes, against = figures(now["rows"]), [], ""
-        if joined := lines(found):
-            yield growth_table(joined)
+        found = figures(now["rows"])
+        joined = lines(found)
+        tables = [growth_table(joined)] if joined else []
         if outputs.earlier is not None:
             changes = compare(outputs.earlier, now)
-            against = comparison_title(outputs.earlier, now)
-            yield changes_table(changes, against)
+            tables.append(changes_table(changes, comparison_title(outputs.earlier, now)))
             slower = [change for change in changes if change.verdict == "slower"]
             self.failures += [f"{c.now.label}: {c.ratio:.2f} x the time before" for c in slower]
             now["failures"] = self.failures
@@ -166,7 +165,8 @@ class Report(Generic[S, R]):
         if outputs.plot is not None:
             picture(found, title).savefig(outputs.plot)
         if outputs.page is not None:
-            outputs.page.write_text(to_page(title, now, changes, against), encoding="utf-8")
+            outputs.page.write_text(to_page(title, now, tables), encoding="utf-8")
+        return tables
 
 
 def new_table(

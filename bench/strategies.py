@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +54,7 @@ SHARE = 0.10
 
 @dataclass(frozen=True)
 class Shape:
-    """A call, apart from the number of ranks.
-
-    Attributes:
-        name: for tables.
-        seqlen: of all ranks together.
-        heads: q heads.
-        kv_heads: kv heads.
-        head_dim: of q, k and v.
-        causal: as for `ring_attention`.
-        window: likewise.
-        documents: lengths of documents, which together are the sequence; none is one.
-        layout: "contiguous", "zigzag" or "striped".
-    """
+    """A call, apart from the number of ranks; the lengths of `documents` add up to `seqlen`."""
 
     name: str
     seqlen: int
@@ -81,10 +70,7 @@ class Shape:
     def cu_seqlens(self) -> list[int] | None:
         if not self.documents:
             return None
-        cuts = [0]
-        for length in self.documents:
-            cuts.append(cuts[-1] + length)
-        return cuts
+        return [*accumulate(self.documents, initial=0)]
 
     def layout_for(self, world_size: int) -> SequenceLayout:
         return SequenceLayout.from_name(self.layout, self.seqlen, world_size)
@@ -120,17 +106,7 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Row:
-    """Times of a strategy over a shape.
-
-    Attributes:
-        shape: its name.
-        world_size: number of ranks.
-        strategy: its label.
-        predicted_ms: by simulation on the calibration; None where it was not simulated.
-        median_ms: measured.
-        samples_ms: each repetition.
-        is_auto: whether auto picks it.
-    """
+    """Times of a strategy over a shape; `predicted_ms` is None where it was not simulated."""
 
     shape: str
     world_size: int
@@ -143,15 +119,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Setting:
-    """The calls that are measured.
-
-    Attributes:
-        shapes: without their ranks.
-        world_sizes: numbers of ranks.
-        iters: repetitions; None is as many as take SECONDS.
-        quick: whether a cluster that is measured is measured quickly.
-        budget: none.
-    """
+    """The calls that are measured; `iters` None is as many repetitions as take SECONDS."""
 
     shapes: tuple[Shape, ...]
     world_sizes: tuple[int, ...]

@@ -17,9 +17,10 @@ device of `ring_attention` is taken.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple, NoReturn, Unpack
+from typing import Any, NamedTuple, NoReturn, Unpack
 
 import torch
 from torch import Tensor
@@ -109,54 +110,7 @@ def flash_attn_func(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
     )  # fmt: skip
-    return _dense("", (q, k, v), options, group, layout, sharing)
-
-
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    group: Group = None,
-    layout: Layout = "contiguous",
-    **sharing: Unpack[Sharing],
-) -> Result:
-    """`flash_attn_func` with k and v in one, `kv` (batch, rows_kv, 2, nheads_kv, headdim)."""
-    options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
-    )  # fmt: skip
-    return _dense("kv", (q, kv), options, group, layout, sharing)
-
-
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    group: Group = None,
-    layout: Layout = "contiguous",
-    **sharing: Unpack[Sharing],
-) -> Result:
-    """`flash_attn_func` with all in one tensor, `qkv` (batch, rows, 3, nheads, headdim)."""
-    options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
-    )  # fmt: skip
-    return _dense("qkv", (qkv,), options, group, layout, sharing)
+    return _call("", (q, k, v), (), options, group, layout, sharing)
 
 
 def flash_attn_varlen_func(
@@ -218,69 +172,8 @@ def flash_attn_varlen_func(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
     )  # fmt: skip
-    documents = (
-        _Documents("_q", cu_seqlens_q, max_seqlen_q),
-        _Documents("_k", cu_seqlens_k, max_seqlen_k),
-    )
-    return _varlen("", (q, k, v), documents, block_table, options, group, layout, sharing)
-
-
-def flash_attn_varlen_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    group: Group = None,
-    layout: Layout = "contiguous",
-    **sharing: Unpack[Sharing],
-) -> Result:
-    """`flash_attn_varlen_func` with k and v in one, `kv` (rows_kv, 2, nheads_kv, headdim)."""
-    options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
-    )  # fmt: skip
-    documents = (
-        _Documents("_q", cu_seqlens_q, max_seqlen_q),
-        _Documents("_k", cu_seqlens_k, max_seqlen_k),
-    )
-    return _varlen("kv", (q, kv), documents, None, options, group, layout, sharing)
-
-
-def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    *,
-    group: Group = None,
-    layout: Layout = "contiguous",
-    **sharing: Unpack[Sharing],
-) -> Result:
-    """`flash_attn_varlen_func` with all in one tensor, `qkv` (rows, 3, nheads, headdim)."""
-    options = Options(
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
-        return_attn_probs,
-    )  # fmt: skip
-    documents = (_Documents("", cu_seqlens, max_seqlen),)
-    return _varlen("qkv", (qkv,), documents, None, options, group, layout, sharing)
+    sides = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _call("", (q, k, v), sides, options, group, layout, sharing, block_table)
 
 
 def flash_attn_with_kvcache(*_: object, **__: object) -> NoReturn:
@@ -291,56 +184,37 @@ def flash_attn_with_kvcache(*_: object, **__: object) -> NoReturn:
     )
 
 
-class _Documents(NamedTuple):
-    """Boundaries of one side, and the longest of its documents, as they were given."""
-
-    suffix: str
-    cu_seqlens: Tensor
-    max_seqlen: int
-
-
-def _dense(
+def _call(
     form: str,
     tensors: tuple[Tensor, ...],
+    sides: tuple[Any, ...],
     options: Options,
     group: Group,
     layout: Layout,
     sharing: Sharing,
+    block_table: Tensor | None = None,
 ) -> Result:
-    try:
-        check.check_options("flash_attn_func", sharing, Sharing)
-        qkv = unpacked(form, tensors, packed=False)
-        check_deterministic(qkv, options)
-    except Exception as error:
-        tell_refusal(error, group)
-        raise
-    return attend(qkv, options, group=group, layout=layout, **sharing)
+    """Attention of one sequence or, where there are `sides`, within documents.
 
-
-def _varlen(
-    form: str,
-    tensors: tuple[Tensor, ...],
-    documents: tuple[_Documents, ...],
-    block_table: Tensor | None,
-    options: Options,
-    group: Group,
-    layout: Layout,
-    sharing: Sharing,
-) -> Result:
-    """Attention within documents, which queries and keys share where one side is given."""
+    `sides` are boundaries, then the longest of their documents; one of each where queries and keys
+    share them.
+    """
+    name = "flash_attn_varlen_func" if sides else "flash_attn_func"
     try:
-        check.check_options("flash_attn_varlen_func", sharing, Sharing)
-        qkv = unpacked(form, tensors, packed=True)
+        check.check_options(name, sharing, Sharing)
+        qkv = unpacked(form, tensors, packed=bool(sides))
         check_deterministic(qkv, options)
         if block_table is not None:
             raise NotImplementedError(
                 "block_table must be None: a paged cache is not built; ring_attn.tree_decode takes "
                 "a cache that is split over the ranks"
             )
-        for one in documents:
-            check_documents(*one)
-        if len({one.cu_seqlens.numel() for one in documents}) > 1:
-            counts = [one.cu_seqlens.numel() - 1 for one in documents]
+        documents, longest = sides[: len(sides) // 2], sides[len(sides) // 2 :]
+        suffixes = ("",) if len(documents) == 1 else ("_q", "_k")
+        for suffix, cuts, most in zip(suffixes, documents, longest, strict=False):
+            check_documents(suffix, cuts, most)
+        counts = [cuts.numel() - 1 for cuts in documents]
+        if len(set(counts)) > 1:
             raise ValueError(
                 "cu_seqlens_q and cu_seqlens_k must have as many documents, got "
                 f"{counts[0]} and {counts[1]}"
@@ -348,9 +222,73 @@ def _varlen(
     except Exception as error:
         tell_refusal(error, group)
         raise
-    cu_q, cu_k = documents[0].cu_seqlens, documents[-1].cu_seqlens
-    how: How = {"group": group, "layout": layout, **sharing}
-    return attend(qkv, options, cu_q, None if cu_k is cu_q else cu_k, **how)
+    return attend(qkv, options, *documents, group=group, layout=layout, **sharing)
+
+
+# For each form the tensors, as they are written in signatures.
+TENSORS = {
+    "": "q: Tensor, k: Tensor, v: Tensor",
+    "kv": "q: Tensor, kv: Tensor",
+    "qkv": "qkv: Tensor",
+}
+
+
+def parameters_of(options: Any) -> str:
+    """The fields of a NamedTuple, with their defaults, as they are written in signatures."""
+    types, defaults = options.__annotations__, options._field_defaults
+    return ", ".join(f"{x}: {types[x].__forward_arg__} = {defaults[x]!r}" for x in options._fields)
+
+
+def names_of(parameters: str) -> str:
+    """The names among parameters, with a comma behind each."""
+    return "".join(f"{name}, " for name in re.findall(r"(\w+): ", parameters))
+
+
+def written_out(
+    name: str, parameters: Sequence[str], call: str, scope: dict[str, Any], doc: str
+) -> Callable[..., Result]:
+    """Makes a function of a module from the text of its parameters and of the call that it makes.
+
+    It has real parameters, as the methods that dataclasses write: Python itself then refuses wrong
+    arguments, and torch.compile traces how they are bound.
+    """
+    namespace: dict[str, Callable[..., Result]] = {}
+    signature = ", ".join(filter(None, parameters))
+    exec(f"def {name}({signature}) -> Result:\n    return {call}", scope, namespace)
+    namespace[name].__doc__ = doc
+    return namespace[name]
+
+
+def _packed(form: str, sides: str, doc: str) -> Callable[..., Result]:
+    """A function whose last tensor holds as many as its name has letters."""
+    name = f"flash_attn_{'varlen_' if sides else ''}{form}packed_func"
+    options = parameters_of(Options)
+    ours = "*, group: Group = None, layout: Layout = 'contiguous', **sharing: Unpack[Sharing]"
+    call = (
+        f"_call({form!r}, ({names_of(TENSORS[form])}), ({names_of(sides)}), "
+        f"Options({names_of(options)}), group, layout, sharing)"
+    )
+    return written_out(name, (TENSORS[form], sides, options, ours), call, globals(), doc)
+
+
+_SIDES = "cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int"
+
+flash_attn_kvpacked_func = _packed(
+    "kv", "", "`flash_attn_func` with k and v in one, `kv` (batch, rows_kv, 2, nheads_kv, headdim)."
+)
+flash_attn_qkvpacked_func = _packed(
+    "qkv", "", "`flash_attn_func` with all in one tensor, `qkv` (batch, rows, 3, nheads, headdim)."
+)
+flash_attn_varlen_kvpacked_func = _packed(
+    "kv",
+    _SIDES,
+    "`flash_attn_varlen_func` with k and v in one, `kv` (rows_kv, 2, nheads_kv, headdim).",
+)
+flash_attn_varlen_qkvpacked_func = _packed(
+    "qkv",
+    "cu_seqlens: Tensor, max_seqlen: int",
+    "`flash_attn_varlen_func` with all in one tensor, `qkv` (rows, 3, nheads, headdim).",
+)
 
 
 def attend(

@@ -28,14 +28,14 @@ class HeadExchange:
         """This rank's rows of all heads -> all rows, in the order of positions, of its heads."""
         world_size = layout.world_size
         x = self._to_front(x).unflatten(1, (world_size, -1)).transpose(0, 1)
-        x = self._exchange(x.flatten(0, 1), self._own_rows(layout), layout.shard_lens)
+        x = _exchange(x.flatten(0, 1), self._own_rows(layout), layout.shard_lens, self.group)
         return self._back(layout.unshard(x.split(layout.shard_lens), dim=0))
 
     def to_rows(self, x: Tensor, layout: SequenceLayout) -> Tensor:
         """The inverse of `to_heads`."""
         world_size, x = layout.world_size, self._to_front(x)
         x = torch.cat([layout.shard(x, rank, dim=0) for rank in range(world_size)])
-        x = self._exchange(x, layout.shard_lens, self._own_rows(layout))
+        x = _exchange(x, layout.shard_lens, self._own_rows(layout), self.group)
         return self._back(x.unflatten(0, (world_size, -1)).transpose(0, 1).flatten(1, 2))
 
     def _own_rows(self, layout: SequenceLayout) -> list[int]:
@@ -46,9 +46,6 @@ class HeadExchange:
 
     def _back(self, x: Tensor) -> Tensor:
         return x.movedim((0, 1), (self.seq_dim, self.head_dim))
-
-    def _exchange(self, x: Tensor, send: Sequence[int], recv: Sequence[int]) -> Tensor:
-        return _exchange(x, send, recv, self.group)
 
 
 class _Exchange(torch.autograd.Function):

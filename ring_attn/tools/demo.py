@@ -511,17 +511,13 @@ def sample_batches(text: Tensor, seqlen: int, seed: int, batch: int = 1) -> Iter
     Yields:
         `input_ids` and `labels`, (batch, seqlen) int64 each, unshifted.
     """
-    _check_length(text, seqlen)
+    if seqlen > text.numel():
+        raise ValueError(f"seqlen must be at most {text.numel()}, all of the text, got {seqlen}")
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(text.numel() - seqlen + 1, (batch,), generator=generator).tolist()
         windows = torch.stack([text[start : start + seqlen].long() for start in starts])
         yield {"input_ids": windows, "labels": windows}
-
-
-def _check_length(text: Tensor, seqlen: int) -> None:
-    if seqlen > text.numel():
-        raise ValueError(f"seqlen must be at most {text.numel()}, all of the text, got {seqlen}")
 
 
 # -- the printed report

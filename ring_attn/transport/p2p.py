@@ -105,17 +105,7 @@ class P2PTransport:
         values: Sequence[Tensor] = (),
         number: int | None = None,
     ) -> Iterator[int]:
-        """Begins a call that all ranks of the group make; an error that leaves it ends the ring.
-
-        Args:
-            kind: "forward", "backward", "decode", ...
-            agreement: everything else that must be equal on all ranks.
-            device: of the messages.
-            values: tensors whose values must be equal on all ranks.
-            number: of the forward that a backward belongs to; a new one by default.
-
-        Yields:
-            The call's number.
+        """Begins a call as `Transport.call` says; an error that leaves it ends the ring.
 
         Raises:
             RuntimeError: the ring has failed before, a rank did not come, this process was forked

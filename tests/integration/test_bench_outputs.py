@@ -17,6 +17,7 @@ from ring_attn.bench import decode
 from ring_attn.bench import report as bench_report
 from ring_attn.bench.outputs import (
     Outputs,
+    changes_table,
     check_same,
     compare,
     comparison_title,
@@ -123,7 +124,7 @@ def test_the_page_is_whole_and_escaped() -> None:
     old["machine"] = {"cores": 3}
     title = comparison_title(old, now)
     assert title.endswith("with other cores")
-    text = to_page("bench & x", now, compare(old, now), title)
+    text = to_page("bench & x", now, [changes_table(compare(old, now), title)])
     page = Page(text)
     assert page.open == [] and page.loaded == []
     assert page.tags["svg"] == 1 and page.tags["table"] == 3 and "script" not in page.tags

@@ -27,7 +27,6 @@ the graph, because their plans follow from the values of `cu_seqlens`.
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial, wraps
@@ -46,14 +45,18 @@ from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.strategy import Strategy
 from ring_attn.core.values import as_int, check_type
 from ring_attn.integrations.flash_attn import (
+    TENSORS,
     Options,
     Qkv,
     Result,
     attend,
     check_deterministic,
     check_documents,
+    names_of,
     on_host,
+    parameters_of,
     unpacked,
+    written_out,
 )
 from ring_attn.integrations.ring_flash_attn.adapters import (
     substitute_hf_flash_attn as substitute_hf_flash_attn,
@@ -271,11 +274,6 @@ _GATHERED = (
     "cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, "
     "heads_k_stride: int, local_k_slice: slice"
 )
-_TENSORS = {
-    "": "q: Tensor, k: Tensor, v: Tensor",
-    "kv": "q: Tensor, kv: Tensor",
-    "qkv": "qkv: Tensor",
-}
 
 # For each name: what computes `(qkv, options, *documents)`, and the parameters over documents.
 _FAMILIES: dict[str, tuple[Function, str]] = {
@@ -309,30 +307,16 @@ Returns:
 
 
 def _function(family: str, form: str = "") -> Function:
-    """Makes the function of a family that takes q, k, v; or q, kv; or qkv.
-
-    The function is written out with its parameters, as dataclasses write theirs: Python itself then
-    refuses wrong arguments, and torch.compile traces how they are bound.
-    """
+    """Makes the function of a family that takes q, k, v; or q, kv; or qkv."""
     _, documents = _FAMILIES[family]
     name = f"{family}_{form}packed_func" if form else f"{family}_func"
-    types, defaults = _Options.__annotations__, _Options._field_defaults
-    options = ", ".join(
-        f"{x}: {types[x].__forward_arg__} = {default!r}" for x, default in defaults.items()
+    options = parameters_of(_Options)
+    call = (
+        f"_call({family!r}, {form!r}, ({names_of(TENSORS[form])}), "
+        f"_Options({names_of(options)}), {names_of(documents)})"
     )
-    signature = ", ".join(filter(None, (_TENSORS[form], documents, options)))
-    body = (
-        f"return _call({family!r}, {form!r}, ({_names(_TENSORS[form])},), "
-        f"_Options({_names(options)}), {_names(documents)})"
-    )
-    namespace: dict[str, Function] = {}
-    exec(f"def {name}({signature}) -> Result:\n    {body}", globals(), namespace)
-    namespace[name].__doc__ = _DOCSTRING.format(rows="rows" if documents else "batch, rows")
-    return namespace[name]
-
-
-def _names(parameters: str) -> str:
-    return ", ".join(re.findall(r"(\w+): ", parameters))
+    doc = _DOCSTRING.format(rows="rows" if documents else "batch, rows")
+    return written_out(name, (TENSORS[form], documents, options), call, globals(), doc)
 
 
 def _call(
