@@ -7,7 +7,6 @@ against; its attention does not.
 from __future__ import annotations
 
 import copy
-import doctest
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,7 +28,6 @@ import ring_attn.models.sdpa
 from ring_attn import SequenceLayout
 from ring_attn.core.layout import Segment
 from ring_attn.core.mask import Mask
-from ring_attn.integrations import context_parallel as names
 from ring_attn.integrations.context_parallel import (
     as_load_balancer,
     context_parallel,
@@ -412,21 +410,6 @@ def refusals() -> None:
         assert out.shape == q.shape
 
 
-def run_examples() -> int:
-    """The docstrings' examples, which need these ranks."""
-    attempted = 0
-    scope = {"torch": torch, "F": F, "init_device_mesh": init_device_mesh}
-    for function in (ring_attn.models.sdpa.sdpa_attention, route_sdpa, context_parallel):
-        module = names if function is context_parallel else ring_attn.models.sdpa
-        finder = doctest.DocTestFinder(recurse=False, exclude_empty=True)
-        (test,) = finder.find(function, function.__name__, module, {**vars(module), **scope})
-        report: list[str] = []
-        result = doctest.DocTestRunner().run(test, out=report.append)
-        assert result.failed == 0, "".join(report)
-        attempted += result.attempted
-    return attempted
-
-
 FUNCTIONS: Sequence[Callable[[], Any]] = (
     shards_are_those_of_torch,
     buffers_are_restored,
@@ -447,8 +430,3 @@ FUNCTIONS: Sequence[Callable[[], Any]] = (
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_on_ranks(ranks: Any, function: Callable[[], Any]) -> None:
     ranks(2).run(function)
-
-
-def test_examples(ranks: Any) -> None:
-    attempted = ranks(2).run(run_examples)
-    assert attempted[0] == attempted[1] >= 7

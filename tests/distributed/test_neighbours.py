@@ -127,37 +127,31 @@ def test_convolution(ranks: Any, compiled: bool) -> None:
     ranks(2).run(convolution, compiled)
 
 
-def refusals() -> list[str]:
+def refusals() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     layout = SequenceLayout.contiguous(8, world_size)
     x = layout.shard(torch.zeros(1, 8), rank)
-    found = []
-    for wrong in (
-        lambda: halo(x, "zigzag", 1),  # type: ignore[arg-type]
-        lambda: halo(x, layout, -1),
-        lambda: halo(x, layout, 1, 1.5),  # type: ignore[arg-type]
-        lambda: halo(x, layout, 1, dim=2),
-        lambda: halo(x[:, :1], layout, 1),
-        lambda: halo(x, SequenceLayout.contiguous(8, 5), 1),
+    for word, wrong in (
+        ("layout", lambda: halo(x, "zigzag", 1)),  # type: ignore[arg-type]
+        ("left", lambda: halo(x, layout, -1)),
+        ("right", lambda: halo(x, layout, 1, 1.5)),  # type: ignore[arg-type]
+        ("dim", lambda: halo(x, layout, 1, dim=2)),
+        ("rows", lambda: halo(x[:, :1], layout, 1)),
+        ("ranks", lambda: halo(x, SequenceLayout.contiguous(8, 5), 1)),
     ):
-        with pytest.raises((ValueError, TypeError)) as caught:
+        with pytest.raises((ValueError, TypeError), match=word):
             wrong()
-        found.append(str(caught.value))
-    return found
 
 
-def disagreement() -> str:
+def disagreement() -> None:
     layout = SequenceLayout.contiguous(8, 2)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match="left"):
         halo(torch.zeros(1, 4), layout, 1 + dist.get_rank())
-    return str(caught.value)
 
 
 def test_refusals(ranks: Any, fresh_ranks: Any) -> None:
-    for texts in ranks(2).run(refusals):
-        words = ("layout", "left", "right", "dim", "rows", "ranks")
-        assert all(word in text for word, text in zip(words, texts, strict=True)), texts
-    assert all("left" in text for text in fresh_ranks(2).run(disagreement))
+    ranks(2).run(refusals)
+    fresh_ranks(2).run(disagreement)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])

@@ -126,7 +126,10 @@ PLAN = ["--seqlen", "1M", "--world-size", "8"]
         (["plan", *PLAN, "--strategy", "spiral"], "invalid choice: 'spiral'"),
         (["plan", *PLAN, "--cluster", "h999"], "must be one of a100, h100, h200, b200, or a file"),
         (["plan", *PLAN, "--heads", "6", "--kv-heads", "4"], "multiple of nheads_kv"),
-        (["plan", *PLAN, "--cluster", "h100", "--memory", "1"], "no strategy can run"),
+        (
+            ["plan", *PLAN, "--seqlen", "4k", "--cluster", "h100", "--memory", "1"],
+            "no strategy can",
+        ),
         (["plan", *PLAN, "--seqlen", "3G"], "--seqlen can be 2G at most"),
         (["plan", *PLAN, "--batch", "1G"], "--batch x heads x head dim can be 64M at most"),
         (["plan", *PLAN, "--documents", "1"], "documents can be 64k at most"),

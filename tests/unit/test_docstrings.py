@@ -4,22 +4,26 @@ import doctest
 import pkgutil
 from collections.abc import Iterator
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 
 import ring_attn
 
-# Examples that need processes: they are run, as programs, by the tests of the command line.
-NEED_TORCHRUN = {
+# Examples that need two ranks; the last one says what rank 1 gets.
+NEED_RANKS = [
     "ring_attn.api.ring_attention",
     "ring_attn.api.tree_decode",
     "ring_attn.integrations.context_parallel.context_parallel",
     "ring_attn.integrations.flash_attn.flash_attn_func",
     "ring_attn.models.sdpa.route_sdpa",
-    "ring_attn.neighbours.halo",
     "ring_attn.models.sdpa.sdpa_attention",
-}
+    "ring_attn.neighbours.halo",
+]
 
 # Importing it runs the command line.
 NOT_IMPORTED = {"ring_attn.__main__"}
@@ -41,19 +45,35 @@ def examples() -> Iterator[doctest.DocTest]:
 FOUND = {test.name: test for test in examples()}
 
 
-@pytest.mark.parametrize("name", sorted(set(FOUND) - NEED_TORCHRUN))
+@pytest.mark.parametrize("name", sorted({*FOUND} - {*NEED_RANKS}))
 def test_example(name: str) -> None:
+    assert run(FOUND[name]) == ""
+
+
+def run(example: doctest.DocTest) -> str:
+    """What differs from what the example says."""
     runner = doctest.DocTestRunner(optionflags=doctest.FAIL_FAST)
     report: list[str] = []
     torch.manual_seed(0)
-    result = runner.run(FOUND[name], out=report.append)
-    assert result.attempted > 0
-    assert result.failed == 0, "".join(report)
+    assert runner.run(example, out=report.append).attempted > 0
+    return "".join(report)
 
 
-def test_what_is_left_out_has_an_example() -> None:
-    assert set(FOUND) >= NEED_TORCHRUN, "remove it from NEED_TORCHRUN"
+def run_on_ranks() -> list[str]:
+    names = {"torch": torch, "ring_attn": ring_attn, "rank": dist.get_rank()}
+    names |= {"F": F, "init_device_mesh": init_device_mesh}
+    found = []
+    for name in NEED_RANKS:
+        FOUND[name].globs.update(names)
+        found.append(run(FOUND[name]))
+    return found
+
+
+@pytest.mark.dist
+def test_examples_of_ranks(ranks: Any) -> None:
+    first, second = ranks(2).run(run_on_ranks)
+    assert first[:-1] == second[:-1] == [""] * (len(NEED_RANKS) - 1) and second[-1] == ""
 
 
 def test_examples_are_found() -> None:
-    assert len(FOUND) - len(NEED_TORCHRUN) >= 20
+    assert len(FOUND) - len(NEED_RANKS) >= 20

@@ -23,6 +23,7 @@ from ring_attn.models.tensor_parallel import (
     unshard_state_dict,
 )
 from tests.bounds import same_bits
+from tests.refusals import refused
 
 # (tp_size, kv heads) of 12 q heads: each rank some kv heads, one, and one of several ranks.
 GRIDS = [(1, 4), (2, 12), (2, 1), (3, 6), (3, 1), (4, 4), (4, 2), (4, 1)]
@@ -160,9 +161,8 @@ SIZES |= {"num_heads": 16, "num_kv_heads": 4}
     ],
 )
 def test_what_cannot_be_is_refused(make: Any, words: str) -> None:
-    with pytest.raises(ValueError) as error:
+    with refused(ValueError, words):
         make() if callable(make) else TensorParallelConfig(**SIZES | make)
-    assert all(word in str(error.value) for word in words.split("|"))
 
 
 # -- shards of every kind, against what einops says of the same heads
@@ -283,9 +283,8 @@ def test_the_bias_of_a_row_parallel_layer_is_on_rank_0() -> None:
 def test_a_shape_that_does_not_fit(
     kind: Kind, shape: tuple[int, ...], order: Order, words: str
 ) -> None:
-    with pytest.raises(ValueError) as error:
+    with refused(ValueError, words):
         shard_parameter(torch.zeros(shape), kind, config_of(4, 4), order=order)
-    assert all(word in str(error.value) for word in words.split("|"))
 
 
 def test_parts_that_do_not_fit() -> None:
