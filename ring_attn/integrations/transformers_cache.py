@@ -19,14 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn import check
 from ring_attn.api import unshard
+from ring_attn.call import Group
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.decode import next_rank
-
-Group = dist.ProcessGroup | DeviceMesh | None
 
 # From so many new tokens a rank on they are split: so every rank has some, in zigzag two chunks.
 ROWS_PER_RANK = 2
