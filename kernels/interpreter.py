@@ -9,28 +9,22 @@ Here every element is summed over k in order, which takes 40 us for 64 x 64 x 64
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from typing import Any
 
 
-def matmul(a: NDArray[Any], b: NDArray[Any], dtype: Any = None) -> NDArray[Any]:
+def matmul(a: Any, b: Any, dtype: Any = None) -> Any:
     """a (..., m, k) times b (..., k, n), each product rounded and added in the order of k.
 
     Args:
-        a: with as many dims as b.
+        a: an array of numpy, with as many dims as b.
         b: with two columns or more; of one, einsum would sum by parts.
         dtype: of the sums and products; None is that of a.
     """
-    import numpy as np
+    from triton.runtime.interpreter import np
 
     # Contiguous and of one type: only then einsum goes through k in order.
     left = np.ascontiguousarray(a, dtype)
-    product: NDArray[Any] = np.einsum(
-        "...mk,...kn->...mn", left, np.ascontiguousarray(b, left.dtype)
-    )
-    return product
+    return np.einsum("...mk,...kn->...mn", left, np.ascontiguousarray(b, left.dtype))
 
 
 @cache
