@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,17 @@ def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (launch, processes):
         monkeypatch.setattr(module, "get_context", lambda method: forkserver())
     monkeypatch.setattr(launch, "_rank_main", forked_rank)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test of `on_ranks` in its processes, with the arguments that it takes."""
+    mark = pyfuncitem.get_closest_marker("on_ranks")
+    if mark is None:
+        return None
+    given = [pyfuncitem.funcargs[name] for name in signature(pyfuncitem.obj).parameters]
+    pyfuncitem.funcargs["ranks"](*mark.args).run(pyfuncitem.obj, *given, **mark.kwargs)
+    return True
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

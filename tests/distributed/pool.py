@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -55,6 +56,20 @@ GRACE = 5.0
 MOST_GROUPS = 16
 # From the order to stop to the signal that makes a process stop.
 STOP = 5.0
+
+
+def on_ranks(world_size: int, **options: float) -> Callable[[Callable[..., None]], Any]:
+    """Has each of so many ranks run a test, which has to hold on all of them.
+
+    Args:
+        world_size: how many; they are those of the fixture `ranks`.
+        options: of `Pool.run`.
+    """
+
+    def mark(test: Callable[..., None]) -> Any:
+        return pytest.mark.usefixtures("ranks")(pytest.mark.on_ranks(world_size, **options)(test))
+
+    return mark
 
 
 class RankError(AssertionError):

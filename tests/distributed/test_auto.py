@@ -26,7 +26,7 @@ from ring_attn.planning.devices import Cluster, Link, cpu_cluster, to_json
 from ring_attn.planning.planner import choose
 from ring_attn.testing import Case, run_all_ranks
 from ring_attn.transport.p2p import open_p2p
-from tests.distributed.pool import Pools
+from tests.distributed.pool import Pools, on_ranks
 from tests.refusals import refused
 
 SPEC = AttentionSpec("cpu", torch.float32, 1, 4, 1, 16, 16)
@@ -92,7 +92,8 @@ def test_an_error_is_the_same_on_all_ranks(ranks: Pools, tmp_path: Path) -> None
     assert len({strategy for strategy, _, _ in ranks(2).run(choose_on, path, 2, 24)}) == 1
 
 
-def absent() -> None:
+@on_ranks(2)
+def test_a_rank_that_does_not_come_is_a_timeout() -> None:
     """Rank 1 has formed the ring, and does not come to choose."""
     transport = open_p2p(dist.new_group(), TransportOptions(timeout=1.5))
     if dist.get_rank() == 1:
@@ -100,10 +101,6 @@ def absent() -> None:
     options: dict[str, Any] = {"backend": "aten", "same_bits": None, "backward": True}
     with refused(RuntimeError, "strategy='auto': the ranks choose together|1.5"):
         agreed_strategy(SPEC, (LAYOUT, LAYOUT), MASK, transport, **options)
-
-
-def test_a_rank_that_does_not_come_is_a_timeout(ranks: Pools) -> None:
-    ranks(2).run(absent)
 
 
 # -- calls
@@ -151,7 +148,8 @@ def test_the_planner_hears_of_nodes(ranks: Pools) -> None:
     assert both == ([2], [], [], []) and gpu == ([2], [], [2], []) and node == ([1], [1], [], [])
 
 
-def debugged() -> None:
+@on_ranks(2)
+def test_debug_names_what_differs_before_the_ranks_choose() -> None:
     q = torch.randn(1, 8, 4, 8)
     with mock.patch.dict(os.environ, RING_ATTN_DEBUG="1"):
         with refused(ValueError, "causal|ranks disagree"):
@@ -159,11 +157,8 @@ def debugged() -> None:
         ring_attn.ring_attention(q, q, q, strategy="auto")
 
 
-def test_debug_names_what_differs_before_the_ranks_choose(ranks: Pools) -> None:
-    ranks(2).run(debugged)
-
-
-def refused_on_one_rank() -> None:
+@on_ranks(2)
+def test_debug_tells_an_error_of_one_rank_to_the_others() -> None:
     """Rank 1 finds an error where "auto" looks at the whole call."""
     q = torch.randn(1, 8 - dist.get_rank(), 4, 8)
     documents = torch.tensor([0, 16], dtype=torch.int32)
@@ -172,10 +167,6 @@ def refused_on_one_rank() -> None:
         ring_attn.ring_attention(
             q[0], q[0], q[0], cu_seqlens=documents, group=dist.new_group(), strategy="auto"
         )
-
-
-def test_debug_tells_an_error_of_one_rank_to_the_others(ranks: Pools) -> None:
-    ranks(2).run(refused_on_one_rank)
 
 
 def test_explain_is_public() -> None:

@@ -31,7 +31,7 @@ from ring_attn import (
 )
 from ring_attn.core.strategy import Strategy
 from ring_attn.transport import p2p
-from tests.distributed.pool import Ended, ended
+from tests.distributed.pool import Ended, ended, on_ranks
 from tests.refusals import says
 
 # Global length; each of the two ranks holds half.
@@ -384,63 +384,49 @@ def test_bad_argument(raised: list[dict[str, Ended]], name: str) -> None:
         assert got.text.strip() == got.text and "\n" not in got.text
 
 
-def run_good() -> tuple[int, int]:
-    """The arguments that the table changes run, and communicate."""
+@on_ranks(2)
+def test_good_arguments_run() -> None:
+    """So that each entry of the table fails by what it changes, and the refusal works."""
     out = ring_attention(**good())
     stats = p2p.open_p2p(dist.group.WORLD, TransportOptions()).stats  # type: ignore[arg-type]
     before = stats.messages
     documents = ring_attention(**packed(0, 5, SEQLEN))
     assert documents.shape == out.shape[1:]
-    refused = 0
-    try:
-        with no_communication():
-            ring_attention(**good())
-    except AssertionError:
-        refused = 1
-    return stats.messages - before, refused
+    assert stats.messages - before == 1
+    with pytest.raises(AssertionError, match="communication before"), no_communication():
+        ring_attention(**good())
 
 
-def test_good_arguments_run(ranks: Any) -> None:
-    """So that each entry of the table fails by what it changes, and the refusal works."""
-    assert ranks(2).run(run_good) == [(1, 1), (1, 1)]
-
-
-def run_non_member() -> Ended:
+@on_ranks(2)
+def test_non_member() -> None:
     """Rank 1 is not in the group, and says so instead of leaving rank 0 to wait."""
     group = dist.new_group([0])
-    return ended(lambda: ring_attention(**good(), group=group))
+    got = ended(lambda: ring_attention(**good(), group=group))
+    if dist.get_rank() == 0:
+        assert got.error is None, got
+    else:
+        assert got.error is RuntimeError and "not a member of group" in got.text
 
 
-def test_non_member(ranks: Any) -> None:
-    member, outsider = ranks(2).run(run_non_member)
-    assert member.error is None, member
-    assert outsider.error is RuntimeError and "not a member of group" in outsider.text
+UNSHARD: list[tuple[type[Exception], str, tuple[Any, ...], Arguments]] = [
+    (ValueError, "must have 6 rows|got 7", (x(1, ROWS + 1, 4), zigzag(SEQLEN)), {}),
+    (ValueError, "got 4", (x(1, ROWS, 4), zigzag(SEQLEN)), {"dim": 2}),
+    (ValueError, "world_size=4|the group, 2", (x(1, ROWS, 4), zigzag(SEQLEN, 4)), {}),
+    (ValueError, "dim", (x(1, ROWS, 4), zigzag(SEQLEN)), {"dim": 3}),
+    (ValueError, "meta", (x(1, ROWS, 4, device="meta"), zigzag(SEQLEN)), {}),
+    (TypeError, "group", (x(1, ROWS, 4), zigzag(SEQLEN)), {"group": [0, 1]}),
+    (TypeError, "layout", (x(1, ROWS, 4), "zigzag"), {}),
+    (TypeError, "x must be a dense", (x(1, ROWS, 4).to_sparse(), zigzag(SEQLEN)), {}),
+    (TypeError, "x must be a torch.Tensor", ([1.0], zigzag(SEQLEN)), {}),
+]
 
 
-def run_unshard_table() -> list[Ended]:
-    layout = zigzag(SEQLEN)
-    with no_communication():
-        return [
-            ended(lambda: unshard(x(1, ROWS + 1, 4), layout)),
-            ended(lambda: unshard(x(1, ROWS, 4), layout, dim=2)),
-            ended(lambda: unshard(x(1, ROWS, 4), zigzag(SEQLEN, 4))),
-            ended(lambda: unshard(x(1, ROWS, 4), layout, dim=3)),
-            ended(lambda: unshard(x(1, ROWS, 4, device="meta"), layout)),
-            ended(lambda: unshard(x(1, ROWS, 4), layout, group=[0, 1])),  # type: ignore[arg-type]
-            ended(lambda: unshard(x(1, ROWS, 4), "zigzag")),  # type: ignore[arg-type]
-            ended(lambda: unshard(x(1, ROWS, 4).to_sparse(), layout)),
-            ended(lambda: unshard([1.0], layout)),  # type: ignore[arg-type]
-        ]
-
-
-def test_unshard_of_bad_arguments(ranks: Any) -> None:
-    words = ("must have 6 rows|got 7", "got 4", "world_size=4|the group, 2", "dim", "meta", "group",
-             "layout", "x must be a dense", "x must be a torch.Tensor")  # fmt: skip
-    for results in ranks(2).run(run_unshard_table):
-        errors = [(got.error, got.alone) for got in results]
-        assert errors == [(ValueError, True)] * 5 + [(TypeError, True)] * 4, results
-        for facts, got in zip(words, results, strict=True):
-            assert says(got.text, facts), (facts, got)
+@on_ranks(2)
+def test_unshard_of_bad_arguments() -> None:
+    for error, words, given, options in UNSHARD:
+        with no_communication():
+            got = ended(lambda given=given, options=options: unshard(*given, **options))
+        assert got.error is error and got.alone and says(got.text, words), (words, got)
 
 
 @pytest.mark.parametrize(

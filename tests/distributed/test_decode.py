@@ -31,7 +31,7 @@ from ring_attn.tools.model import ModelConfig, Transformer
 from ring_attn.transport.p2p import open_p2p
 from tests.bounds import assert_holds, expect
 from tests.cold import compile_cold
-from tests.distributed.pool import Pools
+from tests.distributed.pool import Pools, on_ranks
 from tests.refusals import refused, says
 
 SIZES = {"batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 16, "headdim_v": 8}
@@ -133,45 +133,23 @@ def test_sizes_of_mla(ranks: Pools, backend: str) -> None:
     )
 
 
-def none_for_no_rows(starts_full: bool) -> list[tuple[Results, int]]:
-    """Tokens of a cache that fills rank by rank; None where a rank has no rows yet."""
+@pytest.mark.parametrize("starts_full", [True, False])
+@on_ranks(3)
+def test_none_stands_for_no_rows(starts_full: bool) -> None:
+    """In a cache that fills rank by rank; with other heads and headdim than the queries have."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group()
     ends = open_p2p(group, TransportOptions())
     layout = SequenceLayout.boundaries([0, 7 * starts_full] + [7 * starts_full] * (world_size - 1))
-    calls = []
     for step in range(4):
         layout = layout.appended(next_rank(layout, block=2), 1)
-        q, *whole, _ = random_qkv(seqlen_q=1, seqlen_k=layout.seqlen, seed=step, **SIZES)
+        q, *whole, _ = inputs = random_qkv(seqlen_q=1, seqlen_k=layout.seqlen, seed=step, **SIZES)
         rows = [layout.shard(x, rank) if layout.shard_len(rank) else None for x in whole]
         ends.stats.reset()
         results = tree_decode(q, *rows, layout=layout, group=group, return_lse=True)
-        calls.append((results, ends.stats.messages))
-    return calls
-
-
-@pytest.mark.parametrize("starts_full", [True, False])
-def test_none_stands_for_no_rows(ranks: Pools, starts_full: bool) -> None:
-    """With other heads and another headdim than the queries have."""
-    for calls in ranks(3).run(none_for_no_rows, starts_full):
-        for step, (results, messages) in enumerate(calls):
-            seqlen = 7 * starts_full + step + 1
-            inputs = random_qkv(seqlen_q=1, seqlen_k=seqlen, seed=step, **SIZES)
-            assert_exact(results, inputs, Mask(1, seqlen, causal=True))
-            assert messages == (2 if step == 0 else 1)
-
-
-def without_layout(rows: tuple[int, ...]) -> list[tuple[Results, int]]:
-    """Ranks that hold one run each; out, lse and the number of messages of each call."""
-    rank, found = dist.get_rank(), []
-    ends = open_p2p(dist.group.WORLD, TransportOptions())
-    for tokens, options, _ in LENGTHS:
-        q, k, v, _ = random_qkv(seqlen_q=tokens, seqlen_k=sum(rows), **SIZES)
-        ends.stats.reset()
-        shards = (x.split(rows, 1)[rank] for x in (k, v))
-        results = tree_decode(q, *shards, return_lse=True, **options)
-        found.append((results, ends.stats.messages))
-    return found
+        assert layout.seqlen == 7 * starts_full + step + 1
+        assert_exact(results, inputs, Mask(1, layout.seqlen, causal=True))
+        assert ends.stats.messages == (2 if step == 0 else 1)
 
 
 LENGTHS: tuple[tuple[int, dict[str, Any], int], ...] = (
@@ -183,16 +161,17 @@ LENGTHS: tuple[tuple[int, dict[str, Any], int], ...] = (
 )
 
 
-def test_lengths_are_asked_for_where_the_mask_needs_them(ranks: Pools) -> None:
-    rows = (40, 0, 31)
-    results = ranks(3).run(without_layout, rows)
-    for i, (tokens, options, messages) in enumerate(LENGTHS):
-        inputs = random_qkv(seqlen_q=tokens, seqlen_k=sum(rows), **SIZES)
-        mask = Mask(tokens, sum(rows), **{"causal": True, **options})
-        for calls in results:
-            got, count = calls[i]
-            assert count == messages
-            assert_exact(got, inputs, mask)
+@on_ranks(3)
+def test_lengths_are_asked_for_where_the_mask_needs_them() -> None:
+    """Ranks that hold one run each, without a layout."""
+    rows, ends = (40, 0, 31), open_p2p(dist.group.WORLD, TransportOptions())
+    for tokens, options, messages in LENGTHS:
+        q, k, v, _ = inputs = random_qkv(seqlen_q=tokens, seqlen_k=sum(rows), **SIZES)
+        ends.stats.reset()
+        shards = (x.split(rows, 1)[dist.get_rank()] for x in (k, v))
+        got = tree_decode(q, *shards, return_lse=True, **options)
+        assert ends.stats.messages == messages
+        assert_exact(got, inputs, Mask(tokens, sum(rows), **{"causal": True, **options}))
 
 
 def prefill(kind: str, cuts: tuple[int, ...]) -> Results:
@@ -221,18 +200,15 @@ def test_a_prompt_in_uneven_chunks_is_the_prompt_at_once(ranks: Pools, kind: str
         assert_exact(got, random_qkv(seqlen_q=113, **SIZES), Mask(113, 113, causal=True))
 
 
-def in_rows_of_a_mesh() -> tuple[int, Results]:
+@on_ranks(4)
+def test_the_group_may_be_a_mesh_axis() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     row, axis = mesh.get_local_rank("dp"), mesh["cp"]
     assert isinstance(axis, DeviceMesh)
-    q, k, v, _ = random_qkv(seqlen_q=1, seqlen_k=50, seed=row, **SIZES)
+    q, k, v, _ = inputs = random_qkv(seqlen_q=1, seqlen_k=50, seed=row, **SIZES)
     part = (slice(0, 13), slice(13, 50))[mesh.get_local_rank("cp")]
-    return row, tree_decode(q, k[:, part], v[:, part], group=axis, return_lse=True)
-
-
-def test_the_group_may_be_a_mesh_axis(ranks: Pools) -> None:
-    for row, got in ranks(4).run(in_rows_of_a_mesh):
-        assert_exact(got, random_qkv(seqlen_q=1, seqlen_k=50, seed=row, **SIZES), Mask(1, 50))
+    got = tree_decode(q, k[:, part], v[:, part], group=axis, return_lse=True)
+    assert_exact(got, inputs, Mask(1, 50))
 
 
 X = torch.zeros(1, 1, 4, 32)
@@ -264,7 +240,8 @@ REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
 )
 
 
-def bad_calls() -> None:
+@on_ranks(2)
+def test_a_bad_call_raises_before_anything_is_sent() -> None:
     """All are refused before a message is sent."""
     good = dict(zip("qkv", random_qkv(seqlen_q=1, seqlen_k=5), strict=False))
     ends = open_p2p(dist.group.WORLD, TransportOptions())
@@ -275,21 +252,14 @@ def bad_calls() -> None:
     assert ends.stats.messages == 0
 
 
-def test_a_bad_call_raises_before_anything_is_sent(ranks: Pools) -> None:
-    ranks(2).run(bad_calls)
-
-
-def with_another_query() -> None:
+@on_ranks(2)
+def test_ranks_with_different_queries_are_named() -> None:
     """In debug mode a rank whose queries are its own is found."""
     torch.manual_seed(dist.get_rank())
     q, kv = torch.randn(1, 1, 4, 32), torch.zeros(1, 5, 4, 32)
     named = "ranks disagree on the call; values of q: rank 1 has"
     with mock.patch.dict("os.environ", RING_ATTN_DEBUG="1"), refused(ValueError, named):
         tree_decode(q, kv, kv)
-
-
-def test_ranks_with_different_queries_are_named(ranks: Pools) -> None:
-    ranks(2).run(with_another_query)
 
 
 CONFIG = ModelConfig(dim=32, num_layers=2, nheads=4, nheads_kv=2, hidden_dim=48)
@@ -323,7 +293,8 @@ def test_a_key_that_is_missed_makes_another_text(ranks: Pools) -> None:
     assert not result.equal and result.first_difference is not None
 
 
-def decode_compiled() -> None:
+@on_ranks(2)
+def test_a_compiled_model_decodes_between_graphs() -> None:
     """Graphs around tree_decode: each token has the bits of eager; a whole graph is refused."""
 
     def layer(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
@@ -341,7 +312,3 @@ def decode_compiled() -> None:
     with pytest.raises(RuntimeError) as error:
         compile_cold(layer, fullgraph=True)[0](q, k, v, cache)
     assert says(str(error.value), "tree_decode|fullgraph")
-
-
-def test_a_compiled_model_decodes_between_graphs(ranks: Pools) -> None:
-    ranks(2).run(decode_compiled)

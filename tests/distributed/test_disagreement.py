@@ -24,7 +24,7 @@ from ring_attn import SequenceLayout, TransportOptions, masks, ops, ring_attenti
 from ring_attn.testing.cases import strategy_of
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import media
-from tests.distributed.pool import Ended, Pools, ended
+from tests.distributed.pool import Ended, Pools, ended, on_ranks
 
 pytestmark = pytest.mark.gloo
 
@@ -401,10 +401,10 @@ def test_all_ranks_differ(ranks: Pools) -> None:
     assert all(scale in texts[0] for scale in ("1.0", "2.0", "3.0", "4.0")), texts[0]
 
 
-def agreeing() -> dict[str | None, int]:
-    """How often ranks that agree have compared notes, by the value of the variable."""
+@on_ranks(WORLD_SIZE)
+def test_ranks_that_agree_run() -> None:
+    """With the check they compare once a call; without it, which is the default, never."""
     layout, other = SequenceLayout.boundaries([0, 3, 3, 20, SEQLEN]), TransportOptions(timeout=20)
-    times = dict[str | None, int]()
     calls = ({}, {"layout": layout}, {"cu_seqlens": documents(5, 11)}, {"transport": other})
     for value in ("1", "yes", None, "0", ""):
         with (
@@ -412,18 +412,12 @@ def agreeing() -> dict[str | None, int]:
             mock.patch.object(ops, "check_agreement", side_effect=ops.check_agreement) as compare,
         ):
             assert all(bool(call(None, **one).isfinite().all()) for one in calls)
-        times[value] = compare.call_count
-    return times
+        assert compare.call_count == (4 if value in ("1", "yes") else 0), value
 
 
-def test_ranks_that_agree_run(ranks: Pools) -> None:
-    """With the check they compare once a call; without it, which is the default, never."""
-    expected = {"1": 4, "yes": 4, None: 0, "0": 0, "": 0}
-    assert ranks(WORLD_SIZE).run(agreeing) == [expected] * WORLD_SIZE
-
-
-def same_bits_and_messages() -> int:
-    """The check changes no result; messages of a forward without it, and without collectives."""
+@on_ranks(WORLD_SIZE)
+def test_off_by_default_and_without_effect() -> None:
+    """The check changes no result; without it a forward sends no more, and by no collective."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = [torch.randn(x.shape, generator=generator).requires_grad_() for x in tensors()]
 
@@ -443,30 +437,22 @@ def same_bits_and_messages() -> int:
         for name in names:
             stack.enter_context(mock.patch.object(dist, name, side_effect=unasked))
         ring_attention(*x, causal=True)
-    return stats.messages - before
+    assert stats.messages - before == WORLD_SIZE - 1
 
 
-def test_off_by_default_and_without_effect(ranks: Pools) -> None:
-    assert ranks(WORLD_SIZE).run(same_bits_and_messages) == [WORLD_SIZE - 1] * WORLD_SIZE
-
-
-def alone_in_debug(kind: str) -> Ended | None:
+@pytest.mark.parametrize("kind", ["call", "decode", "refused"])
+@on_ranks(WORLD_SIZE)
+def test_the_check_keeps_the_timeout(kind: str) -> None:
     """Rank 1 does not come; the group itself would wait for much longer."""
     group = dist.new_group()
     if dist.get_rank() == ODD:
-        return None
+        return
     options = TransportOptions(timeout=1.5)
     x = torch.ones(1, 4, 2, 8)
     # An error of this rank, too, waits no longer for the others to be told.
     bad = {"softcap": -1.0} if kind == "refused" else {}
     run = tree_decode if kind == "decode" else ring_attention
     with debug():
-        return ended(lambda: run(x, x, x, group=group, transport=options, **bad))
-
-
-@pytest.mark.parametrize("kind", ["call", "decode", "refused"])
-def test_the_check_keeps_the_timeout(ranks: Pools, kind: str) -> None:
-    for rank, got in enumerate(ranks(WORLD_SIZE).run(alone_in_debug, kind)):
-        if rank != ODD:
-            assert got.error is RuntimeError and got.seconds < 3.0, (rank, got)
-            assert f"ranks [{ODD}] did not come" in got.text, (rank, got)
+        got = ended(lambda: run(x, x, x, group=group, transport=options, **bad))
+    assert got.error is RuntimeError and got.seconds < 3.0, got
+    assert f"ranks [{ODD}] did not come" in got.text, got

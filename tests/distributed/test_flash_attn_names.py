@@ -17,6 +17,7 @@ from ring_attn.integrations import flash_attn as names
 from ring_attn.testing import Expected, Inputs, poisoned_empty, random_qkv
 from tests.bounds import assert_holds, expect
 from tests.cold import compile_cold
+from tests.distributed.pool import on_ranks
 from tests.refusals import refused
 
 # Documents of queries and of keys, an empty one among them, and rows behind the last.
@@ -135,7 +136,8 @@ def test_shards_give_rows_of_dense_attention(ranks: Any, one_thread: None, case:
         assert got.lse[:, :, CU_Q[-1] :].eq(-torch.inf).all()
 
 
-def refusals() -> None:
+@on_ranks(2)
+def test_refusals() -> None:
     """What is given and not honoured, on every rank."""
     x, cu = torch.randn(12, 2, 8), torch.tensor([0, 10, 24])
     good = (x, x, x, cu, cu, 14, 14)
@@ -163,13 +165,9 @@ def refusals() -> None:
     assert varlen(*good, causal=True).shape == x.shape
 
 
-def test_refusals(ranks: Any) -> None:
-    ranks(2).run(refusals)
-
-
-def compiled() -> list[bool]:
-    """Whole graphs, with documents too: the bits of eager."""
-    found = []
+@on_ranks(2)
+def test_functions_compile_whole() -> None:
+    """With documents too: the bits of eager."""
     for case in (CASES[0], CASES[3]):
         case = replace(case, world_size=2)
         rank, (of_q, of_k) = dist.get_rank(), case.layouts()
@@ -185,9 +183,4 @@ def compiled() -> list[bool]:
             return function(*x, layout=layout)[:2]
 
         cold, _ = compile_cold(layer, fullgraph=True)
-        found.append(all(map(torch.equal, cold(*given), layer(*given))))
-    return found
-
-
-def test_functions_compile_whole(ranks: Any) -> None:
-    assert ranks(2).run(compiled) == [[True, True]] * 2
+        assert all(map(torch.equal, cold(*given), layer(*given)))

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ring_attn import sync_gradients
+from tests.distributed.pool import on_ranks
 from tests.refusals import refused
 
 SHAPES = [(3, 5), (7,), (), (0, 4), (2, 2, 2)]
@@ -32,39 +33,29 @@ def parameters_of(rank: int, dtype: torch.dtype) -> list[Tensor]:
     return parameters
 
 
-def synced() -> dict[tuple[torch.dtype, str, int], list[Tensor]]:
-    """In a rank: of the default group, by dtype, operation and size of the buckets."""
+@on_ranks(3)
+def test_over_the_default_group() -> None:
+    """By dtype, operation and size of the buckets."""
     sums = product((torch.float64, torch.float32, torch.bfloat16), ("sum",), (1, 64, 1 << 20))
-    found = {}
     for dtype, op, bucket_bytes in (*sums, (torch.float64, "mean", 64)):
         parameters = parameters_of(dist.get_rank(), dtype)
         sync_gradients(parameters, op=op, bucket_bytes=bucket_bytes)
-        found[dtype, op, bucket_bytes] = [parameter.grad for parameter in parameters]
-    return found
-
-
-def test_over_the_default_group(ranks: Any) -> None:
-    for found in ranks(3).run(synced):
-        for (dtype, op, bucket_bytes), gradients in found.items():
-            for index, got in enumerate(gradients):
-                whole = sum(gradient(rank, index, torch.float64) for rank in range(3))
+        for index, got in enumerate(parameter.grad for parameter in parameters):
+            whole = sum(gradient(rank, index, torch.float64) for rank in range(3))
+            if op == "mean":
+                torch.testing.assert_close(got, whole / 3)
+            else:
                 where = f"{dtype} {op} {bucket_bytes}"
-                if op == "mean":
-                    torch.testing.assert_close(got, whole / 3)
-                else:
-                    assert got.dtype == dtype and torch.equal(got.double(), whole), where
+                assert got.dtype == dtype and torch.equal(got.double(), whole), where
 
 
-def rounded_once() -> list[float]:
-    """In a rank: 256 + 1 + 1 in bfloat16, whose neighbours are 2 apart there."""
+@on_ranks(3)
+def test_16_bits_are_added_up_in_32() -> None:
+    """256 + 1 + 1 in bfloat16, whose neighbours are 2 apart there."""
     parameter = torch.zeros((), dtype=torch.bfloat16, requires_grad=True)
     parameter.grad = torch.tensor((256.0, 1.0, 1.0)[dist.get_rank()], dtype=torch.bfloat16)
     sync_gradients([parameter])
-    return parameter.grad.item()
-
-
-def test_16_bits_are_added_up_in_32(ranks: Any) -> None:
-    assert ranks(3).run(rounded_once) == [258.0] * 3
+    assert parameter.grad.item() == 258.0
 
 
 class Two(nn.Module):
@@ -77,39 +68,29 @@ class Two(nn.Module):
         self.mixed = nn.Parameter(torch.ones(3, dtype=torch.float64))
 
 
-def with_gaps() -> tuple[Any, ...]:
-    """In a rank: rank 1 alone uses `sometimes`."""
+@on_ranks(3)
+def test_gradients_that_not_all_ranks_have() -> None:
+    """Rank 1 alone uses `sometimes`."""
     model = Two()
     loss = model.mixed.sum()
     if dist.get_rank() == 1:
         loss = loss + model.sometimes(torch.ones(2)).sum()
     loss.backward()
     sync_gradients(model)
-    layers = (model.sometimes, model.never, model.frozen)
-    return (*(layer.weight.grad for layer in layers), model.mixed.grad)
+    assert torch.equal(model.sometimes.weight.grad, torch.ones(2, 2))
+    assert model.never.weight.grad is None and model.frozen.weight.grad is None
+    assert torch.equal(model.mixed.grad, torch.full((3,), 3.0, dtype=torch.float64))
 
 
-def test_gradients_that_not_all_ranks_have(ranks: Any) -> None:
-    for sometimes, never, frozen, mixed in ranks(3).run(with_gaps):
-        assert torch.equal(sometimes, torch.ones(2, 2))
-        assert never is None and frozen is None
-        assert torch.equal(mixed, torch.full((3,), 3.0, dtype=torch.float64))
-
-
-def along_axes() -> list[float]:
-    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")), []
-    for axes in ("cp", "dp", ("dp", "cp")):
+@on_ranks(4)
+def test_axes_of_a_mesh() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    cp, dp = (11.0, 11.0, 1100.0, 1100.0), (101.0, 1010.0, 101.0, 1010.0)
+    for axes, sums in (("cp", cp), ("dp", dp), (("dp", "cp"), (1111.0,) * 4)):
         parameter = torch.zeros((), requires_grad=True)
         parameter.grad = torch.tensor(10.0 ** dist.get_rank())
         sync_gradients([parameter], mesh[axes])
-        found.append(parameter.grad.item())
-    return found
-
-
-def test_axes_of_a_mesh(ranks: Any) -> None:
-    cp, dp, both = zip(*ranks(4).run(along_axes), strict=True)
-    assert cp == (11.0, 11.0, 1100.0, 1100.0) and dp == (101.0, 1010.0, 101.0, 1010.0)
-    assert both == (1111.0,) * 4
+        assert parameter.grad.item() == sums[dist.get_rank()]
 
 
 def of_tensor_parallel() -> tuple[Tensor, str]:
@@ -136,7 +117,8 @@ def test_shards_of_tensor_parallelism(ranks: Any) -> None:
         assert f"ranks [{rank ^ 1}] of the group" in text
 
 
-def of_fsdp() -> None:
+@on_ranks(4)
+def test_what_fsdp_has_summed_is_refused() -> None:
     """In a rank: FSDP over dp and cp sums by itself."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model = fully_shard(nn.Linear(3, 4), mesh=mesh["dp", "cp"]._flatten("dp_cp"))
@@ -146,12 +128,9 @@ def of_fsdp() -> None:
         sync_gradients(model, mesh["cp"])
 
 
-def test_what_fsdp_has_summed_is_refused(ranks: Any) -> None:
-    ranks(4).run(of_fsdp)
-
-
-def refusals() -> None:
-    """In a rank: what each wrong call says, before anything is sent."""
+@on_ranks(3)
+def test_refusals() -> None:
+    """What each wrong call says, before anything is sent."""
     sparse = nn.Embedding(4, 2, sparse=True)
     sparse(torch.tensor([1])).sum().backward()
     complex_one = torch.zeros(2, dtype=torch.complex64, requires_grad=True)
@@ -167,10 +146,6 @@ def refusals() -> None:
     for module, options, error, text in wrong:
         with pytest.raises(error, match=text):
             sync_gradients(module, **options)
-
-
-def test_refusals(ranks: Any) -> None:
-    ranks(3).run(refusals)
 
 
 def test_without_a_group() -> None:

@@ -33,6 +33,7 @@ from ring_attn.transport import p2p, streams
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks.group import rank_group
 from tests.bounds import assert_holds, expect
+from tests.distributed.pool import on_ranks
 
 SEQLEN = 97
 MASK = Mask(SEQLEN, SEQLEN, causal=True)
@@ -126,18 +127,26 @@ def test_the_ring_is_the_group(
 UNSORTED = [2, 0, 3, 1]
 
 
-def unsorted_group() -> list[tuple[int, Expected]]:
+NEEDS_ORDER = pytest.mark.skipif(
+    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
+    reason="this torch sorts the ranks of every group",
+)
+
+
+@NEEDS_ORDER
+@on_ranks(4)
+def test_group_of_unsorted_ranks() -> None:
     """The group's order decides which shard a rank holds, in every strategy."""
     group = dist.new_group(UNSORTED, sort_ranks=False)
     assert dist.get_rank(group) == UNSORTED.index(dist.get_rank())
-    results = []
     for ring, strategy in enumerate(STRATEGIES):
         layout = "contiguous" if strategy == "q_exchange" else "zigzag"
-        results.append((ring, run_ring(ring, group, strategy_of(strategy, 4), layout)))
-    return results
+        assert_exact([(ring, run_ring(ring, group, strategy_of(strategy, 4), layout))])
 
 
-def unsorted_others() -> None:
+@NEEDS_ORDER
+@on_ranks(4)
+def test_decoding_and_sums_in_a_group_of_unsorted_ranks() -> None:
     """Decoding and sums of gradients in a group whose order is its own."""
     group = dist.new_group(UNSORTED, sort_ranks=False)
     rank = dist.get_rank(group)
@@ -155,58 +164,28 @@ def unsorted_others() -> None:
     assert parameter.grad.tolist() == [1111.0] * 3
 
 
-NEEDS_ORDER = pytest.mark.skipif(
-    "sort_ranks" not in inspect.signature(dist.new_group).parameters,
-    reason="this torch sorts the ranks of every group",
-)
-
-
-@NEEDS_ORDER
-def test_group_of_unsorted_ranks(ranks: Any) -> None:
-    for results in ranks(4).run(unsorted_group):
-        assert_exact(results)
-
-
-@NEEDS_ORDER
-def test_decoding_and_sums_in_a_group_of_unsorted_ranks(ranks: Any) -> None:
-    ranks(4).run(unsorted_others)
-
-
-def some_ranks() -> list[tuple[int, Expected]]:
+@on_ranks(4)
+def test_other_ranks_take_no_part() -> None:
     """The members call; the others do not, and are not waited for."""
-    results = []
     for ring, members in enumerate(([1, 2], [3, 0, 2], [1])):
         group = dist.new_group(members)  # which sorts them
         if dist.get_rank() in members:
-            results.append((ring, run_ring(ring, group)))
-    return results
+            assert_exact([(ring, run_ring(ring, group))])
 
 
-def test_other_ranks_take_no_part(ranks: Any) -> None:
-    by_rank = ranks(4).run(some_ranks)
-    for results in by_rank:
-        assert_exact(results)
-    assert [[ring for ring, _ in results] for results in by_rank] == [[1], [0, 2], [0, 1], [1]]
-
-
-def after_a_group_of_some() -> list[tuple[int, Expected]]:
+@on_ranks(3)
+def test_ranks_that_have_made_other_groups_before() -> None:
     """Ranks 0 and 1 have made a group that rank 2 is not in; now all three are a ring, and two are.
 
     torch names a group that only its members make after the number of groups that a process has.
     """
     pair = dist.new_group([0, 1])
-    results = [(0, run_ring(0, None))]
+    assert_exact([(0, run_ring(0, None))])
     if dist.get_rank() != 2:
-        results.append((1, run_ring(1, pair)))
+        assert_exact([(1, run_ring(1, pair))])
     pair = dist.new_group([1, 2])
     if dist.get_rank() != 0:
-        results.append((2, run_ring(2, pair)))
-    return results
-
-
-def test_ranks_that_have_made_other_groups_before(ranks: Any) -> None:
-    for results in ranks(3).run(after_a_group_of_some):
-        assert_exact(results)
+        assert_exact([(2, run_ring(2, pair))])
 
 
 def two_groups_of_the_same_ranks() -> None:
@@ -274,9 +253,9 @@ def test_a_ring_of_one_makes_no_connections(ranks: Any) -> None:
     assert ranks(2).run(connections) == [["cpu"], ["cpu"]]
 
 
-def groups_by_torch() -> dict[str, int]:
-    """How many groups torch makes for a first call, which no rank could split off another."""
-    made = {}
+@on_ranks(4)
+def test_torch_makes_no_groups_for_a_ring() -> None:
+    """With init_process_group(device_id=...) it would split them off, which needs all ranks."""
     for strategy in ("ring", "double_ring", "hybrid", "auto"):
         group = dist.new_group()
         with mock.patch.object(
@@ -287,20 +266,14 @@ def groups_by_torch() -> dict[str, int]:
             run_ring(0, group, strategy_of(strategy, 4))
             x = torch.ones(1, 2, 2, 8)
             tree_decode(x[:, :1], x, x, group=group)
-        made[strategy] = helper.call_count
-    return made
-
-
-def test_torch_makes_no_groups_for_a_ring(ranks: Any) -> None:
-    """With init_process_group(device_id=...) it would split them off, which needs all ranks."""
-    for made in ranks(4).run(groups_by_torch):
-        assert len(made) == 4 and not any(made.values()), made
+        assert helper.call_count == 0, strategy
 
 
 DEVICE = torch.device("cuda", 0)
 
 
-def two_axes_of_some_ranks() -> list[object]:
+@on_ranks(4)
+def test_a_mesh_with_two_axes_is_not_split_off_the_world() -> None:
     """What torch sees of the world's device while it flattens a mesh that is not the world."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "outer", "inner"))
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
@@ -322,13 +295,8 @@ def two_axes_of_some_ranks() -> list[object]:
         seen.append(world.bound_device_id)
     finally:
         world.bound_device_id = None
-    return seen
-
-
-def test_a_mesh_with_two_axes_is_not_split_off_the_world(ranks: Any) -> None:
-    for seen in ranks(4).run(two_axes_of_some_ranks):
-        # A mesh of the whole world needs no group at all.
-        assert seen in ([None, DEVICE], [DEVICE]), seen
+    # A mesh of the whole world needs no group at all.
+    assert seen in ([None, DEVICE], [DEVICE]), seen
 
 
 # -- threads and forks
@@ -358,8 +326,10 @@ def threads_on_two_groups() -> None:
         assert_exact([(index, whole)])
 
 
-def threads_on_one_group() -> list[str]:
-    """Two threads on one group: each call is right or refused by name."""
+@pytest.mark.gloo
+@on_ranks(2)
+def test_two_threads_on_one_group() -> None:
+    """Each call is right or refused by name."""
     group = dist.new_group()
     expected = run_ring(0, group)
     ended = []
@@ -377,14 +347,8 @@ def threads_on_one_group() -> list[str]:
         thread.start()
     for thread in threads:
         thread.join()
-    return ended
-
-
-@pytest.mark.gloo
-def test_two_threads_on_one_group(ranks: Any) -> None:
-    for ended in ranks(2).run(threads_on_one_group):
-        assert "WRONG" not in ended
-        assert all(one == "right" or "thread" in one or "ring" in one for one in ended), ended
+    assert "WRONG" not in ended
+    assert all(one == "right" or "thread" in one or "ring" in one for one in ended), ended
 
 
 def forked_child() -> str:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ring_attn import SequenceLayout, Strategy, masks, ring_attention, tree_decode
 from ring_attn.core.layout import LAYOUTS
 from ring_attn.core.mask import Mask
+from tests.distributed.pool import on_ranks
 from tests.refusals import refused
 
 SEQLEN, HEADDIM, SCALE = 45, 16, 0.3
@@ -91,7 +92,8 @@ def test_in_the_interpreter(ranks: Any) -> None:
     ranks(2).run(greatest, "triton", 2, 1)
 
 
-def compiled_and_refused() -> None:
+@on_ranks(2)
+def test_compiled_and_refused_by_name() -> None:
     rank = dist.get_rank()
     torch.manual_seed(rank)
     x = torch.randn(1, 8, 2, 8)
@@ -106,7 +108,3 @@ def compiled_and_refused() -> None:
         ring_attention(x, x, x, backend="aten", return_max_logits=True)
     with refused(TypeError, "return_max_logits"):
         tree_decode(x, x, x, return_max_logits=True)
-
-
-def test_compiled_and_refused_by_name(ranks: Any) -> None:
-    ranks(2).run(compiled_and_refused)

@@ -19,6 +19,7 @@ from ring_attn.machines.check import check
 from ring_attn.neighbours import _Halo
 from ring_attn.profiling import collect
 from ring_attn.testing import LAYOUTS, layouts_of
+from tests.distributed.pool import on_ranks
 
 SIDES = ((0, 0), (3, 0), (0, 2), (2, 1), (40, 40))
 
@@ -72,7 +73,8 @@ def test_values_and_gradients(ranks: Any, world_size: int) -> None:
         ranks(world_size).run(values_and_gradients, seqlen)
 
 
-def other_shapes() -> None:
+@on_ranks(3)
+def test_other_shapes() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     layout = SequenceLayout.zigzag(24, world_size)
     ids = torch.arange(24) * 3
@@ -93,11 +95,9 @@ def other_shapes() -> None:
         assert stats().forward.bytes_sent == (full * 160 + (2 - full) * 16 if left else 0)
 
 
-def test_other_shapes(ranks: Any) -> None:
-    ranks(3).run(other_shapes)
-
-
-def convolution(compiled: bool) -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_convolution(compiled: bool) -> None:
     """A causal convolution of a split sequence, and the gradients of its weight and input."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     layout = SequenceLayout.zigzag(37, world_size)
@@ -122,12 +122,8 @@ def convolution(compiled: bool) -> None:
     torch.testing.assert_close(weight.grad, dw)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_convolution(ranks: Any, compiled: bool) -> None:
-    ranks(2).run(convolution, compiled)
-
-
-def refusals() -> None:
+@on_ranks(2)
+def test_refusals() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     layout = SequenceLayout.contiguous(8, world_size)
     x = layout.shard(torch.zeros(1, 8), rank)
@@ -149,8 +145,7 @@ def disagreement() -> None:
         halo(torch.zeros(1, 4), layout, 1 + dist.get_rank())
 
 
-def test_refusals(ranks: Any, fresh_ranks: Any) -> None:
-    ranks(2).run(refusals)
+def test_other_rows_on_another_rank_are_named(fresh_ranks: Any) -> None:
     fresh_ranks(2).run(disagreement)
 
 

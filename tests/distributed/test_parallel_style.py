@@ -25,6 +25,7 @@ from ring_attn.testing import Expected, Inputs, random_qkv, random_sinks
 from ring_attn.transport.p2p import open_p2p
 from tests.bounds import assert_close, assert_holds, expect
 from tests.cold import compile_cold
+from tests.distributed.pool import on_ranks
 from tests.refusals import says
 
 SIZES = {"batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 8}
@@ -636,7 +637,8 @@ ERRORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 AFTER = ("output_index", "output type", "local and dims")
 
 
-def run_errors() -> None:
+@on_ranks(2)
+def test_errors_say_what_is_wrong_on_every_rank() -> None:
     """What each wrong use says, before the ring has sent a message."""
     for name, (style, words, others) in ERRORS.items():
         ring = open_p2p(mesh_of(2).get_group(), TransportOptions())
@@ -645,7 +647,3 @@ def run_errors() -> None:
             try_style(style, **others)
         assert says(str(error.value), words), (name, error.value)
         assert ring.stats.messages == before or name in AFTER, name
-
-
-def test_errors_say_what_is_wrong_on_every_rank(ranks: Any) -> None:
-    ranks(2).run(run_errors)

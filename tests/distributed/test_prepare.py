@@ -13,7 +13,7 @@ from ring_attn import SequenceLayout, TransportOptions, ring_attention
 from ring_attn.testing import STRATEGIES, strategy_of
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks.group import rank_group
-from tests.distributed.pool import Ended, ended
+from tests.distributed.pool import Ended, ended, on_ranks
 
 OPTIONS = TransportOptions(timeout=3)
 PREPARED = [name for name in STRATEGIES if name != "auto"]
@@ -70,12 +70,9 @@ def test_ranks_that_prepare_for_another_strategy_are_told(ranks: Any) -> None:
         assert one.error is RuntimeError and "all_gather" in one.text, one
 
 
-def refused() -> None:
+@on_ranks(2)
+def test_what_cannot_be_prepared_is_refused() -> None:
     cases: list[Any] = ["auto", "hybrid", "no such", 3]
     for case in cases:
         with pytest.raises(TypeError if case == 3 else ValueError):
             ring_attn.prepare(None, case)
-
-
-def test_what_cannot_be_prepared_is_refused(ranks: Any) -> None:
-    ranks(2).run(refused)

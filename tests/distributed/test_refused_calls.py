@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
-from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,29 +14,26 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ring_attn
 from ring_attn import ring_attention, tree_decode, unshard
+from tests.distributed.pool import on_ranks
 from tests.distributed.test_bad_input import ROWS, SEQLEN, good, no_communication, x, zigzag
 from tests.refusals import refused
 
 
-def run_extreme_scores() -> list[bool]:
-    """Whether results and gradients are finite at the bounds of softmax_scale and softcap."""
+@on_ranks(2)
+def test_scores_are_finite_at_their_bounds() -> None:
+    """Results and gradients, at the bounds of softmax_scale and softcap."""
     torch.manual_seed(0)
-    finite = []
     for scale, softcap in product((2.0**-63, 2.0**63), (0.0, 2.0**-63, 2.0**63)):
         tensors = {name: torch.randn_like(one).requires_grad_() for name, one in good().items()}
         options = {"softmax_scale": scale, "softcap": softcap, "backend": "reference"}
         out = ring_attention(**tensors, **options, causal=True)
         grads = torch.autograd.grad(out.sum(), [*tensors.values()])
         decoded = tree_decode(**{name: one.detach() for name, one in tensors.items()}, **options)
-        finite += [bool(one.isfinite().all()) for one in (out, decoded, *grads)]
-    return finite
+        assert all(bool(one.isfinite().all()) for one in (out, decoded, *grads))
 
 
-def test_scores_are_finite_at_their_bounds(ranks: Any) -> None:
-    assert all(all(finite) for finite in ranks(2).run(run_extreme_scores))
-
-
-def run_transforms() -> None:
+@on_ranks(2)
+def test_transforms_are_refused() -> None:
     """Transforms of torch.func and forward-mode differentiation, which the operators have not."""
     tensors = good()
 
@@ -68,7 +63,8 @@ def run_transforms() -> None:
             call()
 
 
-def run_transforms_of_backward() -> None:
+@on_ranks(2)
+def test_transforms_of_the_backward_are_refused() -> None:
     """The same of the gradient that a backward is given."""
     q = good()["q"].requires_grad_()
     out = ring_attention(**{**good(), "q": q})
@@ -84,24 +80,16 @@ def run_transforms_of_backward() -> None:
             grad(torch.stack([ones, ones]), is_grads_batched=True)
 
 
-@pytest.mark.parametrize("run", [run_transforms, run_transforms_of_backward])
-def test_transforms_are_refused(ranks: Any, run: Callable[[], None]) -> None:
-    ranks(2).run(run)
-
-
-def run_functionalized() -> float:
-    """What functionalize changes in the result."""
+@on_ranks(2)
+def test_functionalize_changes_nothing() -> None:
     tensors = good()
     tensors["v"] += 1.0
     out = torch.func.functionalize(lambda q: ring_attention(**{**tensors, "q": q}))(tensors["q"])
-    return float((out - 1.0).abs().max())
+    assert float((out - 1.0).abs().max()) < 1e-6
 
 
-def test_functionalize_changes_nothing(ranks: Any) -> None:
-    assert max(ranks(2).run(run_functionalized)) < 1e-6
-
-
-def run_lost_groups() -> None:
+@on_ranks(2)
+def test_lost_groups_are_named() -> None:
     """A group that was destroyed, and on rank 1 a mesh that this rank is not in."""
     group = dist.new_group([0, 1])
     dist.barrier()  # the other rank may still connect
@@ -126,11 +114,8 @@ def run_lost_groups() -> None:
                 function(**good(), group=alone)
 
 
-def test_lost_groups_are_named(ranks: Any) -> None:
-    ranks(2).run(run_lost_groups)
-
-
-def run_captured() -> None:
+@on_ranks(2)
+def test_capture_is_refused() -> None:
     """Calls on tensors that say they are on a GPU, whose stream is captured."""
     q, k, v = (one.requires_grad_() for one in good().values())
     layout = ring_attn.SequenceLayout.contiguous(2 * q.size(1), 2)
@@ -152,7 +137,3 @@ def run_captured() -> None:
             no_communication(),
         ):
             call()
-
-
-def test_capture_is_refused(ranks: Any) -> None:
-    ranks(2).run(run_captured)

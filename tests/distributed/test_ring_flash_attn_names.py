@@ -24,6 +24,7 @@ from ring_attn.integrations.ring_flash_attn import utils
 from ring_attn.testing import Expected, Inputs, poisoned_empty, random_qkv
 from tests.bounds import assert_close, assert_holds, expect
 from tests.cold import compile_cold
+from tests.distributed.pool import on_ranks
 from tests.refusals import refused, says
 
 
@@ -192,7 +193,8 @@ def llama3_tensors() -> list[Tensor]:
     return [x[0, positions].requires_grad_() for x in LLAMA3.inputs()[:3]]
 
 
-def llama3_tells_documents_once() -> list[int]:
+@on_ranks(2)
+def test_llama3_tells_documents_once() -> None:
     """Exchanges after each call: two layers, other documents, recomputed activations."""
     rank, counts = dist.get_rank(), []
     gather = dist.all_gather_object
@@ -217,11 +219,7 @@ def llama3_tells_documents_once() -> list[int]:
         counts.append(exchange.call_count)
         kept = torch.autograd.grad(layer(*tensors).sum(), tensors)
         assert all(map(torch.equal, again, kept))
-    return counts
-
-
-def test_llama3_tells_documents_once(ranks: Any) -> None:
-    assert ranks(2).run(llama3_tells_documents_once) == [[1, 1, 2, 3, 4]] * 2
+    assert counts == [1, 1, 2, 3, 4]
 
 
 def other_documents_on_one_rank() -> list[str]:
@@ -245,7 +243,8 @@ def test_llama3_arguments_that_do_not_fit(ranks: Any) -> None:
     assert one == other, "every rank says the same"
 
 
-def refusals() -> None:
+@on_ranks(2)
+def test_refusals() -> None:
     """What is given and not honoured, on every rank."""
     varlen = Case("zigzag_ring_flash_attn_varlen")
     kvpacked = replace(varlen, packing="kvpacked_")
@@ -281,11 +280,8 @@ def refusals() -> None:
             case.function(*arguments, causal=True, **options)
 
 
-def test_refusals(ranks: Any) -> None:
-    ranks(2).run(refusals)
-
-
-def a_group_that_is_not_the_default() -> None:
+@on_ranks(4)
+def test_a_group_of_some_ranks() -> None:
     """`group` is the last parameter, also by position."""
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     rank = dist.get_rank()
@@ -297,38 +293,32 @@ def a_group_that_is_not_the_default() -> None:
     assert_close("out", got, oracle.out[:, positions], plain.out[:, positions])
 
 
-def test_a_group_of_some_ranks(ranks: Any) -> None:
-    ranks(4).run(a_group_that_is_not_the_default)
-
-
-def a_ring_of_ones_own() -> list[bool]:
+@on_ranks(3)
+def test_a_ring_of_ones_own() -> None:
     """What `utils` has: neighbours' tensors, twice, and those of all ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ring = utils.RingComm(None)
     k = torch.full((2, 3), float(rank))
-    v, found = -k, []
+    v = -k
     for step in range(1, world_size):
         k, v = ring.send_recv_kv(k, v)
         ring.wait()
         source = (rank - step) % world_size
-        found += [bool((k == source).all()), bool((v == -source).all())]
+        assert bool((k == source).all()) and bool((v == -source).all())
     gathering, whole = utils.AllGatherComm(), torch.empty(2 * world_size, 3)
     gathering.all_gather(whole, torch.full((2, 3), float(rank)))
     gathering.wait()
-    found.append(whole[::2, 0].tolist() == [*range(world_size)])
+    assert whole[::2, 0].tolist() == [*range(world_size)]
     with pytest.raises(RuntimeError, match="call commit before"):
         ring.wait()
     ring.commit()
     with pytest.raises(RuntimeError, match="call wait between"):
         ring.commit()
-    return found
 
 
-def test_a_ring_of_ones_own(ranks: Any) -> None:
-    assert ranks(3).run(a_ring_of_ones_own) == [[True] * 5] * 3
-
-
-def one_rank_refuses() -> None:
+@pytest.mark.gloo
+@on_ranks(2)
+def test_a_refusal_of_one_rank_reaches_the_others() -> None:
     """A single rank's argument is bad: the others hear of it."""
     varlen = Case("zigzag_ring_flash_attn_varlen")
     cu, most = own_arguments(varlen, 0)
@@ -339,11 +329,6 @@ def one_rank_refuses() -> None:
             varlen.function(x, x, x, cu, most - 1, causal=True, group=group)
     with refused(RuntimeError, "refused|max_seqlen"):
         varlen.function(x, x, x, cu, most, causal=True, group=group)
-
-
-@pytest.mark.gloo
-def test_a_refusal_of_one_rank_reaches_the_others(ranks: Any) -> None:
-    ranks(2).run(one_rank_refuses)
 
 
 def compiled(case: Case, backend: str, scalars: bool, inside: bool) -> tuple[int, list[bool]]:
@@ -410,7 +395,8 @@ def test_functions_over_documents_stand_between_graphs(
         assert same == [True] * 3
 
 
-def refused_in_one_graph() -> None:
+@on_ranks(2)
+def test_one_graph_over_documents_is_refused_with_what_to_call() -> None:
     """`fullgraph=True`."""
     for case in PACKED:
         x = [y[0, : case.documents()[-1] // 2] for y in case.inputs()[:3]]
@@ -421,22 +407,13 @@ def refused_in_one_graph() -> None:
         assert says(str(error.value), "cu_seqlens|fullgraph|ring_attention")
 
 
-def test_one_graph_over_documents_is_refused_with_what_to_call(ranks: Any) -> None:
-    ranks(2).run(refused_in_one_graph)
-
-
-def compiled_without_documents() -> list[bool]:
-    """The other functions, with what they take beyond ring_attention: whole graphs."""
-    found = []
+@on_ranks(2)
+def test_functions_without_documents_compile_whole() -> None:
+    """With what they take beyond ring_attention."""
     for family in ("ring_flash_attn", "zigzag_ring_flash_attn", "stripe_flash_attn"):
         case = Case(family, "qkvpacked_")
         x = packed(case, *(y[:, :26].requires_grad_() for y in case.inputs()[:3]))
         options = {"window_size": (9, 9), "deterministic": True, "return_attn_probs": True}
         layer = partial(case.function, causal=True, **options)
         cold, _ = compile_cold(layer, fullgraph=True)
-        found.append(all(map(torch.equal, cold(*x)[:2], layer(*x)[:2])))
-    return found
-
-
-def test_functions_without_documents_compile_whole(ranks: Any) -> None:
-    assert ranks(2).run(compiled_without_documents) == [[True] * 3] * 2
+        assert all(map(torch.equal, cold(*x)[:2], layer(*x)[:2]))

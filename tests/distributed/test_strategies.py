@@ -27,6 +27,7 @@ from ring_attn.testing import (
     run_all_ranks,
     run_rank,
 )
+from tests.distributed.pool import on_ranks
 
 # With numbers of ranks, among which the cases are dealt out; of one number, half in each layout.
 SIZES: dict[str, tuple[int, ...]] = {
@@ -104,8 +105,9 @@ def test_odd_calls(ranks: Any, one_thread: None, case: Case) -> None:
 # -- meshes
 
 
-def run_on_a_mesh() -> dict[str, bool]:
-    """Whether a mesh with two axes gives the bits of the strategy with the same degree."""
+@on_ranks(4)
+def test_a_mesh_with_two_axes_gives_the_degree() -> None:
+    """The bits are those of the strategy with the same degree."""
     layout = SequenceLayout.zigzag(97, 4)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "gpus"))
     inputs = random_qkv(seqlen_q=97, nheads=4, nheads_kv=2, headdim=16)
@@ -116,19 +118,13 @@ def run_on_a_mesh() -> dict[str, bool]:
         out, lse = ring_attention(*leaves, causal=True, layout=layout, return_lse=True, **options)
         return [out, lse, *torch.autograd.grad(out, leaves, dout)]
 
-    same = {}
     for name, strategy in {
         "hybrid": Strategy(ulysses_degree=2),
         "double_ring": Strategy(inner_degree=2),
     }.items():
         expected = results(strategy=strategy)
         got, again = (results(strategy=one, group=mesh) for one in (name, strategy))
-        same[name] = all(map(torch.equal, got, expected)) and all(map(torch.equal, again, expected))
-    return same
-
-
-def test_a_mesh_with_two_axes_gives_the_degree(ranks: Any) -> None:
-    assert ranks(4).run(run_on_a_mesh) == [{"hybrid": True, "double_ring": True}] * 4
+        assert all(map(torch.equal, got, expected)) and all(map(torch.equal, again, expected)), name
 
 
 # -- triton

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ring_attn import SequenceLayout, shard_batch
 from ring_attn.integrations.transformers import register
-from tests.distributed.pool import Pools
+from tests.distributed.pool import Pools, on_ranks
 from tests.hf_models import make_batch, make_model
 from tests.refusals import refused
 
@@ -131,14 +131,11 @@ REFUSALS = {
 }
 
 
-def refusals() -> None:
+@on_ranks(2)
+def test_what_is_not_honoured_is_refused() -> None:
     for case, (error, text) in REFUSALS.items():
         with refused(error, text):
             run_wrong(case)
-
-
-def test_what_is_not_honoured_is_refused(ranks: Pools) -> None:
-    ranks(2).run(refusals)
 
 
 def padding_on_the_last_rank() -> str:
