@@ -7,7 +7,7 @@ against; its attention does not.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +38,7 @@ from ring_attn.models.sdpa import route_sdpa
 from ring_attn.testing import Inputs, random_qkv
 from tests.bounds import assert_close, assert_holds, expect
 from tests.cold import compile_cold
+from tests.distributed.pool import on_ranks
 
 _meshes: dict[tuple[int, ...], DeviceMesh] = {}
 
@@ -130,7 +131,8 @@ def test_a_backward_outside_has_the_same_bits(ranks: Any) -> None:
         assert all(map(torch.equal, mine, other))
 
 
-def shards_are_those_of_torch() -> None:
+@on_ranks(2)
+def test_shards_are_those_of_torch() -> None:
     """In the order and the lengths that torch's own functions give, and whole again after it."""
     mesh = mesh_of()
     for seqlen in (52, 50, 51):
@@ -152,7 +154,8 @@ def shards_are_those_of_torch() -> None:
                 assert again.equal(whole) and buffer.equal(whole), (seqlen, enabled)
 
 
-def buffers_are_restored() -> None:
+@on_ranks(2)
+def test_buffers_are_restored() -> None:
     """The same tensors, memory and strides; but for those that are to stay shards."""
     mesh = mesh_of()
     base = torch.randn(5, 8, 3)
@@ -173,7 +176,8 @@ def buffers_are_restored() -> None:
     assert strided.stride() == strides and len(left) == 4
 
 
-def a_restored_buffer_in_a_backward_raises() -> None:
+@on_ranks(2)
+def test_a_restored_buffer_in_a_backward_raises() -> None:
     """What autograd kept of it is gone: an error, as with torch's, and none if it stays."""
     mesh, weight = mesh_of(), torch.ones(3, requires_grad=True)
     for stays in (False, True):
@@ -188,7 +192,8 @@ def a_restored_buffer_in_a_backward_raises() -> None:
                 y.backward()
 
 
-def only_inside_and_only_this_function() -> None:
+@on_ranks(2)
+def test_only_inside_and_only_this_function() -> None:
     """Nothing is replaced, and another thread has what it had."""
     q = torch.randn(1, 2, 6, 8)
     function, plain = F.scaled_dot_product_attention, F.scaled_dot_product_attention(q, q, q)
@@ -201,7 +206,8 @@ def only_inside_and_only_this_function() -> None:
     assert F.scaled_dot_product_attention(q, q, q).equal(plain)
 
 
-def unshard_takes_every_balancer() -> None:
+@on_ranks(2)
+def test_unshard_takes_every_balancer() -> None:
     """Ours, torch's, and torch's that differ within a batch."""
     from torch.distributed.tensor.experimental import _attention as theirs
 
@@ -224,7 +230,8 @@ def unshard_takes_every_balancer() -> None:
     assert context_parallel_unshard(mesh, [parts], [2])[0].equal(x)
 
 
-def torchs_functions_take_our_layouts() -> None:
+@on_ranks(2)
+def test_torchs_functions_take_our_layouts() -> None:
     """Shard and unshard of torch with `as_load_balancer`, and attention over such shards."""
     mesh, rank = mesh_of(), dist.get_rank()
     pieces = [[Segment(0, 3), Segment(9, 5)], [Segment(3, 6), Segment(14, 2)]]
@@ -244,7 +251,8 @@ def torchs_functions_take_our_layouts() -> None:
         assert_close("out", out, rows, layout.shard(plain, rank, 2))
 
 
-def rotate_methods_are_strategies() -> None:
+@on_ranks(2)
+def test_rotate_methods_are_strategies() -> None:
     """What is called, by name."""
     q = torch.randn(1, 2, 6, 8)
     asked = []
@@ -259,7 +267,8 @@ def rotate_methods_are_strategies() -> None:
     assert asked == ["ring", "all_gather"]
 
 
-def dtensors_are_taken_apart() -> None:
+@on_ranks(2)
+def test_dtensors_are_taken_apart() -> None:
     """Those of torch's contract; the output is plain. Others are refused."""
     mesh, rank = mesh_of(), dist.get_rank()
     q = torch.randn(1, 2, 6, 8, generator=torch.Generator().manual_seed(rank))
@@ -278,7 +287,8 @@ def dtensors_are_taken_apart() -> None:
                 F.scaled_dot_product_attention(y, y, y)
 
 
-def autocast_rounds_as_torch_does() -> None:
+@on_ranks(2)
+def test_autocast_rounds_as_torch_does() -> None:
     """To its dtype, but not float64."""
     q, k, v = torch.randn(3, 1, 2, 6, 8, generator=torch.Generator().manual_seed(0)).unbind()
     with context_parallel(mesh_of()):
@@ -290,7 +300,8 @@ def autocast_rounds_as_torch_does() -> None:
     assert exact.dtype == torch.float64
 
 
-def layers_of_torch_are_taken_along() -> None:
+@on_ranks(2)
+def test_layers_of_torch_are_taken_along() -> None:
     """nn.MultiheadAttention and a transformer layer, also where torch has a fused path."""
     mesh, rank = mesh_of(), dist.get_rank()
     torch.manual_seed(0)
@@ -328,7 +339,8 @@ def layers_of_torch_are_taken_along() -> None:
         assert_close("attention", got, *(layout.shard(x, rank) for x in (exact, plain)))
 
 
-def activations_computed_again_need_the_context() -> None:
+@on_ranks(2)
+def test_activations_computed_again_need_the_context() -> None:
     """Inside they are routed again; outside torch finds that they are others, and says so."""
     # As many rows as heads: the shapes alone would not tell.
     x = torch.randn(1, 6, 6, 8, requires_grad=True)
@@ -351,7 +363,8 @@ def activations_computed_again_need_the_context() -> None:
         again.backward()
 
 
-def compiled_code_is_routed_too() -> None:
+@on_ranks(2)
+def test_compiled_code_is_routed_too() -> None:
     """What was compiled outside is compiled again inside, without a break, and is not kept."""
 
     def layer(x: Tensor) -> Tensor:
@@ -378,7 +391,8 @@ def compiled_code_is_routed_too() -> None:
         assert compiled(q).equal(layer(q))
 
 
-def refusals() -> None:
+@on_ranks(2)
+def test_refusals() -> None:
     """Before anything is changed, and by name."""
     mesh, x = mesh_of(), torch.randn(2, 8)
     one: dict[str, Any] = {"buffers": [x], "buffer_seq_dims": [1]}
@@ -408,25 +422,3 @@ def refusals() -> None:
         # Without a mask every length goes.
         out = F.scaled_dot_product_attention(q, q[:, :, 1:], q[:, :, 1:])
         assert out.shape == q.shape
-
-
-FUNCTIONS: Sequence[Callable[[], Any]] = (
-    shards_are_those_of_torch,
-    buffers_are_restored,
-    a_restored_buffer_in_a_backward_raises,
-    only_inside_and_only_this_function,
-    unshard_takes_every_balancer,
-    torchs_functions_take_our_layouts,
-    rotate_methods_are_strategies,
-    dtensors_are_taken_apart,
-    autocast_rounds_as_torch_does,
-    layers_of_torch_are_taken_along,
-    activations_computed_again_need_the_context,
-    compiled_code_is_routed_too,
-    refusals,
-)
-
-
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-def test_on_ranks(ranks: Any, function: Callable[[], Any]) -> None:
-    ranks(2).run(function)

@@ -286,8 +286,13 @@ def check(ranks: Pools, strategy: str, odd_rank: int, names: list[str]) -> None:
 # -- identities beside the messages, as on NCCL, where messages have no tags
 
 
-def with_headers(strategy: str) -> tuple[bool, Ended]:
-    """Calls that agree; and after one in which rank 1 has other sinks, the next."""
+@pytest.mark.parametrize("strategy", [*(name for name in STRATEGIES if name != "auto"), "decode"])
+@on_ranks(WORLD_SIZE)
+def test_headers_where_there_are_no_tags(strategy: str) -> None:
+    """The device compares, and the host hears of it at the next call, on all ranks.
+
+    Calls that agree; and after one in which rank 1 has other sinks, the next.
+    """
     with mock.patch.object(media.Gloo, "honours_tags", False):
         groups = [dist.new_group() for _ in range(2)]
         run = decode if strategy == "decode" else partial(call, strategy=strategy_of(strategy, 4))
@@ -298,16 +303,8 @@ def with_headers(strategy: str) -> tuple[bool, Ended]:
         after = ended(lambda: run(groups[1], sinks=SINKS))
     for group in groups:
         dist.destroy_process_group(group)
-    return torch.equal(*outs), after
-
-
-@pytest.mark.parametrize("strategy", [*(name for name in STRATEGIES if name != "auto"), "decode"])
-def test_headers_where_there_are_no_tags(ranks: Pools, strategy: str) -> None:
-    """The device compares, and the host hears of it at the next call, on all ranks."""
-    for rank, (same, after) in enumerate(ranks(WORLD_SIZE).run(with_headers, strategy)):
-        assert same, rank
-        assert after.error is RuntimeError, (rank, after)
-        assert "messages of another call" in after.text, (rank, after)
+    assert torch.equal(*outs)
+    assert after.error is RuntimeError and "messages of another call" in after.text, after
 
 
 def names_of(strategy: str) -> list[str]:
@@ -363,30 +360,24 @@ def debug(value: str | None = "1") -> Iterator[None]:
 ODD = 1
 
 
-def compared() -> dict[str, tuple[Ended, int]]:
-    """For every difference what this rank is told, and the messages that were sent by then."""
+@on_ranks(WORLD_SIZE)
+def test_every_rank_is_told_who_differs_in_what() -> None:
+    """For every difference, before a message is sent."""
     stats = open_p2p(dist.group.WORLD, TransportOptions(timeout=TIMEOUT)).stats  # type: ignore[arg-type]
-    before, found = stats.messages, dict[str, tuple[Ended, int]]()
+    before = stats.messages
     for name, arguments in (DIFFERENT | COMPARED).items():
         mine = arguments[dist.get_rank() == ODD]
         with debug():
-            how = ended(lambda mine=mine: call(None, **mine))
-        found[name] = how, stats.messages - before
-    return found
-
-
-def test_every_rank_is_told_who_differs_in_what(ranks: Pools) -> None:
-    for rank, found in enumerate(ranks(WORLD_SIZE).run(compared)):
-        for name, (got, messages) in found.items():
-            assert (got.error, messages) == (ValueError, 0), (rank, name, got)
-            told = (DIFFERENT | COMPARED)[name][2].split("; ")
-            assert all(part in got.text for part in told), (rank, name, got.text)
-            # Only what differs is named; documents and rows take other arguments with them.
-            named = {part.partition(":")[0] for part in got.text.split("; ")[1:]}
-            expected = {part.partition(":")[0] for part in told}
-            assert named >= expected and (named == expected or name in MORE), (rank, name, named)
-            for innocent in {0, 1, 2, 3} - {ODD}:
-                assert f"rank {innocent} has" not in got.text, (rank, name, got.text)
+            got = ended(lambda mine=mine: call(None, **mine))
+        assert (got.error, stats.messages) == (ValueError, before), (name, got)
+        told = arguments[2].split("; ")
+        assert all(part in got.text for part in told), (name, got.text)
+        # Only what differs is named; documents and rows take other arguments with them.
+        named = {part.partition(":")[0] for part in got.text.split("; ")[1:]}
+        expected = {part.partition(":")[0] for part in told}
+        assert named >= expected and (named == expected or name in MORE), (name, named)
+        for innocent in {0, 1, 2, 3} - {ODD}:
+            assert f"rank {innocent} has" not in got.text, (name, got.text)
 
 
 def all_different() -> str:

@@ -26,7 +26,7 @@ from ring_attn.core.program import Channel, Hop
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import media
-from tests.distributed.pool import Ended, Pools, ended
+from tests.distributed.pool import Ended, Pools, ended, on_ranks
 
 pytestmark = pytest.mark.gloo
 
@@ -242,28 +242,28 @@ def test_a_rank_that_dies_while_the_ring_is_formed(fresh_ranks: Callable[..., An
         assert f"ranks [{victim}] did not come" in got.text, (rank, got)
 
 
-def with_late_rank(late: int) -> tuple[Ended, Ended]:
-    """The first call of a group, to which one rank comes when the others have given up; twice."""
-    group = dist.new_group()
-    if dist.get_rank() == late:
+@on_ranks(3)
+def test_a_rank_that_comes_late_to_the_first_call() -> None:
+    """It comes when the others have given up."""
+    group, late = dist.new_group(), dist.get_rank() == 1
+    if late:
         time.sleep(TIMEOUT + 1)
-    return ended(lambda: layer(group=group)), ended(lambda: layer(group=group))
+    first, second = (ended(lambda: layer(group=group)) for _ in range(2))
+    assert first.error is RuntimeError and second.error is RuntimeError, (first, second)
+    assert first.seconds < (1.0 if late else IN_TIME), first
+    assert f"timeout {TIMEOUT} s" in first.text, first
+    assert ("has given up" if late else "ranks [1] did not come") in first.text, first
+    # A ring that could not be formed is not formed later.
+    assert "has failed before" in second.text and second.seconds < 0.5, second
 
 
-def test_a_rank_that_comes_late_to_the_first_call(ranks: Pools) -> None:
-    late = 1
-    for rank, (first, second) in enumerate(ranks(3).run(with_late_rank, late)):
-        assert first.error is RuntimeError and second.error is RuntimeError, (rank, first, second)
-        assert first.seconds < (1.0 if rank == late else IN_TIME), (rank, first)
-        assert f"timeout {TIMEOUT} s" in first.text, (rank, first)
-        why = "has given up" if rank == late else f"ranks [{late}] did not come"
-        assert why in first.text, (rank, first)
-        # A ring that could not be formed is not formed later.
-        assert "has failed before" in second.text and second.seconds < 0.5, (rank, second)
+@on_ranks(3)
+def test_nobody_leaves_before_all_are_connected() -> None:
+    """Ranks that raise because their calls differ would close connections that are being made.
 
-
-def slow_to_connect(slow: int, seconds: float) -> Ended:
-    """One rank is slower than its peers to see that it is connected; rank 0's call differs."""
+    One rank is slower than its peers to see that it is connected; rank 0's call differs.
+    """
+    seconds = TIMEOUT / 2
     group, rank, connect = dist.new_group(), dist.get_rank(), dist.ProcessGroupGloo
 
     def connect_slowly(*args: Any) -> dist.ProcessGroupGloo:
@@ -271,30 +271,21 @@ def slow_to_connect(slow: int, seconds: float) -> Ended:
         time.sleep(seconds)
         return gloo
 
-    with mock.patch.object(dist, "ProcessGroupGloo", connect_slowly if rank == slow else connect):
-        return ended(lambda: layer(8 if rank == 0 else 16, group))
+    with mock.patch.object(dist, "ProcessGroupGloo", connect_slowly if rank == 2 else connect):
+        got = ended(lambda: layer(8 if rank == 0 else 16, group))
+    assert got.error is RuntimeError and "seqlen_q: " in got.text, got
+    assert seconds < got.seconds < IN_TIME, got
 
 
-def test_nobody_leaves_before_all_are_connected(ranks: Pools) -> None:
-    """Ranks that raise because their calls differ would close connections that are being made."""
-    seconds = TIMEOUT / 2
-    for rank, got in enumerate(ranks(3).run(slow_to_connect, 2, seconds)):
-        assert got.error is RuntimeError and "seqlen_q: " in got.text, (rank, got)
-        assert seconds < got.seconds < IN_TIME, (rank, got)
-
-
-def failed_while_connecting(odd: int) -> Ended:
+@on_ranks(3)
+def test_a_rank_that_cannot_connect_is_not_waited_for() -> None:
     group, connect = dist.new_group(), dist.ProcessGroupGloo
-    if dist.get_rank() == odd:
+    if dist.get_rank() == 1:
         connect = mock.Mock(side_effect=RuntimeError("no route to host"))
     with mock.patch.object(dist, "ProcessGroupGloo", connect):
-        return ended(lambda: layer(group=group))
-
-
-def test_a_rank_that_cannot_connect_is_not_waited_for(ranks: Pools) -> None:
-    for rank, got in enumerate(ranks(3).run(failed_while_connecting, 1)):
-        assert got.error is RuntimeError and got.seconds < TIMEOUT, (rank, got)
-        assert "rank 1 has given up: no route to host" in got.text, (rank, got)
+        got = ended(lambda: layer(group=group))
+    assert got.error is RuntimeError and got.seconds < TIMEOUT, got
+    assert "rank 1 has given up: no route to host" in got.text, got
 
 
 # -- other shapes on one rank, without RING_ATTN_DEBUG: an error long before the timeout
@@ -325,21 +316,16 @@ def test_other_rows_on_one_rank(ranks: Pools, world_size: int, backward: bool) -
             assert "call differs" in got.text and "seqlen_q: " in got.text, (rank, got.text)
 
 
-def with_another_size() -> list[Ended]:
+@on_ranks(2)
+def test_another_size_in_a_collective() -> None:
     """Rank 0 has half the bytes, in one collective after another."""
-    n, found = 2048 if dist.get_rank() == 0 else 4096, []
+    n = 2048 if dist.get_rank() == 0 else 4096
     for name in ("all_gather", "reduce_scatter", "all_to_all"):
         transport = open_p2p(dist.new_group(), OPTIONS)
         with transport.call("forward", Agreement({"n": n}), torch.device("cpu")):
-            found.append(ended(partial(start, transport, name, n)))
-    return found
-
-
-def test_another_size_in_a_collective(ranks: Pools) -> None:
-    for rank, found in enumerate(ranks(2).run(with_another_size)):
-        for got in found:
-            told(got, rank)
-            assert "n: 4096 and 2048" in got.text or "n: 2048 and 4096" in got.text
+            got = ended(partial(start, transport, name, n))
+        told(got, dist.get_rank())
+        assert "n: 4096 and 2048" in got.text or "n: 2048 and 4096" in got.text
 
 
 # -- a new group

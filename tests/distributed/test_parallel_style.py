@@ -290,8 +290,17 @@ COMPILED: dict[str, Callable[[], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def run_compiled(name: str, form: str) -> bool:
-    """Whether a module compiled as one graph has the bits of the same module as it is."""
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("local", "plain"),
+        pytest.param("global", "DTensor", marks=pytest.mark.slow),
+        pytest.param("whole", "DTensor", marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(2)
+def test_a_module_compiles_with_a_new_layout(name: str, form: str) -> None:
+    """As one graph, with the bits of the same module as it is."""
     mesh, case = mesh_of(2), Case(form=form)
     options = [COMPILED[name]() for _ in range(2)]
     cold, plain = (parallelize(Core(), mesh, {"": ContextParallel(**one)}) for one in options)
@@ -302,19 +311,7 @@ def run_compiled(name: str, form: str) -> bool:
         )
         for module in (compiled, plain)
     )
-    return num_graphs() == 1 and all(got[part].equal(want[part]) for part in want)
-
-
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [
-        ("local", "plain"),
-        pytest.param("global", "DTensor", marks=pytest.mark.slow),
-        pytest.param("whole", "DTensor", marks=pytest.mark.slow),
-    ],
-)
-def test_a_module_compiles_with_a_new_layout(ranks: Any, name: str, form: str) -> None:
-    assert ranks(2).run(run_compiled, name, form) == [True] * 2
+    assert num_graphs() == 1 and all(got[part].equal(want[part]) for part in want)
 
 
 def run_replaced() -> tuple[dict[str, Tensor], Tensor]:
@@ -477,7 +474,8 @@ def test_below_tensor_parallel_projections(ranks: Any, one_thread: None, inside:
             assert_close(name, got, oracle[name], plain[name])
 
 
-def run_on_both_axes() -> dict[str, Tensor]:
+@on_ranks(4)
+def test_rows_and_heads_over_two_axes() -> None:
     """q, k, v are DTensors on (cp, tp), rows over one axis and heads over the other.
 
     A kv head that only one of the ranks has is refused.
@@ -495,19 +493,14 @@ def run_on_both_axes() -> dict[str, Tensor]:
     assert out.placements == (Shard(2), Shard(1)) and out.shape == (2, 4, SEQLEN, 8)
     assert core.seen == (2, 4, SEQLEN, 8)
     found = (out, *torch.autograd.grad(out, qkv, dout.detach()))
-    whole = {n: x.full_tensor().transpose(1, 2) for n, x in zip(RESULTS, found, strict=True)}
+    got = {n: x.full_tensor().transpose(1, 2) for n, x in zip(RESULTS, found, strict=True)}
+    assert_holds(got, *expected(SEQLEN))
 
     one = torch.empty(2, 1, SEQLEN, 8)
     local = torch.zeros(2, 1 - tp, SEQLEN // 2, 8)
     k = DTensor.from_local(local, mesh, placements, shape=one.shape, stride=one.stride())
     with pytest.raises(ValueError, match="the 1 heads of k must divide by the 2 ranks"):
         core(qkv[0], k, k)
-    return whole
-
-
-def test_rows_and_heads_over_two_axes(ranks: Any, one_thread: None) -> None:
-    for got in ranks(4).run(run_on_both_axes):
-        assert_holds(got, *expected(SEQLEN))
 
 
 # -- errors

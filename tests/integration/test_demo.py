@@ -17,6 +17,7 @@ from ring_attn.tools.generate import Comparison, compare
 from ring_attn.tools.mesh import Axes
 from ring_attn.tools.texts import standard_library_files
 from tests.integration.commands import options_of
+from tests.refusals import refused
 
 TINY = "--seqlen 33 --dim 32 --layers 2"
 ROW = Row(0, 5.5, 5.5, 1.0, 1.0)
@@ -175,9 +176,8 @@ def test_axes_in_any_order() -> None:
     ],
 )
 def test_options_that_cannot_be_are_refused(options: str, facts: str) -> None:
-    with pytest.raises(ValueError) as error:
+    with refused(ValueError, facts.replace(" ", "|")):
         demo.run(parsed(options))
-    assert all(fact in str(error.value) for fact in facts.split())
 
 
 def test_what_is_not_built_is_refused_by_its_type() -> None:

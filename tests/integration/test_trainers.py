@@ -24,7 +24,7 @@ from ring_attn.integrations import trainer as integration
 from ring_attn.integrations.trainer import split_sequence
 from ring_attn.integrations.transformers import register
 from ring_attn.testing import check
-from tests.distributed.pool import Ended, Pools, ended
+from tests.distributed.pool import Pools, ended, on_ranks
 from tests.hf_models import VOCAB, make_model
 from tests.hf_trainers import (
     COLLATORS,
@@ -44,6 +44,7 @@ from tests.hf_trainers import (
     texts,
     trained,
 )
+from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -228,52 +229,36 @@ class Twisted(torch.utils.data.IterableDataset):
         yield from texts(12)[dist.get_rank() :]
 
 
-def other_batches(out: Path) -> Ended:
+@on_ranks(2)
+def test_ranks_that_do_not_split_the_same_are_refused(out: Path) -> None:
     with split_model() as model:
         trainer_class = split_sequence(transformers.Trainer)
         data = {"train_dataset": Twisted()}
         trainer = make_trainer(model, arguments(str(out)), trainer_class, "packed", **data)
-        return ended(trainer.train)
-
-
-def wrong_group() -> Ended:
-    """Ranks 0 and 2 of 3: not next to each other, and 2 does not divide 3."""
-    group = dist.new_group([0, 2])
-    if dist.get_rank() == 1:
-        return Ended(None, "", 0.0, True)
-    with as_torchrun(), register(group=group):
-        return ended(
-            lambda: integration._Ring.of(mock.Mock(model=make_model("llama", "ring_attn")))
-        )
-
-
-def test_ranks_that_do_not_split_the_same_are_refused(ranks: Pools, out: Path) -> None:
-    for end in ranks(2).run(other_batches, out / "other"):
-        assert end.error is ValueError and "ranks 0 and 1" in end.text
-        assert end.seconds < 20
+        end = ended(trainer.train)
+    assert end.error is ValueError and "ranks 0 and 1" in end.text and end.seconds < 20
 
 
 @pytest.mark.slow
-def test_a_group_must_be_neighbours(ranks: Pools) -> None:
-    for end in ranks(3).run(wrong_group)[::2]:
-        assert end.error is ValueError and "[0, 2]" in end.text
+@on_ranks(3)
+def test_a_group_must_be_neighbours() -> None:
+    """Ranks 0 and 2 of 3: not next to each other, and 2 does not divide 3."""
+    group = dist.new_group([0, 2])
+    if dist.get_rank() != 1:
+        with as_torchrun(), register(group=group), refused(ValueError, "[0, 2]"):
+            integration._Ring.of(mock.Mock(model=make_model("llama", "ring_attn")))
 
 
-def predicted(out: Path) -> tuple[Ended, Ended]:
+@on_ranks(2)
+def test_predictions_are_refused(out: Path) -> None:
     with split_model() as model:
         trainer_class = split_sequence(transformers.Trainer)
         trainer = make_trainer(model, arguments(str(out)), trainer_class, "padded")
         unlabelled = dict(padded(texts(2)), labels=None)
-        return (
-            ended(lambda: trainer.predict(texts(4))),
-            ended(lambda: trainer.prediction_step(trainer.model, unlabelled, True)),
-        )
-
-
-def test_predictions_are_refused(ranks: Pools, out: Path) -> None:
-    for logits, labels in ranks(2).run(predicted, out / "predicted"):
-        assert logits.error is NotImplementedError and "predict" in logits.text
-        assert labels.error is ValueError and "labels" in labels.text
+        with refused(NotImplementedError, "predict"):
+            trainer.predict(texts(4))
+        with refused(ValueError, "labels"):
+            trainer.prediction_step(trainer.model, unlabelled, True)
 
 
 TRL_LOGGED = (*LOGGED, "entropy", "mean_token_accuracy", "eval_entropy", "num_tokens")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from pathlib import Path
@@ -18,19 +17,14 @@ from ring_attn.planning.devices import builtin_cluster, to_json
 from ring_attn.tools import cli
 from ring_attn.tools import plan as command
 from ring_attn.tools import plan_report as report
+from tests.integration.commands import options_of
 
 SMALL = ["--seqlen", "4k", "--world-size", "4", "--heads", "8", "--kv-heads", "2"]
 SMALL += ["--head-dim", "64", "--cluster", "h100"]
 
 
-def arguments(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return parser.parse_args([*SMALL, *words])
-
-
 def planned(*words: str) -> tuple[Choice, dict[str, Simulation]]:
-    choice = command.plan(arguments(*words))
+    choice = command.plan(options_of(command, " ".join([*SMALL, *words])))
     return choice, command.simulated(choice.problem, choice.best)
 
 
