@@ -149,10 +149,16 @@ STAND_INS = {
 
 def judged(peer: type[GpuPeer], setting: Setting) -> list[Verdict]:
     """Verdicts on out, dq, dk, dv of an adapter, against float64."""
-    inputs = ring._inputs(setting)
-    with mock.patch.dict(sys.modules), mock.patch.object(torch.cuda, "Stream", SimpleNamespace):
+    inputs, before = ring._inputs(setting), {*sys.modules}
+    with mock.patch.object(torch.cuda, "Stream", SimpleNamespace):
         STAND_INS[peer.name]()
-        return ring.Judge(setting, inputs).verdicts(peer(setting, inputs), setting)
+        made = {*sys.modules} - before
+        try:
+            return ring.Judge(setting, inputs).verdicts(peer(setting, inputs), setting)
+        finally:
+            # The stand-ins alone: modules of ours that were loaded with them have to stay.
+            for name in made:
+                del sys.modules[name]
 
 
 @pytest.mark.dist
