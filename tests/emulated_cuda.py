@@ -74,13 +74,13 @@ def cudnn_visible(rows: int, cols: int, is_causal: bool) -> Tensor:
 
 
 def require_kernel_shapes(*tensors: Tensor) -> None:
-    """What the CUDA kernels insist on."""
+    """Asserts what the CUDA kernels insist on."""
     assert len({x.size(-1) for x in tensors}) == 1, "one headdim"
     assert tensors[0].size(-1) % 8 == 0, "headdim in multiples of 8"
     assert all(x.stride(-1) == 1 for x in tensors), "a contiguous headdim"
 
 
-# Of the operators' results, what nobody uses.
+# Stands for results of the operators that nobody uses.
 UNUSED = torch.zeros(0)
 
 

@@ -15,7 +15,7 @@ def says(text: str, words: str) -> bool:
 
 @contextmanager
 def refused(error: type[Exception], words: str) -> Iterator[None]:
-    """What is within raises that error, and its message has all words."""
+    """Holds that the block raises that error, with all words in its message."""
     with pytest.raises(error) as caught:
         yield
     assert caught.type is error and says(str(caught.value), words), (words, caught.value)

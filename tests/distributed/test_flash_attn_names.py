@@ -138,7 +138,7 @@ def test_shards_give_rows_of_dense_attention(ranks: Any, one_thread: None, case:
 
 @on_ranks(2)
 def test_refusals() -> None:
-    """What is given and not honoured, on every rank."""
+    """Arguments that are given and not honoured are refused on every rank."""
     x, cu = torch.randn(12, 2, 8), torch.tensor([0, 10, 24])
     good = (x, x, x, cu, cu, 14, 14)
     kv, varlen = torch.stack((x, x), 1), names.flash_attn_varlen_func

@@ -130,7 +130,7 @@ def test_what_fsdp_has_summed_is_refused() -> None:
 
 @on_ranks(3)
 def test_refusals() -> None:
-    """What each wrong call says, before anything is sent."""
+    """Each wrong call is refused before anything is sent."""
     sparse = nn.Embedding(4, 2, sparse=True)
     sparse(torch.tensor([1])).sum().backward()
     complex_one = torch.zeros(2, dtype=torch.complex64, requires_grad=True)

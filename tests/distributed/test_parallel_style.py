@@ -632,7 +632,7 @@ AFTER = ("output_index", "output type", "local and dims")
 
 @on_ranks(2)
 def test_errors_say_what_is_wrong_on_every_rank() -> None:
-    """What each wrong use says, before the ring has sent a message."""
+    """Each wrong use is refused before the ring has sent a message."""
     for name, (style, words, others) in ERRORS.items():
         ring = open_p2p(mesh_of(2).get_group(), TransportOptions())
         before = ring.stats.messages

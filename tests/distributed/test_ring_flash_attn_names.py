@@ -245,7 +245,7 @@ def test_llama3_arguments_that_do_not_fit(ranks: Any) -> None:
 
 @on_ranks(2)
 def test_refusals() -> None:
-    """What is given and not honoured, on every rank."""
+    """Arguments that are given and not honoured are refused on every rank."""
     varlen = Case("zigzag_ring_flash_attn_varlen")
     kvpacked = replace(varlen, packing="kvpacked_")
     cu, most = own_arguments(varlen, 0)

@@ -51,7 +51,7 @@ def test_example(name: str) -> None:
 
 
 def run(example: doctest.DocTest) -> str:
-    """What differs from what the example says."""
+    """Differences between what an example prints and what it says."""
     runner = doctest.DocTestRunner(optionflags=doctest.FAIL_FAST)
     report: list[str] = []
     torch.manual_seed(0)
