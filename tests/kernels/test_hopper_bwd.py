@@ -15,7 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.mask import Mask
+from ring_attn.core.spec import AttentionSpec
 from ring_attn.kernels import configs
 from ring_attn.kernels.hopper_bwd import bwd_launch, num_turns
 from ring_attn.kernels.launch import Launch
@@ -116,6 +118,22 @@ def test_a_row_has_the_same_sums_wherever_the_sequence_is_cut(name: str) -> None
 
 
 # -- the kernel
+
+
+@pytest.mark.parametrize(("headdim", "batch"), [(64, 1), (128, 2)])
+def test_turns_are_in_the_workspace(
+    headdim: int, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of calls that have the kernel, and of their backward alone."""
+    mask = Mask(257, 257, causal=True)
+    q, k, v, _ = inputs_of(mask, headdim, nheads=4, batch=batch)
+    backend, spec = TritonBackend(), AttentionSpec.of(q, k, v)
+    assert backend.workspace_bytes(spec, whole(mask), backward=True) == 0
+    monkeypatch.setattr(TritonBackend, "in_one_pass", lambda *_: True)
+    turns = 4 * num_turns(q, configs.GLUON_BWD[headdim])
+    assert backend.workspace_bytes(spec, whole(mask), backward=True) == turns > 0
+    assert backend.workspace_bytes(spec, whole(mask)) == 0
+    assert backend.workspace_bytes(spec, (), backward=True) == 0
 
 
 def inputs_of(mask: Mask, headdim: int = 64, nheads: int = 1, **sizes: Any) -> Inputs:
