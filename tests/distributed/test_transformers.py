@@ -444,7 +444,7 @@ def test_embeddings_of_real_weights(ranks: Pools) -> None:
 
 @on_ranks(2)
 def test_one_graph_for_several_lengths() -> None:
-    """Of a model compiled whole, with the bits of eager."""
+    """A model compiled whole has the bits of eager."""
     with register(layout="contiguous"), torch.no_grad():
         model = make_model("qwen2", "ring_attn")
         compiled, num_graphs = compile_cold(model, fullgraph=True, dynamic=True)

@@ -124,7 +124,7 @@ def test_a_row_has_the_same_sums_wherever_the_sequence_is_cut(name: str) -> None
 def test_turns_are_in_the_workspace(
     headdim: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of calls that have the kernel, and of their backward alone."""
+    """Those of the backward are, of calls that have the kernel."""
     mask = Mask(257, 257, causal=True)
     q, k, v, _ = inputs_of(mask, headdim, nheads=4, batch=batch)
     backend, spec = TritonBackend(), AttentionSpec.of(q, k, v)
