@@ -18,6 +18,9 @@ at the end: ds would lose bits of its 16-bit form to it.
 dk/dv forms the transposed scores k q^T at once. A register result of tl.dot is never transposed:
 triton 3.4 to 3.7.0 miscompile the product that follows.
 
+Exponentials are of base 2. lse is converted once, beside delta: in every pass of dk/dv it would be
+16 of 386 instructions.
+
 With softcap, s = c tanh(x scale / c) and ds gains the factor 1 - tanh^2.
 
 Dao, arXiv 2307.08691.
@@ -56,6 +59,8 @@ from .tasks import block_and_head, make_schedule
 def delta_kernel(
     out_ptr,
     dout_ptr,
+    lse_ptr,
+    lse_base_2_ptr,
     delta_ptr,
     stride_ob,
     stride_om,
@@ -70,7 +75,7 @@ def delta_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """delta (batch, nheads, rows) = rowsum(out * dout), one block of rows of one head."""
+    """delta (batch, nheads, rows) = rowsum(out * dout), and lse in base 2, of a block of rows."""
     num_blocks = tl.cdiv(num_rows, BLOCK_M)
     row_start = tl.program_id(0) % num_blocks * BLOCK_M
     index = tl.program_id(0) // num_blocks
@@ -85,19 +90,21 @@ def delta_kernel(
     delta = tl.sum(out * dout, 1)
     stat = index.to(tl.int64) * num_rows
     store_stats(delta_ptr + stat, delta, row_start, num_rows)
+    lse = tl.load(lse_ptr + stat + row_start + offs)
+    store_stats(lse_base_2_ptr + stat, lse * LOG2E, row_start, num_rows)
 
 
 @triton.jit
 def _probabilities(x, lse, inner_scale, outer_scale, SOFTCAP: tl.constexpr):
     """p = exp(s - lse) of raw products x, and the factor that softcap gives ds.
 
-    lse, natural logarithm, broadcasts against x.
+    lse, in base 2, broadcasts against x.
     """
     if SOFTCAP:
         t = tanh(x * inner_scale)
-        return tl.exp2(tl.fma(t, outer_scale, lse * -LOG2E)), 1.0 - t * t
+        return tl.exp2(tl.fma(t, outer_scale, -lse)), 1.0 - t * t
     else:
-        return tl.exp2(tl.fma(x, inner_scale, lse * -LOG2E)), 1.0
+        return tl.exp2(tl.fma(x, inner_scale, -lse)), 1.0
 
 
 @triton.jit
@@ -387,13 +394,17 @@ def flash_dq_kernel(
     store_rows(dq_head, dq, row_start, row_stop, nheads * HEAD_DIM, HEAD_DIM, BLOCK_D)
 
 
-def delta_launch(out: Tensor, dout: Tensor, delta: Tensor, config: Config) -> Launch:
-    """The launch that writes delta (batch, nheads, rows) float32.
+def delta_launch(
+    out: Tensor, dout: Tensor, lse: Tensor, lse_base_2: Tensor, delta: Tensor, config: Config
+) -> Launch:
+    """The launch that writes delta and converts lse to base 2.
 
     Args:
         out: (batch, rows, nheads, headdim_v), any strides with the last one 1.
         dout: likewise.
-        delta: contiguous.
+        lse: (batch, nheads, rows) float32, contiguous, natural logarithm.
+        lse_base_2: likewise, in base 2; written.
+        delta: likewise; written.
         config: only BLOCK_M and the warps matter.
     """
     batch, num_rows, nheads, headdim_v = out.shape
@@ -403,6 +414,8 @@ def delta_launch(out: Tensor, dout: Tensor, delta: Tensor, config: Config) -> La
         {
             "out_ptr": out,
             "dout_ptr": dout,
+            "lse_ptr": lse,
+            "lse_base_2_ptr": lse_base_2,
             "delta_ptr": delta,
             **_strides(o=out, d=dout),
             "num_rows": num_rows,
@@ -440,8 +453,8 @@ def dkdv_launch(
         k: (batch, rows_kv, nheads_kv, headdim).
         v: (batch, rows_kv, nheads_kv, headdim_v).
         dout: (batch, rows, nheads, headdim_v).
-        lse: (batch, nheads, rows) float32, contiguous, over all keys of all steps.
-        delta: likewise.
+        lse: (batch, nheads, rows) float32, contiguous, in base 2, over all keys of all steps.
+        delta: (batch, nheads, rows) float32, contiguous.
         dk: as k, float32, contiguous; accumulated into.
         dv: as v, likewise.
         table: of kv rows x q rows (`transposed`), ascending.

@@ -69,7 +69,6 @@ from .hopper_blocks import (
     store_rows,
 )
 from .launch import Launch
-from .online_softmax import LOG2E
 from .step_table import column_range, load_block_row
 from .tasks import block_and_head, make_schedule
 from .turn_table import TurnTable, load_piece, load_visited
@@ -156,7 +155,7 @@ def _produce(given, descs, statistics, FLAGS: gl.constexpr, GROUP: gl.constexpr)
             statistic = (batch * nheads + head) * num_rows
             lse = _load_statistics(lse_ptr + statistic, start, run, BLOCK_M)
             # Rows that see nothing are masked; infinite they would make NaN of the mask.
-            lse = gl.where(lse == float("-inf"), 0.0, lse * -LOG2E)
+            lse = gl.where(lse == float("-inf"), 0.0, -lse)
             statistic_buffers.index(2 * stage).store(lse)
             delta = _load_statistics(delta_ptr + statistic, start, run, BLOCK_M)
             statistic_buffers.index(2 * stage + 1).store(delta)
@@ -526,8 +525,8 @@ def bwd_launch(
         k: (batch, rows_kv, nheads_kv, headdim).
         v: likewise.
         dout: as q.
-        lse: (batch, nheads, rows) float32, contiguous, over all keys of all steps.
-        delta: likewise.
+        lse: (batch, nheads, rows) float32, contiguous, in base 2, over all keys of all steps.
+        delta: (batch, nheads, rows) float32, contiguous.
         dq: as q, float32, contiguous; accumulated into. None leaves its product out.
         dk: as k, likewise; None without dv.
         dv: likewise.

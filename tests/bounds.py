@@ -69,7 +69,7 @@ def run(
             last = say_last and tiles is steps[-1]
             state = backend.forward(q, k, v, tiles, state, scores=scores, last=last)
         out, lse = backend.finalize(state, q.dtype)
-        given = BackwardInputs(q, k, v, dout, lse, backend.delta(out, dout))
+        given = BackwardInputs(q, k, v, dout, *backend.row_statistics(out, dout, lse))
         for tiles in steps:
             rest = None if rebuild_out else out
             backend.backward(given, tiles, (dq, dk, dv), scores=scores, out=rest)

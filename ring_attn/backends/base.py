@@ -27,8 +27,9 @@ class BackwardInputs(NamedTuple):
         k: (batch, rows_kv, nheads_kv, headdim).
         v: (batch, rows_kv, nheads_kv, headdim_v).
         dout: (batch, rows, nheads, headdim_v).
-        lse: (batch, nheads, rows) contiguous, in the type of the state, over all keys of the call.
-        delta: likewise.
+        lse: (batch, nheads, rows) contiguous, in the type of the state, over all keys of the call,
+            as the backend's `row_statistics` returns it.
+        delta: likewise; rowsum(dO * O).
     """
 
     q: Tensor
@@ -51,12 +52,14 @@ class Backend(Protocol):
     by `finalize`. `in_order` says that it is an `InOrderBackend`, `carries_state` that its kernels
     load and store the state, the first of a call making it and the last writing out and lse, and
     `deterministic` that two runs of a backward on CUDA have the same bits, as on CPUs all have.
+    `converts_lse` says that `row_statistics` makes a new lse, and does not return the one it takes.
     """
 
     name: str
     in_order: bool
     carries_state: bool
     deterministic: bool
+    converts_lse: bool
 
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
         """None where this backend can run the call here, else the reason why not.
@@ -113,8 +116,12 @@ class Backend(Protocol):
         """
         ...
 
-    def delta(self, out: Tensor, dout: Tensor) -> Tensor:
-        """(batch, nheads, rows) rowsum(dO * O) in the type of the state."""
+    def row_statistics(self, out: Tensor, dout: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """lse as `backward` reads it, and delta = rowsum(dO * O), once a call.
+
+        Both are (batch, nheads, rows) in the type of the state, as is the `lse` that is given, a
+        natural logarithm.
+        """
         ...
 
     def backward(
@@ -138,8 +145,13 @@ class Backend(Protocol):
         """The factor by which the caller multiplies dq and dk once, after all steps."""
         ...
 
-    def forward_bytes(self, spec: AttentionSpec, rows: int, steps: Sequence[Sequence[Tile]]) -> int:
-        """Most bytes that state, results and workspace take at a time, for so many q rows."""
+    def forward_bytes(
+        self, spec: AttentionSpec, rows: int, steps: Sequence[Sequence[Tile]], *, last: bool = True
+    ) -> int:
+        """Most bytes that state, results and workspace take at a time, for so many q rows.
+
+        Without `last` more steps follow.
+        """
         ...
 
     def merge_bytes(self, spec: AttentionSpec, rows: int, num_sets: int) -> int:
@@ -243,6 +255,7 @@ class TileBackend:
     in_order = False
     carries_state = False
     deterministic = True
+    converts_lse = False
 
     def new_state(self, q: Tensor, headdim_v: int, sinks: Tensor | None = None) -> State:
         """The empty state of q's rows."""
@@ -279,10 +292,10 @@ class TileBackend:
         """(nheads,) greatest maximum of any row."""
         return greatest(state.m)
 
-    def delta(self, out: Tensor, dout: Tensor) -> Tensor:
-        """(batch, nheads, rows) rowsum(dO * O) in the type of the state."""
+    def row_statistics(self, out: Tensor, dout: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """lse as it is, and delta = rowsum(dO * O)."""
         wide = accum_dtype(out.dtype)
-        return (out.to(wide) * dout.to(wide)).sum(-1).transpose(1, 2).contiguous()
+        return lse, (out.to(wide) * dout.to(wide)).sum(-1).transpose(1, 2).contiguous()
 
     def backward(
         self,
@@ -303,7 +316,9 @@ class TileBackend:
         """1: the gradients of every tile have been scaled."""
         return 1.0
 
-    def forward_bytes(self, spec: AttentionSpec, rows: int, steps: Sequence[Sequence[Tile]]) -> int:
+    def forward_bytes(
+        self, spec: AttentionSpec, rows: int, steps: Sequence[Sequence[Tile]], *, last: bool = True
+    ) -> int:
         """Most bytes that `State`, its merges and a tile's results take at a time."""
         statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
         acc = statistics * spec.headdim_v

@@ -69,6 +69,7 @@ class TritonBackend:
     in_order = True
     carries_state = True
     deterministic = True
+    converts_lse = True
     # The blocks of every config divide it.
     bits_unit = 128
 
@@ -215,19 +216,20 @@ class TritonBackend:
         packed = spec.batch * rows * spec.nheads * spec.headdim * spec.dtype.itemsize
         return results + parts.num_parts * (packed + statistics * (spec.headdim_v + 2))
 
-    def delta(self, out: Tensor, dout: Tensor) -> Tensor:
-        """(batch, nheads, rows) float32 rowsum(dO * O)."""
-        out, dout = _unit_stride(out), _unit_stride(dout)
-        delta = _float32(out, out.size(0), out.size(2), out.size(1))
+    def row_statistics(self, out: Tensor, dout: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """lse in base 2, and delta = rowsum(dO * O)."""
+        out, dout, lse = _unit_stride(out), _unit_stride(dout), lse.contiguous()
+        lse_base_2, delta = _float32(lse, *lse.shape), _float32(lse, *lse.shape)
 
         def launch() -> Launch:
             from ring_attn.kernels.configs import select
             from ring_attn.kernels.flash_bwd import delta_launch
 
-            return delta_launch(out, dout, delta, select("delta", out, out.size(3)))
+            config = select("delta", out, out.size(3))
+            return delta_launch(out, dout, lse, lse_base_2, delta, config)
 
-        self._launches.run(((), "delta"), (out, dout), (delta,), launch)
-        return delta
+        self._launches.run(((), "delta"), (out, dout), (lse, lse_base_2, delta), launch)
+        return lse_base_2, delta
 
     def backward(
         self,
@@ -297,15 +299,17 @@ class TritonBackend:
         """softmax_scale: dq and dk are summed without it, so 16-bit products keep more bits."""
         return scores.softmax_scale
 
-    def forward_bytes(self, spec: AttentionSpec, rows: int, steps: Sequence[Sequence[Tile]]) -> int:
-        """out and lse, and beside them acc, m and l where more than one step has tiles."""
+    def forward_bytes(
+        self, spec: AttentionSpec, rows: int, steps: Sequence[Sequence[Tile]], *, last: bool = True
+    ) -> int:
+        """out and lse of the last step; acc, m and l where more than one step has tiles."""
         statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
         results = (
             spec.batch * rows * spec.nheads * spec.headdim_v * spec.dtype.itemsize + statistics
         )
-        several = sum(map(bool, steps)) > 1 or spec.max_logits
+        several = not last or sum(map(bool, steps)) > 1 or spec.max_logits
         carried = statistics * (spec.headdim_v + 2) if several else 0
-        return results + carried
+        return carried + (results if last else 0)
 
     def merge_bytes(self, spec: AttentionSpec, rows: int, num_sets: int) -> int:
         """out and lse alone."""

@@ -286,7 +286,7 @@ class Finish(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """delta = rowsum(dout * out), and the gradient of the sinks, where there are any."""
+    """Makes delta = rowsum(dout * out), lse in the backend's base, and the gradient of sinks."""
 
     array: Array
 

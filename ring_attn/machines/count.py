@@ -216,6 +216,8 @@ class Memory:
                 self._finish(op)
             case Delta():
                 self._make("delta", op.array)
+                if self.backend.converts_lse:
+                    self._make("lse", op.array)
             case Differentiate():
                 self._differentiate(op)
             case Round():
@@ -233,17 +235,18 @@ class Memory:
         if op.tiles:
             self._heads = part_of_heads(op, self.spec)
             self._steps = [*self._steps[:1], op.tiles]
-            self.most = max(self.most, self.held + self._forward_bytes())
+            self.most = max(self.most, self.held + self._forward_bytes(op.last))
 
-    def _forward_bytes(self) -> int:
+    def _forward_bytes(self, last: bool) -> int:
         """Bytes that the backend takes for the steps so far; each set of tiles is asked once."""
-        key = tuple(map(id, self._steps)), self._heads, self._rows
+        key = tuple(map(id, self._steps)), self._heads, self._rows, last
         if key not in self._asked:
-            self._asked[key] = self.backend.forward_bytes(self._heads, self._rows, self._steps)
+            steps, spec, rows = self._steps, self._heads, self._rows
+            self._asked[key] = self.backend.forward_bytes(spec, rows, steps, last=last)
         return self._asked[key]
 
     def _finish(self, op: Finish) -> None:
-        self.most = max(self.most, self.held + self._forward_bytes())
+        self.most = max(self.most, self.held + self._forward_bytes(last=True))
         self._make(op.out, op.out_array)
         self._make(op.lse, op.lse_array)
 

@@ -518,8 +518,8 @@ class Run:
     def delta(self, op: Delta) -> None:
         out, dout, lse = (self.tensors[name] for name in ("out", "dout", "lse"))
         with self._part("delta"):
-            delta = self.backend.delta(out, dout)
-        self.tensors["delta"] = delta
+            converted, delta = self.backend.row_statistics(out, dout, lse)
+        self.tensors |= {"lse": converted, "delta": delta}
         if self.sinks is not None:
             self.dsinks = sinks_gradient(self.sinks, lse, delta)
 

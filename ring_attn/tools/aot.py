@@ -295,7 +295,8 @@ def variant_launch(
         return torch.empty(1, HEADS, ROWS, device="meta")
 
     if variant.kernel == "delta":
-        return flash_bwd.delta_launch(rows_of(HEADS), rows_of(HEADS), stats(), config)
+        rows = rows_of(HEADS), rows_of(HEADS)
+        return flash_bwd.delta_launch(*rows, stats(), stats(), stats(), config)
     if variant.kernel == "part_table":
         return _part_table(config)
     if variant.kernel == "merge":

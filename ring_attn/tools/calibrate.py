@@ -326,7 +326,7 @@ class _Bench:
 
         state = fold(backend.new_state(q, spec.headdim_v), last=True)
         out, lse = backend.finalize(state, q.dtype)
-        inputs = BackwardInputs(q, k, v, dout, lse, backend.delta(out, dout))
+        inputs = BackwardInputs(q, k, v, dout, *backend.row_statistics(out, dout, lse))
         state = fold(backend.new_state(q, spec.headdim_v), last=False)
         dq, dk, dv = (torch.zeros_like(x, dtype=spec.accum_dtype) for x in (q, k, v))
 

@@ -214,7 +214,8 @@ class Kernels(Attention):
     def _prepare(self) -> None:
         q, k, v, dout = self._inputs
         assert self.out is not None, "forward comes first"
-        self._given = BackwardInputs(*self._inputs, self._lse, self._backend.delta(self.out, dout))
+        statistics = self._backend.row_statistics(self.out, dout, self._lse)
+        self._given = BackwardInputs(*self._inputs, *statistics)
         dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
         self._sums = dq, dk, dv
 

@@ -180,11 +180,14 @@ def scale_of(q: Tensor, scale: float | None) -> float:
     return q.size(3) ** -0.5 if scale is None else scale
 
 
-def delta_of(out: Tensor, dout: Tensor, config: Config = LARGE) -> Tensor:
+def statistics_of(
+    out: Tensor, dout: Tensor, lse: Tensor, config: Config = LARGE
+) -> tuple[Tensor, Tensor]:
+    """lse in base 2, and delta."""
     with poisoned_empty():
-        delta = torch.empty(out.size(0), out.size(2), out.size(1), device=DEVICE)
-    delta_launch(out, dout, delta, config).run()
-    return delta
+        lse_base_2, delta = torch.empty(2, *lse.shape, device=DEVICE)
+    delta_launch(out, dout, lse, lse_base_2, delta, config).run()
+    return lse_base_2, delta
 
 
 def grad_q(
@@ -239,9 +242,9 @@ def attend(
     """Forward and backward; the gradient of the sinks is not the kernels'."""
     scores = {"scale": scale, "softcap": softcap}
     out, lse = forward(inputs, steps, config, sinks=sinks, **scores)
-    delta = delta_of(out, inputs.dout)
-    dq = grad_q(inputs, lse, delta, steps, config, **scores)
-    dk, dv = grad_kv(inputs, lse, delta, steps, config, **scores)
+    statistics = statistics_of(out, inputs.dout, lse)
+    dq = grad_q(inputs, *statistics, steps, config, **scores)
+    dk, dv = grad_kv(inputs, *statistics, steps, config, **scores)
     factor = scale_of(inputs.q, scale)
     grads = (x.to(inputs.q.dtype) for x in (dq * factor, dk * factor, dv))
     return Expected(out, lse, *grads)

@@ -116,7 +116,8 @@ def grad(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
 
 
 def delta(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
-    return {"new_delta": backend.delta(x.q, x.dout)}
+    lse, delta = backend.row_statistics(x.q, x.dout, x.lse)
+    return {"new_lse": lse, "new_delta": delta}
 
 
 def merge(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
 from typing import Any
 
@@ -30,7 +31,6 @@ from tests.kernels.calls import (
     blocks_of,
     cut_keys,
     cut_rows,
-    delta_of,
     empty_state,
     forward,
     grad_kv,
@@ -40,6 +40,7 @@ from tests.kernels.calls import (
     kv_table,
     q_table,
     record,
+    statistics_of,
     times,
     without_sinks,
 )
@@ -168,7 +169,7 @@ def test_what_a_step_does_not_hold_is_not_read() -> None:
     assert (middle[0].q, middle[0].kv) == (slice(40, 70), slice(40, 70))
     inputs = inputs_for(mask)
     out, lse = forward(inputs, [middle], SMALL)
-    delta = delta_of(out, inputs.dout)
+    lse, delta = statistics_of(out, inputs.dout, lse)
     wanted = [grad_q(inputs, lse, delta, [middle], SMALL)]
     wanted += grad_kv(inputs, lse, delta, [middle], SMALL)
     outside = torch.ones(97, dtype=torch.bool)
@@ -200,11 +201,14 @@ def test_any_strides() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 64, 97])
-def test_delta_is_rowsum(rows: int, dtype: torch.dtype) -> None:
+def test_row_statistics(rows: int, dtype: torch.dtype) -> None:
     inputs = random_qkv(batch=2, seqlen_q=rows, nheads=3, headdim_v=40, dtype=dtype, device=DEVICE)
     out = inputs.dout.flip(1).transpose(1, 2).contiguous().transpose(1, 2)
-    delta = delta_of(out, inputs.dout, SMALL)
+    natural = torch.randn(2, 3, rows, device=DEVICE)
+    natural[:, :, -1] = -torch.inf
+    lse, delta = statistics_of(out, inputs.dout, natural, SMALL)
     products = (out.double() * inputs.dout.double()).transpose(1, 2)
+    assert torch.equal(lse, natural * (1.0 / math.log(2.0)))
     assert delta.shape == (2, 3, rows) and delta.dtype == torch.float32
     # The products of two float16 are exact in float32; each of 40 sums rounds once.
     bound = 41 * torch.finfo(torch.float32).eps * products.abs().sum(-1)
@@ -225,7 +229,7 @@ def test_any_number_of_launches_gives_the_same_bits(name: str, softcap: float) -
     scores = {"softcap": softcap}
     sinks = torch.full((inputs.q.size(2),), 0.5, device=DEVICE) if softcap else None
     out, lse = forward(inputs, [whole(mask)], config, sinks=sinks, **scores)
-    args = (inputs, lse, delta_of(out, inputs.dout))
+    args = (inputs, *statistics_of(out, inputs.dout, lse))
     dq = grad_q(*args, [whole(mask)], config, **scores)
     dk, dv = grad_kv(*args, [whole(mask)], config, **scores)
     for cuts in ((64,), (32, 32, 64, 96)):
@@ -249,7 +253,7 @@ def test_gradients_are_added() -> None:
     mask = MASKS["documents"]
     inputs = inputs_for(mask)
     out, lse = forward(inputs, [whole(mask)], LARGE)
-    args = (inputs, lse, delta_of(out, inputs.dout))
+    args = (inputs, *statistics_of(out, inputs.dout, lse))
     steps = [whole(mask)] * 2
     twice = (grad_q(*args, steps, LARGE), *grad_kv(*args, steps, LARGE))
     once = (grad_q(*args, steps[:1], LARGE), *grad_kv(*args, steps[:1], LARGE))

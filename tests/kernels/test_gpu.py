@@ -34,7 +34,7 @@ from ring_attn.testing import (
 )
 from ring_attn.transport.local import LocalTransport, run_local
 from tests.bounds import assert_close, assert_holds, expect, whole
-from tests.kernels.calls import DEVICE, cut_keys, cut_rows, delta_of, forward, grad_kv, grad_q
+from tests.kernels.calls import DEVICE, cut_keys, cut_rows, forward, grad_kv, grad_q, statistics_of
 from tests.kernels.rings import ring
 
 CUDA = torch.cuda.is_available()
@@ -108,14 +108,14 @@ def runs(kind: str, config: Config, inputs: Inputs, mask: Mask) -> Iterator[dict
         return
     frozen = configs.frozen("fwd", ARCHITECTURE, q.size(3), q.dtype)
     out, lse = forward(inputs, [whole(mask)], frozen)
-    delta = delta_of(out, dout)
+    statistics = statistics_of(out, dout, lse)
     if kernel == "dq":
         for steps in ([whole(mask)], cut_keys(mask, half)):
-            dq = grad_q(inputs, lse, delta, steps, config)
+            dq = grad_q(inputs, *statistics, steps, config)
             yield {"dq": (scale * dq).to(q.dtype)}
         return
     for steps in ([whole(mask)], cut_rows(mask, half)):
-        dk, dv = grad_kv(inputs, lse, delta, steps, config)
+        dk, dv = grad_kv(inputs, *statistics, steps, config)
         yield {"dk": (scale * dk).to(q.dtype), "dv": dv.to(q.dtype)}
 
 

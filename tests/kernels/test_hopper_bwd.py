@@ -6,6 +6,7 @@ test_ptx.py has the masks, types and steps of a ring by way of the backend.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -158,7 +159,8 @@ def launch_of(
     grads = grads or [torch.zeros(x.shape) for x in (q, k, v)]
     config = configs.GLUON_BWD[q.size(3)]
     launch = bwd_launch(
-        q, k, v, dout, oracle.lse.float().contiguous(), delta.float().contiguous(),
+        q, k, v, dout, (oracle.lse / math.log(2.0)).float().contiguous(),
+        delta.float().contiguous(),
         grads[0] if "q" in parts.split() else None,
         *(grads[1:] if "kv" in parts.split() else (None, None)),
         torch.zeros(num_turns(q, config), dtype=torch.int32),

@@ -29,7 +29,7 @@ CALLS = {
     "backward, gluon": (1, "q k v dout lse delta dq dk dv turns"),
     "dq": (1, "q k v dout lse delta dq"),
     "dkdv": (1, "q k v dout lse delta dk dv"),
-    "delta": (1, "q dout new_delta"),
+    "delta": (1, "q dout lse new_lse new_delta"),
     "merge": (1, "out lse root_out root_lse sinks"),
 }
 

@@ -23,13 +23,13 @@ from tests.kernels.calls import (
     blocks,
     cut_keys,
     cut_rows,
-    delta_of,
     forward,
     grad_kv,
     grad_q,
     in_interpreter,
     inputs_for,
     q_table,
+    statistics_of,
 )
 
 # K and V of one head of 63 columns and 16 dims in float32 are 8 KB.
@@ -148,7 +148,7 @@ def test_no_schedule_changes_a_bit(mask: Mask, batch: int, heads: tuple[int, int
     sizes = {"batch": batch, "nheads": heads[0], "nheads_kv": heads[1], "dtype": DTYPES[0]}
     inputs, config = inputs_for(mask, **sizes), blocks(32, 32)
     out, lse = forward(inputs, [whole(mask)], config)
-    stats = (lse, delta_of(out, inputs.dout))
+    stats = statistics_of(out, inputs.dout, lse)
     expected = results(inputs, mask, config, stats)
     assert torch.equal(expected[0], out)
     for title, fields in SCHEDULES.items():

@@ -267,7 +267,7 @@ def test_backward_is_its_two_halves_in_place() -> None:
     tiles = whole(mask)
     state = backend.forward(q, k, v, tiles, state, scores=scores, last=True)
     out, lse = backend.finalize(state, q.dtype)
-    args = (BackwardInputs(q, k, v, dout, lse, backend.delta(out, dout)), tiles)
+    args = (BackwardInputs(q, k, v, dout, *backend.row_statistics(out, dout, lse)), tiles)
 
     def threes() -> tuple[Tensor, ...]:
         return tuple(torch.full(x.shape, 3.0, device=DEVICE) for x in (q, k, v))

@@ -132,8 +132,10 @@ class Idle(AtenBackend):
     def forward(self, *args: Any, **_: Any) -> Any:
         return args[4]
 
-    def delta(self, out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(out.size(0), out.size(2), out.size(1))
+    def row_statistics(
+        self, out: torch.Tensor, dout: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return lse, torch.zeros_like(lse)
 
     def backward(self, *_: Any, **__: Any) -> None:
         pass
@@ -248,13 +250,29 @@ def test_every_strategy_holds_what_is_predicted(
         assert abs(most - predicted) <= SHARE * predicted
 
 
-# -- decoding
+# -- Triton
 
 
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels take no memory; Triton's interpreter does."""
     monkeypatch.setattr(KeptLaunches, "run", lambda *_: None)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("nheads_kv", [8, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_kernels_leave_what_is_predicted(
+    world_size: int, nheads_kv: int, order: str, no_kernels: None
+) -> None:
+    """To less than one lse: results are made in the last step, and lse in base 2 for a backward."""
+    call = replace(call_of(world_size, nheads_kv=nheads_kv, order=order), backend="triton")
+    for backward in (False, True):
+        most = measured(call, backward=backward)
+        assert abs(most - count.peak_bytes(call, backward=backward)) < ROWS * call.spec.nheads * 4
+
+
+# -- decoding
 
 
 DECODED = pytest.mark.parametrize(
