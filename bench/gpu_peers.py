@@ -161,7 +161,7 @@ class MagiAttention(GpuPeer):
         return lambda q, k, v: self._api.calc_attn(q, k, v, self._key)[0]
 
     def shard(self, x: Tensor) -> Tensor:
-        """Of one sequence, without the dim of the batch."""
+        """The rank's rows of one sequence, without the dim of the batch."""
         rows: Tensor = self._api.dispatch(x[0], self._key)
         return rows
 

@@ -98,7 +98,7 @@ def check_file(device: torch.device) -> None:
 
 @cache
 def architecture(device: torch.device) -> str:
-    """What a file is for: finer than a column of the frozen table."""
+    """The architecture that a file is for: finer than a column of the frozen table."""
     found = configs.architecture(device)
     if found in ("interpreter", "gfx942"):
         return found

@@ -171,7 +171,7 @@ class Request(NamedTuple):
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can write, by means that a compiler can trace."""
+    """The value in types that JSON can write; a compiler can trace the conversion."""
     if isinstance(value, Request):
         return {name: _plain(getattr(value, name)) for name in Request._fields}
     if isinstance(value, (Strategy, TransportOptions)):

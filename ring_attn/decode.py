@@ -50,7 +50,7 @@ def prepare(
     mask: Mask | None,
     call: Request,
 ) -> Decoding:
-    """What a call does, from its arguments; nothing is sent.
+    """Plans a call from its arguments; sends nothing.
 
     Raises:
         ValueError: a layout that does not fit this rank's rows, or options that do not fit the

@@ -51,7 +51,7 @@ COMPUTE = ("attend", "finalize", "delta", "merge")
 
 @dataclass(frozen=True)
 class Figures:
-    """What was measured of one call in one direction, on one rank.
+    """Measurements of one call in one direction, on one rank.
 
     On CUDA seconds are those of the device's compute stream, between events in it; on CPU those of
     the host.
@@ -439,7 +439,7 @@ def _total(spans: Iterable[_Span]) -> float:
 
 @dataclass(frozen=True)
 class _Record:
-    """What is kept of a call: marks, counts (bytes sent, received, messages) and memory."""
+    """Marks, counts (bytes sent, received, messages) and memory of one call."""
 
     whole: _Span
     observer: Observer
@@ -502,7 +502,7 @@ def _named(name: str) -> AbstractContextManager[object]:
 
 
 class _Memory:
-    """What is held when a call begins, and the most that is until it ends."""
+    """Bytes held when a call begins, and the most that are held until it ends."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -533,7 +533,7 @@ def reset_resident_peak() -> bool:
 
 
 def resident_bytes() -> tuple[int, int]:
-    """Of the process's resident set: what it is now, and its peak."""
+    """Bytes of the process's resident set, now and at its peak."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     pairs = (line.split(":", 1) for line in status.splitlines() if ":" in line)
     sizes = {name: text.split() for name, text in pairs}
@@ -543,7 +543,7 @@ def resident_bytes() -> tuple[int, int]:
 
 @lru_cache
 def _machine_bytes() -> int:
-    """Of this machine, or what its container may have of it."""
+    """Memory of this machine, or the limit of its container, if that is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()

@@ -307,7 +307,7 @@ def _peers(lines: Sequence[Line]) -> dict[tuple[int, Hashable, int], list[tuple[
 
 
 class Search(NamedTuple):
-    """What all orders lead to.
+    """The outcome of all orders.
 
     Attributes:
         deadlock: communicators whose kernels hold the places for ever, by rank; None where every

@@ -61,7 +61,7 @@ class FlashAttnBackend(TileBackend):
     most_headdim = 256
 
     def operators(self) -> Any:
-        """Where the package has them."""
+        """The namespace of the package's operators."""
         import flash_attn.flash_attn_interface  # noqa: F401 - registers them
 
         return torch.ops.flash_attn
@@ -195,7 +195,7 @@ class FlashAttn3Backend(FlashAttnBackend):
     most_headdim = 192  # above it the backward is not deterministic
 
     def operators(self) -> Any:
-        """Where the package has them."""
+        """The namespace of the package's operators."""
         import flash_attn_interface  # noqa: F401 - registers them
 
         return torch.ops.flash_attn_3
@@ -235,7 +235,7 @@ class FlashAttn4Backend(FlashAttnBackend):
     most_headdim = 128
 
     def operators(self) -> Any:
-        """Where the package has them."""
+        """The namespace of the package's operators."""
         from flash_attn.cute import interface
 
         return interface

@@ -86,7 +86,7 @@ def shard_batch(
 
 
 def _boundaries(cu_seqlens: Tensor | Sequence[int] | None, seqlen: int) -> list[int]:
-    """Where documents begin, and the end of the sequence."""
+    """First positions of the documents, and the end of the sequence."""
     cuts = [0]
     if cu_seqlens is not None:
         cuts = [as_int("each of cu_seqlens", cut) for cut in as_tuple("cu_seqlens", cu_seqlens)]

@@ -23,7 +23,7 @@ Lengths = Sequence[int] | Tensor
 
 
 def causal(seqlen_q: int, seqlen_k: int | None = None) -> Mask:
-    """What comes before a query and itself; bottom-right aligned, as in flash-attention.
+    """Each query sees itself and the keys before it; bottom-right aligned, as in flash-attention.
 
         x . . .
         x x . .

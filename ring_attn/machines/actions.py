@@ -1,4 +1,4 @@
-"""What every rank does at each op of a program: exchanges, waits, compute and copies, as tensors.
+"""Each op of a program as actions of all ranks: exchanges, waits, compute and copies, as tensors.
 
 One list of actions serves all ranks, each with a number per rank; so thousands of ranks cost as
 many tensor operations as one. `machines.time` goes through it with the ranks' clocks.

@@ -1,1 +1,1 @@
-"""What a call costs and how long it takes, for all ranks at once; and the strategy to take."""
+"""Predicts cost and time of a call, for all ranks at once, and chooses its strategy."""

@@ -390,7 +390,7 @@ def check_halo(layout: SequenceLayout, mask: Mask) -> None:
 
 
 def local_rows(layout: SequenceLayout, rank: int, start: int, stop: int) -> slice:
-    """Where a rank's shard holds the global positions `[start, stop)`, as one run of rows.
+    """Rows of a rank's shard that hold the global positions `[start, stop)`, one run.
 
     Example:
         >>> local_rows(SequenceLayout.zigzag(16, 2), rank=0, start=13, stop=16)

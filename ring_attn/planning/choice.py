@@ -1,4 +1,4 @@
-"""What a planner was asked, what it found, and how that is told: values and their words.
+"""Values of a plan, from the question to the choice, and the words that explain them.
 
 Problem     sizes, mask, ranks and machine
 Candidate   a strategy over a layout: refused, ruled out, or with the Prediction of a simulation

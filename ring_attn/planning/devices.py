@@ -1,4 +1,4 @@
-"""What a machine can do: devices, the links between them, and both as one value, a `Cluster`.
+"""Speeds of a machine: its devices, the links between them, and both in one `Cluster`.
 
     time of a tile     launch + (area + row_columns * rows + edge_columns * edge) * FLOP / rate
                        + bytes of the state / memory bandwidth

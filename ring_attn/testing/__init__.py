@@ -1,4 +1,4 @@
-"""What results are held against, the cases that are tried, and a harness that runs all ranks.
+"""The oracle of results, the cases that are tried, and a harness that runs all ranks.
 
     error <= 2 * (error of plain PyTorch in the same dtype) + rounding floor
 

@@ -272,7 +272,7 @@ class Tuning(Report[Setting, Row]):
         self.save(last=True)
 
     def more(self) -> dict[str, Any]:
-        """What RING_ATTN_CONFIGS reads, and the peers."""
+        """The configs, as RING_ATTN_CONFIGS reads them, and the peers."""
         peers = self.peers
         return {
             "configs": self._chosen(),

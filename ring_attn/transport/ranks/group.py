@@ -320,7 +320,7 @@ def _hash_of_configs() -> str:
 
 
 def _unlike_configs(told: list[str]) -> str:
-    """What is wrong where the ranks' files of configs differ."""
+    """The error for ranks whose files of configs differ."""
     ranks = {
         one: [r for r, other in enumerate(told) if other == one] for one in dict.fromkeys(told)
     }
