@@ -11,6 +11,7 @@ torch's own launcher leaves a folder behind when it is killed, and answers signa
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import pickle
@@ -248,8 +249,11 @@ def _rank_main(pipe: Connection, variables: dict[str, str], work: bytes) -> None
     try:
         fn, args, threads, device = pickle.loads(work)
         torch.set_num_threads(threads)
-        with _process_group(device), _parts_taken_by(send_to_parent):
+        _join(device)
+        with _parts_taken_by(send_to_parent):
             report = pickle.dumps(("result", fn(*args)))
+        dist.barrier()
+        dist.destroy_process_group()
     except Exception:
         report = pickle.dumps(("error", traceback.format_exc()))
     pipe.send_bytes(report)
@@ -264,9 +268,14 @@ def _run_in_place(
 ) -> list[T]:
     if threads is not None:
         torch.set_num_threads(threads)
-    with _process_group(device), _parts_taken_by(on_part):
+    if not dist.is_initialized():
+        _join(device)
+        # Not after each call: torch makes no second group of one launcher's store.
+        atexit.register(dist.destroy_process_group)
+    with _parts_taken_by(on_part):
         results: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(results, fn(*args))
+    dist.barrier()
     return results
 
 
@@ -280,20 +289,10 @@ def _parts_taken_by(take: Callable[[Any], object] | None) -> Iterator[None]:
         _take_part = None
 
 
-@contextmanager
-def _process_group(device: str) -> Iterator[None]:
-    """Makes the default group for the block; a group that exists already is used and left alone."""
-    if dist.is_initialized():
-        yield
-        return
+def _join(device: str) -> None:
+    """Makes the default group."""
     cuda = None
     if device == "cuda":
         cuda = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(cuda)
     dist.init_process_group(BACKENDS[device], device_id=cuda)
-    try:
-        yield
-        # A rank that leaves early would close connections that others still read from.
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()

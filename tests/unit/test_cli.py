@@ -279,6 +279,20 @@ def test_run_ranks_returns_results_of_all_and_hands_over_parts_of_rank_0(
     assert parts == [(0, 0), (0, 1), (0, 2)]
 
 
+@pytest.mark.dist
+@pytest.mark.slow
+def test_run_ranks_calls_one_function_after_another_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "twice.py"
+    script.write_text(
+        "import torch.distributed as dist\n"
+        "from ring_attn.tools.launch import run_ranks\n"
+        "print([run_ranks(dist.get_rank, 2) for _ in range(2)] == [[0, 1]] * 2)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["True", "True"]
+
+
 def launch_order() -> str:
     return os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"]
 
