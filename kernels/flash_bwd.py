@@ -18,8 +18,8 @@ at the end: ds would lose bits of its 16-bit form to it.
 dk/dv forms the transposed scores k q^T at once. A register result of tl.dot is never transposed:
 triton 3.4 to 3.7.0 miscompile the product that follows.
 
-Exponentials are of base 2. lse is converted once, beside delta: in every pass of dk/dv it would be
-16 of 386 instructions.
+Exponentials are of base 2. `minus_lse` is -lse in that base, made once, beside delta: in every pass
+of dk/dv this would be 16 of 386 instructions, and a bare sign as many.
 
 With softcap, s = c tanh(x scale / c) and ds gains the factor 1 - tanh^2.
 
@@ -60,7 +60,7 @@ def delta_kernel(
     out_ptr,
     dout_ptr,
     lse_ptr,
-    lse_base_2_ptr,
+    minus_lse_ptr,
     delta_ptr,
     stride_ob,
     stride_om,
@@ -75,7 +75,7 @@ def delta_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """delta (batch, nheads, rows) = rowsum(out * dout), and lse in base 2, of a block of rows."""
+    """delta (batch, nheads, rows) = rowsum(out * dout), and -lse in base 2, of a block of rows."""
     num_blocks = tl.cdiv(num_rows, BLOCK_M)
     row_start = tl.program_id(0) % num_blocks * BLOCK_M
     index = tl.program_id(0) // num_blocks
@@ -91,25 +91,25 @@ def delta_kernel(
     stat = index.to(tl.int64) * num_rows
     store_stats(delta_ptr + stat, delta, row_start, num_rows)
     lse = tl.load(lse_ptr + stat + row_start + offs)
-    store_stats(lse_base_2_ptr + stat, lse * LOG2E, row_start, num_rows)
+    store_stats(minus_lse_ptr + stat, lse * -LOG2E, row_start, num_rows)
 
 
 @triton.jit
-def _probabilities(x, lse, inner_scale, outer_scale, SOFTCAP: tl.constexpr):
+def _probabilities(x, minus_lse, inner_scale, outer_scale, SOFTCAP: tl.constexpr):
     """p = exp(s - lse) of raw products x, and the factor that softcap gives ds.
 
-    lse, in base 2, broadcasts against x.
+    minus_lse, in base 2, broadcasts against x.
     """
     if SOFTCAP:
         t = tanh(x * inner_scale)
-        return tl.exp2(tl.fma(t, outer_scale, -lse)), 1.0 - t * t
+        return tl.exp2(tl.fma(t, outer_scale, minus_lse)), 1.0 - t * t
     else:
-        return tl.exp2(tl.fma(x, inner_scale, -lse)), 1.0
+        return tl.exp2(tl.fma(x, inner_scale, minus_lse)), 1.0
 
 
 @triton.jit
 def _load_stats(ptrs, cols, run, MASKED: tl.constexpr):
-    """lse or delta of q rows `cols`; with MASKED 0 outside the run."""
+    """minus_lse or delta of q rows `cols`; with MASKED 0 outside the run."""
     if MASKED:
         return tl.load(ptrs, (cols >= run[0]) & (cols < run[1]), 0.0)
     return tl.load(ptrs)
@@ -123,7 +123,7 @@ def _dkdv_blocks(
     v,
     q_ptr,
     dout_ptr,
-    lse_ptr,
+    minus_lse_ptr,
     delta_ptr,
     stride_qm: tl.constexpr,
     stride_qh,
@@ -166,8 +166,8 @@ def _dkdv_blocks(
         dout = load_block(dout_head, start, run, stride_dm, HEAD_DIM_V, BLOCK_DV, BLOCK_M, RAGGED)
         proxy_fence()
         kq = tl.dot(k, tl.trans(q), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
-        lse = _load_stats(lse_ptr + stats, cols, run, RAGGED)
-        p, slope = _probabilities(kq, lse[None, :], inner_scale, outer_scale, SOFTCAP)
+        minus_lse = _load_stats(minus_lse_ptr + stats, cols, run, RAGGED)
+        p, slope = _probabilities(kq, minus_lse[None, :], inner_scale, outer_scale, SOFTCAP)
         if HAS_LO or HAS_HI or RAGGED:
             if (block < full_first) | (block >= full_last):
                 visible = visible_pairs(rows[:, None], cols[None, :], run, HAS_LO, HAS_HI)
@@ -188,7 +188,7 @@ def flash_dkdv_kernel(
     k_ptr,
     v_ptr,
     dout_ptr,
-    lse_ptr,
+    minus_lse_ptr,
     delta_ptr,
     dk_ptr,
     dv_ptr,
@@ -238,7 +238,7 @@ def flash_dkdv_kernel(
     k_head = k_ptr + offset_of(batch, stride_kb, UNIT) + offset_of(kv_head, stride_kh, UNIT)
     v_head = v_ptr + offset_of(batch, stride_vb, UNIT) + offset_of(kv_head, stride_vh, UNIT)
     stat = (batch * nheads_kv * GROUP + head) * num_rows
-    lse_heads = lse_ptr + stat
+    minus_lse_heads = minus_lse_ptr + stat
     delta_heads = delta_ptr + stat
     # Gradients are contiguous: (batch, rows, nheads_kv, dim).
     grad = batch.to(tl.int64) * num_rows_kv * nheads_kv + kv_head
@@ -256,7 +256,7 @@ def flash_dkdv_kernel(
         run = load_run(runs_ptr, j)
         span = column_range(row_start, row_stop, run, BLOCK_M)
         dk, dv = _dkdv_blocks(
-            dk, dv, k, v, q_heads, dout_heads, lse_heads, delta_heads, stride_qm,
+            dk, dv, k, v, q_heads, dout_heads, minus_lse_heads, delta_heads, stride_qm,
             stride_qh, stride_dm, stride_dh, num_rows, rows, span, run, inner_scale,
             outer_scale, GROUP, UNIT, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, HAS_LO,
             HAS_HI, RAGGED, SOFTCAP,
@@ -270,7 +270,7 @@ def _dq_blocks(
     dq,
     q,
     dout,
-    lse,
+    minus_lse,
     delta,
     k_ptr,
     v_ptr,
@@ -293,7 +293,7 @@ def _dq_blocks(
 ):
     """Adds what the kv blocks [first, last) of a run give, from the last down.
 
-    dq q (BLOCK_M, BLOCK_D), dout (BLOCK_M, BLOCK_DV), lse delta rows (BLOCK_M,).
+    dq q (BLOCK_M, BLOCK_D), dout (BLOCK_M, BLOCK_DV), minus_lse delta rows (BLOCK_M,).
     """
     first, full_first, full_last, last = span
     for i in range(last - first):
@@ -303,7 +303,7 @@ def _dq_blocks(
         v = load_block(v_ptr, start, run, stride_vn, HEAD_DIM_V, BLOCK_DV, BLOCK_N, RAGGED)
         proxy_fence()
         qk = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
-        p, slope = _probabilities(qk, lse[:, None], inner_scale, outer_scale, SOFTCAP)
+        p, slope = _probabilities(qk, minus_lse[:, None], inner_scale, outer_scale, SOFTCAP)
         if HAS_LO or HAS_HI or RAGGED:
             if (block < full_first) | (block >= full_last):
                 cols = start + tl.arange(0, BLOCK_N)
@@ -321,7 +321,7 @@ def flash_dq_kernel(
     k_ptr,
     v_ptr,
     dout_ptr,
-    lse_ptr,
+    minus_lse_ptr,
     delta_ptr,
     dq_ptr,
     blocks_ptr,
@@ -377,7 +377,7 @@ def flash_dq_kernel(
     stride_kn, stride_vn = in_units(stride_kn, UNIT), in_units(stride_vn, UNIT)
     q = load_rows(q_head, row_start, offs, stride_qm, HEAD_DIM, BLOCK_D)  # (BLOCK_M, BLOCK_D)
     dout = load_rows(dout_head, row_start, offs, stride_dm, HEAD_DIM_V, BLOCK_DV)
-    lse = tl.load(lse_ptr + stat + row_start + offs)
+    minus_lse = tl.load(minus_lse_ptr + stat + row_start + offs)
     delta = tl.load(delta_ptr + stat + row_start + offs)
     dq = load_rows(dq_head, row_start, offs, nheads * HEAD_DIM, HEAD_DIM, BLOCK_D)
 
@@ -386,7 +386,7 @@ def flash_dq_kernel(
         run = load_run(runs_ptr, j)
         span = column_range(row_start, row_stop, run, BLOCK_N)
         dq = _dq_blocks(
-            dq, q, dout, lse, delta, k_head, v_head, stride_kn, stride_vn, rows, span, run,
+            dq, q, dout, minus_lse, delta, k_head, v_head, stride_kn, stride_vn, rows, span, run,
             inner_scale, outer_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N,
             HAS_LO, HAS_HI, RAGGED, SOFTCAP,
         )  # fmt: skip
@@ -395,15 +395,15 @@ def flash_dq_kernel(
 
 
 def delta_launch(
-    out: Tensor, dout: Tensor, lse: Tensor, lse_base_2: Tensor, delta: Tensor, config: Config
+    out: Tensor, dout: Tensor, lse: Tensor, minus_lse: Tensor, delta: Tensor, config: Config
 ) -> Launch:
-    """The launch that writes delta and converts lse to base 2.
+    """The launch that writes delta, and -lse in base 2.
 
     Args:
         out: (batch, rows, nheads, headdim_v), any strides with the last one 1.
         dout: likewise.
         lse: (batch, nheads, rows) float32, contiguous, natural logarithm.
-        lse_base_2: likewise, in base 2; written.
+        minus_lse: likewise, -lse in base 2; written.
         delta: likewise; written.
         config: only BLOCK_M and the warps matter.
     """
@@ -415,7 +415,7 @@ def delta_launch(
             "out_ptr": out,
             "dout_ptr": dout,
             "lse_ptr": lse,
-            "lse_base_2_ptr": lse_base_2,
+            "minus_lse_ptr": minus_lse,
             "delta_ptr": delta,
             **_strides(o=out, d=dout),
             "num_rows": num_rows,
@@ -436,7 +436,7 @@ def dkdv_launch(
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    lse: Tensor,
+    minus_lse: Tensor,
     delta: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -453,7 +453,7 @@ def dkdv_launch(
         k: (batch, rows_kv, nheads_kv, headdim).
         v: (batch, rows_kv, nheads_kv, headdim_v).
         dout: (batch, rows, nheads, headdim_v).
-        lse: (batch, nheads, rows) float32, contiguous, in base 2, over all keys of all steps.
+        minus_lse: (batch, nheads, rows) float32, contiguous, in base 2; over all keys of all steps.
         delta: (batch, nheads, rows) float32, contiguous.
         dk: as k, float32, contiguous; accumulated into.
         dv: as v, likewise.
@@ -479,7 +479,7 @@ def dkdv_launch(
         "k_ptr": k,
         "v_ptr": v,
         "dout_ptr": dout,
-        "lse_ptr": lse,
+        "minus_lse_ptr": minus_lse,
         "delta_ptr": delta,
         "dk_ptr": dk,
         "dv_ptr": dv,
@@ -506,7 +506,7 @@ def dq_launch(
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    lse: Tensor,
+    minus_lse: Tensor,
     delta: Tensor,
     dq: Tensor,
     table: StepTable,
@@ -522,7 +522,7 @@ def dq_launch(
         k: (batch, rows_kv, nheads_kv, headdim).
         v: (batch, rows_kv, nheads_kv, headdim_v).
         dout: (batch, rows, nheads, headdim_v).
-        lse: (batch, nheads, rows).
+        minus_lse: (batch, nheads, rows).
         delta: (batch, nheads, rows).
         dq: as q, float32, contiguous; accumulated into.
         table: of q rows x kv rows, descending.
@@ -540,7 +540,7 @@ def dq_launch(
         "k_ptr": k,
         "v_ptr": v,
         "dout_ptr": dout,
-        "lse_ptr": lse,
+        "minus_lse_ptr": minus_lse,
         "delta_ptr": delta,
         "dq_ptr": dq,
         "blocks_ptr": table.blocks,

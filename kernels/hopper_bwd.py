@@ -87,7 +87,7 @@ PART = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[64, 8]], [64, 64],
 
 @gluon.jit
 def _load_statistics(ptr, start, run, BLOCK_M: gl.constexpr):
-    """lse or delta of q rows, a float32 a row; 0 outside the run."""
+    """minus_lse or delta of q rows, a float32 a row; 0 outside the run."""
     L: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
     cols = start + gl.arange(0, BLOCK_M, L)
     return gl.load(ptr + cols, (cols >= run[0]) & (cols < run[1]), 0.0)
@@ -113,7 +113,7 @@ def _produce(given, descs, statistics, FLAGS: gl.constexpr, GROUP: gl.constexpr)
     kv_full, kv_empty, q_full, q_empty, dout_full, dout_empty = barriers[:6]
     landed = barriers[9]
     q_desc, k_desc, v_desc, dout_desc = descs
-    lse_ptr, delta_ptr, num_rows = statistics
+    minus_lse_ptr, delta_ptr, num_rows = statistics
     RAGGED: gl.constexpr = FLAGS[2]
     PARTIAL: gl.constexpr = FLAGS[3]
     BLOCK_M: gl.constexpr = q_buffers.shape[2]
@@ -153,10 +153,10 @@ def _produce(given, descs, statistics, FLAGS: gl.constexpr, GROUP: gl.constexpr)
                 run, q_uses, RAGGED,
             )  # fmt: skip
             statistic = (batch * nheads + head) * num_rows
-            lse = _load_statistics(lse_ptr + statistic, start, run, BLOCK_M)
+            minus_lse = _load_statistics(minus_lse_ptr + statistic, start, run, BLOCK_M)
             # Rows that see nothing are masked; infinite they would make NaN of the mask.
-            lse = gl.where(lse == float("-inf"), 0.0, -lse)
-            statistic_buffers.index(2 * stage).store(lse)
+            minus_lse = gl.where(minus_lse == float("inf"), 0.0, minus_lse)
+            statistic_buffers.index(2 * stage).store(minus_lse)
             delta = _load_statistics(delta_ptr + statistic, start, run, BLOCK_M)
             statistic_buffers.index(2 * stage + 1).store(delta)
             mbarrier.arrive(q_full.index(stage), count=1)
@@ -223,7 +223,7 @@ def _visit(
         dp = warpgroup_mma(v, dout.permute((1, 0)), dp, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
 
-        lse = statistic_buffers.index(2 * stage).load(COLS)[None, :]
+        minus_lse = statistic_buffers.index(2 * stage).load(COLS)[None, :]
         if MASK:
             # Loaded at every visit: kept during the loop it would take registers from the products.
             run = load_visited(runs_ptr, run_index + opaque_zero(t))
@@ -232,7 +232,7 @@ def _visit(
                 s, rows - start, run[0] - start, run[1] - start, run[2], run[3], HAS_LO, HAS_HI,
                 RAGGED,
             )  # fmt: skip
-        p = gl.exp2(gl.fma(s, scale, lse))
+        p = gl.exp2(gl.fma(s, scale, minus_lse))
         if MASK and PARTIAL:
             inside = (rows >= run[4]) & (rows < run[5])
             p = gl.where(inside[:, None], p, 0.0)
@@ -429,7 +429,7 @@ def hopper_bwd_kernel(
     k_desc,
     v_desc,
     dout_desc,
-    lse_ptr,
+    minus_lse_ptr,
     delta_ptr,
     dq_ptr,
     dk_ptr,
@@ -487,7 +487,7 @@ def hopper_bwd_kernel(
     work = (blocks_ptr, runs_ptr, pieces_ptr, num_blocks, heads_together, nheads_kv)
     given = (buffers, barriers, work, task)
     descs = (q_desc, k_desc, v_desc, dout_desc)
-    statistics = (lse_ptr, delta_ptr, num_rows)
+    statistics = (minus_lse_ptr, delta_ptr, num_rows)
     grads = (dk_ptr, dv_ptr, num_rows_kv)
     FLAGS: gl.constexpr = (HAS_LO, HAS_HI, RAGGED, PARTIAL)
     gl.warp_specialize(
@@ -507,7 +507,7 @@ def bwd_launch(
     k: Tensor,
     v: Tensor,
     dout: Tensor,
-    lse: Tensor,
+    minus_lse: Tensor,
     delta: Tensor,
     dq: Tensor | None,
     dk: Tensor | None,
@@ -525,7 +525,7 @@ def bwd_launch(
         k: (batch, rows_kv, nheads_kv, headdim).
         v: likewise.
         dout: as q.
-        lse: (batch, nheads, rows) float32, contiguous, in base 2, over all keys of all steps.
+        minus_lse: (batch, nheads, rows) float32, contiguous, in base 2; over all keys of all steps.
         delta: (batch, nheads, rows) float32, contiguous.
         dq: as q, float32, contiguous; accumulated into. None leaves its product out.
         dk: as k, likewise; None without dv.
@@ -550,7 +550,7 @@ def bwd_launch(
             "k_desc": block_descriptor(k, ROWS.value),
             "v_desc": block_descriptor(v, ROWS.value),
             "dout_desc": block_descriptor(dout, config.BLOCK_M),
-            "lse_ptr": lse,
+            "minus_lse_ptr": minus_lse,
             "delta_ptr": delta,
             "dq_ptr": dq,
             "dk_ptr": dk,

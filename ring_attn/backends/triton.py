@@ -217,19 +217,19 @@ class TritonBackend:
         return results + parts.num_parts * (packed + statistics * (spec.headdim_v + 2))
 
     def row_statistics(self, out: Tensor, dout: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """lse in base 2, and delta = rowsum(dO * O)."""
+        """-lse in base 2, and delta = rowsum(dO * O)."""
         out, dout, lse = _unit_stride(out), _unit_stride(dout), lse.contiguous()
-        lse_base_2, delta = _float32(lse, *lse.shape), _float32(lse, *lse.shape)
+        minus_lse, delta = _float32(lse, *lse.shape), _float32(lse, *lse.shape)
 
         def launch() -> Launch:
             from ring_attn.kernels.configs import select
             from ring_attn.kernels.flash_bwd import delta_launch
 
             config = select("delta", out, out.size(3))
-            return delta_launch(out, dout, lse, lse_base_2, delta, config)
+            return delta_launch(out, dout, lse, minus_lse, delta, config)
 
-        self._launches.run(((), "delta"), (out, dout), (lse, lse_base_2, delta), launch)
-        return lse_base_2, delta
+        self._launches.run(((), "delta"), (out, dout), (lse, minus_lse, delta), launch)
+        return minus_lse, delta
 
     def backward(
         self,

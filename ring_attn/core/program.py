@@ -286,7 +286,7 @@ class Finish(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """Makes delta = rowsum(dout * out), lse in the backend's base, and the gradient of sinks."""
+    """Makes delta = rowsum(dout * out), lse as the backend reads it, and the gradient of sinks."""
 
     array: Array
 

@@ -183,11 +183,11 @@ def scale_of(q: Tensor, scale: float | None) -> float:
 def statistics_of(
     out: Tensor, dout: Tensor, lse: Tensor, config: Config = LARGE
 ) -> tuple[Tensor, Tensor]:
-    """lse in base 2, and delta."""
+    """-lse in base 2, and delta."""
     with poisoned_empty():
-        lse_base_2, delta = torch.empty(2, *lse.shape, device=DEVICE)
-    delta_launch(out, dout, lse, lse_base_2, delta, config).run()
-    return lse_base_2, delta
+        minus_lse, delta = torch.empty(2, *lse.shape, device=DEVICE)
+    delta_launch(out, dout, lse, minus_lse, delta, config).run()
+    return minus_lse, delta
 
 
 def grad_q(

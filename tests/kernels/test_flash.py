@@ -208,7 +208,7 @@ def test_row_statistics(rows: int, dtype: torch.dtype) -> None:
     natural[:, :, -1] = -torch.inf
     lse, delta = statistics_of(out, inputs.dout, natural, SMALL)
     products = (out.double() * inputs.dout.double()).transpose(1, 2)
-    assert torch.equal(lse, natural * (1.0 / math.log(2.0)))
+    assert torch.equal(lse, natural * (-1.0 / math.log(2.0)))
     assert delta.shape == (2, 3, rows) and delta.dtype == torch.float32
     # The products of two float16 are exact in float32; each of 40 sums rounds once.
     bound = 41 * torch.finfo(torch.float32).eps * products.abs().sum(-1)

@@ -159,7 +159,7 @@ def launch_of(
     grads = grads or [torch.zeros(x.shape) for x in (q, k, v)]
     config = configs.GLUON_BWD[q.size(3)]
     launch = bwd_launch(
-        q, k, v, dout, (oracle.lse / math.log(2.0)).float().contiguous(),
+        q, k, v, dout, (oracle.lse / -math.log(2.0)).float().contiguous(),
         delta.float().contiguous(),
         grads[0] if "q" in parts.split() else None,
         *(grads[1:] if "kv" in parts.split() else (None, None)),
