@@ -81,10 +81,22 @@ class ReferenceBackend(TileBackend):
         backward: bool = False,
         rebuilds_out: bool = False,
     ) -> int:
-        """Bytes of the greatest tile's score matrices: 3 forward, 5 backward, 7 with softcap."""
+        """Bytes of the greatest tile's score matrices, and of copies of its K and V.
+
+        Matrices: 3 forward, 5 backward, 7 with softcap. K and V are copied one at a time for
+        products over several batch entries; 16-bit ones to the type of the state, too, which a
+        backward does with both at once; dK or dV of a tile is added to the sum.
+        """
         area = max((tile.rows * tile.cols for tile in tiles), default=0)
         matrices = 3 if not backward else 7 if spec.softcap else 5
-        return matrices * area * spec.batch * spec.nheads * spec.accum_dtype.itemsize
+        numbers = matrices * area * spec.nheads
+        widened = spec.dtype != spec.accum_dtype
+        dims = ((spec.batch > 1) + backward) * max(spec.headdim, spec.headdim_v)
+        if widened:
+            both = spec.headdim + spec.headdim_v
+            dims += both if backward else max(spec.headdim, spec.headdim_v)
+        numbers += max((tile.cols for tile in tiles), default=0) * spec.nheads_kv * dims
+        return numbers * spec.batch * spec.accum_dtype.itemsize
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:

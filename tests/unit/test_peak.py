@@ -306,7 +306,7 @@ def test_a_merge_takes_what_is_predicted(
 @DECODED
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(("world_size", "keys"), [(1, 1024), (64, 8)])
-@pytest.mark.parametrize("backend", ["aten", "triton"])
+@pytest.mark.parametrize("backend", ["aten", "reference", "triton"])
 def test_decoding_holds_what_is_predicted(
     backend: str,
     world_size: int,
