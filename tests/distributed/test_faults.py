@@ -86,7 +86,7 @@ class Events:
 def events(at: int | None = None) -> Iterator[Events]:
     counted, backend = Events(at), type(get_backend("aten"))
     places = [(P2PTransport, "_start"), (P2PTransport, "wait"), (backend, "forward"),
-              (backend, "backward"), (backend, "delta"), (backend, "finalize")]  # fmt: skip
+              (backend, "backward"), (backend, "row_statistics"), (backend, "finalize")]  # fmt: skip
     with ExitStack() as stack:
         for owner, name in places:
             watched = counted.around(getattr(owner, name))
