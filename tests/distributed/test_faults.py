@@ -85,8 +85,9 @@ class Events:
 @contextmanager
 def events(at: int | None = None) -> Iterator[Events]:
     counted, backend = Events(at), type(get_backend("aten"))
-    places = [(P2PTransport, "_start"), (P2PTransport, "wait"), (backend, "forward"),
-              (backend, "backward"), (backend, "row_statistics"), (backend, "finalize")]  # fmt: skip
+    places = [(P2PTransport, name) for name in ("_start", "wait")]
+    names = ("forward", "finalize", "row_statistics", "backward")
+    places += [(backend, name) for name in names]
     with ExitStack() as stack:
         for owner, name in places:
             watched = counted.around(getattr(owner, name))
