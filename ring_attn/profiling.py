@@ -1,24 +1,23 @@
-"""Measuring calls: figures of the last one, named ranges for profilers, traces, peak memory.
+"""Measures calls: figures of the last call, named ranges for profilers, traces, peak memory.
 
     figures    `with collect(): ...`, or RING_ATTN_STATS=1 in the environment; then `stats()`
     ranges     wherever torch's profiler is on, or its emit_nvtx, for Nsight Systems
     traces     `with trace(folder): ...`, on the command line `--profile DIR`
 
-The variable is read when this is imported. A call looks once whether anybody watches it; if not,
-nothing else of this is done. The names of the ranges stay as they are:
+The variable is read when this module is imported. A call that nobody observes pays for one check
+and nothing else. The names of the ranges are stable:
 
     ring_attn::forward, ring_attn::backward     a whole call
-    ring_attn::step{i}.attend                   attention of step i: a hop of a ring, or the heads
-                                                that are gathered at a time
-    ring_attn::step{i}.post, step{i}.wait       a transfer is started; is waited for
+    ring_attn::step{i}.attend                   attention of step i: one hop of a ring, or one group
+                                                of gathered heads
+    ring_attn::step{i}.post, step{i}.wait       starts a transfer; waits for it
     ring_attn::delta                            rowsum(dO * O), before a backward's first step
     ring_attn::finalize                         out and lse from the state
-    ring_attn::merge                            partial results of all ranks become one
+    ring_attn::merge                            merges the partial results of all ranks
     ring_attn::gradient_sync                    see `gradient_sync`
 
-What is done within a step has its number, what is done between steps has none: the exchange of
-heads around a ring is `ring_attn::post`, out and lse of gathered heads are
-`ring_attn::step{i}.finalize`.
+Ranges within a step carry its number, ranges between steps carry none: the exchange of heads around
+a ring is `ring_attn::post`, out and lse of gathered heads are `ring_attn::step{i}.finalize`.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ Direction = Literal["forward", "backward"]
 
 STATS_ALWAYS = os.environ.get("RING_ATTN_STATS", "0") not in ("", "0")
 
-# What of a call is computing: the calls of a backend, and the merge of partial results.
+# Ranges that count as computing: calls of a backend, and the merge of partial results.
 COMPUTE = ("attend", "finalize", "delta", "merge")
 
 
@@ -53,29 +52,28 @@ COMPUTE = ("attend", "finalize", "delta", "merge")
 class Figures:
     """Measurements of one call in one direction, on one rank.
 
-    On CUDA seconds are those of the device's compute stream, between events in it; on CPU those of
-    the host.
+    On CUDA, seconds are measured between events on the compute stream; on CPU, by the host's clock.
 
     Attributes:
         seconds: from the call's beginning to its end.
-        compute_s: in attention, without what is copied into and out of messages.
-        wait_s: in waits for transfers: what compute did not hide.
-        post_s: host time that it took to start transfers.
-        in_flight_s: from the start of every transfer to the end of its wait, added up: at least as
-            much as the transfers took.
-        transfer_s: from the start of every transfer to its arrival, added up. None where that
-            cannot be told: gloo does not say when a message came that was waited for later.
-        bytes_sent: bytes that have left this rank: of a collective what it has for the others.
-        bytes_received: bytes that have come.
-        messages: exchanges, a collective being one.
-        steps: of the plan: hops of a ring, those without work too; heads gathered at a time.
-        merges: tiles whose result was folded into the state, or added to the gradients; with
-            `same_bits` once to dq and once to dk and dv.
-        start_bytes: memory held when the call began, peak_bytes' kind; None as that.
-        peak_bytes: most memory held during the call, with all that was there before: on CUDA what
-            torch has allocated, on CPU the resident set of the process, to which memory that it
-            has freed and kept counts. None where the system does not tell.
-        device_bytes: memory of the device, or of this machine or container.
+        compute_s: time in attention, without copies into and out of messages.
+        wait_s: time in waits for transfers, which compute did not hide.
+        post_s: host time spent on starting transfers.
+        in_flight_s: from each transfer's start to the end of its wait, summed over transfers: an
+            upper bound of `transfer_s`.
+        transfer_s: from each transfer's start to its arrival, summed over transfers. None where
+            the arrival is unknown: gloo does not report when a message came.
+        bytes_sent: bytes that left this rank; in a collective, the bytes meant for other ranks.
+        bytes_received: bytes that came from other ranks.
+        messages: exchanges; a collective counts as one.
+        steps: steps of the plan: hops of a ring, with or without work, or groups of gathered heads.
+        merges: tiles whose result was folded into the state or added to the gradients. With
+            `same_bits`, dq counts once, and dk and dv together once.
+        start_bytes: memory held when the call began, counted as in `peak_bytes`.
+        peak_bytes: most memory held during the call, with everything held before it. On CUDA the
+            bytes that torch has allocated; on CPU the resident set of the process, with memory
+            that was freed but not returned. None where the system does not report it.
+        device_bytes: memory of the GPU, or else of this machine or container.
     """
 
     seconds: float
@@ -95,14 +93,14 @@ class Figures:
 
     @property
     def call_bytes(self) -> int | None:
-        """Most memory that was held at a time beyond what was there before the call."""
+        """Peak memory of the call beyond the memory held before it."""
         if self.peak_bytes is None or self.start_bytes is None:
             return None
         return self.peak_bytes - self.start_bytes
 
     @property
     def pressure(self) -> float | None:
-        """Share of the device's memory that was held at the peak, in (0, 1)."""
+        """Share of the device's memory held at the peak, in (0, 1)."""
         if self.peak_bytes is None or self.device_bytes is None:
             return None
         return self.peak_bytes / self.device_bytes
@@ -113,9 +111,9 @@ class Stats:
     """Figures of the last call on this rank.
 
     Attributes:
-        forward: of the last forward; None if only a backward was measured.
-        backward: of the last backward since then; None if there was none.
-        gradient_sync_s: in all blocks of `gradient_sync` since then; None if there was none.
+        forward: figures of the last forward; None if only a backward was measured.
+        backward: figures of the last backward after that forward, or None.
+        gradient_sync_s: time in all blocks of `gradient_sync` after that forward, or None.
     """
 
     forward: Figures | None
@@ -126,8 +124,8 @@ class Stats:
 def stats() -> Stats:
     """Measured figures of the last call on this rank; on CUDA waits until the call is done.
 
-    Only calls within `collect()`, or in a process with RING_ATTN_STATS=1, are measured. Where calls
-    contain one another, as a hybrid has a ring in it, the figures are of all together.
+    Only calls within `collect()`, or in a process with RING_ATTN_STATS=1, are measured. Figures of
+    an outer call include its inner calls, such as the ring within a hybrid.
 
     Raises:
         RuntimeError: nothing has been measured.
@@ -152,14 +150,14 @@ def stats() -> Stats:
 
 @contextmanager
 def collect() -> Iterator[None]:
-    """Measures all calls within, of all threads; `stats` then tells of the last one.
+    """Measures all calls within the block, of all threads; `stats` returns the last one's figures.
 
-    What was measured before is forgotten. Each call sets back the peak that torch keeps for a CUDA
-    device, or the system for this process (VmHWM): whoever reads these reads what came since.
+    Drops earlier figures. Each measured call resets torch's peak for its CUDA device, or the
+    system's peak for this process (VmHWM): other readers of these peaks see only the time since.
 
     Raises:
-        RuntimeError: by a call within, if it is captured into a CUDA graph: events that measure
-            cannot be.
+        RuntimeError: by a call within, if it is captured into a CUDA graph: timing events cannot
+            be captured.
 
     Example:
         >>> with collect():
@@ -176,9 +174,9 @@ def collect() -> Iterator[None]:
 
 @contextmanager
 def gradient_sync(device: torch.device | str = "cpu") -> Iterator[None]:
-    """Measures what is done within as `Stats.gradient_sync_s`, where calls are measured.
+    """Adds the block's time to `Stats.gradient_sync_s`, where calls are measured.
 
-    For the all-reduce of a model's gradients over the ranks, which is the caller's.
+    Meant for the caller's own all-reduce of a model's gradients.
 
     Args:
         device: where the gradients are.
@@ -202,16 +200,16 @@ def gradient_sync(device: torch.device | str = "cpu") -> Iterator[None]:
 
 @contextmanager
 def trace(directory: str | Path, rank: int | None = None) -> Iterator[Path]:
-    """Writes what is done within as a Chrome trace, for Perfetto or chrome://tracing.
+    """Writes a Chrome trace of the block, for Perfetto or chrome://tracing.
 
-    Every rank writes a file of its own, `rank{rank}_trace.json`; the ranges of its calls are in it.
+    Every rank writes its own file, `rank{rank}_trace.json`, with the ranges of its calls.
 
     Args:
-        directory: a folder, made if only it is missing.
-        rank: of this process; by default its rank in the default group, 0 without one.
+        directory: a folder; made if missing, but its parent must exist.
+        rank: rank of this process, by default in the default group; 0 without a group.
 
     Yields:
-        The file's path; it is written at the end.
+        The path of the file, which is written when the block ends.
 
     Raises:
         OSError: the folder cannot be made or written to.
@@ -232,14 +230,14 @@ def trace(directory: str | Path, rank: int | None = None) -> Iterator[Path]:
 
 
 def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> int:
-    """Most bytes of tensors that `fn` holds at a time beyond what was there before.
+    """Peak bytes of tensors that `fn` holds beyond those held before.
 
-    On CPU every allocation is counted, those inside of torch's operators too; on CUDA the caching
-    allocator's own count is read.
+    On CPU counts every allocation, also inside torch's operators; on CUDA reads the count of the
+    caching allocator.
 
     Args:
-        fn: what is measured; its result is kept until the count is read.
-        device: where it allocates.
+        fn: the measured function; its result is kept until the count is read.
+        device: where `fn` allocates.
     """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
@@ -265,16 +263,16 @@ def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> 
 
 
 class Observer:
-    """Sees one call on one rank: how long its parts take, and what they are called.
+    """Names and times the parts of one call on one rank.
 
     Attributes:
-        step: that is being done; None between steps.
-        steps: done so far.
-        merges: tiles folded so far.
+        step: the current step; None between steps.
+        steps: number of steps done so far.
+        merges: number of tiles folded so far.
     """
 
     def __init__(self, clock: Clock | None) -> None:
-        """Without a clock there are ranges, and nothing is measured."""
+        """Without a clock, opens ranges but measures nothing."""
         self.step: int | None = None
         self.steps = self.merges = 0
         self.clock = clock
@@ -284,10 +282,10 @@ class Observer:
 
     @contextmanager
     def span(self, what: str) -> Iterator[None]:
-        """A part of the call: one of `COMPUTE`, "post" or "wait"."""
+        """Opens the range of a part of the call: one of `COMPUTE`, "post" or "wait"."""
         step = "" if self.step is None else f"step{self.step}."
         with _named(f"ring_attn::{step}{what}"):
-            # On CUDA the stream has nothing to do with a post; the host has.
+            # A post takes host time, on CUDA too.
             clock = _HOST if what == "post" and self.clock else self.clock
             start = clock.mark() if clock else None
             yield
@@ -295,38 +293,38 @@ class Observer:
                 self.spans[what].append(_Span(clock, start, clock.mark()))
 
     def mark(self) -> Any:
-        """This moment, as the device has it; None where nothing is measured."""
+        """A mark of this moment on the device's clock; None where nothing is measured."""
         return self.clock.mark() if self.clock else None
 
     def arrival(self, start: Any, follow: Follow) -> None:
-        """Notes that a transfer has been started, and when it will have arrived if that is known.
+        """Records the start of a transfer and, if the device can mark it, its arrival.
 
         Args:
-            start: the mark from before it was started.
-            follow: makes a stream wait for it, and returns whether it did.
+            start: the mark taken before the transfer started.
+            follow: makes a stream wait for the transfer; returns whether it can.
         """
         if self.clock:
             end = self.clock.mark_behind(follow)
             self.transfers.append(None if end is None else _Span(self.clock, start, end))
 
     def landed(self, start: Any) -> None:
-        """Notes that a transfer has been waited for."""
+        """Records the end of the wait for a transfer."""
         if self.clock:
             self.flights.append(_Span(self.clock, start, self.clock.mark()))
 
 
 def is_observed() -> bool:
-    """Whether a call that begins now is to be watched, by whomever."""
+    """Whether figures are collected, or a profiler is on."""
     return _collected.depth > 0 or profiler_enabled()
 
 
 @contextmanager
 def observe(direction: Direction, device: torch.device, sent: TransportStats) -> Iterator[Observer]:
-    """Watches one call; its figures are kept at the end where they are collected.
+    """Observes one call; where figures are collected, keeps them when the call ends.
 
     Args:
-        direction: of the call.
-        device: where its tensors are.
+        direction: direction of the call.
+        device: where the tensors of the call are.
         sent: counts of the rank's transport.
 
     Raises:
@@ -360,20 +358,20 @@ Follow = Callable[[torch.cuda.Stream], bool]
 
 
 class _HostClock:
-    """Marks moments, and tells the time between two: for CPUs, which do at once what they get."""
+    """The host's clock, for CPUs, where operators run synchronously."""
 
     def mark(self) -> int:
         return time.perf_counter_ns()
 
     def mark_behind(self, follow: Follow) -> None:
-        """The moment when a stream gets past what `follow` makes it wait for; None if unknown."""
+        """None: the host does not see when a transfer arrives."""
 
     def seconds(self, start: int, end: int) -> float:
         return (end - start) * 1e-9
 
 
 class _CudaClock:
-    """Events in the device's current stream: nobody waits for them before they are asked for."""
+    """Events on the device's current stream; only `seconds` waits for them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -418,12 +416,12 @@ def _clock_of(device: torch.device) -> Clock:
     return _cuda_clock(index)
 
 
-# -- what is kept of a call
+# -- records of calls
 
 
 @dataclass(frozen=True)
 class _Span:
-    """The time between two marks, not known yet."""
+    """The time between two marks, computed only when asked for: on CUDA that waits."""
 
     clock: Clock
     start: Any
@@ -447,7 +445,7 @@ class _Record:
     memory: tuple[int | None, int | None, int | None]
 
     def figures(self) -> Figures:
-        """Resolved: on CUDA this waits for the call."""
+        """The figures; on CUDA waits for the call to end."""
         seen = self.observer
         arrived = [span for span in seen.transfers if span is not None]
 
@@ -473,9 +471,9 @@ class _Record:
 
 @dataclass
 class _Collected:
-    """Whether figures are collected, how often asked for, and what the last calls have left.
+    """Records of the last calls, and the number of open requests (`depth`) to collect them.
 
-    Not of one thread: autograd runs a backward on CUDA in a thread of its own.
+    Shared by all threads: on CUDA, autograd runs a backward in its own thread.
     """
 
     depth: int
@@ -483,7 +481,7 @@ class _Collected:
     syncs: list[_Span] = field(default_factory=list)
 
     def forget(self, direction: Direction = "forward") -> None:
-        """A call begins: what it will leave takes the place of this."""
+        """Drops the records that the beginning call will replace."""
         self.last.pop("backward", None)
         if direction == "forward":
             self.last.pop("forward", None)
@@ -494,7 +492,7 @@ _collected = _Collected(int(STATS_ALWAYS))
 
 
 def _named(name: str) -> AbstractContextManager[object]:
-    """A range in the profilers that are on."""
+    """A named range for torch's profiler; does nothing where the profiler is off."""
     return record_function(name) if profiler_enabled() else nullcontext()
 
 
@@ -502,7 +500,7 @@ def _named(name: str) -> AbstractContextManager[object]:
 
 
 class _Memory:
-    """Bytes held when a call begins, and the most that are held until it ends."""
+    """Measures the bytes held when a call begins, and the peak until it ends."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -513,18 +511,18 @@ class _Memory:
             self._start = resident_bytes()[0] if reset_resident_peak() else None
 
     def read(self) -> tuple[int | None, int | None, int | None]:
-        """Bytes at the start, at the peak, and of the device."""
+        """Bytes held at the start, bytes held at the peak, and bytes of the device."""
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             return self._start, peak, torch.cuda.get_device_properties(self._device).total_memory
         if self._start is None:
             return None, None, _machine_bytes()
-        # Some systems take the peak from samples: it may be below what is held.
+        # Some systems sample the peak, so it may be below the present value.
         return self._start, max(self._start, *resident_bytes()), _machine_bytes()
 
 
 def reset_resident_peak() -> bool:
-    """Whether the system lets a process start its peak anew, as Linux does."""
+    """Resets the peak of the resident set; returns whether the system allows it, as Linux does."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -533,7 +531,7 @@ def reset_resident_peak() -> bool:
 
 
 def resident_bytes() -> tuple[int, int]:
-    """Bytes of the process's resident set, now and at its peak."""
+    """Bytes of the process's resident set: now, and at the peak."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     pairs = (line.split(":", 1) for line in status.splitlines() if ":" in line)
     sizes = {name: text.split() for name, text in pairs}
@@ -543,7 +541,7 @@ def resident_bytes() -> tuple[int, int]:
 
 @lru_cache
 def _machine_bytes() -> int:
-    """Memory of this machine, or the limit of its container, if that is less."""
+    """Bytes of this machine's memory, or of its container's limit if that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
