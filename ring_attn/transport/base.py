@@ -1,7 +1,7 @@
-"""The transport protocol: exchanges that are posted before what hides them, and waited for after.
+"""The transport protocol: post an exchange, compute, then wait; compute hides the exchange.
 
 One step of a ring is one symmetric exchange. The other strategies use the collectives of
-torch.distributed. All tensors are flat; at most one exchange is under way on a channel.
+torch.distributed. All tensors are flat; a channel has at most one exchange under way.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ After = Sequence[Event] | None
 
 @dataclass
 class TransportStats:
-    """Counts of a transport, shared with its `sub`s, since it was made or `reset`.
+    """Counts of a transport and its `sub`s, since the transport was made or `reset` was called.
 
     Attributes:
-        bytes_sent: bytes that have left this rank: of a collective what it has for the others.
-        messages: number of exchanges, a collective being one.
-        wait_s: seconds of host time in `wait`, with everything that was not hidden by compute (on
-            CUDA a wait is a wait of streams, and takes no host time).
-        bytes_received: bytes that have come to this rank, counted when they are asked for.
+        bytes_sent: bytes that left this rank; in a collective, the bytes meant for other ranks.
+        messages: number of exchanges; a collective counts as one.
+        wait_s: seconds of host time in `wait`, which compute did not hide; 0 on CUDA, where streams
+            wait.
+        bytes_received: bytes that came to this rank; p2p counts them when posted.
     """
 
     bytes_sent: int = 0
@@ -41,15 +41,15 @@ class TransportStats:
     bytes_received: int = 0
 
     def reset(self) -> None:
-        """Counts from zero again."""
+        """Sets all counts to zero."""
         self.bytes_sent, self.messages, self.wait_s, self.bytes_received = 0, 0, 0.0, 0
 
 
 class Agreement:
-    """Everything that must be equal on all ranks of a call, by the names of the arguments."""
+    """Values that must be equal on all ranks of a call, by argument name."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
-        """Takes the values as they are."""
+        """Copies the mapping, not its values."""
         self.values = dict(values)
 
     @cached_property
@@ -67,9 +67,9 @@ class Agreement:
 class PointToPoint(Protocol):
     """The exchanges of a ring.
 
-    No tensor of an exchange may be touched between its posting and the end of `wait`. On a device
-    with streams an exchange begins after the moments `after`, by default after everything that the
-    current stream has been given; the moment when it has ended is returned.
+    No tensor of an exchange may be touched between its post and the end of `wait`. On a device with
+    streams, an exchange begins after the events `after`, by default after all work queued on the
+    current stream; the post returns the event of the exchange's end.
     """
 
     rank: int
@@ -92,13 +92,13 @@ class PointToPoint(Protocol):
     def wait(self, channel: Channel) -> None:
         """Waits until the exchange posted on this channel is complete on this rank.
 
-        Both sides of a ring's exchange are complete then: its buffers may be written to.
+        Then this rank has both sent and received: both buffers may be written to.
         """
         ...
 
 
 class Transport(PointToPoint, Protocol):
-    """A transport for all strategies: collectives too, and transports among some of the ranks."""
+    """A transport for all strategies: adds collectives, and transports among some of the ranks."""
 
     def call(
         self,
@@ -109,27 +109,27 @@ class Transport(PointToPoint, Protocol):
         values: Sequence[Tensor] = (),
         number: int | None = None,
     ) -> AbstractContextManager[int]:
-        """Begins a call that all ranks make, whose messages reach no other call; gives its number.
+        """Begins a call that all ranks make; yields its number. No other call gets its messages.
 
         Args:
             kind: "forward", "backward", "decode", ...
             agreement: everything else that must be equal on all ranks.
-            device: of the messages.
+            device: device of the messages.
             values: tensors whose values must be equal on all ranks.
-            number: of the forward that a backward belongs to; a new one by default.
+            number: for a backward, the number of its forward; by default a new number.
         """
         ...
 
     def all_gather(
         self, channel: Channel, step: int, send: Tensor, recv: Tensor, *, after: After = None
     ) -> Event | None:
-        """Starts to bring every rank's (n,) uint8 `send`, in their order, to (world_size * n,)."""
+        """Starts to gather all ranks' `send`, (n,) uint8, in rank order: (world_size * n,)."""
         ...
 
     def reduce_scatter(
         self, channel: Channel, step: int, send: Tensor, recv: Tensor, *, after: After = None
     ) -> Event | None:
-        """Starts to sum all ranks' (world_size * n,) `send`; rank r receives the r-th n of them."""
+        """Starts to sum all ranks' `send`, (world_size * n,); rank r receives the r-th chunk."""
         ...
 
     def all_to_all(
@@ -143,9 +143,9 @@ class Transport(PointToPoint, Protocol):
         *,
         after: After = None,
     ) -> Event | None:
-        """Starts to bring every rank's part for this rank.
+        """Starts to send each rank its part of `send`, and to receive each rank's part for this.
 
-        `send` and `recv` are uint8, cut by the counts (bytes) in the order of the ranks.
+        `send` and `recv` are uint8; the counts, in bytes, split them in rank order.
         """
         ...
 
@@ -154,24 +154,24 @@ class Transport(PointToPoint, Protocol):
         ...
 
     def join(self, channel: Channel, device: torch.device) -> None:
-        """Takes part in an exchange in which this rank neither sends nor receives."""
+        """Connects for an exchange in which this rank neither sends nor receives."""
         ...
 
     def follow(self, channel: Channel, stream: Stream) -> bool:
-        """Makes a stream wait for the exchange under way; False where only the host can wait."""
+        """Makes a stream wait for the current exchange; returns False if only the host can wait."""
         ...
 
     def before_first(self, kind: Hashable, prepare: Callable[[], None]) -> None:
-        """Before the first call of a kind all ranks `prepare`, and wait until the last has."""
+        """Runs `prepare` on all ranks before the first call of a kind; waits for the last rank."""
         ...
 
     def sub(self, ranks: tuple[int, ...]) -> Transport:
-        """The transport among some of these ranks, ascending; this rank is one of them."""
+        """The transport among some of these ranks, in ascending order, with this rank."""
         ...
 
 
 def gather_texts(transport: Transport, text: str, device: torch.device) -> list[str]:
-    """The texts of all ranks, in their order: two exchanges, for which the host waits."""
+    """All ranks' texts, in rank order; takes two exchanges, for which the host waits."""
     mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
     length = torch.tensor([mine.numel()], device=device)
     lengths = length.new_empty(transport.world_size)
@@ -188,9 +188,9 @@ def gather_texts(transport: Transport, text: str, device: torch.device) -> list[
 
 
 def check_ranks(ranks: tuple[int, ...], rank: int, world_size: int) -> None:
-    """Refuses ranks among which no transport can be made.
+    """Refuses ranks that cannot form a transport.
 
-    torch.distributed numbers a group's ranks upwards, whatever order they are given in.
+    torch.distributed numbers a group's ranks in ascending order, in whatever order they are listed.
 
     Raises:
         ValueError: `rank` is not among them, or they do not ascend within the world size.

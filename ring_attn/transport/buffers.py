@@ -1,14 +1,14 @@
 """Message buffers and their last uses.
 
-On a device with streams a post waits for the last uses of its two buffers and for no more: so an
-exchange can begin while the attention kernel that was launched before it still runs.
+On a device with streams, an exchange waits only for the last uses of its two buffers. So it can
+begin while the attention kernel that was launched before it still runs.
 
     compute    | attend 0 | attend 1 | attend 2 |        shard i+1 comes into the buffer of
     exchanges  | shard 1 | shard 2 |   | shard 3 |       shard i-2, as soon as that is free
 
-torch's allocator would keep a buffer that another stream has used until the device has caught up
-with the host (`record_stream`), and it forgets what used a buffer last. So the buffers of a group
-stay in a pool between its calls.
+torch's allocator would hold a buffer used by another stream until the device catches up with the
+host (`record_stream`), and does not record a buffer's last use. So a pool keeps the buffers of a
+group between calls.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ring_attn.transport.streams import Event
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Bytes of a message buffer.
+    """A message buffer and its last uses.
 
     Attributes:
         data: (nbytes,) uint8.
-        written: the moment after the last operator, or exchange into it, that used the bytes.
-        sent: the ends of the exchanges that have sent the bytes since.
+        written: event after the last operator on `data`, or the last exchange into it.
+        sent: ends of the exchanges that have sent `data` after `written`.
     """
 
     data: Tensor
@@ -39,34 +39,34 @@ class Block:
 
 
 def last_uses(send: Block, recv: Block) -> list[Event]:
-    """The moments before an exchange between two buffers cannot begin."""
+    """Events that an exchange between two buffers must wait for."""
     return [event for event in (send.written, recv.written, *recv.sent) if event is not None]
 
 
 def exchanged(send: Block, recv: Block, end: Event | None) -> None:
-    """Notes an exchange that has been posted, whose end is known where there are streams."""
+    """Records a posted exchange as the last use of its buffers; `end` is None without streams."""
     if end is not None:
         send.sent.append(end)
         recv.written, recv.sent = end, []
 
 
 class Pool:
-    """Buffers that are free, by size; the one that has been free longest is taken first.
+    """Free buffers, by size; the buffer that has been free longest is taken first.
 
-    A pool lasts from call to call where there are streams, and buffers in it until two calls in a
-    row have not taken their size; else it is the pool of one call.
+    On a device with streams a pool lasts from call to call, and drops the buffers of a size that
+    two calls in a row have not taken. Elsewhere a pool serves one call.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """An empty pool for buffers on a device."""
+        """Makes an empty pool for buffers on a device."""
         self._device, self.lasts = device, streams.are_used(device)
         self._free: dict[int, deque[Block]] = {}
         self._calls = 0
-        # The last call that took a size.
+        # By size: the last call that took a buffer.
         self._taken: dict[int, int] = {}
 
     def begin(self) -> None:
-        """Begins a call: buffers of sizes that neither of the last two has taken are let go."""
+        """Begins a call: drops buffers of sizes that neither of the last two calls has taken."""
         self._calls += 1
         for size in [size for size, call in self._taken.items() if call < self._calls - 2]:
             del self._taken[size]
@@ -79,9 +79,9 @@ class Pool:
         if free:
             return free.popleft()
         data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        # Operators that have been queued may still use the memory.
+        # Queued operators may still use the memory.
         return Block(data, streams.record(self._device) if self.lasts else None)
 
     def give(self, block: Block) -> None:
-        """Takes back a buffer that is no longer used."""
+        """Takes back a buffer; its recorded uses may still run."""
         self._free.setdefault(block.data.nbytes, deque()).append(block)

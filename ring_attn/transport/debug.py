@@ -1,6 +1,6 @@
-"""RING_ATTN_DEBUG=1: compares the arguments of all ranks before a call, and names what differs.
+"""RING_ATTN_DEBUG=1: compares the arguments of all ranks before each call, and names differences.
 
-Costs two small exchanges a call, over the ring's own connections and within its timeout.
+Costs two small exchanges per call, over the ring's connections and within its timeout.
 """
 
 from __future__ import annotations
@@ -34,24 +34,26 @@ def debug_enabled() -> bool:
 def check_agreement(
     described: Mapping[str, object], group: dist.ProcessGroup, options: TransportOptions
 ) -> None:
-    """Compares what every rank of the group is about to do.
+    """Compares the arguments of all ranks of the group.
 
     Args:
         described: name -> value of everything that must be equal on all ranks.
         group: the ring's group; all its ranks take part.
-        options: whose timeout counts.
+        options: the transport's options, for the timeout.
 
     Raises:
-        ValueError: on every rank, naming what differs, on which ranks, and how.
+        ValueError: on every rank, naming each differing argument, its ranks and their values.
         RuntimeError: a rank did not take part in time.
     """
     gathered = _gather({name: repr(value) for name, value in described.items()}, group, options)
     differences = [
-        f"rank {rank} raised {one['error']}" for rank, one in enumerate(gathered) if "error" in one
+        f"rank {rank} raised {report['error']}"
+        for rank, report in enumerate(gathered)
+        if "error" in report
     ]
-    names = set() if differences else {name for one in gathered for name in one}
+    names = set() if differences else {name for report in gathered for name in report}
     for name in sorted(names):
-        values = [one.get(name) for one in gathered]
+        values = [report.get(name) for report in gathered]
         usual, count = Counter(values).most_common(1)[0]
         if count == len(values):
             continue
@@ -64,7 +66,7 @@ def check_agreement(
 
 
 def values_of(**tensors: Tensor | None) -> dict[str, object]:
-    """Weighted sums of tensors whose values must be equal on all ranks, to compare and to show."""
+    """Weighted sums of tensors whose values must be equal on all ranks."""
     sums: dict[str, object] = {}
     for name, x in tensors.items():
         if x is not None:
@@ -75,16 +77,16 @@ def values_of(**tensors: Tensor | None) -> dict[str, object]:
 
 
 def tell_refusal(error: BaseException, group: object, options: object = None) -> None:
-    """Tells the other ranks of a call that this rank has refused.
+    """Tells the other ranks that this rank has refused a call.
 
-    The call is counted, so that this rank's next one cannot pass for it. Under RING_ATTN_DEBUG this
-    rank takes part in the comparison: the others then raise at once, and name it. Nothing is done
-    for an error that was told before.
+    Counts the call, so that this rank's next call cannot be mistaken for it. With RING_ATTN_DEBUG,
+    takes part in the comparison: then all other ranks raise at once, and name this rank. Does
+    nothing for an error that was counted before.
 
     Args:
-        error: what refused the call.
-        group: as it was given; nothing is done where it names no ranks.
-        options: of the transport, as they were given.
+        error: the error that refused the call.
+        group: the caller's argument, unchecked; does nothing if it is no group.
+        options: the caller's transport options, unchecked.
     """
     process_group = None
     with suppress(Exception):
@@ -102,7 +104,7 @@ def _gather(
 ) -> list[dict[str, str]]:
     if dist.get_world_size(group) == 1:
         return [dict(described)]
-    # Without nccl_max_ctas, so that ranks that differ in it can compare their arguments too.
+    # Without nccl_max_ctas: ranks that differ in it could not even connect to compare.
     transport = new_p2p(group, replace(options, nccl_max_ctas=None))
     device = group_device(group)
     with transport.call("compare arguments", _COMPARING, device):

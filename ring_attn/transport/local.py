@@ -1,8 +1,8 @@
-"""All ranks of a ring in one process: the oracle for the drivers, and a ring on one GPU.
+"""All ranks of a ring in one process: the oracle for the strategies, and a ring on one GPU.
 
-Every rank is a thread, and one runs at a time: the lock is held while a rank computes and given up
-only where it waits for a message. So the results are the same at every run, the memory is that of
-one rank's work at a time, and nothing of torch.distributed is needed.
+Every rank is a thread, and one thread runs at a time: a rank holds the lock while it computes and
+releases it only to wait for a message. So results are reproducible, only one rank at a time needs
+working memory, and torch.distributed is not needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ring_attn.transport.streams import Stream
 
 T = TypeVar("T")
 Ranks = tuple[int, ...]
-Key = tuple[Ranks, Channel, int, int]  # of the transport, channel, sender, receiver
+Key = tuple[Ranks, Channel, int, int]  # ranks of the transport, channel, sender, receiver
 
 
 class _Exchange:
@@ -45,7 +45,7 @@ class _Exchange:
 
 @dataclass
 class _Pending:
-    """An exchange under way: its receivers, and what to do with the message of each sender."""
+    """An exchange under way; `take(sender, message)` handles each message that comes."""
 
     receivers: Sequence[int]
     senders: Sequence[int]
@@ -53,7 +53,7 @@ class _Pending:
 
 
 class LocalTransport:
-    """One rank's end of a ring within a process."""
+    """One rank's transport in a ring within a process."""
 
     def __init__(
         self, rank: int, ranks: Ranks, exchange: _Exchange, stats: TransportStats | None = None
@@ -70,7 +70,7 @@ class LocalTransport:
     def call(
         self, kind: str, agreement: Agreement, device: torch.device, **_: Any
     ) -> Iterator[int]:
-        """Begins a call without a check: ranks in one process make the same calls."""
+        """Begins a call without comparing ranks: in one process they make the same calls."""
         yield 0
 
     def post(
@@ -90,7 +90,7 @@ class LocalTransport:
     def reduce_scatter(
         self, channel: Channel, step: int, send: Tensor, recv: Tensor, **_: Any
     ) -> None:
-        """Offers every other rank its part; summed in the order of the ranks."""
+        """Offers every other rank its part; each rank sums in rank order."""
         parts = send.view(self.world_size, -1)
         recv.zero_()
 
@@ -135,18 +135,18 @@ class LocalTransport:
             self._exchange.until(partial(_lacks, sent, outgoing))
 
     def pool(self, device: torch.device) -> Pool:
-        """Buffers of one call."""
+        """A new pool, for one call."""
         return Pool(device)
 
     def join(self, channel: Channel, device: torch.device) -> None:
-        """Does nothing: there are no connections to make."""
+        """Does nothing: ranks in one process need no connections."""
 
     def follow(self, channel: Channel, stream: Stream) -> bool:
         """False: the rank that waits for a message copies it."""
         return False
 
     def before_first(self, kind: Hashable, prepare: Callable[[], None]) -> None:
-        """Does nothing: no time runs while another rank prepares."""
+        """Does nothing: the local transport has no timeouts."""
 
     def sub(self, ranks: Ranks) -> LocalTransport:
         """The transport among some of these ranks."""
@@ -183,13 +183,13 @@ def run_local(world_size: int, fn: Callable[[int, LocalTransport], T]) -> list[T
 
     Args:
         world_size: number of ranks.
-        fn: what a rank does; all ranks must make the same exchanges.
+        fn: the work of a rank; all ranks must make the same exchanges.
 
     Returns:
-        The results in the order of the ranks.
+        The results in rank order.
 
     Raises:
-        BaseException: what the first rank to fail has raised.
+        BaseException: the error of the first rank that failed.
 
     Example:
         >>> def neighbour(rank, transport):
@@ -228,7 +228,7 @@ def run_local(world_size: int, fn: Callable[[int, LocalTransport], T]) -> list[T
 
 
 def _thread_settings() -> Callable[[], None]:
-    """Gives a new thread the caller's grad mode and, on CUDA, its device and stream."""
+    """A function that gives a new thread the caller's grad mode and, on CUDA, device and stream."""
     grad = torch.is_grad_enabled()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 

@@ -1,17 +1,17 @@
 """Point-to-point transport between processes: gloo for CPU tensors, NCCL for CUDA tensors.
 
-Each step is one batch of one send and one receive on every rank, idle ranks too: an asymmetric
-batch is undefined in NCCL, and an unbatched pair can deadlock. On NCCL shards and gradients have a
-communicator each, apart from the caller's, so that neither waits for the other nor for unrelated
-traffic; on gloo tags keep them apart.
+Each step is one batch of one send and one receive on every rank, even an idle one: an asymmetric
+batch is undefined in NCCL, and an unbatched pair can deadlock. On NCCL, shards and gradients each
+have a communicator, apart from the caller's, so that neither waits for the other or for unrelated
+traffic. On gloo, tags keep them apart.
 
-Every message says which call it belongs to (`identity`). On gloo a message of another call is never
-received: the wait for this call's ends when the watch finds that calls differ, at the latest by the
-timeout. On NCCL the device compares, and the host raises at the start of a later call.
+Every message carries the identity of its call (`identity`). On gloo a rank never receives a message
+of another call: its wait ends when the watch finds that calls differ, or else by the timeout. On
+NCCL the device compares identities, and the host raises at the start of a later call.
 
-On CUDA a channel's exchanges run on a stream of their own, one after another. An exchange waits for
-the last uses of its two buffers, not for what else the compute stream has been given; waiting makes
-the compute stream wait for the exchange. The host waits for neither.
+On CUDA each channel has a stream, on which its exchanges run one after another. An exchange waits
+for the last uses of its two buffers, not for other work of the compute stream. `wait` makes the
+compute stream wait for the exchange. The host waits for neither.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Pending:
     """An exchange under way.
 
     Attributes:
-        step: of the ring, or which collective of the call.
-        works: as torch.distributed gave them, with "receive from" or "send to" and the peer.
-        end: where there are streams, the moment when it has ended: the host does not wait.
+        step: step of the ring, or number of the collective within the call.
+        works: torch.distributed's works, each with "receive from" or "send to" and the peer.
+        end: event of the exchange's end, for which streams wait; None without streams.
         finish: called when all works are complete.
     """
 
@@ -80,11 +80,11 @@ class P2PTransport:
         """Makes no connections: the ranks make them together at the first call.
 
         Args:
-            shared: what all transports of the group have in common.
+            shared: state shared by all transports of the group.
             options: equal on every rank.
-            timeout_s: how long a rank waits for another one.
-            members: the ranks of the group that take part, all by default.
-            stats: counted into; new by default.
+            timeout_s: longest wait of a rank for another rank, in seconds.
+            members: ranks of the group that take part; all by default.
+            stats: counts to add to; new by default.
         """
         self._members = members or tuple(range(shared.world_size))
         self.rank = self._members.index(shared.rank)
@@ -105,7 +105,7 @@ class P2PTransport:
         values: Sequence[Tensor] = (),
         number: int | None = None,
     ) -> Iterator[int]:
-        """Begins a call as `Transport.call` says; an error that leaves it ends the ring.
+        """See `Transport.call`; an error raised within the call ends the ring.
 
         Raises:
             RuntimeError: the ring has failed before, a rank did not come, this process was forked
@@ -157,7 +157,7 @@ class P2PTransport:
     def all_gather(
         self, channel: Channel, step: int, send: Tensor, recv: Tensor, *, after: After = None
     ) -> Event | None:
-        """Starts to bring every rank's (n,) uint8 `send`, in their order, to (world_size * n,)."""
+        """Starts to gather all ranks' `send`, (n,) uint8, in rank order: (world_size * n,)."""
         if self._alone(recv, send):
             return None
         if streams.are_used(send.device):
@@ -175,9 +175,9 @@ class P2PTransport:
     def reduce_scatter(
         self, channel: Channel, step: int, send: Tensor, recv: Tensor, *, after: After = None
     ) -> Event | None:
-        """Starts to sum all ranks' (world_size * n,) `send`; rank r receives the r-th n of them.
+        """Starts to sum all ranks' `send`, (world_size * n,); rank r receives the r-th chunk.
 
-        On a CPU the sum is made in the order of the ranks; on CUDA in an order that NCCL chooses.
+        A CPU sums in rank order; NCCL chooses its own order.
         """
         if self._alone(recv, send):
             return None
@@ -211,7 +211,7 @@ class P2PTransport:
         *,
         after: After = None,
     ) -> Event | None:
-        """Starts to bring every rank's part for this rank; counts in bytes."""
+        """Starts to send each rank its part, and to receive each rank's part; counts in bytes."""
         if self._alone(recv, send):
             return None
         mine = self.rank
@@ -246,7 +246,7 @@ class P2PTransport:
         self.stats.wait_s += time.monotonic() - start
 
     def follow(self, channel: Channel, stream: Stream) -> bool:
-        """Makes a stream wait for the exchange under way, as `wait` makes the compute stream."""
+        """See `Transport.follow`."""
         pending = self._pending.get(channel)
         if pending is None or pending.end is None:
             return False
@@ -254,16 +254,16 @@ class P2PTransport:
         return True
 
     def pool(self, device: torch.device) -> Pool:
-        """Message buffers for operators on the current stream: those of the group, or of a call."""
+        """Message buffers for the current stream: with streams the group's pool, else a new one."""
         return self._shared.pool(device) if streams.are_used(device) else Pool(device)
 
     def join(self, channel: Channel, device: torch.device) -> None:
-        """Takes part in an exchange of other ranks: all its ranks make a communicator together."""
+        """Helps to make the channel's communicator, which needs all ranks, without a message."""
         if self.world_size > 1 and streams.are_used(device):
             self._lane(channel, device)
 
     def before_first(self, kind: Hashable, prepare: Callable[[], None]) -> None:
-        """Before the first call of a kind all ranks `prepare`, and wait until the last has.
+        """Runs `prepare` on all ranks before the first call of a kind; waits for the last rank.
 
         Raises:
             RuntimeError: naming the ranks that did not come, or did not get ready in time.
@@ -286,7 +286,7 @@ class P2PTransport:
         shared.prepared.add(kind)
 
     def sub(self, ranks: tuple[int, ...]) -> P2PTransport:
-        """The transport among some of these ranks; when one of the two fails, so does the other."""
+        """The transport among some of these ranks; if one transport fails, both fail."""
         if ranks not in self._subs:
             check_ranks(ranks, self.rank, self.world_size)
             members = tuple(self._members[rank] for rank in ranks)
@@ -298,7 +298,7 @@ class P2PTransport:
         return self._subs[ranks]
 
     def _forget(self) -> None:
-        """Releases the buffers of exchanges that nobody will wait for."""
+        """Releases the buffers of all pending exchanges: no `wait` will come."""
         self._pending.clear()
         for sub in self._subs.values():
             if sub is not self:
@@ -309,7 +309,7 @@ class P2PTransport:
         return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def _alone(self, recv: Tensor, send: Tensor) -> bool:
-        """Whether this rank is alone; then the collective is done here, as a copy."""
+        """Whether the world size is 1; then copies `send` to `recv`, which is the collective."""
         if self.world_size == 1:
             recv.copy_(send)
         return self.world_size == 1
@@ -349,7 +349,7 @@ class P2PTransport:
     def _send_tagged(
         self, gloo: Gloo, channel: Channel, step: int, receives: Parts, sends: Parts
     ) -> list[Started]:
-        # Without tags only their order tells messages apart.
+        # A medium without tags tells messages apart only by their order.
         seed = self._shared.seed ^ self._scope if gloo.honours_tags else 0
 
         def tag(x: Tensor) -> int:
@@ -368,7 +368,7 @@ class P2PTransport:
         start: Callable[[Any], object],
         after: After,
     ) -> Event | None:
-        """Starts one of NCCL's collectives, and a gathering of all ranks' headers with it."""
+        """Starts one of NCCL's collectives, together with an all-gather of the headers."""
         lane, headers = self._lane(channel, device), self._shared.headers
         nccl = lane.communicator
         (incoming, begun), own = headers.incoming(self.world_size), headers.outgoing
@@ -393,7 +393,7 @@ class P2PTransport:
         start: Callable[[], list[Started] | Event],
         finish: Callable[[], None] | None = None,
     ) -> Event | None:
-        """Starts an exchange that `wait` ends; it sends and receives `nbytes`."""
+        """Starts and counts an exchange; `nbytes` are the bytes sent and received."""
         if channel in self._pending:
             raise RuntimeError(
                 f"rank {self.rank} posts step {step} on channel {channel!r}, where step "
@@ -421,9 +421,9 @@ class P2PTransport:
             self._shared.waiting = None
 
     def _check_headers(self) -> None:
-        found = self._shared.headers.found()
-        if found is not None:
-            self._shared.fail(found)
+        mismatch = self._shared.headers.found()
+        if mismatch is not None:
+            self._shared.fail(mismatch)
 
     def _error(
         self, step: int, what: str, peer: int, elapsed: float, error: Exception
@@ -454,7 +454,7 @@ _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[TransportOptions,
 
 
 def open_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTransport:
-    """The transport of a group; the ranks connect at its first call, in which all take part."""
+    """The transport of a group and options; all ranks connect together at its first call."""
     by_options = _transports.setdefault(group, {})
     if options not in by_options:
         by_options[options] = new_p2p(group, options)
@@ -469,5 +469,5 @@ def group_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def new_p2p(group: dist.ProcessGroup, options: TransportOptions) -> P2PTransport:
-    """A transport with statistics of its own, over the connections of the group's others."""
+    """A transport with new statistics, over the group's shared connections."""
     return P2PTransport(rank_group(group), options, options.timeout or group_timeout(group))

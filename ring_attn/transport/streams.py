@@ -1,7 +1,7 @@
 """Streams and events of a device that queues its operators: CUDA's.
 
-Everything of a call that streams put in order asks here, so that tests can put other streams in the
-place of CUDA's.
+All of the package's calls use streams through this module, so that tests can replace CUDA's
+streams.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ Work = Callable[[], object]
 
 
 def are_used(device: torch.device) -> bool:
-    """Whether the device queues operators on streams; else they have run when they return."""
+    """Whether the device queues operators on streams; otherwise operators run synchronously."""
     return device.type == "cuda"
 
 
 def new(device: torch.device) -> Stream:
-    """A stream of its own."""
+    """A new stream on the device."""
     return torch.cuda.Stream(device)
 
 
 def current(device: torch.device) -> Stream:
-    """The stream that operators are queued on now."""
+    """The stream on which operators are queued now."""
     return torch.cuda.current_stream(device)
 
 
 def use(stream: Stream) -> AbstractContextManager[object]:
-    """Queues the operators within on another stream."""
+    """Queues the block's operators on another stream."""
     return torch.cuda.stream(stream)
 
 
 def record(device: torch.device) -> Event:
-    """The moment when the current stream has done what it has been given so far."""
+    """An event after all work queued so far on the current stream."""
     event = torch.cuda.Event()
     event.record(current(device))
     return event
 
 
 def wait(event: Event) -> None:
-    """Makes the current stream wait for a moment."""
+    """Makes the current stream wait for an event."""
     event.wait()
 
 
 def side_by_side(device: torch.device, first: Work, *others: Work) -> None:
-    """Queues works that do not depend on each other, the first on the current stream.
+    """Queues independent works side by side: the first on the current stream, others on new ones.
 
-    Each other has a stream of its own, where its kernels take the places that those before leave,
-    as dq beside dk and dv, whose programs are long and few. The current stream waits for all.
+    Kernels of later works fill the multiprocessors that earlier works leave idle: dq runs beside
+    dk and dv, whose programs are long and few. The current stream waits for all works.
     """
     ready = record(device) if others and are_used(device) else None
     first()
@@ -69,7 +69,7 @@ def side_by_side(device: torch.device, first: Work, *others: Work) -> None:
 
 
 def overwrite(x: Tensor) -> None:
-    """Zeroes a tensor at once, whatever else the device does; the host waits for that alone."""
+    """Zeroes a tensor at once, on a new stream; the host waits for that stream only."""
     stream = new(x.device)
     with use(stream):
         x.zero_()
@@ -77,5 +77,5 @@ def overwrite(x: Tensor) -> None:
 
 
 def pinned(x: Tensor) -> Tensor:
-    """A copy of a CPU tensor in memory that the device copies from and to without the host."""
+    """A copy of a CPU tensor in pinned memory, which the device accesses without the host."""
     return x.pin_memory()

@@ -1,10 +1,10 @@
 """The ranks of a process group: how they meet, connect, tell calls apart, and fail together.
 
-identity     which call it is, the same on all ranks
+identity     the identity of a call, equal on all ranks
 formation    the roll-call at the first call, and connections
 media        gloo and NCCL
-group        this rank's share: the call under way, connections, the first failure
+group        this rank's state: the call under way, connections, the first failure
 board watch  notes in the group's store, read when a wait takes long
-headers      identities beside messages, where there are no tags
+headers      identities beside messages, for media without tags
 progress     exchanges that the device has begun and ended, for the watch
 """

@@ -1,8 +1,8 @@
 """Notes that ranks leave each other in the store of their group, beside their messages.
 
-A rank writes down its last calls when it has to wait for long, and reads those of the ranks that it
-waits for; and the first rank whose call fails writes that down for all. None of it costs anything
-while messages come.
+A rank that waits for long writes down its last calls, and reads the calls of the ranks for which it
+waits. The first rank whose call fails writes down its error for all. While messages come in time,
+notes cost nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from ring_attn.torch_private import Store
 from ring_attn.transport.ranks.identity import Identity, difference
 
-# Characters of an error's text that a note has at most.
+# A note holds at most this many characters of an error's text.
 MOST_CHARACTERS = 600
 
 
@@ -22,7 +22,7 @@ class Board:
     """One rank's access to the notes of a group in its store."""
 
     def __init__(self, store: Store, meeting: str, rank: int) -> None:
-        """Keeps the notes under the name of a meeting, which no other meeting has."""
+        """Keeps the notes under the unique name of a meeting."""
         self._store, self._prefix, self._rank = store, f"{meeting}/board", rank
 
     def tell_calls(self, calls: Iterable[Identity]) -> None:
@@ -31,7 +31,7 @@ class Board:
         self._store.set(f"{self._prefix}/calls/{self._rank}", text)
 
     def difference(self, calls: Iterable[Identity], peer: int) -> str | None:
-        """The first difference between a peer's calls and this rank's; None if unknown."""
+        """The first difference between a peer's calls and this rank's; None if none is known."""
         others = self._read(f"calls/{peer}")
         known = {one["sequence"]: one for one in others or ()}
         for mine in calls:
@@ -42,7 +42,7 @@ class Board:
         return None
 
     def tell_failure(self, text: str) -> bool:
-        """Writes down why this rank's call ended; False where another rank's ended before."""
+        """Writes down why this rank's call ended; returns False if another rank failed before."""
         if self._read("failed") is not None:
             return False
         note = json.dumps({"rank": self._rank, "text": text[:MOST_CHARACTERS]})
@@ -50,7 +50,7 @@ class Board:
         return True
 
     def failure(self) -> str | None:
-        """The first rank that failed, and why; None where no other rank has said so."""
+        """The first rank that failed, and its error; None if no other rank wrote one down."""
         note = self._read("failed")
         if note is None or note["rank"] == self._rank:
             return None

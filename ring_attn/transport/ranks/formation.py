@@ -1,12 +1,11 @@
 """How ranks come together: a roll-call through the store, connections, and a second roll-call.
 
-The first names the ranks that are missing. The second keeps every rank from its first message until
-all are connected: a rank that went on, raised and closed its connections would break those that a
-slower rank is still making.
+The first roll-call names missing ranks. The second keeps every rank from its first message until
+all ranks are connected: a rank that went on, raised and closed its connections would break the
+connections that a slower rank is still making.
 
-torch's own groups are not made here. Nothing is split off another communicator, no name is taken
-from torch's counters, and nothing is registered with torch: a connection is closed when the last
-reference to it goes.
+Makes no groups of torch: splits no communicator, takes no name from torch's counters, and registers
+nothing with torch. A connection closes when the last reference to it goes.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from ring_attn.torch_private import PrefixStore, Store
 
 T = TypeVar("T")
 
-# Seconds of the roll-call that tells, when connecting has failed, which ranks are still alive.
+# Seconds of the roll-call that finds, after connecting has failed, which ranks are still alive.
 ASKED_AGAIN_S = 1.0
 
-# Seconds that the store may take to answer, beyond the seconds that the ranks have.
+# Seconds that the store may take to answer, beyond the ranks' own time limit.
 STORE_S = 1.0
 
 NO_LIMIT = datetime.timedelta.max
 
 
 class MissingRanksError(RuntimeError):
-    """Ranks did not come in time; the message names them."""
+    """Some ranks did not come in time; the message names the missing ranks."""
 
 
 def bounded(work: Callable[[], T], seconds: float) -> T:
-    """The result of `work`, done in a thread of its own.
+    """The result of `work`, which runs in a new thread.
 
-    A store whose host is gone cannot be interrupted: the thread is then left behind, and ends by
-    itself.
+    A request to a store whose host is gone cannot be interrupted: its thread is left behind, and
+    ends by itself.
 
     Raises:
         TimeoutError: `work` took longer.
@@ -66,10 +65,10 @@ def bounded(work: Callable[[], T], seconds: float) -> T:
 
 
 class UnlikeRanksError(RuntimeError):
-    """Ranks told different things where all must tell the same.
+    """Ranks reported different texts where all must report the same text.
 
     Attributes:
-        told: by every rank, in their order.
+        told: the text of every rank, in rank order.
     """
 
     def __init__(self, told: list[str]) -> None:
@@ -78,7 +77,7 @@ class UnlikeRanksError(RuntimeError):
 
 
 class RollCall:
-    """Ranks that wait for each other: each comes, or says why none should wait any longer."""
+    """Ranks that wait for each other: each rank comes, or gives up for all and says why."""
 
     def __init__(
         self, store: Store, name: str, rank: int, members: Sequence[int], verb: str = "come"
@@ -86,9 +85,9 @@ class RollCall:
         """Prepares a roll-call without taking part in it.
 
         Args:
-            store: of the group.
-            name: in the store; never used before.
-            rank: this one of the members.
+            store: store of the group.
+            name: key in the store; never used before.
+            rank: this rank, one of the members.
             members: ranks of the group.
             verb: what the members do, for messages.
         """
@@ -96,16 +95,16 @@ class RollCall:
         self._members, self._verb = members, verb
 
     def come(self, told: str = "") -> None:
-        """Counts this rank, and writes down what it tells."""
+        """Counts this rank, and writes down its text `told`."""
         self._store.set(f"{self._name}/here/{self._rank}", told)
         self._store.add(f"{self._name}/told/{told}", 1)
         self._store.add(f"{self._name}/count", 1)
 
     def check_alike(self, told: str) -> None:
-        """Refuses members that did not all tell the same; all of them must have come.
+        """Refuses members that reported different texts; all members must have come.
 
         Raises:
-            UnlikeRanksError: with what each member told.
+            UnlikeRanksError: with the text of each member.
         """
         if self._store.add(f"{self._name}/told/{told}", 0) < len(self._members):
             everyone = [self._store.get(f"{self._name}/here/{m}") for m in self._members]
@@ -119,7 +118,7 @@ class RollCall:
         """Waits until all members have come.
 
         Raises:
-            MissingRanksError: naming the ranks that did not come in time, or the one that gave up.
+            MissingRanksError: naming the ranks that did not come in time, or the rank that gave up.
         """
         gave_up = f"{self._name}/gave_up"
         deadline = time.monotonic() + seconds
@@ -143,15 +142,15 @@ class RollCall:
 def meet(
     store: Store, name: str, rank: int, members: Sequence[int], seconds: float, told: str = ""
 ) -> str:
-    """Waits until all members have come; returns a name in the store that only this meeting has.
+    """Waits until all members have come; returns a name in the store, unique to this meeting.
 
     Raises:
         MissingRanksError: a rank did not come in time, or the store's host is gone.
-        UnlikeRanksError: the members did not all tell the same.
+        UnlikeRanksError: the members reported different texts.
     """
 
     def come_and_wait() -> str:
-        # A process that meets the same ranks over the same store again must not read old notes.
+        # Numbered: a process that meets the same ranks again must not read old notes.
         meeting = f"{name}/{store.add(f'{name}/arrivals/{rank}', 1)}"
         roll_call = RollCall(store, meeting, rank, members)
         roll_call.come(told)
@@ -166,11 +165,10 @@ def meet(
 
 
 class PollingStore(Store):
-    """The store of a group for gloo, which waits in it for the other ranks' addresses.
+    """The store of a group, for gloo, which waits in the store for the other ranks' addresses.
 
-    A thread that waits for a key keeps the client from all other threads for as long. This asks
-    again and again instead. Another client would look up the host's name first: where a name server
-    loses the question, that takes 5 s.
+    A thread that waits for a key blocks the client for all other threads, so this store polls. A
+    second client would first look up the host's name: 5 s if the name server loses the request.
     """
 
     def __init__(self, store: Store) -> None:
@@ -183,7 +181,7 @@ class PollingStore(Store):
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """The value of a key, which exists by now: gloo waits for a key before it reads it."""
+        """The value of a key, which exists: gloo waits for each key before reading it."""
         return self._store.get(key)
 
     def wait(self, keys: list[str], timeout: datetime.timedelta = NO_LIMIT) -> None:
@@ -200,7 +198,7 @@ class PollingStore(Store):
 def connect_gloo(
     store: Store, meeting: str, rank: int, world_size: int, seconds: float
 ) -> dist.ProcessGroupGloo:
-    """gloo's connections between all ranks, as soon as every rank has all of its own.
+    """gloo's connections between all ranks; returns when every rank is connected.
 
     Raises:
         MissingRanksError: naming the ranks that went away while connecting.
@@ -220,8 +218,8 @@ def connect_gloo(
             with contextlib.suppress(RuntimeError):  # the store has gone
                 connected.give_up(str(error))
 
-    # gloo tries each peer five times, each for all of the timeout, and cannot be interrupted: the
-    # thread is left behind where that takes too long.
+    # gloo tries each peer five times, each time for the whole timeout, and cannot be interrupted:
+    # a thread that takes too long is left behind.
     threading.Thread(target=connect, name="ring_attn_connect", daemon=True).start()
     try:
         bounded(lambda: connected.wait(seconds), seconds + STORE_S)
@@ -230,7 +228,7 @@ def connect_gloo(
         try:
             meet(store, f"{meeting}/left", rank, everyone, ASKED_AGAIN_S)
         except MissingRanksError as missing:
-            # Ranks that have gone.
+            # These ranks have gone.
             raise MissingRanksError(f"{text}; when asked again, {missing}") from error
         raise MissingRanksError(f"{text}: {error}") from error
     return connections[0]

@@ -1,10 +1,10 @@
-"""The ranks of a process group, as all transports of that group share them.
+"""One rank's state in a process group, shared by all transports of that group.
 
-    RankGroup    which call of this rank it is, connections, the first failure, notes to the others
+    RankGroup    the call under way, connections, the first failure, notes to the other ranks
 
-A call that is left half done makes every later message ambiguous. So a group fails as a whole: its
-connections are closed, which the others notice, its first error is written down for them, and every
-later call on it raises.
+A call that is left half done makes every later message ambiguous. So a group fails as a whole: the
+failing rank writes down its error for the others and closes its connections, which they notice, and
+every later call on the group raises.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ CONFIGS_VARIABLE = "RING_ATTN_CONFIGS"
 
 NOTHING = Agreement({})
 
-# Number of its last calls that a rank reports.
+# A rank reports this many of its last calls.
 CALLS_REPORTED = 8
 
-# Seconds to write to the store, or to read from it, when a call has failed: its host may be gone.
+# Time limit for the store, in seconds, after a call has failed: the store's host may be gone.
 STORE_S = 1.0
 
-# Seconds that the other ranks have to read of a failure before connections are closed. gloo
-# does not wake a rank that waits for the rest of a message when its connection is lost halfway
-# (4 of 2,338 faults raised on purpose): that rank would wait until its timeout.
+# Seconds between the note of a failure and closing connections, so that other ranks can read the
+# note. When a connection is lost within a message, gloo does not always wake the receiver (4 of
+# 2,338 faults raised on purpose), which would then wait until its timeout.
 NOTICE_S = 3 * PERIOD_S
 
-# Seconds after a lost connection in which its reason may still be written down.
+# After a lost connection, a rank waits this many seconds for a note that says why.
 REASON_S = 0.3
 
 _forked = False
@@ -71,7 +71,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @dataclass(slots=True)
 class Waiting:
-    """A wait under way: since when, for which ranks of the group, and when to look at it next."""
+    """A wait under way: when it began, for which ranks of the group, and when to look next."""
 
     since: float
     peers: tuple[int, ...]
@@ -79,21 +79,21 @@ class Waiting:
 
 
 class RankGroup:
-    """One rank's share in a group: made at its first call, shared by all transports of the group.
+    """One rank's state in a group, made at its first call.
 
     Attributes:
-        rank: of this process in the group.
-        global_ranks: of all members, in the order of the group.
-        failed: the first error; no call is possible after it.
-        call: the one under way.
-        seed: of the tags of its messages.
-        headers: of its messages, where the medium has no tags.
+        rank: this process's rank in the group.
+        global_ranks: global ranks of all members, in the order of the group.
+        failed: the first error, after which no call is possible.
+        call: the call under way.
+        seed: seed of the message tags of `call`.
+        headers: headers of the messages of `call`, where the medium has no tags.
         waiting: the wait under way, for the watch.
         prepared: kinds of calls that all ranks have prepared.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Makes no connections: the ranks make those together at the first call."""
+        """Makes no connections: the ranks make them together at the first call."""
         self.rank = dist.get_rank(group)
         self.global_ranks = tuple(dist.get_process_group_ranks(group))
         self.failed: RuntimeError | None = None
@@ -112,7 +112,7 @@ class RankGroup:
         self._board: Board | None = None
         self._media: dict[str, Medium] = {}
         self._roll_calls = 0
-        # By stream of the operators: those of one stream follow one another.
+        # One pool for each compute stream, whose operators run in order.
         self._pools: dict[Stream, Pool] = {}
 
     @property
@@ -134,7 +134,7 @@ class RankGroup:
             )
 
     def begin(self, call: Identity) -> None:
-        """Begins a call, which is under way until `end`."""
+        """Begins a call, which lasts until `end`."""
         self._calls.append(call)
         self.call, self.seed = call, call.seed()
 
@@ -144,26 +144,26 @@ class RankGroup:
         self._occupied.release()
 
     def refuse(self, error: BaseException) -> None:
-        """Counts a call that an error has ended on this rank."""
+        """Counts a call that this rank refuses because of an error."""
         number, why = self.next_number(), describe_error(error)
         refused = Identity(self.next_sequence(), number, "refused", NOTHING, note=f" by {why}")
         self._calls.append(refused)
 
     def next_sequence(self) -> int:
-        """Counts a call."""
+        """Counts a call; returns its sequence number."""
         self._sequence += 1
         return self._sequence
 
     def next_number(self) -> int:
-        """Counts a forward."""
+        """Counts a forward; returns its number."""
         self._number += 1
         return self._number
 
     def medium(self, device: torch.device, seconds: float) -> Medium:
-        """The medium that carries messages of such tensors; made together at the first call.
+        """The medium for tensors of this device; all ranks connect it together at the first call.
 
         Raises:
-            RuntimeError: a rank did not come in time, or one has failed before; or the ranks have
+            RuntimeError: a rank did not come in time, the ring has failed before, or the ranks have
                 different files of configs.
         """
         self.refuse_failed()
@@ -186,20 +186,20 @@ class RankGroup:
         return self._media[device.type]
 
     def roll_call(self, verb: str) -> RollCall:
-        """The next roll-call of all ranks, who have connections already."""
+        """The next roll-call of all ranks, which are connected already."""
         self._roll_calls += 1
         name, everyone = f"{self._meeting}/roll_call/{self._roll_calls}", range(self.world_size)
         return RollCall(self._store, name, self.rank, everyone, verb)
 
     def pool(self, device: torch.device) -> Pool:
-        """The message buffers of operators on the current stream."""
+        """The message buffers for the current stream."""
         stream = streams.current(device)
         if stream not in self._pools:
             self._pools[stream] = Pool(device)
         return self._pools[stream]
 
     def fail(self, text: str) -> RuntimeError:
-        """Ends the ring for good, here and on the other ranks; returns its first error."""
+        """Ends the ring for good, on this rank and the others; returns its first error."""
         with self._lock:
             if self.failed is not None:
                 return self.failed
@@ -217,19 +217,19 @@ class RankGroup:
         return self.failed
 
     def reason(self, peer: int) -> str | None:
-        """Why messages of a peer do not come; None where nobody knows."""
+        """Why no messages of a peer come; None if no rank has written it down."""
         board = self._board
         if board is None:
             return None
         deadline = time.monotonic() + REASON_S
         while True:
-            found = _in_time(lambda: board.failure() or board.difference(self._calls, peer))
-            if found is not None or time.monotonic() > deadline:
-                return found
+            reason = _in_time(lambda: board.failure() or board.difference(self._calls, peer))
+            if reason is not None or time.monotonic() > deadline:
+                return reason
             time.sleep(REASON_S / 10)
 
     def look(self) -> None:
-        """Compares notes with the ranks that are waited for, once a wait takes long."""
+        """Ends the ring if a long wait is in vain: a rank has failed, or calls differ."""
         waiting, board = self.waiting, self._board
         if board is None or self.failed is not None:
             return
@@ -246,16 +246,16 @@ class RankGroup:
         if self._reported < calls[-1].sequence:
             board.tell_calls(calls)
             self._reported = calls[-1].sequence
-        found = board.failure()
-        for peer in waiting.peers if found is None else ():
-            found = found or board.difference(calls, peer)
-        if found is not None:
-            self.fail(found)
+        reason = board.failure()
+        for peer in waiting.peers if reason is None else ():
+            reason = reason or board.difference(calls, peer)
+        if reason is not None:
+            self.fail(reason)
 
     def _tell_late(self, late: Late, board: Board) -> None:
-        """Says which exchange has not ended, before torch's watchdog ends the process.
+        """Reports an exchange that has not ended, before torch's watchdog ends the process.
 
-        The connections stay: the device would go on with what has not arrived.
+        Keeps the connections: without them the device would go on with data that has not arrived.
         """
         where = f"rank {late.peer} (global rank {self.global_ranks[late.peer]})"
         own = "has come to it" if late.begun else "has not come to it, and computes or waits"
@@ -264,14 +264,14 @@ class RankGroup:
             f"{late.channel!r} {late.seconds:.0f} s ago, and it has not ended; this rank's device "
             f"{own}"
         )
-        found = board.failure() or board.difference(self._calls, late.peer)
-        text = text if found is None else f"{text}; {found}"
+        reason = board.failure() or board.difference(self._calls, late.peer)
+        text = text if reason is None else f"{text}; {reason}"
         logger.error("%s", text)
         self.failed = RuntimeError(text)
         board.tell_failure(text)
 
     def refuse_failed(self) -> None:
-        """Refuses a ring that has failed: messages of the call that was left may still come.
+        """Refuses a ring that has failed: messages of its unfinished call may still come.
 
         Raises:
             RuntimeError: with the first error.
@@ -284,7 +284,7 @@ class RankGroup:
             ) from self.failed
 
     def refuse_fork(self) -> None:
-        """Refuses a process that was forked from a rank: connections and threads stayed there.
+        """Refuses a process forked from a rank: connections and threads stayed with the parent.
 
         Raises:
             RuntimeError: in such a process.
@@ -299,8 +299,8 @@ class RankGroup:
     def _new_medium(self, device: torch.device, seconds: float) -> Medium:
         if not self._meeting:
             everyone = tuple(range(self.world_size))
-            told = _hash_of_configs()
-            self._meeting = meet(self._store, "ring_attn", self.rank, everyone, seconds, told)
+            configs = _hash_of_configs()
+            self._meeting = meet(self._store, "ring_attn", self.rank, everyone, seconds, configs)
             self._board = Board(self._store, self._meeting, self.rank)
         if streams.are_used(device):
             return Nccl(self._store, self._meeting, self.rank)
@@ -308,23 +308,24 @@ class RankGroup:
 
 
 def _hash_of_configs() -> str:
-    """The hash of the file that RING_ATTN_CONFIGS names; "none" without."""
+    """The hash of the file that RING_ATTN_CONFIGS names; "none" if it is unset."""
     path = os.environ.get(CONFIGS_VARIABLE)
     if not path:
         return "none"
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
     except OSError as error:
-        # Told too: the other ranks would wait for one that raised here.
+        # Not raised here: the other ranks would wait for this rank.
         return f"unreadable ({error.strerror})"
 
 
-def _unlike_configs(told: list[str]) -> str:
+def _unlike_configs(hashes: list[str]) -> str:
     """The error for ranks whose files of configs differ."""
     ranks = {
-        one: [r for r, other in enumerate(told) if other == one] for one in dict.fromkeys(told)
+        text: [r for r, other in enumerate(hashes) if other == text]
+        for text in dict.fromkeys(hashes)
     }
-    shown = "; ".join(f"ranks {members}: {one}" for one, members in ranks.items())
+    shown = "; ".join(f"ranks {members}: {text}" for text, members in ranks.items())
     return (
         f"all ranks must use one file of configs, got in {CONFIGS_VARIABLE} files with the hashes "
         f"{shown}: copy one file to every machine, and set the variable alike on every rank"
@@ -336,7 +337,7 @@ _groups_lock = threading.Lock()
 
 
 def rank_group(group: dist.ProcessGroup) -> RankGroup:
-    """This rank's share in a group, which lives as long as the group."""
+    """This rank's state in a group; lives as long as the group."""
     with _groups_lock:
         if group not in _groups:
             _groups[group] = RankGroup(group)
@@ -344,9 +345,9 @@ def rank_group(group: dist.ProcessGroup) -> RankGroup:
 
 
 def refused(group: dist.ProcessGroup, error: BaseException) -> None:
-    """Counts a call that an error has ended, once for each error.
+    """Counts a call that this rank refuses because of an error, once for each error.
 
-    The other ranks may be in that call: this rank's next one must not pass for it.
+    The other ranks may be in that call: this rank's next call must not be mistaken for it.
     """
     if not was_counted(error):
         error._ring_attn_counted = True  # type: ignore[attr-defined]
@@ -354,12 +355,12 @@ def refused(group: dist.ProcessGroup, error: BaseException) -> None:
 
 
 def was_counted(error: BaseException) -> bool:
-    """Whether a call was counted as ended by that error."""
+    """Whether `refused` has counted a call for this error."""
     return getattr(error, "_ring_attn_counted", False)
 
 
 def _in_time(work: Callable[[], T]) -> T | None:
-    """The store's answer, or None where it does not answer."""
+    """The result of `work` with the store, or None if the store does not answer in time."""
     try:
         return bounded(work, STORE_S)
     except (RuntimeError, TimeoutError):

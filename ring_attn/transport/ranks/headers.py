@@ -1,8 +1,8 @@
-"""Identities that travel as 64 bytes beside each message, where a medium has no tags: on NCCL.
+"""Identities that travel as 64 bytes beside each message on NCCL, which has no tags.
 
-The device compares what has come with what is this rank's own, once for each call and without a
-wait of the host. The host looks at the result of a call at the start of the next one on the same
-group, if the device has got there by then, else at the start of a later one.
+The device compares the headers that came with this rank's own, once per call, and the host does not
+wait. The host reads a call's result at the start of the group's next call, or of a later call if
+the device has not finished by then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ring_attn.transport.streams import Event
 WORDS = 8
 HEADER_BYTES = 8 * WORDS
 
-# Headers that a buffer holds; a call with more exchanges takes several buffers.
+# Headers per buffer; a call with more exchanges takes several buffers.
 ROWS = 256
 
 
@@ -28,11 +28,11 @@ class Headers:
     """Headers of one group's messages on one rank."""
 
     def __init__(self) -> None:
-        """No call yet."""
+        """Holds no call yet."""
         self._own: Tensor | None = None
         self._begun: Event | None = None
         self._pool: Pool | None = None
-        # Buffers of the call, and the number of rows of each that are taken.
+        # The call's buffers, and the number of used rows in each buffer.
         self._blocks: list[Block] = []
         self._rows: list[int] = []
         self._results: deque[tuple[str, Tensor, Event | None]] = deque()
@@ -43,8 +43,8 @@ class Headers:
         """Writes the header of a call.
 
         Args:
-            call: whose number, kind and digest are in it.
-            device: of the messages.
+            call: the call, whose number, kind and digest make the header.
+            device: device of the messages.
             values: 0-dim int64, the checksum of tensors that must be equal on all ranks.
             pool: buffers to receive into.
         """
@@ -64,7 +64,7 @@ class Headers:
         return self._own
 
     def incoming(self, count: int) -> tuple[Tensor, list[Event]]:
-        """(count, 64) bytes to receive headers of other ranks into, and when they may come."""
+        """(count, 64) bytes to receive other ranks' headers, and events to wait for before that."""
         if not self._blocks or self._rows[-1] + count > ROWS:
             assert self._pool is not None, "a call has begun"
             self._blocks.append(self._pool.take(max(count, ROWS) * HEADER_BYTES))
@@ -75,14 +75,14 @@ class Headers:
         return rows, [event for event in (self._begun, block.written) if event is not None]
 
     def end(self, call: Identity) -> None:
-        """Compares on the device, when all exchanges of a call have been waited for."""
+        """Compares all headers on the device, after the waits for all exchanges of a call."""
         if not self._blocks:
             return
         rows = [
             block.data.view(-1, HEADER_BYTES)[:taken]
             for block, taken in zip(self._blocks, self._rows, strict=True)
         ]
-        differs = torch.cat([one.ne(self.outgoing).any().view(1) for one in rows]).any()
+        differs = torch.cat([block.ne(self.outgoing).any().view(1) for block in rows]).any()
         event = None
         if self._begun is not None:
             result = streams.pinned(torch.empty((), dtype=torch.bool))
@@ -95,16 +95,15 @@ class Headers:
         self._results.append((str(call), differs, event))
 
     def spoil(self) -> None:
-        """Makes all that is still sent a message of no call.
+        """Zeroes this rank's header, so that messages still to be sent belong to no call.
 
-        A device goes on when its exchanges are cut off, and would send what it computes from what
-        has not come.
+        A device whose exchanges are cut off goes on, and would send results of missing data.
         """
         if self._begun is not None:
             streams.overwrite(self.outgoing)
 
     def found(self) -> str | None:
-        """Which call met messages of another one, as far as the device has got; else None."""
+        """The first error among the calls that the device has compared so far, or None."""
         while self._results:
             call, differs, event = self._results[0]
             if event is not None and not event.query():

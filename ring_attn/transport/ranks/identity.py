@@ -1,17 +1,16 @@
-"""The identity of a call: equal on all ranks exactly where all of them make the same call.
+"""The identity of a call: equal on all ranks exactly when all ranks make the same call.
 
 A rank counts its calls on a group, and numbers its forwards; a backward has the number of its
-forward. With a digest of everything that the ranks must agree on, and the values of the few tensors
-that must be equal, that tells one call from every other:
+forward. An identity has five parts:
 
-    sequence   runs on this group so far: a call that was skipped or refused shifts it
-    number     of the forward: tells the backwards of two equal layers apart
+    sequence   number of calls so far on this group: a call that was skipped or refused shifts it
+    number     number of the forward: tells the backwards of two equal layers apart
     kind       forward, backward, decode, ...
-    digest     of strategy, layout, mask, sizes, dtype, scale, ... by the names of the arguments
-    values     of sinks
+    digest     hash of strategy, layout, mask, sizes, dtype, scale, ... by argument name
+    values     checksum of the sinks
 
-Every message carries it: on gloo as its tag, so that a message of another call is never received;
-on NCCL, which has no tags, as 64 bytes beside it that the device compares.
+Every message carries its call's identity: on gloo as the message's tag, so that a message of
+another call is never received; on NCCL, which has no tags, as 64 bytes that the device compares.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ class Identity:
     """Identity of one call of this rank.
 
     Attributes:
-        sequence: calls on the group before this one.
-        number: of the forward that the call is, or is the backward of.
-        kind: "forward", "backward", "decode" or what else the ranks do together.
-        agreement: what must be equal on all ranks.
+        sequence: position of the call among this rank's calls on the group, from 1.
+        number: number of the forward; a backward has the number of its forward.
+        kind: "forward", "backward", "decode" or another call of all ranks.
+        agreement: arguments that must be equal on all ranks.
         values: checksum of the tensors that must be equal on all ranks; 0 on CUDA, where only the
             device knows it.
-        note: for messages on other ranks; need not be equal.
+        note: text for error messages of other ranks; need not be equal.
     """
 
     sequence: int
@@ -56,17 +55,17 @@ class Identity:
     note: str = ""
 
     def __str__(self) -> str:
-        """Which call it is, for messages."""
+        """The call's kind and numbers, for messages."""
         return f"{self.kind} {self.number}, call {self.sequence} of this group"
 
     def words(self) -> tuple[int, ...]:
-        """The identity, but for the checksum of values, as five int64."""
+        """The identity without `values`, as five int64."""
         digest = struct.unpack("<qq", self.agreement.digest)
         kind = zlib.crc32(self.kind.encode())
         return (self.sequence, self.number, kind, *digest)
 
     def seed(self) -> int:
-        """The number from which the tags of its messages are computed."""
+        """The number from which the message tags are computed."""
         return zlib.crc32(struct.pack("<6q", *self.words(), self.values))
 
     def reported(self) -> dict[str, Any]:
@@ -88,7 +87,7 @@ def message_tag(seed: int, channel: Channel, step: int, nbytes: int) -> int:
 
 
 def difference(mine: Mapping[str, Any], others: Mapping[str, Any]) -> str | None:
-    """The difference between two ranks' reports of a call; None where there is none.
+    """The difference between two ranks' reports of a call, or None.
 
     Example:
         >>> calls = (Identity(7, 3, "forward", Agreement({"causal": c})) for c in (True, False))
@@ -109,7 +108,7 @@ def difference(mine: Mapping[str, Any], others: Mapping[str, Any]) -> str | None
 
 
 def checksum(tensors: Sequence[Tensor]) -> Tensor:
-    """A 0-dim int64 of the tensors' bits, on their device: equal values in another order differ."""
+    """A checksum of the tensors' bits and their order: 0-dim int64 on the tensors' device."""
     total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
     for x in tensors:
         bits = x.detach().contiguous().view(-1).view(_INTEGERS[x.element_size()]).long()

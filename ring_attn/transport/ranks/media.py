@@ -1,9 +1,9 @@
 """Media that carry the messages of a group: gloo for CPU tensors, NCCL for CUDA tensors.
 
-gloo    one connection between each two ranks, for all channels and parts of the group: a
-        message has a tag, and is received only by who asks for that tag
-NCCL    a communicator for each channel of each part of the group: messages have no tags, and
-        what is on one communicator would wait for what is before it
+gloo    one connection between each two ranks, for all channels and subgroups: a receive gets
+        only a message with its own tag
+NCCL    a communicator for each channel of each subgroup: messages have no tags, and those on one
+        communicator go one after another
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from ring_attn.transport.streams import Event, Stream
 
 Ranks = tuple[int, ...]
 
-# Seconds from what the watch says of a late exchange to torch's watchdog, which ends the process.
+# Seconds between our report of a late exchange and torch's watchdog, which ends the process.
 GRACE_S = 10.0
 
 
 class Medium(Protocol):
-    """Connections between the ranks of a group, which are named by their rank in that group."""
+    """Connections between the ranks of a group; a peer is its rank in that group."""
 
     @property
     def honours_tags(self) -> bool:
-        """Whether a message is received only where its tag is asked for."""
+        """Whether a receive gets only messages with its tag."""
         ...
 
     def late(self) -> Late | None:
-        """An exchange that has taken longer than its ranks may, where no wait would tell."""
+        """An exchange past its timeout, on a medium where the host does not wait; else None."""
         ...
 
     def close(self) -> None:
-        """Ends all connections at once, from any thread; what waits for a message raises."""
+        """Ends all connections at once, from any thread; pending waits raise."""
         ...
 
 
@@ -59,7 +59,7 @@ class Gloo:
     def __init__(
         self, store: Store, meeting: str, rank: int, world_size: int, seconds: float
     ) -> None:
-        """Connects the ranks, which have all been at the roll-call."""
+        """Connects the ranks, after their roll-call."""
         self._peers = [peer for peer in range(world_size) if peer != rank]
         self._gloo: Any = connect_gloo(store, meeting, rank, world_size, seconds)
 
@@ -79,8 +79,8 @@ class Gloo:
     def close(self) -> None:
         """See `Medium`.
 
-        gloo cannot close its connections while a thread waits. But a wait that times out closes
-        all connections of the rank: so this waits for a message that nobody sends.
+        gloo cannot close its connections while a thread waits, but a wait that times out closes
+        all connections of its rank. So `close` waits for a message that nobody sends.
         """
         at_once = datetime.timedelta(milliseconds=1)
         for peer in self._peers:
@@ -88,7 +88,7 @@ class Gloo:
                 self._gloo.recv([torch.empty(1)], peer, CLOSING_TAG).wait(at_once)
 
 
-# A tag that a message has by accident only: one in 2^31.
+# A message has this tag only by accident, with a chance of one in 2^31.
 CLOSING_TAG = 0x7FFFFFFF
 
 
@@ -96,11 +96,11 @@ class Late(NamedTuple):
     """An exchange that has not ended in time.
 
     Attributes:
-        step: of the ring, or which collective of the call.
-        channel: of the exchange.
-        peer: rank of the group that is received from.
-        seconds: since it was posted.
-        begun: whether this rank's device has come to it.
+        step: step of the ring, or number of the collective within the call.
+        channel: channel of the exchange.
+        peer: the sender's rank in the group.
+        seconds: time since the post.
+        begun: whether this rank's device has begun the exchange.
     """
 
     step: int
@@ -115,13 +115,13 @@ class Lane:
     """A channel among some ranks, on a device with streams.
 
     Attributes:
-        members: ranks of the group.
-        channel: of its exchanges.
-        seconds: that an exchange may take.
-        communicator: among the members.
-        stream: from which its exchanges are posted, one after another.
-        device: of the messages.
-        progress: of its exchanges.
+        members: the ranks, as ranks of the group.
+        channel: the channel.
+        seconds: time limit of an exchange.
+        communicator: NCCL's communicator of the members.
+        stream: stream on which the exchanges run one after another.
+        device: device of the messages.
+        progress: the lane's exchanges under way.
     """
 
     members: Ranks
@@ -135,31 +135,31 @@ class Lane:
     def run(
         self, step: int, peer: int, start: Callable[[], dist.Work], after: Sequence[Event] | None
     ) -> Event:
-        """Starts an exchange behind some moments, and returns the moment of its end.
+        """Starts an exchange after some events; returns the event of its end.
 
         Args:
-            step: of the ring, or which collective of the call.
-            peer: number of a rank of the members, for the watch.
+            step: step of the ring, or number of the collective within the call.
+            peer: index of a rank in `members`, for the watch.
             start: posts the exchange.
-            after: None is all that the current stream has been given.
+            after: events to wait for; None means all work queued on the current stream.
         """
         moments = [streams.record(self.device)] if after is None else after
         with streams.use(self.stream):
             for moment in moments:
                 streams.wait(moment)
             self.progress.begin(step, peer)
-            # With a timeout NCCL's wait would block the host.
+            # A wait with a timeout would block the host.
             start().wait()
             end = streams.record(self.device)
             self.progress.end()
         return end
 
     def late(self) -> Late | None:
-        """The exchange that is under way, where that takes too long."""
-        found = self.progress.first_under_way()
-        if found is None:
+        """The oldest exchange under way, if it has passed its time limit."""
+        under_way = self.progress.first_under_way()
+        if under_way is None:
             return None
-        posted, begun = found
+        posted, begun = under_way
         seconds = time.monotonic() - posted.since
         peer = self.members[posted.peer]
         return (
@@ -170,7 +170,7 @@ class Lane:
 
 
 class Nccl:
-    """Communicators, each made by its members together when they first use it."""
+    """NCCL's communicators, each made by its members together at its first use."""
 
     honours_tags = False
 
@@ -188,7 +188,7 @@ class Nccl:
         seconds: float,
         device: torch.device,
     ) -> Lane:
-        """The communicator of some ranks, numbered in that order, and its stream.
+        """The lane of a channel among some ranks, made if it does not exist.
 
         Raises:
             MissingRanksError: naming the ranks that did not come in time.
@@ -201,10 +201,10 @@ class Nccl:
             nccl = nccl_options(meeting, seconds + GRACE_S, ctas)
             store, rank = PrefixStore(meeting, self._store), members.index(self._rank)
             communicator: Any = dist.ProcessGroupNCCL(store, rank, len(members), nccl)
-            # Not split off another communicator, which would need that one's other ranks.
+            # Splitting another communicator would need all of its ranks.
             communicator.eager_connect_single_device(device)
             stream = streams.new(device)
-            # Written, read and given back on that stream alone.
+            # Allocated on this stream, the only one that uses the numbers.
             with streams.use(stream):
                 progress = Progress(device)
             self._lanes[key] = Lane(
@@ -214,8 +214,8 @@ class Nccl:
 
     def late(self) -> Late | None:
         """See `Medium`."""
-        found = (lane.late() for lane in list(self._lanes.values()))
-        return next((late for late in found if late is not None), None)
+        late_ones = (lane.late() for lane in list(self._lanes.values()))
+        return next((late for late in late_ones if late is not None), None)
 
     def close(self) -> None:
         """See `Medium`."""

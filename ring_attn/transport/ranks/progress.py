@@ -1,8 +1,8 @@
 """The exchanges that this rank's device has begun and ended, as the watch sees them.
 
-On a device with streams the host waits for no exchange, and a thread that asked CUDA about one
-would break a capture that goes on elsewhere. So the device writes the number of each exchange into
-pinned memory, before the exchange begins and when it has ended.
+On a device with streams the host waits for no exchange, and a thread that queried a CUDA event
+would break a graph capture in another thread. So the device writes the number of each exchange into
+pinned memory, before the exchange begins and after its end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from ring_attn.transport import streams
 
-# More exchanges than a device is ever given ahead: their numbers are told apart.
+# Larger than the number of exchanges ever queued, so that the numbers of queued ones are distinct.
 NUMBERS = 1 << 14
 
 
@@ -24,10 +24,10 @@ class Posted:
     """An exchange that has not ended.
 
     Attributes:
-        number: of the channel's exchanges, up to NUMBERS.
-        step: of the ring, or which collective of the call.
-        peer: rank of the group that is received from.
-        since: when it was posted, in seconds of `time.monotonic`.
+        number: number among the channel's exchanges, modulo NUMBERS.
+        step: step of the ring, or number of the collective within the call.
+        peer: index of the sender among the channel's ranks.
+        since: time of the post, in seconds of `time.monotonic`.
     """
 
     number: int
@@ -40,27 +40,27 @@ class Progress:
     """The exchanges of one channel that have been posted and have not ended."""
 
     def __init__(self, device: torch.device) -> None:
-        """No exchange yet."""
+        """Makes the flags and numbers; no exchange is posted yet."""
         self._numbers = torch.arange(NUMBERS, dtype=torch.int32, device=device)
         self._flags = streams.pinned(torch.zeros(2, dtype=torch.int32))
         self._posted: deque[Posted] = deque()
         self._last = 0
 
     def begin(self, step: int, peer: int) -> None:
-        """Notes an exchange that the current stream begins next."""
+        """Records an exchange, before its operators are queued on the current stream."""
         self._last = (self._last + 1) % NUMBERS
         self._posted.append(Posted(self._last, step, peer, time.monotonic()))
         self._flags[0].copy_(self._numbers[self._last], non_blocking=True)
 
     def end(self) -> None:
-        """Notes that the current stream is past that exchange."""
+        """Records its end, after its operators are queued on the current stream."""
         self._flags[1].copy_(self._numbers[self._last], non_blocking=True)
 
     def first_under_way(self) -> tuple[Posted, bool] | None:
-        """The exchange that has not ended for longest, and whether the device has begun it."""
+        """The oldest exchange that has not ended, and whether the device has begun it."""
         begun, ended = self._flags.tolist()
         posted = self._posted
-        numbers = [one.number for one in list(posted)]
+        numbers = [exchange.number for exchange in list(posted)]
         if ended in numbers:
             for _ in range(numbers.index(ended) + 1):
                 posted.popleft()

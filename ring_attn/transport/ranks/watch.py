@@ -1,8 +1,8 @@
-"""A thread that looks at waits that take long: are the peers in the same call at all?
+"""A thread that checks, during long waits, whether all ranks are in the same call.
 
 A wait for a message cannot be left before its timeout, and a message of another call never comes.
-So the thread compares notes with the ranks that are waited for, and closes the connections of a
-group in which calls differ or a rank has failed; what waits then raises.
+So the thread compares this rank's notes with its peers' notes. If calls differ or a rank has
+failed, it closes the group's connections, and pending waits raise.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import time
 import weakref
 from typing import Protocol
 
-# Seconds that a wait may take before anybody looks, and between looks; each next look is twice as
-# long after the one before, up to the longest.
+# Seconds between looks of the thread. A long wait is looked at after PERIOD_S; the pause before
+# each further look doubles, up to LONGEST_S.
 PERIOD_S = 0.1
 LONGEST_S = 5.0
 
@@ -23,7 +23,7 @@ class Watched(Protocol):
     """An object that may wait for other ranks."""
 
     def look(self) -> None:
-        """Ends a wait under way that can only time out."""
+        """Ends a pending wait that can only time out."""
         ...
 
 
@@ -32,11 +32,11 @@ _lock = threading.Lock()
 _thread: threading.Thread | None = None
 
 
-def watch(one: Watched) -> None:
-    """Calls `one.look()` from time to time, as long as the object lives."""
+def watch(watched: Watched) -> None:
+    """Calls `watched.look()` every PERIOD_S seconds, as long as the object lives."""
     global _thread
     with _lock:
-        _watched.add(one)
+        _watched.add(watched)
         if _thread is None:
             _thread = threading.Thread(target=_run, name="ring_attn_watch", daemon=True)
             _thread.start()
@@ -51,8 +51,8 @@ def _run() -> None:
             if not everyone:
                 _thread = None
                 return
-        for one in everyone:
-            # A store that has gone: the wait under way ends by its own timeout.
+        for watched in everyone:
+            # If the store is gone, the wait under way ends by its own timeout.
             with contextlib.suppress(Exception):
-                one.look()
-        del everyone, one
+                watched.look()
+        del everyone, watched
