@@ -1,4 +1,4 @@
-"""Properties that torch.compile can read, and functions that it leaves out of its graphs."""
+"""Properties that torch.compile can trace, and functions left out of its graphs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 def kept(compute: Callable[[Any], T]) -> T:
-    """Makes a property that is computed once per object, or at every look while dynamo traces.
+    """Makes a property that is computed once per object, or at each access while dynamo traces.
 
-    On Python 3.11 `functools.cached_property` takes a lock, which dynamo cannot trace. A graph that
-    read the kept value would also be another one than a graph traced before the value was there.
+    On Python 3.11 `functools.cached_property` takes a lock, which dynamo cannot trace. And a graph
+    that read a cached value would differ from a graph traced before the value was cached.
     """
     key = f"_{compute.__name__}"
 
@@ -34,12 +34,12 @@ def kept(compute: Callable[[Any], T]) -> T:
 
 
 def left_out_of_graphs(reason: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorates a function at which torch.compile breaks the graph, and which runs uncompiled.
+    """Decorates a function so that torch.compile breaks the graph there and runs it uncompiled.
 
-    As `torch.compiler.disable`, which would load the compiler together with the package.
+    `torch.compiler.disable` does the same, but would load the compiler with this package.
 
     Args:
-        reason: what `fullgraph=True` raises: why there is no graph, and what to call instead.
+        reason: the error text under `fullgraph=True`: why there is no graph, and what to call.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:

@@ -23,23 +23,22 @@ def prepare(
     *,
     transport: TransportOptions | None = None,
 ) -> None:
-    """Connects the ranks of a group for a strategy; all of them call this together.
+    """Connects the ranks of a group for a strategy; all ranks call `prepare` together.
 
-    The first call of `ring_attention` does so by itself. To prepare says at once, and before
-    anything is computed, which ranks are missing: on NCCL each channel of the strategy gets its
-    communicator, and every message that goes between two ranks is sent once, with a few bytes.
-    Connections are made once, shared by all calls on the group, and go with it.
+    Optional, since the first call of `ring_attention` also connects. `prepare` finds missing ranks
+    before any computing: on NCCL it makes a communicator for each channel of the strategy, and
+    sends each of the strategy's messages once, with a few bytes. All calls on the group share its
+    connections, which close with the group.
 
     Args:
-        group: as of `ring_attention`.
-        strategy: as of `ring_attention`; "auto" has no connections of its own, prepare for the
-            strategy that `explain` names.
-        transport: as of the calls that follow.
+        group: as in `ring_attention`.
+        strategy: as in `ring_attention`, but not "auto": pass the strategy that `explain` names.
+        transport: as in the calls that follow.
 
     Raises:
         RuntimeError: naming the ranks that did not come within the timeout, or ranks that prepare
             for another strategy.
-        ValueError: no such strategy, or one whose degree is open.
+        ValueError: no such strategy, or a strategy without a fixed degree.
 
     Example:
         >>> import torch.distributed as dist

@@ -1,7 +1,7 @@
-"""Every private name of torch that this package uses: what a new torch may break stands here.
+"""Every private name of torch that this package uses, and that a new torch may break.
 
-Beside it, only the methods of a process group's backend that torch itself calls: `send`, `recv`,
-`_allgather_base`, `_reduce_scatter_base`, `alltoall_base`, in `transport`.
+Exceptions: `transport` also calls these methods of a process group's backend, as torch does:
+`send`, `recv`, `_allgather_base`, `_reduce_scatter_base`, `alltoall_base`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 functorch, profiler_enabled = _functorch, _autograd._profiler_enabled
 
-# By identity, and as it was before anybody patched the module.
+# The operator itself, even if somebody has patched torch.nn.functional.
 native_sdpa: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:
-    """The process group of that name, which is all that a graph can hold of it."""
+    """The process group of that name; a graph can hold a group's name, not the group."""
     resolve: Any = vars(distributed_c10d)["_resolve_process_group"]
     return cast(dist.ProcessGroup, resolve(name))
 
 
 def group_timeout(group: dist.ProcessGroup) -> float:
-    """Seconds of the group's own timeout."""
+    """The timeout of a process group, in seconds."""
     for device in ("cuda", "cpu"):
         try:
             backend = group._get_backend(torch.device(device))
@@ -49,20 +49,20 @@ def group_timeout(group: dist.ProcessGroup) -> float:
 
 
 def store_client(group: dist.ProcessGroup) -> Store:
-    """Another client of the group's store, for one user alone.
+    """A new client of the group's store.
 
-    A thread that waits for a key, as torch does while it connects a group, keeps its client from
-    all other threads for as long.
+    A thread that waits for a key blocks its client for all other threads, and torch so waits while
+    it connects a group.
     """
     store: Any = group.get_group_store()
     return cast(Store, store.clone())
 
 
 def nccl_options(name: str, seconds: float, max_ctas: int) -> Any:
-    """Options of a communicator whose copies run beside attention kernels.
+    """Options of an NCCL communicator that runs beside attention kernels.
 
-    Its stream comes first where a multiprocessor is free, its blocks need no neighbours (NCCL asks
-    for clusters of 4 on sm_90), and they are few.
+    Its stream has priority on free multiprocessors. Its blocks are few, and not in clusters: NCCL's
+    default on sm_90 is clusters of 4.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = datetime.timedelta(seconds=seconds)
@@ -74,7 +74,7 @@ def nccl_options(name: str, seconds: float, max_ctas: int) -> Any:
 
 
 def coalesced(communicator: Any, starts: Sequence[Callable[[], object]]) -> dist.Work:
-    """Starts several operations as one group of NCCL, in which none waits for another."""
+    """Starts several operations as one NCCL group, in which no operation waits for another."""
     communicator._start_coalescing()
     for start in starts:
         start()
@@ -83,7 +83,7 @@ def coalesced(communicator: Any, starts: Sequence[Callable[[], object]]) -> dist
 
 
 def flattened(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of all ranks of a mesh with several axes; every rank of the mesh calls it."""
+    """The group of all ranks of a mesh with several axes; every rank of the mesh must call this."""
     world = dist.group.WORLD
     assert world is not None, "a mesh has a process group"
     with _never_split(world):
@@ -92,10 +92,10 @@ def flattened(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 @contextmanager
 def _never_split(world: dist.ProcessGroup) -> Iterator[None]:
-    """Groups that torch makes within are new ones, not split off the world's communicator.
+    """Makes torch connect new groups within the block, not split the world's communicator.
 
-    With init_process_group(device_id=...) torch would split it, which ranks of the world that make
-    no such group never join.
+    With init_process_group(device_id=...) torch would split it, and wait for all ranks of the
+    world, of which some may not make the new group.
     """
     device = world.bound_device_id
     world.bound_device_id = None
@@ -106,21 +106,21 @@ def _never_split(world: dist.ProcessGroup) -> Iterator[None]:
 
 
 def break_graph(reason: str) -> None:
-    """Ends the graph that dynamo is tracing; with fullgraph=True it raises the reason."""
+    """Ends the graph that dynamo traces; under fullgraph=True raises the reason."""
     torch._dynamo.graph_break(msg=reason)
 
 
 def is_traced_as_constant(function: F) -> F:
-    """Marks a function whose result a graph holds, without loading the compiler.
+    """Marks a function whose result becomes a constant of the graph.
 
-    As `torch.compiler.assume_constant_result`.
+    As `torch.compiler.assume_constant_result`, but without loading the compiler.
     """
     vars(function)["_dynamo_marked_constant"] = True
     return function
 
 
 def specialized(value: Any) -> Any:
-    """The value; a number that a compiler takes for a symbol becomes a constant of the graph."""
+    """The value; turns a number that the compiler made symbolic into a constant of the graph."""
     if torch.compiler.is_compiling() and isinstance(value, (int, float)):
         from torch.fx.experimental.symbolic_shapes import guard_scalar
 

@@ -1,10 +1,9 @@
 """The backends by name, and the choice among them.
 
-`auto` takes the fastest that supports the call, by the rates of `core.rates` for the GPU's
-architecture; where there are none, as on CPUs, the first of `PREFERENCE`. What is chosen follows
-from the call, the architecture and the packages, not from the number of ranks, and is among the
-values that ranks compare: ranks that chose otherwise raise. A named backend runs or raises with its
-reason.
+`auto` takes the fastest backend that supports the call, by the rates of `core.rates` for the GPU's
+architecture; without rates, as on CPUs, the first of `PREFERENCE`. The choice depends on the call,
+the architecture and the packages, not on the number of ranks. Ranks compare their choices, and
+raise if these differ. A named backend runs, or raises with its reason.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ring_attn.core.rates import attained, rates_of
 from ring_attn.core.sizes import merged_bytes
 from ring_attn.core.spec import AttentionSpec
 
-# name -> (module, class), the preferred first.
+# name -> (module, class), in order of preference.
 PREFERENCE = {
     "triton": ("triton", "TritonBackend"),
     "aten": ("aten", "AtenBackend"),
@@ -40,14 +39,14 @@ PREFERENCE = {
 
 
 class Purpose(NamedTuple):
-    """Circumstances of a call, beside the spec, on which the choice among backends depends.
+    """Properties of a call, beside its spec, on which the choice of a backend depends.
 
     Attributes:
         backward: a backward may follow.
         same_bits: as for `ring_attention`.
         window: the mask has a lower bound.
-        several: the mask has several slices, as those of documents.
-        decoding: a few queries against a cache, bound by memory.
+        several: the mask has several slices, such as documents.
+        decoding: a few queries attend to a cache, which is bound by memory.
     """
 
     backward: bool = False
@@ -67,14 +66,14 @@ FORWARD = Purpose()
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The chosen backend, and why the others were not.
+    """The chosen backend, and why the other backends were not chosen.
 
     Attributes:
         name: the backend that runs.
-        reasons: for every backend, None where it could run the call, else the reason why not.
-        why: why this one of those that could, in a sentence.
-        tflops: at which speed backends were compared, where that was done: TFLOP/s in a ring's
-            steps of 8k rows, by figures of others (`ring_attn.core.rates`), not measured here.
+        reasons: for every backend, None if it can run the call, else the reason why not.
+        why: why this backend was chosen among the usable ones, in a sentence.
+        tflops: speeds by which backends were compared, if they were: TFLOP/s in a ring's steps of
+            8k rows, from published figures (`ring_attn.core.rates`), not measured here.
     """
 
     name: str
@@ -85,7 +84,7 @@ class BackendChoice:
 
 @lru_cache
 def get_backend(name: str) -> Backend:
-    """The backend of that name; ValueError names the valid ones."""
+    """The backend of that name; a ValueError lists the valid names."""
     if name not in PREFERENCE:
         raise ValueError(f"backend must be 'auto' or one of {list(PREFERENCE)}, got {name!r}")
     module, cls = PREFERENCE[name]
@@ -94,7 +93,7 @@ def get_backend(name: str) -> Backend:
 
 
 def bits_unit(name: str) -> int | None:
-    """Positions of a block on whose grid the backend folds in one order; None where it does not."""
+    """The backend's `bits_unit`, in positions; None if it does not fold in order."""
     backend = get_backend(name)
     return backend.bits_unit if folds_in_order(backend) else None
 
@@ -106,7 +105,7 @@ def choose_backend(
     """The backend for a call.
 
     Raises:
-        ValueError: no backend of that name.
+        ValueError: no backend has that name.
         ImportError: the named backend's package is not installed.
         NotImplementedError: the named backend does not support the call.
     """
@@ -127,7 +126,7 @@ def choose_backend(
 
 
 def backend_elsewhere(spec: AttentionSpec, purpose: Purpose, there: str) -> str:
-    """The backend of "auto" on a GPU that is not here, without packages beside torch and triton."""
+    """The choice of "auto" on another architecture, with no packages but torch and triton."""
     from ring_attn.backends.aten import cudnn_reason
     from ring_attn.backends.triton_support import kernels_reason
 
@@ -143,15 +142,15 @@ def _fastest(
     where: str,
     reasons: dict[str, str | None],
 ) -> BackendChoice:
-    # Dense: only where nothing else runs.
+    # The dense backend, only if nothing else runs.
     names = [name for name in usable if name != "reference"] or list(usable)
-    said = list[str]()
-    for unfit, words in _unfit(spec, purpose):
-        left = [name for name in names if not unfit(get_backend(name))]
-        if left and left != names:
-            gone = ", ".join(name for name in names if name not in left)
-            said.append(f"left out, since {words}: {gone}")
-            names = left
+    notes = list[str]()
+    for unfit, words in _exclusions(spec, purpose):
+        fit = [name for name in names if not unfit(get_backend(name))]
+        if fit and fit != names:
+            removed = ", ".join(name for name in names if name not in fit)
+            notes.append(f"left out, since {words}: {removed}")
+            names = fit
     tflops = dict[str, float]()
     for name in () if purpose.decoding else names:
         rates = rates_of(where, name, spec, window=purpose.window)
@@ -162,24 +161,24 @@ def _fastest(
             tflops[name] = round(speed / 1e12, 1)
     best = max(tflops, key=lambda name: tflops[name]) if tflops else names[0]
     direction = "forward and backward" if purpose.backward else "forward"
-    first = f"the first in the order of preference on {where}"
+    why = f"the first in the order of preference on {where}"
     if len(tflops) > 1:
-        first = f"the fastest {direction} on {where} by published rates and estimates"
+        why = f"the fastest {direction} on {where} by published rates and estimates"
     elif len(names) == 1:
-        first = f"the only one on {where}"
-    return BackendChoice(best, reasons, "; ".join([first, *said]), tflops)
+        why = f"the only one on {where}"
+    return BackendChoice(best, reasons, "; ".join([why, *notes]), tflops)
 
 
-def _unfit(
+def _exclusions(
     spec: AttentionSpec, purpose: Purpose
 ) -> Iterator[tuple[Callable[[Backend], bool], str]]:
-    """Rules that leave a backend out, as long as another one is left."""
+    """Rules (unfit, why) that exclude backends, unless no backend would remain."""
     if purpose.same_bits:
-        yield lambda backend: not folds_in_order(backend), "it folds in no one order"
+        yield lambda backend: not folds_in_order(backend), "it has no fixed order of summation"
     if purpose.decoding:
         yield lambda backend: not decodes(backend), "it has no kernel for decoding"
     if purpose.several:
-        # Documents are hundreds of tiles a step, each a launch and a merge.
+        # Documents make hundreds of tiles per step, each with a launch and a merge.
         yield lambda backend: isinstance(backend, TileBackend), "it takes slices one by one"
     if purpose.backward and purpose.same_bits is not False and spec.device_type == "cuda":
         yield lambda backend: not backend.deterministic, "no two runs of its backward are equal"

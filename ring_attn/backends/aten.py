@@ -1,8 +1,8 @@
 """Torch's own fused attention operators that return lse: flash on CPU, flash and cuDNN on CUDA.
 
-What each takes decides how a tile is cut into operator calls:
+The masks that an operator supports decide how a tile is cut into operator calls:
 
-    operator        mask it knows                        so a tile becomes
+    operator        supported masks                      so a tile becomes
     CPU flash       none, top-left causal, a dense mask  full and causal pieces; window edges masked
                                                          in blocks of EDGE rows
     CUDA flash      any band, as a window counted from   one call, or few where it has more rows
@@ -10,8 +10,8 @@ What each takes decides how a tile is cut into operator calls:
     CUDA cuDNN      none, top-left causal                full and square causal pieces; a window's
                                                          tile goes to flash
 
-Every row of a tile sees something (`tiles.make_tile`), so the operators' values for rows that see
-nothing (lse 0 on CPU, +inf in flash) are never met; `-inf` comes from the state alone.
+Every row of a tile attends to a key (`tiles.make_tile`). So the operators' values for rows without
+keys (lse 0 on CPU, +inf in flash) never occur; `-inf` comes only from the state.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ring_attn.core.tiles import Band, MaskKind, Tile
 
 aten = torch.ops.aten
 
-# Rows per piece of a window's tile on CPU: its two edges are computed masked, EDGE x EDGE each.
+# Rows per piece of a window's tile on CPU, whose two edges are masked pieces of EDGE x EDGE.
 EDGE = 256
 
 CONTIGUOUS = torch.contiguous_format
@@ -50,14 +50,14 @@ QSide = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class AtenBackend(TileBackend):
-    """Flash attention as torch has it, on CPU and CUDA."""
+    """Torch's flash attention, on CPU and CUDA."""
 
     name = "aten"
-    # On CUDA it adds dq with atomics, unless torch.use_deterministic_algorithms says otherwise.
+    # On CUDA it adds dq by atomics, except under torch.use_deterministic_algorithms.
     deterministic = False
 
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
-        """CPU in every dtype up to float64; CUDA in float16 and bfloat16 with headdim up to 256."""
+        """None for CPU up to float64, and for CUDA in 16-bit types with headdim up to 256."""
         if spec.device_type == "cpu":
             return _refused(spec)
         return _cuda_reason(spec, "flash")
@@ -65,7 +65,7 @@ class AtenBackend(TileBackend):
     def q_side(
         self, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None
     ) -> QSide:
-        """q, dout, lse and an `out` for the operator to form delta from."""
+        """q, dout, lse and an `out` from which the operator forms delta."""
         if out is None:
             out = out_from_delta(dout, delta, _compute_dtype(dout))
         return q, dout, lse, out
@@ -75,11 +75,11 @@ class AtenBackend(TileBackend):
     ) -> None:
         """Computes each piece of the tile by one operator call; on CPU 16-bit inputs in float32.
 
-        The CPU operator is no faster in bfloat16 forward, and its output in float32 keeps the error
-        of a ring that of one pass.
+        The CPU operator's forward is no faster in bfloat16, and with float32 outputs the error of
+        a ring equals the error of one pass.
         """
         for piece in self.pieces(tile, q.device.type):
-            # In two functions, so that a piece's copies are freed before the next is copied.
+            # A function of its own frees a piece's copies before the next piece is copied.
             state.fold(piece.q, *self._forward_piece(q, k, v, piece, scores.softmax_scale))
 
     def backward_tile(
@@ -96,7 +96,7 @@ class AtenBackend(TileBackend):
             self._backward_piece(side, k, v, piece, gradients, scores.softmax_scale)
 
     def pieces(self, tile: Tile, device_type: str) -> Iterator[Tile]:
-        """The tile as rectangles that the operator of that device takes in one call each."""
+        """Splits the tile into rectangles that the device's operator computes in one call each."""
         if device_type != "cpu":
             yield from flash_pieces(tile)
         elif tile.kind is MaskKind.WINDOW:
@@ -192,7 +192,7 @@ class AtenBackend(TileBackend):
         backward: bool = False,
         rebuilds_out: bool = False,
     ) -> int:
-        """Bytes of outputs and copies of the greatest piece, and of the CPU operator's scratch."""
+        """Bytes of the largest piece's outputs and copies, and of the CPU operator's scratch."""
         most = 0
         for tile in tiles:
             for piece in self.pieces(tile, spec.device_type):
@@ -205,18 +205,18 @@ class AtenBackend(TileBackend):
 
 
 class CudnnBackend(AtenBackend):
-    """cuDNN's attention as torch has it; tiles with a window's lower edge go to flash."""
+    """Torch's cuDNN attention; tiles with a window's lower edge go to flash."""
 
     name = "cudnn"
 
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
-        """CUDA in float16 and bfloat16 with headdim up to 128."""
+        """None for CUDA in float16 and bfloat16 with headdim up to 128."""
         if spec.device_type == "cuda" and not torch.backends.cudnn.is_available():
             return "this torch has no cuDNN"
         return cudnn_reason(spec)
 
     def pieces(self, tile: Tile, device_type: str) -> Iterator[Tile]:
-        """Full and square causal pieces: on a square, top-left and bottom-right are the same."""
+        """Full and square causal pieces: in a square, top-left equals bottom-right alignment."""
         for piece in flash_pieces(tile):
             if piece.kind is MaskKind.WINDOW:
                 yield piece
@@ -262,7 +262,7 @@ class CudnnBackend(AtenBackend):
 
 
 def cudnn_reason(spec: AttentionSpec) -> str | None:
-    """Why cuDNN does not take the call, wherever there is one; None where it does."""
+    """The reason why cuDNN does not support the call on any GPU, or None."""
     reason = _cuda_reason(spec, "cuDNN")
     if reason is None and max(spec.headdim, spec.headdim_v) > 128:
         return f"cuDNN takes headdim up to 128, got {max(spec.headdim, spec.headdim_v)}"
@@ -270,10 +270,10 @@ def cudnn_reason(spec: AttentionSpec) -> str | None:
 
 
 def _causal_pieces(tile: Tile) -> Iterator[Tile]:
-    """FULL and top-left CAUSAL rectangles, the diagonal first.
+    """Splits a tile into top-left CAUSAL and FULL rectangles, in this order.
 
     hi = 2:   k 0 1 2 3 4         # # \\ . .
-                                  # # # \\ .       columns before hi are seen by every row
+                                  # # # \\ .       every row sees the columns before hi
                                   # # # # \\
     """
     hi = tile.corner_band.hi
@@ -286,15 +286,15 @@ def _causal_pieces(tile: Tile) -> Iterator[Tile]:
 
 
 def _square_causal_pieces(tile: Tile) -> Iterator[Tile]:
-    """Splits as `_causal_pieces`; rows below the diagonal's end, which see all, are a piece."""
+    """Splits as `_causal_pieces`, and cuts off the rows below the diagonal, which see all keys."""
     for piece in _causal_pieces(tile):
         yield from flash_pieces(piece)
 
 
 def _window_pieces(tile: Tile, edge: int) -> Iterator[Tile]:
-    """Runs of `edge` rows, each as right edge, unmasked middle and left edge.
+    """Splits runs of `edge` rows into right edge, unmasked middle and left edge.
 
-    A band that is narrower than a run of rows has no middle: it is one masked piece.
+    If the band is narrower than the run of rows, there is no middle: the run is one masked piece.
     """
     lo, hi = tile.band
     assert lo is not None, "a tile without a lower bound has no window's edge"
@@ -321,24 +321,24 @@ def _dense_mask(piece: Tile, q: Tensor) -> Tensor | None:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """On CPU, float32 for 16-bit inputs."""
+    """The dtype of an operator's inputs: float32 for 16-bit tensors on CPU."""
     return torch.float32 if x.device.type == "cpu" and x.dtype.itemsize == 2 else x.dtype
 
 
 def _computable(*tensors: Tensor) -> list[Tensor]:
-    """In the type of the computation, and with a contiguous last dim.
+    """Converts tensors to the dtype of the computation, with a contiguous last dim.
 
-    The CPU operator does not look at the stride of the last dim: it would read other elements.
+    The CPU operator ignores the stride of the last dim, and would read wrong elements.
     """
     widened = (x.to(_compute_dtype(x)) for x in tensors)
     return [x if x.stride(-1) == 1 else x.contiguous() for x in widened]
 
 
 def _computable_kv(*tensors: Tensor) -> list[Tensor]:
-    """Converts as `_computable`, on CPU with the rows of a head together in memory.
+    """Converts as `_computable`; on CPU copies the rows of each head next to each other.
 
-    The CPU operator runs 1.3 % faster forward and 2.5 % backward on such k and v (2k x 2k, 8 heads
-    of 64, float32, one thread), and the copy takes 0.1 %.
+    This makes the CPU operator 1.3 % faster forward and 2.5 % backward, and the copy costs 0.1 %
+    (2k x 2k, 8 heads of 64, float32, one thread).
     """
     if tensors[0].device.type != "cpu":
         return _computable(*tensors)
@@ -351,7 +351,7 @@ def _computable_kv(*tensors: Tensor) -> list[Tensor]:
 
 
 def _piece_bytes(spec: AttentionSpec, piece: Tile, backward: bool, rebuilt_out: bool) -> int:
-    """Most bytes of one operator call: outputs, padded or widened inputs, masks, scratch."""
+    """Peak bytes of one operator call: outputs, padded or widened inputs, masks, scratch."""
     cpu = spec.device_type == "cpu"
     item = (spec.accum_dtype if cpu else spec.dtype).itemsize
     dim = max(spec.headdim, spec.headdim_v)
@@ -366,7 +366,7 @@ def _piece_bytes(spec: AttentionSpec, piece: Tile, backward: bool, rebuilt_out: 
     if cpu:
         if piece.corner_band not in (Band(None, None), Band(None, 0)):
             masks = piece.rows * piece.cols * (2 * item + 1)  # ours, and the operator's copy
-        # Scratch of the operator: a block of scores (two in the backward) for each thread.
+        # Each thread of the operator holds one block of scores, two in the backward.
         block_q = 256 if piece.rows >= 768 else 64 if piece.rows >= 192 else 32
         block = min(block_q, piece.rows) * min(512, piece.cols)
         scratch = block * (2 if backward else 1) * item * torch.get_num_threads()
@@ -390,7 +390,7 @@ def _cuda_reason(spec: AttentionSpec, operator: str) -> str | None:
 
 
 def _refused(spec: AttentionSpec) -> str | None:
-    """The reason why no operator of torch takes the call, if there is one."""
+    """The reason why no operator of torch supports the call, or None."""
     if spec.max_logits:
         return NO_MAX_LOGITS
     return NO_SOFTCAP if spec.softcap else None

@@ -1,7 +1,7 @@
-"""The backend protocol: folds the tiles of one step into the running state, and back.
+"""The backend protocol: a forward folds a step's tiles into a state, a backward adds gradients.
 
-A backend is given the whole local tensors and the tiles of a step; it may take the tiles one by one
-(`TileBackend`) or all at once. It never communicates and knows nothing of ranks.
+A backend gets the whole local tensors and all tiles of a step; it may compute the tiles one by one
+(`TileBackend`) or together. It never communicates and knows nothing of ranks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class BackwardInputs(NamedTuple):
     """Tensors that the backward of a step reads.
 
     Attributes:
-        q: (batch, rows, nheads, headdim), of any strides; likewise k, v and dout.
+        q: (batch, rows, nheads, headdim); q, k, v and dout may have any strides.
         k: (batch, rows_kv, nheads_kv, headdim).
         v: (batch, rows_kv, nheads_kv, headdim_v).
         dout: (batch, rows, nheads, headdim_v).
-        lse: (batch, nheads, rows) contiguous, in the type of the state, over all keys of the call,
-            as the backend's `row_statistics` returns it.
-        delta: likewise; rowsum(dO * O).
+        lse: (batch, nheads, rows), contiguous, in the state's dtype: the lse over all keys of the
+            call, as the backend's `row_statistics` returns it.
+        delta: rowsum(dO * O), in the same shape and dtype.
     """
 
     q: Tensor
@@ -40,7 +40,7 @@ class BackwardInputs(NamedTuple):
     delta: Tensor
 
 
-# dq, dk, dv in the type of the state, contiguous, which are added to; and some of them.
+# dq, dk, dv to add to: contiguous, in the state's dtype. None leaves a gradient out.
 Gradients = tuple[Tensor, Tensor, Tensor]
 SomeGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -48,11 +48,15 @@ SomeGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 class Backend(Protocol):
     """Computes a call's steps; tensors are (batch, rows, heads, dim) with any strides.
 
-    The state is the backend's own: it is made by `new_state`, handed from step to step and used up
-    by `finalize`. `in_order` says that it is an `InOrderBackend`, `carries_state` that its kernels
-    load and store the state, the first of a call making it and the last writing out and lse, and
-    `deterministic` that two runs of a backward on CUDA have the same bits, as on CPUs all have.
-    `converts_lse` says that `row_statistics` makes a new lse, and does not return the one it takes.
+    Each backend has its own type of state: `new_state` makes it, steps pass it on, and `finalize`
+    consumes it.
+
+    Attributes:
+        name: as in `PREFERENCE`.
+        in_order: the backend is an `InOrderBackend`.
+        carries_state: its kernels load and store the state; the last one writes out and lse.
+        deterministic: two runs of a backward on CUDA have the same bits; on CPUs they always do.
+        converts_lse: `row_statistics` makes a new lse, and does not return its argument.
     """
 
     name: str
@@ -62,17 +66,16 @@ class Backend(Protocol):
     converts_lse: bool
 
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
-        """None where this backend can run the call here, else the reason why not.
+        """None if this backend can run the call on this machine, else the reason why not.
 
-        `explicit` says that the user asked for this backend by name: a backend for testing takes no
-        other calls.
+        `explicit`: the user asked for this backend by name; test-only backends refuse other calls.
         """
         ...
 
     def new_state(self, q: Tensor, headdim_v: int, sinks: Tensor | None = None) -> Any:
         """The empty state of q's rows.
 
-        `sinks` (nheads,), in the type of the state, join the denominators once, at the end.
+        `sinks`, (nheads,) in the state's dtype, are added to the denominators once, at the end.
         """
         ...
 
@@ -89,38 +92,38 @@ class Backend(Protocol):
     ) -> Any:
         """Folds the tiles of one step into the state, in their order.
 
-        `last` says that no more tiles follow, so that out and lse may be written right away.
+        `last`: no more tiles follow, so the kernel may write out and lse at once.
         """
         ...
 
     def finalize(self, state: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`out` in dtype and `lse` (batch, nheads, rows) with the sinks in it.
+        """`out` in dtype, and `lse` (batch, nheads, rows), which includes the sinks.
 
-        A row that saw nothing has lse -inf, or its sink.
+        A row that attends to no key has lse -inf, or its sink.
         """
         ...
 
     def merge(
         self, out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Results of disjoint sets of keys, merged in the tree of `core.state.merge_tree`.
+        """Merges results of disjoint sets of keys, in the tree of `core.state.merge_tree`.
 
-        `out` and `lse` may be used up; they are contiguous but for the first dim.
+        May overwrite `out` and `lse`, which are contiguous except in the first dim.
         """
         ...
 
     def max_logits(self, state: Any) -> Tensor:
-        """(nheads,) greatest score of the state, before `finalize`; -inf where nothing is seen.
+        """(nheads,) greatest score so far, read before `finalize`; -inf if no key was seen.
 
-        Only of a backend that supports a spec with `max_logits`; `last` has not been said then.
+        Called only on backends that support a spec with `max_logits`, and only without `last`.
         """
         ...
 
     def row_statistics(self, out: Tensor, dout: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """lse as `backward` reads it, and delta = rowsum(dO * O), once a call.
+        """lse in the form that `backward` reads, and delta = rowsum(dO * O); once per call.
 
-        Both are (batch, nheads, rows) in the type of the state, as is the `lse` that is given, a
-        natural logarithm.
+        All are (batch, nheads, rows) in the state's dtype. The argument `lse` is a natural
+        logarithm.
         """
         ...
 
@@ -133,29 +136,28 @@ class Backend(Protocol):
         scores: Scores,
         out: Tensor | None = None,
     ) -> None:
-        """Adds the tiles' gradients.
+        """Adds the tiles' gradients, dq and dk without the factor of `gradient_factor`.
 
-        dq and dk lack the factor of `gradient_factor`. `out` is given where the q rows are on the
-        rank that owns them. Elsewhere an operator that needs `out` rather than delta rebuilds one
-        with `out_from_delta`.
+        `out` is None on ranks that do not own the q rows: there an operator that needs `out`
+        instead of delta builds one by `out_from_delta`.
         """
         ...
 
     def gradient_factor(self, scores: Scores) -> float:
-        """The factor by which the caller multiplies dq and dk once, after all steps."""
+        """The factor by which the caller multiplies dq and dk, once after all steps."""
         ...
 
     def forward_bytes(
         self, spec: AttentionSpec, rows: int, steps: Sequence[Sequence[Tile]], *, last: bool = True
     ) -> int:
-        """Most bytes that state, results and workspace take at a time, for so many q rows.
+        """Peak bytes of state, results and workspace of all steps; `rows` counts q rows.
 
         Without `last` more steps follow.
         """
         ...
 
     def merge_bytes(self, spec: AttentionSpec, rows: int, num_sets: int) -> int:
-        """Most bytes that results and workspace of `merge` take at a time, for so many queries."""
+        """Peak bytes of results and workspace of `merge`; `rows` counts q rows."""
         ...
 
     def workspace_bytes(
@@ -166,18 +168,18 @@ class Backend(Protocol):
         backward: bool = False,
         rebuilds_out: bool = False,
     ) -> int:
-        """Most bytes that this backend allocates at a time beside the arguments, for one step.
+        """Peak bytes that this backend allocates in one step, beside the arguments.
 
-        `rebuilds_out` is a backward that is not given `out`.
+        `rebuilds_out`: a backward whose `out` is None.
         """
         ...
 
 
 class InOrderBackend(Backend, Protocol):
-    """A backend that gives the same bits however the tiles are spread over calls.
+    """A backend whose results have the same bits however the tiles are spread over calls.
 
-    That holds while calls come in folding order, accumulate into the same state and gradients in
-    place, and are cut at multiples of `bits_unit` positions.
+    That holds if the calls come in folding order, accumulate in place into one state and one set
+    of gradients, and are cut at multiples of `bits_unit` positions.
     """
 
     bits_unit: int
@@ -191,7 +193,7 @@ class InOrderBackend(Backend, Protocol):
         scores: Scores,
         out: Tensor | None = None,
     ) -> None:
-        """Adds the gradients to dq, or to dk and dv, or to all at once with the same bits."""
+        """Adds to the gradients that are not None: dq, dk and dv, or all, with the same bits."""
         ...
 
 
@@ -201,16 +203,16 @@ def folds_in_order(backend: Backend) -> TypeGuard[InOrderBackend]:
 
 
 def in_one_pass(backend: Backend, spec: AttentionSpec) -> bool:
-    """Whether all gradients at once take less time than dq and then dk and dv.
+    """Whether one pass for all gradients is faster than one for dq and one for dk and dv.
 
-    By default that is so where a backend makes them only at once.
+    By default true for backends that cannot compute the gradients separately.
     """
-    found = getattr(backend, "in_one_pass", None)
-    return not folds_in_order(backend) if found is None else bool(found(spec))
+    decide = getattr(backend, "in_one_pass", None)
+    return not folds_in_order(backend) if decide is None else bool(decide(spec))
 
 
 def why_not_alike(backend: Backend, whole: AttentionSpec, part: AttentionSpec) -> str | None:
-    """Why a part of the heads has other bits than the same heads among all; None where not."""
+    """Why heads computed in parts have other bits than heads computed together, or None."""
     if in_one_pass(backend, whole) == in_one_pass(backend, part):
         return None
     return (
@@ -220,7 +222,7 @@ def why_not_alike(backend: Backend, whole: AttentionSpec, part: AttentionSpec) -
 
 
 def architecture() -> str:
-    """The current GPU's, as compilers call it; "" without a GPU."""
+    """The current GPU's architecture, such as "sm_90"; "" without a GPU."""
     if not torch.cuda.is_available():
         return ""
     if torch.version.hip is not None:
@@ -230,16 +232,16 @@ def architecture() -> str:
 
 
 class DecodingBackend(Backend, Protocol):
-    """A backend that computes a few queries against many keys in another way."""
+    """A backend with another algorithm for a few queries against many keys."""
 
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        """`out` in the type of the state and `lse` of all queries over all tiles of a call."""
+        """`out` and `lse`, in the state's dtype, of all queries over all tiles of a call."""
         ...
 
     def decode_bytes(self, spec: AttentionSpec, rows: int, tiles: Sequence[Tile]) -> int:
-        """Most bytes that results and workspace of `decode` take at a time."""
+        """Peak bytes of results and workspace of `decode`."""
         ...
 
 
@@ -249,7 +251,7 @@ def decodes(backend: Backend) -> TypeGuard[DecodingBackend]:
 
 
 class TileBackend:
-    """A backend that takes the tiles one by one; it states `forward_tile` and `backward_tile`."""
+    """A backend that computes the tiles one by one, in `forward_tile` and `backward_tile`."""
 
     name: str
     in_order = False
@@ -313,20 +315,20 @@ class TileBackend:
             self.backward_tile(side, k, v, tile, gradients, scores)
 
     def gradient_factor(self, scores: Scores) -> float:
-        """1: the gradients of every tile have been scaled."""
+        """1: every tile's gradients are scaled already."""
         return 1.0
 
     def forward_bytes(
         self, spec: AttentionSpec, rows: int, steps: Sequence[Sequence[Tile]], *, last: bool = True
     ) -> int:
-        """Most bytes that `State`, its merges and a tile's results take at a time."""
+        """Peak bytes of `State`, its merges and a tile's results."""
         statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
         acc = statistics * spec.headdim_v
         most, first = 0, True
         for tiles in steps:
             for part in self.folded(spec, tiles):
-                # The state takes over the first part's output where it has all rows; every later
-                # merge has four more statistics than the state's own two.
+                # The state adopts the first part's output if that has all rows. Each later merge
+                # needs four more statistics than the two of the state.
                 state = statistics if first and part.rows == rows else acc + 6 * statistics
                 most = max(most, state + self.workspace_bytes(spec, [part]))
                 first = False
@@ -334,10 +336,10 @@ class TileBackend:
         return max(most, acc + 4 * statistics + rounded)
 
     def merge_bytes(self, spec: AttentionSpec, rows: int, num_sets: int) -> int:
-        """Most bytes that `merge_tree` takes at a time: in its first level, or at its root."""
+        """Peak bytes of `merge_tree`, at its first level or at its root."""
         statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
         acc = statistics * spec.headdim_v
-        # Messages of all ranks are no one tensor of batch entries.
+        # The messages of all ranks do not form one tensor along the batch.
         copied = num_sets * (acc + statistics) if min(spec.batch, num_sets) > 1 else 0
         rounded = acc // 2 if spec.dtype != spec.accum_dtype else 0
         root = acc + max(rounded + 3 * statistics, (6 if spec.sinks else 4) * statistics)
@@ -345,7 +347,7 @@ class TileBackend:
         return copied + num_sets * statistics + max(level, root)
 
     def folded(self, spec: AttentionSpec, tiles: Sequence[Tile]) -> Iterator[Tile]:
-        """The tiles, or parts of them, that are folded into the state one at a time."""
+        """The tiles, or their parts, in the units folded into the state."""
         yield from tiles
 
     def workspace_bytes(
@@ -356,13 +358,13 @@ class TileBackend:
         backward: bool = False,
         rebuilds_out: bool = False,
     ) -> int:
-        """Most bytes that one step takes beside the arguments."""
+        """Peak bytes of one step, beside the arguments."""
         raise NotImplementedError
 
     def q_side(
         self, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, dout, lse, delta as every tile's backward reads them, made once a step."""
+        """q, dout, lse and delta as `backward_tile` reads them, made once per step."""
         return q, dout, lse, delta
 
     def forward_tile(
@@ -388,25 +390,25 @@ NO_MAX_LOGITS = "gives lse and no maximum: return_max_logits is for triton and r
 
 
 def greatest(m: Tensor) -> Tensor:
-    """(batch, nheads, rows) -> (nheads,), -inf of no rows."""
+    """Maximum over batch and rows: (batch, nheads, rows) -> (nheads,); -inf without rows."""
     flat = m.transpose(0, 1).flatten(1)
     return flat.amax(1) if flat.size(1) else flat.new_full((flat.size(0),), -torch.inf)
 
 
 def out_from_delta(dout: Tensor, delta: Tensor, dtype: torch.dtype) -> Tensor:
-    """A stand-in for `out` that has the same `delta = rowsum(dout * out)`.
+    """A stand-in for `out` with the same `delta = rowsum(dout * out)`.
 
-    Operators of flash-attention take `out` in the backward only to form delta. Where the Q side
-    travels, delta does and `out` does not; its projection on dout is all that is left of it:
-    `dout * delta / |dout|^2`. Rows are scaled first, so that small gradients do not underflow.
+    In the backward, flash-attention's operators read `out` only to form delta. When the Q side
+    travels, delta travels with it and `out` does not. The stand-in is the projection of `out` on
+    dout, `dout * delta / |dout|^2`. Rows are scaled first, lest small gradients underflow.
 
     Args:
         dout: (batch, rows, nheads, headdim_v).
         delta: (batch, nheads, rows) float32.
-        dtype: of the result.
+        dtype: dtype of the result.
 
     Returns:
-        As dout in shape.
+        A tensor of the shape of dout.
     """
     wide = dout.to(delta.dtype)
     unit = wide.abs()
@@ -429,9 +431,9 @@ def band_mask(tile: Tile, device: torch.device) -> Tensor:
 
 
 def flash_window(piece: Tile) -> tuple[int, int]:
-    """The band as flash-attention's window, counted from the bottom right corner; -1 is unbounded.
+    """The band as flash-attention's window, relative to the bottom right corner; -1 is unbounded.
 
-    Only for pieces of `flash_pieces`: flash-attention changes large windows of other tiles.
+    Only for pieces of `flash_pieces`: flash-attention changes large windows on other tiles.
     """
     corner = piece.cols - piece.rows
     lo, hi = piece.corner_band
@@ -439,11 +441,11 @@ def flash_window(piece: Tile) -> tuple[int, int]:
 
 
 def flash_pieces(tile: Tile) -> Iterator[Tile]:
-    """The tile as masked pieces with no more rows than columns, and full ones of any shape.
+    """Splits a tile into masked pieces with at most as many rows as columns, and full pieces.
 
-    FlashAttention 2 takes a side of at least seqlen_k as unbounded, and an unbounded side next to a
-    bounded one as seqlen_k, both counted from the bottom right corner: with more rows than columns
-    a bound that cuts something could be dropped, or one that cuts nothing could cut.
+    FlashAttention 2 treats a window side of at least seqlen_k as unbounded, and an unbounded side
+    next to a bounded one as seqlen_k, both from the bottom right corner. With more rows than
+    columns this could drop a bound that masks keys, or mask keys where no bound is.
     """
     if tile.kind is MaskKind.FULL or tile.rows <= tile.cols:
         yield tile
@@ -459,14 +461,14 @@ def flash_pieces(tile: Tile) -> Iterator[Tile]:
 
 
 def tile_within(tile: Tile, q: slice, kv: slice) -> Iterator[Tile]:
-    """The part of the tile in a rectangle, if there is any."""
+    """The part of a tile within a rectangle, if it is not empty."""
     part = make_tile(q, kv, *tile.band)
     if part is not None:
         yield part
 
 
 def equal_headdims(*tensors: Tensor, multiple: int) -> list[Tensor]:
-    """Zero columns up to one common headdim: they change neither scores nor the columns kept."""
+    """Pads all tensors with zero columns to one headdim; scores and other columns do not change."""
     dim = max(x.size(-1) for x in tensors)
     dim = -(-dim // multiple) * multiple
     return [F.pad(x, (0, dim - x.size(-1))) if x.size(-1) < dim else x for x in tensors]

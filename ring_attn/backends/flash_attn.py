@@ -1,13 +1,14 @@
 """The operators of the installed flash-attn packages: FlashAttention 2, 3 and 4; all optional.
 
-    package        oldest    GPUs            what is called
+    package        oldest    GPUs            operators
     flash-attn     2.8.0     all             _flash_attn_forward, _backward of torch.ops.flash_attn
     flash-attn-3   3.0.0     sm_90           fwd, bwd of torch.ops.flash_attn_3
     flash-attn-4   4.0.0b13  sm_90, sm_100   _flash_attn_fwd, _bwd of flash_attn.cute.interface
 
-A tile's band is flash-attention's window, counted from the bottom right corner: one call a tile, or
-few where it has more rows than columns. Backwards are deterministic ones: before these versions
-those of 3 and of 4 were not, or were wrong. Arguments go by name. Needs CUDA and 16-bit inputs.
+A tile's band becomes flash-attention's window, relative to the bottom right corner: one call for a
+tile, or a few if it has more rows than columns. Backwards are deterministic: in older versions the
+backwards of 3 and 4 were not, or were wrong. Arguments are passed by name. Needs CUDA and 16-bit
+inputs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import State
 from ring_attn.core.tiles import Tile
 
-# Major, minor, patch and beta; a release comes after all of its betas.
+# Major, minor, patch and beta; RELEASED sorts a release after all of its betas.
 Version = tuple[int, int, int, int]
 RELEASED = 1 << 30
 
@@ -46,11 +47,11 @@ class FlashAttnBackend(TileBackend):
     """FlashAttention 2 from the package flash-attn.
 
     Attributes:
-        package: as it is called where packages are installed.
-        install: how.
-        oldest: version; earlier ones have other arguments or results.
-        architectures: whose kernels the package has; none named is all.
-        most_headdim: likewise.
+        package: name of the package in package indexes.
+        install: how to install it.
+        oldest: oldest supported version; earlier versions have other arguments or results.
+        architectures: GPUs for which the package has kernels; empty means all.
+        most_headdim: largest supported headdim.
     """
 
     name = "flash_attn"
@@ -67,14 +68,14 @@ class FlashAttnBackend(TileBackend):
         return torch.ops.flash_attn
 
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
-        """CUDA, float16 or bfloat16, one headdim up to the greatest, and the package installed."""
-        found = _installed(self.package)
-        if found is None:
+        """None for CUDA, float16 or bfloat16, headdim up to `most_headdim`, with the package."""
+        installed = _installed(self.package)
+        if installed is None:
             return f"the package {self.package} is not installed: {self.install}"
-        if _version(found) < self.oldest:
+        if _version(installed) < self.oldest:
             *release, beta = self.oldest
             oldest = ".".join(map(str, release)) + (f"b{beta}" if 0 < beta < RELEASED else "")
-            return f"{self.package} must be at least {oldest}, got {found}"
+            return f"{self.package} must be at least {oldest}, got {installed}"
         if spec.device_type != "cuda":
             return f"flash-attn runs on cuda, got {spec.device_type}"
         if self.architectures and architecture() not in self.architectures:
@@ -90,13 +91,13 @@ class FlashAttnBackend(TileBackend):
     def q_side(
         self, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None
     ) -> QSide:
-        """q, dout, lse and an `out` for the operator to form delta from."""
+        """q, dout, lse and an `out` from which the operator forms delta."""
         return q, dout, lse, out_from_delta(dout, delta, dout.dtype) if out is None else out
 
     def forward_tile(
         self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, scores: Scores
     ) -> None:
-        """Computes each piece by one call; the +inf of rows that see nothing becomes -inf here."""
+        """Computes each piece by one call; lse +inf of rows without keys becomes -inf."""
         for piece in flash_pieces(tile):
             self._forward_piece(q, k, v, piece, state, scores)
 
@@ -174,7 +175,7 @@ class FlashAttnBackend(TileBackend):
         backward: bool = False,
         rebuilds_out: bool = False,
     ) -> int:
-        """Outputs of the greatest tile, and the `out` that is rebuilt."""
+        """Bytes of the largest tile's outputs, and of a rebuilt `out`."""
         dim, most = max(spec.headdim, spec.headdim_v), 0
         for tile in tiles:
             q_rows, kv_rows = tile.rows * spec.nheads, tile.cols * spec.nheads_kv
@@ -271,16 +272,16 @@ def _or_none(side: int) -> int | None:
 
 
 def _installed(package: str) -> str | None:
-    """The version of the package, None without it."""
+    """The version of the installed package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
         return None
 
 
-def _version(found: str) -> Version:
-    """The version in order: 3.0.0b1 is before 3.0.0, which 3.0.0.post1 equals."""
-    release, _, _ = found.partition("+")
+def _version(text: str) -> Version:
+    """A version that can be compared: 3.0.0b1 < 3.0.0 == 3.0.0.post1."""
+    release, _, _ = text.partition("+")
     numbers = [int(n) for n in re.findall(r"\d+", re.split(r"[^\d.]", release)[0])]
     major, minor, patch = (*numbers, 0, 0, 0)[:3]
     beta = re.search(r"(?:a|b|rc|dev)(\d+)", release)

@@ -1,7 +1,7 @@
-"""Step tables on the device, and launches, that the Triton backend keeps from call to call.
+"""Caches of the Triton backend: step tables on the device, and launches.
 
-A plan's tiles are one tuple from call to call. By its identity a step's table is made once, and so
-is a launch: the next call of that step goes to the compiled kernel with other addresses.
+A plan passes the same tuple of tiles at every call. Its identity is the key by which a step's table
+and launch are made once: later calls run the compiled kernel with new addresses.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 T = TypeVar("T")
 
-# Number of tables, and of launches, that are kept: more than the steps of a few models.
+# Number of cached tables, and of cached launches: more than the steps of a few models.
 MOST_KEPT = 1024
 
-# Triton compiles another kernel for a tensor whose address is not a multiple of this.
+# Triton compiles a separate kernel for a tensor whose address is not a multiple of this.
 ALIGNMENT = 16
 
 
 class KeptLaunches:
-    """Tables and launches of one backend.
+    """Cached tables and launches of one backend.
 
     Attributes:
-        tables: by the identity of the tiles and what else they are made for; kept beside the tiles,
-            so that no other tuple can take over their id.
-        repeats: launches, likewise.
+        tables: key -> (tiles, table); the key holds the id of the tiles. An entry keeps its tiles
+            alive, so that no other tuple can reuse their id.
+        repeats: key -> (tiles, launch), likewise.
     """
 
     def __init__(self) -> None:
@@ -45,12 +45,12 @@ class KeptLaunches:
         self.repeats: dict[tuple[Any, ...], tuple[Any, Repeat]] = {}
 
     def table(self, tiles: Sequence[Tile], what: tuple[Hashable, ...], make: Callable[[], T]) -> T:
-        """A table of the tiles, from the cache where it has one; the least used are dropped."""
+        """The table of the tiles, cached; drops the least recently used table if there are many."""
         key = (id(tiles), *what)
         if key in self.tables:
             self.tables.move_to_end(key)
-            found: T = self.tables[key][1]
-            return found
+            cached: T = self.tables[key][1]
+            return cached
         table = make()
         self.tables[key] = tiles, table
         if len(self.tables) > MOST_KEPT:
@@ -64,14 +64,15 @@ class KeptLaunches:
         others: Sequence[Tensor | None],
         make: Callable[[], Launch],
     ) -> None:
-        """Runs the launch that `make` makes, or repeats the one of an equal call.
+        """Makes a launch by `make` and runs it, or repeats the cached launch of an equal call.
 
         Args:
-            call: the tiles, by their identity, and what else makes a difference to the launch
-                beside tensors.
+            call: the tiles, compared by identity, and all other values but tensors on which the
+                launch depends.
             inputs: (batch, rows, heads, dim) tensors of any strides, the kernel's first arguments.
-            others: its next ones; contiguous, of sizes and types that follow from the rest.
-            make: a launch with those arguments.
+            others: the kernel's next arguments, contiguous tensors whose shapes and dtypes follow
+                from `call` and `inputs`.
+            make: makes a launch with these tensors.
         """
         tiles, *rest = call
         device = inputs[0].get_device()
@@ -88,23 +89,23 @@ class KeptLaunches:
 
             self.repeats[key] = tiles, Repeat(launch, compiled, len(addresses))
             if len(self.repeats) > MOST_KEPT:
-                # The thread of another device's backward may be doing the same.
+                # Another device's backward, in another thread, may drop the same entry.
                 self.repeats.pop(next(iter(self.repeats)), None)
 
 
 def enqueue(run: Callable[[A], T], argument: A, device: int) -> T:
-    """Runs a launch on a GPU by its number; below 0 that is the CPU."""
+    """Calls `run(argument)` on a GPU, by its index, or on the CPU if `device` is negative."""
     if device < 0:
         _warn_of_interpreter()
         return run(argument)
     if device == torch.cuda.current_device():
-        return run(argument)  # a switch to where one is already takes 5 us
+        return run(argument)  # switching to the current device takes 5 us
     with torch.cuda.device(device):
         return run(argument)
 
 
 def _first_run(make: Callable[[], Launch]) -> tuple[Launch, Any]:
-    """The launch, and what it returns; a search for a config needs the launch's GPU, too."""
+    """Makes a launch and runs it; `make` may search for a config, which needs the launch's GPU."""
     launch = make()
     return launch, launch.run()
 

@@ -1,7 +1,7 @@
 """Dense attention tile by tile in plain torch: the specification of every option.
 
-It runs on any device and dtype up to float64 and materialises the scores of a tile, so it is for
-testing and for what the other backends refuse. 16-bit inputs are computed in float32.
+It runs on any device and dtype up to float64, and materialises the scores of a tile. So it serves
+for tests, and for calls that all other backends refuse. 16-bit inputs are computed in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ring_attn.core.tiles import Tile
 
 
 class ReferenceBackend(TileBackend):
-    """Computes scores, mask, exponentials and sums just as the equations say."""
+    """Computes scores, mask, exponentials and sums exactly as in the equations."""
 
     name = "reference"
 
@@ -32,7 +32,7 @@ class ReferenceBackend(TileBackend):
     ) -> None:
         """Folds one tile: s = the scores of q k^T, m = max s, p = exp(s - m), acc = p v."""
         s = _masked(_scores(q[:, tile.q], k[:, tile.kv], scores, state.dtype), tile)
-        m = s.amax(-1)  # every row of a tile sees something, so this is finite
+        m = s.amax(-1)  # finite: every row of a tile attends to a key
         p = (s - m.unsqueeze(-1)).exp_()
         acc = torch.einsum("bgnij,bjgd->bignd", p, v[:, tile.kv].to(state.dtype))
         state.fold(
@@ -81,11 +81,11 @@ class ReferenceBackend(TileBackend):
         backward: bool = False,
         rebuilds_out: bool = False,
     ) -> int:
-        """Bytes of the greatest tile's score matrices, and of copies of its K and V.
+        """Bytes of the largest tile's score matrices, and of copies of its K and V.
 
-        Matrices: 3 forward, 5 backward, 7 with softcap. K and V are copied one at a time for
-        products over several batch entries; 16-bit ones to the type of the state, too, which a
-        backward does with both at once; dK or dV of a tile is added to the sum.
+        Score matrices: 3 in a forward, 5 in a backward, 7 with softcap. Products over several
+        batch entries copy K or V. 16-bit K and V are converted to the state's dtype, one at a time
+        in a forward and both in a backward. A backward also holds one tile's dK or dV.
         """
         area = max((tile.rows * tile.cols for tile in tiles), default=0)
         matrices = 3 if not backward else 7 if spec.softcap else 5
@@ -100,12 +100,12 @@ class ReferenceBackend(TileBackend):
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """(batch, rows, nheads, dim) -> (batch, rows, kv heads, heads of each, dim)."""
+    """(batch, rows, nheads, dim) -> (batch, rows, kv heads, q heads per kv head, dim)."""
     return rearrange(x, "b i (g n) d -> b i g n d", g=groups)
 
 
 def _scores(q: Tensor, k: Tensor, scores: Scores, dtype: torch.dtype) -> Tensor:
-    """(batch, kv heads, heads of each, rows, cols), not masked."""
+    """Scores before the mask, (batch, kv heads, q heads per kv head, rows, cols)."""
     s = torch.einsum("bignd,bjgd->bgnij", _grouped(q, k.size(2)).to(dtype), k.to(dtype))
     s *= scores.softmax_scale
     if scores.softcap:
@@ -114,7 +114,7 @@ def _scores(q: Tensor, k: Tensor, scores: Scores, dtype: torch.dtype) -> Tensor:
 
 
 def _masked(s: Tensor, tile: Tile) -> Tensor:
-    """The scores with -inf outside the tile's band, in place."""
+    """Sets the scores outside the tile's band to -inf, in place."""
     lo, hi = tile.corner_band
     if lo is None and hi is None:
         return s

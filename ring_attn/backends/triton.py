@@ -1,15 +1,15 @@
 """Our own kernels: all tiles of a step in one launch, and the same bits however steps are cut.
 
-On CUDA (and ROCm) they are compiled at first use. On a CPU, when asked for by name, they run in
-Triton's interpreter: the same code, for tests, some thousand times slower, in float16 and float32.
-On compute capability 9.0, in 16-bit types, the forward of head dims 64, 128 and 256 is in Gluon,
-and the backward of 64 and 128, of 4 kv heads or more and without softcap.
+On CUDA (and ROCm) the kernels are compiled at first use. On a CPU, when asked for by name, they run
+in Triton's interpreter: the same code, for tests, some thousand times slower, in float16 and
+float32. On compute capability 9.0, 16-bit types have kernels in Gluon: the forward of head dims 64,
+128 and 256, and the backward of 64 and 128, of 4 kv heads or more and without softcap.
 
-State and gradients are continued in place by one folding order, from the diagonal downwards for
-out and dq and upwards for dk and dv. So a row's sums do not depend on how the tiles were spread
-over steps, as long as the steps come in that order and cut at multiples of `bits_unit`; that is so
-of a causal ring over contiguous shards. Zigzag and striped rings, windows and documents fold in
-an order of their own: two runs are equal bit for bit, two world sizes are not.
+Steps accumulate in place, in one order: from the diagonal downwards for out and dq, upwards for dk
+and dv. So a row's sums do not depend on how the tiles are spread over steps, if the steps come in
+that order and are cut at multiples of `bits_unit`. A causal ring over contiguous shards does so.
+Zigzag and striped rings, windows and documents have other orders: there two runs are equal bit for
+bit, but two world sizes are not.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
     from ring_attn.kernels.launch import Launch
     from ring_attn.kernels.step_table import Rectangle, StepTable
 
-# At most this many rows (counting each query head of a kv head) count as decoding, where keys are
-# read in parts; above it, blocks of rows already fill the GPU.
+# At most this many rows (counting each query head of a kv head) count as decoding, which reads keys
+# in parts. With more rows, blocks of rows fill the GPU.
 MOST_DECODED_ROWS = 64
 
 
 @dataclass
 class TritonState:
-    """The state that the launches of a call pass on, and where the last launch writes.
+    """State that the launches of a call share, and results of the last launch.
 
     Attributes:
-        q: the queries, whose state this is.
-        headdim_v: of v.
+        q: the queries.
+        headdim_v: head dim of v.
         carried: (acc, m in base 2, l), or out and lse after the last launch.
-        gluon: the forward in Gluon folds it, else the portable one.
-        started: something has been folded.
-        out_dtype: of out; None is that of q.
+        gluon: whether the Gluon kernel computes the forward, not the portable kernel.
+        started: whether a launch has written the state.
+        out_dtype: dtype of out; None means the dtype of q.
     """
 
     q: Tensor
@@ -63,32 +63,32 @@ class TritonState:
 
 
 class TritonBackend:
-    """Forward in one launch a step; backward in one for dq and one for dk and dv."""
+    """One launch per step in the forward; in the backward one for dq and one for dk and dv."""
 
     name = "triton"
     in_order = True
     carries_state = True
     deterministic = True
     converts_lse = True
-    # The blocks of every config divide it.
+    # A multiple of every config's blocks.
     bits_unit = 128
 
     def __init__(self, configs: Mapping[str, Config] | None = None) -> None:
-        """Imports no kernel: the first call does.
+        """Imports no kernels; the first call does.
 
         Args:
-            configs: by kind, those that take the place of the frozen ones; "gluon" is that of the
-                forward in Gluon. Those of a portable direction rule out the one in Gluon.
+            configs: kind -> config, instead of the frozen config. "gluon" and "gluon_bwd" name the
+                kernels in Gluon; a config of a portable kernel rules out Gluon in its direction.
         """
         self._launches = KeptLaunches()
         self._configs = configs or {}
 
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
-        """float16, bfloat16, float32 and head dims up to 256, on GPUs of compute capability 8.0."""
+        """None for float16, bfloat16 and float32, head dims up to 256, on GPUs from sm_80."""
         return why_not(spec, explicit=explicit)
 
     def new_state(self, q: Tensor, headdim_v: int, sinks: Tensor | None = None) -> TritonState:
-        """The empty state of q's rows."""
+        """See `Backend.new_state`."""
         from ring_attn.kernels.flash_fwd import Carried
 
         sinks = None if sinks is None else sinks.contiguous()
@@ -107,11 +107,11 @@ class TritonBackend:
         scores: Scores,
         last: bool = False,
     ) -> TritonState:
-        """Folds the tiles of one step into the state; the last step writes out and lse instead."""
+        """Folds the tiles of one step into the state; the last step writes out and lse."""
         carried, first = state.carried, not state.started
         if carried.out is not None and not tiles:
             return state
-        # Without keys, as a call may end, the portable kernel writes what has been folded.
+        # A last launch without keys only writes out and lse: the portable kernel does that.
         gluon = state.gluon and k.size(1) > 0
         q, k, v = (_copyable(x) if gluon else _unit_stride(x) for x in (q, k, v))
         batch, rows, nheads, _ = q.shape
@@ -140,7 +140,7 @@ class TritonBackend:
         """`out` and `lse` as the last launch wrote them."""
         q, carried = state.q, state.carried
         if carried.out is None:
-            # No launch was the last: this rank may have had no tiles.
+            # No launch had `last`: this rank may have had no tiles.
             state.out_dtype = dtype
             none = q.new_empty(q.size(0), 0, q.size(2), state.headdim_v)
             self.forward(q, none, none, (), state, scores=Scores(1.0), last=True)
@@ -150,7 +150,7 @@ class TritonBackend:
     def merge(
         self, out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """The whole tree in one launch."""
+        """Merges the whole tree in one launch."""
         from ring_attn.kernels.merge_tree import merge_tree_launch
 
         root_out = out.new_empty(out.shape[1:], dtype=dtype)
@@ -165,7 +165,7 @@ class TritonBackend:
         return root_out, root_lse
 
     def max_logits(self, state: TritonState) -> Tensor:
-        """(nheads,): kernels keep maxima in base 2."""
+        """(nheads,) greatest score so far; the kernels keep maxima in base 2."""
         if state.carried.m is None:
             return state.q.new_full((state.q.size(2),), -torch.inf, dtype=torch.float32)
         return greatest(state.carried.m) * math.log(2.0)
@@ -173,7 +173,7 @@ class TritonBackend:
     def decode(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        """`out` float32 and `lse` of a few queries: the keys are read in parts, side by side."""
+        """`out` float32 and `lse` of a few queries; reads the keys in parallel parts."""
         from ring_attn.kernels import decode
         from ring_attn.kernels.flash_fwd import Carried, forward_launch
 
@@ -204,7 +204,7 @@ class TritonBackend:
         return out, lse
 
     def decode_bytes(self, spec: AttentionSpec, rows: int, tiles: Sequence[Tile]) -> int:
-        """Results, and of each part the queries and a state."""
+        """Bytes of the results, and of each part's queries and state."""
         group = spec.nheads // spec.nheads_kv
         statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
         results = statistics * (spec.headdim_v + 1)
@@ -240,7 +240,7 @@ class TritonBackend:
         scores: Scores,
         out: Tensor | None = None,
     ) -> None:
-        """Adds the tiles' gradients; to dq and dk without softmax_scale."""
+        """Adds the tiles' gradients, dq and dk without softmax_scale."""
         dq, dk, dv = gradients
         if not tiles or self._in_turns(inputs, tiles, gradients, scores):
             return
@@ -258,7 +258,7 @@ class TritonBackend:
             )  # fmt: skip
 
     def in_one_pass(self, spec: AttentionSpec) -> bool:
-        """Whether the GPU has the backward in Gluon, which makes all gradients at once."""
+        """Whether the call uses the backward in Gluon, which computes all gradients at once."""
         return spec.device_type == "cuda" and architecture() == "sm_90" and takes_gluon_bwd(spec)
 
     def _in_turns(
@@ -268,7 +268,7 @@ class TritonBackend:
         gradients: SomeGradients,
         scores: Scores,
     ) -> bool:
-        """Adds the tiles' gradients by the kernel in Gluon, where it takes the call."""
+        """Adds the tiles' gradients by the Gluon kernel; returns False if it cannot take the call."""
         from ring_attn.kernels import tuned
         from ring_attn.kernels.hopper_bwd import bwd_launch, num_turns
         from ring_attn.kernels.step_table import transposed
@@ -302,7 +302,7 @@ class TritonBackend:
     def forward_bytes(
         self, spec: AttentionSpec, rows: int, steps: Sequence[Sequence[Tile]], *, last: bool = True
     ) -> int:
-        """out and lse of the last step; acc, m and l where more than one step has tiles."""
+        """Bytes of out and lse in the last step; of acc, m and l if several steps have tiles."""
         statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
         results = (
             spec.batch * rows * spec.nheads * spec.headdim_v * spec.dtype.itemsize + statistics
@@ -312,7 +312,7 @@ class TritonBackend:
         return carried + (results if last else 0)
 
     def merge_bytes(self, spec: AttentionSpec, rows: int, num_sets: int) -> int:
-        """out and lse alone."""
+        """Bytes of out and lse: the merge needs no workspace."""
         results = spec.headdim_v * spec.dtype.itemsize + spec.accum_dtype.itemsize
         return spec.batch * rows * spec.nheads * results
 
@@ -324,7 +324,7 @@ class TritonBackend:
         backward: bool = False,
         rebuilds_out: bool = False,
     ) -> int:
-        """Turns of the backward in Gluon; the results of all others stay on the chip."""
+        """Bytes of the turn counters of the backward in Gluon; other kernels need no workspace."""
         if not (backward and tiles and self.in_one_pass(spec)):
             return 0
         from ring_attn.kernels.configs import GLUON_BWD
@@ -354,7 +354,7 @@ class TritonBackend:
 
             make = forward_launch
 
-        # Every row is touched by the first launch and by the last, whether it sees a key or not.
+        # The first and the last launch write every row, even rows without keys.
         num_rows = q.size(1) if first or last else 0
 
         def launch(config: Config, carried: Carried) -> Launch:
@@ -423,7 +423,7 @@ class TritonBackend:
     def _parts(
         self, q: Tensor, tiles: Sequence[Tile], rows: int, heads: int, headdim_v: int
     ) -> tuple[Config, Parts]:
-        """How so many rows of each of the kv heads of a batch read the keys."""
+        """The config and the parts of the keys, for `rows` rows of each of `heads` kv heads."""
         from ring_attn.kernels import decode, tuned
         from ring_attn.kernels.tasks import num_sms
 
@@ -434,7 +434,7 @@ class TritonBackend:
         return config, decode.choose_parts(first, last, blocks, num_sms(q.device))
 
     def _takes_gluon(self, q: Tensor, headdim_v: int) -> bool:
-        """Whether calls have the forward in Gluon, which a config of the portable one rules out."""
+        """Whether the forward uses Gluon; a config of a portable forward rules that out."""
         from ring_attn.kernels import configs, tuned
 
         if "gluon" in self._configs:
@@ -445,7 +445,7 @@ class TritonBackend:
         return not portable and tuned.takes_gluon(q, headdim_v)
 
     def _takes_gluon_bwd(self, q: Tensor, v: Tensor, scores: Scores) -> bool:
-        """Whether calls have the backward in Gluon, likewise; of few kv heads only where named."""
+        """Whether the backward uses Gluon, likewise; with few kv heads only if configured."""
         from ring_attn.kernels import configs, tuned
 
         if "gluon_bwd" in self._configs:
@@ -464,9 +464,9 @@ class TritonBackend:
         call: object,
         scratch_launch: Callable[[Config], Launch],
     ) -> Config:
-        """A kernel's config: the one given here, that of RING_ATTN_CONFIGS, or the frozen one.
+        """A kernel's config: the backend's own, or from RING_ATTN_CONFIGS, or the frozen config.
 
-        With RING_ATTN_AUTOTUNE=1 it is the result of a search.
+        With RING_ATTN_AUTOTUNE=1, a search replaces the last two.
         """
         from ring_attn.kernels import configs, tuned
 
@@ -508,7 +508,7 @@ class TritonBackend:
         group: int,
         parts: Parts,
     ) -> StepTable:
-        """The table of `kernels.decode`'s rows."""
+        """The step table for decoding, with one set of rows for each part of the keys."""
         from ring_attn.kernels.decode import part_rectangles, part_table
         from ring_attn.kernels.launch import Launch
         from ring_attn.kernels.step_table import make_step_table
@@ -530,7 +530,7 @@ class TritonBackend:
 
 
 def _kind(kernel: str, tiles: Sequence[Tile]) -> str:
-    """The name of a kernel's config: steps of a single tile without a mask have their own."""
+    """The kind of a kernel's config; steps of one unmasked tile have the kind `*_whole`."""
     whole = len(tiles) == 1 and tiles[0].kind is MaskKind.FULL
     return f"{kernel}_whole" if whole else kernel
 
@@ -543,12 +543,12 @@ def _rectangles(tiles: Sequence[Tile]) -> list[Rectangle]:
 
 
 def _unit_stride(x: Tensor) -> Tensor:
-    """x with adjacent elements in the last dim, as all kernels require."""
+    """x with contiguous elements in the last dim, as all kernels require."""
     return x if x.stride(-1) == 1 or x.size(-1) == 1 else x.contiguous()
 
 
 def _copyable(x: Tensor) -> Tensor:
-    """x as the kernels in Gluon require."""
+    """x with strides that the Gluon kernels can copy."""
     from ring_attn.kernels.hopper_fwd import copyable
 
     return copyable(x)

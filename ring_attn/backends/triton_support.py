@@ -1,4 +1,4 @@
-"""Whether Triton's kernels take a call, and run where its tensors are."""
+"""Whether Triton's kernels support a call, and run on its device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_HEADDIM = 256
 
 
 def why_not(spec: AttentionSpec, *, explicit: bool) -> str | None:
-    """The reason why the kernels do not run the call here; None where they do."""
+    """The reason why the kernels cannot run the call on this machine, or None."""
     if find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
     if (reason := kernels_reason(spec)) is not None:
@@ -30,7 +30,7 @@ def why_not(spec: AttentionSpec, *, explicit: bool) -> str | None:
     if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
         return "needs a GPU of compute capability 8.0 or newer"
     if _is_blackwell() and _release("triton") < (3, 7):
-        # The products would read before the copies are visible to them, as `aot` shows.
+        # Without fences, products could read memory before its copies are visible: see `aot`.
         return "needs triton 3.7 or newer on compute capability 10: 3.6 leaves out proxy fences"
     if not explicit and os.environ.get("TRITON_INTERPRET") == "1":
         return "TRITON_INTERPRET=1 is set: kernels are interpreted only when asked for by name"
@@ -39,7 +39,7 @@ def why_not(spec: AttentionSpec, *, explicit: bool) -> str | None:
 
 
 def kernels_reason(spec: AttentionSpec) -> str | None:
-    """Why the kernels do not take the call, wherever they run; None where they do."""
+    """The reason why the kernels do not support the call on any GPU, or None."""
     if spec.dtype not in (*HALF_DTYPES, torch.float32):
         return f"takes float16, bfloat16 and float32, not {spec.dtype}"
     if max(spec.headdim, spec.headdim_v) > MAX_HEADDIM:
@@ -67,7 +67,7 @@ def _why_not_interpreted(spec: AttentionSpec, explicit: bool) -> str | None:
 
 
 def _check_tuned(device_type: str) -> None:
-    """Refuses a file of RING_ATTN_CONFIGS that is not for this device, before any message."""
+    """Refuses a file of RING_ATTN_CONFIGS for another device, before any message is sent."""
     if os.environ.get("RING_ATTN_CONFIGS"):
         from ring_attn.kernels.tuned import check_file
 
@@ -75,7 +75,7 @@ def _check_tuned(device_type: str) -> None:
 
 
 def _is_blackwell() -> bool:
-    """Whether the GPU has the column sm_100 of the table of configs."""
+    """Whether the GPU uses the column sm_100 of the table of configs."""
     return torch.version.hip is None and torch.cuda.get_device_capability()[0] == 10
 
 
@@ -84,9 +84,9 @@ def _release(package: str) -> tuple[int, ...]:
 
 
 def _use_interpreter() -> bool:
-    """Whether kernels run in the interpreter, which triton settles when it is first imported.
+    """Whether kernels run in the interpreter, which triton decides when first imported.
 
-    It is turned on where that is without consequence for anybody else.
+    Turns it on if triton is not imported yet and there is no GPU: then no other code is affected.
     """
     if "triton" not in sys.modules and not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
