@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 functorch, profiler_enabled = _functorch, _autograd._profiler_enabled
 
-# The operator itself, even if somebody has patched torch.nn.functional.
+# For comparison by identity: torch.nn.functional's name for it may be patched.
 native_sdpa: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 
 

@@ -268,7 +268,7 @@ class TritonBackend:
         gradients: SomeGradients,
         scores: Scores,
     ) -> bool:
-        """Adds the tiles' gradients by the Gluon kernel; returns False if it cannot take the call."""
+        """Adds the tiles' gradients by the Gluon kernel; returns False if it refuses the call."""
         from ring_attn.kernels import tuned
         from ring_attn.kernels.hopper_bwd import bwd_launch, num_turns
         from ring_attn.kernels.step_table import transposed

@@ -1,10 +1,10 @@
-"""The oracle of results, the cases that are tried, and a harness that runs all ranks.
+"""The float64 oracle, the table of cases, and a harness that runs all ranks.
 
     error <= 2 * (error of plain PyTorch in the same dtype) + rounding floor
 
-The oracle is dense attention in float64. The bound is taken from the data of the case: no tolerance
-is set by hand anywhere. Tests, `ring-attn verify` and the benchmarks use the same functions, and so
-can yours, without pytest.
+The oracle is dense attention in float64. The bound comes from the data of the case: no tolerance is
+set by hand. Tests, `ring-attn verify` and the benchmarks use these functions, and your tests can,
+too, without pytest.
 
     inputs = random_qkv(seqlen_q=113, dtype=torch.bfloat16)
     mask = Mask(113, 113, causal=True)

@@ -1,7 +1,7 @@
 """The table of cases: masks, layouts, heads and scores by name, and `cases`, which combines them.
 
-A `Case` is one call as data. It names entries of the table, or has a mask, layouts, heads and a
-strategy of its own. `ring-attn verify` and the tests of the strategies draw from the same table.
+A `Case` is one call as data. It names entries of the table, or holds a mask, layouts, heads and a
+strategy itself. `ring-attn verify` and the tests of the strategies use the same table.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from ring_attn.tools.env import backend_reasons
 
 Layouts = tuple[SequenceLayout, SequenceLayout]
 
-# The names that `ring_attention` takes, a hybrid around all_gather, and the planner's choice.
+# The strategies of `ring_attention`, a hybrid around all_gather, and the planner's choice.
 STRATEGIES = (*STRATEGY_NAMES, "hybrid all_gather", "auto")
 
-# "boundaries" has shards of unequal length, and of no rows where there are two ranks or more.
+# "boundaries" has shards of unequal length, with two ranks or more also empty shards.
 LAYOUTS = (*NAMED_LAYOUTS, "boundaries")
 
 
 class Heads(NamedTuple):
-    """Sizes of a call, apart from its rows."""
+    """Numbers of heads, and head dims, of a call."""
 
     nheads: int
     nheads_kv: int
@@ -49,8 +49,8 @@ HEADS = {
     "headdim_v": Heads(2, 1, 32, 16),
 }
 
-# softcap and whether there are sinks, and the masks that they are tried with. The cap is of the
-# size of the scores, so that it bends most of them.
+# (softcap, whether there are sinks), and the masks to combine them with. The cap is of the size of
+# the scores, so that it changes most of them.
 SCORES = ((2.0, False), (0.0, True), (2.0, True))
 SCORES_MASKS = ("causal", "window causal", "documents", "longer kv", "empty rows")
 
@@ -59,12 +59,12 @@ OTHER_SEQLENS = (1, 2, 63, 257)
 
 
 def _documents(seqlen: int) -> tuple[int, ...]:
-    """Boundaries of unequal documents, an empty one and one of a single row among them."""
+    """Boundaries of documents of unequal length, among them one empty and one of a single row."""
     return (0, seqlen // 5, seqlen // 5, seqlen // 2, max(seqlen // 2, seqlen - 1), seqlen)
 
 
 def _longer_documents(seqlen: int) -> tuple[int, ...]:
-    """Boundaries of as many documents of keys, each but the empty one longer by three."""
+    """Boundaries of the keys of `_documents`; all but the empty document have three more keys."""
     cuts = _documents(seqlen)
     grown = [0]
     for start, stop in zip(cuts, cuts[1:], strict=False):
@@ -73,39 +73,39 @@ def _longer_documents(seqlen: int) -> tuple[int, ...]:
 
 
 def _padding(seqlen: int) -> Mask:
-    """Documents with rows behind the last on both sides, and other numbers of them."""
+    """Documents followed by padding, with another number of rows on each side."""
     queries = _documents(seqlen * 5 // 6)
     keys = _longer_documents(seqlen * 5 // 6)
     return Mask(seqlen, keys[-1] + 7, True, (-1, -1), queries, keys)
 
 
 def _spans(seqlen: int) -> list[tuple[int, int]]:
-    """Spans of which one begins where another ends, and one is empty."""
+    """Spans, among them two adjacent ones and an empty one."""
     a, b = seqlen // 4, seqlen // 2
     return [(a // 2, a), (a, b), (b, b), (seqlen - seqlen // 8, seqlen)]
 
 
 def _some_blocks(seqlen: int) -> Tensor:
-    """About half of all blocks of 8; some rows of blocks see nothing."""
+    """A block mask with about half of all blocks of 8; some rows of blocks see no key."""
     count = -(-seqlen // 8)
     at = torch.arange(count)
     return (at[:, None] * 5 + at * 3) % 4 < 2
 
 
 def _bands(seqlen: int) -> Mask:
-    """Bands of one rectangle: queries that see several runs of keys, in turn with hidden ones."""
-    every = [(-(1 << 20), -17), (-9, -5), (0, 0), (4, 30)]
+    """Several bands in one rectangle: each query sees several runs of keys, with gaps between."""
+    bands = [(-(1 << 20), -17), (-9, -5), (0, 0), (4, 30)]
     return masks_of.from_slices(
-        seqlen, seqlen, [(0, seqlen, 0, seqlen, lo, hi) for lo, hi in every]
+        seqlen, seqlen, [(0, seqlen, 0, seqlen, lo, hi) for lo, hi in bands]
     )
 
 
 def _unseen_documents(seqlen: int) -> tuple[int, ...]:
-    """Boundaries of as many documents of keys: one without keys, one that has keys and no query."""
+    """Boundaries of the keys of `_documents`: one document has no keys, one has only keys."""
     return (0, 0, seqlen // 7, seqlen // 3, seqlen // 2, seqlen // 2 + 3)
 
 
-# Name -> the mask of a case with that many rows.
+# Name -> function from a number of rows to a mask.
 MASKS: dict[str, Callable[[int], Mask]] = {
     "full": lambda n: Mask(n, n),
     "causal": lambda n: Mask(n, n, causal=True),
@@ -149,7 +149,7 @@ EDGE_MASKS: dict[str, Callable[[int], Mask]] = {
 
 
 def masks(seqlen: int) -> dict[str, Mask]:
-    """Every mask of the table by its name, over that many rows."""
+    """All masks of the table by name, for a number of rows."""
     return {name: make(seqlen) for name, make in (MASKS | EDGE_MASKS).items()}
 
 
@@ -158,7 +158,7 @@ def layouts_of(layout: str | tuple[str, str] | Layouts, mask: Mask, world_size: 
 
     Args:
         layout: a name of `LAYOUTS`, a pair of names, or a pair of layouts.
-        mask: over the positions of the layouts.
+        mask: mask over the positions of the layouts.
         world_size: number of ranks.
     """
     of_q, of_kv = (layout, layout) if isinstance(layout, str) else layout
@@ -171,9 +171,9 @@ def layouts_of(layout: str | tuple[str, str] | Layouts, mask: Mask, world_size: 
 
 
 def _layout_of(name: str, seqlen: int, world_size: int, *, backwards: bool) -> SequenceLayout:
-    """The layout of that name; with "boundaries" shards are 3 : 0 : 1 : 2 : 3 : 0 ... long.
+    """The layout of that name; for "boundaries", shard lengths are as 3 : 0 : 1 : 2 : 3 : 0 ...
 
-    `backwards` takes these proportions from the last rank on.
+    `backwards` counts the proportions from the last rank.
     """
     if name != "boundaries":
         return SequenceLayout.from_name(name, seqlen, world_size)
@@ -185,10 +185,10 @@ def _layout_of(name: str, seqlen: int, world_size: int, *, backwards: bool) -> S
 
 
 def strategy_of(name: str, world_size: int) -> str | Strategy:
-    """A strategy by its name as an argument of `ring_attention`, its degree the least above 1.
+    """A strategy of `STRATEGIES` as an argument of `ring_attention`, with the least degree above 1.
 
     Raises:
-        NotImplementedError: it needs a degree, and the world size has no such divisor.
+        NotImplementedError: the strategy needs a degree, and the world size is prime or 1.
     """
     if name not in (*NEED_DEGREE, "hybrid all_gather"):
         return name
@@ -204,20 +204,20 @@ class Case:
 
     Attributes:
         mask: a name of `MASKS` or `EDGE_MASKS`, or a mask.
-        layout: as for `layouts_of`.
+        layout: as in `layouts_of`.
         strategy: a name of `STRATEGIES`, or a strategy.
-        backend: as for `ring_attention`.
-        dtype: of q, k, v by name.
+        backend: as in `ring_attention`.
+        dtype: name of the dtype of q, k and v.
         heads: a name of `HEADS`, or sizes.
-        seqlen: rows of a mask by name.
-        batch: None is one packed sequence where there are documents, else two.
-        softmax_scale: as for `ring_attention`.
-        softcap: as for `ring_attention`.
+        seqlen: number of rows, for a mask given by name.
+        batch: batch size; None means one packed sequence if there are documents, else 2.
+        softmax_scale: as in `ring_attention`.
+        softcap: as in `ring_attention`.
         sinks: whether there are sinks, or a logit for each head.
-        noncontiguous: shards with heads before rows in memory and gaps between elements.
-        large_logits: logits some hundreds apart.
-        same_bits: as for `ring_attention`.
-        seed: of the inputs.
+        noncontiguous: whether shards are `oracle.strided`.
+        large_logits: logits that differ by hundreds.
+        same_bits: as in `ring_attention`.
+        seed: seed of the inputs.
     """
 
     mask: str | Mask
@@ -250,7 +250,7 @@ class Case:
         return strategy_of(self.strategy, world_size)
 
     def build_inputs(self, device: torch.device | str = "cpu") -> Inputs:
-        """Makes whole q, k, v and dout."""
+        """Whole q, k, v and dout."""
         mask, heads = self.build_mask(), self.build_heads()
         return random_qkv(
             batch=self.batch or (1 if self.packed else 2),
@@ -269,7 +269,7 @@ class Case:
         return self.heads if isinstance(self.heads, Heads) else HEADS[self.heads]
 
     def build_sinks(self, device: torch.device | str = "cpu") -> Tensor | None:
-        """(nheads,) float32, None without."""
+        """(nheads,) float32, or None without sinks."""
         if not self.sinks:
             return None
         if isinstance(self.sinks, tuple):
@@ -279,12 +279,12 @@ class Case:
     @property
     def packed(self) -> bool:
         """Whether q, k, v are (rows, nheads, headdim)."""
-        said = self.build_mask().arguments
-        return self.batch is None and said is not None and said.cu_seqlens_q is not None
+        arguments = self.build_mask().arguments
+        return self.batch is None and arguments is not None and arguments.cu_seqlens_q is not None
 
     @property
     def options(self) -> list[str]:
-        """Names of the unusual properties of its inputs."""
+        """Names of the case's unusual properties."""
         options = {
             "strided": self.noncontiguous,
             "large logits": self.large_logits,
@@ -306,12 +306,12 @@ def cases(
     layouts: Sequence[str] = LAYOUTS,
     strategies: Sequence[str] = STRATEGIES,
 ) -> list[Case]:
-    """The cases to run, in the order in which they are shown.
+    """The cases to run, in the order of the report.
 
     Args:
-        quick: every layout with every mask once, backends, dtypes and heads in turn; else every
-            backend and dtype with each, and odd lengths and large logits besides.
-        backends: names; those that can run on the CPU of this machine if None.
+        quick: every layout with every mask once, with backends, dtypes and heads in turn. Otherwise
+            each of these with every backend and dtype, and also odd lengths and large logits.
+        backends: names; None means all that run on this machine's CPU.
         layouts: some of `LAYOUTS`.
         strategies: some of `STRATEGIES`.
     """
@@ -324,7 +324,7 @@ def cases(
 
 
 def usable_backends(device: str) -> tuple[str, ...]:
-    """The backends that take at least one dtype on that type of device."""
+    """The backends that support at least one dtype on this type of device."""
     return tuple(
         backend
         for backend, answers in backend_reasons().items()

@@ -1,4 +1,4 @@
-"""The float64 oracle, plain PyTorch as the yardstick, and `check`, which holds a result to both."""
+"""The float64 oracle, plain PyTorch as the yardstick, and `check`, which compares with both."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ring_attn.core.mask import Mask
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 RESULTS_WITH_SINKS = (*RESULTS, "dsinks")
 
-# Puts logits some hundreds apart: rows become one-hot, and exp(s) without its maximum overflows.
+# Makes logits differ by hundreds: rows become one-hot, and exp(s) without its maximum overflows.
 LARGE_LOGITS = 64.0
 
-# The number that flash-attention's tests add and subtract again to see how a result is rounded.
+# The number that flash-attention's tests add and subtract again, to measure rounding.
 PERTURBATION = 0.3
 
 
@@ -40,13 +40,13 @@ class Expected:
 
     Attributes:
         out: (batch, seqlen_q, nheads, headdim_v).
-        lse: (batch, nheads, seqlen_q), natural logarithm, -inf for rows that see nothing.
-        dq: as q.
-        dk: as k.
-        dv: as v.
+        lse: (batch, nheads, seqlen_q), natural logarithm, -inf for rows that see no key.
+        dq: shape of q.
+        dk: shape of k.
+        dv: shape of v.
         dsinks: (nheads,), None without sinks.
-        terms: from the oracle only, by result: how much is summed, in absolute values, for each
-            element. It shows what cancels, and is 0 where nothing is summed.
+        terms: from the oracle only: for each result, the sum of absolute values of the terms of
+            each element. It is large where terms cancel, and 0 where nothing is summed.
     """
 
     out: Tensor
@@ -60,7 +60,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One result against its bound."""
+    """The error of one result, and its bound."""
 
     name: str
     error: float
@@ -69,7 +69,7 @@ class Verdict:
 
     @property
     def ratio(self) -> float:
-        """error / bound: at most 1 where the result holds; 0 where nothing can be wrong."""
+        """error / bound: at most 1 if the result is within its bound; 0 if both are 0."""
         if self.bound == 0.0:
             return 0.0 if self.ok else math.inf
         return self.error / self.bound
@@ -95,14 +95,14 @@ def dense_attention(
         q: (batch, seqlen_q, nheads, headdim).
         k: (batch, seqlen_k, nheads_kv, headdim); a kv head serves nheads / nheads_kv query heads.
         v: (batch, seqlen_k, nheads_kv, headdim_v).
-        mask: what sees what.
+        mask: which query sees which keys.
         softmax_scale: 1 / sqrt(headdim) by default.
-        softcap: where it is not 0, scores are `softcap * tanh(score / softcap)`.
+        softcap: if not 0, scores are `softcap * tanh(score / softcap)`.
         sinks: (nheads,), a logit of each head in the denominator, without a value.
 
     Returns:
         `out` (batch, seqlen_q, nheads, headdim_v) and `lse` (batch, nheads, seqlen_q), float64. A
-        row that sees nothing has out 0, lse -inf (or its sink) and zero gradients.
+        row that sees no key has out 0, lse -inf (or its sink) and zero gradients.
     """
     sinks = None if sinks is None else sinks.double()
     return _attention(q.double(), k.double(), v.double(), mask, softmax_scale, softcap, sinks)
@@ -118,15 +118,15 @@ def plain_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The yardstick: the same mathematics as plain PyTorch does it in the inputs' own dtype.
+    """The yardstick: dense attention in plain PyTorch, in the inputs' own dtype.
 
-    In float64, where it would be the oracle itself, every sum runs in another order (queries, keys
-    and dims reversed), so that the two share no rounding errors.
+    In float64 it would equal the oracle, so every sum runs in another order (queries, keys and dims
+    reversed), and the two share no rounding errors.
 
     Returns:
-        As `dense_attention`; `out` in q's dtype. `lse` in float32 (float64 for float64), from
-        scores in that dtype: what a matmul of 16-bit inputs that accumulates in float32 has before
-        it rounds, so that the yardstick of a float32 result has a float32 error.
+        As `dense_attention`, with `out` in q's dtype. `lse` is float32 (float64 for float64), from
+        scores in that dtype, which a matmul of 16-bit inputs has before it rounds its float32 sums.
+        So the yardstick of a float32 result has a float32 error.
     """
     if q.dtype != torch.float64:
         return _attention(q, k, v, mask, softmax_scale, softcap, sinks)
@@ -166,31 +166,30 @@ def plain_gradients(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Expected:
-    """Plain PyTorch's results and autograd's gradients in the inputs' own dtypes."""
+    """Plain PyTorch's results, and autograd's gradients, in the inputs' own dtypes."""
     return _gradients(plain_attention, q, k, v, dout, mask, softmax_scale, softcap, sinks)
 
 
 def check(
     name: str, got: Tensor, oracle: Tensor, plain: Tensor, terms: Tensor | None = None
 ) -> Verdict:
-    """Holds one result against the oracle, within twice plain PyTorch's error and a rounding floor.
+    """Compares one result with the oracle: bound = 2 * plain PyTorch's error + a rounding floor.
 
-    The floor has two parts. One is flash-attention's rule, `2 * max|x + 0.3 - 0.3 - x|` in the
-    result's dtype, for values of any size: 0.3 is counted in units of the largest one, and since
-    the sum of the two rounds by at most half a unit in its last place (ulp), the worst case of the
-    expression is one such ulp. It is taken in closed form, so that it is not zero by luck. The
-    other is the same ulp of the accumulation dtype at the size of what is summed, `terms`: where
-    large terms cancel (the gradient of a row that sees one key is 0, and plain PyTorch may even say
-    so exactly) no algorithm that sums them in float32 can do better.
+    The floor has two parts. The first is flash-attention's rule, `2 * max|x + 0.3 - 0.3 - x|` in
+    the result's dtype, with 0.3 in units of the largest value. The sum rounds by at most half a
+    unit in its last place (ulp), so the worst case of the rule is one ulp; the floor takes that
+    worst case, which is never 0 by luck. The second part is the same ulp of the accumulation dtype
+    at the size of `terms`: where large terms cancel, no algorithm that sums them in float32 can do
+    better. (The gradient of a row that sees one key is 0, and plain PyTorch may get it exactly.)
 
     Args:
-        name: of the result, for the verdict.
+        name: name of the result, for the verdict.
         got: the result.
-        oracle: float64, the same shape.
-        plain: what plain PyTorch gives, in the dtype that `got` must have.
-        terms: `Expected.terms[name]` of the oracle; without it the second part is left out. Where
-            it is 0 nothing is summed, and the result must be exactly the oracle's: a row that sees
-            nothing, a key that nobody sees.
+        oracle: the oracle's result, float64, the same shape.
+        plain: plain PyTorch's result, in the dtype that `got` must have.
+        terms: `Expected.terms[name]` of the oracle; None leaves out the second part. Where it is 0
+            nothing is summed, as for a row that sees no key or a key that no row sees; there the
+            result must equal the oracle's exactly.
 
     Returns:
         The verdict. -inf agrees with -inf; NaN anywhere fails.
@@ -215,19 +214,19 @@ def check(
         bound += _rounding_floor(terms.detach().cpu(), accum_dtype(plain.dtype))
         exact = terms.detach().cpu() == 0.0
     error = _largest(errors)
-    # Written so that a NaN on either side is a failure.
+    # In this form of the comparison, NaN on either side fails.
     ok = error <= bound and not bool((errors[exact] != 0.0).any())
     return Verdict(name, error, bound, ok)
 
 
 def check_all(got: Expected, oracle: Expected, plain: Expected) -> tuple[Verdict, ...]:
-    """`check` of out, lse, dq, dk, dv, and dsinks where there is one, with the oracle's terms.
+    """Checks out, lse, dq, dk, dv, and dsinks if present, with the oracle's terms.
 
     Raises:
-        ValueError: only some have dsinks, or as `check`.
-        TypeError: as `check`.
+        ValueError: only some arguments have dsinks, or as in `check`.
+        TypeError: as in `check`.
     """
-    there = [one.dsinks is not None for one in (got, oracle, plain)]
+    there = [results.dsinks is not None for results in (got, oracle, plain)]
     if any(there) != all(there):
         raise ValueError(f"dsinks must be in all or none of got, oracle and plain, are in {there}")
     return tuple(
@@ -257,22 +256,21 @@ def random_qkv(
     noncontiguous: bool = False,
     large_logits: bool = False,
 ) -> Inputs:
-    """Normally distributed inputs: the same values for the same sizes and seed on every machine.
+    """Normally distributed inputs; equal sizes and seed give equal values on every machine.
 
     Args:
         batch: batch size.
         seqlen_q: number of queries.
-        seqlen_k: number of keys; as many as queries if None.
-        nheads: query heads.
-        nheads_kv: kv heads; as many as query heads if None.
-        headdim: of q and k.
-        headdim_v: of v and dout; headdim if None.
-        dtype: of all four.
-        device: where they end up; the numbers are drawn on the CPU.
-        seed: of the generator.
-        noncontiguous: heads before rows in memory and every other element of the head dim, so that
-            no stride is what a contiguous tensor has.
-        large_logits: logits some hundreds apart.
+        seqlen_k: number of keys; `seqlen_q` if None.
+        nheads: number of query heads.
+        nheads_kv: number of kv heads; `nheads` if None.
+        headdim: head dim of q and k.
+        headdim_v: head dim of v and dout; `headdim` if None.
+        dtype: dtype of all four tensors.
+        device: device of the results; the numbers are drawn on the CPU.
+        seed: seed of the generator.
+        noncontiguous: see `strided`; no stride is that of a contiguous tensor.
+        large_logits: logits that differ by hundreds.
 
     Returns:
         `Inputs(q, k, v, dout)`.
@@ -296,7 +294,7 @@ def random_qkv(
 
 
 def strided(x: Tensor) -> Tensor:
-    """The same values in memory with heads before rows and a gap after every element."""
+    """A copy whose memory has heads before rows, and a gap after every element."""
     spread = x.new_zeros(*x.transpose(-2, -3).shape, 2)
     spread[..., 0] = x.transpose(-2, -3)
     return spread[..., 0].transpose(-2, -3)
@@ -309,9 +307,9 @@ def random_sinks(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Tensor:
-    """(nheads,) sinks: of the size of ordinary scores, the first so low that it takes no weight.
+    """(nheads,) sinks of the size of ordinary scores; the first is so low that its weight is 0.
 
-    The values are those of a bfloat16 in every dtype, so that no dtype of a call rounds them.
+    All values are exact in bfloat16, so that no dtype of a call rounds them.
     """
     generator = torch.Generator().manual_seed(seed)
     sinks = 2.0 * torch.randn(nheads, generator=generator, dtype=torch.float64)
@@ -321,10 +319,10 @@ def random_sinks(
 
 @contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """Within it, `torch.empty` and its relatives return NaN instead of whatever memory held.
+    """Makes `torch.empty` and its relatives return NaN within the block.
 
-    What reads memory that it never wrote then fails every time, rather than once in a while.
-    Integers get bytes of 0xFF: a uint8 buffer reads as NaN in every floating-point dtype.
+    So code that reads memory before writing it fails every time, not once in a while. Integers get
+    bytes of 0xFF: a uint8 buffer reads as NaN in every floating-point dtype.
     """
     owners_and_names: tuple[tuple[Any, str], ...] = (
         (torch, "empty"),
@@ -365,18 +363,18 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     """Dense attention in the dtype of its inputs, with lse in at least float32.
 
-    `backwards` says that queries and keys are given from the last to the first: a sink, which is
-    one more column of the scores, then stands before them instead of behind.
+    `backwards`: queries and keys come in reversed order. Then a sink, which is one more column of
+    the scores, is the first column instead of the last.
     """
     visible = mask.dense().to(q.device)
     if backwards:
         visible = visible.flip(0, 1)
-    alone = ~visible.any(-1, keepdim=True)  # (seqlen_q, 1), rows that see nothing
+    alone = ~visible.any(-1, keepdim=True)  # (seqlen_q, 1), rows that see no key
     scale = _scale(q, softmax_scale)
 
     def scores_in(dtype: torch.dtype) -> Tensor:
-        # (batch, kv heads, heads of each, seqlen_q, seqlen_k). Rows that see nothing are made
-        # finite before the softmax and zero after it: a row of -inf is NaN there, both ways.
+        # (batch, kv heads, q heads per kv head, seqlen_q, seqlen_k). Rows that see no key become
+        # finite before the softmax and zero after it: a row of -inf gives NaN in both directions.
         x = torch.einsum("bignd,bjgd->bgnij", _grouped(q, k).to(dtype), k.to(dtype)) * scale
         x = softcap * torch.tanh(x / softcap) if softcap else x
         x = x.masked_fill(~visible, -math.inf).masked_fill(alone, 0.0)
@@ -386,19 +384,19 @@ def _attention(
         return torch.cat((column, x) if backwards else (x, column), -1)
 
     # Heads stay grouped, so that gradients of k and v are one sum over a group's heads and rows, as
-    # in any kernel that does not copy kv heads: sums by head, added up later, can round less.
+    # in kernels that do not copy kv heads. Separate sums per head, added later, can round less.
     p = scores_in(q.dtype).softmax(-1)
     if sinks is not None:
         p = p[..., 1:] if backwards else p[..., :-1]
     p = p.masked_fill(alone, 0.0)
     out = torch.einsum("bgnij,bjgd->bignd", p, v).flatten(2, 3)
     lse = scores_in(accum_dtype(q.dtype)).logsumexp(-1).flatten(1, 2)
-    of_none = lse.new_tensor([-math.inf]) if sinks is None else sinks.to(lse.dtype)
-    return out, torch.where(alone.squeeze(-1), of_none.unsqueeze(-1), lse)
+    empty_lse = lse.new_tensor([-math.inf]) if sinks is None else sinks.to(lse.dtype)
+    return out, torch.where(alone.squeeze(-1), empty_lse.unsqueeze(-1), lse)
 
 
 def _grouped(q: Tensor, k: Tensor) -> Tensor:
-    """(batch, rows, nheads, dim) -> (batch, rows, kv heads, heads of each, dim)."""
+    """(batch, rows, nheads, dim) -> (batch, rows, kv heads, q heads per kv head, dim)."""
     return q.unflatten(2, (k.size(2), -1))
 
 
@@ -413,11 +411,11 @@ def _gradients(
     softcap: float,
     sinks: Tensor | None,
 ) -> Expected:
-    wanted = [x.detach().requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, sinks) if x is not None]
     with torch.enable_grad():
-        given = None if sinks is None else wanted[3]
-        out, lse = attention(*wanted[:3], mask, softmax_scale, softcap=softcap, sinks=given)
-        dq, dk, dv, *dsinks = torch.autograd.grad(out, wanted, dout.detach())
+        sinks = None if sinks is None else leaves[3]
+        out, lse = attention(*leaves[:3], mask, softmax_scale, softcap=softcap, sinks=sinks)
+        dq, dk, dv, *dsinks = torch.autograd.grad(out, leaves, dout.detach())
     return Expected(out.detach(), lse.detach(), dq, dk, dv, dsinks[0] if dsinks else None)
 
 
@@ -434,20 +432,20 @@ def _terms(
     sinks: Tensor | None,
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """The equations of forward and backward with the absolute value of every term in its place.
+    """The equations of forward and backward, with the absolute value of every term.
 
-    What is computed on the way is rounded too, and its error, in units of the accumulation dtype's
-    epsilon, stands for it where it is used:
+    Intermediate values are rounded, too. Each contributes its error, in units of the accumulation
+    dtype's epsilon:
 
-        s        the size of the products that it sums. With softcap of the share that the slope of
-                 the cap, 1 - t^2 with t = s / softcap, lets through, and the size of s again
-        lse      those of s, weighted by p, and its own size
-        p        p (1 + s's + lse's), since p = exp(s - lse). With logits of some hundreds that is
-                 all of the error of dv in float32; with ordinary ones it is that of the sums
-        slope    1 and t^2, and 2 |t| times what t has of s
-        out      by that of p; and `out` is rounded to `dtype`, by its size or, where it is
-                 subnormal there, the smallest normal number's
-        delta    by that of out
+        s        sum of |q_i k_i|, scaled. With softcap, t = s / softcap: this sum times the cap's
+                 slope, 1 - t^2, plus |s|
+        lse      errors of s, weighted by p, plus |lse|
+        p        p (1 + error of s + error of lse), since p = exp(s - lse). With logits of some
+                 hundreds this is the whole error of dv in float32; else the sums dominate
+        slope    1 + t^2 + 2 |t| times the error of t
+        out      errors of p, weighted by |v|. Rounding `out` to `dtype` adds |out|, or the smallest
+                 normal number where `out` is subnormal
+        delta    errors of out, weighted by |dout|
     """
     scale, groups = _scale(q, softmax_scale), q.size(2) // k.size(2)
     hidden = ~mask.dense().to(q.device)
@@ -497,9 +495,9 @@ def _terms(
 
 
 def _rounding_floor(x: Tensor, dtype: torch.dtype) -> float:
-    """The worst of `2 * max|x + c - c - x|` in dtype, `c` being 0.3 of the largest value of x.
+    """The worst case of `2 * max|x + c - c - x|` in dtype, where `c` is 0.3 * max|x|.
 
-    The sum is at most `1.3 * max|x|` and rounds by half the distance between neighbours there.
+    The sum is at most `1.3 * max|x|`, and rounds by at most half an ulp of that size.
     """
     largest = _largest(x[x.isfinite()].abs())
     if largest == 0.0:
@@ -510,7 +508,7 @@ def _rounding_floor(x: Tensor, dtype: torch.dtype) -> float:
 
 
 def _distance(x: Tensor, oracle: Tensor) -> Tensor:
-    """|x - oracle|, 0 where both are the same infinity."""
+    """|x - oracle|; 0 where both are the same infinity."""
     return (x - oracle).abs().masked_fill(x == oracle, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Runs all ranks of a case, over the local transport or in processes, and puts them together."""
+"""Runs all ranks of a case, over the local transport or in processes, and joins their results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ring_attn.testing.oracle import (
 from ring_attn.transport.local import LocalTransport, run_local
 from ring_attn.transport.p2p import open_p2p
 
-# Seconds that a rank waits for another before it takes it for lost.
+# A rank waits this many seconds for another rank.
 TRANSPORT = TransportOptions(timeout=60.0)
 
 # Calls a function with the same arguments on every rank of a process group; results by rank.
@@ -42,7 +42,7 @@ Launch = Callable[..., Sequence[Any]]
 
 
 class Sent(NamedTuple):
-    """Bytes and messages that a rank sends in one direction of a call."""
+    """Bytes and messages that a rank sends in one direction (forward or backward) of a call."""
 
     nbytes: int
     messages: int
@@ -53,8 +53,8 @@ class RankResult:
     """One rank's part of a case.
 
     Attributes:
-        tensors: out, lse, dq, dk, dv with a batch dim, and dsinks where there are sinks; on CPU.
-        sent: forward and backward.
+        tensors: out, lse, dq, dk, dv with a batch dim, and dsinks if there are sinks; on CPU.
+        sent: counts of forward and backward.
     """
 
     tensors: tuple[Tensor, ...]
@@ -67,8 +67,8 @@ class AllRanks:
 
     Attributes:
         case: the case.
-        whole: as `whole_of`.
-        sent: by rank, forward and backward.
+        whole: results of the whole sequence, see `whole_of`.
+        sent: for each rank, counts of forward and backward.
     """
 
     case: Case
@@ -81,13 +81,13 @@ class AllRanks:
 
     @property
     def failures(self) -> list[str]:
-        """The results that exceed their bound, in words."""
+        """Texts of the results that exceed their bounds."""
         return [f"{self.case}: {verdict}" for verdict in self.verdicts if not verdict.ok]
 
     def differing(self, other: AllRanks) -> list[str]:
-        """Names of the results that have other bits than those of another run; dsinks left out.
+        """Names of the results whose bits differ from those of another run.
 
-        dsinks is summed over the ranks by the caller, in an order of the caller's.
+        Leaves out dsinks, which the caller sums over the ranks in any order.
         """
         pairs = {name: (getattr(self.whole, name), getattr(other.whole, name)) for name in RESULTS}
         return [name for name, (x, y) in pairs.items() if not torch.equal(x, y)]
@@ -100,20 +100,20 @@ def run_all_ranks(
     *,
     device: torch.device | str = "cpu",
 ) -> AllRanks:
-    """Forward and backward of all ranks; memory that is allocated starts as NaN.
+    """Runs forward and backward of all ranks, with new memory filled with NaN.
 
     Args:
         case: the call.
         world_size: number of ranks.
-        transport: None runs the ranks in this process over the local transport. Else a function
-            that takes `fn, *args`, calls `fn(*args)` on every rank of a default process group, and
-            returns the results by rank; the ranks then call `ring_attention`.
-        device: where the shards are.
+        transport: None runs the ranks in this process over the local transport. A function
+            `transport(fn, *args)` calls `fn(*args)` on every rank of a default process group and
+            returns the results in rank order; then the ranks call `ring_attention`.
+        device: device of the shards.
 
     Raises:
-        ValueError: what `ring_attention` refuses, "auto" without processes, or a transport with
-            another number of ranks.
-        NotImplementedError: a strategy or backend does not take the case.
+        ValueError: `ring_attention` refuses the arguments, the strategy is "auto" without
+            processes, or `transport` runs another number of ranks.
+        NotImplementedError: a strategy or backend does not support the case.
     """
     if transport is None:
         return put_together(case, _in_this_process(case, world_size, device))
@@ -126,7 +126,7 @@ def run_all_ranks(
 
 
 def run_rank(case: Case, device: torch.device | str = "cpu") -> RankResult:
-    """This rank's part of a case, by `ring_attention` over the default process group."""
+    """Runs this rank's part of a case, by `ring_attention` over the default process group."""
     rank, world_size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert world is not None
     mask, layouts = case.build_mask(), case.build_layouts(world_size)
@@ -160,13 +160,13 @@ def run_rank(case: Case, device: torch.device | str = "cpu") -> RankResult:
 
 
 def put_together(case: Case, ranks: Sequence[RankResult]) -> AllRanks:
-    """The whole of a case from the parts of all ranks."""
+    """Joins the parts of all ranks, in rank order."""
     whole = whole_of(ranks, case.build_layouts(len(ranks)))
     return AllRanks(case, whole, tuple(rank.sent for rank in ranks))
 
 
 def whole_of(ranks: Sequence[RankResult], layouts: Layouts) -> Expected:
-    """The results of the whole sequence; dsinks is the sum of the ranks' shares."""
+    """The results of the whole sequence; dsinks is the sum over the ranks."""
     layout_q, layout_kv = layouts
     out, lse, dq, dk, dv, *dsinks = zip(*(rank.tensors for rank in ranks), strict=True)
     return Expected(
@@ -180,8 +180,8 @@ def whole_of(ranks: Sequence[RankResult], layouts: Layouts) -> Expected:
 
 
 def expected(case: Case) -> tuple[Expected, Expected]:
-    """The oracle and plain PyTorch of a case."""
-    # Neither depends on how the case is run.
+    """The results of the oracle and of plain PyTorch for a case; cached."""
+    # They do not depend on strategy, backend, layout, strides or `same_bits`.
     return _expected(
         replace(case, strategy="", backend="", layout="", noncontiguous=False, same_bits=None)
     )
@@ -205,14 +205,14 @@ def run_calls(
     *,
     noncontiguous: bool = False,
 ) -> list[RankResult]:
-    """Runs the calls of all ranks in this process, for a call that no `Case` describes.
+    """Runs the calls of all ranks in this process, also calls that no `Case` describes.
 
     Args:
-        calls: by rank.
+        calls: one call for each rank.
         inputs: whole q, k, v and dout.
-        layouts: of queries and keys.
+        layouts: layouts of queries and keys.
         sinks: (nheads,).
-        noncontiguous: as for `Case`.
+        noncontiguous: as in `Case`.
     """
 
     def work(rank: int, transport: LocalTransport) -> RankResult:
@@ -260,7 +260,7 @@ def _shards(inputs: Inputs, layouts: Layouts, rank: int, noncontiguous: bool) ->
 
 
 def _mask_arguments(mask: Mask) -> AttentionOptions:
-    """flash-attention's arguments where they say the mask, else the mask."""
+    """flash-attention's arguments if they can express the mask, else the mask itself."""
     if mask.arguments is None:
         return {"mask": mask}
     causal, window_size, cu_q, cu_k = mask.arguments
