@@ -1,11 +1,11 @@
 """Tile sizes, warps and stages of the kernels, frozen per architecture, head dim and kernel.
 
-Nothing is tuned at run time by default: ranks that timed their kernels apart could pick apart. What
-`ring-attn tune` has found on a GPU is used by way of a file: see `tuned.py`. With
-RING_ATTN_AUTOTUNE=1 the candidates are timed at the first call of each kind, once a process, and
-the fastest is taken; ranks may then differ in their last bits.
+Nothing is tuned at run time by default, since ranks that tune separately could choose differently.
+A file holds the configs that `ring-attn tune` has found on a GPU: see `tuned.py`. With
+RING_ATTN_AUTOTUNE=1 each process times the candidates at the first call of each kind, and takes the
+fastest; then ranks may differ in their last bits.
 
-A forward config serves full and masked tiles alike: with one BLOCK_N on and off the diagonal, a
+Full and masked tiles have one forward config: with the same BLOCK_N on and off the diagonal, a
 ring's sums are those of a single pass. The kinds are
 
     fwd     fwd_whole                      out and lse
@@ -14,13 +14,14 @@ ring's sums are those of a single pass. The kinds are
     delta                                  rowsum(out * dout)
     gluon                                  out and lse, where `takes_gluon`
     gluon_bwd                              dq, dk and dv, where `takes_gluon_bwd`
+    decode                                 out and lse of a few queries
 
-where the others of a line fall back to its first: steps without a mask or a ragged end need fewer
-registers, and softcap's tanh more.
+A kind without a config takes that of the first kind in its line. Steps without a mask or a ragged
+end ("whole") need fewer registers, softcap's tanh needs more.
 
-Notes give registers a thread and shared memory as compiled for bfloat16 with triton 3.7.1, for the
-variant that takes most. What a 16-bit config spills is said, and of 3.6.0 and 3.9.0 what was seen.
-"not measured" says that no GPU has timed it yet.
+Notes give registers per thread and shared memory of the largest variant, compiled for bfloat16 with
+triton 3.7.1. They name every spill of a 16-bit config, and spills seen with triton 3.6.0 and 3.9.0.
+"not measured" means that no GPU has timed the config yet.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ class Config:
         BLOCK_N: kv rows of a tile.
         num_warps: warps of a program.
         num_stages: depth of the pipeline of loads.
-        note: where the choice comes from.
-        l2_bytes: heads are done in groups whose columns take no more than this; 0 is all at once.
-        programs_per_sm: of the forward in Gluon, whose programs do several tasks; 0 is a program
-            for each task, as all other kernels have.
+        note: source of the choice.
+        l2_bytes: most bytes of the columns of heads computed together; 0 means all heads together.
+        programs_per_sm: programs of a persistent grid per multiprocessor, for the forward in Gluon;
+            0 means one program for each task, as in all other kernels.
     """
 
     BLOCK_M: int
@@ -65,9 +66,8 @@ class Config:
     programs_per_sm: int = 0
 
 
-# Compute capability -> the architecture of the table. All others take sm_86, which stands for GPUs
-# with 99 KiB of shared memory a program: sm_86, sm_89, sm_120. sm_80 and sm_87 have 163 KiB, sm_90
-# and sm_100 227.
+# Compute capability -> column of the table. Others use sm_86, for GPUs with 99 KiB of shared memory
+# per program (sm_86, sm_89, sm_120). sm_80 and sm_87 have 163 KiB, sm_90 and sm_100 have 227 KiB.
 CAPABILITIES = {
     (8, 0): "sm_80",
     (8, 7): "sm_80",
@@ -107,7 +107,7 @@ TABLE: dict[tuple[str, str, int], Config] = {
     ("sm_86", "decode", 128): Config(16, 64, 8, 2, "98 regs, 39 KB; not measured"),
     ("sm_86", "decode", 256): Config(16, 32, 4, 2, "168 regs, 42 KB; not measured"),
     ("sm_90", "fwd", 64): Config(128, 128, 8, 3, "242 regs, 115 KB; not measured"),
-    # By 3.6.0 spills 40 bytes with softcap, by 3.9.0 48 without a mask, outside the loop.
+    # Triton 3.6.0 spills 40 bytes with softcap, 3.9.0 spills 48 without a mask, outside the loop.
     ("sm_90", "fwd", 128): Config(128, 128, 8, 3, "255 regs, 229 KB; not measured"),
     ("sm_90", "fwd", 256): Config(128, 32, 8, 3, "237 regs, 164 KB; not measured"),
     ("sm_90", "dkdv", 64): Config(64, 128, 8, 3, "229 regs, 83 KB; not measured"),
@@ -138,7 +138,7 @@ TABLE: dict[tuple[str, str, int], Config] = {
     ("sm_100", "decode", 64): Config(16, 64, 4, 3, "113 regs, 37 KB; not measured"),
     ("sm_100", "decode", 128): Config(16, 64, 4, 3, "181 regs, 72 KB; not measured"),
     ("sm_100", "decode", 256): Config(16, 32, 4, 3, "176 regs, 75 KB; not measured"),
-    # Vector registers on AMD, of 512.
+    # On AMD the notes count vector registers, out of 512.
     ("gfx942", "fwd", 64): Config(128, 64, 4, 1, "203 regs, 33 KB; not measured"),
     ("gfx942", "fwd", 128): Config(128, 64, 4, 1, "284 regs, 66 KB; not measured"),
     ("gfx942", "fwd", 256): Config(64, 32, 4, 1, "268 regs, 66 KB; not measured"),
@@ -153,17 +153,17 @@ TABLE: dict[tuple[str, str, int], Config] = {
     ("gfx942", "decode", 256): Config(16, 32, 4, 2, "156 regs, 33 KB; not measured"),
 }
 
-# float32 has no tensor cores in ieee precision: its products are unrolled into registers, so that
-# only small tiles fit. For every architecture and kernel.
+# For all architectures and kernels: float32 has no tensor cores in ieee precision. Its products are
+# unrolled into registers, so that only small tiles fit.
 FLOAT32 = {
     64: Config(32, 32, 8, 1, "128 regs, 37 KB; not measured"),
     128: Config(16, 16, 8, 1, "189 regs, 34 KB; not measured"),
     256: Config(16, 16, 8, 1, "255 regs and 240 bytes spilled, 68 KB; not measured"),
 }
 
-# Configs of dk and dv for launches with fewer programs than multiprocessors. They have half the kv
-# rows and half the warps: twice as many programs, each of the same instructions a warp. The q rows
-# are the same, and with them the bits.
+# Configs of dk and dv for launches with fewer programs than multiprocessors. With half the kv rows
+# and half the warps they make twice as many programs, with the same instructions per warp. The q
+# rows are the same, and so are the bits.
 FEW: dict[tuple[str, int], Config] = {
     ("sm_80", 64): Config(32, 64, 4, 2, "253 regs, 25 KB; not measured"),
     ("sm_80", 128): Config(64, 32, 4, 2, "255 regs, 54 KB; not measured"),
@@ -174,8 +174,8 @@ FEW: dict[tuple[str, int], Config] = {
     ("sm_100", 64): Config(64, 64, 4, 1, "255 regs, 33 KB; not measured"),
 }
 
-# K and V of the heads that a persistent grid computes together: the share of the 50 MB of L2 of
-# sm_90 that q, out and the state leave.
+# Bytes of K and V of the heads computed together: the share of sm_90's 50 MB of L2 cache that q,
+# out and the state leave.
 L2_BYTES = 32 << 20
 
 
@@ -183,43 +183,43 @@ def _persistent(block_m: int, block_n: int, num_stages: int, note: str) -> Confi
     return Config(block_m, block_n, 4, num_stages, note, l2_bytes=L2_BYTES, programs_per_sm=1)
 
 
-# The forward of sm_90 in 16 bits is that of `hopper_fwd`, by head dim: the first config, chosen by
-# its structure, and others for a search. Notes give registers a thread, first all alike and then a
-# consumer's (232 of 240 where ragged), and shared memory. With triton 3.7.1 nothing spills.
+# Configs of `hopper_fwd`, the forward of sm_90 in 16 bits, by head dim: the first is the frozen
+# one, chosen by its structure; a search tries the others. Notes give registers per thread, at the
+# start and then of a consumer (232 if ragged), and shared memory. With triton 3.7.1 nothing spills.
 GLUON: dict[int, tuple[Config, ...]] = {
-    # Registers leave room for one program: more stages cost nothing, and 4 are counted by a mask.
-    # With 128 x 128 triton 3.9.0 spills 28 bytes where ragged.
+    # Registers leave room for one program only, so more stages cost nothing. With 4 stages the
+    # modulus is a bit mask. With 128 x 128 triton 3.9.0 spills 28 bytes if ragged.
     64: (
         _persistent(128, 128, 4, "168, then 240 regs, 148 KB; not measured"),
         _persistent(192, 64, 2, "128, then 160 regs, 58 KB; not measured"),
         _persistent(128, 128, 2, "168, then 240 regs, 82 KB; not measured"),
     ),
-    # A block's products take 2048 clocks: two stages are ahead of a copy by more than its latency.
+    # A block's products take 2048 clocks, so two stages hide more than the latency of a copy.
     128: (
         _persistent(128, 128, 2, "168, then 240 regs, 164 KB; not measured"),
         _persistent(128, 128, 3, "168, then 240 regs, 230 KB; not measured"),
         _persistent(128, 64, 4, "168, then 240 regs, 164 KB; not measured"),
     ),
-    # 64 columns spill 60 bytes where ragged.
+    # 64 columns spill 60 bytes if ragged.
     256: (_persistent(128, 32, 3, "168, then 240 regs, 164 KB; not measured"),),
 }
 
-# The backward of sm_90 in 16 bits is that of `hopper_bwd`, by head dim. With 64 dims a visit has
-# 128 rows of q: with 64, by bytes of shared memory, copies of dQ would take longer than products.
-# Consumers have 232 registers; see `aot.ADDRESSES` for what spills.
+# Configs of `hopper_bwd`, the backward of sm_90 in 16 bits, by head dim. With 64 dims a visit has
+# 128 rows of q: with 64 rows, by bytes of shared memory, copies of dQ would take longer than the
+# products. Consumers have 232 registers; for spills see `aot.ADDRESSES`.
 GLUON_BWD: dict[int, Config] = {
     64: Config(128, 128, 4, 2, "232 regs, 203 KB; not measured", l2_bytes=L2_BYTES),
     128: Config(64, 128, 4, 2, "232 regs, 202 KB; not measured", l2_bytes=L2_BYTES),
 }
 
-# Kinds that differ in the mask alone fold over blocks of one length, of kv rows or of q rows: else
-# a ring would not have the bits of a single pass.
+# Kinds that differ only in the mask must fold blocks of equal length (of kv rows, or of q rows):
+# otherwise a ring would not have the bits of a single pass.
 FOLDED = {"fwd": "BLOCK_N", "dkdv": "BLOCK_M", "dq": "BLOCK_N"}
 
-# Head dims of the table; others take the next one.
+# Head dims of the table; other head dims are rounded up.
 BUCKETS = (64, 128, 256)
 
-# Configs that a search tries beside the frozen ones; a device skips those that do not fit it.
+# Configs that a search tries beside the frozen ones; configs too large for the device are skipped.
 TILES: dict[str, tuple[Config, ...]] = {
     "fwd": (
         Config(128, 128, 8, 2),
@@ -260,8 +260,8 @@ TILES: dict[str, tuple[Config, ...]] = {
     ),
 }
 
-# The same for sm_90, the most promising first. Of those with 4 warps two programs run at once on a
-# multiprocessor, one's softmax beside the other's products.
+# The same for sm_90, the most promising first. With 4 warps a multiprocessor runs two programs at
+# once, and the softmax of one overlaps the products of the other.
 HOPPER_TILES: dict[tuple[str, int], tuple[Config, ...]] = {
     ("fwd", 64): (
         Config(128, 64, 4, 2),
@@ -323,15 +323,13 @@ SEARCHED: dict[tuple[str, str, int], tuple[Config, ...]] = {
     for size in BUCKETS
 }
 
-# On sm_90 the frozen config and the tiles behind it, so many in all, are tried in other orders of
-# their tasks, too: in groups of heads whose columns take so much of the 50 MB of L2 cache, which
-# holds rows and results besides.
+# On sm_90 a search tries this many of the first configs also with heads in groups of L2_BYTES.
 REORDERED = 3
 
-# One pass over memory: as many rows as keep a few loads of 16 bytes in flight for every thread.
+# One pass over memory, with enough rows to keep a few loads of 16 bytes per thread in flight.
 DELTA = Config(32, 0, 4, 1, "bound by memory")
 
-# Large enough that the interpreter's cost per block is spread, small enough for short tests.
+# Large enough to amortise the interpreter's cost per block, small enough for short tests.
 INTERPRETER = Config(64, 64, 4, 1, "interpreter")
 
 _searched: dict[tuple[object, ...], Config] = {}
@@ -341,17 +339,16 @@ def select(kind: str, x: Tensor, headdim_v: int) -> Config:
     """The frozen config of a kernel.
 
     Args:
-        kind: "fwd", "fwd_whole", "gluon", "gluon_bwd", "dkdv", "dkdv_softcap", "dq", "dq_softcap",
-            "delta" or "decode".
-        x: a tensor of the call: its device, dtype and head dim count.
-        headdim_v: of v.
+        kind: one of the kinds in this module's docstring.
+        x: a tensor of the call, for its device, dtype and head dim.
+        headdim_v: head dim of v.
     """
     headdim = max(x.size(-1), headdim_v)
     return frozen(kind, architecture(x.device), headdim, x.dtype)
 
 
 def frozen(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> Config:
-    """`select` from plain data; `arch` is one of ARCHITECTURES or "interpreter"."""
+    """The frozen config, from plain data; `arch` is one of ARCHITECTURES or "interpreter"."""
     if arch == "interpreter":
         return INTERPRETER
     if kind == "delta":
@@ -367,13 +364,13 @@ def frozen(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> Config:
 
 
 def filling(config: Config, programs: int, sms: int, few: Config | None) -> Config:
-    """The config of dk and dv, or `few` where that leaves multiprocessors without a program.
+    """The config of dk and dv: `few` if `config` would leave multiprocessors without a program.
 
     Args:
-        config: of launches with many programs.
-        programs: of this launch with it.
-        sms: multiprocessors.
-        few: of `FEW`; not taken if its sums fold over other blocks of q rows.
+        config: config for launches with many programs.
+        programs: number of programs of this launch with `config`.
+        sms: number of multiprocessors.
+        few: entry of `FEW`; not taken if it folds other blocks of q rows.
     """
     if few is None or programs >= sms or few.BLOCK_M != config.BLOCK_M:
         return config
@@ -388,10 +385,10 @@ def few_programs(x: Tensor, headdim_v: int) -> Config | None:
 
 
 def takes_gluon(x: Tensor, headdim_v: int) -> bool:
-    """Whether calls have the forward in Gluon; see `GLUON`.
+    """Whether calls use the forward in Gluon; see `GLUON`.
 
-    What decides is the same at every step, on every rank and at every world size: where the two
-    kernels fold blocks of other lengths, a call with both would have other bits than one rank.
+    The answer is the same at every step, on every rank and at every world size: the two kernels may
+    fold blocks of different lengths, and a call that mixed them would have other bits.
     """
     return (
         x.dtype in (torch.float16, torch.bfloat16)
@@ -402,34 +399,34 @@ def takes_gluon(x: Tensor, headdim_v: int) -> bool:
 
 
 def takes_gluon_bwd(x: Tensor, headdim_v: int, softcap: float) -> bool:
-    """Whether calls have the backward in Gluon; the same at every step, as `takes_gluon`.
+    """Whether calls use the backward in Gluon; the same at every step, as in `takes_gluon`.
 
-    With softcap its registers would not do.
+    Not with softcap, which would need more registers than there are.
     """
     alike = x.size(-1) == headdim_v and x.size(-1) in GLUON_BWD
     return alike and not softcap and takes_gluon(x, headdim_v)
 
 
 def name_backward(kinds: Iterable[str]) -> bool:
-    """Whether some of the kinds are the portable backward's."""
+    """Whether any of the kinds belongs to the portable backward."""
     return any(_base(kind) in ("dq", "dkdv") for kind in kinds)
 
 
 def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tuple[Config, ...]:
     """The configs that `search` tries: the frozen one, and others that may suit the device.
 
-    On sm_90, but for decoding, in the order of what they promise: another tile can be worth a
-    quarter; groups of heads less, and only where the columns of all do not fit into the L2 cache.
+    On sm_90, except for decoding, tiles come first: another tile can gain 25 %. Groups of heads
+    gain less, and only if the columns of all heads do not fit into the L2 cache.
     """
     if kind == "gluon":
         return GLUON[bucket(headdim)]
     if kind == "gluon_bwd":
         return (GLUON_BWD[bucket(headdim)],)
     first = frozen(kind, arch, headdim, dtype)
-    found = SEARCHED.get((arch, _base(kind), bucket(headdim)))
-    if dtype == torch.float32 or found is None:
+    others = SEARCHED.get((arch, _base(kind), bucket(headdim)))
+    if dtype == torch.float32 or others is None:
         return (first,)
-    tiles = _distinct(first, *found)
+    tiles = _distinct(first, *others)
     if arch != "sm_90" or kind == "decode":
         return tiles
     return (*tiles, *(replace(x, note="", l2_bytes=L2_BYTES) for x in tiles[:REORDERED]))
@@ -443,14 +440,14 @@ def autotune_enabled() -> bool:
 def search(
     kind: str, x: Tensor, headdim_v: int, key: object, launch: Callable[[Config], Launch]
 ) -> Config:
-    """The candidate whose launch is fastest, found once a process for all calls of its kind.
+    """The candidate with the fastest launch, searched once per process and kind of call.
 
     Args:
-        kind: as for `select`.
-        x: as for `select`.
-        headdim_v: of v.
+        kind: as in `select`.
+        x: as in `select`.
+        headdim_v: head dim of v.
         key: sizes and options of the call on which the best config may depend.
-        launch: makes a launch that may be repeated, over scratch results.
+        launch: makes a launch with scratch results, which can be repeated.
     """
     arch, headdim = architecture(x.device), max(x.size(-1), headdim_v)
     call = (kind, arch, headdim, x.dtype, key)
@@ -486,20 +483,20 @@ def _base(kind: str) -> str:
 
 
 def bucket(headdim: int) -> int:
-    """The head dim of the table that stands for this one."""
+    """The head dim of the table for a head dim: the next of `BUCKETS`."""
     return max(64, triton.next_power_of_2(headdim))
 
 
 def _distinct(*configs: Config) -> tuple[Config, ...]:
-    """Drops configs that differ from an earlier one in the note alone."""
-    found: dict[Config, Config] = {}
+    """Drops configs that differ from an earlier one only in the note."""
+    distinct: dict[Config, Config] = {}
     for config in configs:
-        found.setdefault(replace(config, note=""), config)
-    return tuple(found.values())
+        distinct.setdefault(replace(config, note=""), config)
+    return tuple(distinct.values())
 
 
 def _seconds(launch: Callable[[Config], Launch], config: Config) -> float:
-    """Median time of a launch; infinite where the tile does not fit or the compiler gives up."""
+    """Median time of a launch; infinite if the tile does not fit or the compiler fails."""
     try:
         seconds: float = triton.testing.do_bench(launch(config).run, return_mode="median")
     except triton.runtime.errors.OutOfResources:

@@ -1,18 +1,18 @@
 """Decoding: a few queries against many keys, which the whole GPU reads in parts.
 
-One query gives `flash_fwd` one block of rows a head: 32 programs for 132 multiprocessors, each of
-which goes through the whole cache. So the cache is cut into parts that are folded side by side, and
-the states of a row's parts are merged in a launch of their own, in one order:
+With one query `flash_fwd` has one block of rows per head: 32 programs for 132 multiprocessors, each
+of which would read a whole cache. So the cache is cut into parts that are folded in parallel, and a
+second launch merges the states of a row's parts, in a fixed order:
 
     queries of a kv head   r0 r1                     rows of part 0  part 1  part 2 ..
     x its query heads      g0 g1 g2 g3     ------>   r0g0 r0g1 .. r1g3, each sees its part's keys
 
-The query heads of a kv head see the same keys, so they are rows of one block: the keys are read
-once for all of them. Rows of all parts stand one below the other, and what each sees is a step's
-table like any other, of rectangles alone: a bound on j - i is none when rows are heads, too.
+The query heads of a kv head see the same keys, so they are rows of one block, which reads the keys
+once. The rows of all parts are stacked, and a step table says which keys they see. Its rectangles
+have no bounds: where rows count heads, too, a bound on j - i has no meaning.
 
-Every token has a table of its own. Where all queries see the same keys, as a single query does, the
-GPU writes it (`part_table_kernel`), and nothing is copied to the device; else the host makes it.
+Every token needs a new table. If all queries see the same keys, as a single query does, the GPU
+writes the table (`part_table_kernel`) and nothing is copied to it; else the host makes the table.
 
 Flash-Decoding (Dao et al., 2023); equations and the base of m as in `online_softmax`.
 """
@@ -33,10 +33,10 @@ from .launch import Launch
 from .online_softmax import online_softmax_finalize, online_softmax_merge, softmax_pivot
 from .step_table import COLUMNS, UNBOUNDED, Rectangle, StepTable
 
-# Parts begin and end at blocks of every config; shorter ones would cost more to merge than to read.
+# Parts end at multiples of every config's blocks; shorter ones would cost more to merge than read.
 PART_UNIT, LEAST_PART = 128, 256
 
-# Programs per multiprocessor: two hide each other's waits.
+# Programs per multiprocessor: two programs hide each other's waits.
 PROGRAMS_PER_SM = 2
 
 # Parts that a program merges at a time.
@@ -53,12 +53,12 @@ class Parts(NamedTuple):
 
 
 def choose_parts(first: int, last: int, programs: int, num_sms: int) -> Parts:
-    """Enough parts to fill the GPU, and no more.
+    """Just enough parts to fill the GPU.
 
     Args:
         first: the first column that any row sees.
         last: the column after the last that any row sees.
-        programs: number of programs of one part: kv heads x blocks of rows x batch.
+        programs: programs of one part: kv heads x blocks of rows x batch.
         num_sms: multiprocessors.
     """
     start = first // PART_UNIT * PART_UNIT
@@ -71,15 +71,15 @@ def choose_parts(first: int, last: int, programs: int, num_sms: int) -> Parts:
 def part_rectangles(
     rectangles: Sequence[Rectangle], num_rows: int, group: int, parts: Parts
 ) -> list[Rectangle]:
-    """The columns that the rows of all parts see, as rectangles without bounds.
+    """Rectangles without bounds for the stacked rows of all parts.
 
     Args:
         rectangles: queries x keys.
         num_rows: queries.
         group: query heads of a kv head.
-        parts: that all columns of the rectangles lie in.
+        parts: parts that contain all columns of the rectangles.
     """
-    found = list[Rectangle]()
+    pieces = list[Rectangle]()
     for row_start, row_stop, col_start, col_stop in _unbounded(rectangles):
         for part in range(parts.num_parts):
             start = parts.start + part * parts.length
@@ -87,12 +87,12 @@ def part_rectangles(
             if cols[0] < cols[1]:
                 above = part * num_rows
                 rows = (above + row_start) * group, (above + row_stop) * group
-                found.append((*rows, *cols, None, None))
-    return found
+                pieces.append((*rows, *cols, None, None))
+    return pieces
 
 
 def _unbounded(rectangles: Sequence[Rectangle]) -> Iterator[tuple[int, int, int, int]]:
-    """Splits a rectangle: the columns that all its rows see, and row by row the others."""
+    """Splits rectangles into columns that all rows see, and row by row the other columns."""
     for r0, r1, c0, c1, lo, hi in rectangles:
         left = c0 if lo is None else max(c0, r1 - 1 + lo)
         right = c1 if hi is None else min(c1, r0 + hi + 1)
@@ -121,7 +121,7 @@ def part_table_kernel(
     BLOCK_M: tl.constexpr,
     LARGE: tl.constexpr,
 ):
-    """The blocks of a part's rows, and the run of columns that they see."""
+    """Writes the blocks of a part's rows, and the run of columns that they see."""
     part = tl.program_id(0)
     for i in range(NUM_BLOCKS):
         block = table_ptr + 4 * (part * NUM_BLOCKS + i)
@@ -143,11 +143,11 @@ def part_table(
     """The table of parts whose rows all see the rectangle's columns, and the launch that fills it.
 
     Args:
-        rectangle: without bounds, of all rows.
-        num_rows: of a part.
-        parts: that begin and end in the rectangle.
-        config: whose blocks they are.
-        device: where the table is.
+        rectangle: all rows x the columns that they see, without bounds.
+        num_rows: rows of a part.
+        parts: parts that cover the rectangle's columns.
+        config: the config, for its block sizes.
+        device: device of the table.
     """
     _, _, col_start, col_stop, _, _ = rectangle
     num_blocks = -(-num_rows // config.BLOCK_M)
@@ -210,7 +210,7 @@ def merge_parts_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """out and lse of one query head of one query, from the states of its parts."""
+    """Writes out and lse of one query head of one query, from the states of its parts."""
     rows_of_part = num_rows * GROUP
     row = tl.program_id(0) % rows_of_part  # query * GROUP + query head within the kv head
     batch = (tl.program_id(0) // rows_of_part // nheads_kv).to(tl.int64)
@@ -234,11 +234,11 @@ def merge_parts_kernel(
             inside[:, None] & (dims[None, :] < HEAD_DIM_V),
             0.0,
         )
-        most = tl.max(m, 0)
-        weight = tl.exp2(m - softmax_pivot(most))
+        m_new = tl.max(m, 0)
+        weight = tl.exp2(m - softmax_pivot(m_new))
         total, one_row = tl.sum(l * weight, 0), tl.zeros((1,), tl.float32)
         x = tl.sum(x * weight[:, None], 0)[None, :]
-        acc, m_i, l_i = online_softmax_merge(acc, m_i, l_i, x, most + one_row, total + one_row)
+        acc, m_i, l_i = online_softmax_merge(acc, m_i, l_i, x, m_new + one_row, total + one_row)
     out, lse = online_softmax_finalize(acc, m_i, l_i)
 
     query = row // GROUP
@@ -253,7 +253,7 @@ def merge_parts_kernel(
 def merge_parts_launch(
     acc: Tensor, m: Tensor, l: Tensor, out: Tensor, lse: Tensor, num_parts: int
 ) -> Launch:
-    """The launch that makes one result of the states of all parts.
+    """The launch that merges the states of all parts into the results.
 
     Args:
         acc: (batch, num_parts * rows * group, nheads_kv, headdim_v) float32, contiguous.
@@ -261,7 +261,7 @@ def merge_parts_launch(
         l: likewise.
         out: (batch, rows, nheads, headdim_v) float32, contiguous; written.
         lse: (batch, nheads, rows) float32, contiguous, natural logarithm; written.
-        num_parts: of each row.
+        num_parts: parts of each row.
     """
     batch, num_rows, nheads, headdim_v = out.shape
     nheads_kv = acc.size(2)
@@ -290,7 +290,7 @@ def merge_parts_launch(
 
 
 def part_states(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """New (batch, rows, nheads_kv, headdim_v) acc and (batch, nheads_kv, rows) m, l of such a q."""
+    """New acc (batch, rows, nheads_kv, headdim_v) and m, l (batch, nheads_kv, rows) for q."""
     batch, rows, nheads_kv, _ = q.shape
     acc = q.new_empty((batch, rows, nheads_kv, v.size(3)), dtype=torch.float32)
     m, l = (q.new_empty((batch, nheads_kv, rows), dtype=torch.float32) for _ in range(2))

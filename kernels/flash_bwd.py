@@ -1,25 +1,24 @@
-"""Backward: delta, dq and dk/dv of every tile of a ring step, each in one launch.
+"""Backward: delta, dq and dk/dv of all tiles of a ring step, one launch for each.
 
-With the global lse, probabilities need no renormalisation, whatever part of the keys a step holds:
+With the global lse, probabilities need no renormalisation, whichever keys a step holds:
 
     p  = exp(s - lse)         dv = sum_i p do           delta = rowsum(do * out)
     dp = do v^T               ds = p (dp - delta)       dq = sum_j ds k,  dk = sum_i ds q
 
-    dk/dv   a program per block of kv rows and kv head: over the q blocks that see it, upwards, and
-            for each over the query heads of the group
-    dq      a program per block of q rows and head: over its keys, from the diagonal downwards
+    dk/dv   a program per block of kv rows and kv head: loops over the q blocks that see it,
+            upwards, and in each over the query heads of the group
+    dq      a program per block of q rows and head: loops over its keys, from the diagonal downwards
 
-Two kernels do 7 matrix products where one with atomics would do 5; in exchange nothing is added in
-an order that depends on time. dq, dk, dv are float32 and accumulated into: loaded in the prologue,
-stored in the epilogue, so that a ring's sums are those of a single pass, bit for bit, if its steps
-come in the folding order. dq and dk are left without softmax_scale, which the caller applies once,
-at the end: ds would lose bits of its 16-bit form to it.
+Two kernels do 7 matrix products, one kernel with atomics would do 5; in exchange no sum depends on
+timing. dq, dk, dv are float32, loaded at a program's start and stored at its end. So a ring's sums
+are those of a single pass, bit for bit, if its steps come in the folding order. dq and dk lack
+softmax_scale, which the caller applies once at the end: it would cost ds bits in 16-bit form.
 
-dk/dv forms the transposed scores k q^T at once. A register result of tl.dot is never transposed:
-triton 3.4 to 3.7.0 miscompile the product that follows.
+dk/dv computes the transposed scores k q^T directly. A register result of tl.dot is never
+transposed: triton 3.4 to 3.7.0 miscompile the product that follows.
 
-Exponentials are of base 2. `minus_lse` is -lse in that base, made once, beside delta: in every pass
-of dk/dv this would be 16 of 386 instructions, and a bare sign as many.
+Exponentials are in base 2. `minus_lse` is -lse in base 2, computed once, together with delta:
+within the loop of dk/dv it would take 16 of 386 instructions, and so would the sign alone.
 
 With softcap, s = c tanh(x scale / c) and ds gains the factor 1 - tanh^2.
 
@@ -75,7 +74,7 @@ def delta_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """delta (batch, nheads, rows) = rowsum(out * dout), and -lse in base 2, of a block of rows."""
+    """Writes delta = rowsum(out * dout), and -lse in base 2, (batch, nheads, rows), of a block."""
     num_blocks = tl.cdiv(num_rows, BLOCK_M)
     row_start = tl.program_id(0) % num_blocks * BLOCK_M
     index = tl.program_id(0) // num_blocks
@@ -96,7 +95,7 @@ def delta_kernel(
 
 @triton.jit
 def _probabilities(x, minus_lse, inner_scale, outer_scale, SOFTCAP: tl.constexpr):
-    """p = exp(s - lse) of raw products x, and the factor that softcap gives ds.
+    """p = exp(s - lse) from raw products x, and the factor of ds that comes from softcap.
 
     minus_lse, in base 2, broadcasts against x.
     """
@@ -109,7 +108,7 @@ def _probabilities(x, minus_lse, inner_scale, outer_scale, SOFTCAP: tl.constexpr
 
 @triton.jit
 def _load_stats(ptrs, cols, run, MASKED: tl.constexpr):
-    """minus_lse or delta of q rows `cols`; with MASKED 0 outside the run."""
+    """minus_lse or delta of q rows `cols`; with MASKED, 0 outside the run."""
     if MASKED:
         return tl.load(ptrs, (cols >= run[0]) & (cols < run[1]), 0.0)
     return tl.load(ptrs)
@@ -147,10 +146,10 @@ def _dkdv_blocks(
     RAGGED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Adds what the q blocks [first, last) of a run give, of every head of the group.
+    """Adds dk and dv of the q blocks [first, last) of a run, of every head of the group.
 
-    dk k (BLOCK_N, BLOCK_D), dv v (BLOCK_N, BLOCK_DV), rows (BLOCK_N,) of kv. Blocks outside, heads
-    inside: a ring brings its q rows in the same order.
+    dk k (BLOCK_N, BLOCK_D), dv v (BLOCK_N, BLOCK_DV), rows (BLOCK_N,) of kv. Blocks are the outer
+    loop and heads the inner one, as a ring brings its q rows in this order.
     """
     first, full_first, full_last, last = span
     for i in range((last - first) * GROUP):
@@ -172,8 +171,8 @@ def _dkdv_blocks(
             if (block < full_first) | (block >= full_last):
                 visible = visible_pairs(rows[:, None], cols[None, :], run, HAS_LO, HAS_HI)
                 p = tl.where(visible, p, 0.0)
-        # Row statistics are loaded late and dv is added last: with 64 x 128 blocks of 128 dims this
-        # order fits into the registers of sm_90, and others that were tried spill.
+        # Row statistics are loaded late and dv is added late: with 64 x 128 blocks of 128 dims this
+        # order fits into the registers of sm_90; other tried orders spill.
         dp = tl.dot(v, tl.trans(dout), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
         delta = _load_stats(delta_ptr + stats, cols, run, RAGGED)
         ds = p * (dp - delta[None, :]) * slope
@@ -291,7 +290,7 @@ def _dq_blocks(
     RAGGED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Adds what the kv blocks [first, last) of a run give, from the last down.
+    """Adds dq of the kv blocks [first, last) of a run, from the last down.
 
     dq q (BLOCK_M, BLOCK_D), dout (BLOCK_M, BLOCK_DV), minus_lse delta rows (BLOCK_M,).
     """
@@ -369,7 +368,7 @@ def flash_dq_kernel(
     k_head = k_ptr + offset_of(batch, stride_kb, UNIT) + offset_of(kv_head, stride_kh, UNIT)
     v_head = v_ptr + offset_of(batch, stride_vb, UNIT) + offset_of(kv_head, stride_vh, UNIT)
     stat = (batch * nheads + head).to(tl.int64) * num_rows
-    # Contiguous: (batch, rows, nheads, HEAD_DIM).
+    # dq is contiguous: (batch, rows, nheads, HEAD_DIM).
     dq_head = dq_ptr + (batch.to(tl.int64) * num_rows * nheads + head) * HEAD_DIM
 
     offs = offsets_in_block(row_start, row_stop, BLOCK_M)
@@ -400,12 +399,12 @@ def delta_launch(
     """The launch that writes delta, and -lse in base 2.
 
     Args:
-        out: (batch, rows, nheads, headdim_v), any strides with the last one 1.
+        out: (batch, rows, nheads, headdim_v); any strides, but 1 in the last dim.
         dout: likewise.
         lse: (batch, nheads, rows) float32, contiguous, natural logarithm.
         minus_lse: likewise, -lse in base 2; written.
         delta: likewise; written.
-        config: only BLOCK_M and the warps matter.
+        config: for BLOCK_M and warps only.
     """
     batch, num_rows, nheads, headdim_v = out.shape
     return Launch(
@@ -449,18 +448,18 @@ def dkdv_launch(
     """The launch that adds one step's dk (without softmax_scale) and dv.
 
     Args:
-        q: (batch, rows, nheads, headdim), any strides with the last one 1; likewise k, v, dout.
+        q: (batch, rows, nheads, headdim); for q, k, v, dout any strides, but 1 in the last dim.
         k: (batch, rows_kv, nheads_kv, headdim).
         v: (batch, rows_kv, nheads_kv, headdim_v).
         dout: (batch, rows, nheads, headdim_v).
         minus_lse: (batch, nheads, rows) float32, contiguous, in base 2; over all keys of all steps.
         delta: (batch, nheads, rows) float32, contiguous.
-        dk: as k, float32, contiguous; accumulated into.
-        dv: as v, likewise.
-        table: of kv rows x q rows (`transposed`), ascending.
+        dk: shape of k, float32, contiguous; added to.
+        dv: shape of v, likewise.
+        table: table of kv rows x q rows (`transposed`), ascending.
         config: tile sizes, warps and stages.
         softmax_scale: positive.
-        softcap: 0 is none.
+        softcap: 0 means none.
     """
     batch, num_rows, nheads, headdim = q.shape
     nheads_kv = k.size(2)
@@ -469,8 +468,8 @@ def dkdv_launch(
         bytes_per_column=nheads // nheads_kv * (headdim + v.size(3)) * q.element_size(),
     )  # fmt: skip
     strides = _strides(q=q, k=k, v=v, d=dout)
-    # Constants: by them 12 of 398 instructions of the loop go, and on sm_100 20 spilled bytes. In
-    # the other kernels ptxas then aims at fewer registers, and spills.
+    # Row strides as constants save 12 of 398 instructions of the loop, and on sm_100 20 spilled
+    # bytes. In the other kernels they make ptxas aim at fewer registers, and spill.
     rows = {
         name: strides.pop(name) for name in ("stride_qm", "stride_kn", "stride_vn", "stride_dm")
     }
@@ -515,7 +514,7 @@ def dq_launch(
     softmax_scale: float,
     softcap: float = 0.0,
 ) -> Launch:
-    """The launch that adds one step's dq (without softmax_scale); arguments as of `dkdv_launch`.
+    """The launch that adds one step's dq (without softmax_scale); see `dkdv_launch` for strides.
 
     Args:
         q: (batch, rows, nheads, headdim).
@@ -524,11 +523,11 @@ def dq_launch(
         dout: (batch, rows, nheads, headdim_v).
         minus_lse: (batch, nheads, rows).
         delta: (batch, nheads, rows).
-        dq: as q, float32, contiguous; accumulated into.
-        table: of q rows x kv rows, descending.
+        dq: shape of q, float32, contiguous; added to.
+        table: table of q rows x kv rows, descending.
         config: tile sizes, warps and stages.
         softmax_scale: positive.
-        softcap: 0 is none.
+        softcap: 0 means none.
     """
     batch, num_rows, nheads, headdim = q.shape
     schedule = make_schedule(
@@ -561,7 +560,7 @@ def dq_launch(
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
-    """Strides by the tensors' letters: of batches, rows ("m" of q rows, "n" of kv rows), heads."""
+    """stride_{letter}{axis}: axes are b (batch), m (q rows) or n (kv rows), and h (heads)."""
     return {
         f"stride_{name}{axis}": stride
         for name, x in tensors.items()

@@ -1,9 +1,9 @@
-"""Forward: every tile of a ring step folded into the running state of the queries, in one launch.
+"""Forward: folds every tile of a ring step into the running state of the queries, in one launch.
 
-A program takes one block of q rows of one head. It loads the state (acc, m, l) that earlier steps
-left, folds the blocks of keys that its rows see, and stores the state un-normalised, so that a ring
-continues the very arithmetic of a single pass; see `online_softmax` for the equations. The first
-step loads nothing. The last adds the sink, normalises, writes `out` in the input type and lse, and
+A program takes one block of q rows of one head. It loads the state (acc, m, l) of earlier steps,
+folds the blocks of keys that its rows see, and stores the state un-normalised. So a ring does
+exactly the arithmetic of a single pass; see `online_softmax` for the equations. The first step
+loads no state. The last step adds the sink, normalises, writes `out` in the input type and lse, and
 stores no state.
 
     for each run of kv rows, from the last down:              (step_table)
@@ -11,14 +11,14 @@ stores no state.
         blocks that every row sees whole            not masked
         blocks that its lower bound or start cuts   masked
 
-Blocks are folded from the diagonal downwards, each on a grid that does not depend on the step. So
-for a contiguous causal ring, whose shards come by in that order too, a row's sums are the same at
-every world size if shards begin at multiples of BLOCK_N. A step without bands and ragged ends, as
-are all but the own of a zigzag ring, is compiled without any masking code.
+Blocks are folded from the diagonal downwards, on a grid that does not depend on the step. A
+contiguous causal ring brings its shards in the same order; so a row's sums are the same at every
+world size if shards begin at multiples of BLOCK_N. A step without bands and ragged ends is compiled
+without masking code, as are all steps of a zigzag ring but a rank's own.
 
-Scores and m are in base 2 inside and between steps; the lse that is written is the natural
-logarithm, float32, -inf for rows that saw nothing. Softmax statistics and acc are float32. Keys are
-never repeated for grouped heads: query head h reads kv head h // GROUP.
+Scores and m are in base 2, within and between steps. The lse written is the natural logarithm,
+float32, -inf for rows that see no key. Softmax statistics and acc are float32. Keys are never
+repeated for grouped heads: query head h reads kv head h // GROUP.
 
 Dao et al., arXiv 2205.14135 and 2307.08691; ring use, Liu et al., arXiv 2310.01889.
 """
@@ -48,7 +48,7 @@ from .tasks import block_and_head, make_schedule
 
 @triton.jit
 def in_units(stride, UNIT: tl.constexpr):
-    """The stride, in a form from which the compiler sees that UNIT divides it."""
+    """The stride, written so that the compiler knows that UNIT divides it."""
     if UNIT == 1:
         return stride
     return stride // UNIT * UNIT
@@ -56,13 +56,13 @@ def in_units(stride, UNIT: tl.constexpr):
 
 @triton.jit
 def offset_of(index, stride, UNIT: tl.constexpr):
-    """index * stride, which UNIT divides."""
+    """index * stride, written so that the compiler knows that UNIT divides it."""
     return index.to(tl.int64) * in_units(stride, UNIT)
 
 
 @triton.jit
 def offsets_in_block(row_start, row_stop, BLOCK: tl.constexpr):
-    """(BLOCK,) offsets from row_start; those beyond the block repeat its last row.
+    """(BLOCK,) offsets from row_start; beyond the block they repeat its last row.
 
     So loads need no mask.
     """
@@ -71,7 +71,7 @@ def offsets_in_block(row_start, row_stop, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, row_start, offs, stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(len(offs), BLOCK_D): rows row_start + offs of HEAD_DIM elements, zero beyond; all exist."""
+    """(len(offs), BLOCK_D): rows row_start + offs, which must exist; zero beyond HEAD_DIM."""
     dims = tl.arange(0, BLOCK_D)
     ptrs = (ptr + row_start.to(tl.int64) * stride) + (offs[:, None] * stride + dims[None, :])
     if HEAD_DIM == BLOCK_D:
@@ -83,7 +83,7 @@ def load_rows(ptr, row_start, offs, stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.
 def store_rows(ptr, x, row_start, row_stop, stride, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Stores x (BLOCK, BLOCK_D) to the rows row_start, row_start + 1, ... below `row_stop`.
 
-    Offsets are counted from the first row, so that over the loop before it only scalars are kept.
+    Offsets count from the first row, so that the loop before the store keeps only scalars alive.
     """
     offs = tl.arange(0, x.shape[0])
     dims = tl.arange(0, BLOCK_D)
@@ -112,7 +112,7 @@ def load_block(
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """(BLOCK, BLOCK_D): rows start, start + 1, ...; with MASKED those outside the run are zero."""
+    """(BLOCK, BLOCK_D): rows start, start + 1, ...; with MASKED, rows outside the run are zero."""
     offs = tl.arange(0, BLOCK)
     dims = tl.arange(0, BLOCK_D)
     ptrs = (ptr + start.to(tl.int64) * stride) + (offs[:, None] * stride + dims[None, :])
@@ -154,8 +154,8 @@ def _fold_blocks(
 ):
     """Folds the blocks [first, last) of a run of keys, from the last down.
 
-    One loop with a branch for the blocks at either end, rather than three loops: the pipeline is
-    filled once a run, and on sm_90 with 128 x 128 blocks three bodies spilled where one does not.
+    One loop with a branch for masked blocks, not three loops: the pipeline is filled once per run,
+    and on sm_90 with 128 x 128 blocks three loop bodies spilled registers.
 
     acc (BLOCK_M, BLOCK_DV), m_i l_i (BLOCK_M,), q (BLOCK_M, BLOCK_D), rows (BLOCK_M,).
     """
@@ -285,16 +285,16 @@ def flash_fwd_kernel(
 
 @dataclass
 class Carried:
-    """The state between two launches, or the results of the last.
+    """The state between two launches, or the results of the last launch.
 
     Attributes:
-        acc: (batch, rows, nheads, headdim_v) float32; None where one launch does all.
+        acc: (batch, rows, nheads, headdim_v) float32; None if one launch does everything.
         m: (batch, nheads, rows) float32, in base 2.
         l: (batch, nheads, rows) float32.
         out: (batch, rows, nheads, headdim_v) in the input type; None before the last launch.
         lse: (batch, nheads, rows) float32, natural logarithm.
         sinks: (nheads,) float32 or None.
-        counter: int32 0, of tasks, which every launch of `hopper_fwd` leaves as it was; or None.
+        counter: int32 zero, the task counter of `hopper_fwd`, which each launch resets; or None.
     """
 
     acc: Tensor | None = None
@@ -306,7 +306,7 @@ class Carried:
     counter: Tensor | None = None
 
     def copy(self) -> Carried:
-        """The same values in memory of their own."""
+        """A copy in new memory."""
         values = (getattr(self, field.name) for field in fields(self))
         return Carried(*(None if x is None else x.clone() for x in values))
 
@@ -319,10 +319,10 @@ def score_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
 
 
 def offset_unit(*tensors: Tensor) -> int:
-    """8, if that divides the strides and triton does not see it, else 1.
+    """8 if 8 divides all strides but 16 does not, else 1.
 
-    It sees 16. By 8 a row of 72 dims is aligned for copies of 16 bytes, too: without, they were not
-    asynchronous, and the forward spilled 556 bytes.
+    Triton itself detects multiples of 16. Multiples of 8, such as rows of 72 dims, suffice for
+    asynchronous copies of 16 bytes; without those copies the forward spilled 556 bytes.
     """
     strides = [stride for x in tensors for stride in x.stride()[:3]]
     return 8 if any(x % 16 for x in strides) and not any(x % 8 for x in strides) else 1
@@ -330,7 +330,7 @@ def offset_unit(*tensors: Tensor) -> int:
 
 @cache
 def block_dim(headdim: int) -> int:
-    """The power of two that holds a head dim; tl.dot takes no less than 16."""
+    """The power of two that holds a head dim; at least 16, as tl.dot requires."""
     return max(16, triton.next_power_of_2(headdim))
 
 
@@ -350,17 +350,17 @@ def forward_launch(
     """The launch that folds one step.
 
     Args:
-        q: (batch, rows, nheads, headdim), any strides with the last one 1.
+        q: (batch, rows, nheads, headdim); any strides, but 1 in the last dim.
         k: (batch, rows_kv, nheads_kv, headdim), likewise.
         v: (batch, rows_kv, nheads_kv, headdim_v), likewise.
         state: allocated by the caller: acc, m, l unless first and last; out and lse if last.
-        table: of q rows x kv rows, descending, for this config's blocks; first and last need blocks
-            for all rows.
+        table: table of q rows x kv rows, descending, for this config's blocks; if first or last,
+            with blocks for all rows.
         config: tile sizes, warps and stages.
         softmax_scale: positive.
-        softcap: 0 is none.
-        first: nothing is loaded of the state.
-        last: out and lse are written instead of the state.
+        softcap: 0 means none.
+        first: start from the empty state, and load none.
+        last: write out and lse, and store no state.
     """
     batch, num_rows, nheads, headdim = q.shape
     group = nheads // k.size(2)

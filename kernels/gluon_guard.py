@@ -1,7 +1,7 @@
-"""Whether the installed triton has what the Gluon kernels are written with.
+"""Whether the installed triton has all names that the Gluon kernels use.
 
-Gluon is experimental in triton: names come and go. The kernels are compiled, without a GPU, with
-triton 3.6.0, 3.7.1 and 3.9.0. Importing this module needs no triton.
+Gluon is experimental in triton: its names change. The kernels are known to compile, without a GPU,
+with triton 3.6.0, 3.7.1 and 3.9.0. Importing this module needs no triton.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from importlib import import_module
 
 HOPPER = "triton.experimental.gluon.language.nvidia.hopper"
 
-# Names by module; one of several names divided by a bar is enough.
+# Names by module; of names separated by a bar, one is enough.
 NEEDED: dict[str, tuple[str, ...]] = {
     "triton.experimental.gluon": ("constexpr_function", "jit"),
     "triton.experimental.gluon.language": (
@@ -44,7 +44,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
 
 @cache
 def gluon_missing() -> str | None:
-    """Names that triton lacks for the Gluon kernels, in words; None where it lacks none."""
+    """The first name of `NEEDED` that triton lacks, in a sentence; None if it has all names."""
     for path, names in NEEDED.items():
         try:
             module = import_module(path)

@@ -1,6 +1,6 @@
-"""Blocks of the Gluon kernels for sm_90: products, masks, softmax, rows of state, shared memory.
+"""Parts of the Gluon kernels for sm_90: products, masks, softmax, rows of state, shared memory.
 
-`hopper_fwd` and `hopper_bwd` have the kernels, and say who computes when.
+The kernels, with their warps and barriers, are in `hopper_fwd` and `hopper_bwd`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .online_softmax import softmax_pivot, tanh
 
-# Rows of q that a warpgroup's products have.
+# Rows of a warpgroup's products.
 ROWS = gl.constexpr(64)
 
-# By its name in triton 3.9, and before.
+# Each by its name in triton 3.9, or by its older name.
 _memory = gl.shared_memory_descriptor
 reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 start_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -47,10 +47,10 @@ def await_empty(buffers, barriers, use):
 
 @gluon.jit
 def clear_outside(buffer, start, run):
-    """Makes rows of a block (1, BLOCK_N, 1, HEAD_DIM_V) that are not the run's zero.
+    """Zeroes the rows of a block (1, BLOCK_N, 1, HEAD_DIM_V) that are outside the run.
 
-    In shared memory the block lies as copies leave it, swizzled in pieces of 8 rows x 64 dims:
-    those of the first 64 dims, then those of the next.
+    Copies leave the block in shared memory in swizzled pieces of 8 rows x 64 dims: first all pieces
+    of the first 64 dims, then those of the next.
     """
     BLOCK_N: gl.constexpr = buffer.shape[1]
     PIECES: gl.constexpr = BLOCK_N * buffer.shape[3] // (8 * 64)
@@ -68,9 +68,9 @@ def clear_outside(buffer, start, run):
 
 @gluon.jit
 def fill_rows(desc, coord, buffer, full, landed, start, run, uses, RAGGED: gl.constexpr):
-    """Copies a block of rows, whose end completes `full`; rows that are not the run's are zeros.
+    """Copies a block of rows, with zeros for rows outside the run, and completes `full`.
 
-    For these the producer waits itself, by `landed`, for the uses-th time. Returns `uses`.
+    To zero such rows the producer itself waits for the copy, by `landed`. Returns the next `uses`.
     """
     whole = (start >= run[0]) & (
         (start + desc.block_type.shape[1] <= run[1]) | (run[1] >= desc.shape[1])
@@ -91,13 +91,13 @@ def fill_rows(desc, coord, buffer, full, landed, start, run, uses, RAGGED: gl.co
 
 @gluon.jit
 def opaque_zero(x):
-    """0, of which the compiler does not know it: what is computed from it stays where it stands."""
+    """0, unknown to the compiler, which therefore does not move computations that depend on it."""
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def issue_scores(q, k_buffers, stage, rows):
-    """Starts S = Q K' in the layout of `rows`; returns what `warpgroup_mma_wait` takes."""
+    """Starts S = Q K' in the layout of `rows`; returns the argument of `warpgroup_mma_wait`."""
     BLOCK_N: gl.constexpr = k_buffers.shape[2]
     HEAD_DIM: gl.constexpr = k_buffers.shape[4]
     k = k_buffers.index(stage).reshape([BLOCK_N, HEAD_DIM]).permute((1, 0))
@@ -108,7 +108,7 @@ def issue_scores(q, k_buffers, stage, rows):
 
 @gluon.jit
 def issue_output(p, v_buffers, stage, acc):
-    """Starts acc += P V; returns what `warpgroup_mma_wait` takes."""
+    """Starts acc += P V; returns the argument of `warpgroup_mma_wait`."""
     BLOCK_N: gl.constexpr = v_buffers.shape[2]
     HEAD_DIM_V: gl.constexpr = v_buffers.shape[4]
     v = v_buffers.index(stage).reshape([BLOCK_N, HEAD_DIM_V])
@@ -129,9 +129,9 @@ def mask_scores(
 ):
     """s (ROWS, BLOCK_N) with -inf where a row does not see a column; see `visible_pairs`.
 
-    rows (ROWS,), start and stop of the run are counted from the block's first column. Columns are
-    taken apart into eights and the place within, since all that a thread has of eights are
-    constants: it would keep its columns in registers, over all loops.
+    rows (ROWS,), start and stop of the run are relative to the block's first column. A column is
+    split into a multiple of 8, which is a constant in each thread, and the rest: whole column
+    numbers would occupy registers over all loops.
     """
     BLOCK_N: gl.constexpr = s.shape[1]
     LAYOUT: gl.constexpr = s.type.layout
@@ -169,8 +169,8 @@ def softmax(
     """`online_softmax_update` without its product: returns p, alpha, m_i and l_i.
 
     s (ROWS, BLOCK_N) raw products, m_i l_i rows (ROWS,), all float32 but rows. MASK: this block has
-    a mask. FLAGS (HAS_LO, HAS_HI, RAGGED, SOFTCAP): what any block of the launch may have. scales:
-    of `score_scales`.
+    a mask. FLAGS (HAS_LO, HAS_HI, RAGGED, SOFTCAP): properties of any block of the launch. scales:
+    from `score_scales`.
     """
     HAS_LO: gl.constexpr = FLAGS[0]
     HAS_HI: gl.constexpr = FLAGS[1]
@@ -195,13 +195,13 @@ def softmax(
 
 @gluon.jit
 def rescale(acc, alpha):
-    """acc (ROWS, HEAD_DIM_V) times alpha (ROWS,), which is laid out for scores."""
+    """acc (ROWS, HEAD_DIM_V) times alpha (ROWS,), which has the layout of scores."""
     return acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout))[:, None]
 
 
 @gluon.jit
 def as_operand(p, buffers, acc):
-    """Weights p rounded as the buffers' blocks are, and laid out for a product that adds to acc."""
+    """Weights p in the buffers' dtype, in the layout of an operand of a product into acc."""
     return gl.convert_layout(p.to(buffers.dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
 
 
@@ -209,7 +209,7 @@ def as_operand(p, buffers, acc):
 def _row_ptrs(ptr, batch, head, row, num_rows, nheads, HEAD_DIM_V: gl.constexpr, L: gl.constexpr):
     """Pointers (ROWS, HEAD_DIM_V) from a row on, in (batch, rows, nheads, HEAD_DIM_V).
 
-    Rows are added before dims: so a thread keeps the pointers of its rows, and not of its elements.
+    Rows are added before dims, so that a thread keeps pointers per row, not per element.
     """
     first = gl.cast((batch * num_rows + row) * nheads + head, gl.int64)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, L))
@@ -226,7 +226,7 @@ def _stat_ptrs(ptr, batch, head, row, num_rows, nheads, L: gl.constexpr):
 
 @gluon.jit
 def load_rows(ptr, batch, head, row, row_stop, num_rows, nheads, HEAD_DIM: gl.constexpr, L):
-    """Rows (ROWS, HEAD_DIM) from a row on, of which those from `row_stop` on are zeros."""
+    """Rows (ROWS, HEAD_DIM) from `row` on; rows from `row_stop` on are zeros."""
     inside = gl.arange(0, ROWS, gl.SliceLayout(1, L)) < row_stop - row
     ptrs = _row_ptrs(ptr, batch, head, row, num_rows, nheads, HEAD_DIM, L)
     return gl.load(ptrs, inside[:, None], 0.0)
@@ -234,7 +234,7 @@ def load_rows(ptr, batch, head, row, row_stop, num_rows, nheads, HEAD_DIM: gl.co
 
 @gluon.jit
 def load_state(state, batch, head, row, row_stop, num_rows, nheads, HEAD_DIM_V, S_LAYOUT, O_LAYOUT):
-    """acc (ROWS, HEAD_DIM_V), m_i and l_i (ROWS,); for rows that are not the block's, of no key."""
+    """acc (ROWS, HEAD_DIM_V), m_i and l_i (ROWS,); rows beyond the block have an empty state."""
     acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr, sinks_ptr = state
     acc = load_rows(acc_ptr, batch, head, row, row_stop, num_rows, nheads, HEAD_DIM_V, O_LAYOUT)
     inside = gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT)) < row_stop - row
@@ -246,10 +246,10 @@ def load_state(state, batch, head, row, row_stop, num_rows, nheads, HEAD_DIM_V, 
 
 @gluon.constexpr_function
 def _stored_layout(product: gl.constexpr, num_dims: int, num_bits: int) -> gl.DistributedLayout:
-    """The layout in which the rows of a product fill sectors of 32 bytes with each store.
+    """The layout in which each store of a product's rows fills whole sectors of 32 bytes.
 
-    Four lanes share a row, of which each has pairs. Pairs of 16 bits leave half a sector empty, so
-    there each lane gets four in a row, by shuffles among the four.
+    In a product four lanes share a row, and each lane has pairs of elements. Pairs of 16-bit
+    elements fill half a sector, so shuffles among the four lanes give each lane four in a row.
     """
     if num_bits != 16:
         return product
@@ -262,7 +262,7 @@ def _stored_layout(product: gl.constexpr, num_dims: int, num_bits: int) -> gl.Di
 
 @gluon.jit
 def store_rows(ptr, x, batch, head, row, row_stop, num_rows, nheads, row_start=None):
-    """Stores x (ROWS, HEAD_DIM_V) to the rows from `row_start`, or the first, to `row_stop`."""
+    """Stores x (ROWS, HEAD_DIM_V) to rows from `row` on, within [`row_start`, `row_stop`)."""
     x = x.to(ptr.dtype.element_ty)
     L: gl.constexpr = _stored_layout(x.type.layout, x.shape[1], x.dtype.primitive_bitwidth)
     ptrs = _row_ptrs(ptr, batch, head, row, num_rows, nheads, x.shape[1], L)
@@ -275,7 +275,7 @@ def store_rows(ptr, x, batch, head, row, row_stop, num_rows, nheads, row_start=N
 
 @gluon.jit
 def store_stats(ptr, x, batch, head, row, row_stop, num_rows, nheads):
-    """Stores x (ROWS,) likewise."""
+    """Stores x (ROWS,) to rows from `row` on, below `row_stop`."""
     L: gl.constexpr = x.type.layout.parent
     ptrs = _stat_ptrs(ptr, batch, head, row, num_rows, nheads, L)
     inside = gl.arange(0, ROWS, gl.SliceLayout(1, L)) < row_stop - row
@@ -290,7 +290,7 @@ def make_buffers(desc, COUNT: gl.constexpr):
 
 @gluon.jit
 def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """So many mbarriers, each of which completes with so many arrivals."""
+    """COUNT mbarriers, each of which completes after ARRIVALS arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
@@ -299,11 +299,11 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @cache
 def _block_layout() -> gl.NVMMASharedLayout:
-    """Shared-memory layout of 16-bit blocks (1, rows, 1, dims) of 64 dims or more."""
+    """Shared-memory layout of 16-bit blocks (1, rows, 1, dims), with 64 dims or more."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
 
 def block_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Descriptor of (batch, rows, heads, dim), for copies of so many rows of one head."""
+    """Descriptor of x (batch, rows, heads, dim), for copies of `rows` rows of one head."""
     block = [1, rows, 1, x.size(3)]
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _block_layout())

@@ -1,24 +1,24 @@
 """Backward for sm_90 in Gluon: dq, dk and dv in one kernel of five products.
 
-`flash_bwd` has the formulas. There dq and dk/dv are apart, and both make the scores and dp: seven
-products. Here a program has a block of BLOCK_N kv rows of one kv head, visits the blocks of q rows
-that see it, upwards, with all query heads of the group, and makes each score once:
+`flash_bwd` has the formulas. There the kernels of dq and of dk/dv both compute the scores and dp:
+seven products. Here a program has a block of BLOCK_N kv rows of one kv head. It visits the blocks
+of q rows that see it, upwards, with all query heads of the group, and computes each score once:
 
     S' = K Q'     dP' = V dO'     dV += P' dO     dQ = dS K     dK += dS' Q
 
-dk and dv stay in registers from visit to visit. dq is of other programs' blocks, too, and is added
-in memory, visit by visit; so that its bits do not depend on time, the visits of a block of q rows
-take turns, in the order of the tasks (`turn_table`):
+dk and dv stay in registers from visit to visit. Several programs add to the same rows of dq, in
+memory. So that its bits do not depend on timing, the visits of a block of q rows take turns, in the
+order of the tasks (`turn_table`):
 
-    kv block    visits, to the right                one program waits for another in a column only:
-      3                            d  +  +          `d` begins, `+` adds when its predecessor, the
+    kv block    visits, to the right                a program waits only within a column: `d` does
+      3                            d  +  +          not wait, and `+` adds when its predecessor, the
       2                   d  +  +  +  +  +          sign above it, has added
       1          d  +  +  +  +  +  +  +  +
       0    d  +  +  +  +  +  +  +  +  +  +          q rows, from left to right
 
-A program takes its task from a counter when it starts, so who it waits for has started before.
+A program draws its task from a counter when it starts, so each predecessor has started before it.
 
-Two warpgroups compute, with 64 kv rows each; a warp loads, and a warp adds to dq:
+Two warpgroups compute, with 64 kv rows each; one warp loads, and one warp adds to dq:
 
                         shared memory
       producer -----> | K  V           | -----> consumer 0, 1: S' and dP' of 64 rows, dK, dV
@@ -27,13 +27,13 @@ Two warpgroups compute, with 64 kv rows each; a warp loads, and a warp adds to d
                       | dQ of a visit  | <---------------'
       adder  <------- '----------------'
 
-Each hands over by mbarriers, as in `hopper_fwd`. With 64 dims a visit has 128 rows of q, and each
-consumer has the dQ of half the rows; with 128 dims it has 64 rows of q, and half the dims.
+Mbarriers hand buffers over, as in `hopper_fwd`. With 64 dims a visit has 128 rows of q, and each
+consumer computes dQ of half the rows; with 128 dims it has 64 rows of q, and half the dims each.
 
-Blocks of kv rows stand on a grid that begins at row 0, and products of rows that a run does not
-have are made with zeros: so a dQ has the same bits wherever the sequence is cut at multiples of
-BLOCK_N. Rows that are not a run's may be NaN: the producer overwrites them, and their sums, which
-products with the run's own NaN may spoil, are not stored.
+Blocks of kv rows are on a grid that begins at row 0, and rows outside a run count as zeros in
+products: so dQ has the same bits wherever the sequence is cut at multiples of BLOCK_N. Rows outside
+a run may hold NaN: the producer zeroes them. Their own sums, which NaN within the run may spoil,
+are not stored.
 
 Shah et al., arXiv 2407.08608; for the turns, the deterministic mode of flash-attn.
 """
@@ -76,18 +76,18 @@ from .turn_table import TurnTable, load_piece, load_visited
 # Warpgroups that compute, with ROWS kv rows each.
 CONSUMERS = gl.constexpr(2)
 
-# Rows of dq that the adder holds in registers at a time, and the dims of a consumer's part.
+# Rows of dq that the adding warp holds in registers at a time, and dims of a consumer's part.
 ADDED_ROWS = gl.constexpr(8)
 PART_DIMS = gl.constexpr(64)
 
-# Shared memory of dq: the pairs of 8 rows that a warp stores at once lie in different banks.
+# Layouts of dq in shared memory: pairs of 8 rows that a warp stores at once use different banks.
 ADDED = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[64, 8]], [8, 64], order=[1, 0]))
 PART = gl.constexpr(gl.PaddedSharedLayout.with_identity_for([[64, 8]], [64, 64], order=[1, 0]))
 
 
 @gluon.jit
 def _load_statistics(ptr, start, run, BLOCK_M: gl.constexpr):
-    """minus_lse or delta of q rows, a float32 a row; 0 outside the run."""
+    """minus_lse or delta of BLOCK_M q rows, float32; 0 outside the run."""
     L: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
     cols = start + gl.arange(0, BLOCK_M, L)
     return gl.load(ptr + cols, (cols >= run[0]) & (cols < run[1]), 0.0)
@@ -95,7 +95,7 @@ def _load_statistics(ptr, start, run, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def _copy_kv(descs, buffers, barrier, batch, row, kv_head):
-    """Copies a block of K and V, whose end completes the barrier."""
+    """Copies a block of K and V; the end of the copies completes the barrier."""
     q_desc, k_desc, v_desc, dout_desc = descs
     mbarrier.expect(barrier, CONSUMERS * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
     for part in gl.static_range(CONSUMERS):
@@ -105,9 +105,9 @@ def _copy_kv(descs, buffers, barrier, batch, row, kv_head):
 
 
 @gluon.jit
-def _produce(given, descs, statistics, FLAGS: gl.constexpr, GROUP: gl.constexpr):
-    """Loads what the consumers need, in the order in which they need it."""
-    buffers, barriers, work, task = given
+def _produce(context, descs, statistics, FLAGS: gl.constexpr, GROUP: gl.constexpr):
+    """Loads the consumers' blocks, in the order in which they are used."""
+    buffers, barriers, work, task = context
     k_buffers, v_buffers, q_buffers, dout_buffers = buffers[:4]
     statistic_buffers, ds_buffers, dq_buffers = buffers[4:]
     kv_full, kv_empty, q_full, q_empty, dout_full, dout_empty = barriers[:6]
@@ -154,7 +154,7 @@ def _produce(given, descs, statistics, FLAGS: gl.constexpr, GROUP: gl.constexpr)
             )  # fmt: skip
             statistic = (batch * nheads + head) * num_rows
             minus_lse = _load_statistics(minus_lse_ptr + statistic, start, run, BLOCK_M)
-            # Rows that see nothing are masked; infinite they would make NaN of the mask.
+            # +inf (a row that sees no key) would turn the mask's -inf into NaN.
             minus_lse = gl.where(minus_lse == float("inf"), 0.0, minus_lse)
             statistic_buffers.index(2 * stage).store(minus_lse)
             delta = _load_statistics(delta_ptr + statistic, start, run, BLOCK_M)
@@ -194,7 +194,7 @@ def _visit(
 ):
     """Visits the blocks of q rows [begin, end) of a run, with every head of the group.
 
-    dk dv (ROWS, HEAD_DIM) of a consumer, rows (ROWS,) its kv rows.
+    dk dv (ROWS, HEAD_DIM) are a consumer's sums, rows (ROWS,) its kv rows.
     """
     buffers, barriers, runs_ptr, run_index, rows, scale = visited
     k_buffers, v_buffers, q_buffers, dout_buffers = buffers[:4]
@@ -225,7 +225,7 @@ def _visit(
 
         minus_lse = statistic_buffers.index(2 * stage).load(COLS)[None, :]
         if MASK:
-            # Loaded at every visit: kept during the loop it would take registers from the products.
+            # Loaded at every visit: kept during the loop, a run would take the products' registers.
             run = load_visited(runs_ptr, run_index + opaque_zero(t))
             start = t // GROUP * BLOCK_M
             s = mask_scores(
@@ -236,7 +236,7 @@ def _visit(
         if MASK and PARTIAL:
             inside = (rows >= run[4]) & (rows < run[5])
             p = gl.where(inside[:, None], p, 0.0)
-        # 128 rows of q leave no registers to have this product under way beside p and dp.
+        # With 128 rows of q there are no registers to run this product beside p and dp.
         EARLY: gl.constexpr = DKV and BLOCK_M == ROWS
         ROUNDED: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
         if EARLY:
@@ -250,8 +250,8 @@ def _visit(
             dv = warpgroup_mma(weights, dout, dv, is_async=True)
 
         if DQ:
-            # Two are used in turn: who writes one has waited for the other consumer's last visit,
-            # and with it for its product of the one before.
+            # Two buffers alternate. A consumer that writes one has waited for the other consumer's
+            # previous visit, and so for the product that read this buffer.
             half = CONSUMERS * (use & 1)
             ds_buffers.index(half + INDEX).store(ds)
             fence_async_shared()
@@ -286,7 +286,7 @@ def _visit(
 
 @gluon.jit
 def _consume(
-    given,
+    context,
     grads,
     scale,
     INDEX: gl.constexpr,
@@ -295,8 +295,8 @@ def _consume(
     DQ: gl.constexpr,
     DKV: gl.constexpr,
 ):
-    """The INDEX-th 64 kv rows of this program's block."""
-    buffers, barriers, work, task = given
+    """Computes dk and dv of the INDEX-th 64 kv rows of this program's block, and its part of dQ."""
+    buffers, barriers, work, task = context
     k_buffers, v_buffers, q_buffers = buffers[:3]
     kv_full, kv_empty = barriers[:2]
     dk_ptr, dv_ptr, num_rows_kv = grads
@@ -346,12 +346,12 @@ def _consume(
             )
         mbarrier.arrive(kv_empty.index(0), count=1)
         if DKV:
-            # Computed again: kept during the loops pointers would take registers from the products.
+            # Computed again: pointers kept during the loops would take the products' registers.
             zero = opaque_zero(i)
             batch, kv_head, first_row, _, _ = _task(task + zero, work)
             row = first_row + INDEX * ROWS
             run = load_visited(work[1], i + zero)
-            # Rows of another run have sums of zeros, or of NaN where this one's are NaN.
+            # Not stored: rows outside the run, whose sums are zeros, or NaN if the run has NaN.
             store_rows(
                 dk_ptr, dk, batch, kv_head, row, run[5], num_rows_kv, nheads_kv + zero, run[4]
             )
@@ -362,7 +362,7 @@ def _consume(
 
 @gluon.jit
 def _add(
-    given,
+    context,
     dq_ptr,
     turns_ptr,
     num_rows,
@@ -370,8 +370,8 @@ def _add(
     RAGGED: gl.constexpr,
     DQ: gl.constexpr,
 ):
-    """Adds the consumers' dQ to dq in memory, each in its turn."""
-    buffers, barriers, work, task = given
+    """Adds the consumers' dQ to dq in memory, each visit in its turn."""
+    buffers, barriers, work, task = context
     k_buffers, v_buffers, q_buffers = buffers[:3]
     dq_buffers = buffers[6]
     dq_full, dq_empty = barriers[7:9]
@@ -454,7 +454,7 @@ def hopper_bwd_kernel(
     DQ: gl.constexpr,
     DKV: gl.constexpr,
 ):
-    """Adds to dk and dv of a block of kv rows of one kv head, and to dq of all that see them."""
+    """Adds to dk and dv of a block of kv rows of one kv head, and to dq of all rows that see it."""
     DS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     STATISTICS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     buffers = (
@@ -478,24 +478,24 @@ def hopper_bwd_kernel(
         make_barriers(1, CONSUMERS),  # ds_full
         make_barriers(1, CONSUMERS),  # dq_full
         make_barriers(1, 1),  # dq_empty
-        make_barriers(3, 1),  # landed: K and V, q, dout that the producer waits for itself
+        make_barriers(3, 1),  # landed: copies of K and V, q, dout that the producer waits for
     )
-    # Copies run outside the warps: this fence shows them the barriers that were made above.
+    # Copies run outside the warps: this fence makes the barriers above visible to them.
     fence_async_shared()
-    # The first of the turns counts the tasks that have been taken.
+    # The first of the turns counts the tasks taken so far.
     task = gl.atomic_add(turns_ptr, 1, sem="relaxed")
     work = (blocks_ptr, runs_ptr, pieces_ptr, num_blocks, heads_together, nheads_kv)
-    given = (buffers, barriers, work, task)
+    context = (buffers, barriers, work, task)
     descs = (q_desc, k_desc, v_desc, dout_desc)
     statistics = (minus_lse_ptr, delta_ptr, num_rows)
     grads = (dk_ptr, dv_ptr, num_rows_kv)
     FLAGS: gl.constexpr = (HAS_LO, HAS_HI, RAGGED, PARTIAL)
     gl.warp_specialize(
         [
-            (_consume, (given, grads, scale, 0, GROUP, FLAGS, DQ, DKV)),
-            (_consume, (given, grads, scale, 1, GROUP, FLAGS, DQ, DKV)),
-            (_produce, (given, descs, statistics, FLAGS, GROUP)),
-            (_add, (given, dq_ptr, turns_ptr + 1, num_rows, GROUP, RAGGED, DQ)),
+            (_consume, (context, grads, scale, 0, GROUP, FLAGS, DQ, DKV)),
+            (_consume, (context, grads, scale, 1, GROUP, FLAGS, DQ, DKV)),
+            (_produce, (context, descs, statistics, FLAGS, GROUP)),
+            (_add, (context, dq_ptr, turns_ptr + 1, num_rows, GROUP, RAGGED, DQ)),
         ],
         [4, 1, 1],
         [232, 40, 40],
@@ -521,18 +521,18 @@ def bwd_launch(
     """The launch that adds one step's dq and dk (without softmax_scale) and dv.
 
     Args:
-        q: (batch, rows, nheads, headdim), as `hopper_fwd.copyable` returns it; so k, v and dout.
+        q: (batch, rows, nheads, headdim); q, k, v, dout as from `hopper_fwd.copyable`.
         k: (batch, rows_kv, nheads_kv, headdim).
         v: likewise.
-        dout: as q.
+        dout: shape of q.
         minus_lse: (batch, nheads, rows) float32, contiguous, in base 2; over all keys of all steps.
         delta: (batch, nheads, rows) float32, contiguous.
-        dq: as q, float32, contiguous; accumulated into. None leaves its product out.
-        dk: as k, likewise; None without dv.
+        dq: shape of q, float32, contiguous; added to. None leaves its product out.
+        dk: shape of k, likewise; None if dv is None.
         dv: likewise.
-        turns: int32 zeros, as many as `num_turns`.
-        table: for this config's blocks.
-        config: BLOCK_N 128, BLOCK_M 128 for 64 dims and 64 for 128, 4 warps, which a consumer has.
+        turns: `num_turns` int32 zeros.
+        table: table for this config's blocks.
+        config: BLOCK_N 128, BLOCK_M 128 for 64 dims and 64 for 128, 4 warps (of a consumer).
         softmax_scale: positive.
     """
     batch, num_rows, nheads, headdim = q.shape
@@ -581,6 +581,6 @@ def bwd_launch(
 
 
 def num_turns(q: Tensor, config: Config) -> int:
-    """Turns of a launch: a counter of tasks, and one for each block of q rows of each head."""
+    """Size of `turns`: a counter of tasks, and a turn for each block of q rows of each head."""
     batch, num_rows, nheads, _ = q.shape
     return 1 + batch * nheads * -(-num_rows // config.BLOCK_M)

@@ -1,8 +1,8 @@
-"""Forward for sm_90 in Gluon: warps that load beside warps that compute, every wait written out.
+"""Forward for sm_90 in Gluon: some warps load while others compute, with explicit waits.
 
-The table, state and folding order are those of `flash_fwd`; but triton's own pipeline waits for
-each product before the softmax. A program is one warp that loads and BLOCK_M / 64 warpgroups that
-compute, 64 rows of q each:
+Table, state and folding order are those of `flash_fwd`, where triton's own pipeline waits for each
+product before the softmax. A program is one warp that loads and BLOCK_M / 64 warpgroups that
+compute, with 64 rows of q each:
 
                              shared memory
                  full   .---------------------.   full
@@ -11,33 +11,33 @@ compute, 64 rows of q each:
        copies) <------- | V  V   of each      | <-------       v turn |
                  empty  '---------------------'   empty   consumer 1: 64 rows of q; S, P and acc
 
-Buffers are handed over by mbarriers. A `full` one completes when the bytes of a copy have landed,
-an `empty` one when every consumer of the buffer has finished the products that read it. So each
-completes once for every use of its buffer. Who waits for the n-th use, from 0, to be full asks for
-the parity of n; who waits for the buffer to be free for it asks for that of n - 1, which a fresh
-barrier counts as complete. A ring runs on from run to run and from task to task.
+Buffers are handed over by mbarriers. A `full` barrier completes when the bytes of a copy have
+landed, an `empty` barrier when every consumer has finished the products that read the buffer. So
+each barrier completes once for every use of its buffer. For the n-th use, from 0, a consumer waits
+on `full` with the parity of n; the producer waits on `empty` with the parity of n - 1, which a new
+barrier counts as complete. The uses of a ring of buffers continue from run to run and from task to
+task.
 
 A consumer has two products under way, as in FlashAttention-3: the softmax of a block runs while the
-tensor cores multiply the weights of the block before it.
+tensor cores multiply the weights of the previous block.
 
       tensor cores   | Q K(i+1)' |    P(i) V(i)      | Q K(i+2)' |  P(i+1) V(i+1)    |
       other units                | softmax of S(i+1) |           | softmax of S(i+2) |
 
-With PING_PONG consumers also take turns to issue their two products, so that the softmax of one
-runs during the products of the other. Gluon has no named barriers: a turn is an mbarrier as well.
+With PING_PONG the consumers also take turns to issue their two products, so that the softmax of one
+consumer overlaps the products of another. Gluon has no named barriers: a turn is an mbarrier, too.
 
-A program does one task after the other (`tasks`): first that of its own number, then the next that
-no program has taken, by a counter that the producer draws from; it hands the task's number to the
-consumers in shared memory. The last draw of a launch sets the counter back. Q is given back before
-the last product with V, and the first K of a task is copied before its Q: so the producer loads for
-the next task while the consumers finish this one. A state that is carried is read by the consumers,
-before they wait for Q.
+A program does one task after another (`tasks`): first the task of its own number, then the next
+free one. The producer draws its number from a counter and passes it to the consumers in shared
+memory; the last draw of a launch resets the counter. Consumers release Q before the last product
+with V, and the producer copies the first K of a task before its Q: so it loads for the next task
+while the consumers finish this one. Consumers read a carried state before they wait for Q.
 
-Rows beyond the tensor are copied as zeros. Rows beyond a run but within the tensor are another
-document's, maybe NaN; their weights are 0, but 0 * NaN is NaN. So where a run begins or ends within
-a block, the producer waits for V itself and overwrites the other rows with zeros.
+Rows beyond the tensor are copied as zeros. Rows outside a run but within the tensor belong to
+another document and may be NaN; their weights are 0, but 0 * NaN is NaN. So if a run begins or ends
+within a block, the producer itself waits for V and zeroes the other rows.
 
-Per block the arithmetic is that of `online_softmax_update`. Shah et al., arXiv 2407.08608.
+Each block's arithmetic is that of `online_softmax_update`. Shah et al., arXiv 2407.08608.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ from .tasks import block_and_head, make_schedule
 
 @gluon.jit
 def _first_task(num_tasks):
-    """The program's number.
+    """The program's number, read at the place of the call.
 
-    `gl.program_id` is read once, before the partitions part, and kept over that branch in a
-    register which none of them has to spare; this is read where it stands.
+    `gl.program_id` is read once, before the warps are specialised, and kept in a register, of which
+    no partition has one to spare.
     """
     return gl.inline_asm_elementwise(
         "mov.u32 $0, %ctaid.x;", "=r,r", [num_tasks], gl.int32, is_pure=False, pack=1
@@ -93,9 +93,9 @@ def _first_task(num_tasks):
 
 @gluon.jit
 def _draw_task(counter_ptr, num_tasks, num_programs):
-    """The next task that no program has; from num_tasks on, there is none.
+    """The next free task; a number of num_tasks or more means that there is none.
 
-    A launch draws num_tasks times: each program's first task is not drawn, its last draw is none.
+    A launch draws num_tasks times: a program's first task is not drawn, and its last draw is vain.
     """
     drawn = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     if drawn == num_tasks - 1:
@@ -105,7 +105,7 @@ def _draw_task(counter_ptr, num_tasks, num_programs):
 
 @gluon.jit
 def _hand_over(task, drawn, barriers, parity):
-    """Gives the producer's next task to the consumers, who have read the one before."""
+    """Passes the producer's next task to the consumers, after they have read the previous task."""
     drawn_full, drawn_empty = barriers[7:9]
     mbarrier.wait(drawn_empty.index(0), parity)
     L: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -115,7 +115,7 @@ def _hand_over(task, drawn, barriers, parity):
 
 @gluon.jit
 def _next_task(drawn, barriers, parity):
-    """A consumer's next task, as the producer has handed it over."""
+    """A consumer's next task, received from the producer."""
     drawn_full, drawn_empty = barriers[7:9]
     mbarrier.wait(drawn_full.index(0), parity)
     task = gl.max(drawn.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
@@ -133,15 +133,15 @@ def _task(task, work):
 
 @gluon.jit
 def _copy(desc, coord, buffer, full):
-    """Starts the copy of a block, whose end completes `full`."""
+    """Starts the copy of a block; its end completes `full`."""
     mbarrier.expect(full, desc.block_type.nbytes)
     start_copy(desc, coord, full, buffer)
 
 
 @gluon.jit
-def _produce(given, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
-    """Loads what the consumers need, in the order in which they need it."""
-    buffers, barriers, work, num_tasks, num_programs, counter_ptr = given
+def _produce(context, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
+    """Loads the consumers' blocks, in the order in which they are used."""
+    buffers, barriers, work, num_tasks, num_programs, counter_ptr = context
     q_desc, k_desc, v_desc = descs
     q_buffers, k_buffers, v_buffers, drawn = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers[:6]
@@ -167,7 +167,7 @@ def _produce(given, descs, GROUP: gl.constexpr, RAGGED: gl.constexpr):
                 stage = await_empty(k_buffers, k_empty, use)
                 _copy(k_desc, coord, k_buffers.index(stage), k_full.index(stage))
                 if (i == first_run) & (j == 0):
-                    # Behind K, whose buffer is free earlier.
+                    # After K, whose buffer is free earlier.
                     for index in gl.static_range(CONSUMERS):
                         mbarrier.wait(q_empty.index(index), parity ^ 1)
                         q_coord = [batch, row_start + index * ROWS, head, 0]
@@ -216,10 +216,10 @@ def _fold_blocks(
     MASK: gl.constexpr,
     PING_PONG: gl.constexpr,
 ):
-    """Folds the blocks last - 1 - i for i in [begin, end), each but for its product with V.
+    """Folds the blocks last - 1 - i for i in [begin, end), one product with V behind.
 
-    acc (ROWS, HEAD_DIM_V) lacks the product of p (ROWS, BLOCK_N), the weights of the block before,
-    with its V, which has landed in buffer `v_stage`. At the end it lacks that of the last block.
+    At the start acc (ROWS, HEAD_DIM_V) lacks the product of p (ROWS, BLOCK_N), the weights of the
+    previous block, with its V, which is in buffer `v_stage`; at the end, that of the last block.
     """
     q_buffers, k_buffers, v_buffers = buffers[:3]
     q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers[:7]
@@ -237,8 +237,8 @@ def _fold_blocks(
         mbarrier.arrive(k_empty.index(k_stage), count=1)
         start = (last - 1 - i) * BLOCK_N
         p_next, alpha, m_i, l_i = softmax(s, m_i, l_i, rows, start, run, scales, FLAGS, MASK)
-        # The loop inside this wait also keeps ptxas from moving the softmax below the next wait:
-        # nothing else in the code prevents that.
+        # The loop inside this wait also keeps ptxas from moving the softmax below the next wait;
+        # nothing else does.
         next_stage = await_full(v_buffers, v_full, use)
         acc, l_i = warpgroup_mma_wait(0, deps=[acc, l_i])
         mbarrier.arrive(v_empty.index(v_stage), count=1)
@@ -269,10 +269,10 @@ def _fold_run(
     FLAGS: gl.constexpr,
     PING_PONG: gl.constexpr,
 ):
-    """Folds the blocks [first, last) of a run, of which there is one at least, from the last down.
+    """Folds the blocks [first, last) of a run, at least one, from the last down.
 
-    Masked blocks have loops of their own: a branch between a product's start and its end would make
-    ptxas wait there. After the scores of a task's last run (`last_run`) Q is given back.
+    Masked blocks have separate loops: a branch between a product's start and its end would make
+    ptxas wait there. After the scores of a task's last run (`last_run`) Q is released.
     """
     q_buffers, k_buffers, v_buffers = buffers[:3]
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers[:6]
@@ -329,9 +329,9 @@ def _consume(
     HAS_SINKS: gl.constexpr,
     PING_PONG: gl.constexpr,
 ):
-    """The INDEX-th 64 rows of every task of this program."""
-    given, state, num_rows, scales = to_fold
-    buffers, barriers, work, num_tasks = given[:4]
+    """Computes the INDEX-th 64 rows of every task of this program."""
+    context, state, num_rows, scales = to_fold
+    buffers, barriers, work, num_tasks = context[:4]
     q_buffers, k_buffers, v_buffers, drawn = buffers
     q_full = barriers[0]
     blocks_ptr, runs_ptr, num_blocks, heads_together, nheads = work
@@ -375,7 +375,7 @@ def _consume(
                     i == last_run - 1, scales, INDEX, FLAGS, PING_PONG,
                 )  # fmt: skip
 
-        # Computed again: kept during the loops pointers would take registers from the products.
+        # Computed again: pointers kept during the loops would take registers from the products.
         batch, head, block = _task(task + opaque_zero(task), work)
         row_start, row_stop, _, _ = load_block_row(blocks_ptr, block)
         row = row_start + INDEX * ROWS
@@ -431,7 +431,7 @@ def hopper_fwd_kernel(
     HAS_SINKS: gl.constexpr,
     PING_PONG: gl.constexpr,
 ):
-    """Tasks, one after the other: the state of a block of q rows of one head, over its keys."""
+    """Does tasks, one after another: folds the keys of a block of q rows of one head."""
     CONSUMERS: gl.constexpr = BLOCK_M // ROWS
     q_buffers = make_buffers(q_desc, CONSUMERS)
     buffers = (
@@ -445,27 +445,27 @@ def hopper_fwd_kernel(
         make_barriers(CONSUMERS, 1),  # q_empty
         make_barriers(STAGES, 1),  # k_full
         make_barriers(STAGES, CONSUMERS),  # k_empty
-        make_barriers(STAGES + 1, 1),  # v_full, and one for what the producer waits for itself
+        make_barriers(STAGES + 1, 1),  # v_full, and one for copies that the producer waits for
         make_barriers(STAGES, CONSUMERS),  # v_empty
         make_barriers(CONSUMERS, 1),  # turns
         make_barriers(1, 1),  # drawn_full: the next task's number
         make_barriers(1, CONSUMERS),  # drawn_empty
     )
-    # Copies run outside the warps: this fence shows them the barriers that were made above.
+    # Copies run outside the warps: this fence makes the barriers above visible to them.
     fence_async_shared()
     work = (blocks_ptr, runs_ptr, num_blocks, heads_together, nheads)
     state = (acc_ptr, m_ptr, l_ptr, out_ptr, lse_ptr, sinks_ptr)
     descs = (q_desc, k_desc, v_desc)
-    given = (buffers, barriers, work, num_tasks, num_programs, counter_ptr)
-    to_fold = (given, state, num_rows, (inner_scale, outer_scale))
+    context = (buffers, barriers, work, num_tasks, num_programs, counter_ptr)
+    to_fold = (context, state, num_rows, (inner_scale, outer_scale))
     FLAGS: gl.constexpr = (HAS_LO, HAS_HI, RAGGED, SOFTCAP)
-    # Registers per thread: the consumers get those that the producer does not need.
+    # The last list gives registers per thread: the producer leaves most to the consumers.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (_consume, (to_fold, 0, FIRST, LAST, FLAGS, HAS_SINKS, PING_PONG)),
                 (_consume, (to_fold, 1, FIRST, LAST, FLAGS, HAS_SINKS, PING_PONG)),
-                (_produce, (given, descs, GROUP, RAGGED)),
+                (_produce, (context, descs, GROUP, RAGGED)),
             ],
             [4, 1],
             [232, 40] if RAGGED else [240, 24],
@@ -476,7 +476,7 @@ def hopper_fwd_kernel(
                 (_consume, (to_fold, 0, FIRST, LAST, FLAGS, HAS_SINKS, PING_PONG)),
                 (_consume, (to_fold, 1, FIRST, LAST, FLAGS, HAS_SINKS, PING_PONG)),
                 (_consume, (to_fold, 2, FIRST, LAST, FLAGS, HAS_SINKS, PING_PONG)),
-                (_produce, (given, descs, GROUP, RAGGED)),
+                (_produce, (context, descs, GROUP, RAGGED)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -484,11 +484,11 @@ def hopper_fwd_kernel(
 
 
 def copyable(x: Tensor) -> Tensor:
-    """x with an address and strides that bulk copies take: else a copy of it."""
+    """x if bulk copies support its address and strides, else a contiguous copy."""
     unit = 16 // x.element_size()
     *strides, last = x.stride()
-    taken = last == 1 and x.data_ptr() % 16 == 0 and all(n > 0 and n % unit == 0 for n in strides)
-    return x if taken else x.clone(memory_format=torch.contiguous_format)
+    fits = last == 1 and x.data_ptr() % 16 == 0 and all(n > 0 and n % unit == 0 for n in strides)
+    return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
 def hopper_launch(
@@ -505,20 +505,20 @@ def hopper_launch(
     last: bool,
     ping_pong: bool = True,
 ) -> Launch:
-    """The launch that folds one step, as `forward_launch`; of calls that `takes_gluon` allows.
+    """The launch that folds one step, as `forward_launch`, for calls that `takes_gluon` allows.
 
     Args:
-        q: (batch, rows, nheads, headdim), as `copyable` returns it; so k and v, which have rows.
+        q: (batch, rows, nheads, headdim); q, k, v as from `copyable`, k and v with rows.
         k: (batch, rows_kv, nheads_kv, headdim).
         v: (batch, rows_kv, nheads_kv, headdim_v).
         state: allocated by the caller: acc, m, l unless first and last; out and lse if last; and
             the counter.
-        table: descending, for this config's blocks; first and last need blocks for all rows.
-        config: BLOCK_M 128 or 192, 4 warps, which a consumer has, and at least 2 stages.
+        table: descending, for this config's blocks; if first or last, with blocks for all rows.
+        config: BLOCK_M 128 or 192, 4 warps (of a consumer), and at least 2 stages.
         softmax_scale: positive.
-        softcap: 0 is none.
-        first: nothing is loaded of the state.
-        last: out and lse are written instead of the state.
+        softcap: 0 means none.
+        first: start from the empty state, and load none.
+        last: write out and lse, and store no state.
         ping_pong: consumers take turns.
     """
     batch, num_rows, nheads, headdim = q.shape

@@ -1,9 +1,9 @@
-"""Products in Triton's interpreter, whose bits are those of a row and a column wherever they lie.
+"""Matrix products in Triton's interpreter whose bits depend only on a row and a column.
 
-The interpreter multiplies by numpy, and numpy by a BLAS. With OpenBLAS's kernels for AVX2 an
-element's bits depend on where in the block the element lies and on the block's shape: so a sequence
-that is cut elsewhere got other bits, on a laptop or an AMD processor, and on AVX-512 it did not.
-Here every element is summed over k in order, which takes 40 us for 64 x 64 x 64 instead of 5.
+The interpreter multiplies by numpy, and numpy by a BLAS. With OpenBLAS's kernels for AVX2 the bits
+of an element also depend on its place in the block and on the block's shape. So cutting a sequence
+elsewhere changed bits on a laptop and on an AMD processor, but not with AVX-512. Here every element
+is summed over k in order, which takes 40 us for 64 x 64 x 64 instead of 5 us.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 
 
 def matmul(a: Any, b: Any, dtype: Any = None) -> Any:
-    """a (..., m, k) times b (..., k, n), each product rounded and added in the order of k.
+    """a (..., m, k) times b (..., k, n); rounds each product and adds it in the order of k.
 
     Args:
-        a: an array of numpy, with as many dims as b.
-        b: with two columns or more; of one, einsum would sum by parts.
-        dtype: of the sums and products; None is that of a.
+        a: numpy array with as many dims as b.
+        b: numpy array with two columns or more; for one column einsum would sum in parts.
+        dtype: dtype of sums and products; None means that of a.
     """
     from triton.runtime.interpreter import np
 
-    # Contiguous and of one type: only then einsum goes through k in order.
+    # Only for contiguous arrays of one dtype does einsum add in the order of k.
     left = np.ascontiguousarray(a, dtype)
     return np.einsum("...mk,...kn->...mn", left, np.ascontiguousarray(b, left.dtype))
 
 
 @cache
 def keep_order() -> None:
-    """Puts such products into the interpreter, for all kernels of this process."""
+    """Makes the interpreter use `matmul`, for all kernels of this process."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     by_blas = InterpreterBuilder.create_dot

@@ -20,9 +20,9 @@ class Launch:
     Attributes:
         kernel: the jit function (the interpreter's where TRITON_INTERPRET=1).
         grid: number of programs per axis.
-        args: run-time arguments by name, as in the signature: tensors, descriptors, ints, floats,
-            None.
-        constants: the constexpr arguments by name.
+        args: name -> run-time argument, in the signature's order: tensors, descriptors, ints,
+            floats, None.
+        constants: name -> constexpr argument.
         options: num_warps, num_stages.
     """
 
@@ -33,10 +33,10 @@ class Launch:
     options: Mapping[str, int]
 
     def run(self) -> Any:
-        """Enqueues it on the current stream; nothing is launched for an empty grid.
+        """Enqueues the launch on the current stream; does nothing for an empty grid.
 
         Returns:
-            The compiled kernel; None where nothing was launched, or by the interpreter.
+            The compiled kernel; None for an empty grid, or in the interpreter.
         """
         if not all(self.grid):
             return None
@@ -46,23 +46,23 @@ class Launch:
 
 
 class Repeat:
-    """A launch that has been run, to be run again with other tensors of the same kind.
+    """Repeats a launch with other tensors of the same shapes, strides and dtypes.
 
-    Triton looks at every argument of every launch to find out which compiled kernel it takes: 40 us
-    for kernels with 50 arguments, more than a ring's step has. Whoever knows that nothing has
-    changed but addresses goes straight to the compiled kernel.
+    At every launch triton inspects every argument to choose a compiled kernel: 40 us for kernels
+    with 50 arguments, more than a ring's step can spare. A repeat, in which only addresses change,
+    calls the compiled kernel directly.
     """
 
     def __init__(self, launch: Launch, compiled: Any, num_tensors: int) -> None:
         """
         Args:
-            launch: as it was run; of its tensors only those are kept that are not replaced.
-            compiled: what it returned.
-            num_tensors: the kernel's first arguments, which are tensors, descriptors of tensors or
-                None, and replaced.
+            launch: the launch that was run; tensors that repeats replace are not kept alive.
+            compiled: the result of `launch.run()`.
+            num_tensors: number of the kernel's first arguments, which repeats replace: tensors,
+                descriptors of tensors, or None.
         """
-        given = {**launch.args, **launch.constants}
-        values = [given[name] for name in launch.kernel.arg_names]
+        by_name = {**launch.args, **launch.constants}
+        values = [by_name[name] for name in launch.kernel.arg_names]
         kept = values[num_tensors:]
         self._kept = [x for x in kept if isinstance(x, Tensor)]
         self._rest = [x.data_ptr() if isinstance(x, Tensor) else x for x in kept]
@@ -74,11 +74,11 @@ class Repeat:
         self._enqueue = compiled[(*launch.grid, 1, 1)[:3]]
 
     def run(self, addresses: Sequence[int]) -> None:
-        """Enqueues it on the current stream.
+        """Enqueues the kernel on the current stream.
 
         Args:
-            addresses: of the tensors that are replaced, multiples of 16 where theirs were (triton
-                compiles another kernel for others); 0 for None.
+            addresses: addresses of the new tensors, 0 for None; multiples of 16 where the old ones
+                were, since triton compiles another kernel for other addresses.
         """
         args: list[Any] = [*addresses, *self._rest]
         for index, descriptor in self._descriptors:
@@ -87,7 +87,7 @@ class Repeat:
 
 
 class _Address(NamedTuple):
-    """Stands for a tensor where triton asks for its address alone."""
+    """Stands for a tensor of which triton needs only the address."""
 
     address: int
 
@@ -96,7 +96,7 @@ class _Address(NamedTuple):
 
 
 def _moved(descriptor: Any, base: _Address) -> Any:
-    """A copy of a descriptor that describes another tensor."""
+    """A copy of a descriptor, for a tensor at another address."""
     moved = copy.copy(descriptor)
     moved.base = base
     return moved

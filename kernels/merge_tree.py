@@ -1,17 +1,17 @@
-"""The merge of all ranks' partial results in one launch: `core.state.merge_tree` as a kernel.
+"""Merges all ranks' partial results in one launch: `core.state.merge_tree` as a kernel.
 
-Each level merges the lower half of the states with the upper one; an odd state is left over:
+Each level merges the lower half of the states with the upper half; an odd state is left over:
 
     5 ranks    0 1 2 3 4
     level 1    0+3  1+4  2            ceil(5 / 2) = 3 states
     level 2    (0+3)+2  1+4           ceil(3 / 2) = 2
     level 3    ((0+3)+2)+(1+4)        the root, which a sink joins
 
-A program has one query of one head and walks the tree from left to right, so that it holds one
-state of a level. A state that is not there is empty; merging an empty one changes no value.
+A program handles one query of one head and walks the tree from left to right, so that it holds one
+state per level. A missing state counts as empty; merging an empty state changes no value.
 
-Every operation is that of `merge_tree`, rounded alike, but for exp and log, whose last bits differ
-on a GPU. So m stays in base e, in which it comes, where the other kernels go to base 2.
+Every operation equals that of `merge_tree`, with the same rounding, except exp and log, whose last
+bits differ on a GPU. So m stays in base e, as in the inputs; other kernels use base 2.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .flash_fwd import block_dim
 from .launch import Launch
 from .online_softmax import softmax_pivot
 
-# Levels whose states are all loaded before the first is merged; those above are loops.
+# The lowest levels, whose states are all loaded before the first merge; levels above are loops.
 UNROLLED = tl.constexpr(3)
 
 
@@ -49,7 +49,7 @@ def _state(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """State i of a level; an empty one where i is the number of sets."""
+    """State i of a level; an empty state if i is the number of sets."""
     dims = tl.arange(0, BLOCK_DV)
     if LEVEL == 0:
         inside = i < num_sets
@@ -101,12 +101,12 @@ def merge_tree_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """out and lse of one query of one head."""
-    place = tl.program_id(0)  # in (batch, num_rows, nheads)
-    head = place % nheads
-    row = place // nheads % num_rows
-    statistic = (place // nheads // num_rows * nheads + head) * num_rows + row
-    first = place.to(tl.int64) * HEAD_DIM_V
+    """Writes out and lse of one query of one head."""
+    index = tl.program_id(0)  # in (batch, num_rows, nheads)
+    head = index % nheads
+    row = index // nheads % num_rows
+    statistic = (index // nheads // num_rows * nheads + head) * num_rows + row
+    first = index.to(tl.int64) * HEAD_DIM_V
     dims = tl.arange(0, BLOCK_DV)
 
     acc, m, l = _state(
@@ -130,7 +130,7 @@ def merge_tree_kernel(
 
 
 def config_of(headdim_v: int) -> Config:
-    """As many warps as make each thread load 16 bytes of a row."""
+    """A config with so many warps that each thread loads 16 bytes of a row."""
     return Config(0, 0, max(1, block_dim(headdim_v) // 128), 1, "bound by latency")
 
 

@@ -1,14 +1,14 @@
-"""Blockwise online softmax: the @triton.jit primitives that the attention kernels are made of.
+"""Blockwise online softmax: @triton.jit primitives of the attention kernels.
 
-A row of scores s = softmax_scale * q k^T is seen one block at a time. The state over the keys seen
-so far is kept in base 2, because the hardware's exponential is exp2 and so softmax_scale and
-log2(e) become one factor `qk_scale = softmax_scale * log2(e)` on the raw product x = q k^T:
+A row of scores s = softmax_scale * q k^T comes one block at a time. The state over the keys so far
+is in base 2, because the hardware's exponential is exp2. So softmax_scale and log2(e) become one
+factor `qk_scale = softmax_scale * log2(e)` of the raw product x = q k^T:
 
     m   = max_j x_j * qk_scale                       running maximum, base 2
     l   = sum_j exp2(x_j * qk_scale - m)             running sum
     acc = sum_j exp2(x_j * qk_scale - m) v_j         un-normalised output
 
-A block with scores x and values v moves the state to the new maximum and adds its share:
+A block with raw products x and values v moves the state to the new maximum and adds its terms:
 
     m'    = max(m, max_j x_j * qk_scale)
     alpha = exp2(m - m')                             <= 1: no gap overflows, 1e4 underflows to 0
@@ -16,21 +16,21 @@ A block with scores x and values v moves the state to the new maximum and adds i
     l'    = l * alpha + sum_j p_j
     acc'  = acc * alpha + p v
 
-A masked score is -inf. A row that has seen nothing is (acc, m, l) = (0, -inf, 0); for it the
-difference m - m' would be -inf - -inf = NaN, so exponents are taken against a pivot that is 0
-there. A NaN in the scores reaches `l`, and from there `out` and `lse`.
+A masked score is -inf. A row that has seen no key is (acc, m, l) = (0, -inf, 0). Its difference
+m - m' would be -inf - -inf = NaN, so exponents are relative to a pivot, which is 0 for such rows. A
+NaN in the scores reaches `l`, and from there `out` and `lse`.
 
-At the end, and only there, the state is normalised:
+The state is normalised only at the end:
 
-    out = acc / l            0 where nothing was seen
-    lse = (m + log2 l) ln 2  natural logarithm, float32, -inf where nothing was seen
+    out = acc / l            0 if no key was seen
+    lse = (m + log2 l) ln 2  natural logarithm, float32, -inf if no key was seen
 
 Any finished (out, lse) is again a state, (out, lse * log2(e), 1).
 
-With softcap the score is `softcap * tanh(x * softmax_scale / softcap)`: kernels form it in base 2,
-and `qk_scale` is 1. A sink is one more key, without a value; it joins a finished state.
+With softcap the score is `softcap * tanh(x * softmax_scale / softcap)`: kernels compute it in base
+2, and `qk_scale` is 1. A sink is one more key, without a value; it joins a finished state.
 
-Multiply-adds are spelled out as fma, so that all kernels round alike whatever compilers contract.
+Multiply-adds are explicit fma, so that all kernels round alike whatever a compiler contracts.
 
 Milakov and Gimelshein, arXiv 1805.02867; Dao, arXiv 2307.08691.
 """
@@ -41,20 +41,20 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
-# tanh(x) = x + x u P(u), u = x^2, below this: a fit of degree 4 in u with a relative error of 7e-8
-# in float32. Beyond it 1 - 2 / (e^2x + 1) is as good; before it that cancels.
+# Below this, tanh(x) = x + x u P(u), u = x^2: a fit of degree 4 in u, with a relative error of 7e-8
+# in float32. Above it 1 - 2 / (e^2x + 1) is as good; below it that formula cancels.
 TANH_SMALL = tl.constexpr(0.55)
 
 
 @triton.jit
 def softmax_pivot(m):
-    """The number subtracted from scores before exp: m, or 0 for rows that have seen nothing."""
+    """The number subtracted from scores before exp: m, or 0 for rows that have seen no key."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
 def tanh(x):
-    """tanh of a float32 block within 2e-7 relative; libdevice's is not in the interpreter."""
+    """tanh of a float32 block within 2e-7 relative; the interpreter lacks libdevice's tanh."""
     u = x * x
     p = tl.fma(u, -0.006615754685, 0.02131274449)
     p = tl.fma(u, p, -0.05391006651)
@@ -90,9 +90,9 @@ def online_softmax_update(
     acc (M, D) float32, m_i l_i (M,) float32, qk (M, N) float32 raw products with -inf where masked,
     v (N, D). Returns acc, m_i, l_i.
 
-    `qk_scale` must be positive: it is applied after the maximum is taken, where it becomes part of
-    one fused multiply-add per score. `MASKED=False` leaves out the guard for unseen rows, for
-    blocks without a -inf. The weights are rounded to v's dtype for the product, the sum is not.
+    `qk_scale` must be positive: it applies after the maximum, as part of one fused multiply-add per
+    score. `MASKED=False`, for blocks without -inf, leaves out the guard for rows without keys. The
+    weights are rounded to v's dtype for the product, but not for the sum `l`.
     """
     m_new = tl.maximum(m_i, tl.max(qk, 1) * qk_scale)
     pivot = softmax_pivot(m_new) if MASKED else m_new
@@ -105,7 +105,7 @@ def online_softmax_update(
 
 @triton.jit
 def online_softmax_merge(acc, m_i, l_i, acc_other, m_other, l_other):
-    """The state over the keys of both: acc (M, D), m_i l_i (M,), all float32."""
+    """Merges two states over disjoint keys: acc (M, D), m_i l_i (M,), all float32."""
     m_new = tl.maximum(m_i, m_other)
     acc, l_i = online_softmax_rescale(acc, m_i, l_i, m_new)
     acc_other, l_other = online_softmax_rescale(acc_other, m_other, l_other, m_new)
@@ -114,7 +114,7 @@ def online_softmax_merge(acc, m_i, l_i, acc_other, m_other, l_other):
 
 @triton.jit
 def online_softmax_add_sink(acc, m_i, l_i, sink):
-    """The state with one more key: a score `sink` in base 2, no value. acc (M, D), m_i l_i (M,)."""
+    """Adds a key with score `sink`, in base 2, and no value: acc (M, D), m_i l_i (M,)."""
     m_new = tl.maximum(m_i, sink)
     acc, l_i = online_softmax_rescale(acc, m_i, l_i, m_new)
     return acc, m_new, l_i + tl.exp2(sink - softmax_pivot(m_new))

@@ -8,7 +8,7 @@ from triton.language.target_info import cuda_capability_geq
 
 @triton.constexpr_function
 def _has_wgmma():
-    """Whether products are wgmma, which reads by the asynchronous proxy."""
+    """Whether products are wgmma, which reads shared memory through the asynchronous proxy."""
     if knobs.runtime.interpret:
         return False
     return cuda_capability_geq(9) and not cuda_capability_geq(10)
@@ -16,10 +16,10 @@ def _has_wgmma():
 
 @triton.jit
 def proxy_fence():
-    """Makes loads that come by cp.async visible to the wgmma behind it.
+    """Makes loads by cp.async visible to the wgmma that follows.
 
-    Triton 3.6 and 3.7 leave this fence out of some loops; `ring-attn aot` looks for each. Not for
-    sm_100: its pipeline of loads refuses assembly in the loop.
+    Triton 3.6 and 3.7 leave this fence out of some loops; `ring-attn aot` checks for it. Not for
+    sm_100, where triton refuses to pipeline the loads of a loop with inline assembly.
     """
     if _has_wgmma():
         tl.inline_asm_elementwise(

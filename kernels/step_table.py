@@ -1,18 +1,18 @@
-"""Two small integer tables that a launch visits: blocks of rows, and the columns they see.
+"""Two small integer tables of a launch: blocks of rows, and runs of columns that they see.
 
-A rectangle is (row_start, row_stop, col_start, col_stop, lo, hi): its rows see those of its columns
-with `lo <= col - row <= hi`; a bound of None cuts nothing off. Forward and dq take q rows and kv
-columns, dk/dv takes kv rows and q columns (`transposed`). Rows are cut where rectangles begin and
-end, so that all rows of a block see the same rectangles, then into blocks of BLOCK_ROWS:
+A rectangle is (row_start, row_stop, col_start, col_stop, lo, hi): its rows see its columns with
+`lo <= col - row <= hi`; None means no bound. Forward and dq have q rows and kv columns, dk/dv has
+kv rows and q columns (`transposed`). Rows are cut where rectangles begin and end, so that all rows
+of a block see the same rectangles, and then into blocks of BLOCK_ROWS:
 
     runs    (num_runs, 4)   col_start, col_stop, lo, hi
     blocks  (num_blocks, 4) row_start, row_stop, first_run, last_run (exclusive), most work first
 
-The first run of a block and its last hold a pair that its rows see; those between them may not.
+The first and the last run of a block hold a visible pair; runs between them may hold none.
 
-Columns are visited in blocks on a grid that begins at column 0, not at the run: so a row meets the
+Columns are visited in blocks on a grid that begins at column 0, not at the run. So a row meets the
 same blocks of columns wherever a sequence is cut at multiples of BLOCK_COLS, and its sums have the
-same bits. Which blocks those are a program works out by itself, from `column_range`:
+same bits. A program computes the blocks of a run by `column_range`:
 
     cols            first      full_first            full_last      last
     row_start         .  [ masked ][    no mask needed     ][ masked ]  .
@@ -31,11 +31,11 @@ from torch import Tensor
 
 Rectangle = tuple[int, int, int, int, int | None, int | None]
 
-# Stands for an unbounded side of a band: no difference of rows reaches it, and adding a row to it
-# does not overflow int32.
+# Stands for an unbounded side of a band: larger than any distance, and small enough that adding a
+# row does not overflow int32.
 UNBOUNDED = 1 << 30
 
-# Ragged columns at the end of a run, or at its start, need a mask as a band does.
+# Integers in a row of either table.
 COLUMNS = 4
 
 
@@ -57,7 +57,7 @@ def load_run(runs_ptr, run):
 def column_range(row_start, row_stop, run, BLOCK_COLS: tl.constexpr):
     """(first, full_first, full_last, last): blocks [first, last) of a run hold a visible pair.
 
-    Of them [full_first, full_last) need no mask.
+    Blocks [full_first, full_last) need no mask. A ragged start or end of a run needs one.
     """
     col_start, col_stop, lo, hi = run
     first = tl.maximum(col_start, row_start + lo) // BLOCK_COLS
@@ -71,7 +71,7 @@ def column_range(row_start, row_stop, run, BLOCK_COLS: tl.constexpr):
 
 @triton.jit
 def visible_pairs(rows, cols, run, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr):
-    """Which pairs of `rows` and `cols`, broadcast together, lie in the run and its band."""
+    """Whether each pair of `rows` and `cols`, broadcast together, lies in the run and its band."""
     col_start, col_stop, lo, hi = run
     visible = (cols >= col_start) & (cols < col_stop)
     if HAS_LO:
@@ -83,18 +83,18 @@ def visible_pairs(rows, cols, run, HAS_LO: tl.constexpr, HAS_HI: tl.constexpr):
 
 @dataclass(frozen=True)
 class StepTable:
-    """A launch's blocks and runs on a device, and what is known of them on the host.
+    """A launch's blocks and runs on a device, and their properties, known on the host.
 
     Attributes:
         blocks: (num_blocks, 4) int32.
         runs: (num_runs, 4) int32.
         num_blocks: tasks per head.
         num_runs: rows of `runs`.
-        num_cols: from the first to the last column that is seen.
+        num_cols: distance from the first to the last column of the rectangles.
         has_lo: some run has a lower bound.
         has_hi: some run has an upper bound.
         ragged: some run begins or ends within a block of columns.
-        visits: pairs of a block of rows and a block of columns that a head's programs compute.
+        visits: number of blocks (of rows x columns) that a head's programs compute.
     """
 
     blocks: Tensor
@@ -128,13 +128,13 @@ def make_step_table(
     """The table of a step.
 
     Args:
-        rectangles: of the step, in local indices; they share no pair.
-        block_rows: rows that a program takes.
-        block_cols: columns that it takes at a time.
-        device: where the tables go.
-        descending: a row's runs are folded from the last column down, else from the first up.
-        num_rows: blocks are made for the rows [0, num_rows) that no rectangle holds, too, with no
-            runs: for launches that write something for every row.
+        rectangles: the step's rectangles, in local indices, without a common pair.
+        block_rows: rows of a program.
+        block_cols: columns of one iteration.
+        device: device of the tables.
+        descending: whether a row's runs are folded from the last column down, not up.
+        num_rows: if not 0, rows of [0, num_rows) outside all rectangles get blocks without runs:
+            for launches that write every row.
     """
     runs: list[tuple[int, int, int, int]] = []
     blocks: list[tuple[int, int, int, int, int]] = []
@@ -146,9 +146,9 @@ def make_step_table(
         for row in range(start, stop, block_rows):
             end = min(row + block_rows, stop)
             visits = [len(visited_columns((row, end, *run), block_cols)) for run in runs[first:]]
-            there = [first + i for i, count in enumerate(visits) if count] or [first, first - 1]
-            blocks.append((row, end, there[0], there[-1] + 1, sum(visits)))
-    # Programs start in this order: the longest first, so that none is left running alone.
+            visible = [first + i for i, count in enumerate(visits) if count] or [first, first - 1]
+            blocks.append((row, end, visible[0], visible[-1] + 1, sum(visits)))
+    # Programs start in this order: the longest first, so that no long program runs last and alone.
     blocks.sort(key=lambda block: -block[COLUMNS])
     blocks_there, runs_there = tables_on(device, [block[:COLUMNS] for block in blocks], runs)
     return StepTable(
@@ -168,7 +168,7 @@ def make_step_table(
 def _row_runs(
     rectangles: Sequence[Rectangle], num_rows: int
 ) -> Iterator[tuple[int, int, list[Rectangle]]]:
-    """Rows [start, stop) that see the same rectangles, and these by their columns."""
+    """Yields rows [start, stop) that see the same rectangles, and these sorted by columns."""
     cuts = sorted(
         {cut for r in rectangles for cut in r[:2]} | ({0, num_rows} if num_rows else set())
     )
@@ -178,13 +178,13 @@ def _row_runs(
         seen = [r for r in seen if r[1] > start]
         while waiting and waiting[-1][0] == start:
             seen.append(waiting.pop())
-        # In the order in which a row sees them, which no cut of the sequence changes.
+        # By the first column that a row sees: cutting the sequence does not change this order.
         seen.sort(key=lambda r: r[2] if r[4] is None else max(r[2], start + r[4]))
         yield start, stop, seen
 
 
 def bounded(rectangle: Rectangle) -> tuple[int, int, int, int]:
-    """Columns and band of a rectangle, as kernels have it."""
+    """(col_start, col_stop, lo, hi) of a rectangle, with +-UNBOUNDED for None."""
     _, _, start, stop, lo, hi = rectangle
     return start, stop, -UNBOUNDED if lo is None else lo, UNBOUNDED if hi is None else hi
 
@@ -198,8 +198,8 @@ def visited_columns(rectangle: Rectangle, block_cols: int) -> range:
 
 
 def tables_on(device: torch.device, *tables: Sequence[tuple[int, ...]]) -> Iterator[Tensor]:
-    """The tables by one transfer, for which the host does not wait."""
-    # A table without rows is never read, but a kernel needs a pointer.
+    """Copies tables to a device in one transfer, for which the host does not wait."""
+    # A kernel never reads a table without rows, but needs a pointer.
     filled = [rows or [(0,) * COLUMNS] for rows in tables]
     numbers = [number for rows in filled for row in rows for number in row]
     here = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -1,17 +1,17 @@
-"""Which program does which tasks, and when: a task is one block of rows of one head.
+"""The order of tasks, and their distribution to programs: a task is one block of rows of one head.
 
-Tasks are numbered in the order in which they are to be done. Plainly these are the blocks, most
-work first, and in each block all heads. That keeps all heads under way at once, and over long
-sequences their columns do not fit into the L2 cache together. So heads may come in groups of
-`heads_together`, one group after the other:
+Tasks are numbered in the order of execution. The simple order is by blocks, most work first, with
+all heads within each block. Then all heads run at once, and the columns of long sequences do not
+fit into the L2 cache together. So heads may come in groups of `heads_together`, one group after the
+other:
 
     block of 4 heads      0 0 0 0 1 1 1 1 2 2 2 2      4 together     0 0 1 1 2 2 0 0 1 1 2 2
     head                  0 1 2 3 0 1 2 3 0 1 2 3      2 together     0 1 0 1 0 1 2 3 2 3 2 3
 
-A program does the task of its own number: no multiprocessor is idle while tasks are left, whoever
-else has some of them, and copies get a place as soon as a task ends (`test_launches.py`).
-The forward in Gluon, which loads ahead from task to task, has a persistent grid, whose programs
-draw their next tasks from a counter. Neither changes a bit of what a task computes.
+A program does the task of its own number. So no multiprocessor is idle while tasks are left, even
+if other kernels hold some, and copies can start whenever a task ends (`test_launches.py`). The
+forward in Gluon loads ahead from task to task: its grid is persistent, and its programs draw their
+next tasks from a counter. Neither order changes the bits of a task.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ import triton.language as tl  # noqa: F401  the interpreter asks that every kern
 from .configs import Config
 from .step_table import StepTable
 
-# A persistent grid leaves one multiprocessor of so many to copies between GPUs: 8 of an H100's 132,
-# as many as NCCL is given. A copy that found all of them taken would wait for the grid's end.
+# A persistent grid leaves one of so many multiprocessors to copies between GPUs: 8 of an H100's
+# 132, the number that NCCL may use. With none free, a copy would wait for the grid's end.
 SMS_PER_COPY = 16
 
-# Multiprocessors of the interpreter: few, so that programs of a persistent grid have several tasks.
+# Multiprocessors in the interpreter: few, so that programs of a persistent grid do several tasks.
 INTERPRETER_SMS = 3
 
 
 @triton.jit
 def block_and_head(task, num_blocks, heads_together):
     """(block, head) of a task."""
-    # All groups have one size: the size of a smaller last group would take one register too many.
+    # All groups have one size: a smaller last group would take one register too many.
     row = task // heads_together
     return row % num_blocks, row // num_blocks * heads_together + task % heads_together
 
@@ -46,10 +46,10 @@ class Schedule(NamedTuple):
     """A launch's programs, and the order of its tasks.
 
     Attributes:
-        num_programs: of a persistent grid.
+        num_programs: programs of a persistent grid.
         num_blocks: blocks of rows of each head.
-        num_heads: of all batches.
-        heads_together: heads of a group; they divide num_heads.
+        num_heads: heads of all batch entries.
+        heads_together: heads of a group; divides num_heads.
     """
 
     num_programs: int
@@ -59,7 +59,7 @@ class Schedule(NamedTuple):
 
     @property
     def num_tasks(self) -> int:
-        """Programs of a grid with one for each task."""
+        """Number of tasks: the programs of a grid that is not persistent."""
         return self.num_blocks * self.num_heads
 
     @property
@@ -83,12 +83,12 @@ def make_schedule(
     """The schedule of a launch.
 
     Args:
-        table: its blocks and columns.
-        config: of the kernel.
-        device: where it runs.
-        num_heads: of the tasks, of all batches.
-        heads_per_kv: how many of them, one after the other, read the same columns.
-        bytes_per_column: what these read of a column.
+        table: the launch's step table.
+        config: the kernel's config.
+        device: the kernel's device.
+        num_heads: heads of all batch entries.
+        heads_per_kv: number of consecutive heads that read the same columns.
+        bytes_per_column: bytes that these heads read of a column.
     """
     heads_together = num_heads
     if config.l2_bytes:

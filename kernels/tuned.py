@@ -1,8 +1,8 @@
-"""The file of `ring-attn tune`, whose configs take the place of the frozen ones.
+"""The file of `ring-attn tune`, whose configs replace the frozen ones.
 
-RING_ATTN_CONFIGS names it, one file for all ranks: the ranks of a group compare its hash when they
-meet. Kinds and head dims that it does not name keep their frozen configs. It holds for the GPU
-architecture and the version of triton with which its configs were checked.
+RING_ATTN_CONFIGS names the file, which must be the same for all ranks: the ranks of a group compare
+its hash when they meet. Kinds and head dims not in the file keep their frozen configs. The file is
+valid for the GPU architecture and the version of triton with which it was made.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .configs import Config
 
 VARIABLE = "RING_ATTN_CONFIGS"
 
-# Of the entries; another one is refused.
+# Version of the file's format; other versions are refused.
 VERSION = 1
 
-# The forward in Gluon, which takes the place of the kinds fwd and fwd_whole.
+# The forward in Gluon, which replaces the kinds fwd and fwd_whole.
 GLUON = "gluon"
 KINDS = ("fwd", "fwd_whole", "dkdv", "dkdv_whole", "dq", "dq_whole", "decode", GLUON)
 
-# The least and the greatest of each field of a config; blocks and warps are powers of 2.
+# (minimum, maximum) of each field of a config; blocks and warps are powers of 2.
 BOUNDS = {
     "BLOCK_M": (16, 128),
     "BLOCK_N": (16, 128),
@@ -41,17 +41,17 @@ BOUNDS = {
 }
 POWERS = ("BLOCK_M", "BLOCK_N", "num_warps")
 
-# By kind, of one bucket of head dims.
+# Kind -> config, for one bucket of head dims.
 Chosen = Mapping[str, Config]
 
 
 def select(kind: str, x: Tensor, headdim_v: int) -> Config:
-    """The config of a kernel: the file's where there is one, else the frozen one."""
+    """The config of a kernel: from the file if it has one, else the frozen one."""
     return _chosen(x, headdim_v).get(kind) or configs.select(kind, x, headdim_v)
 
 
 def takes_gluon(x: Tensor, headdim_v: int) -> bool:
-    """Whether calls have the forward in Gluon: not where a file has configs of the portable one."""
+    """Whether calls use the forward in Gluon: not if the file configures the portable forward."""
     chosen = _chosen(x, headdim_v)
     portable = GLUON not in chosen and not {"fwd", "fwd_whole"}.isdisjoint(chosen)
     return not portable and configs.takes_gluon(x, headdim_v)
@@ -60,31 +60,31 @@ def takes_gluon(x: Tensor, headdim_v: int) -> bool:
 def section(
     device: torch.device, headdim: int, dtype: torch.dtype, chosen: Chosen
 ) -> dict[str, Any]:
-    """The part of a file that `check_file` reads, as JSON has it; float32 stays frozen on GPUs."""
-    taken = {} if _stays_frozen(device, dtype) else chosen
+    """The part of the file that `check_file` reads, as JSON; on GPUs float32 stays frozen."""
+    entries = {} if _stays_frozen(device, dtype) else chosen
     return {
         "version": VERSION,
         "architecture": architecture(device),
         "triton": triton.__version__,
         "table": [
             {"kind": kind, "headdim": configs.bucket(headdim), **asdict(replace(config, note=""))}
-            for kind, config in taken.items()
+            for kind, config in entries.items()
         ],
     }
 
 
 def takes_gluon_bwd(x: Tensor, headdim_v: int, softcap: float) -> bool:
-    """Whether calls have the backward in Gluon, likewise."""
+    """Whether calls use the backward in Gluon, likewise."""
     portable = configs.name_backward(_chosen(x, headdim_v))
     return not portable and configs.takes_gluon_bwd(x, headdim_v, softcap)
 
 
 def check_file(device: torch.device) -> None:
-    """Refuses a file that RING_ATTN_CONFIGS names and that is not for this device.
+    """Refuses the file of RING_ATTN_CONFIGS if it is not valid for this device.
 
     Raises:
-        ValueError: a file that cannot be read, is none of `ring-attn tune`, is of another version
-            or architecture, or has configs that no kernel takes; or RING_ATTN_AUTOTUNE=1 beside it.
+        ValueError: the file cannot be read, is not from `ring-attn tune`, is for another version or
+            architecture, or has invalid configs; or RING_ATTN_AUTOTUNE=1 is also set.
     """
     path = os.environ.get(VARIABLE)
     if not path:
@@ -98,10 +98,10 @@ def check_file(device: torch.device) -> None:
 
 @cache
 def architecture(device: torch.device) -> str:
-    """The architecture that a file is for: finer than a column of the frozen table."""
-    found = configs.architecture(device)
-    if found in ("interpreter", "gfx942"):
-        return found
+    """The architecture of a file, which is finer than a column of the frozen table."""
+    column = configs.architecture(device)
+    if column in ("interpreter", "gfx942"):
+        return column
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
@@ -119,24 +119,24 @@ def _stays_frozen(device: torch.device, dtype: torch.dtype) -> bool:
 
 @cache
 def _read(path: str, arch: str) -> Mapping[int, Chosen]:
-    """The configs of a file, by bucket of head dims; once in a process."""
+    """The configs of a file, by bucket of head dims; read once per process."""
     try:
         with open(path, encoding="utf-8") as file:
             report = json.load(file)
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{VARIABLE}={path} cannot be read: {error}; {_AGAIN}") from error
-    found = report.get("configs") if isinstance(report, dict) else None
-    if not isinstance(found, dict) or not isinstance(found.get("table"), list):
+    content = report.get("configs") if isinstance(report, dict) else None
+    if not isinstance(content, dict) or not isinstance(content.get("table"), list):
         raise ValueError(f"{VARIABLE}={path} is no file of ring-attn tune; {_AGAIN}")
-    wanted = {"version": VERSION, "architecture": arch, "triton": triton.__version__}
-    for name, here in wanted.items():
-        if found.get(name) != here:
+    needed = {"version": VERSION, "architecture": arch, "triton": triton.__version__}
+    for name, here in needed.items():
+        if content.get(name) != here:
             raise ValueError(
-                f"{VARIABLE}={path} is for another {name}, {found.get(name)!r}, here it is "
+                f"{VARIABLE}={path} is for another {name}, {content.get(name)!r}, here it is "
                 f"{here!r}; {_AGAIN}"
             )
     table: dict[int, dict[str, Config]] = {}
-    for entry in found["table"]:
+    for entry in content["table"]:
         try:
             kind, headdim, config = _entry(entry)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -153,17 +153,17 @@ _AGAIN = "run ring-attn tune on this GPU, or unset it for the frozen configs"
 
 
 def _entry(entry: Any) -> tuple[str, int, Config]:
-    """Kind, head dim and config of an entry; any error where it is none."""
+    """Kind, head dim and config of an entry; raises errors of any kind if it is invalid."""
     values = dict(entry)
     kind, headdim = values.pop("kind"), values.pop("headdim")
     if kind not in KINDS or headdim not in configs.BUCKETS:
         raise ValueError(f"kind must be of {KINDS} and headdim of {configs.BUCKETS}")
     if kind == GLUON:
         known = [replace(config, note="") for config in configs.GLUON[headdim]]
-        given = [config for config in known if asdict(config) == {**values, "note": ""}]
-        if not given:
+        equal = [config for config in known if asdict(config) == {**values, "note": ""}]
+        if not equal:
             raise ValueError(f"gluon has the configs {known}")
-        return kind, headdim, given[0]
+        return kind, headdim, equal[0]
     for field in fields(Config):
         if field.name == "note" or (field.default is not MISSING and field.name not in values):
             continue
@@ -178,7 +178,7 @@ def _entry(entry: Any) -> tuple[str, int, Config]:
 
 
 def _check_folds(path: str, arch: str, headdim: int, chosen: Chosen) -> None:
-    """Refuses two kinds of a kernel that fold blocks of two lengths: see `configs.FOLDED`."""
+    """Refuses a file whose kinds of one kernel fold blocks of different lengths: see `FOLDED`."""
     column = configs.column(arch)
     for kernel, block in configs.FOLDED.items():
         lengths = {

@@ -1,20 +1,20 @@
 """Tables of a launch in which programs add to the same rows of dq, one after the other.
 
-Rectangles are those of `step_table`, of kv rows and q columns. Blocks of rows stand on a grid that
-begins at row 0, and a rectangle has a run in each block that it reaches:
+Rectangles are those of `step_table`, with kv rows and q columns. Blocks of rows are on a grid that
+begins at row 0, and a rectangle has a run in each block that it touches:
 
     runs    (num_runs, 8)   col_start, col_stop, lo, hi, row_start, row_stop, first_piece, 0
     blocks  (num_blocks, 4) row, row_stop, first_run, last_run (exclusive), from the last row down
 
-A program visits the blocks of columns of its runs. Visits of one block of columns, by the programs
-of all blocks, take turns: those of blocks with later rows are first, as are those of earlier runs
-of a block. A visit leaves its run's number, from 1, for the next one, and begins when it finds that
-of the visit before, 0 where there is none. Which that is changes within a run in few places:
+A program visits the blocks of columns of its runs. All visits of one block of columns take turns:
+blocks with later rows go first, and within a block, earlier runs. When a visit ends, it writes its
+run's number (from 1) for the next visit; a visit begins when it reads the number of the visit
+before it (0 if it is the first). This predecessor changes at few places within a run:
 
-    pieces  (num_pieces, 2) stop, before: the columns' blocks up to `stop` (exclusive) wait for
-                            `before`, from the stop of the piece before, or the run's first, on
+    pieces  (num_pieces, 2) stop, before: the blocks of columns up to `stop` (exclusive) wait for
+                            run `before`; a piece begins where the previous piece of the run stops
 
-Whose turn is before belongs to an earlier task, or to an earlier run of the same one.
+A predecessor belongs to an earlier task, or to an earlier run of the same task.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def load_piece(pieces_ptr, piece):
 
 @dataclass(frozen=True)
 class TurnTable(StepTable):
-    """As `StepTable`, with turns.
+    """A `StepTable` with turns.
 
     Attributes:
         pieces: (num_pieces, 2) int32.
-        partial: some run does not have all rows of its block.
+        partial: some run lacks rows of its block.
     """
 
     pieces: Tensor
@@ -68,10 +68,10 @@ def make_turn_table(
     """The table of a step.
 
     Args:
-        rectangles: kv rows x q columns (`transposed`), in local indices; they share no pair.
-        block_rows: rows that a program takes.
-        block_cols: columns that it takes at a time.
-        device: where the tables go.
+        rectangles: kv rows x q columns (`transposed`), in local indices, without a common pair.
+        block_rows: rows of a program.
+        block_cols: columns of one visit.
+        device: device of the tables.
     """
     parts: dict[int, list[Rectangle]] = defaultdict(list)
     for r0, r1, c0, c1, lo, hi in rectangles:
@@ -85,7 +85,7 @@ def make_turn_table(
     turns = _Turns()
     visits = 0
     for row in sorted(parts, reverse=True):
-        # In the order in which a row sees them, which no cut of the sequence changes.
+        # By the first column that a row sees: cutting the sequence does not change this order.
         seen = sorted(
             parts[row], key=lambda r: (r[2] if r[4] is None else max(r[2], r[0] + r[4]), r[0])
         )
@@ -113,25 +113,25 @@ def make_turn_table(
 
 
 class _Turns:
-    """The last run that has visited each block of columns, as intervals."""
+    """The last run that has visited each block of columns, in intervals of blocks."""
 
     def __init__(self) -> None:
-        # Interval i is [starts[i], starts[i + 1]); 0 is nobody.
+        # Interval i is [starts[i], starts[i + 1]); run 0 means no visit yet.
         self._starts = [0]
         self._last = [0]
 
     def take(self, start: int, stop: int, run: int) -> list[tuple[int, int]]:
-        """Pieces of a run that visits the blocks [start, stop) next."""
+        """The pieces of a run, which visits the blocks [start, stop) next."""
         first = self._cut(start)
         last = self._cut(stop)
         ends = [*self._starts[first + 1 : last], stop]
-        found = list(zip(ends, self._last[first:last], strict=True))
+        pieces = list(zip(ends, self._last[first:last], strict=True))
         self._starts[first:last] = [start]
         self._last[first:last] = [run]
-        return found
+        return pieces
 
     def _cut(self, at: int) -> int:
-        """The interval that begins at a block, which is made where there is none."""
+        """The index of the interval that begins at a block; splits an interval if needed."""
         index = bisect_left(self._starts, at)
         if index == len(self._starts) or self._starts[index] != at:
             self._starts.insert(index, at)
