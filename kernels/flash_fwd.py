@@ -322,7 +322,7 @@ def offset_unit(*tensors: Tensor) -> int:
     """8 if 8 divides all strides but 16 does not, else 1.
 
     Triton itself detects multiples of 16. Multiples of 8, such as rows of 72 dims, suffice for
-    asynchronous copies of 16 bytes; without those copies the forward spilled 556 bytes.
+    asynchronous copies of 16 bytes; without such copies the forward spilled 556 bytes.
     """
     strides = [stride for x in tensors for stride in x.stride()[:3]]
     return 8 if any(x % 16 for x in strides) and not any(x % 8 for x in strides) else 1

@@ -51,6 +51,6 @@ def gluon_missing() -> str | None:
         except ImportError as error:
             return f"triton has no {path} ({error})"
         for name in names:
-            if not any(hasattr(module, one) for one in name.split("|")):
+            if not any(hasattr(module, alternative) for alternative in name.split("|")):
                 return f"triton's {path} has no {name.replace('|', ' or ')}"
     return None

@@ -210,9 +210,9 @@ def _visit(
     COLS: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     DQ_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART_DIMS, 16])
     for t in range(begin * GROUP, end * GROUP):
-        own = INDEX + opaque_zero(t)
-        k = k_buffers.index(own).reshape([ROWS, HEAD_DIM])
-        v = v_buffers.index(own).reshape([ROWS, HEAD_DIM])
+        index = INDEX + opaque_zero(t)
+        k = k_buffers.index(index).reshape([ROWS, HEAD_DIM])
+        v = v_buffers.index(index).reshape([ROWS, HEAD_DIM])
         stage = await_full(q_buffers, q_full, use)
         q = q_buffers.index(stage).reshape([BLOCK_M, HEAD_DIM])
         s = gl.zeros([ROWS, BLOCK_M], gl.float32, S_LAYOUT)
@@ -260,7 +260,7 @@ def _visit(
             dq = gl.zeros([ROWS, PART_DIMS], gl.float32, DQ_LAYOUT)
             for part in gl.static_range(CONSUMERS):
                 left = ds_buffers.index(half + part)
-                right = k_buffers.index(own - INDEX + part).reshape([ROWS, HEAD_DIM])
+                right = k_buffers.index(index - INDEX + part).reshape([ROWS, HEAD_DIM])
                 if BLOCK_M == ROWS:
                     right = right.slice(INDEX * PART_DIMS, PART_DIMS, 1)
                 else:

@@ -130,7 +130,7 @@ def merge_tree_kernel(
 
 
 def config_of(headdim_v: int) -> Config:
-    """A config with so many warps that each thread loads 16 bytes of a row."""
+    """A config with enough warps that each thread loads 16 bytes of a row."""
     return Config(0, 0, max(1, block_dim(headdim_v) // 128), 1, "bound by latency")
 
 

@@ -26,7 +26,7 @@ import triton.language as tl  # noqa: F401  the interpreter asks that every kern
 from .configs import Config
 from .step_table import StepTable
 
-# A persistent grid leaves one of so many multiprocessors to copies between GPUs: 8 of an H100's
+# A persistent grid leaves one in this many multiprocessors to copies between GPUs: 8 of an H100's
 # 132, the number that NCCL may use. With none free, a copy would wait for the grid's end.
 SMS_PER_COPY = 16
 

@@ -43,7 +43,7 @@ class Purpose(NamedTuple):
 
     Attributes:
         backward: a backward may follow.
-        same_bits: as for `ring_attention`.
+        same_bits: as in `ring_attention`.
         window: the mask has a lower bound.
         several: the mask has several slices, such as documents.
         decoding: a few queries attend to a cache, which is bound by memory.

@@ -79,7 +79,7 @@ class AtenBackend(TileBackend):
         a ring equals the error of one pass.
         """
         for piece in self.pieces(tile, q.device.type):
-            # A function of its own frees a piece's copies before the next piece is copied.
+            # A separate function frees a piece's copies before the next piece is copied.
             state.fold(piece.q, *self._forward_piece(q, k, v, piece, scores.softmax_scale))
 
     def backward_tile(

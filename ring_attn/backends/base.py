@@ -193,7 +193,7 @@ class InOrderBackend(Backend, Protocol):
         scores: Scores,
         out: Tensor | None = None,
     ) -> None:
-        """Adds to the gradients that are not None: dq, dk and dv, or all, with the same bits."""
+        """Adds to dq, or to dk and dv, or to all three; the bits are the same either way."""
         ...
 
 
@@ -216,8 +216,8 @@ def why_not_alike(backend: Backend, whole: AttentionSpec, part: AttentionSpec) -
     if in_one_pass(backend, whole) == in_one_pass(backend, part):
         return None
     return (
-        f"of {whole.nheads_kv} kv heads {part.nheads_kv} are computed at a time, and for so few "
-        f"backend {backend.name!r} has another kernel"
+        f"{part.nheads_kv} of {whole.nheads_kv} kv heads are computed at a time, and backend "
+        f"{backend.name!r} has another kernel for so few"
     )
 
 
@@ -386,7 +386,7 @@ class TileBackend:
         raise NotImplementedError
 
 
-NO_MAX_LOGITS = "gives lse and no maximum: return_max_logits is for triton and reference"
+NO_MAX_LOGITS = "returns lse but no maximum: return_max_logits needs triton or reference"
 
 
 def greatest(m: Tensor) -> Tensor:

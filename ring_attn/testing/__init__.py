@@ -12,7 +12,7 @@ too, without pytest.
     plain = plain_gradients(*inputs, mask)
     verdict = check("dq", got_dq, oracle.dq, plain.dq, oracle.terms["dq"])
 
-A whole call, on all ranks, in this process or in processes of their own:
+A whole call on all ranks, in this process or in one process per rank:
 
     ran = run_all_ranks(Case("documents", layout="zigzag", strategy="all_gather"), world_size=4)
     assert not ran.failures

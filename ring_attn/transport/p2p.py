@@ -335,7 +335,7 @@ class P2PTransport:
             sends = sends + [(r, own) for r, _ in sends]
             after = None if after is None else [*after, *begun]
 
-        # Receives first: `wait` takes the works in this order, and compute needs what is received.
+        # Receives first: `wait` takes the works in this order, and compute needs the received data.
         peer = receives[0][0]
         if isinstance(medium, Gloo):
             tagged = partial(self._send_tagged, medium, channel, step, receives, sends)

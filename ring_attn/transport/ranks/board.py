@@ -32,11 +32,10 @@ class Board:
 
     def difference(self, calls: Iterable[Identity], peer: int) -> str | None:
         """The first difference between a peer's calls and this rank's; None if none is known."""
-        others = self._read(f"calls/{peer}")
-        known = {one["sequence"]: one for one in others or ()}
-        for mine in calls:
-            if mine.sequence in known:
-                differs = difference(self._reported(mine), known[mine.sequence])
+        reports = {report["sequence"]: report for report in self._read(f"calls/{peer}") or ()}
+        for call in calls:
+            if call.sequence in reports:
+                differs = difference(self._reported(call), reports[call.sequence])
                 if differs is not None:
                     return differs
         return None

@@ -107,8 +107,8 @@ class RollCall:
             UnlikeRanksError: with the text of each member.
         """
         if self._store.add(f"{self._name}/told/{told}", 0) < len(self._members):
-            everyone = [self._store.get(f"{self._name}/here/{m}") for m in self._members]
-            raise UnlikeRanksError([one.decode() for one in everyone])
+            texts = [self._store.get(f"{self._name}/here/{m}") for m in self._members]
+            raise UnlikeRanksError([text.decode() for text in texts])
 
     def give_up(self, why: str) -> None:
         """Ends the roll-call on all ranks that have not seen everyone come."""

@@ -116,7 +116,7 @@ class Lane:
 
     Attributes:
         members: the ranks, as ranks of the group.
-        channel: the channel.
+        channel: channel of the exchanges.
         seconds: time limit of an exchange.
         communicator: NCCL's communicator of the members.
         stream: stream on which the exchanges run one after another.
@@ -188,7 +188,7 @@ class Nccl:
         seconds: float,
         device: torch.device,
     ) -> Lane:
-        """The lane of a channel among some ranks, made if it does not exist.
+        """The lane of a channel among `members`, numbered in that order; made at its first use.
 
         Raises:
             MissingRanksError: naming the ranks that did not come in time.
