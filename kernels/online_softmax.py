@@ -124,5 +124,4 @@ def online_softmax_add_sink(acc, m_i, l_i, sink):
 def online_softmax_finalize(acc, m_i, l_i):
     """Normalises: returns out (M, D) float32 and lse (M,) natural logarithm."""
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    # One division a row: a division an element took registers that 128 x 128 blocks lack.
     return acc / l_safe[:, None], (m_i + tl.log2(l_safe)) * LN2

@@ -172,7 +172,7 @@ def _entry(entry: Any) -> tuple[str, int, Config]:
             raise ValueError(f"{field.name} must be an int from {least} to {most}")
         if field.name in POWERS and value & (value - 1):
             raise ValueError(f"{field.name} must be a power of 2")
-    if values.get("programs_per_sm") and kind != GLUON:
+    if values.get("programs_per_sm"):
         raise ValueError(f"programs_per_sm is of kind {GLUON}")
     return kind, headdim, Config(**{**values, "note": ""})
 
