@@ -1,4 +1,4 @@
-"""Training batches cut by a layout: `shard_batch`."""
+"""`shard_batch`: cuts a training batch by a layout."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ def shard_batch(
     ignore_index: int = -100,
     cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> dict[str, Tensor]:
-    """The rank's part of a training batch, labels shifted *before* they are cut.
+    """The rank's part of a training batch, with labels shifted *before* the cut.
 
-    Shifting inside a shard would pair the last row of each segment with the wrong token, or lose
-    it; here row i of the shard is predicted to be `labels[position_ids[i] + 1]`.
+    Shifting inside a shard would give the last row of each segment a wrong label or none. Here row
+    i of the shard has the label `labels[position_ids[i] + 1]`.
 
     Args:
         batch: tensors with `layout.seqlen` rows in `dim`, such as `input_ids` (batch, seqlen). With
-            `labels` (unshifted, as Hugging Face has them) the result has `shift_labels` instead,
-            whose last position is `ignore_index`. `attention_mask` stays whole: who sees a row
-            depends on the rows of all ranks.
+            `labels` (unshifted, as in Hugging Face batches) the result has `shift_labels` instead,
+            whose last position is `ignore_index`. `attention_mask` stays whole: attention needs
+            the padding of all ranks' rows.
         layout: how the sequence is split.
-        rank: whose part.
+        rank: the rank that holds the part.
         dim: the sequence dim of every tensor.
         ignore_index: the label of positions that have no next token.
-        cu_seqlens: boundaries of packed documents, from 0: positions restart at 0 in each document,
-            whose last token has no next one. What is behind the last boundary is a document too.
+        cu_seqlens: boundaries of packed documents, from 0. Positions restart at 0 in each document,
+            and its last token has no label. Rows after the last boundary are a document too.
 
     Returns:
-        The shards by the same names, `shift_labels` for `labels`, and `position_ids` of shape
-        (1, shard_len), unless the batch brings its own.
+        The shards by the same names, `shift_labels` in place of `labels`, and `position_ids` of
+        shape (1, shard_len) unless the batch has its own.
 
     Raises:
         ValueError: a tensor without `layout.seqlen` rows, labels that cannot hold `ignore_index`,
-            a batch that has `shift_labels` already, or boundaries that are none of this sequence.
-        TypeError: something else than tensors by name, or a layout by name.
+            a batch with both `labels` and `shift_labels`, or boundaries beyond the sequence.
+        TypeError: a batch that is not a dict of tensors, or a layout given by name.
 
     Example:
         >>> layout = SequenceLayout.contiguous(4, 2)
@@ -99,7 +99,7 @@ def _boundaries(cu_seqlens: Tensor | Sequence[int] | None, seqlen: int) -> list[
 
 
 def _check_ignore_index(labels: Tensor, ignore_index: int) -> None:
-    """A label that the dtype of the labels can hold."""
+    """Refuses an `ignore_index` that the dtype of the labels cannot hold."""
     index = as_int("ignore_index", ignore_index)
     if labels.is_floating_point():
         return

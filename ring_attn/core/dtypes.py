@@ -1,4 +1,4 @@
-"""The one table of dtypes: those that attention takes, their names, and the type of sums."""
+"""The one table of dtypes: inputs of attention, their names, and accumulation types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Type of the state and of gradients on their way: float32, or float64 for float64."""
+    """Type of the state and of travelling gradients: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -5,9 +5,8 @@
     q    0 1 | 2 3 | 4 5 | 6 7              q    0 1 2   3 4 5 | 6 7 8   9 10 11
     kv    0  |  0  |  1  |  1               kv     0       1   |   2       3
 
-Heads need not divide: 3 heads over 2 ranks are 2 + 1, and with more ranks than heads some have
-none. A rank gets the kv heads that its q heads use, so one that several ranks use is sent to each
-of them.
+Heads need not divide: 3 heads over 2 ranks are 2 + 1, and with more ranks than heads some ranks
+have none. A rank gets the kv heads that its q heads use; a kv head may be sent to several ranks.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class HeadRun:
-    """Consecutive q heads that use consecutive kv heads, equally many of them each.
+    """Consecutive q heads and the consecutive kv heads they use, with equal groups.
 
     Attributes:
-        first: the first q head.
-        num: how many.
-        first_kv: the first kv head.
-        num_kv: how many; `num` divides by it.
+        first: first q head.
+        num: number of q heads, a multiple of `num_kv`.
+        first_kv: first kv head.
+        num_kv: number of kv heads.
     """
 
     first: int
@@ -49,7 +48,7 @@ class HeadShare:
     """The heads of one rank, in ascending order.
 
     Attributes:
-        runs: one where as many q heads use each kv head, up to three where a group is cut, none
+        runs: one if all kv heads have equal groups of q heads, up to three if groups are cut, none
             on a rank without heads. A kv head is in one run only.
     """
 
@@ -70,9 +69,9 @@ class HeadShare:
 def share_heads(nheads: int, nheads_kv: int, degree: int) -> tuple[HeadShare, ...]:
     """The heads of each of `degree` ranks: every q head once, at most ceil(nheads / degree) a rank.
 
-    The shares have the fewest runs beyond one a rank, then the fewest kv heads on several ranks,
-    then the most equal sizes: heads that use one kv head stay together where that makes no rank's
-    share larger.
+    Among such shares, picks the fewest runs beyond one a rank, then the fewest kv heads on several
+    ranks, then the most equal sizes. So the q heads of one kv head stay together where that makes
+    no rank's share larger.
 
     Args:
         nheads: q heads.
@@ -92,17 +91,17 @@ def share_heads(nheads: int, nheads_kv: int, degree: int) -> tuple[HeadShare, ..
     if nheads % nheads_kv:
         raise ValueError(f"nheads must divide by nheads_kv, got {nheads} and {nheads_kv}")
     group = nheads // nheads_kv
-    # Beyond one rank a head the others have none.
+    # With more ranks than heads, the last ranks have none.
     cuts = _cuts(nheads, group, min(nheads, degree)) + (nheads,) * (degree - nheads)
     return tuple(HeadShare(_runs(a, b, group)) for a, b in pairwise(cuts))
 
 
 def is_replicated(shares: tuple[HeadShare, ...], nheads_kv: int) -> bool:
-    """Whether some kv head is on several ranks, so that its gradients have to be summed."""
+    """Whether a kv head is on several ranks, so that its gradients must be summed."""
     return sum(share.num_kv for share in shares) > nheads_kv
 
 
-# Runs beyond the first, kv heads that are cut, sum of squared shares, kv heads sent.
+# Runs beyond the first, kv heads on several ranks, sum of squared shares, kv heads sent.
 _Cost = tuple[int, int, int, int]
 
 
@@ -114,14 +113,14 @@ def _cuts(nheads: int, group: int, degree: int) -> tuple[int, ...]:
         behind, best = best, {}
         most_before = (degree - ranks_left) * longest
         for start in range(max(0, nheads - ranks_left * longest), min(nheads, most_before) + 1):
-            # The first of equal cost: longer shares come before shorter ones.
+            # Longer shares come first, and so win at equal cost.
             best[start] = min(
                 (
                     (_sum(_cost(start, stop, group), behind[stop][0]), (start, *behind[stop][1]))
                     for stop in range(min(start + longest, nheads), start - 1, -1)
                     if stop in behind
                 ),
-                key=lambda found: found[0],
+                key=lambda candidate: candidate[0],
             )
     return best[0][1]
 
@@ -129,7 +128,7 @@ def _cuts(nheads: int, group: int, degree: int) -> tuple[int, ...]:
 def _cost(start: int, stop: int, group: int) -> _Cost:
     """The cost of q heads [start, stop) on one rank."""
     runs = _runs(start, stop, group)
-    # A kv head counts once, on the first of its ranks.
+    # A kv head that is cut counts once, on the first of its ranks.
     cut = stop % group != 0 and start <= stop // group * group
     return max(len(runs) - 1, 0), int(cut), (stop - start) ** 2, sum(r.num_kv for r in runs)
 
@@ -139,7 +138,7 @@ def _sum(a: _Cost, b: _Cost) -> _Cost:
 
 
 def _runs(start: int, stop: int, group: int) -> tuple[HeadRun, ...]:
-    """The q heads [start, stop) as runs; a part of a group at either end is a run of its own."""
+    """The q heads [start, stop) as runs; a partial group at either end is a separate run."""
     runs: list[HeadRun] = []
     for kv in range(start // group, -(-stop // group) if stop > start else 0):
         first, last = max(start, kv * group), min(stop, (kv + 1) * group)

@@ -4,10 +4,10 @@
     Records    tensors side by side, one record for each row, batch entry and head
     Parcels    messages one after another, one for each receiver or sender
     Gathered   equal messages of all ranks, in their order
-    Bytes      a message of which only the length is known, of every rank
+    Bytes      only the lengths, for every rank at once
 
-A message has `nbytes` and `views(buffer)`, its tensors in a (>= nbytes,) uint8 buffer. Statistics
-(lse, delta) are (batch, heads, rows), all other tensors (batch, rows, heads, dim).
+A message has `nbytes`, and `views(buffer)` gives its tensors in a (>= nbytes,) uint8 buffer.
+Statistics (lse, delta) are (batch, heads, rows), all other tensors (batch, rows, heads, dim).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ring_attn.core.spec import ALIGNMENT, Packet
 
-# A number of one rank, or an int64 tensor (world_size,) with that of every rank.
+# An int for one rank, or an int64 tensor (world_size,) for every rank.
 Number = Any
 
 
@@ -41,12 +41,12 @@ class Message(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Bytes:
-    """A message of every rank, (world_size,) int64; nothing can be read from it."""
+    """Lengths of the messages of every rank, (world_size,) int64, without tensors."""
 
     nbytes: Tensor
 
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """Refused: the lengths of every rank's messages have no tensors."""
+        """Raises NotImplementedError."""
         raise NotImplementedError("the messages of every rank have lengths and no tensors")
 
 
@@ -54,16 +54,16 @@ class Bytes:
 class Records:
     """A message whose tensors lie side by side, one record for each row, batch entry and head.
 
-    Messages that are received one after another are then one tensor of all their rows, with one
-    stride between rows, and nothing has to be copied together:
+    The messages of several ranks, received one after another, then form one tensor of all their
+    rows with one stride between rows, without a copy:
 
         message of rank 0              message of rank 1
         row 0    row 1    row 2        row 0    row 1 ...
         [K V..]  [K V..]  [K V..]      [K V..]  [K V..]            .. to multiples of 16 bytes
 
     Attributes:
-        batch: entries of dim 0.
-        rows: of the message, at least 1.
+        batch: number of batch entries.
+        rows: number of rows, at least 1.
         heads: number of heads.
         fields: dim and dtype of each tensor; dim None is a statistic.
     """
@@ -78,7 +78,7 @@ class Records:
         """First byte of each field in a record, and the length of a record."""
         offsets, end = [], 0
         for dim, dtype in self.fields:
-            # Statistics are read one by one, rows of a head in loads of 16 bytes.
+            # Kernels load statistics one by one, and rows of a head by 16 bytes.
             start = _multiple(end, dtype.itemsize if dim is None else ALIGNMENT)
             offsets.append(start)
             end = start + (dim or 1) * dtype.itemsize
@@ -92,11 +92,11 @@ class Records:
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """(batch, n * rows, heads, dim) each, as views of the uint8 bytes of n messages."""
         records = buffer.view(-1, self.batch, self.heads, self.offsets[-1]).transpose(0, 1)
-        found = []
+        tensors = []
         for (dim, dtype), start in zip(self.fields, self.offsets, strict=False):
             x = records[..., start : start + (dim or 1) * dtype.itemsize].view(dtype)
-            found.append(x.squeeze(-1).transpose(1, 2) if dim is None else x)
-        return tuple(found)
+            tensors.append(x.squeeze(-1).transpose(1, 2) if dim is None else x)
+        return tuple(tensors)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Parcels:
         """The tensors of all parts, in their order."""
         buffers = buffer[: self.nbytes].split(self.counts)
         both = zip(self.parts, buffers, strict=True)
-        return tuple(view for part, some in both for view in part.views(some))
+        return tuple(view for part, part_buffer in both for view in part.views(part_buffer))
 
 
 @dataclass(frozen=True)
@@ -154,17 +154,17 @@ class Gathered:
 
 
 def lengths(make: Callable[[int], Message], rows: Tensor) -> Bytes:
-    """The lengths of every rank's messages, each number of rows worked out once."""
-    found, inverse = torch.unique(rows, return_inverse=True)
-    sizes = [make(n).nbytes for n in found.tolist()]
+    """The lengths of every rank's messages; calls `make` once for each number of rows."""
+    counts, inverse = torch.unique(rows, return_inverse=True)
+    sizes = [make(n).nbytes for n in counts.tolist()]
     return Bytes(torch.tensor(sizes, dtype=torch.int64)[inverse])
 
 
 def packet_of(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> Packet:
-    """The packet of tensors of those shapes and dtypes."""
+    """The packet of tensors with these shapes and dtypes."""
     return Packet(tuple(shape for shape, _ in tensors), tuple(dtype for _, dtype in tensors))
 
 
 def _multiple(size: int, unit: int) -> int:
-    """The least multiple of `unit` that is no less."""
+    """`size` rounded up to a multiple of `unit`."""
     return -(-size // unit) * unit

@@ -1,12 +1,12 @@
-"""Order of summation: where a call has the same bits at every world size, and why not elsewhere.
+"""Order of summation: when a call has the same bits at every world size, and why not otherwise.
 
-A sum of floating-point numbers has other bits in another order. Results are those of one process
-where every sum is made in that process's order:
+A sum of floating-point numbers in another order may have other bits. A call has the bits of one
+process if it makes every sum in the same order:
 
     backend        folds tiles in one order, on a grid of blocks (`bits_unit` positions)
-    all_gather     keys stand in the order of their positions: contiguous shards, cut at blocks
-    ring           the same, and shards come by in that order: causal, one plain ring
-    Ulysses        as its core, where no KV head is on several ranks
+    all_gather     keys are in the order of their positions: contiguous shards, cut at blocks
+    ring           the same, and shards arrive in that order: causal, one plain ring
+    Ulysses        the conditions of its core, and no KV head on several ranks
 """
 
 from __future__ import annotations
@@ -33,17 +33,16 @@ def why_not_in_order(
     backend: str,
     bits_unit: int | None,
 ) -> str | None:
-    """None where every sum is made in the order of one process, else the reason why not.
+    """None if the call makes every sum in the order of one process, else the reason why not.
 
     Args:
-        strategy: of the call.
+        strategy: strategy of the call.
         heads: numbers of query heads and of KV heads.
-        layouts: of queries and keys where the core computes: after the exchange of queries, or of
-            heads for rows.
+        layouts: of queries and keys in the core: after queries, or heads for rows, are exchanged.
         mask: over the whole sequence.
-        backend: its name, for the reason.
-        bits_unit: positions of a block on whose grid the backend folds in one order; None where it
-            folds in no one order.
+        backend: name of the backend, for the reason.
+        bits_unit: the backend folds in one order on a grid of blocks of so many positions; None if
+            its order varies.
     """
     reason = why_not_by_heads(heads, strategy.ulysses_degree)
     if reason is not None:
@@ -67,7 +66,7 @@ def why_not_in_order(
 
 
 def why_not_by_heads(heads: tuple[int, int], ulysses_degree: int) -> str | None:
-    """None where every KV head is on one rank of a group, else the reason against it."""
+    """None if every KV head is on one rank of its group, else the reason why sums reorder."""
     if not is_replicated(share_heads(*heads, ulysses_degree), heads[1]):
         return None
     return (
@@ -78,7 +77,7 @@ def why_not_by_heads(heads: tuple[int, int], ulysses_degree: int) -> str | None:
 
 
 def _why_not_by_turns(layouts: Layouts, mask: Mask, inner_degree: int) -> str | None:
-    """Why a ring does not bring shards in the order of their positions; None where it does."""
+    """None if a ring brings shards in the order of their positions, else the reason why not."""
     if not mask.is_causal:
         return f"the mask must be causal, without window and documents, got {mask.words}"
     grid = ring_grid(layouts[0].world_size, inner_degree)
@@ -93,6 +92,6 @@ def _why_not_by_turns(layouts: Layouts, mask: Mask, inner_degree: int) -> str | 
 
 
 def _starts(layouts: Layouts) -> Iterator[int]:
-    """First position of every shard, without shards that start at the end of the sequence."""
+    """Yields the first position of every shard after rank 0's, without the end of the sequence."""
     for layout in layouts:
         yield from (start for start in accumulate(layout.shard_lens) if start != layout.seqlen)

@@ -1,10 +1,8 @@
-"""The numbers in a program: of one rank, or of every rank at once.
+"""The numbers in a program: those of one rank, or of every rank at once.
 
-A strategy writes its program against `Ranks`. `OneRank` answers with that rank's tiles, rows and
-peers; `EveryRank` with one tensor (world_size,) for all of them, so that a program of thousands of
-ranks is as short as that of one.
-
-A displacement says how many inner rings, and how many places in them, a rank comes after another.
+A strategy writes its program against `Ranks`. `OneRank` answers with the tiles, rows and peers of
+one rank. `EveryRank` answers with tensors (world_size,) that hold the numbers of every rank, so
+that a program of thousands of ranks is as short as a program of one rank.
 """
 
 from __future__ import annotations
@@ -42,15 +40,15 @@ T = TypeVar("T")
 
 
 class Turn(NamedTuple):
-    """An exchange of a rank, or of every rank, with one that needs its rows and one that it needs.
+    """One exchange: a rank sends rows to the rank that needs them and receives rows it needs.
 
     Attributes:
-        hop: to whom it sends, from whom it receives: itself where it takes no part.
-        active: (world_size,) bool which ranks take part, of every rank.
+        hop: the two peers; a rank that takes no part has itself.
+        active: (world_size,) bool ranks that take part; None from `OneRank`.
         sent: number of rows.
         received: number of rows.
-        runs: the rows that are sent; () in every rank's.
-        tiles: with what is received, counted in the order in which it comes.
+        runs: the rows to send; () from `EveryRank`.
+        tiles: between own and received rows; received rows count in the order of the message.
     """
 
     hop: Hop
@@ -62,7 +60,13 @@ class Turn(NamedTuple):
 
 
 class Ranks(Protocol):
-    """The ranks of a call, and what each has and does in it."""
+    """The shards, peers and tiles of a rank, or of every rank, in one call.
+
+    Arguments:
+        grid: the ranks as inner rings.
+        travels: the side whose shards travel.
+        by: displacement of the holding rank from the owner of the shard.
+    """
 
     @property
     def layouts(self) -> Layouts:
@@ -81,41 +85,44 @@ class Ranks(Protocol):
 
     @property
     def rank(self) -> int | None:
-        """The rank; None is every rank."""
+        """The rank; None for every rank."""
         ...
 
     def order(self, grid: Grid, travels: Traveller) -> tuple[Displacement, ...]:
-        """Displacements from their owners of the shards that a rank holds, step by step."""
+        """Displacements at which any rank needs a shard, in the order of the steps."""
         ...
 
     def hop(self, grid: Grid, by: Displacement) -> Hop:
-        """Sends to the rank that comes so far after, receives from the one so far before."""
+        """The hop that moves a shard by a displacement."""
         ...
 
     def partner(self) -> tuple[Hop, Tensor | None]:
-        """An exchange with rank P - 1 - r, and which ranks are not their own partner."""
+        """The exchange between ranks r and P - 1 - r, and which ranks are not their own partner."""
         ...
 
     def rows(self, side: Traveller) -> Number:
-        """Rows of the shard of queries or keys."""
+        """Number of rows of the shard of queries or keys."""
         ...
 
     def partner_rows(self) -> Number:
-        """Rows of the queries of rank P - 1 - r."""
+        """Number of query rows on rank P - 1 - r."""
         ...
 
     def moving(self, grid: Grid, travels: Traveller, by: Displacement) -> slice | None:
-        """Rows that travel of the shard of the rank displaced so far; None in every rank's."""
+        """Rows of the visiting shard that travel; None from `EveryRank`."""
         ...
 
     def moving_messages(
         self, grid: Grid, travels: Traveller, make: Callable[[int], Message]
     ) -> Callable[[Displacement], Message]:
-        """The messages with these rows, by displacement; `make` is from their number."""
+        """Function from a displacement to the message with the `moving` rows.
+
+        `make` builds a message from its number of rows.
+        """
         ...
 
     def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> Tiles:
-        """Tiles with the shard of the rank displaced so far."""
+        """Tiles between the own and the visiting shard."""
         ...
 
     def turns(self, travels: Traveller) -> tuple[Turn, ...]:
@@ -123,7 +130,7 @@ class Ranks(Protocol):
         ...
 
     def gathered(self, gathers: Traveller, rows: int) -> Tiles:
-        """Tiles with the shards of all ranks, each in so many rows, in the order of the ranks."""
+        """Tiles with the shards of all ranks in their order, each shard in `rows` rows."""
         ...
 
     def over(self, layouts: Layouts) -> Ranks:
@@ -131,7 +138,7 @@ class Ranks(Protocol):
         ...
 
     def groups(self, layouts: Layouts, degree: int) -> Ranks:
-        """The groups of `degree` consecutive ranks, as ranks of those layouts."""
+        """The groups of `degree` consecutive ranks, each group as one rank of `layouts`."""
         ...
 
 
@@ -149,36 +156,36 @@ class OneRank:
         return self.layouts[0].world_size
 
     def order(self, grid: Grid, travels: Traveller) -> tuple[Displacement, ...]:
-        """Displacements at which any rank sees anything, own shard first."""
+        """Displacements at which any rank needs a shard, own shard first."""
         needed = needed_displacements(*self.layouts, self.mask, grid.inner)
         return mirrored(needed, grid, travels)
 
     def hop(self, grid: Grid, by: Displacement) -> Hop:
-        """Ranks to send to and to receive from."""
+        """The hop of this rank."""
         return Hop(grid.moved(self.rank, by), grid.moved(self.rank, by, -1))
 
     def partner(self) -> tuple[Hop, Tensor | None]:
-        """Sends to rank P - 1 - r and receives from it."""
+        """The exchange with rank P - 1 - r."""
         other = self.world_size - 1 - self.rank
         return Hop(other, other), None
 
     def rows(self, side: Traveller) -> int:
-        """Rows of this rank's shard."""
+        """Number of rows of this rank's shard."""
         return self.layouts[_index(side)].shard_len(self.rank)
 
     def partner_rows(self) -> int:
-        """Rows of the partner's queries."""
+        """Number of the partner's query rows."""
         return self.layouts[0].shard_len(self.world_size - 1 - self.rank)
 
     def moving(self, grid: Grid, travels: Traveller, by: Displacement) -> slice:
-        """A run of rows."""
+        """Rows of the visiting shard that travel."""
         owner = grid.moved(self.rank, by, -1)
         return travelling_rows(*self.layouts, self.mask, owner, travels)
 
     def moving_messages(
         self, grid: Grid, travels: Traveller, make: Callable[[int], Message]
     ) -> Callable[[Displacement], Message]:
-        """The messages of the owners' rows."""
+        """Function from a displacement to the message."""
 
         def message(by: Displacement) -> Message:
             rows = self.moving(grid, travels, by)
@@ -187,7 +194,7 @@ class OneRank:
         return message
 
     def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> tuple[Tile, ...]:
-        """In folding order; the travelling side is counted from the first row that travels."""
+        """Tiles in folding order; visiting rows count from the first row that travels."""
         owner = grid.moved(self.rank, by, -1)
         pair = (self.rank, owner) if travels == "kv" else (owner, self.rank)
         tiles = pair_tiles(*self.layouts, self.mask, *pair)
@@ -202,7 +209,7 @@ class OneRank:
         def pair(holder: int, owner: int) -> tuple[int, int]:
             return (holder, owner) if travels == "kv" else (owner, holder)
 
-        found = []
+        turns = []
         for to, full in turns_of(*self.layouts, self.mask, travels):
             hop = Hop(int(to[self.rank]), int((to == self.rank).nonzero()))
             sent: tuple[slice, ...] = ()
@@ -216,15 +223,15 @@ class OneRank:
                 received = needed_runs(*self.layouts, self.mask, here, travels)
                 tiles = pair_tiles(*self.layouts, self.mask, *here)
             counted = tuple(among_runs(received, tile, travels) for tile in tiles)
-            found.append(Turn(hop, None, _count(sent), _count(received), sent, counted))
-        return tuple(found)
+            turns.append(Turn(hop, None, _count(sent), _count(received), sent, counted))
+        return tuple(turns)
 
     def gathered(self, gathers: Traveller, rows: int) -> tuple[Tile, ...]:
         """`tiles.gathered_tiles`."""
         return gathered_tiles(*self.layouts, self.mask, self.rank, rows, gathers)
 
     def over(self, layouts: Layouts) -> OneRank:
-        """The same rank."""
+        """This rank with other layouts."""
         return replace(self, layouts=layouts)
 
     def groups(self, layouts: Layouts, degree: int) -> OneRank:
@@ -258,34 +265,34 @@ class EveryRank:
         return {}
 
     def order(self, grid: Grid, travels: Traveller) -> tuple[Displacement, ...]:
-        """Displacements at which any rank sees anything, from the work of all pairs."""
+        """Displacements at which any rank needs a shard, own shard first."""
         return every_order(*self.layouts, self.mask, grid, travels)
 
     def hop(self, grid: Grid, by: Displacement) -> Hop:
-        """(world_size,) each; equal displacements have the same tensors."""
+        """The hop as tensors (world_size,); equal displacements share tensors."""
         return Hop(_moved(grid, by), _moved(grid, (-by[0], -by[1])))
 
     def partner(self) -> tuple[Hop, Tensor | None]:
-        """(world_size,) each."""
+        """The exchanges as tensors (world_size,)."""
         other = self._numbers.flip(0)
         return Hop(other, other), other != self._numbers
 
     def rows(self, side: Traveller) -> Tensor:
-        """(world_size,)."""
+        """(world_size,) rows of each rank's shard."""
         return torch.tensor(self.layouts[_index(side)].shard_lens)
 
     def partner_rows(self) -> Tensor:
-        """(world_size,)."""
+        """(world_size,) query rows of each rank's partner."""
         return self.rows("q").flip(0)
 
     def moving(self, grid: Grid, travels: Traveller, by: Displacement) -> slice | None:
-        """None: the rows of every rank are no slice."""
+        """None: one slice cannot hold the rows of every rank."""
         return None
 
     def moving_messages(
         self, grid: Grid, travels: Traveller, make: Callable[[int], Message]
     ) -> Callable[[Displacement], Message]:
-        """The lengths of the owners' messages, by holder."""
+        """Function from a displacement to the lengths of the messages, indexed by holder."""
         owners = lengths(make, every_count(*self.layouts, self.mask, travels))
         sizes = owners.nbytes.view(grid.outer, grid.inner)
         if bool((sizes == sizes[0, 0]).all()):
@@ -294,16 +301,16 @@ class EveryRank:
 
     def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> StepWork:
         """Sizes of the tiles of every rank."""
-        # Looked up here first: a mask of many documents takes long to hash.
+        # Cached here too: hashing a mask of many documents takes long.
         if (grid, travels) not in self._work:
             work = _by_displacement(*self.layouts, self.mask, grid, travels)
             self._work[grid, travels] = work
         return self._work[grid, travels][by[0] * grid.inner + by[1]]
 
     def turns(self, travels: Traveller) -> tuple[Turn, ...]:
-        """(world_size,) of each."""
+        """The turns, with tensors (world_size,) as numbers."""
         rows = needed_rows(*self.layouts, self.mask, travels)
-        work, ranks, found = pair_work(*self.layouts, self.mask), self._numbers, []
+        work, ranks, turns = pair_work(*self.layouts, self.mask), self._numbers, []
         for to, full in turns_of(*self.layouts, self.mask, travels):
             source = torch.empty_like(to).scatter_(0, to, ranks)
             comes = full[source]
@@ -312,15 +319,15 @@ class EveryRank:
                 here, there = here[::-1], there[::-1]
             tiles = StepWork(*(table[here] * comes for table in work.tables))
             sent, received = rows[there] * full, rows[here] * comes
-            found.append(Turn(Hop(to, source), to != ranks, sent, received, (), tiles))
-        return tuple(found)
+            turns.append(Turn(Hop(to, source), to != ranks, sent, received, (), tiles))
+        return tuple(turns)
 
     def gathered(self, gathers: Traveller, rows: int) -> StepWork:
         """Sizes of the tiles of every rank."""
         return every_gathered(*self.layouts, self.mask, gathers)
 
     def over(self, layouts: Layouts) -> EveryRank:
-        """The same ranks."""
+        """These ranks with other layouts."""
         return replace(self, layouts=layouts)
 
     def groups(self, layouts: Layouts, degree: int) -> EveryRank:
@@ -331,7 +338,7 @@ class EveryRank:
 def mirrored(
     order: tuple[Displacement, ...], grid: Grid, travels: Traveller
 ) -> tuple[Displacement, ...]:
-    """Displacements of keys' owners from the queries', where the queries travel."""
+    """The displacements for the side that travels, from an `order` for travelling keys."""
     if travels == "kv":
         return order
     return tuple(sorted((-a % grid.outer, -b % grid.inner) for a, b in order))
@@ -359,7 +366,7 @@ def every_order(
     grid: Grid,
     travels: Traveller,
 ) -> tuple[Displacement, ...]:
-    """Displacements at which any rank sees anything, from the work of all pairs."""
+    """`Ranks.order` from the work of all pairs."""
     needed = pair_work(layout_q, layout_kv, mask).displacements(grid)
     return mirrored(needed, grid, travels)
 
@@ -368,7 +375,7 @@ def every_order(
 def every_count(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, travels: Traveller
 ) -> Tensor:
-    """(world_size,) rows that travel of each rank's shard."""
+    """(world_size,) number of rows of each rank's shard that travel."""
     return pair_work(layout_q, layout_kv, mask).travelling(travels).count
 
 

@@ -7,9 +7,9 @@ The chunk-level rule
     the two overlap                        CAUSAL         masked on the diagonal
     kv chunk entirely after the q chunk    NO_ATTENTION   not computed; not sent if no rank needs it
 
-falls out of one fact. Segments of equal stride turn the band of a mask's slice, `lo <= j - i <= hi`
-of positions, into a band of local indices, and its queries and keys into two runs of rows. So a
-tile is two runs and two integers, whatever the layout and the mask.
+follows from one fact. Between two segments of equal stride, a slice of the mask is two runs of rows
+and a band of local indices: `lo <= j - i <= hi` holds for rows as for positions, with other bounds.
+So a tile is two runs and two integers, whatever the layout and the mask.
 
     zigzag, P = 2, causal, what rank 0 (chunks 0 and 3) computes:
 
@@ -35,12 +35,12 @@ from ring_attn.core.mask import Mask, Slice
 
 Traveller = Literal["kv", "q"]
 
-# By how many inner rings, and by how many places in them, a rank is after another.
+# Distance from one rank of a grid to another: (inner rings, ranks within a ring).
 Displacement = tuple[int, int]
 
 
 class MaskKind(enum.Enum):
-    """Kinds of rectangles: no mask, a diagonal, a window's edge, or nothing visible."""
+    """Kinds of rectangles: all visible, cut by a diagonal, by a window, or nothing visible."""
 
     FULL = "full"
     CAUSAL = "causal"
@@ -57,11 +57,11 @@ class Band(NamedTuple):
 
 @dataclass(frozen=True)
 class Tile:
-    """A rectangle of local rows that one backend call folds: q rows x kv rows within a band.
+    """Local q rows x kv rows within a band: the rectangle that one backend call computes.
 
-    `band` is in the same local indices as the slices: row i of the q shard sees row j of the kv
-    shard iff both lie in the slices and `band.lo <= j - i <= band.hi`. Every row and every column
-    of a tile holds a visible pair, and a bound that cuts nothing off is None.
+    `q`, `kv` and `band` count local rows: row i of the q shard sees row j of the kv shard iff i is
+    in `q`, j in `kv` and `band.lo <= j - i <= band.hi`. Every row and every column of a tile holds
+    a visible pair, and a bound that cuts nothing off is None.
     """
 
     q: slice
@@ -87,7 +87,7 @@ class Tile:
 
     @property
     def kind(self) -> MaskKind:
-        """FULL, CAUSAL or WINDOW: an existing tile is never NO_ATTENTION."""
+        """FULL, CAUSAL or WINDOW; a tile is never NO_ATTENTION."""
         if self.band.lo is not None:
             return MaskKind.WINDOW
         return MaskKind.FULL if self.band.hi is None else MaskKind.CAUSAL
@@ -107,14 +107,14 @@ class Grid(NamedTuple):
     inner: int
 
     def moved(self, rank: int, by: Displacement, sign: int = 1) -> int:
-        """The rank so many inner rings further and so many places along."""
+        """The rank at displacement `by` after `rank`; with `sign=-1`, before it."""
         o, i = divmod(rank, self.inner)
         a, b = by
         return (o + sign * a) % self.outer * self.inner + (i + sign * b) % self.inner
 
 
 def ring_grid(world_size: int, inner_degree: int = 1) -> Grid:
-    """The ranks as inner rings and an outer one; inner rings of one rank are one plain ring.
+    """The ranks as inner rings of `inner_degree` ranks each; a degree of 1 is one plain ring.
 
     Raises:
         ValueError: `inner_degree` does not divide the number of ranks.
@@ -135,19 +135,19 @@ def ring_grid(world_size: int, inner_degree: int = 1) -> Grid:
 def needed_displacements(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, inner_degree: int = 1
 ) -> tuple[Displacement, ...]:
-    """Displacements of a q rank from a kv rank at which any rank sees anything; (0, 0) always.
+    """All displacements from a KV owner to a rank that attends to it; (0, 0) is always included.
 
-    In their order; of the plain ring they are (0, distance).
+    Sorted; in a plain ring they are (0, distance).
     """
     check_fit(layout_q, layout_kv, mask)
     grid = ring_grid(layout_q.world_size, inner_degree)
-    every = tuple(product(range(grid.outer), range(grid.inner)))
+    displacements = tuple(product(range(grid.outer), range(grid.inner)))
     if layout_q.stride == 1:
         seen = _seen_displacements(layout_q, layout_kv, mask, grid)
-        return tuple(by for by in every if by in seen)
+        return tuple(by for by in displacements if by in seen)
     return tuple(
         by
-        for by in every
+        for by in displacements
         if by == (0, 0)
         or any(
             next(_raw_tiles(layout_q, layout_kv, mask, rank, grid.moved(rank, by, -1)), None)
@@ -159,38 +159,37 @@ def needed_displacements(
 def _seen_displacements(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, grid: Grid
 ) -> set[Displacement]:
-    """Displacements at which any rank sees anything, for layouts of runs of positions; (0, 0).
+    """`needed_displacements` as a set, for layouts of stride 1.
 
-    Queries that follow one another in a slice see one run of keys, so each such run of queries is
-    looked at once, and not against each rank: the first plan of 2,000 documents over 64 ranks takes
-    28 ms instead of 470.
+    Neighbouring queries of a slice see one run of keys, so a run of queries is compared with the
+    keys once, not with every rank: planning 2,000 documents over 64 ranks takes 28 ms, not 470.
     """
     ranks = range(layout_q.world_size)
     owned = sorted((seg.start, seg.length, rank) for rank in ranks
                    for seg in layout_kv.segments(rank))  # fmt: skip
     starts = [start for start, _, _ in owned]
-    found: list[tuple[int, int, int]] = []
+    seen_runs: list[tuple[int, int, int]] = []
     for rank in ranks:
         for segment in layout_q.segments(rank):
             end = segment.start + segment.length
-            for one in mask.overlapping(segment.start, end):
-                begin, stop = one.k_start, one.k_end
-                if one.lo is not None:
-                    begin = max(begin, max(segment.start, one.q_start) + one.lo)
-                if one.hi is not None:
-                    stop = min(stop, min(end, one.q_end) + one.hi)
+            for piece in mask.overlapping(segment.start, end):
+                begin, stop = piece.k_start, piece.k_end
+                if piece.lo is not None:
+                    begin = max(begin, max(segment.start, piece.q_start) + piece.lo)
+                if piece.hi is not None:
+                    stop = min(stop, min(end, piece.q_end) + piece.hi)
                 if begin < stop:
-                    holders = bisect_right(starts, begin) - 1, bisect_left(starts, stop)
-                    found.append((*holders, rank))
+                    run = bisect_right(starts, begin) - 1, bisect_left(starts, stop)
+                    seen_runs.append((*run, rank))
     seen: set[Displacement] = {(0, 0)}
-    # Those that see most first: a dense mask has all displacements in a few of them.
-    for begin, stop, rank in sorted(found, key=lambda run: run[0] - run[1]):
+    # Longest runs first: with a dense mask, a few of them have all displacements.
+    for begin, stop, rank in sorted(seen_runs, key=lambda run: run[0] - run[1]):
         if len(seen) == layout_q.world_size:
             break
         o, i = divmod(rank, grid.inner)
         for _, _, owner in owned[begin:stop]:
-            there = divmod(owner, grid.inner)
-            seen.add(((o - there[0]) % grid.outer, (i - there[1]) % grid.inner))
+            owner_o, owner_i = divmod(owner, grid.inner)
+            seen.add(((o - owner_o) % grid.outer, (i - owner_i) % grid.inner))
     return seen
 
 
@@ -202,7 +201,7 @@ def travelling_rows(
     source: int,
     travels: Traveller = "kv",
 ) -> slice:
-    """The rows of a rank's shard that any other rank needs: one run, empty if there are none."""
+    """The run around all rows of the `source` rank's shard that other ranks need; may be empty."""
     needed = []
     for other in range(layout_q.world_size):
         if other != source:
@@ -222,14 +221,14 @@ def needed_runs(
     pair: tuple[int, int],
     travels: Traveller,
 ) -> tuple[slice, ...]:
-    """The rows that travel between two ranks only: those that see, or are seen, in ascending runs.
+    """Rows of one side that a pair of ranks needs, as ascending runs.
 
     Args:
         layout_q: where the queries are.
         layout_kv: where the keys are.
         mask: over the lengths of the layouts.
         pair: rank of the queries, rank of the keys.
-        travels: the side whose rows they are.
+        travels: the side of the rows.
     """
     tiles = pair_tiles(layout_q, layout_kv, mask, *pair)
     rows = sorted((s.start, s.stop) for s in (t.kv if travels == "kv" else t.q for t in tiles))
@@ -242,7 +241,7 @@ def needed_runs(
 
 
 def among_runs(runs: tuple[slice, ...], tile: Tile, travels: Traveller) -> Tile:
-    """The tile with its travelling side counted in those runs, which stand one after another."""
+    """The tile with its travelling rows numbered as in a message that holds only `runs`."""
     before = 0
     for run in runs:
         if (tile.kv if travels == "kv" else tile.q).start < run.stop:
@@ -264,15 +263,15 @@ def pair_tiles(
 def _tiles_of_slices(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int
 ) -> list[tuple[Slice, Tile]]:
-    """The tiles of a pair of ranks, and of which slice each is."""
+    """The tiles of a pair of ranks, each with its slice of the mask."""
     by_slice: dict[Slice, list[Tile]] = {}
-    for one, tile in _raw_tiles(layout_q, layout_kv, mask, q_rank, kv_rank):
-        by_slice.setdefault(one, []).append(tile)
-    return [(one, tile) for one, found in by_slice.items() for tile in _merged(found)]
+    for piece, tile in _raw_tiles(layout_q, layout_kv, mask, q_rank, kv_rank):
+        by_slice.setdefault(piece, []).append(tile)
+    return [(piece, tile) for piece, tiles in by_slice.items() for tile in _merged(tiles)]
 
 
 def _in_order(tiles: Iterable[Tile]) -> tuple[Tile, ...]:
-    """Tiles of the same rows together, keys descending."""
+    """The tiles sorted by their first q row, and then by keys, descending."""
     return tuple(sorted(tiles, key=lambda tile: (tile.q.start, -tile.kv.start)))
 
 
@@ -287,21 +286,21 @@ def gathered_tiles(
 ) -> tuple[Tile, ...]:
     """The tiles between one rank's shard and the shards of all ranks of the other side.
 
-    The gathered shards stand one after another in the order of the ranks, each in `rows` rows.
-    Over contiguous shards that fill them this is the order of positions, and tiles of one slice
-    with neighbours become one: as with one rank, whose sums they then have.
+    The gathered shards follow one another in the order of the ranks, each in `rows` rows. If
+    contiguous shards fill these rows, they are in the order of positions, and neighbouring tiles of
+    a slice become one tile, as in one process: sums then have the same order, and the same bits.
 
     Args:
         layout_q: where the queries are.
         layout_kv: where the keys are; the same number of ranks and strides as `layout_q`.
         mask: over the same lengths as the layouts.
-        rank: whose shard.
-        rows: from the first row of a gathered shard to that of the next.
+        rank: owner of the shard.
+        rows: from the first row of one gathered shard to the first row of the next.
         gathers: the side that is gathered.
 
     Raises:
-        ValueError: layouts and mask that do not fit each other.
-        NotImplementedError: layouts whose strides differ (striped against another kind).
+        ValueError: layouts and mask do not fit each other.
+        NotImplementedError: the strides of the layouts differ (striped against another kind).
 
     Example:
         >>> layout = SequenceLayout.contiguous(1024, 4)
@@ -312,31 +311,31 @@ def gathered_tiles(
     by_end: dict[tuple[Slice, int], list[Tile]] = {}
     for source in range(layout_q.world_size):
         ranks = (rank, source) if gathers == "kv" else (source, rank)
-        for one, tile in _tiles_of_slices(layout_q, layout_kv, mask, *ranks):
+        for piece, tile in _tiles_of_slices(layout_q, layout_kv, mask, *ranks):
             tile = counted_from(-source * rows, tile, gathers)
-            start = one, (tile.kv if gathers == "kv" else tile.q).start
+            start = piece, (tile.kv if gathers == "kv" else tile.q).start
             for before in by_end.get(start, ()):
                 both = _surrounding(before, tile)
                 if both.area == before.area + tile.area:
                     by_end[start].remove(before)
                     tile = both
                     break
-            stop = one, (tile.kv if gathers == "kv" else tile.q).stop
+            stop = piece, (tile.kv if gathers == "kv" else tile.q).stop
             by_end.setdefault(stop, []).append(tile)
-    return _in_order(tile for found in by_end.values() for tile in found)
+    return _in_order(tile for tiles in by_end.values() for tile in tiles)
 
 
 def make_tile(q: slice, kv: slice, lo: int | None, hi: int | None) -> Tile | None:
-    """The rectangle cut down to the rows and columns that the band touches; None if it misses."""
-    found = Slice(q.start, q.stop, kv.start, kv.stop, lo, hi).touched
-    if found is None:
+    """The rectangle cut down to the rows and columns that the band touches; None if none."""
+    touched = Slice(q.start, q.stop, kv.start, kv.stop, lo, hi).touched
+    if touched is None:
         return None
-    q0, q1, k0, k1, lo, hi = found
+    q0, q1, k0, k1, lo, hi = touched
     return Tile(slice(q0, q1), slice(k0, k1), Band(lo, hi))
 
 
 def counted_from(first: int, tile: Tile, travels: Traveller) -> Tile:
-    """The tile with its travelling side counted from that row."""
+    """The tile with its travelling rows counted from row `first`."""
     lo, hi = tile.band
     moved = tile.kv if travels == "kv" else tile.q
     moved = slice(moved.start - first, moved.stop - first)
@@ -348,46 +347,46 @@ def counted_from(first: int, tile: Tile, travels: Traveller) -> Tile:
 def _raw_tiles(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, q_rank: int, kv_rank: int
 ) -> Iterator[tuple[Slice, Tile]]:
-    """Tiles of each q segment x kv segment x slice with visible pairs."""
+    """Yields a tile, with its slice, for each q segment x kv segment x slice with visible pairs."""
     kv_rows = [
         (kv_seg.start, kv_seg.start + (kv_seg.length - 1) * kv_seg.stride, kv_first, kv_seg)
         for kv_first, kv_seg in _with_first_row(layout_kv.segments(kv_rank))
     ]
     for q_first, q_seg in _with_first_row(layout_q.segments(q_rank)):
         last = q_seg.start + (q_seg.length - 1) * q_seg.stride
-        for one in mask.overlapping(q_seg.start, last + 1):
+        for piece in mask.overlapping(q_seg.start, last + 1):
             # Of thousands of documents nearly all are on other ranks.
-            near = [kv for kv in kv_rows if kv[0] < one.k_end and kv[1] >= one.k_start]
+            near = [kv for kv in kv_rows if kv[0] < piece.k_end and kv[1] >= piece.k_start]
             if not near:
                 continue
-            qa, qb = q_seg.rows_between(one.q_start, one.q_end)
+            qa, qb = q_seg.rows_between(piece.q_start, piece.q_end)
             for _, _, kv_first, kv_seg in near:
-                ka, kb = kv_seg.rows_between(one.k_start, one.k_end)
-                lo, hi = _local_band(q_seg, kv_seg, one, kv_first - q_first)
+                ka, kb = kv_seg.rows_between(piece.k_start, piece.k_end)
+                lo, hi = _local_band(q_seg, kv_seg, piece, kv_first - q_first)
                 q = slice(q_first + qa, q_first + qb)
                 tile = make_tile(q, slice(kv_first + ka, kv_first + kb), lo, hi)
                 if tile is not None:
-                    yield one, tile
+                    yield piece, tile
 
 
 def _local_band(
-    q_seg: Segment, kv_seg: Segment, one: Slice, shift: int
+    q_seg: Segment, kv_seg: Segment, piece: Slice, shift: int
 ) -> tuple[int | None, int | None]:
-    """The band between two segments as bounds on local `j - i`.
+    """The band of a slice between two segments, as bounds on local `j - i`.
 
     With positions `start + stride * row` on both sides, `lo <= position_j - position_i <= hi`
-    becomes a bound on `row_j - row_i`: rounded up below, rounded down above.
+    bounds `row_j - row_i`, with the lower bound rounded up and the upper bound rounded down.
     """
     gap = q_seg.start - kv_seg.start
-    lo = None if one.lo is None else -(-(one.lo + gap) // q_seg.stride) + shift
-    hi = None if one.hi is None else (one.hi + gap) // q_seg.stride + shift
+    lo = None if piece.lo is None else -(-(piece.lo + gap) // q_seg.stride) + shift
+    hi = None if piece.hi is None else (piece.hi + gap) // q_seg.stride + shift
     return lo, hi
 
 
 def _merged(tiles: list[Tile]) -> list[Tile]:
-    """Tiles joined where one band over their common rectangle holds the same pairs and no other.
+    """The tiles, pairs of them joined where one tile holds exactly the visible pairs of both.
 
-    Each tile lies inside the rectangle and the band that surround both, so equal area is proof.
+    `_surrounding` holds at least the pairs of both tiles, so equal areas prove equality.
     """
     tiles = list(tiles)
     joined = True
@@ -407,6 +406,7 @@ def _merged(tiles: list[Tile]) -> list[Tile]:
 
 
 def _surrounding(a: Tile, b: Tile) -> Tile:
+    """The smallest rectangle and band that hold both tiles."""
     q = slice(min(a.q.start, b.q.start), max(a.q.stop, b.q.stop))
     kv = slice(min(a.kv.start, b.kv.start), max(a.kv.stop, b.kv.stop))
     (a_lo, a_hi), (b_lo, b_hi) = _extent(a), _extent(b)
@@ -436,7 +436,7 @@ def _pairs_up_to(rows: int, cols: int, hi: int) -> int:
 
 
 def kind_of(area: int, rectangle: int) -> MaskKind:
-    """FULL, CAUSAL or NO_ATTENTION of a whole rectangle with so many visible pairs."""
+    """FULL, CAUSAL or NO_ATTENTION: kind of a rectangle of which `area` pairs are visible."""
     if area == 0:
         return MaskKind.NO_ATTENTION
     return MaskKind.FULL if area == rectangle else MaskKind.CAUSAL
@@ -452,7 +452,7 @@ def _with_first_row(segments: tuple[Segment, ...]) -> list[tuple[int, Segment]]:
 
 
 def check_fit(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -> None:
-    """ValueError or NotImplementedError for layouts and a mask that no plan can be made of."""
+    """Raises ValueError or NotImplementedError for layouts and a mask that do not fit."""
     if layout_q.world_size != layout_kv.world_size:
         raise ValueError(f"layouts must have the same ranks, got {layout_q} and {layout_kv}")
     lens = (layout_q.seqlen, layout_kv.seqlen)

@@ -1,14 +1,14 @@
 r"""The work between all pairs of ranks at once, in closed form: the sizes of their tiles.
 
-`tiles.pair_tiles` lists the tiles of one pair. This counts those of every pair (queries of rank a,
-keys of rank b), as tensors, by the same rule: two segments of one stride and a slice of the mask
-make one rectangle with a band, and its pairs, rows and edges are arithmetic.
+`tiles.pair_tiles` lists the tiles of one pair of ranks. This module counts the tiles of all pairs
+(queries of rank a, keys of rank b) as tensors, by the same rule: two segments of one stride and a
+slice of the mask make one rectangle with a band, whose pairs, rows and edges are arithmetic.
 
     area   visible pairs                                   k 0 1 2 3 4
-    edge   rows that a bound of the band cuts, once        q \ . . . .
-           for each bound: blocks there are computed         # \ . . .     area 15, edge 4,
-           in part in vain                                   # # \ . .     q rows 0..4,
-    q, kv  the rows that see, and are seen by, any           # # # \ .     kv rows 0..4
+    edge   rows that a bound of the band cuts, counted     q \ . . . .
+           once for each bound: kernels compute              # \ . . .     area 15, edge 4,
+           partly masked blocks there                        # # \ . .     q rows 0..4,
+    q, kv  the rows that see, or are seen by, any            # # # \ .     kv rows 0..4
            row of the other side                             # # # # \ <- not cut
 """
 
@@ -27,34 +27,34 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.tiles import Displacement, Grid, Traveller, check_fit
 
-# A row after every row.
+# Larger than any row index.
 MOST = torch.iinfo(torch.int32).max
 
-# Segments seen whole by a piece of the queries, from which on they are filled in as dense tables.
+# If a piece of the queries sees at least this many segments whole, dense tables count them.
 LONG = 64
 
-# Entries of those tables for each segment seen.
+# A dense table may have at most this many entries for each segment seen whole.
 MOST_EMPTY = 16
 
-# Pairs computed at a time: they fit into a core's cache, with all intermediate results.
+# Pairs computed at a time: with all intermediate results they fit into a CPU core's cache.
 CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Runs of local rows, `[start, stop)` for each pair or rank; empty ones are 0, 0."""
+    """Runs of local rows, `[start, stop)` for each pair or rank; empty runs are 0, 0."""
 
     start: Tensor
     stop: Tensor
 
     @property
     def count(self) -> Tensor:
-        """int64 number of rows."""
+        """Number of rows, int64."""
         return self.count_int32.long()
 
     @property
     def count_int32(self) -> Tensor:
-        """The same in half the memory where the ends are int32."""
+        """Number of rows in the dtype of the ends: int32 takes half the memory."""
         return self.stop - self.start
 
 
@@ -65,8 +65,8 @@ class StepWork:
     Attributes:
         area: (P,) int64 visible pairs.
         edge: (P,) int32 or int64 rows that the mask cuts.
-        rows: (P,) likewise rows of the queries that take part.
-        cols: (P,) likewise rows of the keys that take part.
+        rows: (P,) int32 or int64 query rows with a visible key.
+        cols: (P,) int32 or int64 key rows that a query sees.
     """
 
     area: Tensor
@@ -82,8 +82,8 @@ class PairWork:
     Attributes:
         area: (P, P) int64 visible pairs.
         edge: (P, P) int32 rows that the mask cuts.
-        q: (P, P) the rows of a that see any of b, one run around them.
-        kv: (P, P) the rows of b that any of a sees.
+        q: (P, P) the run around all rows of a that see a row of b.
+        kv: (P, P) the run around all rows of b that a row of a sees.
     """
 
     area: Tensor
@@ -97,22 +97,22 @@ class PairWork:
         return self.area.size(0)
 
     def by_displacement(self, grid: Grid, travels: Traveller = "kv") -> list[StepWork]:
-        """The work of each rank with the shard of the rank at a displacement before it.
+        """The work of each rank with a visiting shard, for every displacement from its owner.
 
         Args:
-            grid: of the ranks.
-            travels: the side of that shard; the rank's own is the other side.
+            grid: the ranks.
+            travels: the side of the visiting shard; the other side stays on its rank.
 
         Returns:
-            For each displacement `(a, b)` at index `a * grid.inner + b`.
+            The work at displacement `(a, b)` is at index `a * grid.inner + b`.
         """
         tables = self.tables if travels == "kv" else [x.t() for x in self.tables]
-        turned = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tables]
+        results = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tables]
         for ranks in _blocks(self.world_size):
-            sources = _sources(grid, ranks)
-            for table, by in zip(tables, turned, strict=True):
-                by[:, ranks] = table[ranks].gather(1, sources).t()
-        return [StepWork(*work) for work in zip(*turned, strict=True)]
+            owners = _owners(grid, ranks)
+            for table, result in zip(tables, results, strict=True):
+                result[:, ranks] = table[ranks].gather(1, owners).t()
+        return [StepWork(*work) for work in zip(*results, strict=True)]
 
     def gathered(self, gathers: Traveller = "kv") -> StepWork:
         """The work of each rank with the shards of all ranks at once."""
@@ -120,21 +120,18 @@ class PairWork:
         return StepWork(*(x.sum(dim) for x in self.tables))
 
     def displacements(self, grid: Grid) -> tuple[Displacement, ...]:
-        """Displacements of a q rank from a kv rank of which it sees anything, and (0, 0).
-
-        The same as `tiles.needed_displacements`.
-        """
+        """The result of `tiles.needed_displacements`, from these tables."""
         needed = torch.zeros(self.world_size, dtype=torch.bool)
         needed[0] = True
-        # From the last ranks, which under a causal mask see most.
+        # The last ranks first: under a causal mask they see most.
         for ranks in reversed(list(_blocks(self.world_size))):
-            needed |= (self.area[ranks] > 0).gather(1, _sources(grid, ranks)).any(0)
+            needed |= (self.area[ranks] > 0).gather(1, _owners(grid, ranks)).any(0)
             if needed.all():
                 break
         return tuple(divmod(by, grid.inner) for by in needed.nonzero().flatten().tolist())
 
     def travelling(self, travels: Traveller) -> Rows:
-        """(P,) rows of each rank's shard that any other rank needs."""
+        """(P,) run around all rows of each rank's shard that another rank needs."""
         side, dim = (self.kv, 0) if travels == "kv" else (self.q, 1)
         unseen = self.area == 0
         unseen.fill_diagonal_(True)
@@ -144,19 +141,19 @@ class PairWork:
 
     @property
     def tables(self) -> list[Tensor]:
-        """(P, P) of each field of `StepWork`."""
+        """(P, P) tables, one for each field of `StepWork`."""
         return [self.area, self.edge, self.q.count_int32, self.kv.count_int32]
 
 
 def _blocks(world_size: int) -> Iterator[slice]:
-    """Ranks in runs of which a row of every rank fits into a core's cache."""
+    """Blocks of ranks, whose rows of a (P, P) table fit into a CPU core's cache."""
     size = max(1, CHUNK // world_size)
     for begin in range(0, world_size, size):
         yield slice(begin, min(begin + size, world_size))
 
 
-def _sources(grid: Grid, ranks: slice) -> Tensor:
-    """(n, P) int64 for each of n ranks and each displacement: the rank that is so far before it."""
+def _owners(grid: Grid, ranks: slice) -> Tensor:
+    """(n, P) int64 owner of the shard that each of n ranks holds at each displacement."""
     rank = torch.arange(ranks.start, ranks.stop)[:, None, None]
     outer = (rank // grid.inner - torch.arange(grid.outer)[:, None]) % grid.outer
     inner = (rank % grid.inner - torch.arange(grid.inner)) % grid.inner
@@ -173,8 +170,8 @@ def pair_work(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask) -
         mask: over the lengths of the layouts.
 
     Raises:
-        ValueError: layouts and mask that do not fit each other.
-        NotImplementedError: layouts whose strides differ.
+        ValueError: layouts and mask do not fit each other.
+        NotImplementedError: the strides of the layouts differ.
 
     Example:
         >>> layout = SequenceLayout.contiguous(8, 2)
@@ -197,13 +194,13 @@ class _Side:
     """Segments of a layout, or pieces of them.
 
     Attributes:
-        world_size: of the layout.
+        world_size: number of ranks.
         stride: between the positions of a segment's rows.
-        rank: (n,) whose it is.
-        slot: (n,) which of the rank's segments it is.
-        first: (n,) its first row in the rank's shard.
-        start: (n,) its first position.
-        length: (n,) its number of rows.
+        rank: (n,) owner of the segment.
+        slot: (n,) index of the segment among its rank's segments.
+        first: (n,) first row of the segment in the rank's shard.
+        start: (n,) first position.
+        length: (n,) number of rows.
     """
 
     world_size: int
@@ -217,29 +214,29 @@ class _Side:
     @classmethod
     def of(cls, layout: SequenceLayout, *, by_position: bool = False) -> _Side:
         """All segments, in the order of the ranks or of their positions."""
-        found = []
+        rows = []
         for rank in range(layout.world_size):
             first = 0
             for slot, segment in enumerate(layout.segments(rank)):
-                found.append((rank, slot, first, segment.start, segment.length))
+                rows.append((rank, slot, first, segment.start, segment.length))
                 first += segment.length
         if by_position:
-            found.sort(key=lambda row: row[3])
-        columns = torch.tensor(found, dtype=torch.int64).view(-1, 5).t().contiguous()
+            rows.sort(key=lambda row: row[3])
+        columns = torch.tensor(rows, dtype=torch.int64).view(-1, 5).t().contiguous()
         return cls(layout.world_size, layout.stride, *columns)
 
     @property
     def end(self) -> Tensor:
-        """(n,) the position after the last one."""
+        """(n,) position after the last."""
         return self.start + (self.length - 1) * self.stride + 1
 
     @property
     def is_interleaved(self) -> bool:
-        """Whether every segment has all positions of one remainder, as those of striped."""
+        """Whether every segment holds all positions of one remainder, as in a striped layout."""
         return self.stride > 1 and bool((self.start < self.stride).all())
 
     def rows_between(self, index: Tensor, start: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of some segments, counted in each, whose positions lie in `[start, stop)`."""
+        """Rows within each indexed segment whose positions lie in `[start, stop)`."""
         begin, length = self.start[index], self.length[index]
         first = _ceil_div(start - begin, self.stride).clamp_(min=0)
         last = torch.minimum(length, _ceil_div(stop - begin, self.stride))
@@ -254,7 +251,7 @@ class _Side:
 
 
 class _Tiles(NamedTuple):
-    """Rectangles cut to what their bands touch, in rows of segments or shards; area 0 if empty."""
+    """Many tiles `[q0, q1) x [k0, k1)`, in rows of segments or shards; area 0 if empty."""
 
     area: Tensor
     edge: Tensor
@@ -264,19 +261,19 @@ class _Tiles(NamedTuple):
     k1: Tensor
 
     def moved(self, q: Tensor, kv: Tensor) -> _Tiles:
-        """The same `q` and `kv` rows further."""
+        """The tiles shifted by `q` and `kv` rows."""
         return _Tiles(*self[:2], self.q0 + q, self.q1 + q, self.k0 + kv, self.k1 + kv)
 
     @property
     def ends(self) -> tuple[Tensor, ...]:
-        """Ends of the runs of rows, of which those around several tiles are the greatest."""
-        some = self.area > 0
+        """Ends of the runs of rows, as numbers whose maximum over tiles surrounds all of them."""
+        exists = self.area > 0
         ends = MOST - self.q0, self.q1, MOST - self.k0, self.k1
-        return tuple(x.int() * some for x in ends)
+        return tuple(x.int() * exists for x in ends)
 
 
 class _Totals:
-    """The tables while tiles are added to them."""
+    """Accumulates tiles into the tables of a `PairWork`."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size, shape = world_size, (world_size, world_size)
@@ -284,21 +281,21 @@ class _Totals:
         self.edge, *self.ends = (torch.zeros(shape, dtype=torch.int32) for _ in range(5))
 
     def add_block(self, ranks: slice, tiles: _Tiles) -> None:
-        """Adds a tile for each of some q ranks with each kv rank."""
+        """Adds a tile for each of the q `ranks` with each kv rank."""
         self.area[ranks] += tiles.area
         self.edge[ranks] += tiles.edge
         for table, ends in zip(self.ends, tiles.ends, strict=True):
             torch.maximum(table[ranks], ends, out=table[ranks])
 
     def add_pairs(self, pair: Tensor, tiles: _Tiles) -> None:
-        """Adds a tile for each of some pairs of ranks `q_rank * P + kv_rank`, which may repeat."""
+        """Adds a tile for each `pair`, which is `q_rank * P + kv_rank`; pairs may repeat."""
         self.area.view(-1).index_add_(0, pair, tiles.area)
         self.edge.view(-1).index_add_(0, pair, tiles.edge.int())
         for table, ends in zip(self.ends, tiles.ends, strict=True):
             table.view(-1).scatter_reduce_(0, pair, ends, "amax")
 
     def done(self) -> PairWork:
-        """The tables, with 0, 0 for runs of pairs that no tile was added to."""
+        """The tables; runs of pairs without a tile are 0, 0."""
         q0, q1, k0, k1 = self.ends
         for start, stop in ((q0, q1), (k0, k1)):
             torch.sub(MOST, start, out=start).mul_(stop > 0)
@@ -308,18 +305,18 @@ class _Totals:
 def _tiles(q: tuple[Tensor, ...], kv: tuple[Tensor, ...], lo: Tensor, hi: Tensor) -> _Tiles:
     """`tiles.make_tile` and `Tile.area` for many rectangles, which broadcast."""
     (q0, q1), (k0, k1) = q, kv
-    some = (q0 < q1) & (k0 < k1)
+    exists = (q0 < q1) & (k0 < k1)
     q0, q1 = torch.maximum(q0, k0 - hi), torch.minimum(q1, k1 - lo)
     k1 = torch.minimum(k1, q1 + hi)
     k0 = torch.maximum(k0, q0 + lo)
-    some = some & (q0 < q1) & (k0 < k1)
+    exists = exists & (q0 < q1) & (k0 < k1)
     rows, cols = q1 - q0, k1 - k0
     shift = q0 - k0
     hi = torch.minimum(hi + shift, cols - 1)
     lo = torch.maximum(lo + shift, 1 - rows)
     area = _pairs_up_to(rows, cols, hi) - _pairs_up_to(rows, cols, lo - 1)
     edge = torch.minimum(cols - 1 - hi, rows) + torch.minimum(rows - 1 + lo, rows)
-    area = area * some
+    area = area * exists
     return _Tiles(area, edge * (area > 0), q0, q1, k0, k1)
 
 
@@ -335,10 +332,10 @@ def _pairs_up_to(rows: Tensor, cols: Tensor, hi: Tensor) -> Tensor:
 
 
 def _add_interleaved(total: _Totals, q: _Side, kv: _Side, table: Tensor) -> None:
-    """Adds one slice of all queries and keys over interleaved segments.
+    """Adds a slice that covers all queries and keys, over interleaved segments.
 
-    A tile depends on the distance between the starts of two segments, and on their lengths, which
-    are few: each such tile is computed once, and looked up for all pairs of ranks.
+    A tile depends only on the distance between the starts of two segments and on their lengths.
+    These take few values: each tile is computed once, and looked up for all pairs of ranks.
     """
     stride, zero = q.stride, torch.zeros((), dtype=torch.int64)
     gap = torch.arange(1 - stride, stride)[:, None, None]
@@ -350,41 +347,41 @@ def _add_interleaved(total: _Totals, q: _Side, kv: _Side, table: Tensor) -> None
         rows, q_kind = q_length.unique(return_inverse=True)
         cols, kv_kind = kv_length.unique(return_inverse=True)
         each = _tiles((zero, rows[:, None]), (zero, cols), *band)
-        area, *others = (x.expand_as(each.area).flatten() for x in each)
-        found = area, *(x.int() for x in others)
+        area, *edge_and_rows = (x.expand_as(each.area).flatten() for x in each)
+        fields = area, *(x.int() for x in edge_and_rows)
         at_q = ((q_start + stride - 1) * len(rows) + q_kind) * len(cols)
         at_kv = kv_kind - kv_start * len(rows) * len(cols)
         for ranks in _blocks(q.world_size):
             at = at_q[ranks, None] + at_kv
-            tiles = _Tiles(*(x.take(at) for x in found))
+            tiles = _Tiles(*(x.take(at) for x in fields))
             total.add_block(ranks, tiles.moved(q_first[ranks, None], kv_first))
 
 
 def _add_runs(total: _Totals, q: _Side, kv: _Side, table: Tensor) -> None:
-    """Adds a layer: a piece of the queries sees a run of the keys' segments, by position.
+    """Adds a layer of slices; in it each piece of the queries sees one run of key segments.
 
-    It sees them whole but for a few at the ends of the run, which are computed pair by pair.
+    The piece sees the run's segments whole, but for a few at the ends, computed pair by pair.
     """
     pieces, columns = _pieces(q, table)
     k_start, k_stop, lo, hi = columns
     first, last = pieces.start, pieces.start + (pieces.length - 1) * q.stride
     seen, unseen = _seen(pieces, kv, columns)
-    # The run within that one of segments which all its queries see whole.
+    # Within [seen, unseen), all queries of the piece see the segments [whole, cut) entirely.
     whole = torch.searchsorted(kv.start, torch.maximum(k_start, last + lo))
     cut = torch.searchsorted(kv.end, torch.minimum(k_stop, first + hi + 1), right=True)
-    some = (cut - whole >= LONG) & (q.stride == 1)
-    # Of many documents that are all cut, a dense table would be nearly empty.
-    dense = len(q.rank) * len(kv.rank)
-    some &= dense <= MOST_EMPTY * int((cut - whole)[some].sum())
-    whole, cut = whole.where(some, unseen), cut.where(some, unseen)
+    dense = (cut - whole >= LONG) & (q.stride == 1)
+    # With many documents, all of them cut, a dense table would be nearly empty.
+    entries = len(q.rank) * len(kv.rank)
+    dense &= entries <= MOST_EMPTY * int((cut - whole)[dense].sum())
+    whole, cut = whole.where(dense, unseen), cut.where(dense, unseen)
     _add_whole(total, pieces, kv, whole, cut)
-    both = torch.cat((seen, cut)), torch.cat((whole, unseen))
-    for pair, tiles in _met(pieces, kv, columns, *both):
+    ends = torch.cat((seen, cut)), torch.cat((whole, unseen))
+    for pair, tiles in _tiles_of_pieces(pieces, kv, columns, *ends):
         total.add_pairs(pair, tiles)
 
 
 def _seen(pieces: _Side, kv: _Side, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """For each piece the run of segments that any of its queries may see."""
+    """The run of segments that any query of a piece may see, for each piece."""
     k_start, k_stop, lo, hi = columns
     last = pieces.start + (pieces.length - 1) * pieces.stride
     reach = kv.end.cummax(0).values if len(kv.end) else kv.end
@@ -392,19 +389,19 @@ def _seen(pieces: _Side, kv: _Side, columns: Tensor) -> tuple[Tensor, Tensor]:
     return seen, torch.searchsorted(kv.start, torch.minimum(k_stop, last + hi + 1))
 
 
-def _met(
+def _tiles_of_pieces(
     pieces: _Side, kv: _Side, columns: Tensor, begin: Tensor, end: Tensor
 ) -> Iterator[tuple[Tensor, _Tiles]]:
-    """Pairs of ranks and tiles of pieces with their runs of segments `[begin, end)`.
+    """Yields pairs of ranks, and the tiles of pieces with their runs of segments `[begin, end)`.
 
-    There may be several runs of each piece, those of all pieces one after another.
+    With several runs for each piece, the first runs of all pieces come first, then the second.
     """
     k_start, k_stop, lo, hi = columns
     for index, at in _expanded(begin, end):
         piece = index % len(pieces.rank)
         length, gap = pieces.length[piece], pieces.start[piece] - kv.start[at]
         kv_rows = kv.rows_between(at, k_start[piece], k_stop[piece])
-        # Least and greatest `j - i` in rows of segments whose first rows are `gap` apart.
+        # Bounds on `j - i` in rows of segments whose starts are `gap` positions apart.
         band = _ceil_div(gap + lo[piece], kv.stride), _floor_div(gap + hi[piece], kv.stride)
         tiles = _tiles((torch.zeros_like(length), length), kv_rows, *band)
         pair = pieces.rank[piece] * kv.world_size + kv.rank[at]
@@ -415,9 +412,9 @@ def _met(
 def needed_rows(
     layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask, travels: Traveller
 ) -> Tensor:
-    """(P, P) int64 of [queries' rank, keys' rank]: rows of one side that see, or are seen, there.
+    """(P, P) int64 number of rows of one side that each pair [q rank, kv rank] needs.
 
-    Exactly those: rows between them are left out, other than in `PairWork.q` and `PairWork.kv`.
+    Only rows that see, or are seen, count; the runs of `PairWork` also hold the rows in between.
 
     Args:
         layout_q: where the queries are.
@@ -435,7 +432,8 @@ def needed_rows(
         for pieces, columns in cut:
             here = (pieces.rank >= ranks.start) & (pieces.rank < ranks.stop)
             begin, end = _seen(pieces, kv, columns)
-            for pair, tiles in _met(pieces, kv, columns, begin, end.where(here, begin)):
+            end = end.where(here, begin)
+            for pair, tiles in _tiles_of_pieces(pieces, kv, columns, begin, end):
                 side = (tiles.k0, tiles.k1) if travels == "kv" else (tiles.q0, tiles.q1)
                 runs.append((torch.stack(side) + pair * room)[:, tiles.area > 0])
         start, stop = torch.cat(runs, 1)
@@ -447,28 +445,28 @@ def needed_rows(
 
 
 def _pieces(q: _Side, table: Tensor) -> tuple[_Side, Tensor]:
-    """The queries' segments, cut where slices of a layer end; (4, n) keys and band of each."""
-    # Slices of a layer follow one another: those that a segment reaches into are a run.
+    """The queries' segments cut where slices of a layer end, and (4, n) keys and band of each."""
+    # The slices of a layer are sorted by queries: a segment touches a run of slices.
     first = torch.searchsorted(table[1], q.start, right=True)
     last = torch.searchsorted(table[0], q.end)
     parts = []
     for segment, index in _expanded(first, last):
         start, stop = q.rows_between(segment, *table[:2, index])
         position = q.start[segment] + start * q.stride
-        one = q.rank[segment], q.slot[segment], q.first[segment] + start, position, stop - start
-        parts.append(torch.stack((*one, *table[2:, index]))[:, start < stop])
+        piece = q.rank[segment], q.slot[segment], q.first[segment] + start, position, stop - start
+        parts.append(torch.stack((*piece, *table[2:, index]))[:, start < stop])
     columns = torch.cat([torch.empty(9, 0, dtype=torch.int64), *parts], 1)
     return _Side(q.world_size, q.stride, *columns[:5]), columns[5:]
 
 
 def _add_whole(total: _Totals, pieces: _Side, kv: _Side, begin: Tensor, end: Tensor) -> None:
-    """Adds what pieces see whole, the segments `[begin, end)`: dense, one piece of each rank."""
-    some = begin < end
-    rank = pieces.rank[some]
+    """Adds the segments `[begin, end)` that pieces see whole; each table has a piece a rank."""
+    exists = begin < end
+    rank = pieces.rank[exists]
     turn = torch.arange(len(rank)) - torch.searchsorted(rank, rank)
     turns = torch.zeros(int(turn.max()) + 1 if len(turn) else 0, 4, total.world_size).int()
     bounds = torch.stack((begin, end, pieces.first, pieces.first + pieces.length), 1)
-    turns[turn, :, rank] = bounds[some].int()
+    turns[turn, :, rank] = bounds[exists].int()
     place = kv.by_slot(torch.arange(len(kv.rank)).int(), missing=-1)
     slots = list(zip(place, kv.by_slot(kv.first.int()), kv.by_slot(kv.length), strict=True))
     zero = torch.zeros((), dtype=torch.int32)
@@ -480,7 +478,7 @@ def _add_whole(total: _Totals, pieces: _Side, kv: _Side, begin: Tensor, end: Ten
 
 
 def _expanded(begin: Tensor, end: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The indices of many runs `[begin, end)`, and the number of each one's run; in chunks."""
+    """Yields (number of its run, index) for all indices in many runs `[begin, end)`, in chunks."""
     count = (end - begin).clamp_(min=0)
     before = count.cumsum(0) - count
     sizes = (before // CHUNK).unique_consecutive(return_counts=True)[1].tolist()
