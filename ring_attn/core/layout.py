@@ -1,7 +1,7 @@
 """Which global positions each rank holds: contiguous, zigzag, striped, boundaries, any segments.
 
-A layout is a value. Per rank it is a short list of segments (runs of positions with a stride), and
-everything else - plans, shards, position ids - follows from those.
+A layout is a value: for each rank a short list of segments (runs of positions with a stride).
+Plans, shards and position ids all follow from the segments.
 
     seqlen 8 on 2 ranks           rank 0         rank 1
     contiguous                    0 1 2 3        4 5 6 7
@@ -9,7 +9,7 @@ everything else - plans, shards, position ids - follows from those.
     striped                       0 2 4 6        1 3 5 7
     boundaries (0, 5, 8)          0 1 2 3 4      5 6 7
 
-Nothing has to divide: where a length does not, the first parts are one position longer.
+Lengths need not divide: the first parts are then one position longer.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ring_attn.core.values import as_int, as_tuple, check_dim, check_one_of, che
 LAYOUTS = ("contiguous", "zigzag", "striped")
 KINDS = (*LAYOUTS, "boundaries", "segments")
 
-# Segments that a layout's text lists; of more it says how many there are.
+# `str` of a layout lists at most this many segments, and counts more.
 MOST_SHOWN = 32
 
-# For each group and each member: the pairs (rows of the member, rows of the group).
+# For each group, for each member: the pairs (rows of the member, rows of the group).
 MergedRows = tuple[tuple[tuple[tuple[slice, slice], ...], ...], ...]
 
 
 @dataclass(frozen=True)
 class Segment:
-    """`length` positions `start, start + stride, ...`: rows of a shard, one after another."""
+    """`length` positions `start, start + stride, ...`, held as consecutive rows of a shard."""
 
     start: int
     length: int
@@ -57,7 +57,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """How a sequence is split over ranks: a value, made by one of the five constructors.
+    """How a sequence is split over ranks: a value, made by one of five constructors.
 
     Example:
         >>> layout = SequenceLayout.zigzag(seqlen=8, world_size=2)
@@ -74,7 +74,7 @@ class SequenceLayout:
     parts: tuple[tuple[Segment, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        """Refuses fields that none of the constructors would set."""
+        """Refuses fields that no constructor would set."""
         check_one_of("kind", self.kind, KINDS)
         as_int("seqlen", self.seqlen)
         as_int("world_size", self.world_size)
@@ -104,9 +104,9 @@ class SequenceLayout:
 
     @classmethod
     def zigzag(cls, seqlen: int, world_size: int) -> SequenceLayout:
-        """Rank r holds chunks r and 2P-1-r of 2P: the work of a causal mask is equal on all ranks.
+        """Rank r holds chunks r and 2P-1-r of 2P, which balances the work of a causal mask.
 
-        Where `seqlen` divides by 2P the order is that of torch's `_HeadTailLoadBalancer`.
+        If `seqlen` divides by 2P, the order is the same as in torch's `_HeadTailLoadBalancer`.
         """
         return cls("zigzag", *_checked(seqlen, world_size))
 
@@ -124,7 +124,7 @@ class SequenceLayout:
 
         Raises:
             ValueError: the cuts do not start at 0, decrease, or are fewer than two.
-            TypeError: a cut that is no int.
+            TypeError: a cut is not an int.
         """
         cuts = tuple(as_int("each of cuts", cut) for cut in as_tuple("cuts", cuts))
         return cls("boundaries", cuts[-1] if cuts else 0, len(cuts) - 1, cuts)
@@ -133,33 +133,33 @@ class SequenceLayout:
     def from_segments(cls, parts: Sequence[Sequence[Segment]]) -> SequenceLayout:
         """Rank r holds the segments `parts[r]`, one after another.
 
-        Segments that follow one another are joined, and shards that are runs in the order of the
-        ranks are `boundaries`: equal layouts compare equal however they were made.
+        Adjacent segments are joined. If each shard is one run, in the order of the ranks, the
+        result is a `boundaries` layout. So equal layouts compare equal however they were made.
 
         Args:
-            parts: the segments of each rank; together every position from 0 on, once, and all of
-                one stride.
+            parts: the segments of each rank, all of one stride; together they hold every position
+                from 0 on once.
 
         Raises:
             ValueError: no ranks, segments of different strides, or positions that are held twice or
-                by nobody.
-            TypeError: something else than a `Segment`, or one whose numbers are no ints.
+                by no rank.
+            TypeError: an element is not a `Segment`, or its numbers are not ints.
 
         Example:
             >>> halves = [[Segment(0, 2), Segment(6, 2)], [Segment(2, 4)]]
             >>> SequenceLayout.from_segments(halves).position_ids(rank=0).tolist()
             [0, 1, 6, 7]
         """
-        parts = [as_tuple("each of parts", one) for one in as_tuple("parts", parts)]
+        parts = [as_tuple("each of parts", part) for part in as_tuple("parts", parts)]
         if not parts:
             raise ValueError("parts must be the segments of at least one rank, got none")
         for rank, segments in enumerate(parts):
             _check_segments(rank, segments)
         strides = sorted({s.stride for segments in parts for s in segments if s.length > 1})
         if not strides:
-            # Single positions have the stride of their layout, if that is the same for all.
-            of_all = {s.stride for segments in parts for s in segments}
-            strides = list(of_all) if len(of_all) == 1 else [1]
+            # Only single positions: keep their stride if all agree on it.
+            declared = {s.stride for segments in parts for s in segments}
+            strides = list(declared) if len(declared) == 1 else [1]
         if len(strides) > 1:
             raise ValueError(f"all segments must have one stride, got {strides}")
         joined = tuple(_joined(segments, strides[0]) for segments in parts)
@@ -174,7 +174,7 @@ class SequenceLayout:
 
     @classmethod
     def from_name(cls, name: str, seqlen: int, world_size: int) -> SequenceLayout:
-        """The layout of that name; ValueError names the valid ones."""
+        """The layout of that name; ValueError lists the valid names."""
         if not isinstance(name, str) or name not in LAYOUTS:
             raise ValueError(
                 f"layout must be one of {list(LAYOUTS)} or a SequenceLayout, got {name!r}"
@@ -183,7 +183,7 @@ class SequenceLayout:
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> SequenceLayout:
-        """The layout that has these `numbers`."""
+        """The layout from its `numbers`."""
         code, *rest = numbers
         if KINDS[code] == "boundaries":
             return cls.boundaries(rest)
@@ -196,7 +196,7 @@ class SequenceLayout:
 
     @kept
     def numbers(self) -> tuple[int, ...]:
-        """The layout as numbers, for operators that take nothing else: its kind, then its fields.
+        """The layout as numbers, its kind and then its fields, as operators of torch take it.
 
         Example:
             >>> layout = SequenceLayout.boundaries([0, 5, 8])
@@ -213,17 +213,17 @@ class SequenceLayout:
         return (code, len(counts), *counts, *(n for run in runs for n in run))
 
     def appended(self, rank: int, count: int) -> SequenceLayout:
-        """The layout after `count` more positions at the end of the sequence, held by one rank.
+        """The layout after one rank appends `count` positions to the sequence.
 
-        How a KV cache grows: the rank's new rows stand behind those it has. It takes as long as
-        the segments of that rank are many, not as the sequence is long.
+        A KV cache grows like this: new rows follow the rank's old rows. The time grows with the
+        number of the rank's segments, not with the length of the sequence.
 
         Args:
-            rank: who holds positions `seqlen .. seqlen + count - 1`.
-            count: how many; 0 is the layout as it is.
+            rank: the rank that holds positions `seqlen .. seqlen + count - 1`.
+            count: number of positions, at least 0.
 
         Raises:
-            ValueError: a rank that does not exist, or a negative count.
+            ValueError: the rank does not exist, or the count is negative.
 
         Example:
             >>> cache = SequenceLayout.contiguous(4, 2).appended(0, 1).appended(0, 1)
@@ -239,7 +239,7 @@ class SequenceLayout:
         end, stride = self.seqlen + count, self.stride
         if stride == 1:
             added = [Segment(self.seqlen, count)]
-        else:  # neighbours in the sequence are none in a segment
+        else:  # a segment holds every stride-th position: consecutive positions are no segment
             added = [Segment(position, 1, stride) for position in range(self.seqlen, end)]
         if self.parts is None:
             cuts = [0, *accumulate(self.shard_lens)]
@@ -249,25 +249,25 @@ class SequenceLayout:
             held = [[*segments] for segments in _segments(self)]
             held[rank] += added
             return SequenceLayout.from_segments(held)
-        mine = _joined([*self.parts[rank][-1:], *added], stride)
+        tail = _joined([*self.parts[rank][-1:], *added], stride)
         parts, lens = [*self.parts], [*self.shard_lens]
-        parts[rank], lens[rank] = (*parts[rank][:-1], *mine), lens[rank] + count
-        # Without the constructor's checks, which would take longer with every position.
+        parts[rank], lens[rank] = (*parts[rank][:-1], *tail), lens[rank] + count
+        # Skips the constructor's checks, whose time grows with the number of segments.
         grown = object.__new__(SequenceLayout)
         vars(grown).update(kind="segments", seqlen=end, world_size=self.world_size, cuts=None)
         vars(grown).update(parts=tuple(parts), _shard_lens=tuple(lens), _stride=stride)
         return grown
 
     def followed_by(self, chunk: SequenceLayout) -> SequenceLayout:
-        """This sequence and then another, each with its own split: a cache, and more of a prompt.
+        """The layout of this sequence and then `chunk`, such as a KV cache and more of a prompt.
 
-        Every rank's rows of the second stand behind those of the first.
+        On every rank the rows of the chunk follow the rows of this layout.
 
         Args:
-            chunk: over as many ranks, its positions counted from 0.
+            chunk: layout over as many ranks, with positions from 0.
 
         Raises:
-            ValueError: another number of ranks, or only one of the two striped.
+            ValueError: the numbers of ranks differ, or only one of the layouts is striped.
 
         Example:
             >>> chunk = SequenceLayout.zigzag(4, 2)
@@ -281,12 +281,12 @@ class SequenceLayout:
                 f"{chunk.world_size}: {self} followed by {chunk}"
             )
         held = [[*segments] for segments in _segments(self)]
-        for mine, segments in zip(held, _segments(chunk), strict=True):
-            mine += [Segment(self.seqlen + s.start, s.length, s.stride) for s in segments]
+        for part, segments in zip(held, _segments(chunk), strict=True):
+            part += [Segment(self.seqlen + s.start, s.length, s.stride) for s in segments]
         return SequenceLayout.from_segments(held)
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
-        """The rank's runs of positions, in the order of its rows; empty runs are left out."""
+        """The rank's segments, in the order of its rows, without empty ones."""
         return _segments(self)[self._rank(rank)]
 
     def shard_len(self, rank: int) -> int:
@@ -295,12 +295,12 @@ class SequenceLayout:
 
     @kept
     def shard_lens(self) -> tuple[int, ...]:
-        """Rows per rank."""
+        """Number of rows of each rank."""
         return tuple(sum(s.length for s in segments) for segments in _segments(self))
 
     @kept
     def stride(self) -> int:
-        """Distance of the positions of neighbouring rows of a segment: 1 except for striped."""
+        """Distance between positions of neighbouring rows in a segment: 1 unless striped."""
         if self.kind == "striped":
             return self.world_size
         return next((s.stride for part in self.parts or () for s in part), 1)
@@ -311,14 +311,14 @@ class SequenceLayout:
             zigzag, 4 ranks, in pairs     rank 0: chunks 0 7, rank 1: 1 6   ->   0 1 6 7
 
         Args:
-            groups: the ranks of each group; every rank in one of them.
+            groups: the ranks of each group; every rank is in one group.
 
         Returns:
-            The layout with a rank for each group, and for each group and each of its members the
-            pairs `(rows of the member, rows of the group)`, slices of equal length.
+            The layout with a rank for each group; and for each group and member the pairs
+            `(rows of the member, rows of the group)`, slices of equal length.
 
         Raises:
-            ValueError: groups that leave a rank out or name one twice.
+            ValueError: the groups leave a rank out or name a rank twice.
         """
         groups = [as_tuple("each of groups", group) for group in as_tuple("groups", groups)]
         ranks = [as_int("each rank of groups", rank) for group in groups for rank in group]
@@ -344,7 +344,7 @@ class SequenceLayout:
         return SequenceLayout.from_segments(parts), tuple(rows)
 
     def position_ids(self, rank: int, device: torch.device | str | None = None) -> Tensor:
-        """(shard_len,) int64: the global position of each of the rank's rows, for RoPE."""
+        """(shard_len,) int64 global positions of the rank's rows, for RoPE."""
         parts = [segment.positions() for segment in self.segments(rank)]
         return torch.cat(parts or [torch.arange(0)]).to(device)
 
@@ -353,11 +353,11 @@ class SequenceLayout:
 
         Args:
             x: any tensor with `seqlen` rows in `dim`.
-            rank: whose rows.
+            rank: the rank.
             dim: the sequence dim.
 
         Returns:
-            `shard_len(rank)` rows in `dim`, contiguous; it may share memory with `x`.
+            A contiguous tensor with `shard_len(rank)` rows in `dim`; it may share memory with `x`.
 
         Raises:
             ValueError: `x` has another number of rows.
@@ -374,12 +374,12 @@ class SequenceLayout:
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0].contiguous()
 
     def unshard(self, shards: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """The whole tensor again, from every rank's rows in the order of the ranks.
+        """The whole tensor from the shards of all ranks, in the order of the ranks.
 
         Raises:
-            ValueError: a wrong number of shards, one with a wrong number of rows, or shards whose
+            ValueError: a wrong number of shards, a wrong number of rows in a shard, or shards whose
                 other dims or devices differ.
-            TypeError: something else than tensors of one dtype.
+            TypeError: the shards are not tensors of one dtype.
         """
         shards = as_tuple("shards", shards)
         if len(shards) != self.world_size:
@@ -404,10 +404,10 @@ class SequenceLayout:
         return torch.cat(list(shards), dim).index_select(dim, self._restore.to(shards[0].device))
 
     def mask_area(self, mask: Mask) -> tuple[int, ...]:
-        """Visible (query, key) pairs of each rank's queries: the rank's share of the work.
+        """Number of visible (query, key) pairs of each rank's queries: its share of the work.
 
         Raises:
-            ValueError: a mask over another number of queries.
+            ValueError: the mask has another number of queries.
         """
         check_type("mask", mask, Mask)
         if mask.seqlen_q != self.seqlen:
@@ -423,7 +423,7 @@ class SequenceLayout:
         return hash((self.kind, self.seqlen, self.world_size, self.cuts, self.parts))
 
     def __hash__(self) -> int:
-        # The segments of thousands of ranks are hashed once, not at every look-up of a plan.
+        # Cached: hashing the segments of thousands of ranks at every look-up would be slow.
         return self._hash
 
     def __str__(self) -> str:
@@ -466,7 +466,7 @@ def _checked(seqlen: int, world_size: int) -> tuple[int, int]:
 
 
 def _check_cuts(cuts: Sequence[int]) -> None:
-    """Refuses cuts that do not start at 0, or decrease."""
+    """Refuses cuts that do not start at 0 or that decrease."""
     if len(cuts) < 2 or cuts[0] != 0:
         raise ValueError(f"cuts must be world_size + 1 positions that start at 0, got {list(cuts)}")
     for rank, (a, b) in enumerate(zip(cuts, cuts[1:], strict=False)):
@@ -477,7 +477,7 @@ def _check_cuts(cuts: Sequence[int]) -> None:
 
 
 def _check_sizes(layout: SequenceLayout, seqlen: int, world_size: int) -> None:
-    """Refuses another length or number of ranks than the cuts or parts have."""
+    """Refuses a layout whose length or number of ranks differs from that of its cuts or parts."""
     if (layout.seqlen, layout.world_size) != (seqlen, world_size):
         raise ValueError(
             f"seqlen and world_size must be those of {layout}, {seqlen} and {world_size}, got "
@@ -499,10 +499,10 @@ def _checked_stride(parts: tuple[tuple[Segment, ...], ...]) -> int:
 
 
 def _check_segments(rank: int, segments: Sequence[Segment]) -> None:
-    what = f"each of rank {rank}'s parts"
-    start, length, stride = (f"{field} of {what}" for field in ("start", "length", "stride"))
+    label = f"each of rank {rank}'s parts"
+    start, length, stride = (f"{field} of {label}" for field in ("start", "length", "stride"))
     for segment in segments:
-        check_type(what, segment, Segment)
+        check_type(label, segment, Segment)
         as_int(start, segment.start)
         as_int(length, segment.length, least=0)
         as_int(stride, segment.stride)
@@ -514,7 +514,7 @@ def _equal_cuts(seqlen: int, parts: int) -> list[int]:
 
 
 def _joined(segments: Sequence[Segment], stride: int) -> tuple[Segment, ...]:
-    """The segments without empty ones, all in one stride, and neighbours joined."""
+    """The segments in one stride, without empty ones, adjacent ones joined."""
     joined: list[Segment] = []
     for segment in segments:
         last = joined[-1] if joined else None
@@ -535,7 +535,8 @@ def _check_cover(parts: Sequence[Sequence[Segment]], stride: int, seqlen: int) -
                     f"segments must hold each position of 0..{seqlen - 1} once, as there are "
                     f"{seqlen} rows in all; rank {rank} has {s}"
                 )
-    # A segment stays among the positions of one remainder, and must begin where the last one ended.
+    # All positions of a segment have one remainder; among the segments of a remainder, each must
+    # start where the previous one ended.
     ends = list(range(min(stride, seqlen)))
     for s in sorted((s for segments in parts for s in segments), key=lambda s: s.start):
         expected = ends[s.start % stride]
@@ -557,18 +558,18 @@ def _segments(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]:
     if layout.parts is not None:
         # Not cached: while decoding, each token makes a new layout, so the cache would never hit.
         return layout.parts
-    # dynamo would trace a cached function without its cache, and warn of that.
+    # dynamo would trace a cached function without its cache, with a warning.
     of_kind = _segments_of_kind if torch.compiler.is_compiling() else _cached_segments_of_kind
     return of_kind(layout)
 
 
 def _segments_of_kind(layout: SequenceLayout) -> tuple[tuple[Segment, ...], ...]:
-    """Segments of a layout that does not list them: the only place where the kinds differ."""
+    """Segments of every kind but "segments": the only function where the kinds differ."""
     seqlen, world_size = layout.seqlen, layout.world_size
 
     def runs(cuts: Sequence[int], *chunks: int) -> tuple[Segment, ...]:
-        found = [Segment(cuts[c], cuts[c + 1] - cuts[c]) for c in chunks]
-        return tuple(segment for segment in found if segment.length)
+        segments = [Segment(cuts[c], cuts[c + 1] - cuts[c]) for c in chunks]
+        return tuple(segment for segment in segments if segment.length)
 
     if layout.kind == "striped":
         lens = [len(range(rank, seqlen, world_size)) for rank in range(world_size)]

@@ -3,8 +3,8 @@ r"""Which queries see which keys: a few slices, each a rectangle of positions cu
     slice    = queries [q_start, q_end), keys [k_start, k_end), and lo <= j - i <= hi
     query i sees key j  iff  one slice holds the pair
 
-Slices may share queries and keys, but no pair. flash-attention's arguments are such slices: a
-document is one, and causality and windows are bounds on its diagonal (bottom-right aligned).
+Slices may share queries and keys, but no pair. flash-attention's arguments map to slices: each
+document is a slice, and causality and windows are bounds on `j - i` (bottom-right aligned).
 
     seqlen_q = 2, seqlen_k = 5, causal        window_size = (1, 0), 4 x 4
 
@@ -14,8 +14,8 @@ document is one, and causality and windows are bounds on its diagonal (bottom-ri
                                                 q 2 . x x .
                                                 q 3 . . x x
 
-All other masks are made by `core.masks`. In a slice a query sees one run of keys; slices that share
-queries are in different *layers*, in each of which this holds for the whole sequence:
+`core.masks` makes all other masks. In a slice each query sees one run of keys. Slices that share
+queries lie in different *layers*, so that in a layer, too, each query sees one run of keys:
 
         k 0 1 2 3 4 5
       q 0 x . . . . .      layer 0: the first two keys, causal      layer 1: a window of one behind
@@ -37,18 +37,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# An unbounded side of a band: small enough that sums of it with positions do not overflow.
+# Stands for an unbounded side of a band; small enough not to overflow when added to positions.
 UNBOUNDED = 1 << 50
 
 
 class Slice(NamedTuple):
-    """Queries `[q_start, q_end)` and keys `[k_start, k_end)`, and of their pairs a band.
+    """Pairs of queries `[q_start, q_end)` and keys `[k_start, k_end)` within a band.
 
     Attributes:
-        q_start: global position, as are the next three.
-        q_end: see there.
-        k_start: see there.
-        k_end: see there.
+        q_start: first query, a global position.
+        q_end: end of the queries.
+        k_start: first key, a global position.
+        k_end: end of the keys.
         lo: least `j - i`; None is unbounded.
         hi: greatest `j - i`; None is unbounded.
     """
@@ -62,9 +62,9 @@ class Slice(NamedTuple):
 
     @property
     def touched(self) -> Slice | None:
-        """The slice without rows and columns that hold no pair of it; None if it holds none.
+        """The slice without empty rows and columns; None if no pair is left.
 
-        A bound that cuts nothing off is None.
+        A bound that cuts nothing off becomes None.
         """
         q0, q1, k0, k1, lo, hi = self
         if q0 >= q1 or k0 >= k1 or (lo is not None and hi is not None and lo > hi):
@@ -87,26 +87,26 @@ class Slice(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The fields, with numbers for bounds that there are not."""
+        """The fields, with `UNBOUNDED` numbers in place of None."""
         lo = -UNBOUNDED if self.lo is None else self.lo
         hi = UNBOUNDED if self.hi is None else self.hi
         return (*self[:4], lo, hi)
 
     @property
     def transposed(self) -> Slice:
-        """Keys in the place of queries."""
+        """The slice with queries and keys exchanged."""
         q0, q1, k0, k1, lo, hi = self
         return Slice(k0, k1, q0, q1, None if hi is None else -hi, None if lo is None else -lo)
 
     def moved(self, q: int, k: int) -> Slice:
-        """The slice so many queries and keys further."""
+        """The slice shifted by `q` queries and `k` keys."""
         q0, q1, k0, k1, lo, hi = self
         shift = k - q
         lo, hi = (None if bound is None else bound + shift for bound in (lo, hi))
         return Slice(q0 + q, q1 + q, k0 + k, k1 + k, lo, hi)
 
     def __and__(self, other: Slice) -> Slice | None:
-        """The pairs of both; None if there are none."""
+        """The pairs of both slices; None if there are none."""
         lows = [bound for bound in (self.lo, other.lo) if bound is not None]
         highs = [bound for bound in (self.hi, other.hi) if bound is not None]
         return Slice(
@@ -121,7 +121,7 @@ class Slice(NamedTuple):
 
 
 class FlashArguments(NamedTuple):
-    """flash-attention's arguments that say a mask; document boundaries are None for one."""
+    """flash-attention's arguments for a mask; boundaries are None for a single document."""
 
     causal: bool
     window_size: tuple[int, int]
@@ -134,16 +134,16 @@ Layer = tuple[Slice, ...]
 
 @dataclass(frozen=True, init=False, repr=False)
 class Mask:
-    """The mask of a whole sequence, as a value: hashable, so that plans are cached by it.
+    """The mask of a whole sequence: a hashable value, so that plans can be cached by mask.
 
-    Masks are combined by `&`, the pairs of both. `core.masks` has more constructors.
+    `a & b` keeps the pairs that both masks have. `core.masks` has more constructors.
 
     Attributes:
         seqlen_q: global number of queries.
         seqlen_k: global number of keys.
-        slices: in the order of their queries; none is without pairs.
-        words: what it is, for people.
-        arguments: flash-attention's arguments that say the same, if it was made of them.
+        slices: in the order of their queries; every slice has a pair.
+        words: a short description for people.
+        arguments: flash-attention's arguments from which the mask was made, if any.
 
     Example:
         >>> Mask(4, 4, causal=True, window_size=(1, -1)).dense().int().tolist()
@@ -165,19 +165,19 @@ class Mask:
         cu_seqlens_q: tuple[int, ...] | None = None,
         cu_seqlens_k: tuple[int, ...] | None = None,
     ) -> None:
-        """The mask of flash-attention's arguments.
+        """Makes the mask from flash-attention's arguments.
 
         Args:
             seqlen_q: global number of queries.
             seqlen_k: global number of keys.
             causal: a query sees nothing after its own (bottom-right aligned) position.
             window_size: `(left, right)` keys on either side of the diagonal; -1 is unbounded.
-            cu_seqlens_q: document boundaries of the queries, from 0 to `seqlen_q` or to where
-                padding begins, which sees nothing; None is one document.
-            cu_seqlens_k: the same for the keys, of as many documents.
+            cu_seqlens_q: document boundaries of the queries, from 0; queries after the last
+                boundary are padding and see nothing; None is one document.
+            cu_seqlens_k: document boundaries of the keys, of as many documents.
 
         Raises:
-            ValueError: other numbers of documents on the two sides.
+            ValueError: the numbers of documents of queries and keys differ.
         """
         cu_q = cu_seqlens_q or (0, seqlen_q)
         cu_k = cu_seqlens_k or (0, seqlen_k)
@@ -200,11 +200,12 @@ class Mask:
     def of(
         cls, seqlen_q: int, seqlen_k: int, slices: Iterable[Slice], words: str | None = None
     ) -> Mask:
-        """The mask of slices that share no pair, which is not checked."""
+        """The mask of slices that share no pair; the caller must make sure of that."""
         mask = cls.__new__(cls)
         slices = list(slices)
         mask._set(seqlen_q, seqlen_k, slices, words or f"{len(slices)} slices", None)
-        # At once: torch.compile takes it for an input, and its graph for one of every such mask.
+        # Made eagerly: torch.compile then treats the tensor as an input, and one graph serves all
+        # such masks.
         vars(mask)["_tensor"] = mask._as_tensor()
         return mask
 
@@ -217,7 +218,7 @@ class Mask:
         arguments: FlashArguments | None,
     ) -> None:
         touched = sorted(
-            (one for one in (s.touched for s in slices) if one is not None), key=lambda s: s[:4]
+            (s for s in (each.touched for each in slices) if s is not None), key=lambda s: s[:4]
         )
         values = {
             "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "slices": tuple(touched), "words": words,
@@ -233,30 +234,26 @@ class Mask:
         return hash((self.seqlen_q, self.seqlen_k, self.slices))
 
     def __hash__(self) -> int:
-        # Thousands of slices are hashed once, not at every look-up of a plan.
+        # Cached: hashing thousands of slices at every look-up of a plan would be slow.
         return self._hash
 
     def __and__(self, other: Mask) -> Mask:
         """The pairs that both masks have.
 
         Raises:
-            ValueError: masks over other lengths.
+            ValueError: the lengths of the masks differ.
         """
         if (self.seqlen_q, self.seqlen_k) != (other.seqlen_q, other.seqlen_k):
             raise ValueError(f"masks must be over the same lengths, got {self!r} and {other!r}")
-        both = (
-            one & another
-            for one in self.slices
-            for another in other.overlapping(one.q_start, one.q_end)
-        )
-        found = [pairs for pairs in both if pairs is not None]
-        return Mask.of(self.seqlen_q, self.seqlen_k, found, f"{self.words} and {other.words}")
+        both = (a & b for a in self.slices for b in other.overlapping(a.q_start, a.q_end))
+        slices = [pairs for pairs in both if pairs is not None]
+        return Mask.of(self.seqlen_q, self.seqlen_k, slices, f"{self.words} and {other.words}")
 
     def rows(self, start: int, stop: int) -> Mask:
-        """The mask of the queries `[start, stop)` alone, counted from 0; all keys stay.
+        """The mask of the queries `[start, stop)` alone, renumbered from 0; all keys stay.
 
         Raises:
-            ValueError: queries that the mask has not.
+            ValueError: queries beyond the mask.
 
         Example:
             >>> Mask(4, 4, causal=True).rows(2, 4).dense().int().tolist()
@@ -264,61 +261,61 @@ class Mask:
         """
         if not 0 <= start <= stop <= self.seqlen_q:
             raise ValueError(f"rows must be within {self.seqlen_q} queries, got {start}, {stop}")
-        some = Slice(start, stop, 0, self.seqlen_k)
-        found = [one & some for one in self.overlapping(start, stop)]
+        kept = Slice(start, stop, 0, self.seqlen_k)
+        slices = [s & kept for s in self.overlapping(start, stop)]
         return Mask.of(
             stop - start,
             self.seqlen_k,
-            (one.moved(-start, 0) for one in found if one is not None),
+            (s.moved(-start, 0) for s in slices if s is not None),
             f"{self.words}, queries {start}:{stop}",
         )
 
-    # -- what it is
+    # -- properties
 
     @property
     def is_causal(self) -> bool:
-        """Whether all that hides a key is that it comes after the query (bottom-right aligned)."""
+        """Whether this is exactly the causal mask (bottom-right aligned) of its lengths."""
         return self == Mask(self.seqlen_q, self.seqlen_k, causal=True)
 
     @property
     def has_windows(self) -> bool:
-        """Whether keys are hidden because they are too far before a query."""
-        return any(one.lo is not None for one in self.slices)
+        """Whether a slice hides keys that are too far before a query."""
+        return any(s.lo is not None for s in self.slices)
 
     @cached_property
     def transposed(self) -> Mask:
-        """The mask with keys in the place of queries."""
+        """The mask with queries and keys exchanged."""
         return Mask.of(self.seqlen_k, self.seqlen_q, (s.transposed for s in self.slices))
 
     # -- layers
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """The slices in as few layers as can be; those of a layer share no query, in order."""
+        """The slices in as few layers as possible, sorted; slices of a layer share no query."""
         layers: list[list[Slice]] = []
-        for one in self.slices:
+        for piece in self.slices:
             for layer in layers:
-                if layer[-1].q_end <= one.q_start:
-                    layer.append(one)
+                if layer[-1].q_end <= piece.q_start:
+                    layer.append(piece)
                     break
             else:
-                layers.append([one])
+                layers.append([piece])
         return tuple(map(tuple, layers))
 
     def overlapping(self, start: int, stop: int) -> Iterator[Slice]:
-        """The slices that have a query in `[start, stop)`, layer by layer."""
+        """Yields the slices that have a query in `[start, stop)`, layer by layer."""
         for layer, ends in zip(self.layers, self._q_ends, strict=True):
-            for one in layer[bisect_right(ends, start) :]:
-                if one.q_start >= stop:
+            for piece in layer[bisect_right(ends, start) :]:
+                if piece.q_start >= stop:
                     break
-                yield one
+                yield piece
 
     @cached_property
     def _q_ends(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(one.q_end for one in layer) for layer in self.layers)
+        return tuple(tuple(s.q_end for s in layer) for layer in self.layers)
 
     def visible_runs(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """First and last-plus-one key that each query sees in each layer.
+        """The run of keys `[start, stop)` that each query sees in each layer.
 
         Args:
             positions: (n,) int64 global query positions.
@@ -333,19 +330,19 @@ class Mask:
             q_start, q_end, k_start, k_end, lo, hi = table[:, index]
             start = torch.maximum(k_start, positions + lo)
             stop = torch.minimum(k_end, positions + hi + 1)
-            there = (q_start <= positions) & (positions < q_end) & (start < stop)
-            starts[row], stops[row] = start * there, stop * there
+            visible = (q_start <= positions) & (positions < q_end) & (start < stop)
+            starts[row], stops[row] = start * visible, stop * visible
         return starts, stops
 
     @cached_property
     def tables(self) -> tuple[Tensor, ...]:
-        """(6, n) int64 of each layer, the fields of its slices; unbounded sides are numbers."""
+        """The `Slice.numbers` of each layer's slices, (6, n) int64."""
         return tuple(
-            torch.tensor([one.numbers for one in layer]).t().contiguous() for layer in self.layers
+            torch.tensor([s.numbers for s in layer]).t().contiguous() for layer in self.layers
         )
 
     def dense(self, q_positions: Tensor | None = None, k_positions: Tensor | None = None) -> Tensor:
-        """The mask as (n_q, n_k) booleans, True where visible: the specification of the rest.
+        """The mask as (n_q, n_k) booleans, True where visible: the reference for all other code.
 
         Args:
             q_positions: (n_q,) global positions; all queries by default.
@@ -370,21 +367,21 @@ class Mask:
 
     @property
     def tensor(self) -> Tensor:
-        """(1 + slices, 6) int64: the lengths, then the slices; what operators are given."""
-        found: Tensor | None = vars(self)["_tensor"]
-        if found is None:
-            found = self._as_tensor()
+        """The mask as an operator's input: (1 + slices, 6) int64, the lengths, then the slices."""
+        tensor: Tensor | None = vars(self)["_tensor"]
+        if tensor is None:
+            tensor = self._as_tensor()
             if not torch.compiler.is_compiling():
-                vars(self)["_tensor"] = found
-        return found
+                vars(self)["_tensor"] = tensor
+        return tensor
 
     def _as_tensor(self) -> Tensor:
         first = (self.seqlen_q, self.seqlen_k, 0, 0, 0, 0)
-        return torch.tensor([first, *(one.numbers for one in self.slices)])
+        return torch.tensor([first, *(s.numbers for s in self.slices)])
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> Mask:
-        """The mask whose `tensor` this is."""
+        """The mask from its `tensor`."""
         first, *rows = tensor.tolist()
         slices = []
         for q0, q1, k0, k1, lo, hi in rows:

@@ -3,8 +3,8 @@ r"""Masks by name: each function makes the slices of one kind of mask.
     mask = ring_attn.masks.chunked(seqlen, 8192) & ring_attn.masks.documents(cu_seqlens)
     out = ring_attn.ring_attention(q, k, v, mask=mask, layout=layout)
 
-`a & b` has the pairs of both; `by_document` puts masks one after another. In the drawings a row is
-a query, a column a key, and `x` a pair that is seen.
+`a & b` keeps the pairs of both; `by_document` concatenates masks. In the drawings rows are queries,
+columns are keys, and `x` is a visible pair.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def causal(seqlen_q: int, seqlen_k: int | None = None) -> Mask:
         x x x x
 
     Args:
-        seqlen_q: queries.
-        seqlen_k: keys; None is as many.
+        seqlen_q: number of queries.
+        seqlen_k: number of keys; None is as many as queries.
 
     Example:
         >>> causal(4).area
@@ -42,7 +42,7 @@ def causal(seqlen_q: int, seqlen_k: int | None = None) -> Mask:
 
 
 def window(seqlen_q: int, left: int, right: int = 0, seqlen_k: int | None = None) -> Mask:
-    """So many keys on either side of the diagonal, and it.
+    """Each query sees the diagonal, `left` keys before it and `right` keys after it.
 
         x . . .       left 1, right 0
         x x . .
@@ -50,10 +50,10 @@ def window(seqlen_q: int, left: int, right: int = 0, seqlen_k: int | None = None
         . . x x
 
     Args:
-        seqlen_q: queries.
-        left: keys before; -1 is all.
-        right: keys after; -1 is all.
-        seqlen_k: keys; None is as many as queries.
+        seqlen_q: number of queries.
+        left: keys before the diagonal; -1 is all.
+        right: keys after the diagonal; -1 is all.
+        seqlen_k: number of keys; None is as many as queries.
 
     Example:
         >>> window(4, 1).area
@@ -66,7 +66,7 @@ def window(seqlen_q: int, left: int, right: int = 0, seqlen_k: int | None = None
 def documents(
     cu_seqlens: Lengths, cu_seqlens_k: Lengths | None = None, *, causal: bool = False
 ) -> Mask:
-    """Each document sees itself alone.
+    """Each document sees only itself.
 
         x x . . .       cu_seqlens 0, 2, 5
         x x . . .
@@ -76,8 +76,8 @@ def documents(
 
     Args:
         cu_seqlens: boundaries, from 0.
-        cu_seqlens_k: those of the keys; None is the same.
-        causal: within each document.
+        cu_seqlens_k: boundaries of the keys; None is `cu_seqlens`.
+        causal: whether each document is causal.
 
     Example:
         >>> documents([0, 2, 5]).area
@@ -98,7 +98,7 @@ def chunked(seqlen: int, size: int) -> Mask:
         . . . . x
 
     Args:
-        seqlen: queries and keys.
+        seqlen: number of queries, and of keys.
         size: positions of a chunk; the last may have fewer.
 
     Example:
@@ -112,7 +112,7 @@ def chunked(seqlen: int, size: int) -> Mask:
 
 
 def prefix(prefix_lens: Lengths, cu_seqlens: Lengths) -> Mask:
-    """Causal, but all of a document sees its prefix: prefix-LM.
+    """Causal, but all queries of a document see its whole prefix (prefix-LM).
 
         x x . .       prefix_lens [2], cu_seqlens [0, 4]
         x x . .
@@ -120,11 +120,11 @@ def prefix(prefix_lens: Lengths, cu_seqlens: Lengths) -> Mask:
         x x x x
 
     Args:
-        prefix_lens: of each document.
+        prefix_lens: length of each document's prefix.
         cu_seqlens: boundaries of the documents, from 0.
 
     Raises:
-        ValueError: a prefix that is longer than its document, or another number of them.
+        ValueError: a prefix is longer than its document, or their numbers differ.
 
     Example:
         >>> prefix([2], [0, 4]).area
@@ -155,12 +155,12 @@ def spans(seqlen: int, spans: Iterable[Sequence[int]], *, left: int = -1) -> Mas
         x x x x x
 
     Args:
-        seqlen: queries and keys.
-        spans: `(start, stop)` of each, which do not overlap.
-        left: of what lies outside of its span a query sees so many positions before it; -1 is all.
+        seqlen: number of queries, and of keys.
+        spans: `(start, stop)` of each span, without overlaps.
+        left: positions before a query that it sees outside its span; -1 is all.
 
     Raises:
-        ValueError: spans that overlap, or reach beyond the sequence.
+        ValueError: spans overlap, or reach beyond the sequence.
 
     Example:
         >>> spans(5, [(1, 3)]).area
@@ -169,14 +169,14 @@ def spans(seqlen: int, spans: Iterable[Sequence[int]], *, left: int = -1) -> Mas
     seqlen, left = as_int("seqlen", seqlen, least=0), as_int("left", left, least=-1)
     lo = None if left < 0 else -left
     slices, end = [], 0
-    found = sorted(_integers("each of spans", one) for one in spans)
-    for one in found:
-        if len(one) != 2 or not end <= one[0] <= one[1] <= seqlen:
+    pairs = sorted(_integers("each of spans", span) for span in spans)
+    for span in pairs:
+        if len(span) != 2 or not end <= span[0] <= span[1] <= seqlen:
             raise ValueError(
                 f"spans must be pairs (start, stop) within 0 and {seqlen} that do not overlap, got "
-                f"{one} behind {end}"
+                f"{span} behind {end}"
             )
-        start, stop = one
+        start, stop = span
         slices.append(Slice(end, start, 0, start, lo, 0))
         if lo is None:
             slices.append(Slice(start, stop, 0, stop))
@@ -184,11 +184,11 @@ def spans(seqlen: int, spans: Iterable[Sequence[int]], *, left: int = -1) -> Mas
             slices += [Slice(start, stop, 0, start, lo), Slice(start, stop, start, stop)]
         end = stop
     slices.append(Slice(end, seqlen, 0, seqlen, lo, 0))
-    return Mask.of(seqlen, seqlen, slices, f"causal, {len(found)} spans seen whole")
+    return Mask.of(seqlen, seqlen, slices, f"causal, {len(pairs)} spans seen whole")
 
 
 def shared_prefix(prefix: int, lengths: Lengths) -> Mask:
-    """One prompt and several answers to it: each sees the prompt and itself, causally.
+    """One prompt and several answers: each answer sees the prompt and itself, causally.
 
         x . . . . .       prefix 2, lengths 2, 2
         x x . . . .
@@ -198,8 +198,8 @@ def shared_prefix(prefix: int, lengths: Lengths) -> Mask:
         x x . . x x
 
     Args:
-        prefix: positions of the prompt, the first of the sequence.
-        lengths: of the answers, which follow one another.
+        prefix: number of positions of the prompt, which comes first.
+        lengths: number of positions of each answer.
 
     Example:
         >>> shared_prefix(2, [2, 2]).area
@@ -214,7 +214,7 @@ def shared_prefix(prefix: int, lengths: Lengths) -> Mask:
 
 
 def sink_window(seqlen: int, sinks: int, left: int) -> Mask:
-    """The first positions and a causal window: StreamingLLM (arXiv 2309.17453).
+    """Each query sees the first positions and a causal window (StreamingLLM, arXiv 2309.17453).
 
         x . . . . .       sinks 2, left 1
         x x . . . .
@@ -224,9 +224,9 @@ def sink_window(seqlen: int, sinks: int, left: int) -> Mask:
         x x . . x x
 
     Args:
-        seqlen: queries and keys.
-        sinks: positions that all see.
-        left: keys before a query that it sees besides itself.
+        seqlen: number of queries, and of keys.
+        sinks: number of first positions that all later queries see.
+        left: keys in the window before the query itself.
 
     Example:
         >>> sink_window(6, 2, 1).area
@@ -253,15 +253,15 @@ def blocks(
 
     Args:
         mask: (blocks of queries, blocks of keys) booleans; or a `BlockMask` of
-            `torch.nn.attention.flex_attention` for one batch and head; its `mask_mod` is asked
-            about blocks that are seen in part.
-        block_size: rows of a block, or those of queries and of keys; of a `BlockMask` its own.
-        seqlen_q: queries; by default all those of the blocks. The last block may be cut.
-        seqlen_k: keys, likewise.
+            `torch.nn.attention.flex_attention` for one batch entry and head. Its `mask_mod` is
+            evaluated in partly visible blocks.
+        block_size: rows of a block, or (queries, keys) of a block; ignored for a `BlockMask`.
+        seqlen_q: number of queries; the last block may be cut. None fills all blocks.
+        seqlen_k: number of keys, likewise.
 
     Raises:
-        ValueError: a shape or lengths that do not fit.
-        NotImplementedError: a `BlockMask` of several heads or batch entries.
+        ValueError: the shape or the lengths do not fit.
+        NotImplementedError: the `BlockMask` has several heads or batch entries.
 
     Example:
         >>> blocks(torch.tensor([[1, 0], [1, 1]]).bool(), 2).area
@@ -278,26 +278,26 @@ def blocks(
     pair = block_size if isinstance(block_size, tuple) else (block_size, block_size)
     rows, cols = (as_int("block_size", size, least=1) for size in pair)
     seqlens = []
-    for name, given, count, size in (
+    for name, length, count, size in (
         ("seqlen_q", seqlen_q, mask.size(0), rows), ("seqlen_k", seqlen_k, mask.size(1), cols)
     ):  # fmt: skip
-        seqlens.append(count * size if given is None else as_int(name, given, least=0))
+        seqlens.append(count * size if length is None else as_int(name, length, least=0))
         if not (count - 1) * size < seqlens[-1] <= count * size and count:
             raise ValueError(
-                f"{name} must end in the last of {count} blocks of {size}, got {given}"
+                f"{name} must end in the last of {count} blocks of {size}, got {length}"
             )
     slices = list(_of_blocks(mask, (rows, cols), (seqlens[0], seqlens[1])))
     return Mask.of(seqlens[0], seqlens[1], slices, f"{int(mask.sum())} blocks of {rows} x {cols}")
 
 
 def from_dense(seen: Tensor) -> Mask:
-    """Any mask. What is no band takes many slices, which cost time: it is for short sequences.
+    """Any mask, from booleans: for short sequences, since irregular masks take many slices.
 
     Args:
         seen: (seqlen_q, seqlen_k) booleans, True where a query sees a key.
 
     Raises:
-        ValueError: another shape or dtype.
+        ValueError: the tensor is not 2-dimensional, or not boolean.
 
     Example:
         >>> from_dense(torch.ones(4, 4).tril().bool()) == causal(4)
@@ -315,39 +315,41 @@ def from_slices(seqlen_q: int, seqlen_k: int, slices: Iterable[Sequence[int | No
     """Any slices: (q_start, q_end, k_start, k_end), or with a band (..., lo, hi) on `j - i`.
 
     Args:
-        seqlen_q: queries.
-        seqlen_k: keys.
-        slices: as `Slice`; they may share queries and keys, but no pair.
+        seqlen_q: number of queries.
+        seqlen_k: number of keys.
+        slices: fields of `Slice`; slices may share queries and keys, but no pair.
 
     Raises:
-        ValueError: slices beyond the lengths, or two that share a pair.
+        ValueError: a slice reaches beyond the lengths, or two slices share a pair.
 
     Example:
         >>> from_slices(4, 4, [(0, 4, 0, 2), (2, 4, 2, 4, None, 0)]).dense().int().tolist()
         [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
     """
     seqlen_q, seqlen_k = _lengths(seqlen_q, seqlen_k)
-    found = []
-    for given in slices:
-        if not 4 <= len(given) <= 6:
-            raise ValueError(f"a slice has 4 positions and a band, got {tuple(given)}")
+    checked = []
+    for fields in slices:
+        if not 4 <= len(fields) <= 6:
+            raise ValueError(f"a slice has 4 positions and a band, got {tuple(fields)}")
         values = [
             None if value is None and index >= 4 else as_int("each of a slice", value)
-            for index, value in enumerate(given)
+            for index, value in enumerate(fields)
         ]
-        one = Slice(*values)  # type: ignore[arg-type]
-        if not (0 <= one.q_start <= one.q_end <= seqlen_q) or not (
-            0 <= one.k_start <= one.k_end <= seqlen_k
+        piece = Slice(*values)  # type: ignore[arg-type]
+        if not (0 <= piece.q_start <= piece.q_end <= seqlen_q) or not (
+            0 <= piece.k_start <= piece.k_end <= seqlen_k
         ):
-            raise ValueError(f"slices must be within {seqlen_q} x {seqlen_k} positions, got {one}")
-        found.append(one)
-    mask = Mask.of(seqlen_q, seqlen_k, found)
+            raise ValueError(
+                f"slices must be within {seqlen_q} x {seqlen_k} positions, got {piece}"
+            )
+        checked.append(piece)
+    mask = Mask.of(seqlen_q, seqlen_k, checked)
     _check_disjoint(mask)
     return mask
 
 
 def by_document(masks: Sequence[Mask]) -> Mask:
-    """Masks of documents that follow one another, each over its own positions.
+    """Concatenates the masks of documents, each over its own positions.
 
         x . . .       two causal masks of 2
         x x . .
@@ -362,9 +364,9 @@ def by_document(masks: Sequence[Mask]) -> Mask:
     slices: list[Slice] = []
     for mask in as_tuple("masks", masks):
         check_type("each of masks", mask, Mask)
-        slices += [one.moved(q, k) for one in mask.slices]
+        slices += [s.moved(q, k) for s in mask.slices]
         q, k = q + mask.seqlen_q, k + mask.seqlen_k
-    return Mask.of(q, k, slices, f"{len(masks)} documents with masks of their own")
+    return Mask.of(q, k, slices, f"{len(masks)} documents with their own masks")
 
 
 # -- checks
@@ -372,18 +374,19 @@ def by_document(masks: Sequence[Mask]) -> Mask:
 
 def _check_disjoint(mask: Mask) -> None:
     """Refuses two slices that share a pair."""
-    under_way: list[Slice] = []
-    for one in mask.slices:
-        under_way = [other for other in under_way if other.q_end > one.q_start]
-        for other in under_way:
-            both = other & one
+    open_slices: list[Slice] = []
+    for piece in mask.slices:
+        open_slices = [other for other in open_slices if other.q_end > piece.q_start]
+        for other in open_slices:
+            both = other & piece
             if both is not None:
                 i = both.q_start
                 j = max(both.k_start, i + both.lo) if both.lo is not None else both.k_start
                 raise ValueError(
-                    f"slices must share no pair, {other} and {one} both have query {i} with key {j}"
+                    f"slices must share no pair, {other} and {piece} both have query {i} with key "
+                    f"{j}"
                 )
-        under_way.append(one)
+        open_slices.append(piece)
 
 
 def _lengths(seqlen_q: int, seqlen_k: int | None) -> tuple[int, int]:
@@ -408,7 +411,7 @@ def _boundaries(name: str, values: Lengths) -> tuple[int, ...]:
 
 
 def _of_blocks(seen: Tensor, sizes: tuple[int, int], seqlens: tuple[int, int]) -> Iterator[Slice]:
-    """Runs of blocks of a row as one slice, and with the same runs of rows below it."""
+    """Yields one slice for each run of blocks in a row, merged with equal runs in rows below."""
     rows, cols = sizes
     edges = torch.nn.functional.pad(seen.cpu().int(), (1, 1)).diff(dim=1)
     open_runs: dict[tuple[int, int], int] = {}
@@ -437,22 +440,22 @@ def _of_block_mask(mask: Any) -> Mask:
         )
     (rows, cols), seqlens = mask.BLOCK_SIZE, mask.seq_lengths
     shape = -(-seqlens[0] // rows), -(-seqlens[1] // cols)
-    partly = _listed(mask.kv_num_blocks, mask.kv_indices, shape)
-    wholly = torch.zeros(shape, dtype=torch.bool)
+    partial = _listed(mask.kv_num_blocks, mask.kv_indices, shape)
+    full = torch.zeros(shape, dtype=torch.bool)
     if mask.full_kv_num_blocks is not None:
-        wholly = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, shape)
-    slices = list(_of_blocks(wholly, (rows, cols), seqlens))
+        full = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, shape)
+    slices = list(_of_blocks(full, (rows, cols), seqlens))
     zero = torch.zeros((), dtype=torch.int64)
-    for a, b in partly.nonzero().tolist():
+    for a, b in partial.nonzero().tolist():
         i = torch.arange(a * rows, min((a + 1) * rows, seqlens[0]))[:, None]
         j = torch.arange(b * cols, min((b + 1) * cols, seqlens[1]))
         seen = torch.as_tensor(mask.mask_mod(zero, zero, i, j)).expand(len(i), len(j))
-        slices += [one.moved(a * rows, b * cols) for one in _of_dense(seen.bool())]
+        slices += [s.moved(a * rows, b * cols) for s in _of_dense(seen.bool())]
     return Mask.of(seqlens[0], seqlens[1], slices, f"a BlockMask of {rows} x {cols}")
 
 
 def _listed(counts: Tensor, indices: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Blocks of keys that are listed for each block of queries, as booleans."""
+    """The key blocks listed for each query block, as booleans."""
     seen = torch.zeros(shape, dtype=torch.bool)
     for row, (count, listed) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0], strict=True)):
         seen[row, listed[:count].cpu().long()] = True
@@ -460,16 +463,16 @@ def _listed(counts: Tensor, indices: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 class _Run:
-    """A run of keys that queries after one another see, each end staying or moving on by one."""
+    """Runs of keys that consecutive queries see; from query to query, each end moves by 0 or 1."""
 
     def __init__(self, row: int, start: int, stop: int) -> None:
         self.first = self.last = (start, stop)
         self.row = row
-        # By how much each end moves on with a query; None before there is a second one.
+        # How far each end moves with a query; None until the second query.
         self.moves: list[int | None] = [None, None]
 
     def continues(self, run: tuple[int, int]) -> bool:
-        """Whether the next query's run goes on with this one; then it does."""
+        """Whether the next query's run continues this one; if so, adds it."""
         moves = [now - before for now, before in zip(run, self.last, strict=True)]
         if any(m not in (0, 1) or old not in (None, m)
                for m, old in zip(moves, self.moves, strict=True)):  # fmt: skip
@@ -478,27 +481,27 @@ class _Run:
         return True
 
     def slice(self, stop_row: int) -> Slice:
-        """The slice of the queries before that row."""
+        """The slice of the queries before `stop_row`."""
         lo = self.first[0] - self.row if self.moves[0] else None
         hi = self.first[1] - 1 - self.row if self.moves[1] else None
         return Slice(self.row, stop_row, self.first[0], self.last[1], lo, hi)
 
 
 def _of_dense(seen: Tensor) -> Iterator[Slice]:
-    """Slices with these pairs."""
-    under_way: list[_Run] = []
+    """Yields slices that hold exactly the pairs of `seen`."""
+    open_runs: list[_Run] = []
     edges = torch.nn.functional.pad(seen.cpu().int(), (1, 1)).diff(dim=1)
     for row in range(len(edges) + 1):
         here: list[tuple[int, int]] = []
         if row < len(edges):
             starts, stops = ((edges[row] == sign).nonzero().flatten().tolist() for sign in (1, -1))
             here = list(zip(starts, stops, strict=True))
-        going_on = []
-        for run in under_way:
-            found = next((one for one in here if run.continues(one)), None)
-            if found is None:
+        continued = []
+        for run in open_runs:
+            following = next((ends for ends in here if run.continues(ends)), None)
+            if following is None:
                 yield run.slice(row)
             else:
-                here.remove(found)
-                going_on.append(run)
-        under_way = going_on + [_Run(row, *one) for one in here]
+                here.remove(following)
+                continued.append(run)
+        open_runs = continued + [_Run(row, *ends) for ends in here]

@@ -71,8 +71,8 @@ def why_not_by_heads(heads: tuple[int, int], ulysses_degree: int) -> str | None:
         return None
     return (
         f"with {heads[0]} heads, {heads[1]} kv heads and ulysses_degree {ulysses_degree} a kv head "
-        "is on several ranks, and its gradients are added up in another order; take a degree that "
-        "cuts between kv heads"
+        "is on several ranks, which sum its gradients in another order; take a degree that keeps "
+        "each kv head on one rank"
     )
 
 
@@ -83,8 +83,8 @@ def _why_not_by_turns(layouts: Layouts, mask: Mask, inner_degree: int) -> str | 
     grid = ring_grid(layouts[0].world_size, inner_degree)
     if grid.outer > 1:
         return (
-            f"the ring must be a plain one, got {grid.outer} inner rings of {grid.inner}: in every "
-            "place of an inner ring the shards of those before it come in another order"
+            f"the ring must be a plain one, got {grid.outer} inner rings of {grid.inner} ranks: "
+            "shards of a double ring do not arrive in the order of their positions"
         )
     if layouts[0].shard_lens != layouts[1].shard_lens:
         return f"q and kv must have one layout, got {layouts[0]} and {layouts[1]}"

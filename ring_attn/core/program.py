@@ -1,9 +1,9 @@
 """Programs: what a rank does in one direction of a call, in order, as pure data.
 
-A strategy is a function from a call to programs; machines run them on tensors, count their bytes
-and memory, time them on a cluster, check them and draw them.
+A strategy is a function from a call to programs. Machines run programs on tensors, count their
+bytes and memory, time them on a cluster, check them and draw them.
 
-    ring, forward, 3 ranks          backward, KV travels, added up
+    ring, forward, 3 ranks          backward, KV travels, sums travel too
     Start   state                   Delta, New dq dk dv
     Pack    shard 0                 Pack shard 0
     Post    shard 0 -> shard 1      Post shard 0 -> shard 1
@@ -14,10 +14,10 @@ and memory, time them on a cluster, check them and draw them.
     ...                             Post sums 1 -> ...
     Finish  out, lse                Round dv dk dq
 
-Tensors have names, messages lie in buffers. Between a post and the wait for it nothing writes what
-is sent and nothing touches what is received. A program is that of one rank, with numbers and tiles,
-or of every rank at once, with tensors (world_size,) in their place (`core.ranks`); the ops and
-their order are the same.
+Tensors have names, messages lie in buffers. Between a post and its wait no op writes the sent
+buffer and no op touches the received one. A program belongs to one rank, with numbers and tiles, or
+to every rank at once, with tensors (world_size,) in their place (`core.ranks`); the ops and their
+order are the same.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from torch import Tensor
 from ring_attn.core.messages import Message, Number
 from ring_attn.core.spec import AttentionSpec
 
-# Shards and gradients travel apart: a gradient is sent when its step is done, while the next shard
-# is already on its way. So does what a double ring sends between nodes, round for round.
+# Shards and gradients have separate channels: when a step's gradient is sent, the next shard is
+# already under way. So do the messages that a double ring sends between nodes once a round.
 Channel = Literal["shards", "gradients", "outer", "outer_gradients"]
 CHANNELS: tuple[Channel, ...] = ("shards", "gradients", "outer", "outer_gradients")
 
-# The tiles of one rank, or a `work.StepWork` with the sizes of every rank's.
+# The tiles of one rank, or a `work.StepWork` with the sizes of every rank's tiles.
 Tiles = Any
 
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """Bytes that messages lie in; one buffer at a time has a name.
+    """Memory for a message. No two live buffers have the same name.
 
     Attributes:
-        name: of the buffer.
-        room: bytes of the longest message that any buffer of this kind holds: freed buffers are
-            used again by buffers with the same room.
+        name: name of the buffer.
+        room: bytes of the longest message of any buffer of this kind. A freed buffer is reused by
+            buffers with the same room.
     """
 
     name: str
@@ -61,11 +61,11 @@ class Array:
     """Sizes of a tensor.
 
     Attributes:
-        batch: entries of dim 0.
-        rows: rows of one rank or of every rank.
+        batch: number of batch entries.
+        rows: number of rows of one rank or of every rank.
         heads: number of heads.
-        dim: of the last dimension; None is a statistic, (batch, heads, rows).
-        dtype: of the elements.
+        dim: size of the last dim; None is a statistic, (batch, heads, rows).
+        dtype: type of the elements.
     """
 
     batch: int
@@ -96,7 +96,7 @@ class View(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """The tensor of that number in the message that a buffer holds."""
+    """Tensor `number` of the message that a buffer holds."""
 
     buffer: Buffer
     number: int
@@ -106,13 +106,13 @@ Operand = View | Entry
 
 
 class Copy(NamedTuple):
-    """A tensor of a message, or rows of it, and its counterpart outside.
+    """A copy between a tensor in a message and a tensor outside.
 
     Attributes:
         entry: number of the tensor in the message.
-        tensor: the counterpart; None stands for zeros.
-        rows: of the entry; None is all.
-        add: what is unpacked is added to the counterpart, what is packed to the message.
+        tensor: the tensor outside; None stands for zeros.
+        rows: rows of the message's tensor; None is all.
+        add: whether the copy adds to its destination.
     """
 
     entry: int
@@ -122,7 +122,7 @@ class Copy(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """One message to a rank and one from a rank: those of one rank, or (world_size,) of all."""
+    """Peers of an exchange: ints for one rank, (world_size,) tensors for every rank."""
 
     send_to: Any
     recv_from: Any
@@ -132,11 +132,11 @@ class Collective(NamedTuple):
     """An exchange among all ranks of a group.
 
     Attributes:
-        op: as the transport's method.
-        dtype: of what is summed.
-        send_counts: bytes for each rank of an all-to-all.
-        recv_counts: bytes from each.
-        groups: (groups, ranks) of all groups, in a program of every rank.
+        op: name of the transport's method.
+        dtype: type of the summed elements.
+        send_counts: bytes of an all-to-all to each rank.
+        recv_counts: bytes of an all-to-all from each rank.
+        groups: (groups, ranks) all groups, in a program of every rank.
     """
 
     op: Literal["all_gather", "reduce_scatter", "all_to_all"]
@@ -150,7 +150,7 @@ class Collective(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A new part of the program begins, with a name for pictures and a number for traces."""
+    """Begins a part of the program, with a label for pictures and a number for traces."""
 
     label: str
     number: int | None = None
@@ -168,15 +168,15 @@ class Post(NamedTuple):
     """Takes a buffer and starts an exchange into it.
 
     Attributes:
-        channel: at most one exchange is under way on it.
-        step: for messages of errors.
-        route: with whom.
-        send: what is sent.
-        recv: the buffer of what is received.
-        message: what is received.
-        nbytes: that leave the rank.
-        ranks: of the group, in ascending order; None is all ranks of the program.
-        active: (world_size,) bool: the ranks that take part, in a program of every rank.
+        channel: channel of the exchange, which has at most one under way.
+        step: number of the step, for errors.
+        route: the peers.
+        send: buffer to send.
+        recv: buffer to receive into.
+        message: message to receive.
+        nbytes: bytes that leave the rank.
+        ranks: ranks of the group, ascending; None is all ranks of the program.
+        active: (world_size,) bool ranks that take part, in a program of every rank.
     """
 
     channel: Channel
@@ -191,7 +191,7 @@ class Post(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Until the exchange under way on the channel is complete."""
+    """Waits until the exchange under way on the channel is complete."""
 
     channel: Channel
     ranks: tuple[int, ...] | None = None
@@ -199,26 +199,26 @@ class Wait(NamedTuple):
 
 
 class Join(NamedTuple):
-    """Takes part in a call where other ranks exchange and this rank has nothing to exchange."""
+    """Takes part in a call in which other ranks exchange and this rank does not."""
 
     channel: Channel
 
 
 class Free(NamedTuple):
-    """Buffers and tensors are no longer used."""
+    """Frees buffers and tensors."""
 
     names: tuple[Buffer | str, ...]
 
 
 class Clear(NamedTuple):
-    """Takes a buffer for a message of zeros; memory is taken when something is added to it."""
+    """Takes a buffer for a message of zeros; memory is allocated at the first addition to it."""
 
     buffer: Buffer
     message: Message
 
 
 class Add(NamedTuple):
-    """Adds one buffer to another and frees it; cleared bytes are taken over from it."""
+    """Adds `buffer` to `into` and frees `buffer`; if `into` is still clear, takes its memory."""
 
     into: Buffer
     buffer: Buffer
@@ -226,7 +226,7 @@ class Add(NamedTuple):
 
 
 class Unpack(NamedTuple):
-    """Copies a message into tensors, or adds it to them, and frees its buffer."""
+    """Copies a message into tensors, or adds it to them, and frees the buffer."""
 
     buffer: Buffer
     message: Message
@@ -234,7 +234,7 @@ class Unpack(NamedTuple):
 
 
 class New(NamedTuple):
-    """A tensor, of zeros or not yet written."""
+    """Makes a tensor, of zeros or uninitialised."""
 
     name: str
     array: Array
@@ -249,7 +249,7 @@ class Assign(NamedTuple):
 
 
 class Start(NamedTuple):
-    """The empty state of the queries, with the sinks of some heads; None is without sinks."""
+    """Makes the empty state of the queries, with the sinks of these heads; None is no sinks."""
 
     q: View
     headdim_v: int
@@ -258,7 +258,7 @@ class Start(NamedTuple):
 
 
 class Attend(NamedTuple):
-    """Folds tiles into the state; `last` says that no more follow."""
+    """Folds tiles into the state; `last` marks the state's last fold."""
 
     tiles: Tiles
     q: View
@@ -268,7 +268,7 @@ class Attend(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """Partial out and lse of a few queries against many keys, in the type of the state."""
+    """Computes partial out and lse of a few queries over many keys, in the type of the state."""
 
     tiles: Tiles
     q: View
@@ -277,7 +277,7 @@ class Decode(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """Makes out and lse from the state, which is used up."""
+    """Makes out and lse from the state and consumes it."""
 
     out: str
     lse: str
@@ -286,7 +286,7 @@ class Finish(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """Makes delta = rowsum(dout * out), lse as the backend reads it, and the gradient of sinks."""
+    """Computes delta = rowsum(dout * out), lse in the backend's form, and the sinks' gradient."""
 
     array: Array
 
@@ -295,13 +295,13 @@ class Differentiate(NamedTuple):
     """Adds the gradients of tiles.
 
     Attributes:
-        part: all gradients, or only those of q, or only those of k and v.
+        part: all gradients, only the gradient of q, or only the gradients of k and v.
         tiles: tiles of the step.
         q_side: q, dout, lse, delta.
         kv: k, v.
-        dq: what dq is added to.
-        dkv: what dk and dv are added to.
-        out: the forward's, where the rows of q are at home.
+        dq: sum to which dq is added.
+        dkv: sums to which dk and dv are added.
+        out: the forward's output, if this rank owns the q rows.
     """
 
     part: Literal["all", "q", "kv"]
@@ -314,7 +314,7 @@ class Differentiate(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Scales a gradient where `scaled` says so, and rounds it once; the gradient is used up."""
+    """Scales a gradient if `scaled`, rounds it once, and consumes it."""
 
     into: View
     gradient: Operand
@@ -323,15 +323,15 @@ class Round(NamedTuple):
 
 
 class Inner(NamedTuple):
-    """Runs the program of another call among some of the ranks.
+    """Runs an inner program, that of another call, among some of the ranks.
 
     Attributes:
-        program: with its own names for tensors.
-        spec: sizes and types of that call.
-        ranks: in ascending order.
-        inputs: names within and names of this program, whose tensors are handed over.
-        results: names within and names here.
-        sinks: heads whose sinks it takes.
+        program: the inner program, with its own names for tensors.
+        spec: sizes and types of the inner call.
+        ranks: the ranks, ascending.
+        inputs: pairs (inner name, outer name) of the tensors passed in.
+        results: pairs (inner name, outer name) of the results.
+        sinks: heads whose sinks the inner program takes.
         members: (n,) ranks within a group that run it, in a program of every rank.
         degree: ranks of a group, in a program of every rank.
     """
@@ -347,7 +347,7 @@ class Inner(NamedTuple):
 
 
 class Merge(NamedTuple):
-    """Merges the partial results of all ranks in a tree, the sinks at its root."""
+    """Merges the partial results of all ranks in a tree, and the sinks at the root."""
 
     buffer: Buffer
     message: Message
@@ -366,12 +366,12 @@ class Program:
     """The ops of one rank, or of every rank.
 
     Attributes:
-        world_size: ranks of the call.
-        rank: whose program; None is every rank's.
-        backward: which direction.
-        ops: in order.
-        arrays: sizes of the tensors that it is given, by name.
-        saved: names of the tensors that a backward needs, of a forward.
+        world_size: number of ranks of the call.
+        rank: the rank; None is every rank.
+        backward: whether this is a backward.
+        ops: the ops, in order.
+        arrays: sizes of the input tensors, by name.
+        saved: names of a forward's tensors that its backward needs.
     """
 
     world_size: int
@@ -383,52 +383,51 @@ class Program:
 
     @cached_property
     def last_takes(self) -> dict[int, int]:
-        """Number of the last op that takes a buffer with so much room, by room.
+        """Index of the last op that takes a buffer, for each room in bytes.
 
-        Buffers that are freed before are kept for it.
+        Buffers freed before that op are kept for reuse.
         """
-        found: dict[int, int] = {}
+        last: dict[int, int] = {}
         for index, op in enumerate(self.ops):
             if isinstance(op, Pack | Clear):
-                found[op.buffer.room] = index
+                last[op.buffer.room] = index
             elif isinstance(op, Differentiate):
-                # Zeros take their memory here.
-                some = [x for x in (op.dq, *(op.dkv or ())) if isinstance(x, Entry)]
-                found |= {entry.buffer.room: index for entry in some}
+                # Cleared buffers get their memory here.
+                entries = [x for x in (op.dq, *(op.dkv or ())) if isinstance(x, Entry)]
+                last |= {entry.buffer.room: index for entry in entries}
             elif isinstance(op, Post):
-                found[op.send.room] = found[op.recv.room] = index
-        return found
+                last[op.send.room] = last[op.recv.room] = index
+        return last
 
     @cached_property
     def recycled(self) -> frozenset[int]:
-        """Sizes of which a buffer is taken after one has been freed."""
+        """Rooms in bytes of which a buffer is taken after another was freed."""
         freed: dict[int, int] = {}
         for index, op in enumerate(self.ops):
             names = op.names if isinstance(op, Free) else ()
-            some = [name for name in names if isinstance(name, Buffer)]
+            buffers = [name for name in names if isinstance(name, Buffer)]
             if isinstance(op, Add | Unpack | Merge):
-                some.append(op.buffer)
-            for buffer in some:
+                buffers.append(op.buffer)
+            for buffer in buffers:
                 freed.setdefault(buffer.room, index)
         return frozenset(
             room for room, last in self.last_takes.items() if freed.get(room, last) < last
         )
 
     def keeps(self, buffer: Buffer, index: int, *, pooled: bool) -> bool:
-        """Whether a buffer that is freed at an op is used again.
+        """Whether to keep a buffer that an op frees, for reuse.
 
         Args:
-            buffer: that is freed.
-            index: number of the op.
-            pooled: buffers stay for the next call, where their size is one of which several calls
-                in a row take the same ones.
+            buffer: the freed buffer.
+            index: index of the op.
+            pooled: whether buffers of recycled rooms are also kept for the next call.
         """
         if pooled and buffer.room in self.recycled:
             return True
         return self.last_takes.get(buffer.room, -1) > index
 
     def posts(self) -> Iterator[Post]:
-        """Its exchanges in order; those of inner programs with their own ranks."""
+        """Yields the exchanges in order; posts of inner programs number their own ranks."""
         for op in self.ops:
             if isinstance(op, Post):
                 yield op
@@ -439,7 +438,7 @@ class Program:
 def copies_of_runs(
     names: Sequence[str], runs: Sequence[slice], *, add: bool = False
 ) -> tuple[Copy, ...]:
-    """Runs of tensors' rows, which a message holds one after another."""
+    """Copies between runs of rows of tensors and a message that holds these runs in sequence."""
     copies, at = [], 0
     for run in runs:
         rows = slice(at, at + run.stop - run.start)
@@ -449,7 +448,7 @@ def copies_of_runs(
 
 
 def part_of_heads(op: Attend | Differentiate, spec: AttentionSpec) -> AttentionSpec:
-    """Sizes of the heads that an op computes: all, or those of its views."""
+    """The spec of an op: with all heads, or with the heads of its views."""
     q, k = (op.q, op.k) if isinstance(op, Attend) else (op.q_side[0], op.kv[0])
     group = spec.nheads // spec.nheads_kv
     if isinstance(q, View) and q.heads is not None:

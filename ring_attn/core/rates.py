@@ -1,10 +1,9 @@
-"""Speeds of attention kernels by architecture and backend: what `backend="auto"` goes by, and what
-the planner times a step with.
+"""Speeds of attention kernels by architecture and backend, for `backend="auto"` and the planner.
 
-A rate is what kernels attain for large tiles. What small ones lose is a number of columns more for
-each row (loading, storing, filling the pipeline), and again for each row that the mask cuts (blocks
-computed in part in vain): with these two, one rate holds from 1k to 32k rows. All rates are of
-bfloat16 and head dim 128; each says whether it is published or estimated. None is measured here.
+A rate is the speed for large tiles. Two costs make it hold from 1k to 32k rows: each row costs some
+extra columns (loading, storing, filling the pipeline), and each row that the mask cuts costs some
+more (partly masked blocks). All rates are for bfloat16 and head dim 128; each says whether it is
+published or estimated. None was measured by us.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ class Rate:
 
     Attributes:
         flops: FLOP/s of large tiles, counted by `sizes.flops`.
-        launch: seconds before a step's tiles are begun.
-        row_columns: columns that every row costs on top.
-        edge_columns: columns that every row cut by the mask costs on top.
+        launch: seconds before a step's tiles start.
+        row_columns: extra columns that every row costs.
+        edge_columns: extra columns that every row cut by the mask costs.
     """
 
     flops: float
@@ -42,8 +41,8 @@ class Rates(NamedTuple):
     """Speed of a backend's kernels on an architecture, as our adapter calls them.
 
     Attributes:
-        forward: of attention.
-        backward: likewise; of the deterministic form where the kernels have one.
+        forward: rate of the forward.
+        backward: rate of the backward, deterministic if the kernels offer that.
         source: "published: .." or "estimate: ..".
     """
 
@@ -52,7 +51,7 @@ class Rates(NamedTuple):
     source: str
 
     def scaled(self, forward: float, backward: float, source: str) -> Rates:
-        """The same with other FLOP/s, by a factor for each direction."""
+        """The rates with FLOP/s scaled by a factor for each direction."""
         return Rates(
             replace(self.forward, flops=self.forward.flops * forward),
             replace(self.backward, flops=self.backward.flops * backward),
@@ -61,19 +60,19 @@ class Rates(NamedTuple):
 
 
 # Fitted to MagiAttention's kernel benchmark (v1.1): an H100, 2k to 32k rows, 64 heads and 8 kv
-# heads, causal and not. FlashAttention 3 is met within 3 %, cuDNN and FlashAttention 2 within 4 %,
-# FlexAttention, the best Triton kernel that is published, within 3 % forward and 11 % backward; at
-# 1k rows kernels are up to twice as slow as this.
+# heads, causal and not. The fit is within 3 % for FlashAttention 3, 4 % for cuDNN and
+# FlashAttention 2, and 3 % forward and 11 % backward for FlexAttention, the best published Triton
+# kernel. At 1k rows kernels are up to twice as slow as the fit.
 _MAGI = "published: MagiAttention's kernel benchmark"
 FA3 = Rates(Rate(685e12, 8e-6, 0.0, 80.0), Rate(615e12, 8e-6, 700.0), _MAGI)
 _FA2 = Rates(Rate(380e12, 8e-6, 80.0, 265.0), Rate(343e12, 8e-6, 510.0, 110.0), _MAGI)
 _CUDNN = Rates(Rate(630e12, 8e-6, 0.0, 285.0), Rate(541e12, 8e-6, 510.0, 235.0), _MAGI)
 _PORTABLE = Rates(
     Rate(400e12, 8e-6, 220.0, 200.0), Rate(285e12, 8e-6, 980.0, 360.0),
-    "estimate: that of FlexAttention in MagiAttention's kernel benchmark",
+    "estimate: as FlexAttention in MagiAttention's kernel benchmark",
 )  # fmt: skip
-# Our kernels in Gluon. Over 16k rows the forward has 590 TFLOP/s, 540 where they are causal; the
-# backward 450 to 500, of which the middle is taken, and what small tiles lose as in the portable.
+# Our Gluon kernels, estimated at 16k rows: forward 590 TFLOP/s, causal 540; backward 450 to 500,
+# of which we take the middle. The extra columns of the backward are those of the portable kernel.
 _GLUON = Rates(
     Rate(598e12, 8e-6, 220.0, 660.0), Rate(503e12, 8e-6, 980.0, 360.0),
     "estimate: by their instructions",
@@ -84,18 +83,18 @@ _FA2_A100 = Rates(
     Rate(226e12, 8e-6, 220.0, 200.0), Rate(195e12, 8e-6, 220.0, 200.0),
     "published: ring-flash-attention's benchmark, one size",
 )  # fmt: skip
-# The price of deterministic backwards (flash-attention pull request 1893, H100, 8k rows, causal):
-# 474 of 575 TFLOP/s for FlashAttention 3; 166 for FlashAttention 2, of 302 at that size in
-# MagiAttention's benchmark.
+# Deterministic backwards keep (flash-attention pull request 1893, H100, 8k rows, causal) 474 of 575
+# TFLOP/s in FlashAttention 3, and 166 in FlashAttention 2, of 302 at that size in MagiAttention's
+# benchmark.
 _FA3_SURE, _FA2_SURE = 474 / 575, 166 / 302
 # FlashAttention 4 on a B200 (arXiv 2603.05451): 1613 TFLOP/s forward, at most 1.3 times cuDNN and
 # 2.1 to 2.7 times Triton; backward 1360, deterministic 1167 (flash-attention issue 2280).
 _FA4 = Rates(Rate(1613e12, 8e-6), Rate(1167e12, 8e-6), "published: arXiv 2603.05451, issue 2280")
 
-# Our kernels on sm_90 that are not in Gluon.
+# Our kernels on sm_90 for calls that the Gluon kernels do not take.
 PORTABLE = "triton, portable"
 
-# Architecture -> backend -> rates. A backend that is not named has no figure there.
+# Architecture -> backend -> rates. A missing backend has no known rate.
 RATES: dict[str, dict[str, Rates]] = {
     "sm_80": {
         "triton": _FA2_A100._replace(source="estimate: that of FlashAttention 2"),
@@ -125,27 +124,28 @@ RATES: dict[str, dict[str, Rates]] = {
     },
 }  # fmt: skip
 
-# Head dims that our forward in Gluon takes, in 16 bits.
+# Head dims that our Gluon forward takes, with 16-bit inputs.
 GLUON_HEADDIMS = frozenset((64, 128, 256))
-# And our backward, of so many kv heads of all batches or more: a program has 128 kv rows of one of
-# them. In simulated launches of 8k rows, 132 multiprocessors: 8 / 1 heads fill 25 to 47 % of their
-# time, 32 / 8 heads 79 to 96 %; waiting for turns takes 1 % of it at most.
+# Head dims that our Gluon backward takes, and the least batch x kv heads for which we use it: each
+# Triton program has 128 kv rows of one head. Simulated launches of 8k rows on 132 SMs: 8 / 1 heads
+# fill 25 to 47 % of the SMs' time, 32 / 8 heads 79 to 96 %; waits for turns take at most 1 %.
 GLUON_BWD_HEADDIMS = frozenset((64, 128))
 GLUON_BWD_KV_HEADS = 4
 
 # Bytes/s of passes that copy or add.
 MEMORY_BANDWIDTH = {"sm_80": 1.6e12, "sm_90": 2.7e12, "sm_100": 6.4e12}
 
-# Rows and columns of the step that backends are compared on, and its head dim.
+# Size of the step on which backends are compared: rows, columns and head dim.
 STEP_ROWS, STEP_HEADDIM = 8192, 128
 
 
 def rates_of(
     architecture: str, backend: str, spec: AttentionSpec, *, window: bool = False
 ) -> Rates | None:
-    """Rates of a backend for such calls; None where there is no figure.
+    """Rates of a backend for calls of this spec; None if unknown.
 
-    cuDNN's windows go to torch's flash, and what our kernels in Gluon do not take to the portable.
+    With a window, cuDNN is rated as torch's flash; calls that Gluon refuses, as the portable
+    kernel.
     """
     known = RATES.get(architecture, {})
     rates = known.get("aten" if window and backend == "cudnn" else backend)
@@ -165,21 +165,21 @@ def _takes_gluon(spec: AttentionSpec) -> bool:
 
 
 def takes_gluon_bwd(spec: AttentionSpec) -> bool:
-    """Whether a call has our backward in Gluon, on sm_90."""
+    """Whether our Gluon backward takes calls of this spec, on sm_90."""
     alike = spec.headdim == spec.headdim_v and spec.headdim in GLUON_BWD_HEADDIMS
     many = spec.batch * spec.nheads_kv >= GLUON_BWD_KV_HEADS
     return alike and many and not spec.softcap and _takes_gluon(spec)
 
 
 def attained(architecture: str, rates: Rates, *, state_bytes: float, backward: bool) -> float:
-    """FLOP/s in a step of a ring, of 8k rows x 8k columns.
+    """FLOP/s in a ring step of 8k rows x 8k columns.
 
     Args:
-        architecture: a name of `RATES`.
-        rates: of the backend there.
-        state_bytes: that an element of the state costs in the forward of a step: kernels that carry
-            the state load and store it, the results of others are merged into it.
-        backward: whether a backward follows, which has 5 products for the forward's 2.
+        architecture: a key of `RATES`.
+        rates: rates of the backend on the architecture.
+        state_bytes: bytes moved for each element of the state in a forward step: some kernels load
+            and store the state, results of the others are merged into it.
+        backward: whether a backward follows, with 5 products to the forward's 2.
     """
     products = [(rates.forward, 2), *([(rates.backward, 5)] if backward else [])]
     per_column = 2.0 * STEP_HEADDIM  # FLOP of a product, for a row

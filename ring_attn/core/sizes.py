@@ -1,4 +1,4 @@
-"""Sizes in closed form: messages of a ring, operations, shares of a sequence, all-reduces."""
+"""Closed-form sizes: messages of a ring, operations, shares of a sequence, all-reduces."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ring_attn.core.tiles import Traveller
 from ring_attn.core.values import check_number
 from ring_attn.core.work import needed_rows, pair_work
 
-# The tensors of a shard and of its gradients, by what travels.
+# Names of the tensors in the messages with a shard and with its gradients, by travelling side.
 SHARD: dict[Traveller, tuple[str, ...]] = {"kv": ("k", "v"), "q": ("q", "dout", "lse", "delta")}
 MOVING: dict[Traveller, tuple[str, ...]] = {"kv": ("dk", "dv"), "q": ("dq",)}
 
 
 def shard_packet(spec: AttentionSpec, travels: Traveller, rows: int) -> Packet:
-    """The message with so many rows of the travelling side: K and V, or Q, dO, lse and delta."""
+    """The message with `rows` rows of the travelling side: K and V, or Q, dO, lse and delta."""
     return spec.kv_packet(rows) if travels == "kv" else spec.q_packet(rows)
 
 
 def gradient_packet(spec: AttentionSpec, travels: Traveller, rows: int) -> Packet:
-    """The message with that side's gradients, in the accumulation type."""
+    """The message with gradients of the travelling side, in the accumulation type."""
     return spec.kv_grad_packet(rows) if travels == "kv" else spec.q_grad_packet(rows)
 
 
@@ -34,11 +34,11 @@ def gradient_packet(spec: AttentionSpec, travels: Traveller, rows: int) -> Packe
 def choose_traveller(
     spec: AttentionSpec, layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask
 ) -> Traveller:
-    """The side that costs fewer bytes in the backward, counted over all ranks; KV where equal.
+    """The side whose travel costs fewer bytes in the backward, over all ranks; KV if equal.
 
-    With 16-bit tensors and float32 gradients KV costs 12 bytes a row, KV head and element, the Q
-    side 8 a row and head: KV travels with grouped heads, Q with few queries or one head each. How
-    often a shard is passed on does not matter: it is the same on either side.
+    With 16-bit tensors and float32 gradients, KV costs 12 bytes an element of each row and KV head,
+    and the Q side 8 an element of each row and head. So KV travels with grouped heads, and Q with
+    few queries or ungrouped heads. Both sides take the same number of hops.
     """
     work = pair_work(layout_q, layout_kv, mask)
     q, kv = (_backward_bytes(spec, side, work.travelling(side).count) for side in ("q", "kv"))
@@ -49,7 +49,7 @@ def choose_traveller(
 def choose_sender(
     spec: AttentionSpec, layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: Mask
 ) -> Traveller:
-    """The side that costs fewer bytes where every rank sends each other what that one needs."""
+    """The side that costs fewer bytes if each rank gets its needed rows straight from the owner."""
     q, kv = (
         _backward_bytes(
             spec, side, needed_rows(layout_q, layout_kv, mask, side).clone().fill_diagonal_(0)
@@ -60,7 +60,7 @@ def choose_sender(
 
 
 def _backward_bytes(spec: AttentionSpec, travels: Traveller, rows: Tensor) -> int:
-    """Bytes of messages with so many rows of a side, and of those with their gradients."""
+    """Bytes of messages with these numbers of rows of a side, and of their gradients."""
     return sum(
         count * (shard_packet(spec, travels, n).nbytes + gradient_packet(spec, travels, n).nbytes)
         for n, count in Counter(rows.flatten().tolist()).items()
@@ -68,12 +68,12 @@ def _backward_bytes(spec: AttentionSpec, travels: Traveller, rows: Tensor) -> in
 
 
 def flops(area: int, spec: AttentionSpec, *, backward: bool) -> int:
-    """Floating point operations for so many visible pairs: 2 matmuls forward, 5 in the backward.
+    """Floating point operations for `area` visible pairs: 2 matmuls forward, 5 backward.
 
     Args:
         area: visible pairs, for example `mask.area`.
         spec: sizes of the call.
-        backward: that of the backward alone.
+        backward: True counts the backward alone, False the forward.
     """
     qk, pv = 2 * spec.headdim, 2 * spec.headdim_v
     per_pair = 3 * qk + 2 * pv if backward else qk + pv
@@ -81,7 +81,7 @@ def flops(area: int, spec: AttentionSpec, *, backward: bool) -> int:
 
 
 def memory_saving(world_size: int) -> float:
-    """Share of a sequence's activations that a rank is spared."""
+    """Fraction of a sequence's activations that a rank need not store."""
     return 1.0 - 1.0 / world_size
 
 
@@ -90,14 +90,14 @@ class SequenceShare:
     """Sizes of one rank's part of a sequence that is cut into equal runs.
 
     Args:
-        rank: whose share.
+        rank: the rank.
         world_size: number of ranks.
-        seqlen: the full length; where it does not divide, the first ranks have one row more.
-        hidden_size: of the model.
-        nheads: query heads.
+        seqlen: the full length; if it does not divide, the first ranks have one row more.
+        hidden_size: hidden size of the model.
+        nheads: number of query heads.
 
     Raises:
-        ValueError: a rank that does not exist, or heads that do not divide the hidden size.
+        ValueError: the rank does not exist, or the heads do not divide the hidden size.
 
     Example:
         >>> share = SequenceShare(2, 4, 8192, 1024, 16)
@@ -112,7 +112,7 @@ class SequenceShare:
     nheads: int
 
     def __post_init__(self) -> None:
-        self._layout.segments(self.rank)  # raises for a rank or sizes that cannot be
+        self._layout.segments(self.rank)  # raises for a wrong rank or size
         if self.nheads < 1 or self.hidden_size % self.nheads:
             raise ValueError(
                 f"hidden_size must divide by nheads, got {self.hidden_size} and {self.nheads}"
@@ -149,21 +149,21 @@ class SequenceShare:
 
     @property
     def memory_saving(self) -> float:
-        """Share of the sequence's activations that the rank is spared."""
+        """Fraction of the sequence's activations that the rank need not store."""
         return memory_saving(self.world_size)
 
 
 def all_reduce_bytes(seqlen: int, hidden_size: int, num_blocks: int, itemsize: int) -> int:
-    """Bytes of activations that a tensor-parallel model reduces in a forward, counted once.
+    """Bytes of activations that a tensor-parallel model all-reduces in a forward, counted once.
 
-    Two all-reduces a block, after the output and the down projection, of (seqlen, hidden_size) each
-    (Megatron-LM, arXiv 1909.08053).
+    Each block has two all-reduces of (seqlen, hidden_size), after the output projection and the
+    down projection (Megatron-LM, arXiv 1909.08053).
 
     Args:
-        seqlen: rows of a rank, of all sequences.
-        hidden_size: of the model.
-        num_blocks: layers.
-        itemsize: bytes of a number.
+        seqlen: rows of a rank, over all sequences.
+        hidden_size: hidden size of the model.
+        num_blocks: number of layers.
+        itemsize: bytes of an element.
 
     Example:
         >>> all_reduce_bytes(1024, 1024, 24, 4) == 192 * 2**20
@@ -173,10 +173,10 @@ def all_reduce_bytes(seqlen: int, hidden_size: int, num_blocks: int, itemsize: i
 
 
 def transfer_seconds(nbytes: int, gbit_per_s: float) -> float:
-    """Seconds that so many bytes take on a link of so many Gbit/s, without its latency.
+    """Seconds for `nbytes` on a link of `gbit_per_s`, without latency.
 
     Raises:
-        ValueError: a link without bandwidth.
+        ValueError: `gbit_per_s` is not positive.
 
     Example:
         >>> round(transfer_seconds(192 * 2**20, 100.0), 4)
@@ -189,9 +189,9 @@ def transfer_seconds(nbytes: int, gbit_per_s: float) -> float:
 
 
 def merged_bytes(spec: AttentionSpec) -> int:
-    """Bytes that an element costs where a step's result is merged into the state.
+    """Bytes that `State.fold` moves per element of a step's result.
 
-    `State.fold`: rounded up, weighed in place, added to.
+    The fold casts the result, scales the state in place, and adds the result to the state.
     """
     narrow, wide = spec.dtype.itemsize, spec.accum_dtype.itemsize
     return 5 * wide + (narrow + wide if narrow < wide else 0)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ring_attn.core.dtypes import accum_dtype
 
-# Vector loads and TMA need 16-byte aligned tensors; a message of no bytes is avoided, since
-# transports differ on it.
+# Vector loads and TMA need tensors aligned to 16 bytes. Also the least size of a message, since
+# transports differ on empty ones.
 ALIGNMENT = 16
 
 
@@ -29,7 +29,7 @@ class Packet:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """First byte of each tensor, and the end."""
+        """First byte of each tensor, and the end of the last."""
         offsets = [0]
         for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
             size = prod(shape) * dtype.itemsize
@@ -43,7 +43,7 @@ class Packet:
 
     @cached_property
     def padded(self) -> bool:
-        """Whether some of its bytes belong to no tensor."""
+        """Whether some bytes belong to no tensor."""
         used = (prod(s) * dtype.itemsize for s, dtype in zip(self.shapes, self.dtypes, strict=True))
         return sum(used) != self.nbytes
 
@@ -68,7 +68,7 @@ class Packet:
 
 @dataclass(frozen=True)
 class Scores:
-    """How a raw product x = q k^T becomes a score, `softmax_scale * x`, and where it is capped.
+    """Scale and cap of scores: a raw product x = q k^T becomes `softmax_scale * x`.
 
     With softcap > 0 the score is `softcap * tanh(softmax_scale * x / softcap)`.
     """
@@ -118,23 +118,23 @@ class AttentionSpec:
 
     @property
     def accum_dtype(self) -> torch.dtype:
-        """Type of the state and of gradients on their way: float32, or float64 for float64."""
+        """Type of the state and of travelling gradients."""
         return accum_dtype(self.dtype)
 
     def kv_packet(self, rows: int) -> Packet:
-        """K and V of so many rows."""
+        """The message with K and V of `rows` rows."""
         return _kv_packet(self, rows, self.dtype)
 
     def kv_grad_packet(self, rows: int) -> Packet:
-        """dK and dV of so many rows, as they are accumulated."""
+        """The message with dK and dV of `rows` rows, in the accumulation type."""
         return _kv_packet(self, rows, self.accum_dtype)
 
     def q_packet(self, rows: int) -> Packet:
-        """The Q side of so many rows in the backward: Q, dO, lse, delta."""
+        """The message with the Q side of `rows` rows in the backward: Q, dO, lse, delta."""
         return _q_packet(self, rows)
 
     def q_grad_packet(self, rows: int) -> Packet:
-        """dQ of so many rows, as it is accumulated."""
+        """The message with dQ of `rows` rows, in the accumulation type."""
         return _q_grad_packet(self, rows)
 
 
@@ -156,40 +156,40 @@ def _q_grad_packet(spec: AttentionSpec, rows: int) -> Packet:
     return Packet(((spec.batch, rows, spec.nheads, spec.headdim),), (spec.accum_dtype,))
 
 
-# Thread blocks of NCCL's copies. In a model of 8 steps of 1 ms they cost 0 % of the time where a
-# copy takes 0.15 ms, and 4 % where it takes 0.75 ms; NCCL's own 32 cost 6 % and 40 %.
+# Default number of thread blocks for NCCL's copies. In a model of 8 steps of 1 ms, 8 blocks cost
+# 0 % of the time if a copy takes 0.15 ms, and 4 % if it takes 0.75 ms; NCCL's default of 32 costs
+# 6 % and 40 %.
 MAX_CTAS = 8
 
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """How shards travel between the ranks; equal on every rank.
+    """Options of the transport, and what happens on errors; equal on every rank.
 
-    Every message says which call it belongs to: its number, direction, and a digest of all that
-    ranks must agree on, the values of sinks included.
+    Every message identifies its call: by number, direction, and a digest of everything on which
+    ranks must agree, including the values of sinks.
 
-    On gloo a message of another call is never received. Ranks that skipped a call, passed other
-    arguments or run their backwards in another order all raise, mostly within a second, and are
-    told which argument differs. A rank that leaves a call by an exception tells the others, and
-    they raise; one that dies or stalls is an error that names step, peer and timeout; one that does
-    not come to the first call is named. Afterwards the process group refuses every further call.
+    On gloo no rank accepts a message of another call. Ranks that skipped a call, passed other
+    arguments or run their backwards in another order all raise, mostly within a second, with the
+    argument that differs. A rank that leaves a call by an exception notifies the others, which
+    raise. If a rank dies or stalls, the error names step, peer and timeout; if a rank misses the
+    first call, the error names the rank. Afterwards the process group refuses every further call.
 
-    On NCCL the device compares the identities, which travel as 64 bytes beside each message, and
-    the host raises at the start of a later call. Before the first call of a kind all ranks connect,
-    compile their kernels and wait for each other: a rank that does not come is named, and no
-    exchange waits for a compiler. Afterwards no host waits: an exchange that has not ended within
-    the timeout is named, with step, peer and channel, in an error of the logger "ring_attn" and on
-    the other ranks; 10 s later torch's watchdog ends the process, since its device would go on with
-    what has not arrived. A rank that leaves a call by an exception cuts its exchanges off: what is
-    sent after that is a message of no call, and the receiver raises. That rank's own results of
-    earlier calls are then only good where its device had finished them: restart from a checkpoint.
-    None of this has run on a GPU.
+    On NCCL the identity travels as 64 bytes beside each message. The device compares it, and the
+    host raises at the start of a later call. Before the first call of a kind all ranks connect,
+    compile their kernels and wait for each other: an error names a missing rank, and no exchange
+    waits for a compiler. Afterwards no host waits. An exchange that exceeds the timeout is logged
+    as an error of "ring_attn", with step, peer and channel, there and on the other ranks. 10 s
+    later torch's watchdog ends the process, since its device would continue with missing data. A
+    rank that leaves a call by an exception aborts its exchanges: its later messages belong to no
+    call, and the receiver raises. That rank's results of earlier calls are valid only if its device
+    had finished them: restart from a checkpoint. None of this has run on a GPU.
 
     Attributes:
         timeout: seconds, from 0.001 to 1e9, that a rank waits for a peer before it raises, or on
-            NCCL says so; None is the timeout of the group that is passed in.
-        nccl_max_ctas: at most so many thread blocks (each takes an SM) for NCCL's copies, so that
-            they do not starve the attention kernel; None is 8. Refused on other backends.
+            NCCL logs the error; None is the timeout of the process group.
+        nccl_max_ctas: most thread blocks (each takes an SM) for NCCL's copies, so that they do not
+            starve the attention kernel; None is 8. Refused on other backends.
     """
 
     timeout: float | None = None

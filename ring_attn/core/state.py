@@ -5,13 +5,13 @@ For scores s_j of a query and values v_j, a state over a set of keys is
     m = max_j s_j        l = sum_j exp(s_j - m)        acc = sum_j exp(s_j - m) v_j
 
 un-normalised and in float32, so `out = acc / l` and `lse = m + log(l)` (natural logarithm) are
-rounded once, at the end. Two states merge by moving both to the greater maximum:
+rounded once, at the end. Two states merge by rescaling both to the greater maximum:
 
     m' = max(m, m2)      l' = l exp(m - m') + l2 exp(m2 - m')      (acc likewise)
 
 Both exponents are at most 0, so a gap of 1e4 underflows to weight 0 and never overflows. An empty
 set is (0, -inf, 0) and gives `out = 0`, `lse = -inf`. Any finished (out, lse) is the state
-(out, lse, 1), and a sink, a logit that has no value, is (0, sink, 1). (Milakov and Gimelshein,
+(out, lse, 1), and a sink, a logit without a value, is (0, sink, 1). (Milakov and Gimelshein,
 arXiv 1805.02867; ring use: arXiv 2310.01889.)
 """
 
@@ -37,14 +37,14 @@ class State:
         device: torch.device | str,
         sinks: Tensor | None = None,
     ) -> None:
-        """An empty state; memory is taken when the first rows are folded.
+        """Makes an empty state; memory is allocated when the first rows are folded.
 
         Args:
             shape: (batch, rows, nheads, headdim_v).
-            dtype: of the state.
-            device: where it lives.
-            sinks: (nheads,) in that type, a logit for each head that joins the denominators when
-                the state is finalised.
+            dtype: type of the state.
+            device: device of the state.
+            sinks: (nheads,) of type `dtype`, a logit for each head; `finalize` adds it to the
+                denominators.
         """
         self.shape = shape
         self.dtype = dtype
@@ -68,11 +68,12 @@ class State:
         return self._filled()[2]
 
     def fold(self, rows: slice, acc: Tensor, m: Tensor, l: Tensor | None = None) -> None:
-        """Merges the state of some more keys into some rows, in place.
+        """Merges the state of more keys into some rows, in place.
 
         Args:
-            rows: which q rows.
-            acc: (batch, n, nheads, headdim_v); taken over where it is the first of all rows.
+            rows: the q rows.
+            acc: (batch, n, nheads, headdim_v); adopted without a copy by the first fold if it has
+                all rows.
             m: (batch, nheads, n).
             l: (batch, nheads, n); None is 1, which makes (acc, m) an (out, lse) pair.
         """
@@ -80,19 +81,19 @@ class State:
         if self._parts is None and acc.shape == self.shape:
             self._parts = (acc, m, torch.ones_like(m) if l is None else l.to(self.dtype))
             return
-        mine, m_mine, l_mine = self.acc[:, rows], self.m[:, :, rows], self.l[:, :, rows]
-        m_new, keep, add = _weights(m_mine, m)
-        mine.mul_(_to_rows(keep)).addcmul_(acc, _to_rows(add))
-        l_mine.mul_(keep)
-        # Rounded once, as acc is.
-        l_mine.add_(add) if l is None else l_mine.addcmul_(l, add)
-        m_mine.copy_(m_new)
+        own_acc, own_m, own_l = self.acc[:, rows], self.m[:, :, rows], self.l[:, :, rows]
+        m_new, keep, add = _weights(own_m, m)
+        own_acc.mul_(_to_rows(keep)).addcmul_(acc, _to_rows(add))
+        own_l.mul_(keep)
+        # addcmul_ rounds once, as for acc.
+        own_l.add_(add) if l is None else own_l.addcmul_(l, add)
+        own_m.copy_(m_new)
 
     def finalize(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Normalises and rounds once; the state is used up.
+        """Normalises and rounds once; consumes the state.
 
         Args:
-            dtype: of `out`.
+            dtype: type of `out`.
 
         Returns:
             `out` (batch, rows, nheads, headdim_v) and `lse` (batch, nheads, rows).
@@ -117,15 +118,15 @@ class State:
 
 
 def _weights(m: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The greater of two maxima, and the factors of the two sums that were taken against them."""
+    """The greater of two maxima, and the factors that rescale the sums of both to it."""
     m_new = torch.maximum(m, other)
-    # exp(-inf - -inf) is NaN: rows that both sides have not seen move to a pivot of 0.
+    # exp(-inf - -inf) is NaN: rows that are empty on both sides get a pivot of 0.
     pivot = m_new.masked_fill(m_new == -torch.inf, 0.0)
     return m_new, (m - pivot).exp_(), (other - pivot).exp_()
 
 
 def _to_rows(x: Tensor) -> Tensor:
-    """(batch, nheads, rows) -> (batch, rows, nheads, 1), to weigh rows of acc."""
+    """(batch, nheads, rows) -> (batch, rows, nheads, 1), to scale rows of acc."""
     return x.transpose(1, 2).unsqueeze(-1)
 
 
@@ -134,33 +135,32 @@ def merge_tree(
 ) -> tuple[Tensor, Tensor]:
     """Merges the results of disjoint sets of keys in a tree: each level merges many states at once.
 
-    It works element by element, hence the bits are the same for every number of threads.
+    All operations are elementwise, so the bits do not depend on the number of threads.
 
     Args:
         out: (sets, batch, rows, nheads, headdim_v) in the type of the state.
         lse: (sets, batch, nheads, rows).
-        sinks: (nheads,), joined at the root.
-        dtype: of the result.
+        sinks: (nheads,), merged at the root.
+        dtype: type of the result.
 
     Returns:
         `out` (batch, rows, nheads, headdim_v) and `lse` (batch, nheads, rows).
     """
     every = slice(None)
-    world_size, batch = out.shape[:2]
+    left, batch = out.shape[:2]
     acc, m = out.flatten(0, 1), lse.flatten(0, 1)
     l = torch.ones_like(m)
-    left = world_size
     while left > 1:
         half = -(-left // 2)
         lower, upper = slice(0, (left - half) * batch), slice(half * batch, left * batch)
         state = _state_of(acc[lower])
-        # The first of all rows is taken over, not copied: the second is merged into acc, m and l.
+        # The first fold adopts its tensors without a copy, so the second writes into acc, m and l.
         state.fold(every, acc[lower], m[lower], l[lower])
         state.fold(every, acc[upper], m[upper], l[upper])
         left = half
     sinks = None if sinks is None else sinks.to(acc.dtype)
     root = _state_of(acc[:batch], sinks)
-    # Of its own memory: a result must not keep those of all ranks alive.
+    # Cloned: the result must not keep the memory of all ranks' results alive.
     root.fold(every, *(x[:batch].clone() for x in (acc, m, l)))
     return root.finalize(dtype)
 
@@ -171,7 +171,7 @@ def _state_of(acc: Tensor, sinks: Tensor | None = None) -> State:
 
 
 def rounded_gradient(grad: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
-    """`factor * grad` in that type, rounded once; `grad` is used up."""
+    """`factor * grad` in `dtype`, rounded once; may overwrite `grad`."""
     if factor == 1.0:
         return grad.to(dtype)
     if grad.dtype == dtype:
@@ -180,8 +180,8 @@ def rounded_gradient(grad: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
 
 
 def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """(nheads,) -sum exp(sink - lse) delta over the rows: a sink takes weight and has no value."""
-    # Rows that see nothing beside a sink of -inf: their delta is 0, and must not meet a NaN.
+    """(nheads,) gradient of the sinks: -sum over rows of exp(sink - lse) * delta."""
+    # Rows that see no key, with a sink of -inf: avoids 0 * NaN, since their delta is 0.
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
     weight = (sinks.to(lse.dtype).view(1, -1, 1) - lse).exp_()
     return weight.mul_(delta).sum((0, 2)).neg_().to(sinks.dtype)

@@ -1,6 +1,6 @@
-"""Which strategy shares the work, as a value: the core, and what is exchanged around it.
+"""A strategy as a value: the core, and the exchanges around it.
 
-    name          core          around it
+    name          core          around the core
     ring          ring
     double_ring   ring          inner rings of `inner_degree` ranks, an outer ring between them
     all_gather    all_gather
@@ -9,7 +9,7 @@
     hybrid        ring          heads for rows, among `ulysses_degree` consecutive ranks
     q_exchange    all_gather    tail halves of the queries, with rank P-1-r
 
-A hybrid may have all_gather or exchange as its core, and double rings.
+A hybrid may also have a double ring, all_gather or exchange as its core.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ring_attn.core.values import check_flag, check_int, check_one_of
 # How keys and values reach the ranks; `strategies.registry.register` adds more.
 CORES = ["ring", "all_gather", "exchange"]
 NAMES = ("ring", "double_ring", "all_gather", "exchange", "ulysses", "hybrid", "q_exchange")
-# Names that leave a degree open, and the degree.
+# Names that need a degree, and the field with the degree.
 NEED_DEGREE = {"hybrid": "ulysses_degree", "double_ring": "inner_degree"}
 
 
@@ -31,21 +31,22 @@ class Strategy:
     """How a group of ranks shares one call, apart from the layout.
 
     Args:
-        core: how keys and values reach the ranks: "ring", one shard a step, "all_gather", some
-            heads of all shards at a time, or "exchange", the needed rows straight from their owner.
-        ulysses_degree: ranks that first exchange heads for rows, all rows of theirs for a share of
-            the heads; consecutive ranks, so that they lie in one node. The core then runs between
-            the groups. (DeepSpeed-Ulysses, arXiv 2309.14509; hybrid: USP, arXiv 2405.07719.)
-        inner_degree: ranks of an inner ring, consecutive ones; shards pass between the inner rings
-            once a round, while a round is computed. (LoongTrain, arXiv 2406.18485.)
-        exchange_q: the tail half of a rank's contiguous queries changes places with that of rank
-            P-1-r, which makes the work of a causal mask equal.
-        heads_per_chunk: KV heads that an all_gather brings at a time, while the chunk before is
+        core: how keys and values reach the ranks: "ring", one shard a step; "all_gather", some
+            heads of all shards at a time; or "exchange", needed rows straight from their owner.
+        ulysses_degree: size of the groups of consecutive ranks (so that a group lies in one node)
+            that first exchange heads for rows: a rank gets all rows of its group for a share of the
+            heads. The core then runs between the groups. (DeepSpeed-Ulysses, arXiv 2309.14509;
+            hybrid: USP, arXiv 2405.07719.)
+        inner_degree: size of the inner rings of consecutive ranks. Shards pass between the inner
+            rings once a round, during its computation. (LoongTrain, arXiv 2406.18485.)
+        exchange_q: whether ranks r and P-1-r exchange the tail halves of their contiguous queries,
+            which balances the work of a causal mask.
+        heads_per_chunk: KV heads that an all_gather brings at a time, while the previous chunk is
             computed; None is 1.
 
     Raises:
-        ValueError: a core that does not exist, or a number below 1.
-        NotImplementedError: parts that do not go together.
+        ValueError: an unknown core, or a number below 1.
+        NotImplementedError: a combination that is not supported.
 
     Example:
         >>> Strategy(ulysses_degree=2).name
@@ -83,17 +84,17 @@ class Strategy:
 
     @classmethod
     def from_name(cls, name: str, world_size: int, degree: int | None = None) -> Strategy:
-        """The strategy of a name of the table and a degree.
+        """The strategy of a name in the table, with a degree.
 
         Args:
-            name: of the table.
-            world_size: ranks of the call.
+            name: a name in the table.
+            world_size: number of ranks of the call.
             degree: size of an inner ring for "double_ring", else of the groups that exchange heads
-                for rows; "ring", "all_gather" and "exchange" then run between the groups. None
-                leaves the degree to the name, which "hybrid" and "double_ring" refuse.
+                for rows; "ring", "all_gather" and "exchange" then run between the groups. None is
+                the default of the name; "hybrid" and "double_ring" have none.
 
         Raises:
-            ValueError: no such name, a degree that the name cannot have, or one that is missing.
+            ValueError: an unknown name, a degree that the name cannot have, or a missing degree.
 
         Example:
             >>> print(Strategy.from_name("all_gather", 8, 2))
@@ -119,7 +120,7 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """The name in the table; "hybrid" for pure Ulysses too."""
+        """The name in the table; "hybrid" also for pure Ulysses."""
         if self.exchange_q:
             return "q_exchange"
         if self.ulysses_degree > 1:
@@ -127,17 +128,17 @@ class Strategy:
         return "double_ring" if self.inner_degree > 1 else self.core
 
     def __str__(self) -> str:
-        usual = Strategy()
-        given = [
+        default = Strategy()
+        changed = [
             f"{f.name}={getattr(self, f.name)!r}"
             for f in fields(self)
-            if getattr(self, f.name) != getattr(usual, f.name)
+            if getattr(self, f.name) != getattr(default, f.name)
         ]
-        return f"Strategy({', '.join(given)})"
+        return f"Strategy({', '.join(changed)})"
 
 
 def family(strategy: Strategy, world_size: int) -> str:
-    """The name in the table; one group of all ranks is "ulysses"."""
+    """The name in the table; "ulysses" if one group has all ranks."""
     whole = strategy.ulysses_degree == world_size > 1
     return "ulysses" if strategy.name == "hybrid" and whole else strategy.name
 
@@ -165,18 +166,18 @@ def label(strategy: Strategy, world_size: int) -> str:
 def resolve_strategy(
     strategy: str | Strategy, world_size: int, mesh_shape: Sequence[int] = ()
 ) -> Strategy:
-    """The strategy as a value, its degrees checked against the ranks.
+    """The strategy as a value, with its degrees checked against the ranks.
 
     Args:
-        strategy: a name of the table, or a value.
-        world_size: ranks of the call.
-        mesh_shape: sizes of the mesh's axes where the group is a mesh; of two, the last is the
-            degree of "hybrid" and "double_ring".
+        strategy: a name in the table, or a value.
+        world_size: number of ranks of the call.
+        mesh_shape: sizes of the mesh's axes if the group is a mesh; the second axis is the degree
+            of "hybrid" and "double_ring".
 
     Raises:
-        ValueError: no such name, a degree that does not divide the ranks or is not the mesh's, or a
-            name that leaves the degree open.
-        TypeError: something else than a name or a `Strategy`.
+        ValueError: an unknown name, a missing degree, or a degree that does not divide the number
+            of ranks or differs from the mesh.
+        TypeError: neither a name nor a `Strategy`.
 
     Example:
         >>> print(resolve_strategy("hybrid", 8, (4, 2)))
@@ -205,7 +206,7 @@ def resolve_strategy(
 
 
 def checked_strategy(strategy: object) -> Strategy:
-    """A strategy that is not given by its name; TypeError for anything else."""
+    """Returns a `Strategy` unchanged; TypeError for anything else."""
     if not isinstance(strategy, Strategy):
         raise TypeError(
             f"strategy must be one of {[*NAMES, 'auto']} or a Strategy, got "

@@ -1,7 +1,7 @@
-"""Turns of a direct exchange: in each, a rank sends to one rank and receives from one.
+"""Turns of a direct exchange: in a turn each rank sends to one rank and receives from one.
 
-Which rank needs rows of which is a table. Its pairs are put into turns so that nobody sends twice,
-or receives twice, at a time:
+A table says which rank needs rows of which. Its pairs are sorted into turns, so that in a turn no
+rank sends twice or receives twice:
 
     who needs whose rows       turn 0          turn 1          turn 2
       owner  0 1 2 3           0 -> 1          0 -> 2          0 -> 3
@@ -10,10 +10,11 @@ or receives twice, at a time:
     2        x . . .
     3        x . x .
 
-Where as many turns suffice as a ring has distances, a turn is a distance: every rank sends to the
-one so far after it. Else the pairs with most rows come first, each in the first turn in which both
-ranks are free: for documents on some of the ranks that is about as many turns as the rank with most
-partners has partners, while distances may be twice as many. A turn is the same on all ranks.
+The simple plan has one turn for each distance in the ring: every rank sends to the rank at that
+distance. If a greedy plan needs fewer turns, it is taken: pairs with most rows first, each in the
+first turn in which both ranks are free. For documents on some of the ranks, the greedy plan has
+about as many turns as any rank has partners; the distances may be twice as many. All ranks compute
+the same turns.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.tiles import Traveller
 from ring_attn.core.work import needed_rows
 
-# Pairs beyond which turns are distances without a look for fewer: so many take about a second.
+# With more pairs than this, only the simple plan is made: the greedy one takes about a second here.
 MOST_PAIRS = 1 << 18
 
 
 class Pairs(NamedTuple):
-    """Who sends to whom in a turn.
+    """Senders and receivers of a turn.
 
     Attributes:
         to: (world_size,) int64 receiver of each rank; a rank that takes no part has itself.
-        full: (world_size,) bool whether rows are sent. A rank that does something in one direction
-            only exchanges an empty message, of 16 bytes, with another such rank in the other.
+        full: (world_size,) bool whether the rank sends rows. A rank that only receives rows sends
+            an empty message, of 16 bytes, to a rank that only sends rows.
     """
 
     to: Tensor
@@ -71,9 +72,9 @@ def turns_of(
     if most < turns and len(sender) <= MOST_PAIRS:
         order = rows[sender, receiver].argsort(descending=True, stable=True)
         sender, receiver = sender[order], receiver[order]
-        found = torch.tensor(_first_free(sender.tolist(), receiver.tolist(), world_size))
-        if int(found.max()) + 1 < turns:
-            number, turns = found, int(found.max()) + 1
+        greedy = torch.tensor(_first_free(sender.tolist(), receiver.tolist(), world_size))
+        if int(greedy.max()) + 1 < turns:
+            number, turns = greedy, int(greedy.max()) + 1
         else:
             number = number[order]
     table = torch.full((turns, world_size), -1)
@@ -82,20 +83,20 @@ def turns_of(
 
 
 def _first_free(senders: list[int], receivers: list[int], world_size: int) -> list[int]:
-    """For each pair in order the first turn in which its sender and its receiver are free."""
+    """The first turn of each pair, in order, in which its sender and its receiver are free."""
     sends, receives = [0] * world_size, [0] * world_size  # bits of the turns that are taken
-    found = []
+    turns = []
     for sender, receiver in zip(senders, receivers, strict=True):
         taken = sends[sender] | receives[receiver]
         free = ~taken & (taken + 1)
         sends[sender] |= free
         receives[receiver] |= free
-        found.append(free.bit_length() - 1)
-    return found
+        turns.append(free.bit_length() - 1)
+    return turns
 
 
 def _completed(line: Tensor) -> Pairs:
-    """A permutation: ranks that only send receive from ranks that only receive."""
+    """A permutation: ranks that only receive send empty messages to ranks that only send."""
     ranks = torch.arange(len(line))
     full = sends = line >= 0
     receives = torch.zeros_like(sends)

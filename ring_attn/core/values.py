@@ -1,6 +1,6 @@
 """Checks of single values that a user passes: an int, a flag, one of some names, a sequence.
 
-Each raises an error that names the argument, what it must be and what was given.
+Each error names the argument, the expected value and the value that was passed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def as_int(name: str, value: Any, *, least: int | None = None) -> int:
-    """The value, of Python, numpy or a tensor, as an int; fractions and bools are refused."""
+    """A Python, numpy or tensor integer as an int; refuses fractions and bools."""
     number = _index(value)
     if number is None:
         raise TypeError(f"{name} must be an int, got {_shown(value)}")
@@ -50,7 +50,7 @@ def _check_range(name: str, value: int, least: int | None) -> None:
 
 
 def as_tuple(name: str, value: Any) -> tuple[Any, ...]:
-    """The elements of a sequence; text does not count as one."""
+    """The elements of a sequence; refuses text."""
     if isinstance(value, Tensor) and (value.is_nested or value.ndim == 0):
         raise TypeError(f"{name} must be a sequence, got a tensor that is nested or has no dims")
     if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
@@ -59,7 +59,7 @@ def as_tuple(name: str, value: Any) -> tuple[Any, ...]:
 
 
 def check_type(name: str, value: object, wanted: type, words: str = "") -> None:
-    """Refuses a value of another class; `words` say what the class stands for."""
+    """Refuses a value of another class; `words` describe the class in the message."""
     if not isinstance(value, wanted):
         raise TypeError(f"{name} must be {words or f'a {wanted.__name__}'}, got {_shown(value)}")
 
@@ -79,8 +79,8 @@ def check_number(name: str, value: object) -> None:
 def check_one_of(name: str, value: object, names: Sequence[str]) -> None:
     """Refuses a value that is none of the names."""
     if not isinstance(value, str) or value not in names:
-        given = repr(value) if isinstance(value, str) else _shown(value)
-        raise ValueError(f"{name} must be one of {list(names)}, got {given}")
+        shown = repr(value) if isinstance(value, str) else _shown(value)
+        raise ValueError(f"{name} must be one of {list(names)}, got {shown}")
 
 
 def check_tensor(name: str, x: object) -> None:
@@ -102,7 +102,7 @@ def check_dim(name: str, x: Tensor, dim: int) -> None:
 
 
 def _shown(value: object) -> str:
-    """The type, and the value where that is short."""
+    """The type of a value, and the value if it is short."""
     if isinstance(value, (str, int, float, complex, bytes, torch.dtype)):
         return f"{type(value).__name__} {value!r}"
     return "None" if value is None else type(value).__name__
@@ -111,30 +111,30 @@ def _shown(value: object) -> str:
 def check_types(
     described: object, types: type[object] | tuple[type[object], ...], *names: str
 ) -> None:
-    """Refuses attributes of a description that have another type; bools are no numbers."""
+    """Refuses attributes of other types; bools do not count as numbers."""
     for name in names:
         value = getattr(described, name)
         if isinstance(value, bool) or not isinstance(value, types):
-            one_of = types if isinstance(types, tuple) else (types,)
-            wanted = " or ".join(one.__name__ for one in one_of).replace("NoneType", "None")
+            allowed = types if isinstance(types, tuple) else (types,)
+            words = " or ".join(each.__name__ for each in allowed).replace("NoneType", "None")
             raise TypeError(
-                f"{name} of a {type(described).__name__} must be {wanted}, got {value!r} "
+                f"{name} of a {type(described).__name__} must be {words}, got {value!r} "
                 f"({type(value).__name__})"
             )
 
 
 def check_speed(described: object, *names: str) -> None:
-    """Refuses attributes that are not positive; infinite is a speed that takes no time."""
+    """Refuses attributes that are not positive; an infinite speed takes no time."""
     _check_numbers(described, names, lambda x: x > 0, "positive")
 
 
 def check_size(described: object, *names: str) -> None:
-    """Refuses attributes below 0; infinite is no limit."""
+    """Refuses attributes below 0; infinity means no limit."""
     _check_numbers(described, names, lambda x: x >= 0, "at least 0")
 
 
 def check_cost(described: object, *names: str) -> None:
-    """Refuses attributes that are not finite numbers from 0 on."""
+    """Refuses attributes that are negative or not finite."""
     _check_numbers(described, names, lambda x: 0 <= x < math.inf, "finite and at least 0")
 
 
