@@ -1,7 +1,7 @@
-"""Each op of a program as actions of all ranks: exchanges, waits, compute and copies, as tensors.
+"""Turns the ops of a program into actions of all ranks: exchanges, waits, compute and copies.
 
-One list of actions serves all ranks, each with a number per rank; so thousands of ranks cost as
-many tensor operations as one. `machines.time` goes through it with the ranks' clocks.
+One list of actions serves all ranks: every action holds tensors with a number for each rank, so
+thousands of ranks cost as many tensor operations as one. `machines.time` simulates the list.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from ring_attn.core.work import StepWork
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import program_of_every_rank
 
-# Where dq and dk, dv are computed apart: matrix products of the first of seven, both passes making
-# the scores and dp anew. The whole is counted as one pass, of five, in the rates of devices too.
+# If dq is computed apart from dk and dv, its pass has 3 of 7 matrix products, since both passes
+# recompute the scores and dp. Rates of devices count a backward as one pass of 5 products.
 SHARE_OF_DQ = 3 / 7
 
-# Operators of `State.fold`, most of them over the statistics.
+# Number of operators in `State.fold`, most of them over the statistics.
 FOLD = 14
 
 
@@ -57,14 +57,14 @@ Exchange = Literal["shift", "all_gather", "reduce_scatter", "all_to_all"]
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """An exchange is posted.
+    """Posts an exchange.
 
     Attributes:
-        channel: it is waited for by this name; one at a time is under way.
+        channel: name to wait for; a channel has one exchange under way at a time.
         op: "shift" sends one message to one rank, the others are collectives.
         nbytes: (P,) int64 bytes that leave each rank, as transports count them.
-        to: (P,) int64 the receiver of each rank's message; of collectives empty.
-        groups: (groups, ranks) int64 who take part together; of shifts empty.
+        to: (P,) int64 receiver of each rank's message; empty for collectives.
+        groups: (groups, ranks) int64 groups of a collective; empty for shifts.
         active: (P,) bool ranks that take part.
     """
 
@@ -78,7 +78,7 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class Wait:
-    """Until the exchange under way on a channel is complete, on the (P,) `active` ranks."""
+    """Waits on the (P,) `active` ranks until the channel's exchange is complete."""
 
     channel: Channel
     active: Tensor
@@ -86,17 +86,17 @@ class Wait:
 
 @dataclass(frozen=True, eq=False)
 class Compute:
-    """The tiles of a step, or one of several passes over them.
+    """Computes the tiles of a step, in the only pass or in one of several passes.
 
     Attributes:
-        backward: whose passes.
+        backward: whether this is part of a backward.
         area: (P,) int64 visible pairs.
         edge: (P,) int64 rows that the mask cuts.
         rows: (P,) int64 rows whose state is loaded and stored; backward the mean of both sides.
-        per_pair: (P,) int64 operations for a pair in all heads, of all passes of the direction.
-        state: (P,) int64 bytes of sums that are loaded from other steps and stored for them.
-        share: of these passes, what this one takes of the operations.
-        window: whether the mask is one with a window.
+        per_pair: (P,) int64 operations for a pair in all heads, over all passes of the direction.
+        state: (P,) int64 bytes of sums loaded from other steps and stored for other steps.
+        share: fraction of the operations in this pass.
+        window: whether the mask has windows.
     """
 
     backward: bool
@@ -116,12 +116,12 @@ class Compute:
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """Passes over memory: packing, adding, rounding.
+    """Passes over memory, for packing, adding or rounding.
 
     Attributes:
-        label: what it is for.
-        nbytes: (P,) int64 that are read and written.
-        count: operators that it takes.
+        label: purpose of the passes.
+        nbytes: (P,) int64 bytes that are read and written.
+        count: number of operators.
     """
 
     label: str
@@ -134,14 +134,14 @@ Action = Transfer | Wait | Compute | Move
 
 @dataclass(frozen=True, eq=False)
 class Phase:
-    """A step, as pictures and tables have it: a name and what is done."""
+    """A step in pictures and tables: a name and actions."""
 
     label: str
     actions: tuple[Action, ...]
 
     @property
     def posts(self) -> tuple[Transfer, ...]:
-        """Exchanges that begin in the phase."""
+        """Exchanges that the phase posts."""
         return tuple(action for action in self.actions if isinstance(action, Transfer))
 
     @property
@@ -160,10 +160,10 @@ class Schedule:
     """Actions of all ranks in one direction of a call.
 
     Attributes:
-        strategy: whose schedule.
+        strategy: strategy of the call.
         world_size: number of ranks, P.
-        backward: the direction.
-        phases: in order.
+        backward: whether this is the backward.
+        phases: the phases, in order.
     """
 
     strategy: Strategy
@@ -172,7 +172,7 @@ class Schedule:
     phases: tuple[Phase, ...]
 
     def actions(self) -> Iterator[Action]:
-        """All actions in order."""
+        """Yields all actions in order."""
         for phase in self.phases:
             yield from phase.actions
 
@@ -188,11 +188,10 @@ class Schedule:
     def bytes_by_link(self, node_size: int) -> tuple[Tensor, Tensor]:
         """(P,) int64 bytes that each rank sends within its node, and to ranks of other nodes.
 
-        Of a collective so much goes to each of the others: what an all-to-all sends there, and what
-        the others need of a gathering.
+        A rank's bytes of a collective are divided equally among the other ranks of the group.
 
         Args:
-            node_size: so many consecutive ranks are a node.
+            node_size: number of consecutive ranks in a node.
 
         Raises:
             ValueError: `node_size` below 1.
@@ -215,7 +214,7 @@ class Schedule:
 
     @property
     def messages(self) -> Tensor:
-        """(P,) int64 exchanges that each rank takes part in; a collective is one."""
+        """(P,) int64 number of exchanges in which each rank takes part; a collective is one."""
         total = torch.zeros(self.world_size, dtype=torch.int64)
         for phase in self.phases:
             for post in phase.posts:
@@ -236,8 +235,8 @@ def schedule_of(call: Call, *, backward: bool) -> Schedule:
     """Actions of all ranks in one direction of a call.
 
     Raises:
-        ValueError: layouts and mask that do not fit each other, or degrees that do not divide.
-        NotImplementedError: layouts of different strides.
+        ValueError: layouts and mask do not fit each other, or degrees do not divide.
+        NotImplementedError: the strides of the layouts differ.
 
     Example:
         >>> from ring_attn.core.layout import SequenceLayout
@@ -260,13 +259,13 @@ def schedule_of(call: Call, *, backward: bool) -> Schedule:
 def _phases(
     program: Program, spec: AttentionSpec, carries: bool, *, window: bool
 ) -> Iterator[Phase]:
-    """A phase for each step of the program, one before and one after."""
+    """Yields a phase for the ops before the first step, then one for each step."""
     actions = _Actions(program, spec, carries, window)
-    label, found = "start", list[Action]()
+    label, pending = "start", list[Action]()
     for op in program.ops:
-        if isinstance(op, Step | Inner) and found:
-            yield Phase(label, tuple(found))
-            found = []
+        if isinstance(op, Step | Inner) and pending:
+            yield Phase(label, tuple(pending))
+            pending = []
         if isinstance(op, Step):
             label = op.label
         elif isinstance(op, Inner):
@@ -275,15 +274,16 @@ def _phases(
                 phases = map(_Spread(op.members, op.degree).phase, phases)
             yield from phases
         else:
-            found += actions.of(op)
-    if found:
-        yield Phase(label, tuple(found))
+            pending += actions.of(op)
+    if pending:
+        yield Phase(label, tuple(pending))
 
 
 class _Actions:
-    """Turns the ops of a program into actions, with a number for each rank.
+    """Turns the ops of a program into actions.
 
-    Where the backend's kernels carry the state, the first makes it and the last writes the results.
+    If the backend's kernels carry the state, the first kernel makes it and the last one writes the
+    results: then merging and finalizing take no passes of their own.
     """
 
     def __init__(self, program: Program, spec: AttentionSpec, carries: bool, window: bool) -> None:
@@ -293,7 +293,7 @@ class _Actions:
         self._out = program.arrays.get("out")
 
     def of(self, op: Op) -> list[Action]:
-        """The actions of an op; none of those that move no bytes."""
+        """The actions of an op; none if it moves no bytes."""
         spec = self._spec
         wide = spec.accum_dtype.itemsize
         both = 1 + wide / spec.dtype.itemsize
@@ -330,7 +330,7 @@ class _Actions:
         return []
 
     def _each(self, value: Number) -> Tensor:
-        """(P,) int64."""
+        """The value of each rank, (P,) int64."""
         if isinstance(value, Tensor):
             return value.long()
         return torch.full((self._size,), int(value), dtype=torch.int64)
@@ -343,7 +343,7 @@ class _Actions:
         active = self._everyone if op.active is None else op.active
         nbytes = self._each(op.nbytes)
         if isinstance(op.route, Collective):
-            assert op.route.groups is not None, "of every rank"
+            assert op.route.groups is not None, "a program of every rank has groups"
             return Transfer(op.channel, op.route.op, nbytes, nothing, op.route.groups, active)
         groups = nothing.view(0, 0)
         return Transfer(op.channel, "shift", nbytes, op.route.send_to, groups, active)
@@ -358,17 +358,17 @@ class _Actions:
         return Compute(backward, work.area, work.edge, rows, per_pair, state, share, self._window)
 
     def _attend(self, op: Attend) -> list[Action]:
-        """A step's tiles; from the second step on their result is merged into the state."""
-        found: list[Action] = [self._compute(op, 1.0)]
+        """Computes a step's tiles; from the second step on, merges the result into the state."""
+        actions: list[Action] = [self._compute(op, 1.0)]
         if not self._carries and not self._first:
             spec = part_of_heads(op, self._spec)
             elements = op.tiles.rows.long() * (spec.batch * spec.nheads * spec.headdim_v)
-            found.append(Move("merge", elements * merged_bytes(spec), FOLD))
+            actions.append(Move("merge", elements * merged_bytes(spec), FOLD))
         self._first = False
-        return found
+        return actions
 
     def _state(self, op: Attend | Differentiate, work: StepWork) -> Tensor:
-        """(P,) int64 bytes of sums, of rows that take part, that a kernel loads and stores."""
+        """(P,) int64 bytes of sums that a kernel loads and stores, for rows that take part."""
         spec = part_of_heads(op, self._spec)
         wide = spec.batch * spec.accum_dtype.itemsize
         if isinstance(op, Attend):
@@ -380,9 +380,9 @@ class _Actions:
 
 
 class _Spread:
-    """Turns actions between groups into actions of some members of every group.
+    """Expands actions with a number for each group to actions with a number for each rank.
 
-    Tensors that several actions share are spread once, and shared again.
+    Only the `members` of a group act. Tensors shared by several actions are expanded once.
     """
 
     def __init__(self, members: Tensor, degree: int) -> None:
@@ -390,7 +390,7 @@ class _Spread:
         self._spread: dict[int, tuple[Tensor, Tensor]] = {}
 
     def phase(self, phase: Phase) -> Phase:
-        """The phase with a number for each rank in the place of one for each group."""
+        """The phase with a number for each rank."""
         return Phase(phase.label, tuple(self._action(action) for action in phase.actions))
 
     def _action(self, action: Action) -> Action:
@@ -418,7 +418,7 @@ class _Spread:
                 )
 
     def _once(self, values: Tensor, spread: Callable[[Tensor], Tensor]) -> Tensor:
-        # With the tensor itself, so that its id is not given to another.
+        # Keeps the tensor alive, so that no other tensor gets its id.
         if id(values) not in self._spread:
             self._spread[id(values)] = values, spread(values)
         return self._spread[id(values)][1]
@@ -431,7 +431,7 @@ class _Spread:
         return whole.flatten()
 
     def _receivers(self, to: Tensor) -> Tensor:
-        """The same member of the other group."""
+        """The receiver of each rank: the same member of the receiving group."""
         return (to[:, None] * self._degree + torch.arange(self._degree)).flatten()
 
     def _groups(self, groups: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
 """Checks the programs of all ranks of a call against each other, without running them.
 
     messages   every send has its receive: order, bytes, peer and channel; collectives agree
-    order      posts on the connections of a group come in one order on all its ranks; nobody
-               waits for what is never posted
-    buffers    between post and wait nothing writes what is sent or touches what is received;
-               buffers are taken once, freed once, and freed after their last use
+    order      all ranks of a group post their exchanges in the same order; no rank waits for an
+               exchange that is never posted
+    buffers    between post and wait no op writes the sent buffer or touches the received one;
+               each buffer is taken once, freed once, and freed after its last use
     tensors    exist before they are used; every result is made
     work       all visible pairs of all heads are computed, once
 
-A new strategy is developed with it: `ring-attn plan --check`, or `check(programs)` in a test.
+Use it to develop a strategy: `ring-attn plan --check`, or `check(programs)` in a test.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Fault(NamedTuple):
 
     Attributes:
         kind: "message", "order", "buffer", "tensor" or "work".
-        rank: whose program; None is all of them together.
-        op: number of the op, with those of inner programs counted in.
+        rank: rank of the program; None is all programs together.
+        op: index of the op, counting the ops of inner programs.
         text: the fault in words.
     """
 
@@ -76,7 +76,7 @@ class Fault(NamedTuple):
 
 
 def check_calls(calls: Sequence[Call], *, backward: bool) -> list[Fault]:
-    """The faults of one direction of a call; `calls` are those of all ranks."""
+    """The faults in one direction of a call, which `calls` has once for each rank."""
     programs = [program_of(call, backward=backward) for call in calls]
     return check(programs, calls[0])
 
@@ -86,7 +86,7 @@ def check(programs: Sequence[Program], call: Call | None = None) -> list[Fault]:
 
     Args:
         programs: by rank.
-        call: with it the work is checked too.
+        call: the call; None skips the check of the work.
     """
     everyone = tuple(range(len(programs)))
     faults: list[Fault] = []
@@ -96,24 +96,24 @@ def check(programs: Sequence[Program], call: Call | None = None) -> list[Fault]:
         lines.append(line)
         faults += _Tracking(rank, line).faults(program)
     faults += _check_order(lines)
-    # Where sends and receives do not match, waiting for them says nothing more.
+    # If sends and receives do not match, checking the waits adds nothing.
     faults += _check_messages(lines) or _check_waits(lines)
     if call is not None and not faults:
         faults += _check_work(programs, call)
     return faults
 
 
-# -- programs without inner ones
+# -- flat programs
 
 
 class _Scope(NamedTuple):
-    """Names of an inner program: a prefix, and what its tensors are called outside."""
+    """Outer names of an inner program's tensors: a prefix, and pairs (inner name, outer name)."""
 
     prefix: str
     outside: tuple[tuple[str, str], ...] = ()
 
     def name(self, name: str) -> str:
-        """The name outside."""
+        """The outer name of an inner name."""
         return dict(self.outside).get(name, f"{self.prefix}{name}")
 
 
@@ -121,7 +121,7 @@ _NO_SCOPE = _Scope("")
 
 
 class _Line(NamedTuple):
-    """An op, the ranks of its program as ranks of the call, and its names."""
+    """An op, the ranks of its program as ranks of the call, and the scope of its names."""
 
     op: Op
     ranks: tuple[int, ...]
@@ -129,7 +129,7 @@ class _Line(NamedTuple):
 
 
 def _flat(program: Program, ranks: tuple[int, ...], scope: _Scope) -> Iterator[_Line]:
-    """The ops of a program and of those within it, in order."""
+    """Yields the ops of a program and of its inner programs, in order."""
     for number, op in enumerate(program.ops):
         if not isinstance(op, Inner):
             yield _Line(op, ranks, scope)
@@ -142,7 +142,7 @@ def _flat(program: Program, ranks: tuple[int, ...], scope: _Scope) -> Iterator[_
 
 
 def _members(line: _Line) -> tuple[int, ...]:
-    """The ranks of the call that a post or wait is among."""
+    """The ranks, numbered as in the call, that take part in a post or wait."""
     ranks = getattr(line.op, "ranks", None)
     return line.ranks if ranks is None else tuple(line.ranks[r] for r in ranks)
 
@@ -151,11 +151,11 @@ def _members(line: _Line) -> tuple[int, ...]:
 
 
 class _Tracking:
-    """Buffers and tensors of one rank, op by op."""
+    """Follows the buffers and tensors of one rank, op by op."""
 
     def __init__(self, rank: int, lines: Sequence[_Line]) -> None:
         self._rank, self._lines = rank, lines
-        self._found: list[Fault] = []
+        self._faults: list[Fault] = []
         self._held: set[str] = set()
         self._freed: set[str] = set()
         self._sent: Counter[str] = Counter()
@@ -165,7 +165,7 @@ class _Tracking:
         self._at = 0
 
     def faults(self, program: Program) -> list[Fault]:
-        """All that is wrong."""
+        """The faults in buffers, tensors and waits."""
         self._tensors = set(program.arrays)
         for at, line in enumerate(self._lines):
             self._at = at
@@ -178,10 +178,10 @@ class _Tracking:
         for name in results:
             if name not in self._tensors:
                 self._fault("tensor", f"result {name!r} is never made")
-        return self._found
+        return self._faults
 
     def _fault(self, kind: str, text: str) -> None:
-        self._found.append(Fault(kind, self._rank, self._at, text))
+        self._faults.append(Fault(kind, self._rank, self._at, text))
 
     def _do(self, line: _Line) -> None:
         op, scope = line.op, line.scope
@@ -238,7 +238,7 @@ class _Tracking:
             return
         name = scope.name(operand.buffer.name)
         if name in self._received:
-            self._fault("buffer", f"buffer {name!r} is read before what it receives is there")
+            self._fault("buffer", f"buffer {name!r} is read before its message has arrived")
         elif name not in self._held:
             self._fault("buffer", f"buffer {name!r} is read and not in use")
 
@@ -250,7 +250,7 @@ class _Tracking:
     def _post(self, op: Post, line: _Line) -> None:
         send, recv = line.scope.name(op.send.name), line.scope.name(op.recv.name)
         if send in self._received:
-            self._fault("buffer", f"buffer {send!r} is sent before what it receives is there")
+            self._fault("buffer", f"buffer {send!r} is sent before its message has arrived")
         elif send not in self._held:
             self._fault("buffer", f"buffer {send!r} is sent and not in use")
         key = _members(line), op.channel
@@ -334,43 +334,43 @@ def _exchange_kind(op: Post | Join) -> str:
 
 
 def _check_order(lines: Sequence[Sequence[_Line]]) -> Iterator[Fault]:
-    """Every member of a group makes the same exchanges on its connections, in one order."""
+    """Finds groups whose members do not all make the same exchanges in one order."""
     orders: dict[tuple[int, ...], dict[int, list[tuple[str, str]]]] = defaultdict(dict)
-    for rank, line in enumerate(lines):
-        for one in line:
-            if isinstance(one.op, Post | Join):
-                order = orders[_members(one)].setdefault(rank, [])
-                order.append((one.op.channel, _exchange_kind(one.op)))
+    for rank, rank_lines in enumerate(lines):
+        for line in rank_lines:
+            if isinstance(line.op, Post | Join):
+                order = orders[_members(line)].setdefault(rank, [])
+                order.append((line.op.channel, _exchange_kind(line.op)))
     for members, by_rank in orders.items():
         first = by_rank.get(members[0], [])
         for rank in members[1:]:
-            mine = by_rank.get(rank, [])
-            if mine != first:
-                at = next((i for i, (a, b) in enumerate(zip(mine, first, strict=False)) if a != b),
-                          min(len(mine), len(first)))  # fmt: skip
+            other = by_rank.get(rank, [])
+            if other != first:
+                pairs = enumerate(zip(other, first, strict=False))
+                at = next((i for i, (a, b) in pairs if a != b), min(len(other), len(first)))
                 yield Fault(
                     "order", rank, None,
-                    f"its exchange {at} among ranks {members} is "
-                    f"{mine[at] if at < len(mine) else 'missing'}, that of rank {members[0]} is "
+                    f"exchange {at} among ranks {members} is "
+                    f"{other[at] if at < len(other) else 'missing'}, but on rank {members[0]} "
                     f"{first[at] if at < len(first) else 'missing'}",
                 )  # fmt: skip
 
 
 def _check_messages(lines: Sequence[Sequence[_Line]]) -> list[Fault]:
-    """Messages by sender, receiver and channel: what is sent is what is received."""
+    """Finds messages, by sender, receiver and channel, of which the two ranks disagree."""
     sent: dict[Any, list[int]] = defaultdict(list)
     received: dict[Any, list[int]] = defaultdict(list)
-    for rank, line in enumerate(lines):
+    for rank, rank_lines in enumerate(lines):
         messages: dict[str, int] = {}
-        for one in line:
-            op = one.op
+        for line in rank_lines:
+            op = line.op
             if isinstance(op, Pack | Clear):
-                messages[one.scope.name(op.buffer.name)] = op.message.nbytes
+                messages[line.scope.name(op.buffer.name)] = op.message.nbytes
             if not isinstance(op, Post):
                 continue
-            members = _members(one)
-            messages[one.scope.name(op.recv.name)] = op.message.nbytes
-            nbytes = messages.get(one.scope.name(op.send.name), -1)
+            members = _members(line)
+            messages[line.scope.name(op.recv.name)] = op.message.nbytes
+            nbytes = messages.get(line.scope.name(op.send.name), -1)
             for to, count in _parts(op, members, rank, nbytes, sends=True):
                 sent[members, op.channel, rank, to].append(count)
             for source, count in _parts(op, members, rank, op.message.nbytes, sends=False):
@@ -390,7 +390,7 @@ def _check_messages(lines: Sequence[Sequence[_Line]]) -> list[Fault]:
 def _parts(
     op: Post, members: tuple[int, ...], rank: int, nbytes: int, *, sends: bool
 ) -> Iterator[tuple[int, int]]:
-    """Ranks and bytes of the parts of an exchange that are sent or received."""
+    """Yields peers and bytes of the parts that a rank sends, or receives, in an exchange."""
     route = op.route
     if isinstance(route, Hop):
         yield members[route.send_to if sends else route.recv_from], nbytes
@@ -408,7 +408,7 @@ def _parts(
 
 @dataclass
 class _Clock:
-    """Progress of a rank: its next op, and its number of posts by group and channel."""
+    """Progress of a rank: the ops left, and numbers of posts and waits by group and channel."""
 
     lines: deque[_Line]
     posted: Counter[Any]
@@ -416,7 +416,7 @@ class _Clock:
 
 
 def _check_waits(lines: Sequence[Sequence[_Line]]) -> list[Fault]:
-    """Runs all ranks as far as their waits let them; who is left waits for ever."""
+    """Advances all ranks as far as their waits allow, and reports the ranks that are stuck."""
     clocks = [_Clock(deque(line), Counter(), Counter()) for line in lines]
     peers = _peers(lines)
     moved = True
@@ -424,11 +424,11 @@ def _check_waits(lines: Sequence[Sequence[_Line]]) -> list[Fault]:
         moved = False
         for rank, clock in enumerate(clocks):
             while clock.lines:
-                one = clock.lines[0]
-                key = _members(one), getattr(one.op, "channel", "")
-                if isinstance(one.op, Post):
+                line = clock.lines[0]
+                key = _members(line), getattr(line.op, "channel", "")
+                if isinstance(line.op, Post):
                     clock.posted[key] += 1
-                elif isinstance(one.op, Wait):
+                elif isinstance(line.op, Wait):
                     turn = clock.waited[key]
                     needed = peers.get((rank, *key, turn), ())
                     if any(clocks[r].posted[key] < n for r, n in needed):
@@ -444,26 +444,26 @@ def _check_waits(lines: Sequence[Sequence[_Line]]) -> list[Fault]:
 
 
 def _peers(lines: Sequence[Sequence[_Line]]) -> dict[Any, list[tuple[int, int]]]:
-    """For every exchange of a rank the posts of others that complete it: ranks and their number."""
+    """For every exchange of a rank: the other ranks that complete it, and after how many posts."""
     count: Counter[Any] = Counter()
     sends: dict[Any, list[int]] = defaultdict(list)
     receives: dict[Any, list[int]] = defaultdict(list)
     exchanges = []
-    for rank, line in enumerate(lines):
-        for one in line:
-            if not isinstance(one.op, Post):
+    for rank, rank_lines in enumerate(lines):
+        for line in rank_lines:
+            if not isinstance(line.op, Post):
                 continue
-            members, channel = _members(one), one.op.channel
+            members, channel = _members(line), line.op.channel
             turn = count[rank, members, channel]
             count[rank, members, channel] += 1
-            tos = [to for to, _ in _parts(one.op, members, rank, 0, sends=True)]
-            froms = [source for source, _ in _parts(one.op, members, rank, 0, sends=False)]
+            tos = [to for to, _ in _parts(line.op, members, rank, 0, sends=True)]
+            froms = [source for source, _ in _parts(line.op, members, rank, 0, sends=False)]
             for to in tos:
                 sends[members, channel, rank, to].append(turn)
             for source in froms:
                 receives[members, channel, source, rank].append(turn)
             exchanges.append((rank, members, channel, turn, tos, froms))
-    found: dict[Any, list[tuple[int, int]]] = {}
+    peers: dict[Any, list[tuple[int, int]]] = {}
     for rank, members, channel, turn, tos, froms in exchanges:
         needed = []
         for source in froms:
@@ -472,31 +472,33 @@ def _peers(lines: Sequence[Sequence[_Line]]) -> dict[Any, list[tuple[int, int]]]
         for to in tos:
             at = sends[members, channel, rank, to].index(turn)
             needed.append((to, receives[members, channel, rank, to][at] + 1))
-        found[rank, members, channel, turn] = needed
-    return found
+        peers[rank, members, channel, turn] = needed
+    return peers
 
 
 def _check_work(programs: Sequence[Program], call: Call) -> Iterator[Fault]:
-    """The pairs of all ranks together are those of the mask, in every head."""
-    wanted = sum(call.layouts[0].mask_area(call.mask)) * call.spec.nheads
-    parts: Counter[str] = Counter()
+    """Finds passes in which all ranks together do not compute the mask's pairs in every head."""
+    expected = sum(call.layouts[0].mask_area(call.mask)) * call.spec.nheads
+    passes: Counter[str] = Counter()
     for program in programs:
-        _add_work(program, call.spec, parts)
-    for part, found in parts.items():
-        if found != wanted:
-            yield Fault("work", None, None, f"{part}: {found} pairs of all heads, not {wanted}")
+        _add_work(program, call.spec, passes)
+    for name, computed in passes.items():
+        if computed != expected:
+            text = f"{name}: {computed} pairs of all heads, expected {expected}"
+            yield Fault("work", None, None, text)
 
 
-def _add_work(program: Program, spec: AttentionSpec, parts: Counter[str]) -> None:
+def _add_work(program: Program, spec: AttentionSpec, passes: Counter[str]) -> None:
+    """Adds the computed pairs of a program to `passes`."""
     for op in program.ops:
         if isinstance(op, Inner):
-            _add_work(op.program, op.spec, parts)
+            _add_work(op.program, op.spec, passes)
         elif isinstance(op, Attend | Differentiate):
             pairs = sum(tile.area for tile in op.tiles) * part_of_heads(op, spec).nheads
             if isinstance(op, Attend):
-                parts["attended"] += pairs
+                passes["attended"] += pairs
                 continue
             if op.part in ("all", "q"):
-                parts["differentiated by q"] += pairs
+                passes["differentiated by q"] += pairs
             if op.part in ("all", "kv"):
-                parts["differentiated by k and v"] += pairs
+                passes["differentiated by k and v"] += pairs

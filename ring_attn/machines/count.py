@@ -50,23 +50,23 @@ def bytes_sent(program: Program) -> Number:
 
 
 def num_messages(program: Program) -> int:
-    """Exchanges of a rank; a collective is one."""
+    """Number of exchanges of a rank; a collective is one."""
     return sum(1 for _ in program.posts())
 
 
 def peak_bytes(call: Call, *, backward: bool) -> int:
-    """Most bytes that a call holds at a time beyond its inputs, on its rank.
+    """Peak bytes that a call holds on its rank, beyond its inputs.
 
     Args:
-        call: of that rank.
-        backward: of forward and backward, else of the forward alone.
+        call: the rank's call.
+        backward: True counts forward and backward, False the forward alone.
     """
     programs = [program_of(call, backward=False)]
     if backward:
         programs.append(program_of(call, backward=True))
     if call.spec.device_type == "cpu":
         return peak_of_programs(programs, call)
-    # Buffers stay from call to call: the second time it finds those of the first.
+    # Buffers stay in the pool between calls: a second call reuses those of the first.
     pool: dict[int, int] = {}
     peak_of_programs(programs, call, pool)
     kept = sum(room * count for room, count in pool.items())
@@ -76,13 +76,13 @@ def peak_bytes(call: Call, *, backward: bool) -> int:
 def peak_of_programs(
     programs: Sequence[Program], call: Call | DecodeCall, pool: dict[int, int] | None = None
 ) -> int:
-    """Most bytes that a forward, or a forward and a backward, hold at a time beyond the inputs.
+    """Peak bytes that a forward, or a forward and a backward, hold beyond the inputs.
 
     Args:
-        programs: of one rank.
-        call: theirs.
-        pool: numbers of free buffers by size, which are held already and stay; None is a pool for
-            each call alone.
+        programs: programs of one rank.
+        call: their call.
+        pool: numbers of free buffers by size, not counted in the result; the programs update it.
+            None frees all buffers at the end of each program.
     """
     backend = get_backend(call.backend)
     memory = Memory(programs[0], call.spec, backend, dict(programs[0].arrays), 0, pool)
@@ -90,7 +90,7 @@ def peak_of_programs(
     if len(programs) == 1:
         return memory.most
     forward, (_, program) = programs[0], programs
-    # The results and what is saved are held; dout is an input.
+    # Results and saved tensors stay held; dout is an input.
     arrays = {name: memory.arrays[name] for name in (*forward.saved, "out", "lse")}
     held = sum(x.nbytes for name, x in arrays.items() if name in memory.own)
     arrays["dout"] = program.arrays["dout"]
@@ -102,13 +102,13 @@ def peak_of_programs(
 
 
 class Memory:
-    """The bytes that a rank holds while its program runs, as `machines.run` takes and frees them.
+    """Counts the bytes that a rank holds while `machines.run` runs its program.
 
     Attributes:
         arrays: sizes of the tensors by name.
         own: names of the tensors that the program has made.
-        held: bytes that are held now.
-        most: most bytes so far.
+        held: bytes held now.
+        most: peak of `held` so far.
     """
 
     def __init__(
@@ -126,17 +126,18 @@ class Memory:
         self._index = self._rows = 0
         self._heads = spec
         self._steps: list[Sequence[Tile]] = []
-        # Rooms of the buffers that have bytes; cleared ones have none yet.
+        # Rooms of the buffers with memory; cleared buffers have none yet.
         self._rooms: dict[str, int] = {}
         self._messages: dict[str, Message] = {}
         self._free: dict[int, int] = {} if pool is None else pool
         self._pooled = pool is not None
         # Bytes of the buffers that the program has added to the pool.
         self.held_by_pool = 0
+        # Answers of the backend: bytes by arguments.
         self._asked: dict[Any, int] = {}
 
     def all(self) -> None:
-        """Every op in order; afterwards buffers are gone."""
+        """Counts every op in order; without a pool, frees all buffers at the end."""
         for index, op in enumerate(self.program.ops):
             self._index = index
             self._do(op)
@@ -202,7 +203,7 @@ class Memory:
             case New():
                 self._make(op.name, op.array)
             case Assign():
-                # A tensor that does not exist becomes the source, which the program still has.
+                # A new name shares the memory of its source, which is counted already.
                 self.arrays.setdefault(op.into.name, self.arrays[op.source.name])
             case Start():
                 self._rows, self._steps = op.array.rows, []
@@ -226,19 +227,19 @@ class Memory:
                 self._inner(op)
 
     def _written(self, buffer: Buffer) -> None:
-        """Cleared bytes take their memory here."""
+        """Takes memory for a cleared buffer."""
         if buffer.name not in self._rooms:
             self._take(buffer, self._messages[buffer.name])
 
     def _attend(self, op: Attend) -> None:
-        """Beside a step only the first one counts: the state takes over its results."""
+        """Counts a step. Of earlier steps only the first matters: the state adopts its result."""
         if op.tiles:
             self._heads = part_of_heads(op, self.spec)
             self._steps = [*self._steps[:1], op.tiles]
             self.most = max(self.most, self.held + self._forward_bytes(op.last))
 
     def _forward_bytes(self, last: bool) -> int:
-        """Bytes that the backend takes for the steps so far; each set of tiles is asked once."""
+        """Bytes that the backend takes for the steps so far; asks once for each set of tiles."""
         key = tuple(map(id, self._steps)), self._heads, self._rows, last
         if key not in self._asked:
             steps, spec, rows = self._steps, self._heads, self._rows
@@ -296,15 +297,15 @@ class Memory:
         return None
 
     def _copied_bytes(self, statistic: Operand) -> int:
-        """Bytes of a statistic that is made contiguous."""
+        """Bytes of the contiguous copy of a statistic; 0 if it is contiguous."""
         item = self.spec.accum_dtype.itemsize
         if isinstance(statistic, Entry):
-            found = self._records(statistic)
-            if found is None:
+            records = self._records(statistic)
+            if records is None:
                 return 0
             message = self._messages[statistic.buffer.name]
             assert isinstance(message, Gathered)
-            return message.count * found.batch * found.rows * found.heads * item
+            return message.count * records.batch * records.rows * records.heads * item
         if statistic.heads is None or self.spec.batch == 1:
             return 0
         array = self.arrays[statistic.name]
@@ -312,7 +313,7 @@ class Memory:
         return int(array.batch * array.rows * heads * item)
 
     def _round(self, op: Round) -> None:
-        """The result is made beside the gradient, which is then dropped."""
+        """Makes the result beside the gradient, then drops the gradient."""
         source = op.gradient.name if isinstance(op.gradient, View) else None
         wide = self.spec.accum_dtype
         same = op.array.dtype == wide
@@ -332,14 +333,14 @@ class Memory:
     def _inner(self, op: Inner) -> None:
         arrays = {inner: self.arrays[outer] for inner, outer in op.inputs}
         pool = self._free if self._pooled else None
-        within = Memory(op.program, op.spec, self.backend, arrays, self.held, pool)
-        within.all()
-        self.most = max(self.most, within.most)
-        self.held += within.held_by_pool if self._pooled else 0
-        self.held_by_pool += within.held_by_pool
+        memory = Memory(op.program, op.spec, self.backend, arrays, self.held, pool)
+        memory.all()
+        self.most = max(self.most, memory.most)
+        self.held += memory.held_by_pool if self._pooled else 0
+        self.held_by_pool += memory.held_by_pool
         for inner, outer in op.results:
-            array = within.arrays[inner]
-            if inner in within.own:
+            array = memory.arrays[inner]
+            if inner in memory.own:
                 self._make(outer, array)
             else:
                 self.arrays[outer] = array

@@ -1,4 +1,4 @@
-"""Draws a program of one rank as text: what is computed, and what is under way beside it.
+"""Draws a program of one rank as text: its ops, and the exchanges under way beside them.
 
 rank 1 of 3, backward
                            shards  gradients
@@ -40,7 +40,7 @@ _WIDTH = 34
 
 
 def draw(program: Program) -> str:
-    """The ops of one rank, one a line, with a column for each channel that it uses.
+    """The ops of one rank, one op a line, with a column for each channel in use.
 
     Example:
         >>> import torch
@@ -102,7 +102,7 @@ def _lines(program: Program, channels: Sequence[str], depth: int) -> Iterator[st
 
 
 def _text(op: Op) -> str:
-    """The op in a few words; empty where it costs nothing."""
+    """The op in a few words; empty if it costs nothing."""
     match op:
         case Pack() | Clear() | Unpack():
             return f"{_name(op)} {op.buffer.name}"
@@ -132,7 +132,7 @@ def _name(op: Op) -> str:
 
 
 def _size(op: Op) -> str:
-    """Bytes that are sent or copied, or pairs that are computed."""
+    """The bytes that an op sends or copies, or the pairs that it computes."""
     match op:
         case Attend() | Decode() | Differentiate():
             return f"{sum(tile.area for tile in op.tiles)} pairs"

@@ -1,7 +1,7 @@
-"""Runs a program before the first call of its kind: its connections, and its kernels.
+"""Rehearses a program before the first call of its kind: connects ranks and compiles kernels.
 
-Once a rank has posted an exchange, its peers' time runs. So a rank that makes connections or
-compiles kernels does that before, and all ranks wait for each other there.
+Once a rank has posted an exchange, its peers' timeouts run. So all ranks connect and compile before
+the call, and wait for each other there.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from ring_attn.core.program import Collective, Inner, Join, Post, Program
 from ring_attn.transport.base import Transport, TransportStats
 from ring_attn.transport.buffers import Pool
 
-# Bytes of a message that only makes a connection.
+# Bytes of a message that only opens a connection.
 NBYTES = 16
 
 
 def connect(program: Program, transport: Transport, device: torch.device) -> None:
-    """Makes every exchange of a program, with messages of a few bytes."""
+    """Runs every exchange of a program, with messages of a few bytes."""
     for op in program.ops:
         if isinstance(op, Inner):
             among = transport if op.ranks is None else transport.sub(op.ranks)
@@ -33,7 +33,7 @@ def connect(program: Program, transport: Transport, device: torch.device) -> Non
 
 def _exchange(op: Post, transport: Transport, device: torch.device) -> None:
     ranks, place, route = transport.world_size, (op.channel, op.step), op.route
-    # Held until the wait: neither side of an exchange may be given back before.
+    # Both buffers must live until the wait.
     send, recv = (torch.zeros(ranks * NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
     if not isinstance(route, Collective):
         transport.post(*place, route, send, recv)
@@ -49,21 +49,21 @@ def _exchange(op: Post, transport: Transport, device: torch.device) -> None:
 
 
 class Silent:
-    """A transport that brings nothing: what a program computes with it is not used."""
+    """A transport that exchanges nothing, for runs whose results are not used."""
 
     def __init__(self, transport: Transport) -> None:
-        """Stands in for a transport."""
+        """Replaces `transport`."""
         self.rank: int = transport.rank
         self.world_size: int = transport.world_size
         self.stats = TransportStats()
         self._transport = transport
 
     def sub(self, ranks: tuple[int, ...]) -> Silent:
-        """Stands in for the transport among some of the ranks."""
+        """A silent transport among some of the ranks."""
         return Silent(self._transport.sub(ranks))
 
     def pool(self, device: torch.device) -> Pool:
-        """Buffers that are not kept."""
+        """A new pool, used for one run."""
         return Pool(device)
 
     def post(self, *_: Any, **__: Any) -> None:
@@ -72,6 +72,6 @@ class Silent:
     all_gather = reduce_scatter = all_to_all = post
 
     def wait(self, *_: Any) -> None:
-        """Has nothing to wait for."""
+        """Returns at once."""
 
     join = wait

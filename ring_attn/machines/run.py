@@ -1,7 +1,7 @@
-"""Runs a program on tensors: every strategy, forward and backward, through this one file.
+"""Runs a program on tensors: every strategy, forward and backward, runs here.
 
-Also what is measured comes from here: named ranges, counts of steps and merges, and the times of
-posts, waits and compute of a call that somebody watches (`ring_attn.profiling`).
+For an observed call (`ring_attn.profiling`), also records named ranges, counts of steps and merges,
+and the times of posts, waits and compute.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from ring_attn.transport import streams
 from ring_attn.transport.base import Transport
 from ring_attn.transport.buffers import Block, Pool, exchanged, last_uses
 
-# Number of the exchange of the greatest scores, after those of the program.
+# Step number of the exchange of greatest scores; larger than the program's step numbers.
 MAXIMA = 1 << 20
 
 
@@ -69,8 +69,8 @@ class Forward(NamedTuple):
     Attributes:
         out: (batch, rows, nheads, headdim_v) in the dtype of q.
         lse: (batch, nheads, rows) in the type of the state.
-        saved: tensors that the backward needs; none of them a communication buffer.
-        max_logits: (nheads,) of all ranks; empty where it is not asked for.
+        saved: tensors that the backward needs; none is a communication buffer.
+        max_logits: (nheads,) greatest scores over all ranks; empty if not requested.
     """
 
     out: Tensor
@@ -94,17 +94,17 @@ def forward(
     """Attention of this rank's queries to all keys.
 
     Args:
-        call: the same on every rank but for `rank`.
+        call: the call, equal on every rank except for `rank`.
         q: (batch, rows, nheads, headdim), this rank's shard.
         k: (batch, rows_kv, nheads_kv, headdim).
         v: (batch, rows_kv, nheads_kv, headdim_v).
-        transport: of this rank among all ranks of the call.
+        transport: this rank's transport to all ranks of the call.
         sinks: (nheads,), the same on every rank; used in the type of the state.
     """
     steps = program_of(call, backward=False)
-    given = {"q": q, "k": k, "v": v}
+    inputs = {"q": q, "k": k, "v": v}
     kind = str(call.strategy)
-    run = execute(steps, call.spec, call.scores, call.backend, given, transport, sinks, kind)
+    run = execute(steps, call.spec, call.scores, call.backend, inputs, transport, sinks, kind)
     saved = tuple(run.tensors[name] for name in steps.saved)
     lse = run.tensors["lse"]
     most = run.max_logits
@@ -115,7 +115,7 @@ def forward(
 
 
 def _over_ranks(x: Tensor, transport: Transport) -> Tensor:
-    """The greatest of all ranks' values, one by one."""
+    """The elementwise maximum over all ranks."""
     every = x.new_empty(transport.world_size, *x.shape)
     transport.all_gather("shards", MAXIMA, x.view(torch.uint8), every.view(-1).view(torch.uint8))
     transport.wait("shards")
@@ -132,17 +132,17 @@ def backward(
     """Gradients of this rank's shards, accumulated in float32 and rounded once.
 
     Args:
-        call: the forward's.
-        saved: the forward's; neither changed nor kept.
+        call: the forward's call.
+        saved: the forward's saved tensors; neither changed nor kept.
         dout: gradient of `out`.
         transport: as in the forward.
         sinks: as in the forward.
     """
     names = program_of(call, backward=False).saved
-    given = {**dict(zip(names, saved, strict=True)), "dout": dout}
+    inputs = {**dict(zip(names, saved, strict=True)), "dout": dout}
     steps = program_of(call, backward=True)
     kind = str(call.strategy)
-    run = execute(steps, call.spec, call.scores, call.backend, given, transport, sinks, kind)
+    run = execute(steps, call.spec, call.scores, call.backend, inputs, transport, sinks, kind)
     dq, dk, dv = (run.tensors[name] for name in ("dq", "dk", "dv"))
     dsinks = run.dsinks
     if sinks is not None and dsinks is None:  # a rank without heads
@@ -162,12 +162,12 @@ def decode(
     """Attention of all queries to the whole cache, on every rank.
 
     Args:
-        call: the same on every rank.
-        tiles: of all queries x this rank's rows.
+        call: the call, equal on every rank.
+        tiles: tiles of all queries x this rank's rows.
         q: (batch, seqlen_q, nheads, headdim), the same on every rank.
-        k: (batch, rows, nheads_kv, headdim), this rank's rows of the cache; it may be none.
+        k: (batch, rows, nheads_kv, headdim), this rank's rows of the cache; rows may be 0.
         v: (batch, rows, nheads_kv, headdim_v).
-        transport: of this rank.
+        transport: this rank's transport.
         sinks: (nheads,), the same on every rank; used in the type of the state.
 
     Returns:
@@ -175,8 +175,8 @@ def decode(
         seqlen_q); the same bits on every rank.
     """
     steps = program(call, tiles, q.size(1), k.size(1), transport.rank, transport.world_size)
-    given = {"q": q, "k": k, "v": v}
-    run = execute(steps, call.spec, call.scores, call.backend, given, transport, sinks, "decode")
+    inputs = {"q": q, "k": k, "v": v}
+    run = execute(steps, call.spec, call.scores, call.backend, inputs, transport, sinks, "decode")
     return run.tensors["out"], run.tensors["lse"]
 
 
@@ -190,18 +190,18 @@ def execute(
     sinks: Tensor | None = None,
     kind: str = "",
 ) -> Run:
-    """Runs a program to its end, watched where somebody watches.
+    """Runs a program to its end, with an observer if the call is observed.
 
     Args:
-        program: of one rank.
+        program: program of one rank.
         spec: sizes and types of the call.
-        scores: how products become scores.
+        scores: scale and cap of the scores.
         backend: name of the backend.
-        tensors: by the names that the program expects.
-        transport: of this rank.
+        tensors: inputs by name.
+        transport: this rank's transport.
         sinks: (nheads,).
-        kind: a name of programs with the same connections. With streams, before the first call of a
-            kind and spec, all ranks connect, compile and wait for each other.
+        kind: a name shared by programs with the same connections. On a device with streams, all
+            ranks connect, compile and wait for each other before the first call of a kind and spec.
     """
     chosen = get_backend(backend)
     run = Run(program, spec, scores, chosen, dict(tensors), transport, sinks)
@@ -228,9 +228,9 @@ class Run:
     """One rank's tensors and buffers while its program runs.
 
     Attributes:
-        tensors: by name: those given, then also results.
+        tensors: inputs and, later, results by name.
         dsinks: gradient of the sinks, after a backward with sinks.
-        observer: of a call that somebody watches.
+        observer: observer of the call, if any.
     """
 
     def __init__(
@@ -250,21 +250,21 @@ class Run:
         self.dsinks: Tensor | None = None
         self._device = next(iter(tensors.values())).device
         self._state: Any = None
-        # Each buffer in use by name; None are zeros that take no memory yet.
+        # Buffers in use, by name; None is a cleared buffer without memory.
         self._blocks: dict[str, Block | None] = {}
-        # Buffers that the op at hand computes with, where that is noted: on a device with streams.
+        # On a device with streams: the buffers that the current op computes with.
         self._queued = streams.are_used(self._device)
         self._used: list[Block] = []
         self._messages: dict[str, Message] = {}
         self._views: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self._posted: dict[Channel, Any] = {}
-        self._index = 0  # of the op
-        # Greatest score of each head so far, where it is asked for.
+        self._index = 0  # of the current op
+        # Greatest score of each head so far, if requested.
         self.max_logits: Tensor | None = None
-        self._heads: slice | None = None  # of the state
+        self._heads: slice | None = None  # heads of the state
 
     def all(self) -> None:
-        """Every op in order."""
+        """Runs every op in order."""
         for index, op in enumerate(self.program.ops):
             self._index = index
             _DO[type(op)](self, op)
@@ -276,7 +276,7 @@ class Run:
     # -- tensors
 
     def get(self, operand: Operand) -> Tensor:
-        """A tensor, or the part of it."""
+        """The tensor of an operand, or the part of it."""
         if isinstance(operand, Entry):
             return self._entries(operand.buffer)[operand.number]
         x = self.tensors[operand.name]
@@ -287,7 +287,7 @@ class Run:
         return x[:, rows, heads] if x.ndim == 4 else x[:, heads, rows]
 
     def _put(self, into: View, x: Tensor) -> None:
-        """Copies into a tensor that exists; else the name is that of `x`."""
+        """Copies `x` into an existing tensor, or gives the name to `x`."""
         if into.name in self.tensors:
             self.get(into).copy_(x)
         else:
@@ -332,12 +332,12 @@ class Run:
         if self.program.keeps(buffer, self._index, pooled=self._pool.lasts):
             self._pool.give(block)
         else:
-            # Views that are kept hold the memory.
+            # Cached views would keep the memory alive.
             for key in [key for key in self._views if key[0] == id(block)]:
                 del self._views[key]
 
     def _held(self, buffer: Buffer) -> Block:
-        """A buffer in use; zeros take their memory here."""
+        """The block of a buffer in use; allocates and zeroes a cleared one."""
         block = self._blocks[buffer.name]
         if block is None:
             message = self._messages[buffer.name]
@@ -348,25 +348,25 @@ class Run:
         return block
 
     def _bytes(self, buffer: Buffer) -> Tensor:
-        """The bytes of its message, to compute with."""
+        """The bytes of a buffer's message, to compute with."""
         block = self._held(buffer)
         if self._queued:
             self._used.append(block)
         return block.data[: self._messages[buffer.name].nbytes]
 
     def _entries(self, buffer: Buffer) -> tuple[Tensor, ...]:
-        """The tensors of its message, to compute with."""
+        """The tensors of a buffer's message, to compute with."""
         block, message = self._held(buffer), self._messages[buffer.name]
         if self._queued:
             self._used.append(block)
-        # Slicing and viewing takes more of the host's time than a copy.
+        # Cached: making the views costs more host time than a copy.
         key = id(block), id(message)
         if key not in self._views:
             self._views[key] = message.views(block.data[: message.nbytes])
         return self._views[key]
 
     def _note_uses(self) -> None:
-        """Notes the moment when an op has used its buffers."""
+        """Records an event after the op, on the buffers that it used."""
         event = streams.record(self._device)
         for block in self._used:
             block.written = event
@@ -387,7 +387,7 @@ class Run:
     def unpack(self, op: Unpack) -> None:
         entries = self._entries(op.buffer)
         for copy in op.copies:
-            assert copy.tensor is not None, "only what is packed can be zeros"
+            assert copy.tensor is not None, "only packing takes zeros"
             source, target = _rows_of(entries[copy.entry], copy), self.get(copy.tensor)
             if copy.add:
                 target.add_(source)
@@ -447,9 +447,9 @@ class Run:
         sinks = self.sinks
         if sinks is not None and op.sinks is not None:
             sinks = sinks[op.sinks]
-        given = {inner: self.tensors[outer] for inner, outer in op.inputs}
+        inputs = {inner: self.tensors[outer] for inner, outer in op.inputs}
         run = Run(
-            op.program, op.spec, self.scores, self.backend, given, self._among(op.ranks), sinks,
+            op.program, op.spec, self.scores, self.backend, inputs, self._among(op.ranks), sinks,
             self.observer,
         )  # fmt: skip
         run.all()
@@ -465,15 +465,15 @@ class Run:
     # -- attention
 
     @contextmanager
-    def _watched(self, what: str, merges: int) -> Iterator[None]:
+    def _observed(self, name: str, merges: int) -> Iterator[None]:
         assert self.observer is not None
         self.observer.merges += merges
-        with self.observer.span(what):
+        with self.observer.span(name):
             yield
 
-    def _part(self, what: str, merges: int = 0) -> Any:
-        """A part of the call that has a range and a time of its own."""
-        return _NOTHING if self.observer is None else self._watched(what, merges)
+    def _part(self, name: str, merges: int = 0) -> Any:
+        """Context of a part of the call with a separate range and time."""
+        return _NOTHING if self.observer is None else self._observed(name, merges)
 
     def _sinks(self, heads: slice | None) -> Tensor | None:
         if self.sinks is None or heads is None:
@@ -576,7 +576,7 @@ _DO: dict[type, Callable[[Run, Any], None]] = {
 
 
 def _post(transport: Transport, op: Post, nbytes: int, sent: Block, received: Block) -> None:
-    """Posts an exchange of the first `nbytes` of one buffer, and of a message in another."""
+    """Posts an exchange: sends `nbytes` of one buffer and receives the op's message in another."""
     route, place = op.route, (op.channel, op.step)
     after = last_uses(sent, received)
     send, recv = sent.data[:nbytes], received.data[: op.message.nbytes]

@@ -1,26 +1,26 @@
 """How long a schedule takes on a cluster: a discrete-event simulation of all ranks at once.
 
-Every rank has two clocks: its device's, and its host's, which gives the device one action after
-another and waits for none. The actions of a schedule are gone through in order, each for all ranks
-as a few tensor operations, so that thousands of ranks take seconds:
+Every rank has two clocks: of its device, and of its host, which launches actions without waiting.
+The simulation handles the actions of a schedule in order, each for all ranks in a few tensor
+operations, so that thousands of ranks take seconds:
 
-    compute, move    the device's clock goes on from its host's, if that is later; slower while an
+    compute, move    starts at the later clock and advances the device's clock; slower while an
                      exchange of the rank is under way
     post             the exchange begins when both sides, or all of a group, have posted it and
-                     the ports that it takes are free; its end is then known
-    wait             the device's clock goes on to the end of the exchange
+                     its ports are free; its end is then known
+    wait             advances the device's clock to the end of the exchange
 
-On a device with streams (`Cluster.copies`) an exchange begins on its own: a shard's when the buffer
-that it comes into is free, a gradient's when it has been computed.
+On a device with streams (`Cluster.copies`) an exchange does not wait for earlier actions: a shard's
+begins when its receive buffer is free, a gradient's when the gradient is computed.
 
     3 buffers, high priority      2 buffers, one priority
     attend | 0 | 1 | 2 |          attend | 0 |     | 1 | 2 |
     copies | 1 | 2 | 3 |          copies     | 1 | 2 |     | 3 |
 
-A port is a device's own link inside the node, or a network port, in one direction. Exchanges on one
-port follow one another in the order of the schedule, and those of one action share it: the end is
-that of all their bytes. What a rank waits is told apart: for its host, for peers that come late
-(imbalance), or for bytes (exposed communication), by the kind of the link.
+A port is a device's link inside the node, or a network port, in one direction. Exchanges on one
+port follow one another in the order of the schedule. Exchanges of one action share the port, and
+end together. A rank's waiting time is divided into waits for its host, for late peers (imbalance),
+and for bytes (exposed communication), the last by kind of link.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from ring_attn.planning.devices import Cluster, Link, compute_seconds
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """An action's start and end on every rank, for pictures.
+    """Start and end of an action on every rank, for pictures.
 
     Attributes:
-        phase: the label of its phase.
+        phase: label of the phase.
         kind: "compute", "move", "transfer" or "wait".
         start: (P,) seconds.
         stop: (P,) seconds; ranks that did nothing have `stop == start`.
@@ -59,12 +59,12 @@ class Usage:
 
     Attributes:
         link: the kind: "inside" a node, or "between" nodes.
-        name: of the hardware.
-        nbytes: that all ranks sent over them.
+        name: name of the hardware.
+        nbytes: bytes that all ranks sent over these links.
         busy: seconds that the busiest port was sending.
-        sender: the rank at that port that sent last.
-        receiver: to whom; None for collectives.
-        exposed: seconds that the rank which waited longest for bytes of this kind waited.
+        sender: rank that last sent through the busiest port.
+        receiver: its receiver; None for collectives.
+        exposed: longest time in seconds that a rank waited for bytes over these links.
     """
 
     link: str
@@ -86,16 +86,16 @@ class Simulation:
     """Results of a simulation; (P,) float64 seconds of each rank.
 
     Attributes:
-        schedule: what was simulated.
-        cluster: on what.
-        finish: when the rank is done.
-        compute: in attention itself.
-        moves: in packing, adding and rounding.
-        host: waiting for the rank's own host.
-        late: waiting for peers that have not come so far.
-        exposed: waiting for bytes.
-        links: both kinds, the one that costs more first; those that carried nothing are left out.
-        spans: every action, where they were asked for.
+        schedule: the simulated schedule.
+        cluster: the simulated cluster.
+        finish: time at which the rank is done.
+        compute: time in attention itself.
+        moves: time in packing, adding and rounding.
+        host: time waiting for the rank's host.
+        late: time waiting for late peers.
+        exposed: time waiting for bytes.
+        links: kinds of links that carried bytes, the most costly first.
+        spans: every action, if requested.
     """
 
     schedule: Schedule
@@ -111,22 +111,22 @@ class Simulation:
 
     @property
     def seconds(self) -> float:
-        """Until the last rank is done."""
+        """Time until the last rank is done."""
         return float(self.finish.max())
 
     @property
     def slowest_link(self) -> Usage | None:
-        """The kind of link that is waited for longest, and of these the busiest port."""
+        """The kind of link with the longest waits, with its busiest port."""
         return self.links[0] if self.links else None
 
     @property
     def flops_per_second(self) -> float:
-        """FLOP/s of one rank, on average over the ranks."""
+        """Mean FLOP/s of a rank."""
         return float(self.schedule.flops.mean()) / self.seconds if self.seconds else 0.0
 
     @property
     def share_of_peak(self) -> float | None:
-        """Share of the datasheet's FLOP/s; None where the datasheet is not known."""
+        """Fraction of the datasheet's FLOP/s; None if the datasheet is unknown."""
         peak = self.cluster.device.peak_flops
         return self.flops_per_second / peak if peak else None
 
@@ -135,9 +135,9 @@ def simulate(schedule: Schedule, cluster: Cluster, *, spans: bool = False) -> Si
     """Simulates a schedule on a cluster.
 
     Args:
-        schedule: of one direction of a call.
-        cluster: consecutive ranks are a node.
-        spans: keeps every action's start and end on every rank.
+        schedule: schedule of one direction of a call.
+        cluster: the cluster, whose nodes hold consecutive ranks.
+        spans: whether to keep every action's start and end on every rank.
 
     Example:
         >>> from ring_attn.planning.devices import builtin_cluster
@@ -151,8 +151,8 @@ def simulate(schedule: Schedule, cluster: Cluster, *, spans: bool = False) -> Si
         >>> spec = AttentionSpec("cuda", torch.bfloat16, 1, 32, 8, 128, 128)
         >>> mask = Mask(1 << 20, 1 << 20, causal=True)
         >>> call = Call(spec, (layout, layout), mask, 0, Strategy(), 0.088, "triton")
-        >>> found = simulate(schedule_of(call, backward=False), builtin_cluster("H100"))
-        >>> round(found.share_of_peak, 2), found.slowest_link.link
+        >>> result = simulate(schedule_of(call, backward=False), builtin_cluster("H100"))
+        >>> round(result.share_of_peak, 2), result.slowest_link.link
         (0.54, 'between')
     """
     run = _Run(schedule, cluster, spans)
@@ -167,13 +167,13 @@ class _Pending:
     """An exchange under way, (P,) each.
 
     Attributes:
-        given: when the rank's host had posted it.
-        start: its beginning.
-        stop: its end.
-        crosses: whether it is between nodes.
+        posted: time at which the rank's host had posted it.
+        start: time of its beginning.
+        stop: time of its end.
+        crosses: whether it crosses nodes.
     """
 
-    given: Tensor
+    posted: Tensor
     start: Tensor
     stop: Tensor
     crosses: Tensor
@@ -181,15 +181,15 @@ class _Pending:
 
 @dataclass(frozen=True, eq=False)
 class _Route:
-    """Receivers, senders and links of a shift, (P,) each; the same for many actions.
+    """Receivers, senders and links of a shift, (P,) each, cached for many actions.
 
     Attributes:
-        to: the receivers; ranks that take no part send nothing to themselves.
-        source: whose message a rank receives, the inverse of `to`.
-        crosses: between nodes.
+        to: receivers; a rank that takes no part has itself.
+        source: senders, the inverse of `to`.
+        crosses: whether the message crosses nodes.
         out: the senders' ports.
         into: the receivers' ports.
-        alone: no port is taken twice.
+        alone: whether every port has one message only.
         latency: seconds.
         bandwidth: bytes/s.
     """
@@ -206,7 +206,7 @@ class _Route:
 
 @dataclass(eq=False)
 class _Run:
-    """The clocks, and what has been counted so far."""
+    """State of a simulation: clocks and counters."""
 
     schedule: Schedule
     cluster: Cluster
@@ -221,8 +221,8 @@ class _Run:
         self.exposed = torch.zeros(2, size, dtype=torch.float64)
         self.nbytes = [0, 0]
         self.pending: dict[Channel, _Pending] = {}
-        # On a device with streams: the ends of the last two kernels, of packing and of the last
-        # exchange on each channel; and exchanges that a kernel may come before.
+        # On a device with streams: the ends of the last two kernels, of the last packing and of the
+        # last exchange on each channel; and posted exchanges that may queue behind the next kernel.
         self.ended = [self.clock, self.clock]
         self.packed = self.clock
         self.arrived: dict[Channel, Tensor] = {}
@@ -232,11 +232,12 @@ class _Run:
         self.node = ranks // node_size
         per_node = self.cluster.ports or node_size
         port = self.node * per_node + ranks % node_size * per_node // node_size
-        # Ports inside nodes, one for each rank, and after them those between nodes.
+        # Ports inside nodes, one for each rank, then ports between nodes.
         self.port = torch.stack([ranks, size + port])
-        # The last port is that of ranks that take no part.
+        # One more port, the last, serves ranks that take no part.
         count = size + int(port.max()) + 2
-        # Out and in: until when they are taken. Out: how long in all, and by which message.
+        # Time at which each port, out and in, is free; seconds that each port out was busy, and the
+        # sender and receiver of its last message.
         self.free = torch.zeros(2, count, dtype=torch.float64)
         self.busy = torch.zeros(count, dtype=torch.float64)
         self.message = torch.full((2, count), -1)
@@ -254,14 +255,14 @@ class _Run:
                 )
                 seconds += action.state / device.memory_bandwidth
                 launches = 1 + action.backward * (action.share == 1.0)
-                start = self._given(launches * host.launch, action.area > 0)
+                start = self._launched(launches * host.launch, action.area > 0)
                 self._decide(start, seconds)
                 self.clock = self._after(seconds)
                 self.ended = [self.ended[1], self.clock]
                 self.compute += self.clock - start
                 self._keep(phase, "compute", start, self.clock)
             case Move():
-                start = self._given(action.count * host.copy, action.nbytes > 0)
+                start = self._launched(action.count * host.copy, action.nbytes > 0)
                 self.clock = self._after(action.nbytes / device.memory_bandwidth)
                 self.moves += self.clock - start
                 if action.label == "pack":
@@ -319,8 +320,8 @@ class _Run:
         if self.keep:
             self.spans.append(Span(phase, kind, start.clone(), stop.clone()))
 
-    def _given(self, seconds: float, active: Tensor) -> Tensor:
-        """The devices' clocks when their hosts have given what takes so long to give."""
+    def _launched(self, seconds: float, active: Tensor) -> Tensor:
+        """The devices' clocks after their hosts spent `seconds` on a launch."""
         self.host = self.host + seconds * active
         start = torch.where(active, torch.maximum(self.clock, self.host), self.clock)
         self.idle += start - self.clock
@@ -328,7 +329,7 @@ class _Run:
         return start
 
     def _after(self, seconds: Tensor) -> Tensor:
-        """When so much work is done, with what exchanges under way take of the device."""
+        """Time at which `seconds` of work are done, slowed down by exchanges under way."""
         share = self.cluster.slowdown
         if share and self.pending:
             for exchange in self.pending.values():
@@ -339,7 +340,7 @@ class _Run:
         return self.clock + seconds
 
     def _ready(self, post: Transfer) -> Tensor:
-        """When each rank's device may begin an exchange, apart from its peers and its ports."""
+        """Earliest time at which each rank can begin an exchange, before peers and ports."""
         copies = self.cluster.copies
         if copies is None:
             return torch.maximum(self.clock, self.host)
@@ -351,7 +352,7 @@ class _Run:
         return torch.maximum(moment + copies.latency, self.host)
 
     def _decide(self, start: Tensor, seconds: Tensor) -> None:
-        """Exchanges without priority are behind a kernel that was ready before them."""
+        """Begins the undecided exchanges: behind a kernel that was ready first, or at once."""
         copies = self.cluster.copies
         for channel in list(self.undecided):
             assert copies is not None, "only exchanges of a device with streams are undecided"
@@ -360,7 +361,7 @@ class _Run:
             self._begin(post, torch.where(ready > start, behind, ready), "")
 
     def _begin(self, post: Transfer, ready: Tensor, phase: str) -> None:
-        """Starts an exchange; kernels that it overlaps and that are past become slower."""
+        """Begins an exchange, and slows down past kernels that overlap it."""
         start = self._shift if post.op == "shift" else self._collective
         pending = start(post, ready)
         beside = torch.minimum(pending.stop, self.ended[1]) - pending.start.maximum(self.ended[0])
@@ -372,7 +373,7 @@ class _Run:
         self._keep(phase, "transfer", pending.start, pending.stop)
 
     def _shift(self, post: Transfer, ready: Tensor) -> _Pending:
-        """Starts one message from each rank to another."""
+        """Begins a shift: one message from each rank to another."""
         route, (free_out, free_in) = self._route(post), self.free
         self.free[:, -1] = 0
         begin = torch.maximum(ready, ready.index_select(0, route.to))
@@ -397,7 +398,7 @@ class _Run:
         across = int((nbytes * route.crosses).sum())
         self.nbytes[1] += across
         self.nbytes[0] += int(nbytes.sum()) - across
-        # For a rank it lasts from its own message's beginning, or the other's, to the end of both.
+        # For a rank it lasts from the first beginning to the last end of its two messages.
         start = torch.minimum(begin, begin.index_select(0, route.source)).maximum(ready)
         stop = torch.maximum(end, end.index_select(0, route.source))
         received = route.crosses.index_select(0, route.source)
@@ -428,7 +429,7 @@ class _Run:
         return self.routes[key]
 
     def _collective(self, post: Transfer, when: Tensor) -> _Pending:
-        """All ranks of a group begin when the last of them is there, and end together."""
+        """Begins a collective: a group's ranks begin when the last is ready, and end together."""
         groups = post.groups
         size = groups.size(1)
         ready = when[groups].amax(1)
@@ -437,7 +438,7 @@ class _Run:
         num_nodes = 1 + (nodes.sort(1).values.diff(dim=1) != 0).sum(1).double()
         here = size / num_nodes  # ranks of the group in one node
         per_node = self.cluster.ports or self.cluster.node_size
-        # Every rank has as much for each of the others.
+        # A rank sends equal parts to all others.
         others = max(size - 1, 1)
         across = nbytes * ((size - here) / others)[:, None]
         within = nbytes - across if post.op == "all_to_all" else nbytes
@@ -488,8 +489,8 @@ class _Run:
             end = torch.where(end > self.clock, end + copies.latency, end)
         stop = torch.where(action.active, end, self.clock)
         waited = (stop - self.clock).clamp(min=0)
-        # Until it was posted here, then until it was posted there, then until its bytes were here.
-        idle = (torch.minimum(exchange.given, stop) - self.clock).clamp(min=0)
+        # Waits first for this rank's post, then for the peers' posts, then for the bytes.
+        idle = (torch.minimum(exchange.posted, stop) - self.clock).clamp(min=0)
         begun = (torch.minimum(exchange.start, stop) - self.clock).clamp(min=0)
         begun = torch.maximum(begun, idle)
         self.idle += idle
@@ -502,7 +503,7 @@ class _Run:
 
 
 def _seconds(link: Link, nbytes: Tensor, ranks: Tensor, post: Transfer) -> Tensor:
-    """Seconds of a collective over one kind of link; 0 where one rank is alone."""
-    # Rings and trees pass a message on; an all-to-all sends them all at once.
+    """Seconds of a collective over one kind of link; 0 for a single rank."""
+    # Rings and trees forward messages hop by hop; an all-to-all sends all messages at once.
     hops = 1.0 if post.op == "all_to_all" else float(ceil(log2(max(float(ranks.max()), 2.0))))
     return (link.latency * hops + nbytes / link.bandwidth) * (ranks > 1)

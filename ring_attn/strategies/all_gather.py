@@ -1,31 +1,31 @@
-"""All-gather attention: the KV of some heads is gathered from all ranks, heads after heads.
+"""All-gather attention: gathers KV from all ranks, some heads at a time.
 
     KV heads        0           1           2
     gather      |-------|   |-------|   |-------|
     compute             |-----------|-----------|-----------|
     reduce                          |-------|   |-------|   |-------|    backward: dK, dV
 
-The gathered shards stand one behind another in the order of the ranks, and one call of the backend
-folds them all: so any layout works, and the state need not be carried between steps. A rank holds
-two gathered buffers of `heads_per_chunk` KV heads of the whole sequence. Shards are padded to the
-length of the longest. The backward gathers again, and works in one of two ways.
+The gathered shards follow one another in the order of the ranks, and one call of the backend folds
+them all. So any layout works, and no state is carried between steps. A rank holds two gathered
+buffers, each with `heads_per_chunk` KV heads of the whole sequence. Shards are padded to the length
+of the longest. The backward gathers again, and works in one of two ways.
 
-Added up: dK and dV of all rows are accumulated in float32 and summed over the ranks by a
-reduce-scatter, which is under way while the next heads are computed.
+Added up: a rank accumulates its share of dK and dV of all rows in float32. A reduce-scatter sums
+the shares over the ranks while the next heads are computed.
 
     rank r      K, V of all rows      ->  dQ, and its share of dK, dV of all rows  ->  + = dK, dV
 
-In one place (`same_bits`): after KV the Q side of the same heads is gathered (Q, dO, lse, delta),
-and dK and dV of a rank's own rows are computed from that. Nothing is summed over ranks, so every
-sum is made in the order of one process.
+In one place (`same_bits`): after KV, the Q side of the same heads is gathered (Q, dO, lse, delta),
+from which a rank computes dK and dV of its own rows. Nothing is summed over ranks, so every sum has
+the order of one process.
 
     rank r      K, V of all rows                 ->  dQ
                 Q, dO, lse, delta of all rows    ->  dK, dV
 
 With a backend that folds in order (triton) the bits are then those of one process at every world
-size, for every mask, where queries and keys are contiguous and every rank's rows start at a
-multiple of the backend's `bits_unit`; each in its own layout. The keys then stand in the order of
-their positions. Zigzag and striped shards do not: their sums are made in another order.
+size, for every mask. This needs contiguous layouts, which may differ for queries and keys, in which
+every rank's rows start at a multiple of the backend's `bits_unit`: the keys are then in the order
+of their positions. Zigzag and striped shards are not, so their sums have another order.
 
 (Context parallelism of Llama 3, arXiv 2407.21783, section 3.3.2; some heads at a time, as
 ring-flash-attention's `llama3_flash_attn_varlen_func` does with `heads_k_stride`.)
@@ -74,7 +74,7 @@ from ring_attn.strategies.base import Call, StrategyCode, input_arrays, result_a
 
 
 class Chunk(NamedTuple):
-    """Heads that are gathered at a time: KV heads, and the query heads that read them."""
+    """Heads that are gathered at a time: KV heads, and the query heads that use them."""
 
     kv: slice
     q: slice
@@ -86,7 +86,7 @@ def check(call: Call) -> None:
 
 
 def why_not_same_bits(call: Call) -> str | None:
-    """Why an all-gather has other bits at other world sizes."""
+    """None if an all-gather has the same bits at every world size, else the reason why not."""
     if call.same_bits is False:
         return "gradients are added up: same_bits=False"
     heads = (call.spec.nheads, call.spec.nheads_kv)
@@ -99,14 +99,14 @@ def why_not_same_bits(call: Call) -> str | None:
 
 
 def in_one_place(call: Call) -> bool:
-    """Whether dK and dV are computed in one place."""
+    """Whether the owner of the rows computes dK and dV, rather than summing shares of all ranks."""
     if call.gradients is not None:
         return call.gradients[1]
     return why_not_same_bits(call) is None
 
 
 def chunks_of(call: Call) -> tuple[Chunk, ...]:
-    """The heads in the order in which they are gathered; the last chunk may have fewer."""
+    """The chunks of heads in the order of gathering; the last chunk may have fewer heads."""
     heads, group = call.spec.nheads_kv, call.spec.nheads // call.spec.nheads_kv
     step = heads if call.world_size == 1 else call.strategy.heads_per_chunk or 1
     cuts = [*range(0, heads, step), heads]
@@ -117,16 +117,16 @@ def chunks_of(call: Call) -> tuple[Chunk, ...]:
 
 
 def chunk_spec(spec: AttentionSpec, chunk: Chunk) -> AttentionSpec:
-    """The call's sizes with a chunk's heads."""
+    """The spec with the heads of a chunk."""
     nheads, nheads_kv = chunk.q.stop - chunk.q.start, chunk.kv.stop - chunk.kv.start
     return replace(spec, nheads=nheads, nheads_kv=nheads_kv)
 
 
 def _shard_rows(call: Call, gathers: Traveller) -> int:
-    """Rows of a gathered shard: of the longest, and at least one."""
+    """Rows of each gathered shard: the length of the longest, at least 1."""
     longest = max(call.layouts[1 if gathers == "kv" else 0].shard_lens)
     if call.world_size > 1 and in_one_place(call):
-        # Blocks of rows and columns are on a grid that begins at row 0 of what is gathered.
+        # The backend's grid of blocks begins at row 0 of the gathered tensor.
         backend = get_backend(call.backend)
         unit = backend.bits_unit if folds_in_order(backend) else 1
         longest = -(-longest // unit) * unit
@@ -155,7 +155,7 @@ class _Message:
 
 
 class _Gathering:
-    """Builds the programs: gatherings one ahead of the compute, and the sums behind it."""
+    """Builds the programs: gathers one chunk ahead of the compute, and sums one behind it."""
 
     def __init__(self, call: Call, ranks: Ranks, arrays: dict[str, Array]) -> None:
         self.call, self.ranks, self.arrays = call, ranks, arrays
@@ -178,7 +178,7 @@ class _Gathering:
         return Records(spec.batch, rows, heads.stop - heads.start, tuple(fields))
 
     def _post(self, messages: list[_Message], index: int) -> Iterator[Op]:
-        """Packs a message and starts to gather it."""
+        """Packs a message and starts to gather it; does nothing after the last."""
         if self.alone or index == len(messages):
             return
         message, others = messages[index], self.call.world_size - 1
@@ -211,7 +211,7 @@ class _Gathering:
         return tuple(copies)
 
     def _wait(self, messages: list[_Message], index: int) -> Iterator[Op]:
-        """Until a message is gathered; the next is then on its way."""
+        """Waits for a message and starts to gather the next."""
         if not self.alone:
             yield Wait("shards")
             yield Free((self._buffers[index][0],))
@@ -222,7 +222,7 @@ class _Gathering:
             yield Free((self._buffers[index][1],))
 
     def _held(self, index: int, message: _Message) -> tuple[Operand, ...]:
-        """The gathered tensors; one rank has its own."""
+        """The gathered tensors; a single rank has its own tensors."""
         if not self.alone:
             count = 2 if message.side == "kv" else 4
             return tuple(Entry(self._buffers[index][1], i) for i in range(count))
@@ -236,7 +236,7 @@ class _Gathering:
     # -- compute
 
     def forward(self) -> Iterator[Op]:
-        """Heads after heads; out and lse are put together from them."""
+        """Computes chunk after chunk, and assembles out and lse from the chunks."""
         spec, several = self.call.spec, len(self.chunks) > 1
         whole = result_arrays(spec, self.ranks.rows("q"))
         messages = [_Message("kv", chunk) for chunk in self.chunks]
@@ -254,15 +254,15 @@ class _Gathering:
             parts = tuple(f"{name} part" for name in names) if several else names
             yield Finish(parts[0], parts[1], part["out"], part["lse"])
             if several:
-                for name, one in zip(names, parts, strict=True):
+                for name, part_name in zip(names, parts, strict=True):
                     if index == 0:
                         yield New(name, whole[name])
-                    yield Assign(View(name, None, chunk.q), View(one))
-                    yield Free((one,))
+                    yield Assign(View(name, None, chunk.q), View(part_name))
+                    yield Free((part_name,))
             yield from self._free(index)
 
     def added_up(self, dtype: torch.dtype) -> Iterator[Op]:
-        """dQ, and every rank's share of dK and dV, which are summed over the ranks."""
+        """Computes dQ and a share of dK and dV, and sums the shares over the ranks."""
         yield Delta(self.arrays["lse"])
         messages = [_Message("kv", chunk) for chunk in self.chunks]
         sums = _Sums(self, dtype)
@@ -292,7 +292,7 @@ class _Gathering:
         yield from sums.receive()
 
     def in_one_place(self, dtype: torch.dtype) -> Iterator[Op]:
-        """dQ from the gathered KV, dK and dV from the gathered Q side."""
+        """Computes dQ from the gathered KV, and dK and dV from the gathered Q side."""
         yield Delta(self.arrays["lse"])
         messages = [_Message(side, chunk) for chunk in self.chunks for side in ("kv", "q")]
         yield from self._new_gradients(dtype, copied=False)
@@ -329,11 +329,11 @@ class _Gathering:
 
     def _array(self, name: str, chunk: Chunk, rows: int, dtype: torch.dtype) -> Array:
         heads = chunk.q if name == "dq" else chunk.kv
-        of = self.arrays[name[1:]]
-        return Array(of.batch, rows, heads.stop - heads.start, of.dim, dtype)
+        source = self.arrays[name[1:]]
+        return Array(source.batch, rows, heads.stop - heads.start, source.dim, dtype)
 
     def _part(self, name: str, chunk: Chunk, rows: int) -> New:
-        """Zeros for a gradient of some heads."""
+        """Makes zeros for a gradient of a chunk."""
         array = self._array(name, chunk, rows, self.call.spec.accum_dtype)
         return New(f"{name} part", array, zero=True)
 
@@ -343,7 +343,7 @@ class _Gathering:
         yield self._part("dv", chunk, rows_kv)
 
     def _new_gradients(self, dtype: torch.dtype, *, copied: bool) -> Iterator[Op]:
-        """Gradients that are put together: from heads, or (dK, dV) from what has been summed."""
+        """Makes the gradients that are assembled from chunks, or (dK, dV) copied from sums."""
         several = len(self.chunks) > 1
         for name in ("q", "k", "v"):
             if several or (copied and name != "q"):
@@ -359,48 +359,48 @@ class _Gathering:
 
 
 class _Sums:
-    """dK and dV of all rows of some heads, summed over the ranks while the next are computed."""
+    """Sums a chunk's dK and dV of all rows over the ranks, while the next chunk is computed."""
 
     def __init__(self, gathering: _Gathering, dtype: torch.dtype) -> None:
-        self._of, self._dtype = gathering, dtype
+        self._gathering, self._dtype = gathering, dtype
         self._under_way: tuple[Chunk, Buffer, Buffer] | None = None
 
     def _packet(self, chunk: Chunk) -> Packet:
-        call = self._of.call
+        call = self._gathering.call
         return chunk_spec(call.spec, chunk).kv_grad_packet(_shard_rows(call, "kv"))
 
     def post(self, index: int, chunk: Chunk) -> Iterator[Op]:
-        """Starts to sum dK and dV of all rows, which are used up."""
-        call, packet = self._of.call, self._packet(chunk)
+        """Starts to sum dK and dV of all rows, and frees them."""
+        call, packet = self._gathering.call, self._packet(chunk)
         rows, world_size = _shard_rows(call, "kv"), call.world_size
-        longest = self._packet(self._of.chunks[0]).nbytes
+        longest = self._packet(self._gathering.chunks[0]).nbytes
         send = Buffer(f"shares {index}", world_size * longest)
         recv = Buffer(f"sums {index}", longest)
         copies = tuple(
             Copy(2 * rank + i, View(name, slice(rank * rows, (rank + 1) * rows)))
-            for rank in range(world_size if self._of.ranks.rank is not None else 0)
+            for rank in range(world_size if self._gathering.ranks.rank is not None else 0)
             for i, name in enumerate(("dk part", "dv part"))
         )
         shares = Parcels((packet,) * world_size)
         yield Pack(send, shares, copies)
         yield Free(("dk part", "dv part"))
-        sums = self._of._collective("reduce_scatter", call.spec.accum_dtype)
+        sums = self._gathering._collective("reduce_scatter", call.spec.accum_dtype)
         nbytes = packet.nbytes * (world_size - 1)
         yield Post("gradients", index, sums, send, recv, packet, nbytes)
         self._under_way = chunk, send, recv
 
     def receive(self) -> Iterator[Op]:
-        """Waits for the sums that are under way, if any, and takes this rank's rows of them."""
+        """Waits for the sums under way, if any, and makes this rank's dK and dV from them."""
         if self._under_way is None:
             return
         chunk, send, recv = self._under_way
         self._under_way = None
         yield Wait("gradients")
         yield Free((send,))
-        rows = self._of.ranks.rows("kv")
+        rows = self._gathering.ranks.rows("kv")
         for i, name in enumerate(("dk", "dv")):
-            heads = chunk.kv if len(self._of.chunks) > 1 else None
-            array = self._of._array(name, chunk, rows, self._dtype)
+            heads = chunk.kv if len(self._gathering.chunks) > 1 else None
+            array = self._gathering._array(name, chunk, rows, self._dtype)
             yield Round(View(name, None, heads), Entry(recv, i), array, scaled=name != "dv")
         yield Free((recv,))
 

@@ -1,7 +1,7 @@
-"""A call as plain data, and what a strategy is: a function from a call to programs.
+"""A call as plain data, and the interface of a strategy: a function from a call to programs.
 
-Call        sizes, layouts, mask, strategy, backend: the same on every rank but for `rank`
-Program     what a rank does, or every rank: `core.program`
+Call        sizes, layouts, mask, strategy, backend: equal on every rank except for `rank`
+Program     the ops of one rank, or of every rank: `core.program`
 machines    run a program on tensors, count, time, check and draw it
 """
 
@@ -36,19 +36,19 @@ Layouts = tuple[SequenceLayout, SequenceLayout]
 
 @dataclass(frozen=True)
 class Call:
-    """One call as plain data, the same on every rank but for `rank`.
+    """One call as plain data, equal on every rank except for `rank`.
 
     Attributes:
         spec: sizes and types.
-        layouts: of the queries and of the keys.
-        mask: over the whole sequence.
-        rank: of this process.
+        layouts: layouts of the queries and of the keys.
+        mask: mask over the whole sequence.
+        rank: rank of this process.
         strategy: how the ranks share the call.
         softmax_scale: factor of the scores.
         backend: name of the backend.
-        same_bits: what the caller asked for; None leaves the choice to the strategy.
-        gradients: what travels in a ring's backward, and whether its gradients are summed in the
-            order of the queries; None leaves the choice to the ring.
+        same_bits: the caller's choice; None leaves the choice to the strategy.
+        gradients: the side that travels in a ring's backward, and whether its gradients are summed
+            in the order of the queries; None leaves the choice to the ring.
     """
 
     spec: AttentionSpec
@@ -68,14 +68,14 @@ class Call:
 
     @property
     def scores(self) -> Scores:
-        """How products become scores."""
+        """Scale and cap of the scores."""
         return Scores(self.softmax_scale, self.spec.softcap)
 
     @cached_property
     def programs(self) -> dict[bool, Program]:
-        """The rank's programs that were made so far, by `backward`.
+        """The rank's programs made so far, by `backward`.
 
-        With the call, not in a cache by its value: that takes longer to hash than a step to post.
+        Kept on the call: hashing a call for a cache takes longer than posting a step.
         """
         return {}
 
@@ -90,7 +90,7 @@ class Call:
         return EveryRank(self.layouts, self.mask)
 
     def inner(self, ranks: Ranks, strategy: Strategy, spec: AttentionSpec | None = None) -> Call:
-        """The call that another strategy makes of this one, over other layouts."""
+        """The call inside this one: of another strategy, over the layouts of `ranks`."""
         rank = 0 if ranks.rank is None else ranks.rank
         return replace(
             self, spec=spec or self.spec, layouts=ranks.layouts, rank=rank, strategy=strategy
@@ -98,7 +98,7 @@ class Call:
 
 
 class MakeProgram(Protocol):
-    """A strategy: from a call to a program of one rank, or of every rank."""
+    """Makes the program of one rank, or of every rank, for a call."""
 
     def __call__(
         self, call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True
@@ -106,23 +106,23 @@ class MakeProgram(Protocol):
         """The program in one direction.
 
         Args:
-            call: the same on every rank.
-            ranks: whose program.
+            call: the call, equal on every rank.
+            ranks: the rank, or every rank.
             backward: the direction.
-            rounded: dq, dk, dv in the dtypes of q, k, v; else as they were accumulated, for a
-                strategy around this one that has more to add.
+            rounded: True rounds dq, dk and dv to the dtypes of q, k and v; False keeps them in the
+                accumulation type, for an outer strategy that adds to them.
         """
         ...
 
 
 @dataclass(frozen=True)
 class StrategyCode:
-    """A strategy by its functions.
+    """The functions of a strategy.
 
     Attributes:
         program: makes the programs.
-        why_not_same_bits: the reason why a call has other bits at other world sizes, None where it
-            has the same.
+        why_not_same_bits: returns None if a call has the same bits at every world size, else the
+            reason why not.
         check: raises for a call that the strategy does not take, before anything is sent.
     """
 
@@ -132,7 +132,7 @@ class StrategyCode:
 
 
 def input_arrays(spec: AttentionSpec, ranks: Ranks, *, backward: bool) -> dict[str, Array]:
-    """Sizes of the tensors that a program is given: q, k, v, and what the backward needs."""
+    """Sizes of a program's inputs: q, k, v, and in the backward also out, lse and dout."""
     q, kv, batch, dtype = ranks.rows("q"), ranks.rows("kv"), spec.batch, spec.dtype
     arrays = {
         "q": Array(batch, q, spec.nheads, spec.headdim, dtype),
@@ -146,7 +146,7 @@ def input_arrays(spec: AttentionSpec, ranks: Ranks, *, backward: bool) -> dict[s
 
 
 def result_arrays(spec: AttentionSpec, rows: int) -> dict[str, Array]:
-    """Sizes of out and lse of so many rows."""
+    """Sizes of out and lse with `rows` rows."""
     return {
         "out": Array(spec.batch, rows, spec.nheads, spec.headdim_v, spec.dtype),
         "lse": Array(spec.batch, rows, spec.nheads, None, spec.accum_dtype),
@@ -161,13 +161,13 @@ def differentiate(
     *,
     own: bool,
 ) -> Differentiate:
-    """The gradients of tiles with a shard that is held.
+    """The op for the gradients of tiles with a shard of the travelling side.
 
     Args:
-        travels: the side of that shard.
+        travels: the side that travels.
         tiles: the tiles.
-        held: the shard's tensors.
-        into: what the gradients of that side are added to; those of the other side go to its sums.
+        held: tensors of the shard.
+        into: sums for the shard's gradients; gradients of the other side go to the rank's sums.
         own: whether the shard is the rank's own.
     """
     if travels == "kv":
@@ -179,18 +179,18 @@ def differentiate(
 
 
 def sums_of(spec: AttentionSpec, arrays: dict[str, Array]) -> dict[str, Array]:
-    """Sizes of a rank's dq, dk and dv while they are added up."""
+    """Sizes of a rank's sums for dq, dk and dv."""
     return {f"d{name}": replace(arrays[name], dtype=spec.accum_dtype) for name in ("q", "k", "v")}
 
 
 def new_sums(sums: dict[str, Array]) -> Iterator[Op]:
-    """Zeros for a rank's gradients."""
+    """Yields ops that make the sums, of zeros."""
     for name, array in sums.items():
         yield New(f"{name} sum", array, zero=True)
 
 
 def rounded_sums(sums: dict[str, Array], spec: AttentionSpec, *, rounded: bool) -> Iterator[Op]:
-    """Makes the results of the sums, one by one, so that little is held twice."""
+    """Yields ops that make the results from the sums, one by one, so that little is held twice."""
     dtype = spec.dtype if rounded else spec.accum_dtype
     for name in ("dv", "dk", "dq"):
         result = replace(sums[name], dtype=dtype)

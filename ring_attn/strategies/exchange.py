@@ -1,21 +1,22 @@
-"""Exchange: every rank gets exactly the rows that it needs, each straight from its owner, once.
+"""Exchange: every rank gets exactly the rows that it needs, once, straight from their owners.
 
     turn t     |  post turn t+2  |  compute tiles of turn t  |  wait for turn t+1
     rank r        rows of r that rank s needs ------> s
-                                      rows of u <------ u      of which r sees something
+                                      rows of u that r needs <------ u
 
-Nothing is forwarded. Where most ranks see nothing of most others (documents that lie on a few ranks
-each, chunks, windows over shards that are no neighbours) a ring would pass shards through all of
-them, as runs of rows around what anyone needs. `core.turns` puts the pairs that have something to
-send into turns. Two turns are on their way while one is computed, so a rank holds the rows of
-three, and what it sends in two.
+No rank forwards rows. This pays if most ranks need nothing of most others: documents on a few ranks
+each, chunks, windows over scattered shards. A ring would pass shards through all ranks, with all
+rows between the first and the last that any rank needs. `core.turns` sorts the pairs of ranks into
+turns. Two turns are under way while one is computed, so a rank holds the received rows of three
+turns and the sent rows of two.
 
-Backward: KV travels again, or the Q side, whichever costs fewer bytes. Gradients go straight home,
-one message for each that brought rows, and are added there in the order of the turns, which the
-call fixes: bits do not depend on what arrives first. They wait no longer than two turns.
+Backward: KV travels again, or the Q side, whichever costs fewer bytes. Gradients return straight to
+the owner, one message for each message of rows. The owner adds them in the order of the turns,
+which the call fixes, so bits do not depend on the order of arrival. A rank waits for them two turns
+later.
 
-(MagiAttention's group cast and group reduce are such an exchange; placements that gain by one are
-those of `planning.placement`.)
+(MagiAttention's group cast and group reduce are such an exchange; `planning.placement` makes
+layouts that profit from it.)
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ from ring_attn.strategies.base import (
     sums_of,
 )
 
-# Turn t uses the lane t % 2: two are on their way at a time.
+# Turn t uses lane t % 2: two turns are under way at a time.
 SHARD_LANES: tuple[Channel, Channel] = ("shards", "outer")
 GRADIENT_LANES: tuple[Channel, Channel] = ("gradients", "outer_gradients")
 
@@ -80,7 +81,7 @@ def check(call: Call) -> None:
 
 
 def why_not_same_bits(call: Call) -> str | None:
-    """Why an exchange has other bits at other world sizes."""
+    """The reason why an exchange has other bits at other world sizes."""
     return "an exchange adds gradients up in the order of its turns; use 'ring' or 'all_gather'"
 
 
@@ -126,14 +127,14 @@ def _backward(call: Call, ranks: Ranks, arrays: dict[str, Array], *, rounded: bo
         yield from turns.arrived(number)
         if turns.takes_part(number):
             yield from turns.clear(number)
-            there = turns.held(number), turns.sums(number)
-            yield differentiate(travels, turns.tiles(number), *there, own=False)
+            received = turns.held(number), turns.sums(number)
+            yield differentiate(travels, turns.tiles(number), *received, own=False)
             yield from turns.free(number)
-        yield from turns.home(number - 2)
-        yield from turns.send_home(number)
+        yield from turns.add_returned(number - 2)
+        yield from turns.return_sums(number)
     yield Step("end")
     for number in range(turns.num - 2, turns.num):
-        yield from turns.home(number)
+        yield from turns.add_returned(number)
     yield from rounded_sums(sums, call.spec, rounded=rounded)
 
 
@@ -145,7 +146,7 @@ def choose_traveller(call: Call) -> Traveller:
 
 
 class _Turns:
-    """The turns of a call: ops that bring rows, and ops that bring their gradients home."""
+    """The turns of a call: ops that bring rows, and ops that return the gradients."""
 
     def __init__(self, call: Call, ranks: Ranks, travels: Traveller) -> None:
         self.call, self.ranks, self.travels = call, ranks, travels
@@ -162,32 +163,32 @@ class _Turns:
 
     @property
     def own_sums(self) -> tuple[Operand, ...]:
-        """The rank's own gradients of the side that travels."""
+        """The rank's own sums for the gradients of the travelling side."""
         return tuple(View(f"{name} sum") for name in MOVING[self.travels])
 
     @property
     def last_with_tiles(self) -> int:
-        """The last turn of which anything is computed; -1 where that is none."""
+        """The last turn with tiles; -1 if no turn has tiles."""
         if self.ranks.rank is None:
             return self.num - 1
         return max((i for i, turn in enumerate(self.turns) if turn.tiles), default=-1)
 
     def takes_part(self, number: int) -> bool:
-        """Whether the rank, or any, sends or receives in a turn."""
+        """Whether the rank sends or receives in a turn; True for every rank at once."""
         rank = self.ranks.rank
         return rank is None or bool(self.turns[number].hop.send_to != rank)
 
     def tiles(self, number: int) -> Tiles:
-        """Tiles with what comes in a turn."""
+        """Tiles with the rows received in a turn."""
         return self.turns[number].tiles
 
     def held(self, number: int) -> tuple[Operand, ...]:
-        """The tensors that come in a turn."""
+        """The tensors received in a turn."""
         names = SHARD[self.travels]
         return tuple(Entry(self._shards.received(number), i) for i in range(len(names)))
 
     def sums(self, number: int) -> tuple[Operand, ...]:
-        """Their gradients."""
+        """The sums for the gradients of the rows received in a turn."""
         names = MOVING[self.travels]
         return tuple(Entry(self._sums.received(number), i) for i in range(len(names)))
 
@@ -198,7 +199,7 @@ class _Turns:
             yield from self._post(number)
 
     def _post(self, number: int) -> Iterator[Op]:
-        """Packs the rows that go out in a turn, and starts it."""
+        """Packs the rows that leave in a turn, and starts the turn."""
         turn, lane = self.turns[number], SHARD_LANES[number % 2]
         if not self.takes_part(number):
             yield Join(lane)
@@ -212,7 +213,7 @@ class _Turns:
         )  # fmt: skip
 
     def arrived(self, number: int) -> Iterator[Op]:
-        """Waits for a turn, and starts the one after the next."""
+        """Waits for a turn, and starts the turn after the next."""
         yield Step(f"turn {number}", number + 1)
         if self.takes_part(number):
             yield Wait(SHARD_LANES[number % 2], None, self.turns[number].active)
@@ -221,17 +222,17 @@ class _Turns:
             yield from self._post(number + 2)
 
     def free(self, number: int) -> Iterator[Op]:
-        """Frees what came in a turn."""
+        """Frees the rows received in a turn."""
         yield Free((self._shards.received(number),))
 
     # -- gradients
 
     def clear(self, number: int) -> Iterator[Op]:
-        """Zeros for the gradients of the rows that came in a turn."""
+        """Clears the sums for the gradients of the rows received in a turn."""
         yield Clear(self._sums.received(number), self._sums.into[number])
 
-    def send_home(self, number: int) -> Iterator[Op]:
-        """Sends the gradients of a turn's rows back."""
+    def return_sums(self, number: int) -> Iterator[Op]:
+        """Sends the gradients of the rows received in a turn back to their owner."""
         turn, sums, lane = self.turns[number], self._sums, GRADIENT_LANES[number % 2]
         if not self.takes_part(number):
             yield Join(lane)
@@ -242,8 +243,8 @@ class _Turns:
             sums.into[number].nbytes, None, turn.active,
         )  # fmt: skip
 
-    def home(self, number: int) -> Iterator[Op]:
-        """Adds the gradients that came home of a turn's rows to the rank's own."""
+    def add_returned(self, number: int) -> Iterator[Op]:
+        """Waits for the gradients of the rows sent in a turn, and adds them to the rank's sums."""
         if number < 0 or not self.takes_part(number):
             return
         turn, sums = self.turns[number], self._sums
@@ -256,7 +257,7 @@ class _Turns:
 
 
 class _Messages:
-    """Messages out and in of every turn, and their buffers: all as long as the longest."""
+    """Messages out and in of every turn, and their buffers, all with room for the longest."""
 
     def __init__(self, name: str, turns: tuple[Turn, ...], make: Callable[[int], Message]) -> None:
         def message(rows: Number) -> Message:
@@ -268,11 +269,11 @@ class _Messages:
         self._name, self._room = name, max((n for n in sizes if isinstance(n, int)), default=0)
 
     def sent(self, number: int) -> Buffer:
-        """The buffer of the rows that leave in a turn."""
+        """The buffer for the rows sent in a turn."""
         return Buffer(f"{self._name} out {number}", self._room)
 
     def received(self, number: int) -> Buffer:
-        """The buffer of the rows that come in a turn."""
+        """The buffer for the rows received in a turn."""
         return Buffer(f"{self._name} in {number}", self._room)
 
 

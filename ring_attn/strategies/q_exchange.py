@@ -1,10 +1,10 @@
-"""Q-exchange: a contiguous layout with the work of a zigzag one, for the price of half the queries.
+"""Q-exchange: balances a contiguous layout like a zigzag one, by exchanging half the queries.
 
-With a causal mask over contiguous shards the last rank has almost twice the mean work. Here the
-tail half of a rank's queries changes places with that of rank P-1-r; keys stay where they are, and
-whoever loads data, rotates positions or shifts labels never learns of it.
+With a causal mask over contiguous shards the last rank has almost twice the mean work. Here ranks r
+and P-1-r exchange the tail halves of their queries. Keys stay in place, and code that loads data,
+rotates positions or shifts labels is not affected.
 
-    P = 4, chunks of the queries           given      computed     swaps with
+    P = 4, chunks of the queries           held       computed     swaps with
                                 rank 0     0 1        0 7          3
                                 rank 1     2 3        2 5          2
                                 rank 2     4 5        3 4          1
@@ -13,12 +13,12 @@ whoever loads data, rotates positions or shifts labels never learns of it.
     forward     Q there         attention of what is held now       out, lse back
     backward    dO there                                            dQ back
 
-The attention between is another call, over the layout of the exchanged queries and the keys as they
-are. It saves the exchanged Q, out and lse, so the backward does not exchange them again. The middle
-one of an odd number of ranks keeps its own.
+In between an inner call computes attention, over the layout of the exchanged queries. It saves the
+exchanged Q, out and lse, so the backward does not exchange them again. With an odd number of ranks
+the middle rank keeps its queries.
 
 (Head-tail load balance of hyper-parallel's context parallelism; the chunks are those of Llama 3,
-arXiv 2407.21783, section 3.3.2, which has the keys in that order too.)
+arXiv 2407.21783, section 3.3.2, which orders the keys in the same way.)
 """
 
 from __future__ import annotations
@@ -97,14 +97,14 @@ def _exchanged(layouts: Layouts) -> Layouts:
 
 
 def _inner_name(name: str) -> str:
-    """Name of a tensor over the exchanged queries; keys are the same tensors."""
+    """Name of a tensor over the exchanged queries; tensors of keys keep their names."""
     return name if name in ("k", "v", "dk", "dv") else f"{name} there"
 
 
 def _around(
     call: Call, ranks: Ranks, within: Program, arrays: dict[str, Array], *, rounded: bool
 ) -> Iterator[Op]:
-    """Queries (or dout) there, the other program, and its results (or dq) back."""
+    """Exchanges queries (or dout), runs the inner program, and exchanges results (or dq) back."""
     exchange = _Exchange(ranks)
     spec, rows = call.spec, exchange.rows_there
     if within.backward:
@@ -122,15 +122,15 @@ def _around(
     yield from exchange.ops("swap back", results, 1, there=False)
 
 
-# The tensors that a core's forward saves, as every core does.
+# The tensors that every core's forward saves.
 _SAVED = ("q", "k", "v", "out", "lse")
 
 
 def _inner(call: Call, within: Program, inputs: tuple[str, ...], results: tuple[str, ...]) -> Inner:
     names = {name: (name, _inner_name(name)) for name in (*inputs, *results, *within.saved)}
-    given = tuple(names[name] for name in inputs)
+    taken = tuple(names[name] for name in inputs)
     kept = tuple(names[name] for name in dict.fromkeys((*results, *within.saved)))
-    return Inner(within, call.spec, None, given, kept, slice(None))
+    return Inner(within, call.spec, None, taken, kept, slice(None))
 
 
 class _Exchange:
@@ -148,11 +148,11 @@ class _Exchange:
 
     @property
     def rows_there(self) -> Number:
-        """Rows of the exchanged queries: the own head and the partner's tail."""
+        """Number of rows after the exchange: the own head and the partner's tail."""
         return self.mine - self.mine // 2 + self.theirs // 2
 
     def _halves(self, *, there: bool) -> Halves:
-        """The head and the tail in a tensor at home, or of the exchanged queries, by position."""
+        """The head and the tail in a tensor before the exchange, or (`there`) after it."""
         head, tail = self.mine - self.mine // 2, self.mine // 2
         if there and not self.alone:
             tail = self.theirs // 2
@@ -161,7 +161,14 @@ class _Exchange:
         return Halves(slice(0, head), slice(head, head + tail))
 
     def ops(self, label: str, arrays: dict[str, Array], step: int, *, there: bool) -> Iterator[Op]:
-        """Tensors with the other tail; `arrays` has the names at home and the new sizes."""
+        """Yields ops that exchange the tails of tensors.
+
+        Args:
+            label: name of the step.
+            arrays: outer names of the tensors, and their sizes after the exchange.
+            step: number of the exchange.
+            there: whether to exchange, or to exchange back.
+        """
         yield Step(label)
         names = [(name, _inner_name(name)) for name in arrays]
         sources, targets = zip(*(pair if there else pair[::-1] for pair in names), strict=True)
@@ -173,8 +180,8 @@ class _Exchange:
         sent = self._message(arrays, self.mine if there else self.theirs)
         received = self._message(arrays, self.theirs if there else self.mine)
         send, recv = (
-            Buffer(f"{label}: {what}", x.nbytes if isinstance(x.nbytes, int) else 0)
-            for what, x in (("sent", sent), ("received", received))
+            Buffer(f"{label}: {direction}", x.nbytes if isinstance(x.nbytes, int) else 0)
+            for direction, x in (("sent", sent), ("received", received))
         )
         if self.ranks.rank is None:
             packed: tuple[Copy, ...] = ()
@@ -198,7 +205,7 @@ class _Exchange:
             yield Free(tuple(x for x in sources if x == "dq there"))
 
     def _message(self, arrays: dict[str, Array], rows: Number) -> Message:
-        """Tails of the tensors of a shard with so many rows."""
+        """The message with the tails of tensors that have `rows` rows."""
 
         def make(tail: int) -> Packet:
             tails = [replace(array, rows=tail) for array in arrays.values()]
@@ -210,7 +217,7 @@ class _Exchange:
 
 @lru_cache(maxsize=1024)
 def exchanged_layout(layout: SequenceLayout) -> SequenceLayout:
-    """Layout of the queries while they are computed: a rank's head half and rank P-1-r's tail.
+    """The layout of the exchanged queries: a rank's head half and rank P-1-r's tail half.
 
     Args:
         layout: contiguous or `boundaries`.

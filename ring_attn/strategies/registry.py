@@ -1,6 +1,6 @@
-"""The strategies by name, and from a call to its programs.
+"""Strategies by name, and the programs of a call.
 
-A strategy of your own takes the same two lines as one of ours:
+Two lines add a strategy:
 
     register("star", StrategyCode(program, why_not_same_bits))
     ring_attention(..., strategy=Strategy("star"))
@@ -28,7 +28,7 @@ _CODES: dict[str, StrategyCode] = {
 
 
 def register(name: str, code: StrategyCode) -> None:
-    """Makes `Strategy(name)` run that code.
+    """Makes `Strategy(name)` run `code`.
 
     Raises:
         ValueError: a strategy of that name exists.
@@ -40,7 +40,7 @@ def register(name: str, code: StrategyCode) -> None:
 
 
 def code_of(strategy: Strategy) -> StrategyCode:
-    """The strategy's core, with the exchanges around it."""
+    """The code of the strategy's core, wrapped in the exchanges around the core."""
     core = _CODES[strategy.core]
     if strategy.exchange_q:
         return q_exchange.around(core)
@@ -59,14 +59,14 @@ def make_call(
     same_bits: bool | None = None,
     backward: bool = True,
 ) -> Call:
-    """The call with its choices made; the same on every rank but for `rank`.
+    """The call with its backend and scale chosen; equal on every rank except for `rank`.
 
-    `backward` says that one may follow, which counts where the backend is chosen.
+    `backward` says whether a backward may follow, which affects the choice of the backend.
 
     Raises:
-        ValueError: degrees, heads or layouts that do not fit the strategy.
-        NotImplementedError: what the strategy or the named backend does not support, or `same_bits`
-            where it cannot be had; other errors as `choose_backend`.
+        ValueError: degrees, heads or layouts do not fit the strategy.
+        NotImplementedError: the strategy or the named backend does not support the call, or
+            `same_bits=True` is impossible; other errors as `choose_backend`.
     """
     scale = 1.0 / math.sqrt(spec.headdim) if softmax_scale is None else softmax_scale
     purpose = Purpose.of(mask, backward=backward, same_bits=same_bits)
@@ -79,12 +79,12 @@ def make_call(
 
 
 def why_not_same_bits(call: Call) -> str | None:
-    """Why the call has other bits at other world sizes; None where it has the same."""
+    """None if the call has the same bits at every world size, else the reason why not."""
     return code_of(call.strategy).why_not_same_bits(call)
 
 
 def program_of(call: Call, *, backward: bool) -> Program:
-    """The program of the call's rank, in one direction; made once for each call."""
+    """The program of the call's rank, in one direction; cached on the call."""
     if backward not in call.programs:
         call.programs[backward] = programs(call, call.ranks, backward=backward)
     return call.programs[backward]

@@ -1,50 +1,50 @@
-"""Ring attention: KV shards go round, each rank folds them into the state of its own queries.
+"""Ring attention: KV shards travel round the ring; each rank folds them into its queries' state.
 
     step i    |  post hop i+1  |  compute tiles of step i  |  wait for hop i+1
     rank r       shard ------> r+1                            shard of r-i-1 <------ r-1
 
-Of a shard those rows travel that another rank needs. Forward: KV travels, the state (acc, m, l)
-stays and is normalised and rounded once, at the end. Backward: delta = rowsum(dO * O) once, global
-lse; either KV or the Q side travels, whichever costs fewer bytes. Its float32 gradients follow, in
-a channel of their own, in one of two orders.
+Only rows that another rank needs travel. Forward: KV travels; the state (acc, m, l) stays, and is
+normalised and rounded once, at the end. Backward: delta = rowsum(dO * O) is computed once, and lse
+is global; KV or the Q side travels, whichever costs fewer bytes. Its float32 gradients follow, in a
+separate channel, in one of two orders.
 
-Added up: the sums of the ranks on the way follow one step behind the shard, and are added at home
-to what the owner has computed. A step computes into cleared bytes while the sums of the step before
-are on their way, and adds the two when both are there: so that transfer is hidden.
+Added up: sums of gradients follow the shard one step behind, and the owner adds them to its own
+gradients. A step computes into cleared memory while the previous step's sums are under way, then
+adds the two: so the transfer is hidden.
 
     owner r       own -------------------------------------------> + = dK, dV (or dQ)
     rank r+1             0 + own --.                              |
     rank r+2                        `-> + own --.                 |
     rank r+3                                     `-> + own -------'   home
 
-In order: KV travels, and dK and dV with it, from their owner on. Every rank accumulates into what
-it has received, so the queries of all ranks are folded in the order of the ring: for a causal mask
-over contiguous shards that is the order of one process, and with a backend that folds in order the
-bits are the same at every world size. A step computes dQ while dK and dV are on their way: so that
-transfer is hidden too. It is one message more, that of the first step, and one pass less over each:
-nothing is cleared, nothing added up in memory.
+In order: KV travels, and dK and dV travel with it, from their owner on. Every rank accumulates into
+the received dK and dV, so the queries of all ranks are folded in the order of the ring. For a
+causal mask over contiguous shards this is the order of one process: with a backend that folds in
+order the bits are the same at every world size. A step computes dQ while dK and dV are under way,
+so the transfer is hidden too. This takes one message more, in the first step, and fewer passes over
+memory: nothing is cleared, nothing added up.
 
     owner r       own --.                                          = dK, dV
     rank r+1             `-> + own --.                            |
     rank r+2                          `-> + own --.               |
     rank r+3                                       `-> + own -----'   home
 
-Double ring (`inner_degree`): inner rings in the nodes, an outer ring between them. A rank passes
-shards on in its inner ring, and the first shard of a round goes to the next node meanwhile; so the
-slow link has a whole round for one shard. Sums go home after every round, from wherever in the node
-they are then, and have the next round for it; home adds up the rounds. With one inner ring the
-messages are those of the plain ring.
+Double ring (`inner_degree`): inner rings in the nodes, an outer ring between the nodes. A rank
+passes shards on in its inner ring; meanwhile the first shard of the round goes to the next node. So
+the slow link has a whole round for one shard. After every round the sums return to their owner,
+which takes the next round; the owner adds up the rounds. With one inner ring the messages are those
+of the plain ring.
 
-    inner_degree = 3, P = 6: whose shard rank (o, i) holds, all ranks a row
+    inner_degree = 3, P = 6: owner of the shard that rank (o, i) holds, one row a step
 
         step             0 1 2   3 4 5       inner ring: one rank on, in the node, at every step
         (0, 0)           0 2 1 | 3 5 4       outer ring: 0 -> 3, of steps 0 to 3; as long as a round
         (0, 1)           1 0 2 | 4 3 5
         ...              round 0 round 1
 
-Shards that no rank needs at some distance are jumped over, by every rank alike, so sends and
-receives match by construction: a window of w positions over contiguous shards of c makes
-ceil(w / c) hops, in either direction.
+If no rank needs a shard at some distance, all ranks skip that distance, so sends and receives match
+by construction. A window of w positions over contiguous shards of c positions takes ceil(w / c)
+hops, in either direction.
 
 (Ring Attention, Liu et al., arXiv 2310.01889; the travelling Q side, BurstAttention, arXiv
 2403.09347; the double ring, LoongTrain, arXiv 2406.18485.)
@@ -112,20 +112,20 @@ from ring_attn.strategies.base import (
     sums_of,
 )
 
-# Rows of KV, counted for each head, of which dK and dV give every multiprocessor of an H100 a block
-# of 128. Of fewer they leave some without work, which dQ beside them takes: in a simulated step of
-# 8k rows, 8 / 1 heads, that is a quarter to a half of the time, and transfers are 2 %.
+# KV rows x heads with which dK and dV fill the 132 SMs of an H100 with blocks of 128 rows. With
+# fewer rows, dQ runs beside them on the idle SMs: in a simulated step of 8k rows with 8 / 1 heads
+# that saves a quarter to a half of the time, while transfers are 2 %.
 MANY_ROWS = 128 * 132
 
 
 def check(call: Call) -> None:
-    """Refuses layouts, masks and degrees that no ring can be made of."""
+    """Refuses layouts, masks and degrees that do not fit a ring."""
     ring_grid(call.world_size, call.strategy.inner_degree)
     check_fit(*call.layouts, call.mask)
 
 
 def why_not_same_bits(call: Call) -> str | None:
-    """Why a ring has other bits at other world sizes."""
+    """None if a ring has the same bits at every world size, else the reason why not."""
     if not choose_gradients(call)[1]:
         return "gradients are added up: same_bits=False"
     return _why_not_in_order(call)
@@ -140,10 +140,9 @@ def _why_not_in_order(call: Call) -> str | None:
 def choose_gradients(call: Call) -> tuple[Traveller, bool]:
     """Chooses the side that travels in the backward, and whether gradients are summed in order.
 
-    Where KV travels anyway, an in-order backend accumulates into the travelling dK and dV in
-    place, which saves three reads and writes a step. With a window there is too little to compute
-    at a step to hide them behind its dQ. `same_bits=False` adds them up, behind whole steps, for
-    links that are too slow for that.
+    When KV travels, an in-order backend accumulates into the travelling dK and dV in place, which
+    saves three reads and writes a step. With a window, a step's dQ is too short to hide their
+    transfer. `same_bits=False` adds them up instead, hidden behind whole steps, for slow links.
     """
     if call.gradients is not None:
         return call.gradients
@@ -171,14 +170,14 @@ def program(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -
 
 
 class RingStep(NamedTuple):
-    """One step of one rank, as tables and pictures have it.
+    """One step of one rank, for tables and pictures.
 
     Attributes:
-        source: whose shard is held (KV, or the Q side where that travels).
-        rows: the rows of that shard that are held: all of one's own, then those that travel.
-        tiles: in folding order; the travelling side is counted from the first row that is held.
+        source: owner of the shard (KV, or the travelling Q side) that the rank holds.
+        rows: rows of the shard that the rank holds: all of its own, of others those that travel.
+        tiles: tiles in folding order; travelling rows count from the first row held.
         kind: FULL, CAUSAL or NO_ATTENTION of the whole rectangle.
-        hop: from the holder of a shard at this step to its holder at the next; None at the last.
+        hop: peers of the hop to the next step; None at the last step.
     """
 
     source: int
@@ -202,14 +201,14 @@ def ring_steps(
         layout_q: where the queries are.
         layout_kv: where the keys are; the same number of ranks and strides as `layout_q`.
         mask: over the same lengths as the layouts.
-        rank: whose steps.
-        travels: the side that is sent round; "q" is for the backward.
+        rank: the rank.
+        travels: the side that travels; "q" is for the backward.
         inner_degree: ranks of an inner ring; 1, or all, is one plain ring.
 
     Raises:
-        ValueError: layouts and mask that do not fit each other, a rank that does not exist, or an
-            `inner_degree` that does not divide the number of ranks.
-        NotImplementedError: layouts whose strides differ (striped against another kind).
+        ValueError: layouts and mask do not fit each other, the rank does not exist, or
+            `inner_degree` does not divide the number of ranks.
+        NotImplementedError: the strides of the layouts differ (striped against another kind).
 
     Example:
         >>> layout = SequenceLayout.contiguous(1024, 4)
@@ -243,10 +242,10 @@ def ring_steps(
 
 @dataclass(frozen=True)
 class Transfer:
-    """An exchange: what belongs to one step is sent, what belongs to another is received.
+    """An exchange: sends the shard or sums of step `sends`, receives those of step `brings`.
 
-    `outer` is an exchange between inner rings, which is under way for as long as a whole round is
-    computed. `brings` is 0 for sums that arrive at their owner.
+    `outer` is an exchange between inner rings, under way during the compute of a whole round.
+    `brings` is 0 for sums that arrive at their owner.
     """
 
     outer: bool
@@ -256,14 +255,14 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Steps:
-    """The steps of a ring: which shard is held, where it goes, and how long messages are.
+    """The steps of a ring: the shard held at each, its hops, and the lengths of messages.
 
     Attributes:
         call: the call.
-        ranks: whose steps.
-        grid: inner rings and the outer one.
+        ranks: the rank, or every rank.
+        grid: the ranks as inner rings.
         travels: the side that travels.
-        order: displacement of the holder from the owner, step by step; the first is (0, 0).
+        order: displacement of the holder from the owner at each step; the first is (0, 0).
     """
 
     call: Call
@@ -278,17 +277,17 @@ class Steps:
         return len(self.order)
 
     def hop(self, here: int, there: int) -> Hop:
-        """Brings what is held at one step to where it is held at another."""
+        """The hop from the holder of a shard at step `here` to its holder at step `there`."""
         (a, b), (c, d) = self.order[here], self.order[there]
         return self.ranks.hop(self.grid, (c - a, d - b))
 
     def shards(self) -> list[Message]:
-        """The message of the shard that is held at each step; none where nothing travels."""
+        """The message with the shard held at each step; none if there is a single step."""
         spec, travels = self.call.spec, self.travels
         return self._messages(lambda rows: shard_packet(spec, travels, rows))
 
     def gradients(self) -> list[Message]:
-        """The messages of their gradients."""
+        """The message with the gradients of the shard held at each step."""
         spec, travels = self.call.spec, self.travels
         return self._messages(lambda rows: gradient_packet(spec, travels, rows))
 
@@ -302,12 +301,12 @@ class Steps:
         return self.ranks.tiles(self.grid, self.travels, self.order[index])
 
     def copies(self, names: tuple[str, ...]) -> tuple[Copy, ...]:
-        """A message's tensors and the rows of the rank's own that travel."""
+        """Copies between a message and the travelling rows of the rank's own tensors."""
         rows = self.ranks.moving(self.grid, self.travels, (0, 0))
         return tuple(Copy(i, View(name, rows)) for i, name in enumerate(names))
 
     def shard_transfers(self, index: int) -> list[Transfer]:
-        """Exchanges of shards that begin with a step, the outer ring's first."""
+        """The exchanges of shards that start at a step; the outer ring's exchange comes first."""
         following = index + 1
         transfers = []
         next_round = self.rounds.get(index)
@@ -318,7 +317,7 @@ class Steps:
         return transfers
 
     def sums_transfer(self, index: int) -> Transfer:
-        """Exchange of a step's sums: on in the inner ring, after a round to the owner."""
+        """The exchange of a step's sums: to the next rank, or after a round to the owner."""
         following = index + 1
         if following < self.num and following not in self.rounds:
             return Transfer(False, index, following)
@@ -327,13 +326,13 @@ class Steps:
 
     @cached_property
     def rounds(self) -> dict[int, int | None]:
-        """First steps of the rounds, and of the round after each; 0 alone of a plain ring."""
+        """First step of each round -> first step of the next round, None for the last."""
         firsts = [i for i, (a, _) in enumerate(self.order) if i == 0 or a != self.order[i - 1][0]]
         return dict(zip_longest(firsts, firsts[1:]))
 
 
 class _Messages:
-    """The travelling side: ops before and after each step, and what a step computes with."""
+    """The shards of the travelling side: ops before and after each step, and a step's operands."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -342,9 +341,8 @@ class _Messages:
         room = _room(self._messages)
         self._buffers = [Buffer(f"shard {i}", room) for i in range(len(self._messages))]
         self._coming: dict[int, Transfer] = {}
-        # A shard is kept until it has been computed with and all that send it have been waited for,
-        # and for one step more: so the next shard but one comes into a third buffer, and need not
-        # wait for the attention of this step.
+        # A shard's buffer is freed one step after its compute and its sends are done. So the shard
+        # after the next arrives in a third buffer, and need not wait for this step's attention.
         until = list(range(steps.num))
         for index in range(steps.num):
             for transfer in steps.shard_transfers(index):
@@ -355,7 +353,7 @@ class _Messages:
             self._done.setdefault(min(last + 1, steps.num - 1), []).append(buffer)
 
     def before(self, index: int) -> Iterator[Op]:
-        """Packs the own shard, and starts the exchanges that the step hides."""
+        """Packs the own shard at the first step, and starts the exchanges that the step hides."""
         steps = self._steps
         if index == 0 and steps.num > 1:
             yield Pack(self._buffers[0], self._messages[0], steps.copies(self._names))
@@ -369,13 +367,13 @@ class _Messages:
             )
 
     def held(self, index: int) -> tuple[Operand, ...]:
-        """The tensors of the shard that a step computes with."""
+        """The tensors of the shard held at a step."""
         if index == 0:
             return tuple(View(name) for name in self._names)
         return tuple(Entry(self._buffers[index], i) for i in range(len(self._names)))
 
     def after(self, index: int) -> Iterator[Op]:
-        """Waits for the next shard, and frees those that are no longer used."""
+        """Waits for the next shard, and frees shards that are no longer used."""
         if index + 1 in self._coming:
             yield Wait("outer" if self._coming[index + 1].outer else "shards")
         if index in self._done:
@@ -444,7 +442,7 @@ def _backward(
 
 
 class _Sums:
-    """The gradients of the travelling side: ops of each step, and where a step adds its own."""
+    """The sums for the gradients of the travelling side: ops of each step."""
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
@@ -461,18 +459,18 @@ class _Sums:
         return tuple(View(f"{name} sum") for name in self.names)
 
     def unpack(self, buffer: Buffer, *, add: bool) -> Unpack:
-        """Adds what came home to the rank's own sums, or puts it in their place."""
+        """Adds a returned message to the rank's own sums, or replaces the sums by it."""
         names = tuple(f"{name} sum" for name in self.names)
         copies = tuple(copy._replace(add=add) for copy in self.steps.copies(names))
         return Unpack(buffer, self.messages[0], copies)
 
     def entries(self, buffer: Buffer) -> tuple[Operand, ...]:
-        """The tensors of a buffer."""
+        """The tensors of the message in a buffer."""
         return tuple(Entry(buffer, i) for i in range(len(self.names)))
 
 
 class _InOrder(_Sums):
-    """Gradients start at their owner; every rank adds its own to what it has received."""
+    """Sums start at their owner; every rank adds its gradients to the received sums."""
 
     def __init__(self, steps: Steps) -> None:
         super().__init__(steps)
@@ -484,13 +482,13 @@ class _InOrder(_Sums):
         self._split = apart and rows >= MANY_ROWS
 
     def held(self, index: int) -> tuple[Operand, ...]:
-        """The rank's own at first, then what has been received."""
+        """The sums of a step: the rank's own at first, then the received ones."""
         return self.entries(self._buffers[index]) if index else self.own()
 
     def compute(self, index: int, work: Differentiate) -> Iterator[Op]:
-        """dQ while what is added to is on its way, then dK and dV.
+        """Computes dQ while the sums are under way, and then dK and dV.
 
-        Side by side where nothing is on its way, and where dK and dV alone would not fill a GPU.
+        Computes all three side by side in the first step, and if dK and dV would not fill a GPU.
         """
         if not self._split or not index:
             yield from self._arrived(index)
@@ -501,7 +499,7 @@ class _InOrder(_Sums):
         yield work._replace(part="kv", dq=None)
 
     def after(self, index: int) -> Iterator[Op]:
-        """Sends on what has been added to."""
+        """Sends the sums on."""
         steps = self.steps
         if steps.num == 1:
             return
@@ -520,7 +518,7 @@ class _InOrder(_Sums):
         )
 
     def end(self) -> Iterator[Op]:
-        """Replaces the rank's own gradients by those that its shard has brought back."""
+        """Replaces the rank's own sums by the sums that returned with its shard."""
         if self.steps.num > 1:
             yield Wait("gradients")
             yield Free((self._buffers[-1],))
@@ -533,26 +531,26 @@ class _InOrder(_Sums):
 
 
 class _AddedUp(_Sums):
-    """Every rank adds up for others in cleared bytes, and home adds the sum to its own."""
+    """Ranks add up gradients for other owners in cleared memory; the owner adds the result."""
 
     def __init__(self, steps: Steps) -> None:
         super().__init__(steps)
         self._buffers = [self.buffer(f"sums {i}") for i in range(steps.num)]
-        # What is under way on the inner ring (False) and on the outer one (True).
+        # Exchange under way on the inner ring (False) and on the outer ring (True).
         self._under_way: dict[bool, tuple[Transfer, Buffer, Buffer]] = {}
 
     def held(self, index: int) -> tuple[Operand, ...]:
-        """The rank's own at first, then bytes of its own for every step."""
+        """The sums of a step: the rank's own at first, then a separate buffer for every step."""
         return self.entries(self._buffers[index]) if index else self.own()
 
     def compute(self, index: int, work: Differentiate) -> Iterator[Op]:
-        """Into cleared bytes."""
+        """Computes into a cleared buffer; the first step into the rank's own sums."""
         if index:
             yield Clear(self._buffers[index], self.messages[index])
         yield work
 
     def after(self, index: int) -> Iterator[Op]:
-        """Adds what has arrived to what was computed, and sends it on."""
+        """Adds the received sums to the step's sums, and sends the total on."""
         if index == 0:
             return
         transfer = self.steps.sums_transfer(index)
@@ -562,15 +560,15 @@ class _AddedUp(_Sums):
                 if other.brings == index:
                     yield Add(self._buffers[index], recv, self.messages[index])
         recv = self.buffer(f"received {index}")
-        mine = self._buffers[index]
+        send = self._buffers[index]
         yield _post(
             "outer_gradients" if transfer.outer else "gradients",
             index,
             self.steps.hop(index, transfer.brings),
-            (mine, self.messages[index]),
+            (send, self.messages[index]),
             (recv, self.messages[transfer.brings]),
         )
-        self._under_way[transfer.outer] = transfer, mine, recv
+        self._under_way[transfer.outer] = transfer, send, recv
 
     def end(self) -> Iterator[Op]:
         """Receives the last sums."""

@@ -1,21 +1,21 @@
-"""Decoding: a few queries that every rank has, against a KV cache that is split over the ranks.
+"""Decoding: a few queries, equal on every rank, against a KV cache split over the ranks.
 
     rank 0   q x its rows of the cache -> out 0, lse 0 --.               .-> merge -> out, lse
     rank 1   q x its rows of the cache -> out 1, lse 1 --+-- all_gather -+-> merge -> out, lse
     rank 2   q x its rows of the cache -> out 2, lse 2 --'               `-> merge -> out, lse
 
-K and V stay where they are. What travels is a partial result in the type of the state: n = batch *
-seqlen_q * nheads * (headdim_v + 1) numbers of a rank, out and lse in one message. Every rank merges
-all P of them in the same fixed tree, the lower half with the upper one, ceil(log2(P)) deep: so all
-ranks have the same bits, which an all-reduce does not promise, and sinks count once, at the root.
+K and V stay in place. Partial results travel, in the type of the state: each rank sends out and lse
+in one message of n = batch * seqlen_q * nheads * (headdim_v + 1) numbers. Every rank merges all P
+results in the same tree, the lower half with the upper half, ceil(log2(P)) deep. So all ranks have
+the same bits, which an all-reduce does not promise, and sinks count once, at the root.
 
 Tree Attention (Shyam et al., arXiv 2408.04093) reduces in the network instead: the maximum of lse,
-then numerator and denominator, 3 all-reduces of which the second waits for the first. That is
-2 (P - 1) / P * n numbers sent and received by each rank where a gather receives (P - 1) n: fewer
-from P = 3 on, in at least 2 rounds of 2 messages' latency rather than in one of one. A token of 32
-heads of 128 is 16 KiB: with 8 ranks 7 of them arrive, which 50 GB/s take 2 us for, less than the
-latency of any collective. With 64 tokens and 64 ranks it is 66 MB and 1.3 ms; there a chunk of
-queries, split over the ranks, belongs into `ring_attention`.
+then numerator and denominator, in 3 all-reduces of which the second waits for the first. There each
+rank sends and receives 2 (P - 1) / P * n numbers; in a gather it receives (P - 1) n. That is fewer
+from P = 3 on, but takes at least 2 rounds with the latency of 2 messages, rather than one with the
+latency of 1. A token of 32 heads of 128 is 16 KiB: with 8 ranks 7 messages arrive, in 2 us at
+50 GB/s, less than the latency of any collective. With 64 tokens and 64 ranks it is 66 MB and
+1.3 ms: so many queries are better split over the ranks, with `ring_attention`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from ring_attn.transport.base import Transport
 
 @dataclass(frozen=True)
 class DecodeCall:
-    """One call as plain data, the same on every rank.
+    """One call as plain data, equal on every rank.
 
     Attributes:
         spec: sizes and types.
@@ -71,14 +71,14 @@ class DecodeCall:
 
     @property
     def scores(self) -> Scores:
-        """How products become scores."""
+        """Scale and cap of the scores."""
         return Scores(self.softmax_scale, self.spec.softcap)
 
 
 def make_call(
     spec: AttentionSpec, *, softmax_scale: float | None = None, backend: str = "auto"
 ) -> DecodeCall:
-    """The call with its choices made; errors as `choose_backend`."""
+    """The call with its backend and scale chosen; errors as `choose_backend`."""
     scale = 1.0 / math.sqrt(spec.headdim) if softmax_scale is None else softmax_scale
     return DecodeCall(spec, scale, choose_backend(spec, backend, Purpose(decoding=True)).name)
 
@@ -89,11 +89,11 @@ def program(
     """The program of one rank: attend to its rows, gather all partial results, merge them.
 
     Args:
-        call: the same on every rank.
-        tiles: of all queries x this rank's rows.
+        call: the call, equal on every rank.
+        tiles: tiles of all queries x this rank's rows.
         rows: number of queries.
-        rows_kv: rows of the cache on this rank.
-        rank: whose program.
+        rows_kv: number of cache rows on this rank.
+        rank: the rank.
         world_size: number of ranks.
     """
     spec, q = call.spec, View("q")
@@ -102,7 +102,7 @@ def program(
     if tiles and decodes(get_backend(call.backend)):
         ops = [Decode(tiles, q, View("k"), View("v"))]
     else:
-        # Not rounded to the type of q: that is done once, at the root of the tree.
+        # In the type of the state: the root of the tree rounds once.
         ops = [Start(q, spec.headdim_v, out)]
         if tiles:
             ops.append(Attend(tiles, q, View("k"), View("v")))
@@ -122,10 +122,10 @@ def _partial(spec: AttentionSpec, rows: int) -> tuple[Array, Array]:
     return out, Array(spec.batch, rows, spec.nheads, None, wide)
 
 
-# Every token has a program of its own, of which this part is the same.
+# Cached: every token has a new program, but this part does not change.
 @lru_cache(maxsize=256)
 def _merging(spec: AttentionSpec, rows: int, world_size: int) -> tuple[Op, ...]:
-    """Gathers and merges the partial results of all ranks."""
+    """Ops that gather and merge the partial results of all ranks."""
     packet = decode_packet(spec, rows)
     everyone = Gathered(packet, world_size)
     send, recv = Buffer("partial", packet.nbytes), Buffer("partials", everyone.nbytes)
@@ -143,15 +143,15 @@ def _merging(spec: AttentionSpec, rows: int, world_size: int) -> tuple[Op, ...]:
 def decode_tiles(segments: Sequence[Segment], mask: Mask) -> tuple[Tile, ...]:
     """The tiles of all queries x one rank's rows.
 
-    It takes one pass over the segments of that rank. Neighbours that every query sees are one tile:
-    of a causal cache that has grown in a thousand segments all but the last few.
+    Takes one pass over the segments. Neighbouring segments that every query sees become one tile:
+    in a causal cache of a thousand segments, all but the last few.
 
     Args:
-        segments: of the rank.
+        segments: the rank's segments.
         mask: over all queries and the whole cache.
 
     Returns:
-        Tiles in folding order, as `tiles.pair_tiles` has them.
+        Tiles in folding order, as from `tiles.pair_tiles`.
 
     Example:
         >>> segments = [Segment(0, 4), Segment(9, 3)]
@@ -159,23 +159,23 @@ def decode_tiles(segments: Sequence[Segment], mask: Mask) -> tuple[Tile, ...]:
         >>> [(tile.kv, tile.kind.name) for tile in tiles]
         [(slice(4, 7, None), 'CAUSAL'), (slice(0, 4, None), 'FULL')]
     """
-    tiles = [tile for one in mask.slices for tile in _slice_tiles(segments, one)]
+    tiles = [tile for piece in mask.slices for tile in _slice_tiles(segments, piece)]
     return tuple(sorted(tiles, key=lambda tile: (tile.q.start, -tile.kv.start)))
 
 
-def _slice_tiles(segments: Sequence[Segment], one: Slice) -> Iterator[Tile]:
-    """The tiles of a slice's queries x one rank's rows."""
-    every_q = slice(one.q_start, one.q_end)
-    # What a query sees moves on with it. Some query sees a position in [any_from, any_to); all see
-    # those from where the last begins to see to where the first ends, [all_from, all_to).
-    any_from = all_from = one.k_start
-    any_to = all_to = one.k_end
-    if one.lo is not None:
-        any_from = max(any_from, one.q_start + one.lo)
-        all_from = max(all_from, one.q_end - 1 + one.lo)
-    if one.hi is not None:
-        all_to = min(all_to, one.q_start + one.hi + 1)
-        any_to = min(any_to, one.q_end + one.hi)
+def _slice_tiles(segments: Sequence[Segment], piece: Slice) -> Iterator[Tile]:
+    """Yields the tiles of a slice's queries x one rank's rows."""
+    every_q = slice(piece.q_start, piece.q_end)
+    # Some query sees positions [any_from, any_to). All queries see [all_from, all_to): from the
+    # first key of the last query to the last key of the first query.
+    any_from = all_from = piece.k_start
+    any_to = all_to = piece.k_end
+    if piece.lo is not None:
+        any_from = max(any_from, piece.q_start + piece.lo)
+        all_from = max(all_from, piece.q_end - 1 + piece.lo)
+    if piece.hi is not None:
+        all_to = min(all_to, piece.q_start + piece.hi + 1)
+        any_to = min(any_to, piece.q_end + piece.hi)
     run, row = 0, 0  # rows [run, row) are seen by every query
     for segment in segments:
         stop = row + segment.length
@@ -183,7 +183,7 @@ def _slice_tiles(segments: Sequence[Segment], one: Slice) -> Iterator[Tile]:
         if segment.start < all_from or last >= all_to:
             yield from _full(every_q, run, row)
             if last >= any_from and segment.start < any_to:
-                yield from _cut(segment, row, one)
+                yield from _cut(segment, row, piece)
             run = stop
         row = stop
     yield from _full(every_q, run, row)
@@ -193,28 +193,28 @@ def _full(q: slice, run: int, row: int) -> list[Tile]:
     return [Tile(q, slice(run, row), Band(None, None))] if run < row else []
 
 
-def _cut(segment: Segment, row: int, one: Slice) -> Iterator[Tile]:
-    """The tiles of a segment, at that local row, which not every query sees all of."""
+def _cut(segment: Segment, row: int, piece: Slice) -> Iterator[Tile]:
+    """Yields the tiles of a partly visible segment, which starts at local row `row`."""
     if segment.stride == 1:
         shift = row - segment.start  # of local j - i
-        first, end = segment.rows_between(one.k_start, one.k_end)
-        lo, hi = (None if bound is None else bound + shift for bound in (one.lo, one.hi))
+        first, end = segment.rows_between(piece.k_start, piece.k_end)
+        lo, hi = (None if bound is None else bound + shift for bound in (piece.lo, piece.hi))
         kv = slice(row + first, row + end)
-        tile = make_tile(slice(one.q_start, one.q_end), kv, lo, hi)
+        tile = make_tile(slice(piece.q_start, piece.q_end), kv, lo, hi)
         if tile is not None:
             yield tile
         return
-    # Queries that follow one another against every P-th key are no band: query by query.
-    for i in range(one.q_start, one.q_end):
-        start = one.k_start if one.lo is None else max(one.k_start, i + one.lo)
-        stop = one.k_end if one.hi is None else min(one.k_end, i + one.hi + 1)
+    # Consecutive queries against every P-th key form no band: one tile for each query.
+    for i in range(piece.q_start, piece.q_end):
+        start = piece.k_start if piece.lo is None else max(piece.k_start, i + piece.lo)
+        stop = piece.k_end if piece.hi is None else min(piece.k_end, i + piece.hi + 1)
         first, end = segment.rows_between(start, stop)
         yield from _full(slice(i, i + 1), row + first, row + end)
 
 
 @lru_cache(maxsize=256)
 def decode_packet(spec: AttentionSpec, rows: int) -> Packet:
-    """The message of a rank: its partial out and lse of so many queries."""
+    """The message with a rank's partial out and lse of `rows` queries."""
     shapes = (spec.batch, rows, spec.nheads, spec.headdim_v), (spec.batch, spec.nheads, rows)
     return Packet(shapes, (spec.accum_dtype, spec.accum_dtype))
 
@@ -222,9 +222,9 @@ def decode_packet(spec: AttentionSpec, rows: int) -> Packet:
 def gather_numbers(
     numbers: tuple[int, int], device: torch.device, transport: Transport
 ) -> list[tuple[int, int]]:
-    """Two numbers of each rank: a message of 16 bytes, which on CUDA the host waits for."""
-    mine = torch.tensor(numbers, device=device).view(torch.uint8)
-    everyone = mine.new_empty(transport.world_size * mine.numel())
-    transport.all_gather("shards", 0, mine, everyone)
+    """The two numbers of each rank, gathered in messages of 16 bytes; on CUDA the host waits."""
+    sent = torch.tensor(numbers, device=device).view(torch.uint8)
+    gathered = sent.new_empty(transport.world_size * sent.numel())
+    transport.all_gather("shards", 0, sent, gathered)
     transport.wait("shards")
-    return [(first, second) for first, second in everyone.view(torch.int64).view(-1, 2).tolist()]
+    return [(first, second) for first, second in gathered.view(torch.int64).view(-1, 2).tolist()]

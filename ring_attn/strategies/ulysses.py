@@ -1,6 +1,7 @@
-"""Ulysses: heads for rows. Ranks of a group exchange their rows of all heads for all rows of some.
+"""Ulysses: ranks of a group exchange heads for rows. A rank with some rows of all heads gets all
+rows of some heads.
 
-    4 ranks with the rows a, b, c, d of 4 heads; afterwards each has all rows of a head
+    4 ranks with the rows a, b, c, d of 4 heads; afterwards each rank has all rows of one head
 
     rank 0    a0 a1 a2 a3                               a0 | a1 | a2 | a3
     rank 1    b0 b1 b2 b3        q, k, v   --->         b0 | b1 | b2 | b3
@@ -8,18 +9,17 @@
     rank 3    d0 d1 d2 d3                               d0 | d1 | d2 | d3
                                               rank       0    1    2    3
 
-In a hybrid the ranks form groups of U consecutive ones. After the exchange a rank has the rows of
-its group, in the order of their positions: the shard of one rank in a layout of P/U ranks. Over
-that layout the core, a ring or a gathering, runs among the ranks with the same heads.
+In a hybrid, groups have U consecutive ranks. After the exchange a rank has the rows of its group in
+the order of their positions: this is the shard of one rank in a layout of P/U ranks. Over that
+layout the core, such as a ring, runs among the ranks with the same heads.
 
     P = 4, U = 2          exchange within          core among
                           0 1 | 2 3                0 2 (first half of the heads) | 1 3 (second)
 
-Backward: dout goes the way of q, and dq, dk, dv come back the way of out. They come back rounded;
-but where a kv head was sent to several ranks, dk and dv come back as they were accumulated, are
-added up at home in the order of the ranks, and are rounded then. Which heads go where is in
-`core.heads`. (DeepSpeed-Ulysses, Jacobs et al., arXiv 2309.14509; hybrid: USP, Fang and Zhao,
-arXiv 2405.07719.)
+Backward: dout is exchanged like q; dq, dk and dv like out. They are rounded first; but if a kv head
+was sent to several ranks, dk and dv stay in the accumulation type, their owner adds them up in the
+order of the ranks, and rounds then. `core.heads` assigns heads to ranks. (DeepSpeed-Ulysses, Jacobs
+et al., arXiv 2309.14509; hybrid: USP, Fang and Zhao, arXiv 2405.07719.)
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def around(inner: StrategyCode) -> StrategyCode:
             raise ValueError(
                 f"ulysses_degree must divide the world size, got {degree} and {call.world_size}"
             )
-        # Those of all members: a call that one member refuses is refused by every rank.
+        # Checks the cores of all members, so that every rank refuses what one member refuses.
         for core in _cores(call):
             inner.check(core)
 
@@ -96,7 +96,7 @@ def around(inner: StrategyCode) -> StrategyCode:
 
 
 def core_layouts(call: Call) -> Layouts:
-    """The layouts of the groups."""
+    """The layouts of queries and keys with one rank for each group."""
     degree = call.strategy.ulysses_degree
     return merge_groups(call.layouts[0], degree)[0], merge_groups(call.layouts[1], degree)[0]
 
@@ -106,7 +106,7 @@ def _core_spec(spec: AttentionSpec, run: HeadRun) -> AttentionSpec:
 
 
 def _cores(call: Call) -> list[Call]:
-    """The calls between the groups, one for each number of heads."""
+    """The core's calls, one for each number of heads."""
     degree = call.strategy.ulysses_degree
     shares = share_heads(call.spec.nheads, call.spec.nheads_kv, degree)
     specs = dict.fromkeys(_core_spec(call.spec, run) for share in shares for run in share.runs)
@@ -122,11 +122,11 @@ class _Kind:
     """A tensor of an exchange.
 
     Attributes:
-        name: of the tensor.
-        side: whose rows and heads.
-        dim: of the last dimension; None is a statistic.
-        dtype: of the message.
-        summed: the same head may come from several ranks, to be added up.
+        name: name of the tensor.
+        side: the side of its rows and heads.
+        dim: size of the last dim; None is a statistic.
+        dtype: type in the message.
+        summed: whether a head may arrive from several ranks and is added up.
     """
 
     name: str
@@ -141,16 +141,16 @@ class _Kind:
         return f"{self.name} sum" if self.summed else self.name
 
     def heads(self, run: HeadRun) -> slice:
-        """The run's heads of this side."""
+        """The run's heads on the tensor's side."""
         return run.q if self.side == "q" else run.kv
 
     def num_heads(self, run: HeadRun) -> int:
-        """Number of these heads."""
+        """Number of the run's heads on the tensor's side."""
         return run.num if self.side == "q" else run.num_kv
 
 
 class _Runs(NamedTuple):
-    """Heads of one core: the number of the run, its heads, and the members that compute them."""
+    """Heads of one core: index of the run, its heads, and the group's members that compute it."""
 
     number: int
     run: HeadRun
@@ -198,7 +198,7 @@ class _Exchanges:
     # -- cores
 
     def _runs(self) -> Iterator[_Runs]:
-        """This rank's runs of heads; of every rank those of equal sizes together."""
+        """Yields this rank's runs of heads; for every rank, runs of equal sizes together."""
         if self.ranks.rank is not None:
             share = self.shares[self.ranks.rank % self.degree]
             for index, run in enumerate(share.runs):
@@ -212,8 +212,8 @@ class _Exchanges:
                     run = share.runs[index]
                     members.setdefault((run.num, run.num_kv), []).append(member)
                     first.setdefault((run.num, run.num_kv), run)
-            for sizes, some in members.items():
-                yield _Runs(index, first[sizes], torch.tensor(some))
+            for sizes, ranks in members.items():
+                yield _Runs(index, first[sizes], torch.tensor(ranks))
 
     def _core(
         self,
@@ -263,7 +263,7 @@ class _Exchanges:
     def _kinds(
         self, *, backward: bool, rounded: bool
     ) -> tuple[tuple[_Kind, ...], tuple[_Kind, ...]]:
-        """The tensors that go to the heads, and those that come back."""
+        """The tensors exchanged to heads, and the tensors exchanged back to rows."""
         spec = self.call.spec
         dtype, wide, dim, dim_v = spec.dtype, spec.accum_dtype, spec.headdim, spec.headdim_v
         if not backward:
@@ -273,27 +273,27 @@ class _Exchanges:
                 _Kind("v", "kv", dim_v, dtype),
             )
             return inputs, (_Kind("out", "q", dim_v, dtype), _Kind("lse", "q", None, wide))
-        mine = dtype if rounded else wide
-        theirs = wide if self.summed else mine
+        q_dtype = dtype if rounded else wide
+        kv_dtype = wide if self.summed else q_dtype
         gradients = (
-            _Kind("dq", "q", dim, mine),
-            _Kind("dk", "kv", dim, theirs, self.summed),
-            _Kind("dv", "kv", dim_v, theirs, self.summed),
+            _Kind("dq", "q", dim, q_dtype),
+            _Kind("dk", "kv", dim, kv_dtype, self.summed),
+            _Kind("dv", "kv", dim_v, kv_dtype, self.summed),
         )
         return (_Kind("dout", "q", dim_v, dtype),), gradients
 
     def _to_heads(self, kinds: tuple[_Kind, ...], step: int) -> Iterator[Op]:
-        """This rank's rows of all heads become all rows of the group of this rank's heads."""
+        """Exchanges this rank's rows of all heads for the group's rows of this rank's heads."""
         yield from self._exchange(kinds, "shards", step, to_heads=True)
 
     def _to_rows(self, kinds: tuple[_Kind, ...], channel: Channel, step: int) -> Iterator[Op]:
-        """The group's rows of this rank's heads become this rank's rows of all heads."""
+        """Exchanges the group's rows of this rank's heads for this rank's rows of all heads."""
         yield from self._exchange(kinds, channel, step, to_heads=False)
 
     def _exchange(
         self, kinds: tuple[_Kind, ...], channel: Channel, step: int, *, to_heads: bool
     ) -> Iterator[Op]:
-        """Exchanges tensors of one side for those of the other, by one all-to-all."""
+        """Exchanges tensors between rows and heads, by one all-to-all."""
         side = "heads" if to_heads else "rows"
         sent = self._message(kinds, at_home=to_heads)
         received = self._message(kinds, at_home=not to_heads)
@@ -311,11 +311,11 @@ class _Exchanges:
         yield Unpack(recv, received, self._copies(kinds, at_home=not to_heads))
 
     def _rounded(self, kinds: tuple[_Kind, ...], dtype: torch.dtype) -> Iterator[Op]:
-        """Gradients that came from several ranks, rounded now that they are added up."""
+        """Rounds the gradients that were added up from several ranks."""
         for kind in reversed(kinds):
             if kind.summed:
-                (of,) = (x for name, x, _ in self._targets((kind,), at_home=True))
-                yield Round(View(kind.name), View(kind.at_home), replace(of, dtype=dtype), False)
+                (array,) = (x for _, x, _ in self._targets((kind,), at_home=True))
+                yield Round(View(kind.name), View(kind.at_home), replace(array, dtype=dtype), False)
 
     def _post(
         self,
@@ -339,7 +339,7 @@ class _Exchanges:
         return Post(channel, step, route, send[0], recv[0], recv[1], leaving, self._group)
 
     def _message(self, kinds: tuple[_Kind, ...], *, at_home: bool) -> Message:
-        """A packet for each member: its heads of this rank's rows, or its rows of these heads."""
+        """A packet for each member: this rank's rows of the member's heads, or the reverse."""
         rank, batch = self.ranks.rank, self.call.spec.batch
         if rank is None:
             return Bytes(self._every_packet(kinds).sum(2 if at_home else 1).flatten())
@@ -355,18 +355,18 @@ class _Exchanges:
 
     @cached_property
     def _every_rows(self) -> tuple[list[list[int]], Tensor]:
-        """Numbers of rows of queries and of keys that ranks have, and which of these each has."""
+        """The distinct (query rows, key rows) of ranks, and the index of each rank's pair."""
         lens = torch.tensor([layout.shard_lens for layout in self.ranks.layouts])
         rows, inverse = lens.unique(dim=1, return_inverse=True)
         return rows.t().tolist(), inverse
 
     def _every_packet(self, kinds: tuple[_Kind, ...]) -> Tensor:
-        """(groups, members, members) bytes of each member's rows of each other's heads."""
+        """(groups, members, members) bytes: [g, a, b] are member a's rows of member b's heads."""
         rows, inverse = self._every_rows
         sizes = [tuple((run.num, run.num_kv) for run in share.runs) for share in self.shares]
         batch = self.call.spec.batch
         nbytes = {
-            size: [_packet(batch, kinds, share, *one).nbytes for one in rows]
+            size: [_packet(batch, kinds, share, *pair).nbytes for pair in rows]
             for size, share in dict(zip(sizes, self.shares, strict=True)).items()
         }
         table = torch.tensor([nbytes[size] for size in sizes], dtype=torch.int64)
@@ -375,7 +375,7 @@ class _Exchanges:
     def _targets(
         self, kinds: tuple[_Kind, ...], *, at_home: bool
     ) -> Iterator[tuple[str, Array, bool]]:
-        """The tensors that are put together: names, sizes, and whether they are added to."""
+        """Yields the receiving tensors: name, size, and whether messages are added to them."""
         spec = self.call.spec
         if at_home:
             for kind in kinds:
@@ -394,7 +394,7 @@ class _Exchanges:
                 yield f"{kind.name} {runs.number}", array, False
 
     def _copies(self, kinds: tuple[_Kind, ...], *, at_home: bool) -> tuple[Copy, ...]:
-        """Entries of the messages and their counterparts in the tensors of one side."""
+        """Copies between the messages and the tensors before, or after, the exchange."""
         if self.ranks.rank is None:
             return ()
         copies, entry = [], 0
@@ -420,7 +420,7 @@ class _Exchanges:
         return merge_groups(layout, self.degree)[1]
 
 
-# The tensors that a core's forward saves, as every core does.
+# The tensors that every core's forward saves.
 _SAVED = ("q", "k", "v", "out", "lse")
 
 
@@ -432,7 +432,7 @@ def _length(message: Message) -> int:
 def _packet(
     batch: int, kinds: tuple[_Kind, ...], share: HeadShare, rows_q: int, rows_kv: int
 ) -> Packet:
-    """Some heads of some rows: run by run, kind by kind."""
+    """The packet with a share's heads of some rows: run by run, kind by kind."""
     arrays = [
         Array(
             batch, rows_q if kind.side == "q" else rows_kv, kind.num_heads(run), kind.dim,
@@ -449,10 +449,10 @@ def _packet(
 
 @lru_cache(maxsize=1024)
 def merge_groups(layout: SequenceLayout, degree: int) -> tuple[SequenceLayout, MergedRows]:
-    """The layout of groups of consecutive ranks, and where the rows of a rank are in its group.
+    """`SequenceLayout.merged` for groups of consecutive ranks.
 
-    As `SequenceLayout.merged`, but that a group of all ranks has its rows in the order of their
-    positions for any stride: then a call's tiles, and so its bits, are those of one process.
+    A single group of all ranks has its rows in the order of their positions, whatever the stride:
+    so the call's tiles, and its bits, are those of one process.
     """
     world_size = layout.world_size
     if degree < world_size:
