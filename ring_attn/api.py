@@ -95,8 +95,8 @@ def ring_attention(
 ) -> Tensor | tuple[Tensor, ...]:
     """Exact attention over a sequence that is split across the ranks of a group.
 
-    Every rank passes its own shard and gets the output of its own queries. Gradients are those of
-    dense attention; differentiating them again is refused.
+    Every rank passes its own shard and gets the output for its own queries. Gradients equal those
+    of dense attention; second derivatives are refused.
 
     Args:
         q: (batch, rows, nheads, headdim), or packed (rows, nheads, headdim) with `cu_seqlens`;
@@ -106,69 +106,68 @@ def ring_attention(
         causal: query i sees key j only if `j <= i + seqlen_k - seqlen_q` (bottom-right aligned,
             as in flash-attention), in global positions.
         window_size: `(left, right)` keys seen on either side of that diagonal; -1 is unbounded.
-            With `causal` the right is 0 whatever is given.
+            `causal` sets right to 0.
         softmax_scale: factor of the scores, from 2**-63 to 2**63; `headdim ** -0.5` by default.
-        softcap: caps the scores: where it is not 0 they are `softcap * tanh(score / softcap)`,
-            before the mask; from 2**-63 to 2**63.
-        sinks: (nheads,) of any floating point dtype, used in float32: a logit of each head that
-            joins the denominator of the softmax and has no value. The same on every rank; its
-            gradient is this rank's share, to be summed over the ranks as that of any replicated
-            parameter.
-        cu_seqlens: int32 boundaries of documents in the global sequence, from 0; each attends only
-            to itself. They need not divide by anything. The same on every rank. Rows behind the
-            last boundary are padding, with out 0, lse -inf (or its sink) and zero gradients; over
-            several ranks that takes a `layout` by value.
-        cu_seqlens_k: those of the keys, where they differ from the queries'.
-        mask: any other mask, of `ring_attn.masks`, over the whole sequence; in the place of causal,
-            window_size and cu_seqlens. The same on every rank. Make it once for a batch, and give
-            all layers the same one.
-        group: the ranks: a process group, a mesh with one axis, or None for the default group. A
-            mesh with two, such as (nodes, GPUs of a node), gives "hybrid" and "double_ring" their
-            degree: the size of the last.
+        softcap: from 2**-63 to 2**63, caps the scores at `softcap * tanh(score / softcap)` before
+            the mask; 0 is no cap.
+        sinks: (nheads,) of any floating point dtype, used in float32: a logit for each head that is
+            added to the denominator of the softmax. The same on every rank; its gradient is this
+            rank's share, to be summed over the ranks as for any replicated parameter.
+        cu_seqlens: int32 boundaries of documents in the global sequence, from 0; each document
+            attends only to itself. Any lengths; the same on every rank. Rows after the last
+            boundary are padding, with out 0, lse -inf (or the sink) and zero gradients; over
+            several ranks, padding needs a `layout` passed by value.
+        cu_seqlens_k: boundaries of the keys' documents, if they differ from the queries'.
+        mask: any other mask, from `ring_attn.masks`, over the whole sequence; replaces causal,
+            window_size and cu_seqlens. The same on every rank. Make it once for a batch, and pass
+            the same mask to all layers.
+        group: the ranks: a process group, a mesh with one axis, or None for the default group. In a
+            mesh with two axes, such as (nodes, GPUs of a node), the size of the last axis is the
+            degree of "hybrid" and "double_ring".
         layout: which positions the ranks hold: "contiguous", "zigzag", "striped", a
-            `SequenceLayout`, or a pair for queries and keys. With a name every rank holds as many
-            rows, unless `cu_seqlens` tells the length.
+            `SequenceLayout`, or a pair for queries and keys. With a name, every rank holds equally
+            many rows, unless `cu_seqlens` gives the length.
         strategy: how the ranks share the work: "ring", "double_ring", "all_gather", "exchange",
             "ulysses", "hybrid", "q_exchange", or a `Strategy` with its degrees. "auto" takes the
-            fastest by simulation on this machine's description (`explain` tells why): rank 0
-            chooses, and at the first call with new arguments the ranks exchange 1 KiB so that all
-            do the same; later calls look it up. A mesh with two axes then tells the size of a node.
-        backend: "auto" for the fastest, or the name of one that then runs or raises;
-            `select_backend` says which, and why.
+            fastest in a simulation of this machine (`explain` tells why). Rank 0 chooses; at the
+            first call with new arguments the ranks exchange 1 KiB to agree, later calls look the
+            choice up. In a mesh with two axes, the last axis is then a node.
+        backend: "auto" for the fastest, or the name of a backend, which runs or raises;
+            `select_backend` tells which, and why.
         same_bits: whether out, lse, dq, dk and dv have the same bits at every world size. That
             needs a backend that folds in order (triton) and contiguous shards that start at
             multiples of its block, 128; a ring also needs `causal` without window and documents.
-            Ulysses has any layout and mask for it, but no KV head may be on two ranks. In a ring KV
-            travels in the backward then, and all_gather brings the Q side too, even where another
-            way would cost fewer bytes. None is on where it can be had; True is on or refused with
-            the reason. False leaves a ring with triton free to add dK and dV up behind whole steps,
-            which takes more memory traffic and is for links too slow for the other order.
+            Ulysses allows any layout and mask, but no KV head may be on two ranks. KV then travels
+            in a ring's backward, and all_gather also gathers the Q side, even if another way costs
+            fewer bytes. None: the same bits if possible. True: the same bits, or an error with the
+            reason. False: a ring with triton adds dK and dV up behind whole steps, with more memory
+            traffic, for links that are too slow for the other order.
         return_lse: also return lse.
-        return_max_logits: also return the greatest score of each head, as QK-clip needs it (Kimi
-            K2, arXiv 2507.20534), of all queries and ranks; one small message more. For backends
-            that have it: triton and reference.
+        return_max_logits: also return the greatest score of each head over all queries and ranks,
+            for QK-clip (Kimi K2, arXiv 2507.20534); takes one more small message. For the backends
+            triton and reference.
         dropout_p: must be 0.
         alibi_slopes: must be None.
         transport: the timeout, and NCCL's share of the device.
 
     Returns:
         `out` (batch, rows, nheads, headdim_v) like q; with `return_lse` also `lse` (batch, nheads,
-        rows), (nheads, rows) if packed, natural logarithm in float32 (float64 for float64), not
-        differentiable; the sink is in it. A row that sees nothing has out 0, lse -inf (or its
-        sink) and zero gradients. With `return_max_logits` last `max_logits` (nheads,) in the type
-        of lse, the same on every rank: scaled, capped, of the keys that are seen, without sinks;
-        -inf where nothing is seen; not differentiable.
+        rows), (nheads, rows) if packed, natural logarithm in float32 (float64 for float64),
+        including the sink, not differentiable. A row that sees nothing has out 0, lse -inf (or the
+        sink) and zero gradients. With `return_max_logits`, last, `max_logits` (nheads,) in the type
+        of lse, the same on every rank: greatest score over visible keys, scaled and capped, without
+        sinks; -inf if nothing is visible; not differentiable.
 
     Raises:
-        ValueError: shapes, layout, window, documents, sinks or degrees that do not fit, or inputs
-            that were made in inference mode, of a call that is differentiated.
-        TypeError: a dtype or type that is not taken, such as a sparse or nested tensor.
+        ValueError: shapes, layout, window, documents, sinks or degrees do not fit, or a call that
+            is differentiated has inputs made in inference mode.
+        TypeError: a dtype or type that is not accepted, such as a sparse or nested tensor.
         NotImplementedError: dropout, ALiBi, forward-mode differentiation, transforms of
-            `torch.func`, what the named backend does not support,
-            `same_bits=True` where it cannot be had, or a call within the capture of a CUDA graph.
+            `torch.func`, a call that the named backend does not support, `same_bits=True` where it
+            is impossible, or capture of a CUDA graph.
         ImportError: the named backend's package is not installed.
-        RuntimeError: no process group, a rank that did not come, died, stalled, left its call by an
-            error, or is in another call; and every call on a process group after such an error.
+        RuntimeError: no process group; a rank is missing, died, stalled, left its call by an error,
+            or is in another call; and every call on a process group after such an error.
 
     Example:
         >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
@@ -211,7 +210,7 @@ def ring_attention(
         packed = q.ndim == 3
         if packed:
             q, k, v = q[None], k[None], v[None]
-        # Once here rather than at every step: no operator takes a strided last dim.
+        # No operator takes a strided last dim: copies once here, not at every step.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         if strategy == "auto":
             arguments = _with_strategy(q, k, v, sinks, arguments)
@@ -227,20 +226,20 @@ def ring_attention(
 
 @is_traced_as_constant
 def _described(group: Group, device_type: str) -> tuple[str, tuple[int, ...]]:
-    """Torch's name of the group and the shape of the mesh; a compiled graph is for one group."""
+    """Torch's name of the group, and the shape of the mesh; constants in a compiled graph."""
     process_group = check.check_group(group)
     check.check_group_device(process_group, torch.device(device_type))
     return process_group.group_name, check.mesh_shape(group)
 
 
 @left_out_of_graphs(
-    "strategy='auto' cannot be compiled, the ranks talk to each other to choose: pass "
+    "strategy='auto' cannot be compiled, as the ranks exchange messages to choose: pass "
     "ring_attn.explain(...).strategy, or compile without fullgraph=True"
 )
 def _with_strategy(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments
 ) -> Arguments:
-    """The same call with the strategy that "auto" is here."""
+    """The arguments with the strategy that "auto" chooses."""
     check.check_capture("ring_attention", q)
     call = arguments.call
     group, shape = call.process_group, call.mesh_shape
@@ -255,9 +254,9 @@ def _with_strategy(
         tell_refusal(error, group, call.transport)
         raise
     if debug_enabled():
-        # Before the ranks choose together, which only equal arguments allow.
-        asked = {"strategy": "auto", "backend": backend, "same_bits": call.same_bits}
-        check_agreement({**describe(spec, resolved, call), **asked}, group, call.transport)
+        # Before the ranks choose together, which needs equal arguments.
+        choice = {"strategy": "auto", "backend": backend, "same_bits": call.same_bits}
+        check_agreement({**describe(spec, resolved, call), **choice}, group, call.transport)
     strategy = agreed_strategy(
         spec,
         *resolved,
@@ -294,8 +293,8 @@ def tree_decode(
 
 
 @left_out_of_graphs(
-    "tree_decode sends its messages from the host, and a graph holds none: compile without "
-    "fullgraph=True, which leaves it out"
+    "tree_decode sends messages from the host, which a graph cannot hold: compile without "
+    "fullgraph=True, to leave the call out of the graph"
 )
 def tree_decode(
     q: Tensor,
@@ -317,49 +316,49 @@ def tree_decode(
     """Attention of the newest tokens to a KV cache that is split over the ranks; for inference.
 
     Every rank passes the same queries and its own rows of the cache, and gets the whole result,
-    the same bits as every other rank. One message of a call carries all ranks' partial out and lse
-    (Tree Attention, arXiv 2408.04093, in one exchange instead of three). For a prompt, or a long
-    part of one, use `ring_attention` with layouts of the new tokens and of the cache with them.
+    with the same bits as on every other rank. One exchange gathers all ranks' partial out and lse
+    (Tree Attention, arXiv 2408.04093, has three). For a prompt, or a long part of one, use
+    `ring_attention` with a layout of the new tokens and a layout of the cache that includes them.
 
     Args:
         q: (batch, seqlen_q, nheads, headdim), the last seqlen_q tokens of the sequence, the same on
-            every rank: usually 1, or the few of speculative decoding; float16, bfloat16, float32 or
-            float64; any strides. The sequences of a batch have one length: there is no
-            `cache_seqlens`. Where lengths differ, call it once for each sequence, `q[i : i + 1]`.
-        k: (batch, rows, nheads_kv, headdim), this rank's rows of the cache, those of the queries'
-            own tokens among them on the rank that holds them; it may have 0 rows. None, and None
-            for v, where `layout` gives this rank no rows: at their first call with such a layout
-            the ranks then tell each other nheads_kv and headdim_v, in one message of 16 bytes.
+            every rank: usually 1, or a few for speculative decoding; float16, bfloat16, float32 or
+            float64; any strides. All sequences of a batch have one length, as there is no
+            `cache_seqlens`; if lengths differ, call it once for each sequence, `q[i : i + 1]`.
+        k: (batch, rows, nheads_kv, headdim), this rank's rows of the cache, including the queries'
+            tokens that this rank holds; rows may be 0. k and v may be None if `layout` gives this
+            rank no rows: at the first call with such a layout the ranks then exchange nheads_kv and
+            headdim_v, in one message of 16 bytes.
         v: (batch, rows, nheads_kv, headdim_v), or None.
-        causal: query i sees key j only if `j <= i + seqlen_k - seqlen_q`: of the newest tokens each
-            sees those before it and itself.
+        causal: query i sees key j only if `j <= i + seqlen_k - seqlen_q`: each new token sees
+            itself and the tokens before it.
         window_size: `(left, right)` keys seen on either side of that diagonal; -1 is unbounded.
         softmax_scale: factor of the scores; `headdim ** -0.5` by default.
-        softcap: where it is not 0, scores are `softcap * tanh(score / softcap)`.
-        sinks: (nheads,), a logit of each head that joins the denominator once; the same on every
-            rank.
-        mask: of `ring_attn.masks`, in the place of causal and window_size: over the new tokens and
-            the whole cache. `Mask.rows` takes the last queries of a mask of the whole sequence.
+        softcap: caps the scores at `softcap * tanh(score / softcap)`; 0 is no cap.
+        sinks: (nheads,), a logit for each head that is added to the denominator once; the same on
+            every rank.
+        mask: from `ring_attn.masks`, over the new tokens and the whole cache; replaces causal and
+            window_size. `Mask.rows` takes the last queries from a mask of the whole sequence.
         group: a process group, a mesh with one axis, or None for the default group.
-        layout: which positions the ranks hold, the same on every rank; see
-            `SequenceLayout.appended` and `next_rank` for one that grows. None says that every rank
-            holds one run, in the order of the ranks. Of how many rows is then asked in one more
-            message of 16 bytes, on CUDA with a wait of the host, where the mask depends on it: with
-            a window, or where several queries are causal.
+        layout: which positions the ranks hold, the same on every rank; for a growing cache see
+            `SequenceLayout.appended` and `next_rank`. None: every rank holds one run, in the order
+            of the ranks. If the mask then depends on the runs' lengths (with a window, or with
+            several causal queries), the ranks exchange them in one more message of 16 bytes, for
+            which the host waits on CUDA.
         backend: as for `ring_attention`.
         return_lse: also return lse.
         transport: as for `ring_attention`.
 
     Returns:
         `out` (batch, seqlen_q, nheads, headdim_v) like q; with `return_lse` also `lse` (batch,
-        nheads, seqlen_q), natural logarithm in float32 (float64 for float64), the sink in it. A
-        query that sees nothing has out 0 and lse -inf (or its sink).
+        nheads, seqlen_q), natural logarithm in float32 (float64 for float64), including the sink. A
+        query that sees nothing has out 0 and lse -inf (or the sink).
 
     Raises:
-        ValueError: shapes, layout, window or sinks that do not fit, or no query.
-        TypeError: a dtype or type that is not taken.
-        NotImplementedError: inputs that require a gradient, which only `ring_attention` has, what
-            the named backend does not support, or a call within the capture of a CUDA graph.
+        ValueError: shapes, layout, window or sinks do not fit, or there is no query.
+        TypeError: a dtype or type that is not accepted.
+        NotImplementedError: inputs that require a gradient (use `ring_attention`), a call that the
+            named backend does not support, or capture of a CUDA graph.
         ImportError: the named backend's package is not installed.
         RuntimeError: as `ring_attention`.
 
@@ -371,7 +370,7 @@ def tree_decode(
         >>> ring_attn.tree_decode(q, k, v).shape
         torch.Size([1, 1, 8, 64])
     """
-    told = not (k is None and v is None)
+    sizes_known = not (k is None and v is None)
     try:
         k, v = check.check_rows_told(q, k, v, layout)
         check.check_tensors(q, k, v, packed=False)
@@ -396,7 +395,7 @@ def tree_decode(
         tell_refusal(error, group, transport)
         raise
     try:
-        out, lse = decode.attend(q, k, v, sinks, decoding, told)
+        out, lse = decode.attend(q, k, v, sinks, decoding, sizes_known)
         return (out, lse) if return_lse else out
     except BaseException as error:
         refused(process_group, error)
@@ -416,36 +415,36 @@ def select_backend(
     mask: Mask | None = None,
     same_bits: bool | None = None,
 ) -> BackendChoice:
-    """Which backend `ring_attention` would use for such a call, and why not the others.
+    """The backend that `ring_attention` would use for a call, and why not the others.
 
-    "auto" takes the fastest in steps of a ring, by what is published or estimated of kernels on the
-    GPU's architecture, in the directions that the call has; on others, and on CPUs, the first in an
-    order of preference. It leaves out, as long as another one can run the call, with `same_bits`
-    those that fold in no one order; for masks of several slices, such as documents, those that take
-    them one by one; and, unless `same_bits` is False, for a call that is differentiated on CUDA
-    those no two runs of whose backward are equal: torch's cuDNN and flash.
+    "auto" takes the fastest backend for ring steps, by published or estimated speeds of its kernels
+    on the GPU's architecture, for the directions that the call has. On other GPUs and on CPUs it
+    takes the first in an order of preference. If another backend can run the call, "auto" excludes:
+    with `same_bits`, backends that do not fold in one order; for masks of several slices, such as
+    documents, backends that run slice by slice; and for a differentiated call on CUDA, unless
+    `same_bits` is False, backends whose backward differs from run to run: torch's cuDNN and flash.
 
     Args:
-        q: (batch, rows, nheads, headdim) or (rows, nheads, headdim); only shape, dtype, device and
-            whether it requires a gradient are looked at.
+        q: (batch, rows, nheads, headdim) or (rows, nheads, headdim); only its shape, dtype, device
+            and `requires_grad` matter.
         k: likewise.
         v: likewise.
         backend: "auto" or a name.
         softcap: as for `ring_attention`.
-        sinks: likewise; so are those that follow.
-        window_size: see there.
-        cu_seqlens: see there.
-        mask: see there.
-        same_bits: see there.
+        sinks: as for `ring_attention`.
+        window_size: as for `ring_attention`.
+        cu_seqlens: as for `ring_attention`.
+        mask: as for `ring_attention`.
+        same_bits: as for `ring_attention`.
 
     Returns:
-        `name`; `why`; `reasons`: for every backend None where it could run, else the reason why
-        not; `tflops`: at which speed those that could were compared, where that was done.
+        `name`; `why`; `reasons`: for every backend None if it can run the call, else the reason why
+        not; `tflops`: speeds by which backends were compared, if they were.
 
     Raises:
-        ValueError: no backend of that name, shapes that do not fit, or a bad softcap, window,
-            documents or mask.
-        TypeError: a dtype or type that is not taken.
+        ValueError: no backend of that name, shapes do not fit, or a bad softcap, window, documents
+            or mask.
+        TypeError: a dtype or type that is not accepted.
         NotImplementedError: the named backend does not support the call.
         ImportError: the named backend's package is not installed.
 
@@ -473,7 +472,7 @@ def select_backend(
 
 
 def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int = 1) -> Tensor:
-    """The whole tensor on every rank, from each rank's shard; for evaluation, without gradient.
+    """The whole tensor on every rank, from the shards of all ranks; for evaluation, no gradient.
 
     Args:
         x: this rank's shard, `layout.shard_len(rank)` rows in `dim`.
@@ -485,8 +484,8 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
         `x` with `layout.seqlen` rows in `dim`.
 
     Raises:
-        ValueError: a shard with a wrong number of rows, or a dim that it has not.
-        TypeError: a type that is not taken, such as a layout by name.
+        ValueError: a wrong number of rows, or a dim that x lacks.
+        TypeError: a type that is not accepted, such as a layout given by name.
         RuntimeError: no process group.
     """
     process_group = check.check_group(group)
@@ -501,7 +500,7 @@ def unshard(x: Tensor, layout: SequenceLayout, *, group: Group = None, dim: int 
     except Exception as error:
         tell_refusal(error, process_group)
         raise
-    # Gathering wants equal sizes: short shards are sent with rows that are cut off again.
+    # An all-gather needs equal sizes: short shards are padded, and cut again after it.
     longest = max(layout.shard_lens)
     rows = torch.zeros(longest, *x.movedim(dim, 0).shape[1:], dtype=x.dtype, device=x.device)
     rows[: x.size(dim)] = x.detach().movedim(dim, 0)

@@ -1,17 +1,16 @@
-"""Requests: what `ring_attention` and `tree_decode` are asked for, as one frozen value.
+"""Requests: the options of a call of `ring_attention` or `tree_decode`, as one frozen value.
 
     arguments -> Request -> text -> operator of torch.library -> Request -> Call -> programs
 
-A `strategies.base.Call` is a request whose choices are made: backend, strategy, layouts, mask.
+A `strategies.base.Call` is a request with backend, strategy, layouts and mask chosen.
 
 The public signature has every option with its default, and a TypedDict here has its type; overloads
-and adapters take options as `**options: Unpack[...]`. One more option is a parameter in api.py, a
-line in a TypedDict, a field of `Request`, and the code that uses it.
+and adapters take options as `**options: Unpack[...]`. A new option is a parameter in api.py, a line
+in a TypedDict, a field of `Request`, and the code that uses it.
 
-A graph holds strings, numbers and tensors only. So a request crosses into the operators as text
-that needs nothing else to be read: a graph that one process stores and another loads has its
-request. Only tensors and the numbers of layouts, which a compiler may take for symbols, cross
-beside the text.
+A graph holds strings, numbers and tensors only. So a request enters the operators as
+self-contained text: one process can store a graph with it, and another load the graph. Only tensors
+and the numbers of layouts, which a compiler may treat as symbols, travel beside the text.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ Layout = str | SequenceLayout | tuple[SequenceLayout, SequenceLayout]
 
 
 class _Basics(TypedDict, total=False):
-    """Options that torch's scaled_dot_product_attention has under other names."""
+    """Options that torch's scaled_dot_product_attention also has, under other names."""
 
     causal: bool
     softmax_scale: float | None
@@ -54,11 +53,11 @@ class _Scores(TypedDict, total=False):
     sinks: Tensor | None
 
 
-class _Given(TypedDict, total=False):
+class _Mask(TypedDict, total=False):
     mask: Mask | None
 
 
-class _Documents(_Given, total=False):
+class _Documents(_Mask, total=False):
     cu_seqlens: Tensor | None
     cu_seqlens_k: Tensor | None
 
@@ -67,13 +66,13 @@ class _Ranks(TypedDict, total=False):
     group: Group
 
 
-class _Means(TypedDict, total=False):
+class _Execution(TypedDict, total=False):
     backend: str
     transport: TransportOptions
 
 
-class Sharing(_Means, total=False):
-    """Options of `ring_attention` that say by what means, once group and layout are known."""
+class Sharing(_Execution, total=False):
+    """Options of `ring_attention` that say how it is computed, without group and layout."""
 
     strategy: str | Strategy
     same_bits: bool | None
@@ -90,18 +89,18 @@ class What(_Basics, _Scores, _Documents, total=False):
 
 
 class SdpaOptions(_Scores, _Documents, How, total=False):
-    """Options of `ring_attention` that scaled_dot_product_attention has no argument for."""
+    """Options of `ring_attention` that scaled_dot_product_attention lacks."""
 
 
 class AttentionOptions(What, How, total=False):
-    """All options of `ring_attention` but those that ask for more results."""
+    """All options of `ring_attention` except `return_lse` and `return_max_logits`."""
 
     dropout_p: float
     alibi_slopes: Tensor | None
 
 
-class DecodeOptions(_Basics, _Scores, _Given, _Ranks, _Means, total=False):
-    """All options of `tree_decode` but `return_lse`."""
+class DecodeOptions(_Basics, _Scores, _Mask, _Ranks, _Execution, total=False):
+    """All options of `tree_decode` except `return_lse`."""
 
     layout: SequenceLayout | None
 
@@ -110,15 +109,16 @@ class DecodeOptions(_Basics, _Scores, _Given, _Ranks, _Means, total=False):
 
 
 class Request(NamedTuple):
-    """Everything that a call is asked for, apart from tensors and from layouts given by value.
+    """All options of a call, except tensors and layouts passed by value.
+
+    Attributes not listed here are as in `ring_attention`.
 
     Attributes:
-        causal: as in `ring_attention`; so are all that are not named here.
         group: torch's name of the process group.
-        mesh_shape: sizes of the mesh's axes where the group is a mesh, else ().
-        layout: its name; None where `Arguments` has the numbers of two layouts.
+        mesh_shape: sizes of the mesh's axes if the group is a mesh, else ().
+        layout: name of the layout; None if `Arguments` has the numbers of two layouts.
         differentiated: whether a backward may follow.
-        max_logits: whether the greatest score of each head is asked for.
+        max_logits: whether to return the greatest score of each head.
     """
 
     causal: bool
@@ -137,7 +137,7 @@ class Request(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The call as JSON, which `from_text` reads."""
+        """The request as JSON, for `from_text`."""
         if torch.compiler.is_compiling():
             return _dumped(_plain(self))
         return _text(self)
@@ -145,7 +145,7 @@ class Request(NamedTuple):
     @staticmethod
     @lru_cache(maxsize=1024)
     def from_text(text: str) -> Request:
-        """The call whose `text` this is."""
+        """The request from its `text`."""
         values: dict[str, Any] = json.loads(text)
         if isinstance(values["strategy"], dict):
             values["strategy"] = Strategy(**values["strategy"])
@@ -161,7 +161,7 @@ class Request(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int]:
-        """This rank among all ranks of the call, and how many they are."""
+        """This process's rank in the call's group, and the number of ranks."""
         group = self.process_group
         return dist.get_rank(group), dist.get_world_size(group)
 
@@ -171,7 +171,7 @@ class Request(NamedTuple):
 
 
 def _plain(value: Any) -> Any:
-    """The value in types that JSON can write; a compiler can trace the conversion."""
+    """The value in types that JSON can write; compilers can trace this conversion."""
     if isinstance(value, Request):
         return {name: _plain(getattr(value, name)) for name in Request._fields}
     if isinstance(value, (Strategy, TransportOptions)):
@@ -196,11 +196,11 @@ class Arguments(NamedTuple):
 
     Attributes:
         cu_seqlens: boundaries of the queries' documents.
-        cu_seqlens_k: those of the keys', where they differ.
-        mask: `Mask.tensor` of a mask that was given as a value.
-        layout_q: `SequenceLayout.numbers` of the queries' layout; empty where the request has it.
-        layout_k: those of the keys' layout.
-        text: that of the `Request`.
+        cu_seqlens_k: boundaries of the keys' documents, if they differ.
+        mask: `Mask.tensor` of a mask passed by value.
+        layout_q: `SequenceLayout.numbers` of the queries' layout; empty if the request names it.
+        layout_k: `SequenceLayout.numbers` of the keys' layout, likewise.
+        text: `Request.text`.
     """
 
     cu_seqlens: Tensor | None
@@ -216,14 +216,14 @@ class Arguments(NamedTuple):
 
     @property
     def numbers(self) -> LayoutNumbers:
-        """Numbers of both layouts, hashable."""
+        """Numbers of both layouts, as hashable tuples."""
         return tuple(self.layout_q), tuple(self.layout_k)
 
     def documents(self) -> Documents:
         """Boundaries of the queries' documents and of the keys', on the host.
 
         Raises:
-            ValueError: boundaries that do not ascend from 0, or others for the keys alone.
+            ValueError: boundaries do not ascend from 0, or the numbers of documents differ.
         """
         cu_q = check.check_cu_seqlens("cu_seqlens", self.cu_seqlens)
         cu_k = check.check_cu_seqlens("cu_seqlens_k", self.cu_seqlens_k)
@@ -231,27 +231,27 @@ class Arguments(NamedTuple):
         return cu_q, cu_q if cu_k is None else cu_k
 
     def given_mask(self) -> Mask | None:
-        """The mask that was given as a value; its slices are read once for each tensor."""
+        """The mask passed by value, if any; reads the slices once for each tensor."""
         if self.mask is None:
             return None
         if self.mask not in _masks:
             _masks[self.mask] = Mask.from_tensor(self.mask)
-        found: Mask = _masks[self.mask]
-        return found
+        mask: Mask = _masks[self.mask]
+        return mask
 
 
-# tensor -> its mask, which does not keep the tensor
+# tensor -> its mask; does not keep the tensor alive
 _masks: Any = WeakTensorKeyDictionary()
 
 Documents = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
 LayoutNumbers = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-# -- its layouts and mask
+# -- layouts and mask
 
 
 class Resolved(NamedTuple):
-    """Layouts and mask of a call: who holds what, and who sees whom."""
+    """Layouts and mask of a call."""
 
     layouts: tuple[SequenceLayout, SequenceLayout]
     mask: Mask
@@ -266,19 +266,19 @@ def resolve(
     rank: int,
     world_size: int,
 ) -> Resolved:
-    """Layouts and mask, checked against each other and this rank's rows of q and of kv.
+    """Layouts and mask, checked against each other and against this rank's rows of q and kv.
 
     Raises:
-        ValueError: layout or documents that do not fit.
+        ValueError: layout or documents do not fit.
     """
     cu_q, cu_k = documents
     totals = (cu_q[-1] if cu_q else None, cu_k[-1] if cu_k else None)
     if given_mask is not None:
         totals = given_mask.seqlen_q, given_mask.seqlen_k
-    given: object = call.layout
+    layout: object = call.layout
     if call.layout is None:
-        given = tuple(SequenceLayout.from_numbers(one) for one in numbers)
-    layouts = check.resolve_layouts(given, rows, totals, rank, world_size)
+        layout = tuple(map(SequenceLayout.from_numbers, numbers))
+    layouts = check.resolve_layouts(layout, rows, totals, rank, world_size)
     seqlens = (layouts[0].seqlen, layouts[1].seqlen)
     if given_mask is not None:
         check.check_given_mask(given_mask, *seqlens)
@@ -288,9 +288,9 @@ def resolve(
 
 
 def describe(spec: AttentionSpec, resolved: Resolved, call: Request) -> dict[str, object]:
-    """Values that must be the same on all ranks, by the names of the arguments."""
+    """Values that must be equal on all ranks, by the names of the arguments."""
     mask = resolved.mask
-    said = mask.arguments or FlashArguments(False, (-1, -1), None, None)
+    flash = mask.arguments or FlashArguments(False, (-1, -1), None, None)
     return {
         "batch": spec.batch,
         "nheads": spec.nheads,
@@ -301,10 +301,10 @@ def describe(spec: AttentionSpec, resolved: Resolved, call: Request) -> dict[str
         "device": spec.device_type,
         "seqlen_q": mask.seqlen_q,
         "seqlen_k": mask.seqlen_k,
-        "causal": said.causal,
-        "window_size": said.window_size,
-        "cu_seqlens": said.cu_seqlens_q,
-        "cu_seqlens_k": said.cu_seqlens_k,
+        "causal": flash.causal,
+        "window_size": flash.window_size,
+        "cu_seqlens": flash.cu_seqlens_q,
+        "cu_seqlens_k": flash.cu_seqlens_k,
         "mask": None if mask.arguments else mask.slices,
         "softcap": spec.softcap,
         "sinks": spec.sinks,

@@ -1,9 +1,9 @@
-"""Checks of everything that a user passes, and their messages. Nothing here communicates.
+"""Checks of all user arguments, and their error messages. Nothing here communicates.
 
-`ValueError` for shapes and options, `TypeError` for dtypes and types, `NotImplementedError` for a
-combination that is known and not built, `RuntimeError` for the state of the process group. Each
-message says what is needed, what was given, and what to do. Most checks return the value that they
-have checked. A check depends only on arguments that all ranks share, or on a rank's own shard: an
+Checks raise `ValueError` for shapes and options, `TypeError` for dtypes and types,
+`NotImplementedError` for combinations that are not built, and `RuntimeError` for the state of the
+process group. Each message names the requirement, the value, and a remedy. Most checks return the
+checked value. A check depends only on arguments that all ranks share, or on a rank's own shard: an
 argument that is bad on every rank raises on every rank.
 """
 
@@ -27,8 +27,8 @@ from ring_attn.core.spec import TransportOptions
 from ring_attn.core.values import as_int, check_flag, check_int, check_number, check_type
 from ring_attn.torch_private import flattened, functorch
 
-# Scores are computed in float32 for most dtypes. Within these bounds softmax_scale, softcap and
-# their quotients are normal float32 numbers, and so is a score of up to 2**64 before its scale.
+# Scores are float32 for most dtypes. Within these bounds softmax_scale, softcap and their quotients
+# are normal float32 numbers, and so are scaled scores of products up to 2**64.
 SMALLEST_FACTOR, LARGEST_FACTOR = 2.0**-63, 2.0**63
 
 # gloo counts milliseconds; the clocks of gloo and NCCL overflow at 9.2e9 seconds.
@@ -36,7 +36,7 @@ SHORTEST_TIMEOUT, LONGEST_TIMEOUT = 1e-3, 1e9
 
 
 def check_unsupported(dropout_p: float, alibi_slopes: object) -> None:
-    """Refuses options that flash-attention has and this package has not built."""
+    """Refuses options of flash-attention that this package lacks."""
     check_number("dropout_p", dropout_p)
     if dropout_p != 0.0:
         raise NotImplementedError(
@@ -55,7 +55,7 @@ def check_inputs(
     cu_seqlens_k: Tensor | None,
     mask: object,
 ) -> None:
-    """All tensors of `ring_attention`: types, dtypes, devices and shapes."""
+    """Checks types, dtypes, devices and shapes of all tensors of `ring_attention`."""
     check_tensors(q, k, v, packed=cu_seqlens is not None or mask is not None)
     check_sinks(sinks, q)
     check_boundaries("cu_seqlens", cu_seqlens, q.device)
@@ -63,7 +63,7 @@ def check_inputs(
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
-    """Types, dtypes, devices and shapes of q, k and v, each by itself and against the others."""
+    """Checks types, dtypes, devices and shapes of q, k and v, alone and against each other."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_floating(name, x)
     for name, x in (("k", k), ("v", v)):
@@ -87,7 +87,7 @@ def check_floating(name: str, x: Tensor, words: str = "a torch.Tensor") -> None:
 
 
 def check_plain(name: str, x: Tensor) -> None:
-    """Refuses tensors that are not plain and dense, or that torch.func or forward-mode wraps."""
+    """Refuses tensors that are not plain and dense, or wrapped by torch.func or forward mode."""
     if hasattr(x, "placements"):
         raise TypeError(
             f"{name} must be a plain tensor, the rank's shard, got {type(x).__name__}; pass "
@@ -102,7 +102,7 @@ def check_plain(name: str, x: Tensor) -> None:
         raise TypeError(
             f"{name} must be a dense tensor, got layout {x.layout}; pass {name}.to_dense()"
         )
-    # A compiler cannot trace these questions, and refuses such tensors itself.
+    # A compiler cannot trace these functions, and refuses such tensors itself.
     if not torch.compiler.is_compiling() and (
         functorch.is_batchedtensor(x)
         or functorch.is_legacy_batchedtensor(x)
@@ -120,16 +120,16 @@ def check_plain(name: str, x: Tensor) -> None:
 
 
 def check_capture(name: str, x: Tensor) -> None:
-    """Refuses a call within the capture of a CUDA graph: a replay has no part for the host."""
+    """Refuses a call while a CUDA graph is captured, since a replay does not run the host."""
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
-            f"{name} cannot be captured in a CUDA graph: its messages are posted by the host, step "
-            "by step; capture what lies around it, or compile without mode='reduce-overhead'"
+            f"{name} cannot be captured in a CUDA graph, as the host posts its messages step by "
+            "step: capture the code around it, or compile without mode='reduce-overhead'"
         )
 
 
 def check_differentiated(**tensors: Tensor | None) -> bool:
-    """Whether a backward may follow; autograd must then be able to keep each of the tensors."""
+    """Whether a backward may follow; if so, refuses tensors that autograd cannot save."""
     needs_grad = any(x is not None and x.requires_grad for x in tensors.values())
     if not needs_grad or not torch.is_grad_enabled():
         return False
@@ -146,7 +146,7 @@ def check_differentiated(**tensors: Tensor | None) -> bool:
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
-    # Only for an error: text with the shapes in it would bind a graph to these shapes.
+    # A function, called for errors only: text with shapes would bind a graph to these shapes.
     def shapes() -> str:
         return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
@@ -177,7 +177,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, *, packed: bool) -> None:
 
 
 def check_scale(softmax_scale: float | None) -> float | None:
-    """A positive factor of the scores, or None for the default."""
+    """Checks the factor of the scores; None is the default."""
     if softmax_scale is None:
         return None
     check_number("softmax_scale", softmax_scale)
@@ -185,13 +185,13 @@ def check_scale(softmax_scale: float | None) -> float | None:
 
 
 def check_softcap(softcap: float) -> float:
-    """The bound on the size of scores; 0 is no bound."""
+    """Checks the cap of the scores; 0 is no cap."""
     check_number("softcap", softcap)
     return 0.0 if softcap == 0 else _check_factor("softcap", softcap, "; 0 for none")
 
 
 def _check_factor(name: str, value: float, more: str) -> float:
-    # Comparisons, as a compiler may take the float for a symbol, which math.isfinite refuses.
+    # Compared, as a compiler may make the float a symbol, which math.isfinite refuses.
     # Positive, as fused operators mask before they scale: -inf times 0 is NaN.
     if not SMALLEST_FACTOR <= value <= LARGEST_FACTOR:
         raise ValueError(
@@ -202,7 +202,7 @@ def _check_factor(name: str, value: float, more: str) -> float:
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    """Checks that there is a logit for each query head, or None."""
+    """Checks that sinks are None or have a logit for each query head."""
     if sinks is None:
         return
     check_floating("sinks", sinks, "a torch.Tensor or None")
@@ -218,14 +218,14 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
 def check_rows_told(
     q: Tensor, k: Tensor | None, v: Tensor | None, layout: object
 ) -> tuple[Tensor, Tensor]:
-    """k and v; where both are None, of no rows and with the heads of q."""
+    """k and v; if both are None, empty tensors with the heads of q in their place."""
     if k is not None or v is not None:
         return cast(Tensor, k), cast(Tensor, v)
     check_type("q", q, Tensor, "a torch.Tensor")
     if layout is None:
         raise ValueError(
-            "k and v may be None only with a layout, by which all ranks know that this one has no "
-            "rows, got layout=None; pass it, or k and v with 0 rows"
+            "k and v may be None only with a layout, which tells all ranks that this rank has no "
+            "rows, got layout=None; pass the layout, or k and v with 0 rows"
         )
     empty = q.detach()[:, :0]
     return empty, empty
@@ -234,7 +234,7 @@ def check_rows_told(
 def check_decode(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layout: SequenceLayout | None
 ) -> None:
-    """Checks of `tree_decode` beyond `check_tensors`: no gradient, a query, a layout by value."""
+    """Checks for `tree_decode` that no input requires a gradient, q has a token, layout a value."""
     if torch.is_grad_enabled():
         for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
             if isinstance(x, Tensor) and x.requires_grad:
@@ -245,19 +245,19 @@ def check_decode(
     if q.size(1) == 0:
         raise ValueError(f"q must have at least one token, got shape {tuple(q.shape)}")
     if layout is not None:
-        words = "a SequenceLayout, or None where every rank holds one run in the order of the ranks"
+        words = "a SequenceLayout, or None if every rank holds one run in the order of the ranks"
         check_type("layout of a cache", layout, SequenceLayout, words)
 
 
 def check_same_bits(same_bits: bool | None) -> bool | None:
-    """True, False, or None: wherever a call can have the same bits."""
+    """Checks True, False, or None (same bits if possible)."""
     if same_bits is not None:
         check_type("same_bits", same_bits, bool, "a bool or None")
     return same_bits
 
 
 def check_window(window_size: Sequence[int], causal: bool) -> tuple[int, int]:
-    """(left, right), each at least 0 or -1 for unbounded; right is at most 0 where it is causal."""
+    """(left, right), each at least 0, or -1 for unbounded; `causal` bounds right by 0."""
     check_flag("causal", causal)
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size must be a pair (left, right), got {window_size!r}")
@@ -269,7 +269,7 @@ def check_window(window_size: Sequence[int], causal: bool) -> tuple[int, int]:
 def check_boundaries(
     name: str, cu_seqlens: Tensor | None, device: torch.device | None = None
 ) -> None:
-    """Type, shape and device of document boundaries; `device` is that of q, if known."""
+    """Checks type, shape and device of document boundaries; `device` is q's device, if known."""
     if cu_seqlens is None:
         return
     check_type(name, cu_seqlens, Tensor, "an int32 tensor")
@@ -280,8 +280,8 @@ def check_boundaries(
         raise ValueError(
             f"{name} must be 1-D with at least two boundaries, got shape {tuple(cu_seqlens.shape)}"
         )
-    elsewhere = device is not None and cu_seqlens.device not in (device, torch.device("cpu"))
-    if elsewhere or cu_seqlens.device.type == "meta":
+    misplaced = device is not None and cu_seqlens.device not in (device, torch.device("cpu"))
+    if misplaced or cu_seqlens.device.type == "meta":
         raise ValueError(
             f"{name} must be on cpu or on q's device{f' {device}' if device else ''}, got "
             f"{cu_seqlens.device}; pass {name} with its values, on one of these"
@@ -289,9 +289,9 @@ def check_boundaries(
 
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor | None) -> tuple[int, ...] | None:
-    """Document boundaries on the host, from 0 and never decreasing.
+    """Document boundaries on the host; refuses them if they decrease or do not start at 0.
 
-    The values of a tensor on a device are read once, and again only after the tensor has changed.
+    Reads a device tensor once, and again only after a change.
     """
     check_boundaries(name, cu_seqlens)
     if cu_seqlens is None:
@@ -320,7 +320,7 @@ def _on_host(x: Tensor) -> tuple[int, ...]:
 
 
 def check_documents(cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None) -> None:
-    """The number of documents must be the same for queries and keys."""
+    """Refuses different numbers of documents for queries and keys."""
     if cu_k is not None and cu_q is None:
         raise ValueError("cu_seqlens_k needs cu_seqlens, the boundaries of the queries")
     if cu_q is not None and cu_k is not None and len(cu_q) != len(cu_k):
@@ -331,7 +331,7 @@ def check_documents(cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None) 
 
 
 def check_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """The process group of all ranks: the given one, that of a mesh, or the default one."""
+    """The process group of all ranks: `group` itself, the group of a mesh, or the default group."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "no process group: call torch.distributed.init_process_group, or run under "
@@ -343,7 +343,7 @@ def check_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGro
         return world
     if isinstance(group, DeviceMesh):
         return _alive(_group_of_mesh(group))
-    # On ranks outside of a new group torch returns an integer in place of the group.
+    # On ranks outside of a new group, torch returns an integer instead of the group.
     if isinstance(group, int):
         raise RuntimeError("this rank is not a member of group; only members may call")
     if not isinstance(group, dist.ProcessGroup):
@@ -355,7 +355,7 @@ def check_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGro
 
 
 def _alive(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group, unless it was destroyed."""
+    """Returns the group; refuses a destroyed one."""
     try:
         dist.get_backend(group)
     except ValueError:
@@ -367,7 +367,7 @@ def _alive(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def mesh_shape(group: dist.ProcessGroup | DeviceMesh | None) -> tuple[int, ...]:
-    """Sizes of the axes where the group is a mesh, else ()."""
+    """Sizes of the axes if the group is a mesh, else ()."""
     return tuple(group.shape) if isinstance(group, DeviceMesh) else ()
 
 
@@ -404,12 +404,12 @@ def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     return _flat_groups[mesh]
 
 
-# Kept here, as torch builds a name at every call to look a flattened mesh up.
+# Cached here: at every look-up of a flattened mesh torch builds a name.
 _flat_groups: weakref.WeakKeyDictionary[DeviceMesh, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
 def check_group_device(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Refuses a group whose backend cannot send tensors of that device."""
+    """Refuses a group whose backend cannot send tensors on `device`."""
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"tensors that travel must be on cpu or cuda, got {device}")
     if dist.get_world_size(group) == 1:
@@ -426,13 +426,13 @@ def check_group_device(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def check_name(option: str, name: object) -> str:
-    """A string: the name of a backend and the like, in place of the object."""
+    """Checks that an option, such as the backend, is a name."""
     check_type(option, name, str, "a name")
     return cast(str, name)
 
 
 def check_options(function: str, given: Mapping[str, object], known: type) -> None:
-    """Names of options, of which a TypedDict has all that are taken."""
+    """Refuses options that are not keys of the TypedDict `known`."""
     unknown = [name for name in given if name not in known.__annotations__]
     if unknown:
         raise TypeError(
@@ -442,7 +442,7 @@ def check_options(function: str, given: Mapping[str, object], known: type) -> No
 
 
 def check_transport(options: object) -> TransportOptions:
-    """Options of the transport, each in its range."""
+    """Checks types and ranges of the transport's options."""
     check_type("transport", options, TransportOptions, "TransportOptions")
     options = cast(TransportOptions, options)
     timeout, max_ctas = options.timeout, options.nccl_max_ctas
@@ -451,7 +451,7 @@ def check_transport(options: object) -> TransportOptions:
         if not SHORTEST_TIMEOUT <= timeout <= LONGEST_TIMEOUT:
             raise ValueError(
                 f"timeout must be positive, finite seconds, from {SHORTEST_TIMEOUT} to "
-                f"{LONGEST_TIMEOUT:.0e}, got {timeout}; None is that of the group"
+                f"{LONGEST_TIMEOUT:.0e}, got {timeout}; None takes the group's timeout"
             )
     if max_ctas is not None:
         check_int("nccl_max_ctas", max_ctas, least=1)
@@ -467,7 +467,7 @@ def check_max_ctas(options: TransportOptions, group: dist.ProcessGroup) -> None:
 
 
 def check_layouts(layout: object) -> tuple[SequenceLayout, SequenceLayout]:
-    """The layouts of queries and keys, given as one layout of both or as a pair."""
+    """The layouts of queries and keys, from one layout for both or a pair."""
     if isinstance(layout, SequenceLayout):
         return layout, layout
     if (
@@ -491,14 +491,14 @@ def resolve_layouts(
     """The layouts of queries and keys, checked against this rank's rows.
 
     Args:
-        layout: a name, a layout of both, or a pair.
-        rows: this rank's q rows and kv rows.
-        totals: where the last documents of q and kv end, if there are cu_seqlens.
-        rank: of this process.
-        world_size: ranks of the ring.
+        layout: a name, a layout for both, or a pair.
+        rows: this rank's numbers of q rows and kv rows.
+        totals: ends of the last documents of q and kv; None without cu_seqlens.
+        rank: rank of this process.
+        world_size: number of ranks.
     """
     if isinstance(layout, str):
-        # Of several ranks one alone cannot tell padding from a shorter shard of another.
+        # Among several ranks, one rank cannot tell padding from a shorter shard of another rank.
         lens = [
             n * world_size if t is None or world_size == 1 else t
             for n, t in zip(rows, totals, strict=True)
@@ -507,23 +507,23 @@ def resolve_layouts(
         layouts = (q, k)
     else:
         layouts = check_layouts(layout)
-    for name, one, n, total in zip(("q", "k"), layouts, rows, totals, strict=True):
-        check_layout(name, one, n, total, rank, world_size)
+    for name, each, n, total in zip(("q", "k"), layouts, rows, totals, strict=True):
+        check_layout(name, each, n, total, rank, world_size)
     return layouts[0], layouts[1]
 
 
 def check_layout(
     name: str, layout: SequenceLayout, rows: int, total: int | None, rank: int, world_size: int
 ) -> None:
-    """The layout of queries or of keys against the group, cu_seqlens and this rank's rows."""
+    """Checks one layout against the group, the end of cu_seqlens and this rank's rows."""
     if layout.world_size != world_size:
         raise ValueError(
             f"layout {layout} has another number of ranks than the group, {world_size}"
         )
     if total is not None and layout.seqlen < total:
         raise ValueError(
-            f"layout {layout} must have all rows of cu_seqlens, which ends at {total}; only a "
-            "longer layout is taken, whose last rows are padding"
+            f"layout {layout} must have at least {total} rows, where cu_seqlens ends; rows after "
+            "that are padding"
         )
     if layout.shard_len(rank) != rows:
         raise ValueError(
@@ -534,9 +534,9 @@ def check_layout(
 
 
 def check_mask(mask: Mask) -> Mask:
-    """The mask, whose document boundaries must not end behind its lengths."""
-    given = mask.arguments
-    cu_q, cu_k = (given.cu_seqlens_q, given.cu_seqlens_k) if given else (None, None)
+    """Checks that a mask's document boundaries end within its lengths."""
+    flash = mask.arguments
+    cu_q, cu_k = (flash.cu_seqlens_q, flash.cu_seqlens_k) if flash else (None, None)
     for name, cu, total in (
         ("cu_seqlens", cu_q, mask.seqlen_q),
         ("cu_seqlens_k", cu_k, mask.seqlen_k),
@@ -547,23 +547,23 @@ def check_mask(mask: Mask) -> Mask:
 
 
 def check_mask_alone(mask: object, causal: bool, window_size: Sequence[int], *cu: object) -> None:
-    """Refuses a mask beside arguments that say one, too."""
+    """Refuses a mask together with other arguments that define a mask."""
     check_type("mask", mask, Mask, "a ring_attn.Mask or None")
-    others = {
+    conflicts = {
         "causal": causal,
         "window_size": tuple(window_size) != (-1, -1),
-        "cu_seqlens": any(one is not None for one in cu),
+        "cu_seqlens": any(boundaries is not None for boundaries in cu),
     }
-    for name, there in others.items():
-        if there:
+    for name, passed in conflicts.items():
+        if passed:
             raise ValueError(
-                f"mask says who sees whom, so {name} must be left out: intersect masks with `&`, "
-                "such as ring_attn.masks.documents(...) & ring_attn.masks.window(...)"
+                f"mask replaces {name}, which must be left out: intersect masks with `&`, such as "
+                "ring_attn.masks.documents(...) & ring_attn.masks.window(...)"
             )
 
 
 def check_given_mask(mask: Mask, queries: int, keys: int | None) -> None:
-    """The lengths of a mask against those of the tensors; None is not known."""
+    """Checks the lengths of a mask against the tensors; `keys` None is unknown."""
     if mask.seqlen_q != queries or keys not in (None, mask.seqlen_k):
         raise ValueError(
             f"mask must be over {queries} queries and {'all' if keys is None else keys} keys of "

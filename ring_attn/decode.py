@@ -1,4 +1,4 @@
-"""Runs `tree_decode`, attention to a sharded KV cache, and says who takes the next token."""
+"""Runs `tree_decode`, attention to a sharded KV cache, and chooses the rank of the next token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ring_attn.transport.p2p import open_p2p
 
 
 class Decoding(NamedTuple):
-    """A checked call of `tree_decode`; its tiles may have to wait for the other ranks' lengths."""
+    """A checked call of `tree_decode`, before its tiles, which may need other ranks' lengths."""
 
     call: Request
     group: dist.ProcessGroup
@@ -53,9 +53,8 @@ def prepare(
     """Plans a call from its arguments; sends nothing.
 
     Raises:
-        ValueError: a layout that does not fit this rank's rows, or options that do not fit the
-            group.
-        NotImplementedError: what the named backend does not support.
+        ValueError: the layout does not fit this rank's rows, or options do not fit the group.
+        NotImplementedError: the named backend does not support the call.
         ImportError: the named backend's package is not installed.
     """
     group = call.process_group
@@ -73,17 +72,17 @@ def prepare(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, decoding: Decoding, told: bool
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, decoding: Decoding, sizes_known: bool
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` of all queries, the same on every rank.
 
-    Without `told`, k and v stand for tensors whose heads and headdim this rank does not know.
+    If not `sizes_known`, k and v are placeholders: their heads and headdim come from other ranks.
     """
     check.check_capture("tree_decode", q)
     layout = decoding.layout
     if layout is not None and 0 in layout.shard_lens and layout.world_size > 1:
-        nheads_kv, headdim_v = _told_sizes(q, k, v, decoding, told)
-        if not told:
+        nheads_kv, headdim_v = _kv_sizes(q, k, v, decoding, sizes_known)
+        if not sizes_known:
             k = q.new_empty(q.size(0), 0, nheads_kv, q.size(3))
             v = q.new_empty(q.size(0), 0, nheads_kv, headdim_v)
             decoding = prepare(q, k, v, sinks, layout, decoding.mask, decoding.call)
@@ -95,31 +94,32 @@ def attend(
     ends = open_p2p(group, call.transport)
     with ends.call("decode", agreement, q.device, values=values):
         tiles = _tiles(call, mask, (q.size(1), k.size(1)), layout, q.device, ends)
-        # Once here: no operator takes a strided last dim.
+        # No operator takes a strided last dim.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return run.decode(decode_call, tiles, q, k, v, ends, sinks)
 
 
-# By transport, so that they go with its group: heads and headdim of v by what the queries are.
+# KV heads and headdim of v, by transport (and dropped with its group) and by kind of query.
 _sizes: weakref.WeakKeyDictionary[Any, dict[object, tuple[int, int]]] = weakref.WeakKeyDictionary()
 
 
-def _told_sizes(q: Tensor, k: Tensor, v: Tensor, decoding: Decoding, told: bool) -> tuple[int, int]:
-    """Heads and headdim of v, from ranks that know them; asked once for each kind of query.
+def _kv_sizes(
+    q: Tensor, k: Tensor, v: Tensor, decoding: Decoding, sizes_known: bool
+) -> tuple[int, int]:
+    """KV heads and headdim of v, from the ranks that know them; asks once for each kind of query.
 
-    Only a layout in which some rank has no rows leads here: so all ranks come, or none.
+    All ranks call this, or none: it depends on the layout only.
     """
     ends = open_p2p(decoding.group, decoding.call.transport)
     kind = (q.device.type, q.dtype, q.size(2), q.size(3))
     known = _sizes.setdefault(ends, {})
     if kind not in known:
-        mine = (k.size(2), v.size(3)) if told else (0, 0)
+        own = (k.size(2), v.size(3)) if sizes_known else (0, 0)
         with ends.call("tell sizes of a cache", Agreement({"queries": kind}), q.device):
-            everyone = gather_numbers(mine, q.device, ends)
-        # Ranks that have other sizes are found by the call that follows. Without any rows the
-        # sizes do not matter.
-        without = (q.size(2), q.size(3))
-        known[kind] = next((sizes for sizes in everyone if sizes != (0, 0)), without)
+            gathered = gather_numbers(own, q.device, ends)
+        # The decoding call checks that sizes agree. If no rank has rows, any sizes will do.
+        default = (q.size(2), q.size(3))
+        known[kind] = next((sizes for sizes in gathered if sizes != (0, 0)), default)
     return known[kind]
 
 
@@ -132,7 +132,7 @@ def _agreement(
     decode_call: DecodeCall,
     transport: TransportOptions,
 ) -> Agreement:
-    """Everything that must be equal on all ranks of a call, apart from values."""
+    """Everything that must be equal on all ranks of a call, except tensor values."""
     return Agreement(
         {
             **vars(spec),
@@ -149,20 +149,19 @@ def _agreement(
 
 
 def next_rank(layout: SequenceLayout, *, block: int = 256) -> int:
-    """Which rank should take the next token of a cache: the one with the fewest rows, in blocks.
+    """The rank that should take a cache's next token: the rank with the fewest rows, by blocks.
 
-    The rank that has the newest tokens goes on until their run is a multiple of `block` long. So of
-    ranks that were even none has more than `block` rows more than another, and n tokens are in
-    n / block segments, of which a call's tiles are made. Striped caches have no runs: there the
-    ranks take turns.
+    The rank with the newest token continues until its run is a multiple of `block` long. So ranks
+    that started even differ by at most `block` rows, and n tokens take n / block segments, which
+    keeps a call's tiles few. Striped caches have no runs: there the ranks take turns.
 
     Args:
-        layout: of the cache so far.
-        block: tokens; 1 is by turns.
+        layout: layout of the cache so far.
+        block: number of tokens in a block; 1 takes turns.
 
     Raises:
-        ValueError: a block of less than 1.
-        TypeError: a layout by name, or a block that is no int.
+        ValueError: a block below 1.
+        TypeError: a layout given by name, or a block that is not an int.
 
     Example:
         >>> cache = SequenceLayout.contiguous(6, 2)
@@ -190,7 +189,7 @@ def _tiles(
     device: torch.device,
     transport: Transport,
 ) -> tuple[Tile, ...]:
-    """This rank's tiles of so many queries and rows."""
+    """This rank's tiles; `shape` is the number of queries and of this rank's rows."""
     queries, rows = shape
     if layout is not None:
         whole = mask or Mask(queries, layout.seqlen, call.causal, call.window_size)
@@ -206,13 +205,13 @@ def _tiles(
 
 
 def _hides_nothing(call: Request, queries: int) -> bool:
-    """Whether every query sees the whole cache, however long it is and whoever holds what."""
+    """Whether every query sees the whole cache, whatever its length and layout."""
     left, right = call.window_size
     right = 0 if call.causal else right
     return left < 0 and (right < 0 or right >= queries - 1)
 
 
-# Every token has tiles anew, which all layers share, and with them what backends keep of them.
+# Cached: every token has new tiles, which all layers share, with the backends' data for the tiles.
 @lru_cache(maxsize=64)
 def _layout_tiles(layout: SequenceLayout, rank: int, mask: Mask) -> tuple[Tile, ...]:
     return decode_tiles(layout.segments(rank), mask)

@@ -1,14 +1,14 @@
-"""Rows from neighbours: a shard with the rows before and after each of its runs.
+"""`halo`: a shard with the neighbouring rows before and after each of its runs.
 
-For what looks a few positions back or ahead and is no attention: the convolutions of hybrid layers,
-predictions of several tokens across the edge of a shard.
+For layers other than attention that look a few positions back or ahead: convolutions of hybrid
+layers, predictions of several tokens across the edge of a shard.
 
     contiguous, 2 ranks, left=2, right=1        rank 0             rank 1
     positions                                   0 1 2 3            4 5 6 7
     halo                                        . . 0 1 2 3 4      2 3 4 5 6 7 .
 
-The rows that a rank needs are those that a window of `left` and `right` sees, so they travel in the
-turns of an exchange with that mask (`core.turns`): each once, straight from its owner.
+A rank needs the rows that a window mask of `left` and `right` sees, so the rows travel as in an
+exchange with this mask (`core.turns`): each once, straight from its owner.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from ring_attn.transport.ranks.group import refused
 
 LANES: tuple[Channel, Channel] = ("shards", "outer")
 
-# Layout, rows before, rows after, rank.
+# (layout, rows before, rows after, rank)
 Place = tuple[SequenceLayout, int, int, int]
 
 
@@ -74,30 +74,30 @@ def halo(
 ) -> tuple[Tensor, ...]:
     """Each run of this rank's rows, with `left` rows before it and `right` rows after it.
 
-    Every rank of the group calls it. A layer that looks at positions `i - left .. i + right` is
-    applied to each of the results without padding, and its results together are the rank's shard:
+    Every rank of the group must call it. Apply a layer that looks at positions
+    `i - left .. i + right` to each of the results, without padding, to get the rank's shard:
 
         torch.cat([conv(run) for run in ring_attn.halo(x, layout, left=3)], dim=1)
 
     Args:
         x: this rank's shard, (batch, rows, ...) with the sequence in `dim`; any dtype.
-        layout: how the sequence is split. A contiguous shard is one run, a zigzag one two, which
-            are neighbours on the last rank and then one; in a striped layout every row is a run.
-        left: how many rows before each run, at least 0.
-        right: how many rows after it, at least 0.
+        layout: how the sequence is split. A contiguous shard is one run; a zigzag shard is two
+            runs, on the last rank one; in a striped layout every row is a run.
+        left: number of rows before each run, at least 0.
+        right: number of rows after each run, at least 0.
         group: as for `ring_attention`.
         dim: the sequence dim.
 
     Returns:
-        For each run of consecutive positions, in the order of the shard, its rows and those around
-        it: `left + length + right` in `dim`. Rows before position 0 and after the last are zeros. A
-        rank without rows gets a run of length 0. Gradients go back to the rows' owners, which add
-        them up in an order that does not depend on timing; they can be differentiated again. As
-        every call, a backward is made by all ranks.
+        For each run of consecutive positions, in the order of the shard, a tensor with the run and
+        its neighbours: `left + length + right` rows in `dim`. Rows outside of the sequence are
+        zeros. A rank without rows gets a run of length 0. Gradients travel back to the rows'
+        owners, which add them up in an order that does not depend on timing; they can be
+        differentiated again. All ranks must take part in a backward.
 
     Raises:
-        ValueError: a shard with a wrong number of rows, a negative count, or a dim that x has not.
-        TypeError: a type that is not taken, such as a layout by name.
+        ValueError: a wrong number of rows, a negative count, or a dim that x lacks.
+        TypeError: a type that is not accepted, such as a layout given by name.
         RuntimeError: no process group, or as `ring_attention`.
 
     Example:
@@ -128,12 +128,12 @@ def halo(
     return around.view(shape).movedim(0, dim).split(lengths, dim)
 
 
-# An operator: torch.compile takes it into a graph whole.
+# A custom operator, so that torch.compile keeps it whole in a graph.
 @torch.library.custom_op("ring_attn::halo", mutates_args=())
 def _halo(
     x: Tensor, layout: Sequence[int], left: int, right: int, group: str, back: bool
 ) -> Tensor:
-    """(1, rows, 1, features) -> the runs with what is around them; or the gradient of that back."""
+    """(1, rows, 1, features) -> the runs with their neighbours; `back` maps gradients back."""
     check.check_capture("halo", x)
     process_group = group_by_name(group)
     rank = dist.get_rank(process_group)
@@ -149,9 +149,9 @@ def _halo(
     try:
         transport = open_p2p(process_group, TransportOptions())
         with transport.call("halo", Agreement(described), x.device):
-            given = {"around" if back else "x": x}
+            inputs = {"around" if back else "x": x}
             scores, kind = Scores(1.0, 0.0), f"halo {left} {right}"
-            run = execute(program, spec, scores, "reference", given, transport, None, kind)
+            run = execute(program, spec, scores, "reference", inputs, transport, None, kind)
     except BaseException as error:
         refused(process_group, error)
         raise
@@ -160,8 +160,8 @@ def _halo(
 
 @_halo.register_fake
 def _(x: Tensor, layout: Sequence[int], left: int, right: int, group: str, back: bool) -> Tensor:
-    one, rank = SequenceLayout.from_numbers(layout), dist.get_rank(group_by_name(group))
-    rows = one.shard_len(rank) if back else sum(_lengths((one, left, right, rank)))
+    whole, rank = SequenceLayout.from_numbers(layout), dist.get_rank(group_by_name(group))
+    rows = whole.shard_len(rank) if back else sum(_lengths((whole, left, right, rank)))
     return x.new_empty(1, rows, 1, x.size(-1))
 
 
@@ -183,17 +183,17 @@ _halo.register_autograd(_gradient, setup_context=_setup)
 
 @lru_cache(maxsize=256)
 def _program(place: Place, features: int, dtype: torch.dtype, *, back: bool) -> Program:
-    """The program that brings the rows around, or `back` the gradients home."""
+    """The program that brings neighbouring rows or, if `back`, returns their gradients."""
     layout, left, right, rank = place
     window = Mask(layout.seqlen, layout.seqlen, window_size=(left, right))
     work = _Halo(place, window, features, dtype)
     ops = tuple(work.back() if back else work.there())
-    given = "around" if back else "x"
-    return Program(layout.world_size, rank, back, ops, {given: work.arrays[given]})
+    source = "around" if back else "x"
+    return Program(layout.world_size, rank, back, ops, {source: work.arrays[source]})
 
 
 class _Halo:
-    """Ops of one rank: what it has itself, and an exchange with one turn ahead of each."""
+    """Ops of one rank; `x` are its rows, `around` its runs with their neighbours."""
 
     def __init__(self, place: Place, window: Mask, features: int, dtype: torch.dtype) -> None:
         self._place, self._window = place, window
@@ -204,22 +204,22 @@ class _Halo:
         self._turns = OneRank((layout, layout), window, rank).turns("kv")
 
     def there(self) -> Iterator[Op]:
-        """Rows around from rows."""
+        """Makes `around` from the rows of all ranks."""
         yield New("around", self.arrays["around"], zero=True)
-        for mine, there in self._places(self._rank, (self._own,)):
-            yield Assign(View("around", mine), View("x", there))
+        for target, source in self._places(self._rank, (self._own,)):
+            yield Assign(View("around", target), View("x", source))
 
         def out(turn: Turn) -> tuple[Copy, ...]:
             return copies_of_runs(("x",), turn.runs)
 
         def into(turn: Turn) -> tuple[Copy, ...]:
             pairs = self._received(turn)
-            return tuple(Copy(0, View("around", mine), there) for mine, there in pairs)
+            return tuple(Copy(0, View("around", target), source) for target, source in pairs)
 
         yield from self._exchange([(t, t.hop, t.sent, t.received) for t in self._turns], out, into)
 
     def back(self) -> Iterator[Op]:
-        """Gradients of rows from those of the rows around, added up turn by turn."""
+        """Adds up the gradients of `x`, turn by turn, from the gradients of `around`."""
         yield New("x", self.arrays["x"], zero=True)
         own, message = Buffer("own", self._message(self._own.stop).nbytes), self._own.stop
         places = list(self._places(self._rank, (self._own,)))
@@ -241,7 +241,7 @@ class _Halo:
         out: Callable[[Turn], tuple[Copy, ...]],
         into: Callable[[Turn], tuple[Copy, ...]],
     ) -> Iterator[Op]:
-        """Turns with their hops and numbers of rows out and in; two are on their way at a time."""
+        """Runs `turns` of (turn, hop, rows sent, rows received), two under way at a time."""
         sizes = [self._message(n).nbytes for *_, sent, received in turns for n in (sent, received)]
         room = max(sizes, default=0)
         sends, receives = ([Buffer(f"{x} {i}", room) for i in range(len(turns))] for x in "oi")
@@ -273,7 +273,7 @@ class _Halo:
         return packet_of([((1, rows, 1, array.dim or 0), array.dtype)])
 
     def _received(self, turn: Turn) -> list[tuple[slice, slice]]:
-        """Rows around that come in a turn, and where its message has them."""
+        """Pairs of slices for the rows received in a turn: in `around`, and in the message."""
         layout, source = self._place[0], turn.hop.recv_from
         if not turn.received:
             return []
@@ -281,17 +281,17 @@ class _Halo:
         return list(self._places(source, sent))
 
     def _places(self, source: int, sent: tuple[slice, ...]) -> Iterator[tuple[slice, slice]]:
-        """Rows around, and where a message with runs of another rank's rows has them."""
+        """Yields slices in `around`, and in a message that holds the runs `sent` of `source`."""
         layout, left, right, rank = self._place
         before = 0
         for run in _runs(layout, rank):
             first, stop = run.start - left, run.start + run.length + right
             for segment, at in _pieces(layout.segments(source), sent):
                 begin, end = segment.rows_between(first, stop)
-                for one in _steps(begin, end, segment.stride):
-                    mine = before + segment.start + one.start * segment.stride - first
-                    n, there = one.stop - one.start, at + one.start
-                    yield slice(mine, mine + n), slice(there, there + n)
+                for rows in _steps(begin, end, segment.stride):
+                    target = before + segment.start + rows.start * segment.stride - first
+                    n, row = rows.stop - rows.start, at + rows.start
+                    yield slice(target, target + n), slice(row, row + n)
             before += stop - first
 
 
@@ -301,22 +301,22 @@ def _lengths(place: Place) -> list[int]:
 
 
 def _runs(layout: SequenceLayout, rank: int) -> list[Segment]:
-    """Runs of consecutive positions, in the order of the rank's rows."""
-    found: list[Segment] = []
+    """Runs of consecutive positions, in the order of the rank's rows; at least one, empty."""
+    runs: list[Segment] = []
     for segment in layout.segments(rank):
         if segment.stride > 1 and segment.length > 1:
-            found += [Segment(position, 1) for position in segment.positions().tolist()]
-        elif found and found[-1].start + found[-1].length == segment.start:
-            found[-1] = Segment(found[-1].start, found[-1].length + segment.length)
+            runs += [Segment(position, 1) for position in segment.positions().tolist()]
+        elif runs and runs[-1].start + runs[-1].length == segment.start:
+            runs[-1] = Segment(runs[-1].start, runs[-1].length + segment.length)
         else:
-            found.append(Segment(segment.start, segment.length))
-    return found or [Segment(0, 0)]
+            runs.append(Segment(segment.start, segment.length))
+    return runs or [Segment(0, 0)]
 
 
 def _pieces(
     segments: tuple[Segment, ...], sent: tuple[slice, ...]
 ) -> Iterator[tuple[Segment, int]]:
-    """The parts of segments that a message holds, and the row of each in the message."""
+    """Yields the parts of segments that a message holds, and the row of each in the message."""
     row = at = 0
     for segment in segments:
         for rows in sent:
@@ -328,13 +328,13 @@ def _pieces(
 
 
 def _sums(places: list[tuple[slice, slice]]) -> tuple[Copy, ...]:
-    """Gradients of rows that may stand in several places around: added up in the message."""
-    added = (Copy(0, View("around", mine), there, True) for mine, there in places)
+    """Copies that add gradients in a message: a row may occur several times in `around`."""
+    added = (Copy(0, View("around", target), row, True) for target, row in places)
     return (Copy(0, None), *added)
 
 
 def _steps(begin: int, end: int, stride: int) -> Iterator[slice]:
-    """Rows `[begin, end)` at once where their positions follow one another, else one by one."""
+    """Yields the rows `[begin, end)` at once if their positions are consecutive, else singly."""
     if begin < end and stride == 1:
         yield slice(begin, end)
     elif begin < end:

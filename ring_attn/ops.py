@@ -1,17 +1,17 @@
 """The operators `ring_attn::attention` and `ring_attn::attention_backward`, and their autograd.
 
-`ring_attention` is one operator of torch.library: torch.compile takes it into a graph whole,
+`ring_attention` is one operator of torch.library: torch.compile keeps it whole in a graph,
 selective checkpointing can save its results, and autograd knows its backward.
 
     ring_attn::attention           q, k, v, sinks, Arguments -> out, lse, max_logits, saved
     ring_attn::attention_backward  saved, dout, sinks, sizes, Arguments -> dq, dk, dv, dsinks
 
-Every rank works out the plan of a call when the operator runs, from the real sizes. So a graph that
-was compiled for any length contains no plan.
+Every rank plans a call when the operator runs, from the real sizes. So a graph that was compiled
+for any length contains no plan.
 
-`saved` holds what the backward needs beyond q, k, v, out and lse: first the number of the forward,
+`saved` holds the backward's inputs beyond q, k, v, out and lse: first the number of the forward,
 then the tensors by heads for Ulysses, or the exchanged queries for q_exchange. Their rows depend on
-the shards of other ranks, so the compiler gives them sizes of their own.
+the shards of other ranks, so the compiler gives them new symbolic sizes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _BACKWARD = (
     "-> (Tensor, Tensor, Tensor, Tensor)"
 )
 
-# CUDA graphs replay kernels only, and the host takes part in a ring: Inductor must not capture it.
+# CUDA graphs replay kernels only, but a ring needs the host: Inductor must not capture the call.
 _TAGS = (torch.Tag.cudagraph_unsafe,) if hasattr(torch.Tag, "cudagraph_unsafe") else ()
 
 
@@ -66,11 +66,10 @@ def _prepare(
     call = arguments.call
     check.check_max_ctas(call.transport, call.process_group)
     masked = arguments.documents(), arguments.given_mask()
-    given = (*masked, arguments.numbers, arguments.text)
-    return _make_call(spec, rows, *given, *call.place)
+    return _make_call(spec, rows, *masked, arguments.numbers, arguments.text, *call.place)
 
 
-# Strategies cache their plans, by values that take longer to hash than what was given.
+# Cached here too: these values are faster to hash than the values by which plans are cached.
 @lru_cache(maxsize=1024)
 def _make_call(
     spec: AttentionSpec,
@@ -82,26 +81,26 @@ def _make_call(
     rank: int,
     world_size: int,
 ) -> tuple[Call, Agreement]:
-    asked = Request.from_text(text)
-    resolved = resolve(asked, rows, documents, given_mask, numbers, rank, world_size)
-    strategy = asked.given_strategy(world_size)
+    request = Request.from_text(text)
+    resolved = resolve(request, rows, documents, given_mask, numbers, rank, world_size)
+    strategy = request.given_strategy(world_size)
     call = make_call(
         strategy,
         spec,
         *resolved,
         rank,
-        softmax_scale=asked.softmax_scale,
-        backend=asked.backend,
-        same_bits=asked.same_bits,
-        backward=asked.differentiated,
+        softmax_scale=request.softmax_scale,
+        backend=request.backend,
+        same_bits=request.same_bits,
+        backward=request.differentiated,
     )
-    decided = {
+    chosen = {
         "softmax_scale": call.softmax_scale,
         "strategy": str(strategy),
         "backend": call.backend,
         "same_bits": why_not_same_bits(call) is None,
     }
-    return call, Agreement(describe(spec, resolved, asked) | decided)
+    return call, Agreement(describe(spec, resolved, request) | chosen)
 
 
 # -- forward
@@ -123,12 +122,11 @@ def _attention(
         *given: `Arguments`.
 
     Returns:
-        `out` (batch, rows, nheads, headdim_v), `lse` (batch, nheads, rows), `max_logits` (nheads,),
-        which is empty unless it is asked for, and `saved`, which is empty unless the call is
-        differentiated.
+        `out` (batch, rows, nheads, headdim_v); `lse` (batch, nheads, rows); `max_logits` (nheads,),
+        empty unless requested; and `saved`, empty unless the call is differentiated.
 
     Raises:
-        NotImplementedError: within the capture of a CUDA graph; others as `ring_attention`.
+        NotImplementedError: a CUDA graph is being captured; other errors as `ring_attention`.
     """
     arguments = Arguments(*given)
     check.check_capture("ring_attention", q)
@@ -146,14 +144,14 @@ def _attention(
     if not call.differentiated:
         return out.contiguous(), lse.contiguous(), most, []
     known = (q, k, v, out, lse)
-    extra = [x.contiguous() for x in saved if not any(x is one for one in known)]
+    extra = [x.contiguous() for x in saved if not any(x is other for other in known)]
     return out.contiguous(), lse.contiguous(), most, [_as_tensor(number), *extra]
 
 
 def _agreed(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments
 ) -> tuple[Call, Agreement]:
-    """As `_prepare`; under RING_ATTN_DEBUG the ranks compare what they are about to do."""
+    """`_prepare`; under RING_ATTN_DEBUG the ranks also compare their calls."""
     call = arguments.call
     try:
         spec = AttentionSpec.of(q, k, v, call.softcap, sinks, call.max_logits)
@@ -167,13 +165,13 @@ def _agreed(
     return run, agreement
 
 
-# A check that compares the results of two calls tolerates a difference of 1e-7; the numbers of the
-# two calls differ by 1.
+# Scales the numbers of calls down: torch's checks compare the results of two calls within 1e-7,
+# and the numbers of these calls differ by 1.
 _NUMBER_UNIT = 2.0**-60
 
 
 def _as_tensor(number: int) -> Tensor:
-    """The number of a forward, for its backward: a graph can carry nothing but tensors."""
+    """The number of a forward as a tensor, since a graph can pass only tensors to the backward."""
     return torch.tensor(number * _NUMBER_UNIT, dtype=torch.float64)
 
 
@@ -201,7 +199,7 @@ def _(
 
 
 def _fake_extra(q: Tensor, k: Tensor, v: Tensor, call: Request) -> list[Tensor]:
-    """Tensors shaped like those that a forward saves; the compiler does not know their rows."""
+    """Tensors shaped like the forward's saved ones; the compiler does not know their rows."""
     rank, world_size = call.place
     kept = _kept(call.text, rank, world_size)
     if kept == _KNOWN:
@@ -214,7 +212,7 @@ def _fake_extra(q: Tensor, k: Tensor, v: Tensor, call: Request) -> list[Tensor]:
         heads = [(q.size(2), k.size(2))]
     else:
         degree = call.given_strategy(world_size).ulysses_degree
-        # int: a graph is compiled for one share of the heads, even where sizes are symbols.
+        # int: a graph is compiled for one share of the heads, even if sizes are symbols.
         share = share_heads(int(q.size(2)), int(k.size(2)), degree)[rank % degree]
         heads = [(run.num, run.num_kv) for run in share.runs]
     extra = []
@@ -237,7 +235,7 @@ _KNOWN = ("q", "k", "v", "out", "lse")
 
 @lru_cache(maxsize=1024)
 def _kept(text: str, rank: int, world_size: int) -> tuple[str, ...]:
-    """Names of the operator's inputs and results that the strategy's backward needs."""
+    """Names of the operator's inputs and results that the strategy's backward reads."""
     strategy = Request.from_text(text).given_strategy(world_size)
     if strategy.ulysses_degree > 1:
         return ()
@@ -368,10 +366,10 @@ def _gradients(ctx: Any, dout: Tensor | None) -> tuple[Tensor | None, ...]:
 def _setup_context(
     ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, list[Tensor]]
 ) -> None:
-    q, k, v, sinks, *given = inputs
+    q, k, v, sinks, *arguments = inputs
     # torch treats `[]` as a list of tensors and expects `[]` as its gradient.
-    ctx.no_gradients = tuple([] if x == [] else None for x in given)
-    _save(ctx, (q, k, v), sinks, Arguments(*given), output)
+    ctx.no_gradients = tuple([] if x == [] else None for x in arguments)
+    _save(ctx, (q, k, v), sinks, Arguments(*arguments), output)
 
 
 def _backward(ctx: Any, dout: Tensor | None, *_: object) -> tuple[Any, ...]:
@@ -380,7 +378,7 @@ def _backward(ctx: Any, dout: Tensor | None, *_: object) -> tuple[Any, ...]:
 
 def _refuse_second(ctx: Any, *grads: object) -> None:
     raise NotImplementedError(
-        "ring_attention is differentiable once: the gradient of its gradient is not built"
+        "ring_attention is differentiable once: second derivatives are not built"
     )
 
 
@@ -389,19 +387,20 @@ torch.library.register_autograd("ring_attn::attention_backward", _refuse_second)
 
 
 class _Attention(torch.autograd.Function):
-    """The operator under autograd, as torch.library registers it, for calls outside of a compiler.
+    """Autograd of the operator for calls outside of a compiler.
 
-    torch.library's own way, through lists of tensors, takes 0.6 ms more of host time a call.
+    torch.library's registered autograd uses lists of tensors, and takes 0.6 ms more host time a
+    call.
     """
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arguments: Arguments
     ) -> tuple[Tensor, ...]:
-        """out, lse, max_logits and what is saved, one by one."""
+        """out, lse, max_logits and the saved tensors, as one flat tuple."""
         out, lse, most, extra = attention(q, k, v, sinks, *arguments)
         if arguments.cu_seqlens is not None:
-            # A copy: the next batch may be written over them before the backward.
+            # Copied: the next batch may overwrite the boundaries before the backward.
             cu_q, cu_k = (None if x is None else torch.tensor(x) for x in arguments.documents())
             arguments = arguments._replace(cu_seqlens=cu_q, cu_seqlens_k=cu_k)
         _save(ctx, (q, k, v), sinks, arguments, (out, lse, most, extra))
@@ -421,7 +420,7 @@ def attend(
     arguments: Arguments,
     differentiated: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`out`, `lse` and `max_logits` of a call; gradients come from `out` alone."""
+    """`out`, `lse` and `max_logits` of a call; only `out` is differentiable."""
     if differentiated and not torch.compiler.is_compiling():
         out, lse, most, *_ = _Attention.apply(q, k, v, sinks, arguments)
     else:
