@@ -1,1 +1,1 @@
-"""Who holds which positions, who sees which, and what follows: pure data and plain torch."""
+"""Layouts, masks, tiles, programs and their sizes: pure data and plain torch."""

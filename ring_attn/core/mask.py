@@ -18,7 +18,7 @@ document is a slice, and causality and windows are bounds on `j - i` (bottom-rig
 queries lie in different *layers*, so that in a layer, too, each query sees one run of keys:
 
         k 0 1 2 3 4 5
-      q 0 x . . . . .      layer 0: the first two keys, causal      layer 1: a window of one behind
+      q 0 x . . . . .      layer 0: the first two keys, causal      layer 1: a window of one key
       q 1 x x . . . .               q [0, 6) k [0, 2) hi 0                   q [2, 6) k [2, 6) -1..0
       q 2 x x x . . .
       q 3 x x x x . .

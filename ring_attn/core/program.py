@@ -401,7 +401,7 @@ class Program:
 
     @cached_property
     def recycled(self) -> frozenset[int]:
-        """Rooms in bytes of which a buffer is taken after another was freed."""
+        """Rooms in bytes for which a buffer is taken after another was freed."""
         freed: dict[int, int] = {}
         for index, op in enumerate(self.ops):
             names = op.names if isinstance(op, Free) else ()

@@ -152,41 +152,32 @@ class OneRank:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.layouts[0].world_size
 
     def order(self, grid: Grid, travels: Traveller) -> tuple[Displacement, ...]:
-        """Displacements at which any rank needs a shard, own shard first."""
         needed = needed_displacements(*self.layouts, self.mask, grid.inner)
         return mirrored(needed, grid, travels)
 
     def hop(self, grid: Grid, by: Displacement) -> Hop:
-        """The hop of this rank."""
         return Hop(grid.moved(self.rank, by), grid.moved(self.rank, by, -1))
 
     def partner(self) -> tuple[Hop, Tensor | None]:
-        """The exchange with rank P - 1 - r."""
         other = self.world_size - 1 - self.rank
         return Hop(other, other), None
 
     def rows(self, side: Traveller) -> int:
-        """Number of rows of this rank's shard."""
         return self.layouts[_index(side)].shard_len(self.rank)
 
     def partner_rows(self) -> int:
-        """Number of the partner's query rows."""
         return self.layouts[0].shard_len(self.world_size - 1 - self.rank)
 
     def moving(self, grid: Grid, travels: Traveller, by: Displacement) -> slice:
-        """Rows of the visiting shard that travel."""
         owner = grid.moved(self.rank, by, -1)
         return travelling_rows(*self.layouts, self.mask, owner, travels)
 
     def moving_messages(
         self, grid: Grid, travels: Traveller, make: Callable[[int], Message]
     ) -> Callable[[Displacement], Message]:
-        """Function from a displacement to the message."""
-
         def message(by: Displacement) -> Message:
             rows = self.moving(grid, travels, by)
             return make(rows.stop - rows.start)
@@ -227,15 +218,12 @@ class OneRank:
         return tuple(turns)
 
     def gathered(self, gathers: Traveller, rows: int) -> tuple[Tile, ...]:
-        """`tiles.gathered_tiles`."""
         return gathered_tiles(*self.layouts, self.mask, self.rank, rows, gathers)
 
     def over(self, layouts: Layouts) -> OneRank:
-        """This rank with other layouts."""
         return replace(self, layouts=layouts)
 
     def groups(self, layouts: Layouts, degree: int) -> OneRank:
-        """This rank's group."""
         return replace(self, layouts=layouts, rank=self.rank // degree)
 
 
@@ -248,12 +236,10 @@ class EveryRank:
 
     @property
     def rank(self) -> None:
-        """None: every rank."""
         return None
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.layouts[0].world_size
 
     @cached_property
@@ -265,7 +251,6 @@ class EveryRank:
         return {}
 
     def order(self, grid: Grid, travels: Traveller) -> tuple[Displacement, ...]:
-        """Displacements at which any rank needs a shard, own shard first."""
         return every_order(*self.layouts, self.mask, grid, travels)
 
     def hop(self, grid: Grid, by: Displacement) -> Hop:
@@ -273,16 +258,13 @@ class EveryRank:
         return Hop(_moved(grid, by), _moved(grid, (-by[0], -by[1])))
 
     def partner(self) -> tuple[Hop, Tensor | None]:
-        """The exchanges as tensors (world_size,)."""
         other = self._numbers.flip(0)
         return Hop(other, other), other != self._numbers
 
     def rows(self, side: Traveller) -> Tensor:
-        """(world_size,) rows of each rank's shard."""
         return torch.tensor(self.layouts[_index(side)].shard_lens)
 
     def partner_rows(self) -> Tensor:
-        """(world_size,) query rows of each rank's partner."""
         return self.rows("q").flip(0)
 
     def moving(self, grid: Grid, travels: Traveller, by: Displacement) -> slice | None:
@@ -300,7 +282,6 @@ class EveryRank:
         return lambda by: Bytes(sizes.roll(by, (0, 1)).flatten())
 
     def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> StepWork:
-        """Sizes of the tiles of every rank."""
         # Cached here too: hashing a mask of many documents takes long.
         if (grid, travels) not in self._work:
             work = _by_displacement(*self.layouts, self.mask, grid, travels)
@@ -308,7 +289,6 @@ class EveryRank:
         return self._work[grid, travels][by[0] * grid.inner + by[1]]
 
     def turns(self, travels: Traveller) -> tuple[Turn, ...]:
-        """The turns, with tensors (world_size,) as numbers."""
         rows = needed_rows(*self.layouts, self.mask, travels)
         work, ranks, turns = pair_work(*self.layouts, self.mask), self._numbers, []
         for to, full in turns_of(*self.layouts, self.mask, travels):
@@ -323,15 +303,12 @@ class EveryRank:
         return tuple(turns)
 
     def gathered(self, gathers: Traveller, rows: int) -> StepWork:
-        """Sizes of the tiles of every rank."""
         return every_gathered(*self.layouts, self.mask, gathers)
 
     def over(self, layouts: Layouts) -> EveryRank:
-        """These ranks with other layouts."""
         return replace(self, layouts=layouts)
 
     def groups(self, layouts: Layouts, degree: int) -> EveryRank:
-        """Every group."""
         return replace(self, layouts=layouts)
 
 

@@ -178,9 +178,9 @@ class TransportOptions:
     On NCCL the identity travels as 64 bytes beside each message. The device compares it, and the
     host raises at the start of a later call. Before the first call of a kind all ranks connect,
     compile their kernels and wait for each other: an error names a missing rank, and no exchange
-    waits for a compiler. Afterwards no host waits. An exchange that exceeds the timeout is logged
-    as an error of "ring_attn", with step, peer and channel, there and on the other ranks. 10 s
-    later torch's watchdog ends the process, since its device would continue with missing data. A
+    waits for a compiler. Afterwards no host waits. If an exchange exceeds the timeout, the logger
+    "ring_attn" gets an error with step, peer and channel, here and on the other ranks. 10 s later
+    torch's watchdog ends the process, since its device would continue with missing data. A
     rank that leaves a call by an exception aborts its exchanges: its later messages belong to no
     call, and the receiver raises. That rank's results of earlier calls are valid only if its device
     had finished them: restart from a checkpoint. None of this has run on a GPU.

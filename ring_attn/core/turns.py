@@ -3,7 +3,7 @@
 A table says which rank needs rows of which. Its pairs are sorted into turns, so that in a turn no
 rank sends twice or receives twice:
 
-    who needs whose rows       turn 0          turn 1          turn 2
+    rank needs rows of owner   turn 0          turn 1          turn 2
       owner  0 1 2 3           0 -> 1          0 -> 2          0 -> 3
     0        . x . .           1 -> 0          2 -> 3
     1        x . . .
@@ -30,7 +30,7 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.tiles import Traveller
 from ring_attn.core.work import needed_rows
 
-# With more pairs than this, only the simple plan is made: the greedy one takes about a second here.
+# With more pairs than this, only the simple plan is made: a greedy plan takes a second by then.
 MOST_PAIRS = 1 << 18
 
 

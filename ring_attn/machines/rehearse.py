@@ -1,7 +1,7 @@
 """Rehearses a program before the first call of its kind: connects ranks and compiles kernels.
 
-Once a rank has posted an exchange, its peers' timeouts run. So all ranks connect and compile before
-the call, and wait for each other there.
+Once a rank has posted an exchange, its peers' timeouts run. So all ranks connect and compile, and
+wait for each other, before the call.
 """
 
 from __future__ import annotations

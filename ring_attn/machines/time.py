@@ -361,7 +361,7 @@ class _Run:
             self._begin(post, torch.where(ready > start, behind, ready), "")
 
     def _begin(self, post: Transfer, ready: Tensor, phase: str) -> None:
-        """Begins an exchange, and slows down past kernels that overlap it."""
+        """Begins an exchange, and slows down earlier kernels that overlap it."""
         start = self._shift if post.op == "shift" else self._collective
         pending = start(post, ready)
         beside = torch.minimum(pending.stop, self.ended[1]) - pending.start.maximum(self.ended[0])

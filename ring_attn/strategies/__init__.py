@@ -1,1 +1,1 @@
-"""Plan + transport + backend + state as forward and backward: one file for each strategy."""
+"""Strategies, one file each: functions from a call to the programs of its ranks."""

@@ -138,7 +138,7 @@ class _Exchange:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.mine, self.theirs = ranks.rows("q"), ranks.partner_rows()
+        self.own_rows, self.partner_rows = ranks.rows("q"), ranks.partner_rows()
         self.hop, self.active = ranks.partner()
 
     @property
@@ -149,25 +149,21 @@ class _Exchange:
     @property
     def rows_there(self) -> Number:
         """Number of rows after the exchange: the own head and the partner's tail."""
-        return self.mine - self.mine // 2 + self.theirs // 2
+        return self.own_rows - self.own_rows // 2 + self.partner_rows // 2
 
     def _halves(self, *, there: bool) -> Halves:
         """The head and the tail in a tensor before the exchange, or (`there`) after it."""
-        head, tail = self.mine - self.mine // 2, self.mine // 2
+        head, tail = self.own_rows - self.own_rows // 2, self.own_rows // 2
         if there and not self.alone:
-            tail = self.theirs // 2
+            tail = self.partner_rows // 2
             if self.hop.send_to < self.ranks.rank:
                 return Halves(slice(tail, tail + head), slice(0, tail))
         return Halves(slice(0, head), slice(head, head + tail))
 
     def ops(self, label: str, arrays: dict[str, Array], step: int, *, there: bool) -> Iterator[Op]:
-        """Yields ops that exchange the tails of tensors.
+        """Yields ops that exchange the tails of tensors, or (not `there`) exchange them back.
 
-        Args:
-            label: name of the step.
-            arrays: outer names of the tensors, and their sizes after the exchange.
-            step: number of the exchange.
-            there: whether to exchange, or to exchange back.
+        `arrays` has the names of the tensors outside, and their sizes after the exchange.
         """
         yield Step(label)
         names = [(name, _inner_name(name)) for name in arrays]
@@ -177,8 +173,8 @@ class _Exchange:
             for name, source in zip(targets, sources, strict=True):
                 yield Assign(View(name), View(source))
             return
-        sent = self._message(arrays, self.mine if there else self.theirs)
-        received = self._message(arrays, self.theirs if there else self.mine)
+        sent = self._message(arrays, self.own_rows if there else self.partner_rows)
+        received = self._message(arrays, self.partner_rows if there else self.own_rows)
         send, recv = (
             Buffer(f"{label}: {direction}", x.nbytes if isinstance(x.nbytes, int) else 0)
             for direction, x in (("sent", sent), ("received", received))

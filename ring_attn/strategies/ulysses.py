@@ -136,7 +136,7 @@ class _Kind:
     summed: bool = False
 
     @property
-    def at_home(self) -> str:
+    def full_name(self) -> str:
         """Name of the tensor with all heads."""
         return f"{self.name} sum" if self.summed else self.name
 
@@ -295,27 +295,28 @@ class _Exchanges:
     ) -> Iterator[Op]:
         """Exchanges tensors between rows and heads, by one all-to-all."""
         side = "heads" if to_heads else "rows"
-        sent = self._message(kinds, at_home=to_heads)
-        received = self._message(kinds, at_home=not to_heads)
+        sent = self._message(kinds, all_heads=to_heads)
+        received = self._message(kinds, all_heads=not to_heads)
         send = Buffer(f"sent to {side}", _length(sent))
         recv = Buffer(f"received to {side}", _length(received))
-        yield Pack(send, sent, self._copies(kinds, at_home=to_heads))
+        yield Pack(send, sent, self._copies(kinds, all_heads=to_heads))
         used_up = [f"{kind.name} {runs.number}" for runs in self._runs() for kind in kinds]
         if not to_heads and kinds[0].name == "dq" and self.ranks.rank is not None:
             yield Free(tuple(used_up))
         yield self._post(kinds, channel, step, (send, sent), (recv, received), to_heads)
         yield Wait(channel, self._group)
         yield Free((send,))
-        for name, array, zero in self._targets(kinds, at_home=not to_heads):
+        for name, array, zero in self._targets(kinds, all_heads=not to_heads):
             yield New(name, array, zero)
-        yield Unpack(recv, received, self._copies(kinds, at_home=not to_heads))
+        yield Unpack(recv, received, self._copies(kinds, all_heads=not to_heads))
 
     def _rounded(self, kinds: tuple[_Kind, ...], dtype: torch.dtype) -> Iterator[Op]:
         """Rounds the gradients that were added up from several ranks."""
         for kind in reversed(kinds):
             if kind.summed:
-                (array,) = (x for _, x, _ in self._targets((kind,), at_home=True))
-                yield Round(View(kind.name), View(kind.at_home), replace(array, dtype=dtype), False)
+                (array,) = (x for _, x, _ in self._targets((kind,), all_heads=True))
+                result = replace(array, dtype=dtype)
+                yield Round(View(kind.name), View(kind.full_name), result, False)
 
     def _post(
         self,
@@ -338,12 +339,12 @@ class _Exchanges:
             leaving = send[1].nbytes - counts[0][self.ranks.rank % self.degree]
         return Post(channel, step, route, send[0], recv[0], recv[1], leaving, self._group)
 
-    def _message(self, kinds: tuple[_Kind, ...], *, at_home: bool) -> Message:
+    def _message(self, kinds: tuple[_Kind, ...], *, all_heads: bool) -> Message:
         """A packet for each member: this rank's rows of the member's heads, or the reverse."""
         rank, batch = self.ranks.rank, self.call.spec.batch
         if rank is None:
-            return Bytes(self._every_packet(kinds).sum(2 if at_home else 1).flatten())
-        if at_home:
+            return Bytes(self._every_packet(kinds).sum(2 if all_heads else 1).flatten())
+        if all_heads:
             both = [(share, rank) for share in self.shares]
         else:
             first, member = rank - rank % self.degree, rank % self.degree
@@ -373,16 +374,16 @@ class _Exchanges:
         return table.t()[inverse].view(-1, self.degree, self.degree)
 
     def _targets(
-        self, kinds: tuple[_Kind, ...], *, at_home: bool
+        self, kinds: tuple[_Kind, ...], *, all_heads: bool
     ) -> Iterator[tuple[str, Array, bool]]:
         """Yields the receiving tensors: name, size, and whether messages are added to them."""
         spec = self.call.spec
-        if at_home:
+        if all_heads:
             for kind in kinds:
                 heads = spec.nheads if kind.side == "q" else spec.nheads_kv
                 rows = self.ranks.rows(kind.side)
                 array = Array(spec.batch, rows, heads, kind.dim, kind.dtype)
-                yield kind.at_home, array, kind.summed
+                yield kind.full_name, array, kind.summed
             return
         if self.ranks.rank is None:
             return
@@ -393,18 +394,18 @@ class _Exchanges:
                 array = Array(spec.batch, rows, kind.num_heads(runs.run), kind.dim, kind.dtype)
                 yield f"{kind.name} {runs.number}", array, False
 
-    def _copies(self, kinds: tuple[_Kind, ...], *, at_home: bool) -> tuple[Copy, ...]:
+    def _copies(self, kinds: tuple[_Kind, ...], *, all_heads: bool) -> tuple[Copy, ...]:
         """Copies between the messages and the tensors before, or after, the exchange."""
         if self.ranks.rank is None:
             return ()
         copies, entry = [], 0
         rank, member = self.ranks.rank, self.ranks.rank % self.degree
         for other, share in enumerate(self.shares):
-            runs = share.runs if at_home else self.shares[member].runs
+            runs = share.runs if all_heads else self.shares[member].runs
             for index, run in enumerate(runs):
                 for kind in kinds:
-                    if at_home:
-                        view = View(kind.at_home, None, kind.heads(run))
+                    if all_heads:
+                        view = View(kind.full_name, None, kind.heads(run))
                         copies.append(Copy(entry, view, add=kind.summed))
                     else:
                         placed = self._placed(kind.side)[rank // self.degree][other]
