@@ -110,7 +110,7 @@ torch.library.define("ring_attn::attention", _FORWARD, tags=_TAGS)
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *given: Any
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *fields: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """Attention of this rank's queries to all keys.
 
@@ -119,7 +119,7 @@ def _attention(
         k: (batch, rows_kv, nheads_kv, headdim).
         v: (batch, rows_kv, nheads_kv, headdim_v).
         sinks: (nheads,), the same on every rank.
-        *given: `Arguments`.
+        *fields: fields of `Arguments`.
 
     Returns:
         `out` (batch, rows, nheads, headdim_v); `lse` (batch, nheads, rows); `max_logits` (nheads,),
@@ -128,7 +128,7 @@ def _attention(
     Raises:
         NotImplementedError: a CUDA graph is being captured; other errors as `ring_attention`.
     """
-    arguments = Arguments(*given)
+    arguments = Arguments(*fields)
     check.check_capture("ring_attention", q)
     call = arguments.call
     group = call.process_group
@@ -185,9 +185,9 @@ attention = torch.ops.ring_attn.attention.default
 
 @torch.library.register_fake("ring_attn::attention")
 def _(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *given: Any
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *fields: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    call = Arguments(*given).call
+    call = Arguments(*fields).call
     batch, rows, nheads = q.shape[:3]
     out = q.new_empty(batch, rows, nheads, v.size(-1))
     lse = q.new_empty(batch, nheads, rows, dtype=accum_dtype(q.dtype))
@@ -281,7 +281,7 @@ torch.library.define("ring_attn::attention_backward", _BACKWARD, tags=_TAGS)
 
 
 def _attention_backward(
-    saved: list[Tensor], dout: Tensor, sinks: Tensor | None, sizes: Sequence[int], *given: Any
+    saved: list[Tensor], dout: Tensor, sinks: Tensor | None, sizes: Sequence[int], *fields: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of this rank's shards.
 
@@ -290,12 +290,12 @@ def _attention_backward(
         dout: (batch, rows, nheads, headdim_v).
         sinks: as in the forward.
         sizes: batch, rows of q and of kv, heads of q and of kv, headdim, headdim of v.
-        *given: `Arguments`.
+        *fields: fields of `Arguments`.
 
     Returns:
         dq, dk, dv, and this rank's share of dsinks, which is empty without sinks.
     """
-    arguments = Arguments(*given)
+    arguments = Arguments(*fields)
     check.check_capture("ring_attention", dout)
     call = arguments.call
     batch, rows, rows_kv, nheads, nheads_kv, headdim, headdim_v = sizes
@@ -336,7 +336,7 @@ attention_backward = torch.ops.ring_attn.attention_backward.default
 
 @torch.library.register_fake("ring_attn::attention_backward")
 def _(
-    saved: list[Tensor], dout: Tensor, sinks: Tensor | None, sizes: Sequence[int], *given: Any
+    saved: list[Tensor], dout: Tensor, sinks: Tensor | None, sizes: Sequence[int], *fields: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, rows, rows_kv, nheads, nheads_kv, headdim, headdim_v = sizes
     return (
