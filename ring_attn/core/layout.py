@@ -27,6 +27,9 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.values import as_int, as_tuple, check_dim, check_one_of, check_type
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
+
+# Layouts of queries and of keys.
+Layouts = tuple["SequenceLayout", "SequenceLayout"]
 KINDS = (*LAYOUTS, "boundaries", "segments")
 
 # `str` of a layout lists at most this many segments, and counts more.

@@ -16,12 +16,10 @@ from functools import lru_cache
 from itertools import accumulate
 
 from ring_attn.core.heads import is_replicated, share_heads
-from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.layout import Layouts
 from ring_attn.core.mask import Mask
 from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import ring_grid
-
-Layouts = tuple[SequenceLayout, SequenceLayout]
 
 
 @lru_cache(maxsize=1024)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.messages import Bytes, Message, Number, lengths
 from ring_attn.core.program import Hop, Tiles
@@ -34,9 +34,6 @@ from ring_attn.core.tiles import (
 )
 from ring_attn.core.turns import turns_of
 from ring_attn.core.work import StepWork, needed_rows, pair_work
-
-Layouts = tuple[SequenceLayout, SequenceLayout]
-T = TypeVar("T")
 
 
 class Turn(NamedTuple):

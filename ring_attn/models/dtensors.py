@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 
-from ring_attn.core.layout import SequenceLayout
-
-Layouts = tuple[SequenceLayout, SequenceLayout]
+from ring_attn.core.layout import Layouts, SequenceLayout
 
 # The placement of a dim that is split twice in another order; a subclass of Shard in some versions.
 # (isinstance, not type(): compilers of torch 2.11 do not know the type of a placement.)

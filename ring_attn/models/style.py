@@ -38,11 +38,11 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from ring_attn import check
 from ring_attn.api import ring_attention
 from ring_attn.call import How, Layout, What
-from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.spec import TransportOptions
 from ring_attn.core.strategy import NEED_DEGREE, Strategy, checked_strategy, resolve_strategy
 from ring_attn.core.values import as_int, as_tuple, check_one_of
-from ring_attn.models.dtensors import Dims, Layouts, SplitRows, placed_as, rows_of
+from ring_attn.models.dtensors import Dims, SplitRows, placed_as, rows_of
 from ring_attn.models.head_exchange import HeadExchange
 from ring_attn.models.sdpa import route_sdpa, sdpa_attention
 from ring_attn.torch_private import tree_map_only

@@ -9,13 +9,13 @@ import torch
 from ring_attn import check
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import folds_in_order
-from ring_attn.core.layout import LAYOUTS, SequenceLayout
+from ring_attn.core.layout import LAYOUTS, Layouts, SequenceLayout
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import NAMES, Strategy, family
 from ring_attn.core.values import as_tuple
 from ring_attn.core.work import pair_work
 from ring_attn.planning import balance
-from ring_attn.planning.choice import Candidate, Layouts, Problem
+from ring_attn.planning.choice import Candidate, Problem
 
 # Balanced boundaries are sought among so many positions, so that long sequences cost no more.
 BALANCE_POSITIONS = 1 << 15

@@ -11,15 +11,13 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy, family, label
 from ring_attn.core.tiles import Traveller
 from ring_attn.machines.time import Simulation
 from ring_attn.planning.devices import Cluster
-
-Layouts = tuple[SequenceLayout, SequenceLayout]
 
 
 @dataclass(frozen=True)

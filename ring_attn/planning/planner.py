@@ -24,7 +24,7 @@ from ring_attn import check
 from ring_attn.backends import Purpose, backend_elsewhere, choose_backend, get_backend
 from ring_attn.core.dtypes import DTYPES
 from ring_attn.core.heads import share_heads
-from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.layout import Layouts, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.ranks import every_gathered
 from ring_attn.core.rates import Rate
@@ -49,7 +49,6 @@ from ring_attn.planning.choice import (
     Candidate,
     Choice,
     Direction,
-    Layouts,
     Prediction,
     Problem,
     describe,

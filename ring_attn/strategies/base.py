@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-from ring_attn.core.layout import SequenceLayout
+from ring_attn.core.layout import Layouts
 from ring_attn.core.mask import Mask
 from ring_attn.core.program import (
     Array,
@@ -30,8 +30,6 @@ from ring_attn.core.sizes import SHARD
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.strategy import Strategy
 from ring_attn.core.tiles import Traveller
-
-Layouts = tuple[SequenceLayout, SequenceLayout]
 
 
 @dataclass(frozen=True)

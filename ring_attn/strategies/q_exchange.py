@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ring_attn.core.layout import Segment, SequenceLayout
+from ring_attn.core.layout import Layouts, Segment, SequenceLayout
 from ring_attn.core.messages import Message, Number, lengths
 from ring_attn.core.program import (
     Array,
@@ -51,7 +51,7 @@ from ring_attn.core.program import (
     View,
     Wait,
 )
-from ring_attn.core.ranks import Layouts, Ranks
+from ring_attn.core.ranks import Ranks
 from ring_attn.core.spec import Packet
 from ring_attn.strategies.base import Call, StrategyCode, input_arrays, result_arrays
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from ring_attn.backends import get_backend
 from ring_attn.backends.base import why_not_alike
 from ring_attn.core.heads import HeadRun, HeadShare, is_replicated, share_heads
-from ring_attn.core.layout import MergedRows, SequenceLayout
+from ring_attn.core.layout import Layouts, MergedRows, SequenceLayout
 from ring_attn.core.messages import Bytes, Message, Number, Parcels
 from ring_attn.core.order import why_not_by_heads
 from ring_attn.core.program import (
@@ -58,7 +58,7 @@ from ring_attn.core.program import (
     View,
     Wait,
 )
-from ring_attn.core.ranks import Layouts, Ranks
+from ring_attn.core.ranks import Ranks
 from ring_attn.core.spec import AttentionSpec, Packet
 from ring_attn.core.tiles import Traveller
 from ring_attn.strategies.base import Call, MakeProgram, StrategyCode, input_arrays

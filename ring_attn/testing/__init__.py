@@ -18,6 +18,7 @@ A whole call on all ranks, in this process or in one process per rank:
     assert not ran.failures
 """
 
+from ring_attn.core.layout import Layouts
 from ring_attn.testing.cases import (
     DEFAULT_SEQLEN,
     EDGE_MASKS,
@@ -29,7 +30,6 @@ from ring_attn.testing.cases import (
     STRATEGIES,
     Case,
     Heads,
-    Layouts,
     cases,
     layouts_of,
     masks,

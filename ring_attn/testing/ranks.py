@@ -13,13 +13,14 @@ from torch import Tensor
 
 from ring_attn.api import ring_attention
 from ring_attn.call import AttentionOptions
+from ring_attn.core.layout import Layouts
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec, TransportOptions
 from ring_attn.core.strategy import resolve_strategy
 from ring_attn.machines import run
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import make_call
-from ring_attn.testing.cases import Case, Layouts
+from ring_attn.testing.cases import Case
 from ring_attn.testing.oracle import (
     RESULTS,
     Expected,
