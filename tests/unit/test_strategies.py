@@ -6,7 +6,6 @@ memory that is allocated starts as NaN.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,14 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from ring_attn.backends.aten import AtenBackend
 from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.program import Attend, Differentiate, Post, Wait
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy, resolve_strategy
 from ring_attn.machines import run
 from ring_attn.machines.count import bytes_sent, num_messages
-from ring_attn.planning.balance import by_area, by_cost, by_documents, by_memory, by_separators
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import code_of, make_call, program_of
 from ring_attn.testing import (
@@ -41,7 +39,6 @@ from ring_attn.testing import (
     run_calls,
 )
 from ring_attn.transport.local import LocalTransport, run_local
-from tests.bounds import note_calls
 
 RING, GATHER = Strategy(), Strategy("all_gather")
 # World sizes and what they run.
@@ -212,50 +209,6 @@ def test_few_keys_in_stride() -> None:
         assert_holds(Case(Mask(13, seqlen_k, True), "striped", STRATEGIES[name][1]), 4)
 
 
-# -- layouts from content
-
-PACKING = (0, 40, 41, 41, 63, 97, 113)
-CAUSAL = Mask(113, 113, causal=True)
-WINDOW = Mask(113, 113, causal=True, window_size=(9, -1))
-PACKED = Mask(113, 113, True, (-1, -1), PACKING, PACKING)
-TOKENS = [(7 * n * n + 3 * n) % 11 for n in range(113)]
-COSTS = torch.tensor([1.0 + (n % 13) ** 2 for n in range(113)])
-
-
-def content_layouts(ranks: int) -> Iterator[tuple[Mask, SequenceLayout]]:
-    yield CAUSAL, by_area(CAUSAL, ranks)
-    yield CAUSAL, by_area(CAUSAL, ranks, align=16)
-    yield WINDOW, by_area(WINDOW, ranks)
-    yield PACKED, by_documents(PACKING, ranks, causal=True)
-    yield PACKED, by_documents(PACKING, ranks, causal=True, max_balance=4.0)
-    yield CAUSAL, by_separators(TOKENS, {0, 4}, ranks, work=CAUSAL)
-    yield PACKED, by_cost(COSTS, ranks)
-    # The last rank has no memory, and so no rows.
-    yield CAUSAL, by_memory(113, [400, 200, 300, 0][-ranks:], 2, align=8)
-    yield Mask(2, 2, True), by_area(Mask(2, 2, True), ranks)
-
-
-@pytest.mark.parametrize("backend", ["reference", "aten"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_the_ring_runs_uneven_shards(world_size: int, backend: str) -> None:
-    for (mask, layout), heads in product(content_layouts(world_size), HEADS[:3]):
-        case = Case(mask, (layout, layout), RING, backend, heads=heads, batch=1, sinks=True)
-        assert_holds(case, world_size)
-
-
-def test_queries_and_keys_are_cut_each_their_own_way() -> None:
-    mask = Mask(37, 113, causal=True)
-    layouts = (by_area(mask, 3), by_memory(113, [5000, 1000, 3000], 7))
-    assert_holds(Case(mask, layouts, RING), 3)
-
-
-def test_packed_documents_cut_at_their_ends_send_nothing() -> None:
-    layout = by_documents(PACKING, 3, causal=True, max_balance=4.0)
-    assert layout.cuts is not None and set(layout.cuts) <= set(PACKING)
-    ran = run_all_ranks(Case(PACKED, (layout, layout), RING), 3)
-    assert ran.sent == 3 * ((Sent(0, 0), Sent(0, 0)),)
-
-
 # -- sinks, repeated runs, the error on more ranks
 
 
@@ -408,27 +361,17 @@ def test_gradients_in_order_need_a_backend_that_folds_in_order() -> None:
     ids=["ring", "all_gather"],
 )
 def test_what_is_under_way_while_a_step_is_computed(
-    strategy: Strategy, expected_steps: list[str], monkeypatch: pytest.MonkeyPatch
+    strategy: Strategy, expected_steps: list[str]
 ) -> None:
     """Three steps forward and three backward: whether shards, and whether gradients are."""
-    noting = partial(note_calls, monkeypatch)
-    pending: dict[int, set[str]] = {}
-    seen: dict[int, list[str]] = {}
-
-    def here(table: dict[int, Any], empty: type) -> Any:
-        return table.setdefault(threading.get_ident(), empty())
-
-    for name in ("post", "all_gather", "reduce_scatter"):
-        noting(LocalTransport, name, lambda _, channel, *__: here(pending, set).add(channel))
-    noting(LocalTransport, "wait", lambda _, channel: here(pending, set).discard(channel))
-
-    def computing(*_: Any) -> None:
-        under_way = here(pending, set)
-        here(seen, list).append(
-            "".join(str(int(name in under_way)) for name in ("shards", "gradients"))
-        )
-
-    for name in ("forward", "backward"):
-        noting(AtenBackend, name, computing)
-    run_all_ranks(Case("full", "contiguous", strategy, "aten", heads=Heads(3, 3, 8, 8)), 3)
-    assert list(seen.values()) == 3 * [expected_steps]
+    for call in calls_of(Case("full", "contiguous", strategy, heads=Heads(3, 3, 8, 8)), 3):
+        seen, under_way = [], set()
+        programs = [program_of(call, backward=backward) for backward in (False, True)]
+        for op in (op for program in programs for op in program.ops):
+            if isinstance(op, Post):
+                under_way.add(op.channel)
+            elif isinstance(op, Wait):
+                under_way.discard(op.channel)
+            elif isinstance(op, Attend | Differentiate):
+                seen.append("".join(str(int(x in under_way)) for x in ("shards", "gradients")))
+        assert seen == expected_steps
