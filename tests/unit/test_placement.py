@@ -186,4 +186,5 @@ def test_the_planner_takes_it() -> None:
         cluster=builtin_cluster("H100"), strategies=["ring", "all_gather"],
     )  # fmt: skip
     assert time.process_time() - start < 20.0  # 0.3 s where nothing else runs
-    assert choice.layout == packing.layout and choice.best.seconds > 0
+    assert choice.layouts == (packing.layout, packing.layout) and choice.best.seconds > 0
+    assert {c.layout_name for c in choice.candidates} == {"given"}

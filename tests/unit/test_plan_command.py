@@ -52,6 +52,7 @@ def test_json_has_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert cli.main(["plan", *words]) == 0
     found = json.loads(path.read_text())
     assert found["best"]["label"] == "ring" and found["world_size"] == 4
+    assert [c["seconds"] for c in found["candidates"]] == [found["best"]["seconds"]]
     steps = [s for s in found["steps"] if s["direction"] == "forward" and s["most_area"]]
     assert [(s["full"], s["cut"], s["absent"]) for s in steps] == [(0, 4, 0), *3 * [(4, 0, 0)]]
     assert sum(s["most_area"] for s in steps) == 4096 * 4097 // 2 // 4

@@ -15,15 +15,14 @@ from ring_attn.backends.triton import TritonBackend
 from ring_attn.core import order
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
+from ring_attn.core.program import Differentiate
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.strategies import ring
 from ring_attn.strategies.base import Call
-from ring_attn.strategies.registry import make_call, why_not_same_bits
+from ring_attn.strategies.registry import code_of, make_call, why_not_same_bits
 from ring_attn.strategies.ring import choose_gradients
-from ring_attn.testing import Case, Heads, Layouts, run_all_ranks
-from ring_attn.transport.local import LocalTransport
-from tests.bounds import note_calls
+from ring_attn.testing import Layouts
 from tests.kernels.calls import DEVICE
 
 UNIT = TritonBackend.bits_unit
@@ -135,39 +134,27 @@ def test_only_backends_in_order_say_so() -> None:
         assert folds_in_order(backends.get_backend(name)) == (name == "triton")
 
 
-@pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
-@pytest.mark.parametrize("in_one_pass", [False, True])
+@pytest.mark.parametrize(
+    ("in_one_pass", "step"),
+    [(False, ["q", "Wait", "kv", "Post"]), (True, ["Wait", "all", "Post"])],
+)
 def test_a_step_waits_for_gradients_after_it_has_computed_dq(
-    in_one_pass: bool, monkeypatch: pytest.MonkeyPatch
+    in_one_pass: bool, step: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the last rank, which sees all others: what hides the transfer of dk and dv is dq.
 
     A backend that makes all gradients in one pass waits before: two take more than the transfer.
     """
-    events: list[str] = []
-
-    def note(event: str, self: Any, *args: Any) -> None:
-        if args[:1] != ("shards",):
-            events.append(f"{event} {getattr(self, 'rank', '')}".strip())
-
-    def note_gradients(backend: TritonBackend, *args: Any) -> None:
-        dq, dk, _ = args[2]
-        events.append("dk dv" if dq is None else "dq" if dk is None else "all")
-
     monkeypatch.setattr(ring, "MANY_ROWS", 0)
     monkeypatch.setattr(TritonBackend, "in_one_pass", lambda backend, spec: in_one_pass)
-    for name in ("wait", "post"):
-        note_calls(monkeypatch, LocalTransport, name, partial(note, name))
-    note_calls(monkeypatch, TritonBackend, "backward", note_gradients)
-    layouts, heads = named("contiguous", 2, 2 * UNIT), Heads(1, 1, 16, 16)
-    mask = Mask(2 * UNIT, 2 * UNIT, causal=True)
-    case = Case(mask, layouts, "ring", "triton", heads=heads, batch=1, same_bits=True)
-    assert not run_all_ranks(case, 2, device=DEVICE).failures
-    # One rank runs at a time, until it waits: rank 0 hands its gradients on and waits for them.
-    step = ["dq", "wait 1", "dk dv", "post 1"]
-    if in_one_pass:
-        step = ["wait 1", "all", "post 1"]
-    assert [e for e in events if not e.endswith(" 0")][-len(step) - 1 : -1] == step
+    layouts, mask = named("contiguous", 2, 2 * UNIT), Mask(2 * UNIT, 2 * UNIT, causal=True)
+    call = make_call(Strategy(), FEW_KV_HEADS, layouts, mask, 1, backend="triton", same_bits=True)
+    found = [
+        op.part if isinstance(op, Differentiate) else type(op).__name__
+        for op in code_of(call.strategy).program(call, call.ranks, backward=True).ops
+        if isinstance(op, Differentiate) or getattr(op, "channel", "") == "gradients"
+    ]
+    assert found == ["all", "Post", *step, "Wait"]
 
 
 @pytest.mark.parametrize(
