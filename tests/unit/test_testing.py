@@ -29,6 +29,7 @@ from ring_attn.testing import (
     random_sinks,
 )
 from tests.bounds import textbook_backward, textbook_forward
+from tests.refusals import refused
 
 MASKS = masks(33)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -115,23 +116,6 @@ def test_the_oracle_of_capped_scores_and_sinks_is_the_equation() -> None:
     assert float(lse[b, h, i]) == pytest.approx(math.log(total), rel=1e-12)
     value = sum(w * v[b, j, h] for w, j in zip(weights, seen, strict=True)) / total
     torch.testing.assert_close(out[b, i, h], value, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("scores", SCORES)
-@pytest.mark.sweep(2)
-def test_the_oracle_passes_gradcheck(scores: str) -> None:
-    mask = Mask(5, 3, causal=True)
-    leaves = [x.requires_grad_() for x in inputs_for(mask, torch.float64, headdim=3)[:3]]
-    softcap = SCORES[scores].get("softcap", 0.0)
-    if "sinks" in SCORES[scores]:
-        # Away from the sink that takes no weight, so that every difference shows.
-        leaves.append(torch.tensor([-1.0, 0.3, 0.7, 2.0], dtype=torch.float64, requires_grad=True))
-
-    def seen(*x: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = dense_attention(*x[:3], mask, softcap=softcap, sinks=x[3] if x[3:] else None)
-        return out, lse[:, :, 2:]  # the rows before see nothing: lse is -inf
-
-    assert torch.autograd.gradcheck(seen, leaves)
 
 
 @pytest.mark.parametrize("scores", SCORES)
@@ -291,14 +275,6 @@ def test_a_defect_is_seen(defect: str) -> None:
     assert failed(got, inputs, mask, **scores) == wrong
 
 
-def test_results_without_dsinks_are_not_taken_for_those_with() -> None:
-    mask, scores = MASKS["causal"], SCORES["sinks"]
-    inputs = inputs_for(mask)
-    got = replace(textbook(inputs, mask, **scores), dsinks=None)
-    with pytest.raises(ValueError, match="dsinks must be in all or none"):
-        failed(got, inputs, mask, **scores)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_floor_is_that_of_the_dtype_at_the_values_scale(dtype: torch.dtype) -> None:
     info = torch.finfo(dtype)
@@ -327,47 +303,54 @@ def test_no_bound_of_zero_but_for_zeros() -> None:
     assert check("out", zero.float() + 1e-30, zero, zero.float()).ratio == math.inf
 
 
-def test_results_of_another_shape_or_dtype_raise() -> None:
-    x = torch.zeros(2, 3, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"dq must have shape \(2, 3\)"):
-        check("dq", x.float()[:1], x, x.float())
-    with pytest.raises(TypeError, match="dq must be torch.float32"):
-        check("dq", x.half(), x, x.float())
+X = torch.zeros(2, 3, dtype=torch.float64)
+OF_SINKS = Expected(X, X, X, X, X, dsinks=X[0])
 
 
-def test_random_qkv() -> None:
-    options: dict[str, object] = {"nheads": 4, "nheads_kv": 2, "headdim": 16, "headdim_v": 8}
-    a = random_qkv(seqlen_q=5, seqlen_k=7, seed=3, **options)  # type: ignore[arg-type]
-    b = random_qkv(seqlen_q=5, seqlen_k=7, seed=3, noncontiguous=True, **options)  # type: ignore[arg-type]
-    assert [tuple(x.shape) for x in a] == [(1, 5, 4, 16), (1, 7, 2, 16), (1, 7, 2, 8), (1, 5, 4, 8)]
-    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-    assert all(y.stride(-1) == 2 and not y.is_contiguous() for y in b)
-    assert not torch.equal(a.q, random_qkv(seqlen_q=5, seed=4, nheads=4, headdim=16).q)
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: check("dq", X.float()[:1], X, X.float()), ValueError, "dq must have shape (2, 3)"),
+        (lambda: check("dq", X.half(), X, X.float()), TypeError, "dq must be torch.float32"),
+        (
+            lambda: check_all(replace(OF_SINKS, dsinks=None), OF_SINKS, OF_SINKS),
+            ValueError,
+            "dsinks must be in all or none",
+        ),
+    ],
+)
+def test_results_of_another_form_raise(
+    call: Callable[[], object], error: type[Exception], words: str
+) -> None:
+    with refused(error, words):
+        call()
+
+
+def test_inputs_are_what_they_are_named_for() -> None:
+    sizes: dict[str, Any] = {"seqlen_q": 5, "seqlen_k": 7, "nheads": 4, "headdim": 8, "seed": 3}
+    strided = random_qkv(**sizes, noncontiguous=True)
+    assert all(map(torch.equal, strided, random_qkv(**sizes)))
+    assert all(x.stride(-1) == 2 and not x.is_contiguous() for x in strided)
     large = random_qkv(seqlen_q=64, large_logits=True)
-    lse = dense_attention(large.q, large.k, large.v, Mask(64, 64))[1]
+    lse = dense_attention(*large[:3], Mask(64, 64))[1]
     assert lse.max() > 89  # exp overflows float32 there
-
-
-def test_random_sinks() -> None:
+    # One takes no weight; the others are alike in every dtype.
     sinks = random_sinks(6, seed=3)
-    assert sinks.shape == (6,) and sinks.dtype == torch.float32
-    assert torch.equal(sinks, random_sinks(6, seed=3))
-    assert not torch.equal(sinks, random_sinks(6, seed=4))
-    for dtype in DTYPES:
-        assert torch.equal(random_sinks(6, dtype=dtype, seed=3).double(), sinks.double())
     assert sinks[0] < -9000 and sinks[1:].abs().max() < 20
+    assert all(random_sinks(6, dtype=d, seed=3).double().equal(sinks.double()) for d in DTYPES)
 
 
 def test_poisoned_empty() -> None:
-    with poisoned_empty():
-        assert torch.empty(3).isnan().all()
-        assert torch.empty_like(torch.ones(2, dtype=torch.bfloat16)).isnan().all()
-        assert torch.ones(2).new_empty(4, dtype=torch.float16).isnan().all()
-        assert torch.empty_strided((2, 2), (1, 2)).isnan().all()
-        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            assert torch.empty(16, dtype=torch.uint8).view(dtype).isnan().all()
-        assert (torch.empty(3, dtype=torch.int32) == -1).all()
     before = torch.empty
     with pytest.raises(KeyError), poisoned_empty():
+        for x in (
+            torch.empty(3),
+            torch.empty_like(torch.ones(2, dtype=torch.bfloat16)),
+            torch.ones(2).new_empty(4, dtype=torch.float16),
+            torch.empty_strided((2, 2), (1, 2)),
+            *(torch.empty(16, dtype=torch.uint8).view(dtype) for dtype in DTYPES),
+        ):
+            assert x.isnan().all()
+        assert (torch.empty(3, dtype=torch.int32) == -1).all()
         raise KeyError
     assert torch.empty is before
