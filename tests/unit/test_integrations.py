@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -14,12 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ring_attn import SequenceLayout
+from ring_attn import SequenceLayout, masks
 from ring_attn.backends import BackendChoice
 from ring_attn.integrations import context_parallel, flash_attn, ring_flash_attn
 from ring_attn.integrations.ring_flash_attn import adapters, utils
 from ring_attn.models.sdpa import route_sdpa, sdpa_attention
-from ring_attn.testing import random_qkv
+from ring_attn.testing import plain_attention, random_qkv
+from tests.bounds import assert_holds, expect
+from tests.refusals import refused
 
 DENSE = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), alibi_slopes=None, "
@@ -140,11 +140,16 @@ PREPARED = [
 ]
 
 
+PREPARE = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens
+# Of the adapters.
+ELSEWHERE = (NotImplementedError, "transformers.register")
+
+
 @pytest.mark.parametrize(("given", "expected"), PREPARED)
 def test_prepared_documents(given: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
     cu, causal, rank, world_size = given
     for dtype in (torch.int32, torch.int64):
-        cu_q, cu_k, most_q, most_k, keys = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
+        cu_q, cu_k, most_q, most_k, keys = PREPARE(
             torch.tensor(cu, dtype=dtype), causal, rank, world_size
         )
         assert cu_q.dtype == cu_k.dtype == dtype
@@ -152,85 +157,56 @@ def test_prepared_documents(given: tuple[Any, ...], expected: tuple[Any, ...]) -
         assert got == expected
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_prepared_documents_are_what_the_rank_sees(causal: bool) -> None:
-    """Every query's visible keys, counted one by one, for all documents of 12 positions in 3."""
-    seen = 0
-    for middle in itertools.combinations(range(1, 12), 3):
-        cu = [0, *middle, 12]
-        of = [next(d for d in range(4) if i < cu[d + 1]) for i in range(12)]
-        for rank in range(3):
-            cu_q, cu_k, most_q, most_k, keys = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(
-                torch.tensor(cu), causal, rank, 3
-            )
-            for d, (a, b) in enumerate(itertools.pairwise(cu_q.tolist())):
-                first, last = keys.start + int(cu_k[d]), keys.start + int(cu_k[d + 1])
-                for row in range(a, b):
-                    i = 4 * rank + row
-                    # Bottom-right aligned, as flash-attention has it.
-                    stop = last - (b - 1 - row) if causal else last
-                    visible = [j for j in range(12) if of[j] == of[i] and (j <= i or not causal)]
-                    assert list(range(first, stop)) == visible
-                    seen += len(visible)
-            assert (most_q, most_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
-    assert seen > 0
+INT32 = torch.int32
 
 
-def test_prepare_refuses() -> None:
-    prepare = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens
-    with pytest.raises(ValueError, match="multiple of world_size, got 7 and 2"):
-        prepare(torch.tensor([0, 7]), True, 0, 2)
-    with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), got 2"):
-        prepare(torch.tensor([0, 8]), True, 2, 2)
-    for given in ([0, 3, 8], None, torch.tensor([0.0, 8.0])):
-        with pytest.raises(TypeError, match="cu_seqlens must be (an int32 tensor|int32)"):
-            prepare(given, True, 0, 2)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="1-D with at least two boundaries"):
-        prepare(torch.zeros(2, 2, dtype=torch.int32), True, 0, 2)
-    with pytest.raises(ValueError, match="must start at 0"):
-        prepare(torch.tensor([1, 8]), True, 0, 2)
+@pytest.mark.parametrize(
+    ("function", "arguments", "error", "words"),
+    [
+        (PREPARE, (torch.tensor([0, 7]), True, 0, 2), ValueError, "multiple of world_size|7 and 2"),
+        (PREPARE, (torch.tensor([0, 8]), True, 2, 2), ValueError, "rank must be in [0, 2), got 2"),
+        (PREPARE, ([0, 3, 8], True, 0, 2), TypeError, "cu_seqlens must be|int32"),
+        (PREPARE, (None, True, 0, 2), TypeError, "cu_seqlens must be|int32"),
+        (PREPARE, (torch.tensor([0.0, 8.0]), True, 0, 2), TypeError, "cu_seqlens must be|int32"),
+        (PREPARE, (torch.zeros(2, 2, dtype=INT32), True, 0, 2), ValueError, "1-D|two boundaries"),
+        (PREPARE, (torch.tensor([1, 8]), True, 0, 2), ValueError, "must start at 0"),
+        (adapters.substitute_hf_flash_attn, (None, 1), *ELSEWHERE),
+        (ring_flash_attn.update_ring_flash_attn_params, (torch.tensor([0, 8]), None), *ELSEWHERE),
+        (adapters.use_ring_attn, (True,), *ELSEWHERE),
+        (flash_attn.flash_attn_with_kvcache, (None, None), NotImplementedError, "tree_decode"),
+        (context_parallel.set_rotate_method, ("ring",), ValueError, "allgather|alltoall|'ring'"),
+        # torch.chunk gives 6 rows over 4 ranks as 2, 2, 2, 0.
+        (
+            context_parallel.as_load_balancer,
+            (SequenceLayout.contiguous(6, 4),),
+            ValueError,
+            "torch gives the ranks [2, 2, 2, 0] rows",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    function: Callable[..., Any], arguments: tuple[Any, ...], error: type[Exception], words: str
+) -> None:
+    with refused(error, words):
+        function(*arguments)
 
 
-def test_the_adapter_of_ring_flash_attn_is_refused_by_name() -> None:
-    with pytest.raises(NotImplementedError, match="transformers.register"):
-        ring_flash_attn.substitute_hf_flash_attn(None, 1)
-    with pytest.raises(NotImplementedError, match="transformers.register"):
-        ring_flash_attn.update_ring_flash_attn_params(torch.tensor([0, 8]), None)
-    assert adapters.substitute_hf_flash_attn is ring_flash_attn.substitute_hf_flash_attn
-    with pytest.raises(NotImplementedError, match="use_ring_attn .*transformers.register"):
-        adapters.use_ring_attn(True)
-    with pytest.raises(NotImplementedError, match="tree_decode"):
-        flash_attn.flash_attn_with_kvcache(None, None, k=None)
-
-
-@pytest.mark.parametrize("slice_", [None, (slice(None), slice(3, None))], ids=["all", "slice"])
-def test_blocks_of_keys_are_put_together(slice_: tuple[slice, ...] | None) -> None:
+@pytest.mark.parametrize("rows", [slice(None), slice(3, None)], ids=["all", "slice"])
+def test_blocks_of_keys_are_put_together(rows: slice) -> None:
     """Against one block of all keys; some rows see nothing, others nothing of one block."""
-    whole = random_qkv(batch=2, seqlen_q=7, seqlen_k=20, nheads=3, nheads_kv=3, headdim=8)
-    parts: list[tuple[torch.Tensor, ...]] = []
-    for keys in (slice(0, 12), slice(12, 20)):
-        rows = slice(3, None) if slice_ and parts else slice(None)
-        scores = torch.einsum("bihd,bjhd->bhij", whole.q[:, rows], whole.k[:, keys])
-        scores[:, :, -1] = -math.inf  # sees nothing
-        if not parts:
-            scores[:, :, 3] = -math.inf  # sees nothing of the first block
-        weights = scores.softmax(-1).nan_to_num()
-        out = torch.einsum("bhij,bjhd->bihd", weights, whole.v[:, keys])
-        parts.append((out, scores.logsumexp(-1), scores))
-    out, lse = utils.update_out_and_lse(None, None, *parts[0][:2])
-    out, lse = utils.update_out_and_lse(out, lse, *parts[1][:2], slice_=slice_)
-    rows = slice_[1] if slice_ else slice(None)
-    scores = torch.cat([parts[0][2][:, :, rows], parts[1][2]], -1).double()
-    expected = scores.softmax(-1).nan_to_num() @ whole.v.double().transpose(1, 2)
-    # Two roundings of sums of 20 terms.
-    bound = 64 * torch.finfo(torch.float32).eps * whole.v.abs().max().item()
-    assert (out[:, rows].double() - expected.transpose(1, 2)).abs().max() <= bound
-    both, whole_lse = lse[:, rows, :, 0].transpose(1, 2).double(), scores.logsumexp(-1)
-    assert both.isinf().equal(whole_lse.isinf()) and both.isinf().any()
-    seen = whole_lse.isfinite()
-    assert (both - whole_lse)[seen].abs().max() <= bound * whole_lse[seen].abs().max()
+    inputs = random_qkv(batch=2, seqlen_q=7, seqlen_k=20, nheads=3, headdim=8)
+    seen = torch.ones(7, 20, dtype=torch.bool)
+    seen[-1], seen[3, :12], seen[: rows.start, 12:] = False, False, False
+    out = lse = None
+    for keys, of in ((slice(0, 12), None), (slice(12, 20), rows)):
+        q, mask = inputs.q[:, of or slice(None)], masks.from_dense(seen[of or slice(None), keys])
+        block = plain_attention(q, inputs.k[:, keys], inputs.v[:, keys], mask)
+        part = None if of in (None, slice(None)) else (slice(None), of)
+        out, lse = utils.update_out_and_lse(out, lse, *block, slice_=part)
+    got = {"out": out, "lse": lse[..., 0].transpose(1, 2)}
+    assert_holds(got, *expect(inputs, masks.from_dense(seen)))
     with pytest.raises(RuntimeError, match="first block"):
-        utils.update_out_and_lse(None, None, *parts[0][:2], slice_=(slice(2),))
+        utils.update_out_and_lse(None, None, *block, slice_=(slice(2),))
 
 
 def test_lse_of_documents_is_padded_and_packed() -> None:
@@ -253,17 +229,9 @@ def test_zigzag_has_the_order_of_torchs_head_tail_balancer(world_size: int) -> N
         assert indices.tolist() == theirs._generate_indices(restore).tolist()
 
 
-def test_a_balancer_needs_the_rows_that_torch_gives() -> None:
-    # torch.chunk gives 6 rows over 4 ranks as 2, 2, 2, 0.
-    with pytest.raises(ValueError, match=r"torch gives the ranks \[2, 2, 2, 0\] rows"):
-        context_parallel.as_load_balancer(SequenceLayout.contiguous(6, 4))
+def test_a_balancer_has_the_rows_that_torch_gives() -> None:
     layout = SequenceLayout.boundaries([0, 2, 4, 6, 6])
     assert context_parallel.as_load_balancer(layout).layout is layout
-
-
-def test_rotate_methods_have_names() -> None:
-    with pytest.raises(ValueError, match=r"one of \['allgather', 'alltoall'\], got 'ring'"):
-        context_parallel.set_rotate_method("ring")
 
 
 X = torch.randn(1, 2, 6, 8)
