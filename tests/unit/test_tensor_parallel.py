@@ -85,18 +85,6 @@ def test_sizes(given: tuple[int, ...], expected: tuple[float, ...]) -> None:
     assert (*heads, *sizes, config.weight_fraction) == expected and config.headdim == 64
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape", "expected"),
-    [("up", (2, 4), [[1, 2, 5, 6], [3, 4, 7, 8]]), ("down", (4, 2), [[1, 2, 3, 4], [5, 6, 7, 8]])],
-)
-def test_parts_of_1_to_8(kind: Kind, shape: tuple[int, int], expected: list[list[int]]) -> None:
-    config, w = TensorParallelConfig(0, 2, 2, 4, 2, 2), torch.arange(1, 9).view(shape)
-    parts = parts_of(w, kind, config, "in_out")  # [in, out], as the specification has it
-    assert [part.flatten().tolist() for part in parts] == expected
-    # torch's Linear keeps the transpose of it, and so the transpose of the parts.
-    assert [part.T.flatten().tolist() for part in parts_of(w.T, kind, config)] == expected
-
-
 def test_cost() -> None:
     config = TensorParallelConfig(0, 2, 1024, 4096, 16, 4)
     cost = config.all_reduce_cost(1024, 24, 4, 100.0)
@@ -110,14 +98,6 @@ def test_cost() -> None:
 # -- the vectors of specification D
 
 
-def test_a_partition() -> None:
-    part = TensorPartition((128, 512), 0, 4, 0)
-    assert (part.start, part.end, part.shape) == (0, 32, (32, 512))
-    assert TensorPartition((128, 512), -1, 4, 3) == TensorPartition((128, 512), 1, 4, 3)
-    halves = [TensorPartition((1024,), 0, 2, rank) for rank in range(2)]
-    assert [(half.start, half.end) for half in halves] == [(0, 512), (512, 1024)]
-
-
 @pytest.mark.parametrize(
     ("size", "num"), [(10, 4), (9, 4), (3, 4), (0, 2), (128, 4), (7, 1), (1000, 3)]
 )
@@ -128,6 +108,7 @@ def test_parts_are_ceil_sized_as_those_of_torch(size: int, num: int) -> None:
     shards = [part.shard(x) for part in parts]
     assert all(map(torch.equal, shards, chunks))
     assert [tuple(shard.shape) for shard in shards] == [part.shape for part in parts]
+    assert parts == [TensorPartition((5, size), -1, num, rank) for rank in range(num)]
     assert parts[0].start == 0 and parts[-1].end == size
     assert all(a.end == b.start for a, b in itertools.pairwise(parts))
     for part in parts:
@@ -171,10 +152,10 @@ def test_what_cannot_be_is_refused(make: Any, words: str) -> None:
 def expected_outputs(kind: Kind, config: TensorParallelConfig) -> Tensor:
     """Positions of the cut dim that the rank is to have, from the order of the heads."""
     rank, kv_heads = config.rank, config.num_kv_heads
-    if kind in ("gate_up", "down"):
+    if kind in ("gate", "up", "gate_up", "down"):
         part = -(-INTERMEDIATE // config.tp_size)
         mine = torch.arange(INTERMEDIATE)[rank * part : (rank + 1) * part]
-        return mine if kind == "down" else torch.cat([mine, INTERMEDIATE + mine])
+        return torch.cat([mine, INTERMEDIATE + mine]) if kind == "gate_up" else mine
     group, local = HEADS // kv_heads, HEADS // config.tp_size
     heads = range(rank * local, (rank + 1) * local)
     used = sorted({head // group for head in heads})  # what those q heads see
@@ -202,8 +183,11 @@ def expected_outputs(kind: Kind, config: TensorParallelConfig) -> Tensor:
     return torch.cat(parts)
 
 
+OF_NO_MODEL = ("heads", "column", "row", "replicated")
+
+
 @pytest.mark.parametrize("order", get_args(Order))
-@pytest.mark.parametrize("kind", ["q", "k", "v", "o", "qkv", "grouped_qkv", "gate_up", "down"])
+@pytest.mark.parametrize("kind", [kind for kind in get_args(Kind) if kind not in OF_NO_MODEL])
 @pytest.mark.parametrize(("tp_size", "kv_heads"), GRIDS)
 def test_a_rank_has_its_part(tp_size: int, kv_heads: int, kind: Kind, order: Order) -> None:
     outputs, inputs = outputs_and_inputs(kind, kv_heads)
@@ -287,18 +271,42 @@ def test_a_shape_that_does_not_fit(
         shard_parameter(torch.zeros(shape), kind, config_of(4, 4), order=order)
 
 
-def test_parts_that_do_not_fit() -> None:
-    config = config_of(2, 4)
-    a, b = parts_of(torch.randn(48, HIDDEN), "q", config)
-    uneven = [torch.zeros(8, 5), torch.zeros(9, 5)]
-    for kind, parts, error, facts in (
-        ("q", [a], ValueError, "2 .*1"),
-        ("q", [a, b[1:]], ValueError, r"rank 1 .*\(24, 40\).*\(23, 40\)"),
-        ("q", [a, b.half()], TypeError, "float16.*float32"),
-        ("column", uneven, ValueError, r"rank 0 .*\(9, 5\).*\(8, 5\)"),
-    ):
-        with pytest.raises(error, match=facts):
-            unshard_parameter(parts, kind, config)
+def drifted(kind: Kind) -> list[Tensor]:
+    """Four parts of which the last has another value where rank 2 has the same kv head."""
+    config = config_of(4, 2)
+    parts = parts_of(torch.randn(outputs_and_inputs(kind, 2)), kind, config)
+    parts[3][config.replicated_outputs(kind)][-1, -1] += 1.0
+    return parts
+
+
+A, B = parts_of(torch.randn(48, HIDDEN), "q", config_of(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts", "error", "facts"),
+    [
+        ("q", [A], ValueError, "2 .*1"),
+        ("q", [A, B[1:]], ValueError, r"rank 1 .*\(24, 40\).*\(23, 40\)"),
+        ("q", [A, B.half()], TypeError, "float16.*float32"),
+        (
+            "column",
+            [X.new_zeros(8, 5), X.new_zeros(9, 5)],
+            ValueError,
+            r"rank 0 .*\(9, 5\).*\(8, 5\)",
+        ),
+        ("replicated", [torch.zeros(3), torch.ones(3)], ValueError, "rank 0 "),
+        *(
+            (kind, drifted(kind), ValueError, r"rank 2 .*\bkv_replica_ranks")
+            for kind in ("k", "v", "qkv", "grouped_qkv")
+        ),
+    ],
+)
+def test_parts_that_do_not_fit(
+    kind: Kind, parts: list[Tensor], error: type[Exception], facts: str
+) -> None:
+    config = config_of(4 if len(parts) == 4 else 2, 2)
+    with pytest.raises(error, match=facts):
+        unshard_parameter(parts, kind, config)
 
 
 # -- kv heads that several ranks have
@@ -330,20 +338,6 @@ def test_replicated_outputs_are_those_that_several_parts_hold(
         for other in one.kv_replica_ranks if shared else ():
             theirs = parts[other][ranks_of(config)[other].replicated_outputs(kind)]
             assert theirs.tolist() == shared
-
-
-@pytest.mark.parametrize("kind", ["k", "v", "qkv", "grouped_qkv"])
-def test_kv_heads_that_have_drifted_apart(kind: Kind) -> None:
-    config = config_of(4, 2)
-    parts = parts_of(torch.randn(outputs_and_inputs(kind, 2)), kind, config)
-    parts[3][config.replicated_outputs(kind)][-1, -1] += 1.0
-    with pytest.raises(ValueError, match=r"rank 2 .*\bkv_replica_ranks"):
-        unshard_parameter(parts, kind, config)
-
-
-def test_replicated_parameters_that_differ() -> None:
-    with pytest.raises(ValueError, match="rank 0 "):
-        unshard_parameter([torch.zeros(3), torch.ones(3)], "replicated", config_of(2, 4))
 
 
 # -- whole models

@@ -225,14 +225,6 @@ def test_only_the_pages_of_the_shard_are_read(
 # -- what is wrong is said
 
 
-def test_a_missing_tensor_names_the_nearest(tmp_path: Path) -> None:
-    save_file(model_of(), tmp_path / "model.safetensors")
-    with pytest.raises(KeyError) as raised:
-        load_tp_shard(tmp_path, "model.layers.0.attn.q_proj.weight", "q", CONFIG)
-    text = str(raised.value)
-    assert text.count("model.layers.0") == 4 and "'model.layers.0.self_attn.q_proj.weight'" in text
-
-
 def test_a_tensor_that_does_not_fit_is_named(tmp_path: Path) -> None:
     save_file({"a.q_proj.weight": torch.zeros(47, 40)}, tmp_path / "model.safetensors")
     text = r"a.q_proj.weight .*'q'.* 3 ranks.* 48 in dim 0 .*47, 40"
@@ -257,6 +249,13 @@ def test_a_file_of_another_kind_is_closed(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_missing_tensor_names_the_nearest(tmp_path: Path) -> None:
+    save_file(model_of(), tmp_path / "model.safetensors")
+    with pytest.raises(KeyError, match="(model.layers.0.*){4}") as raised:
+        load_tp_shard(tmp_path, "model.layers.0.attn.q_proj.weight", "q", CONFIG)
+    assert "'model.layers.0.self_attn.q_proj.weight'" in str(raised.value)
+
+
 def two_files(folder: Path) -> Path:
     for name in ("a", "b"):
         save_file({name: torch.zeros(2)}, folder / f"{name}.safetensors")
@@ -273,7 +272,7 @@ def index(text: str) -> Callable[[Path], Path]:
     """Makes an index of that text."""
 
     def make(folder: Path) -> Path:
-        (folder / "i.json").write_text(text)
+        (folder / "i.json").write_text(text, encoding="latin-1")
         return folder / "i.json"
 
     return make
@@ -317,22 +316,6 @@ def test_a_damaged_file_is_named_or_read_as_safetensors_reads_it(tmp_path: Path)
                 assert x.dtype == expected.dtype and x.shape == expected.shape
                 assert same_bits(x, expected)
     assert 300 < refused < 400
-
-
-def test_a_damaged_index_is_named(tmp_path: Path) -> None:
-    index, random = save_in_two(model_of(), tmp_path), Random(0)
-    whole = index.read_bytes()
-    for _ in range(200):
-        at = random.randrange(len(whole))
-        index.write_bytes(
-            random.choice([whole[:at], whole[:at] + random.randbytes(1) + whole[at + 1 :]])
-        )
-        try:
-            got = load_tp_state_dict(index, CONFIG, {}, otherwise="replicated")
-        except (ValueError, FileNotFoundError) as error:
-            assert str(tmp_path) in str(error)
-        else:
-            assert {*got} <= {*SHAPES}
 
 
 def beside(index: Path, file: str) -> Path:
@@ -404,6 +387,7 @@ def index_of(file: object) -> Callable[[Path], Path]:
         (index("[]"), ValueError, "i.json .*weight_map"),
         (index('{"weight_map": {}}'), ValueError, "i.json .*weight_map"),
         (index("{"), ValueError, "i.json"),
+        (index('{"\xff": 0}'), ValueError, "i.json"),
         (index("[" * 20_000), ValueError, "i.json"),
         (index_of(1), ValueError, r"i.json .*\[1\]"),
         (index_of("w.bin"), ValueError, r"\['w.bin'\]"),
