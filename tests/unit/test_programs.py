@@ -31,7 +31,7 @@ from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import CORES, Strategy
 from ring_attn.core.tiles import Traveller, needed_displacements
-from ring_attn.machines.actions import Schedule, schedule_of
+from ring_attn.machines.actions import schedule_of
 from ring_attn.machines.check import check, check_calls
 from ring_attn.machines.count import bytes_sent, num_messages
 from ring_attn.machines.draw import draw
@@ -200,6 +200,7 @@ PLANTED: dict[str, tuple[Any, ...]] = {
     "a buffer is freed while it is sent": (True, "buffer", Wait, behind(Free), 2),
     "a buffer is taken twice": (True, "buffer", Clear, doubled),
     "sums are written while they are sent": (True, "buffer", Add, behind(Post)),
+    "posts in another order": (True, "order", Post, behind(Post), 2),
     "a tensor that does not exist": (
         False, "tensor", Pack, changed(lambda op: op._replace(copies=(Copy(0, View("x")),))),
     ),
@@ -220,17 +221,6 @@ def test_a_planted_fault_is_found(name: str, rank: int) -> None:
     assert check(programs, call) == []
     programs[rank] = edited(programs[rank], *edit)
     assert kind in {fault.kind for fault in check(programs, call)}
-
-
-def test_ranks_that_post_in_another_order_are_found() -> None:
-    programs = programs_of(Strategy(), backward=True)
-    ops = list(programs[1].ops)
-    posts = [i for i, op in enumerate(ops) if isinstance(op, Post)]
-    a, b = next((x, y) for x, y in zip(posts, posts[1:], strict=False)
-                if ops[x].channel != ops[y].channel)  # fmt: skip
-    ops[a], ops[b] = ops[b], ops[a]
-    programs[1] = replace(programs[1], ops=tuple(ops))
-    assert "order" in {fault.kind for fault in check(programs)}
 
 
 # -- double rings
@@ -262,31 +252,18 @@ def test_rounds_in_the_node_and_one_hop_between() -> None:
 
 @pytest.mark.parametrize(("world_size", "inner_degree"), [(4, 2), (6, 2), (6, 3), (8, 4)])
 def test_what_goes_between_nodes_has_a_whole_round(world_size: int, inner_degree: int) -> None:
-    layout = SequenceLayout.contiguous(8 * world_size, world_size)
-    mask = Mask(layout.seqlen, layout.seqlen)
-    strategy, spec = Strategy(inner_degree=inner_degree), spec_of(2, 2, torch.bfloat16)
-    calls = [make_call(strategy, spec, (layout, layout), mask, r, backend="reference")
-             for r in range(world_size)]  # fmt: skip
-    shard = spec.kv_packet(8).nbytes
+    strategy, mask = Strategy(inner_degree=inner_degree), Mask(8 * world_size, 8 * world_size)
+    calls = calls_of(strategy, mask, "contiguous", world_size)
     for rank, call in enumerate(calls):
-        posts = [p for p in program_of(call, backward=False).posts() if p.channel == "outer"]
-        assert [post.step for post in posts] == list(
-            range(0, world_size - inner_degree, inner_degree)
-        )
-        for post in program_of(call, backward=False).posts():
-            crosses = post.route.send_to // inner_degree != rank // inner_degree
-            assert crosses == (post.channel == "outer")
-    schedules: dict[int, Schedule] = {}
-    for degree in (1, inner_degree):
-        one = replace(calls[0], strategy=Strategy(inner_degree=degree))
-        schedules[degree] = schedule_of(one, backward=False)
-    nodes = world_size // inner_degree
-    _, between = schedules[inner_degree].bytes_by_link(inner_degree)
-    assert between.tolist() == [(nodes - 1) * shard] * world_size
-    _, plain = schedules[1].bytes_by_link(inner_degree)
-    assert int(plain.max()) == (world_size - 1) * shard
+        posts = [*program_of(call, backward=False).posts()]
+        between = [p.step for p in posts if p.route.send_to // inner_degree != rank // inner_degree]
+        assert between == [post.step for post in posts if post.channel == "outer"]
+        assert between == [*range(0, world_size - inner_degree, inner_degree)]
+    schedule = schedule_of(calls[0], backward=False)
+    shards = (world_size // inner_degree - 1) * calls[0].spec.kv_packet(8).nbytes
+    assert schedule.bytes_by_link(inner_degree)[1].tolist() == [shards] * world_size
     with pytest.raises(ValueError, match="node_size .* got 0"):
-        schedules[1].bytes_by_link(0)
+        schedule.bytes_by_link(0)
 
 
 def test_shards_and_rounds_that_nobody_needs_are_left_out() -> None:
