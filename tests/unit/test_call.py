@@ -56,10 +56,6 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert Request.from_text(call.text) == expected
 
 
-def test_calls_that_differ_have_other_texts() -> None:
-    assert len({call.text for call in CALLS}) == len(CALLS)
-
-
 def test_another_process_reads_the_text() -> None:
     """As a graph does that was stored by one process and is loaded by another."""
     program = (

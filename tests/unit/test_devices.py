@@ -57,16 +57,10 @@ def test_no_device_is_faster_than_its_peak(name: str) -> None:
     assert device.memory_bandwidth > LINKS["NVLink 5"].bandwidth
 
 
-def test_a_rank_without_tiles_spends_nothing() -> None:
-    area, rows = torch.tensor([0, 100]), torch.tensor([5, 5])
-    seconds = compute_seconds(Rate(1e3, launch=1.0), area, rows, rows, torch.tensor([10, 10]))
-    assert seconds.tolist() == [0.0, 2.0]
-
-
-def test_rows_and_edges_cost_columns() -> None:
-    one = torch.ones(1, dtype=torch.int64)
-    rate = Rate(1.0, 0.0, row_columns=3.0, edge_columns=5.0)
-    assert compute_seconds(rate, 10 * one, 2 * one, one, one).item() == 10 + 3 * 2 + 5
+def test_rows_and_edges_cost_columns_and_a_rank_without_tiles_nothing() -> None:
+    rate = Rate(2.0, launch=1.0, row_columns=3.0, edge_columns=5.0)
+    tiles = (torch.tensor(x) for x in ([10, 0], [2, 2], [1, 1], [4, 4]))  # area, rows, edge, pairs
+    assert compute_seconds(rate, *tiles).tolist() == [1 + (10 + 3 * 2 + 5) * 4 / 2, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -154,14 +154,6 @@ def test_shard_batch_shifts_labels_before_it_cuts(layout: SequenceLayout, first:
         assert torch.equal(x, before[name]), "the caller's batch was changed"
 
 
-def test_shard_batch_ignores_the_last_position_by_default() -> None:
-    layout = SequenceLayout.zigzag(8, 2)
-    labels = torch.arange(8)[None]
-    parts = [shard_batch({"labels": labels}, layout, rank) for rank in range(2)]
-    assert parts[0]["shift_labels"].tolist() == [[1, 2, 7, -100]]
-    assert parts[1]["shift_labels"].tolist() == [[3, 4, 5, 6]]
-
-
 def test_shard_batch_keeps_what_is_already_there() -> None:
     layout = SequenceLayout.striped(6, 2)
     restarted = torch.tensor([[0, 1, 2, 0, 1, 2]])
@@ -315,11 +307,6 @@ def test_merged_ranks_pool_their_rows(layout: SequenceLayout, data: st.DataObjec
         assert sorted(taken) == list(range(len(pooled[group])))
     if degree == layout.world_size and layout.kind != "striped":
         assert merged == SequenceLayout.boundaries([0, layout.seqlen])
-
-
-def test_a_zigzag_in_pairs_is_a_zigzag() -> None:
-    merged, _ = SequenceLayout.zigzag(64, 4).merged([[0, 1], [2, 3]])
-    assert positions(merged) == positions(SequenceLayout.zigzag(64, 2))
 
 
 def test_segments_are_checked_without_a_list_of_positions() -> None:

@@ -321,17 +321,6 @@ def test_the_peak_of_a_ring_is_that_of_its_plan(kind: str, backend: str, inner_d
             assert got >= 0.99 * exact
 
 
-def test_the_peak_of_the_others_is_theirs() -> None:
-    mask = Mask(1024, 1024, causal=True)
-    layouts = layouts_of("zigzag", mask, 4)
-    spec = AttentionSpec("cpu", torch.float32, 1, 4, 2, 32, 32)
-    for strategy in (Strategy("all_gather"), Strategy(ulysses_degree=4)):
-        calls = [make_call(strategy, spec, layouts, mask, r, backend="aten") for r in range(4)]
-        for backward in (False, True):
-            exact = max(peak_bytes(call, backward=backward) for call in calls)
-            assert peak_of(calls[0], backward=backward) == pytest.approx(exact)
-
-
 # -- layouts
 
 
