@@ -1,14 +1,11 @@
 """The local transport: all ranks in this process, one at a time."""
 
 import threading
-from typing import Any
 
 import pytest
 import torch
 
-from ring_attn.backends.aten import AtenBackend
 from ring_attn.core.program import Hop
-from ring_attn.testing import Case, run_all_ranks
 from ring_attn.transport.local import LocalTransport, run_local
 
 
@@ -23,29 +20,10 @@ class Broken(Exception):
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("steps", range(9))
-def test_an_error_in_one_rank_surfaces(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend raises after so many of the nine forward steps of three ranks."""
-    forward, left = AtenBackend.forward, steps
-
-    def breaking(*args: Any, **kwargs: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise Broken("step failed")
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(AtenBackend, "forward", breaking)
-    threads = threading.active_count()
-    with pytest.raises(Broken, match="step failed"):
-        run_all_ranks(Case("full", backend="aten", seqlen=61), 3)
-    assert threading.active_count() == threads, "a rank is still waiting"
-
-
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("failing", range(3))
 def test_whoever_waits_is_told(failing: int) -> None:
     told: list[tuple[int, str]] = []
+    threads = threading.active_count()
 
     def fn(rank: int, transport: LocalTransport) -> None:
         hop = Hop((rank + 1) % 3, (rank - 1) % 3)
@@ -64,3 +42,4 @@ def test_whoever_waits_is_told(failing: int) -> None:
         run_local(3, fn)
     message = "another rank of the local ring failed"
     assert sorted(told) == [(rank, message) for rank in range(3) if rank != failing]
+    assert threading.active_count() == threads, "a rank is still waiting"
