@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ring_attn.core.batch import shard_batch
 from ring_attn.core.layout import LAYOUTS, Segment, SequenceLayout
-from ring_attn.core.mask import Mask
 from tests.cold import compile_cold
 
 reproducible = settings(deadline=None, derandomize=True, max_examples=150)
@@ -105,26 +104,6 @@ def test_rows_between() -> None:
             assert 0 <= a <= b, (segment, first, stop)
             expected = [row for row, position in enumerate(held) if first <= position < stop]
             assert list(range(a, b)) == expected, (segment, first, stop)
-
-
-@reproducible
-@given(
-    layouts(max_seqlen=40, max_ranks=5),
-    st.integers(0, 40),
-    st.booleans(),
-    st.sampled_from([(-1, -1), (3, -1), (2, 4), (0, 0), (-1, 1)]),
-    st.booleans(),
-)
-def test_mask_area_is_the_sum_of_the_dense_rows(
-    layout: SequenceLayout, seqlen_k: int, causal: bool, window: tuple[int, int], documents: bool
-) -> None:
-    n = layout.seqlen
-    cu_q = (0, n // 3, n // 3, n) if documents else None
-    cu_k = (0, seqlen_k // 2, seqlen_k, seqlen_k) if documents else None
-    mask = Mask(n, seqlen_k, causal, window, cu_q, cu_k)
-    dense = mask.dense()
-    expected = [int(dense[layout.position_ids(rank)].sum()) for rank in range(layout.world_size)]
-    assert list(layout.mask_area(mask)) == expected
 
 
 @reproducible

@@ -146,15 +146,6 @@ def test_chosen_positions() -> None:
         assert torch.equal(mask.rows(some, mask.seqlen_q).dense(), dense[some:]), mask
 
 
-@pytest.mark.parametrize("mask", table_masks(8).values(), ids=str)
-def test_overlapping_slices_are_those_with_a_query_in_a_range(mask: Mask) -> None:
-    for start, stop in product(range(mask.seqlen_q + 1), repeat=2):
-        if start < stop:
-            found = list(mask.overlapping(start, stop))
-            expected = [s for s in mask.slices if s.q_start < stop and s.q_end > start]
-            assert sorted(found) == sorted(expected), (start, stop)
-
-
 def test_both_masks_hold() -> None:
     every = [*random_masks(1), *(mask for mask in table_masks(9).values())]
     for one, another in product(every[::7], every[::11]):
