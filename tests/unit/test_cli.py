@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,6 @@ from ring_attn.core.dtypes import dtype_name
 from ring_attn.testing import RESULTS, RESULTS_WITH_SINKS, Verdict
 from ring_attn.tools import cli, env, launch, verify
 from ring_attn.tools.arguments import (
-    add_common,
     command_line,
     format_size,
     parse_dtype,
@@ -159,14 +157,8 @@ def test_errors_keep_their_traceback_on_request(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_failure_is_not_taken_for_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = ModuleType("broken")
-    module.add_arguments = add_common
-
-    def run(_: argparse.Namespace) -> int:
-        raise RuntimeError("rank 1 of 2 failed")
-
-    module.run = run
-    monkeypatch.setattr(cli, "import_module", lambda _: module)
+    run = mock.Mock(side_effect=RuntimeError("rank 1 of 2 failed"))
+    monkeypatch.setattr(env, "run", run)
     with pytest.raises(RuntimeError, match="rank 1 of 2"):
         cli.main(["env"])
 

@@ -67,10 +67,19 @@ def save_in_two(model: dict[str, Tensor], folder: Path) -> Path:
 # -- the shards are those of the whole tensors
 
 
-@pytest.mark.parametrize("where", ["file", "folder", "index", "folder with index"])
+@pytest.mark.parametrize("where", ["file", "folder", "index", "folder with index", "the hub"])
 def test_a_model_from_files(where: str, tmp_path: Path) -> None:
     model, source = model_of(), tmp_path
-    if "index" in where:
+    if where == "the hub":
+        # There the index and the files are links to blobs, all in one folder.
+        source, blobs = tmp_path / "snapshots" / "main", tmp_path / "blobs"
+        source.mkdir(parents=True)
+        blobs.mkdir()
+        save_in_two(model, source)
+        for number, path in enumerate(sorted(source.iterdir())):
+            path.rename(blobs / str(number))
+            path.symlink_to(Path("..", "..", "blobs", str(number)))
+    elif "index" in where:
         index = save_in_two(model, tmp_path)
         source = index if where == "index" else tmp_path
     else:
@@ -356,19 +365,6 @@ def test_files_outside_of_the_folder_are_asked_for(how: str, tmp_path: Path) -> 
         index, "model.embed_tokens.weight", "replicated", CONFIG, outside_folder=True
     )
     assert whole is not None and same_bits(whole, expected["model.embed_tokens.weight"])
-
-
-def test_the_cache_of_the_hub_is_read(tmp_path: Path) -> None:
-    """There the index and the files are links to blobs, all in one folder."""
-    snapshot, blobs = tmp_path / "snapshots" / "main", tmp_path / "blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    save_in_two(model_of(), snapshot)
-    for number, path in enumerate(sorted(snapshot.iterdir())):
-        path.rename(blobs / str(number))
-        path.symlink_to(Path("..", "..", "blobs", str(number)))
-    loaded = load_tp_state_dict(snapshot, CONFIG, otherwise="replicated")
-    assert {*loaded} == {*shard_state_dict(model_of(), CONFIG, otherwise="replicated")}
 
 
 def index_of(file: object) -> Callable[[Path], Path]:

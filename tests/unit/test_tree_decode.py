@@ -82,20 +82,23 @@ def run(
         return run_local(layout.world_size, work)
 
 
-def assert_holds(mask: Mask, layouts: Sequence[SequenceLayout], **options: Any) -> None:
+def assert_holds(
+    mask: Mask,
+    layouts: Sequence[SequenceLayout],
+    *,
+    with_sinks: bool = False,
+    softcap: float = 0.0,
+    softmax_scale: float | None = None,
+    backend: str = "auto",
+    **sizes: Any,
+) -> None:
     """All ranks have the same bits, within the bound, for one message each."""
-    sizes = {"batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 8}
-    with_sinks = options.pop("with_sinks", False)
-    scores = {name: options[name] for name in ("softcap", "softmax_scale") if name in options}
-    sizes |= {
-        n: options.pop(n) for n in (*sizes, "headdim_v", "dtype", "noncontiguous") if n in options
-    }
+    sizes = {"batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 8, **sizes}
     inputs = random_qkv(seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, **sizes)
-    scores["sinks"] = options["sinks"] = random_sinks(sizes["nheads"]) if with_sinks else None
-    scale = scores.pop("softmax_scale", None)
-    oracle, plain = expect(inputs, mask, scale, **scores)
+    scores = {"softcap": softcap, "sinks": random_sinks(4) if with_sinks else None}
+    oracle, plain = expect(inputs, mask, softmax_scale, **scores)
     for layout in layouts:
-        results = run(inputs, mask, layout, **options)
+        results = run(inputs, mask, layout, softmax_scale=softmax_scale, backend=backend, **scores)
         for out, lse, sent in results:
             assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
             packet = decode_packet(AttentionSpec.of(*inputs[:3]), mask.seqlen_q)
