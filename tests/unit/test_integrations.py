@@ -276,20 +276,14 @@ def test_route_is_off_where_it_ends() -> None:
         assert F.linear(X, X[0, 0]).shape == (1, 2, 6, 6)
 
 
-def test_flex_attention_is_refused() -> None:
-    """By its operator: the function around it compiles first, which takes seconds."""
-    from torch._higher_order_ops.flex_attention import flex_attention
-
-    nothing: Any = ((), ())
-    with pytest.raises(NotImplementedError, match="flex_attention is not routed"), route_sdpa():
-        flex_attention(X, X, X, None, nothing, 1.0, {})
-
-
-def test_flex_attention_is_refused_where_it_is_not_compiled() -> None:
+def test_flex_attention_is_refused_compiled_or_not() -> None:
+    """Compiled by its operator: the function around it compiles first, which takes seconds."""
+    from torch._higher_order_ops.flex_attention import flex_attention as operator
     from torch.nn.attention.flex_attention import flex_attention
 
-    with route_sdpa(), pytest.raises(NotImplementedError, match="flex_attention is not routed"):
-        flex_attention(X, X, X)
+    for function, options in ((flex_attention, ()), (operator, (None, ((), ()), 1.0, {}))):
+        with route_sdpa(), pytest.raises(NotImplementedError, match="flex_attention is not routed"):
+            function(X, X, X, *options)
 
 
 @pytest.mark.parametrize(
