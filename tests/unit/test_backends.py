@@ -139,12 +139,6 @@ def test_sizes_and_dtypes(name: str, sizes: Config) -> None:
         exercise(backend, mask, sizes, [[tile] for tile in grid(mask, 40, 33)])
 
 
-@pytest.mark.parametrize("rows", [1, 2, 63, 97, 113, 257])
-@pytest.mark.parametrize("name", CPU_BACKENDS)
-def test_odd_lengths(name: str, rows: int) -> None:
-    backend = get_backend(name)
-    for mask in (Mask(rows, rows), Mask(rows, rows, causal=True), Mask(rows, rows + 30, True)):
-        exercise(backend, mask, config(), [whole(mask)])
 
 
 @pytest.mark.parametrize(

@@ -136,19 +136,17 @@ def test_the_environment_turns_it_on(variable: str | None, monkeypatch: pytest.M
 
 
 def test_a_trace_has_the_ranges(tmp_path: Path) -> None:
-    folder = tmp_path / "traces"
-    for rank in (0, 3):
-        with trace(folder, rank=rank) as path:
-            call_alone()
-            with gradient_sync():
-                pass
-        assert path == folder / f"rank{rank}_trace.json"
-        events = json.loads(path.read_text())["traceEvents"]
-        spans = {e["name"]: e for e in events if e.get("ph") == "X"}
-        outer, inner = spans["ring_attn::forward"], spans["ring_attn::finalize"]
-        assert outer["ts"] <= inner["ts"]
-        assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
-        assert "ring_attn::gradient_sync" in spans
+    with trace(tmp_path / "traces", rank=3) as path:
+        call_alone()
+        with gradient_sync():
+            pass
+    assert path == tmp_path / "traces" / "rank3_trace.json"
+    events = json.loads(path.read_text())["traceEvents"]
+    spans = {e["name"]: e for e in events if e.get("ph") == "X"}
+    outer, inner = spans["ring_attn::forward"], spans["ring_attn::finalize"]
+    assert outer["ts"] <= inner["ts"]
+    assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+    assert "ring_attn::gradient_sync" in spans
     with pytest.raises(OSError, match="nowhere"), trace(tmp_path / "nowhere" / "traces"):
         pass
 

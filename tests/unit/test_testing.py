@@ -118,31 +118,6 @@ def test_the_oracle_of_capped_scores_and_sinks_is_the_equation() -> None:
     torch.testing.assert_close(out[b, i, h], value, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("scores", SCORES)
-def test_the_oracles_gradients_are_those_of_its_forward(scores: str) -> None:
-    """`dense_gradients`, dsinks among them, against differences along one direction each."""
-    mask, options = MASKS["documents"], SCORES[scores]
-    inputs = inputs_for(mask, torch.float64)
-    sinks = options.get("sinks")
-    named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": sinks}
-    expected = dense_gradients(*inputs, mask, **options)
-    for name, x in named.items():
-        if x is None:
-            assert expected.dsinks is None
-            continue
-        direction = torch.randn(x.shape, dtype=torch.float64, generator=torch.manual_seed(0))
-
-        def loss(step: float, name: str = name, along: Tensor = direction) -> Tensor:
-            moved = {**named, name: named[name] + step * along}
-            given = {**options, "sinks": moved.pop("sinks")}
-            return (dense_attention(*moved.values(), mask, **given)[0] * inputs.dout).sum()
-
-        slope = (loss(1e-5) - loss(-1e-5)) / 2e-5
-        torch.testing.assert_close(
-            slope, (getattr(expected, f"d{name}") * direction).sum(), rtol=1e-7, atol=1e-7
-        )
-
-
 @pytest.mark.parametrize("attention", [dense_attention, plain_attention])
 @pytest.mark.parametrize("sinks", [None, torch.tensor([-math.inf, -1e4, 0.0, 3.0])])
 def test_rows_that_see_nothing(
