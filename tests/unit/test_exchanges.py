@@ -11,8 +11,8 @@ from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
-from ring_attn.core.tiles import gathered_tiles
 from ring_attn.machines.count import bytes_sent, num_messages
+from ring_attn.planning.balance import balance_of
 from ring_attn.strategies.q_exchange import exchanged_layout
 from ring_attn.strategies.registry import make_call, program_of
 
@@ -53,19 +53,8 @@ def test_a_rank_has_its_head_and_its_partners_tail(seqlen: int, world_size: int)
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8, 64])
 @pytest.mark.parametrize("seqlen", [1024, 8192, 10_007])
 def test_causal_work_is_balanced(seqlen: int, world_size: int) -> None:
-    mask = Mask(seqlen, seqlen, causal=True)
-    given = SequenceLayout.contiguous(seqlen, world_size)
-
-    def imbalance(layout: SequenceLayout) -> float:
-        areas = layout.mask_area(mask)
-        planned = [
-            sum(t.area for t in gathered_tiles(layout, given, mask, r, max(given.shard_lens)))
-            for r in range(world_size)
-        ]
-        assert planned == list(areas)
-        return max(areas) / (sum(areas) / world_size)
-
+    given, mask = SequenceLayout.contiguous(seqlen, world_size), Mask(seqlen, seqlen, causal=True)
     # A shard, and so a half, may be a row longer than another's.
     row = 4 * seqlen / (sum(given.mask_area(mask)) / world_size)
-    assert 1 <= imbalance(exchanged_layout(given)) <= 1 + row
-    assert imbalance(given) == pytest.approx(2 - 1 / world_size, abs=row)
+    assert 1 <= balance_of(exchanged_layout(given), mask).of_work <= 1 + row
+    assert balance_of(given, mask).of_work == pytest.approx(2 - 1 / world_size, abs=row)
