@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 from zipfile import ZipFile
 
 import pytest
-import torch.distributed as dist
 
-from ring_attn import torch_private
 from tests.abi import VERSIONS, Name, Wheels, communicator_names, private_names, used, variables
 
 ROWS = Path(__file__).parents[2] / "bench" / "results" / "abi.json"
@@ -23,22 +20,6 @@ def test_committed_rows_have_all_that_is_used_in_every_version() -> None:
         mine = [row for row in rows if row["torch"] == version]
         assert [Name(row["kind"], row["name"]) for row in mine] == used(), "make abi"
         assert all(row["found"] for row in mine)
-
-
-def test_options_that_are_set_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Noted:
-        def __init__(self) -> None:
-            vars(self)["config"] = self
-
-        def __setattr__(self, name: str, value: object) -> None:
-            names.add(name)
-
-    names: set[str] = set()
-    nccl: Any = type("ProcessGroupNCCL", (), {"Options": Noted})
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
-    torch_private.nccl_options("name", 1.0, 8)
-    assert {"max_ctas", "_timeout"} <= names
-    assert names <= {name.name for name in used() if name.kind == "method"}
 
 
 def test_a_new_use_is_looked_for() -> None:

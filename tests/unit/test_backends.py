@@ -139,8 +139,6 @@ def test_sizes_and_dtypes(name: str, sizes: Config) -> None:
         exercise(backend, mask, sizes, [[tile] for tile in grid(mask, 40, 33)])
 
 
-
-
 @pytest.mark.parametrize(
     "window", [(5, 0), (255, -1), (256, 0), (300, 10), (400, 300), (599, 0)], ids=str
 )

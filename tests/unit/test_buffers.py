@@ -37,16 +37,6 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "record", lambda device: next(moments))
 
 
-def test_the_oldest_buffer_is_taken_first(queued: None) -> None:
-    pool = Pool(CPU)
-    one, other = pool.take(64), pool.take(64)
-    assert one is not other
-    pool.give(one)
-    pool.give(other)
-    assert pool.take(64) is one and pool.take(64) is other
-    assert pool.take(32).data.nbytes == 32
-
-
 def test_sizes_that_two_calls_have_not_taken_are_let_go(queued: None) -> None:
     pool = Pool(CPU)
     block = pool.take(64)

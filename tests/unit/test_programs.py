@@ -235,30 +235,18 @@ def test_one_inner_ring_is_the_plain_ring(kind: str) -> None:
             assert ring_steps(*layouts, mask, rank, travels, 6) == plain  # type: ignore[arg-type]
 
 
-def test_rounds_in_the_node_and_one_hop_between() -> None:
-    layout, mask = SequenceLayout.contiguous(64, 8), Mask(64, 64)
-    steps = ring_steps(layout, layout, mask, 1, inner_degree=4)
-    assert [step.source for step in steps] == [1, 0, 3, 2, 5, 4, 7, 6]
-    call = make_call(
-        Strategy(inner_degree=4), spec_of(), (layout, layout), mask, 1, backend="reference"
-    )
-    call = replace(call, gradients=("kv", False))
-    forward, backward = (program_of(call, backward=b) for b in (False, True))
-    outer = [post for post in forward.posts() if post.channel == "outer"]
-    assert [(post.step, post.route) for post in outer] == [(0, Hop(5, 5))]
-    home = [post for post in backward.posts() if post.channel == "outer_gradients"]
-    assert [(post.step, post.route) for post in home] == [(7, Hop(6, 4))]
-
-
 @pytest.mark.parametrize(("world_size", "inner_degree"), [(4, 2), (6, 2), (6, 3), (8, 4)])
 def test_what_goes_between_nodes_has_a_whole_round(world_size: int, inner_degree: int) -> None:
     strategy, mask = Strategy(inner_degree=inner_degree), Mask(8 * world_size, 8 * world_size)
-    calls = calls_of(strategy, mask, "contiguous", world_size)
+    calls = calls_of(strategy, mask, "contiguous", world_size, None, ("kv", False))
     for rank, call in enumerate(calls):
-        posts = [*program_of(call, backward=False).posts()]
-        between = [p.step for p in posts if p.route.send_to // inner_degree != rank // inner_degree]
-        assert between == [post.step for post in posts if post.channel == "outer"]
-        assert between == [*range(0, world_size - inner_degree, inner_degree)]
+        for backward, outer in ((False, {"outer"}), (True, {"outer", "outer_gradients"})):
+            posts = [*program_of(call, backward=backward).posts()]
+            between = [p for p in posts if p.route.send_to // inner_degree != rank // inner_degree]
+            assert {p.channel for p in between} == outer
+            assert between == [p for p in posts if p.channel in outer]
+            steps = [p.step for p in between if p.channel == "outer"]
+            assert steps == [*range(0, world_size - inner_degree, inner_degree)]
     schedule = schedule_of(calls[0], backward=False)
     shards = (world_size // inner_degree - 1) * calls[0].spec.kv_packet(8).nbytes
     assert schedule.bytes_by_link(inner_degree)[1].tolist() == [shards] * world_size
