@@ -22,7 +22,6 @@ from ring_attn.backends import (
 )  # fmt: skip
 from ring_attn.backends.base import (
     Backend,
-    BackwardInputs,
     equal_headdims,
     flash_window,
     out_from_delta,
@@ -169,33 +168,6 @@ def test_sinks(name: str, mask: Mask) -> None:
     cuts = ([whole(mask)], [[tile] for tile in grid(mask, 40, 33)])
     for turn, sizes in enumerate(("gqa", "float16", "float64", "large logits")):
         exercise(get_backend(name), mask, SIZES[sizes], cuts[turn % 2], with_sinks=True)
-
-
-@pytest.mark.parametrize("name", CPU_BACKENDS)
-def test_no_tiles_is_no_attention(name: str) -> None:
-    inputs, _, _ = case(MASKS["full"], config())
-    got = run(get_backend(name), inputs, [(), ()])
-    assert bool((got.lse == -torch.inf).all())
-    sunk = run(get_backend(name), inputs, [(), ()], sinks=torch.tensor([-3.0, 5.0]))
-    assert torch.equal(sunk.lse[0, :, 0], torch.tensor([-3.0, 5.0]))
-    assert bool((sunk.out == 0.0).all())
-    for zeros in (got.out, got.dq, got.dk, got.dv):
-        assert bool((zeros == 0.0).all())
-
-
-@pytest.mark.parametrize("name", CPU_BACKENDS)
-def test_gradients_are_added(name: str) -> None:
-    mask = MASKS["causal"]
-    inputs, _, _ = case(mask, config())
-    backend, tiles = get_backend(name), whole(mask)
-    once = run(backend, inputs, [tiles])
-    q, k, v, dout = inputs
-    statistics = backend.row_statistics(once.out, dout, once.lse)
-    grads = torch.full_like(q, 3.0), torch.full_like(k, 3.0), torch.full_like(v, 3.0)
-    given = BackwardInputs(q, k, v, dout, *statistics)
-    backend.backward(given, tiles, grads, scores=Scores(0.25), out=once.out)
-    for got, alone in zip(grads, (once.dq, once.dk, once.dv), strict=True):
-        assert torch.equal(got, alone + 3.0)
 
 
 # -- how the aten backends cut tiles for operators that know fewer masks
