@@ -157,14 +157,12 @@ class Memory:
         nbytes: its size.
         initial: what is there from the start; None for memory that is taken later.
         stream: that it is taken for.
-        recorded: other streams that have used it.
         on_device: an operator has touched it together with memory of the device.
     """
 
     nbytes: int
     initial: np.ndarray | None
     stream: Stream | None
-    recorded: list[Stream] = field(default_factory=list)
     on_device: bool = False
 
 
@@ -210,10 +208,6 @@ class Recorder(TorchDispatchMode):
         copy = torch.from_numpy(_bytes_of(x).copy()).view(x.dtype).view(x.shape)
         self.given(copy)
         return copy
-
-    def record_stream(self, x: Tensor, stream: Stream) -> None:
-        """Keeps the memory, once it is given back, until that stream has got as far."""
-        self.memories[self._memory(x)].recorded.append(stream)
 
     def given(self, *tensors: Tensor) -> None:
         """Takes tensors for the device's: the host has others, which look the same."""
@@ -308,8 +302,7 @@ class Recorder(TorchDispatchMode):
         # Nothing waits for this: it is the next user of the memory.
         node = Node(f"the next user of memory {number}", (), [], [self._whole(number)])
         node.run = _poison(number)
-        tails = [node for one in (memory.stream, *memory.recorded) for node in one.tail]
-        node.after = tuple(dict.fromkeys((*tails, *self._ended)))
+        node.after = tuple(dict.fromkeys((*memory.stream.tail, *self._ended)))
         self.nodes.append(node)
 
     def scratch(self, like: Ref) -> Ref:

@@ -11,11 +11,9 @@ its sender has started, and written at any moment after that and after its recei
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -25,7 +23,6 @@ from torch import Tensor
 
 from tests.deferred.device import OVERWRITE, Node, Recorder, Ref, Transfer
 
-Memories = list[Tensor]
 PIECES = 2
 
 
@@ -145,31 +142,6 @@ class Program:
             run.do(schedule(run, ready))
         return run.results()
 
-    def every_result(self) -> tuple[int, list[list[dict[str, Tensor]]]]:
-        """How many states all orders together go through, and the different results at their ends.
-
-        Orders that have come to the same state, memory included, go on as one.
-        """
-        seen, ends, open_ = set(), {}, [Run(self)]
-        while open_:
-            run = open_.pop()
-            state = run.state()
-            if state in seen:
-                continue
-            seen.add(state)
-            ready = run.ready()
-            if not ready:
-                ends[state] = run.results()
-            for action in ready:
-                after = run.copy()
-                after.do(action)
-                open_.append(after)
-        different: list[list[dict[str, Tensor]]] = []
-        for results in ends.values():
-            if not any(same(results, one) for one in different):
-                different.append(results)
-        return len(seen), different
-
 
 def same(some: list[dict[str, Tensor]], others: list[dict[str, Tensor]]) -> bool:
     """Whether two runs have the same results, to the bit."""
@@ -247,22 +219,6 @@ class Run:
             self._finish(node)
         else:
             self._start(node)
-
-    def copy(self) -> Run:
-        """The same devices, which go on by themselves."""
-        other = copy.copy(self)
-        other.memories = [[x.clone() for x in rank] for rank in self.memories]
-        other._queued = {message: x.clone() for message, x in self._queued.items()}
-        for name in ("started", "done", "_missing", "_read", "_written", "_ready", "_aborted"):
-            setattr(other, name, copy.copy(getattr(self, name)))
-        return other
-
-    def state(self) -> Hashable:
-        """Everything that decides how it can go on."""
-        held = [x for rank in self.memories for x in rank] + list(self._queued.values())
-        digest = hashlib.blake2b(b"".join(x.numpy().tobytes() for x in held)).digest()
-        progress = *self._read.values(), *self._written.values()
-        return frozenset(self.started | self.done), progress, digest
 
     def _start(self, node: Transfer) -> None:
         self.started.add(node)
