@@ -202,26 +202,20 @@ def atomic(machine: Machine, ins: Instruction) -> Run:
 # -- lanes of a warp
 
 
-@handles(r"shfl\.sync\.(bfly|idx|up|down)\.b32")
+@handles(r"shfl\.sync\.(bfly|idx)\.b32")
 def shuffle(machine: Machine, ins: Instruction) -> Run:
     """ISA: the source lane is taken from the segment that c's upper bits cut out."""
     target = machine.target(ins, ins.operands[0], "b32")
     value, b, c = (machine.source(ins, x, "u32") for x in ins.operands[1:4])
     _need_all_lanes(machine, ins, ins.operands[4])
-    mode, lane = ins.opcode.split(".")[2], machine.threads % LANES
+    butterfly, lane = ".bfly." in ins.opcode, machine.threads % LANES
 
     def run(where: Where) -> None:
         machine.warps(ins, where)
         segment, clamp, by = c >> 8 & 31, c & 31, b & 31
         most = lane & segment | clamp & ~segment
-        at = {
-            "bfly": lambda: lane ^ by,
-            "idx": lambda: lane & segment | by & ~segment,
-            "up": lambda: lane - by.astype(np.int64),
-            "down": lambda: lane + by.astype(np.int64),
-        }[mode]()
-        inside = at >= most if mode == "up" else at <= most
-        taken = value[machine.threads - lane + np.where(inside, at, lane).astype(np.int64)]
+        at = lane ^ by if butterfly else lane & segment | by & ~segment
+        taken = value[machine.threads - lane + np.where(at <= most, at, lane).astype(np.int64)]
         np.copyto(target, taken, where=where)
 
     return run

@@ -16,16 +16,14 @@ from tests.kernels.ptx.faults import Fault, Unsupported
 from tests.kernels.ptx.machine import Array, Machine, Run, Wait, Where, handles
 from tests.kernels.ptx.parse import Address, Instruction, Operand
 
-# ISA, "Swizzling modes": the bits of an address from 7 on that are added to those from 4 on.
-SWIZZLED_BITS = {0: 0, 32: 1, 64: 3, 128: 7}
 CHUNK = 16
 # Names of the one CTA's memory, since clusters here have no other.
 SHARED = r"\.shared(::cta|::cluster)?"
 
 
-def swizzle(address: Array, num_bytes: int) -> Array:
-    """Where the byte at an address stands when rows of so many bytes are swizzled."""
-    return address ^ (address >> 7 & SWIZZLED_BITS[num_bytes]) << 4
+def swizzle(address: Array) -> Array:
+    """Where the byte at an address stands when rows of 128 bytes are swizzled."""
+    return address ^ (address >> 7 & 7) << 4
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class TensorMap:
         strides: in elements.
         width: bytes of an element.
         box: what one copy copies.
-        swizzle: bytes of a swizzled row, 0 for none.
+        swizzle: bytes of a swizzled row.
     """
 
     address: int
@@ -212,12 +210,12 @@ def copy(machine: Machine, ins: Instruction) -> Run:
             tensor = machine.tensor_maps[int(descriptor[lane])]
             start = [int(x[lane]) for x in reversed(coords)]
             values = tensor.read(machine, ins, start, lane)
-            if tensor.swizzle and tensor.box[-1] * tensor.width > tensor.swizzle:
-                raise Fault(ins, f"rows of {tensor.box} swizzled in {tensor.swizzle} bytes")
+            if tensor.swizzle != 128 or tensor.box[-1] * tensor.width > 128:
+                raise Unsupported(ins, f"of {tensor.box} swizzled in {tensor.swizzle} bytes")
             address = int(to[lane]) + offset
             if address % 128:
                 raise Fault(ins, f"the copy's end {address:#x} is no multiple of 128")
-            first = swizzle(address + np.arange(0, values.nbytes, CHUNK), tensor.swizzle)
+            first = swizzle(address + np.arange(0, values.nbytes, CHUNK))
             at = machine.shared.locate(ins, first, CHUNK, np.full(first.shape, lane))
             barrier, warp = mbarrier(np.array([lane]), proxy=True), int(machine.warp_of[lane])
             machine.shared.landed(ins, at, warp, barrier.number, barrier.phase + 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,12 +36,10 @@ def run(
     shared_bytes: int = 1 << 16,
     head: str = "",
     tensor: Tensor | None = None,
-    box: Sequence[int] = (),
-    swizzle: int = 0,
 ) -> Ran:
     """Runs PTX in which %rd1 is the address of `words` words of each thread, %rd2 of `inputs`.
 
-    %r0 is the thread, and [tensor_map] describes `tensor`.
+    %r0 is the thread, and [tensor_map] describes `tensor`, of which one copy takes all.
     """
     out = torch.zeros(threads, words, dtype=torch.int32)
     inputs = torch.zeros(4, dtype=torch.int32) if inputs is None else inputs
@@ -62,31 +59,9 @@ def run(
     }}"""
     memory = GlobalMemory([out, inputs, tensor])
     args = {"out": memory.address(out), "inputs": memory.address(inputs), "minus_five": 2**32 - 5}
-    swizzle_bytes = 16 << swizzle if swizzle else 0
-    tensor_map = TensorMap(
-        memory.address(tensor), tensor.shape, tensor.stride(), tensor.element_size(), box,
-        swizzle_bytes,
-    )  # fmt: skip
+    shape, width = tensor.shape, tensor.element_size()
+    tensor_map = TensorMap(memory.address(tensor), shape, tensor.stride(), width, shape, 128)
     machine = Machine(parse(text), args, memory, shared_bytes, {"tensor_map": tensor_map})
     machine.run((1,))
     memory.write_back()
     return Ran(out.numpy().view(np.uint32), len(machine.missing_fences))
-
-
-def random_halves(*shape: int, seed: int = 0) -> Array:
-    """Small whole numbers, so that any order of sums is exact."""
-    return np.random.default_rng(seed).integers(-8, 9, shape).astype(np.float32)
-
-
-def half_bits(x: Array, kind: str) -> Array:
-    """The 16 bits of each number as "bf16" or "f16"."""
-    if kind == "bf16":
-        return (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    return x.astype(np.float16).view(np.uint16)
-
-
-def swizzled(offset: int, mode: int) -> int:
-    """Swizzle<B, 4, 3>: of 16-byte chunks, as the ISA's pictures have it, for 32, 64, 128 bytes."""
-    row, chunk = offset // 128, offset // 16 % 8
-    moved = {0: chunk, 1: chunk ^ row % 2, 2: chunk ^ row % 4, 3: chunk ^ row % 8}[mode]
-    return row * 128 + moved * 16 + offset % 16

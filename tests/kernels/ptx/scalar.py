@@ -1,6 +1,7 @@
 """Instructions of one thread's registers: `RULES` has the type and function of each by its opcode.
 
-Integers wrap. Floats are IEEE's; fma rounds once, and nothing else is fused, which ptxas may do.
+Integers wrap. Floats are IEEE's; of fma the sum is rounded to float64 before it is to float32, and
+nothing else is fused, which ptxas may do.
 `ex2.approx` and `div.full` give the value that is nearest to the true one, where the ISA allows 2
 units in the last place. Opcodes are whole: with a modifier that is not here an instruction is
 refused.
@@ -71,22 +72,6 @@ def _pair(convert: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
 def flush(x: Array) -> Array:
     """Subnormal numbers become zeros of their sign."""
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
-
-
-def fma(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c, rounded once.
-
-    The product is exact in float64. The sum is rounded there to odd, which loses nothing that the
-    second rounding needs.
-    """
-    p, c = a.astype(np.float64) * b, np.asarray(c, np.float64)
-    s = p + c
-    part = s - p
-    error = (p - (s - part)) + (c - part)
-    bits = np.asarray(s).view(np.int64)
-    even = ((error < 0) | (error > 0)) & (bits & 1 == 0) & np.isfinite(s)
-    odd = bits + np.where((error > 0) == (s > 0), 1, -1)
-    return np.where(even, odd, bits).view(np.float64).astype(np.float32)
 
 
 def _ftz(function: Callable[..., Array]) -> Callable[..., Array]:
@@ -238,7 +223,7 @@ def _float_rules() -> Iterator[tuple[str, Rule]]:
         "max": (two, _extreme(np.fmax, np.logical_and)),
         "neg": (one, np.negative),
         "abs": (one, np.absolute),
-        "fma.rn": ((*two, "f32"), fma),
+        "fma.rn": ((*two, "f32"), _in_float64(lambda a, b, c: a * b + c)),
         "ex2.approx": (one, _in_float64(np.exp2)),
         "lg2.approx": (one, _in_float64(np.log2)),
         "rcp.approx": (one, _in_float64(np.reciprocal)),

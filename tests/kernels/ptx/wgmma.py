@@ -21,8 +21,8 @@ from tests.kernels.ptx.parse import Instruction, Operand
 
 THREADS = 128
 DEPTH = 16
-# Bytes of a swizzled row by bits 62 and 63 of a descriptor.
-MODES = {1: 128, 2: 64, 3: 32}
+# Bytes of a swizzled row, which bits 62 and 63 of a descriptor say, and its elements.
+WIDTH, ELEMENTS = 128, 64
 
 
 @lru_cache(maxsize=4096)
@@ -35,14 +35,12 @@ def offsets(descriptor: int, rows: int, transposed: bool) -> tuple[Array, Array]
     and the leading offset to the next rows of the matrix.
     """
     start, leading, stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
-    width = MODES[descriptor >> 62]
     row, k = np.arange(rows)[:, None], np.arange(DEPTH)[None, :]
     if transposed:
-        there = width // 2
-        at = row // there * leading + row % there * 2 + k % 8 * width + k // 8 * stride
+        at = row // ELEMENTS * leading + row % ELEMENTS * 2 + k % 8 * WIDTH + k // 8 * stride
     else:
-        at = row // 8 * stride + row % 8 * width + k * 2
-    address = swizzle(start + at, width)
+        at = row // 8 * stride + row % 8 * WIDTH + k * 2
+    address = swizzle(start + at)
     return address, np.unique(address // CHUNK * CHUNK)
 
 
@@ -68,7 +66,7 @@ def multiply(machine: Machine, ins: Instruction) -> Run:
     def matrix(descriptors: Array, rows: int, transposed: bool, group: int) -> Array:
         threads = slice(group * THREADS, (group + 1) * THREADS)
         known = np.unique(descriptors[threads])
-        if known.size != 1 or int(known[0]) >> 62 not in MODES or int(known[0]) >> 49 & 7:
+        if known.size != 1 or int(known[0]) >> 62 != 1 or int(known[0]) >> 49 & 7:
             raise Unsupported(ins, f"with descriptors {known}")
         address, chunks = offsets(int(known[0]), rows, transposed)
         at = machine.shared.locate(ins, chunks, CHUNK, np.full(chunks.shape, threads.start))
