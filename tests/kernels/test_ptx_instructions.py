@@ -99,6 +99,21 @@ def test_threads_part_and_meet_again() -> None:
     assert ran.words[:, 0].tolist() == (thread * (thread + 1) // 2).tolist()
 
 
+def test_loads_extend_by_their_sign() -> None:
+    ran = run(
+        """
+        ld.global.s8 %r10, [%rd2];
+        ld.global.b8 %r11, [%rd2];
+        ld.param.s32 %rd3, [minus_five];
+        st.global.v2.b32 [%rd1], {%r10, %r11};
+        st.global.b64 [%rd1 + 8], %rd3;
+        """,
+        words=4,
+        inputs=torch.tensor([-2], dtype=torch.int32),
+    )
+    assert ran.words[0].tolist() == [2**32 - 2, 254, 2**32 - 5, 2**32 - 1]
+
+
 def test_rows_of_a_strided_tensor_are_all_that_is_there() -> None:
     inputs = torch.zeros(4, 8, dtype=torch.int32)[:, :4]
     run("ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd2 + 32];", inputs=inputs)
