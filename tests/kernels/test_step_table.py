@@ -22,7 +22,6 @@ from ring_attn.kernels.step_table import (
     load_run,
     make_step_table,
     transposed,
-    visible_pairs,
 )
 from ring_attn.strategies.ring import ring_steps
 from ring_attn.testing import masks
@@ -98,17 +97,46 @@ def test_there_are_steps_of_every_kind() -> None:
     assert any(last - first == 2 for table in tables for _, _, first, last in rows_of(table))
 
 
-def test_blocks_are_the_rows_cut_where_rectangles_begin_and_end() -> None:
-    for case, (block_rows, block_cols) in product(CASES, BLOCKS):
-        table = table_of(case, (block_rows, block_cols))
+def visited(table: StepTable, cols: Tensor, block_cols: int) -> int:
+    """Blocks of columns with a visible pair; two runs that meet within one both visit it."""
+    found = 0
+    for start, stop, first, last in rows_of(table):
+        rows = torch.arange(start, stop)[:, None]
+        for col_start, col_stop, lo, hi in table.runs[first:last].tolist():
+            seen = (cols >= col_start) & (cols < col_stop)
+            seen = seen & (cols - rows >= lo) & (cols - rows <= hi)
+            found += sum(bool(c.any()) for c in seen.any(0).split(block_cols))
+    return found
+
+
+@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
+def test_tables_hold_the_visible_pairs_once(blocks: tuple[int, int]) -> None:
+    """And blocks of rows are cut where rectangles begin and end, and visit what holds a pair."""
+    block_rows, block_cols = blocks
+    for case in CASES:
+        table = table_of(case, blocks)
         assert table.blocks.dtype == table.runs.dtype == torch.int32
         spans = sorted(row[:2] for row in rows_of(table))
         seeing = case.dense.any(1).nonzero().flatten().tolist()
         assert [row for start, stop in spans for row in range(start, stop)] == seeing, case
-        assert all(0 < stop - start <= block_rows for start, stop in spans), case
-        # A block ends early only where a rectangle begins or ends.
         cuts = {cut for r in case.rectangles for cut in r[:2]}
-        assert all(stop - start == block_rows or stop in cuts for start, stop in spans), case
+        for start, stop in spans:
+            assert 0 < stop - start <= block_rows, case
+            assert stop - start == block_rows or stop in cuts, case
+        assert table.has_lo == any(r[4] is not None for r in case.rectangles)
+        assert table.has_hi == any(r[5] is not None for r in case.rectangles)
+        ends = {end for r in case.rectangles for end in r[2:4]}
+        assert table.ragged == any(end % block_cols for end in ends), case
+        assert table.visits == visited(table, torch.arange(case.dense.size(1)), block_cols), case
+        for descending in (False, True):
+            table = table_of(case, blocks, descending=descending)
+            count = torch.zeros(case.dense.shape, dtype=torch.int64)
+            for start, stop, first, last in rows_of(table):
+                runs = table.runs[first:last].tolist()
+                starts = [max(col_start, start + lo) for col_start, _, lo, _ in runs]
+                assert starts == sorted(starts, reverse=descending), case
+                count += painted([tile_of(start, stop, *run) for run in runs], *case.dense.shape)
+            assert torch.equal(count, case.dense.long()), case
 
 
 def test_blocks_for_all_rows_where_every_row_is_written() -> None:
@@ -122,34 +150,6 @@ def test_blocks_for_all_rows_where_every_row_is_written() -> None:
         assert all(not bool(seeing[start:stop].any()) for start, stop, _, _ in idle), case
         assert sum(stop - start for start, stop, _, _ in idle) == int((~seeing).sum()), case
         assert table.visits == some.visits
-
-
-@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
-def test_visits_are_the_blocks_that_hold_a_visible_pair(blocks: tuple[int, int]) -> None:
-    block_rows, block_cols = blocks
-    for case in CASES:
-        table = table_of(case, blocks)
-        expected = 0
-        for start, stop, first, last in rows_of(table):
-            rows, cols = torch.arange(start, stop)[:, None], torch.arange(case.dense.size(1))
-            # Each run visits its own: two that meet within a block of columns both do.
-            for col_start, col_stop, lo, hi in table.runs[first:last].tolist():
-                seen = (cols >= col_start) & (cols < col_stop)
-                seen = seen & (cols - rows >= lo) & (cols - rows <= hi)
-                expected += sum(bool(c.any()) for c in seen.any(0).split(block_cols))
-        assert table.visits == expected, case
-
-
-def test_runs_are_the_visible_pairs_once_each() -> None:
-    for case, descending in product(CASES, (False, True)):
-        table = table_of(case, (32, 16), descending=descending)
-        count = torch.zeros(case.dense.shape, dtype=torch.int64)
-        for start, stop, first, last in rows_of(table):
-            runs = table.runs[first:last].tolist()
-            starts = [max(col_start, start + lo) for col_start, _, lo, _ in runs]
-            assert starts == sorted(starts, reverse=descending), case
-            count += painted([tile_of(start, stop, *run) for run in runs], *case.dense.shape)
-        assert torch.equal(count, case.dense.long()), case
 
 
 def test_the_longest_blocks_come_first() -> None:
@@ -167,15 +167,6 @@ def test_the_longest_blocks_come_first() -> None:
     assert unordered, "in some case the rows alone would give another order"
 
 
-def test_flags_say_what_code_is_needed() -> None:
-    for case, (block_rows, block_cols) in product(CASES, BLOCKS):
-        table = table_of(case, (block_rows, block_cols))
-        assert table.has_lo == any(r[4] is not None for r in case.rectangles)
-        assert table.has_hi == any(r[5] is not None for r in case.rectangles)
-        ends = {end for r in case.rectangles for end in r[2:4]}
-        assert table.ragged == any(end % block_cols for end in ends), case
-
-
 def test_the_transposed_rectangles_hold_the_transposed_pairs() -> None:
     for case in CASES:
         assert transposed(transposed(case.rectangles)) == case.rectangles
@@ -191,57 +182,36 @@ def test_nothing_to_do_is_no_blocks() -> None:
         assert not (table.has_lo or table.has_hi or table.ragged)
 
 
-# -- what a program works out by itself
-
-
 @triton.jit
-def _ranges(
-    runs_ptr, rows_ptr, ranges_ptr, pairs_ptr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    MAX_COLS: tl.constexpr,
-):  # fmt: skip
-    """column_range of each case, and visible_pairs (BLOCK_ROWS, MAX_COLS) from column 0."""
+def _ranges(runs_ptr, rows_ptr, ranges_ptr, BLOCK_COLS: tl.constexpr):
+    """column_range of each case."""
     i = tl.program_id(0)
-    run = load_run(runs_ptr, i)
-    row_start = tl.load(rows_ptr + 2 * i)
-    row_stop = tl.load(rows_ptr + 2 * i + 1)
-    first, full_first, full_last, last = column_range(row_start, row_stop, run, BLOCK_COLS)
-    tl.store(ranges_ptr + 4 * i, first)
-    tl.store(ranges_ptr + 4 * i + 1, full_first)
-    tl.store(ranges_ptr + 4 * i + 2, full_last)
-    tl.store(ranges_ptr + 4 * i + 3, last)
-    rows = row_start + tl.arange(0, BLOCK_ROWS)[:, None]
-    cols = tl.arange(0, MAX_COLS)[None, :]
-    visible = visible_pairs(rows, cols, run, True, True)
-    offsets = tl.arange(0, BLOCK_ROWS)[:, None] * MAX_COLS + cols
-    tl.store(pairs_ptr + i * BLOCK_ROWS * MAX_COLS + offsets, visible.to(tl.int8))
+    row_start, row_stop = tl.load(rows_ptr + 2 * i), tl.load(rows_ptr + 2 * i + 1)
+    found = column_range(row_start, row_stop, load_run(runs_ptr, i), BLOCK_COLS)
+    for j in tl.static_range(4):
+        tl.store(ranges_ptr + 4 * i + j, found[j])
 
 
 @pytest.mark.parametrize(("block_rows", "block_cols"), [(32, 16), (16, 64)])
 def test_column_range_is_the_visible_blocks(block_rows: int, block_cols: int) -> None:
+    """Those with a visible pair, and those of them without a hidden one."""
     found: set[tuple[int, ...]] = set()
     for case in CASES:
         table = table_of(case, (block_rows, block_cols))
         for start, stop, first, last in rows_of(table):
-            for run in table.runs[first:last].tolist():
-                found.add((*run, start, stop))
+            found.update((*run, start, stop) for run in table.runs[first:last].tolist())
     keys = sorted(found)[::8]
     assert len(keys) > 60
-    tensor = torch.tensor(keys, dtype=torch.int32, device=DEVICE)
-    runs, rows = tensor[:, :4].contiguous(), tensor[:, 4:].contiguous()
+    given = torch.tensor(keys, dtype=torch.int32, device=DEVICE)
     ranges = torch.full((len(keys), 4), -1, dtype=torch.int32, device=DEVICE)
-    pairs = torch.full((len(keys), block_rows, 256), -1, dtype=torch.int8, device=DEVICE)
-    _ranges[(len(keys),)](
-        runs, rows, ranges, pairs, BLOCK_ROWS=block_rows, BLOCK_COLS=block_cols, MAX_COLS=256
-    )
-    for key, got, visible in zip(keys, ranges.tolist(), pairs.cpu(), strict=True):
+    runs, rows = (x.contiguous() for x in given.split([4, 2], 1))
+    _ranges[(len(keys),)](runs, rows, ranges, BLOCK_COLS=block_cols)
+    for key, (first, full_first, full_last, last) in zip(keys, ranges.tolist(), strict=True):
         col_start, col_stop, lo, hi, start, stop = key
-        i, j = torch.arange(start, start + block_rows)[:, None], torch.arange(256)[None, :]
+        i, j = torch.arange(start, stop)[:, None], torch.arange(256)[None, :]
         dense = (col_start <= j) & (j < col_stop) & (lo <= j - i) & (j - i <= hi)
-        assert torch.equal(visible.bool(), dense), key
-        tiles = dense[: stop - start].unflatten(1, (-1, block_cols))
-        seen = tiles.any(2).any(0).nonzero().flatten().tolist()
+        tiles = dense.unflatten(1, (-1, block_cols))
+        assert list(range(first, last)) == tiles.any(2).any(0).nonzero().flatten().tolist(), key
         full = tiles.all(2).all(0).nonzero().flatten().tolist()
-        first, full_first, full_last, last = got
-        assert list(range(first, last)) == seen, key
         assert list(range(full_first, full_last)) == full, key
         assert first <= full_first <= full_last <= last, key
