@@ -1,15 +1,10 @@
-"""Every pair of options together, through the backend and a ring in this process; and any shape.
+"""Any options over any shape and sharding, through the backend and a ring in this process.
 
-`pairwise` makes few cases in which every two values of two options meet; each is forward and
-backward against float64, with all memory that is not an input starting as NaN.
+Each call is forward and backward against float64; memory that is not an input starts as NaN.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -18,9 +13,9 @@ from hypothesis import strategies as st
 
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.testing import Layouts, layouts_of, random_qkv, random_sinks
-from tests.bounds import MASKS, assert_holds, expect
-from tests.kernels.calls import DEVICE, DTYPES, attend, blocks, cut_keys, inputs_for, patched_select
+from ring_attn.testing import Layouts, random_qkv, random_sinks
+from tests.bounds import assert_holds, expect
+from tests.kernels.calls import DEVICE, DTYPES, blocks, patched_select
 from tests.kernels.rings import ring
 
 pytestmark = [
@@ -30,200 +25,23 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
 ]
 
-DOCUMENTS = (0, 20, 20, 21, 65)
-KEYS = (0, 0, 5, 20, 47)
-
+# Large heads in small blocks alone, which fit into a GPU.
 SMALL_BLOCKS = ((32, 32), (16, 64))
-
-OPTIONS: dict[str, Sequence[Any]] = {
-    "mask": (
-        Mask(65, 65, True),
-        Mask(65, 65),
-        Mask(65, 65, True, (20, -1)),
-        Mask(65, 65, False, (40, 3)),
-        Mask(33, 80, True),
-        Mask(80, 33, True),
-        Mask(65, 65, True, (-1, -1), DOCUMENTS, DOCUMENTS),
-        Mask(65, 47, False, (20, -1), DOCUMENTS, KEYS),
-    ),
-    "headdim": (16, 40, 128, 256),
-    "headdim_v": ("same", "half", "other"),
-    "heads": ((1, 1), (2, 1), (4, 2)),
-    "ring": (
-        ("contiguous", 1),
-        ("contiguous", 2),
-        ("zigzag", 2),
-        ("striped", 2),
-        ("boundaries", 3),
-    ),
-    "dtype": DTYPES,
-    "blocks": ((64, 64), (128, 32), *SMALL_BLOCKS),
-    "scale": (None, 0.3),
-    "softcap": (0.0, 2.0),
-    "sinks": (False, True),
-    "travels": ("kv", "q", None),  # None: as `make_call` has it, gradients continued in place
-    "strided": (False, True),
-    "batch": (1, 2),
-}
-
-
-def is_possible(case: Mapping[str, Any]) -> bool:
-    """Large heads in small blocks alone, which fit into a GPU; not many heads and batches."""
-    if case.get("headdim", 0) >= 128 and case.get("blocks", SMALL_BLOCKS[0]) not in SMALL_BLOCKS:
-        return False
-    return case.get("batch") != 2 or case.get("heads") != (4, 2)
-
-
-Pair = tuple[tuple[str, Any], tuple[str, Any]]
-
-
-def pairs_of(case: Mapping[str, Any]) -> set[Pair]:
-    """Every two of the case's values, by option."""
-    return set(combinations(sorted(case.items(), key=lambda item: item[0]), 2))
-
-
-def all_pairs() -> set[Pair]:
-    """Every two values of two options that a case may have."""
-    found = set()
-    for a, b in combinations(sorted(OPTIONS), 2):
-        for x, y in product(OPTIONS[a], OPTIONS[b]):
-            if is_possible({a: x, b: y}):
-                found.add(((a, x), (b, y)))
-    return found
-
-
-def pairwise() -> Iterator[dict[str, Any]]:
-    """Cases in which all pairs meet: each begins with one that is missing and is then filled up.
-
-    An option gets the value that adds most pairs; of several the one that was used least.
-    """
-    missing = sorted(all_pairs(), key=str)
-    used: Counter[tuple[str, Any]] = Counter()
-    while missing:
-        case, wanted = dict(missing[0]), set(missing)
-
-        def worth(option: str, value: Any, case: Any = case, wanted: Any = wanted) -> Any:
-            added = pairs_of({**case, option: value}) & wanted
-            return len(added), -used[option, value]
-
-        for option, values in OPTIONS.items():
-            if option not in case:
-                fitting = [v for v in values if is_possible({**case, option: v})]
-                case[option] = max(fitting, key=partial(worth, option))
-        used.update(case.items())
-        yield {option: case[option] for option in OPTIONS}
-        missing = [pair for pair in missing if pair not in pairs_of(case)]
-
-
-ALL_CASES = list(pairwise())
-CASES = ALL_CASES if DEVICE == "cpu" else ALL_CASES[::3]  # a GPU's compiler takes its time for each
-
-
-def name_of(case: Mapping[str, Any]) -> str:
-    values = {**case, "mask": OPTIONS["mask"].index(case["mask"])}
-    return "-".join(f"{k}={v}" for k, v in values.items()).replace("torch.", "")
-
-
-def test_every_pair_of_options_is_among_the_cases() -> None:
-    assert set().union(*map(pairs_of, ALL_CASES)) == all_pairs()
-    assert len(ALL_CASES) < 50
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=name_of(case), marks=[pytest.mark.slow] if turn % 4 else [])
-        for turn, case in enumerate(CASES)
-    ],
-)
-@pytest.mark.sweep(2)
-def test_options(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    patched_select(monkeypatch, blocks(*case["blocks"]))
-    mask, headdim, (nheads, nheads_kv) = case["mask"], case["headdim"], case["heads"]
-    other = headdim + 24 if headdim < 128 else 40
-    headdim_v = {"same": headdim, "half": headdim // 2, "other": other}[case["headdim_v"]]
-    inputs = random_qkv(
-        batch=case["batch"], seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, nheads=nheads,
-        nheads_kv=nheads_kv, headdim=headdim, headdim_v=headdim_v, dtype=case["dtype"],
-        device=DEVICE,
-    )  # fmt: skip
-    sinks = random_sinks(nheads, device=DEVICE) if case["sinks"] else None
-    scores = {"scale": case["scale"], "softcap": case["softcap"], "sinks": sinks}
-    got = ring(
-        inputs, mask, layouts_of(case["ring"][0], mask, case["ring"][1]), travels=case["travels"],
-        strided=case["strided"], **scores,
-    )  # fmt: skip
-    assert_holds(got, *expect(inputs, mask, **scores))
-
-
-# -- any shape
-
-
-SHAPES = ((16, 64), (64, 16), (32, 32), (64, 32), (64, 64))
+BLOCKS = (*SMALL_BLOCKS, (64, 16), (64, 32), (64, 64), (128, 32))
 
 
 @st.composite
-def calls(draw: st.DrawFn) -> dict[str, Any]:
-    """Sizes, mask, options, blocks, and where the call is cut into launches."""
+def masks(draw: st.DrawFn) -> Mask:
     seqlen_q, seqlen_k = draw(st.integers(1, 80)), draw(st.integers(0, 80))
     sides = st.sampled_from((-1, -1, 0, 1, 7, 40))
     window = (draw(sides), draw(sides))
     cu: list[tuple[int, ...] | None] = [None, None]
     if draw(st.booleans()):
-        documents = draw(st.integers(1, 4))
+        size = draw(st.integers(0, 4))
         for side, seqlen in enumerate((seqlen_q, seqlen_k)):
-            size = documents - 1
             cuts = draw(st.lists(st.integers(0, seqlen), min_size=size, max_size=size))
             cu[side] = (0, *sorted(cuts), seqlen)
-    nheads, nheads_kv = draw(st.sampled_from(((1, 1), (2, 1), (2, 2))))
-    return {
-        "mask": Mask(seqlen_q, seqlen_k, draw(st.booleans()), window, *cu),
-        "sizes": {
-            "nheads": nheads,
-            "nheads_kv": nheads_kv,
-            "headdim": draw(st.integers(1, 40)),
-            "headdim_v": draw(st.integers(1, 40)),
-            "dtype": draw(st.sampled_from(DTYPES)),
-            "large_logits": draw(st.booleans()),
-        },
-        "config": blocks(*draw(st.sampled_from(SHAPES))),
-        "cuts": sorted(draw(st.lists(st.integers(0, seqlen_k), max_size=2))),
-        "scale": draw(st.sampled_from((None, 0.01, 0.5, 2.0))),
-        "softcap": draw(st.sampled_from((0.0, 0.0, 0.5, 30.0))),
-    }
-
-
-def exercise(call: dict[str, Any]) -> None:
-    mask, scores = call["mask"], {name: call[name] for name in ("scale", "softcap")}
-    inputs = inputs_for(mask, **call["sizes"])
-    got = attend(inputs, cut_keys(mask, *call["cuts"]), call["config"], **scores)
-    assert_holds(got, *expect(inputs, mask, **scores))
-
-
-@settings(max_examples=8 if DEVICE == "cpu" else 3, deadline=None, derandomize=True)
-@given(calls())
-def test_any_shape(call: dict[str, Any]) -> None:
-    exercise(call)
-
-
-@pytest.mark.slow
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(calls())
-def test_many_shapes(call: dict[str, Any]) -> None:
-    exercise(call)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", MASKS)
-def test_every_mask_in_every_shape_of_blocks(name: str, shape: tuple[int, int]) -> None:
-    """The dtypes in turn."""
-    mask = MASKS[name]
-    dtype = DTYPES[(list(MASKS).index(name) + SHAPES.index(shape)) % len(DTYPES)]
-    inputs = inputs_for(mask, nheads=2, nheads_kv=1, headdim=20, dtype=dtype)
-    cuts = (mask.seqlen_k // 3, mask.seqlen_k // 2)
-    got = attend(inputs, cut_keys(mask, *cuts), blocks(*shape))
-    assert_holds(got, *expect(inputs, mask))
+    return Mask(seqlen_q, seqlen_k, draw(st.booleans()), window, *cu)
 
 
 @st.composite
@@ -243,17 +61,61 @@ def layouts(draw: st.DrawFn, mask: Mask) -> Layouts:
     return found[0], found[1]
 
 
-@pytest.mark.slow
-@settings(
-    max_examples=75, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
-@given(data=st.data())
-def test_many_rings(data: st.DataObject) -> None:
-    call = data.draw(calls())
-    mask, scores = call["mask"], {name: call[name] for name in ("scale", "softcap")}
-    inputs = inputs_for(mask, **call["sizes"])
-    travels = data.draw(st.sampled_from(("kv", "q")))
+@st.composite
+def calls(draw: st.DrawFn) -> dict[str, Any]:
+    """The mask, options of `random_qkv`, of the scores and of the ring, and the blocks."""
+    mask = draw(masks())
+    batch, nheads, nheads_kv = draw(
+        st.sampled_from(((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (1, 4, 2)))
+    )
+    large = draw(st.integers(0, 4)) == 0
+    headdims = st.sampled_from((96, 128, 200, 256)) if large else st.integers(1, 72)
+    return {
+        "mask": mask,
+        "sizes": {
+            "batch": batch,
+            "nheads": nheads,
+            "nheads_kv": nheads_kv,
+            "headdim": draw(headdims),
+            "headdim_v": draw(headdims),
+            "dtype": draw(st.sampled_from(DTYPES)),
+            "large_logits": draw(st.booleans()),
+        },
+        "sinks": random_sinks(nheads, device=DEVICE) if draw(st.booleans()) else None,
+        "scale": draw(st.sampled_from((None, 0.01, 0.5, 2.0))),
+        "softcap": draw(st.sampled_from((0.0, 0.0, 0.5, 2.0, 30.0))),
+        "blocks": draw(st.sampled_from(SMALL_BLOCKS if large else BLOCKS)),
+        "layouts": draw(layouts(mask)),
+        # None: as `make_call` has it, gradients continued in place.
+        "travels": draw(st.sampled_from(("kv", "q", None))),
+        "strided": draw(st.booleans()),
+    }
+
+
+def exercise(call: dict[str, Any]) -> None:
+    mask = call["mask"]
+    inputs = random_qkv(
+        seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, device=DEVICE, **call["sizes"]
+    )
+    scores = {name: call[name] for name in ("scale", "softcap", "sinks")}
+    how = {name: call[name] for name in ("travels", "strided")}
     with pytest.MonkeyPatch.context() as monkeypatch:
-        patched_select(monkeypatch, call["config"])
-        got = ring(inputs, mask, data.draw(layouts(mask)), travels=travels, **scores)
+        patched_select(monkeypatch, blocks(*call["blocks"]))
+        got = ring(inputs, mask, call["layouts"], **how, **scores)
     assert_holds(got, *expect(inputs, mask, **scores))
+
+
+USUAL = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+@settings(USUAL, max_examples=16 if DEVICE == "cpu" else 3)
+@given(calls())
+def test_any_call(call: dict[str, Any]) -> None:
+    exercise(call)
+
+
+@pytest.mark.slow
+@settings(USUAL, max_examples=120 if DEVICE == "cpu" else 30)
+@given(calls())
+def test_many_calls(call: dict[str, Any]) -> None:
+    exercise(call)
