@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -49,16 +49,20 @@ def same(a: Expected, b: Expected) -> bool:
 # -- what it takes
 
 
-def test_it_runs_by_name() -> None:
-    backend = get_backend("triton")
-    assert isinstance(backend, TritonBackend) and backend.name == "triton"
-    for dtype in DTYPES:
-        assert backend.supports(replace(SPEC, dtype=dtype), explicit=True) is None
-        assert choose_backend(replace(SPEC, dtype=dtype), "triton").name == "triton"
-    for dims in ({"headdim": 256}, {"headdim_v": 256}, {"headdim": 1, "headdim_v": 3}):
-        assert backend.supports(replace(SPEC, **dims), explicit=True) is None
-    assert backend.supports(replace(SPEC, softcap=30.0, sinks=True), explicit=True) is None
-    assert backend.workspace_bytes(SPEC, whole(MASKS["causal"]), backward=True) == 0
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"dtype": dtype} for dtype in DTYPES),
+        {"headdim": 256},
+        {"headdim_v": 256},
+        {"headdim": 1, "headdim_v": 3},
+        {"softcap": 30.0, "sinks": True},
+    ],
+)
+def test_it_runs_by_name(changes: dict[str, Any]) -> None:
+    backend, spec = get_backend("triton"), replace(SPEC, **changes)
+    assert isinstance(backend, TritonBackend) and choose_backend(spec, "triton").name == "triton"
+    assert backend.workspace_bytes(spec, whole(MASKS["causal"]), backward=True) == 0
 
 
 @pytest.mark.parametrize(
@@ -71,7 +75,6 @@ def test_it_runs_by_name() -> None:
     ],
 )
 def test_what_it_does_not_take(changes: dict[str, object], reason: str) -> None:
-    assert reason in str(TritonBackend().supports(replace(SPEC, **changes), explicit=True))
     with pytest.raises(NotImplementedError, match=f"backend='triton'.*{reason}"):
         choose_backend(replace(SPEC, **changes), "triton")
 
@@ -85,13 +88,8 @@ def test_on_a_cpu_it_runs_only_by_name() -> None:
 
 
 @in_interpreter
-def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = {"numpy"}
-    monkeypatch.setattr(module, "find_spec", lambda name: None if name in missing else object())
-    assert "needs numpy, which is not installed" in str(
-        TritonBackend().supports(SPEC, explicit=True)
-    )
-    missing.add("triton")
+def test_triton_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda name: None if name == "triton" else object())
     # A spec that nothing else asks for: choices are cached.
     spec = replace(SPEC, headdim=77)
     with pytest.raises(ImportError, match=r"triton is not installed \(pip install triton\)"):
@@ -99,53 +97,54 @@ def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_backend(spec).name == "aten"
 
 
-@in_interpreter
-def test_a_compiler_cannot_become_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
-    reason = str(TritonBackend().supports(SPEC, explicit=True))
-    assert "set TRITON_INTERPRET=1 before the program starts" in reason
+@dataclass(frozen=True)
+class Machine:
+    """Where a call is to run."""
+
+    device: str = "cuda"
+    capability: tuple[int, int] = (9, 0)
+    triton: str = "3.6.0"
+    numpy: str | None = "2.3.5"
+    interpret: bool = False
+    compiled_before: bool = False
+    explicit: bool = False
 
 
-def test_gpus_that_are_too_old_or_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend, spec = TritonBackend(), replace(SPEC, device_type="cuda", dtype=torch.bfloat16)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "needs a GPU that torch can use" in str(backend.supports(spec))
-    assert "not on mps" in str(backend.supports(replace(spec, device_type="mps"), explicit=True))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    for capability, taken in (((7, 5), False), ((8, 0), True), ((9, 0), True), ((12, 1), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
-        assert (backend.supports(spec) is None) == taken
-        if not taken:
-            assert "compute capability 8.0 or newer" in str(backend.supports(spec))
+INTERPRETED = Machine("cpu", interpret=True, explicit=True)
+MACHINES = [
+    (Machine("mps", explicit=True), "not on mps"),
+    (Machine(capability=(0, 0)), "needs a GPU that torch can use"),
+    (Machine(capability=(7, 5)), "compute capability 8.0 or newer"),
+    (Machine(capability=(8, 0)), None),
+    (Machine(), None),
+    # The compiler leaves out fences.
+    (Machine(capability=(10, 0)), "3.6 leaves out proxy fences"),
+    (Machine(capability=(10, 3)), "3.6 leaves out proxy fences"),
+    (Machine(capability=(10, 0), triton="3.7.1"), None),
+    (Machine(capability=(12, 1)), None),
     # What was set for tests must not slow a program down in silence.
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert "TRITON_INTERPRET=1 is set" in str(backend.supports(spec))
-    assert backend.supports(spec, explicit=True) is None
+    (Machine(interpret=True), "TRITON_INTERPRET=1 is set"),
+    (Machine(interpret=True, explicit=True), None),
+    (replace(INTERPRETED, numpy=None), "needs numpy, which is not installed"),
+    (replace(INTERPRETED, numpy="2.4.6"), "numpy below 2.4"),
+    (replace(INTERPRETED, compiled_before=True), "set TRITON_INTERPRET=1 before the program"),
+]
 
 
-def test_a_compiler_that_leaves_out_fences_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = replace(SPEC, device_type="cuda", dtype=torch.bfloat16)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(module, "version", {"triton": "3.6.0"}.__getitem__)
-    for capability, taken in (((9, 0), True), ((10, 0), False), ((10, 3), False), ((12, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
-        assert (TritonBackend().supports(spec) is None) == taken
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
-    assert "3.6 leaves out proxy fences" in str(TritonBackend().supports(spec))
-    monkeypatch.setattr(module, "version", {"triton": "3.7.1"}.__getitem__)
-    assert TritonBackend().supports(spec) is None
-
-
-def test_an_interpreter_and_a_numpy_that_do_not_go_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    versions = {"triton": "3.6.0", "numpy": "2.4.6"}
-    monkeypatch.setattr(module, "version", versions.__getitem__)
-    assert "numpy below 2.4" in str(TritonBackend().supports(SPEC, explicit=True))
-    versions["numpy"] = "2.3.5"
-    assert "numpy" not in str(TritonBackend().supports(SPEC, explicit=True))
+@pytest.mark.parametrize(("machine", "reason"), MACHINES, ids=str)
+def test_machines(machine: Machine, reason: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"triton": machine.triton, "numpy": machine.numpy}
+    monkeypatch.setattr(module, "find_spec", there.get)
+    monkeypatch.setattr(module, "version", there.__getitem__)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: machine.capability > (0, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: machine.capability)
+    monkeypatch.setenv("TRITON_INTERPRET", str(int(machine.interpret)))
+    if machine.compiled_before:
+        monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    dtype = torch.float16 if machine.device == "cpu" else torch.bfloat16
+    spec = replace(SPEC, device_type=machine.device, dtype=dtype)
+    found = TritonBackend().supports(spec, explicit=machine.explicit)
+    assert found is None if reason is None else reason in str(found)
 
 
 @in_interpreter
@@ -178,17 +177,6 @@ def test_in_a_new_process_it_asks_for_the_interpreter_itself() -> None:
     """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=environment, check=True)
-
-
-# -- configs
-
-
-@in_interpreter
-def test_autotune_has_nothing_to_search_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    mask = MASKS["causal"]
-    usual = run(TritonBackend(), inputs_for(mask), [whole(mask)])
-    monkeypatch.setenv("RING_ATTN_AUTOTUNE", "1")
-    assert same(run(TritonBackend(), inputs_for(mask), [whole(mask)]), usual)
 
 
 # -- one rank
@@ -228,25 +216,16 @@ def test_the_last_launch_lets_go_of_the_state() -> None:
         assert [x is None for x in kept] == [tiles is last] * 3
 
 
-def test_sinks_of_any_strides() -> None:
-    """A column of a parameter is not in one piece."""
+def test_strides_that_mean_nothing() -> None:
+    """A column of a parameter as sinks, and rows of one element that lie apart."""
     mask = MASKS["causal"]
-    inputs = inputs_for(mask, nheads=3)
+    inputs, layouts = inputs_for(mask, nheads=3, headdim=1), layouts_of("contiguous", mask, 1)
     column = torch.tensor([[1.0, 9.0], [2.0, 9.0], [-1.0, 9.0]], device=DEVICE)[:, 0]
-    assert not column.is_contiguous()
-    layouts = layouts_of("contiguous", mask, 1)
-    got, wanted = (ring(inputs, mask, layouts, sinks=x) for x in (column, column.contiguous()))
-    assert same(got, wanted)
-    assert torch.equal(got.dsinks, wanted.dsinks)
-
-
-def test_a_headdim_of_one_whatever_its_stride() -> None:
-    mask = MASKS["causal"]
-    plain = inputs_for(mask, headdim=1)
-    strided = Inputs(*(torch.cat((x, x), -1)[..., :1] for x in plain))
-    assert not any(x.is_contiguous() for x in strided)
-    backend = get_backend("triton")
-    assert same(*(run(backend, x, [whole(mask)]) for x in (plain, strided)))
+    strided = Inputs(*(torch.cat((x, x), -1)[..., :1] for x in inputs))
+    assert not any(x.is_contiguous() for x in (column, *strided))
+    got = ring(strided, mask, layouts, sinks=column)
+    wanted = ring(inputs, mask, layouts, sinks=column.contiguous())
+    assert same(got, wanted) and torch.equal(got.dsinks, wanted.dsinks)
 
 
 @pytest.mark.parametrize(("batch", "rows", "keys"), [(1, 0, 40), (1, 40, 0), (1, 0, 0), (0, 9, 9)])
