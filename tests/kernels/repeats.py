@@ -1,14 +1,12 @@
-"""Launches that are repeated, against the same ones made anew: run by test_repeats.py.
+"""A launch that is repeated asks the driver for just what the same launch made anew asks for.
 
 Kernels are compiled and launched to nowhere (stub_driver.py), so this runs in a process without
-TRITON_INTERPRET: `python -m tests.kernels.repeats FOLDER` prints what was found as JSON.
+TRITON_INTERPRET, of test_repeats.py: `python -m tests.kernels.repeats FOLDER`.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -88,17 +86,12 @@ def forward(*lasts: bool, tiles: tuple[Tile, ...] = CAUSAL, sinks: bool = False)
     return call
 
 
-def grad_q(tiles: tuple[Tile, ...] = CAUSAL) -> Call:
+def gradients(*names: str, tiles: tuple[Tile, ...] = CAUSAL, scores: Scores = SCORES) -> Call:
+    """Of the gradients dq, dk and dv those named."""
+
     def call(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
-        backend.backward(x.inputs, tiles, (x.dq, None, None), scores=SCORES)
-        return {}
-
-    return call
-
-
-def grad_kv(tiles: tuple[Tile, ...] = CAUSAL) -> Call:
-    def call(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
-        backend.backward(x.inputs, tiles, (None, x.dk, x.dv), scores=SCORES)
+        dq, dk, dv = (getattr(x, name) if name in names else None for name in ("dq", "dk", "dv"))
+        backend.backward(x.inputs, tiles, (dq, dk, dv), scores=scores)
         return {}
 
     return call
@@ -133,18 +126,24 @@ def merge(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
     return {"out": out, "lse": lse, "root_out": root_out, "root_lse": root_lse, "sinks": sinks}
 
 
-CALLS: dict[str, Call] = {
-    "forward, only": forward(True),
-    "forward, only, sinks": forward(True, sinks=True),
-    "forward, first": forward(False),
-    "forward, first and middle": forward(False, False),
-    "forward, last": forward(False, True),
-    "forward, no mask": forward(True, tiles=FULL),
-    "dq": grad_q(),
-    "dkdv": grad_kv(),
-    "delta": delta,
-    "merge": merge,
-}
+TABLES = "blocks runs"
+# Each with its launches, and the tensors that the last of them takes.
+CALLS: list[tuple[Call, int, str]] = [
+    (forward(True), 1, f"q k v out lse {TABLES}"),
+    (forward(True, sinks=True), 1, f"q k v out lse sinks {TABLES}"),
+    (forward(False), 1, f"q k v acc m l {TABLES}"),
+    (forward(False, False), 2, f"q k v acc m l {TABLES}"),
+    (forward(False, True), 2, f"q k v acc m l out lse {TABLES}"),
+    (forward(True, tiles=FULL), 1, f"q k v out lse {TABLES}"),
+    (gradients("dq"), 1, f"q k v dout lse delta dq {TABLES}"),
+    (gradients("dk", "dv"), 1, f"q k v dout lse delta dk dv {TABLES}"),
+    (delta, 1, "q dout new_delta"),
+    (merge, 1, "out lse root_out root_lse sinks"),
+]
+IN_GLUON: list[tuple[Call, int, str]] = [
+    (forward(True, tiles=WHOLE_BLOCKS), 1, f"q k v out lse counter {TABLES}"),
+    (grad, 1, f"q k v dout lse delta dq dk dv turns {TABLES} pieces"),
+]
 
 
 class Watched:
@@ -176,18 +175,8 @@ def last_compiled(call: Call, x: Tensors) -> Any:
     return compiled[-1]
 
 
-def cases(stub: StubDriver) -> dict[str, Any]:
-    """Of each call: what a repetition launched, what a new backend launches, how many are new."""
-    found = {name: case(stub, call) for name, call in CALLS.items()}
-    sizes = {"rows": 256, "dim": 64}
-    call = forward(True, tiles=WHOLE_BLOCKS)
-    with mock.patch.object(configs, "architecture", lambda device: "sm_90"):
-        found["forward, gluon"] = case(stub, call, **sizes)
-        found["backward, gluon"] = case(stub, grad, **sizes)
-    return found
-
-
-def case(stub: StubDriver, call: Call, **sizes: int) -> dict[str, Any]:
+def check(stub: StubDriver, call: Call, launches: int, tensors: str, **sizes: int) -> None:
+    """Holds what a repetition launches against what a new backend launches."""
     first, second = Tensors(**sizes), Tensors(**sizes)
     stub.watch(None)
     stub.watch(last_compiled(call, first))
@@ -195,93 +184,72 @@ def case(stub: StubDriver, call: Call, **sizes: int) -> dict[str, Any]:
     again.seen(call, first)
     got, made = again.seen(call, second)
     expected, made_anew = Watched(stub).seen(call, second)
-    return {"got": got, "expected": expected, "made": made, "made_anew": made_anew}
+    assert (made, made_anew) == (0, launches) and got == expected, (tensors, got, expected)
+    assert [arg for arg in got[2] if isinstance(arg, str)] == tensors.split(), got
 
 
-def changes(stub: StubDriver) -> dict[str, int]:
-    """How many launches are made anew when a call differs from the one before."""
+def check_changes(stub: StubDriver) -> None:
+    """A launch is made anew when its call differs from the one before."""
     stub.watch(None)
-    watched, x = Watched(stub), Tensors()
-    watched.seen(grad_q(), x)
-    made = {
-        "nothing": watched.seen(grad_q(), Tensors())[1],
-        "tiles": watched.seen(grad_q(FULL), x)[1],
-        "strides": watched.seen(grad_q(), Tensors(heads_first=True))[1],
-        "type": watched.seen(grad_q(), Tensors(torch.float16))[1],
-        "alignment": watched.seen(grad_q(), Tensors(offset=1))[1],
-        "alignment again": watched.seen(grad_q(), Tensors(offset=1))[1],
-        "back again": watched.seen(grad_q(), x)[1],
-    }
-    with mock.patch.dict(globals(), SCORES=Scores(0.5)):
-        made["scale"] = watched.seen(grad_q(), x)[1]
-    return made
+    watched, x, usual = Watched(stub), Tensors(), gradients("dq")
+    for call, tensors, made in (
+        (usual, x, 1),
+        (usual, Tensors(), 0),
+        (gradients("dq", tiles=FULL), x, 1),
+        (usual, Tensors(heads_first=True), 1),
+        (usual, Tensors(torch.float16), 1),
+        # An address that is no multiple of 16 has a kernel of its own, and is never repeated.
+        (usual, Tensors(offset=1), 1),
+        (usual, Tensors(offset=1), 1),
+        (usual, x, 0),
+        (gradients("dq", scores=Scores(0.5)), x, 1),
+    ):
+        assert watched.seen(call, tensors)[1] == made, tensors
 
 
-def decoding(stub: StubDriver) -> dict[str, list[Any]]:
-    """Operators of torch and launches for a second token, whose cache is longer."""
+def check_decoding(stub: StubDriver) -> None:
+    """A second token, whose cache is longer, brings nothing from the host.
+
+    One query's table is written by a launch; that of two is made on the host, and seen here.
+    """
+    from_host = {"aten::lift_fresh", "aten::to", "aten::_to_copy", "aten::_local_scalar_dense"}
     stub.watch(None)
-    backend, found = TritonBackend(), {}
-    for queries in (1, 2):
+    backend = TritonBackend()
+    for queries, launches in ((1, 3), (2, 2)):
         for rows in (300, 301):
             x = Tensors(rows=rows)
             tiles = whole(Mask(queries, rows, causal=True))
             before = stub.count
             with profile(activities=[ProfilerActivity.CPU]) as operators:
                 backend.decode(x.q[:, :queries], x.k, x.v, tiles, scores=SCORES)
-        names = sorted({event.name for event in operators.events()})
-        found[f"{queries}"] = [names, stub.count - before]
-    return found
+        names = {event.name for event in operators.events()}
+        assert bool(from_host & names) == (queries == 2) and stub.count - before == launches
 
 
-def bound(stub: StubDriver) -> list[int]:
-    """How many are kept, call by call, where at most 3 are."""
+def check_kept() -> None:
+    """Launches that are kept have a bound, and hold no tensors of a call that is over."""
     backend, x, kept = TritonBackend(), Tensors(), []
     with mock.patch("ring_attn.backends.kept_launches.MOST_KEPT", 3):
-        for n in range(1, 8):
-            grad_q(whole(Mask(ROWS, ROWS, window_size=(n, 0))))(backend, x)
+        for n in range(1, 6):
+            tiles = whole(Mask(ROWS, ROWS, window_size=(n, 0)))
+            gradients("dq", tiles=tiles)(backend, x)
             kept.append(len(backend._launches.repeats))
-    return kept
-
-
-def freed() -> bool:
-    """Whether nothing holds a call's tensors when it is over."""
-    backend, x = TritonBackend(), Tensors()
     held = weakref.ref(x.dout)
-    grad_q()(backend, x)
     del x
-    return len(backend._launches.repeats) == 1 and held() is None
-
-
-def host_us(stub: StubDriver) -> dict[str, float]:
-    """Least time of the host for a backward step: dq, dk and dv, made anew and repeated."""
-    stub.watch(None)
-    x, backend = Tensors(), TritonBackend()
-
-    def least(count: int, backend_of: Callable[[], TritonBackend]) -> float:
-        taken = []
-        for _ in range(count):
-            one = backend_of()
-            start = time.perf_counter()
-            grad_q()(one, x)
-            grad_kv()(one, x)
-            taken.append(1e6 * (time.perf_counter() - start))
-        return min(taken)
-
-    return {"anew": least(20, TritonBackend), "repeated": least(100, lambda: backend)}
+    assert kept == [1, 2, 3, 3, 3] and held() is None
 
 
 def main() -> None:
     stub = install(Path(sys.argv[1]))
     warnings.simplefilter("ignore")
-    found = {
-        "cases": cases(stub),
-        "changes": changes(stub),
-        "bound": bound(stub),
-        "decoding": decoding(stub),
-        "freed": freed(),
-        "host_us": host_us(stub),
-    }
-    print(json.dumps(found))
+    for case in CALLS:
+        check(stub, *case)
+    with mock.patch.object(configs, "architecture", lambda device: "sm_90"):
+        for case in IN_GLUON:
+            check(stub, *case, rows=256, dim=64)
+    check_changes(stub)
+    check_decoding(stub)
+    check_kept()
 
 
 if __name__ == "__main__":
