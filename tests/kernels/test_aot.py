@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,96 +20,24 @@ from tests.kernels.toys import die_at_one
 
 ROOT = Path(__file__).parents[2]
 
-# What is wrong with each toy of toys.py.
-SERIALIZED = r"(C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized"
-EXPECTED = {
-    "good sm_80": (),
-    "good sm_90": (),
-    "good sm_100": (),
-    "good gfx942": (),
-    "spills": ("spills ", SERIALIZED),
-    "spills gfx942": ("spills ",),
-    "too big": ("needs 294912 bytes of shared memory, sm_90 has 232448",),
-    "too big gfx942": ("needs 131072 bytes of shared memory, gfx942 has 65536",),
-    "no tensor cores": ("no tensor-core instruction",),
-    "others' tensor cores": ("no tensor-core instruction (looked for HGMMA)",),
-    "too few rows for its own": (),
-    "no need of them": (),
-    "specialised, 4 warps": (),
-    "specialised, 8 warps": ("warp specialisation was asked for and dropped",),
-    "refused": ("does not compile: this toy wants a greater block",),
-    "strided": (),
-    "not aligned": (),
-}
 
-
-def compiling() -> dict[str, str]:
-    """The environment of a process in which kernels are compiled, not interpreted."""
-    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-
-
-@pytest.fixture(scope="module")
-def compiled() -> dict[str, dict[str, Any]]:
-    """Every toy's row, as JSON has it."""
+def run_compiling(*words: str) -> str:
+    """What Python prints with those words, in a process where kernels are compiled."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.toys"],
+        [sys.executable, *words],
         cwd=ROOT,
-        env=compiling(),
+        env=environment,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=300,
     )
-    assert result.returncode == 0, result.stderr
-    rows: dict[str, dict[str, Any]] = json.loads(result.stdout)["rows"]
-    return rows
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
-def test_every_toy_has_an_expectation(compiled: dict[str, Any]) -> None:
-    assert set(compiled) == set(EXPECTED)
-
-
-@pytest.mark.parametrize("name", EXPECTED)
-def test_a_cell_fails_for_its_reason_alone(name: str, compiled: dict[str, Any]) -> None:
-    failures = compiled[name]["failures"]
-    assert len(failures) == len(EXPECTED[name]), failures
-    for failure, start in zip(failures, EXPECTED[name], strict=True):
-        assert failure.startswith(start)
-
-
-@pytest.mark.parametrize(
-    ("name", "opcode"),
-    [
-        ("good sm_80", "HMMA"),
-        ("good sm_90", "HGMMA"),
-        ("good sm_100", "UTCHMMA"),
-        ("good gfx942", "mfma"),
-    ],
-)
-def test_instructions_are_those_of_the_architecture(
-    name: str, opcode: str, compiled: dict[str, Any]
-) -> None:
-    opcodes = compiled[name]["report"]["opcodes"]
-    products = {"HMMA", *aot.PRODUCTS.values()}
-    assert {o for o in products if opcodes[o]} == {opcode}
-    assert compiled[name]["report"]["registers"] > 16
-    assert compiled[name]["report"]["shared_bytes"] > 0
-
-
-def test_kernels_are_specialised_as_a_launch_specialises_them(compiled: dict[str, Any]) -> None:
-    def async_copies(name: str) -> int:
-        copies: int = compiled[name]["report"]["opcodes"]["LDGSTS"]
-        return copies
-
-    # 16-byte copies need an aligned pointer, rows that divide by 16, and a stride known to be 1;
-    # the other operand has all of it.
-    assert async_copies("strided") == async_copies("not aligned")
-    assert async_copies("good sm_80") == 2 * async_copies("strided") > 0
-
-
-def test_warp_specialisation_is_seen_in_the_machine_code(compiled: dict[str, Any]) -> None:
-    asked = [compiled[f"specialised, {n} warps"] for n in (4, 8)]
-    assert [row["report"]["opcodes"]["USETMAXREG"] > 0 for row in asked] == [True, False]
-    assert all(row["report"]["opcodes"]["UTMALDG"] for row in asked)
+def test_toys_fail_for_their_reasons_alone() -> None:
+    run_compiling("-m", "tests.kernels.toys")
 
 
 @pytest.mark.slow
@@ -140,30 +67,17 @@ def test_every_kernel_and_variant_has_a_cell_for_every_gpu() -> None:
 def test_the_command_compiles_our_kernels(tmp_path: Path) -> None:
     path = tmp_path / "aot.json"
     words = ["aot", "--quick", "--kernel", "delta", "part_table", "merge", "merge_tree"]
-    result = subprocess.run(
-        [sys.executable, "-m", "ring_attn", *words, "--json", str(path)],
-        cwd=ROOT,
-        env=compiling(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    printed = run_compiling("-m", "ring_attn", *words, "--json", str(path))
     report = json.loads(path.read_text())
     assert report["command"] == f"ring-attn {' '.join(words)}"
     found = {(row["arch"], row["head_dim"], row["dtype"]) for row in report["rows"]}
     assert found == {("sm_90", 64, "bfloat16")}
-    assert {row["kernel"] for row in report["rows"]} == {
-        "delta",
-        "part_table",
-        "merge",
-        "merge_tree",
-    }
+    assert {row["kernel"] for row in report["rows"]} == set(words[3:])
     for row in report["rows"]:
         assert row["failures"] == [] and row["report"]["spill_bytes"] == 0
         assert row["report"]["registers"] > 0
-        assert row["tile"] in result.stdout
-    assert f"{len(report['rows'])} cells" in result.stdout and "0 failed" in result.stdout
+        assert row["tile"] in printed
+    assert f"{len(report['rows'])} cells" in printed and "0 failed" in printed
 
 
 def test_head_dims_of_v_are_its_own() -> None:

@@ -7,12 +7,8 @@ such a GPU it runs, and is held against `flash_fwd`, too. test_ptx.py has the co
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +29,7 @@ from tests.bounds import assert_holds, expect, whole
 from tests.kernels import calls
 from tests.kernels.calls import Step, cut_keys, empty_state, in_interpreter, q_table
 from tests.kernels.ptx import launching
+from tests.kernels.test_aot import run_compiling
 
 
 def on_hopper(test: Any) -> Any:
@@ -42,7 +39,6 @@ def on_hopper(test: Any) -> Any:
     return pytest.mark.gpu(pytest.mark.skipif(not here, reason=reason)(test))
 
 
-ROOT = Path(__file__).parents[2]
 REPEATS = 50
 
 SMALL = Config(128, 32, 4, 2, programs_per_sm=1)
@@ -278,11 +274,7 @@ for cell in aot.cells("sm_90", "64", "bfloat16"):
 
 def test_it_compiles_as_it_is_meant_to() -> None:
     """On any machine: without spills, specialised, every exponential beside a product."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    row = json.loads(done.stdout)
+    row = json.loads(run_compiling("-c", COMPILE))
     assert row["failures"] == []
     opcodes = row["report"]["opcodes"]
     assert opcodes["USETMAXREG"] and opcodes["UTMALDG"] and opcodes["HGMMA"]

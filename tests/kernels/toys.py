@@ -1,16 +1,13 @@
-"""Small kernels that the compile check must judge, each for one reason: run by test_aot.py.
+"""Small kernels that the compile check must judge, each for one reason.
 
-They are compiled, so this runs in a process without TRITON_INTERPRET:
-`python -m tests.kernels.toys` prints what was found as JSON.
+They are compiled, so this runs in a process without TRITON_INTERPRET, of test_aot.py:
+`python -m tests.kernels.toys`.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 
 import torch
 import triton
@@ -18,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ring_attn.kernels.launch import Launch
-from ring_attn.tools.aot import Cell, Expected, Row, judged
+from ring_attn.tools.aot import PRODUCTS, Cell, Expected, Row, judged
+from ring_attn.tools.compiled import Compiled
 
 SIZE = 1024
 
@@ -96,28 +94,39 @@ def empty(dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(SIZE, SIZE, dtype=dtype)
 
 
-def toys() -> Iterator[tuple[str, str, Launch, Expected]]:
-    """Name, architecture, launch, and what is expected of it."""
+SERIALIZED = "(C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized"
+NO_PRODUCT = "no tensor-core instruction"
+
+
+def toys() -> Iterator[tuple[str, str, Launch, Expected, tuple[str, ...]]]:
+    """Name, architecture, launch, what is expected of it, and how each failure begins."""
     usual = Expected()
     small = product_launch((64, 64, 64), 4, 3)
     for arch in ("sm_80", "sm_90", "sm_100", "gfx942"):
-        yield f"good {arch}", arch, small, usual
-    yield "spills", "sm_90", product_launch((256, 128, 32), 4, 2), usual
-    yield "spills gfx942", "gfx942", product_launch((256, 256, 32), 2, 1), usual
-    yield "too big", "sm_90", product_launch((128, 256, 64), 8, 6), usual
-    yield "too big gfx942", "gfx942", product_launch((128, 128, 128), 8, 3), usual
+        yield f"good {arch}", arch, small, usual, ()
+    large = product_launch((256, 128, 32), 4, 2)
+    yield "spills", "sm_90", large, usual, ("spills ", SERIALIZED)
+    large = product_launch((256, 256, 32), 2, 1)
+    yield "spills gfx942", "gfx942", large, usual, ("spills ",)
+    needs = "needs {} bytes of shared memory, {} has {}"
+    large = product_launch((128, 256, 64), 8, 6)
+    yield "too big", "sm_90", large, usual, (needs.format(294912, "sm_90", 232448),)
+    large = product_launch((128, 128, 128), 8, 3)
+    yield "too big gfx942", "gfx942", large, usual, (needs.format(131072, "gfx942", 65536),)
     scalar = product_launch((64, 64, 32), 8, 2, dtype=torch.float32)
-    yield "no tensor cores", "sm_90", scalar, usual
+    yield "no tensor cores", "sm_90", scalar, usual, (NO_PRODUCT,)
+    yield "no need of them", "sm_90", scalar, Expected(products=None), ()
     few_rows = product_launch((16, 64, 64), 4, 3)
-    yield "others' tensor cores", "sm_90", few_rows, usual
-    yield "too few rows for its own", "sm_90", few_rows, Expected(products="any")
-    yield "no need of them", "sm_90", scalar, Expected(products=None)
-    for warps in (4, 8):
+    yield "others' tensor cores", "sm_90", few_rows, usual, (f"{NO_PRODUCT} (looked for HGMMA)",)
+    yield "too few rows for its own", "sm_90", few_rows, Expected(products="any"), ()
+    for warps, dropped in ((4, ()), (8, ("warp specialisation was asked for and dropped",))):
         launched = specialized_launch(warps)
-        yield f"specialised, {warps} warps", "sm_90", launched, Expected(warp_specialize=True)
-    yield "refused", "sm_90", refused_launch(), Expected(products=None)
-    yield "strided", "sm_80", product_launch((64, 64, 64), 4, 3, stride=2), usual
-    yield "not aligned", "sm_80", product_launch((64, 64, 64), 4, 3, offset=1), usual
+        expected = Expected(warp_specialize=True)
+        yield f"specialised, {warps} warps", "sm_90", launched, expected, dropped
+    wanted = "does not compile: this toy wants a greater block"
+    yield "refused", "sm_90", refused_launch(), Expected(products=None), (wanted,)
+    yield "strided", "sm_80", product_launch((64, 64, 64), 4, 3, stride=2), usual, ()
+    yield "not aligned", "sm_80", product_launch((64, 64, 64), 4, 3, offset=1), usual, ()
 
 
 def die_at_one(cell: Cell) -> Row:
@@ -128,11 +137,26 @@ def die_at_one(cell: Cell) -> Row:
 
 
 def main() -> None:
-    rows = {}
-    for name, arch, launched, expected in toys():
+    reports: dict[str, Compiled] = {}
+    for name, arch, launched, expected, failing in toys():
         report, failures = judged(launched, arch, expected)
-        rows[name] = {"report": report and asdict(report), "failures": failures}
-    json.dump({"triton": triton.__version__, "rows": rows}, sys.stdout)
+        assert len(failures) == len(failing), (name, failures)
+        assert all(map(str.startswith, failures, failing)), (name, failures)
+        if report is not None:
+            reports[name] = report
+    of_arch = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "mfma"}
+    for arch, opcode in of_arch.items():
+        report = reports[f"good {arch}"]
+        assert {x for x in ("HMMA", *PRODUCTS.values()) if report.opcodes[x]} == {opcode}
+        assert report.registers > 16 and report.shared_bytes > 0
+    # 16-byte copies need an aligned pointer, rows that divide by 16, and a stride known to be 1;
+    # the other operand has all of it.
+    kinds = ("good sm_80", "strided", "not aligned")
+    good, strided, apart = (reports[name].opcodes["LDGSTS"] for name in kinds)
+    assert good == 2 * strided == 2 * apart > 0
+    asked = [reports[f"specialised, {warps} warps"].opcodes for warps in (4, 8)]
+    assert [opcodes["USETMAXREG"] > 0 for opcodes in asked] == [True, False]
+    assert all(opcodes["UTMALDG"] for opcodes in asked)
 
 
 if __name__ == "__main__":
