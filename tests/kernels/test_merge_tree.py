@@ -54,15 +54,12 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 
 def weighed(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """One softmax over all sets and the sink: out, lse, and the weights of the sets."""
-    scores = lse if sinks is None else torch.cat((lse, lse_of(sinks, lse)))
+    scores = lse
+    if sinks is not None:  # a set more
+        scores = torch.cat((lse, sinks.to(lse.dtype).view(1, 1, -1, 1).expand_as(lse[:1])))
     root = scores.logsumexp(0)
     weights = (lse - root.masked_fill(root == -torch.inf, 0.0)).exp()
     return (weights.transpose(2, 3).unsqueeze(-1) * out).sum(0), root, weights
-
-
-def lse_of(sinks: Tensor, lse: Tensor) -> Tensor:
-    """A sink for each row, as a set more."""
-    return sinks.to(lse.dtype).view(1, 1, -1, 1).expand_as(lse[:1])
 
 
 def assert_holds(out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype) -> None:
@@ -95,16 +92,15 @@ def test_against_float64(sets: int, dtype: torch.dtype) -> None:
         assert_holds(out, lse, sinks, dtype)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (63, 1), (1, 97), (113, 1)], ids=str)
-@pytest.mark.parametrize("sets", [2, 5])
+SIZES = [(2, 1, 1, 20), (5, 63, 1, 20), (2, 1, 97, 20), (5, 113, 1, 20)]
+SIZES += [(17, 1, 2, headdim_v) for headdim_v in (1, 64, 128, 512)]
+
+
+@pytest.mark.parametrize(("sets", "rows", "nheads", "headdim_v"), SIZES)
 @pytest.mark.sweep(2)
-def test_rows_and_heads(sets: int, sizes: tuple[int, int]) -> None:
-    assert_holds(*results(sets, rows=sizes[0], nheads=sizes[1]), None, torch.float32)
-
-
-@pytest.mark.parametrize("headdim_v", [1, 64, 128, 512])
-def test_head_dims(headdim_v: int) -> None:
-    assert_holds(*results(17, rows=1, headdim_v=headdim_v), None, torch.float32)
+def test_sizes(sets: int, rows: int, nheads: int, headdim_v: int) -> None:
+    given = results(sets, rows=rows, nheads=nheads, headdim_v=headdim_v)
+    assert_holds(*given, None, torch.float32)
 
 
 @pytest.mark.parametrize("gap", [1e3, 1e4, 1e30])
@@ -161,12 +157,6 @@ def test_bits_tell_another_order(sets: int) -> None:
     for one_out, one_lse in zip(out, lse, strict=True):
         state.fold(slice(None), one_out.clone(), one_lse.clone())
     assert not torch.equal(merge(out, lse)[0], state.finalize(torch.float32)[0])
-
-
-def test_out_is_rounded_once() -> None:
-    out, lse = results(7)
-    (wide, _), (half, _) = merge(out, lse), merge(out, lse, dtype=torch.float16)
-    assert torch.equal(half, wide.half())
 
 
 def test_a_row_has_its_bits_whatever_stands_beside_it() -> None:
