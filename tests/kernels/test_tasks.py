@@ -32,15 +32,6 @@ from tests.kernels.calls import (
     statistics_of,
 )
 
-# K and V of one head of 63 columns and 16 dims in float32 are 8 KB.
-ONE_HEAD, TWO_HEADS = 1, 17_000
-
-SCHEDULES = {
-    "by heads": {"l2_bytes": ONE_HEAD},
-    "by two heads": {"l2_bytes": TWO_HEADS},
-}
-
-
 # -- the order
 
 
@@ -96,39 +87,31 @@ def test_a_group_is_what_fits(
     assert got == (2 * num_heads, 2, num_heads, together)
 
 
-def test_only_the_columns_of_the_step_count() -> None:
-    """A zigzag ring sees half of each shard."""
-    half = cut_keys(Mask(40, 97), 48)
-    for columns, together in ((50, [1, 1, 1]), (98, [1, 2, 2])):
-        config = replace(blocks(32, 32), l2_bytes=columns * 100)
-        schedules = [
-            schedule(config, tiles, num_heads=4, heads_per_kv=1)
-            for tiles in (whole(Mask(40, 97)), *half)
-        ]
-        assert [one.heads_together for one in schedules] == together
-
-
-def test_without_columns_or_heads_there_is_nothing_to_divide_by() -> None:
-    config = replace(blocks(32, 32), l2_bytes=1000, programs_per_sm=1)
-    assert schedule(config, (), num_heads=4, heads_per_kv=2) == (0, 0, 4, 4)
-    assert schedule(config, whole(Mask(40, 97)), num_heads=0, heads_per_kv=2)[:1] == (0,)
-
-
 @in_interpreter
-def test_a_persistent_grid_has_no_more_programs_than_tasks() -> None:
-    for per_sm, programs in ((0, 8), (1, 3), (2, 6), (3, 8)):
-        config = replace(blocks(32, 32), programs_per_sm=per_sm)
-        got = schedule(config, whole(Mask(40, 97)), num_heads=4, heads_per_kv=1)
-        assert got.num_programs == programs
+def test_what_a_schedule_depends_on() -> None:
+    def programs(l2_bytes: int, per_sm: int, tiles: Step, num_heads: int, group: int) -> Schedule:
+        config = replace(blocks(32, 32), l2_bytes=l2_bytes, programs_per_sm=per_sm)
+        return schedule(config, tiles, num_heads=num_heads, heads_per_kv=group)
+
+    # Only the columns of the step count: a zigzag ring sees half of each shard.
+    mask = Mask(40, 97)
+    for columns, together in ((50, [1, 1, 1]), (98, [1, 2, 2])):
+        steps = (whole(mask), *cut_keys(mask, 48))
+        found = [programs(columns * 100, 0, tiles, 4, 1) for tiles in steps]
+        assert [one.heads_together for one in found] == together
+    # Without columns or heads there is nothing to divide by.
+    assert programs(1000, 1, (), 4, 2) == (0, 0, 4, 4)
+    assert programs(1000, 1, whole(mask), 0, 2)[:1] == (0,)
+    # A persistent grid has no more programs than tasks.
+    found = [programs(0, per_sm, whole(mask), 4, 1).num_programs for per_sm in range(4)]
+    assert found == [8, 3, 6, 8]
     assert tasks.num_sms(torch.device("meta")) == tasks.INTERPRETER_SMS
 
 
 # -- the bits
 
 
-def results(
-    inputs: Inputs, mask: Mask, config: Config, stats: tuple[Tensor, Tensor]
-) -> list[Tensor]:
+def results(inputs: Inputs, mask: Mask, config: Config, *stats: Tensor) -> list[Tensor]:
     """Of all kernels, in two launches each, of which the second continues the first."""
     args, keys = (inputs, *stats), cut_keys(mask, 32)
     got = [*forward(inputs, keys, config), grad_q(*args, keys, config)]
@@ -149,9 +132,9 @@ def test_no_schedule_changes_a_bit(mask: Mask, batch: int, heads: tuple[int, int
     inputs, config = inputs_for(mask, **sizes), blocks(32, 32)
     out, lse = forward(inputs, [whole(mask)], config)
     stats = statistics_of(out, inputs.dout, lse)
-    expected = results(inputs, mask, config, stats)
+    expected = results(inputs, mask, config, *stats)
     assert torch.equal(expected[0], out)
-    for title, fields in SCHEDULES.items():
-        got = results(inputs, mask, replace(config, **fields), stats)
-        for index, (x, y) in enumerate(zip(got, expected, strict=True)):
-            assert torch.equal(x, y), (title, index)
+    # By heads, and by two: K and V of one of 63 columns and 16 dims in float32 are 8 KB.
+    for l2_bytes in (1, 17_000):
+        got = results(inputs, mask, replace(config, l2_bytes=l2_bytes), *stats)
+        assert all(map(torch.equal, got, expected)), l2_bytes
