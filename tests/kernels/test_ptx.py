@@ -1,4 +1,4 @@
-"""The kernels' PTX, executed: against float64 and the interpreter, and with planted faults.
+"""The kernels' PTX, executed: against float64, and with planted faults.
 
 `ptx/` has the executor. It says nothing of speed, nor of what ptxas makes of the PTX.
 """
@@ -24,7 +24,7 @@ from ring_attn.kernels.configs import Config
 from ring_attn.kernels.launch import Launch
 from ring_attn.testing import Expected, Inputs, random_qkv, random_sinks
 from tests.bounds import assert_holds, expect, run, whole
-from tests.kernels.calls import Step, cut_keys, in_interpreter
+from tests.kernels.calls import cut_keys, in_interpreter
 from tests.kernels.ptx import launching
 from tests.kernels.ptx.faults import Deadlock, Fault, NotFenced, NotWaited, OutOfBounds, Race
 from tests.kernels.test_decode import tiles_of
@@ -84,11 +84,6 @@ def inputs_of(mask: Mask, dtype: torch.dtype, headdim: int, nheads: int = 2) -> 
     )  # fmt: skip
 
 
-def steps_of(mask: Mask, several: bool) -> list[Step]:
-    """One step, or a first, a middle and a last one."""
-    return cut_keys(mask, 64, 128) if several else [whole(mask)]
-
-
 def assert_all_hold(inputs: Inputs, mask: Mask, got: Expected, **scores: object) -> None:
     oracle, plain = expect(inputs, mask, **scores)
     for name in ("out", "lse", "dq", "dk", "dv"):
@@ -134,7 +129,8 @@ def test_forward_and_backward(
 ) -> None:
     mask = MASKS[name]
     inputs = inputs_of(mask, DTYPES[dtype], headdim)
-    steps = steps_of(mask, several)
+    # One step, or a first, a middle and a last one.
+    steps = cut_keys(mask, 64, 128) if several else [whole(mask)]
     executed = execute(arch_of(kernels))
     got = run(backend(kernels, headdim), inputs, steps)
     one_pass = kernels == "sm_90" and headdim in configs.GLUON_BWD
@@ -151,7 +147,7 @@ def test_scores_that_are_capped_and_sinks(kernels: str, headdim: int, execute: E
     inputs, sinks = inputs_of(mask, torch.bfloat16, headdim), random_sinks(2)
     execute(arch_of(kernels))
     scores = {"softcap": 5.0, "sinks": sinks}
-    got = run(backend(kernels, headdim, 5.0), inputs, steps_of(mask, True), **scores)
+    got = run(backend(kernels, headdim, 5.0), inputs, cut_keys(mask, 64, 128), **scores)
     assert_all_hold(inputs, mask, got, **scores)
 
 
@@ -175,20 +171,6 @@ def test_other_configs_of_the_forward_in_gluon(
     got = run(TritonBackend({"gluon": config}), inputs, [whole(mask)])
     assert_all_hold(inputs, mask, got)
     assert not executed.missing_fences
-
-
-@pytest.mark.parametrize(("kernels", "headdim"), [("sm_80", 64), *(slow(x, 128) for x in KERNELS)])
-def test_against_the_interpreter(kernels: str, headdim: int, execute: Execute) -> None:
-    """Within the bound of one another, as either is of float64."""
-    mask = MASKS["causal"]
-    inputs, steps = inputs_of(mask, torch.float16, headdim, nheads=1), steps_of(mask, headdim > 64)
-    oracle, plain = expect(inputs, mask)
-    interpreted = run(TritonBackend(), inputs, steps)
-    execute(arch_of(kernels))
-    got = run(backend(kernels, headdim), inputs, steps)
-    for name in ("out", "lse", "dq", "dk", "dv"):
-        near = {name: getattr(interpreted, name).double(), "terms": oracle.terms}
-        assert_holds({name: getattr(got, name)}, Expected(**vars(oracle) | near), plain)
 
 
 @pytest.mark.parametrize(
