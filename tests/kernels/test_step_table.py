@@ -21,7 +21,6 @@ from ring_attn.kernels.step_table import (
     column_range,
     load_run,
     make_step_table,
-    transposed,
 )
 from ring_attn.strategies.ring import ring_steps
 from ring_attn.testing import masks
@@ -165,13 +164,6 @@ def test_the_longest_blocks_come_first() -> None:
         starts = [row[0] for row in rows_of(table)]
         unordered += starts != sorted(starts)
     assert unordered, "in some case the rows alone would give another order"
-
-
-def test_the_transposed_rectangles_hold_the_transposed_pairs() -> None:
-    for case in CASES:
-        assert transposed(transposed(case.rectangles)) == case.rectangles
-        tiles = [tile_of(*rectangle) for rectangle in transposed(case.rectangles)]
-        assert torch.equal(painted(tiles, *case.dense.T.shape), case.dense.T.long()), case
 
 
 def test_nothing_to_do_is_no_blocks() -> None:
