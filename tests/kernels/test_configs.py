@@ -49,35 +49,26 @@ def test_blocks_divide_the_unit_of_the_bits(kind: str, arch: str) -> None:
         assert all(16 <= size <= unit and unit % size == 0 for size in sizes), config
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("headdim", HEADDIMS)
-def test_what_is_searched_on_hopper(kind: str, headdim: int) -> None:
-    args = ("sm_90", headdim, torch.bfloat16)
-    found = configs.search_space(kind, *args)
-    assert found[0] == configs.frozen(kind, *args)
-    assert len({replace(config, note="") for config in found}) == len(found) <= 16
-    # Tiles first, then the orders of their tasks.
-    plain = [not config.l2_bytes for config in found]
-    assert plain == sorted(plain, reverse=True)
-    assert {config.l2_bytes for config in found} == {0, configs.L2_BYTES}
-    assert not any(config.programs_per_sm for config in found)
-
-
-def test_what_is_searched_elsewhere() -> None:
-    for arch in configs.ARCHITECTURES:
-        found = configs.search_space("dkdv_whole", arch, 80, torch.float16)
-        assert found[0] == configs.frozen("dkdv", arch, 128, torch.float16)
-        assert len(found) > 5
-        assert arch == "sm_90" or not any(x.l2_bytes for x in found)
-        for kind, dtype in (("fwd", torch.float32), ("delta", torch.float16)):
-            alone = configs.search_space(kind, arch, 128, dtype)
-            assert alone == (configs.frozen(kind, arch, 128, dtype),)
-    for arch in configs.ARCHITECTURES:
-        decoding = configs.search_space("decode", arch, 128, torch.bfloat16)
-        assert decoding[0] == configs.frozen("decode", arch, 128, torch.bfloat16)
-        assert len(decoding) > 5 and {config.BLOCK_M for config in decoding} == {16}
-        assert not any(config.l2_bytes for config in decoding)
-    assert configs.search_space("dq", "interpreter", 128, torch.float16) == (configs.INTERPRETER,)
+@pytest.mark.parametrize("arch", configs.ARCHITECTURES)
+@pytest.mark.parametrize("kind", [*KINDS, "decode"])
+def test_what_is_searched(kind: str, arch: str) -> None:
+    """Tiles first, then, on Hopper, the orders of their tasks."""
+    for headdim in (80, *HEADDIMS):
+        found = configs.search_space(kind, arch, headdim, torch.bfloat16)
+        assert found[0] == configs.frozen(kind, arch, headdim, torch.bfloat16)
+        assert len({replace(config, note="") for config in found}) == len(found) <= 16
+        orders = [config.l2_bytes for config in found]
+        reordered = arch == "sm_90" and kind != "decode"
+        assert orders == sorted(orders) and set(orders) == {0, reordered * configs.L2_BYTES}
+        assert not any(config.programs_per_sm for config in found)
+        assert kind != "decode" or {config.BLOCK_M for config in found} == {16}
+    assert len(found) > 2
+    for other, dtype in ((kind, torch.float32), ("delta", torch.float16)):
+        if other != "decode":
+            alone = configs.search_space(other, arch, 128, dtype)
+            assert alone == (configs.frozen(other, arch, 128, dtype),)
+    alone = configs.search_space(kind, "interpreter", 128, torch.float16)
+    assert kind == "decode" or alone == (configs.INTERPRETER,)
 
 
 # -- the file of `ring-attn tune`
