@@ -6,13 +6,14 @@ are listed for sm_90 and skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
@@ -26,6 +27,7 @@ from ring_attn.testing import (
     RESULTS,
     STRATEGIES,
     Case,
+    Expected,
     Heads,
     Inputs,
     layouts_of,
@@ -33,8 +35,8 @@ from ring_attn.testing import (
     run_all_ranks,
 )
 from ring_attn.transport.local import LocalTransport, run_local
-from tests.bounds import assert_close, assert_holds, expect, whole
-from tests.kernels.calls import DEVICE, cut_keys, cut_rows, forward, grad_kv, grad_q, statistics_of
+from tests.bounds import assert_close, assert_holds, expect, run, whole
+from tests.kernels.calls import DEVICE, cut_keys
 from tests.kernels.rings import ring
 
 CUDA = torch.cuda.is_available()
@@ -46,8 +48,7 @@ pytestmark = [
 ARCHITECTURE = configs.architecture(torch.device("cuda")) if CUDA else "sm_90"
 
 HEADDIMS = (64, 128, 256)
-# The kinds that have frozen configs of their own.
-KINDS = ("fwd", "fwd_whole", "dq", "dkdv")
+KINDS = ("fwd", "fwd_whole", "dq", "dq_whole", "dkdv", "dkdv_whole")
 REPEATS = 100
 
 # Ragged lengths, whole blocks, and a window within them.
@@ -58,98 +59,54 @@ CASES = {
 }
 
 
-EVERY_CONFIG = [
-    (kind, headdim, configs.frozen(kind, ARCHITECTURE, headdim, torch.bfloat16))
-    for kind in KINDS
-    for headdim in HEADDIMS
-]
-
-
-def name_of(x: object) -> str:
-    """Of a parameter, for the test's name."""
-    if not isinstance(x, Config):
-        return str(x).removeprefix("torch.")
-    return f"{x.BLOCK_M}x{x.BLOCK_N}-w{x.num_warps}-s{x.num_stages}"
-
-
-def masks_of(kind: str, dtype: torch.dtype) -> list[str]:
-    """Whole steps have one mask, none; the second type is tried with one."""
-    if kind.endswith("_whole"):
-        return ["full"]
-    return list(CASES) if dtype == torch.bfloat16 else ["causal"]
-
-
-AGAINST_FLOAT64 = [
-    (*one, name, dtype)
-    for one in EVERY_CONFIG
-    for dtype in (torch.bfloat16, torch.float16)
-    for name in masks_of(one[0], dtype)
-]
-
-
-def runs(kind: str, config: Config, inputs: Inputs, mask: Mask) -> Iterator[dict[str, Tensor]]:
-    """What a kernel of that kind computes in one launch, and in two that continue each other.
-
-    Gradients take lse and delta of a forward by the frozen config.
-    """
-    q, k, v, dout = inputs
-    scale = q.size(3) ** -0.5
-    half = mask.seqlen_k // 2 // 128 * 128
-    kernel = kind.partition("_")[0]
-    if kernel == "fwd":
-        for steps in ([whole(mask)], cut_keys(mask, half)):
-            out, lse = forward(inputs, steps, config)
-            yield {"out": out, "lse": lse}
-        return
-    frozen = configs.frozen("fwd", ARCHITECTURE, q.size(3), q.dtype)
-    out, lse = forward(inputs, [whole(mask)], frozen)
-    statistics = statistics_of(out, dout, lse)
-    if kernel == "dq":
-        for steps in ([whole(mask)], cut_keys(mask, half)):
-            dq = grad_q(inputs, *statistics, steps, config)
-            yield {"dq": (scale * dq).to(q.dtype)}
-        return
-    for steps in ([whole(mask)], cut_rows(mask, half)):
-        dk, dv = grad_kv(inputs, *statistics, steps, config)
-        yield {"dk": (scale * dk).to(q.dtype), "dv": dv.to(q.dtype)}
-
-
-@pytest.mark.parametrize(
-    ("kind", "headdim", "config", "name", "dtype"), AGAINST_FLOAT64, ids=name_of
-)
-def test_every_config_against_float64(
-    kind: str, headdim: int, config: Config, name: str, dtype: torch.dtype
-) -> None:
-    mask = CASES[name]
-    inputs = random_qkv(
-        seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, nheads=8, nheads_kv=2, headdim=headdim,
-        dtype=dtype, device="cuda",
+def random_inputs(
+    mask: Mask, nheads: int, nheads_kv: int, headdim: int, dtype: torch.dtype
+) -> Inputs:
+    return random_qkv(
+        seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, nheads=nheads, nheads_kv=nheads_kv,
+        headdim=headdim, dtype=dtype, device=DEVICE,
     )  # fmt: skip
-    oracle, plain = expect(inputs, mask)
-    seen = list(runs(kind, config, inputs, mask))
-    for results in seen:
-        assert_holds(results, oracle, plain)
-    first, second = seen
-    assert all(torch.equal(first[result], second[result]) for result in first), "cut, other bits"
 
 
-@pytest.mark.parametrize(("kind", "headdim", "config"), EVERY_CONFIG, ids=name_of)
-def test_repeats_are_bit_equal(kind: str, headdim: int, config: Config) -> None:
+def portable(headdim: int, **changes: int) -> TritonBackend:
+    """A backend whose configs are named, which rules out kernels in Gluon."""
+    dtype = torch.bfloat16
+    frozen = {kind: configs.frozen(kind, ARCHITECTURE, headdim, dtype) for kind in KINDS}
+    return TritonBackend({kind: replace(config, **changes) for kind, config in frozen.items()})
+
+
+def same(a: Expected, b: Expected) -> bool:
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in RESULTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("headdim", HEADDIMS)
+def test_every_config_against_float64(headdim: int, name: str, dtype: torch.dtype) -> None:
+    """In one launch of each kernel, and in two that continue each other to the same bits."""
+    mask = CASES[name]
+    inputs = random_inputs(mask, 8, 2, headdim, dtype)
+    once = run(portable(headdim), inputs, [whole(mask)])
+    assert_holds(once, *expect(inputs, mask))
+    half = mask.seqlen_k // 2 // 128 * 128
+    assert same(run(portable(headdim), inputs, cut_keys(mask, half)), once), "cut, other bits"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("headdim", HEADDIMS)
+def test_repeats_are_bit_equal(headdim: int, causal: bool) -> None:
     """More programs than an H100 has places for, so that blocks meet others each time.
 
     Once in another order of tasks: that of a cache as small as what the case takes.
     """
-    mask = Mask(2048, 2048, causal=not kind.endswith("_whole"))
-    inputs = random_qkv(
-        seqlen_q=2048, nheads=32, nheads_kv=8, headdim=headdim, dtype=torch.bfloat16, device="cuda"
-    )
-    expected = next(runs(kind, config, inputs, mask))
-    differing = torch.zeros((), dtype=torch.int64, device="cuda")
-    for one in [replace(config, l2_bytes=1 << 20), *[config] * REPEATS]:
-        got = next(runs(kind, one, inputs, mask))
-        for result, first in expected.items():
-            differing += (got[result] != first).any()
-    assert int(differing) == 0, f"{int(differing)} of {REPEATS} repeats and another order differ"
+    mask = Mask(2048, 2048, causal=causal)
+    inputs = random_inputs(mask, 32, 8, headdim, torch.bfloat16)
+    expected = run(portable(headdim), inputs, [whole(mask)])
+    assert same(run(portable(headdim, l2_bytes=1 << 20), inputs, [whole(mask)]), expected)
+    backend, differing = portable(headdim), 0
+    for _ in range(REPEATS):
+        differing += not same(run(backend, inputs, [whole(mask)]), expected)
+    assert differing == 0, f"{differing} of {REPEATS} repeats differ"
 
 
 def test_offsets_beyond_32_bits() -> None:
@@ -197,9 +154,7 @@ def test_the_search_for_the_fastest_config(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(configs, "SEARCHED", few)
     monkeypatch.setattr(configs, "REORDERED", 0)
     mask = Mask(1024, 1024, causal=True)
-    inputs = random_qkv(
-        seqlen_q=1024, nheads=8, nheads_kv=2, headdim=128, dtype=torch.bfloat16, device="cuda"
-    )
+    inputs = random_inputs(mask, 8, 2, 128, torch.bfloat16)
     got = ring(inputs, mask, layouts_of("contiguous", mask, 1))
     assert_holds(got, *expect(inputs, mask))
     assert {"fwd", "dq", "dkdv"} <= set(searched)
@@ -256,10 +211,7 @@ def test_decode(seqlen_q: int) -> None:
         layout = layout.appended(next_rank(layout, block=64), 64)
     seqlen = layout.seqlen
     mask = Mask(seqlen_q, seqlen, causal=True)
-    inputs = random_qkv(
-        seqlen_q=seqlen_q, seqlen_k=seqlen, nheads=8, nheads_kv=2, headdim=128,
-        dtype=torch.bfloat16, device=DEVICE,
-    )  # fmt: skip
+    inputs = random_inputs(mask, 8, 2, 128, torch.bfloat16)
     q, k, v, _ = inputs
     call = make_decode(AttentionSpec.of(q, k, v), backend="triton")
 
