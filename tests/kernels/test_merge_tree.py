@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends.triton import TritonBackend
-from ring_attn.core.state import State, merge_tree
+from ring_attn.core.state import merge_tree
 from ring_attn.testing import check, poisoned_empty, random_sinks
 from tests.kernels.calls import DEVICE, DTYPES
 
@@ -146,17 +146,6 @@ def test_the_order_is_that_of_merge_tree(sets: int, dtype: torch.dtype) -> None:
     for sinks in (None, torch.full((2,), 3.0, device=DEVICE)):
         got, _ = merge(out, lse, sinks, dtype)
         assert torch.equal(got, merge_tree(out.clone(), lse.clone(), sinks, dtype)[0])
-
-
-@pytest.mark.parametrize("sets", [n for n in SETS if n > 3])
-@pytest.mark.sweep(2)
-def test_bits_tell_another_order(sets: int) -> None:
-    """Set by set, from the first to the last; of three or fewer sums round too seldom."""
-    out, lse = exact_weights(sets)
-    state = State(tuple(out.shape[1:]), torch.float32, DEVICE)
-    for one_out, one_lse in zip(out, lse, strict=True):
-        state.fold(slice(None), one_out.clone(), one_lse.clone())
-    assert not torch.equal(merge(out, lse)[0], state.finalize(torch.float32)[0])
 
 
 def test_a_row_has_its_bits_whatever_stands_beside_it() -> None:
