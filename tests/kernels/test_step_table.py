@@ -110,7 +110,10 @@ def visited(table: StepTable, cols: Tensor, block_cols: int) -> int:
 
 @pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 def test_tables_hold_the_visible_pairs_once(blocks: tuple[int, int]) -> None:
-    """And blocks of rows are cut where rectangles begin and end, and visit what holds a pair."""
+    """Blocks of rows are cut where rectangles begin and end, and visit what holds a pair.
+
+    Where every row is written they also have the rows that see nothing.
+    """
     block_rows, block_cols = blocks
     for case in CASES:
         table = table_of(case, blocks)
@@ -127,6 +130,13 @@ def test_tables_hold_the_visible_pairs_once(blocks: tuple[int, int]) -> None:
         ends = {end for r in case.rectangles for end in r[2:4]}
         assert table.ragged == any(end % block_cols for end in ends), case
         assert table.visits == visited(table, torch.arange(case.dense.size(1)), block_cols), case
+        everywhere = table_of(case, blocks, num_rows=case.dense.size(0))
+        assert everywhere.visits == table.visits
+        spans = sorted(row[:2] for row in rows_of(everywhere))
+        every = [row for start, stop in spans for row in range(start, stop)]
+        assert every == list(range(case.dense.size(0))), case
+        idle = [range(*row[:2]) for row in rows_of(everywhere) if row[2] == row[3]]
+        assert {row for rows in idle for row in rows} == set(every) - set(seeing), case
         for descending in (False, True):
             table = table_of(case, blocks, descending=descending)
             count = torch.zeros(case.dense.shape, dtype=torch.int64)
@@ -136,19 +146,6 @@ def test_tables_hold_the_visible_pairs_once(blocks: tuple[int, int]) -> None:
                 assert starts == sorted(starts, reverse=descending), case
                 count += painted([tile_of(start, stop, *run) for run in runs], *case.dense.shape)
             assert torch.equal(count, case.dense.long()), case
-
-
-def test_blocks_for_all_rows_where_every_row_is_written() -> None:
-    for case in CASES:
-        rows = case.dense.size(0)
-        table, some = table_of(case, (32, 16), num_rows=rows), table_of(case, (32, 16))
-        spans = sorted(row[:2] for row in rows_of(table))
-        assert [row for start, stop in spans for row in range(start, stop)] == list(range(rows))
-        idle = [row for row in rows_of(table) if row[2] == row[3]]
-        seeing = case.dense.any(1)
-        assert all(not bool(seeing[start:stop].any()) for start, stop, _, _ in idle), case
-        assert sum(stop - start for start, stop, _, _ in idle) == int((~seeing).sum()), case
-        assert table.visits == some.visits
 
 
 def test_the_longest_blocks_come_first() -> None:
