@@ -23,7 +23,7 @@ from ring_attn.kernels.configs import Config
 from ring_attn.kernels.flash_fwd import forward_launch
 from ring_attn.kernels.hopper_fwd import copyable, hopper_launch
 from ring_attn.kernels.launch import Launch
-from ring_attn.testing import Inputs, masks, random_qkv, random_sinks
+from ring_attn.testing import Heads, Inputs, masks, random_qkv, random_sinks
 from tests.bounds import assert_holds, expect, whole
 from tests.kernels.calls import Step, cut_keys, empty_state, in_interpreter, q_table
 from tests.kernels.ptx import launching
@@ -111,35 +111,22 @@ def test_masks(name: str) -> None:
         assert same(forward(inputs, [whole(mask)], seed=1, ping_pong=False), got)
 
 
-def sizes(
-    heads: tuple[int, int] = (2, 1), batch: int = 1, dims: tuple[int, int] = (64, 64)
-) -> dict[str, int]:
-    return {
-        "nheads": heads[0],
-        "nheads_kv": heads[1],
-        "batch": batch,
-        "headdim": dims[0],
-        "headdim_v": dims[1],
-    }
+ONE_HEAD = Heads(1, 1, 64, 64)
+SIZES = [
+    *((heads, SMALL) for heads in (Heads(4, 2, 64, 64), Heads(3, 1, 64, 64))),
+    *((ONE_HEAD, Config(*blocks)) for blocks in ((192, 32, 4, 2), (128, 16, 4, 3))),
+    *((Heads(2, 1, *dims), Config(128, 64, 4, 2)) for dims in ((128, 64), (64, 128))),
+    *((Heads(2, 1, dim, dim), one) for dim, some in configs.GLUON.items() for one in some[1:]),
+]
 
 
 @in_interpreter
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sizes", "config"),
-    [
-        (sizes(heads=(4, 2)), SMALL),
-        (sizes(heads=(3, 1)), SMALL),
-        (sizes(heads=(2, 2), batch=2), SMALL),
-        (sizes(), Config(192, 32, 4, 2)),
-        (sizes(), Config(128, 16, 4, 3)),
-        (sizes(dims=(128, 64)), Config(128, 64, 4, 2)),
-        (sizes(dims=(64, 128)), Config(128, 64, 4, 2)),
-    ],
-)
-def test_heads_consumers_and_stages(sizes: dict[str, int], config: Config) -> None:
-    mask = Mask(257, 192, causal=True, window_size=(150, -1))
-    inputs = inputs_for(mask, **sizes)
+@pytest.mark.parametrize(("heads", "config"), SIZES, ids=str)
+def test_heads_consumers_and_stages(heads: Heads, config: Config) -> None:
+    """Buffers are used again and again."""
+    mask = Mask(200, 640, causal=True)
+    inputs = inputs_for(mask, batch=2 if heads == ONE_HEAD else 1, **heads._asdict())
     assert_exact(forward(inputs, [whole(mask)], config), inputs, mask)
 
 
@@ -308,26 +295,19 @@ def on_device(mask: Mask, headdim: int, **sizes: Any) -> Inputs:
 @on_hopper
 @pytest.mark.parametrize(("headdim", "config", "name"), AGAINST_FLOAT64, ids=name_of)
 def test_on_hopper_against_float64(headdim: int, config: Config, name: str) -> None:
+    """With sinks, and the types in turn."""
     mask = CASES[name]
-    inputs = on_device(mask, headdim)
-    got = forward(inputs, [whole(mask)], config)
-    assert_exact(got, inputs, mask)
-    alone = replace(config, programs_per_sm=0)
-    assert same(forward(inputs, [whole(mask)], alone), got), "a task a program, other bits"
-    if config == configs.GLUON[headdim][0]:
-        assert same(forward(inputs, cut_keys(mask, 256, 512), config), got), "cut, other bits"
-
-
-@on_hopper
-@pytest.mark.parametrize(("headdim", "config"), EVERY_CONFIG, ids=name_of)
-def test_on_hopper_turns_change_no_bits(headdim: int, config: Config) -> None:
-    """With float16 and sinks."""
-    mask = CASES["causal, whole blocks"]
-    inputs = on_device(mask, headdim, dtype=torch.float16)
-    sinks = random_sinks(8, device="cuda")
+    dtype = torch.float16 if name == "causal, whole blocks" else torch.bfloat16
+    inputs, sinks = on_device(mask, headdim, dtype=dtype), random_sinks(8, device="cuda")
     got = forward(inputs, [whole(mask)], config, sinks=sinks)
     assert_exact(got, inputs, mask, sinks=sinks)
-    assert same(forward(inputs, [whole(mask)], config, sinks=sinks, ping_pong=False), got)
+    alone = replace(config, programs_per_sm=0)
+    for one, turns in ((alone, True), (config, False)):
+        again = forward(inputs, [whole(mask)], one, sinks=sinks, ping_pong=turns)
+        assert same(again, got), "a task a program, or no turns: other bits"
+    if config == configs.GLUON[headdim][0]:
+        cut = forward(inputs, cut_keys(mask, 256, 512), config, sinks=sinks)
+        assert same(cut, got), "cut, other bits"
 
 
 @on_hopper

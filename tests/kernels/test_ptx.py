@@ -151,28 +151,6 @@ def test_scores_that_are_capped_and_sinks(kernels: str, headdim: int, execute: E
     assert_all_hold(inputs, mask, got, **scores)
 
 
-OTHERS = [(dim, config) for dim, tried in configs.GLUON.items() for config in tried[1:]]
-
-
-def name_of(x: object) -> str:
-    """A parameter in the test's name."""
-    return f"{x.BLOCK_M}x{x.BLOCK_N}-s{x.num_stages}" if isinstance(x, Config) else str(x)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("headdim", "config"), OTHERS, ids=name_of)
-def test_other_configs_of_the_forward_in_gluon(
-    headdim: int, config: Config, execute: Execute
-) -> None:
-    """Other numbers of stages and consumers; buffers are used again and again."""
-    mask = Mask(200, 640, causal=True)
-    inputs = inputs_of(mask, torch.float16, headdim)
-    executed = execute("sm_90")
-    got = run(TritonBackend({"gluon": config}), inputs, [whole(mask)])
-    assert_all_hold(inputs, mask, got)
-    assert not executed.missing_fences
-
-
 @pytest.mark.parametrize(
     ("arch", "dtype", "headdim", "softcap"),
     [
