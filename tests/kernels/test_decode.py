@@ -107,14 +107,21 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.sweep(2)
 def test_against_float64(name: str, heads: tuple[int, int], short_parts: None) -> None:
-    """The dtypes in turn."""
+    """The dtypes, softcap, and keys and values without a stride of 1 in turn; and run twice."""
     mask, turn = MASKS[name], list(MASKS).index(name) + heads[0] // 2
-    dtype = DTYPES[turn % len(DTYPES)]
+    dtype, softcap = DTYPES[turn % len(DTYPES)], (0.0, 2.0)[turn // 2 % 2]
     inputs = inputs_for(mask, nheads=heads[0], nheads_kv=heads[1], headdim=20, dtype=dtype)
+    given = list(inputs[:3])
+    if turn % 3:
+        given[1:] = (torch.stack((x.mT, x.mT), -1)[..., 0].mT for x in given[1:])
+        assert not any(x.stride(-1) == 1 for x in given[1:])
     with poisoned_empty():
-        out, lse = TritonBackend().decode(*inputs[:3], tiles_of(mask), scores=Scores(0.3))
-    assert out.dtype == lse.dtype == torch.float32
-    check(inputs, mask, out, lse)
+        runs = [
+            TritonBackend().decode(*given, tiles_of(mask), scores=Scores(0.3, softcap))
+            for _ in range(2)
+        ]
+    assert all(torch.equal(x, y) and x.dtype == torch.float32 for x, y in zip(*runs, strict=True))
+    check(inputs, mask, *runs[0], softcap=softcap)
 
 
 def check(
@@ -168,23 +175,6 @@ def test_any_number_of_parts(
     blocks = -(-seqlen_k // SHORT)
     assert made == [-(-blocks // -(-blocks // wanted))]  # parts of as many blocks, but the last
     check(inputs, mask, out, lse)
-
-
-def test_softcap_and_views(short_parts: None) -> None:
-    mask = Mask(3, 300, causal=True)
-    inputs = inputs_for(mask, nheads=4, nheads_kv=2)
-    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs[1:3])
-    k = torch.stack((k, k), -1)[..., 0]  # no stride of 1
-    scores = Scores(0.3, 2.0)
-    out, lse = TritonBackend().decode(inputs.q, k, v, tiles_of(mask), scores=scores)
-    check(inputs, mask, out, lse, softcap=2.0)
-
-
-def test_two_runs_have_the_same_bits(short_parts: None) -> None:
-    mask, backend = Mask(4, 700, causal=True), TritonBackend()
-    inputs = inputs_for(mask, nheads=4, nheads_kv=2)
-    runs = [backend.decode(*inputs[:3], tiles_of(mask), scores=Scores(0.3)) for _ in range(2)]
-    assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
 
 
 def test_many_queries_are_no_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
