@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 import warnings
 from dataclasses import dataclass, replace
@@ -35,6 +32,7 @@ from tests.kernels.calls import (
     patched_select,
 )
 from tests.kernels.rings import ring
+from tests.kernels.test_aot import run_compiling
 
 pytestmark = pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
 
@@ -174,34 +172,19 @@ def test_in_a_new_process_it_asks_for_the_interpreter_itself() -> None:
         out, lse = backend.finalize(backend.new_state(q, 16), q.dtype)
         assert not out.any() and lse.isneginf().all()
     """
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=environment, check=True)
+    run_compiling("-c", textwrap.dedent(program))
 
 
 # -- one rank
 
 
-@pytest.mark.parametrize("say_last", [True, False])
 @pytest.mark.parametrize("name", ["causal", "empty rows", "documents", "no keys"])
-def test_steps_whether_or_not_the_last_is_told(name: str, say_last: bool) -> None:
+def test_steps_of_which_none_is_told_to_be_the_last(name: str) -> None:
     mask = MASKS[name]
     inputs = inputs_for(mask)
     cuts = (16, 32) if mask.seqlen_k else ()
-    got = run(get_backend("triton"), inputs, cut_keys(mask, *cuts), say_last=say_last)
+    got = run(get_backend("triton"), inputs, cut_keys(mask, *cuts), say_last=False)
     assert_holds(got, *expect(inputs, mask))
-
-
-@pytest.mark.parametrize("say_last", [True, False])
-@pytest.mark.parametrize("sinks", [None, (-3.0, 5.0)])
-def test_a_rank_without_tiles(sinks: tuple[float, float] | None, say_last: bool) -> None:
-    inputs = inputs_for(MASKS["full"], nheads=2, headdim_v=24)
-    given = None if sinks is None else torch.tensor(sinks, device=DEVICE)
-    lse = torch.tensor(sinks or (-torch.inf, -torch.inf), device=DEVICE)
-    for steps in ([], [()], [(), ()]):
-        got = run(get_backend("triton"), inputs, steps, say_last=say_last, sinks=given)
-        assert torch.equal(got.lse, lse[None, :, None].expand(1, 2, 97))
-        assert got.out.shape == (1, 97, 2, 24)
-        assert not any(bool(x.any()) for x in (got.out, got.dq, got.dk, got.dv))
 
 
 def test_the_last_launch_lets_go_of_the_state() -> None:
@@ -227,14 +210,25 @@ def test_strides_that_mean_nothing() -> None:
     assert same(got, wanted) and torch.equal(got.dsinks, wanted.dsinks)
 
 
-@pytest.mark.parametrize(("batch", "rows", "keys"), [(1, 0, 40), (1, 40, 0), (1, 0, 0), (0, 9, 9)])
-def test_nothing_to_do(batch: int, rows: int, keys: int) -> None:
-    mask = Mask(rows, keys)
-    inputs = inputs_for(mask, batch=batch, nheads=2)
-    got = run(get_backend("triton"), inputs, [whole(mask)])
-    assert got.out.shape == inputs.q.shape and got.lse.shape == (batch, 2, rows)
-    assert got.dk.shape == inputs.k.shape
-    assert not any(bool(x.any()) for x in (got.out, got.dq, got.dk, got.dv))
+SIZES = [(1, 97, 97), (1, 0, 40), (1, 40, 0), (1, 0, 0), (0, 9, 9)]
+
+
+@pytest.mark.parametrize("say_last", [True, False])
+@pytest.mark.parametrize("sinks", [None, (-3.0, 5.0)])
+@pytest.mark.parametrize(("batch", "rows", "keys"), SIZES)
+def test_nothing_to_do(
+    batch: int, rows: int, keys: int, sinks: tuple[float, float] | None, say_last: bool
+) -> None:
+    """Without batch, rows, keys or tiles."""
+    inputs = inputs_for(Mask(rows, keys), batch=batch, nheads=2, headdim_v=24)
+    given = None if sinks is None else torch.tensor(sinks, device=DEVICE)
+    lse = torch.tensor(sinks or (-torch.inf, -torch.inf), device=DEVICE)
+    for steps in ([], [()], [(), ()]):
+        got = run(get_backend("triton"), inputs, steps, say_last=say_last, sinks=given)
+        assert torch.equal(got.lse, lse[None, :, None].expand(batch, 2, rows))
+        assert got.out.shape == (batch, rows, 2, 24)
+        assert [x.shape for x in (got.dq, got.dk, got.dv)] == [x.shape for x in inputs[:3]]
+        assert not any(bool(x.any()) for x in (got.out, got.dq, got.dk, got.dv))
 
 
 def test_backward_is_its_two_halves_in_place() -> None:
