@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,31 +106,36 @@ SASS = """
 """
 
 
-@pytest.mark.parametrize(("inner", "failing"), [("FADD R1, R1, R2 ;", 0), ("LDL R2, [R1] ;", 1)])
-def test_spills_may_be_allowed_outside_of_loops(inner: str, failing: int) -> None:
-    looping = looping_spills(SASS.format(outer="        STL [R1+0x4], R3 ;", inner=inner))
-    assert looping == failing
-    spilling = replace(GOOD, spill_bytes=8, looping_spills=looping)
-    assert len(aot.failures(spilling, "sm_90", aot.Expected(spills=True))) == failing
-    assert len(aot.failures(spilling, "sm_90", aot.Expected())) == 1
+@pytest.mark.parametrize(("inner", "count"), [("FADD R1, R1, R2 ;", 0), ("LDL R2, [R1] ;", 1)])
+def test_spills_in_loops_are_counted(inner: str, count: int) -> None:
+    assert looping_spills(SASS.format(outer="        STL [R1+0x4], R3 ;", inner=inner)) == count
 
 
-def test_tensor_memory_has_a_limit() -> None:
-    assert aot.failures(GOOD, "sm_100", aot.Expected()) == ()
-    (failure,) = aot.failures(replace(GOOD, tensor_memory=544), "sm_100", aot.Expected())
-    assert "544 columns of tensor memory" in failure and "512" in failure
+UNFENCED = {"missing_fences": ("line 7: wgmma", "line 9: wgmma")}
 
 
-def test_exponentials_can_be_told_to_stand_beside_products() -> None:
-    for hidden, count in (((), 1), ((66, 0), 1), ((66, 64), 0)):
-        found = aot.failures(replace(GOOD, hidden=hidden), "sm_90", aot.Expected(overlaps=True))
-        assert len(found) == count and all("no exponentials" in text for text in found)
-
-
-def test_products_that_are_not_fenced_fail() -> None:
-    unfenced = replace(GOOD, missing_fences=("line 7: wgmma", "line 9: wgmma"))
-    (failure,) = aot.failures(unfenced, "sm_90", aot.Expected())
-    assert "2 products" in failure and "line 7" in failure
+@pytest.mark.parametrize(
+    ("found", "arch", "expected", "told"),
+    [
+        ({}, "sm_100", {}, None),
+        ({"tensor_memory": 544}, "sm_100", {}, "544 columns of tensor memory, sm_100 has 512"),
+        # Spills may be allowed outside of loops.
+        ({"spill_bytes": 8}, "sm_90", {}, "spills"),
+        ({"spill_bytes": 8}, "sm_90", {"spills": True}, None),
+        ({"spill_bytes": 8, "looping_spills": 1}, "sm_90", {"spills": True}, "spills"),
+        # Exponentials can be told to stand beside products.
+        ({"hidden": ()}, "sm_90", {"overlaps": True}, "no exponentials"),
+        ({"hidden": (66, 0)}, "sm_90", {"overlaps": True}, "no exponentials"),
+        ({"hidden": (66, 64)}, "sm_90", {"overlaps": True}, None),
+        (UNFENCED, "sm_90", {}, "2 products"),
+        (UNFENCED, "sm_90", {}, "line 7"),
+    ],
+)
+def test_rules(
+    found: dict[str, Any], arch: str, expected: dict[str, bool], told: str | None
+) -> None:
+    failures = aot.failures(replace(GOOD, **found), arch, aot.Expected(**expected))
+    assert failures == () if told is None else len(failures) == 1 and told in failures[0]
 
 
 @pytest.fixture
