@@ -3,8 +3,8 @@
 Integers wrap. Floats are IEEE's; of fma the sum is rounded to float64 before it is to float32, and
 nothing else is fused, which ptxas may do.
 `ex2.approx` and `div.full` give the value that is nearest to the true one, where the ISA allows 2
-units in the last place. Opcodes are whole: with a modifier that is not here an instruction is
-refused.
+units in the last place; of two zeros `min` and `max` give either. Opcodes are whole: with a
+modifier that is not here an instruction is refused.
 """
 
 from __future__ import annotations
@@ -83,30 +83,13 @@ def _in_float64(function: Callable[..., Any]) -> Callable[..., Array]:
     return lambda *sources: function(*(x.astype(np.float64) for x in sources)).astype(np.float32)
 
 
-def _extreme(
-    function: Callable[..., Array], choose_sign: Callable[..., Array]
-) -> Callable[..., Array]:
-    """The one operand that is no NaN, or the greater (smaller); +0 is greater than -0."""
-
-    def extreme(a: Array, b: Array) -> Array:
-        found = function(a, b)
-        zeros = (a == 0) & (b == 0)
-        if zeros.any():
-            sign = choose_sign(np.signbit(a), np.signbit(b))
-            found = np.where(zeros, np.where(sign, np.float32(-0.0), np.float32(0.0)), found)
-        return found
-
-    return extreme
-
-
 # -- integers
 
 
 def divide(a: Array, b: Array) -> Array:
     """The quotient without its fraction; by zero all bits are set."""
-    wide, by = np.asarray(a, np.int64), np.asarray(b, np.int64)
-    quotient = np.abs(wide) // np.where(by == 0, 1, np.abs(by)) * np.sign(wide) * np.sign(by)
-    return np.where(by == 0, -1, quotient)
+    quotient = np.trunc(a / np.where(b == 0, 1, b).astype(np.float64))  # exact for 32 bits
+    return np.where(b == 0, -1, quotient).astype(np.int64)
 
 
 def remainder(a: Array, b: Array) -> Array:
@@ -219,8 +202,8 @@ def _float_rules() -> Iterator[tuple[str, Rule]]:
         "add": (two, np.add),
         "sub": (two, np.subtract),
         "mul": (two, np.multiply),
-        "min": (two, _extreme(np.fmin, np.logical_or)),
-        "max": (two, _extreme(np.fmax, np.logical_and)),
+        "min": (two, np.fmin),
+        "max": (two, np.fmax),
         "neg": (one, np.negative),
         "abs": (one, np.absolute),
         "fma.rn": ((*two, "f32"), _in_float64(lambda a, b, c: a * b + c)),
