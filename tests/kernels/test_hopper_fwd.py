@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends.triton import TritonBackend
+from ring_attn.core import masks
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import Scores
 from ring_attn.kernels import configs, gluon_guard
@@ -23,7 +24,7 @@ from ring_attn.kernels.configs import Config
 from ring_attn.kernels.flash_fwd import forward_launch
 from ring_attn.kernels.hopper_fwd import copyable, hopper_launch
 from ring_attn.kernels.launch import Launch
-from ring_attn.testing import Heads, Inputs, masks, random_qkv, random_sinks
+from ring_attn.testing import Inputs, random_qkv, random_sinks
 from tests.bounds import assert_holds, expect, whole
 from tests.kernels.calls import Step, cut_keys, empty_state, in_interpreter, q_table
 from tests.kernels.ptx import launching
@@ -42,12 +43,37 @@ REPEATS = 50
 SMALL = Config(128, 32, 4, 2, programs_per_sm=1)
 # The config of head dim 128, as it is used.
 GLUON = configs.GLUON[128][0]
-# Those of the table but one, whose tiles are too many, and: on the grid of 32 columns, one block,
-# fewer rows than a consumer has.
-SHAPES = ((128, 96), (1, 1), (1, 113), (63, 63), (97, 97), (63, 113))
-LEFT_OUT = ("blocks", "no keys", "no queries")
-MASKS = {name: mask for name, mask in masks(257).items() if name not in LEFT_OUT}
-MASKS |= {f"{q} x {k}": Mask(q, k, causal=q == k) for q, k in SHAPES}
+DOCUMENTS = (0, 40, 160, 257)
+
+# On the grid of 32 columns or not, one block or several, fewer rows than a consumer has.
+MASKS = {
+    "full": Mask(257, 257),
+    "whole blocks": Mask(128, 96),
+    "causal": Mask(257, 257, causal=True),
+    "causal, whole blocks": Mask(256, 256, causal=True),
+    "one row": Mask(1, 1, causal=True),
+    "one row, many keys": Mask(1, 113),
+    "half a block": Mask(63, 63, causal=True),
+    "less than a block": Mask(97, 97, causal=True),
+    "a bit more than half": Mask(113, 113),
+    "longer kv": Mask(63, 113, causal=True),
+    "rows that see nothing": Mask(257, 63, causal=True),
+    "window": Mask(257, 257, window_size=(40, 30)),
+    "causal window": Mask(257, 257, causal=True, window_size=(70, -1)),
+    "two documents": Mask(256, 256, True, (-1, -1), (0, 128, 256), (0, 128, 256)),
+    "documents": Mask(257, 257, True, (-1, -1), DOCUMENTS, DOCUMENTS),
+    "spans": masks.spans(257, [(30, 140), (200, 211)], left=150),
+    "sink window": masks.sink_window(257, 5, 70),
+    "bands": masks.from_slices(
+        257, 257, [(0, 257, 0, 257, lo, hi) for lo, hi in ((-200, -40), (-9, -5), (0, 130))]
+    ),
+    "documents of other lengths": Mask(
+        257, 150, True, (30, -1), (0, 20, 130, 257), (0, 33, 33, 150)
+    ),
+}
+
+# nheads, nheads_kv, batch
+HEADS = [(4, 2, 1), (3, 1, 1), (2, 2, 2), (1, 1, 1)]
 
 
 def inputs_for(mask: Mask, **sizes: Any) -> Inputs:
@@ -94,7 +120,7 @@ def same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-QUICK = ("1 x 1", "window", "documents unequal")
+QUICK = ("one row", "window", "documents of other lengths")
 
 
 @in_interpreter
@@ -111,28 +137,31 @@ def test_masks(name: str) -> None:
         assert same(forward(inputs, [whole(mask)], seed=1, ping_pong=False), got)
 
 
-ONE_HEAD = Heads(1, 1, 64, 64)
+# Heads as above, head dims, config
 SIZES = [
-    *((heads, SMALL) for heads in (Heads(4, 2, 64, 64), Heads(3, 1, 64, 64))),
-    *((ONE_HEAD, Config(*blocks)) for blocks in ((192, 32, 4, 2), (128, 16, 4, 3))),
-    *((Heads(2, 1, *dims), Config(128, 64, 4, 2)) for dims in ((128, 64), (64, 128))),
-    *((Heads(2, 1, dim, dim), one) for dim, some in configs.GLUON.items() for one in some[1:]),
+    *((heads, (64, 64), SMALL) for heads in HEADS),
+    *(((1, 1, 1), (64, 64), Config(*config)) for config in ((192, 32, 4, 2), (128, 16, 4, 3))),
+    *(((2, 1, 1), dims, Config(128, 64, 4, 2)) for dims in ((128, 64), (64, 128))),
+    *(((2, 1, 1), (dim, dim), one) for dim, some in configs.GLUON.items() for one in some[1:]),
 ]
 
 
 @in_interpreter
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "config"), SIZES, ids=str)
-def test_heads_consumers_and_stages(heads: Heads, config: Config) -> None:
+@pytest.mark.parametrize(("heads", "dims", "config"), SIZES, ids=str)
+def test_heads_consumers_and_stages(
+    heads: tuple[int, int, int], dims: tuple[int, int], config: Config
+) -> None:
     """Buffers are used again and again."""
     mask = Mask(200, 640, causal=True)
-    inputs = inputs_for(mask, batch=2 if heads == ONE_HEAD else 1, **heads._asdict())
+    sizes = dict(zip(("nheads", "nheads_kv", "batch"), heads, strict=True))
+    inputs = inputs_for(mask, headdim=dims[0], headdim_v=dims[1], **sizes)
     assert_exact(forward(inputs, [whole(mask)], config), inputs, mask)
 
 
 @in_interpreter
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["causal", "full", "window causal", "documents"])
+@pytest.mark.parametrize("name", ["causal", "full", "causal window", "documents"])
 def test_steps_have_the_bits_of_one(name: str) -> None:
     mask = MASKS[name]
     inputs = inputs_for(mask)
