@@ -137,7 +137,7 @@ CALLS: list[tuple[Call, int, str]] = [
     (forward(True, tiles=FULL), 1, f"q k v out lse {TABLES}"),
     (gradients("dq"), 1, f"q k v dout lse delta dq {TABLES}"),
     (gradients("dk", "dv"), 1, f"q k v dout lse delta dk dv {TABLES}"),
-    (delta, 1, "q dout new_delta"),
+    (delta, 1, "q dout lse new_lse new_delta"),
     (merge, 1, "out lse root_out root_lse sinks"),
 ]
 IN_GLUON: list[tuple[Call, int, str]] = [
