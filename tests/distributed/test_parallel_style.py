@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 
 from ring_attn import SequenceLayout, Strategy, TransportOptions
 from ring_attn.core.mask import Mask
 from ring_attn.models.style import ContextParallel, parallelize
 from ring_attn.testing import Expected, Inputs, random_qkv, random_sinks
 from ring_attn.transport.p2p import open_p2p
-from tests.bounds import assert_close, assert_holds, expect
+from tests.bounds import assert_holds, expect
 from tests.cold import compile_cold
 from tests.distributed.pool import on_ranks
 from tests.refusals import says
@@ -55,7 +55,8 @@ class Core(nn.Module):
         if self.returns == "flat":  # heads in one dim, as the projection that follows wants them
             batch, rows = self.seen[:2]
             return out.reshape(batch, rows, -1)
-        return {"tuple": (None, out), "list": [out, None]}.get(self.returns, out)
+        others = {"list": [out, None], "two": (out, q), "transposed": out.transpose(1, 2)}
+        return {"tuple": (None, out), **others}.get(self.returns, out)
 
 
 class Answer(NamedTuple):
@@ -83,7 +84,7 @@ class Never(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sinks = nn.Parameter(random_sinks(SIZES["nheads"]))
+        self.sinks = nn.Parameter(random_sinks(3))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, block_mask: object = None) -> Tensor:
         raise AssertionError("replaced")
@@ -314,164 +315,89 @@ def test_a_module_compiles_with_a_new_layout(name: str, form: str) -> None:
     assert num_graphs() == 1 and all(got[part].equal(want[part]) for part in want)
 
 
-def run_replaced() -> tuple[dict[str, Tensor], Tensor]:
-    layout, mesh = SequenceLayout.zigzag(UNEVEN, 2), mesh_of(2)
-
-    def options(module: nn.Module) -> dict[str, Any]:
-        return {"causal": True, "window_size": (20, 0), "softcap": 5.0, "sinks": module.sinks}
-
-    core = parallelize_module(
-        Never(), mesh, ContextParallel(layout=layout, replace=options, seq_dim=2, head_dim=1)
-    )
-    grads: list[Tensor] = []
-    core.sinks.register_hook(grads.append)
-    order = ORDERS["BHSD"]
-    *qkv, dout = (
-        layout.shard(x, dist.get_rank()).permute(order).requires_grad_() for x in inputs_of(UNEVEN)
-    )
-    out = core(*qkv, block_mask=None)
-    found = (out, *torch.autograd.grad(out, [*qkv, core.sinks], dout.detach()))
-    with pytest.raises(NotImplementedError, match="block_mask"):
-        core(*qkv, block_mask="causal")
-    rows = {n: x.detach().permute(order) for n, x in zip(RESULTS, found, strict=False)}
-    return rows, found[-1]
-
-
-def test_a_module_that_does_not_run(ranks: Any, one_thread: None) -> None:
-    layout = SequenceLayout.zigzag(UNEVEN, 2)
-    inputs, mask = inputs_of(UNEVEN), Mask(UNEVEN, UNEVEN, True, (20, 0))
-    scores = {"softcap": 5.0, "sinks": random_sinks(SIZES["nheads"])}
-    rows, dsinks = zip(*ranks(2).run(run_replaced), strict=True)
-    got = {name: layout.unshard([part[name] for part in rows]) for name in rows[0]}
-    got["dsinks"] = torch.stack(dsinks).sum(0)
-    assert_holds(got, *expect(inputs, mask, **scores))
-
-
 class Cross(nn.Module):
     """Every query sees every key, of another length; kv heads are given as they are."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
-# Three heads do not divide by two ranks, and the one kv head is on both.
-CROSS: dict[str, tuple[dict[str, Any], Mask]] = {
-    "ulysses": ({"degree": 2}, Mask(50, 98)),
-    "replaced": (
+class Odd(NamedTuple):
+    """A module over (batch, heads, rows, headdim), its style, and what it computes."""
+
+    module: type[nn.Module]
+    style: dict[str, Any]
+    mask: Mask
+    scores: dict[str, Any]
+
+    @property
+    def inputs(self) -> Inputs:
+        """Three heads, which two ranks cannot share evenly, and one of keys and values."""
+        rows = {"seqlen_q": self.mask.seqlen_q, "seqlen_k": self.mask.seqlen_k}
+        return random_qkv(batch=2, nheads=3, nheads_kv=1, headdim=8, **rows)
+
+    @property
+    def layouts(self) -> tuple[SequenceLayout, SequenceLayout]:
+        """Of queries and of keys."""
+        rows = self.mask.seqlen_q, self.mask.seqlen_k
+        given = self.style.get("layout", tuple(SequenceLayout.contiguous(n, 2) for n in rows))
+        return given if isinstance(given, tuple) else (given, given)
+
+
+def with_sinks(module: nn.Module) -> dict[str, Any]:
+    return {"causal": True, "window_size": (20, 0), "softcap": 5.0, "sinks": module.sinks}
+
+
+ODD = {
+    "uneven heads": Odd(Cross, {"degree": 2}, Mask(50, 98), {}),
+    "replaced, of other lengths": Odd(
+        Cross,
         {
             "replace": {"causal": True},
             "layout": (SequenceLayout.zigzag(37, 2), SequenceLayout.contiguous(61, 2)),
             "strategy": "ulysses",
         },
         Mask(37, 61, causal=True),
+        {},
+    ),
+    "a module that does not run": Odd(
+        Never,
+        {"replace": with_sinks, "layout": SequenceLayout.zigzag(UNEVEN, 2)},
+        Mask(UNEVEN, UNEVEN, True, (20, 0)),
+        {"softcap": 5.0, "sinks": random_sinks(3)},
     ),
 }
 
 
-def cross_inputs(mask: Mask) -> Inputs:
-    return random_qkv(
-        batch=2, seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, nheads=3, nheads_kv=1, headdim=8
-    )
-
-
-def cross_layouts(options: dict[str, Any], mask: Mask) -> tuple[SequenceLayout, SequenceLayout]:
-    usual = tuple(SequenceLayout.contiguous(n, 2) for n in (mask.seqlen_q, mask.seqlen_k))
-    return options.get("layout", usual)
-
-
-def run_cross(name: str) -> dict[str, Tensor]:
-    options, mask = CROSS[name]
-    q_layout, kv_layout = cross_layouts(options, mask)
-    module = parallelize_module(Cross(), mesh_of(2), ContextParallel(**options))
-    sides = (q_layout, kv_layout, kv_layout, q_layout)
-    shards = zip(cross_inputs(mask), sides, strict=True)
-    *qkv, dout = (one.shard(x, dist.get_rank()).requires_grad_() for x, one in shards)
+def run_odd(name: str) -> dict[str, Tensor]:
+    """This rank's out, dq, dk, dv, and its share of the gradient of sinks."""
+    odd, order = ODD[name], ORDERS["BHSD"]
+    style = ContextParallel(seq_dim=2, head_dim=1, **odd.style)
+    module = parallelize_module(odd.module(), mesh_of(2), style)
+    of_q, of_kv = odd.layouts
+    shards = zip(odd.inputs, (of_q, of_kv, of_kv, of_q), strict=True)
+    *qkv, dout = (one.shard(x, dist.get_rank()).permute(order) for x, one in shards)
+    leaves = [x.requires_grad_() for x in (*qkv, *module.parameters())]
     out = module(*qkv)
-    found = (out, *torch.autograd.grad(out, qkv, dout.detach()))
-    return {n: x.detach() for n, x in zip(RESULTS, found, strict=True)}
+    found = (out.detach(), *torch.autograd.grad(out, leaves, dout))
+    if odd.module is Never:
+        with pytest.raises(NotImplementedError, match="block_mask"):
+            module(*qkv, block_mask="causal")
+    named = zip((*RESULTS, "dsinks"), found, strict=False)
+    return {name: x.permute(order) if x.ndim == 4 else x for name, x in named}
 
 
-@pytest.mark.parametrize("name", CROSS)
-def test_other_lengths_and_uneven_heads(ranks: Any, one_thread: None, name: str) -> None:
-    options, mask = CROSS[name]
-    q_layout, kv_layout = cross_layouts(options, mask)
-    by_rank = ranks(2).run(run_cross, name)
-    sides = {"out": q_layout, "dq": q_layout, "dk": kv_layout, "dv": kv_layout}
-    got = {one: side.unshard([ran[one] for ran in by_rank]) for one, side in sides.items()}
-    assert_holds(got, *expect(cross_inputs(mask), mask))
+@pytest.mark.parametrize("name", ODD)
+def test_other_lengths_heads_and_functions(ranks: Any, one_thread: None, name: str) -> None:
+    odd, by_rank = ODD[name], ranks(2).run(run_odd, name)
+    sides = zip(RESULTS, (0, 0, 1, 1), strict=True)
+    got = {one: odd.layouts[side].unshard([ran[one] for ran in by_rank]) for one, side in sides}
+    if odd.scores:
+        got["dsinks"] = by_rank[0]["dsinks"] + by_rank[1]["dsinks"]
+    assert_holds(got, *expect(odd.inputs, odd.mask, **odd.scores))
 
 
-# -- below tensor parallelism
-
-
-class Block(nn.Module):
-    """Attention with its projections; how many heads it has follows from what they give."""
-
-    def __init__(self, nheads: int = 4, nheads_kv: int = 2, headdim: int = 8) -> None:
-        super().__init__()
-        width, self.headdim = nheads * headdim, headdim
-        self.q, self.k, self.v = (
-            nn.Linear(width, n * headdim, bias=False) for n in (nheads, nheads_kv, nheads_kv)
-        )
-        self.core = Core("BHSD")
-        self.o = nn.Linear(width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.headdim)).transpose(1, 2)
-            for project in (self.q, self.k, self.v)
-        )
-        return x + self.o(self.core(q, k, v).transpose(1, 2).flatten(2))
-
-
-def block_and_batch(dtype: torch.dtype) -> tuple[Block, Tensor, Tensor]:
-    torch.manual_seed(3)
-    block = Block().double().to(dtype)
-    x, dout = torch.randn(2, 2, UNEVEN, 32, dtype=torch.float64).to(dtype)
-    return block, x, dout
-
-
-def results_of(model: nn.Module, x: Tensor, dout: Tensor) -> dict[str, Tensor]:
-    """out, dx and the gradients of the parameters."""
-    x = x.requires_grad_()
-    out = model(x)
-    out.backward(dout)
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    return {"out": out.detach(), "dx": x.grad, **grads}
-
-
-def run_with_tensor_parallel(inside: str) -> dict[str, Tensor]:
-    """Whole results on every rank of a (cp, tp) mesh."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    layout = SequenceLayout.contiguous(UNEVEN, 2)
-    model, x, dout = block_and_batch(torch.float32)
-    plan = {name: ColwiseParallel() for name in ("q", "k", "v")}
-    parallelize(model, mesh["tp"], {**plan, "o": RowwiseParallel()})
-    style = ContextParallel(layout=layout, inside=inside, seq_dim=2, head_dim=1)
-    parallelize(model, mesh["cp"], {"core": style})
-    cp = mesh["cp"].get_local_rank()
-    found = results_of(model, layout.shard(x, cp), layout.shard(dout, cp))
-    whole = {}
-    for name, part in found.items():
-        if name in ("out", "dx"):
-            parts: list[Any] = [None, None]
-            dist.all_gather_object(parts, part, group=mesh["cp"].get_group())
-            whole[name] = layout.unshard(parts)
-        else:  # every cp rank has the share of its rows
-            part = part.full_tensor()
-            dist.all_reduce(part, group=mesh["cp"].get_group())
-            whole[name] = part
-    return whole
-
-
-@pytest.mark.parametrize("inside", ["global", "local"])
-def test_below_tensor_parallel_projections(ranks: Any, one_thread: None, inside: str) -> None:
-    oracle, plain = (results_of(*block_and_batch(d)) for d in (torch.float64, torch.float32))
-    for found in ranks(4).run(run_with_tensor_parallel, inside):
-        assert found.keys() == oracle.keys() and len(found) == 6
-        for name, got in found.items():
-            assert_close(name, got, oracle[name], plain[name])
+# -- beside tensor parallelism
 
 
 @on_ranks(4)
@@ -520,20 +446,6 @@ class Asks(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, **self.options).transpose(1, 2)
-
-
-class Twice(Core):
-    """It returns a tensor beside the attention."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return super().forward(q, k, v), q
-
-
-class Transposed(Core):
-    """It returns other dims than it takes."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return super().forward(q, k, v).transpose(1, 2)
 
 
 class NoAttention(nn.Module):
@@ -605,12 +517,14 @@ ERRORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"module": lambda: Core(returns="flat"), "qkv": lambda: plain_qkv(8, 2)},
     ),
     "whole and more": (
-        WHOLE, "no tensor beside|2 elements", {"module": Twice, "qkv": lambda: plain_qkv(8, 2)}
+        WHOLE,
+        "no tensor beside|2 elements",
+        {"module": lambda: Core(returns="two"), "qkv": lambda: plain_qkv(8, 2)},
     ),
     "local and dims": (
         {"inside": "local"},
         "(1, 8, 2, 4)|(1, 2, 8, 4)",
-        {"module": Transposed, "qkv": lambda: sharded(1)},
+        {"module": lambda: Core(returns="transposed"), "qkv": lambda: sharded(1)},
     ),
     "seq_dim": ({"seq_dim": 2, "head_dim": 1}, "seq_dim=2", {}),
     "placement": ({}, "Shard(1)", {"qkv": lambda: sharded(2)}),
