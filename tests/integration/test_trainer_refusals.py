@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,44 +27,13 @@ def batch_of(**tensors: Any) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize(
-    ("tensors", "ids", "labels", "cuts"),
-    [
-        ({}, [5, 6, 7, 8, 9, 0], [-100, 6, 7, -100, 9, 0], [0, 3, 6]),
-        (
-            {"attention_mask": [[1, 1, 1], [1, 1, 0]], "labels": [[5, 6, 7], [8, 9, -100]]},
-            *([5, 6, 7, 8, 9], [-100, 6, 7, -100, 9], [0, 3, 5]),
-        ),
-        (
-            {"position_ids": [[0, 1, 0], [0, 1, 2]]},
-            *([5, 6, 7, 8, 9, 0], [-100, 6, 7, -100, 9, 0], [0, 2, 3, 6]),
-        ),
-        (
-            {"attention_mask": [[1, 1, 1], [0, 0, 0]], "labels": [[5, 6, 7], [-100] * 3]},
-            *([5, 6, 7], [-100, 6, 7], None),
-        ),
-        (
-            {
-                "attention_mask": [[1, 1, 1], [0, 0, 0]],
-                "labels": [[5, 6, 7], [-100] * 3],
-                "position_ids": [[0, 1, 2]],
-            },
-            *([5, 6, 7], [-100, 6, 7], None),
-        ),
-    ],
-)
-def test_a_batch_as_one_row_of_documents(
-    tensors: dict[str, Any], ids: list[int], labels: list[int], cuts: list[int] | None
-) -> None:
-    rows, others = integration._as_documents(batch_of(**tensors))
-    assert rows["input_ids"].tolist() == [ids] and rows["labels"].tolist() == [labels]
-    if cuts is None:
-        assert not others
-        return
-    assert others["cu_seq_lens_q"].tolist() == others["cu_seq_lens_k"].tolist() == cuts
-    ends = zip(cuts, cuts[1:], strict=False)
-    assert rows["position_ids"].tolist() == [[i for a, b in ends for i in range(b - a)]]
-    assert integration._num_targets(batch_of(**tensors)) == sum(x != -100 for x in labels)
+@pytest.mark.parametrize("more", [{}, {"position_ids": [[0, 1, 2]]}])
+def test_a_single_row_that_is_left_of_a_batch_has_no_documents(more: dict[str, Any]) -> None:
+    """Batches of documents: tests/integration/test_trainers.py."""
+    left = {"attention_mask": [[1, 1, 1], [0, 0, 0]], "labels": [[5, 6, 7], [-100] * 3]}
+    rows, others = integration._as_documents(batch_of(**left, **more))
+    assert rows["input_ids"].tolist() == [[5, 6, 7]] and not others
+    assert rows["labels"].tolist() == [[-100, 6, 7]]
 
 
 MASK = [[1, 1, 1], [1, 1, 0]]
@@ -156,39 +124,42 @@ def test_what_a_trainer_is_refused_for(tmp_path: Path) -> None:
         split_sequence(transformers.Trainer)
 
 
+PARALLEL = "accelerator.parallelism_config"
+
+
 def trainer_like(**changes: Any) -> Any:
     """As much of a Trainer as is looked at, with nothing wrong but the changes."""
-    args = {"label_smoothing_factor": 0, "neftune_noise_alpha": None, "use_liger_kernel": False}
-    args |= {"include_num_input_tokens_seen": "no", "average_tokens_across_devices": True}
-    parallel = changes.pop("parallelism_config", None)
-    config = SimpleNamespace(dispatch_batches=None)
-    options = {name: changes.pop(name) for name in list(changes) if name in args}
-    attributes = {"compute_metrics": None, "preprocess_logits_for_metrics": None}
-    attributes |= {"compute_loss_func": None, "is_deepspeed_enabled": False}
-    attributes |= {"model_accepts_loss_kwargs": True}
-    return SimpleNamespace(
-        args=SimpleNamespace(**args | options, world_size=2, accelerator_config=config),
-        accelerator=SimpleNamespace(parallelism_config=parallel),
-        model=make_model("llama", "sdpa"),
-        **attributes | changes,
-    )
+    args: dict[str, Any] = {
+        "label_smoothing_factor": 0,
+        "neftune_noise_alpha": None,
+        "use_liger_kernel": False,
+        "include_num_input_tokens_seen": "no",
+        "accelerator_config.dispatch_batches": None,
+        "average_tokens_across_devices": True,
+        "world_size": 2,
+    }
+    right = {f"args.{name}": value for name, value in args.items()}
+    right |= {"compute_metrics": None, "preprocess_logits_for_metrics": None}
+    right |= {"compute_loss_func": None, "is_deepspeed_enabled": False}
+    right |= {"accelerator.parallelism_config": None, "model": make_model("llama", "sdpa")}
+    return mock.Mock(**right | changes)
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"parallelism_config": ParallelismConfig(cp_size=2)}, ValueError, "cp_size=2"),
-        ({"parallelism_config": ParallelismConfig(sp_size=2)}, ValueError, "sp_size=2"),
-        ({"parallelism_config": ParallelismConfig(tp_size=2)}, NotImplementedError, "tp_size"),
+        ({PARALLEL: ParallelismConfig(cp_size=2)}, ValueError, "cp_size=2"),
+        ({PARALLEL: ParallelismConfig(sp_size=2)}, ValueError, "sp_size=2"),
+        ({PARALLEL: ParallelismConfig(tp_size=2)}, NotImplementedError, "tp_size"),
         ({"is_deepspeed_enabled": True}, NotImplementedError, "DeepSpeed"),
-        ({"use_liger_kernel": True}, NotImplementedError, "liger"),
-        ({"average_tokens_across_devices": False}, NotImplementedError, "average_tokens"),
+        ({"args.use_liger_kernel": True}, NotImplementedError, "liger"),
+        ({"args.average_tokens_across_devices": False}, NotImplementedError, "average_tokens"),
         ({"model_accepts_loss_kwargs": False}, NotImplementedError, "num_items_in_batch"),
     ],
 )
 def test_surroundings_that_are_refused(
     changes: dict[str, Any], error: type[Exception], text: str
 ) -> None:
-    integration._check_trainer(trainer_like(parallelism_config=ParallelismConfig(dp_shard_size=2)))
+    integration._check_trainer(trainer_like(**{PARALLEL: ParallelismConfig(dp_shard_size=2)}))
     with pytest.raises(error, match=text):
         integration._check_trainer(trainer_like(**changes))

@@ -23,7 +23,6 @@ from transformers.distributed import DistributedConfig
 from ring_attn.integrations import trainer as integration
 from ring_attn.integrations.trainer import split_sequence
 from ring_attn.integrations.transformers import register
-from ring_attn.testing import check
 from tests.distributed.pool import Pools, ended, on_ranks
 from tests.hf_models import VOCAB, make_model
 from tests.hf_trainers import (
@@ -97,81 +96,6 @@ def test_two_groups_of_two_ranks(ranks: Pools, out: Path) -> None:
     )
     for got in ranks(4).run(split_data_parallel, out / "groups"):
         assert_same_run(got, oracle, plain)
-
-
-MARK, FIRST_SECRET = 1, 60
-
-
-def secrets(num: int, seed: int) -> list[dict[str, Tensor]]:
-    """Texts that begin with a word, which follows each mark again; only those labels count."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for length in torch.randint(8, 24, (num,), generator=generator).tolist():
-        ids = torch.randint(MARK + 1, FIRST_SECRET, (length,), generator=generator)
-        ids[3::5] = MARK
-        secret = torch.randint(FIRST_SECRET, VOCAB, (), generator=generator)
-        ids[0] = ids[4::5] = secret
-        labels = torch.full_like(ids, -100)
-        labels[4::5] = secret
-        rows.append({"input_ids": ids, "labels": labels})
-    return rows
-
-
-def secret_trainer(model: Any, out: Path, trainer_class: Any) -> Any:
-    args = arguments(
-        str(out),
-        per_device_train_batch_size=16,
-        per_device_eval_batch_size=8,
-        gradient_accumulation_steps=1,
-        max_steps=100,
-        optim="adamw_torch",
-        learning_rate=5e-3,
-    )
-    data = {"train_dataset": secrets(1600, 5), "eval_dataset": secrets(16, 6)}
-    return make_trainer(model, args, trainer_class, "packed", **data)
-
-
-def secret_loss(model: Any, out: Path, trainer_class: Any) -> Tensor:
-    return torch.tensor([secret_trainer(model, out, trainer_class).evaluate()["eval_loss"]])
-
-
-def split_secret_loss(out: Path, forget: bool) -> Tensor:
-    """Of the trained model; or where its attention is told of no documents."""
-
-    def as_one(inputs: Any) -> Any:
-        rows, others = documents(inputs)
-        rows.pop("position_ids", None)
-        return rows, {n: x for n, x in others.items() if n not in integration.CUTS}
-
-    documents = integration._as_documents
-    path, trainer_class = out / "trained", split_sequence(transformers.Trainer)
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    with (
-        as_torchrun(),
-        register(layout="zigzag"),
-        mock.patch.object(integration, "_as_documents", as_one if forget else documents),
-    ):
-        return secret_loss(load(path, attn_implementation="ring_attn"), out, trainer_class)
-
-
-def test_documents_that_see_each_other_are_seen_in_the_loss(ranks: Pools, out: Path) -> None:
-    """A model that says the word of its own document has many to choose from without them."""
-    folder = out / "secrets"
-    trainer = secret_trainer(make_model("llama", "sdpa"), folder, transformers.Trainer)
-    trainer.train()
-    model = trainer.model
-    model.save_pretrained(folder / "trained")
-    with torch.no_grad():
-        logits = model(**COLLATORS["packed"](secrets(16, 6))).logits
-    oracle, plain = plainly(
-        lambda model, to: secret_loss(model, to, transformers.Trainer), folder, model
-    )
-    for right in ranks(2).run(split_secret_loss, folder, False):
-        # The loss is a small difference of logits.
-        verdict = check("loss", right, oracle.double(), plain, logits.abs().max())
-        assert verdict.ok, str(verdict)
-    for wrong in ranks(2).run(split_secret_loss, folder, True):
-        assert wrong > 10 * oracle
 
 
 def saved_and_resumed(out: Path) -> tuple[Run, Run]:
