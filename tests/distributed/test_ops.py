@@ -45,8 +45,10 @@ def inputs(rows: int, *, heads: int = HEADS, kv_heads: int = KV_HEADS) -> list[T
 
 def results(fn: Callable[..., Tensor], x: list[Tensor]) -> list[Tensor]:
     """out, dq, dk, dv."""
-    out = fn(*x)
-    return [out.detach(), *torch.autograd.grad(out, x, torch.cos(out.detach()))]
+    leaves = [y.detach().requires_grad_() for y in x]
+    out = fn(*leaves)
+    out.backward(torch.cos(out.detach()))
+    return [out.detach(), *(y.grad for y in leaves if y.grad is not None)]
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -242,13 +244,13 @@ def test_auto_stands_between_graphs(pool: Pool) -> None:
 def checkpointed_messages() -> dict[str, list[int]]:
     """Messages of a step: plain, checkpointed, with the operator's results saved; of a forward."""
     save = partial(create_selective_checkpoint_contexts, [torch.ops.ring_attn.attention.default])
-    again = partial(partial, checkpoint, use_reentrant=False)
+    again, reentrant = (partial(partial, checkpoint, use_reentrant=r) for r in (False, True))
     x, found = inputs(10), {}
     for name in STRATEGIES:
         fn = partial(block, {"causal": True, "strategy": name})
         expected = results(fn, x)
         counts = []
-        for run in (fn, again(fn), again(fn, context_fn=save)):
+        for run in (fn, again(fn), reentrant(fn), again(fn, context_fn=save)):
             got: list[Tensor] = []
             counts.append(counted(lambda run=run, got=got: got.extend(results(run, x))))  # type: ignore[misc]
             assert same(got, expected), name
@@ -259,8 +261,9 @@ def checkpointed_messages() -> dict[str, list[int]]:
 def test_selective_checkpoint_does_not_run_the_ring_twice(pool: Pool) -> None:
     """A plain checkpoint sends the forward's messages again; a selective one sends no more."""
     for found in pool.run(checkpointed_messages, timeout=120):
-        for name, (plain, again, selective, forward) in found.items():
-            assert forward > 0 and again == plain + forward and selective == plain, name
+        for name, (plain, again, reentrant, selective, forward) in found.items():
+            assert forward > 0 and again == reentrant == plain + forward, name
+            assert selective == plain, name
 
 
 def checked_operators() -> list[str]:
