@@ -151,15 +151,6 @@ def test_links_are_relative_and_lead_to_the_folders() -> None:
         assert not (ROOT / link / "__init__.py").exists(), "it would shadow Hugging Face's kernels"
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
-def test_git_keeps_the_links_as_links() -> None:
-    modes = {
-        line.split("\t")[1]: line.split()[0]
-        for line in run("git", "ls-files", "-s", *LINKS, cwd=ROOT).splitlines()
-    }
-    assert modes == dict.fromkeys(LINKS, "120000")
-
-
 def test_wheel_holds_the_package_and_nothing_else(sources: Path, built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as wheel:
         names = [name for name in wheel.namelist() if not name.endswith("/")]
@@ -212,14 +203,6 @@ def test_works_as_an_editable_install(
     (editable / "kernels" / "new_kernel.py").write_text("answer = 42\n")
     script = "from ring_attn.kernels.new_kernel import answer; print(answer)"
     assert run(environment.bin / "python", "-c", script, cwd=tmp_path).strip() == "42"
-
-
-@pytest.mark.slow
-def test_works_from_an_sdist(
-    sources: Path, built: Built, environment: Environment, tmp_path: Path
-) -> None:
-    environment.install(built.sdist)
-    check_works(environment, sources, cwd=tmp_path, home=environment.site_packages)
 
 
 def test_wheel_from_the_tree_equals_the_wheel_from_the_sdist(
