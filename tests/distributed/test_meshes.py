@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from ring_attn import Strategy
 from ring_attn.testing import Verdict
@@ -212,35 +211,6 @@ def test_ranks_of_a_ring_work_in_one_order(ranks: Any, schedule: str) -> None:
     else:
         assert sorted(first.split()) == sorted(4 * ["F0", "B0", "F1", "B1"])
         assert first.split()[:5] == ["F0", "F0", "F1", "F1", "F0"]
-
-
-def nothing(*_args: Any, **_options: Any) -> None:
-    """In the place of what must not be left out."""
-
-
-# What is left out -> where. A key too few: `test_a_few_missing_keys_fail_the_demo`.
-MISTAKES = {
-    "no sum over cp": (on_mesh, "sync_gradients"),
-    "FSDP's own mean": (FSDPModule, "set_gradient_divide_factor"),
-}
-
-
-def train_with_mistakes(text: Tensor) -> dict[str, Trained]:
-    found = {}
-    for name, place in MISTAKES.items():
-        with mock.patch.object(*place, nothing):
-            found[name] = train_on_mesh(settings_with(name), text, 1)
-    return found
-
-
-def settings_with(mistake: str) -> Settings:
-    return settings_for("dp=1,cp=2", microbatches=2, fsdp=mistake.startswith("FSDP"))
-
-
-def test_mistakes_are_found(ranks: Any) -> None:
-    for name, result in ranks(2).run(train_with_mistakes, some_text())[0].items():
-        verdicts = verdicts_of(result, settings_with(name))
-        assert not verdicts[2].ok, (name, [str(verdict) for verdict in verdicts])
 
 
 def run_demo(settings: Settings, text: Tensor, options: dict[str, Any]) -> Report | None:
