@@ -139,33 +139,6 @@ def test_activation_checkpointing_keeps_the_layout(ranks: Pools) -> None:
     assert_same_step("llama", SEQLEN, ranks(2).run(checkpointed_step)[0])
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("qwen2", {"sliding_window": 400}),
-        ("gemma2", {"attn_logit_softcapping": 400.0}),
-        ("gemma3", {"layer_types": ["full_attention"] * 2}),
-        ("gpt_oss", {"sinks": -1e4}),
-        ("llama4", {"attention_chunk_size": 400}),
-        ("llama4", {"attn_temperature_tuning": False}),
-        ("gemma3_images", {"token_type_ids": None}),
-    ],
-)
-def test_what_is_special_is_seen_in_the_loss(family: str, changes: dict[str, Any]) -> None:
-    """So the other tests would find it forgotten."""
-    changes, batch = dict(changes), make_batch(SEQLEN, family)
-    sinks = changes.pop("sinks", None)
-    if "token_type_ids" in changes:
-        batch["token_type_ids"] = changes.pop("token_type_ids")
-    model = yardstick(family, **changes)
-    if sinks is not None:
-        for layer in model.model.layers:
-            layer.self_attn.sinks.data.fill_(sinks)
-    with torch.no_grad():
-        loss = model(**batch).loss
-    assert abs(loss - whole_step(family, SEQLEN, False)[0]) > 1e-3
-
-
 def logits_of(model: Any, ids: Tensor, autocast: bool, **options: Any) -> Tensor:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         return model(ids, **options).logits
