@@ -167,19 +167,3 @@ def test_debug_tells_an_error_of_one_rank_to_the_others() -> None:
         ring_attn.ring_attention(
             q[0], q[0], q[0], cu_seqlens=documents, group=dist.new_group(), strategy="auto"
         )
-
-
-def test_explain_is_public() -> None:
-    choice = ring_attn.explain(
-        seqlen=4096, world_size=4, nheads=8, headdim=64, causal=True, device_type="cpu"
-    )
-    assert isinstance(choice.strategy, ring_attn.Strategy) and choice.reason in str(choice)
-
-
-@pytest.mark.parametrize("strategy", ["auto", "ring"])
-def test_packed_documents_between_processes(ranks: Pools, one_thread: None, strategy: str) -> None:
-    packing = ring_attn.pack([70, 5, 0, 33, 5, 9, 12, 1, 20, 6], 3)
-    n, cuts = packing.layout.seqlen, packing.cu_seqlens
-    mask = Mask(n, n, True, (-1, -1), cuts, cuts)
-    case = Case(mask, (packing.layout, packing.layout), strategy)
-    assert packing.num_cut and not run_all_ranks(case, 3, ranks(3).run).failures

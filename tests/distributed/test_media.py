@@ -71,8 +71,14 @@ def groups_of(kind: str) -> tuple[dist.ProcessGroup, list[int]]:
     return dist.new_group(members, use_local_synchronization=True), members
 
 
-def made_for(kind: str, eager: bool) -> list[dict[str, Any]]:
-    """The communicators of two channels, each asked for twice, and one with an option."""
+KINDS = (("world", True), ("subgroup", False), ("mesh", True), ("stages", True))
+
+
+def made_for(kind: str, eager: bool) -> list[str]:
+    """Names of the communicators of two channels, each asked for twice, and of one with an option.
+
+    None is split off another one, whatever init_process_group was told.
+    """
     group, members = groups_of(kind)
     world = dist.group.WORLD
     assert world is not None
@@ -91,34 +97,22 @@ def made_for(kind: str, eager: bool) -> list[dict[str, Any]]:
             open_p2p(group, TransportOptions(nccl_max_ctas=4)).join("shards", GPU)
     finally:
         world.bound_device_id = None
-    expected = (members.index(dist.get_rank()), len(members))
-    return [
-        {
-            "place": (one.rank, one.size) == expected,
-            "connected": one.connected == [GPU],
-            "split": hasattr(one.options, "split_from"),
-            "ctas": one.options.config.max_ctas,
-            "clusters": one.options.config.cga_cluster_size,
-            "priority": one.options.is_high_priority_stream,
-            "name": one.options.group_name,
-        }
-        for one in Recorder.made
-    ]
+    for one, ctas in zip(Recorder.made, (MAX_CTAS, MAX_CTAS, 4), strict=True):
+        options = one.options
+        assert (one.rank, one.size) == (members.index(dist.get_rank()), len(members))
+        assert one.connected == [GPU] and not hasattr(options, "split_from")
+        assert (options.config.max_ctas, options.config.cga_cluster_size) == (ctas, 0)
+        assert options.is_high_priority_stream
+    return [one.options.group_name for one in Recorder.made]
 
 
-@pytest.mark.parametrize(
-    ("kind", "eager"), [("world", True), ("subgroup", False), ("mesh", True), ("stages", True)]
-)
-def test_communicators_are_made_by_their_members(fresh_ranks: Any, kind: str, eager: bool) -> None:
-    """None is split off another one, whatever init_process_group was told."""
-    results = fresh_ranks(4).run(made_for, kind, eager)
-    for made in results:
-        assert len(made) == 3
-        assert all(one["place"] and one["connected"] and not one["split"] for one in made)
-        assert [one["ctas"] for one in made] == [MAX_CTAS, MAX_CTAS, 4]
-        assert all(one["priority"] and one["clusters"] == 0 for one in made)
-        assert len({one["name"] for one in made}) == 3
-    assert results[0] == results[1]
+def made_for_all() -> list[list[str]]:
+    return [made_for(*kind) for kind in KINDS]
+
+
+def test_communicators_are_made_by_their_members(fresh_ranks: Any) -> None:
+    first, second, *_ = fresh_ranks(4).run(made_for_all)
+    assert first == second and all(len(set(names)) == 3 for names in first)
 
 
 def test_communicators_end_with_their_owner() -> None:
