@@ -27,7 +27,8 @@ def payload(rank: int, n: int) -> Tensor:
 
 
 def counted(transport: Transport, bytes_sent: int) -> None:
-    assert (transport.stats.bytes_sent, transport.stats.messages) == (bytes_sent, 1)
+    assert transport.stats.bytes_sent == bytes_sent
+    assert transport.stats.messages == 1 or transport.world_size == 1
     transport.stats.reset()
 
 
@@ -117,17 +118,7 @@ def among_some(transport: Transport) -> None:
             transport.sub(wrong)
     with pytest.raises(ValueError, match=rf"rank {rank} must be among the ranks"):
         transport.sub(tuple(r for r in range(world_size) if r != rank))
-    alone = transport.sub((rank,))
-    got = torch.empty(48, dtype=torch.uint8)
-    alone.all_gather("shards", 0, payload(rank, 48), got)
-    alone.wait("shards")
-    assert torch.equal(got, payload(rank, 48))
-    alone.all_to_all("shards", 0, payload(rank, 7), [7], got[:7], [7])
-    alone.wait("shards")
-    ones = torch.ones(3)
-    alone.reduce_scatter("gradients", 0, torch.full((3,), 2.0), ones)
-    alone.wait("gradients")
-    assert torch.equal(got[:7], payload(rank, 7)) and ones.tolist() == [2.0] * 3
+    all_of_them(transport.sub((rank,)))
 
 
 CHECKS: list[Callable[[Any], None]] = [all_of_them, two_at_a_time, among_some]

@@ -1,4 +1,4 @@
-"""A peer that dies, stops, is late or calls with other shapes: an error in time, never a hang.
+"""A peer that dies, stops, is late or has other sizes: an error in time, never a hang.
 
 Where a process is lost, or the world's group, the test has processes of its own; else a group.
 """
@@ -26,7 +26,7 @@ from ring_attn.core.program import Channel, Hop
 from ring_attn.transport.base import Agreement, Transport
 from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks import media
-from tests.distributed.pool import Ended, Pools, ended, on_ranks
+from tests.distributed.pool import Ended, ended, on_ranks
 
 pytestmark = pytest.mark.gloo
 
@@ -288,32 +288,7 @@ def test_a_rank_that_cannot_connect_is_not_waited_for() -> None:
     assert "rank 1 has given up: no route to host" in got.text, got
 
 
-# -- other shapes on one rank, without RING_ATTN_DEBUG: an error long before the timeout
-
-
-def with_other_rows(odd: int, backward: bool) -> list[Ended]:
-    """One rank has fewer rows, or more."""
-    assert "RING_ATTN_DEBUG" not in os.environ
-    found = []
-    for rows in (8, 40):
-        group = dist.new_group()
-        layer(group=group)
-        mine = rows if dist.get_rank() == odd else 16
-        if backward:
-            found.append(ended(lambda mine=mine, group=group: layer(mine, group)))
-            continue
-        x = torch.ones(1, mine, 2, 8)
-        call = partial(ring_attention, x, x, x, transport=OPTIONS, group=group)
-        found.append(ended(call))
-    return found
-
-
-@pytest.mark.parametrize(("world_size", "backward"), [(2, False), (3, True)])
-def test_other_rows_on_one_rank(ranks: Pools, world_size: int, backward: bool) -> None:
-    for rank, found in enumerate(ranks(world_size).run(with_other_rows, 1, backward)):
-        for got in found:
-            told(got, rank, TIMEOUT)
-            assert "call differs" in got.text and "seqlen_q: " in got.text, (rank, got.text)
+# -- other sizes on one rank; other calls: test_disagreement.py
 
 
 @on_ranks(2)

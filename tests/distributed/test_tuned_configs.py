@@ -13,15 +13,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ring_attn import ring_attention
-from ring_attn.core.mask import Mask
-from ring_attn.testing import Expected, random_qkv
+from ring_attn.testing import Case, Heads, RankResult, put_together, run_rank
 from ring_attn.transport.ranks.group import CONFIGS_VARIABLE
-from tests.bounds import assert_holds, expect
 
-SIZES = {"batch": 1, "seqlen_q": 90, "nheads": 2, "nheads_kv": 1, "headdim": 16}
+CASE = Case("causal", backend="triton", heads=Heads(2, 1, 16, 16), seqlen=90, batch=1)
 
 
 @contextmanager
@@ -47,26 +44,19 @@ def file_of(folder: Path, block: int) -> Path:
     return path
 
 
-def run_in_configs(path: Path) -> tuple[set[tuple[str, int]], list[Tensor]]:
+def run_in_configs(path: Path) -> tuple[set[tuple[str, int]], RankResult]:
     """Kinds and blocks of the kernels that ran, and this rank's results."""
     from ring_attn.backends.triton import TritonBackend
 
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    group, used, choose = dist.new_group(), set[tuple[str, int]](), TritonBackend._config
+    used, choose = set[tuple[str, int]](), TritonBackend._config
 
     def noted(self: TritonBackend, kind: str, *args: Any) -> Any:
         config = choose(self, kind, *args)
         used.add((kind, config.BLOCK_N))
         return config
 
-    *leaves, dout = (x.chunk(world_size, 1)[rank] for x in random_qkv(**SIZES))
-    leaves = [x.detach().clone().requires_grad_() for x in leaves]
     with configs(path), mock.patch.object(TritonBackend, "_config", noted):
-        out, lse = ring_attention(
-            *leaves, causal=True, group=group, backend="triton", return_lse=True
-        )
-        grads = torch.autograd.grad(out, leaves, dout)
-    return used, [out.detach(), lse, *grads]
+        return used, run_rank(CASE)
 
 
 def test_all_ranks_use_the_file(ranks: Any, tmp_path: Path, one_thread: None) -> None:
@@ -74,10 +64,7 @@ def test_all_ranks_use_the_file(ranks: Any, tmp_path: Path, one_thread: None) ->
     for used, _ in found:
         blocks = {kind.partition("_")[0]: block for kind, block in used}
         assert blocks == {"fwd": 16, "dq": 64, "dkdv": 64} and len(used) >= 3
-    dims = (1, 2, 1, 1, 1)
-    whole = [torch.cat(parts, dim) for parts, dim in zip(
-        zip(*(results for _, results in found), strict=True), dims, strict=True)]  # fmt: skip
-    assert_holds(Expected(*whole), *expect(random_qkv(**SIZES), Mask(90, 90, causal=True)))
+    assert not put_together(CASE, [results for _, results in found]).failures
 
 
 def with_another_file(paths: list[Path | None]) -> tuple[str, bool]:
