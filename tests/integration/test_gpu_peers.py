@@ -27,115 +27,98 @@ from tests.integration.commands import options_of
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, kind: str, **options: Any) -> Tensor:
-    layout = SequenceLayout.from_name(
-        kind, q.size(1) * dist.get_world_size(), dist.get_world_size()
-    )
+    """Attention of shards in the order `kind`."""
+    ranks = dist.get_world_size()
+    layout = SequenceLayout.from_name(kind, q.size(1) * ranks, ranks)
     return ring_attn.ring_attention(q, k, v, causal=causal, layout=layout, **options)
 
 
-def module(name: str, **contents: Any) -> None:
+def module(name: str, *functions: Any, **others: Any) -> None:
     sys.modules[name] = ModuleType(name)
-    vars(sys.modules[name]).update(contents)
+    vars(sys.modules[name]).update({f.__name__: f for f in functions} | others)
 
 
 def stand_in_ring_flash_attn() -> None:
     def zigzag_ring_flash_attn_func(
-        q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: Any = None,
-        causal: bool = False, window_size: Any = (-1, -1), alibi_slopes: Any = None,
-        deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
-    ) -> Tensor:  # fmt: skip
+        q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
+        alibi_slopes=None, deterministic=False, return_attn_probs=False, group=None,
+    ):  # fmt: skip
         assert causal
         return attend(q, k, v, True, "zigzag")
 
-    def ring_flash_attn_func(
-        q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: Any = None,
-        causal: bool = False,
-    ) -> Tensor:  # fmt: skip
+    def ring_flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
         return attend(q, k, v, causal, "contiguous")
 
-    module("ring_flash_attn", **{f.__name__: f for f in (zigzag_ring_flash_attn_func,
-                                                         ring_flash_attn_func)})  # fmt: skip
+    module("ring_flash_attn", zigzag_ring_flash_attn_func, ring_flash_attn_func)
 
 
 def stand_in_yunchang() -> None:
     degrees: list[int] = []
 
     def set_seq_parallel_pg(
-        sp_ulysses_degree: int, sp_ring_degree: int, rank: int, world_size: int,
-        use_ulysses_low: bool = True,
-    ) -> None:  # fmt: skip
+        sp_ulysses_degree, sp_ring_degree, rank, world_size, use_ulysses_low=True
+    ):
         assert sp_ulysses_degree * sp_ring_degree == world_size == dist.get_world_size()
         assert rank == dist.get_rank()
         degrees[:] = [sp_ulysses_degree, sp_ring_degree]
 
-    def make(
-        scatter_idx: int = 2, gather_idx: int = 1, ring_impl_type: str = "basic",
-        use_pack_qkv: bool = False,
-    ) -> Any:  # fmt: skip
+    def make(scatter_idx=2, gather_idx=1, ring_impl_type="basic", use_pack_qkv=False):
         kind = "zigzag" if ring_impl_type == "zigzag" else "contiguous"
         assert degrees[0] == 1 or kind == "contiguous"
 
-        def forward(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0,
-                    softmax_scale: Any = None, causal: bool = False) -> Tensor:  # fmt: skip
+        def forward(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
             return attend(q, k, v, causal, kind, strategy=Strategy(ulysses_degree=degrees[0]))
 
         return forward
 
-    module("yunchang", set_seq_parallel_pg=set_seq_parallel_pg, LongContextAttention=make)
+    module("yunchang", set_seq_parallel_pg, LongContextAttention=make)
 
 
 def stand_in_transformer_engine() -> None:
     class DotProductAttention:
         def __init__(
-            self, num_attention_heads: int, kv_channels: int, num_gqa_groups: int | None = None,
-            attention_dropout: float = 0.0, qkv_format: str = "sbhd",
-            attn_mask_type: str = "causal",
-        ) -> None:  # fmt: skip
+            self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0,
+            qkv_format="sbhd", attn_mask_type="causal",
+        ):  # fmt: skip
             assert qkv_format == "bshd"
             self.causal = {"causal": True, "no_mask": False}[attn_mask_type]
             self.sizes = num_attention_heads, num_gqa_groups, kv_channels
 
         def set_context_parallel_group(
-            self, cp_group: Any, cp_global_ranks: list[int], cp_stream: Any,
-            cp_comm_type: str = "p2p",
-        ) -> None:  # fmt: skip
+            self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"
+        ):
             assert cp_global_ranks == dist.get_process_group_ranks(cp_group)
 
-        def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def __call__(self, q, k, v):
             assert self.sizes == (q.size(2), k.size(2), q.size(3))
             kind = "zigzag" if self.causal else "contiguous"
             return attend(q, k, v, self.causal, kind).flatten(2)
 
     module("transformer_engine")
-    module("transformer_engine.pytorch", DotProductAttention=DotProductAttention)
+    module("transformer_engine.pytorch", DotProductAttention)
 
 
 def stand_in_magi_attention() -> None:
     def magi_attn_flex_key(
-        q_ranges: Any, k_ranges: Any, attn_mask_type: str, total_seqlen_q: int,
-        total_seqlen_k: int, num_heads_q: int, num_heads_kv: int, head_dim: int, pad_size: int,
-        cp_group_or_mesh: dist.ProcessGroup,
-    ) -> Any:  # fmt: skip
+        q_ranges, k_ranges, attn_mask_type, total_seqlen_q, total_seqlen_k, num_heads_q,
+        num_heads_kv, head_dim, pad_size, cp_group_or_mesh,
+    ):  # fmt: skip
         assert q_ranges == k_ranges == [[0, total_seqlen_q]] and total_seqlen_q == total_seqlen_k
         layout = SequenceLayout.zigzag(total_seqlen_q, dist.get_world_size(cp_group_or_mesh))
-        return SimpleNamespace(
-            layout=layout, causal={"causal": True, "full": False}[attn_mask_type]
-        )
+        causal = {"causal": True, "full": False}[attn_mask_type]
+        return SimpleNamespace(layout=layout, causal=causal)
 
-    def calc_attn(q: Tensor, k: Tensor, v: Tensor, key: Any) -> tuple[Tensor, None]:
-        q, k, v = (x[None] for x in (q, k, v))
-        out = ring_attn.ring_attention(q, k, v, causal=key.causal, layout=key.layout)
-        return out[0], None
+    def calc_attn(q, k, v, key):
+        return attend(q[None], k[None], v[None], key.causal, "zigzag")[0], None
 
-    def dispatch(x: Tensor, key: Any) -> Tensor:
-        return key.layout.shard(x[None], dist.get_rank())[0]  # type: ignore[no-any-return]
+    def dispatch(x, key):
+        return key.layout.shard(x, dist.get_rank(), 0)
 
-    def undispatch(x: Tensor, key: Any) -> Tensor:
-        return ring_attn.unshard(x[None], key.layout)[0]
+    def undispatch(x, key):
+        return ring_attn.unshard(x, key.layout, dim=0)
 
     module("magi_attention")
-    functions = (magi_attn_flex_key, calc_attn, dispatch, undispatch)
-    module("magi_attention.api", **{f.__name__: f for f in functions})
+    module("magi_attention.api", magi_attn_flex_key, calc_attn, dispatch, undispatch)
     module("magi_attention.common", AttnRanges=SimpleNamespace(from_ranges=list))
 
 
