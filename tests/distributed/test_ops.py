@@ -1,11 +1,8 @@
-"""ring_attention as an operator: compiled whole, checkpointed without a second ring, checked.
-
-One call of the pool runs many cases: a compiler is started once in every rank.
-"""
+"""ring_attention as an operator: compiled whole, checkpointed without a second ring, checked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -24,17 +21,12 @@ from ring_attn.core.layout import Segment
 from ring_attn.core.mask import Mask
 from ring_attn.transport.p2p import open_p2p
 from tests.cold import compile_cold
-from tests.distributed.pool import Ended, Pool, ended
+from tests.distributed.pool import on_ranks
+
+# Compiled code is the same on every device: not again as on one with streams.
+pytestmark = pytest.mark.gloo
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    """Two ranks; compiling takes its time."""
-    pool = Pool(2, group_timeout=240.0)
-    yield pool
-    pool.close()
 
 
 def inputs(rows: int, *, heads: int = HEADS, kv_heads: int = KV_HEADS) -> list[Tensor]:
@@ -72,29 +64,22 @@ def block(options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return ring_attention(q * 2, k * 0.5, v + 1, **options).relu()
 
 
-def compiled_cases(backend: str, names: tuple[str, ...]) -> dict[str, tuple[int, list[bool]]]:
-    """For each strategy how many graphs, and which lengths have the bits of eager."""
-    found = {}
-    for name in names:
-        fn = partial(block, {"causal": True, "strategy": name})
-        compiled, num_graphs = compile_cold(fn, backend, fullgraph=True, dynamic=True)
-        equal = [same(results(compiled, inputs(n)), results(fn, inputs(n))) for n in (7, 12, 33)]
-        found[name] = num_graphs(), equal
-    return found
-
-
 @pytest.mark.parametrize(
-    ("backend", "names"),
+    ("backend", "name"),
     [
-        ("aot_eager", ("ring",)),  # all of them: test_opcheck
+        ("aot_eager", "ring"),  # all of them: test_opcheck
         # The compiler that users have: code is generated around the operator.
-        pytest.param("inductor", ("all_gather", "q_exchange"), marks=pytest.mark.slow),
+        pytest.param("inductor", "all_gather", marks=pytest.mark.slow),
+        pytest.param("inductor", "q_exchange", marks=pytest.mark.slow),
     ],
 )
-def test_compiles_whole_for_any_length(pool: Pool, backend: str, names: tuple[str, ...]) -> None:
+@on_ranks(2)
+def test_compiles_whole_for_any_length(backend: str, name: str) -> None:
     """fullgraph=True, one graph for three lengths, the bits of eager."""
-    for found in pool.run(compiled_cases, backend, names, timeout=280):
-        assert found == {name: (1, [True] * 3) for name in names}
+    fn = partial(block, {"causal": True, "strategy": name})
+    compiled, num_graphs = compile_cold(fn, backend, fullgraph=True, dynamic=True)
+    assert all(same(results(compiled, inputs(n)), results(fn, inputs(n))) for n in (7, 12, 33))
+    assert num_graphs() == 1
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -114,29 +99,22 @@ LAYOUTS: dict[str, Callable[[], SequenceLayout]] = {
 }
 
 
-def option_cases() -> dict[str, bool]:
-    """What is passed on into a graph: layouts, documents, a mesh, sinks, a window."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    rows = (9, 11)[dist.get_rank()]
-
-    def compiles(make: Callable[[], Any], options: dict[str, Any]) -> bool:
-        compiled, _ = compile_cold(block, fullgraph=True)
-        got = results(partial(compiled, {**options, "layout": make()}), inputs(rows))
-        return same(got, results(partial(block, {**options, "layout": make()}), inputs(rows)))
-
-    found = {name: compiles(LAYOUTS["boundaries"], options) for name, options in OPTIONS.items()}
-    found |= {name: compiles(make, {"causal": True}) for name, make in LAYOUTS.items()}
-    found["pair"] = compiles(
-        lambda: (LAYOUTS["segments"](), LAYOUTS["segments"]()), {"group": mesh}
-    )
-    return found
-
-
 @pytest.mark.slow
-def test_compiles_with_options(pool: Pool) -> None:
-    """Layouts that are new, documents and groups reach the operator."""
-    for found in pool.run(option_cases, timeout=200):
-        assert all(found.values()), found
+@on_ranks(2)
+def test_compiles_with_options() -> None:
+    """Layouts that are new, documents, sinks, a window and a mesh reach the operator."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    runs, segments = LAYOUTS.values()
+    cases: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+        **{name: (runs, options) for name, options in OPTIONS.items()},
+        **{name: (make, {"causal": True}) for name, make in LAYOUTS.items()},
+        "pair": (lambda: (segments(), segments()), {"group": mesh}),
+    }
+    x = inputs((9, 11)[dist.get_rank()])
+    for name, (make, options) in cases.items():
+        compiled, _ = compile_cold(block, fullgraph=True)
+        got = results(partial(compiled, {**options, "layout": make()}), x)
+        assert same(got, results(partial(block, {**options, "layout": make()}), x)), name
 
 
 CHANGES: dict[str, list[Any]] = {
@@ -148,30 +126,24 @@ CHANGES: dict[str, list[Any]] = {
 }
 
 
-def changing_options() -> dict[str, bool]:
-    """Options that change from call to call of one compiled function."""
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGES)
+@on_ranks(2)
+def test_options_are_constants_of_a_graph(name: str) -> None:
+    """A number that torch would take for a symbol has a graph for each of its values."""
 
-    def attend(value: Any, name: str, *x: Tensor) -> Tensor:
+    def attend(value: Any, *x: Tensor) -> Tensor:
         return ring_attention(*x, causal=True, backend="reference", **{name: value})
 
-    found = {}
-    for name, values in CHANGES.items():
-        compiled, num_graphs = compile_cold(attend, fullgraph=True, dynamic=True)
-        x = inputs(8)
-        pairs = [(compiled(value, name, *x), attend(value, name, *x)) for value in values]
-        found[name] = all(torch.equal(*pair) for pair in pairs) and num_graphs() == len(values)
-    return found
+    compiled, num_graphs = compile_cold(attend, fullgraph=True, dynamic=True)
+    x = inputs(8)
+    assert all(torch.equal(compiled(one, *x), attend(one, *x)) for one in CHANGES[name])
+    assert num_graphs() == len(CHANGES[name])
 
 
-@pytest.mark.slow
-def test_options_are_constants_of_a_graph(pool: Pool) -> None:
-    """A number that torch would take for a symbol has a graph for each of its values."""
-    for found in pool.run(changing_options, timeout=120):
-        assert len(found) == len(CHANGES) and all(found.values()), found
-
-
-def several_layouts() -> dict[str, Any]:
-    """Layouts as arguments, and made within: equal to eager, and how many graphs there are."""
+@on_ranks(2)
+def test_graphs_of_several_layouts() -> None:
+    """Where lengths are symbols a layout's numbers are; made inside, it is a part of the graph."""
     rank = dist.get_rank()
 
     def attend(layout: SequenceLayout, *x: Tensor) -> Tensor:
@@ -180,8 +152,8 @@ def several_layouts() -> dict[str, Any]:
     def attend_zigzag(*x: Tensor) -> Tensor:
         return attend(SequenceLayout.zigzag(2 * x[0].size(1), 2), *x)
 
-    found: dict[str, Any] = {}
-    for dynamic in (None, True):
+    # By default torch takes for a symbol what has changed once.
+    for dynamic, expected in ((None, 2), (True, 1)):
         compiled, num_graphs = compile_cold(attend, fullgraph=True, dynamic=dynamic)
         for cuts in ([0, 9, 20], [0, 11, 20], [0, 7, 20]):
             x = inputs(cuts[rank + 1] - cuts[rank])
@@ -189,27 +161,16 @@ def several_layouts() -> dict[str, Any]:
             layout = SequenceLayout.boundaries(cuts)
             want = attend(layout, *x)
             # The graph is the same for a layout that an eager call has used.
-            found[f"{cuts} {dynamic}"] = same([got, compiled(layout, *x)], [want, want])
-        found[f"graphs {dynamic}"] = num_graphs()
+            assert same([got, compiled(layout, *x)], [want, want])
+        assert num_graphs() == expected
     compiled, num_graphs = compile_cold(attend_zigzag, fullgraph=True, dynamic=True)
-    for n in (7, 12):
-        x = inputs(n)
-        found[f"zigzag {n}"] = same([compiled(*x)], [attend_zigzag(*x)])
-    found["graphs within"] = num_graphs()
-    return found
+    assert all(torch.equal(compiled(*x), attend_zigzag(*x)) for x in (inputs(7), inputs(12)))
+    assert num_graphs() == 1
 
 
-def test_graphs_of_several_layouts(pool: Pool) -> None:
-    """Where lengths are symbols a layout's numbers are; made inside, it is a part of the graph."""
-    for found in pool.run(several_layouts, timeout=60):
-        # By default torch takes for a symbol what has changed once.
-        assert (found.pop("graphs None"), found.pop("graphs True")) == (2, 1)
-        assert found.pop("graphs within") == 1
-        assert len(found) == 8 and all(found.values()), found
-
-
-def overwritten_boundaries() -> bool:
-    """Gradients are the same where the boundaries are written over before the backward."""
+@on_ranks(2)
+def test_boundaries_are_those_of_the_forward() -> None:
+    """A loader may use its tensors again, as between the micro-batches of a pipeline."""
     layout = SequenceLayout.contiguous(20, 2)
     x = inputs(10)
     grads = []
@@ -219,88 +180,58 @@ def overwritten_boundaries() -> bool:
         if overwrite:
             cu_seqlens.copy_(torch.tensor([0, 13, 20]))
         grads.append(list(torch.autograd.grad(out, x, torch.cos(out.detach()))))
-    return same(*grads)
+    assert same(*grads)
 
 
-def test_boundaries_are_those_of_the_forward(pool: Pool) -> None:
-    """A loader may use its tensors again, as between the micro-batches of a pipeline."""
-    assert all(pool.run(overwritten_boundaries))
-
-
-def auto_compiled() -> tuple[bool, Ended]:
+@on_ranks(2)
+def test_auto_stands_between_graphs() -> None:
     """The choice between graphs has the bits of eager; in one graph it is refused."""
     x, auto = inputs(4), partial(ring_attention, strategy="auto")
     compiled, _ = compile_cold(auto)
-    equal = torch.equal(compiled(*x), auto(*x))
+    assert torch.equal(compiled(*x), auto(*x))
     whole, _ = compile_cold(auto, fullgraph=True)
-    return equal, ended(lambda: whole(*x))
+    with pytest.raises(Exception, match="strategy='auto' cannot be compiled"):
+        whole(*x)
 
 
-def test_auto_stands_between_graphs(pool: Pool) -> None:
-    for equal, refused in pool.run(auto_compiled, timeout=120):
-        assert equal and "strategy='auto' cannot be compiled" in refused.text
-
-
-def checkpointed_messages() -> dict[str, list[int]]:
-    """Messages of a step: plain, checkpointed, with the operator's results saved; of a forward."""
+@pytest.mark.parametrize("name", STRATEGIES)
+@on_ranks(2)
+def test_selective_checkpoint_does_not_run_the_ring_twice(name: str) -> None:
+    """A plain checkpoint sends the forward's messages again; a selective one sends no more."""
     save = partial(create_selective_checkpoint_contexts, [torch.ops.ring_attn.attention.default])
     again, reentrant = (partial(partial, checkpoint, use_reentrant=r) for r in (False, True))
-    x, found = inputs(10), {}
-    for name in STRATEGIES:
-        fn = partial(block, {"causal": True, "strategy": name})
-        expected = results(fn, x)
-        counts = []
-        for run in (fn, again(fn), reentrant(fn), again(fn, context_fn=save)):
-            got: list[Tensor] = []
-            counts.append(counted(lambda run=run, got=got: got.extend(results(run, x))))  # type: ignore[misc]
-            assert same(got, expected), name
-        found[name] = [*counts, counted(lambda fn=fn: fn(*(y.detach() for y in x)))]  # type: ignore[misc]
-    return found
+    x, fn = inputs(10), partial(block, {"causal": True, "strategy": name})
+    expected, counts = results(fn, x), []
+    for run in (fn, again(fn), reentrant(fn), again(fn, context_fn=save)):
+        got: list[Tensor] = []
+        counts.append(counted(lambda run=run, got=got: got.extend(results(run, x))))  # type: ignore[misc]
+        assert same(got, expected)
+    forward = counted(lambda: fn(*(y.detach() for y in x)))
+    plain, *recomputed, selective = counts
+    assert forward > 0 and recomputed == 2 * [plain + forward] and selective == plain
 
 
-def test_selective_checkpoint_does_not_run_the_ring_twice(pool: Pool) -> None:
-    """A plain checkpoint sends the forward's messages again; a selective one sends no more."""
-    for found in pool.run(checkpointed_messages, timeout=120):
-        for name, (plain, again, reentrant, selective, forward) in found.items():
-            assert forward > 0 and again == reentrant == plain + forward, name
-            assert selective == plain, name
+@on_ranks(2)
+def test_opcheck() -> None:
+    """Every one of torch's checks succeeds, for every strategy, forward and backward.
 
-
-def checked_operators() -> list[str]:
-    """torch's own checks of both operators: schema, autograd, fakes, and under a compiler."""
+    Of schema, autograd, fakes, and under a compiler.
+    """
     from ring_attn import ops
 
-    calls: dict[str, list[tuple[Any, ...]]] = {"attention": [], "attention_backward": []}
-
-    def keeping(name: str) -> Callable[..., Any]:
-        real = getattr(ops, name)
-
-        def call(*args: Any) -> Any:
-            calls[name].append(args)
-            return real(*args)
-
-        return call
-
     sinks = torch.tensor([0.5, -1.0, 0.0, 2.0], requires_grad=True)
-    with ExitStack() as stack:
-        for name in calls:
-            stack.enter_context(mock.patch.object(ops, name, keeping(name)))
-        for strategy in STRATEGIES:
-            fn = partial(ring_attention, causal=True, strategy=strategy)
-            results(fn, inputs(6))
-        results(partial(ring_attention, sinks=sinks), inputs(6))
-    found = []
-    for name, some in calls.items():
-        operator = getattr(torch.ops.ring_attn, name).default
-        for args in some:
+    for options in (*({"causal": True, "strategy": one} for one in STRATEGIES), {"sinks": sinks}):
+        with ExitStack() as stack:
+            operators = {
+                name: stack.enter_context(
+                    mock.patch.object(ops, name, side_effect=getattr(ops, name))
+                )
+                for name in ("attention", "attention_backward")
+            }
+            results(partial(ring_attention, **options), inputs(6))
+        for name, called in operators.items():
+            args = called.call_args.args
             if name == "attention_backward":  # is not differentiated
                 args = tree_map_only(Tensor, Tensor.detach, args)
-            checks = torch.library.opcheck(operator, args)
-            found.append(",".join(sorted(set(checks.values()))))
-    return found
-
-
-def test_opcheck(pool: Pool) -> None:
-    """Every one of torch's checks succeeds, for every strategy, forward and backward."""
-    for found in pool.run(checked_operators, timeout=200):
-        assert found == ["SUCCESS"] * 2 * (len(STRATEGIES) + 1)
+            checks = torch.library.opcheck(getattr(torch.ops.ring_attn, name).default, args)
+            assert set(checks.values()) == {"SUCCESS"}, (name, options)
