@@ -222,9 +222,10 @@ def test_llama3_tells_documents_once() -> None:
     assert counts == [1, 1, 2, 3, 4]
 
 
-def other_documents_on_one_rank() -> list[str]:
-    """What is said where a rank's arguments do not go with those of the others."""
-    rank, told = dist.get_rank(), []
+@on_ranks(2)
+def test_llama3_arguments_that_do_not_fit() -> None:
+    """Where a rank's arguments do not go with those of the others every rank says the same."""
+    rank = dist.get_rank()
     for what in ("documents", "causal", "slice"):
         cu = torch.tensor(LLAMA3.documents())
         if what == "documents" and rank == 1:
@@ -234,13 +235,9 @@ def other_documents_on_one_rank() -> list[str]:
             keys = slice(keys.start + 1, keys.stop + 1)
         with pytest.raises(ValueError, match="llama3_flash_attn_prepare_cu_seqlens") as caught:
             LLAMA3.function(*llama3_tensors(), *local, 1, keys, causal=True)
-        told.append(str(caught.value))
-    return told
-
-
-def test_llama3_arguments_that_do_not_fit(ranks: Any) -> None:
-    one, other = ranks(2).run(other_documents_on_one_rank)
-    assert one == other, "every rank says the same"
+        told = [""] * 2
+        dist.all_gather_object(told, str(caught.value))
+        assert told[0] == told[1]
 
 
 @on_ranks(2)

@@ -20,7 +20,8 @@ from ring_attn.profiling import Figures, Stats, collect, stats, trace
 from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.strategies.tree_decode import decode_packet
 from ring_attn.testing import random_qkv
-from tests.distributed.pool import Pools
+from ring_attn.transport import streams
+from tests.distributed.pool import Pools, on_ranks
 
 SEQLEN = 97
 MASK = Mask(SEQLEN, SEQLEN, causal=True)
@@ -106,53 +107,43 @@ def test_what_is_measured_is_what_is_planned(ranks: Pools, name: str) -> None:
     assert min(received) > 0
 
 
-def run_decoding() -> tuple[Stats, float]:
-    rank, rows = dist.get_rank(), (7, 4)
-    q, k, v, _ = random_qkv(seqlen_q=1, seqlen_k=sum(rows), **SIZES)
+@on_ranks(2)
+def test_decoding_is_measured() -> None:
+    q, k, v, _ = random_qkv(seqlen_q=1, seqlen_k=11, **SIZES)
+    k, v = (x.split((7, 4), 1)[dist.get_rank()] for x in (k, v))
     with collect():
         start = time.perf_counter()
-        tree_decode(q, k.split(rows, 1)[rank], v.split(rows, 1)[rank])
+        tree_decode(q, k, v)
         seconds = time.perf_counter() - start
-    return stats(), seconds
+    queued = streams.are_used(q.device)
+    figures = assert_adds_up(stats().forward, seconds, queued=queued)
+    nbytes = decode_packet(AttentionSpec.of(q, k, v), 1).nbytes
+    assert (figures.bytes_sent, figures.bytes_received, figures.messages) == (nbytes, nbytes, 1)
+    # A tile of the rank's rows, and two partial results.
+    assert (figures.steps, figures.merges) == (0, 3)
+    assert stats().backward is None
 
 
-def test_decoding_is_measured(ranks: Pools) -> None:
-    spec = AttentionSpec.of(*random_qkv(seqlen_q=1, **SIZES)[:3])
-    for measured, seconds in ranks(2).run(run_decoding):
-        figures = assert_adds_up(measured.forward, seconds, queued=ranks.queued)
-        nbytes = decode_packet(spec, 1).nbytes
-        assert (figures.bytes_sent, figures.bytes_received, figures.messages) == (nbytes, nbytes, 1)
-        # A tile of the rank's rows, and two partial results.
-        assert (figures.steps, figures.merges) == (0, 3)
-        assert measured.backward is None
+TRACED = {
+    "ring": "step0.post step0.attend step0.wait step1.attend step1.post wait",
+    "ulysses": "post wait step0.attend",
+}
 
 
-def run_traced(folder: Path) -> None:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    layout = SequenceLayout.zigzag(SEQLEN, world_size)
+@on_ranks(2)
+def test_every_rank_writes_its_trace(tmp_path: Path) -> None:
+    rank, layout = dist.get_rank(), SequenceLayout.zigzag(SEQLEN, 2)
     q, k, v, dout = (layout.shard(x, rank) for x in random_qkv(seqlen_q=SEQLEN, **SIZES))
     q.requires_grad_()
-    for strategy in ("ring", "ulysses"):
-        with trace(folder / strategy):
+    for strategy, names in TRACED.items():
+        with trace(tmp_path / f"{strategy} {rank}") as path:
             out = ring_attention(q, k, v, causal=True, layout=layout, strategy=strategy)
             torch.autograd.grad(out, q, dout)
-
-
-def test_every_rank_writes_its_trace(ranks: Pools, tmp_path: Path) -> None:
-    ranks(2).run(run_traced, tmp_path)
-    steps = ("step0.post", "step0.attend", "step0.wait", "step1.attend")
-    expected = {
-        "ring": {"forward", "backward", "delta", "finalize", "step1.post", "wait", *steps},
-        "ulysses": {"forward", "backward", "delta", "finalize", "post", "wait", "step0.attend"},
-    }
-    for strategy, names in expected.items():
-        for rank in (0, 1):
-            text = (tmp_path / strategy / f"rank{rank}_trace.json").read_text()
-            found = [event["name"] for event in json.loads(text)["traceEvents"] if "name" in event]
-            ours = {name for name in found if name.startswith("ring_attn::")}
-            assert ours - {"ring_attn::attention", "ring_attn::attention_backward"} == {
-                f"ring_attn::{name}" for name in names
-            }
-            # Calls within a call have no range of their own.
-            spans = [name for name in found if name == "ring_attn::forward"]
-            assert len(spans) == 1
+        assert path.name == f"rank{rank}_trace.json"
+        events = json.loads(path.read_text())["traceEvents"]
+        found = [one["name"] for one in events if one.get("name", "").startswith("ring_attn::")]
+        expected = {"forward", "backward", "delta", "finalize", *names.split()}
+        operators = {"ring_attn::attention", "ring_attn::attention_backward"}
+        assert {*found} - operators == {f"ring_attn::{name}" for name in expected}
+        # Calls within a call have no range of their own.
+        assert found.count("ring_attn::forward") == 1
