@@ -72,6 +72,13 @@ def on_ranks(world_size: int, **options: float) -> Callable[[Callable[..., None]
     return mark
 
 
+def everyone(value: Any) -> list[Any]:
+    """The values of all ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 class RankError(AssertionError):
     """A rank raised, died, or did not answer in time; has each such rank's traceback."""
 
@@ -178,16 +185,6 @@ class Pool:
 
     def results(self, lost: Collection[int] = (), *, timeout: float = TIMEOUT) -> list[Any]:
         """The second half of `run`; None for the ranks in `lost`, which a test stops or kills."""
-        answers = self.answers(lost, timeout=timeout)
-        failed = {rank: a.error for rank, a in answers.items() if a.error is not None}
-        if failed:
-            self.close(now=True)
-            text = "\n".join(f"--- rank {rank}: {failed[rank]}" for rank in sorted(failed))
-            raise RankError(f"ranks {sorted(failed)} of {self.world_size} failed\n{text}")
-        return [answers.get(rank, Answer()).value for rank in range(self.world_size)]
-
-    def answers(self, lost: Collection[int] = (), *, timeout: float = TIMEOUT) -> dict[int, Answer]:
-        """As `results`, but an error is an answer, too: for tests in which ranks are to fail."""
         answers: dict[int, Answer] = {}
         waiting = set(range(self.world_size)) - set(lost)
         deadline = time.monotonic() + timeout
@@ -201,7 +198,13 @@ class Pool:
                 answers[rank] = self._answer(rank)
                 if answers[rank].error is not None:
                     deadline = min(deadline, time.monotonic() + GRACE)
-        return answers | {rank: Answer(error="no answer in time") for rank in waiting}
+        answers |= {rank: Answer(error="no answer in time") for rank in waiting}
+        failed = {rank: a.error for rank, a in answers.items() if a.error is not None}
+        if failed:
+            self.close(now=True)
+            text = "\n".join(f"--- rank {rank}: {failed[rank]}" for rank in sorted(failed))
+            raise RankError(f"ranks {sorted(failed)} of {self.world_size} failed\n{text}")
+        return [answers.get(rank, Answer()).value for rank in range(self.world_size)]
 
     def _answer(self, rank: int) -> Answer:
         try:

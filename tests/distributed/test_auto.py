@@ -26,8 +26,8 @@ from ring_attn.planning.devices import Cluster, Link, cpu_cluster, to_json
 from ring_attn.planning.planner import choose
 from ring_attn.testing import Case, run_all_ranks
 from ring_attn.transport.p2p import open_p2p
-from tests.distributed.pool import Pools, on_ranks
-from tests.refusals import refused
+from tests.distributed.pool import Pools, everyone, on_ranks
+from tests.refusals import refused, says
 
 SPEC = AttentionSpec("cpu", torch.float32, 1, 4, 1, 16, 16)
 LAYOUT = SequenceLayout.zigzag(4096, 2)
@@ -43,9 +43,9 @@ def clusters() -> tuple[Cluster, Cluster]:
     return replace(usual, device=steps, inside=fast), replace(usual, inside=slow)
 
 
-def choose_on(path: str, calls: int = 2, headdim: int = 16) -> tuple[Strategy, int, int]:
+def choose_on(path: Path, calls: int = 2, headdim: int = 16) -> tuple[Strategy, int, int]:
     """A rank's choice with its own file, messages of the first call, and of the rest."""
-    os.environ[devices.CLUSTER_VARIABLE] = path.format(rank=dist.get_rank())
+    os.environ[devices.CLUSTER_VARIABLE] = str(path)
     transport = open_p2p(dist.group.WORLD, TransportOptions(timeout=20.0))
     spec = replace(SPEC, headdim=headdim)
     options: dict[str, Any] = {"backend": "aten", "same_bits": None, "backward": True}
@@ -61,35 +61,35 @@ def choose_on(path: str, calls: int = 2, headdim: int = 16) -> tuple[Strategy, i
     return found[0], counts[1] - counts[0], counts[-1] - counts[1]
 
 
-def test_ranks_with_other_files_do_what_rank_0_says(ranks: Pools, tmp_path: Path) -> None:
-    path = str(tmp_path / "{rank}.json")
-    alone = []
-    for rank, cluster in enumerate(clusters()):
-        Path(path.format(rank=rank)).write_text(json.dumps({"clusters": {"2": to_json(cluster)}}))
-        problem = Problem(SPEC, MASK, 2, cluster, "aten")
-        alone.append(choose(problem, {"given": (LAYOUT, LAYOUT)}).strategy)
-    assert alone[0] != alone[1], "the files must matter"
-    results = ranks(2).run(choose_on, path)
-    assert [strategy for strategy, _, _ in results] == [alone[0], alone[0]]
-    assert [first for _, first, _ in results] == [1, 1]
-    assert [rest for _, _, rest in results] == [0, 0]
+def write(path: Path, cluster: Cluster) -> None:
+    path.write_text(json.dumps({"clusters": {"2": to_json(cluster)}}))
 
 
-def fails_on(path: str, headdim: int) -> str:
-    with pytest.raises(ValueError) as error:
-        choose_on(path, headdim=headdim)
-    return str(error.value)
+@on_ranks(2)
+def test_ranks_with_other_files_do_what_rank_0_says(tmp_path: Path) -> None:
+    path = tmp_path / f"{dist.get_rank()}.json"
+    write(path, clusters()[dist.get_rank()])
+    first, second = (
+        choose(Problem(SPEC, MASK, 2, cluster, "aten"), {"given": (LAYOUT, LAYOUT)}).strategy
+        for cluster in clusters()
+    )
+    assert first != second, "the files must matter"
+    assert choose_on(path) == (first, 1, 0)
 
 
-def test_an_error_is_the_same_on_all_ranks(ranks: Pools, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_an_error_is_the_same_on_all_ranks(tmp_path: Path) -> None:
     """Rank 1 has a file, rank 0 has none: both hear of it, and can go on."""
-    path = str(tmp_path / "{rank}.json")
-    Path(path.format(rank=1)).write_text(json.dumps({"clusters": {"2": to_json(clusters()[0])}}))
-    told = ranks(2).run(fails_on, path, 24)
-    assert told[0] == told[1]
-    assert "chosen by rank 0" in told[0] and "0.json" in told[0]
-    Path(path.format(rank=0)).write_text(json.dumps({"clusters": {"2": to_json(clusters()[1])}}))
-    assert len({strategy for strategy, _, _ in ranks(2).run(choose_on, path, 2, 24)}) == 1
+    path = tmp_path / f"{dist.get_rank()}.json"
+    if dist.get_rank() == 1:
+        write(path, clusters()[0])
+    with pytest.raises(ValueError) as error:
+        choose_on(path, headdim=24)
+    told = everyone(str(error.value))
+    assert told[0] == told[1] and says(told[0], "chosen by rank 0|0.json")
+    write(path, clusters()[1])
+    first, second = everyone(choose_on(path, headdim=24)[0])
+    assert first == second
 
 
 @on_ranks(2)

@@ -1,6 +1,6 @@
 """Bad arguments: one error of the right type, on every rank, that says what to do; nothing is sent.
 
-The table runs once in a ring of two, where making groups and sending are replaced by functions that
+The table runs in a ring of two, where making groups and sending are replaced by functions that
 raise: an error that comes later than the checks shows as another error.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -356,32 +357,19 @@ def is_as_told(name: str, got: Ended) -> bool:
     return got.error is error and says(got.text, words)
 
 
-def run_table() -> dict[str, Ended]:
-    """Every entry of the table on this rank; and that no transport has been made for it."""
+@on_ranks(2)
+def test_bad_arguments() -> None:
+    """Every entry of the table; and no transport is made for it."""
     before = set(p2p._transports)
-    raised = {}
     with forward_ad.dual_level():
         for name in TABLE:
             arguments = arguments_of(name)
             with no_communication():
-                raised[name] = ended(lambda arguments=arguments: ring_attention(**arguments))
+                got = ended(lambda arguments=arguments: ring_attention(**arguments))
+            assert is_as_told(name, got), (name, got)
+            assert got.alone, f"{name}: an error that came up while another was handled"
+            assert got.text.strip() == got.text and "\n" not in got.text, name
     assert set(p2p._transports) == before
-    return raised
-
-
-@pytest.fixture(scope="module")
-def raised(ranks: Any) -> list[dict[str, Ended]]:
-    results: list[dict[str, Ended]] = ranks(2).run(run_table)
-    return results
-
-
-@pytest.mark.parametrize("name", TABLE)
-def test_bad_argument(raised: list[dict[str, Ended]], name: str) -> None:
-    for rank, one in enumerate(raised):
-        got = one[name]
-        assert is_as_told(name, got), (rank, got)
-        assert got.alone, "an error that came up while another was handled"
-        assert got.text.strip() == got.text and "\n" not in got.text
 
 
 @on_ranks(2)
@@ -453,18 +441,20 @@ TENSORS = [
 ]
 
 
-@pytest.mark.parametrize("name", TENSORS)
-def test_bad_tensors_without_a_process_group(name: str) -> None:
-    """What is wrong with the tensors is said first: no launcher is needed to find it."""
-    for call in (ring_attention, select_backend):
+BACKENDS = ["options: cudnn on cpu", "options: unknown backend"]
+
+
+def test_bad_tensors_without_a_process_group() -> None:
+    """What is wrong with the tensors is said first: no launcher is needed to find it.
+
+    `select_backend` also says why it is not that backend.
+    """
+    calls = [
+        *product((ring_attention, select_backend), TENSORS),
+        *product((select_backend,), BACKENDS),
+    ]
+    for call, name in calls:
         with forward_ad.dual_level():
             arguments = arguments_of(name)
             got = ended(lambda call=call, arguments=arguments: call(**arguments))
-        assert is_as_told(name, got), got
-
-
-@pytest.mark.parametrize("backend", ["cudnn", "trition"])
-def test_select_backend_says_why_not(backend: str) -> None:
-    name = "options: cudnn on cpu" if backend == "cudnn" else "options: unknown backend"
-    got = ended(lambda: select_backend(**good(), backend=backend))
-    assert is_as_told(name, got), got
+        assert is_as_told(name, got), (call, name, got)
