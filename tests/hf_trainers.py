@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,10 +17,9 @@ import transformers
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ring_attn.integrations.trainer import split_sequence
 from ring_attn.integrations.transformers import register
 from tests.bounds import assert_close
-from tests.hf_models import VOCAB, all_in_float64, make_model, yardstick
+from tests.hf_models import VOCAB, all_in_float64, make_model
 
 NUM_STEPS = 4
 
@@ -159,29 +157,9 @@ def assert_same_run(got: Run, oracle: Run, plain: Run) -> None:
             assert_close(f"{part} {name}", x, two[name].double(), three[name])
 
 
-@lru_cache
-def one_process(collate: str, out: Path, family: str = "llama") -> tuple[Run, Run]:
-    """transformers' own Trainer."""
-
-    def make(model: Any, folder: Path) -> Run:
-        args = arguments(str(folder))
-        return trained(make_trainer(model, args, transformers.Trainer, collate))
-
-    return plainly(make, out, yardstick(family))
-
-
 @contextmanager
 def split_model(layout: str = "zigzag", dp: int = 1, family: str = "llama") -> Iterator[Any]:
     """A model on sequences that are split, in `dp` groups with batches of their own."""
     mesh = init_device_mesh("cpu", (dp, dist.get_world_size() // dp), mesh_dim_names=("dp", "cp"))
     with as_torchrun(), register(group=mesh["cp"], layout=layout):
         yield make_model(family, "ring_attn")
-
-
-def split(
-    out: Path, collate: str, layout: str, options: dict[str, Any], family: str = "llama"
-) -> Run:
-    """The same on split sequences."""
-    with split_model(layout, family=family) as model:
-        args = arguments(str(out), **options)
-        return trained(make_trainer(model, args, split_sequence(transformers.Trainer), collate))

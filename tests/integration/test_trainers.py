@@ -6,9 +6,10 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -24,9 +25,8 @@ from ring_attn.integrations import trainer as integration
 from ring_attn.integrations.trainer import split_sequence
 from ring_attn.integrations.transformers import register
 from tests.distributed.pool import Pools, ended, on_ranks
-from tests.hf_models import VOCAB, make_model
+from tests.hf_models import VOCAB, make_model, yardstick
 from tests.hf_trainers import (
-    COLLATORS,
     EVEN_TEXTS,
     LOGGED,
     NUM_STEPS,
@@ -35,10 +35,8 @@ from tests.hf_trainers import (
     as_torchrun,
     assert_same_run,
     make_trainer,
-    one_process,
     padded,
     plainly,
-    split,
     split_model,
     texts,
     trained,
@@ -51,50 +49,120 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trainers")
 
 
-@pytest.mark.parametrize(
-    ("family", "collate"), [*(("llama", one) for one in COLLATORS), ("llama4", "padded")]
-)
-@pytest.mark.sweep(2)
-def test_training_as_in_one_process(ranks: Pools, out: Path, family: str, collate: str) -> None:
+# What makes the class of a trainer from another one; in one process it is that one itself.
+Of = Callable[[Any], Any]
+
+
+def usual(model: Any, out: Path, of: Of, collate: str = "padded", **options: Any) -> Run:
     """Accumulation, clipping, evaluation before and after; lengths that 2 does not divide."""
-    oracle, plain = one_process(collate, out, family)
-    assert len(plain.logged["loss"]) == NUM_STEPS and len(plain.logged["eval_loss"]) == 2
-    assert bool((plain.logged["grad_norm"] > 0.5).all())
-    for got in ranks(2).run(split, out / "split", collate, "zigzag", {}, family):
-        assert_same_run(got, oracle, plain)
+    args = arguments(str(out), **options)
+    return trained(make_trainer(model, args, of(transformers.Trainer), collate))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("collate", "layout", "options"),
-    [("padded", "zigzag", {}), ("packed", "striped", {"gradient_checkpointing": True})],
-)
-def test_three_ranks(
-    ranks: Pools, out: Path, collate: str, layout: str, options: dict[str, Any]
-) -> None:
-    oracle, plain = one_process(collate, out)
-    for got in ranks(3).run(split, out / "three", collate, layout, options):
-        assert_same_run(got, oracle, plain)
-
-
-def data_parallel(model: Any, out: Path, trainer_class: Any, dp: int) -> Run:
-    """Batches of two texts, and of six to evaluate: of all groups together."""
+def in_groups(model: Any, out: Path, of: Of) -> Run:
+    """Batches of two texts, and of six to evaluate: of all groups of two ranks together."""
+    dp = dist.get_world_size() // 2 if dist.is_initialized() else 1
     batch = {"per_device_train_batch_size": 2 // dp, "per_device_eval_batch_size": 6 // dp}
     args = arguments(str(out), **batch)
-    return trained(make_trainer(model, args, trainer_class, "padded", EVEN_TEXTS))
+    return trained(make_trainer(model, args, of(transformers.Trainer), "padded", EVEN_TEXTS))
 
 
-def split_data_parallel(out: Path) -> Run:
-    with split_model("contiguous", dp=2) as model:
-        return data_parallel(model, out, split_sequence(transformers.Trainer), 2)
+class Stream(torch.utils.data.IterableDataset):
+    """Texts in one order, as a file gives them."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        yield from texts(12)
 
 
-@pytest.mark.slow
-def test_two_groups_of_two_ranks(ranks: Pools, out: Path) -> None:
-    oracle, plain = plainly(
-        lambda model, folder: data_parallel(model, folder, transformers.Trainer, 1), out
+def streamed(model: Any, out: Path, of: Of) -> Run:
+    args, data = arguments(str(out)), {"train_dataset": Stream()}
+    return trained(make_trainer(model, args, of(transformers.Trainer), "packed", **data))
+
+
+TRL_LOGGED = (*LOGGED, "entropy", "mean_token_accuracy", "eval_entropy", "num_tokens")
+
+
+def supervised(model: Any, out: Path, of: Of, **options: Any) -> Run:
+    """TRL's trainer; its tokenizer knows w0, w1, ...
+
+    It has numbers of its own of batches, of which 3 ranks may have fewer samples than ranks.
+    """
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from trl import SFTConfig, SFTTrainer
+
+    vocab = {f"w{i}": i for i in range(VOCAB)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocab, unk_token="w0")),
+        pad_token="w0",
+        eos_token="w1",
     )
-    for got in ranks(4).run(split_data_parallel, out / "groups"):
+    rows = [[{"input_ids": x["input_ids"].tolist()} for x in texts(n)] for n in (31, 7)]
+    half = {"bf16": False, "gradient_checkpointing": False}  # TRL's defaults are the other way
+    trainer = of(SFTTrainer)(
+        model=model,
+        args=arguments(str(out), SFTConfig, **{"max_length": 64} | half | options),
+        train_dataset=Dataset.from_list(rows[0]),
+        eval_dataset=Dataset.from_list(rows[1]),
+        processing_class=tokenizer,
+    )
+    return trained(trainer, TRL_LOGGED)
+
+
+class Training(NamedTuple):
+    """A training of a model, and how its sequences are split (`split_model`)."""
+
+    run: Callable[..., Run]
+    world_size: int = 2
+    slow: bool = True
+    where: dict[str, Any] = {}
+
+
+TRAININGS = {
+    "padded": Training(usual, slow=False),
+    "packed": Training(partial(usual, collate="packed")),
+    "documents": Training(partial(usual, collate="packed, with cu_seq_lens"), slow=False),
+    "llama4": Training(usual, where={"family": "llama4"}),
+    "three ranks": Training(usual, 3),
+    "computed again": Training(
+        partial(usual, collate="packed", gradient_checkpointing=True),
+        3,
+        where={"layout": "striped"},
+    ),
+    "groups": Training(in_groups, 4, where={"layout": "contiguous", "dp": 2}),
+    "a stream": Training(streamed, slow=False),
+    "trl packed": Training(partial(supervised, packing=True)),
+    "trl padded": Training(partial(supervised, packing=False), 3),
+    "trl padding-free": Training(partial(supervised, padding_free=True, max_length=None), 3),
+}
+
+
+def on_split(name: str, out: Path) -> Run:
+    training = TRAININGS[name]
+    with split_model(**training.where) as model:
+        return training.run(model, out, split_sequence)
+
+
+@lru_cache
+def in_one_process(name: str, out: Path) -> tuple[Run, Run]:
+    """In float64 and in float32."""
+    training = TRAININGS[name]
+    model = yardstick(training.where.get("family", "llama"))
+    return plainly(lambda model, to: training.run(model, to, lambda one: one), out, model)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if training.slow else [])
+        for name, training in TRAININGS.items()
+    ],
+)
+def test_training_as_in_one_process(ranks: Pools, out: Path, name: str) -> None:
+    oracle, plain = in_one_process(name, out)
+    assert len(plain.logged["loss"]) == NUM_STEPS and len(plain.logged["eval_loss"]) == 2
+    assert bool((plain.logged["grad_norm"] > 0.5).all())
+    for got in ranks(TRAININGS[name].world_size).run(on_split, name, out / name):
         assert_same_run(got, oracle, plain)
 
 
@@ -112,7 +180,7 @@ def saved_and_resumed(out: Path) -> tuple[Run, Run]:
 
 def test_checkpoints(ranks: Pools, out: Path) -> None:
     """One rank saves what one process would; who goes on from it ends with the same bits."""
-    oracle, plain = one_process("padded", out)
+    oracle, plain = in_one_process("padded", out)
     for uninterrupted, resumed in ranks(2).run(saved_and_resumed, out / "saved"):
         assert_same_run(uninterrupted, oracle, plain)
         for name, x in uninterrupted.weights.items():
@@ -121,29 +189,6 @@ def test_checkpoints(ranks: Pools, out: Path) -> None:
             assert torch.equal(uninterrupted.logged[name], resumed.logged[name])
         saved = load_file(out / "saved" / f"checkpoint-{NUM_STEPS}" / "model.safetensors")
         assert all(torch.equal(x, uninterrupted.weights[name]) for name, x in saved.items())
-
-
-class Stream(torch.utils.data.IterableDataset):
-    """Texts in one order, as a file gives them."""
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        yield from texts(12)
-
-
-def streamed(out: Path) -> Run:
-    with split_model() as model:
-        return stream(model, out, split_sequence(transformers.Trainer))
-
-
-def stream(model: Any, out: Path, trainer_class: Any) -> Run:
-    args = arguments(str(out))
-    return trained(make_trainer(model, args, trainer_class, "packed", train_dataset=Stream()))
-
-
-def test_a_stream_of_texts(ranks: Pools, out: Path) -> None:
-    oracle, plain = plainly(lambda model, to: stream(model, to, transformers.Trainer), out)
-    for got in ranks(2).run(streamed, out / "streamed"):
-        assert_same_run(got, oracle, plain)
 
 
 class Twisted(torch.utils.data.IterableDataset):
@@ -185,56 +230,6 @@ def test_predictions_are_refused(out: Path) -> None:
             trainer.prediction_step(trainer.model, unlabelled, True)
 
 
-TRL_LOGGED = (*LOGGED, "entropy", "mean_token_accuracy", "eval_entropy", "num_tokens")
-
-
-def supervised(model: Any, out: Path, split: bool, options: dict[str, Any]) -> Run:
-    """TRL's trainer; its tokenizer knows w0, w1, ..."""
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from trl import SFTConfig, SFTTrainer
-
-    vocab = {f"w{i}": i for i in range(VOCAB)}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocab, unk_token="w0")),
-        pad_token="w0",
-        eos_token="w1",
-    )
-    rows = [[{"input_ids": x["input_ids"].tolist()} for x in texts(n)] for n in (31, 7)]
-    half = {"bf16": False, "gradient_checkpointing": False}  # TRL's defaults are the other way
-    trainer_class = split_sequence(SFTTrainer) if split else SFTTrainer
-    trainer = trainer_class(
-        model=model,
-        args=arguments(str(out), SFTConfig, **{"max_length": 64} | half | options),
-        train_dataset=Dataset.from_list(rows[0]),
-        eval_dataset=Dataset.from_list(rows[1]),
-        processing_class=tokenizer,
-    )
-    return trained(trainer, TRL_LOGGED)
-
-
-def split_supervised(out: Path, options: dict[str, Any]) -> Run:
-    with split_model() as model:
-        return supervised(model, out, True, options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world_size", "options"),
-    [
-        (2, {"packing": True}),
-        (3, {"packing": False}),
-        (3, {"padding_free": True, "max_length": None}),
-    ],
-    ids=["packed", "padded", "padding-free"],
-)
-def test_trl(ranks: Pools, out: Path, world_size: int, options: dict[str, Any]) -> None:
-    """With its own numbers of the batches, of which 3 ranks may have fewer samples than ranks."""
-    oracle, plain = plainly(lambda model, to: supervised(model, to, False, options), out)
-    for got in ranks(world_size).run(split_supervised, out / "trl", options):
-        assert_same_run(got, oracle, plain)
-
-
 def fully_sharded(out: Path) -> tuple[Run, set[type]]:
     """FSDP2 as transformers loads it; accelerate has none on CPUs."""
     with as_torchrun(), register(layout="zigzag"):
@@ -253,7 +248,7 @@ def fully_sharded(out: Path) -> tuple[Run, set[type]]:
 
 @pytest.mark.slow
 def test_fsdp2(ranks: Pools, out: Path) -> None:
-    oracle, plain = one_process("padded", out)
+    oracle, plain = in_one_process("padded", out)
     make_model("llama", "sdpa").save_pretrained(out / "fsdp2" / "weights")
     for got, kinds in ranks(3).run(fully_sharded, out / "fsdp2"):
         assert kinds == {DTensor}
