@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ring_attn import (
     SequenceLayout,
@@ -190,17 +189,6 @@ def prefill(kind: str, cuts: tuple[int, ...]) -> Results:
 def test_a_prompt_in_uneven_chunks_is_the_prompt_at_once(ranks: Pools, kind: str) -> None:
     for got in ranks(3).run(prefill, kind, (0, 50, 61, 113)):
         assert_exact(got, random_qkv(seqlen_q=113, **SIZES), Mask(113, 113, causal=True))
-
-
-@on_ranks(4)
-def test_the_group_may_be_a_mesh_axis() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    row, axis = mesh.get_local_rank("dp"), mesh["cp"]
-    assert isinstance(axis, DeviceMesh)
-    q, k, v, _ = inputs = random_qkv(seqlen_q=1, seqlen_k=50, seed=row, **SIZES)
-    part = (slice(0, 13), slice(13, 50))[mesh.get_local_rank("cp")]
-    got = tree_decode(q, k[:, part], v[:, part], group=axis, return_lse=True)
-    assert_exact(got, inputs, Mask(1, 50))
 
 
 X = torch.zeros(1, 1, 4, 32)

@@ -30,7 +30,6 @@ from ring_attn import (
 from ring_attn.core.mask import Mask
 from ring_attn.testing import STRATEGIES, Expected, Inputs, random_qkv, strategy_of
 from ring_attn.transport import p2p, streams
-from ring_attn.transport.p2p import open_p2p
 from ring_attn.transport.ranks.group import rank_group
 from tests.bounds import assert_holds, expect
 from tests.distributed.pool import on_ranks
@@ -188,17 +187,6 @@ def test_ranks_that_have_made_other_groups_before() -> None:
         assert_exact([(2, run_ring(2, pair))])
 
 
-def two_groups_of_the_same_ranks() -> None:
-    """They are two rings: each has its own transport, and neither's messages reach the other."""
-    groups = [dist.new_group([0, 1]) for _ in range(2)]
-    transports = [open_p2p(group, TransportOptions()) for group in groups]
-    assert transports[0] is not transports[1]
-    results = [run_ring(0, group) for group in groups]
-    assert torch.equal(results[0].dk, results[1].dk)
-    for transport in transports:
-        assert transport.stats.messages == 3  # one forward; a shard, and its gradient home
-
-
 def held_by_the_process() -> tuple[int, int]:
     gc.collect()
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
@@ -352,7 +340,6 @@ def test_a_forked_child_is_refused(fresh_ranks: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("world_size", "check_on_ranks"),
     [
-        (2, two_groups_of_the_same_ranks),
         (4, everything_goes_with_the_group),
         (2, threads_on_two_groups),
     ],
