@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -11,11 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.integrations import flash_attn as names
-from ring_attn.testing import Inputs, RankResult, Sent, poisoned_empty, random_qkv, whole_of
-from tests.bounds import assert_holds, expect
+from ring_attn.testing import Case, Heads, RankResult, Sent, poisoned_empty, put_together
 from tests.cold import compile_cold
 from tests.distributed.pool import on_ranks
 from tests.refusals import refused
@@ -24,113 +21,94 @@ from tests.refusals import refused
 CU_Q, CU_K, ROWS = (0, 20, 20, 47), (0, 26, 30, 57), 53
 
 
-@dataclass(frozen=True)
-class Case:
-    """One call: the function without `flash_attn` and `func`, and how tensors are given."""
+class Call(NamedTuple):
+    """A function, without `flash_attn` and `func`, the number of ranks, and what it computes."""
 
-    function: str = ""
-    world_size: int = 2
-    layout: str = "contiguous"
-    causal: bool = True
-    window: Any = (-1, -1)
-    softcap: float = 0.0
-    strategy: str = "ring"
-
-    def __str__(self) -> str:
-        return "-".join(str(x) for x in vars(self).values())
-
-    @property
-    def varlen(self) -> bool:
-        return "varlen" in self.function
-
-    @property
-    def alike(self) -> bool:
-        return "qkvpacked" in self.function
-
-    def mask(self) -> Mask:
-        window = tuple(int(n) for n in self.window)
-        cu_q, cu_k = (CU_Q, CU_Q if self.alike else CU_K) if self.varlen else (None, None)
-        seqlen_k = ROWS if self.alike or not self.varlen else CU_K[-1] + 3
-        return Mask(ROWS, seqlen_k, self.causal, window, cu_q, cu_k)
-
-    def inputs(self) -> Inputs:
-        return random_qkv(
-            batch=1 if self.varlen else 2, seqlen_q=ROWS, seqlen_k=self.mask().seqlen_k, nheads=4,
-            nheads_kv=4 if self.alike else 2, headdim=16,
-        )  # fmt: skip
-
-    def layouts(self) -> tuple[SequenceLayout, SequenceLayout]:
-        mask = self.mask()
-        q, k = (
-            SequenceLayout.from_name(self.layout, n, self.world_size)
-            for n in (mask.seqlen_q, mask.seqlen_k)
-        )
-        return q, k
+    function: str
+    world_size: int
+    case: Case
 
 
+def documents(cu_k: tuple[int, ...] = CU_K, **options: Any) -> Mask:
+    seqlen_k = ROWS if cu_k == CU_Q else cu_k[-1] + 3
+    return Mask(ROWS, seqlen_k, **{"causal": True} | options, cu_seqlens_q=CU_Q, cu_seqlens_k=cu_k)
+
+
+WINDOW, FULL_WINDOW = Mask(ROWS, ROWS, True, (9, 4)), Mask(ROWS, ROWS, False, (5, 3))
+EQUAL = Heads(4, 4, 16, 16)
 # Every function; of what they take each thing in some; one process takes padding with a name.
-CASES = [
-    Case(layout="zigzag", window=(numpy.int64(9), numpy.int32(4))),
-    Case("kvpacked_", 3, "striped", causal=False, window=[5, 3]),
-    Case("qkvpacked_", layout="zigzag", softcap=2.0),
-    Case("varlen_", 3, "zigzag"),
-    Case("varlen_", 1),
-    Case("varlen_", causal=False, strategy="all_gather"),
-    Case("varlen_kvpacked_", window=(7, 7)),
-    Case("varlen_qkvpacked_", 3, "striped"),
-    Case("varlen_qkvpacked_", 2, "zigzag", strategy="ulysses"),
+CALLS = [
+    Call("", 2, Case(WINDOW, "zigzag")),
+    Call("kvpacked_", 3, Case(FULL_WINDOW, "striped")),
+    Call("qkvpacked_", 2, Case("causal", "zigzag", heads=EQUAL, seqlen=ROWS, softcap=2.0)),
+    Call("varlen_", 3, Case(documents(), "zigzag")),
+    Call("varlen_", 1, Case(documents())),
+    Call("varlen_", 2, Case(documents(causal=False), strategy="all_gather")),
+    Call("varlen_kvpacked_", 2, Case(documents(window_size=(7, 7)))),
+    Call("varlen_qkvpacked_", 3, Case(documents(CU_Q), "striped", heads=EQUAL)),
+    Call("varlen_qkvpacked_", 2, Case(documents(CU_Q), "zigzag", "ulysses", heads=EQUAL)),
 ]
 
 
-def arguments_of(case: Case, q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
+def said_of(call: Call) -> Any:
+    """flash-attention's arguments of its mask."""
+    return call.case.build_mask().arguments
+
+
+def arguments_of(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
     """By position, as far as `return_attn_probs`."""
-    tensors = [q, k, v]
-    if "kvpacked" in case.function:
-        first = 0 if case.alike else 1
+    tensors, said = [q, k, v], said_of(call)
+    if "kvpacked" in call.function:
+        first = 0 if "qkv" in call.function else 1
         tensors = [*tensors[:first], torch.stack(tensors[first:], -3)]
-    cu_q, cu_k = (torch.tensor(cuts, dtype=torch.int32) for cuts in (CU_Q, CU_K))
-    if case.varlen and case.alike:
-        tensors += [cu_q, numpy.int64(27)]
-    elif case.varlen:
-        tensors += [cu_q, cu_k, 27, 40]
-    return [*tensors, 0.0, None, case.causal, case.window, case.softcap, None, True, True]
+    cuts = [torch.tensor(cu, dtype=torch.int32) for cu in (CU_Q, CU_K)]
+    if "varlen_qkv" in call.function:
+        tensors += [cuts[0], numpy.int64(27)]
+    elif "varlen" in call.function:
+        tensors += [*cuts, 27, 40]
+    window = [numpy.int64(said.window_size[0]), numpy.int32(said.window_size[1])]
+    return [*tensors, 0.0, None, said.causal, window, call.case.softcap, None, True, True]
 
 
-def run_case(case: Case) -> RankResult:
+def shards_of(call: Call, world_size: int) -> list[Tensor]:
+    """This rank's q, k, v and dout."""
+    of_q, of_k = call.case.build_layouts(world_size)
+    sides = zip(call.case.build_inputs(), (of_q, of_k, of_k, of_q), strict=True)
+    shards = [layout.shard(x, dist.get_rank()) for x, layout in sides]
+    return [x[0] for x in shards] if call.case.packed else shards
+
+
+def run_call(call: Call) -> RankResult:
     """This rank's results, as if there were a batch."""
-    rank, (of_q, of_k) = dist.get_rank(), case.layouts()
-    whole = case.inputs()
-    shards = [of_q.shard(x, rank) for x in (whole.q, whole.dout)]
-    shards[1:1] = [of_k.shard(x, rank) for x in (whole.k, whole.v)]
-    if case.varlen:
-        shards = [x[0] for x in shards]
-    *leaves, dout = shards
+    *leaves, dout = shards_of(call, call.world_size)
     leaves = [x.detach().clone().requires_grad_() for x in leaves]
-    layout: Any = case.layout if case.world_size == 1 else (of_q, of_k)
-    function = getattr(names, f"flash_attn_{case.function}func")
-    given = arguments_of(case, *leaves)
+    layouts: Any = call.case.build_layouts(call.world_size)
+    how = {"layout": layouts if call.world_size > 1 else "contiguous"}
+    how["strategy"] = call.case.strategy
+    function = getattr(names, f"flash_attn_{call.function}func")
+    given = arguments_of(call, *leaves)
     with poisoned_empty():
-        out, lse, nothing = function(*given, layout=layout, strategy=case.strategy)
+        out, lse, nothing = function(*given, **how)
         assert nothing is None
-        alone = function(*given[:-1], layout=layout, strategy=case.strategy)
+        alone = function(*given[:-1], **how)
         assert isinstance(alone, Tensor) and alone.equal(out)
         grads = torch.autograd.grad(out, leaves, dout)
     found = (out.detach(), lse, *grads)
-    tensors = tuple(x[None] for x in found) if case.varlen else found
+    tensors = tuple(x[None] for x in found) if call.case.packed else found
     return RankResult(tensors, (Sent(0, 0), Sent(0, 0)))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_shards_give_rows_of_dense_attention(ranks: Any, one_thread: None, case: Case) -> None:
-    of_q, of_k = case.layouts()
-    got = whole_of(ranks(case.world_size).run(run_case, case), (of_q, of_k))
-    assert_holds(got, *expect(case.inputs(), case.mask(), softcap=case.softcap))
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.function}{call.world_size}")
+def test_shards_give_rows_of_dense_attention(ranks: Any, one_thread: None, call: Call) -> None:
+    ran = put_together(call.case, ranks(call.world_size).run(run_call, call))
+    assert not ran.failures
+    got, said = ran.whole, said_of(call)
     assert got.lse.dtype == torch.float32
-    if case.varlen:
-        assert got.out[:, CU_Q[-1] :].eq(0).all() and got.dq[:, CU_Q[-1] :].eq(0).all()
-        end = (CU_Q if case.alike else CU_K)[-1]
-        assert got.dk[:, end:].eq(0).all() and got.dv[:, end:].eq(0).all()
-        assert got.lse[:, :, CU_Q[-1] :].eq(-torch.inf).all()
+    if call.case.packed:
+        rows, keys = said.cu_seqlens_q[-1], said.cu_seqlens_k[-1]
+        assert got.out[:, rows:].eq(0).all() and got.dq[:, rows:].eq(0).all()
+        assert got.dk[:, keys:].eq(0).all() and got.dv[:, keys:].eq(0).all()
+        assert got.lse[:, :, rows:].eq(-torch.inf).all()
 
 
 @on_ranks(2)
@@ -165,18 +143,14 @@ def test_refusals() -> None:
 @on_ranks(2)
 def test_functions_compile_whole() -> None:
     """With documents too: the bits of eager."""
-    for case in (CASES[0], CASES[3]):
-        case = replace(case, world_size=2)
-        rank, (of_q, of_k) = dist.get_rank(), case.layouts()
-        inputs = case.inputs()
-        q, k, v = of_q.shard(inputs.q, rank), *(of_k.shard(x, rank) for x in inputs[1:3])
-        if case.varlen:
-            q, k, v = q[0], k[0], v[0]
-        function = getattr(names, f"flash_attn_{case.function}func")
-        given = [int(x) if isinstance(x, numpy.integer) else x for x in arguments_of(case, q, k, v)]
-        given = [(9, 4) if isinstance(x, tuple) and x != (-1, -1) else x for x in given]
+    for call in (CALLS[0], CALLS[3]):
+        given = arguments_of(call, *shards_of(call, 2)[:3])
+        given = [int(x) if isinstance(x, numpy.integer) else x for x in given]
+        given = [tuple(map(int, x)) if isinstance(x, list) else x for x in given]
+        function = getattr(names, f"flash_attn_{call.function}func")
+        layouts = call.case.build_layouts(2)
 
-        def layer(*x: Any, function: Any = function, layout: Any = (of_q, of_k)) -> Any:
+        def layer(*x: Any, function: Any = function, layout: Any = layouts) -> Any:
             return function(*x, layout=layout)[:2]
 
         cold, _ = compile_cold(layer, fullgraph=True)
