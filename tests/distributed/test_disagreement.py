@@ -320,10 +320,10 @@ def names_of(strategy: str) -> list[str]:
 @pytest.mark.parametrize(
     "strategy",
     [
-        *("ring", "ulysses", "auto", "decode"),
+        *("ring", "all_gather", "ulysses", "auto", "decode"),
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("double_ring", "all_gather", "hybrid", "q_exchange")
+            for name in ("double_ring", "hybrid", "q_exchange")
         ),
     ],
 )

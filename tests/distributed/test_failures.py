@@ -1,4 +1,4 @@
-"""A peer that dies, stops, is late or has other sizes: an error in time, never a hang.
+"""A peer that dies, stops, or is late: an error in time, never a hang.
 
 Where a process is lost, or the world's group, the test has processes of its own; else a group.
 """
@@ -21,10 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn import SequenceLayout, TransportOptions, ring_attention
-from ring_attn.core.program import Channel, Hop
-from ring_attn.transport.base import Agreement, Transport
-from ring_attn.transport.p2p import open_p2p
+from ring_attn import SequenceLayout, Strategy, TransportOptions, ring_attention
+from ring_attn.transport.p2p import P2PTransport, open_p2p
 from ring_attn.transport.ranks import media
 from tests.distributed.pool import Ended, ended, on_ranks
 
@@ -44,19 +42,10 @@ MESSAGE = re.compile(
 )
 
 
-def told(got: Ended, rank: int, in_time: float = IN_TIME) -> tuple[int, int]:
-    """The peer that the error names, and its rank in the world; it comes in time and says all."""
-    assert got.error is RuntimeError and got.seconds < in_time, (rank, got)
-    found = MESSAGE.match(got.text)
-    assert found and int(found["rank"]) == rank, (rank, got.text)
-    assert "restart" in got.text, got.text
-    return int(found["peer"]), int(found["world"])
-
-
-def layer(rows: int = 16, group: Group = None) -> Tensor:
+def layer(rows: int = 16, group: Group = None, strategy: str | Strategy = "ring") -> Tensor:
     """Forward and backward with this rank's shard; the gradient of the keys."""
     q, k, v = (torch.ones(1, rows, 2, 8, requires_grad=True) for _ in range(3))
-    out = ring_attention(q, k, v, transport=OPTIONS, group=group)
+    out = ring_attention(q, k, v, transport=OPTIONS, group=group, strategy=strategy)
     (dk,) = torch.autograd.grad(out.sum(), k)
     return dk
 
@@ -65,7 +54,7 @@ def layer(rows: int = 16, group: Group = None) -> Tensor:
 
 
 def with_a_victim(
-    victim: int, sent: signal.Signals, when: tuple[int, Channel, int]
+    strategy: str | Strategy, victim: int, sent: signal.Signals, at: int
 ) -> tuple[Ended, Ended, int]:
     """A good call, one in which the victim sends itself a signal, and another call.
 
@@ -73,125 +62,76 @@ def with_a_victim(
     failed are under way, which it would take for its own.
 
     Args:
+        strategy: of the calls.
         victim: the rank.
         sent: the signal.
-        when: in place of which message: the number of calls of `post` on a channel at a step that
-            are let through, the channel, the step.
+        at: in place of which exchange of the call.
     """
-    layer()
-    transport = open_p2p(dist.group.WORLD, OPTIONS)  # type: ignore[arg-type]
+    call = partial(layer, strategy=strategy)
+    call()
     if dist.get_rank() == victim:
-        post, (let_through, *at) = transport.post, when
-        seen = 0
+        start, left = P2PTransport._start, at
 
-        def post_or_signal(
-            channel: Channel, step: int, hop: Hop, *buffers: Tensor, **after: Any
-        ) -> None:
-            nonlocal seen
-            if [channel, step] == at:
-                seen += 1
-                if seen == let_through + 1:
-                    os.kill(os.getpid(), sent)
-            post(channel, step, hop, *buffers, **after)
+        def start_or_signal(*args: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                os.kill(os.getpid(), sent)
+            return start(*args, **options)
 
-        transport.post = post_or_signal  # type: ignore[method-assign]
-    first, before = ended(layer), transport.stats.messages
-    return first, ended(layer), transport.stats.messages - before
+        P2PTransport._start = start_or_signal  # type: ignore[method-assign]
+    stats = open_p2p(dist.group.WORLD, OPTIONS).stats  # type: ignore[arg-type]
+    first, before = ended(call), stats.messages
+    return first, ended(call), stats.messages - before
 
 
-# When the victim goes: before anything of the forward is sent, in the middle of it, in the backward
-# before a shard (the forward's is let through), and before a gradient.
-MOMENTS: dict[str, tuple[int, Channel, int]] = {
-    "forward, first": (0, "shards", 0),
-    "forward, middle": (0, "shards", 1),
-    "backward, shard": (1, "shards", 1),
-    "backward, gradient": (0, "gradients", 1),
-}
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 
 @pytest.mark.parametrize(
-    ("world_size", "when", "sent"),
+    ("world_size", "strategy", "at", "sent"),
     [
-        (3, "forward, first", signal.SIGKILL),
-        (4, "forward, middle", signal.SIGKILL),
-        (4, "backward, shard", signal.SIGKILL),
-        (3, "backward, gradient", signal.SIGKILL),
-        (3, "forward, first", signal.SIGSTOP),
-        (4, "backward, shard", signal.SIGSTOP),
-        (3, "backward, gradient", signal.SIGSTOP),
+        (3, "ring", 0, KILL),
+        (4, "ring", 1, KILL),  # in the middle of the forward
+        (4, "ring", 4, KILL),  # in the backward, before a shard
+        (3, "ring", 4, KILL),  # and before a gradient
+        (3, "ring", 0, STOP),
+        (4, "ring", 4, STOP),
+        (3, "ring", 4, STOP),
+        (3, "all_gather", 1, KILL),
+        (3, "all_gather", 4, STOP),  # a reduce_scatter
+        (3, "ulysses", 3, STOP),
+        (4, Strategy(ulysses_degree=2), 0, STOP),  # between two of the ranks
     ],
+    ids=str,
 )
 @pytest.mark.sweep(2)
 def test_a_peer_that_is_gone(
-    fresh_ranks: Callable[..., Any], world_size: int, when: str, sent: signal.Signals
+    fresh_ranks: Callable[..., Any],
+    world_size: int,
+    strategy: str | Strategy,
+    at: int,
+    sent: signal.Signals,
 ) -> None:
     victim, survivors = 0, range(1, world_size)
     pool = fresh_ranks(world_size)
-    pool.start(with_a_victim, victim, sent, MOMENTS[when])
+    pool.start(with_a_victim, strategy, victim, sent, at)
     results = pool.results(lost=[victim], timeout=30)
     for rank in survivors:
         first, second, exchanges = results[rank]
-        peer, same = told(first, rank)
-        # The rank that would have received says whom it has missed.
-        neighbours = {(rank - 1) % world_size, (rank + 1) % world_size}
-        assert peer == same and peer in ({victim} if rank == 1 else neighbours), (rank, first)
+        assert first.error is RuntimeError and first.seconds < IN_TIME, (rank, first)
+        found = MESSAGE.match(first.text)
+        assert found and "restart" in first.text, (rank, first)
+        if isinstance(strategy, str):  # else ranks are numbered among two
+            assert int(found["rank"]) == rank and found["peer"] == found["world"], (rank, first)
+        if strategy == "ring":
+            # The rank that would have received says whom it has missed.
+            near = {victim} if rank == 1 else {rank - 1, (rank + 1) % world_size}
+            assert int(found["peer"]) in near, (rank, first)
+        assert "has failed before and cannot go on" in second.text and second.seconds < 0.5
         assert second.error is RuntimeError and exchanges == 0, (rank, exchanges, second)
     # The survivors come to their end by themselves.
     assert pool.close(lost=[victim]) == [-signal.SIGKILL, *(0 for _ in survivors)]
-
-
-def start(transport: Transport, name: str, n: int) -> None:
-    """A collective at step 7, with n bytes for each rank."""
-    world_size = transport.world_size
-    mine, all_of_them = (torch.zeros(size, dtype=torch.uint8) for size in (n, world_size * n))
-    if name == "all_gather":
-        transport.all_gather("shards", 7, mine, all_of_them)
-    elif name == "reduce_scatter":
-        transport.reduce_scatter("shards", 7, torch.ones(world_size * n // 4), torch.empty(n // 4))
-    else:
-        got, counts = all_of_them.clone(), world_size * [n]
-        transport.all_to_all("shards", 7, all_of_them, counts, got, counts)
-    transport.wait("shards")
-
-
-def collective_with_a_victim(
-    name: str, sent: signal.Signals, among: tuple[int, ...]
-) -> tuple[Ended, Ended] | None:
-    """A good collective among some ranks, one in which rank 0 is lost, and one after that."""
-    whole = open_p2p(dist.group.WORLD, OPTIONS)  # type: ignore[arg-type]
-    with whole.call("forward", Agreement({"a test": "of collectives"}), torch.device("cpu")):
-        if dist.get_rank() not in among:
-            return None
-        run = partial(start, whole.sub(among), name, 64)
-        run()
-        if dist.get_rank() == 0:
-            os.kill(os.getpid(), sent)
-        return ended(run), ended(run)
-
-
-@pytest.mark.parametrize(
-    ("name", "sent", "among"),
-    [
-        ("all_gather", signal.SIGKILL, (0, 1, 2)),
-        ("reduce_scatter", signal.SIGSTOP, (0, 1, 2)),
-        ("all_to_all", signal.SIGSTOP, (0, 2)),
-    ],
-)
-@pytest.mark.sweep(2)
-def test_a_peer_that_is_gone_in_a_collective(
-    fresh_ranks: Callable[..., Any], name: str, sent: signal.Signals, among: tuple[int, ...]
-) -> None:
-    pool = fresh_ranks(3)
-    pool.start(collective_with_a_victim, name, sent, among)
-    results = pool.results(lost=[0], timeout=30)
-    for rank in (1, 2):
-        if rank not in among:
-            assert results[rank] is None
-            continue
-        first, second = results[rank]
-        told(first, among.index(rank))
-        assert "has failed before and cannot go on" in second.text and second.seconds < 0.5
-    assert pool.close(lost=[0]) == [-signal.SIGKILL, 0, 0]
 
 
 def is_stopped(pid: int) -> bool:
@@ -202,7 +142,7 @@ def is_stopped(pid: int) -> bool:
 
 def test_a_late_peer_is_waited_for(fresh_ranks: Callable[..., Any]) -> None:
     pool = fresh_ranks(3)
-    pool.start(with_a_victim, 0, signal.SIGSTOP, MOMENTS["forward, first"])
+    pool.start(with_a_victim, "ring", 0, STOP, 0)
     pid = pool.pids[0]
     deadline = time.monotonic() + 20
     while not is_stopped(pid):
@@ -286,21 +226,6 @@ def test_a_rank_that_cannot_connect_is_not_waited_for() -> None:
         got = ended(lambda: layer(group=group))
     assert got.error is RuntimeError and got.seconds < TIMEOUT, got
     assert "rank 1 has given up: no route to host" in got.text, got
-
-
-# -- other sizes on one rank; other calls: test_disagreement.py
-
-
-@on_ranks(2)
-def test_another_size_in_a_collective() -> None:
-    """Rank 0 has half the bytes, in one collective after another."""
-    n = 2048 if dist.get_rank() == 0 else 4096
-    for name in ("all_gather", "reduce_scatter", "all_to_all"):
-        transport = open_p2p(dist.new_group(), OPTIONS)
-        with transport.call("forward", Agreement({"n": n}), torch.device("cpu")):
-            got = ended(partial(start, transport, name, n))
-        told(got, dist.get_rank())
-        assert "n: 4096 and 2048" in got.text or "n: 2048 and 4096" in got.text
 
 
 # -- a new group
