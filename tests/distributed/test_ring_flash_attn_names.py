@@ -326,21 +326,34 @@ def test_a_refusal_of_one_rank_reaches_the_others() -> None:
         varlen.function(x, x, x, cu, most, causal=True, group=group)
 
 
-def compiled(case: Case, backend: str, scalars: bool, inside: bool) -> tuple[int, list[bool]]:
-    """Graphs around one function, and whether each batch has the bits of eager, gradients too.
+PACKED = [Case(f"{family}_varlen") for family in ("ring_flash_attn", "zigzag_ring_flash_attn")]
+PACKED.append(LLAMA3)
 
-    Args:
-        case: the function; its documents are those of the first batch.
-        backend: of torch.compile.
-        scalars: `capture_scalar_outputs`, which lets dynamo trace what is read from tensors.
-        inside: llama3's arguments are made inside of the compiled function.
+
+@pytest.mark.parametrize(
+    ("case", "inside", "backend", "scalars"),
+    [
+        (LLAMA3, True, "eager", True),
+        *(pytest.param(one, False, "eager", False, marks=pytest.mark.slow) for one in PACKED),
+        pytest.param(PACKED[1], False, "inductor", True, marks=pytest.mark.slow),
+        pytest.param(LLAMA3, True, "inductor", False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@on_ranks(2)
+def test_functions_over_documents_stand_between_graphs(
+    case: Case, inside: bool, backend: str, scalars: bool
+) -> None:
+    """Two graphs for all batches; that before the call once more, when a size is a symbol.
+
+    Each batch has the bits of eager, gradients too. llama3's arguments are made inside of the
+    compiled function, too; with `capture_scalar_outputs` dynamo traces what is read from tensors.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    seqlen = case.documents()[-1]
+    rank, seqlen = dist.get_rank(), case.documents()[-1]
 
     def layer(x: list[Tensor], cu: Tensor, arguments: list[Any] | None) -> Tensor:
         if arguments is None:
-            *local, keys = names.llama3_flash_attn_prepare_cu_seqlens(cu, True, rank, world_size)
+            *local, keys = names.llama3_flash_attn_prepare_cu_seqlens(cu, True, rank, 2)
             arguments = [*local, 1, keys]
         return case.function(*[y * 2 for y in x], *arguments, causal=True).relu()
 
@@ -348,46 +361,16 @@ def compiled(case: Case, backend: str, scalars: bool, inside: bool) -> tuple[int
 
     with config.patch(capture_scalar_outputs=scalars):
         cold, num_graphs = compile_cold(layer, backend)
-        found = []
         # Documents that no eager call has seen.
         for cuts in ((4, 12), (8,), (12, 16, 20)):
             cu = torch.tensor([0, *cuts, seqlen], dtype=torch.int32)
-            x = [y[0, : seqlen // world_size].requires_grad_() for y in case.inputs()[:3]]
+            x = [y[0, : seqlen // 2].requires_grad_() for y in case.inputs()[:3]]
             steps = []
             for function in (cold, layer):
-                arguments = None if inside else arguments_of(case, cu, rank)
-                out = function(x, cu, arguments)
+                out = function(x, cu, None if inside else arguments_of(case, cu, rank))
                 steps.append([out, *torch.autograd.grad(out.sum(), x)])
-            found.append(all(map(torch.equal, *steps)))
-    return num_graphs(), found
-
-
-PACKED = [Case(f"{family}_varlen") for family in ("ring_flash_attn", "zigzag_ring_flash_attn")]
-PACKED.append(LLAMA3)
-COMPILED = {**{case.family: (case, False) for case in PACKED}, "llama3_prepare": (LLAMA3, True)}
-
-
-@pytest.mark.parametrize(
-    ("name", "backend", "scalars"),
-    [
-        ("llama3_prepare", "eager", True),
-        *(
-            pytest.param(name, "eager", False, marks=pytest.mark.slow)
-            for name in COMPILED
-            if name != "llama3_prepare"
-        ),
-        pytest.param("zigzag_ring_flash_attn_varlen", "inductor", True, marks=pytest.mark.slow),
-        pytest.param("llama3_prepare", "inductor", False, marks=pytest.mark.slow),
-    ],
-)
-def test_functions_over_documents_stand_between_graphs(
-    ranks: Any, name: str, backend: str, scalars: bool
-) -> None:
-    """Two for all batches; that before the call once more, when a size has become a symbol."""
-    case, inside = COMPILED[name]
-    for num_graphs, same in ranks(2).run(compiled, case, backend, scalars, inside):
-        assert num_graphs in (2, 3)
-        assert same == [True] * 3
+            assert all(map(torch.equal, *steps))
+    assert num_graphs() in (2, 3)
 
 
 @on_ranks(2)
