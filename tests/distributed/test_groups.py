@@ -78,49 +78,28 @@ def assert_exact(results: list[tuple[int, Expected]]) -> None:
         assert_holds(whole, *expected(ring), (i, ring))
 
 
-def two_subgroups(rings: list[list[int]]) -> tuple[int, Expected]:
-    """Two rings at the same time, each in a group of its own."""
-    groups = [dist.new_group(ranks) for ranks in rings]
-    ring = next(i for i, ranks in enumerate(rings) if dist.get_rank() in ranks)
-    return ring, run_ring(ring, groups[ring])
-
-
-def local_subgroups() -> tuple[int, Expected]:
-    """Groups that only their members make: the ring's own groups must be made likewise."""
+@on_ranks(4)
+def test_groups_that_only_their_members_make() -> None:
+    """The ring's own groups must be made likewise; two rings at the same time."""
     ring = dist.get_rank() // 2
     members = [2 * ring, 2 * ring + 1]
-    return ring, run_ring(ring, dist.new_group(members, use_local_synchronization=True))
+    group = dist.new_group(members, use_local_synchronization=True)
+    assert_exact([(ring, run_ring(ring, group))])
 
 
-def mesh_axis(axis: str) -> tuple[int, Expected]:
-    """A ring along one axis of a 2 x 2 mesh."""
+@pytest.mark.parametrize("axis", ["cp", "dp"])
+@on_ranks(4)
+def test_an_axis_of_a_mesh(axis: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     row, column = divmod(dist.get_rank(), 2)
     ring = row if axis == "cp" else column
-    return ring, run_ring(ring, mesh[axis])
+    assert_exact([(ring, run_ring(ring, mesh[axis]))])
 
 
-def whole_mesh(ranks: list[int]) -> tuple[int, Expected]:
-    """A mesh with one axis is itself the ring, in the order of its ranks."""
-    return 0, run_ring(0, DeviceMesh("cpu", ranks, mesh_dim_names=("cp",)))
-
-
-@pytest.mark.parametrize(
-    ("world_size", "run", "arguments"),
-    [
-        (4, two_subgroups, ([[0, 3], [1, 2]],)),
-        (4, local_subgroups, ()),
-        (4, mesh_axis, ("cp",)),
-        (4, mesh_axis, ("dp",)),
-        (3, whole_mesh, ([0, 1, 2],)),
-        (3, whole_mesh, ([2, 0, 1],)),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_the_ring_is_the_group(
-    ranks: Any, world_size: int, run: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
-    assert_exact(ranks(world_size).run(run, *arguments))
+@on_ranks(3)
+def test_a_mesh_with_one_axis_is_the_ring() -> None:
+    """In the order of its ranks."""
+    assert_exact([(0, run_ring(0, DeviceMesh("cpu", [2, 0, 1], mesh_dim_names=("cp",))))])
 
 
 UNSORTED = [2, 0, 3, 1]
@@ -192,7 +171,8 @@ def held_by_the_process() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
-def everything_goes_with_the_group() -> None:
+@on_ranks(4)
+def test_everything_goes_with_the_group() -> None:
     """Connections, threads and transports are gone when the group is, after any number of calls."""
     run_ring(0, None)  # what the process keeps for all groups
     before, transports = held_by_the_process(), len(p2p._transports)
@@ -282,7 +262,8 @@ def test_a_mesh_with_two_axes_is_not_split_off_the_world() -> None:
 # -- threads and forks
 
 
-def threads_on_two_groups() -> None:
+@on_ranks(2)
+def test_threads_on_two_groups() -> None:
     """First calls on two groups from two threads, while the user makes groups of their own."""
     groups = [dist.new_group() for _ in range(2)]
     with ThreadPoolExecutor(2) as threads:
@@ -335,16 +316,3 @@ def test_a_forked_child_is_refused(fresh_ranks: Callable[..., Any]) -> None:
     for rank, text in enumerate(fresh_ranks(2).run(forked_child, timeout=30)):
         assert text.startswith("RuntimeError: process "), text
         assert "forked" in text and f"rank {rank}" in text and "spawn" in text
-
-
-@pytest.mark.parametrize(
-    ("world_size", "check_on_ranks"),
-    [
-        (4, everything_goes_with_the_group),
-        (2, threads_on_two_groups),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-@pytest.mark.sweep(2)
-def test_several_rings(ranks: Any, world_size: int, check_on_ranks: Callable[[], None]) -> None:
-    ranks(world_size).run(check_on_ranks)
