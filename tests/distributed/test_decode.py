@@ -29,7 +29,7 @@ from ring_attn.tools.model import ModelConfig, Transformer
 from ring_attn.transport.p2p import open_p2p
 from tests.bounds import assert_holds, expect
 from tests.cold import compile_cold
-from tests.distributed.pool import Pools, on_ranks
+from tests.distributed.pool import Pools, everyone, on_ranks
 from tests.refusals import refused, says
 
 SIZES = {"batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 16, "headdim_v": 8}
@@ -246,24 +246,20 @@ CONFIG = ModelConfig(dim=32, num_layers=2, nheads=4, nheads_kv=2, hidden_dim=48)
 NUM_PROMPT, NUM_TOKENS = 50, 40
 
 
-def generate_twice(kind: str) -> generate.Comparison:
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+@on_ranks(3)
+def test_three_ranks_generate_what_one_process_does(kind: str) -> None:
     """With random weights, from a sharded cache and in one pass."""
     torch.manual_seed(0)
-    model = Transformer(CONFIG)
-    prompt = torch.randint(256, (1, NUM_PROMPT))
-    return generate.generate_twice(model, prompt, NUM_TOKENS, dist.group.WORLD, kind)
-
-
-@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
-def test_three_ranks_generate_what_one_process_does(ranks: Pools, kind: str) -> None:
-    results = ranks(3).run(generate_twice, kind)
-    assert len(set(results[0].text)) > 5, "a text of one byte would hide a mistake"
-    assert results[0].equal and results[0].first_difference is None
-    assert results[0].greatest_difference < results[0].smallest_margin / 2
+    model, prompt = Transformer(CONFIG), torch.randint(256, (1, NUM_PROMPT))
+    result = generate.generate_twice(model, prompt, NUM_TOKENS, dist.group.WORLD, kind)
+    assert len(set(result.text)) > 5, "a text of one byte would hide a mistake"
+    assert result.equal and result.first_difference is None
+    assert result.greatest_difference < result.smallest_margin / 2
     # The last token is not fed back.
-    assert sum(results[0].rows) == NUM_PROMPT + NUM_TOKENS - 1
-    assert max(results[0].rows) - min(results[0].rows) <= generate.BLOCK
-    assert all(result == results[0] for result in results)
+    assert sum(result.rows) == NUM_PROMPT + NUM_TOKENS - 1
+    assert max(result.rows) - min(result.rows) <= generate.BLOCK
+    assert everyone(result) == [result] * 3
 
 
 @on_ranks(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
@@ -18,10 +17,12 @@ from ring_attn.core.program import Channel
 from ring_attn.core.spec import MAX_CTAS
 from ring_attn.torch_private import coalesced
 from ring_attn.transport.p2p import open_p2p
+from ring_attn.transport.ranks import group as ranks_group
 from ring_attn.transport.ranks import media, progress
 from ring_attn.transport.ranks.group import rank_group
 from ring_attn.transport.ranks.media import Lane, Late
-from tests.distributed.pool import ended
+from tests.distributed.pool import ended, on_ranks
+from tests.refusals import says
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -184,29 +185,25 @@ def test_numbers_of_exchanges_begin_again() -> None:
             assert (found is None) == (step % 5 < 4)
 
 
-def late_in_a_group() -> tuple[str, str, str]:
-    """What the watch says on a rank, what the others read, and what the next call raises."""
-    group = dist.new_group()
-    x = torch.ones(1, 2, 2, 8)
-    ring_attention(x, x, x, group=group)
-    shared = rank_group(group)
-    late = Late(3, "shards", 1, 47.0, True)
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ring_attn").addHandler(handler)
-    if dist.get_rank() == 0:
-        with mock.patch.object(media.Gloo, "late", lambda _: late):
-            shared.look()
-    dist.barrier()
-    assert shared._board is not None
-    read = shared._board.failure() or ""
-    after = ended(lambda: ring_attention(x, x, x, group=group))
-    return "".join(said), read, after.text
-
-
 @pytest.mark.gloo
-def test_the_watch_names_step_peer_and_channel(ranks: Any) -> None:
-    (said, _, after), (_, read, _) = ranks(2).run(late_in_a_group)
-    for text in (said, read, after):
-        assert "step 3" in text and "rank 1" in text and "'shards'" in text and "47 s" in text, text
+@on_ranks(2)
+def test_the_watch_names_step_peer_and_channel() -> None:
+    """Rank 0's watch says it, rank 1 reads it, and the next call raises it."""
+    group, x = dist.new_group(), torch.ones(1, 2, 2, 8)
+    ring_attention(x, x, x, group=group)
+    shared, rank = rank_group(group), dist.get_rank()
+    assert shared._board is not None
+    texts = []
+    if rank == 0:
+        late = Late(3, "shards", 1, 47.0, True)
+        with (
+            mock.patch.object(media.Gloo, "late", lambda _: late),
+            mock.patch.object(ranks_group.logger, "error") as said,
+        ):
+            shared.look()
+        texts.append(said.call_args.args[1])
+    dist.barrier()
+    texts += [shared._board.failure() or ""] * (rank == 1)
+    end = ended(lambda: ring_attention(x, x, x, group=group))
+    texts += [end.text] * (rank == 0)
+    assert all(says(text, "step 3|rank 1|'shards'|47 s") for text in texts), texts
