@@ -41,16 +41,17 @@ ORDERS = {"BSHD": (0, 1, 2, 3), "BHSD": (0, 2, 1, 3), "SBHD": (1, 0, 2, 3)}
 class Core(nn.Module):
     """Attention as models write it, over (batch, heads, rows, headdim) inside."""
 
-    def __init__(self, order: str = "BSHD", returns: str = "tensor") -> None:
+    def __init__(self, order: str = "BSHD", returns: str = "tensor", **options: Any) -> None:
         super().__init__()
         self.order, self.returns = order, returns
+        self.options = options or {"is_causal": True, "scale": SCALE, "enable_gqa": True}
         self.seen: tuple[int, ...] = ()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
         self.seen = tuple(q.shape)
         to_bhsd = {"BSHD": (0, 2, 1, 3), "BHSD": (0, 1, 2, 3), "SBHD": (1, 2, 0, 3)}[self.order]
         q, k, v = (x.permute(to_bhsd) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, **self.options)
         out = out.permute([to_bhsd.index(dim) for dim in range(4)])
         if self.returns == "flat":  # heads in one dim, as the projection that follows wants them
             batch, rows = self.seen[:2]
@@ -432,20 +433,11 @@ def test_rows_and_heads_over_two_axes() -> None:
 # -- errors
 
 
-def plain_qkv(rows: int = 8, heads: int = 3) -> list[Tensor]:
-    return [torch.randn(1, rows, heads, 4) for _ in range(3)]
-
-
-class Asks(nn.Module):
-    """Calls SDPA with options of the test."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.options = options
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, **self.options).transpose(1, 2)
+def plain_qkv(
+    rows: int = 8, heads: int = 3, rows_kv: int | None = None, heads_kv: int | None = None
+) -> list[Tensor]:
+    q, kv = (rows, heads), (rows_kv or rows, heads_kv or heads)
+    return [torch.randn(1, *one, 4) for one in (q, kv, kv)]
 
 
 class NoAttention(nn.Module):
@@ -473,6 +465,14 @@ def try_style(
 MASK = torch.ones(16, 16, dtype=torch.bool)
 RUNS = SequenceLayout.boundaries([0, 8, 8])
 WHOLE = {"inside": "whole", "degree": 2}
+GROUPED = partial(plain_qkv, heads=4, heads_kv=2)
+
+
+def returning(form: str) -> dict[str, Any]:
+    """A module that returns its output so, and tensors that it takes."""
+    qkv = partial(sharded, 1) if form == "transposed" else partial(plain_qkv, heads=2)
+    return {"module": partial(Core, returns=form), "qkv": qkv}
+
 
 # The style, what the message has, and the rest of the call.
 ERRORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
@@ -494,38 +494,15 @@ ERRORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"layout": RUNS}, "[4, 4]|[8, 0]", {"qkv": lambda: plain_qkv([8, 0][dist.get_rank()])}
     ),
     "no sdpa": ({}, "did not call F.scaled_dot_product_attention", {"module": NoAttention}),
-    "attn_mask": ({}, "attn_mask", {"module": lambda: Asks(attn_mask=MASK)}),
-    "dropout_p": ({}, "dropout_p|0.1", {"module": lambda: Asks(dropout_p=0.1)}),
-    "top-left": (
-        {},
-        "queries|8 and 16",
-        {
-            "module": lambda: Asks(is_causal=True),
-            "qkv": lambda: [*plain_qkv()[:1], *plain_qkv(16)[1:]],
-        },
-    ),
-    "gqa": (
-        {},
-        "enable_gqa=True|(1, 4, ",
-        {"module": Asks, "qkv": lambda: [*plain_qkv(heads=4)[:1], *plain_qkv(heads=2)[1:]]},
-    ),
+    "attn_mask": ({}, "attn_mask", {"module": partial(Core, attn_mask=MASK)}),
+    "dropout_p": ({}, "dropout_p|0.1", {"module": partial(Core, dropout_p=0.1)}),
+    "top-left": ({}, "queries|8 and 16", {"qkv": partial(plain_qkv, rows_kv=16)}),
+    "gqa": ({}, "enable_gqa=True|(1, 4, ", {"module": partial(Core, scale=1.0), "qkv": GROUPED}),
     "whole and ring": ({"inside": "whole"}, "all 2 ranks|degree 1", {}),
     "whole and heads": (WHOLE, "3 heads of q|2 ranks", {}),
-    "whole and dims": (
-        WHOLE,
-        "(1, 16, 1, 'headdim')|(1, 16, 4)",
-        {"module": lambda: Core(returns="flat"), "qkv": lambda: plain_qkv(8, 2)},
-    ),
-    "whole and more": (
-        WHOLE,
-        "no tensor beside|2 elements",
-        {"module": lambda: Core(returns="two"), "qkv": lambda: plain_qkv(8, 2)},
-    ),
-    "local and dims": (
-        {"inside": "local"},
-        "(1, 8, 2, 4)|(1, 2, 8, 4)",
-        {"module": lambda: Core(returns="transposed"), "qkv": lambda: sharded(1)},
-    ),
+    "whole and dims": (WHOLE, "(1, 16, 1, 'headdim')|(1, 16, 4)", returning("flat")),
+    "whole and more": (WHOLE, "no tensor beside|2 elements", returning("two")),
+    "local and dims": ({"inside": "local"}, "(1, 8, 2, 4)|(1, 2, 8, 4)", returning("transposed")),
     "seq_dim": ({"seq_dim": 2, "head_dim": 1}, "seq_dim=2", {}),
     "placement": ({}, "Shard(1)", {"qkv": lambda: sharded(2)}),
     "forms": ({}, "q is DTensor|k is", {"qkv": lambda: [*sharded(1)[:1], *plain_qkv()[:2]]}),
@@ -533,10 +510,8 @@ ERRORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "missing": ({}, "no v|index 2|'v'", {"qkv": lambda: plain_qkv()[:2]}),
     "indices": ({"qkv_indices": (0, 1, 3)}, "[0, 1, 3]", {}),
     "keywords": ({"qkv_names": ("query", "k", "v")}, "'query'|Core.forward", {}),
-    "output_index": (
-        {"output_index": 2}, "output_index 2|2 elements", {"module": lambda: Core(returns="tuple")}
-    ),
-    "output type": ({}, "NoneType", {"module": lambda: Core(returns="tuple")}),
+    "output_index": ({"output_index": 2}, "output_index 2|2 elements", returning("tuple")),
+    "output type": ({}, "NoneType", returning("tuple")),
     "options of a function": ({"replace": lambda module: {"group": None}}, "['group']", {}),
 }  # fmt: skip
 
