@@ -5,7 +5,6 @@ Masks, shapes, paddings and results are those of the kernels; the arithmetic is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,12 +24,15 @@ def dense_forward(
 
 def dense_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
-    seen: Tensor, softcap: float = 0.0,
-) -> Iterator[Tensor]:  # fmt: skip
+    seen: Tensor, softcap: float = 0.0, into: tuple[Tensor, ...] = (),
+) -> list[Tensor]:  # fmt: skip
+    """dq, dk, dv, which are copied where they are wanted."""
     dtype, (dout, q, k, v, out) = q.dtype, (x.float() for x in (dout, q, k, v, out))
     delta = (dout * out).sum(-1).transpose(1, 2)
     grads = textbook_backward(q, k, v, dout, lse, delta, seen, scale, softcap)
-    return (grad.to(dtype) for grad in grads)
+    for wanted, grad in zip(into, grads, strict=False):
+        wanted.copy_(grad)
+    return [grad.to(dtype) for grad in grads]
 
 
 def flash_2_visible(rows: int, cols: int, left: int, right: int) -> Tensor:
@@ -112,9 +114,8 @@ class FlashAttn2:
         assert (dropout_p, causal, alibi_slopes) == (0.0, False, None)
         assert deterministic
         seen = flash_2_visible(q.size(1), k.size(1), window_size_left, window_size_right)
-        grads = dense_backward(dout, q, k, v, out, softmax_lse, softmax_scale, seen, softcap)
-        for into, grad in zip((dq, dk, dv), grads, strict=True):
-            into.copy_(grad)
+        into = (dq, dk, dv)
+        dense_backward(dout, q, k, v, out, softmax_lse, softmax_scale, seen, softcap, into)
         return UNUSED
 
 
@@ -146,9 +147,8 @@ class FlashAttn3:
         require_kernel_shapes(dout, q, k, v, out, dq, dk, dv)
         assert (cu_seqlens_q, is_causal, deterministic) == (None, False, True)
         seen = flash_3_visible(q.size(1), k.size(1), window_size_left, window_size_right)
-        grads = dense_backward(dout, q, k, v, out, softmax_lse, softmax_scale, seen, softcap)
-        for into, grad in zip((dq, dk, dv), grads, strict=True):
-            into.copy_(grad)
+        into = (dq, dk, dv)
+        dense_backward(dout, q, k, v, out, softmax_lse, softmax_scale, seen, softcap, into)
         return 5 * [UNUSED]
 
 
@@ -175,10 +175,9 @@ class FlashAttn4:
         require_kernel_shapes(dout, q, k, v, out, dq, dk, dv)
         assert (causal, deterministic) == (False, True)
         seen = flash_4_visible(q.size(1), k.size(1), window_size_left, window_size_right)
-        grads = dense_backward(dout, q, k, v, out, lse, softmax_scale, seen, softcap)
-        for into, grad in zip((dq, dk, dv), grads, strict=True):
-            into.copy_(grad)
-        return dq, dk, dv
+        into = (dq, dk, dv)
+        dense_backward(dout, q, k, v, out, lse, softmax_scale, seen, softcap, into)
+        return into
 
 
 class TorchOnCuda:

@@ -204,15 +204,12 @@ def test_only_inside_and_only_this_function() -> None:
 
 
 @on_ranks(2)
-def test_unshard_takes_every_balancer() -> None:
-    """Ours, torch's, and torch's that differ within a batch."""
+def test_unshard_takes_balancers_of_torch() -> None:
+    """Also those that differ within a batch; ours are in the next test."""
     from torch.distributed.tensor.experimental import _attention as theirs
 
     mesh, rank = mesh_of(), dist.get_rank()
     x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
-    for layout in (SequenceLayout.striped(16, 2), SequenceLayout.zigzag(16, 2)):
-        shard = layout.shard(x, rank, 2)
-        assert context_parallel_unshard(mesh, [shard], [2], as_load_balancer(layout))[0].equal(x)
     per_document = theirs._PerDocumentHeadTailLoadBalancer([[8, 8], [4, 12]], 2, "cpu")
     for balancer in (theirs._HeadTailLoadBalancer(16, 2, "cpu"), per_document):
         with torch_options() as attention:
@@ -228,24 +225,24 @@ def test_unshard_takes_every_balancer() -> None:
 
 
 @on_ranks(2)
-def test_torchs_functions_take_our_layouts() -> None:
-    """Shard and unshard of torch with `as_load_balancer`, and attention over such shards."""
+def test_our_layouts_are_balancers() -> None:
+    """Of shard and unshard, torch's and ours; and attention over such shards."""
     mesh, rank = mesh_of(), dist.get_rank()
     pieces = [[Segment(0, 3), Segment(9, 5)], [Segment(3, 6), Segment(14, 2)]]
     whole = torch.randn(3, 2, 4, 16, 8, generator=torch.Generator().manual_seed(0)).unbind()
     expected = F.scaled_dot_product_attention(*(x.double() for x in whole), is_causal=True)
+    plain = F.scaled_dot_product_attention(*whole, is_causal=True)
     for layout in (SequenceLayout.striped(16, 2), SequenceLayout.from_segments(pieces)):
         balancer = as_load_balancer(layout)
         with torch_options() as attention:
             shards = attention._context_parallel_shard(mesh, list(whole), [2] * 3, balancer)
             again = attention.context_parallel_unshard(mesh, shards, [2] * 3, balancer)
-        for x, shard, back in zip(whole, shards, again, strict=True):
-            assert shard.equal(layout.shard(x, rank, 2)) and back.equal(x)
+        ours = context_parallel_unshard(mesh, shards, [2] * 3, balancer)
+        for x, shard, *back in zip(whole, shards, again, ours, strict=True):
+            assert shard.equal(layout.shard(x, rank, 2)) and all(one.equal(x) for one in back)
         with route_sdpa(group=mesh, layout=layout):
             out = F.scaled_dot_product_attention(*shards, is_causal=True)
-        rows = layout.shard(expected, rank, 2)
-        plain = F.scaled_dot_product_attention(*whole, is_causal=True)
-        assert_close("out", out, rows, layout.shard(plain, rank, 2))
+        assert_close("out", out, *(layout.shard(x, rank, 2) for x in (expected, plain)))
 
 
 @on_ranks(2)
@@ -393,6 +390,7 @@ def test_refusals() -> None:
     """Before anything is changed, and by name."""
     mesh, x = mesh_of(), torch.randn(2, 8)
     one: dict[str, Any] = {"buffers": [x], "buffer_seq_dims": [1]}
+    unequal: dict[str, Any] = {"buffers": [x, x.clone()], "buffer_seq_dims": [1, 0]}
     cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         (x, {}, TypeError, "mesh must be a DeviceMesh, got Tensor"),
         (mesh_of(2, 1), one, ValueError, r"mesh must have one axis, got \('a', 'b'\)"),
@@ -401,12 +399,7 @@ def test_refusals() -> None:
         (mesh, one | {"buffer_seq_dims": [2]}, ValueError, r"got 2 for buffer 0 of .* \(2, 8\)"),
         (mesh, one | {"buffers": [nn.Parameter(x)]}, ValueError, "must not require a gradient"),
         (mesh, one | {"buffers": [3]}, TypeError, "got buffer 0: int"),
-        (
-            mesh,
-            {"buffers": [x, x.clone()], "buffer_seq_dims": [1, 0]},
-            ValueError,
-            r"one length in their seq dims, got \[8, 2\]",
-        ),
+        (mesh, unequal, ValueError, r"one length in their seq dims, got \[8, 2\]"),
     ]
     for given, arguments, kind, text in cases:
         with pytest.raises(kind, match=text), context_parallel(given, **arguments):

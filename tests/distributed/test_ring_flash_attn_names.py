@@ -246,6 +246,7 @@ def test_refusals() -> None:
     cu, most = own_arguments(varlen, 0)
     x = torch.randn(int(cu[-1]), 2, 8)
     tensors, own = llama3_tensors(), own_arguments(LLAMA3, dist.get_rank())
+    batched = [x[None] for x in tensors]
     calls = [
         (ValueError, "max_seqlen|14|13", varlen, (x, x, x, cu, most - 1), {}),
         (ValueError, "of 4|2 ranks", varlen, (x, x, x, torch.tensor([0, 3, 26]), most + 9), {}),
@@ -260,13 +261,7 @@ def test_refusals() -> None:
         (NotImplementedError, "dropout_p", varlen, (x, x, x, cu, most), {"dropout_p": 0.1}),
         (NotImplementedError, "alibi_slopes", varlen, (x, x, x, cu, most), {"alibi_slopes": x}),
         (ValueError, "heads_k_stride|2|3", LLAMA3, (*tensors, *own[:4], 3, own[5]), {}),
-        (
-            ValueError,
-            "q must be (rows, nheads|(1, 30",
-            LLAMA3,
-            (*(x[None] for x in tensors), *own),
-            {},
-        ),
+        (ValueError, "q must be (rows, nheads|(1, 30", LLAMA3, (*batched, *own), {}),
         (TypeError, "local_k_slice|int", LLAMA3, (*tensors, *own[:5], 7), {}),
         (ValueError, "max_seqlen_k", LLAMA3, (*tensors, *own[:3], 1, *own[4:]), {}),
     ]
