@@ -61,9 +61,26 @@ def test_a_peer_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "kv head" in str(reason("--heads 4 --kv-heads 2"))
 
 
-def test_an_unknown_baseline_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "ring", "--baseline", "sparse"]) == 2
-    assert "--baseline must be of" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("ring --baseline sparse", "--baseline must be of"),
+        ("placement --lengths short", "library, long tail, long, one, got 'short'"),
+        ("kernel --device cpu --implementations sparse", "--implementations"),
+        ("kernel --device cpu --implementations ,", "--implementations"),
+        ("kernel --device cpu --heads 8/3", "8/3"),
+        ("kernel --device cpu --json /nowhere/x.json", "/nowhere"),
+    ],
+)
+def test_bad_options_are_refused(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(["bench", *words.split()])
+    except SystemExit as exit:  # argparse's own
+        status = int(exit.code or 0)
+    assert status == 2
+    assert message in capsys.readouterr().err
 
 
 def test_quick_is_smaller_unless_sizes_are_given() -> None:

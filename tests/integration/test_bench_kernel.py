@@ -14,7 +14,6 @@ from torch import Tensor
 from ring_attn.bench import kernel, timing
 from ring_attn.bench.implementations import Attention, Data, Ours, Problem, make, unavailable
 from ring_attn.bench.judge import Judge
-from ring_attn.tools.cli import main
 from tests.integration.commands import options_of
 
 CPU = torch.device("cpu")
@@ -214,26 +213,6 @@ def test_an_error_of_ours_is_a_failure_and_of_a_peer_a_reason(
     (failure,) = report["failures"]
     assert failure.startswith("ours, ") and "ArithmeticError" in failure
     assert "made to fail" in capsys.readouterr().err  # the traceback
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--implementations sparse", "--implementations"),
-        ("--implementations ,", "--implementations"),
-        ("--heads 8/3", "8/3"),
-        ("--json /nowhere/x.json", "/nowhere"),
-    ],
-)
-def test_bad_options_are_refused(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        status = main(["bench", "kernel", "--device", "cpu", *words.split()])
-    except SystemExit as exit:  # argparse's own
-        status = int(exit.code or 0)
-    assert status == 2
-    assert message in capsys.readouterr().err
 
 
 def test_sizes_by_device_and_option() -> None:

@@ -63,8 +63,3 @@ def test_a_small_run(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert {(r["way"], r["strategy"]) for r in rows} == {(w, s) for w in WAYS for s in WAYS[w]}
     assert all(row["median_ms"] > 0 for row in rows)
     assert rows[0]["work"] <= 1.05 and "time / that of packed exchange" in capsys.readouterr().out
-
-
-def test_lengths_that_do_not_exist_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "placement", "--lengths", "short"]) == 2
-    assert "library, long tail, long, one, got 'short'" in capsys.readouterr().err
