@@ -38,6 +38,13 @@ RESULTS = ("out", "dq", "dk", "dv")
 ORDERS = {"BSHD": (0, 1, 2, 3), "BHSD": (0, 2, 1, 3), "SBHD": (1, 0, 2, 3)}
 
 
+class Answer(NamedTuple):
+    """As models return it that can return weights."""
+
+    weights: None
+    attention: Tensor
+
+
 class Core(nn.Module):
     """Attention as models write it, over (batch, heads, rows, headdim) inside."""
 
@@ -51,33 +58,26 @@ class Core(nn.Module):
         self.seen = tuple(q.shape)
         to_bhsd = {"BSHD": (0, 2, 1, 3), "BHSD": (0, 1, 2, 3), "SBHD": (1, 2, 0, 3)}[self.order]
         q, k, v = (x.permute(to_bhsd) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, **self.options)
-        out = out.permute([to_bhsd.index(dim) for dim in range(4)])
+        out = self.attend(q, k, v).permute([to_bhsd.index(dim) for dim in range(4)])
         if self.returns == "flat":  # heads in one dim, as the projection that follows wants them
             batch, rows = self.seen[:2]
             return out.reshape(batch, rows, -1)
         others = {"list": [out, None], "two": (out, q), "transposed": out.transpose(1, 2)}
-        return {"tuple": (None, out), **others}.get(self.returns, out)
+        others |= {"tuple": (None, out), "Answer": Answer(None, out)}
+        return others.get(self.returns, out)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, **self.options)
 
 
-class Answer(NamedTuple):
-    """As models return it that can return weights."""
-
-    weights: None
-    attention: Tensor
-
-
-class Eager(nn.Module):
+class Eager(Core):
     """Attention that is no function of torch's, with kv heads repeated."""
 
-    def forward(self, meta: str, *, query: Tensor, key: Tensor, value: Tensor) -> Answer:
-        assert meta == "passed on"
-        groups = query.size(2) // key.size(2)
-        k, v = (x.repeat_interleave(groups, 2) for x in (key, value))
-        rows = torch.arange(query.size(1))
-        scores = torch.einsum("bihd,bjhd->bhij", query, k) * SCALE
-        scores = scores.masked_fill(rows[:, None] < rows, float("-inf"))
-        return Answer(None, torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
+        rows = torch.arange(q.size(2))
+        scores = (q @ k.mT * SCALE).masked_fill(rows[:, None] < rows, float("-inf"))
+        return scores.softmax(-1) @ v
 
 
 class Never(nn.Module):
@@ -120,6 +120,7 @@ class Calls(NamedTuple):
     options: dict[str, Any]
     cases: list[Case] = CASES
     rows: SequenceLayout | None = None
+    module: type[Core] = Core
 
     @property
     def layout(self) -> SequenceLayout:
@@ -148,6 +149,16 @@ CALLS = {
     "uneven co x ds": Calls({"strategy": "all_gather", "mesh": (2, 2)}, UNEVEN_DTENSOR, NESTED),
     "local zigzag": Calls({"layout": ZIGZAG, "inside": "local"}, [Case("BHSD", "plain", "tuple")]),
     "local DTensor": Calls({"inside": "local", "degree": 2}, UNEVEN_DTENSOR, CHUNKS),
+    "whole": Calls(
+        {"strategy": "ulysses", "inside": "whole", "layout": SequenceLayout.zigzag(UNEVEN, 2)},
+        [Case(returns="Answer")],
+        module=Eager,
+    ),
+    "whole DTensor": Calls(
+        {"strategy": "ulysses", "inside": "whole", "layout": HALVES},
+        [Case(form="DTensor", returns="Answer")],
+        module=Eager,
+    ),
     # The module joins heads by the shape that it sees.
     "reshapes": Calls({"layout": HALVES}, [Case(returns="flat")]),
 }
@@ -198,9 +209,9 @@ def run_module(
 
 def call_core(returns: str, core: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     found = core(q, k, v)
-    if returns in ("tuple", "list"):
+    if returns in ("tuple", "list", "Answer"):
         assert type(found).__name__ == returns and len(found) == 2
-        return found[1 if returns == "tuple" else 0]
+        return found[0 if returns == "list" else 1]
     if returns == "flat":
         assert found.shape == (*q.shape[:2], 32)
         return found.unflatten(2, (4, 8))
@@ -209,7 +220,7 @@ def call_core(returns: str, core: nn.Module, q: Tensor, k: Tensor, v: Tensor) ->
 
 def run_calls(name: str) -> list[dict[str, Tensor]]:
     """Each case of a strategy, on this rank."""
-    options, cases, _ = calls = CALLS[name]
+    options, cases, _, module = calls = CALLS[name]
     layout, mesh = calls.layout, mesh_of(*options.get("mesh", (dist.get_world_size(),)))
     results = []
     for case in cases:
@@ -217,15 +228,17 @@ def run_calls(name: str) -> list[dict[str, Tensor]]:
         style = ContextParallel(
             seq_dim=seq_dim,
             head_dim=case.order.index("H"),
-            output_index=1 if case.returns == "tuple" else 0,
+            output_index=1 if case.returns in ("tuple", "Answer") else 0,
             **{name: value for name, value in options.items() if name != "mesh"},
         )
-        core = Core(case.order, case.returns)
+        core = module(case.order, case.returns)
         parallelize_module(core, mesh, style)
         results.append(run_module(core, partial(call_core, case.returns), case, layout, mesh))
         seen = [*inputs_of(layout.seqlen).q.permute(ORDERS[case.order]).shape]
         if options.get("inside") == "local":
             seen[seq_dim] = layout.shard_len(dist.get_rank())
+        elif options.get("inside") == "whole":  # all rows of some heads
+            seen[case.order.index("H")] //= dist.get_world_size()
         assert core.seen == tuple(seen)
     return results
 
@@ -235,51 +248,15 @@ def expected(seqlen: int) -> tuple[Expected, Expected]:
     return expect(inputs_of(seqlen), Mask(seqlen, seqlen, causal=True), SCALE)
 
 
-def assert_exact(
-    ran: list[list[dict[str, Tensor]]], layout: SequenceLayout, cases: list[Case]
-) -> None:
-    """Of each case the ranks' shards, put together, within the bound."""
-    for case, *by_rank in zip(cases, *ran, strict=True):
-        got = {name: layout.unshard([one[name] for one in by_rank]) for name in by_rank[0]}
-        assert_holds(got, *expected(layout.seqlen), case)
-
-
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.sweep(3)
 def test_every_strategy_in_every_form(ranks: Any, one_thread: None, name: str) -> None:
-    _, cases, _ = calls = CALLS[name]
-    ran = ranks(calls.layout.world_size).run(run_calls, name)
-    assert_exact(ran, calls.layout, cases)
-
-
-def run_whole(layout: SequenceLayout, form: str) -> list[dict[str, Tensor]]:
-    """A module that is no SDPA sees all rows of half the heads, in the order of positions."""
-    mesh = mesh_of(2)
-    style = ContextParallel(
-        strategy="ulysses",
-        inside="whole",
-        layout=layout,
-        qkv_names=("query", "key", "value"),
-        output_index=1,
-    )
-    model = parallelize(nn.ModuleDict({"core": Eager()}), mesh, {"c*": style})
-
-    def call(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return module("passed on", query=q, key=k, value=v).attention
-
-    return [run_module(model["core"], call, Case(form=form), layout, mesh)]
-
-
-@pytest.mark.parametrize(
-    ("layout", "form"),
-    [(SequenceLayout.zigzag(UNEVEN, 2), "plain"), (HALVES, "DTensor")],
-    ids=["zigzag", "DTensor"],
-)
-def test_ulysses_runs_any_module(
-    ranks: Any, one_thread: None, layout: SequenceLayout, form: str
-) -> None:
-    cases = [Case(form=form)]
-    assert_exact(ranks(2).run(run_whole, layout, form), layout, cases)
+    calls = CALLS[name]
+    layout = calls.layout
+    ran = ranks(layout.world_size).run(run_calls, name)
+    for case, *by_rank in zip(calls.cases, *ran, strict=True):
+        got = {name: layout.unshard([one[name] for one in by_rank]) for name in by_rank[0]}
+        assert_holds(got, *expected(layout.seqlen), case)
 
 
 # For two ranks, new at every call.
