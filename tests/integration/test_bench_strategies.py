@@ -13,8 +13,16 @@ from ring_attn.planning.devices import cpu_cluster, to_json
 from ring_attn.tools import cli
 
 
-def test_documents_fill_their_shapes() -> None:
-    assert all(sum(shape.documents) in (0, shape.seqlen) for shape in SHAPES)
+def test_the_shapes_are_of_every_kind() -> None:
+    assert len(SHAPES) >= 20 and len({shape.name for shape in SHAPES}) == len(SHAPES)
+    assert any(shape.kv_heads == shape.heads for shape in SHAPES)
+    assert any(1 < shape.kv_heads < shape.heads for shape in SHAPES)
+    assert any(shape.kv_heads == 1 for shape in SHAPES)
+    assert any(shape.window != (-1, -1) for shape in SHAPES)
+    assert any(shape.documents for shape in SHAPES) and any(not shape.causal for shape in SHAPES)
+    assert min(shape.seqlen for shape in SHAPES) <= 512 <= 4096 <= max(s.seqlen for s in SHAPES)
+    for shape in SHAPES:
+        assert not shape.documents or sum(shape.documents) == shape.seqlen
 
 
 def test_shapes_by_name() -> None:
