@@ -105,6 +105,10 @@ def test_a_rank_that_does_not_come_is_a_timeout() -> None:
 
 # -- calls
 
+PACKING = ring_attn.pack([70, 5, 0, 33, 5, 9, 12, 1, 20, 6], 3)
+ROWS, CUTS = PACKING.layout.seqlen, PACKING.cu_seqlens
+PACKED = Mask(ROWS, ROWS, True, (-1, -1), CUTS, CUTS)
+
 
 @pytest.mark.parametrize(
     ("world_size", "mask", "layout"),
@@ -114,10 +118,11 @@ def test_a_rank_that_does_not_come_is_a_timeout() -> None:
         (2, "window", "contiguous"),
         (4, "window", "contiguous"),
         (4, "longer kv", "striped"),
+        (3, PACKED, (PACKING.layout, PACKING.layout)),
     ],
 )
 def test_auto_is_exact_and_agrees_once(
-    world_size: int, mask: str, layout: str, ranks: Pools
+    world_size: int, mask: str | Mask, layout: Any, ranks: Pools
 ) -> None:
     case = Case(mask, layout, "auto", seqlen=61, seed=world_size)
     first, second = (run_all_ranks(case, world_size, ranks(world_size).run) for _ in range(2))
