@@ -67,7 +67,7 @@ def exercise(
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.sweep(2)
 def test_masks(name: str) -> None:
-    """The dtypes in turn: tests/kernels/test_options.py has every pair."""
+    """The dtypes in turn; test_options.py draws options with either."""
     mask, dtype = MASKS[name], DTYPES[list(MASKS).index(name) % len(DTYPES)]
     config = blocks(64, 32) if dtype == torch.float32 else blocks(64, 64)
     exercise(mask, config, {"dtype": dtype})
