@@ -1,8 +1,7 @@
-"""`strategy="auto"` in a call: rank 0 chooses, and tells the others, once for each kind of call.
+"""`strategy="auto"` in a call: rank 0 chooses and broadcasts, once for each set of arguments.
 
-What the planner finds is a function of its arguments, but files and devices may differ between
-ranks. So one small exchange follows the first choice; after it there is neither work nor
-communication.
+The planner's choice is a function of its arguments, but files and devices may differ between ranks.
+So the ranks exchange one small message at the first call. Later calls look the choice up.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from ring_attn.planning.choice import Problem
 from ring_attn.planning.devices import LOCAL_WORLD_SIZE, find_cluster, node_size_of, with_backend
 from ring_attn.transport.base import Agreement, Transport
 
-# Bytes of a rank's message about a choice.
+# Length of the message that each rank sends about a choice.
 MESSAGE_BYTES = 1024
 
-# By transport, so that it goes with its group: what was agreed on for which arguments. With other
-# documents in every batch there are ever new ones: the oldest are forgotten, on all ranks alike.
+# Agreed strategies by transport (so that they are freed with its group), then by arguments. Batches
+# with ever new documents would fill it: the oldest entry is dropped, the same on all ranks.
 _agreed: weakref.WeakKeyDictionary[Any, OrderedDict[object, Strategy]] = weakref.WeakKeyDictionary()
 AGREEMENTS_KEPT = 1024
 
@@ -54,26 +53,27 @@ def agreed_strategy(
     node_size: int | None = None,
     global_ranks: Sequence[int] | None = None,
 ) -> Strategy:
-    """The strategy of `strategy="auto"`: rank 0's choice, the same on every rank.
+    """Rank 0's choice for `strategy="auto"`, the same on every rank.
 
-    At the first call with new arguments rank 0 chooses, and every rank gathers 1 KiB of every other
-    over the transport; later ones are looked up, without work or communication. Ranks can differ in
-    RING_ATTN_CLUSTER, in their files and in their devices; in the arguments they cannot.
+    At the first call with new arguments rank 0 chooses, and the ranks all-gather 1 KiB from each.
+    Later calls look the choice up, without communication. RING_ATTN_CLUSTER, files and devices may
+    differ between ranks; the arguments may not.
 
     Args:
-        spec: of the call, likewise the next two.
+        spec: sizes and types of the call.
         layouts: of the queries and of the keys.
         mask: over the whole sequence.
-        transport: of this rank among all ranks of the call.
-        backend: the name that was chosen, not "auto".
+        transport: connects all ranks of the call.
+        backend: name of the chosen backend, not "auto".
         same_bits: as for `ring_attention`.
-        backward: whether gradients are wanted.
-        node_size: consecutive ranks that are a node, where a mesh tells it.
-        global_ranks: of all ranks of the call, where they are not consecutive: those of a ring
-            between which other axes of a mesh lie are spread over more nodes.
+        backward: whether gradients are needed.
+        node_size: number of consecutive ranks that form a node, if a mesh defines it.
+        global_ranks: global ranks of the call's ranks, if not consecutive: a ring whose ranks are
+            strided by other axes of a mesh spans more nodes.
 
     Raises:
-        ValueError: ranks with different arguments, by number; or what rank 0 raised, on all alike.
+        ValueError: arguments differ (the ranks are listed), or rank 0 raised an error of that type;
+            every rank raises the same.
         RuntimeError: a rank did not take part in time.
     """
     if transport.world_size == 1:
@@ -89,7 +89,7 @@ def agreed_strategy(
             if size is None and global_ranks is not None and LOCAL_WORLD_SIZE in os.environ:
                 size = node_size_of(global_ranks, cluster.node_size)
             if size is not None and size != cluster.node_size:
-                # A node's ports are those of the cluster's own nodes.
+                # `ports` counts the network ports of the cluster's nodes, not of these.
                 cluster = replace(cluster, node_size=size, ports=None)
             problem = Problem(
                 spec, mask, transport.world_size, cluster, backend, same_bits, backward,
@@ -98,45 +98,46 @@ def agreed_strategy(
             return planner.choose(problem, {"given": layouts}).strategy
 
         device = torch.device(spec.device_type)
-        known[key] = _told_by_first(repr(key), chosen, transport, device)
+        known[key] = _from_rank_0(repr(key), chosen, transport, device)
         if len(known) > AGREEMENTS_KEPT:
             known.popitem(last=False)
     return known[key]
 
 
-def _told_by_first(
+def _from_rank_0(
     arguments: str, chosen: Callable[[], Strategy], transport: Transport, device: torch.device
 ) -> Strategy:
-    """Runs `chosen` on rank 0, and gives its result or its error on every rank."""
-    mine: dict[str, Any] = {"arguments": hashlib.sha256(arguments.encode()).hexdigest()}
+    """Runs `chosen` on rank 0; returns its result, or raises its error, on every rank."""
+    message: dict[str, Any] = {"arguments": hashlib.sha256(arguments.encode()).hexdigest()}
     if transport.rank == 0:
         try:
-            mine["strategy"] = asdict(chosen())
+            message["strategy"] = asdict(chosen())
         except Exception as error:
-            mine["error"] = [type(error).__name__, str(error)]
-    told = _gathered(mine, transport, device)
-    odd = [rank for rank, one in enumerate(told) if one["arguments"] != told[0]["arguments"]]
+            message["error"] = [type(error).__name__, str(error)]
+    messages = _gathered(message, transport, device)
+    first = messages[0]
+    odd = [rank for rank, other in enumerate(messages) if other["arguments"] != first["arguments"]]
     if odd:
         raise ValueError(
             f"strategy='auto' needs the same arguments on every rank: ranks {odd} have others than "
             "rank 0; RING_ATTN_DEBUG=1 says which"
         )
-    if "error" in told[0]:
-        name, text = told[0]["error"]
+    if "error" in first:
+        name, text = first["error"]
         raise _ERRORS.get(name, ValueError)(f"strategy='auto', chosen by rank 0: {text}")
-    return Strategy(**told[0]["strategy"])
+    return Strategy(**first["strategy"])
 
 
 def _gathered(
-    mine: Mapping[str, Any], transport: Transport, device: torch.device
+    message: Mapping[str, Any], transport: Transport, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Every rank's text, as JSON in messages of one length."""
-    text = json.dumps(mine)
-    if len(text) > MESSAGE_BYTES:  # a long error; in JSON a character takes up to 6 bytes
-        name, words = mine["error"]
-        text = json.dumps({**mine, "error": [name, words[: MESSAGE_BYTES // 8] + " ..."]})
-    message = bytearray(text.encode().ljust(MESSAGE_BYTES))
-    send = torch.frombuffer(message, dtype=torch.uint8).to(device)
+    """All-gathers one message per rank, as JSON padded to `MESSAGE_BYTES`."""
+    text = json.dumps(message)
+    if len(text) > MESSAGE_BYTES:  # a long error; JSON takes up to 6 bytes for a character
+        name, words = message["error"]
+        text = json.dumps({**message, "error": [name, words[: MESSAGE_BYTES // 8] + " ..."]})
+    padded = bytearray(text.encode().ljust(MESSAGE_BYTES))
+    send = torch.frombuffer(padded, dtype=torch.uint8).to(device)
     recv = torch.empty(transport.world_size * MESSAGE_BYTES, dtype=torch.uint8, device=device)
     try:
         with transport.call("choose a strategy", _CHOOSING, device):
@@ -144,8 +145,8 @@ def _gathered(
             transport.wait("shards")
     except RuntimeError as error:
         raise RuntimeError(
-            "strategy='auto': the ranks choose together at the first call with new arguments, and "
-            f"not all of them came: {error}"
+            "strategy='auto': all ranks must take part in the first call with new arguments, and "
+            f"some did not: {error}"
         ) from error
     parts = bytes(recv.cpu().tolist())
     return [

@@ -1,25 +1,25 @@
 """Layouts from content: where to cut a sequence so that all ranks have equal work.
 
-    by_area        equal visible pairs, of any mask
+    by_area        equal numbers of visible pairs, for any mask
     by_documents   packed documents: the cheapest cuts that keep the work balanced
-    by_separators  cuts only after given tokens (ends of sentences, of turns)
+    by_separators  cuts only after separator tokens (ends of sentences, of turns)
     by_cost        any cost per token
     by_memory      shards in proportion to the free memory of their ranks
 
-Each returns `SequenceLayout.boundaries(...)`, the same on every rank. `balance_of` says how good a
-layout is: max / mean of the work, and of the rows.
+Each returns `SequenceLayout.boundaries(...)`, the same on every rank. `balance_of` rates a layout:
+max / mean of the work, and of the rows.
 
     causal, 12 rows, 3 ranks        rank 0           rank 1     rank 2         work   max / mean
     equal rows                      0 1 2 3          4 5 6 7    8 9 10 11      10 26 42   1.62
     by_area                         0 1 2 3 4 5 6    7 8 9      10 11          28 27 23   1.08
 
-Equal work is unequal memory: there rank 0 holds 7 of 12 rows. Over a causal mask without documents
-`SequenceLayout.zigzag` balances both; boundaries are for what a fixed pattern cannot know.
+Equal work is unequal memory: above, `by_area` gives rank 0 7 of 12 rows. For a causal mask without
+documents `SequenceLayout.zigzag` balances both. Boundaries suit masks that depend on the content.
 
-Work is the keys that each query sees, in exact integers. The contiguous parts whose greatest is
-least are found exactly: a binary search for the greatest part, each probe a greedy walk.
+The work of a query is the number of keys that it sees, an exact integer. The largest part is
+minimised exactly: a binary search over its size, with a greedy walk for each probe.
 
-A cut costs the KV rows that must cross it: rows on one side that a query on the other side sees.
+The cost of a cut is the KV rows that must cross it: rows that a query on the other side sees.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from ring_attn.core.values import (
 )
 from ring_attn.planning.partition import cheapest_cuts, even_cuts, least_maximum
 
-# Positions inside documents that `by_documents` considers, beside all ends of documents: all of a
-# sequence up to this length, and in longer ones at least 16 for each of 4096 ranks.
+# Positions inside documents that `by_documents` considers, besides all ends of documents. It covers
+# every position of sequences up to this length, and 16 per rank for 4096 ranks in longer ones.
 MAX_INNER_CUTS = 1 << 16
 
 # -- how good a layout is
@@ -64,7 +64,7 @@ class Balance:
 
     @property
     def of_work(self) -> float:
-        """max / mean of the work: 1.0 is perfect, `world_size` is the work of one rank alone."""
+        """max / mean of the work: 1.0 is perfect; `world_size` means that one rank does it all."""
         return _max_over_mean(self.work)
 
     @property
@@ -74,7 +74,7 @@ class Balance:
 
 
 def balance_of(layout: SequenceLayout, work: Mask | Tensor | Sequence[float]) -> Balance:
-    """Work and rows of every rank; the work is a mask's visible pairs, or (seqlen,) costs.
+    """Work and rows of every rank; `work` is a mask, for its visible pairs, or (seqlen,) costs.
 
     Example:
         >>> causal = Mask(12, 12, causal=True)
@@ -87,13 +87,13 @@ def balance_of(layout: SequenceLayout, work: Mask | Tensor | Sequence[float]) ->
     check_type("layout", layout, SequenceLayout)
     _check_length(costs.numel(), layout)
     own = [costs[layout.position_ids(rank)].tolist() for rank in range(layout.world_size)]
-    # Floats are rounded once: the order of the rows makes no difference.
+    # fsum rounds once, so the order of the rows makes no difference.
     total: Callable[[list[Any]], float] = math.fsum if costs.is_floating_point() else sum
     return Balance(tuple(map(total, own)), layout.shard_lens)
 
 
 def visible_keys(mask: Mask) -> Tensor:
-    """(seqlen_q,) int64: how many keys each query sees, the cost of its attention.
+    """(seqlen_q,) int64: number of keys that each query sees, the cost of its attention.
 
     Example:
         >>> visible_keys(Mask(5, 5, causal=True, window_size=(2, -1))).tolist()
@@ -104,9 +104,9 @@ def visible_keys(mask: Mask) -> Tensor:
 
 
 def crossing_rows(mask: Mask) -> Tensor:
-    """(seqlen + 1,) int64: KV rows that must cross a cut before each position, either way.
+    """(seqlen + 1,) int64: KV rows that must cross a cut before each position, in either direction.
 
-    Queries and keys of the mask must be as many, and are cut alike.
+    Queries and keys must have the same length; they are cut at the same positions.
 
     Example:
         >>> crossing_rows(Mask(7, 7, True, (-1, -1), (0, 3, 7), (0, 3, 7))).tolist()
@@ -115,11 +115,11 @@ def crossing_rows(mask: Mask) -> Tensor:
     _check_self_attention(mask)
     keys = torch.arange(mask.seqlen_k)
     start, stop = mask.transposed.visible_runs(keys)
-    # The first and the last query that sees a key; a key that none sees crosses no cut.
+    # The first and the last query that sees each key; a key that no query sees crosses no cut.
     seen = stop > start
     first = start.where(seen, keys).amin(0) if len(seen) else keys
     last = (stop - 1).where(seen, keys).amax(0) if len(seen) else keys
-    # Key j crosses the cuts (j, last], and (first, j]: +1 where they begin, -1 behind them.
+    # Key j crosses the cuts (j, last] and (first, j]: +1 where each run begins, -1 after its end.
     changes = torch.zeros(mask.seqlen_q + 2, dtype=torch.int64)
     for begin, end in ((keys, last.maximum(keys)), (first.minimum(keys), keys)):
         one = torch.ones_like(keys)
@@ -133,8 +133,8 @@ def crossing_rows(mask: Mask) -> Tensor:
 def by_area(mask: Mask, world_size: int, *, align: int = 1) -> SequenceLayout:
     """Boundaries that balance the visible pairs of any mask: no others have a smaller maximum.
 
-    Every shard begins at a multiple of `align`, as kernels and `same_bits` like it (128). Where
-    there are fewer rows than ranks, some ranks get none.
+    Every shard begins at a multiple of `align`; 128 suits the kernels and `same_bits`. With fewer
+    rows than ranks, some ranks get none.
 
     Example:
         >>> print(by_area(Mask(1024, 1024, causal=True), world_size=4, align=128))
@@ -148,8 +148,8 @@ def by_area(mask: Mask, world_size: int, *, align: int = 1) -> SequenceLayout:
 def by_cost(cost: Tensor | Sequence[float], world_size: int, *, align: int = 1) -> SequenceLayout:
     """Boundaries that balance a cost (seqlen,) per token: no others have a smaller maximum.
 
-    Costs are finite and not negative. They are added exactly, floating point ones too, so that
-    every rank finds the same cuts. Every shard begins at a multiple of `align`.
+    Costs must be finite and not negative. Even floats are added exactly, so every rank gets the
+    same cuts. Every shard begins at a multiple of `align`.
 
     Example:
         >>> by_cost([1.0, 1.0, 1.0, 1.0, 4.0, 0.5], world_size=2).cuts
@@ -168,14 +168,14 @@ def by_separators(
     work: Mask | Tensor | Sequence[float] | None = None,
     max_balance: float | None = None,
 ) -> SequenceLayout:
-    """Boundaries that fall right after separator tokens, of these the best balanced ones.
+    """The best balanced boundaries among those right after separator tokens.
 
     Args:
         token_ids: (seqlen,) integers.
         separators: ids after which the sequence may be cut: newline, end of turn, end of text.
-        world_size: number of ranks; where there are fewer separators, some get no rows.
-        work: what is balanced: a mask's visible pairs, or (seqlen,) costs; None is rows.
-        max_balance: refuse max / mean of the work above it; None takes what the separators allow.
+        world_size: number of ranks; with too few separators some get no rows.
+        work: what to balance: a mask's visible pairs, or (seqlen,) costs; None balances rows.
+        max_balance: the largest max / mean of the work to accept; None accepts any.
 
     Example:
         >>> by_separators([5, 6, 0, 7, 0, 8, 9, 8, 0, 3], {0}, world_size=3).cuts
@@ -216,17 +216,17 @@ def by_documents(
 ) -> SequenceLayout:
     """Boundaries for packed documents: the cheapest cuts, among all that balance the work.
 
-    A rank's visible pairs are at most `max_balance` times the mean; where the lengths do not allow
-    that, at most what the best cuts of all reach. Within that limit the KV rows that cross the cuts
-    are fewest, among all ends of documents and `MAX_INNER_CUTS` positions between them. Where ends
-    of documents alone keep to the limit, the best balanced of them are taken.
+    A rank's visible pairs are at most `max_balance` times the mean or, if the lengths do not allow
+    that, as few as any cuts allow. If ends of documents meet that limit, the best balanced of them
+    are the cuts. Otherwise the cuts are those that the fewest KV rows cross, among ends of
+    documents and `MAX_INNER_CUTS` positions between them.
 
     Args:
         cu_seqlens: (documents + 1,) boundaries of the documents, from 0 to the length.
         world_size: number of ranks.
         causal, window_size: as for `ring_attention`.
-        max_balance: max / mean of the work that cheaper cuts may bring.
-        align: every shard begins at a multiple of it; ends of documents elsewhere are not used.
+        max_balance: max / mean of the work that is acceptable for cheaper cuts.
+        align: every shard begins at a multiple of it; other ends of documents are not used.
 
     Example:
         >>> by_documents([0, 100, 140, 200], world_size=2, causal=True).cuts
@@ -267,15 +267,15 @@ def by_documents(
 def by_memory(
     seqlen: int, free_bytes: Sequence[int], bytes_per_token: int, *, align: int = 1
 ) -> SequenceLayout:
-    """Shards in proportion to the memory that each rank has free, none longer than fits there.
+    """Shards in proportion to each rank's free memory, none longer than fits.
 
-    Shards are blocks of `align` rows; the last block, which may be shorter, is on the last rank
-    that has room for it.
+    Shards are blocks of `align` rows. The last block may be shorter; the last rank with room for it
+    holds it.
 
     Args:
-        seqlen: positions to place.
+        seqlen: number of positions.
         free_bytes: per rank, memory for a shard; the same list on every rank (all-gather it).
-        bytes_per_token: memory of one row: activations and KV of all layers that are held.
+        bytes_per_token: memory of one row: activations and KV of all layers on the rank.
         align: every shard begins at a multiple of it.
 
     Example:
@@ -307,11 +307,11 @@ def by_memory(
     return SequenceLayout.boundaries(list(accumulate(lens, initial=0)))
 
 
-# -- how many ranks, and what reaches across their boundaries
+# -- number of ranks, and rows that cross their boundaries
 
 
 class Size(NamedTuple):
-    """How many ranks a sequence needs, and the most rows that one of them then holds."""
+    """Number of ranks that a sequence needs, and the most rows that any of them then holds."""
 
     world_size: int
     tokens_per_rank: int
@@ -343,10 +343,10 @@ def least_world_size(
 
 
 def halo(layout: SequenceLayout, mask: Mask, rank: int) -> tuple[int, int]:
-    """KV rows right before and right after its shard that a rank's queries see, on other ranks.
+    """Numbers of KV rows right before and right after a rank's shard that its queries see.
 
-    The overlap of neighbouring chunks: of a window exactly the rows that travel to this rank. Each
-    rank of the layout holds one run of positions, or none.
+    With a window these are exactly the rows that travel to this rank. Each rank of the layout must
+    hold one run of positions, or none.
 
     Example:
         >>> layout = SequenceLayout.contiguous(1000, 4)
@@ -373,7 +373,7 @@ def halo(layout: SequenceLayout, mask: Mask, rank: int) -> tuple[int, int]:
 def check_halo(layout: SequenceLayout, mask: Mask) -> None:
     """Refuses a layout where a rank needs a neighbour's whole shard, or rows beyond it.
 
-    Without this check the ring runs too, in more hops; it is for users who rely on one hop.
+    The ring also runs without this check, in more hops; it is for users who rely on one hop.
     """
     check_type("layout", layout, SequenceLayout)
     for rank in range(layout.world_size):
@@ -390,7 +390,7 @@ def check_halo(layout: SequenceLayout, mask: Mask) -> None:
 
 
 def local_rows(layout: SequenceLayout, rank: int, start: int, stop: int) -> slice:
-    """Rows of a rank's shard that hold the global positions `[start, stop)`, one run.
+    """Rows of a rank's shard that hold the global positions `[start, stop)`; they must be one run.
 
     Example:
         >>> local_rows(SequenceLayout.zigzag(16, 2), rank=0, start=13, stop=16)
@@ -423,14 +423,14 @@ def _places(seqlen: int, align: int) -> list[int]:
 
 
 def _balanced(sums: list[int], cuts: list[int], world_size: int) -> tuple[SequenceLayout, int]:
-    """Boundaries at some of the cuts whose greatest part is least, and that part."""
+    """Boundaries at some of the cuts with the smallest possible maximum of work, and it."""
     at_cuts = [sums[cut] for cut in cuts]
     greatest = least_maximum(at_cuts, world_size)
     return SequenceLayout.boundaries(even_cuts(at_cuts, cuts, world_size, greatest)), greatest
 
 
 def _rank_of_the_tail(room: list[int], blocks: int, tail: int, align: int) -> int | None:
-    """The last rank that takes rows, which has the block that is not whole; None if none can."""
+    """The last rank with rows: it holds the incomplete block; None if the sequence does not fit."""
     whole = list(accumulate((rows // align for rows in room), initial=0))
     for rank in range(len(room) - 1, -1, -1):
         if room[rank] >= tail and whole[rank] + (room[rank] - tail) // align >= blocks:
@@ -440,20 +440,20 @@ def _rank_of_the_tail(room: list[int], blocks: int, tail: int, align: int) -> in
 
 def _apportioned(wanted: list[int], unit: int, space: list[int], blocks: int) -> list[int]:
     """Blocks per rank, as near to `wanted / unit` as `space` allows: largest remainders first."""
-    given = [min(space[r], max(0, want // unit)) for r, want in enumerate(wanted)]
-    for _ in range(blocks - sum(given)):
-        ranks = (rank for rank in range(len(given)) if given[rank] < space[rank])
-        given[max(ranks, key=lambda rank: wanted[rank] - given[rank] * unit)] += 1
-    return given
+    counts = [min(space[r], max(0, want // unit)) for r, want in enumerate(wanted)]
+    for _ in range(blocks - sum(counts)):
+        ranks = (rank for rank in range(len(counts)) if counts[rank] < space[rank])
+        counts[max(ranks, key=lambda rank: wanted[rank] - counts[rank] * unit)] += 1
+    return counts
 
 
 # -- numbers
 
 
 def _sums(costs: Tensor) -> list[int]:
-    """The sum before each position, exactly and in some unit: one longer than the (n,) costs.
+    """The exact sums before each position of (n,) costs, in some unit; n + 1 of them.
 
-    A float is an integer of 53 bits times a power of two: the least one here is the unit.
+    A float is an integer of 53 bits times a power of two: the smallest power here is the unit.
     """
     if not costs.is_floating_point():
         return list(accumulate(costs.tolist(), initial=0))
@@ -497,7 +497,7 @@ def _check_length(length: int, layout: SequenceLayout) -> None:
 def _check_self_attention(mask: Mask) -> None:
     if mask.seqlen_q != mask.seqlen_k:
         raise ValueError(
-            "cuts cross rows where queries and keys are cut alike: the mask must have one length, "
+            "crossing_rows needs a mask with as many queries as keys, "
             f"got {mask.seqlen_q} queries and {mask.seqlen_k} keys"
         )
 

@@ -17,12 +17,12 @@ from ring_attn.core.work import pair_work
 from ring_attn.planning import balance
 from ring_attn.planning.choice import Candidate, Problem
 
-# Balanced boundaries are sought among so many positions, so that long sequences cost no more.
+# Number of positions considered for balanced boundaries: bounds the time for long sequences.
 BALANCE_POSITIONS = 1 << 15
 
 
 def strategies_for(spec: AttentionSpec, world_size: int, node_size: int) -> Iterator[Strategy]:
-    """Every strategy with every degree that is worth a look, in the order in which ties end.
+    """Every strategy with every sensible degree; of equally fast ones the first is chosen.
 
     Example:
         >>> from ring_attn.planning.choice import label
@@ -50,7 +50,7 @@ def strategies_for(spec: AttentionSpec, world_size: int, node_size: int) -> Iter
 
 
 def _inner_degrees(divisors: Sequence[int], world_size: int, node_size: int) -> list[int]:
-    """Inner rings of a node, of its halves and of pairs of nodes; in one node the squarest."""
+    """Inner rings of a node, half a node and two nodes; within one node the squarest grid."""
     if not divisors:
         return []
     if world_size <= node_size:
@@ -60,29 +60,29 @@ def _inner_degrees(divisors: Sequence[int], world_size: int, node_size: int) -> 
 
 
 def strategies_of(problem: Problem, asked: Sequence[str | Strategy] | None) -> list[Strategy]:
-    """The strategies that are asked for; a name stands for all its degrees."""
+    """The requested strategies, all if `asked` is None; a name stands for all its degrees."""
     every = list(strategies_for(problem.spec, problem.world_size, problem.cluster.node_size))
     if asked is None:
         return every
     if isinstance(asked, (str, Strategy)):
         raise TypeError(f"strategies must be a sequence of names or values, got {asked!r}")
-    wanted: list[Strategy] = []
-    for one in as_tuple("strategies", asked):
-        if isinstance(one, Strategy):
-            wanted.append(one)
-        elif not isinstance(one, str) or one not in NAMES:
+    requested: list[Strategy] = []
+    for value in as_tuple("strategies", asked):
+        if isinstance(value, Strategy):
+            requested.append(value)
+        elif not isinstance(value, str) or value not in NAMES:
             raise ValueError(
-                f"each of strategies must be one of {list(NAMES)} or a Strategy, got {one!r}"
+                f"each of strategies must be one of {list(NAMES)} or a Strategy, got {value!r}"
             )
         else:
-            of_name = [s for s in every if family(s, problem.world_size) == one]
+            of_name = [s for s in every if family(s, problem.world_size) == value]
             if not of_name and problem.world_size > 1:
                 raise ValueError(
-                    f"{one} has no degree for {problem.world_size} ranks; pass a Strategy with one"
+                    f"{value} has no degree for {problem.world_size} ranks; pass a Strategy"
                 )
-            # Alone, a rank does the same with any of them.
-            wanted += of_name or every
-    return list(dict.fromkeys(wanted))
+            # On one rank all strategies do the same.
+            requested += of_name or every
+    return list(dict.fromkeys(requested))
 
 
 def candidates_of(
@@ -92,16 +92,16 @@ def candidates_of(
     *,
     asked: bool,
 ) -> Iterator[Candidate]:
-    """Strategies over layouts; those that cannot gain are left out unless they were asked for."""
-    for name, found in layouts.items():
-        sparse = asked or _is_sparse(problem, found)
+    """Every strategy over every layout; leaves out those that cannot win, unless asked for."""
+    for name, pair in layouts.items():
+        sparse = asked or _is_sparse(problem, pair)
         for strategy in strategies:
             if strategy.core == "exchange" and not sparse:
                 continue
             if len(layouts) > 1 and name == "striped" and _is_hybrid(strategy, problem.world_size):
-                # The rows of a group are many short runs then; zigzag has the same balance.
+                # A group's rows would be many short runs; zigzag has the same balance.
                 continue
-            yield Candidate(strategy, found, name, problem.world_size)
+            yield Candidate(strategy, pair, name, problem.world_size)
 
 
 def _is_sparse(problem: Problem, layouts: Layouts) -> bool:
@@ -109,7 +109,7 @@ def _is_sparse(problem: Problem, layouts: Layouts) -> bool:
     try:
         seen = pair_work(*layouts, problem.mask).area > 0
     except (ValueError, NotImplementedError):
-        return True  # layouts that do not fit: refused with the reason, as every strategy is
+        return True  # layouts that do not fit; the candidate is refused later, with the reason
     pairs = problem.world_size * (problem.world_size - 1)
     return 2 * int(seen.sum() - seen.diagonal().sum()) <= pairs
 
@@ -123,11 +123,11 @@ def layouts_of(problem: Problem, layout: str | SequenceLayout | Layouts) -> dict
     mask, world_size = problem.mask, problem.world_size
     if not isinstance(layout, str):
         layout = check.check_layouts(layout)
-        for side, one, seqlen in zip("qk", layout, (mask.seqlen_q, mask.seqlen_k), strict=True):
-            if (one.world_size, one.seqlen) != (world_size, seqlen):
+        for side, value, seqlen in zip("qk", layout, (mask.seqlen_q, mask.seqlen_k), strict=True):
+            if (value.world_size, value.seqlen) != (world_size, seqlen):
                 raise ValueError(
                     f"the layout of {side} must be over {seqlen} positions and {world_size} ranks, "
-                    f"got {one}"
+                    f"got {value}"
                 )
         return {"given": (layout[0], layout[1])}
     names = [*LAYOUTS, "balanced"]
@@ -135,21 +135,21 @@ def layouts_of(problem: Problem, layout: str | SequenceLayout | Layouts) -> dict
         raise ValueError(
             f"layout must be 'auto', one of {names} or a SequenceLayout, got {layout!r}"
         )
-    found: dict[str, Layouts] = {}
+    by_name: dict[str, Layouts] = {}
     for name in names if layout == "auto" else [layout]:
         if name == "balanced":
-            found[name] = _balanced(problem)
+            by_name[name] = _balanced(problem)
         else:
             q, k = (
                 SequenceLayout.from_name(name, n, world_size)
                 for n in (mask.seqlen_q, mask.seqlen_k)
             )
-            found[name] = (q, k)
-    return found
+            by_name[name] = (q, k)
+    return by_name
 
 
 def _balanced(problem: Problem) -> Layouts:
-    """Boundaries with equal mask area, on a grid of positions; a block counts as its middle row."""
+    """Boundaries with equal mask area, on a grid; each block is weighed by its middle row."""
     mask, world_size, backend = problem.mask, problem.world_size, get_backend(problem.backend)
     step = -(-mask.seqlen_q // BALANCE_POSITIONS)
     if folds_in_order(backend) and mask.seqlen_q >= 8 * backend.bits_unit * world_size:

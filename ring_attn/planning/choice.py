@@ -1,8 +1,8 @@
-"""Values of a plan, from the question to the choice, and the words that explain them.
+"""Values of a plan, from the problem to the choice, and their descriptions as text.
 
 Problem     sizes, mask, ranks and machine
 Candidate   a strategy over a layout: refused, ruled out, or with the Prediction of a simulation
-Choice      the best of them and all others; as text a table that ends with the reason
+Choice      the best candidate and all others; as text a table that ends with the reason
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class Direction:
     """Simulated costs of one direction of a call; seconds.
 
     Attributes:
-        seconds: until the last rank is done.
-        steps: in which anything is computed.
-        compute: in attention, on the rank that computes longest.
-        moves: in packing, adding and rounding, on the rank that does most of it.
-        host: waiting for its host, on the rank that waits longest.
-        exposed: waiting for bytes, on the rank that waits longest.
-        late: waiting for ranks that are not so far, on the rank that waits longest.
-        bytes_sent: by the rank that sends most.
-        messages: of the rank that takes part in most exchanges; a collective is one.
-        inside_bytes: sent by all ranks within their nodes.
-        between_bytes: sent by all ranks to other nodes.
-        slowest_link: where the bytes are waited for longest; None where nothing is sent.
-        slowest_exposed: how long they are waited for there.
+        seconds: time until the last rank is done.
+        steps: number of steps with any compute.
+        compute: time in attention, on the rank that computes longest.
+        moves: time to pack, add and round, on the rank that does most of it.
+        host: time that a device waits for its host, on the rank that waits longest.
+        exposed: time that a rank waits for bytes, on the rank that waits longest.
+        late: time that a rank waits for slower ranks, on the rank that waits longest.
+        bytes_sent: bytes that the rank that sends most sends.
+        messages: exchanges of the rank that takes part in most; a collective is one.
+        inside_bytes: bytes that all ranks send within their nodes.
+        between_bytes: bytes that all ranks send to other nodes.
+        slowest_link: the link whose bytes ranks wait for longest; None if nothing is sent.
+        slowest_exposed: time that ranks wait for that link.
     """
 
     seconds: float
@@ -55,7 +55,7 @@ class Direction:
     slowest_exposed: float
 
     def __add__(self, other: Direction) -> Direction:
-        """Adds two directions; the link is the one that is waited for longer."""
+        """Adds all but the slowest link: the slower of the two links remains."""
         slowest = max(self, other, key=lambda direction: direction.slowest_exposed)
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)
                 if not f.name.startswith("slowest")}  # fmt: skip
@@ -64,19 +64,19 @@ class Direction:
         )
 
     @classmethod
-    def of(cls, found: Simulation) -> Direction:
-        """Takes the greatest value over the ranks of each tensor of a simulation."""
-        by_kind = {usage.link: usage.nbytes for usage in found.links}
-        worst = found.slowest_link
-        schedule = found.schedule
+    def of(cls, simulation: Simulation) -> Direction:
+        """Costs of a simulation: of each time, the greatest over the ranks."""
+        by_kind = {usage.link: usage.nbytes for usage in simulation.links}
+        worst = simulation.slowest_link
+        schedule = simulation.schedule
         return cls(
-            seconds=found.seconds,
+            seconds=simulation.seconds,
             steps=sum(any(bool(c.area.any()) for c in p.computes) for p in schedule.phases),
-            compute=float(found.compute.max()),
-            moves=float(found.moves.max()),
-            host=float(found.host.max()),
-            exposed=float(found.exposed.max()),
-            late=float(found.late.max()),
+            compute=float(simulation.compute.max()),
+            moves=float(simulation.moves.max()),
+            host=float(simulation.host.max()),
+            exposed=float(simulation.exposed.max()),
+            late=float(simulation.late.max()),
             bytes_sent=int(schedule.bytes_sent.max()),
             messages=int(schedule.messages.max()),
             inside_bytes=by_kind.get("inside", 0),
@@ -88,30 +88,30 @@ class Direction:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Both directions of a call; `backward` is None where it is not asked for."""
+    """Simulated costs of both directions of a call; `backward` is None for a forward alone."""
 
     forward: Direction
     backward: Direction | None
 
     @cached_property
     def total(self) -> Direction:
-        """Their sum."""
+        """Costs of both directions together."""
         return self.forward if self.backward is None else self.forward + self.backward
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The call that is to be shared, and the ranks.
+    """The call to plan, and the ranks that share it.
 
     Attributes:
         spec: sizes and types.
         mask: over the whole sequence.
         world_size: number of ranks.
-        cluster: what they are.
+        cluster: description of the machine.
         backend: name of the backend, never "auto".
         same_bits: as for `ring_attention`.
-        backward: whether gradients are wanted too.
-        memory_bytes: that a rank has for its inputs and the call; infinite where it is not known.
+        backward: whether gradients are needed too.
+        memory_bytes: memory of a rank for its inputs and the call; infinite if unknown.
     """
 
     spec: AttentionSpec
@@ -126,22 +126,22 @@ class Problem:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A strategy over a layout, and what is known of it.
+    """A strategy over a layout, with its predicted costs or the reason for having none.
 
     Attributes:
-        strategy: as a value.
+        strategy: the strategy with its degrees.
         layouts: of the queries and of the keys.
         layout_name: "contiguous", "zigzag", "striped", "balanced" or "given".
         world_size: number of ranks.
         same_bits: whether its results have the same bits at every world size.
         in_order: whether gradients of K and V are summed in the order of the queries.
-        travels: what goes round, or is exchanged, in the backward; None of other strategies.
-        at_least: seconds that it takes at least, by what its busiest rank computes.
-        peak_bytes: most that a rank holds beyond its inputs.
-        prediction: None where it is refused or was not simulated.
-        reason: why it is refused, or was not simulated; else None.
-        refused: whether it cannot be had.
-        ruled_out: whether it was not simulated because its bound is no better than the best.
+        travels: which side is sent in the backward; None for other strategies than ring, exchange.
+        at_least: lower bound of the seconds: compute of the busiest rank.
+        peak_bytes: most bytes that a rank holds beyond its inputs.
+        prediction: None if refused or not simulated.
+        reason: why the candidate is refused or was not simulated; else None.
+        refused: whether the candidate cannot run as asked.
+        ruled_out: whether it was not simulated because `at_least` is above the best time.
     """
 
     strategy: Strategy
@@ -160,16 +160,16 @@ class Candidate:
 
     @property
     def family(self) -> str:
-        """The name in `strategy.NAMES`; one group of all ranks is "ulysses"."""
+        """The name in `strategy.NAMES`; a Ulysses group of all ranks is "ulysses", not "hybrid"."""
         return family(self.strategy, self.world_size)
 
     @property
     def label(self) -> str:
-        """The name with its degrees."""
+        """The name with the degrees."""
         return label(self.strategy, self.world_size)
 
     def num_steps(self, spec: AttentionSpec) -> int:
-        """At most so many steps: shards that go round, or chunks of heads that are gathered."""
+        """Upper bound of the steps: shards of a ring, or chunks of heads of an all-gather."""
         if self.strategy.core == "all_gather":
             heads = -(-spec.nheads_kv // self.strategy.ulysses_degree)
             return -(-heads // (self.strategy.heads_per_chunk or 1))
@@ -177,11 +177,11 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of both directions; infinite without a prediction."""
+        """Predicted seconds of both directions; infinite without a prediction."""
         return float("inf") if self.prediction is None else self.prediction.total.seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Values for JSON."""
         return {
             "family": self.family,
             "label": self.label,
@@ -205,9 +205,9 @@ class Choice:
     """The best candidate, and all others.
 
     Attributes:
-        problem: what was asked.
-        best: the first in order of those that are as fast as the fastest, see `planner.TIE`.
-        candidates: all: those, slower ones by their time, those that were not simulated, the
+        problem: the call and the ranks.
+        best: the first of the candidates within `planner.TIE` of the fastest.
+        candidates: all, in this order: within `planner.TIE`, slower (by time), not simulated,
             refused.
     """
 
@@ -217,12 +217,12 @@ class Choice:
 
     @property
     def strategy(self) -> Strategy:
-        """Strategy of the best: `ring_attention(..., strategy=choice.strategy)`."""
+        """The best strategy: `ring_attention(..., strategy=choice.strategy)`."""
         return self.best.strategy
 
     @property
     def layouts(self) -> Layouts:
-        """Layouts of the queries and of the keys, for the best."""
+        """Layouts of the queries and of the keys, of the best candidate."""
         return self.best.layouts
 
     @property
@@ -232,7 +232,7 @@ class Choice:
 
     @cached_property
     def reason(self) -> str:
-        """Why it is the best, in one sentence."""
+        """Why the best candidate is the best, in one sentence."""
         return _reason(self)
 
     def describe(self) -> str:
@@ -240,8 +240,8 @@ class Choice:
         return describe(self.problem)
 
     def __str__(self) -> str:
-        told = [c for c in self.candidates if c.prediction is not None]
-        rows = [_header(self.problem.backward), *(_row(c, self.best) for c in told)]
+        simulated = [c for c in self.candidates if c.prediction is not None]
+        rows = [_header(self.problem.backward), *(_row(c, self.best) for c in simulated)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [describe(self.problem)]
         for row in rows:
@@ -251,18 +251,18 @@ class Choice:
         return "\n".join([*lines, *self.left_out(), self.reason])
 
     def left_out(self) -> list[str]:
-        """Candidates that were refused or not simulated: a line for each layout and reason."""
+        """Lines about refused and not simulated candidates, grouped by layouts and reason."""
         groups: dict[tuple[bool, str, str], list[Candidate]] = {}
         for c in self.candidates:
             if c.prediction is None:
-                # Bounds differ from candidate to candidate, their meaning does not.
+                # The reasons differ only in the bounds, so they share a group.
                 why = c.reason if c.refused or not c.ruled_out else "computes longer"
                 groups.setdefault((c.refused, c.layout_name, str(why)), []).append(c)
         lines: dict[tuple[str, str, str], list[str]] = {}
-        for (refused, layout, why), some in groups.items():
+        for (refused, layout, why), group in groups.items():
             if why == "computes longer":
-                why = f"computes for {format_seconds(min(c.at_least for c in some))} or longer"
-            names = ", ".join(c.label for c in some)
+                why = f"computes for {format_seconds(min(c.at_least for c in group))} or longer"
+            names = ", ".join(c.label for c in group)
             start = "refused" if refused else "left out"
             lines.setdefault((start, names, why), []).append(layout)
         return [
@@ -271,7 +271,7 @@ class Choice:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Values for JSON."""
         problem = self.problem
         return {
             "world_size": problem.world_size,
@@ -331,13 +331,13 @@ def _row(candidate: Candidate, best: Candidate) -> tuple[str, ...]:
 
 
 def _reason(choice: Choice) -> str:
-    """The best against the best of another name, and what the difference is."""
+    """Compares the best with the fastest candidate of another name, else with any other."""
     best = choice.best
     others = [c for c in choice.candidates if c.prediction is not None and c.family != best.family]
     if not others:
         same = [c for c in choice.candidates if c.prediction is not None and c is not best]
         if same:
-            return f"{best.label}: {_faster(best, same[0])}, {_fault(best, same[0])}"
+            return f"{best.label}: {_faster(best, same[0])}, {_main_difference(best, same[0])}"
         slower = [c for c in choice.candidates if not c.refused and c is not best]
         why = (
             "every other is refused" if not slower else "every other computes longer than it takes"
@@ -345,7 +345,7 @@ def _reason(choice: Choice) -> str:
         return (
             f"{best.label}: {why}" if len(choice.candidates) > 1 else f"{best.label}: the only one"
         )
-    return f"{best.label}: {_faster(best, others[0])}, {_fault(best, others[0])}"
+    return f"{best.label}: {_faster(best, others[0])}, {_main_difference(best, others[0])}"
 
 
 def _faster(best: Candidate, other: Candidate) -> str:
@@ -356,12 +356,12 @@ def _faster(best: Candidate, other: Candidate) -> str:
     return f"{100 * gain:.0f} % faster than {other.label}{where}"
 
 
-def _fault(best: Candidate, other: Candidate) -> str:
-    """The largest part of the difference."""
+def _main_difference(best: Candidate, other: Candidate) -> str:
+    """The largest part of the difference in time, as a relative clause about `other`."""
     assert best.prediction and other.prediction, "only candidates with a prediction are compared"
     ours, theirs = best.prediction.total, other.prediction.total
     if other.seconds <= 1.005 * best.seconds:
-        # No difference that a simulation can see.
+        # Differences below 0.5 % mean nothing.
         fewer = theirs.bytes_sent - ours.bytes_sent
         return (
             f"which sends {format_bytes(fewer)} more"
@@ -374,7 +374,7 @@ def _fault(best: Candidate, other: Candidate) -> str:
     }
     worst = max(more, key=lambda name: more[name])
     if more["compute"] > 0.5 * (other.seconds - best.seconds):
-        # That others wait for the busiest rank follows from it.
+        # The other ranks wait because the busiest one computes longer.
         worst = "compute"
     amount = format_seconds(more[worst])
     return {
@@ -395,7 +395,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Three digits with their unit, of 1000: 1230 is "1.23 kB"."""
+    """Three digits with their decimal unit: 1230 is "1.23 kB"."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= factor:
             return f"{nbytes / factor:.3g} {unit}"

@@ -1,13 +1,13 @@
-"""Speeds of a machine: its devices, the links between them, and both in one `Cluster`.
+"""Speeds of devices and of the links between them; a `Cluster` combines both.
 
     time of a tile     launch + (area + row_columns * rows + edge_columns * edge) * FLOP / rate
                        + bytes of the state / memory bandwidth
     time of a message  latency + bytes / bandwidth
-    nothing begins     before the host has given it to the device
+    nothing begins     before the host has launched it
 
-Rates, and what their columns are, come from `core.rates`. The built-in devices are those of
-datasheets and of published kernel measurements; `ring-attn calibrate` measures the machine at hand,
-and `load_cluster` reads that.
+`core.rates` has the rates and explains their columns. The figures of the built-in devices are from
+datasheets and published kernel measurements. `ring-attn calibrate` measures the machine at hand;
+`load_cluster` reads its file.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from ring_attn.core.values import check_cost, check_size, check_speed, check_typ
 
 GB = 1e9
 
-# Where the machine's calibration is found, if no cluster is given.
+# Names the machine's calibration file, used if no cluster is passed.
 CLUSTER_VARIABLE = "RING_ATTN_CLUSTER"
 
-# Ranks of a node, as torchrun tells them.
+# Number of ranks of a node, set by torchrun.
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 
 
@@ -42,16 +42,17 @@ class Device:
     """A rank's processor.
 
     Attributes:
-        name: as it is called.
-        peak_flops: the datasheet's dense FLOP/s, in 16 bits; 0 where it is not known.
-        forward: of attention.
-        backward: of attention.
+        name: for display.
+        peak_flops: the datasheet's dense FLOP/s, in 16 bits; 0 if unknown.
+        forward: rate of attention.
+        backward: rate of attention's backward.
         memory_bandwidth: bytes/s of passes that copy or add.
-        memory_bytes: size of its memory; 0 where it is not known.
-        window_forward: of attention with a window, where it was measured: a backend may take its
-            tiles in strips.
-        window_backward: likewise.
-        architecture: whose `core.rates` a call's backend has; "" has the rates given here alone.
+        memory_bytes: size of its memory; 0 if unknown.
+        window_forward: rate of attention with a window, if measured: a backend may split its tiles
+            into strips.
+        window_backward: the same for the backward.
+        architecture: key of `core.rates`, which has rates for each backend; "" uses only the rates
+            above.
     """
 
     name: str
@@ -72,10 +73,10 @@ class Device:
         check_size(self, "peak_flops", "memory_bytes")
 
     def rate(self, *, backward: bool, window: bool = False) -> Rate:
-        """Rate of a direction, for tiles that a window cuts or for others."""
+        """Rate of a direction, with or without a window."""
         usual = self.backward if backward else self.forward
-        special = self.window_backward if backward else self.window_forward
-        return special if window and special is not None else usual
+        windowed = self.window_backward if backward else self.window_forward
+        return windowed if window and windowed is not None else usual
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,9 @@ class Link:
     """Connection between two ranks, in one direction.
 
     Attributes:
-        name: as it is called.
-        latency: seconds of a message of no bytes.
-        bandwidth: bytes/s of large messages, as attained.
+        name: for display.
+        latency: seconds of an empty message.
+        bandwidth: attained bytes/s of large messages.
     """
 
     name: str
@@ -100,15 +101,15 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """Seconds that a rank's Python takes to give its device one thing to do.
+    """Seconds of host time that a rank's Python takes for each thing that it issues.
 
-    All are 0 where ranks compute on the processor itself.
+    All are 0 for CPU ranks.
 
     Attributes:
-        launch: of a kernel over a step's tiles; a backward has two.
-        copy: of a pass over memory.
-        post: of an exchange.
-        wait: of making the device wait for one.
+        launch: to launch a kernel over a step's tiles; a backward launches two.
+        copy: to launch a pass over memory.
+        post: to post an exchange.
+        wait: to make the device wait for an exchange.
     """
 
     launch: float = 0.0
@@ -122,17 +123,17 @@ class Host:
 
 @dataclass(frozen=True)
 class Copies:
-    """When copies begin beside attention, on a device with streams.
+    """When copies start that run beside attention, on a device with streams.
 
     Attributes:
-        latency: seconds from the end of an operator to the begin of one on another stream, beyond
-            what the links' latencies have of it: those of a small send and receive have all.
-        high_priority: a copy takes the next multiprocessors that come free; else it is behind the
-            blocks of an attention kernel that was ready before it.
-        buffers: of a ring's shards: with 2 a copy waits for the attention before it, with 3 for the
-            one before that.
-        block: seconds of a block of attention: so long before its end a kernel leaves
-            multiprocessors free.
+        latency: seconds between the end of an operator and the start of the next on another stream,
+            as far as the links' latencies (of a small send and receive) do not include them.
+        high_priority: whether a copy gets the next free multiprocessors; otherwise it queues behind
+            the blocks of an attention kernel that was ready before it.
+        buffers: number of buffers for a ring's shards: with 2 a copy waits for the attention before
+            it, with 3 for the attention before that.
+        block: seconds of a block of attention: a kernel starts to leave multiprocessors free this
+            long before its end.
     """
 
     latency: float = 0.0
@@ -153,18 +154,18 @@ class Cluster:
     """Nodes of devices.
 
     Attributes:
-        device: of each rank.
-        node_size: consecutive ranks that are a node.
-        inside: what each device of a node has to the others, in each direction.
-        between: a network port between nodes, in each direction.
+        device: device of each rank.
+        node_size: number of consecutive ranks that form a node.
+        inside: link of a device to the others of its node, in each direction.
+        between: one network port of a node, in each direction.
         ports: network ports of a node; None is one for each device.
-        slowdown: the share of a device's speed that compute loses while transfers are under way:
-            the SMs that NCCL's copies take, or on CPUs the cores.
-        collectives: by the name of the operation what was measured of it, with all ranks taking
-            part; bytes are those that leave a rank. What is not here follows from the links.
-        host: of each rank.
-        copies: beside attention; None is a device without streams, whose exchanges begin when they
-            are posted.
+        slowdown: the share of its speed that compute loses during transfers: to the SMs, on CPUs
+            the cores, that copies take.
+        collectives: measured collectives by name, with all ranks taking part; bytes are those that
+            leave a rank. The times of all others follow from the links.
+        host: host times of each rank.
+        copies: start of copies beside attention; None is a device without streams, whose exchanges
+            start when they are posted.
 
     Example:
         >>> cluster = builtin_cluster("H100")
@@ -210,7 +211,7 @@ class Cluster:
 def _device(
     name: str, peak_flops: float, architecture: str, bandwidth: float, memory_bytes: float
 ) -> Device:
-    """A GPU that runs our kernels until `with_backend` says otherwise."""
+    """A GPU with the rates of our kernels; `with_backend` replaces them."""
     forward, backward, _ = RATES[architecture]["triton"]
     return Device(
         name, peak_flops, forward, backward, bandwidth, memory_bytes, architecture=architecture
@@ -223,7 +224,7 @@ DEVICES: dict[str, Device] = {
     for device in (
         _device("A100", 312e12, "sm_80", 1.6e12, 80 * GB),
         _device("H100", 989.5e12, "sm_90", 2.7e12, 80 * GB),
-        # FA3 as others run it, whose backward adds in any order, whatever the backend.
+        # FA3 for every backend; its backward adds in any order.
         Device("H100 FA3", 989.5e12, *FA3[:2], 2.7e12, 80 * GB),
         # The same processor with faster memory; FA3 there is 4 % slower forward and 4 % faster
         # backward (flash-attention issue 1438).
@@ -233,8 +234,8 @@ DEVICES: dict[str, Device] = {
     )
 }
 
-# One direction, as attained: nine tenths of the datasheet's for NVLink and InfiniBand, eight for
-# PCIe x16. Latencies are those of a small NCCL send and receive.
+# Attained speed of one direction: 0.9 of the datasheet's for NVLink and InfiniBand, 0.8 for PCIe
+# x16. Latencies are those of a small NCCL send and receive.
 LINKS: dict[str, Link] = {
     link.name: link
     for link in (
@@ -253,12 +254,12 @@ LINKS: dict[str, Link] = {
 
 _NVLINK = {"A100": "NVLink 3", "H100": "NVLink 4", "H200": "NVLink 4", "B200": "NVLink 5"}
 
-# Share of the SMs that NCCL's copies take: 8 of 132. MagiAttention leaves them 4 to 8.
+# Share of the SMs that NCCL's copies take: 8 of 132. MagiAttention reserves 4 to 8 for them.
 SLOWDOWN = MAX_CTAS / 132
 
-# Python, Triton's launcher and torch's operators over a driver that does nothing took 28 us a step
-# forward with its one launch and its wait, 67 us backward with two launches and two sums, and a
-# post 17 us beside NCCL (bench/results/NOTES.md). Assumed: 25 us for NCCL's group of two.
+# Measured with a stub driver (bench/results/NOTES.md), for Python, Triton's launcher and torch's
+# operators: 28 us for a forward step (one launch, one wait), 67 us for a backward step (two
+# launches, two sums), 17 us for a post without NCCL. Assumed: 25 us for NCCL's group of two.
 HOST = Host(launch=25e-6, copy=8e-6, post=42e-6, wait=3e-6)
 
 
@@ -275,12 +276,12 @@ def builtin_cluster(
     Args:
         device: a name of `DEVICES`.
         inside: a name of `LINKS`; None is the NVLink of that device.
-        between: likewise.
+        between: a name of `LINKS`.
         node_size: devices of a node.
         ports: network ports of a node; None is one for each device.
 
     Raises:
-        ValueError: a name that is not built in, and what `Cluster` refuses.
+        ValueError: an unknown name, or values that `Cluster` refuses.
 
     Example:
         >>> builtin_cluster("A100", between="200 Gb/s").inside.name
@@ -305,7 +306,7 @@ def builtin_cluster(
 
 
 def with_backend(cluster: Cluster, backend: str, spec: AttentionSpec) -> Cluster:
-    """The cluster with that backend's rates for such calls, where its architecture has any."""
+    """The cluster with the backend's rates for calls of this spec; unchanged if none are known."""
     device = cluster.device
     rates = rates_of(device.architecture, backend, spec)
     window = rates_of(device.architecture, backend, spec, window=True)
@@ -326,11 +327,11 @@ def compute_seconds(
     """float64 seconds of tiles; 0 where there are none.
 
     Args:
-        rate: of the direction.
-        area: visible pairs, of any shape, likewise the rest.
+        rate: rate of the direction.
+        area: visible pairs, a tensor of any shape; `rows`, `edge` and `per_pair` have it too.
         rows: rows that take part.
         edge: rows that the mask cuts.
-        per_pair: operations for a pair in all heads.
+        per_pair: FLOPs of a pair in all heads.
 
     Example:
         >>> one = torch.ones(1, dtype=torch.int64)
@@ -342,24 +343,24 @@ def compute_seconds(
 
 
 def to_json(cluster: Cluster) -> dict[str, Any]:
-    """The cluster as JSON has it."""
+    """Values for JSON."""
     return asdict(cluster)
 
 
 def load_cluster(path: Path | str, world_size: int | None = None) -> Cluster:
-    """A cluster that `ring-attn calibrate` has written.
+    """Reads a cluster that `ring-attn calibrate` wrote.
 
     Args:
-        path: of its JSON.
-        world_size: number of ranks; of several that were measured the nearest is taken, and None is
-            the greatest.
+        path: path of the JSON file.
+        world_size: number of ranks; selects the nearest number that was measured, None the
+            greatest.
 
     Raises:
-        ValueError: a file that holds something else.
-        OSError: a file that cannot be read.
+        ValueError: the file is not a calibration.
+        OSError: the file cannot be read.
     """
     try:
-        found = json.loads(
+        content = json.loads(
             Path(path).read_text(encoding="utf-8"),
             parse_float=_finite,
             parse_int=_int64,
@@ -367,7 +368,7 @@ def load_cluster(path: Path | str, world_size: int | None = None) -> Cluster:
         )
         clusters = {
             _int64(ranks): cluster_from_json(cluster)
-            for ranks, cluster in found["clusters"].items()
+            for ranks, cluster in content["clusters"].items()
         }
         if min(clusters) < 1:
             raise ValueError(f"numbers of ranks must be at least 1, got {min(clusters)}")
@@ -394,19 +395,19 @@ def _int64(text: str) -> int:
     return value
 
 
-def cluster_from_json(found: Mapping[str, Any]) -> Cluster:
-    """The inverse of `to_json`.
+def cluster_from_json(values: Mapping[str, Any]) -> Cluster:
+    """Inverts `to_json`.
 
     Raises:
-        KeyError, TypeError: fields that are missing or have other names or types.
-        ValueError: numbers that cannot be.
+        KeyError, TypeError: fields are missing or have other names or types.
+        ValueError: numbers are out of range.
 
     Example:
         >>> cluster = builtin_cluster("H200")
         >>> cluster_from_json(to_json(cluster)) == cluster
         True
     """
-    device: dict[str, Any] = dict(found["device"])
+    device: dict[str, Any] = dict(values["device"])
     device |= {
         name: None if rate is None else Rate(**rate)
         for name, rate in device.items()
@@ -414,30 +415,30 @@ def cluster_from_json(found: Mapping[str, Any]) -> Cluster:
     }
     parts: dict[str, Any] = {
         "device": Device(**device),
-        "inside": Link(**found["inside"]),
-        "between": Link(**found["between"]),
-        "collectives": {op: Link(**link) for op, link in found["collectives"].items()},
-        "host": Host(**found["host"]),
-        # Not in calibrations that were written before there was such a thing.
-        "copies": Copies(**found["copies"]) if found.get("copies") else None,
+        "inside": Link(**values["inside"]),
+        "between": Link(**values["between"]),
+        "collectives": {op: Link(**link) for op, link in values["collectives"].items()},
+        "host": Host(**values["host"]),
+        # Older calibrations lack it.
+        "copies": Copies(**values["copies"]) if values.get("copies") else None,
     }
-    rest = {f.name: found[f.name] for f in fields(Cluster) if f.name not in parts}
+    rest = {f.name: values[f.name] for f in fields(Cluster) if f.name not in parts}
     return Cluster(**parts, **rest)
 
 
 def find_cluster(device_type: str | None = None, world_size: int | None = None) -> Cluster:
-    """The cluster of this machine: RING_ATTN_CLUSTER's, else what is built in for its device.
+    """The cluster of this machine: from the file RING_ATTN_CLUSTER, else the built-in one.
 
-    GPUs are in nodes of LOCAL_WORLD_SIZE (8 without a launcher), with NVLink inside and 400 Gb/s
-    between. The CPU's description is a rough one; `ring-attn calibrate` measures it.
+    Built-in GPUs are in nodes of LOCAL_WORLD_SIZE (8 without a launcher), with NVLink inside and
+    400 Gb/s between. The figures for CPUs are rough; `ring-attn calibrate` measures them.
 
     Args:
-        device_type: "cuda" or "cpu"; None is "cuda" where torch has a GPU.
-        world_size: of several calibrations in the file that which is nearest.
+        device_type: "cuda" or "cpu"; None is "cuda" if torch has a GPU.
+        world_size: number of ranks, selects the nearest calibration in the file.
 
     Raises:
-        ValueError: a GPU that is not built in, or a file that is no calibration.
-        OSError: a file that cannot be read.
+        ValueError: the GPU is not built in, or the file is not a calibration.
+        OSError: the file cannot be read.
     """
     path = os.environ.get(CLUSTER_VARIABLE)
     if path:
@@ -458,11 +459,11 @@ def find_cluster(device_type: str | None = None, world_size: int | None = None) 
 
 
 def node_size_of(global_ranks: Sequence[int], ranks_per_node: int) -> int:
-    """Consecutive ranks of a group that always share a node.
+    """The largest n such that each aligned run of n ranks of a group shares a node.
 
     Args:
-        global_ranks: of the group's ranks, in their order.
-        ranks_per_node: consecutive global ranks that are a node.
+        global_ranks: global ranks of the group, in its order.
+        ranks_per_node: number of consecutive global ranks that form a node.
 
     Example:
         >>> node_size_of(range(16), 8), node_size_of(range(0, 16, 4), 8), node_size_of([0, 8, 1], 8)
@@ -473,7 +474,7 @@ def node_size_of(global_ranks: Sequence[int], ranks_per_node: int) -> int:
 
 
 def cpu_cluster(node_size: int = 1) -> Cluster:
-    """Ranks of one core each that talk over gloo: what a core does, to a factor of two.
+    """Ranks of one core each, connected by gloo; the figures are right within a factor of two.
 
     Example:
         >>> cpu_cluster(4).device.name

@@ -1,8 +1,8 @@
 """Peak memory of any call on the rank with most rows, without the tiles of thousands of steps.
 
-`machines.count` reads every tile of a rank's program. With more than a few ranks every step of a
-ring but the first has the tiles with the shard with which there are most pairs, and messages are as
-long as the longest of any rank. So it is exact where shards are equal, else a little above.
+`machines.count` reads every tile of a rank's program. With many ranks this module simplifies the
+program: every step of a ring after the first gets the tiles of the shard with the most visible
+pairs, and every message the greatest length. For equal shards the peak is exact, else too high.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ring_attn.machines.count import peak_of_programs
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import programs
 
-# More pieces than these of a step are not listed, and all tiles are where ranks and documents are
-# no more than these.
+# A step of more tiles than MOST_TILES is taken as one tile around them; only calls of more than
+# MOST_RANKS ranks or slices of the mask are simplified.
 MOST_TILES, MOST_RANKS = 256, 16
 
 _ANY_TILE = (Tile(slice(0, 1), slice(0, 1), Band(None, None)),)
 
 
 def peak_of(call: Call, *, backward: bool = True) -> int:
-    """Most bytes that a call holds at a time beyond its inputs, on the rank with most rows.
+    """Most bytes that a call holds at any time beyond its inputs, on the rank with most rows.
 
     Args:
-        call: of any rank.
-        backward: of forward and backward, else of the forward alone.
+        call: the call of any rank.
+        backward: whether to include the backward.
 
     Example:
         >>> import torch
@@ -55,17 +55,18 @@ def peak_of(call: Call, *, backward: bool = True) -> int:
         True
     """
     directions = (False, True) if backward else (False,)
-    found = []
+    few = call.world_size <= MOST_RANKS and len(call.mask.slices) <= MOST_RANKS
+    peaks = []
     for rank in _fullest_ranks(call):
-        one = replace(call, rank=rank)
-        few = call.world_size <= MOST_RANKS and len(call.mask.slices) <= MOST_RANKS
+        of_rank = replace(call, rank=rank)
         ranks = (OneRank if few else _RoughRank)(call.layouts, call.mask, rank)
-        found.append(peak_of_programs([programs(one, ranks, backward=b) for b in directions], one))
-    return max(found)
+        both = [programs(of_rank, ranks, backward=b) for b in directions]
+        peaks.append(peak_of_programs(both, of_rank))
+    return max(peaks)
 
 
 def _fullest_ranks(call: Call) -> set[int]:
-    """First and last rank with most rows; in their groups the member with most heads."""
+    """The first and the last rank with most rows; of Ulysses groups the member with most heads."""
     spec, degree = call.spec, call.strategy.ulysses_degree
     dims = spec.headdim + spec.headdim_v
     rows = [
@@ -82,10 +83,10 @@ def _fullest_ranks(call: Call) -> set[int]:
 
 @dataclass(frozen=True)
 class _RoughRank(OneRank):
-    """A rank with all exchanges, and of the tiles those that take most memory."""
+    """A rank with all its exchanges, but in each step the tiles that take most memory."""
 
     def order(self, grid: Grid, travels: Traveller) -> tuple[Displacement, ...]:
-        """From the work of all pairs."""
+        """Displacements in order, derived from the work of all pairs of ranks."""
         return every_order(*self.layouts, self.mask, grid, travels)
 
     def moving(self, grid: Grid, travels: Traveller, by: Displacement) -> slice:
@@ -95,22 +96,22 @@ class _RoughRank(OneRank):
     def moving_messages(
         self, grid: Grid, travels: Traveller, make: Callable[[int], Message]
     ) -> Callable[[Displacement], Message]:
-        """Always the longest message of any rank."""
+        """The longest message of any rank, for every displacement."""
         longest = make(self._longest(travels))
         return lambda by: longest
 
     def tiles(self, grid: Grid, travels: Traveller, by: Displacement) -> tuple[Tile, ...]:
-        """Tiles with the own shard; then those with the shard that has most visible pairs."""
+        """Tiles with the rank's own shard, or with the other shard with most visible pairs."""
         own = by == (0, 0)
         if (travels, own) not in self._tiles:
             owner = self.rank if own else self._most_pairs(travels)
             pair = (self.rank, owner) if travels == "kv" else (owner, self.rank)
-            # A step without tiles takes fewer buffers; one of no size has the same.
+            # A step without tiles would take fewer buffers; a tile of any size takes them all.
             self._tiles[travels, own] = self._pair_tiles(pair) or (() if own else _ANY_TILE)
         return self._tiles[travels, own]
 
     def turns(self, travels: Traveller) -> tuple[Turn, ...]:
-        """Turns with the most rows of any, which this rank sends and receives."""
+        """As many turns as there are, each with the most rows that any turn sends or receives."""
         rows = int(needed_rows(*self.layouts, self.mask, travels).clone().fill_diagonal_(0).max())
         tiles = self.tiles(Grid(1, self.world_size), travels, (0, 1))
         other = (self.rank + 1) % self.world_size
@@ -131,7 +132,7 @@ class _RoughRank(OneRank):
         return int(areas.argmax())
 
     def _pair_tiles(self, pair: tuple[int, int]) -> tuple[Tile, ...]:
-        """The tiles between two ranks; where they would be many, one around all of them."""
+        """The tiles between two ranks; if they could be more than `MOST_TILES`, one around all."""
         num_tiles = len(self.mask.slices)
         for layout, rank in zip(self.layouts, pair, strict=True):
             num_tiles *= len(layout.segments(rank))

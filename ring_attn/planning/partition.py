@@ -1,6 +1,6 @@
-"""Contiguous parts of a sequence of work: the least greatest part, and cuts that are even or cheap.
+"""Splits work into contiguous parts: the smallest possible maximum, and even or cheap cuts.
 
-Work is in exact integers; `sums[i]` is the work before candidate i for a cut.
+Work is in exact integers; `sums[i]` is the work before the i-th possible cut.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections import deque
 from operator import sub
 from typing import Any
 
-# How far from its place in equal work `cheapest_cuts` looks for a cut, in ranks' work: with 5 %
-# imbalance that excludes nothing up to 160 ranks, and keeps the search short beyond.
+# `cheapest_cuts` seeks each cut within this many parts' work of its position for equal parts. With
+# 5 % imbalance that excludes nothing up to 160 ranks, and keeps the search short beyond.
 MAX_DRIFT = 8
 
-# Distances from equal parts are counted in such fractions of a part.
+# `cheapest_cuts` counts distances from equal parts in units of 1 / UNITS of a part.
 UNITS = 1024
 
 
 def least_maximum(sums: list[int], parts: int) -> int:
-    """The least value that the greatest of so many contiguous parts can have."""
+    """The smallest possible maximum when all work is split into `parts` contiguous parts."""
     total = sums[-1]
     greatest_item = max(map(sub, sums[1:], sums), default=0)
-    # A part that is filled until the next item would pass the mean exceeds it by less than an item.
+    # Filling each part until it reaches the mean exceeds the mean by less than one item.
     low = max(greatest_item, -(-total // parts))
     high = -(-total // parts) + greatest_item
     while low < high:
@@ -35,7 +35,7 @@ def least_maximum(sums: list[int], parts: int) -> int:
 
 
 def _suffice(sums: list[int], parts: int, limit: int) -> bool:
-    """Whether so many parts, each at most `limit`, hold everything."""
+    """Whether `parts` parts of at most `limit` each hold all work."""
     cut, end = 0, len(sums) - 1
     for _ in range(parts):
         cut = bisect_right(sums, sums[cut] + limit, cut) - 1
@@ -45,10 +45,10 @@ def _suffice(sums: list[int], parts: int, limit: int) -> bool:
 
 
 def even_cuts(sums: list[int], positions: list[int], parts: int, limit: int) -> list[int]:
-    """`parts + 1` of the positions with no part above `limit`, each as near to equal parts as can.
+    """`parts + 1` of the positions, as near as possible to equal parts, with no part above `limit`.
 
-    `sums` is the work before each position. The greedy walk would fill the first ranks to the limit
-    and leave the last ones with nothing.
+    `sums` is the work before each position. A greedy walk would instead fill the first ranks to the
+    limit and leave nothing for the last ones.
     """
     earliest = _earliest_cuts(sums, parts, limit)
     chosen = [0]
@@ -60,7 +60,7 @@ def even_cuts(sums: list[int], positions: list[int], parts: int, limit: int) -> 
         cut = bisect_left(sums, target, low, high)
         if cut > low and target - sums[cut - 1] < sums[cut] - target:
             cut -= 1
-        # Rows without work cost memory all the same: share these by their number.
+        # Rows without work take memory too: share them evenly.
         first = bisect_left(sums, sums[cut], low, high)
         last = bisect_right(sums, sums[cut], low, high + 1) - 1
         middle = positions[done] + (positions[-1] - positions[done]) // left
@@ -69,7 +69,7 @@ def even_cuts(sums: list[int], positions: list[int], parts: int, limit: int) -> 
 
 
 def _earliest_cuts(sums: list[int], parts: int, limit: int) -> list[int]:
-    """For each cut, the first index from which the parts after it can hold the rest."""
+    """For each cut, the first index at which the parts after the cut can hold the rest."""
     cuts = [len(sums) - 1]
     for _ in range(parts):
         cuts.append(bisect_left(sums, sums[cuts[-1]] - limit, 0, cuts[-1]))
@@ -77,17 +77,17 @@ def _earliest_cuts(sums: list[int], parts: int, limit: int) -> list[int]:
 
 
 def cheapest_cuts(sums: list[int], costs: list[int], limit: int, feasible: list[int]) -> list[int]:
-    """Indices of cuts that cost least in all, with no part above `limit`; then nearest to equal.
+    """Indices of the cheapest cuts with no part above `limit`; ties go to the most equal parts.
 
     Dynamic programming: the best way to put cut r at x is the best way to put cut r - 1 at some
-    y <= x with the work [y, x) within the limit, and the cost of x. The range of such y only moves
-    forward with x, so a queue of ways, each better than all before it, has the best in front.
+    y <= x with the work [y, x) within the limit, plus the cost of x. The range of such y only moves
+    forward with x, so a monotonic queue keeps the best way in front.
 
     Args:
-        sums: work before each candidate.
-        costs: rows that cross a cut there.
+        sums: work before each possible cut.
+        costs: rows that cross each possible cut.
         limit: the most work of a part.
-        feasible: indices of some cuts within the limit.
+        feasible: indices of any cuts that keep to the limit.
     """
     parts, total = len(feasible) - 1, sums[-1]
     mean = total / parts
@@ -97,7 +97,7 @@ def cheapest_cuts(sums: list[int], costs: list[int], limit: int, feasible: list[
     for part in range(1, parts + 1):
         near = bisect_left(sums, (part - MAX_DRIFT) * total // parts)
         far = bisect_right(sums, (part + MAX_DRIFT) * total // parts) - 1
-        # Before `earliest` the parts behind would exceed the limit, after `latest` those in front.
+        # A cut before `earliest` overfills the parts after it; after `latest`, the parts before it.
         latest = bisect_right(sums, sums[latest] + limit, latest) - 1
         low = max(earliest[part], min(near, feasible[part]))
         high = min(latest, max(far, feasible[part]))

@@ -1,29 +1,29 @@
-"""Which rank computes which documents of a batch: `pack`.
+"""`pack`: places the documents of a batch on ranks.
 
     a to f of 8 4 4 2 2 2 rows, causal       rank 0        rank 1          rank 2       max / mean
-    zigzag, packed as they come              a0-3 e1 f     a4-7 d e0       b c          1.48
+    zigzag, packed in the given order        a0-3 e1 f     a4-7 d e0       b c          1.48
     pack                                     a1 a2 a6 c    a3 a4 a5 d e    a0 a7 b f    1.02
 
-Attention within documents needs no rows of others, so a document that is whole on a rank is never
-sent. Long ones are cut into as few shares as let every rank compute as much as the others; short
-ones fill up, whole. One call of `ring_attention` computes them all.
+A document never attends to another, so a document that is whole on a rank is never sent. Long
+documents are cut into the fewest shares that balance the work; short documents stay whole and fill
+up the ranks. One call of `ring_attention` computes them all.
 
-Documents are placed one after another, those with most visible pairs first, each whole where that
-leaves the rank within both bounds: pairs, and rows. What does not fit anywhere is shared by the
-fewest neighbouring ranks that have room: the rows level the ranks' rows, the pairs their pairs, and
-a rank gets a run from the head of what is left and one from its tail, as in zigzag, in the one
-proportion that has so many rows and so many pairs:
+Documents are placed one after another, those with most visible pairs first. A document stays whole
+if some rank then keeps both bounds, pairs and rows. Otherwise the fewest neighbouring ranks with
+room share it, so that their rows and their pairs become level. Each rank takes a run from the head
+and a run from the tail of the remaining rows, as in zigzag; the split between head and tail gives
+the rank its number of pairs:
 
     queries of a document     0 . . . . . . . . . . . . . . L
-    first rank                # #                     # # #     rows and pairs as wanted
+    first rank                # #                     # # #     its number of rows and of pairs
     second rank                   # # #         # # #
-    last rank                           # # # #                 what is left
+    last rank                           # # # #                 the rest
 
-If some rank has too many pairs in the end, because rows kept them from ranks that have room, all is
+If a rank has too many pairs in the end (ranks with room for pairs had none for rows), everything is
 placed again with smaller shares of the long documents, over more ranks.
 
-(Documents with ranks of their own: Flexible Context Parallelism, arXiv 2605.08524, and Dynamic
-Context Parallelism, arXiv 2510.10620.)
+(Others choose ranks for each document too: Flexible Context Parallelism, arXiv 2605.08524, and
+Dynamic Context Parallelism, arXiv 2510.10620.)
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from ring_attn.core.layout import Segment, SequenceLayout
 from ring_attn.core.values import as_int, as_tuple, check_int
 from ring_attn.planning.balance import Balance, check_max_balance
 
-# Shares that a document has of one rank, at most: the next where the balance is not reached.
+# Most of a rank that one document may fill; the next value is tried if a placement is unbalanced.
 SHARES = tuple(Fraction(1, n) for n in (1, 2, 4, 8, 16))
 
-# Where documents x ranks are few, every document over all ranks is tried too.
+# Up to this many documents x ranks, every document over all ranks is tried too.
 FEW = 1 << 12
 
-# From so many ranks on, a document has as many as the mean asks for: what one more would have to be
-# sent is little, and the bound would leave some of them with nothing to do.
+# A document that needs at least this many ranks gets as many as its pairs / the mean: sending to
+# one more rank costs little, and filling ranks up to the bound would leave others without work.
 MANY = 8
 
-# Documents that are cut only since no rank has room for them, for each rank at most; then others
-# are added whole, and what their ranks have too much of makes the placement fail.
+# Most documents per rank that are cut only because no rank has room for them. Further documents
+# stay whole, even above the bounds, and the placement counts as unbalanced.
 MOST_FORCED = 2
 
-# Of what the bounds allow beyond the mean, what a rank may miss to have one run instead of two.
+# Fraction of the tolerance (bound - mean) that a rank may miss to have one run instead of two.
 ONE_RUN = Fraction(1, 8)
 
 Window = tuple[int, int]
@@ -66,15 +66,15 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True)
 class Packing:
-    """Documents one after another, and who computes what of them.
+    """The order of the packed documents, and the rank of each row.
 
     Attributes:
-        layout: of the packed sequence, for `ring_attention` and `shard_batch`.
+        layout: layout of the packed sequence, for `ring_attention` and `shard_batch`.
         cu_seqlens: boundaries of the documents in the packed sequence.
-        order: the documents in the packed sequence, as numbers of `lengths`.
+        order: indices into `lengths`, in the order of the packed sequence.
         balance: visible pairs and rows of every rank.
-        crossing: KV rows of other ranks that the queries of each rank see.
-        num_cut: documents that several ranks share.
+        crossing: for each rank, KV rows of other ranks that its queries see.
+        num_cut: number of documents that several ranks share.
     """
 
     layout: SequenceLayout
@@ -87,10 +87,9 @@ class Packing:
     def kv_bytes(
         self, nheads_kv: int, headdim: int, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[int, ...]:
-        """Bytes of the keys and values that each rank receives in a forward, sent once.
+        """Bytes of keys and values that each rank receives in a forward, if each is sent once.
 
-        A ring forwards rows, and other strategies send more: `ring_attn.explain` has the bytes of
-        each over this layout.
+        Most strategies send more, as a ring forwards rows: `ring_attn.explain` has their bytes.
         """
         check_int("nheads_kv", nheads_kv, least=1)
         check_int("headdim", headdim, least=1)
@@ -117,24 +116,24 @@ def pack(
     """Places the documents of a batch: short ones whole on one rank, long ones over several.
 
     No rank has more than `max_rows` rows, and none computes more than `max_balance` times the mean,
-    wherever the lengths allow that; within these bounds few documents are cut. A function of the
-    arguments alone: every rank finds the same.
+    if the lengths allow that; within these bounds few documents are cut. The result depends on the
+    arguments alone, so it is the same on every rank.
 
     Args:
-        lengths: rows of each document, zero too.
+        lengths: rows of each document; may be 0.
         world_size: number of ranks.
         causal: as for `ring_attention`.
-        window_size: likewise.
-        max_balance: the most visible pairs of a rank, over the mean.
+        window_size: as for `ring_attention`.
+        max_balance: the most visible pairs of a rank, as a multiple of the mean.
         max_rows: the most rows of a rank; None aims at `max_balance` times the mean.
-        align: documents are cut at multiples of it, counted from their beginnings.
+        align: documents are cut at multiples of it, counted from each document's first row.
 
     Returns:
         The layout, the boundaries and the order of the documents, and the figures.
 
     Raises:
-        ValueError: no documents, numbers out of range, or ranks that cannot hold all rows.
-        TypeError: lengths that are no ints.
+        ValueError: no documents, numbers out of range, or more rows than the ranks can hold.
+        TypeError: lengths are not ints.
 
     Example:
         >>> import torch
@@ -162,8 +161,8 @@ def pack(
     left, right = check_window(window_size, causal)
     window = left, 0 if causal else right
     most = _most_rows(sum(rows), world_size, max_balance, max_rows)
-    found = {n: pairs_before(n, window, n) for n in set(rows)}
-    pairs = [found[n] for n in rows]
+    pairs_of = {n: pairs_before(n, window, n) for n in set(rows)}
+    pairs = [pairs_of[n] for n in rows]
     bounds = _Bounds.of(sum(pairs), most, world_size, max_balance)
     documents = sorted((i for i, n in enumerate(rows) if n), key=lambda i: (-pairs[i], -rows[i], i))
     shares = (*SHARES, Fraction(0)) if len(rows) * world_size <= FEW else SHARES
@@ -173,7 +172,7 @@ def pack(
         for index in documents:
             placed.add(index, rows[index], pairs[index])
             if best is not None and placed.excess >= best.excess:
-                break  # what is too much stays
+                break  # later documents never lower the excess
         else:
             best = placed
             if best.excess == (0, 0):
@@ -188,7 +187,7 @@ def pack(
 
 
 def pairs_before(length: int, window: Window, row: int) -> int:
-    """Visible pairs of the first queries of a document, those before `row`.
+    """Visible pairs of the queries before `row` of a document.
 
     Example:
         >>> pairs_before(5, (-1, 0), 3), pairs_before(5, (1, 1), 5)
@@ -204,7 +203,7 @@ def pairs_before(length: int, window: Window, row: int) -> int:
 
 
 def _most_rows(total: int, world_size: int, max_balance: float, max_rows: int | None) -> int:
-    """The bound on a rank's rows; refuses one that cannot hold all."""
+    """The bound on a rank's rows; refuses a bound that cannot hold all rows."""
     if max_rows is None:
         return math.ceil(Fraction(max_balance) * total / world_size)
     check_int("max_rows", max_rows, least=0)
@@ -219,7 +218,7 @@ def _most_rows(total: int, world_size: int, max_balance: float, max_rows: int | 
 
 @dataclass(frozen=True)
 class _Bounds:
-    """The most pairs and rows of a rank, mean pairs, and by how many a share may miss its aim."""
+    """Most pairs and rows of a rank, mean pairs, and the pairs that a share may miss its aim by."""
 
     pairs: int
     rows: int
@@ -236,7 +235,7 @@ class _Bounds:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A document that several ranks share: its number, and the rows of each rank, as runs."""
+    """A document that several ranks share: its index, and each rank's rows as runs."""
 
     index: int
     length: int
@@ -244,12 +243,12 @@ class _Cut:
 
 
 class _Placement:
-    """The documents that are placed so far, and what every rank has of them."""
+    """The documents that are placed so far, and each rank's share of them."""
 
     def __init__(self, bounds: _Bounds, window: Window, align: int, share: Fraction) -> None:
         size = bounds.world_size
         self.bounds, self.window, self.align = bounds, window, align
-        # What one rank may have of a document.
+        # Most pairs, rows and mean pairs that one rank may have of one document.
         self._share = [int(share * most) for most in (bounds.pairs, bounds.rows, bounds.mean)]
         self.pairs, self.rows = [0] * size, [0] * size
         self.whole: list[list[int]] = [[] for _ in range(size)]
@@ -285,13 +284,13 @@ class _Placement:
         self._add_shared(index, rows, pairs, self._ranks_for(blocks, pairs, least))
 
     def _level(self, rank: int) -> float:
-        """How full a rank is, by what it has more of."""
+        """Fill of a rank relative to its bounds, by pairs or by rows, whichever is greater."""
         return max(
             self.pairs[rank] / max(self.bounds.pairs, 1), self.rows[rank] / max(self.bounds.rows, 1)
         )
 
     def _rank_for(self, rows: int, pairs: int) -> int | None:
-        """The emptiest rank that has room for a whole document."""
+        """The emptiest rank with room for a whole document."""
         most_pairs, most_rows = self.bounds.pairs - pairs, self.bounds.rows - rows
         for _, rank in self._levels:
             if self.pairs[rank] <= most_pairs and self.rows[rank] <= most_rows:
@@ -309,17 +308,17 @@ class _Placement:
         insort(self._levels, (self._level(rank), rank))
 
     def _ranks_for(self, blocks: int, pairs: int, least: int) -> list[int]:
-        """The fewest ranks with room for a document that is cut: neighbours, if few more do.
+        """The fewest ranks with room for a cut document; neighbours, unless that takes many more.
 
-        Neighbours lie within a run of 2, 4, 8 ... ranks that begins at a multiple of its length: so
-        they share a node wherever a node has room for them.
+        Neighbours lie within an aligned run of 2, 4, 8 ... ranks, so that they share a node if a
+        node has room.
         """
         size = self.bounds.world_size
         room = [
             (max(0, self.bounds.pairs - self.pairs[r]),
              max(0, self.bounds.rows - self.rows[r]) // self.align) for r in range(size)
         ]  # fmt: skip
-        before = [list(accumulate((one[side] for one in room), initial=0)) for side in (0, 1)]
+        before = [list(accumulate((of_rank[i] for of_rank in room), initial=0)) for i in (0, 1)]
         for count in range(least, min(2 * least, size) + 1):
             run = 1 << (count - 1).bit_length()
             starts = [s for s in range(size - count + 1) if s // run == (s + count - 1) // run]
@@ -331,7 +330,7 @@ class _Placement:
                 start = starts[rooms.index(max(rooms))]
                 return list(range(start, start + count))
         emptiest = [rank for _, rank in self._levels]
-        sums = [accumulate([room[rank][side] for rank in emptiest]) for side in (0, 1)]
+        sums = [accumulate([room[rank][i] for rank in emptiest]) for i in (0, 1)]
         for count, (free_pairs, free_blocks) in enumerate(zip(*sums, strict=True), 1):
             if count >= least and free_pairs >= pairs and free_blocks >= blocks:
                 return sorted(emptiest[:count])
@@ -349,19 +348,19 @@ class _Placement:
         low, high = ([end[side] for end in ends] for side in (0, 1))
         aims = _levelled([self.pairs[r] for r in ranks], pairs, low, high)
         runs = document.shared(counts, aims, self.bounds.miss)
-        of_rank = {rank: found for rank, found in zip(ranks, runs, strict=True) if found}
-        for rank, found in of_rank.items():
-            held = sum(stop - start for start, stop in found)
-            self._fill(rank, held, sum(document.pairs(*run) for run in found))
-        if len(of_rank) == 1:
-            self.whole[next(iter(of_rank))].append(index)
+        by_rank = {rank: of_rank for rank, of_rank in zip(ranks, runs, strict=True) if of_rank}
+        for rank, of_rank in by_rank.items():
+            num_rows = sum(stop - start for start, stop in of_rank)
+            self._fill(rank, num_rows, sum(document.pairs(*run) for run in of_rank))
+        if len(by_rank) == 1:
+            self.whole[next(iter(by_rank))].append(index)
         else:
-            self.cut.append(_Cut(index, rows, of_rank))
+            self.cut.append(_Cut(index, rows, by_rank))
 
     def packing(self, lengths: Sequence[int]) -> Packing:
-        """Documents that are cut come first, then those of rank 0, of rank 1, and so on.
+        """Packs cut documents first, then the whole ones of rank 0, of rank 1, and so on.
 
-        So the rows of a rank that others may need are the first ones of its shard.
+        So the rows that other ranks may need are the first rows of a shard.
         """
         size = self.bounds.world_size
         parts: list[list[Segment]] = [[] for _ in range(size)]
@@ -395,7 +394,7 @@ class _Placement:
 
 @dataclass(frozen=True)
 class _Document:
-    """A document that is cut into blocks of `align` rows, of which the last may be shorter."""
+    """A document in blocks of `align` rows; the last block may be shorter."""
 
     length: int
     window: Window
@@ -415,19 +414,19 @@ class _Document:
         return min(start * self.align, self.length), min(stop * self.align, self.length)
 
     def of_ends(self, count: int) -> tuple[int, int]:
-        """Pairs of so many blocks at the head, and at the tail."""
+        """Pairs of the first `count` blocks, and of the last `count`."""
         head, tail = self.run(0, count), self.run(self.blocks - count, self.blocks)
         return self.pairs(*head), self.pairs(*tail)
 
     def shared(self, counts: Sequence[int], aims: Sequence[int], miss: int) -> list[list[Run]]:
-        """Runs of each rank, with so many blocks and about so many pairs.
+        """Each rank's runs: `counts` blocks with about `aims` pairs.
 
-        Ranks that want the most or the fewest pairs for their rows choose first.
+        The ranks whose pairs per block are farthest from the mean choose first.
         """
         mean = sum(aims) / self.blocks
         ranks = [i for i, count in enumerate(counts) if count]
         ranks.sort(key=lambda i: (-abs(aims[i] / counts[i] - mean), i))
-        found: list[list[Run]] = [[] for _ in counts]
+        shares: list[list[Run]] = [[] for _ in counts]
         start, stop, wanted = 0, self.blocks, max(1, sum(aims[i] for i in ranks))
         for i in ranks:
             head = counts[i]
@@ -437,14 +436,14 @@ class _Document:
             wanted = max(1, wanted - aims[i])
             tail = stop - (counts[i] - head)
             runs = [self.run(start, start + head), self.run(tail, stop)]
-            found[i] = [run for run in runs if run[0] < run[1]]
+            shares[i] = [run for run in runs if run[0] < run[1]]
             start, stop = start + head, tail
-        return found
+        return shares
 
     def _head(self, start: int, stop: int, count: int, aim: int, miss: int) -> int:
-        """How many of `count` blocks to take from the head of `[start, stop)`, others from its end.
+        """Number of blocks to take from the head of `[start, stop)`; the rest come from its tail.
 
-        The more of them, the fewer pairs they have.
+        More blocks from the head mean fewer pairs.
         """
 
         def off(head: int) -> int:
@@ -465,21 +464,21 @@ class _Document:
 
 
 def _parts(amount: int, most: int) -> int:
-    """Ranks that a document needs; more than there can be where each may have nothing."""
+    """Number of ranks that a document needs; `amount + 1` if a rank may have none of it."""
     return -(-amount // most) if most else amount + 1
 
 
 def _levelled(
     held: Sequence[int], amount: int, low: Sequence[int], high: Sequence[int]
 ) -> list[int]:
-    """Shares of an amount, each within its bounds, that bring what is held to one level.
+    """Splits an amount into shares, within [low, high], that bring `held` to one level.
 
     Example:
         >>> _levelled([5, 1, 3], 4, [0, 0, 0], [9, 9, 9])
         [0, 3, 1]
     """
 
-    # Every share grows with the level from one event to another.
+    # As the level rises, a share grows from its `low` event to its `high` event.
     events = sorted(
         (h + end, more) for h, ends in zip(held, zip(low, high, strict=True), strict=True)
         for end, more in zip(ends, (1, -1), strict=True)
@@ -491,16 +490,16 @@ def _levelled(
         left -= growing * (at - level)
         level, growing = at, growing + more
     level += left // growing if growing else 0
-    found = [min(max(level - h, a), b) for h, a, b in zip(held, low, high, strict=True)]
-    left = amount - sum(found)
+    shares = [min(max(level - h, a), b) for h, a, b in zip(held, low, high, strict=True)]
+    left = amount - sum(shares)
     for i, h in enumerate(held):
         if left > 0 and low[i] <= level - h < high[i]:
-            found[i], left = found[i] + 1, left - 1
-    return found
+            shares[i], left = shares[i] + 1, left - 1
+    return shares
 
 
 def _rows_seen(runs: Sequence[Run], length: int, window: Window) -> int:
-    """Keys that the queries of some runs, in order, see."""
+    """Number of keys that the queries of ordered runs see."""
     left, right = window
     seen = end = 0
     for start, stop in runs:

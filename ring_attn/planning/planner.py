@@ -1,13 +1,13 @@
-"""Chooses how ranks share a call: every strategy that can, its time by simulation, and the best.
+"""Chooses the strategy and layout of a call: simulates all candidates that may win.
 
     layouts x strategies x degrees      candidates, in a fixed order
       -> refused                        with the reason: heads, layout, memory, same_bits
-      -> bounded                        no faster than its busiest rank computes: not simulated if
-                                        that is slower than what has been found
+      -> bounded                        by the compute of the busiest rank; not simulated if that
+                                        takes longer than the best so far
       -> simulated                      forward and backward on the cluster: `machines.time`
-      -> the best                       of those within 2.5 % of the fastest the first in order
+      -> the best                       the first in order within 2.5 % of the fastest
 
-All of it is a function of the arguments. A call asks through `ring_attn.planning.agreement`.
+The result depends on the arguments alone. Calls choose through `ring_attn.planning.agreement`.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ from ring_attn.strategies import all_gather, exchange, q_exchange, ring, ulysses
 from ring_attn.strategies.base import Call
 from ring_attn.strategies.registry import code_of, why_not_same_bits
 
-# What is simulated of the candidates that could be the best: only those, or of each name of
-# `strategy.NAMES` at least the one with the least bound, or all.
+# Candidates to simulate: those that could be the best; these and at least one of each name of
+# `strategy.NAMES`, the one with the lowest bound; or all.
 Effort = Literal["best", "names", "all"]
 
-# Ranks x steps of all that is simulated for one choice: two rings of 4096 ranks.
-# What is left then is not simulated, and said to be.
+# Most ranks x steps to simulate for one choice: two rings of 4096 ranks. Further candidates are
+# listed as not simulated.
 MOST_RANK_STEPS = 1 << 25
 
-# Predictions are off by some percent (bench/results/NOTES.md): what is so near to the fastest is as
-# good, and the first in the order is taken, a ring before all others. It holds least memory, and
-# what it sends is hidden under compute, where a simulation can be wrong least.
+# Predictions are off by some percent (bench/results/NOTES.md), so candidates this near to the
+# fastest count as equal and the first in order wins, a ring before all others. A ring holds least
+# memory and hides its transfers under compute, where a simulation errs least.
 TIE = 0.025
 
-# A ring of more steps is simulated after all that are shorter.
+# Candidates with more steps are simulated last.
 MANY_STEPS = 16
 
 # -- the public function
@@ -106,48 +106,45 @@ def explain(
     memory_bytes: float | None = None,
     effort: Effort = "best",
 ) -> Choice:
-    """How ranks share a call best, why, and what the other ways cost; needs no process group.
+    """The best strategy for a call, the reason, and the costs of all others; without communication.
 
-    Every strategy with every degree is bounded by what its busiest rank computes, and simulated
-    where that does not rule it out (`machines.time`). `strategy="auto"` chooses in the same
-    way, with the layout that the call has.
+    Every strategy with every degree is bounded by the compute of its busiest rank, and simulated
+    (`machines.time`) unless the bound rules it out. `strategy="auto"` chooses in the same way, for
+    the layout of the call.
 
     Args:
-        seqlen: of the queries, all ranks together.
+        seqlen: global length of the queries.
         world_size: number of ranks.
-        nheads: q heads.
-        headdim: of q and k.
-        nheads_kv: kv heads; None is `nheads`.
-        headdim_v: of v; None is `headdim`.
-        batch: sequences.
-        dtype: of q, k and v.
-        seqlen_k: of the keys; None is `seqlen`.
-        causal: as for `ring_attention`, likewise the next three.
-        window_size: see there.
-        cu_seqlens: see there; a sequence of ints does too.
-        cu_seqlens_k: likewise.
-        softcap: see there.
+        nheads: number of q heads.
+        headdim: size of a head of q and k.
+        nheads_kv: number of kv heads; None is `nheads`.
+        headdim_v: size of a head of v; None is `headdim`.
+        batch: number of sequences.
+        dtype: dtype of q, k and v.
+        seqlen_k: global length of the keys; None is `seqlen`.
+        causal, window_size, softcap: as for `ring_attention`.
+        cu_seqlens, cu_seqlens_k: as for `ring_attention`; sequences of ints are accepted too.
         layout: "auto" tries "contiguous", "zigzag", "striped" and boundaries that balance the work;
             one of these names; or a `SequenceLayout`, or a pair for queries and keys.
         strategies: names or values to choose among; None is all.
         backend: "auto", or a name.
-        same_bits: as for `ring_attention`: True leaves only what has them.
-        backward: whether the backward counts too.
-        cluster: what the ranks are; None is the file named by RING_ATTN_CLUSTER, written by
-            `ring-attn calibrate`, and without it what is built in for this machine's device.
+        same_bits: as for `ring_attention`: True refuses strategies without it.
+        backward: whether to include the backward.
+        cluster: description of the ranks; None reads the file RING_ATTN_CLUSTER, written by
+            `ring-attn calibrate`, or takes the built-in one for this machine's device.
         device_type: "cuda" or "cpu"; None is that of the cluster.
-        memory_bytes: that a rank has for its inputs and the call; None is the device's memory.
+        memory_bytes: memory of a rank for its inputs and the call; None is the device's memory.
         effort: "best" simulates what may be the best, "names" also one of each name, "all" all.
 
     Returns:
-        `strategy` and `layout` to call with, `reason`, `candidates` with times in seconds and
-        bytes; `str` of it is a table, `to_dict()` is for JSON.
+        A choice with `strategy` and `layout` to call with, `reason`, and `candidates` with seconds
+        and bytes. `str(choice)` is a table, `choice.to_dict()` is for JSON.
 
     Raises:
-        ValueError: sizes, mask or names that do not fit, nothing that can run, or a device that is
-            not built in.
-        TypeError: arguments of other types.
-        OSError: RING_ATTN_CLUSTER names a file that cannot be read.
+        ValueError: sizes, mask or names do not fit, no candidate can run, or there is no
+            description of this device.
+        TypeError: arguments have other types.
+        OSError: the file RING_ATTN_CLUSTER cannot be read.
 
     Example:
         >>> from ring_attn.planning.devices import builtin_cluster
@@ -211,29 +208,28 @@ def choose(
     *,
     effort: Effort = "best",
 ) -> Choice:
-    """The best of all candidates; a function of the arguments alone.
+    """The best of all candidates; depends on the arguments alone.
 
     Args:
-        problem: what is to be shared.
-        layouts: by name, those to choose among.
+        problem: the call and the ranks.
+        layouts: layouts to choose among, by name.
         strategies: names or values to choose among; None is all.
-        effort: what is simulated, see `Effort`.
+        effort: which candidates to simulate, see `Effort`.
 
     Raises:
-        ValueError: a name that does not exist, or nothing that can run, with every reason.
+        ValueError: a name is unknown, or no candidate can run (with all reasons).
     """
-    wanted = strategies_of(problem, strategies)
-    every = candidates_of(problem, layouts, wanted, asked=strategies is not None)
-    found = [_bounded(problem, c) for c in every]
-    found = _simulated(problem, found, effort)
-    usable = [c for c in found if c.prediction is not None]
+    requested = strategies_of(problem, strategies)
+    every = candidates_of(problem, layouts, requested, asked=strategies is not None)
+    candidates = _simulated(problem, [_bounded(problem, c) for c in every], effort)
+    usable = [c for c in candidates if c.prediction is not None]
     if not usable:
-        reasons = sorted({f"{c.label} ({c.layout_name}): {c.reason}" for c in found})
+        reasons = sorted({f"{c.label} ({c.layout_name}): {c.reason}" for c in candidates})
         raise ValueError(
             f"no strategy can run {describe(problem)}: "
             + "; ".join(reasons or ["none was asked for"])
         )
-    order = {id(c): index for index, c in enumerate(found)}
+    order = {id(c): index for index, c in enumerate(candidates)}
     tied = (1.0 + TIE) * min(c.seconds for c in usable)
 
     def key(c: Candidate) -> tuple[float, float, int]:
@@ -241,12 +237,12 @@ def choose(
             return (2.0 + c.refused, c.at_least, order[id(c)])
         return (0.0, 0.0, order[id(c)]) if c.seconds <= tied else (1.0, c.seconds, order[id(c)])
 
-    found.sort(key=key)
-    return Choice(problem, found[0], tuple(found))
+    candidates.sort(key=key)
+    return Choice(problem, candidates[0], tuple(candidates))
 
 
 def call_of(problem: Problem, candidate: Candidate) -> Call:
-    """The candidate's call, of rank 0."""
+    """The candidate's call on rank 0."""
     scale = problem.spec.headdim**-0.5
     return Call(
         problem.spec, candidate.layouts, problem.mask, 0, candidate.strategy, scale,
@@ -255,7 +251,7 @@ def call_of(problem: Problem, candidate: Candidate) -> Call:
 
 
 def rated_cluster(problem: Problem, candidate: Candidate) -> Cluster:
-    """The cluster at the rates of the heads of a launch: for few kv heads kernels are others."""
+    """The cluster with the rates for the heads of one launch: few kv heads take other kernels."""
     call = core_of(call_of(problem, candidate))
     spec = call.spec
     if call.strategy.core == "all_gather":
@@ -265,7 +261,7 @@ def rated_cluster(problem: Problem, candidate: Candidate) -> Cluster:
 
 
 def schedule_for(problem: Problem, candidate: Candidate, *, backward: bool) -> Schedule:
-    """Actions of all ranks in one direction of a candidate's call."""
+    """The actions of all ranks in one direction of a candidate's call."""
     return schedule_of(call_of(problem, candidate), backward=backward)
 
 
@@ -273,7 +269,7 @@ def schedule_for(problem: Problem, candidate: Candidate, *, backward: bool) -> S
 
 
 def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
-    """Adds the choices that a call makes and the bound; or refuses."""
+    """Adds same_bits, order, direction and lower bound to a candidate, or refuses it."""
     strategy = candidate.strategy
     try:
         resolve_strategy(strategy, problem.world_size)
@@ -306,7 +302,7 @@ def _bounded(problem: Problem, candidate: Candidate) -> Candidate:
 
 
 def _with_memory(problem: Problem, candidate: Candidate) -> Candidate:
-    """Adds the peak memory; refuses where a rank has less."""
+    """Adds the peak memory; refuses the candidate if a rank has less."""
     peak = peak_of(call_of(problem, candidate), backward=problem.backward)
     candidate = replace(candidate, peak_bytes=peak)
     inputs = _input_bytes(problem, candidate.layouts)
@@ -320,7 +316,7 @@ def _with_memory(problem: Problem, candidate: Candidate) -> Candidate:
 
 
 def core_of(call: Call) -> Call:
-    """The call of the core, after the exchange of heads (of the most heads) or of queries."""
+    """The inner call, after the exchange of heads (on the rank with most heads) or of queries."""
     strategy, spec, (layout_q, layout_kv) = call.strategy, call.spec, call.layouts
     if strategy.exchange_q:
         layouts = q_exchange.exchanged_layout(layout_q), layout_kv
@@ -348,7 +344,7 @@ def _share_at_queries(strategy: Strategy, in_order: bool, travels: Traveller | N
 def _least_seconds(
     problem: Problem, candidate: Candidate, layouts: Layouts, at_queries: float
 ) -> float:
-    """Seconds of compute on the busiest rank: the core's tiles, with launches."""
+    """Seconds of compute on the busiest rank: tiles and launches of the inner call."""
     spec, strategy = problem.spec, candidate.strategy
     device = rated_cluster(problem, candidate).device
     heads = -(-spec.nheads // strategy.ulysses_degree) / spec.nheads
@@ -373,15 +369,15 @@ def _busiest(
     at_once: bool,
     at_queries: float,
 ) -> float:
-    """Seconds of one direction; `at_once` is one launch for the shards of all ranks."""
+    """Seconds of one direction; `at_once`: a single launch covers the shards of all ranks."""
 
     def seconds(others: Traveller) -> Tensor:
         work = every_gathered(*layouts, mask, others)
         rows = (work.rows + work.cols) / 2 if backward else work.rows
-        found = compute_seconds(rate, work.area, rows, work.edge, torch.tensor(per_pair))
+        one_launch = compute_seconds(rate, work.area, rows, work.edge, torch.tensor(per_pair))
         if at_once:
-            return found
-        return found + rate.launch * (_num_seen(layouts, mask, others) - 1).clamp(min=0)
+            return one_launch
+        return one_launch + rate.launch * (_num_seen(layouts, mask, others) - 1).clamp(min=0)
 
     if at_queries == 1.0:
         return float(seconds("kv").max())
@@ -390,12 +386,12 @@ def _busiest(
 
 @lru_cache(maxsize=64)
 def _num_seen(layouts: Layouts, mask: Mask, others: Traveller) -> Tensor:
-    """(P,) number of shards of the other side that each rank sees, or is seen by."""
+    """(P,) number of KV shards that each rank sees, or of query shards that see it."""
     return (pair_work(*layouts, mask).area > 0).sum(1 if others == "kv" else 0)
 
 
 def _input_bytes(problem: Problem, layouts: Layouts) -> int:
-    """q, k and v of the rank with most rows, and dout where there is a backward."""
+    """Bytes of q, k and v, and of dout with a backward, on the rank with most rows."""
     spec = problem.spec
     dim_q = spec.headdim + (spec.headdim_v if problem.backward else 0)
     dim_kv = spec.headdim + spec.headdim_v
@@ -409,17 +405,17 @@ def _input_bytes(problem: Problem, layouts: Layouts) -> int:
 # -- simulation
 
 
-def _simulated(problem: Problem, found: list[Candidate], effort: Effort) -> list[Candidate]:
-    """Adds predictions where the best may be found, by the bounds, long rings last."""
-    candidates = dict(enumerate(found))
+def _simulated(problem: Problem, bounded: list[Candidate], effort: Effort) -> list[Candidate]:
+    """Adds predictions to candidates that may win: lowest bounds first, long rings last."""
+    candidates = dict(enumerate(bounded))
     waiting = [i for i, c in candidates.items() if not c.refused]
 
-    def turn(index: int) -> tuple[bool, float, int]:
+    def priority(index: int) -> tuple[bool, float, int]:
         candidate = candidates[index]
         return candidate.num_steps(problem.spec) > MANY_STEPS, candidate.at_least, index
 
     best, left = float("inf"), MOST_RANK_STEPS
-    for index in sorted(waiting, key=turn):
+    for index in sorted(waiting, key=priority):
         candidate = candidates[index]
         steps = candidate.num_steps(problem.spec)
         if effort != "all" and candidate.at_least >= (1.0 + TIE) * best:
@@ -449,7 +445,7 @@ def _too_long(candidate: Candidate, steps: int) -> Candidate:
 
 
 def _of_each_name(candidates: Mapping[int, Candidate]) -> Iterator[int]:
-    """The least bound of each name without a simulation, on the layout of the best if possible."""
+    """Of each name without a simulation the lowest bound, on the best layout if possible."""
     best = min(candidates.values(), key=lambda c: c.seconds)
     for name in NAMES:
         of_name = {i: c for i, c in candidates.items() if c.family == name and not c.refused}
@@ -466,7 +462,7 @@ def _of_each_name(candidates: Mapping[int, Candidate]) -> Iterator[int]:
 
 
 def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
-    """Adds memory and both directions; refuses where memory or a program is missing."""
+    """Adds peak memory and prediction; refuses for lack of memory or of a program."""
     candidate = _with_memory(problem, candidate)
     if candidate.refused:
         return candidate
@@ -478,15 +474,15 @@ def _predicted(problem: Problem, candidate: Candidate) -> Candidate:
     except NotImplementedError as error:
         return replace(candidate, reason=str(error), refused=True)
     cluster = rated_cluster(problem, candidate)
-    found = [Direction.of(simulate(schedule, cluster)) for schedule in schedules]
-    return replace(candidate, prediction=Prediction(found[0], found[1] if found[1:] else None))
+    forward, *backward = [Direction.of(simulate(schedule, cluster)) for schedule in schedules]
+    return replace(candidate, prediction=Prediction(forward, backward[0] if backward else None))
 
 
-# -- what is not given
+# -- defaults
 
 
 def _backend_for(spec: AttentionSpec, backend: str, purpose: Purpose, there: str) -> str:
-    """The backend by name; for GPUs that are not here, what "auto" would take there."""
+    """Name of the backend; for GPUs that this machine lacks, what "auto" would choose there."""
     if spec.device_type == "cuda" and not torch.cuda.is_available():
         if backend != "auto":
             return get_backend(backend).name
@@ -495,7 +491,7 @@ def _backend_for(spec: AttentionSpec, backend: str, purpose: Purpose, there: str
 
 
 def memory_of(cluster: Cluster) -> float:
-    """Bytes that a rank has; infinite where the device's memory is not known."""
+    """Bytes that a rank has; infinite if the device's memory is unknown."""
     return cluster.device.memory_bytes or float("inf")
 
 
