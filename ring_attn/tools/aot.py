@@ -1,10 +1,10 @@
-"""Compiles every kernel in every tile configuration without a GPU, and judges the machine code.
+"""Compiles every kernel in every tile configuration without a GPU, and checks the machine code.
 
-A cell is one kernel, variant, configuration, head dim, dtype and architecture. It fails where the
-compiled kernel spills registers, needs more shared memory than the architecture has, does without
-tensor cores, has products that may read before a proxy fence or wgmma instructions that ptxas
-serialised, or is not warp-specialised though it should be. Nothing is run: this says nothing of
-speed or of results.
+A cell is one kernel, variant, configuration, head dim, dtype and architecture. A cell fails if the
+compiled kernel spills registers, needs more shared memory than the architecture has, uses no tensor
+cores, has products that may read before a proxy fence, has wgmma instructions that ptxas
+serialised, or is not warp-specialised though it should be. Nothing runs: speed and results stay
+untested.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config
     from ring_attn.kernels.step_table import StepTable
 
-# Shared memory that one program can have, in bytes. sm_*: CUDA C++ Programming Guide, technical
-# specifications per compute capability, maximum per thread block (a KiB of each SM's is the
-# system's). gfx942: AMD Instinct MI300 ISA, 64 KiB of LDS for a work-group.
+# Most shared memory of one program, in bytes. sm_*: CUDA C++ Programming Guide, technical
+# specifications per compute capability, maximum per thread block (the system reserves 1 KiB).
+# gfx942: AMD Instinct MI300 ISA, 64 KiB of LDS for a work-group.
 SHARED_BYTES = {
     "sm_80": 166_912,
     "sm_86": 101_376,
@@ -58,21 +58,22 @@ SHARED_BYTES = {
 # Columns of tensor memory of an SM of sm_100: PTX ISA, tcgen05.alloc.
 TENSOR_MEMORY = 512
 
-# The products of an architecture's own tensor cores. HMMA, which all other GPUs of NVIDIA have, is
-# slower on sm_90 and sm_100, whose own take no less than 64 rows: decoding has 16.
+# The newest product instruction of an architecture. All NVIDIA GPUs have HMMA; it is slower on
+# sm_90 and sm_100, but their newer instructions need 64 rows, and decoding has 16.
 PRODUCTS = {"sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "mfma"}
 HMMA = "HMMA"
 Products = Literal["own", "any"]
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "gfx942")
-# Of q and k, and of v where it is another.
+# Head dims of q and k; after a slash that of v, if it differs.
 HEAD_DIMS = ("64", "128", "192/128", "256")
-# No multiple of 16: dq spills 16 to 24 bytes under a mask on sm_86 and sm_100, decoding 8 on sm_86.
+# Not a multiple of 16, hence not in the default: dq with a mask spills 16 to 24 bytes on sm_86 and
+# sm_100, decoding 8 on sm_86.
 ODD_HEAD_DIMS = ("72",)
 DTYPES = tuple(dtype_name(dtype) for dtype in HALF_DTYPES)
 QUICK = (("sm_90",), ("64",), ("bfloat16",))
 
-# Tensors of the launches: strides and numbers of rows and heads divide by 16, as they mostly do.
+# Sizes of the launches' tensors. They divide by 16, the usual case, for which triton specialises.
 ROWS, HEADS, KV_HEADS = 1024, 32, 16
 
 # (lo, hi): a row i sees the keys j with lo <= j - i <= hi.
@@ -85,14 +86,14 @@ BANDS: dict[str, tuple[int | None, int | None]] = {
 
 @dataclass(frozen=True)
 class Expected:
-    """Demands on a compiled kernel.
+    """Requirements on a compiled kernel.
 
     Attributes:
-        warp_specialize: warps hand registers to one another.
-        products: by the tensor cores: "own" of the architecture, "any", or None.
-        overlaps: exponentials while a product is under way.
-        spills: outside the innermost loops, where they cost next to nothing.
-        spilled: bytes that may be spilled anywhere.
+        warp_specialize: whether it must be warp-specialised.
+        products: required tensor-core instructions: "own" of the architecture, "any", or None.
+        overlaps: whether exponentials must overlap with a product.
+        spills: whether spills outside the innermost loops are allowed; they cost almost nothing.
+        spilled: bytes that it may spill anywhere.
     """
 
     warp_specialize: bool = False
@@ -109,13 +110,13 @@ class Variant:
     Attributes:
         kernel: "fwd", "hopper_fwd", "hopper_bwd", "dq", "dkdv", "delta", "decode", "part_table",
             "merge" (of parts) or "merge_tree" (of ranks).
-        band: of BANDS.
+        band: a key of BANDS.
         ragged: keys end within a block.
         first: the forward loads no state.
         last: the forward writes out and lse.
         softcap: scores are capped.
         sinks: a sink joins the denominator.
-        few: dk and dv in the config for few programs.
+        few: dk and dv use the config for few programs.
     """
 
     kernel: str
@@ -129,12 +130,12 @@ class Variant:
 
     @property
     def is_forward(self) -> bool:
-        """Whether it carries a state from step to step."""
+        """Whether the kernel carries a state from step to step."""
         return self.kernel in ("fwd", "hopper_fwd", "decode")
 
     @property
     def kind(self) -> str:
-        """Its kind in the table of configurations."""
+        """Key of the variant in the table of configurations."""
         if self.kernel in ("decode", "part_table"):
             return "decode"
         if self.kernel == "delta":
@@ -146,14 +147,14 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """Such as "middle causal": for the forward, also which step of a ring it is."""
+        """Short text such as "middle causal"; for a forward it starts with the step of the ring."""
         steps = {(True, True): "only", (True, False): "first", (False, True): "last"}
         step = [steps.get((self.first, self.last), "middle")] if self.is_forward else []
         extras = [name for name in ("ragged", "softcap", "sinks", "few") if getattr(self, name)]
         return " ".join([*step, self.band, *extras])
 
 
-# The variants that are used most, and those that need the most registers.
+# The most used variants, and the variants that need most registers.
 VARIANTS = (
     Variant("fwd", "full"),
     Variant("fwd", "full", first=True, last=True),
@@ -189,9 +190,9 @@ VARIANTS = (
     Variant("merge"),
     Variant("merge_tree", sinks=True),
 )
-# Bytes that the backward in Gluon may spill: parts of the thread's number, from which addresses are
-# made, and which the compiler keeps from the kernel's start. On triton 3.7.1 it is 44 at most, on
-# 3.6.0 220 and on 3.9.0 204. The sums of a thread take 208 to 224 of 232 registers.
+# Bytes that the backward in Gluon may spill. The sums of a thread take 208 to 224 of 232 registers;
+# the compiler spills parts of the thread's index, which it keeps from the kernel's start to compute
+# addresses. Most bytes: 44 on triton 3.7.1, 220 on 3.6.0, 204 on 3.9.0.
 ADDRESSES = 224
 WITHOUT_PRODUCTS = ("delta", "part_table", "merge", "merge_tree")
 KERNELS = tuple(dict.fromkeys(variant.kernel for variant in VARIANTS))
@@ -215,7 +216,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Row:
-    """A cell that was compiled: `report` is None where it could not be."""
+    """Result of a cell; `report` is None if the cell did not compile."""
 
     kernel: str
     variant: str
@@ -260,7 +261,7 @@ def variants(arch: str, head_dims: str) -> tuple[Variant, ...]:
 
 
 def _configs(variant: Variant, arch: str, head_dim: int, dtype: torch.dtype) -> tuple[Config, ...]:
-    """The frozen config, or all configs of the forward in Gluon."""
+    """The frozen config of a variant; for the forward in Gluon all its configs."""
     from ring_attn.kernels import configs
 
     if variant.kernel == "hopper_fwd":
@@ -304,7 +305,7 @@ def variant_launch(
     if variant.kernel == "merge_tree":
         return _merge_tree(head_dim_v, dtype)
     table = _table(variant, config)
-    # Heads of a group are rows where they decode.
+    # Decoding takes the q heads of a group as rows.
     heads = KV_HEADS if variant.kernel == "decode" else HEADS
     q, k = rows_of(heads, dim=head_dim), rows_of(KV_HEADS, dim=head_dim)
     qkv = (q, k, rows_of(KV_HEADS))
@@ -344,7 +345,7 @@ def variant_launch(
 
 
 def _part_table(config: Config) -> Launch:
-    """The launch that writes the table of 32 parts for a query of 8 heads."""
+    """The launch that writes the table of 32 parts, for one query with 8 heads."""
     from ring_attn.kernels import decode
 
     parts = decode.Parts(0, ROWS // 32, 32)
@@ -353,7 +354,7 @@ def _part_table(config: Config) -> Launch:
 
 
 def _merge(rows_of: Callable[..., Tensor], stats: Callable[[], Tensor]) -> Launch:
-    """The launch that merges 32 parts of 4 queries."""
+    """The launch that merges 32 parts for 4 queries."""
     from ring_attn.kernels import decode
 
     parts, float32 = 32, torch.float32
@@ -364,7 +365,7 @@ def _merge(rows_of: Callable[..., Tensor], stats: Callable[[], Tensor]) -> Launc
 
 
 def _merge_tree(head_dim: int, dtype: torch.dtype) -> Launch:
-    """The launch that merges 4 queries' results of 64 ranks."""
+    """The launch that merges the results of 64 ranks for 4 queries."""
     from ring_attn.kernels import merge_tree
 
     sets, rows = 64, 4
@@ -375,7 +376,7 @@ def _merge_tree(head_dim: int, dtype: torch.dtype) -> Launch:
 
 
 def _table(variant: Variant, config: Config) -> StepTable:
-    """The step's table: one rectangle, which dk/dv sees transposed."""
+    """The step table of one rectangle, transposed for dk and dv."""
     from ring_attn.kernels.step_table import make_step_table, transposed
 
     cpu, band, short = torch.device("cpu"), BANDS[variant.band], ROWS - variant.ragged
@@ -392,7 +393,7 @@ def _table(variant: Variant, config: Config) -> StepTable:
 
 
 def failures(report: Compiled, arch: str, expected: Expected) -> tuple[str, ...]:
-    """The rules that a compiled kernel breaks, in words."""
+    """Messages for all requirements that a compiled kernel fails."""
     own = PRODUCTS.get(arch, HMMA)
     products = {"own": (own,), "any": (own, HMMA), None: ()}[expected.products]
     checks = (
@@ -434,7 +435,7 @@ def failures(report: Compiled, arch: str, expected: Expected) -> tuple[str, ...]
 def judged(
     launch: Launch, arch: str, expected: Expected
 ) -> tuple[Compiled | None, tuple[str, ...]]:
-    """Compiles a launch: its report, None where that failed, and the rules that it breaks."""
+    """Compiles a launch; returns its report (None if that failed) and its failures."""
     try:
         report = compile_launch(launch, arch)
     except CompileError as error:
@@ -448,7 +449,7 @@ def compile_cell(cell: Cell) -> Row:
     products: Products | None = "any" if kernel == "decode" else "own"
     if kernel in WITHOUT_PRODUCTS:
         products = None
-    # With few programs the alternative is a GPU that is half empty.
+    # Configs for few programs may spill: the alternative would leave half the GPU idle.
     expected = Expected(
         hopper, products, overlaps=kernel == "hopper_fwd", spills=cell.variant.few,
         spilled=ADDRESSES if kernel == "hopper_bwd" else 0,
@@ -457,7 +458,7 @@ def compile_cell(cell: Cell) -> Row:
 
 
 def compile_all(all_cells: Sequence[Cell], jobs: int) -> Iterator[Row]:
-    """The rows of cells in their order; a compiler that takes its process down fails one cell."""
+    """Rows in the order of the cells; a compiler that crashes its process fails only one cell."""
     lost = ("does not compile: the process died",)
     return map_in_processes(compile_cell, all_cells, jobs, lambda cell: _row(cell, None, lost))
 
@@ -487,7 +488,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Setting:
-    """The cells to compile: every kernel of every architecture, head dim and dtype."""
+    """The cells to compile: all kernels for all architectures, head dims and dtypes listed."""
 
     arch: Sequence[str]
     head_dim: Sequence[str]
@@ -540,7 +541,7 @@ def _name(row: Row) -> str:
 
 
 def _results(rows: Sequence[Row]) -> Table:
-    """A line for each cell; the JSON has the instructions too."""
+    """One line per cell; the JSON also counts the instructions."""
     table = new_table(
         "compiled",
         ("arch", "kernel", "variant", "dtype", "tile"),

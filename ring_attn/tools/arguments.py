@@ -1,6 +1,6 @@
 """Options that the subcommands of `ring-attn` share: sizes such as 8k, dtypes, --json, --quiet.
 
-The `parse_*` functions raise argparse.ArgumentTypeError, whose text argparse shows.
+The `parse_*` functions raise argparse.ArgumentTypeError; argparse shows its text.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ring_attn.tools import interrupt
 
 T = TypeVar("T")
 
-# An interrupt writes from a thread of its own: it lets a report that is being written be whole.
+# An interrupt writes from its own thread: the lock lets a report in progress be completed first.
 _writing = threading.Lock()
 
-# Columns of a table that nobody watches.
+# Width of a table whose output is not a terminal.
 TABLE_WIDTH = 180
 
 MOST_SIZE = 1 << 50
 
-# Options whose files do not change what is measured.
+# Options that name files; they do not change the measurements.
 FILES = ("--json", "--csv", "--plot", "--report", "--compare")
 
 SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
@@ -42,7 +42,7 @@ def parse_size(text: str) -> int:
     """A positive number of rows, bytes or the like: "113", "8k" (8192), "1M" (1048576), "1.5k".
 
     Raises:
-        argparse.ArgumentTypeError: anything else, or more than any machine has; argparse shows it.
+        argparse.ArgumentTypeError: anything else, or more than `MOST_SIZE`.
     """
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([kmg]?)", text.strip().lower())
     size = Fraction(match[1]) * SUFFIXES[match[2]] if match else Fraction(0)
@@ -55,17 +55,17 @@ def parse_size(text: str) -> int:
 
 
 def shortened(text: str) -> str:
-    """The text in quotes, without its middle where that is long."""
+    """The text in quotes; long texts lose their middle."""
     return repr(text) if len(text) <= 60 else f"{text[:25]!r}...{text[-25:]!r}"
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Several sizes with commas between: "1k,8k"."""
+    """Comma-separated sizes: "1k,8k"."""
     return tuple(parse_size(part) for part in text.split(","))
 
 
 def parse_dtype(text: str) -> torch.dtype:
-    """A dtype by its name in torch, or fp16, bf16, fp32, fp64."""
+    """A dtype from its name in torch, or from fp16, bf16, fp32, fp64."""
     name = SHORT_NAMES.get(text, text)
     if name not in BY_NAME:
         raise argparse.ArgumentTypeError(
@@ -75,7 +75,7 @@ def parse_dtype(text: str) -> torch.dtype:
 
 
 def table_console() -> Any:
-    """A rich console with room for a wide table also where its output goes to a file."""
+    """A rich console; at least `TABLE_WIDTH` wide when its output goes to a file."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -91,12 +91,12 @@ def format_size(size: int) -> str:
 
 
 def parse_folder(text: str) -> Path:
-    """A folder to write to, which is there or can be made in one that is."""
+    """A folder to write to; the folder or its parent must exist."""
     return _writable(text, is_folder=True)
 
 
 def parse_report(text: str) -> Path:
-    """A file to write, in a folder that is there: checked before a run of minutes."""
+    """A file to write, in an existing folder; checked early, before a run of minutes."""
     return _writable(text, is_folder=False)
 
 
@@ -106,15 +106,15 @@ def _writable(text: str, *, is_folder: bool) -> Path:
         return path  # under torchrun rank 0 writes; other ranks may be on another machine
     parent = path.absolute().parent
     try:
-        there = bool(path.stat())
+        exists = bool(path.stat())
     except FileNotFoundError:
-        there = False
+        exists = False
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{shortened(text)}: {error.strerror}") from error
-    if there and path.is_dir() != is_folder:
+    if exists and path.is_dir() != is_folder:
         wrong, right = ("file", "folder") if is_folder else ("folder", "file")
         raise argparse.ArgumentTypeError(f"{shortened(text)} is a {wrong}: give a {right}")
-    if not os.access(path if there else parent, os.W_OK):
+    if not os.access(path if exists else parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{shortened(text)}: {parent} may not be written")
     return path
 
@@ -126,20 +126,20 @@ def parse_input(text: str) -> Path:
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    """The options that every subcommand has."""
+    """Adds the options that every subcommand has."""
     parser.add_argument("--json", metavar="PATH", type=parse_report, help="write all results here")
     parser.add_argument("--quick", action="store_true", help="a smaller run that takes seconds")
     parser.add_argument("--quiet", action="store_true", help="print the summary only")
 
 
 def setting_from(cls: type[T], args: argparse.Namespace, **others: Any) -> T:
-    """A setting, a dataclass, whose fields are `others` and else the options of the same names."""
+    """Makes a dataclass `cls` from `others` and from the options named like its other fields."""
     names = vars(cls)["__dataclass_fields__"]
     return cls(**{name: x for name, x in vars(args).items() if name in names} | others)
 
 
 def command_line() -> str:
-    """The words that started this command, without the files that it reads and writes."""
+    """The command as typed, without the options in `FILES`."""
     words = iter(sys.argv[1:])
     kept = []
     for word in words:
@@ -152,9 +152,9 @@ def command_line() -> str:
 
 
 def write_json(path: Path | str, payload: dict[str, Any]) -> None:
-    """Writes a report; a folder that does not exist is an error, not made.
+    """Writes a report; its folder must exist.
 
-    Infinities and NaN, which JSON does not have, are written as null.
+    Infinities and NaN become null, as JSON has neither.
     """
     with _writing:
         if not interrupt.received():
@@ -178,7 +178,7 @@ def write_if_interrupted(path: Path | None, payload: Callable[[], dict[str, Any]
 
 
 def _write_json(path: Path, payload: dict[str, Any]) -> None:
-    """Each entry on a line of its own, and of lists each item, so that reports differ by rows."""
+    """Writes each entry, and each item of a list, on its own line, so that diffs show rows."""
     entries = [f"  {json.dumps(name)}: {_lines(value)}" for name, value in _finite(payload).items()]
     path.write_text("{\n" + ",\n".join(entries) + "\n}\n", encoding="utf-8")
 

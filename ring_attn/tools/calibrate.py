@@ -1,12 +1,12 @@
-"""Measure this machine for the simulator: attention, copies and messages, with all ranks at work.
+"""Measure this machine for the simulator: attention, copies and messages, on all ranks at once.
 
     ring-attn calibrate --json machine.json           # 1, 2 and 4 ranks, one thread each
     ring-attn plan --cluster machine.json ...
 
-All ranks work at the same time, so the figures include what ranks take from each other (cores,
-memory, the loopback). Messages and copies land in new memory, as in a call: on a CPU its pages are
-made then, which may take longer than the copy. Times of tiles are fitted to `devices.Rate`, times
-of messages to `devices.Link`; the table shows by how much the fits miss.
+All ranks work at the same time, so the figures include contention (cores, memory, the loopback).
+Messages and copies go into new memory, as in a call; on a CPU its page faults may take longer than
+the copy. `devices.Rate` is fitted to the times of tiles, `devices.Link` to the times of messages.
+The table shows the largest errors of the fits.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ from ring_attn.transport.p2p import P2PTransport, open_p2p
 WORLD_SIZES = (1, 2, 4)
 ROWS, QUICK_ROWS = (128, 256, 512, 1024, 2048, 3072), (128, 256, 512)
 MESSAGES, QUICK_MESSAGES = (1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 23), (1 << 14, 1 << 17)
-# Short measurements vary more.
+# Small tiles and messages are measured more often, as short times vary more.
 REPEATS, QUICK_REPEATS, MESSAGE_REPEATS, MOST_REPEATS = 3, 2, 15, 15
 COPIED = 1 << 22
 
-# A transfer that is to lie under a tile's compute takes about this share of it.
+# The overlapped transfer of `slowdown` takes about this share of the compute's time.
 OVERLAPPED_SHARE = 0.3
 
-# Tiles that have a rate of their own: (backward, window).
+# Kinds of tiles with separate rates, by (backward, window).
 KINDS = {
     (False, False): "forward",
     (True, False): "backward",
@@ -85,7 +85,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True)
 class Setting:
-    """The measurements to take, the same in every rank."""
+    """The measurements to take, the same on every rank."""
 
     spec: AttentionSpec
     backend: str
@@ -96,7 +96,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class TileSample:
-    """Seconds of one tile, and its sizes as `devices.compute_seconds` takes them."""
+    """Seconds of one tile, and its sizes for `devices.compute_seconds`."""
 
     backward: bool
     kind: str
@@ -117,7 +117,7 @@ class TileSample:
 
 @dataclass(frozen=True)
 class MessageSample:
-    """Seconds of one exchange, in which `nbytes` leave each rank."""
+    """Seconds of one exchange, in which each rank sends `nbytes`."""
 
     op: str
     nbytes: int
@@ -126,13 +126,13 @@ class MessageSample:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--world-sizes", type=parse_sizes, help="numbers of ranks, with commas between (1,2,4)")
-    add("--heads", type=parse_size, default=8, help="of q, k and v (8)")
-    add("--head-dim", type=parse_size, default=64, help="of q, k and v (64)")
-    add("--dtype", type=parse_dtype, default=torch.float32, help="float32")
+    add("--world-sizes", type=parse_sizes, help="comma-separated numbers of ranks (1,2,4)")
+    add("--heads", type=parse_size, default=8, help="heads of q, k and v (8)")
+    add("--head-dim", type=parse_size, default=64, help="head dim of q, k and v (64)")
+    add("--dtype", type=parse_dtype, default=torch.float32, help="dtype of q, k and v (float32)")
     add("--backend", default="auto", help="as for ring_attention (auto)")
     add("--threads", type=parse_size, default=1, help="CPU threads of each rank (1)")
-    add("--device", choices=("cpu", "cuda"), help="cuda where there are enough GPUs")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if there are enough GPUs")
     add_common(parser)
 
 
@@ -174,7 +174,7 @@ def calibrate(
     quick: bool = False,
     on_sample: Callable[[dict[str, Any]], object] | None = None,
 ) -> Cluster:
-    """Describes so many ranks on this machine; `on_sample` gets each measurement."""
+    """Measures `world_size` ranks on this machine; passes each measurement to `on_sample`."""
     kind = checked_device(device, world_size)
     spec = AttentionSpec(kind, dtype, 1, heads, heads, head_dim, head_dim)
     sizes = (QUICK_ROWS, QUICK_MESSAGES, QUICK_REPEATS) if quick else (ROWS, MESSAGES, REPEATS)
@@ -208,14 +208,14 @@ Measured = tuple[list[TileSample], list[MessageSample], float, float]
 
 
 def fit_rate(samples: Sequence[TileSample]) -> Rate:
-    """The rate with the least relative errors; no part of it negative."""
+    """Fits a rate with least relative errors and no negative parameter."""
     shapes = [[1.0, *(x * s.per_pair for x in (s.area, s.rows, s.edge))] for s in samples]
     launch, pair, row, edge = _nonnegative(shapes, samples)
     return Rate(1 / pair, launch, row / pair, edge / pair)
 
 
 def fit_link(name: str, samples: Sequence[MessageSample]) -> Link:
-    """The link with the least relative errors; no part of it negative."""
+    """Fits a link with least relative errors and no negative parameter."""
     latency, byte = _nonnegative([[1.0, s.nbytes] for s in samples], samples)
     return Link(name, latency, 1 / byte)
 
@@ -223,23 +223,23 @@ def fit_link(name: str, samples: Sequence[MessageSample]) -> Link:
 def _nonnegative(
     rows: Sequence[Sequence[float]], samples: Sequence[TileSample] | Sequence[MessageSample]
 ) -> list[float]:
-    """x >= 0 with the least relative squares of rows @ x from the seconds, and x[1] > 0."""
+    """The x >= 0, x[1] > 0 for which rows @ x has the least squared relative errors."""
     seconds = torch.tensor([s.seconds for s in samples], dtype=torch.float64)
     table = torch.tensor(rows, dtype=torch.float64) / seconds[:, None]
     scale = table.abs().amax(0).clamp(min=1e-300)
-    ones, best, found = torch.ones_like(seconds), math.inf, torch.zeros_like(scale)
+    ones, best, fitted = torch.ones_like(seconds), math.inf, torch.zeros_like(scale)
     others = [i for i in range(len(scale)) if i != 1]
     for more in chain.from_iterable(combinations(others, n) for n in range(len(scale))):
         support = [1, *more]
         part = (table / scale)[:, support]
         solution = torch.linalg.lstsq(part, ones[:, None]).solution[:, 0]
         residual = float((part @ solution - ones).square().sum())
-        # A column more has to be worth it, and may not take from the others.
-        worth = residual < best * (1 - 1e-6)
-        if worth and bool((solution >= 0).all()) and float(solution[0]) > 0:
-            best, found = residual, torch.zeros_like(scale)
-            found[support] = solution / scale[support]
-    return found.tolist()
+        # A further column must reduce the residual, and no coefficient may be negative.
+        better = residual < best * (1 - 1e-6)
+        if better and bool((solution >= 0).all()) and float(solution[0]) > 0:
+            best, fitted = residual, torch.zeros_like(scale)
+            fitted[support] = solution / scale[support]
+    return fitted.tolist()
 
 
 # -- within a rank
@@ -259,7 +259,7 @@ def _sent(sample: Sample) -> Sample:
 
 
 class _Bench:
-    """Times attention, messages and copies from a barrier until all ranks are done."""
+    """Times attention, messages and copies, from a barrier until the last rank is done."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.spec = setting, setting.spec
@@ -270,26 +270,26 @@ class _Bench:
         self.transport: P2PTransport = open_p2p(check_group(None), TransportOptions())
 
     def seconds(self, fn: Callable[[], object], repeats: int | None = None) -> float:
-        """Seconds until the last rank is done: the median of some calls, after one not counted."""
-        # Ranks that share a core are done one after another: a mean over them would be too little.
+        """Seconds until the last rank is done: the median of some calls after a warm-up."""
+        # Ranks that share a core finish one after another: a mean over ranks would be too short.
         samples = []
         for _ in range((repeats or self.setting.repeats) + 1):
             dist.barrier()
-            self._finished()
+            self._synchronize()
             start = time.perf_counter()
             fn()
-            self._finished()
+            self._synchronize()
             elapsed = torch.tensor(time.perf_counter() - start, device=self.device)
             dist.all_reduce(elapsed, dist.ReduceOp.MAX)
             samples.append(float(elapsed))
         return statistics.median(samples[1:])
 
-    def _finished(self) -> None:
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
     def tiles(self) -> Iterator[TileSample]:
-        """FULL and CAUSAL squares, FULL rectangles half as wide and windows, of several sizes."""
+        """Squares without a mask and causal, half-wide rectangles and windows, of all sizes."""
         forward_pair, backward_pair = (flops(1, self.spec, backward=b) for b in (False, True))
         for rows in self.setting.rows:
             for kind, cols, band in (
@@ -312,7 +312,7 @@ class _Bench:
                 yield TileSample(True, *shape, self.seconds(backward, repeats))
 
     def calls(self, tile: Tile) -> tuple[Callable[[], object], Callable[[], object]]:
-        """Folding a tile into a state that has been begun, and its gradients."""
+        """Two calls: one folds a tile into an existing state, one computes its gradients."""
         spec, scores, backend = self.spec, self.scores, self.backend
 
         def normal(rows: int, heads: int, dim: int) -> Tensor:
@@ -347,7 +347,7 @@ class _Bench:
     def exchange(
         self, op: str, part: int, meanwhile: Callable[[], object] | None = None
     ) -> Callable[[], None]:
-        """Posts an exchange of `part` bytes for a rank and, after `meanwhile`, waits for it."""
+        """A call that posts an exchange of `part` bytes per rank, runs `meanwhile`, and waits."""
         ranks, transport = self.world_size, self.transport
         whole = torch.zeros(ranks * part, dtype=torch.uint8, device=self.device)
         hop = Hop((self.rank + 1) % ranks, (self.rank - 1) % ranks)
@@ -361,7 +361,7 @@ class _Bench:
             elif op == "all_gather":
                 transport.all_gather("shards", 0, whole[:part], new)
             elif op == "reduce_scatter":
-                # It adds, so it takes numbers.
+                # A reduce-scatter adds, so it needs numbers.
                 numbers = (whole.view(torch.float32), new.view(torch.float32))
                 transport.reduce_scatter("shards", 0, *numbers)
             else:
@@ -373,12 +373,12 @@ class _Bench:
         return both
 
     def memory_bandwidth(self) -> float:
-        """Bytes/s, read and written, of copying half the heads of some rows."""
+        """Bytes/s, read and written, of a copy of half the heads of some rows."""
         x = torch.zeros(COPIED // 512, 2, 64, device=self.device)
         return COPIED / self.seconds(lambda: x[:, :1].contiguous(), MESSAGE_REPEATS)
 
     def slowdown(self) -> float:
-        """The share of speed that compute loses while a transfer is under way."""
+        """The share of its speed that compute loses during a transfer."""
         rows = self.setting.rows[-2]
         tile = Tile(slice(0, rows), slice(0, rows), Band(None, None))
         compute, _ = self.calls(tile)
@@ -395,18 +395,18 @@ class _Bench:
 
 
 def _table(clusters: dict[int, Cluster], samples: dict[int, list[dict[str, Any]]]) -> Table:
-    columns = ("ranks", "what", "GFLOP/s, GB/s", "s at 0", "columns a row, an edge", "missed by")
-    table = Table(*columns, title="this machine, all ranks at work")
+    columns = ("ranks", "what", "GFLOP/s, GB/s", "s at 0", "columns a row, an edge", "worst error")
+    table = Table(*columns, title="this machine, all ranks at once")
     for ranks, cluster in clusters.items():
         tiles = [TileSample(**s) for s in samples[ranks] if "kind" in s]
         device = cluster.device
         for (backward, window), name in KINDS.items():
             rate = device.rate(backward=backward, window=window)
-            mine = [t for t in tiles if (backward, window) == (t.backward, t.window)]
+            of_kind = [t for t in tiles if (backward, window) == (t.backward, t.window)]
             table.add_row(
                 str(ranks), name, f"{rate.flops / 1e9:.1f}", f"{rate.launch:.2g}",
                 f"{rate.row_columns:.0f}, {rate.edge_columns:.0f}",
-                f"{100 * worst_miss(rate, mine):.0f} %",
+                f"{100 * worst_miss(rate, of_kind):.0f} %",
             )  # fmt: skip
         table.add_row(str(ranks), "copy", f"{device.memory_bandwidth / 1e9:.1f}")
         if ranks > 1:

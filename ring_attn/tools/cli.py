@@ -1,8 +1,8 @@
 """The `ring-attn` command: a table of subcommands, each a module with `add_arguments` and `run`.
 
-A subcommand's module is imported when that subcommand is chosen, and not before. What a user can
-put right is one line on stderr and exit status 2; RING_ATTN_DEBUG=1 shows where it was raised.
-^C, SIGTERM and SIGHUP are one line too, and 130, 143 and 129: see `ring_attn.tools.interrupt`.
+Only the chosen subcommand's module is imported. A user's error prints one line on stderr and exits
+with status 2; RING_ATTN_DEBUG=1 shows the traceback. ^C, SIGTERM and SIGHUP print one line too, and
+exit with 130, 143 and 129: see `ring_attn.tools.interrupt`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROG = "ring-attn"
 
 
 class Command(NamedTuple):
-    """A subcommand: its words, the module that does it, and its line of help."""
+    """A subcommand: its words, its module, and its line of help."""
 
     name: str
     module: str
@@ -29,36 +29,33 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command("env", "ring_attn.tools.env", "what is installed here and which backends can run"),
+    Command("env", "ring_attn.tools.env", "show what is installed and which backends can run"),
     Command(
         "verify", "ring_attn.tools.verify", "check every result against dense attention in float64"
     ),
-    Command("demo", "ring_attn.tools.demo", "see a ring at work"),
+    Command("demo", "ring_attn.tools.demo", "train a small model over ranks and in one process"),
+    Command("plan", "ring_attn.tools.plan", "predict the best strategy and the costs of each step"),
     Command(
-        "plan", "ring_attn.tools.plan", "which strategy is best where, and what each step costs"
-    ),
-    Command(
-        "bench strategies", "ring_attn.bench.strategies", "every strategy measured, and auto's pick"
+        "bench strategies", "ring_attn.bench.strategies", "time every strategy, and auto's choice"
     ),
     Command("bench ring", "ring_attn.bench.ring", "time and memory of ring attention"),
-    Command("bench growth", "ring_attn.bench.growth", "exponents over length and ranks"),
+    Command("bench growth", "ring_attn.bench.growth", "growth of time over length and ranks"),
     Command("bench placement", "ring_attn.bench.placement", "packed documents against rings"),
     Command("bench kernel", "ring_attn.bench.kernel", "TFLOP/s of attention on one device"),
     Command("bench decode", "ring_attn.bench.decode", "time of a query against long caches"),
     Command("calibrate", "ring_attn.tools.calibrate", "measure this machine for the simulator"),
-    Command("aot", "ring_attn.tools.aot", "compile every kernel without a GPU, and judge it"),
+    Command("aot", "ring_attn.tools.aot", "compile and check every kernel without a GPU"),
     Command("tune", "ring_attn.tools.tune", "find the fastest configs of the kernels on a GPU"),
 )
 
 EXIT_USAGE = 2
 
-# What the package raises for arguments that cannot be; anything else is a failure and keeps its
-# traceback.
+# Errors that the package raises for wrong arguments; all others keep their traceback.
 USER_ERRORS = (ValueError, TypeError, NotImplementedError, ImportError, OSError)
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one line for an error, and the way to more."""
+    """An argparse parser whose errors are one line that names --help."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(EXIT_USAGE, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -68,10 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand.
 
     Args:
-        argv: the words after `ring-attn`; those of the command line by default.
+        argv: the words after `ring-attn`; None takes them from the command line.
 
     Returns:
-        The exit status: 0, 1 where a check failed, 2 where the command cannot be done as asked.
+        The exit status: 0, 1 if a check failed, 2 if the command cannot run as asked.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -94,7 +91,7 @@ def _run(command: Command, words: list[str]) -> int:
         options = words[len(command.name.split()) :]
         for word in options:
             if word.endswith("=--"):
-                # argparse would drop the value and go on without it.
+                # argparse would ignore the value.
                 parser.error(f"argument {word.removesuffix('=--')}: '--' is not a value")
         status: int = module.run(parser.parse_args(options))
     except USER_ERRORS as error:
@@ -115,7 +112,7 @@ def _find(words: list[str]) -> Command | None:
 
 
 def _without_command(words: list[str]) -> int:
-    """Help and version; else a line that says what the words should have been."""
+    """Prints help or the version; else an error that lists the commands."""
     parser = Parser(
         prog=PROG,
         description=_usage_text(),

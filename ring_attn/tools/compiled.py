@@ -1,7 +1,7 @@
-"""Compiles a kernel launch for a GPU that need not be here: `compile_launch`.
+"""`compile_launch`: compiles a kernel launch for a GPU that this machine need not have.
 
-The launch goes through triton's own launcher with a stand-in for the driver. So the kernel is
-specialised (alignment, divisibility by 16, arguments that are 1) as it would be on such a GPU.
+The launch goes through triton's own launcher with a stub driver. So triton specialises the kernel
+(alignment, divisibility by 16, arguments equal to 1) as it would on such a GPU.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ OPCODES = {
     "USETMAXREG": re.compile(r"\bUSETMAXREG\b"),
 }
 
-# The start and the end of a Hopper product, and the exponentials of a softmax: a wait that leaves
-# some products under way, what follows, and the wait for all.
+# Code while a Hopper product runs: between a wait that leaves some products in flight and the next
+# wait. Exponentials of the softmax in it overlap with the product.
 HIDDEN = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x[1-9a-f](.*?)WARPGROUP\.DEPBAR\.LE", re.DOTALL)
 EXPONENTIAL = re.compile(r"\bMUFU\.EX2\b")
 
-# Labels, branches and spilled registers of SASS.
+# Labels, branches, and loads and stores of spilled registers in SASS.
 LABEL = re.compile(r"^(\.L_x_\d+):")
 BRANCH = re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
 SPILL = re.compile(r"\b(LDL|STL)\b")
@@ -62,7 +62,7 @@ class Compiled:
         opcodes: counts of OPCODES in the machine code.
         advisories: lines of ptxas about serialised wgmma instructions.
         seconds: compile time.
-        hidden: exponentials from each wait that leaves a Hopper product under way to the next wait.
+        hidden: exponentials after each wait that leaves a Hopper product in flight.
         looping_spills: loads and stores of spilled registers in the innermost loops of SASS.
         missing_fences: products in the PTX that may read before a proxy fence; see `proxy_fences`.
     """
@@ -80,7 +80,7 @@ class Compiled:
 
     @property
     def warp_specialized(self) -> bool:
-        """Whether warps hand registers to one another, as only specialised warps do."""
+        """Whether warps reallocate registers, as only specialised warps do."""
         return self.opcodes["USETMAXREG"] > 0
 
 
@@ -89,14 +89,14 @@ class CompileError(RuntimeError):
 
 
 def interpreting() -> bool:
-    """Whether kernels are the interpreter's (TRITON_INTERPRET=1) and so cannot be compiled."""
+    """Whether TRITON_INTERPRET=1: the interpreter's kernels cannot be compiled."""
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
 
 
 def compile_launch(launch: Launch, arch: str) -> Compiled:
-    """Compiles `launch` for `arch` ("sm_90", "gfx942"); CompileError where that fails."""
+    """Compiles `launch` for `arch` ("sm_90", "gfx942"); raises CompileError."""
     from triton import knobs
 
     with (
@@ -105,7 +105,7 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
         knobs.compilation.scope(),
         knobs.nvidia.scope(),
     ):
-        # A kernel out of a cache has no log of ptxas.
+        # A cached kernel would have no ptxas log.
         knobs.cache.dir = folder
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True
@@ -116,12 +116,12 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
 
 
 def compiled_kernel(launch: Launch, arch: str) -> Any:
-    """triton's compiled kernel with the text of every stage, out of triton's cache if there."""
+    """triton's compiled kernel with the text of every stage; from triton's cache if possible."""
     return _compile(launch, arch)[0]
 
 
 class _Target:
-    """Stands in for triton's driver of a GPU while a kernel is compiled."""
+    """Replaces triton's GPU driver while a kernel is compiled."""
 
     def __init__(self, arch: str) -> None:
         from triton.backends.compiler import GPUTarget
@@ -133,7 +133,7 @@ class _Target:
         return self._target
 
     def get_current_device(self) -> object:
-        """A new one each time: triton keeps what it has compiled for a device."""
+        """A new object each time: triton caches compiled kernels by device."""
         return object()
 
     def get_current_stream(self, device: object) -> int:
@@ -142,7 +142,7 @@ class _Target:
 
 @contextlib.contextmanager
 def _active_driver(driver: _Target) -> Iterator[None]:
-    """Makes `driver` triton's own for the block."""
+    """Makes `driver` triton's active driver within the context."""
     from triton.runtime import driver as drivers
 
     try:
@@ -157,7 +157,7 @@ def _active_driver(driver: _Target) -> Iterator[None]:
 
 
 def _compile(launch: Launch, arch: str) -> tuple[Any, str]:
-    """triton's compiled kernel, and the output of ptxas."""
+    """Returns triton's compiled kernel, and the output of ptxas."""
     if interpreting():
         raise RuntimeError("kernels cannot be compiled with TRITON_INTERPRET=1: unset it")
     log = io.StringIO()
@@ -177,7 +177,7 @@ def _compile(launch: Launch, arch: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _stderr_of_process() -> Iterator[Callable[[], str]]:
-    """Keeps the compiler's own writes to stderr; yields the function that reads them."""
+    """Captures what the compiler writes to stderr; yields a function that returns it."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as file:
@@ -195,13 +195,13 @@ def _stderr_of_process() -> Iterator[Callable[[], str]]:
 
 
 def _reason(error: BaseException, output: str) -> str:
-    """The first exception and the compiler's first error before it, in a line."""
+    """The root exception and the compiler's first error, in one line."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = re.sub(r" at 0x[0-9a-f]+", "", lines[-1]) if lines else type(error).__name__
-    found = re.findall(r"\berror: (.*)", output)
-    return f"{text}: {found[0]}" if found else text
+    compiler_errors = re.findall(r"\berror: (.*)", output)
+    return f"{text}: {compiler_errors[0]}" if compiler_errors else text
 
 
 def _report(kernel: Any, log: str, seconds: float) -> Compiled:
@@ -226,7 +226,7 @@ def _report(kernel: Any, log: str, seconds: float) -> Compiled:
 
 
 def _sass(cubin: bytes) -> str:
-    """The machine code as text."""
+    """Disassembled machine code."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -237,7 +237,7 @@ def _sass(cubin: bytes) -> str:
 
 
 def looping_spills(code: str) -> int:
-    """Loads and stores of spilled registers in the innermost loops of SASS."""
+    """Number of loads and stores of spilled registers in the innermost loops of SASS."""
     lines = code.splitlines()
     labels = {label[1]: number for number, line in enumerate(lines) if (label := LABEL.match(line))}
     branches = [(BRANCH.search(line), number) for number, line in enumerate(lines)]
@@ -249,7 +249,7 @@ def looping_spills(code: str) -> int:
 
 
 def _ptxas_figures(log: str) -> tuple[int, int]:
-    """Registers, and bytes beyond them, of `ptxas -v`."""
+    """Registers and spilled bytes, from the output of `ptxas -v`."""
     registers = re.findall(r"Used (\d+) registers", log)
     frames = re.findall(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log
@@ -258,7 +258,7 @@ def _ptxas_figures(log: str) -> tuple[int, int]:
 
 
 def _amd_figures(code: str) -> tuple[int, int]:
-    """Vector registers, and bytes beyond them, from the metadata at the end of the assembly."""
+    """Vector registers and spilled bytes, from the metadata at the end of the assembly."""
     figures = dict(re.findall(r"\.(\w+):\s+(\d+)$", code, re.MULTILINE))
     spilled = 4 * int(figures["vgpr_spill_count"])
     return int(figures["vgpr_count"]), max(spilled, int(figures["private_segment_fixed_size"]))

@@ -1,7 +1,7 @@
-"""`ring-attn env`: what is installed here, what the machine has, and which backends can run.
+"""`ring-attn env`: installed versions, hardware, and the backends that can run.
 
-`machine()` is the part of it that every JSON report carries, so that a figure can be told from
-another machine's. It names no host, user or path.
+Every JSON report includes `machine()`, which tells the figures of different machines apart. It
+names no host, user or path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ring_attn.core.dtypes import BY_NAME
 from ring_attn.tools.arguments import add_common, write_json
 from ring_attn.tools.launch import num_cores
 
-# Not imported to be asked: importing triton or flash-attn may fail, or take seconds.
+# Versions come from metadata, as importing triton or flash-attn may fail, or take seconds.
 PACKAGES = ("numpy", "triton", "flash-attn", "einops", "rich", "transformers")
 
 VARIABLES = (
@@ -43,7 +43,7 @@ VARIABLES = (
     "LOCAL_RANK",
 )
 
-# Heads and head dim of the sample that backends are asked about; every backend takes these sizes.
+# Sizes of the sample for which backends are checked; every backend supports them.
 SAMPLE_HEADS, SAMPLE_HEADDIM = 4, 64
 
 
@@ -52,7 +52,7 @@ def machine() -> dict[str, Any]:
 
     Returns:
         `versions` (name -> version or None), `os`, `cpu`, `cores` (that this process may use),
-        `threads` (of torch), `memory_bytes`, `devices` (GPUs), `distributed` (backends built in).
+        torch's `threads`, `memory_bytes`, `devices` (GPUs), `distributed` (built-in backends).
     """
     return {
         "versions": _versions(),
@@ -67,15 +67,15 @@ def machine() -> dict[str, Any]:
 
 
 def backend_reasons() -> dict[str, dict[str, str | None]]:
-    """Backend -> "device dtype" -> None where it can run here, else the reason why not."""
-    found: dict[str, dict[str, str | None]] = {}
+    """Backend -> "device dtype" -> None if the backend can run here, else the reason why not."""
+    by_backend: dict[str, dict[str, str | None]] = {}
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         for name, dtype in BY_NAME.items():
             sample = torch.empty(1, 1, SAMPLE_HEADS, SAMPLE_HEADDIM, dtype=dtype, device=device)
             reasons = select_backend(sample, sample, sample).reasons
             for backend, reason in reasons.items():
-                found.setdefault(backend, {})[f"{device} {name}"] = reason
-    return found
+                by_backend.setdefault(backend, {})[f"{device} {name}"] = reason
+    return by_backend
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,24 +83,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows the report; 0 always."""
-    found = {
+    """Shows the report; always returns 0."""
+    report = {
         "machine": machine(),
         "backends": backend_reasons(),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
     }
     if args.json:
-        write_json(args.json, {"command": "env", **found})
+        write_json(args.json, {"command": "env", **report})
     if args.quiet:
-        print(" ".join(f"{n}={v}" for n, v in found["machine"]["versions"].items() if v))
+        print(" ".join(f"{n}={v}" for n, v in report["machine"]["versions"].items() if v))
     else:
-        _show(found)
+        _show(report)
     return 0
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(report: dict[str, Any]) -> None:
     console = Console(highlight=False)
-    here, variables = found["machine"], found["variables"]
+    here, variables = report["machine"], report["variables"]
     versions = {name: version or "not installed" for name, version in here["versions"].items()}
     console.print(_pairs("versions", versions))
     hardware = {
@@ -112,7 +112,7 @@ def _show(found: dict[str, Any]) -> None:
         "distributed": ", ".join(here["distributed"]) or "not built into this torch",
     }
     console.print(_pairs("machine", hardware))
-    console.print(_backend_table(found["backends"]))
+    console.print(_backend_table(report["backends"]))
     console.print(_pairs("environment", {n: x or "not set" for n, x in variables.items()}))
 
 
@@ -124,7 +124,7 @@ def _pairs(title: str, pairs: dict[str, str]) -> Table:
 
 
 def _backend_table(backends: dict[str, dict[str, str | None]]) -> Table:
-    """A row for each backend and answer: devices and dtypes that share a reason stand together."""
+    """A row for each backend and reason, with all devices and dtypes that share the reason."""
     table = Table("backend", "usable", "device dtype", "reason", title="backends", box=None)
     table.title_justify = "left"
     for backend, answers in backends.items():

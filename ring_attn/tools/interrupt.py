@@ -1,11 +1,11 @@
-"""Ends the `ring-attn` command on ^C, SIGTERM and SIGHUP: at once, in one line, nothing left over.
+"""Ends the `ring-attn` command on ^C, SIGTERM and SIGHUP: at once, with one line, leaving nothing.
 
     install()            in the command's process, before torch is imported
-    before_end(save)     saves what has been measured so far
-    end_with_parent()    in every process that the command starts; `use_folder` in a pool's
+    before_end(save)     sets the function that saves the measurements so far
+    end_with_parent()    in every process that the command starts; in a pool's, `use_folder`
 
-A thread of its own ends the process. It waits neither for long calls into C nor for imports, and
-no `except` of the code that is interrupted can swallow the signal.
+A separate thread ends the process. So the end need not wait for long calls into C or for imports,
+and no `except` of the interrupted code can swallow the signal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# Saving may take so long, and ending processes half of it.
+# Time limit of the end; ending other processes may take half of it.
 MOST_SECONDS = 10.0
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -42,7 +42,7 @@ _received = threading.Event()
 
 
 def is_command() -> bool:
-    """Whether this process is the `ring-attn` command, and not a rank or a user's program."""
+    """Whether this process is the `ring-attn` command, not a rank or a user's program."""
     if "--multiprocessing-fork" in sys.orig_argv:
         return False
     if Path(sys.argv[0]).name == "ring-attn":
@@ -52,7 +52,7 @@ def is_command() -> bool:
 
 
 def install() -> None:
-    """Starts the thread that ends this process; a signal that is ignored stays ignored."""
+    """Starts the thread that ends this process; signals that are ignored stay ignored."""
     global _pipe
     reader, _pipe = os.pipe()
     os.set_blocking(_pipe, False)
@@ -61,38 +61,38 @@ def install() -> None:
         if signal.getsignal(number) != signal.SIG_IGN:
             # Python writes the number to the pipe; its handler in the main thread does nothing.
             signal.signal(number, lambda *_: None)
-    # Processes whose parent was ended become children of this one: none escapes `_end_children`.
+    # Orphaned descendants become children of this process, so `_end_children` reaches them all.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    # multiprocessing's tracker frees the semaphores of ended processes; it need not say so.
+    # multiprocessing's tracker frees the semaphores of killed processes: no need for its warning.
     sys.warnoptions.append("ignore:resource_tracker")
     threading.Thread(target=_watch, args=(reader,), name="interrupt", daemon=True).start()
 
 
 def start_command(name: str) -> None:
-    """Names the command for the line that ends it; nothing has been measured yet."""
+    """Sets the command's name for the final line, and drops the previous command's `save`."""
     global _name, _save
     _name, _save = name, None
 
 
 def before_end(save: Save) -> None:
-    """Calls `save` with the signal's name before the process ends; it returns where it wrote."""
+    """Registers `save(signal name) -> path written`, to call before the process ends."""
     global _save
     _save = save
 
 
 def received() -> bool:
-    """Whether a signal has come, so that this process is about to end."""
+    """Whether a signal has arrived, so that this process is about to end."""
     return _received.is_set()
 
 
 def settle() -> None:
-    """Returns unless a signal has come: then its thread ends the process, and this one waits."""
+    """Waits for the end if a signal has arrived; else returns at once."""
     if received():
         time.sleep(2 * MOST_SECONDS)
 
 
 def finish_command() -> None:
-    """Ends the time in which signals are answered: the command has done all it was asked for."""
+    """Ignores signals from now on: the command is complete."""
     settle()
     if _pipe is not None:
         for number in SIGNALS:
@@ -108,12 +108,12 @@ def end_by(number: int) -> None:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """Holds signals back from processes started inside, until these say how they end."""
+    """Blocks signals for processes started within, until these have set their handlers."""
     settle()
     with _starting:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            # Every process has the tracker start, which lets two of the signals through again.
+            # Starting a process starts the tracker, which unblocks two of the signals.
             resource_tracker.ensure_running()
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             yield
@@ -122,17 +122,17 @@ def held_back() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Has the kernel end this process with its parent; signals end it without a traceback."""
+    """Makes the kernel end this process with its parent; signals end it without a traceback."""
     parent = parent_process()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent.pid:
-        os._exit(1)  # the parent ended before the kernel was asked
+        os._exit(1)  # the parent ended before the prctl
     _end_by_signals()
 
 
 @contextmanager
 def temporary_folder() -> Iterator[str]:
-    """A folder for processes that call `use_folder`; it goes however this process ends."""
+    """A folder for processes that call `use_folder`; removed however this process ends."""
     with tempfile.TemporaryDirectory(prefix="ring_attn_") as folder:
         _folders.append(folder)
         try:
@@ -142,9 +142,9 @@ def temporary_folder() -> Iterator[str]:
 
 
 def use_folder(folder: str) -> None:
-    """Makes this process's temporary files in the folder, and ends the process with its parent.
+    """Directs this process's temporary files to the folder, and ends the process with its parent.
 
-    For workers of a pool: the kernel's signal would end them with the thread that started them.
+    For pool workers, as `end_with_parent` would end them with the thread that started them.
     """
     tempfile.tempdir = folder
     parent = parent_process()
@@ -160,7 +160,7 @@ def use_folder(folder: str) -> None:
 
 
 def _end_by_signals() -> None:
-    """Signals end this process in silence; those that were held back do so now."""
+    """Makes signals end this process silently, including those that `held_back` blocked."""
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -183,29 +183,29 @@ def _watch(reader: int) -> NoReturn:
 
 
 def _end(signal_name: str) -> None:
-    _starting.acquire(timeout=MOST_SECONDS / 5)  # never released: no process is started any more
+    _starting.acquire(timeout=MOST_SECONDS / 5)  # never released: no more processes may start
     _end_children()
     for folder in _folders:
         shutil.rmtree(folder, ignore_errors=True)
     if os.environ.get("RANK", "0") != "0":
-        return  # under torchrun the first rank speaks for all
-    said = f"{_name}: interrupted by {signal_name}"
+        return  # under torchrun only rank 0 prints
+    line = f"{_name}: interrupted by {signal_name}"
     try:
-        where = _save(signal_name) if _save is not None else None
-        if where is not None:
-            said += f"; what was measured so far is in {where}"
+        path = _save(signal_name) if _save is not None else None
+        if path is not None:
+            line += f"; what was measured so far is in {path}"
     except Exception as error:
         text = " ".join(str(error).split())
-        said += f"; what was measured so far could not be written: {type(error).__name__}: {text}"
+        line += f"; what was measured so far could not be written: {type(error).__name__}: {text}"
     if sys.stderr is not None and sys.stderr.isatty():
-        said = f"\r\033[K\033[?25h{said}"  # over a progress line, with the cursor that it hid
-    os.write(2, f"{said}\n".encode(errors="replace"))
+        line = f"\r\033[K\033[?25h{line}"  # overwrites a progress line, and shows the cursor
+    os.write(2, f"{line}\n".encode(errors="replace"))
     if sys.stdout is not None:
         sys.stdout.flush()
 
 
 def _end_children() -> None:
-    """Kills all processes below this one, but multiprocessing's tracker, which ends by itself."""
+    """Kills all descendants except multiprocessing's tracker, which ends by itself."""
     deadline = time.monotonic() + MOST_SECONDS / 2
     while time.monotonic() < deadline:
         running = [pid for pid in _descendants() if not _is_tracker(pid)]
@@ -220,7 +220,7 @@ def _end_children() -> None:
 
 
 def _descendants() -> list[int]:
-    """The processes below this one that have not ended."""
+    """Process ids of all running descendants."""
     children: dict[int, list[int]] = {}
     ended = set()
     for entry in os.listdir("/proc"):
@@ -234,12 +234,12 @@ def _descendants() -> list[int]:
         children.setdefault(int(parent), []).append(int(entry))
         if state in "ZX":
             ended.add(int(entry))
-    found, waiting = [], [os.getpid()]
+    running, waiting = [], [os.getpid()]
     while waiting:
         below = children.get(waiting.pop(), [])
-        found += [pid for pid in below if pid not in ended]
+        running += [pid for pid in below if pid not in ended]
         waiting += below
-    return found
+    return running
 
 
 def _is_tracker(pid: int) -> bool:

@@ -2,11 +2,11 @@
 
     results = run_ranks(train_step, 4, config)      # train_step(config) in 4 processes
 
-Inside each, the default process group is ready before the function is called. Under torchrun,
-where the ranks exist already, the function is called in place, so that one program serves both.
+Each process makes the default process group before it calls the function. Under torchrun, where the
+ranks exist already, each rank calls the function in place, so that one program serves both.
 
-Ranks end with the process that started them, however that ends, and nothing is written to disk:
-torch's own launcher leaves a folder behind when it is killed, and answers signals with tracebacks.
+Ranks end with the process that started them, however that process ends, and nothing is written to
+disk. torch's own launcher leaves a folder behind when killed, and prints tracebacks on signals.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ T = TypeVar("T")
 DEVICES = ("cpu", "cuda")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
-# Kernels of several communicators start in the order of the host: then one that finds no place on
-# the device cannot hold up another whose peers wait for it.
+# Makes kernels of several NCCL communicators start in the host's order. Otherwise a kernel that
+# waits for free SMs could block another kernel whose peers already wait for it.
 LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 
@@ -55,19 +55,19 @@ def run_ranks(
         fn: a function at the top level of a module; arguments and results are pickled.
         nproc: number of ranks; 1 also starts a process.
         *args: the same for every rank.
-        threads: CPU threads of each rank; if None, OMP_NUM_THREADS where it is set, else the cores
-            of this machine divided among the ranks.
-        device: "cpu" (gloo) or "cuda" (nccl, one GPU per rank); None is "cuda" where this machine
-            has a GPU for every rank.
-        on_part: called here with each object that rank 0 hands to `send_part` while it runs.
+        threads: CPU threads of each rank; None is OMP_NUM_THREADS if set, else the cores of this
+            machine divided among the ranks.
+        device: "cpu" (gloo) or "cuda" (nccl, one GPU per rank); None is "cuda" if this machine has
+            a GPU for every rank.
+        on_part: called in this process with each object that rank 0 passes to `send_part`.
 
     Returns:
         The results in the order of the ranks. Under torchrun every rank gets all of them.
 
     Raises:
-        ValueError: `nproc`, `threads` or `device` cannot be had here, or torchrun started another
-            number of ranks.
-        RuntimeError: a rank failed; the text names the first that did and has its traceback.
+        ValueError: this machine cannot provide `nproc`, `threads` or `device`, or torchrun started
+            another number of ranks.
+        RuntimeError: a rank failed; the text has the first failed rank and its traceback.
     """
     if nproc < 1:
         raise ValueError(f"nproc must be at least 1, got {nproc}")
@@ -90,28 +90,28 @@ def run_ranks(
     return _launch(fn, nproc, args, threads, device, on_part)
 
 
-# Called in rank 0 with each part of the result; None in other ranks and without a listener.
+# Receives each part of the result in rank 0; None in other ranks and without `on_part`.
 _take_part: Callable[[Any], object] | None = None
 
 
 def send_part(part: Any) -> None:
-    """Hands a part of the result to `run_ranks`; does nothing in ranks other than 0."""
+    """Sends a part of the result to `on_part` of `run_ranks`; only on rank 0."""
     if _take_part is not None:
         _take_part(part)
 
 
-# Of one rank: more threads than any machine has cores for it.
+# Upper limit of the threads of a rank: more than any machine has cores.
 MOST_THREADS = 4096
 
-# A rank that holds no tensors yet: Python, torch and its part of a group.
+# Memory of a rank without tensors: Python, torch and the process group.
 RANK_BYTES = 150 << 20
 
 
 def available_bytes() -> int:
-    """Memory that new processes can have: of this machine, or what its container may have."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text("ascii"))
+    """Bytes of memory available to new processes, by the machine and the limit of its container."""
+    line = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text("ascii"))
     available = (
-        int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        int(line[1]) * 1024 if line else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     )
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text("ascii").strip()
@@ -124,7 +124,7 @@ def available_bytes() -> int:
 
 
 def under_torchrun() -> bool:
-    """Whether a launcher has started this process as one of its ranks."""
+    """Whether torchrun or another launcher started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -136,12 +136,12 @@ def rank_device() -> torch.device:
 
 
 def num_cores() -> int:
-    """Cores that this process may use, which can be fewer than the machine has."""
+    """Number of cores that this process may use; the machine may have more."""
     return len(os.sched_getaffinity(0))
 
 
 def checked_device(device: str | None, nproc: int) -> str:
-    """The device for so many ranks here: "cuda" by default where each can have a GPU."""
+    """The device of `nproc` ranks on this machine; None is "cuda" if each can have a GPU."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     local = int(os.environ.get("LOCAL_WORLD_SIZE", nproc)) if under_torchrun() else nproc
     if device is None:
@@ -165,12 +165,12 @@ def _launch(
     on_part: Callable[[Any], object] | None,
 ) -> list[T]:
     work = pickle.dumps((fn, args, threads, device))
-    # Held here, so that it ends with this process and not with the first rank.
+    # This process holds the store, so that it outlives rank 0.
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "localhost", 0, is_master=True, wait_for_workers=False
     )
     context = get_context("spawn")  # CUDA does not survive a fork
-    ranks: dict[Connection, tuple[int, Any]] = {}  # by the pipe on which a rank reports
+    ranks: dict[Connection, tuple[int, Any]] = {}  # rank and process, by the rank's pipe
     try:
         with mock.patch.dict(os.environ, OMP_NUM_THREADS=str(threads)):
             for rank in range(nproc):
@@ -180,7 +180,7 @@ def _launch(
                     "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": str(nproc),
                     "LOCAL_WORLD_SIZE": str(nproc),
-                    "MASTER_ADDR": "localhost",  # the machine's own name need not resolve
+                    "MASTER_ADDR": "localhost",  # the machine's host name may not resolve
                     "MASTER_PORT": str(store.port),
                     # The store exists already: rank 0 must not open another.
                     "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -206,7 +206,7 @@ def _launch(
 def _results(
     ranks: dict[Connection, tuple[int, Any]], on_part: Callable[[Any], object] | None
 ) -> list[Any]:
-    """The results of all ranks; hands parts to `on_part` as they come."""
+    """The results of all ranks; calls `on_part` with each part as it arrives."""
     results: dict[int, Any] = {}
     while len(results) < len(ranks):
         for pipe in wait([pipe for pipe, (rank, _) in ranks.items() if rank not in results]):
@@ -228,7 +228,7 @@ def _results(
 
 
 def _ending(kind: str, value: Any) -> str:
-    """Text of a rank's failure; a signal that ends commands ends this one."""
+    """Text of a rank's failure; if one of `SIGNALS` ended the rank, ends the command too."""
     if kind == "error":
         return f":\n{value.rstrip()}"
     if value >= 0:
@@ -270,7 +270,7 @@ def _run_in_place(
         torch.set_num_threads(threads)
     if not dist.is_initialized():
         _join(device)
-        # Not after each call: torch makes no second group of one launcher's store.
+        # Not after each call: torch cannot make a second group from the launcher's store.
         atexit.register(dist.destroy_process_group)
     with _parts_taken_by(on_part):
         results: list[Any] = [None] * dist.get_world_size()
@@ -290,7 +290,7 @@ def _parts_taken_by(take: Callable[[Any], object] | None) -> Iterator[None]:
 
 
 def _join(device: str) -> None:
-    """Makes the default group."""
+    """Makes the default process group."""
     cuda = None
     if device == "cuda":
         cuda = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -1,36 +1,37 @@
-"""The demo's model on a mesh of ranks, (pp, dp, cp, tp), by torch's own parts and ring attention.
+"""Trains the demo's model on a mesh (pp, dp, cp, tp), with torch's parallelism and ring attention.
 
     one batch of sequences on pp=2, dp=2, cp=2, tp=2
 
-     dp   other sequences     replica 0: s0 s1                 replica 1: s2 s3
-     pp   other layers        stage 0: embed, layers 0 1  -->  stage 1: layers 2 3, norm, head
+     axis splits              example
+     dp   sequences           replica 0: s0 s1                 replica 1: s2 s3
+     pp   layers              stage 0: embed, layers 0 1  -->  stage 1: layers 2 3, norm, head
                               microbatch after microbatch: m0 = s0, m1 = s1
-     cp   other rows          of every sequence, by the layout; K and V of a layer go round
-     tp   other heads         and columns of the MLP; two all-reduces a layer
+     cp   rows                of every sequence, by the layout; K and V of a layer travel
+     tp   heads               and columns of the MLP; two all-reduces a layer
 
-               parameters along the axis         their gradients along the axis
-     pp        other ones                        stay
-     dp, cp    the same; with FSDP a shard each  sum: `sync_gradients`; with FSDP a reduce-scatter
-     tp        a shard of each matrix; norms,    stay: those of norms, embedding and head are
-               embedding and head the same       complete, and the same, on every rank
+               parameters along the axis         gradients along the axis
+     pp        different                         not exchanged
+     dp, cp    equal; with FSDP a shard each     summed: `sync_gradients`; FSDP: reduce-scatter
+     tp        a shard of each matrix; norms,    not exchanged: gradients of norms, embedding and
+               embedding and head equal          head are complete, and equal, on every rank
 
 Each rank differentiates its share of one mean: the losses of its rows, divided by the targets of
-the *whole* batch. The shares of microbatches and of ranks add up, however uneven they are. So
-nothing averages again: the schedule has `scale_grads=False`, and FSDP, which by default divides by
-the number of its ranks, has the factor 1.
+the *whole* batch. The shares of microbatches and ranks add up, however uneven they are. So nothing
+may average again: the schedule has `scale_grads=False`, and FSDP, which by default divides by its
+number of ranks, has the factor 1.
 
-The schedule cuts into microbatches what its stages need besides activations: `position_ids` for
-every stage (RoPE needs the global positions of a shard's rows), shifted labels for the last.
+The schedule also cuts other inputs of its stages into microbatches: `position_ids` for every stage
+(RoPE needs the global positions of a shard's rows), and shifted labels for the last stage.
 
 Mistakes to avoid:
 
-    - give ring_attention the mesh, or the default group: its ranks are one axis, `mesh["cp"]`
-    - hand the schedule position_ids of shape (1, rows): it makes at most as many microbatches as
-      an input has rows; expanded to (batch, rows) they cost nothing
-    - let the ranks of a ring go through microbatches, layers or recomputation in different orders:
-      they meet in every layer, forward and backward, and would wait for each other for ever
-    - shift labels within a shard, average over a rank's own rows, or clip by a rank's own norm
-    - call `sync_gradients` where FSDP spans the ring: it is refused
+    - passing the mesh or the default group to ring_attention: its ranks are one axis, `mesh["cp"]`
+    - passing position_ids of shape (1, rows) to the schedule: it makes no more microbatches than
+      an input's first dim; `expand` to (batch, rows) copies nothing
+    - running microbatches, layers or recomputation in different orders on the ranks of a ring: they
+      communicate in every layer, forward and backward, and would deadlock
+    - shifting labels within a shard, averaging over a rank's own rows, clipping by its own norm
+    - calling `sync_gradients` if FSDP spans the ring: it raises
 """
 
 from __future__ import annotations
@@ -80,20 +81,20 @@ from ring_attn.tools.model import (
     token_losses,
 )
 
-# For dim 128; wider layers take smaller steps. Twice as much, or no clipping, trains no better in
-# so few steps, and the optimizer then feeds roundings back tens of times as strongly.
+# For dim 128; wider layers take smaller steps. Twice the rate, or no clipping, trains no better in
+# few steps, and amplifies roundings tens of times as much.
 LEARNING_RATE = 1e-3
 CLIP_NORM = 1.0
 
 AXES = ("pp", "dp", "cp", "tp")
 
-# Stages of a rank, by the pipeline's schedule.
+# Number of stages per rank, by the pipeline's schedule.
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 
 
 @dataclass(frozen=True)
 class Axes:
-    """Sizes of a mesh's axes, from the slowest: neighbours in cp and tp are neighbouring ranks."""
+    """Sizes of a mesh's axes, from the slowest: ranks that differ in tp only are consecutive."""
 
     pp: int = 1
     dp: int = 1
@@ -102,7 +103,7 @@ class Axes:
 
     @staticmethod
     def parse(text: str) -> Axes:
-        """Reads "cp=2,tp=2", any of the axes in any order; ValueError for anything else."""
+        """Parses "cp=2,tp=2", any axes in any order; raises ValueError."""
         sizes: dict[str, int] = {}
         for part in text.split(","):
             match = re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part)
@@ -129,9 +130,10 @@ class Axes:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One training, the same on every rank; ValueError for sizes that do not fit each other.
+    """Settings of a training, the same on every rank; ValueError if sizes do not fit together.
 
-    `batch` counts the sequences of all replicas; bfloat16 is autocast, float64 all the way.
+    `batch` counts the sequences of all replicas. bfloat16 means autocast; with float64 the weights
+    are float64 too.
     """
 
     axes: Axes
@@ -191,14 +193,14 @@ class Settings:
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         rate = LEARNING_RATE * 128 / self.model.dim
-        # Plain parameters and DTensors do not go together into one operator.
+        # One `foreach` operator cannot take both plain parameters and DTensors.
         return torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), foreach=False)
 
 
 class Stage(nn.Module):
-    """Consecutive layers of a model; the first stage embeds too, the last has norm and head.
+    """Consecutive layers of a model; the first stage also embeds, the last has norm and head.
 
-    Parameters are the model's own, by the same names.
+    Parameters are the model's, under the same names.
     """
 
     def __init__(
@@ -215,7 +217,7 @@ class Stage(nn.Module):
         self._attention, self._settings = attention, settings
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        """Token ids (batch, rows) or activations (batch, rows, dim), to activations or logits.
+        """Maps ids (batch, rows) or activations (batch, rows, dim) to activations or logits.
 
         position_ids are (batch, rows): the schedule cuts them along with the batch.
         """
@@ -228,13 +230,13 @@ class Stage(nn.Module):
 
 
 class MeshTrainer:
-    """This rank's part of a model on a mesh, in training.
+    """Trains this rank's part of a model on a mesh.
 
-    Every rank of the mesh makes one and calls its methods together with all others, with the same
-    arguments: each rank cuts its part out of a batch.
+    All methods are collective over the mesh and take the same arguments on every rank; each rank
+    cuts its part out of a batch.
 
     Attributes:
-        parameter_sizes: of the whole model, in its order.
+        parameter_sizes: number of elements of each of the whole model's parameters, in order.
     """
 
     def __init__(self, settings: Settings, mesh: DeviceMesh, device: torch.device) -> None:
@@ -242,7 +244,7 @@ class MeshTrainer:
         axes = settings.axes
         self._at = {axis: mesh.get_local_rank(axis) for axis in AXES}
         self.layout = SequenceLayout.from_name(settings.layout, settings.seqlen, axes.cp)
-        # The ranks between which only the rows differ have the same parameters.
+        # Ranks that differ in dp and cp only have the same parameters.
         self._replicas = mesh["dp", "cp"]._flatten("dp_cp")
 
         whole = settings.make_model(device)
@@ -255,8 +257,8 @@ class MeshTrainer:
             layout=self.layout,
             strategy=settings.strategy,
         )
-        mine = range(self._at["pp"], settings.num_stages, axes.pp)
-        stages = [Stage(whole, i, attention, settings) for i in mine]
+        indices = range(self._at["pp"], settings.num_stages, axes.pp)
+        stages = [Stage(whole, i, attention, settings) for i in indices]
         if axes.tp > 1:
             for stage in stages:
                 _shard_heads(stage, mesh["tp"], settings.model)
@@ -264,8 +266,8 @@ class MeshTrainer:
             for stage in stages:
                 _shard_parameters(stage, self._replicas)
         self.stages = nn.ModuleList(stages)
-        self._is_first, self._is_last = mine[0] == 0, mine[-1] == settings.num_stages - 1
-        self._schedule = self._pipeline(list(mine))
+        self._is_first, self._is_last = indices[0] == 0, indices[-1] == settings.num_stages - 1
+        self._schedule = self._pipeline(list(indices))
         self._optimizer = settings.make_optimizer(self.stages.parameters())
 
     def step(self, batch: dict[str, Tensor]) -> float:
@@ -276,7 +278,7 @@ class MeshTrainer:
         return loss
 
     def backward(self, batch: dict[str, Tensor]) -> tuple[float, Tensor | None]:
-        """Leaves the gradients of the whole batch in the parameters.
+        """Writes the gradients of the whole batch to the parameters.
 
         Args:
             batch: `input_ids` and `labels`, (batch, seqlen) int64 each, the same on every rank.
@@ -307,19 +309,19 @@ class MeshTrainer:
         _, losses = self.backward(batch)
         whole = None
         if losses is not None:
-            mine = unshard(losses, self.layout, group=self.mesh["cp"])
-            parts = [torch.empty_like(mine) for _ in range(self.settings.axes.dp)]
-            dist.all_gather(parts, mine, group=self.mesh.get_group("dp"))
+            of_replica = unshard(losses, self.layout, group=self.mesh["cp"])
+            parts = [torch.empty_like(of_replica) for _ in range(self.settings.axes.dp)]
+            dist.all_gather(parts, of_replica, group=self.mesh.get_group("dp"))
             whole = torch.cat(parts).flatten().cpu()
         gradients = {name: p.grad for name, p in self._named_parameters() if p.grad is not None}
         return self._gathered(gradients, whole)
 
     def get_weights(self) -> Tensor:
-        """(number of parameters,) on the CPU, in the order of the whole model's parameters."""
+        """All weights, (number of parameters,) on the CPU, in the whole model's order."""
         return self._gathered(dict(self._named_parameters()), torch.zeros(0))
 
     def _part_of(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's sequences, and its rows of them."""
+        """This rank's rows of this replica's sequences."""
         size = self.settings.batch // self.settings.axes.dp
         start = self._at["dp"] * size
         sequences = {name: x[start : start + size].to(self.device) for name, x in batch.items()}
@@ -327,13 +329,13 @@ class MeshTrainer:
         part["position_ids"] = part["position_ids"].expand(size, -1)
         return part
 
-    def _pipeline(self, mine: list[int]) -> Any:
-        """The schedule over this rank's stages, which talk within the pp axis."""
+    def _pipeline(self, indices: list[int]) -> Any:
+        """The schedule over this rank's stages, which communicate along the pp axis."""
         settings = self.settings
         group = self.mesh.get_group("pp")
         stages: list[Any] = [
             PipelineStage(stage, i, settings.num_stages, self.device, group=group)
-            for i, stage in zip(mine, self.stages, strict=True)
+            for i, stage in zip(indices, self.stages, strict=True)
         ]
         options: dict[str, Any] = {
             "n_microbatches": settings.microbatches,
@@ -346,17 +348,17 @@ class MeshTrainer:
         return kind(stages[0], **options)
 
     def _share_of_loss(self, logits: Tensor, shift_labels: Tensor) -> Tensor:
-        """The share of the whole batch's mean loss that a microbatch's rows on this rank have."""
+        """This rank's share of the whole batch's mean loss, for one microbatch."""
         settings = self.settings
         with settings.autocast(self.device):
             losses = token_losses(logits, shift_labels)
-        # The last byte of a sequence has no next one.
+        # The last byte of a sequence has no target.
         return mean_loss(losses, num_targets=settings.batch * (settings.seqlen - 1))
 
     def _clip(self, max_norm: float) -> None:
-        """Scales the gradients by one factor, so that the norm of all of them is at most max_norm.
+        """Scales all gradients by one factor, so that their total norm is at most max_norm.
 
-        The norm of a DTensor covers all ranks that have a part of it; stages differ along pp only.
+        The norm of a DTensor covers all ranks that have a part of it. Stages, along pp, are summed.
         """
         parameters = list(self.stages.parameters())
         norms = [_full(get_total_norm([p.grad])) for p in parameters if p.grad is not None]
@@ -373,17 +375,17 @@ class MeshTrainer:
             yield from stage.named_parameters()
 
     def _gathered(self, tensors: dict[str, Tensor], before: Tensor | None) -> Tensor:
-        """Joins the tensors of all stages in the model's order, behind one stage's `before`."""
-        mine = {name: _full(x).detach().cpu() for name, x in tensors.items()}
+        """Concatenates a stage's `before` and the tensors of all stages in the model's order."""
+        whole_tensors = {name: _full(x).detach().cpu() for name, x in tensors.items()}
         stages: list[Any] = [None] * self.settings.axes.pp
-        dist.all_gather_object(stages, (mine, before), group=self.mesh.get_group("pp"))
+        dist.all_gather_object(stages, (whole_tensors, before), group=self.mesh.get_group("pp"))
         whole = {name: x for named, _ in stages for name, x in named.items()}
         first = next(x for _, x in stages if x is not None)
         return torch.cat([first, *(whole[name].flatten() for name in self._names)])
 
 
 def _shard_heads(stage: Stage, mesh: DeviceMesh, config: ModelConfig) -> None:
-    """Tensor parallelism: the heads of each attention and the columns of each MLP, by rank."""
+    """Applies tensor parallelism: splits heads of attention and columns of the MLP over ranks."""
     shared = mesh.size() > config.nheads_kv
     whole: dict[str, Any] = (
         {"output_layouts": Replicate(), "use_local_output": False} if shared else {}
@@ -406,23 +408,23 @@ def _shard_heads(stage: Stage, mesh: DeviceMesh, config: ModelConfig) -> None:
 
 
 def _take_head(columns: slice, _module: nn.Module, _args: Any, out: DTensor) -> Tensor:
-    """The KV head of this rank's q heads, where there are fewer KV heads than ranks.
+    """The KV head of this rank's q heads, if there are fewer KV heads than ranks.
 
-    Each rank computes a part of a head, and all ranks get all heads. The ranks with q heads of one
-    KV head have a part of its gradient each: hence Partial.
+    Each rank computes a part of a head; an all-gather gives every rank all heads. Ranks that share
+    a KV head each have a part of its gradient: hence Partial.
     """
     return out.to_local(grad_placements=[Partial()])[..., columns]
 
 
 def _shard_parameters(stage: Stage, mesh: DeviceMesh) -> None:
-    """FSDP2, layer by layer; gradients are summed, not averaged: each is of a share of one mean."""
+    """Applies FSDP2 to each layer; sums gradients, as each rank has its share of one mean."""
     for module in (*stage.layers.values(), stage):
         sharded = fully_shard(module, mesh=mesh)
-        # Without this the factor goes into an operator that only NCCL has.
+        # Otherwise FSDP passes the factor to an operator that only NCCL has.
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(1.0)
 
 
 def _full(x: Tensor) -> Tensor:
-    """All of a DTensor, on every rank that holds a part; a plain tensor as it is."""
+    """The full tensor of a DTensor, on every rank that holds a part; other tensors unchanged."""
     return x.full_tensor() if isinstance(x, DTensor) else x

@@ -4,7 +4,7 @@
       embed -> num_layers x [ x + o_proj(attention(q, k, v)),  x + down(silu(gate(x)) * up(x)) ]
             -> norm -> lm_head -> logits (batch, rows, vocab_size)
 
-Rows meet in attention only, and RoPE reads global positions: so the same model runs on a whole
+Only attention mixes rows, and RoPE reads global positions. So the same model runs on a whole
 sequence with `dense_attention` and on a shard of any layout with ring attention. Parameters have
 the names of Hugging Face's Llama.
 """
@@ -29,7 +29,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model; ValueError for heads that do not divide, or an odd headdim."""
+    """Sizes of the model; ValueError if heads do not divide, or headdim is odd."""
 
     vocab_size: int = 256
     dim: int = 128
@@ -56,7 +56,7 @@ class ModelConfig:
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention over a whole sequence in one process, by torch."""
+    """torch's causal attention over a whole sequence in one process."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2)
@@ -75,9 +75,9 @@ class Transformer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws normal weights that keep the size of rows, smaller ones before the residual sum."""
-        # The customary 0.02 is for wide models: here it would leave the logits of attention so
-        # close together that the gradients of q and k are mostly rounding.
+        """Draws normal weights that keep the norm of rows, smaller ones before residual sums."""
+        # The usual 0.02 suits wide models. Here attention's logits would be so close together that
+        # the gradients of q and k were mostly rounding.
         std = self.config.dim**-0.5
         for name, parameter in self.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -96,7 +96,7 @@ class Transformer(nn.Module):
         """Logits of the next token at every row.
 
         Args:
-            input_ids: (batch, rows) int64, in any order of positions that `attention` knows.
+            input_ids: (batch, rows) int64, in any order of positions that `attention` expects.
             position_ids: (1 or batch, rows) int64, the global position of each row.
             attention: the attention of all layers, or one for each layer.
         """
@@ -161,7 +161,7 @@ def rope_rotation(
     position_ids: Tensor, config: ModelConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angles of each row, (1 or batch, rows, 1, headdim / 2) each."""
-    # In float32 the angles of position 1e6 are off by up to 0.03 radian.
+    # In float32 the angles at position 1e6 would be off by up to 0.03 radian.
     pair = torch.arange(0, config.headdim, 2, dtype=torch.float64, device=position_ids.device)
     frequency = config.rope_base ** (-pair / config.headdim)
     angle = rearrange(position_ids, "b s -> b s 1 1") * frequency
@@ -169,11 +169,11 @@ def rope_rotation(
 
 
 def apply_rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turns each pair (x[i], x[i + headdim / 2]) of (batch, rows, heads, headdim) by its angle."""
+    """Rotates pairs (x[i], x[i + headdim / 2]) of x (batch, rows, heads, headdim)."""
     cos, sin = rotation
     first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)  # under autocast x has 16 bits and the rotation 32
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)  # under autocast x has 16 bits and the rotation 32
 
 
 def token_losses(logits: Tensor, shift_labels: Tensor) -> Tensor:
@@ -183,8 +183,8 @@ def token_losses(logits: Tensor, shift_labels: Tensor) -> Tensor:
 
 
 def mean_loss(losses: Tensor, num_targets: int) -> Tensor:
-    """These rows' share of a mean over `num_targets` rows: the shares of all shards add up to it.
+    """A shard's share of the mean over `num_targets` rows; the shares of all shards add up to it.
 
-    Summed in float64, so that the mean does not depend on how the rows were split.
+    Summed in float64, so that the mean hardly depends on the split.
     """
     return losses.double().sum() / num_targets

@@ -1,11 +1,11 @@
-"""`ring-attn plan`: how ranks would share a call, predicted for a cluster without running it.
+"""`ring-attn plan`: predicts how ranks would best share a call on a cluster, without running it.
 
-    strategies    every way to share it: times, bytes, exposed communication, memory
-    steps         what the ranks do in each step of the best
-    --plot        the mask as ranks x ranks by step and kind, and what each rank does when
+    strategies    every strategy: times, bytes, exposed communication, memory
+    steps         compute and transfers in each step of the best strategy
+    --plot        the mask as ranks x ranks by step and kind, and a timeline of some ranks
 
-Times are those of a simulation on a description of the cluster: one that is built in, or one that
-`ring-attn calibrate` has written. No process group and no GPU is needed.
+Times come from a simulation of the cluster, which is built in or was measured by
+`ring-attn calibrate`. No process group and no GPU is needed.
 
     ring-attn plan --seqlen 1M --world-size 64 --heads 32 --kv-heads 8 --head-dim 128 --cluster h200
 """
@@ -47,56 +47,59 @@ from ring_attn.tools.arguments import (
 BUILTIN = {"a100": "A100", "h100": "H100", "h200": "H200", "b200": "B200"}
 PLOTS = (".png", ".svg")
 
-# A table of all pairs of ranks takes 0.1 GiB at so many, and a plan holds about 25 of them.
+# At this size a table of all pairs of ranks takes 0.1 GiB; a plan holds about 25 such tables.
 MOST_RANKS = 4096
 
-# More visible pairs than rows x rows, or bytes than rows x MOST_ROW, do not fit into 64 bits.
+# Most rows, and bytes per row: more pairs (rows x rows) or bytes would overflow 64 bits.
 MOST_ROWS, MOST_ROW = 1 << 31, 1 << 26
 
-# In a striped layout every shard has rows of every document.
+# MOST_MEETINGS limits documents x ranks^2: in a striped layout every shard has rows of every
+# document.
 MOST_HEADS, MOST_DOCUMENTS, MOST_MEETINGS = 4096, 1 << 16, 1 << 25
 
-# Ranks whose programs are checked, and lines that are shown of a program or of faults.
+# Most ranks whose programs --check checks, and most lines to print of a program or of faults.
 MOST_CHECKED, MOST_LINES = 128, 60
 
-# Ranks x steps whose times are kept for tables and pictures: a ring of 1448 ranks, 1.3 GB.
+# Most ranks x steps whose times are kept for tables and pictures: a ring of 1448 ranks, 1.3 GB.
 MOST_RANK_STEPS = 1 << 21
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--seqlen", type=parse_size, required=True, help="of all ranks together, such as 1M")
+    add("--seqlen", type=parse_size, required=True, help="global length, such as 1M")
     add("--world-size", type=parse_size, required=True, help="number of ranks")
     add("--batch", type=parse_size, default=1)
     add("--heads", type=parse_size, default=32)
-    add("--kv-heads", type=parse_size, help="as many as heads by default")
+    add("--kv-heads", type=parse_size, help="default: as many as heads")
     add("--head-dim", type=parse_size, default=128)
-    add("--head-dim-v", type=parse_size, help="that of v, where it is another")
-    add("--dtype", type=parse_dtype, default=torch.bfloat16, help="bfloat16 by default")
+    add("--head-dim-v", type=parse_size, help="head dim of v (default: that of q and k)")
+    add("--dtype", type=parse_dtype, default=torch.bfloat16, help="default: bfloat16")
     add("--causal", action=argparse.BooleanOptionalAction, default=True)
     add("--window", type=parse_window, metavar="LEFT,RIGHT", help="sizes such as 4k,0; -1 is open")
     add(
         "--documents",
         type=parse_sizes,
         metavar="LENGTHS",
-        help="lengths of documents, taken in turn until the sequence is full: 8k, or 1k,30k,500",
+        help="lengths of documents, repeated until the sequence is full: 8k, or 1k,30k,500",
     )
     add("--layout", choices=("auto", *LAYOUTS, "balanced"), default="auto")
-    add("--strategy", nargs="+", choices=NAMES, metavar="NAME", help=f"only: {', '.join(NAMES)}")
+    names = f"consider only some of {', '.join(NAMES)}"
+    add("--strategy", nargs="+", choices=NAMES, metavar="NAME", help=names)
     add(
         "--cluster",
         metavar="NAME|FILE",
-        help="h100, h200, a100, b200, or a file of ring-attn calibrate (RING_ATTN_CLUSTER, or "
-        "this machine's GPU; h100 where there is none)",
+        help="h100, h200, a100, b200, or a file of ring-attn calibrate (default: the file "
+        "RING_ATTN_CLUSTER, or this machine's GPU; h100 without a GPU)",
     )
     add("--node-size", type=parse_size, help="devices of a node (8)")
-    add("--same-bits", action=argparse.BooleanOptionalAction, help="only where it can be had")
+    same_bits = "consider only strategies with the same bits at every world size"
+    add("--same-bits", action=argparse.BooleanOptionalAction, help=same_bits)
     add("--backward", action=argparse.BooleanOptionalAction, default=True)
-    add("--memory", type=parse_size, metavar="BYTES", help="of a rank, such as 80G")
+    add("--memory", type=parse_size, metavar="BYTES", help="memory of a rank, such as 80G")
     add(
         "--check",
         action="store_true",
-        help="check the programs of all ranks of the choice against each other, and draw rank 0's",
+        help="check the best strategy's programs of all ranks against each other, draw rank 0's",
     )
     add("--plot", metavar="PATH", type=parse_report, help="draw the pictures as .png or .svg")
     add_common(parser)
@@ -106,7 +109,7 @@ def parse_window(text: str) -> tuple[int, int]:
     """ "4k,0" -> (4096, 0); -1 is unbounded.
 
     Raises:
-        argparse.ArgumentTypeError: anything else; argparse shows the text.
+        argparse.ArgumentTypeError: anything else.
     """
     parts = text.split(",")
     if len(parts) != 2:
@@ -121,8 +124,8 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None and find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib, which is not installed: pip install matplotlib")
     check_bounds(args)
-    # Programs of thousands of ranks are millions of small objects without a cycle among them: for
-    # 4096 ranks looking for cycles takes 4 of 22 s.
+    # Programs of thousands of ranks are millions of small objects without cycles. For 4096 ranks
+    # garbage collection would take 4 of 22 s.
     gc.disable()
     try:
         choice = plan(args)
@@ -132,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None and too_many is not None:
         raise ValueError(f"--plot cannot be drawn: {too_many}")
     simulations = {} if too_many else simulated(choice.problem, choice.best)
-    rows = [row for name, found in simulations.items() for row in report.step_rows(name, found)]
+    rows = [row for name, done in simulations.items() for row in report.step_rows(name, done)]
     if not args.quiet:
         console = table_console()
         console.print(report.strategies_table(choice))
@@ -151,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def checked(choice: Choice, *, quiet: bool) -> bool:
-    """Checks the programs of all ranks of the best strategy, draws rank 0's, prints faults."""
+    """Checks all ranks' programs of the best strategy; draws rank 0's, and prints faults."""
     problem, best = choice.problem, choice.best
     calls = [replace(call_of(problem, best), rank=rank) for rank in range(problem.world_size)]
     count, faults = 0, []
@@ -167,17 +170,17 @@ def checked(choice: Choice, *, quiet: bool) -> bool:
 
 
 def shortened_lines(text: str, most: int) -> str:
-    """The first lines of a text, and how many more there are."""
+    """The first `most` lines of a text, and the number of further lines."""
     lines = text.splitlines()
     more = [f"... {len(lines) - most} more lines"] if len(lines) > most else []
     return "\n".join([*lines[:most], *more, ""])
 
 
 def check_bounds(args: argparse.Namespace) -> None:
-    """Refuses what would take much more than 20 s or 4 GiB to plan.
+    """Refuses sizes whose plan would take much more than 20 s or 4 GiB.
 
     Raises:
-        ValueError: names the option and the most that it can be.
+        ValueError: an option is too large; the text has the limit.
     """
     documents = 0
     if args.documents is not None:
@@ -185,8 +188,8 @@ def check_bounds(args: argparse.Namespace) -> None:
     heads = args.batch * args.heads
     if args.check and args.world_size > MOST_CHECKED:
         raise ValueError(
-            f"--check can be had for {MOST_CHECKED} ranks at most, whose tiles are listed pair by "
-            f"pair; got {args.world_size}"
+            f"--check takes at most {MOST_CHECKED} ranks, as it lists the tiles of every pair; got "
+            f"{args.world_size}"
         )
     for option, value, most in (
         ("--world-size", args.world_size, MOST_RANKS),
@@ -198,28 +201,28 @@ def check_bounds(args: argparse.Namespace) -> None:
     ):
         if value > most:
             raise ValueError(
-                f"{option} can be {format_size(most)} at most, so that a plan takes about 20 s "
-                f"and 4 GiB; got {value}"
+                f"{option} can be {format_size(most)} at most, which takes about 20 s and 4 GiB "
+                f"to plan; got {value}"
             )
     meetings = documents * args.world_size**2
     if args.layout in ("auto", "striped") and meetings > MOST_MEETINGS:
         raise ValueError(
             f"{documents} documents x {args.world_size} x {args.world_size} ranks can be "
-            f"{format_size(MOST_MEETINGS)} at most with striped shards, so that a plan takes about "
-            "20 s; give --layout zigzag, contiguous or balanced"
+            f"{format_size(MOST_MEETINGS)} at most with striped shards, which takes about 20 s to "
+            "plan; give --layout zigzag, contiguous or balanced"
         )
 
 
 def why_not_pictured(choice: Choice) -> str | None:
-    """None, or why the steps of the best are not shown one by one."""
+    """Why the best strategy has too many steps for a table and a timeline; None if it has not."""
     count = choice.best.num_steps(choice.problem.spec) * choice.problem.world_size
     if count <= MOST_RANK_STEPS:
         return None
-    return f"{count} steps of ranks are too many for a table and a timeline ({MOST_RANK_STEPS})"
+    return f"{count} ranks x steps are too many for a table and a timeline ({MOST_RANK_STEPS})"
 
 
 def plan(args: argparse.Namespace) -> Choice:
-    """The choice that is asked for; of each strategy's name at least one degree is simulated."""
+    """The choice for the options; unless --quick, simulates a degree of each strategy's name."""
     return explain(
         seqlen=args.seqlen,
         world_size=args.world_size,
@@ -243,7 +246,7 @@ def plan(args: argparse.Namespace) -> Choice:
 
 
 def boundaries(lengths: Sequence[int], seqlen: int) -> list[int]:
-    """Documents of these lengths in turn; the last is as long as there is room.
+    """Boundaries of documents with repeated lengths; the last document takes the remaining room.
 
     Example:
         >>> boundaries((4, 1), 12)
@@ -257,36 +260,36 @@ def boundaries(lengths: Sequence[int], seqlen: int) -> list[int]:
 
 
 def cluster_of(name: str | None, node_size: int | None, world_size: int) -> Cluster:
-    """A built-in cluster, that of a file, or that of this machine.
+    """A built-in cluster, a file's cluster, or by default this machine's.
 
     Raises:
-        ValueError: neither a name nor a calibration.
-        OSError: a file that cannot be read.
+        ValueError: `name` is neither a built-in cluster nor a calibration.
+        OSError: the file cannot be read.
     """
     if name is None:
         try:
-            found = find_cluster(None if torch.cuda.is_available() else "cuda", world_size)
+            cluster = find_cluster(None if torch.cuda.is_available() else "cuda", world_size)
         except ValueError:
             if torch.cuda.is_available():
                 raise
-            found = builtin_cluster("H100")
+            cluster = builtin_cluster("H100")
     elif name.lower() in BUILTIN:
-        found = builtin_cluster(BUILTIN[name.lower()])
+        cluster = builtin_cluster(BUILTIN[name.lower()])
     elif os.path.isdir(name):
         raise ValueError(f"--cluster {name!r} is a folder: give a file of ring-attn calibrate")
     elif os.path.exists(name):
-        found = load_cluster(name, world_size)
+        cluster = load_cluster(name, world_size)
     else:
         raise ValueError(
             f"--cluster must be one of {', '.join(BUILTIN)}, or a file; got {shortened(name)}"
         )
     if node_size is None:
-        return found
-    return replace(found, node_size=node_size, ports=None)
+        return cluster
+    return replace(cluster, node_size=node_size, ports=None)
 
 
 def simulated(problem: Problem, candidate: Candidate) -> dict[str, Simulation]:
-    """Both directions of a candidate with everything that each rank does."""
+    """Simulations of both directions of a candidate, with the spans of every rank."""
     names = ("forward", "backward") if problem.backward else ("forward",)
     return {
         name: simulate(

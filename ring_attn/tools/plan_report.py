@@ -1,10 +1,8 @@
 """Tables of `ring-attn plan` for the terminal, and its pictures as a file.
 
-    mask        a cell for each pair of ranks (queries down, keys across): the step at which it is
-                computed, whether the mask cuts it, or nothing
-    timeline    for each rank what it computes, and below what it exchanges, over time
-
-Timelines are those of some ranks where there are many.
+mask        a cell for each pair of ranks (queries down, keys across): the step that computes
+            the pair, and whether the mask cuts it; empty if the mask hides it
+timeline    for each of up to 8 ranks its compute, and below its exchanges, over time
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 
 TIMELINE_RANKS = 8
 
-# Steps of a direction that a table shows: so many from the start, and the last two.
+# A table shows this many first steps of a direction, and the last two.
 FIRST_STEPS = 8
 
 ABSENT, FULL, CUT = 0, 1, 2
@@ -40,11 +38,12 @@ ABSENT, FULL, CUT = 0, 1, 2
 
 @dataclass(frozen=True)
 class StepRow:
-    """Figures of a step of the best strategy, over all ranks; seconds are the slowest rank's.
+    """Figures of a step of the best strategy; seconds are those of the slowest rank.
 
-    Ranks compute without a mask (`full`), have rows that the mask cuts (`cut`) or nothing to
-    compute (`absent`). Areas are visible pairs of a rank; `bytes_sent` is of the rank that sends
-    most; exchanges that the step posts take `transfer_s`, waiting for one takes `wait_s`.
+    `full`, `cut` and `absent` count ranks: without a mask, with rows that the mask cuts, without
+    compute. Areas are the least and most visible pairs of a rank; `bytes_sent` is the most that a
+    rank sends. `transfer_s` is the time of the exchanges that the step posts, `wait_s` that of its
+    waits.
     """
 
     direction: str
@@ -60,20 +59,20 @@ class StepRow:
     wait_s: float
 
 
-def step_rows(direction: str, found: Simulation) -> Iterator[StepRow]:
-    """The steps of a direction, with the times that a simulation with spans has found."""
-    spans = iter(found.spans)
-    for phase in found.schedule.phases:
+def step_rows(direction: str, simulation: Simulation) -> Iterator[StepRow]:
+    """The steps of a direction with their times, from a simulation with spans."""
+    spans = iter(simulation.spans)
+    for phase in simulation.schedule.phases:
         seconds = {
-            kind: torch.zeros(found.schedule.world_size, dtype=torch.float64)
+            kind: torch.zeros(simulation.schedule.world_size, dtype=torch.float64)
             for kind in ("compute", "move", "transfer", "wait")
         }
-        area, edge, sent = _zeros(found), _zeros(found), _zeros(found)
+        area, edge, sent = _zeros(simulation), _zeros(simulation), _zeros(simulation)
         for action in phase.actions:
             span = next(spans)
             seconds[span.kind] += span.stop - span.start
             if isinstance(action, Compute):
-                # The passes of a step have the same tiles; runs of heads are of other ranks.
+                # Several passes over a step's tiles count once; runs of heads are on other ranks.
                 area, edge = torch.maximum(area, action.area), torch.maximum(edge, action.edge)
             elif isinstance(action, Transfer):
                 sent += action.nbytes * action.active
@@ -92,31 +91,31 @@ def step_rows(direction: str, found: Simulation) -> Iterator[StepRow]:
         )
 
 
-def _zeros(found: Simulation) -> Tensor:
-    return torch.zeros(found.schedule.world_size, dtype=torch.int64)
+def _zeros(simulation: Simulation) -> Tensor:
+    return torch.zeros(simulation.schedule.world_size, dtype=torch.int64)
 
 
 def strategies_table(choice: Choice) -> Table:
-    """The strategies that were simulated, the fastest first."""
+    """The simulated strategies, the best first."""
     table = new_table(
         f"strategies, predicted: {choice.describe()}",
         ("", "strategy", "layout", "travels", "slowest link"),
         ("steps", "messages", "in node", "between", "forward", "backward", "exposed", "peak"),
     )
     for candidate in choice.candidates:
-        found = candidate.prediction
-        if found is None:
+        prediction = candidate.prediction
+        if prediction is None:
             continue
-        best, total = candidate is choice.best, found.total
+        best, total = candidate is choice.best, prediction.total
         per_rank = (
             n // choice.problem.world_size for n in (total.inside_bytes, total.between_bytes)
         )
         table.add_row(
             "*" if best else "", candidate.label, candidate.layout_name,
             candidate.travels or "", total.slowest_link or "",
-            str(found.forward.steps), str(total.messages), *map(format_bytes, per_rank),
-            format_seconds(found.forward.seconds),
-            format_seconds(found.backward.seconds) if found.backward else "",
+            str(prediction.forward.steps), str(total.messages), *map(format_bytes, per_rank),
+            format_seconds(prediction.forward.seconds),
+            format_seconds(prediction.backward.seconds) if prediction.backward else "",
             format_seconds(total.exposed), format_bytes(candidate.peak_bytes),
             style="bold green" if best else "",
         )  # fmt: skip
@@ -124,16 +123,16 @@ def strategies_table(choice: Choice) -> Table:
 
 
 def steps_table(choice: Choice, rows: Sequence[StepRow]) -> Table:
-    """The steps of the best; of many those in the middle are left out."""
+    """The steps of the best strategy; of many steps the middle ones are left out."""
     title = f"steps of {choice.best.label} over {choice.best.layout_name} shards"
     numbers = ("full", "cut", "absent", "pairs a rank", "sent", "compute", "transfer", "wait")
     table = new_table(title, ("step",), numbers)
     for direction in dict.fromkeys(row.direction for row in rows):
-        mine = [row for row in rows if row.direction == direction]
-        hidden = range(FIRST_STEPS, len(mine) - 2 if len(mine) > FIRST_STEPS + 3 else 0)
+        steps = [row for row in rows if row.direction == direction]
+        hidden = range(FIRST_STEPS, len(steps) - 2 if len(steps) > FIRST_STEPS + 3 else 0)
         table.add_section()
         table.add_row(f"[bold]{direction}")
-        for index, row in enumerate(mine):
+        for index, row in enumerate(steps):
             if index in hidden:
                 if index == hidden[0]:
                     table.add_row(f"... {len(hidden)} more")
@@ -149,13 +148,13 @@ def steps_table(choice: Choice, rows: Sequence[StepRow]) -> Table:
 
 
 class MaskPicture(NamedTuple):
-    """For each pair of ranks whether and when one computes with the other's keys.
+    """For each pair of ranks, whether and at which step one computes with the other's keys.
 
     Attributes:
         kind: (n, n) ABSENT, FULL or CUT; queries down, keys across.
-        step: (n, n) at which step; -1 where absent.
+        step: (n, n) the step that computes the pair; -1 where absent.
         num_steps: number of steps.
-        title: what a cell is.
+        title: what a row or column stands for: "rank", or a group of ranks.
     """
 
     kind: Tensor
@@ -165,7 +164,7 @@ class MaskPicture(NamedTuple):
 
 
 def mask_picture(choice: Choice) -> MaskPicture:
-    """The picture of the best strategy: between ranks, or between groups that exchange heads."""
+    """The picture of the best strategy, by rank, or by group of ranks that exchange heads."""
     best, problem = choice.best, choice.problem
     layouts = core_of(call_of(problem, best)).layouts
     work = pair_work(*layouts, problem.mask)
@@ -188,9 +187,9 @@ def mask_picture(choice: Choice) -> MaskPicture:
 
 
 class Bar(NamedTuple):
-    """Something that a rank does from `start` to `stop`, in seconds of the call.
+    """An action of a rank from `start` to `stop`, in seconds since the call began.
 
-    The lane is "compute", or the channel of an exchange; the kind is a span's.
+    The lane is "compute", or the channel of an exchange; the kind is that of the span.
     """
 
     rank: int
@@ -201,31 +200,31 @@ class Bar(NamedTuple):
 
 
 def bars(simulations: Mapping[str, Simulation], ranks: Sequence[int]) -> Iterator[Bar]:
-    """The actions of some ranks, forward and then backward; waiting is left out."""
+    """The actions of some ranks, forward and then backward, without waits."""
     begin = 0.0
-    for found in simulations.values():
-        for action, span in zip(found.schedule.actions(), found.spans, strict=True):
+    for simulation in simulations.values():
+        for action, span in zip(simulation.schedule.actions(), simulation.spans, strict=True):
             lane = action.channel if isinstance(action, Transfer) else "compute"
             for rank in ranks:
                 start, stop = float(span.start[rank]), float(span.stop[rank])
                 if stop > start and span.kind != "wait":
                     yield Bar(rank, lane, span.kind, begin + start, begin + stop)
-        begin += found.seconds
+        begin += simulation.seconds
 
 
 def shown_ranks(world_size: int) -> list[int]:
-    """Some ranks at equal distances, the first and the last among them."""
+    """Up to `TIMELINE_RANKS` evenly spaced ranks, with the first and the last."""
     count = min(world_size, TIMELINE_RANKS)
     return torch.linspace(0, world_size - 1, count).round().long().tolist()
 
 
 def plot(choice: Choice, simulations: Mapping[str, Simulation], path: Path) -> None:
-    """Both pictures as a file, .png or .svg by its name."""
+    """Writes both pictures to a .png or .svg file."""
     figure(choice, simulations).savefig(path, dpi=120)
 
 
 def figure(choice: Choice, simulations: Mapping[str, Simulation]) -> Figure:
-    """The mask, coloured by step and paler where it is cut; and a Gantt chart of some ranks."""
+    """The mask, coloured by step and paler where it cuts; and a Gantt chart of some ranks."""
     from matplotlib.figure import Figure
 
     drawn = Figure(figsize=(15, 6.5), layout="constrained")
@@ -261,15 +260,15 @@ def _draw_timeline(axes: Any, simulations: Mapping[str, Simulation]) -> None:
     height = 0.9 / len(lanes)
     for (rank, lane, name), spans in by_lane.items():
         low = ranks.index(rank) + lanes.index(lane) * height
-        # matplotlib's legend leaves out labels that begin with an underscore.
+        # The legend needs one label per name; matplotlib omits labels that begin with "_".
         label = name if names.pop(name, "shown") is None else "_"
         axes.broken_barh(spans, (low, 0.9 * height), facecolors=colours[name], label=label)
     begin = 0.0
-    for direction, one in simulations.items():
+    for direction, simulation in simulations.items():
         axes.axvline(1e3 * begin, color="grey", linewidth=0.8)
         axes.annotate(direction, (1e3 * begin, -0.15), fontsize=9)
-        begin += one.seconds
+        begin += simulation.seconds
     axes.set_yticks([i + 0.45 for i in range(len(ranks))], [f"rank {rank}" for rank in ranks])
     axes.set_ylim(len(ranks), -0.6)
-    axes.set(xlabel="ms", title="attention, and exchanges under way")
+    axes.set(xlabel="ms", title="attention, and exchanges in flight")
     axes.legend(loc="upper right", fontsize=8, ncols=len(colours))

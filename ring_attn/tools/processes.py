@@ -1,4 +1,4 @@
-"""Calls one function on many items in processes that may die: `map_in_processes`."""
+"""`map_in_processes`: calls one function on many items, in processes that may crash."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ R = TypeVar("R")
 def map_in_processes(
     function: Callable[[T], R], items: Sequence[T], jobs: int, lost: Callable[[T], R]
 ) -> Iterator[R]:
-    """The results in the order of the items.
+    """Results of `function(item)`, in the order of the items.
 
     Args:
-        function: at the top level of a module; items and results are pickled.
-        items: what it is called with.
-        jobs: number of processes, which are kept from item to item.
-        lost: the result of an item whose process died; another process takes the next one.
+        function: defined at the top level of a module; items and results are pickled.
+        items: arguments of the calls.
+        jobs: number of processes; each takes many items.
+        lost: makes the result of an item whose process died; a new process replaces it.
     """
     local, opened = threading.local(), list[ProcessPoolExecutor]()
 
     def call(item: T) -> R:
-        # A thread has one process with one item in it at a time, so it is clear whose end it was.
+        # Each thread owns one process with one item at a time, so a crash blames the right item.
         if not hasattr(local, "process"):
-            # Its semaphores start multiprocessing's tracker, which no signal may end before it.
+            # The pool's semaphores start multiprocessing's tracker; no signal may end it early.
             with interrupt.held_back():
                 local.process = ProcessPoolExecutor(
                     1,
-                    get_context("spawn"),  # CUDA survives no fork
+                    get_context("spawn"),  # CUDA does not survive a fork
                     initializer=interrupt.use_folder,
                     initargs=(folder,),
                 )
@@ -49,7 +49,7 @@ def map_in_processes(
             del local.process
             return lost(item)
 
-    # Triton makes files that it would not remove when it is ended.
+    # Triton's temporary files would remain if its process is killed.
     with interrupt.temporary_folder() as folder:
         threads = ThreadPoolExecutor(jobs)
         try:

@@ -1,8 +1,9 @@
-"""Proxy fences in PTX: `missing_fences` finds the products that may read before a fence.
+"""`missing_fences`: finds products in PTX that may read shared memory before a proxy fence.
 
-Products of sm_90 and sm_100 (wgmma, tcgen05.mma) read shared memory by the asynchronous proxy. What
-`cp.async` or `st.shared` has written, by the generic proxy, they see after a fence.proxy.async
-alone: no wait and no barrier stands for it. Bulk copies write by the asynchronous proxy.
+Products of sm_90 and sm_100 (wgmma, tcgen05.mma) read shared memory through the asynchronous proxy.
+`cp.async` and `st.shared` write through the generic proxy, and products see these writes only after
+a fence.proxy.async; waits and barriers are not enough. Bulk copies write through the asynchronous
+proxy.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from typing import NamedTuple
 
 COMMENT = re.compile(r"//.*|^[ \t]*\.(?:loc|file)\b.*", re.MULTILINE)
 ENTRY = re.compile(r"\.entry\s+\w+\s*\([^)]*\)[^{]*\{")
-# A label, a brace that opens or closes a scope, or a statement, whose braces hold operands.
+# A label, a brace of a scope, or a statement, in which braces hold operands.
 TOKEN = re.compile(r"([$\w]+):(?!:)|([{}])|([^\s{};][^;{}]*(?:\{[^{}]*\}[^;{}]*)*);")
 STATEMENT = re.compile(r"(?P<guard>@\S+\s+)?(?P<opcode>\S+)\s*(?P<operands>.*)", re.DOTALL)
 
 COPY = re.compile(r"cp\.async\.c[ag]\.")
 COMMIT, WAIT, BULK = "cp.async.commit_group", "cp.async.wait_group", "cp.async.bulk"
 STORE = re.compile(r"(st\.|stmatrix\.).*shared")
-# Specialised warps are given their next task by it: what they stored before is no tile of theirs.
+# It gives specialised warps their next task, which reads no tile that they stored before.
 NEXT_TASK = "barrier.sync"
 BARRIER = "bar.sync"
 LOAD = re.compile(r"(ld\.|ldmatrix\.).*shared")
 FENCE = re.compile(r"fence\.proxy\.async(\.shared::cta)?$")
 WIDE = re.compile(r"\], (0x10|16)\b")  # a copy of 16 bytes
-# A value that all threads store to one address is for specialised warps, and no tile.
+# A value that all threads store to one address is a message to specialised warps, not a tile.
 ONE_ADDRESS = re.compile(r"^\[ ?global_smem\b")
-# More than any kernel has under way, so that the groups of a loop without a wait have an end.
+# More groups than any kernel has in flight: bounds them in a loop without a wait.
 MOST_GROUPS = 32
 REGISTER = re.compile(r"%\w+")
 PRODUCT = re.compile(r"wgmma\.mma_async|tcgen05\.mma\.")
@@ -37,9 +38,9 @@ PRODUCT = re.compile(r"wgmma\.mma_async|tcgen05\.mma\.")
 
 @dataclass(frozen=True)
 class Statement:
-    """An instruction; `scopes` are the braces that it stands in, outermost first.
+    """An instruction; `scopes` are the braces around it, outermost first.
 
-    Of a store, `results` are the registers of the kernel that products write.
+    `results`, set for stores only, are all registers that products of the kernel write.
     """
 
     opcode: str
@@ -54,12 +55,12 @@ class State(NamedTuple):
     """Facts that may hold before an instruction.
 
     Attributes:
-        copies: of rows of a tile, since the last commit.
-        groups: whether each group of copies under way has rows of a tile, the newest first.
-        unfenced: lines of the stores, and of the waits for copies, since a fence.
+        copies: whether rows of a tile were copied since the last commit.
+        groups: for each group of copies in flight, newest first, whether it has rows of a tile.
+        unfenced: lines of the stores, and of the waits for copies, since the last fence.
         stored: lines of the stores since the last barrier.
-        exchanged: lines of the stores between the two last barriers. If a load follows, they were
-            for other threads, and no product reads them.
+        exchanged: lines of the stores between the last two barriers. If a load follows, these
+            stores were for other threads, and no product reads them.
     """
 
     copies: bool = False
@@ -72,7 +73,7 @@ class State(NamedTuple):
         groups = zip_longest(self.groups, other.groups, fillvalue=False)
         return State(
             self.copies or other.copies,
-            tuple(one or another for one, another in groups),
+            tuple(ours or theirs for ours, theirs in groups),
             self.unfenced | other.unfenced,
             self.stored & other.stored,
             self.exchanged & other.exchanged,
@@ -80,7 +81,7 @@ class State(NamedTuple):
 
     def after(self, ins: Statement) -> State:
         if COPY.match(ins.opcode):
-            # No product reads a vector, such as lse, for which a part of the threads is enough.
+            # A guarded narrow copy is of a vector such as lse, which no product reads.
             vector = ins.guarded and not WIDE.search(ins.operands)
             return self._replace(copies=self.copies or not vector)
         if ins.opcode == COMMIT:
@@ -93,7 +94,7 @@ class State(NamedTuple):
         if ins.opcode.startswith("cp.async.") and not ins.opcode.startswith(BULK):
             raise ValueError(f"line {ins.line}: {ins.opcode} is not known")
         if STORE.match(ins.opcode) and not ONE_ADDRESS.search(ins.operands):
-            # Sums of 32 bits as a product has left them: a product reads 16 bits.
+            # 32-bit results of a product, stored unchanged; products read only 16-bit tiles.
             if {*REGISTER.findall(ins.operands.partition("]")[2])} <= ins.results:
                 return self
             lines = {ins.line}
@@ -110,10 +111,10 @@ class State(NamedTuple):
 
 
 def missing_fences(ptx: str) -> tuple[str, ...]:
-    """The products that some path, loops included, reaches without a fence, in words.
+    """Messages about products that some path, loops included, reaches without a fence.
 
-    A path is that of a warp within a task: a store for another warp's product is not seen. Nor is a
-    tile that is stored between the same barriers as values for other threads.
+    A path is that of one warp within a task. So stores for another warp's product go unseen, and
+    tiles that are stored between the same barriers as values for other threads.
     """
     statements, successors = _parse(ptx)
     states: dict[int, State] = {0: State()}
@@ -135,7 +136,7 @@ def missing_fences(ptx: str) -> tuple[str, ...]:
 
 
 def _parse(ptx: str) -> tuple[list[Statement], list[tuple[int, ...]]]:
-    """The statements of the module's one kernel, and for each those that may follow it."""
+    """The statements of the module's one kernel, and the possible successors of each."""
     text = COMMENT.sub("", ptx)
     entry = ENTRY.search(text)
     if entry is None:
@@ -180,13 +181,13 @@ def _successors(
     def target(name: str) -> int:
         return next(labels[s, name] for s in reversed(ins.scopes) if (s, name) in labels)
 
-    found = list[int]()
+    following = list[int]()
     if ins.opcode.startswith("bra"):
-        found.append(target(ins.operands))
+        following.append(target(ins.operands))
     elif ins.opcode.startswith("brx"):
         listed = statements[target(ins.operands.split(", ")[-1])]
-        found += (target(name) for name in listed.operands.split(", "))
+        following += (target(name) for name in listed.operands.split(", "))
     ends = ins.opcode.startswith(("bra", "brx", "ret", "exit", "trap"))
     if ins.guarded or not ends:
-        found.append(at + 1)
-    return tuple(x for x in found if x < len(statements))
+        following.append(at + 1)
+    return tuple(x for x in following if x < len(statements))

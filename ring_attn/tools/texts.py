@@ -1,4 +1,4 @@
-"""Real text that is on every machine: the sources of Python's standard library."""
+"""Text that every machine has: the sources of Python's standard library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOT_TEXT = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_t
 
 @lru_cache(maxsize=1)
 def standard_library_files() -> list[bytes]:
-    """The sources of the running Python's standard library, by name."""
+    """The sources of the running Python's standard library, sorted by path."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = sorted(path.relative_to(root) for path in root.rglob("*.py"))
     files = [(root / path).read_bytes() for path in paths if NOT_TEXT.isdisjoint(path.parts)]

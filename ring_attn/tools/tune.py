@@ -1,21 +1,21 @@
-"""Finds the fastest configs of the kernels on one device: built, checked, then timed in turn.
+"""Finds the fastest configs of the kernels on one device: builds, checks and times them.
 
     ring-attn tune --json tune.json            on a GPU, in 10 minutes
-    RING_ATTN_CONFIGS=tune.json torchrun ...   uses what was found, on every rank the same file
-    ring-attn tune --device cpu                in the interpreter: it works, no more
+    RING_ATTN_CONFIGS=tune.json torchrun ...   uses the file, which must be the same on every rank
+    ring-attn tune --device cpu                in the interpreter: only tests the search
 
-Kind by kind of `kernels/configs.py`, the most valuable first, as far as --budget goes: all configs
-of `configs.search_space`, and on sm_90 those of the forward in Gluon. The configs of a kind are
+Searches the kinds of `kernels/configs.py`, the most valuable first, until --budget is spent: all
+configs of `configs.search_space`, and on sm_90 those of the forward in Gluon. The configs are
 
-    built      by --jobs processes, which fill triton's cache on disk and run each once: a config
-               that takes its process down costs its own row alone
+    built      by --jobs processes, which run each config once and so fill triton's cache on disk; a
+               config that crashes its process loses only its own row
     checked    against float64 (`judge`), and REPEATS runs must be equal bit for bit
     timed      in turn within every repetition
 
-A config that is wrong, or differs between two runs, is named and never recommended. TFLOP/s count
-the matrix products of a kernel: 2 forward, 4 for dk and dv, 3 for dq, 2 for decoding, that is one
-token against all keys. At the end the whole attention in the configs that were found is timed
-beside cuDNN's and flash-attn's. Exit status 1 if a frozen config is wrong, or that attention.
+A config that is wrong, or differs between two runs, is reported, never recommended. TFLOP/s count
+the matrix products of a kernel: 2 forward, 4 for dk and dv, 3 for dq, 2 for decoding (one token
+against all keys). At the end the whole attention in the best configs is timed, and cuDNN's and
+flash-attn's. The exit status is 1 if a frozen config, or that attention, is wrong.
 """
 
 from __future__ import annotations
@@ -59,40 +59,40 @@ from ring_attn.transport.ranks.group import CONFIGS_VARIABLE
 if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config
 
-# Kinds of the table of configs that are searched, the most valuable first.
+# Kinds of configs to search, the most valuable first.
 KINDS = ("fwd_whole", "fwd", "dkdv", "dkdv_whole", "dq", "dq_whole", "decode")
 
-# The kind of the forward in Gluon, which takes the place of fwd and fwd_whole.
+# The kind of the forward in Gluon, which replaces fwd and fwd_whole.
 GLUON = "gluon"
 
-# Configs of each kind that the table shows, the fastest first.
+# Number of configs of each kind in the table, the fastest first.
 SHOWN = 5
 
-# Matrix products of a kernel, of 2 x pairs x head_dim operations each.
+# Matrix products of a kernel, each of 2 x pairs x head_dim FLOPs.
 PRODUCTS = {"fwd": 2, "dkdv": 4, "dq": 3, "decode": 2}
 
-# How often a config is timed, and run to compare its bits.
+# Number of timed runs of a config, and of runs whose bits must be equal.
 ITERS, REPEATS = 12, 20
 
-# At most so many processes build at once; each has a context of its own on the GPU.
+# Most processes that build at once; each has its own context on the GPU.
 MOST_JOBS = 12
 
-# The shares of a kind's time after which no further config is built, and none is checked.
+# The shares of a kind's time after which building stops, and checking stops.
 BUILD_SHARE, CHECK_SHARE = 0.5, 0.7
 
-# Seconds that a search may take on a GPU, and the share of them that is kept for the peers.
+# Default seconds of a search on a GPU, and the share reserved for the comparison with peers.
 BUDGET, PEERS_SHARE = 600.0, 0.15
 
-# Beside what the attention is timed at the end.
+# Implementations to time at the end.
 PEERS = ("ours", "cudnn", *FLASH_PACKAGES)
 
 
 @dataclass(frozen=True)
 class Row:
-    """Figures of a config of a kind of the table; None where there is no figure.
+    """Figures of a kind's config; None where there is no figure.
 
-    `max_ratio` is the greatest error / bound, above 1 wrong; `speed` is relative to the frozen
-    config; `note` says why there is no time, or what is wrong.
+    `max_ratio` is the greatest error / bound; above 1 the config is wrong. `speed` is relative to
+    the frozen config. `note` says why there is no time, or what is wrong.
     """
 
     kind: str
@@ -111,7 +111,7 @@ class Row:
 
     @property
     def wrong(self) -> bool:
-        """Whether it ran, and its results must not be used."""
+        """Whether the config ran, and its results are wrong."""
         return self.max_ratio is not None and bool(self.note)
 
 
@@ -121,12 +121,12 @@ def kernel_of(kind: str) -> str:
 
 
 def median_ms(samples: Sequence[Sample]) -> float:
-    """The median of calls of one stage."""
+    """The median time of calls of one stage."""
     return quantiles([sample.ms[0] for sample in samples])[1]
 
 
 def with_times(row: Row, samples: Sequence[Sample], flops: int, frozen_ms: float | None) -> Row:
-    """The row with medians; as it is where nothing was timed."""
+    """The row with times; unchanged without samples."""
     if not samples:
         return row
     p20, median, p80 = quantiles([sample.ms[0] for sample in samples])
@@ -152,24 +152,24 @@ class Setting(OneDevice):
         from ring_attn.kernels import configs
 
         x = torch.empty(0, self.head_dim, dtype=self.dtype, device=self.device)
-        # The backward in Gluon has one config of each head dim, which those of the other rule out.
+        # The backward in Gluon has one config per head dim: there is nothing to search.
         one_pass = configs.takes_gluon_bwd(x, self.head_dim, 0.0)
         kernels = set(self.kernels) - ({"dq", "dkdv"} if one_pass else set())
         return [kind for kind in KINDS if kernel_of(kind) in kernels]
 
     def problem_of(self, *, causal: bool) -> Problem:
-        """The problem with the causal mask, or without a mask."""
+        """The problem with a causal mask, or without a mask."""
         rows = self.causal_rows if causal else self.full_rows
         return self.problem(rows, causal=causal)
 
 
 class Kernels(Attention):
-    """The whole attention by the Triton backend, in configs of choice."""
+    """The whole attention on the Triton backend, with chosen configs."""
 
     name = "ours"
 
     def __init__(self, problem: Problem, data: Data, configs: Mapping[str, Config]) -> None:
-        """`configs`, by kind, take the place of the frozen ones."""
+        """`configs`, by kind, replace the frozen ones."""
         layout = SequenceLayout.contiguous(problem.seqlen, 1)
         self._tiles = pair_tiles(layout, layout, problem.mask, 0, 0)
         self._one_row = (Tile(slice(0, 1), slice(0, problem.seqlen), Band(None, None)),)
@@ -193,7 +193,7 @@ class Kernels(Attention):
         self.grads = [x.to(dtype) for x in (dq * factor, dk * factor, dv)]
 
     def one(self, kernel: str) -> Callable[[], list[Tensor]]:
-        """The call of one kernel, ready to be timed; it returns what the kernel writes."""
+        """A call of one kernel, ready to be timed, that returns the kernel's results."""
         if kernel == "decode":
             return self._decode
         if kernel == "fwd":
@@ -215,35 +215,37 @@ class Kernels(Attention):
         q, k, v, dout = self._inputs
         assert self.out is not None, "forward comes first"
         statistics = self._backend.row_statistics(self.out, dout, self._lse)
-        self._given = BackwardInputs(*self._inputs, *statistics)
+        self._backward_inputs = BackwardInputs(*self._inputs, *statistics)
         dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
         self._sums = dq, dk, dv
 
     def _dq(self) -> list[Tensor]:
         dq, _, _ = self._sums
-        self._backend.backward(self._given, self._tiles, (dq, None, None), scores=self._scores)
+        sums = (dq, None, None)
+        self._backend.backward(self._backward_inputs, self._tiles, sums, scores=self._scores)
         return [dq]
 
     def _dkdv(self) -> list[Tensor]:
         _, dk, dv = self._sums
-        self._backend.backward(self._given, self._tiles, (None, dk, dv), scores=self._scores)
+        sums = (None, dk, dv)
+        self._backend.backward(self._backward_inputs, self._tiles, sums, scores=self._scores)
         return [dk, dv]
 
 
 def candidate(kind: str, config: Config, frozen: Config | None, *, gluon: bool = False) -> Row:
-    """The row of a config before it is built; `frozen` is None where another kernel has that."""
+    """The row of a config before it is built; `frozen` is None if another kernel is the default."""
     name = f"gluon {label(config)}" if gluon else label(config)
     config = replace(config, note="")
     return Row(kind, name, config, gluon, frozen is not None and config == replace(frozen, note=""))
 
 
 def configs_of(row: Row) -> dict[str, Config]:
-    """The config of a row, by the backend's name of its kind."""
+    """The config of a row, by the kind's name in the backend."""
     return {GLUON if row.gluon else row.kind: row.config}
 
 
 class Tuning(Report[Setting, Row]):
-    """Searches kind by kind, and saves the report after each."""
+    """Searches one kind after another, and saves the report after each."""
 
     def __init__(self, setting: Setting, outputs: Outputs | None = None) -> None:
         from ring_attn.kernels import configs
@@ -254,15 +256,15 @@ class Tuning(Report[Setting, Row]):
         self.peers: attention.Bench | None = None
 
     def run(self) -> None:
-        """Searches every kind that there is time for, then compares; unused time is passed on."""
-        kinds, kept = self.setting.kinds, PEERS_SHARE * (self.setting.budget or 0.0)
+        """Searches kinds while time is left, then compares; later kinds get unused time."""
+        kinds, reserved = self.setting.kinds, PEERS_SHARE * (self.setting.budget or 0.0)
         for index, kind in enumerate(kinds):
-            left = self.left() - kept
+            left = self.left() - reserved
             if left <= 0.0:
                 break
             try:
                 self._search(kind, left / (len(kinds) - index))
-            except Exception as error:  # past its candidates: it costs no other kind
+            except Exception as error:  # the other kinds continue
                 traceback.print_exception(error)
                 self.failures.append(f"{kind} failed: {reason(error)}")
             free_memory(self.setting.device)
@@ -272,7 +274,7 @@ class Tuning(Report[Setting, Row]):
         self.save(last=True)
 
     def more(self) -> dict[str, Any]:
-        """The configs, as RING_ATTN_CONFIGS reads them, and the peers."""
+        """The configs in the form that RING_ATTN_CONFIGS reads, and the rows of the peers."""
         peers = self.peers
         return {
             "configs": self._chosen(),
@@ -284,22 +286,22 @@ class Tuning(Report[Setting, Row]):
         from ring_attn.kernels.tuned import section
 
         setting = self.setting
-        found: dict[str, Config] = {}
+        chosen: dict[str, Config] = {}
         for row in best(self.rows):
-            found |= configs_of(row)
-        return section(setting.device, setting.head_dim, setting.dtype, found)
+            chosen |= configs_of(row)
+        return section(setting.device, setting.head_dim, setting.dtype, chosen)
 
     def _compare(self) -> None:
-        """Times the whole attention, ours by the way that a file is used, and the peers."""
+        """Times the whole attention, ours with a file of the new configs, and the peers."""
         setting = self.setting
         sizes = attention.Sizes(
             (setting.full_rows,), (setting.head_dim,), ((setting.heads, setting.kv_heads),),
             setting.dtype, setting.full_rows, setting.iters,
         )  # fmt: skip
-        asked = attention.Setting(
+        comparison = attention.Setting(
             sizes, (True, False), "fwd_bwd", PEERS, setting.device, max(self.left(), 0.0)
         )
-        self.peers = attention.Bench(asked)
+        self.peers = attention.Bench(comparison)
         self.peers.backend = "triton"
         write_if_interrupted(self._outputs.json, self.to_json)
         with TemporaryDirectory() as folder:
@@ -313,7 +315,7 @@ class Tuning(Report[Setting, Row]):
         self.failures += self.peers.failures
 
     def summary(self) -> list[str]:
-        """Speeds, wrong configs, why peers are missing, what to do with the file, and counts."""
+        """Lines: speeds, wrong configs, missing peers, how to use the file, and counts."""
         chosen, path = best(self.rows), self._outputs.json
         lines = [
             f"{r.kind}: {r.name} is {show(r.speed, '.3f')} x the frozen config" for r in chosen
@@ -324,7 +326,7 @@ class Tuning(Report[Setting, Row]):
         if path is not None:
             file = f"{CONFIGS_VARIABLE}={path} on every rank uses these configs"
         where = f"{self._device_name()}, triton {machine()['versions']['triton']}"
-        lines += [file, f"sent to us in an issue, it tells of {where}; its command has your paths"]
+        lines += [file, f"please send it in an issue: it has figures of {where}, and your paths"]
         timed, wrong = sum(row.samples > 0 for row in self.rows), sum(r.wrong for r in self.rows)
         counts = f"{len(self.rows)} configs, {timed} timed, {wrong} wrong"
         return [*lines, f"{counts}; {self.seconds:.0f} s, {len(self.failures)} failures"]
@@ -332,24 +334,24 @@ class Tuning(Report[Setting, Row]):
     def _search(self, kind: str, seconds: float) -> None:
         end = time.monotonic() + seconds
         problem = self.setting.problem_of(causal=not kind.endswith("_whole"))
-        found = self._measure(problem, problem.data(), self._candidates(kind), end)
-        for row in found:
+        rows = self._measure(problem, problem.data(), self._candidates(kind), end)
+        for row in rows:
             if row.frozen and row.note:
                 self.failures.append(f"{kind}, the frozen config: {row.note}")
-        self.rows += found
+        self.rows += rows
 
     def _candidates(self, kind: str) -> list[Row]:
-        """The frozen config first, and those of the search space; forwards in Gluon among them."""
+        """The frozen config, then the search space; for a forward in Gluon, those configs too."""
         setting, configs = self.setting, self._configs
         sizes = (self._arch, setting.head_dim, setting.dtype)
         x = torch.empty(0, setting.head_dim, dtype=setting.dtype, device=setting.device)
-        found, frozen = list[Row](), configs.frozen(kind, *sizes)
-        portable: Config | None = frozen
+        in_gluon, frozen = list[Row](), configs.frozen(kind, *sizes)
+        default: Config | None = frozen
         if kernel_of(kind) == "fwd" and configs.takes_gluon(x, setting.head_dim):
-            gluon, portable = configs.search_space(GLUON, *sizes), None
-            found = [candidate(kind, one, gluon[0], gluon=True) for one in gluon]
+            gluon, default = configs.search_space(GLUON, *sizes), None
+            in_gluon = [candidate(kind, config, gluon[0], gluon=True) for config in gluon]
         space = [frozen, *configs.search_space(kind, *sizes)]
-        return found + list(dict.fromkeys(candidate(kind, one, portable) for one in space))
+        return in_gluon + list(dict.fromkeys(candidate(kind, c, default) for c in space))
 
     def _measure(self, problem: Problem, data: Data, rows: Sequence[Row], end: float) -> list[Row]:
         """Builds, checks and times candidates of one kind, the frozen config first."""
@@ -364,7 +366,7 @@ class Tuning(Report[Setting, Row]):
         return self._timed(problem, data, rows, end)
 
     def _built(self, problem: Problem, rows: Sequence[Row], deadline: float) -> list[Row]:
-        """Compiles all, and notes configs that do not compile or take their process down."""
+        """Builds all configs; notes those that do not compile or crash their process."""
         tasks = [(problem, row, math.inf if row.frozen else deadline) for row in rows]
         if self.setting.jobs:
             notes = map_in_processes(build, tasks, self.setting.jobs, lambda _: "the process died")
@@ -418,7 +420,7 @@ class Tuning(Report[Setting, Row]):
         return ratio, ""
 
     def _timed(self, problem: Problem, data: Data, rows: Sequence[Row], end: float) -> list[Row]:
-        """Times all rows that are right."""
+        """Times all rows without a note."""
         right = {row.name: row for row in rows if not row.note}
         calls = {
             name: Call([Kernels(problem, data, configs_of(row)).one(kernel_of(row.kind))])
@@ -448,9 +450,9 @@ class Tuning(Report[Setting, Row]):
 
 
 def build(task: tuple[Problem, Row, float]) -> str:
-    """Runs a config once, which puts it into triton's cache on disk; the error, or ""."""
+    """Runs a config once, which puts it into triton's cache on disk; returns the error, or ""."""
     problem, row, deadline = task
-    if time.monotonic() > deadline:  # one clock for all processes
+    if time.monotonic() > deadline:  # all processes share this clock
         return "there was no time left"
     try:
         Kernels(problem, problem.data(), configs_of(row)).one(kernel_of(row.kind))()
@@ -460,21 +462,21 @@ def build(task: tuple[Problem, Row, float]) -> str:
 
 
 def best(rows: Sequence[Row]) -> list[Row]:
-    """The fastest row of every kind that was timed, as far as a ring's bits allow.
+    """The fastest row of every timed kind that keeps a ring's results equal bit for bit.
 
-    The folded blocks of a kernel's kinds must have one length; a kind that was not timed keeps its
-    frozen config, and so its length. The forward in Gluon has one config.
+    For that, the kinds of a kernel must fold blocks of one length; a kind that was not timed keeps
+    its frozen config, and so its length. Both kinds of the forward in Gluon share one config.
     """
     from ring_attn.kernels.configs import FOLDED
 
     decoding = [row for row in rows if row.kind == "decode" and row.speed]
-    found: list[Row] = []
+    fastest: list[Row] = []
     for kernel, block in FOLDED.items():
-        mine = [row for row in rows if kernel_of(row.kind) == kernel]
-        kinds = {kind: [r for r in mine if r.kind == kind and r.speed] for kind in KINDS}
+        of_kernel = [row for row in rows if kernel_of(row.kind) == kernel]
+        kinds = {kind: [r for r in of_kernel if r.kind == kind and r.speed] for kind in KINDS}
         timed = [of_kind for of_kind in kinds.values() if of_kind]
-        lengths = {row.name: getattr(row.config, block) for row in mine}
-        frozen = {lengths[row.name] for row in mine if row.frozen}
+        lengths = {row.name: getattr(row.config, block) for row in of_kernel}
+        frozen = {lengths[row.name] for row in of_kernel if row.frozen}
         options = [
             option
             for option in product(*timed)
@@ -482,19 +484,19 @@ def best(rows: Sequence[Row]) -> list[Row]:
             and (len(timed) == 2 or lengths[option[0].name] in frozen)
         ]
         if options:
-            found += max(options, key=lambda option: math.prod(row.speed or 0.0 for row in option))
-    return found + sorted(decoding, key=lambda row: -(row.speed or 0.0))[:1]
+            fastest += max(options, key=lambda rows: math.prod(row.speed or 0.0 for row in rows))
+    return fastest + sorted(decoding, key=lambda row: -(row.speed or 0.0))[:1]
 
 
 def label(config: Config) -> str:
-    """A config in words: tile, warps, stages, and fields that are not the default."""
+    """A config as text: tile, warps, stages, and fields that differ from their defaults."""
     tile = f"{config.BLOCK_M}x{config.BLOCK_N} {config.num_warps}w {config.num_stages}s"
     sizes = ((name, format_size(x) if x >= 1024 else x) for name, x in _extras(config).items())
     return " ".join([tile, *(f"{name}={size}" for name, size in sizes)])
 
 
 def _extras(config: Config) -> dict[str, Any]:
-    """The optional fields of a config that differ from their defaults, but for its note."""
+    """The optional fields of a config that differ from their defaults, without the note."""
     return {
         field.name: getattr(config, field.name)
         for field in fields(config)
@@ -503,44 +505,45 @@ def _extras(config: Config) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Row], title: str) -> Table:
-    """The frozen config, and the fastest ones; the JSON has all."""
-    found = new_table(
+    """Of each kind the fastest configs and the frozen one; the JSON has all."""
+    shown_table = new_table(
         title, ("kind", "config"), ("ms", "p20-p80", "TFLOP/s", "x frozen", "error / bound")
     )
     for kind in dict.fromkeys(row.kind for row in rows):
-        mine = [row for row in rows if row.kind == kind]
-        timed = sorted((row for row in mine if row.median_ms), key=lambda row: row.median_ms or 0.0)
+        of_kind = [row for row in rows if row.kind == kind]
+        timed = sorted((r for r in of_kind if r.median_ms), key=lambda row: row.median_ms or 0.0)
         shown = [row for row in timed if row.frozen or row in timed[:SHOWN]]
         for index, row in enumerate(shown):
-            found.add_row(
+            shown_table.add_row(
                 "" if index else kind, f"{row.name} (frozen)" if row.frozen else row.name,
                 show(row.median_ms, ".4g"), f"{row.p20_ms:.4g}-{row.p80_ms:.4g}",
                 show(row.tflops, ".0f"), show(row.speed, ".3f"), show(row.max_ratio, ".2f"),
             )  # fmt: skip
-        without = sum(not row.median_ms for row in mine)
-        found.add_row("", f"and {len(mine) - len(shown)} more, {without} without a time")
-        found.add_section()
-    return found
+        without = sum(not row.median_ms for row in of_kind)
+        shown_table.add_row("", f"and {len(of_kind) - len(shown)} more, {without} without a time")
+        shown_table.add_section()
+    return shown_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--kernels", default=",".join(PRODUCTS), help=f"of {','.join(PRODUCTS)} (all)")
-    add("--full-rows", type=parse_size, help="no mask (16k, on a CPU 128; --quick: a quarter)")
-    add("--causal-rows", type=parse_size, help="causal (32k, on a CPU 128; --quick: a quarter)")
-    add("--jobs", type=int, help="processes that compile; 0: this one alone (a core each)")
+    add("--kernels", default=",".join(PRODUCTS), help=f"some of {','.join(PRODUCTS)} (all)")
+    rows = "rows {} mask ({}, on a CPU 128; --quick: a quarter)"
+    add("--full-rows", type=parse_size, help=rows.format("without a", "16k"))
+    add("--causal-rows", type=parse_size, help=rows.format("with a causal", "32k"))
+    add("--jobs", type=int, help="processes that compile; 0: this process only (one per core)")
     add_device_arguments(parser)
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    """The setting that the options describe; ValueError for kernels that cannot run here."""
+    """The setting from the options; ValueError for kernels that cannot run here."""
     if args.device is None and not torch.cuda.is_available():
         raise ValueError(
-            "this machine has no GPU that torch can use; --device cpu takes tiny sizes and "
+            "this machine has no GPU that torch can use; --device cpu uses tiny sizes and "
             "Triton's interpreter"
         )
-    if given := os.environ.get(CONFIGS_VARIABLE):
-        raise ValueError(f"{CONFIGS_VARIABLE} must be unset for a search, got {given!r}: unset it")
+    if path := os.environ.get(CONFIGS_VARIABLE):
+        raise ValueError(f"{CONFIGS_VARIABLE} must be unset for a search, got {path!r}: unset it")
     shared = one_device(args)
     gpu, quick = shared.device.type == "cuda", args.quick
     chosen = args.kernels.split(",")
@@ -567,7 +570,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Searches, writes the JSON as it goes, prints the table; 1 if a frozen config is wrong."""
+    """Searches, saves the JSON after each kind, prints the table; 1 if a frozen config is wrong."""
     bench = Tuning(setting_of(args), Outputs.of(args))
     bench.run()
     shown = [] if args.quiet else [table(bench.rows, str(bench.setting))]

@@ -1,16 +1,16 @@
-"""`ring-attn verify`: ring attention on this machine's ranks against dense attention in float64.
+"""`ring-attn verify`: compares ring attention on this machine with dense attention in float64.
 
 A case is one call: strategy, backend, layout, mask, dtype, heads, length, softcap and sinks. Each
-rank computes its shard, and rank 0 holds out, lse and every gradient against the bound of
-`ring_attn.testing`, which comes from plain PyTorch's error in the same dtype. The figures shown are
-error / bound: 1 is the most that passes. All buffers start as NaN.
+rank computes its shard; rank 0 checks out, lse and every gradient against the bound of
+`ring_attn.testing`, which follows from plain PyTorch's error in the same dtype. The figures are
+error / bound: above 1 a case fails. All buffers start as NaN.
 
     ring-attn verify --world-size 4
     ring-attn verify --world-size 4 --strategy ring hybrid
     torchrun --nproc-per-node 4 -m ring_attn verify
 
-Exit status 1 where a case failed, or none passed. Cases that a backend refuses are listed with its
-reason and count as neither.
+The exit status is 1 if a case failed or none passed. Cases that a backend refuses are listed with
+the reason; they neither fail nor pass.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ DEFAULT_WORLD_SIZE = 4
 
 @dataclass(frozen=True)
 class CaseResult:
-    """The verdicts on a case, or why there are none.
+    """The verdicts on a case, or the reason for having none.
 
-    `in_step` is False where ranks failed in different ways, so that no case can follow.
+    `in_step` is False if ranks failed in different ways, so that no further case can run.
     """
 
     case: Case
@@ -100,7 +100,7 @@ def run_case(case: Case) -> CaseResult:
 
 
 def run_cases(wanted: Sequence[Case]) -> list[CaseResult]:
-    """Runs the cases in turn on all ranks; stops where the ranks are no longer in step."""
+    """Runs one case after another on all ranks; stops once the ranks are out of step."""
     results: list[CaseResult] = []
     for case in wanted:
         results.append(run_case(case))
@@ -119,17 +119,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--strategy", nargs="+", choices=(*STRATEGIES, "all"), metavar="NAME", default=["all"],
-        help=f"of {', '.join(STRATEGIES)}; all is every one (default)",
+        help=f"some of {', '.join(STRATEGIES)} (default: all)",
     )  # fmt: skip
-    add("--backend", nargs="+", metavar="NAME", help="(default: every one that can run here)")
-    add("--layout", nargs="+", choices=LAYOUTS, metavar="NAME", help=f"of {', '.join(LAYOUTS)}")
-    add("--device", choices=DEVICES, help="(default: cuda where every rank can have a GPU)")
+    add("--backend", nargs="+", metavar="NAME", help="default: all that can run here")
+    layouts = f"some of {', '.join(LAYOUTS)} (default: all)"
+    add("--layout", nargs="+", choices=LAYOUTS, metavar="NAME", help=layouts)
+    add("--device", choices=DEVICES, help="default: cuda if every rank can have a GPU")
     add("--threads", type=parse_size, metavar="N", help="CPU threads of each rank")
     add_common(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the cases and shows them; 1 where a case failed or none passed."""
+    """Runs the cases and shows the results; returns 1 if a case failed or none passed."""
     world_size = args.world_size
     if world_size is None:
         world_size = int(os.environ.get("WORLD_SIZE", DEFAULT_WORLD_SIZE))
@@ -175,7 +176,7 @@ def _attempt(case: Case) -> _Attempt:
     q, k, v, _ = case.build_inputs(device)
     sinks = case.build_sinks(device)
     try:
-        # Asked with the whole tensors, so that every rank has the same answer.
+        # Checked with the whole tensors, so that the answer is the same on every rank.
         select_backend(q, k, v, backend=case.backend, softcap=case.softcap, sinks=sinks)
         return _Attempt(run_rank(case, device))
     except (NotImplementedError, ImportError) as error:
@@ -250,7 +251,7 @@ def _table(results: Sequence[CaseResult]) -> Table:
 
 
 def _refusals(results: Sequence[CaseResult], device: str, backends: Sequence[str]) -> Iterator[str]:
-    """A line for each backend and reason, backends that were not tried included."""
+    """A line for each backend and reason, including backends that were not tried."""
     counts = Counter(
         (r.case.strategy, r.case.backend, r.refused) for r in results if r.refused is not None
     )
@@ -272,7 +273,7 @@ def _summary(results: Sequence[CaseResult], report: dict[str, Any]) -> str:
     judged = [(v.ratio, v.name, r.case) for r in results for v in r.verdicts]
     if not judged:
         return text
-    ratio, name, case = max(judged, key=lambda one: one[0])
+    ratio, name, case = max(judged, key=lambda entry: entry[0])
     return f"{text}\nlargest error / bound: {ratio:.2f} ({name} of {case})"
 
 
