@@ -1,1 +1,1 @@
-"""ring_attention under the names and interfaces of other packages: one module for each."""
+"""Other packages' names and interfaces over ring_attention: one module per package."""

@@ -1,16 +1,16 @@
-"""The names of torch's context parallelism, as ring_attention: change the import.
+"""torch's context_parallel and its companions over ring_attention: only the import changes.
 
     from torch.distributed.tensor.experimental import context_parallel           # before
     from ring_attn.integrations.context_parallel import context_parallel         # after
 
     context_parallel            shards buffers in place and routes F.scaled_dot_product_attention
-    context_parallel_unshard    the whole tensors again
-    set_rotate_method           how keys and values reach the ranks: our all_gather, or our ring
-    as_load_balancer            any SequenceLayout as a balancer for torch's own functions
+    context_parallel_unshard    gathers whole tensors from shards
+    set_rotate_method           chooses our all_gather or our ring for keys and values
+    as_load_balancer            makes a balancer for torch's own functions from any SequenceLayout
 
-Parameters, the order of the rows on the ranks and what is restored are torch's. It runs on CPUs
-too, routes calls by a torch function mode instead of replacing the function for the whole process,
-takes lengths that the ranks do not divide, and refuses what it does not honour.
+Parameters, the order of rows on the ranks and the restored buffers are as in torch. Unlike torch,
+this module runs on CPUs too, routes calls by a torch function mode instead of patching the process,
+takes lengths that the ranks do not divide, and refuses options that it does not honour.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ring_attn.models.sdpa import route_sdpa, sdpa_attention
 # torch's name -> ours.
 _STRATEGIES = {"allgather": "all_gather", "alltoall": "ring"}
 
-# (batch, nheads, rows, headdim), as scaled_dot_product_attention has it.
+# scaled_dot_product_attention takes (batch, nheads, rows, headdim).
 _SEQ_DIM = 2
 
 
@@ -42,19 +42,18 @@ class LoadBalancer(Protocol):
     """The interface of torch's load balancers and of `LayoutBalancer`."""
 
     def _generate_indices(self, restore: bool = False) -> Tensor | None:
-        """(1, seqlen) or (batch, seqlen): which rows stand where, or where they stood."""
+        """(1, seqlen) or (batch, seqlen) the new order of rows, or with `restore` its inverse."""
         ...
 
 
 class LayoutBalancer:
-    """A `SequenceLayout` as torch's load balancers are; made by `as_load_balancer`."""
+    """A `SequenceLayout` with the interface of torch's load balancers; see `as_load_balancer`."""
 
     def __init__(self, layout: SequenceLayout, device: torch.device | str) -> None:
-        """Keeps layout and device; makes no indices yet."""
         self.layout, self.device = layout, device
 
     def _generate_indices(self, restore: bool = False) -> Tensor:
-        """(1, seqlen) int64: global positions, rank by rank, or with `restore` their inverse."""
+        """(1, seqlen) int64: global positions, rank by rank; with `restore` the inverse order."""
         order = torch.cat([self.layout.position_ids(r) for r in range(self.layout.world_size)])
         if restore:
             order = torch.argsort(order)
@@ -62,28 +61,29 @@ class LayoutBalancer:
 
 
 def as_load_balancer(layout: SequenceLayout, device: torch.device | str = "cpu") -> LayoutBalancer:
-    """A layout as a load balancer for torch's context parallelism.
+    """Makes a load balancer for torch's context parallelism from a layout.
 
-    torch's `_context_parallel_shard` and `context_parallel_unshard`, and ours, take it. Attention
-    over such shards is `ring_attention(..., layout=layout)`, or `models.sdpa.route_sdpa(group=
-    mesh, layout=layout)` around a model: torch's own attention knows the head-tail order only.
+    torch's `_context_parallel_shard` and both `context_parallel_unshard` accept the balancer. Such
+    shards need `ring_attention(..., layout=layout)`, or a model run within
+    `models.sdpa.route_sdpa(group=mesh, layout=layout)`: torch's own attention supports only the
+    head-tail order.
 
     Args:
-        layout: every rank must hold as many rows as torch gives it, `ceil(seqlen / world_size)`
-            while there are any.
-        device: of the buffers.
+        layout: every rank must hold as many rows as torch gives it: `ceil(seqlen / world_size)`,
+            the last ranks the rest.
+        device: device of the buffers.
 
     Raises:
-        ValueError: a layout with other numbers of rows.
+        ValueError: the layout has other numbers of rows.
 
     Example:
         >>> as_load_balancer(SequenceLayout.striped(6, 2))._generate_indices()
         tensor([[0, 2, 4, 1, 3, 5]])
     """
-    given = _chunks(layout.seqlen, layout.world_size).shard_lens
-    if layout.shard_lens != given:
+    lens = _chunks(layout.seqlen, layout.world_size).shard_lens
+    if layout.shard_lens != lens:
         raise ValueError(
-            f"torch gives the ranks {list(given)} rows, layout {layout} {list(layout.shard_lens)}: "
+            f"torch gives the ranks {list(lens)} rows, layout {layout} {list(layout.shard_lens)}: "
             "shard with layout.shard and unshard with ring_attn.unshard instead"
         )
     return LayoutBalancer(layout, device)
@@ -97,27 +97,28 @@ def context_parallel(
     buffer_seq_dims: list[int] | None = None,
     no_restore_buffers: set[Tensor] | None = None,
 ) -> Iterator[None]:
-    """Within it, attention runs over the ranks of a mesh, and buffers are this rank's shards.
+    """A context in which attention runs over a mesh, and buffers are this rank's shards.
 
-    As `torch.distributed.tensor.experimental.context_parallel`. Where the length is a multiple of
-    2 x ranks, rank r holds chunks r and 2P-1-r of 2P (head-tail, our "zigzag"), unless torch's
-    `_cp_options.enable_load_balance` is off; else the r-th run of `ceil(seqlen / ranks)`. Calls of
-    F.scaled_dot_product_attention must have query, key and value (batch, nheads, rows, headdim)
-    with this rank's rows, plain or as DTensors of this mesh that are sharded in dim 2; the output
-    is plain. Only calls of this thread are routed: see `models.sdpa.route_sdpa`, also for what
-    is refused. A backward may run outside, but not with activation checkpointing.
+    Replaces `torch.distributed.tensor.experimental.context_parallel`. If the length is a multiple
+    of 2P for P ranks, and torch's `_cp_options.enable_load_balance` is on, rank r holds chunks r
+    and 2P-1-r of 2P (head-tail, our "zigzag"); otherwise the r-th run of `ceil(seqlen / P)` rows.
+    Calls of F.scaled_dot_product_attention must pass query, key and value (batch, nheads,
+    rows, headdim) with this rank's rows: plain tensors, or DTensors of this mesh sharded in dim 2.
+    The output is plain. Only calls of this thread are routed, with the limits of
+    `models.sdpa.route_sdpa`. A backward may run outside the context, but not with activation
+    checkpointing.
 
     Args:
-        mesh: with one axis.
+        mesh: a mesh with one axis.
         buffers: tensors with the whole sequence, the same on every rank, of one length. They are
-            resized in place; afterwards they are whole again. None of them may require a gradient.
-        buffer_seq_dims: the sequence dim of each.
-        no_restore_buffers: those of them that stay shards.
+            resized in place and restored at the end. None of them may require a gradient.
+        buffer_seq_dims: the sequence dim of each buffer.
+        no_restore_buffers: buffers that stay shards.
 
     Raises:
-        ValueError: a mesh with more axes, as many dims as not buffers, buffers of several lengths
-            or with a gradient, or one to be left that is none of them.
-        TypeError: something else than a mesh or plain tensors.
+        ValueError: the mesh has more axes, the numbers of dims and buffers differ, buffers have
+            several lengths or a gradient, or `no_restore_buffers` has a tensor not in `buffers`.
+        TypeError: `mesh` is not a mesh, or buffers are not plain tensors.
 
     Example:
         >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
@@ -136,13 +137,13 @@ def context_parallel(
     layout = None if seqlen is None else _default_layout(seqlen, mesh.size())
     rank = mesh.get_local_rank()
     with torch.no_grad():
-        # All shards before any buffer changes: what raises leaves them as they were.
+        # Makes all shards before it changes any buffer, so that an error leaves buffers unchanged.
         shards = [
             layout.shard(x, rank, dim % x.ndim).clone()
             for x, dim in zip(buffers, seq_dims, strict=True)
             if layout is not None
         ]
-        # Their memory stays as it is, under another tensor, while the buffers are moved to other.
+        # These tensors keep the buffers' memory, while the buffers point to the shards.
         whole = [None if _is_among(x, left) else x.detach() for x in buffers]
         for buffer, shard in zip(buffers, shards, strict=True):
             _move(buffer, shard)
@@ -163,22 +164,22 @@ def context_parallel_unshard(
     seq_dims: list[int],
     load_balancer: LoadBalancer | None = None,
 ) -> list[Tensor]:
-    """The whole tensors, from each rank's shards; for evaluation, without gradient.
+    """Gathers whole tensors from every rank's shards; for evaluation, without gradient.
 
-    As `torch.distributed.tensor.experimental._attention.context_parallel_unshard`.
+    Replaces `torch.distributed.tensor.experimental._attention.context_parallel_unshard`.
 
     Args:
-        mesh: with one axis.
+        mesh: a mesh with one axis.
         buffers: this rank's shards.
-        seq_dims: the sequence dim of each.
-        load_balancer: that they were sharded with, ours or one of torch's; by default the order of
-            `context_parallel`: head-tail where the length is a multiple of 2 x ranks and
-            balancing is on, else runs in the order of the ranks, of any lengths.
+        seq_dims: the sequence dim of each buffer.
+        load_balancer: the balancer, ours or torch's, that made the shards. None is the order of
+            `context_parallel`: head-tail if the length is a multiple of 2 x ranks and balancing is
+            on, else runs of any lengths in the order of the ranks.
 
     Raises:
-        ValueError: a mesh with more axes, as many dims as not buffers, or shards that do not fit
-            the balancer.
-        TypeError: something else than a mesh.
+        ValueError: the mesh has more axes, the numbers of dims and buffers differ, or the shards do
+            not fit the balancer.
+        TypeError: `mesh` is not a mesh.
     """
     _check_mesh(mesh)
     if len(buffers) != len(seq_dims):
@@ -206,14 +207,14 @@ def context_parallel_unshard(
 
 
 def set_rotate_method(rotate_method: str) -> None:
-    """Sets how keys and values reach the ranks in later calls of this process.
+    """Sets the strategy of later calls in this process.
 
     Args:
-        rotate_method: "allgather", the default: strategy "all_gather", some heads of the whole
-            sequence at a time; "alltoall": strategy "ring", a shard a step.
+        rotate_method: "allgather" (default) is strategy "all_gather", which gathers some heads of
+            the whole sequence at a time; "alltoall" is strategy "ring", a shard per step.
 
     Raises:
-        ValueError: another name.
+        ValueError: the name is unknown.
     """
     global _strategy
     if rotate_method not in _STRATEGIES:
@@ -228,7 +229,7 @@ _strategy = _STRATEGIES["allgather"]
 
 
 class _Routed(route_sdpa):
-    """Routes to a ring over a mesh, in the order of the rows that torch would have."""
+    """Routes attention to the ranks of a mesh, with torch's order of the rows."""
 
     def __init__(self, mesh: DeviceMesh, layout: SequenceLayout | None) -> None:
         super().__init__()
@@ -244,7 +245,7 @@ class _Routed(route_sdpa):
         is_causal: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """This rank's rows of the output, plain."""
+        """This rank's rows of the output, a plain tensor."""
         q, k, v = (
             _local(name, x, self._mesh)
             for name, x in (("query", query), ("key", key), ("value", value))
@@ -263,52 +264,52 @@ class _Routed(route_sdpa):
         )
 
     def _layout_of(self, q: Tensor, k: Tensor, is_causal: bool) -> str | SequenceLayout:
-        """Layout of the buffers; for other lengths the same kind, with as many rows a rank."""
+        """Layout of the buffers; for other lengths the same kind with equal shards."""
         rows = {x.size(_SEQ_DIM) for x in (q, k) if isinstance(x, Tensor) and x.ndim == 4}
         layout = self._layout
         if layout is not None and rows == {layout.shard_len(self._mesh.get_local_rank())}:
             return layout
         even = max(rows, default=1) % 2 == 0
         balanced = _balances() and even if layout is None else layout.kind == "zigzag"
-        # Without a mask the order is nothing, and only runs may have any number of rows.
+        # Without a mask the order does not matter, and contiguous takes any number of rows.
         return "zigzag" if is_causal and balanced else "contiguous"
 
 
 def _move(x: Tensor, to: Tensor) -> None:
-    """Makes a tensor another in place, memory and all."""
+    """Makes `x` share the memory, size and strides of `to`, in place."""
     x.set_(to.untyped_storage(), to.storage_offset(), to.size(), to.stride())
 
 
 def _default_layout(seqlen: int, world_size: int) -> SequenceLayout:
-    """torch's choice."""
+    """The layout that torch would choose."""
     if _balances() and seqlen % (2 * world_size) == 0:
         return SequenceLayout.zigzag(seqlen, world_size)
     return _chunks(seqlen, world_size)
 
 
 def _chunks(seqlen: int, world_size: int) -> SequenceLayout:
-    """Runs of as many rows as torch.chunk makes: the last ranks may have fewer, or none."""
+    """Runs of the sizes of torch.chunk: the last ranks may have fewer rows, or none."""
     size = -(-seqlen // world_size)
     return SequenceLayout.boundaries([min(r * size, seqlen) for r in range(world_size + 1)])
 
 
 def _balances() -> bool:
-    """torch's switch for load balancing, if a program has set it; else True."""
+    """torch's switch for load balancing; True if its module is not loaded."""
     theirs = sys.modules.get("torch.distributed.tensor.experimental._attention")
     options = getattr(theirs, "_cp_options", None)
     return True if options is None else bool(options.enable_load_balance)
 
 
 def _runs_of(rows: int, mesh: DeviceMesh, device: torch.device) -> SequenceLayout:
-    """The layout of runs in the order of the ranks, each as long as its rank's rows."""
-    mine = torch.tensor([rows], device=device)
-    lengths = [torch.empty_like(mine) for _ in range(mesh.size())]
-    dist.all_gather(lengths, mine, group=mesh.get_group())
+    """The layout of runs in the order of the ranks; collective, as each rank gives its `rows`."""
+    length = torch.tensor([rows], device=device)
+    lengths = [torch.empty_like(length) for _ in range(mesh.size())]
+    dist.all_gather(lengths, length, group=mesh.get_group())
     return SequenceLayout.boundaries([0, *accumulate(int(n) for n in lengths)])
 
 
 def _reordered(x: Tensor, restore: Tensor, dim: int) -> Tensor:
-    """Rows of `dim` by the indices of a balancer, one for all of a batch or one for each."""
+    """Reorders rows in `dim` by a balancer's indices, (1, seqlen) or (batch, seqlen)."""
     batch = x.size(0) if dim > 0 else 1
     if restore.size(0) not in (1, batch) or restore.size(1) != x.size(dim):
         raise ValueError(
@@ -323,7 +324,7 @@ def _reordered(x: Tensor, restore: Tensor, dim: int) -> Tensor:
 
 
 def _local(name: str, x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's shard, of a DTensor too."""
+    """This rank's shard as a plain tensor."""
     if not isinstance(x, DTensor):
         return x
     if x.device_mesh != mesh or x.placements != (Shard(_SEQ_DIM),):
@@ -348,7 +349,7 @@ def _check_mesh(mesh: DeviceMesh) -> None:
 def _check_buffers(
     buffers: Sequence[Tensor], seq_dims: Sequence[int], left: Collection[Tensor]
 ) -> int | None:
-    """The one length of all buffers, None without any."""
+    """The common length of all buffers; None without buffers."""
     if len(buffers) != len(seq_dims):
         raise ValueError(
             f"buffer_seq_dims must have one dim for each buffer, got {len(seq_dims)} for "
@@ -373,12 +374,12 @@ def _check_buffers(
         lengths.append(x.size(dim))
     if len(set(lengths)) > 1:
         raise ValueError(
-            f"buffers must have one length in their seq dims, got {lengths}: shard what is of "
-            "another length with SequenceLayout.shard"
+            f"buffers must have one length in their seq dims, got {lengths}: shard buffers of "
+            "other lengths with SequenceLayout.shard"
         )
     return lengths[0] if lengths else None
 
 
 def _is_among(x: Tensor, tensors: Iterable[Tensor]) -> bool:
-    """By identity: tensors compare by element."""
-    return any(x is one for one in tensors)
+    """Whether `x` is one of the tensors, by identity: `in` would compare elements."""
+    return any(x is other for other in tensors)

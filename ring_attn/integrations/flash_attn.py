@@ -1,18 +1,18 @@
-"""The functions of flash-attn (2.8), as ring_attention: change the import.
+"""flash-attn's functions (2.8) over ring_attention: only the import changes.
 
     from flash_attn import flash_attn_func                             # before
     from ring_attn.integrations.flash_attn import flash_attn_func      # after
 
-Names, parameters, their order and defaults, and shapes are those of that package. Tensors are this
-rank's shards; `cu_seqlens` and `max_seqlen` are those of the whole sequence, the same on all ranks.
-Behind its own parameters each function takes `group` and `layout` by keyword, and the strategy,
-backend, same_bits and transport of `ring_attention`.
+Names, parameters, their order and defaults, and shapes are those of flash-attn. Tensors are this
+rank's shards; `cu_seqlens` and `max_seqlen` describe the whole sequence, the same on all ranks.
+Each function also takes `group`, `layout`, and the strategy, backend, same_bits and transport of
+`ring_attention` by keyword.
 
 Differences: `dropout_p`, `alibi_slopes` and `block_table` are refused. `deterministic` is refused
-where the backend cannot promise it. With `return_attn_probs` the third result is None, as there is
-no dropout, and a row that sees nothing has lse -inf instead of +inf. Rows behind the last document
-have out 0 and zero gradients, where flash-attn leaves memory as it was. Every dtype, headdim and
-device of `ring_attention` is taken.
+if the backend cannot promise it. With `return_attn_probs` the third result is None, as there is no
+dropout, and a row that sees nothing has lse -inf instead of +inf. Rows after the last document have
+out 0 and zero gradients; flash-attn does not write them. All dtypes, headdims and devices of
+`ring_attention` work.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ring_attn.core.values import as_int, check_tensor
 from ring_attn.transport.debug import tell_refusal
 
 _ASKS_BACKEND = (
-    "deterministic=True asks which backend would run, and a graph cannot: compile without "
+    "deterministic=True checks which backend would run, and a graph cannot: compile without "
     "fullgraph=True, or call torch.use_deterministic_algorithms(True) before"
 )
 
@@ -75,7 +75,7 @@ def flash_attn_func(
     layout: Layout = "contiguous",
     **sharing: Unpack[Sharing],
 ) -> Result:
-    """Attention of this rank's queries to all keys that they see.
+    """Attention of this rank's queries to all visible keys.
 
     Args:
         q: (batch, rows, nheads, headdim); float16, bfloat16, float32 or float64.
@@ -84,10 +84,10 @@ def flash_attn_func(
         dropout_p: must be 0.
         softmax_scale: factor of the scores; `headdim ** -0.5` by default.
         causal: bottom-right aligned, in global positions.
-        window_size: in global positions; with `causal` the right is 0 whatever is given.
-        softcap: caps the scores where it is not 0.
+        window_size: (left, right) in global positions; `causal` makes right 0.
+        softcap: caps the scores; 0 does not.
         alibi_slopes: must be None.
-        deterministic: refused where the backend cannot promise it.
+        deterministic: refused if the backend cannot promise it.
         return_attn_probs: also return lse, and None.
         group: as for `ring_attention`.
         layout: as for `ring_attention`.
@@ -98,7 +98,7 @@ def flash_attn_func(
         (batch, nheads, rows) in float32 (float64 for float64), natural logarithm.
 
     Raises:
-        Exception: what `ring_attention` raises.
+        Exception: as `ring_attention`.
 
     Example:
         >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
@@ -142,19 +142,13 @@ def flash_attn_varlen_func(
         k: (rows_kv, nheads_kv, headdim).
         v: (rows_kv, nheads_kv, headdim_v).
         cu_seqlens_q: int32 boundaries of the queries' documents in the whole sequence, from 0. Rows
-            behind the last are padding; over several ranks that takes a `layout` by value.
-        cu_seqlens_k: those of as many documents of keys.
+            after the last boundary are padding; on several ranks padding needs a `SequenceLayout`.
+        cu_seqlens_k: boundaries of the keys' documents, as many.
         max_seqlen_q: rows of the longest document in the whole sequence, or more; checked, except
-            under torch.compile, which knows no boundaries.
-        max_seqlen_k: likewise, of the keys.
-        dropout_p: as for `flash_attn_func`, and so are the next seven.
-        softmax_scale: see there.
-        causal: see there.
-        window_size: see there.
-        softcap: see there.
-        alibi_slopes: see there.
-        deterministic: see there.
-        return_attn_probs: see there.
+            under torch.compile, which does not see boundaries.
+        max_seqlen_k: the same for the keys.
+        dropout_p, softmax_scale, causal, window_size: as for `flash_attn_func`.
+        softcap, alibi_slopes, deterministic, return_attn_probs: as for `flash_attn_func`.
         block_table: must be None.
         group: as for `ring_attention`.
         layout: as for `ring_attention`.
@@ -165,8 +159,8 @@ def flash_attn_varlen_func(
         rows).
 
     Raises:
-        NotImplementedError: a `block_table`.
-        Exception: what `ring_attention` raises.
+        NotImplementedError: `block_table` is not None.
+        Exception: as `ring_attention`.
     """
     options = Options(
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
@@ -177,7 +171,7 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_with_kvcache(*_: object, **__: object) -> NoReturn:
-    """Raises NotImplementedError: it writes into a cache that one process has."""
+    """Raises NotImplementedError: flash-attn's function updates a cache of one process."""
     raise NotImplementedError(
         "flash_attn_with_kvcache is not built, as it updates a cache of one process; append to "
         "this rank's rows of the cache and call ring_attn.tree_decode"
@@ -194,10 +188,10 @@ def _call(
     sharing: Sharing,
     block_table: Tensor | None = None,
 ) -> Result:
-    """Attention of one sequence or, where there are `sides`, within documents.
+    """Attention of one sequence or, with `sides`, within documents.
 
-    `sides` are boundaries, then the longest of their documents; one of each where queries and keys
-    share them.
+    `sides` are boundaries of documents, then their max_seqlens: one each if queries and keys share
+    them, else two each.
     """
     name = "flash_attn_varlen_func" if sides else "flash_attn_func"
     try:
@@ -225,7 +219,7 @@ def _call(
     return attend(qkv, options, *documents, group=group, layout=layout, **sharing)
 
 
-# For each form the tensors, as they are written in signatures.
+# Tensors of each form, as in signatures.
 TENSORS = {
     "": "q: Tensor, k: Tensor, v: Tensor",
     "kv": "q: Tensor, kv: Tensor",
@@ -234,23 +228,23 @@ TENSORS = {
 
 
 def parameters_of(options: Any) -> str:
-    """The fields of a NamedTuple, with their defaults, as they are written in signatures."""
+    """The fields of a NamedTuple with their defaults, as text for a signature."""
     types, defaults = options.__annotations__, options._field_defaults
     return ", ".join(f"{x}: {types[x].__forward_arg__} = {defaults[x]!r}" for x in options._fields)
 
 
 def names_of(parameters: str) -> str:
-    """The names among parameters, with a comma behind each."""
+    """The names of parameters, with a comma after each."""
     return "".join(f"{name}, " for name in re.findall(r"(\w+): ", parameters))
 
 
 def written_out(
     name: str, parameters: Sequence[str], call: str, scope: dict[str, Any], doc: str
 ) -> Callable[..., Result]:
-    """Makes a function of a module from the text of its parameters and of the call that it makes.
+    """Makes a function from the text of its parameters and of the call in its body.
 
-    It has real parameters, as the methods that dataclasses write: Python itself then refuses wrong
-    arguments, and torch.compile traces how they are bound.
+    The function has real parameters, like the methods of dataclasses. So Python itself refuses
+    wrong arguments, and torch.compile can trace their binding.
     """
     namespace: dict[str, Callable[..., Result]] = {}
     signature = ", ".join(filter(None, parameters))
@@ -260,7 +254,7 @@ def written_out(
 
 
 def _packed(form: str, sides: str, doc: str) -> Callable[..., Result]:
-    """A function whose last tensor holds as many as its name has letters."""
+    """Makes a function that takes packed tensors: `form` "kv" or "qkv" names the last tensor."""
     name = f"flash_attn_{'varlen_' if sides else ''}{form}packed_func"
     options = parameters_of(Options)
     ours = "*, group: Group = None, layout: Layout = 'contiguous', **sharing: Unpack[Sharing]"
@@ -298,7 +292,7 @@ def attend(
     cu_seqlens_k: Tensor | None = None,
     **how: Unpack[How],
 ) -> Result:
-    """ring_attention with flash-attn's options, and what flash-attn returns."""
+    """Calls ring_attention with flash-attn's options; returns results as flash-attn does."""
     out, lse = ring_attention(
         *qkv,
         causal=options.causal,
@@ -316,12 +310,12 @@ def attend(
 
 
 def unpacked(form: str, tensors: tuple[Tensor, ...], *, packed: bool) -> Qkv:
-    """q, k and v, each with as many dims as it must have.
+    """q, k and v from a call's tensors, checked for their numbers of dims.
 
     Args:
-        form: "", or the name of the last tensor, which holds as many as its name has letters.
-        tensors: as they were given.
-        packed: without a batch.
+        form: "", or the name of the last tensor, "kv" or "qkv", which holds 2 or 3 tensors.
+        tensors: tensors of the call.
+        packed: whether there is no batch dim.
     """
     rows = "rows" if packed else "batch, rows"
     num_dims = 3 if packed else 4
@@ -342,26 +336,26 @@ def unpacked(form: str, tensors: tuple[Tensor, ...], *, packed: bool) -> Qkv:
 
 
 def check_documents(suffix: str, cu_seqlens: Tensor, most: int) -> None:
-    """Refuses boundaries with a document that is longer than the longest is said to be.
+    """Refuses boundaries with a document of more than `most` rows.
 
     Args:
-        suffix: of the names of both arguments.
+        suffix: suffix of both arguments' names: "", "_q" or "_k".
         cu_seqlens: boundaries of documents.
-        most: rows of the longest, or more.
+        most: the max_seqlen of the call.
     """
     name, most_name = f"cu_seqlens{suffix}", f"max_seqlen{suffix}"
     if torch.compiler.is_compiling():
         check.check_boundaries(name, cu_seqlens)
         return
-    longest, given = max(b - a for a, b in pairwise(on_host(name, cu_seqlens))), most
-    if as_int(most_name, given) < longest:
+    longest = max(b - a for a, b in pairwise(on_host(name, cu_seqlens)))
+    if as_int(most_name, most) < longest:
         raise ValueError(
-            f"{most_name} must be at least the longest document of {name}, {longest}, got {given}"
+            f"{most_name} must be at least the longest document of {name}, {longest}, got {most}"
         )
 
 
 def on_host(name: str, cu_seqlens: Tensor) -> tuple[int, ...]:
-    """Boundaries of documents, which must be given."""
+    """Boundaries of documents as ints; refuses None."""
     boundaries = check.check_cu_seqlens(name, cu_seqlens)
     if boundaries is None:
         raise TypeError(f"{name} must be an int32 tensor, got None")
@@ -369,11 +363,11 @@ def on_host(name: str, cu_seqlens: Tensor) -> tuple[int, ...]:
 
 
 def check_deterministic(qkv: Qkv, options: Options) -> None:
-    """Refuses `deterministic=True` where neither the backend nor torch promises it."""
+    """Refuses `deterministic=True` if neither the backend nor torch promises it."""
     if not options.deterministic or qkv[0].device.type != "cuda":
         return
     if not any(x.requires_grad for x in qkv):
-        return  # forwards are
+        return  # forwards are deterministic
     if not torch.are_deterministic_algorithms_enabled():
         _check_backend_is_deterministic(*qkv)
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, and TRL's SFTTrainer, on sequences that are split over ranks: one line.
+"""Hugging Face's Trainer, or TRL's SFTTrainer, on sequences that are split over ranks.
 
     trainer = split_sequence(Trainer)(model=model, args=args, train_dataset=data)
 
@@ -15,20 +15,20 @@ A whole program, for `torchrun --nproc-per-node 4 train.py`:
     trainer.train()
     trainer.save_model()
 
-The group given to `register` splits each sequence; the others are data parallel. 8 ranks of which 4
-consecutive ones hold a sequence:
+The ranks of the group passed to `register` split each sequence; different groups are data parallel.
+With 8 ranks, of which each 4 consecutive ones share a sequence:
 
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "cp"))
     register(group=mesh["cp"], layout="zigzag")
 
-Everything else is as the Trainer has it, over all ranks: DDP, FSDP2 (which average gradients),
-accumulation, clipping, logging, evaluation, checkpoints. `per_device_*_batch_size` counts the
-sequences of a group. Loss, gradients and the logged numbers are those of the whole batches, of any
-lengths; labels are shifted before they are cut.
+The Trainer does everything else over all ranks: DDP, FSDP2 (both average gradients), accumulation,
+clipping, logging, evaluation, checkpoints. `per_device_*_batch_size` counts the sequences of a
+group. Loss, gradients and the logged numbers are those of the whole batches, for any lengths;
+labels are shifted before they are cut.
 
-Documents see nothing of each other. They are told by `cu_seq_lens_q`, or by positions that restart,
-as `DataCollatorWithFlattening` and TRL's packing make them. So are the rows of a batch: they are
-put one after another, without the padding at their ends, and the whole is split.
+Documents never attend to each other. `cu_seq_lens_q` marks them, or positions that restart, as from
+`DataCollatorWithFlattening` and TRL's packing. The rows of a batch become documents too: they are
+concatenated without the padding at their ends, and split as one sequence.
 """
 
 from __future__ import annotations
@@ -51,36 +51,36 @@ from ring_attn.integrations.transformers import LAYOUT, Registration
 
 IGNORED = -100
 
-# Tensors (batch, rows, ...) that are cut.
+# Tensors (batch, rows, ...) to split over the ranks.
 ROWS = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels", "shift_labels")
 CUTS = ("cu_seq_lens_q", "cu_seq_lens_k")
-# What follows from the documents: the attention has it from `CUTS`, and the last one is for layers
-# that `register` refuses.
+# Dropped: the attention derives the lengths from `CUTS`; seq_idx is for layers that `register`
+# refuses.
 DERIVED = ("max_length_q", "max_length_k", "seq_idx")
 
 
 def split_sequence(trainer_class: Any) -> Any:
-    """A subclass of a Trainer that splits each sequence over the ranks of `register`'s group.
+    """Makes a Trainer subclass that splits each sequence over the ranks of `register`'s group.
 
-    Its constructor is that of the given class. All ranks of a group get the same batches, and that
-    is checked before each step.
+    The constructor takes the same arguments. All ranks of a group get the same batches, which is
+    checked before each step.
 
     Args:
-        trainer_class: `transformers.Trainer`, `trl.SFTTrainer` or a subclass of theirs, for causal
-            language models whose `attn_implementation` is a registered one.
+        trainer_class: `transformers.Trainer`, `trl.SFTTrainer` or a subclass of either, for causal
+            language models with a registered `attn_implementation`.
 
     Returns:
-        The class. Its constructor raises, each by name:
-        ValueError: another attention implementation, a group that is not consecutive ranks or does
-            not divide their number, or context parallelism of accelerate beside it.
-        NotImplementedError: what needs the logits or labels of the whole sequence, or would be
-            wrong in another way: compute_metrics, compute_loss_func, label smoothing, NEFTune,
-            Liger kernels, DeepSpeed, tensor parallelism by accelerate, and a loss that is not the
-            causal one of transformers.
+        The class. Its constructor raises:
+        ValueError: the model has another attention implementation, the group is not consecutive
+            ranks or does not divide their number, or accelerate's context parallelism is on.
+        NotImplementedError: options that need the logits or labels of the whole sequence, or would
+            give wrong results: compute_metrics, compute_loss_func, label smoothing, NEFTune, Liger
+            kernels, DeepSpeed, accelerate's tensor parallelism, and losses other than transformers'
+            causal one.
 
     Raises:
-        ImportError: no transformers, or no accelerate, which its Trainer needs.
-        TypeError: something else than a Trainer.
+        ImportError: transformers or accelerate is not installed.
+        TypeError: `trainer_class` is not a Trainer.
 
     Example:
         >>> from transformers import Trainer
@@ -106,32 +106,32 @@ _Trainer: Any = object
 
 
 class _SplitSequence(_Trainer):
-    """Stands before a Trainer in the order of its classes."""
+    """Methods that precede the Trainer's in the method resolution order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _check_trainer(self)
         self._ring = _Ring.of(self)
-        # An iterable dataset is read by every rank: accelerate would deal its batches to all ranks.
+        # Every rank reads an iterable dataset: accelerate would deal its batches to all ranks.
         self.accelerator.dataloader_config.dispatch_batches = False
-        # TRL's numbers of a batch are sums over all ranks, of which accelerate would leave out
-        # those that have no sample of their own in the last batch.
+        # TRL sums its figures over all ranks; gather_for_metrics would drop ranks without their own
+        # sample in the last batch.
         self.accelerator.gather_for_metrics = self.accelerator.gather
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         from torch.distributed.fsdp import FSDPModule
 
-        # An evaluation before it leaves a mark by which accelerate would not wrap the model in DDP,
+        # An earlier evaluation sets a mark that would keep accelerate from wrapping with DDP.
         if self.model_wrapped is self.model and not self.is_fsdp_enabled:
             self.model._is_accelerate_prepared = False
-        # and parameters whole, which the optimizer would change in place of FSDP2's shards.
+        # It also leaves parameters unsharded; the optimizer would update these, not FSDP2's shards.
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         return super().train(*args, **kwargs)
 
     def get_cp_size(self) -> int:
-        """Ranks with the same batch."""
+        """Number of ranks with the same batch."""
         return self._ring.size
 
     def get_train_dataloader(self) -> Any:
@@ -149,13 +149,13 @@ class _SplitSequence(_Trainer):
     def _get_num_items_in_batch(
         self, batch_samples: Sequence[Mapping[str, Any]], device: torch.device
     ) -> Tensor | None:
-        """Targets of the batches of all groups; refuses batches that differ within a group."""
+        """Number of targets in the batches of all groups; refuses differences within a group."""
         count = torch.zeros((), dtype=torch.int64, device=device)
         for batch in batch_samples:
             count += _num_targets(batch).to(device)
-        mine = torch.stack([count, _fingerprint(batch_samples, device)])
-        counts, prints = self.accelerator.gather(mine).view(-1, 2).T.tolist()
-        self._ring.check_same(prints)
+        of_rank = torch.stack([count, _fingerprint(batch_samples, device)])
+        counts, fingerprints = self.accelerator.gather(of_rank).view(-1, 2).T.tolist()
+        self._ring.check_same(fingerprints)
         if not batch_samples:
             return None
         return torch.tensor(sum(counts[:: self._ring.size]), device=device)
@@ -167,7 +167,7 @@ class _SplitSequence(_Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """The Trainer's loss of this rank's rows, of a batch with all rows."""
+        """The Trainer's loss for this rank's rows; `inputs` have all rows of the batch."""
         if num_items_in_batch is None:  # TRL's evaluation leaves it out
             num_items_in_batch = self._get_num_items_in_batch([inputs], self.args.device)
         part = self._ring.cut(inputs)
@@ -196,20 +196,20 @@ class _SplitSequence(_Trainer):
         return super().evaluation_loop(*args, **kwargs)
 
     def _gather_once(self, losses: Tensor) -> Tensor:
-        """As accelerate's gather_for_metrics, with the losses of each group once."""
+        """Like accelerate's gather_for_metrics, but takes each group's losses once."""
         gathered = self.accelerator.gather(losses)
         once = gathered.view(-1, self._ring.size, len(losses))[:, 0].flatten()
         state = self.accelerator.gradient_state
         return once[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else once
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
-        """This rank's share of those of the batch."""
+        """This rank's share of the batch's FLOPs."""
         return super().floating_point_ops(inputs) // self._ring.size
 
 
 @dataclass(frozen=True)
 class _Ring:
-    """The ranks that split a sequence, this one among them, and the mesh of all ranks."""
+    """This rank's group, which splits a sequence, and the mesh of all ranks."""
 
     group: dist.ProcessGroup
     rank: int
@@ -229,7 +229,7 @@ class _Ring:
                 f"them, got {ranks}: make a mesh with the sequence in its last axis, "
                 "init_device_mesh(device, (dp, cp)), and register(group=mesh['cp'])"
             )
-        # These names tell accelerate's data loader that the ranks of "cp" get the same batches.
+        # By these axis names accelerate's data loader gives the ranks of "cp" the same batches.
         mesh = init_device_mesh(
             trainer.accelerator.device.type,
             (world_size // size, size),
@@ -239,7 +239,7 @@ class _Ring:
 
     @contextmanager
     def data_parallel(self, accelerator: Any) -> Iterator[None]:
-        """Data loaders that accelerate makes within it deal their batches to the groups."""
+        """A context in which accelerate makes data loaders that give each group its batches."""
         state = accelerator.state
         before, state.device_mesh = state.device_mesh, self.mesh
         try:
@@ -247,18 +247,18 @@ class _Ring:
         finally:
             state.device_mesh = before
 
-    def check_same(self, prints: list[int]) -> None:
-        """Refuses other batches on one rank of a group than on its first, on every rank alike."""
-        for rank, found in enumerate(prints):
+    def check_same(self, fingerprints: list[int]) -> None:
+        """Raises on every rank if batches differ within a group."""
+        for rank, fingerprint in enumerate(fingerprints):
             first = rank // self.size * self.size
-            if found != prints[first]:
+            if fingerprint != fingerprints[first]:
                 raise ValueError(
                     f"ranks {first} and {rank} split the same sequences, but got other batches: "
                     "what a dataset, sampler or collator draws at random must be the same on both"
                 )
 
     def cut(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's rows of a batch, as the model takes them."""
+        """This rank's rows of a batch, as keywords of the model."""
         rows, others = _as_documents(inputs)
         seqlen = _tokens(rows).size(1)
         layout = SequenceLayout.from_name(self.layout, seqlen, self.size)
@@ -268,29 +268,29 @@ class _Ring:
                 "batches of more or longer sequences"
             )
         part: dict[str, Any] = shard_batch(rows, layout, self.rank)
-        # The model's loss wants labels, and looks at shift_labels only.
+        # The model computes a loss only with labels, but from shift_labels.
         return {**part, **others, "labels": part["shift_labels"], LAYOUT: layout}
 
 
 def _as_documents(inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors to cut, (1, seqlen, ...), and what goes to the model as it is.
+    """Tensors to split, (1, seqlen, ...), and the other keywords of the model.
 
-    Rows of a batch stand one after another, without their padding; `CUTS` tell them apart.
+    Rows of a batch are concatenated without their padding; `CUTS` mark their boundaries.
     """
-    given = {name: x for name, x in inputs.items() if x is not None and name not in DERIVED}
-    rows = {name: given.pop(name) for name in ROWS if name in given}
+    others = {name: x for name, x in inputs.items() if x is not None and name not in DERIVED}
+    rows = {name: others.pop(name) for name in ROWS if name in others}
     shape = _tokens(rows).shape[:2]
-    _check_shapes(rows, given, shape)
+    _check_shapes(rows, others, shape)
     if "shift_labels" in rows:
         rows.pop("labels", None)
-    real = _real(given.pop("attention_mask", None), rows, shape)
-    if any(name in given for name in CUTS):
+    real = _real(others.pop("attention_mask", None), rows, shape)
+    if any(name in others for name in CUTS):
         if shape[0] != 1 or real is not None:
             raise ValueError(
                 f"cu_seq_lens_q goes with one row without padding, got {shape[0]} rows"
                 f"{'' if real is None else ' and an attention_mask that hides some'}"
             )
-        return rows, given
+        return rows, others
     kept = torch.ones(shape, dtype=torch.bool, device=_tokens(rows).device)
     kept = kept if real is None else real
     positions = rows.get("position_ids", kept.cumsum(1) - 1)
@@ -299,24 +299,24 @@ def _as_documents(inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[st
     begins = starts[kept].nonzero().flatten()
     if len(begins) > 1:
         total = begins.new_tensor([int(kept.sum())])
-        given["cu_seq_lens_q"] = given["cu_seq_lens_k"] = torch.cat([begins, total]).int()
+        others["cu_seq_lens_q"] = others["cu_seq_lens_k"] = torch.cat([begins, total]).int()
     if "position_ids" in rows or len(begins) > 1:
         rows["position_ids"] = positions.expand(shape)
     if "labels" in rows:  # nothing predicts the first token of a row
         rows["labels"] = rows["labels"].clone()
         rows["labels"][:, :1] = IGNORED
-    return {name: x[kept][None] for name, x in rows.items()}, given
+    return {name: x[kept][None] for name, x in rows.items()}, others
 
 
 def _real(mask: Tensor | None, rows: Mapping[str, Tensor], shape: torch.Size) -> Tensor | None:
-    """(batch, seqlen), False for padding at the end of the rows; None without any."""
+    """(batch, seqlen), False for padding at the end of the rows; None without padding."""
     if mask is None:
         return None
     if not isinstance(mask, Tensor) or mask.shape != shape:
         raise NotImplementedError(
             f"attention_mask must be {tuple(shape)}, as the tokens, got "
-            f"{tuple(getattr(mask, 'shape', ()))}: other masks are not built; documents are told "
-            "by cu_seq_lens_q, or by position_ids that restart"
+            f"{tuple(getattr(mask, 'shape', ()))}: other masks are not built; mark documents by "
+            "cu_seq_lens_q, or by position_ids that restart"
         )
     real = mask != 0
     if bool(real.all()):
@@ -344,7 +344,7 @@ def _tokens(rows: Mapping[str, Any]) -> Tensor:
 
 
 def _check_shapes(rows: Mapping[str, Any], others: Mapping[str, Any], shape: torch.Size) -> None:
-    """Refuses rows that are not those of the tokens, and tensors that are not known."""
+    """Refuses rows whose shape differs from the tokens', and unknown tensors."""
     tokens = tuple(shape)
     for name, x in rows.items():
         allowed = {tokens, (1, tokens[1])} if name == "position_ids" else {tokens}
@@ -354,13 +354,13 @@ def _check_shapes(rows: Mapping[str, Any], others: Mapping[str, Any], shape: tor
     for name, x in others.items():
         if isinstance(x, Tensor) and name not in {"attention_mask", *CUTS}:
             raise NotImplementedError(
-                f"{name} of shape {tuple(x.shape)} is not known: only {', '.join(ROWS)} are cut; "
+                f"{name} of shape {tuple(x.shape)} is not known: only {', '.join(ROWS)} are split; "
                 "leave it out of the batch"
             )
 
 
 def _num_targets(batch: Mapping[str, Any]) -> Tensor:
-    """Labels that are predicted: all that count but the first of each row."""
+    """Number of predicted labels: all that count, except the first of each row."""
     if isinstance(batch.get("shift_labels"), Tensor):
         labels = batch["shift_labels"]
     elif isinstance(batch.get("labels"), Tensor):
@@ -374,7 +374,7 @@ def _num_targets(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _fingerprint(batches: Sequence[Mapping[str, Any]], device: torch.device) -> Tensor:
-    """A number, int64, for names, shapes and values of all tensors in batches."""
+    """An int64 hash of the names, shapes and values of all tensors in batches."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for batch in batches:
         for name, x in sorted(batch.items()):
@@ -382,7 +382,7 @@ def _fingerprint(batches: Sequence[Mapping[str, Any]], device: torch.device) -> 
                 bits = x.detach().to(device).contiguous().view(-1).view(_INTEGERS[x.itemsize])
                 weights = torch.arange(1, 2 * bits.numel(), 2, device=device)
                 about = zlib.crc32(f"{name} {tuple(x.shape)} {x.dtype}".encode())
-                # An odd factor, and sums that wrap around: nothing is lost.
+                # An odd factor is invertible modulo 2^64, so it loses nothing.
                 total = (total + about + (bits * weights).sum()) * 0x9E3779B97F4A7C1
     return total
 
@@ -391,7 +391,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _registration(model: Any) -> Registration:
-    """The registered attention implementation that a model has."""
+    """The registration of a model's attention implementation."""
     from transformers import AttentionInterface
 
     name = model.config.get_text_config()._attn_implementation
@@ -399,9 +399,9 @@ def _registration(model: Any) -> Registration:
     registered = getattr(attend, "__self__", None)
     if not isinstance(registered, Registration):
         raise ValueError(
-            f"model has attn_implementation {name!r}, which is none that "
-            "ring_attn.integrations.transformers.register made: register() first, then load the "
-            "model with attn_implementation='ring_attn'"
+            f"model has attn_implementation {name!r}, not one of "
+            "ring_attn.integrations.transformers.register: register() first, then load the model "
+            "with attn_implementation='ring_attn'"
         )
     return registered
 
@@ -413,7 +413,7 @@ def _check_trainer(trainer: Any) -> None:
     if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
         raise ValueError(
             f"parallelism_config has cp_size={parallel.cp_size} and sp_size={parallel.sp_size}: "
-            "leave both at 1, as the group of register() says who splits a sequence"
+            "leave both at 1, as the group of register() splits the sequences"
         )
     loss = getattr(getattr(trainer.model, "loss_function", None), "__name__", None)
     if loss != "ForCausalLMLoss" or not trainer.model_accepts_loss_kwargs:

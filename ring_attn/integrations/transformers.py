@@ -1,12 +1,12 @@
-"""Hugging Face models on a sequence that is split over ranks: `attn_implementation="ring_attn"`.
+"""Runs Hugging Face models on a split sequence: `attn_implementation="ring_attn"`.
 
     ring = register(layout="zigzag")
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="ring_attn")
 
-Every rank runs the whole model on its rows. All but attention works on each row by itself, given
-its position; so a rank needs the `position_ids` and the labels of its rows, which `shard_batch`
-cuts, and nothing in the model changes. transformers' Trainer does all that by one line of
-`ring_attn.integrations.trainer`. A loop of one's own, where `batch` has `input_ids` and `labels`:
+Every rank runs the whole, unchanged model on its rows. All layers but attention work on each row by
+itself, given its position. So a rank needs the `position_ids` and labels of its rows, which
+`shard_batch` makes. For transformers' Trainer see `ring_attn.integrations.trainer`. In your own
+loop, with `input_ids` and `labels` in `batch`:
 
     layout = SequenceLayout.zigzag(batch["input_ids"].size(1), world_size)
     part = shard_batch(batch, layout, rank)
@@ -16,16 +16,16 @@ cuts, and nothing in the model changes. transformers' Trainer does all that by o
     ).loss
     loss.backward()  # then sum loss and gradients over the ranks
 
-`labels` only tells the model that a loss is wanted: with `shift_labels` its loss function shifts
-nothing, and with `num_items_in_batch` it divides this rank's sum by the labels of all ranks. (DDP
-and FSDP average gradients: multiply the loss by the number of ranks there. Heads that divide by
-their own count, as BERT's do, know no such keyword: take the loss of their logits.)
+`labels` makes the model compute a loss. With `shift_labels` its loss function does not shift, and
+with `num_items_in_batch` it divides this rank's sum by the number of labels of all ranks. (DDP and
+FSDP average gradients: multiply the loss by the number of ranks there. Heads that divide by their
+own count, as BERT's do, lack this keyword: compute the loss from their logits.)
 
-`sequence_layout` is a keyword of the model's forward that reaches the attention; it may be left out
-where every rank has equally many rows in the layout that was registered. Packed documents are told
-by transformers' own `cu_seq_lens_q` (and `_k`), in positions of the whole sequence; padding at the
-end of rows by an `attention_mask` of the whole sequence, which `shard_batch` does not cut. Images,
-whose tokens see each other, stand in embeddings; the whole `token_type_ids` tell where they are:
+The model's forward passes `sequence_layout` on to the attention; leave it out if all ranks have
+equally many rows in the registered layout. Mark packed documents by transformers' `cu_seq_lens_q`
+(and `_k`), in positions of the whole sequence. Mark padding at the end of rows by an
+`attention_mask` of the whole sequence, which `shard_batch` does not cut. The tokens of an image see
+each other; they come as embeddings, and the whole `token_type_ids` mark them:
 
     features = model.get_image_features(pixel_values).pooler_output
     embeds = model.get_input_embeddings()(ids)
@@ -33,9 +33,9 @@ whose tokens see each other, stand in embeddings; the whole `token_type_ids` tel
     part = shard_batch({"inputs_embeds": embeds, "labels": labels}, layout, rank)
     model(**part, token_type_ids=token_type_ids, ...)  # the rest as above
 
-Their encoder runs whole on every rank, so such a model is made with
-`attn_implementation={"text_config": "ring_attn", "vision_config": "sdpa"}`. Generation, with the
-whole prompt on every rank and a KV cache that is split over them:
+Every rank runs the whole image encoder, so load such a model with
+`attn_implementation={"text_config": "ring_attn", "vision_config": "sdpa"}`. To generate, with the
+whole prompt on every rank and a KV cache that is split over the ranks:
 
     tokens = model.generate(prompt, past_key_values=ring.cache(model), max_new_tokens=64)
 """
@@ -71,12 +71,12 @@ from ring_attn.integrations.transformers_masks import (
 from ring_attn.models.sdpa import as_autocast
 from ring_attn.transport.debug import tell_refusal
 
-# The keyword of a model's forward by which a layout, or the step of a cache, gets to the attention.
+# The keyword of a model's forward that passes a layout, or a cache's step, to the attention.
 LAYOUT = "sequence_layout"
 
 HONOURED = {"sliding_window", "softcap", "s_aux", "cu_seq_lens_q", "cu_seq_lens_k", "position_ids"}
 
-# What models hand on to the attention although it is not for it, or follows from what is honoured.
+# Keywords that models pass to the attention but that it does not need.
 NOT_FOR_ATTENTION = {
     "cache_position",
     "labels",
@@ -105,13 +105,13 @@ LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 @dataclass(frozen=True, eq=False)
 class Registration:
-    """A registered name of `attn_implementation`; leaving it as a context unregisters it.
+    """A registered name of `attn_implementation`; as a context it unregisters the name at its end.
 
     Attributes:
-        name: of the implementation.
+        name: name of the implementation.
         group: as for `ring_attention`.
-        layout: where a forward has no `sequence_layout`.
-        sharing: strategy, backend, same_bits and transport, as far as they were given.
+        layout: layout for forwards without `sequence_layout`.
+        sharing: those of strategy, backend, same_bits and transport that `register` got.
         ignore: keywords of a forward that are not for the attention.
     """
 
@@ -122,7 +122,7 @@ class Registration:
     ignore: frozenset[str]
 
     def unregister(self) -> None:
-        """Removes the name; models that still use it raise then."""
+        """Removes the name; models that still use it will raise."""
         package = _transformers()
         package.AttentionInterface._global_mapping.pop(self.name, None)
         package.AttentionMaskInterface._global_mapping.pop(self.name, None)
@@ -134,24 +134,24 @@ class Registration:
         self.unregister()
 
     def cache(self, model: Any, *, block: int = 256) -> Any:
-        """An empty KV cache that is split over the ranks, for `model.generate` or its forward.
+        """Makes an empty KV cache, split over the ranks, for `model.generate` or its forward.
 
-        Every rank gives the whole prompt. A rank computes, and keeps, its rows of it in the
-        registered layout, while new tokens are computed by all ranks and kept by one
-        (`next_rank`). All ranks get the same logits, bit for bit; sampling needs one seed on all.
-        Layers with a sliding window keep all rows, too.
+        Every rank passes the whole prompt. A rank computes and keeps its rows of the prompt in the
+        registered layout; all ranks compute each new token, and one rank (`next_rank`) keeps its
+        KV. All ranks get the same logits, bit for bit; sampling needs the same seed on all ranks.
+        Layers with a sliding window keep all rows too.
 
         Args:
-            model: with a language model's head, whose implementation is this one. It gets hooks
-                that do nothing where another cache is passed.
-            block: so many new tokens a rank takes at a time.
+            model: a model with this implementation and a language model's head. It gets hooks,
+                which do nothing with other caches.
+            block: number of consecutive new tokens that one rank keeps.
 
         Returns:
-            A `transformers.Cache`; its `layout` tells who has which positions.
+            A `transformers.Cache`; its `layout` has the positions of each rank.
 
         Raises:
-            ValueError: a model with another implementation, or a bad block.
-            TypeError: a model whose forward does not hand keywords on.
+            ValueError: the model has another implementation, or `block` is less than 1.
+            TypeError: the model's forward does not pass keywords on.
         """
         implementation = model.config.get_text_config()._attn_implementation
         if implementation != self.name:
@@ -180,14 +180,14 @@ class Registration:
             query: (batch, nheads, rows, headdim).
             key: (batch, nheads_kv, rows_kv, headdim).
             value: (batch, nheads_kv, rows_kv, headdim_v).
-            attention_mask: what the mask function read.
+            attention_mask: result of the mask function.
             dropout: must be 0.
             scaling: factor of the scores.
-            is_causal: that of the module if None.
-            **kwargs: see `HONOURED` and `NOT_FOR_ATTENTION`; all else must be None or False.
+            is_causal: None takes the module's.
+            **kwargs: see `HONOURED` and `NOT_FOR_ATTENTION`; others must be None or False.
 
         Returns:
-            (batch, rows, nheads, headdim_v), and None in place of weights.
+            (batch, rows, nheads, headdim_v), and None instead of weights.
         """
         try:
             _check_arguments(attention_mask, dropout, kwargs, self.ignore)
@@ -269,7 +269,7 @@ class Registration:
     def _resolved(
         self, placed: str | SequenceLayout | CacheStep, rows: int, cuts: tuple[int, ...] | None
     ) -> SequenceLayout | CacheStep:
-        """The layout that a name is for so many rows of each rank, or documents."""
+        """The layout of a name, for `rows` rows on each rank or for documents with `cuts`."""
         if not isinstance(placed, str):
             return placed
         world_size = dist.get_world_size(check.check_group(self.group))
@@ -277,7 +277,7 @@ class Registration:
         return SequenceLayout.from_name(placed, total, world_size)
 
     def mask(self, *args: Any, **kwargs: Any) -> Told | None:
-        """The mask function that goes with it; see `read_mask`."""
+        """The mask function that models call; see `read_mask`."""
         try:
             return read_mask(*args, **kwargs)
         except Exception as error:
@@ -285,7 +285,7 @@ class Registration:
             raise
 
     def _tell(self, error: Exception) -> None:
-        """Tells the other ranks, which may be waiting for this one, of the refusal."""
+        """Reports an error to the other ranks, which may be waiting for this rank."""
         tell_refusal(error, self.group)
 
     def _check_positions(
@@ -295,10 +295,10 @@ class Registration:
         rows: int,
         cu_seqlens: Tensor | None,
     ) -> None:
-        """Whether the positions that the model has are those of this rank's rows.
+        """Refuses positions that are not those of this rank's rows.
 
-        A batch that was not cut, or cut in another layout, has the right shapes and would give
-        wrong numbers. Not under torch.compile, which cannot look at values.
+        A batch that is not cut, or cut in another layout, can have the right shapes and would give
+        wrong results. Not checked under torch.compile, which cannot read values.
         """
         if torch.compiler.is_compiling():
             return
@@ -319,8 +319,8 @@ class Registration:
         expected = _positions(placed, rank, rows)
         allowed = [expected, _from_document(expected, cuts)]
         got = position_ids.detach().cpu()
-        for one in allowed:
-            if got.ndim == 2 and got.size(1) == len(one) and bool((got == one).all()):
+        for values in allowed:
+            if got.ndim == 2 and got.size(1) == len(values) and bool((got == values).all()):
                 _validated[position_ids] = checked
                 return
         raise ValueError(
@@ -340,36 +340,36 @@ def register(
     ignore: Collection[str] = (),
     **sharing: Unpack[Sharing],
 ) -> Registration:
-    """Makes `attn_implementation="ring_attn"` known to transformers, on this rank's shard.
+    """Registers `attn_implementation="ring_attn"` with transformers, for this rank's shards.
 
-    Honoured: GQA, causal and bidirectional models, sliding windows and chunks (Llama 4) layer by
-    layer, softcap, sinks, scaling, packed documents (`cu_seq_lens_q`), padding at the end of rows,
-    images that are seen whole (Gemma 3), autocast. Refused by name: other padding and masks,
-    dropout, output_attentions, RoPE that depends on the length seen so far (dynamic, longrope),
-    layers that mix rows without attention (linear attention, Mamba, convolution), padding or images
-    beside a cache, and keywords that reach the attention and are unknown. Chunks, padding and
-    images leave their attention out of compiled graphs.
+    Supported: GQA, causal and bidirectional models, sliding windows and chunks (Llama 4) by layer,
+    softcap, sinks, scaling, packed documents (`cu_seq_lens_q`), padding at the end of rows, images
+    whose tokens all see each other (Gemma 3), autocast. Refused: other padding and masks, dropout,
+    output_attentions, RoPE that depends on the length seen so far (dynamic, longrope), layers that
+    mix rows without attention (linear attention, Mamba, convolution), padding or images with a
+    cache, and unknown keywords that reach the attention. Attention with chunks, padding or images
+    is left out of compiled graphs.
 
-    Where the model gives its attention `position_ids`, as almost all but Llama 4 do, they are
-    checked against the layout, but not under torch.compile. The pooler of BERT and its like looks
-    at the first row, which is the first of the sequence on one rank only.
+    If the model passes `position_ids` to its attention, as almost all models but Llama 4 do, they
+    are checked against the layout, except under torch.compile. Poolers like BERT's read the first
+    row, which only one rank has.
 
     Args:
         group: as for `ring_attention`.
-        layout: of a forward without `sequence_layout`, and of prompts: "contiguous", "zigzag" or
-            "striped".
-        name: another, where several groups or layouts are used side by side.
-        ignore: keywords of the models' forward that are not for the attention, such as those of a
-            loss function of your own.
+        layout: layout of prompts, and of forwards without `sequence_layout`: "contiguous", "zigzag"
+            or "striped".
+        name: the name to register; each group or layout in use needs its own.
+        ignore: keywords of the models' forward that are not for the attention, such as those of
+            your own loss function.
         **sharing: strategy, backend, same_bits and transport, as for `ring_attention`.
 
     Returns:
         A handle: `unregister()`, `cache(model)`.
 
     Raises:
-        ImportError: no transformers, or one before version 5.
-        ValueError: a name that is taken or means something else to transformers, a bad layout.
-        TypeError: a layout that is not a name, or another option.
+        ImportError: transformers is not installed, or older than version 5.
+        ValueError: the name is taken or has a meaning in transformers, or the layout is unknown.
+        TypeError: the layout is not a name, or an option is unknown.
 
     Example:
         >>> with register(layout="zigzag", name="ring_zigzag") as ring:
@@ -403,12 +403,12 @@ def register(
 def _check_arguments(
     attention_mask: object, dropout: float, kwargs: dict[str, Any], ignore: frozenset[str]
 ) -> None:
-    """Refuses arguments of the attention that are neither honoured nor meant for something else."""
+    """Refuses arguments of the attention that are neither supported nor to be ignored."""
     if not isinstance(attention_mask, (Told, type(None))):
         shape = tuple(getattr(attention_mask, "shape", ()))
         raise NotImplementedError(
             f"attention_mask must be (batch, seqlen), got {type(attention_mask).__name__} of shape "
-            f"{shape}: a mask of your own is not built; documents are told by cu_seq_lens_q and "
+            f"{shape}: a mask of your own is not built; mark documents by cu_seq_lens_q and "
             "cu_seq_lens_k"
         )
     if dropout:
@@ -426,7 +426,7 @@ def _check_arguments(
 
 
 def _check_config(module: nn.Module) -> None:
-    """Refuses models that outside of attention depend on rows of other ranks."""
+    """Refuses models that need rows of other ranks outside of attention."""
     config = getattr(module, "config", None)
     others = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
     if others:
@@ -450,13 +450,13 @@ def _check_config(module: nn.Module) -> None:
 def _rope_types(config: Any) -> Iterator[str]:
     """The RoPE types of the config: one, or one for each type of layers."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [one for one in parameters.values() if isinstance(one, dict)]
-    for one in nested or [parameters]:
-        yield str(one.get("rope_type", "default"))
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in by_layer_type or [parameters]:
+        yield str(rope.get("rope_type", "default"))
 
 
 def _causal(module: nn.Module, is_causal: bool | None, rows: int) -> bool:
-    """Causality of the call, else of the module; refused where config and module contradict."""
+    """Causality of the call, else of the module; refuses a config that contradicts the module."""
     of_module = bool(getattr(module, "is_causal", True))
     of_config = getattr(getattr(module, "config", None), "is_causal", None)
     if is_causal is None:
@@ -466,14 +466,14 @@ def _causal(module: nn.Module, is_causal: bool | None, rows: int) -> bool:
                 "is_causal=False to the forward, too"
             )
         return of_module
-    # Some models derive it from their number of rows, which is one in decoding, or in a tiny shard.
+    # Some models pass is_causal=False for a single row, as in decoding; a tiny shard has one too.
     if of_module and rows == 1 and of_config is not False:
         return True
     return bool(is_causal)
 
 
 def _window(module: nn.Module, kwargs: dict[str, Any], causal: bool) -> tuple[int, int]:
-    """transformers counts the query itself: a window of n is n - 1 keys on either side."""
+    """(left, right) of a layer; transformers' window of n includes the query: n - 1 other keys."""
     size = kwargs.get("sliding_window")
     if size is not None:
         return (size - 1, 0 if causal else size - 1)
@@ -483,16 +483,16 @@ def _window(module: nn.Module, kwargs: dict[str, Any], causal: bool) -> tuple[in
         slides = types[layer] == "sliding_attention"
     else:
         slides = "sliding_window" not in kwargs and bool(getattr(config, "sliding_window", None))
-    if slides:  # its masks tell sdpa, but masks over a shard are not made
+    if slides:  # only masks would have the window, and none is made here
         raise NotImplementedError(
-            f"layer {layer} has a sliding window that {type(module).__name__} does not tell its "
+            f"layer {layer} has a sliding window that {type(module).__name__} does not pass to its "
             "attention function"
         )
     return (-1, -1)
 
 
 def _placed(given: object, name: str) -> str | SequenceLayout | CacheStep:
-    """The layout of the rows: the forward's, else that of the registered name."""
+    """The layout of the rows: the forward's, else the registered name."""
     if given is None:
         return name
     if not isinstance(given, (str, SequenceLayout, CacheStep)):
@@ -516,7 +516,7 @@ def _from_document(positions: Tensor, cuts: tuple[int, ...] | None) -> Tensor:
 
 
 def _for_decode(options: AttentionOptions) -> Any:
-    """The options that `tree_decode` has, too."""
+    """The options that `tree_decode` takes."""
     return {name: x for name, x in options.items() if name in DECODE_OPTIONS}
 
 
@@ -527,7 +527,7 @@ def _check_told(
     placed: SequenceLayout | CacheStep,
     shape: tuple[int, int],
 ) -> None:
-    """Refuses what a batch tells beside a cache or documents, or of a part of the sequence."""
+    """Refuses padding and images with a cache or documents, or for a part of the sequence."""
     if cuts != check.check_cu_seqlens("cu_seq_lens_k", documents[1]):
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be the same documents")
     if told is None:
@@ -542,7 +542,7 @@ def _check_told(
         raise NotImplementedError("images with a cache that is split over ranks are not built")
     if cuts and any(length < told.seqlen for length, _ in told.rows):
         raise ValueError(
-            "cu_seq_lens_q says where documents end: leave attention_mask out, as rows behind the "
+            "cu_seq_lens_q says where documents end: leave attention_mask out, as rows after the "
             "last boundary are padding"
         )
 
@@ -556,13 +556,13 @@ def _check_rows(q: Tensor, k: Tensor, name: str) -> None:
         )
 
 
-# position_ids -> (their version, the key of their checked values): all layers of a model have the
-# same ones, and on a GPU each look at them waits for it.
+# position_ids -> (their version, the key of their checked values). All layers of a model share
+# them, and reading them on a GPU synchronises.
 _validated: Any = WeakTensorKeyDictionary()
 
 
 def _shown(positions: Tensor) -> str:
-    """Some positions for a message: the first and the last of many."""
+    """Text of positions for a message; of many only the first and the last 4."""
     values = positions.tolist()
     if len(values) <= 8:
         return str(values)

@@ -1,11 +1,11 @@
 """Generation by Hugging Face's own loop from a KV cache that is split over ranks.
 
-    prompt   all ranks give all of it; each computes and keeps its rows      ring_attention
-    token    all ranks compute it; one of them keeps its keys and values     tree_decode
-    logits   those that the loop asked for, from the rank that has them      one broadcast
+    prompt   all ranks pass all of it; each computes and keeps its rows     ring_attention
+    token    all ranks compute it; one rank keeps its keys and values       tree_decode
+    logits   the requested rows, from the rank that has them                one broadcast
 
-Hooks around the model's forward cut what comes in and complete what goes out, so that the loop,
-with its stopping criteria, processors and beams, sees the whole sequence on every rank.
+Hooks around the model's forward cut its inputs and complete its logits, so that the loop, with its
+stopping criteria, processors and beams, sees the whole sequence on every rank.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from ring_attn.call import Group
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.decode import next_rank
 
-# From so many new tokens a rank on they are split: so every rank has some, in zigzag two chunks.
+# Fewest new tokens per rank to split them: so every rank gets some, in zigzag two chunks.
 ROWS_PER_RANK = 2
 
-# Of what a forward takes, what is cut into rows and along which dim; other tensors are refused.
+# Tensors of a forward that are split, and their sequence dims; other tensors are refused.
 SEQUENCE_DIMS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "cache_position": 0}
 
-# Other values with rows of the whole sequence in what a forward gives.
+# Options that return more rows of the whole sequence than logits.
 NOT_COMPLETED = ("output_hidden_states", "output_attentions")
 
 
 @dataclass(frozen=True)
 class CacheStep:
-    """A forward with a cache: the rows that each rank computes, and those that it then caches.
+    """A forward with a cache: the rows that each rank computes, and the rows that it then holds.
 
     Attributes:
-        cache: with the new rows.
-        chunk: how the new rows are split; None where every rank computes all of them.
-        keep: logits of how many of the last rows are wanted; 0 is all.
+        cache: layout of the cache with the new rows.
+        chunk: layout of the new rows; None if every rank computes all of them.
+        keep: number of last rows whose logits are requested; 0 is all.
     """
 
     cache: SequenceLayout
@@ -56,37 +56,37 @@ class CacheStep:
         return self.chunk, self.cache
 
     def num_new(self, rows: int) -> int:
-        """New rows of all ranks, of which a rank has so many."""
+        """Number of new rows of all ranks, if this rank computes `rows`."""
         return rows if self.chunk is None else self.chunk.seqlen
 
     def position_ids(self, rank: int, rows: int) -> Tensor:
-        """The global positions of the rows that a rank computes, `rows` where it computes all."""
+        """Global positions of the `rows` rows that a rank computes."""
         past = self.cache.seqlen - self.num_new(rows)
         of_rank = torch.arange(rows) if self.chunk is None else self.chunk.position_ids(rank)
         return past + of_rank
 
 
 def make_cache(model: Any, *, group: Group, kind: str, block: int, keyword: str) -> Any:
-    """An empty cache, and hooks on the model that serve it; see `Registration.cache`.
+    """Makes an empty cache, and hooks the model; see `Registration.cache`.
 
     Args:
-        model: whose forward is called.
+        model: the model that will run with the cache.
         group: the ranks.
-        kind: of the layout of prompts.
-        block: new tokens that a rank takes at a time.
-        keyword: of the forward that brings a step to the attention.
+        kind: name of the layout of prompts.
+        block: number of consecutive new tokens that one rank keeps.
+        keyword: keyword of the forward that passes a step to the attention.
     """
     if block < 1:
         raise ValueError(f"block must be at least 1, got {block}")
     parameters = inspect.signature(model.forward).parameters.values()
-    if all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in parameters):
+    if all(p.kind is not inspect.Parameter.VAR_KEYWORD for p in parameters):
         raise TypeError(
-            f"{type(model).__name__}.forward hands no keywords on to its attention, which needs "
+            f"{type(model).__name__}.forward passes no keywords on to its attention, which needs "
             f"{keyword}"
         )
     cache_class, _ = _classes()
     cache = cache_class(check.check_group(group), kind, block, keyword)
-    if _before not in model._forward_pre_hooks.values():  # a copy of a model has its hooks, too
+    if _before not in model._forward_pre_hooks.values():  # copies of models have hooks already
         model.register_forward_pre_hook(_before, with_kwargs=True)
         model.register_forward_hook(_after, with_kwargs=True)
     return cache
@@ -94,7 +94,7 @@ def make_cache(model: Any, *, group: Group, kind: str, block: int, keyword: str)
 
 @lru_cache(maxsize=1)
 def _classes() -> tuple[type[Any], type[Any]]:
-    """The classes of a cache and of its layers, made late: their bases are in transformers."""
+    """The classes of a cache and of its layers, made late as their bases need transformers."""
     from transformers.cache_utils import Cache, DynamicLayer
 
     class RingLayer(DynamicLayer):
@@ -107,7 +107,7 @@ def _classes() -> tuple[type[Any], type[Any]]:
         def update(
             self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
         ) -> tuple[Tensor, Tensor]:
-            """Appends the new rows if this rank keeps them; returns all rows that it has."""
+            """Appends the new rows if this rank keeps them; returns all rows of this rank."""
             cache = self._cache()
             assert cache is not None, "a layer does not outlive its cache"
             if not cache.keeps:
@@ -120,20 +120,20 @@ def _classes() -> tuple[type[Any], type[Any]]:
             return 0 if cache is None else cache.num_seen
 
         def get_mask_sizes(self, new: int | Tensor, *args: Any) -> tuple[int, int]:
-            """(keys, offset) of a mask over the whole sequence, which nobody makes."""
+            """(keys, offset) of a mask over the whole sequence, which is never made."""
             return self.get_seq_length() + _count(new), 0
 
         is_croppable = False
 
         def crop(self, *args: Any) -> None:
-            """Refused: rows would have to go on several ranks."""
+            """Raises: several ranks would have to drop rows."""
             raise NotImplementedError(
                 "a cache that is split over ranks cannot be cropped: assisted generation is not "
                 "built"
             )
 
     class RingCache(Cache):
-        """Keys and values of all layers, of which this rank has the rows that `layout` says."""
+        """This rank's rows of the keys and values of all layers, by `layout`."""
 
         def __init__(self, group: dist.ProcessGroup, kind: str, block: int, keyword: str) -> None:
             super().__init__(layers=[])
@@ -144,7 +144,7 @@ def _classes() -> tuple[type[Any], type[Any]]:
             self.keeps = False
 
         def begin(self, rows: int, keep: int) -> CacheStep:
-            """Decides who computes and who keeps so many new rows."""
+            """Assigns `rows` new rows to the ranks that compute and keep them."""
             if self.num_seen != self.layout.seqlen:
                 raise RuntimeError("a forward with this cache has failed: start with an empty one")
             if rows >= ROWS_PER_RANK * self.world_size:
@@ -156,7 +156,7 @@ def _classes() -> tuple[type[Any], type[Any]]:
             return CacheStep(self.layout, None, keep)
 
         def end(self) -> None:
-            """Ends a forward that has been through all layers."""
+            """Marks a forward as complete."""
             self.num_seen = self.layout.seqlen
 
         def update(
@@ -167,7 +167,7 @@ def _classes() -> tuple[type[Any], type[Any]]:
             *args: Any,
             **kwargs: Any,
         ) -> tuple[Tensor, Tensor]:
-            """Updates as transformers' method does; only within a forward of the cache's model."""
+            """Does what transformers' method does, but only in a forward of the cache's model."""
             if self.num_seen == self.layout.seqlen:
                 raise RuntimeError(
                     "this cache belongs to another model: make one by Registration.cache(model)"
@@ -181,7 +181,7 @@ def _classes() -> tuple[type[Any], type[Any]]:
             return self.num_seen
 
         def get_mask_sizes(self, new: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
-            """(keys, offset) of a mask over the whole sequence, which nobody makes."""
+            """(keys, offset) of a mask over the whole sequence, which is never made."""
             return self.num_seen + _count(new), 0
 
         def reset(self) -> None:
@@ -193,14 +193,14 @@ def _classes() -> tuple[type[Any], type[Any]]:
 
 
 def _count(new: int | Tensor) -> int:
-    """New rows, which releases of transformers tell by number or by position."""
+    """Number of new rows; releases of transformers pass a number or positions."""
     return new.size(0) if isinstance(new, Tensor) else new
 
 
 def _before(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Gives the rank its rows of what the loop passes, and the attention its step."""
+    """Cuts the loop's arguments to this rank's rows, and adds the step for the attention."""
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, _classes()[0]):
         return None
@@ -208,8 +208,8 @@ def _before(
     _check_forward(kwargs, cache.keyword)
     tokens = _tokens(kwargs)
     rows = tokens.size(1)
-    wanted = kwargs.get("logits_to_keep")
-    step = cache.begin(rows, _checked_keep(wanted, rows))
+    keep = kwargs.get("logits_to_keep")
+    step = cache.begin(rows, _checked_keep(keep, rows))
     if kwargs.get("position_ids") is None:
         start = step.cache.seqlen - rows
         positions = torch.arange(start, step.cache.seqlen, device=tokens.device)
@@ -219,7 +219,7 @@ def _before(
         for name, dim in SEQUENCE_DIMS.items():
             if kwargs.get(name) is not None:
                 kwargs[name] = step.chunk.shard(kwargs[name], cache.rank, dim)
-        if wanted is not None and step.keep != 1:
+        if keep is not None and step.keep != 1:
             kwargs["logits_to_keep"] = 0
     kwargs["attention_mask"] = None
     kwargs[cache.keyword] = step
@@ -227,7 +227,7 @@ def _before(
 
 
 def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Completes the logits, and makes them the same bits on all ranks."""
+    """Completes the logits, with the same bits on all ranks."""
     cache = kwargs.get("past_key_values")
     if not isinstance(cache, _classes()[0]):
         return None
@@ -238,15 +238,15 @@ def _after(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outp
 
 
 def _completed(logits: Tensor, step: CacheStep, cache: Any) -> Tensor:
-    """(batch, rows or less, vocab_size) of the whole chunk on every rank, or of its end."""
+    """Logits (batch, rows or fewer, vocab_size) of the requested rows, the same on every rank."""
     if step.chunk is not None and step.keep != 1:
         whole = unshard(logits, step.chunk, group=cache.group)
         return whole[:, -step.keep :]
-    # All ranks compute what is not split, from the same inputs. Were one to round otherwise its
-    # tokens would be others, and the ranks no longer in one text.
+    # All ranks compute rows that are not split. If one rounded differently, its tokens could
+    # differ, and the ranks would continue different texts.
     owner = 0 if step.chunk is None else _owner_of_last(step.chunk)
     logits = logits.detach().contiguous()
-    # As bytes: gloo has no broadcast of every dtype.
+    # As bytes: gloo cannot broadcast every dtype.
     dist.broadcast(logits.view(torch.uint8), group=cache.group, group_src=owner)
     return logits
 
@@ -258,15 +258,15 @@ def _owner_of_last(layout: SequenceLayout) -> int:
     return lasts.index(layout.seqlen - 1)
 
 
-def _checked_keep(wanted: object, rows: int) -> int:
+def _checked_keep(keep: object, rows: int) -> int:
     """`logits_to_keep` as a number from 0 to rows."""
-    if wanted is None:
+    if keep is None:
         return 0
-    if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 0:
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 0:
         raise NotImplementedError(
-            f"logits_to_keep must be a number of rows where the cache is split, got {wanted!r}"
+            f"logits_to_keep must be a number of rows if the cache is split, got {keep!r}"
         )
-    return min(wanted, rows)
+    return min(keep, rows)
 
 
 def _tokens(kwargs: dict[str, Any]) -> Tensor:
@@ -290,7 +290,7 @@ def _check_forward(kwargs: dict[str, Any], keyword: str) -> None:
     for name in NOT_COMPLETED:
         if kwargs.get(name):
             raise NotImplementedError(
-                f"{name}: every rank has those of its own rows only while the cache is split"
+                f"{name}: with a split cache every rank has only its own rows"
             )
     mask = kwargs.get("attention_mask")
     if mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2 and bool(mask.all())):
@@ -301,7 +301,7 @@ def _check_forward(kwargs: dict[str, Any], keyword: str) -> None:
 
 
 def _check_cut(kwargs: dict[str, Any], rows: int) -> None:
-    """Refuses other arguments with a row for each token, which would have to be cut too."""
+    """Refuses unknown arguments with a row per token, which would need splitting too."""
     known = {*SEQUENCE_DIMS, "attention_mask", "past_key_values"}
     for name, value in kwargs.items():
         if name not in known and isinstance(value, Tensor) and rows in value.shape[1:]:

@@ -1,12 +1,12 @@
-"""Who sees whom in Hugging Face models, where more is said than causality, windows and documents.
+"""Masks of Hugging Face models beyond causality, windows and documents.
 
-    padding at the end of rows    attention_mask, (batch, seqlen)     a row sees its tokens only
+    padding at the end of rows    attention_mask, (batch, seqlen)     a row sees only its tokens
     images, seen whole            token_type_ids, (batch, seqlen)     `masks.spans`
     chunked attention             attention_chunk_size of a config    documents of one chunk each
 
-Both tensors are those of the whole sequence, on every rank. The model hands them to the mask
-function, whose result goes to the attention in the place of a mask: a `Told`. The attention, which
-knows the layout, makes slices of it.
+Both tensors cover the whole sequence, on every rank. The model passes them to the mask function,
+which returns a `Told` instead of a mask. The attention, which knows the layout, turns the `Told`
+into slices.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ring_attn.core import masks
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
 
-# Parts of masks that causal, window_size, cu_seqlens and chunks say. Positions that jump, as in
-# zigzag, are packed sequences to transformers; the attention's own check of positions knows better.
+# Parts of masks that causal, window_size, cu_seqlens and chunks express. transformers takes
+# positions that jump, as in zigzag, for packed sequences; the attention checks positions itself.
 MASK_PATTERNS = {
     "and_mask",
     "and_masks",
@@ -48,13 +48,13 @@ Row = tuple[int, tuple[Span, ...]]
 
 @dataclass(frozen=True)
 class Told:
-    """Spans and padding of a batch, as its tokens tell them.
+    """Spans and padding of a batch, read from the arguments of a mask function.
 
     Attributes:
-        seqlen: of the whole sequence.
-        rows: for each of the batch the number of tokens before its padding, and the spans, such as
-            images, that see all of themselves.
-        beyond_windows: whether a span is seen whole even where it is longer than a window.
+        seqlen: length of the whole sequence.
+        rows: for each row of the batch the number of tokens before its padding, and the spans, such
+            as images, whose tokens all see each other.
+        beyond_windows: whether a span longer than a window is still seen whole.
     """
 
     seqlen: int
@@ -70,7 +70,7 @@ class Rule(NamedTuple):
     chunk: int | None
 
 
-# -- what a mask function is asked for
+# -- reading a mask function's arguments
 
 
 def read_mask(
@@ -81,18 +81,18 @@ def read_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Told | None:
-    """Reads from a mask function's arguments more than causality, windows and documents.
+    """Reads padding and spans from the arguments of a mask function.
 
     Args:
-        *args: sizes, which are those of a shard and say nothing.
-        mask_function: what sees what, of index tensors.
-        attention_mask: (batch, seqlen), False where there is padding.
+        *args: sizes of this rank's shard; unused.
+        mask_function: visibility as a function of index tensors.
+        attention_mask: (batch, seqlen), False for padding.
         q_length: rows of this rank.
-        config: of the model.
-        **kwargs: unused.
+        config: the model's config.
+        **kwargs: `use_vmap` marks custom functions; others are unused.
 
     Raises:
-        NotImplementedError: padding before tokens, or a mask that is none of those.
+        NotImplementedError: padding before tokens, or another kind of mask.
     """
     parts = list(_parts(mask_function)) if mask_function else []
     known = set(MASK_PATTERNS)
@@ -115,8 +115,8 @@ def read_mask(
             return None
         return Told(attention_mask.size(1), tuple((length, ()) for length in lengths))
     if attention_mask is not None and (lengths or attention_mask.size(1) != q_length):
-        # A model fills block ids up to the length of this mask, so nobody knows whether they were
-        # those of the whole sequence.
+        # A model pads block ids to the length of this mask, which hides whether they covered the
+        # whole sequence.
         raise NotImplementedError(
             "attention_mask beside token_type_ids that mark images: leave attention_mask out, and "
             f"set labels of padding at the end to {IGNORED}, as no token before padding sees it"
@@ -131,7 +131,7 @@ class _Union(NamedTuple):
 
     Attributes:
         blocks: (batch, seqlen) ids of the tokens' blocks; negative outside of blocks.
-        has_window: whether a window cuts what is seen causally only.
+        has_window: whether a window limits the causal part.
     """
 
     blocks: Tensor
@@ -139,10 +139,10 @@ class _Union(NamedTuple):
 
 
 def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """The functions that a mask is made of, by name, each before its own parts.
+    """The functions that a mask is made of, with names, each before its own parts.
 
-    Under torch.compile only the outermost, which finds unions. What is cut from a mask, such as
-    chunks, is known by the type of the layers, too.
+    Under torch.compile only the outermost function, which is enough to find unions; chunks also
+    follow from the types of the layers.
     """
     if torch.compiler.is_compiling():
         yield mask_function.__name__, mask_function
@@ -156,12 +156,12 @@ def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _contents(function: Any) -> list[Any]:
-    """Values that a function has from where it was made."""
+    """Values that a function captured in its closure."""
     return [cell.cell_contents for cell in function.__closure__ or ()]
 
 
 def _union_with_blocks(parts: list[tuple[str, Any]]) -> _Union | None:
-    """The only union among the parts, if it is one of what is seen causally and of blocks."""
+    """The only union among the parts, if it joins a causal mask and blocks."""
     unions = [function for name, function in parts if name == UNION]
     if len(unions) != 1:
         return None
@@ -175,13 +175,13 @@ def _union_with_blocks(parts: list[tuple[str, Any]]) -> _Union | None:
 
 
 def _lengths(attention_mask: Tensor | None) -> tuple[int, ...] | None:
-    """Tokens of each row before its padding; None without padding."""
+    """Number of tokens of each row before its padding; None without padding."""
     if attention_mask is None:
         return None
     if torch.compiler.is_compiling():
         raise NotImplementedError(
-            "attention_mask cannot be looked at under torch.compile: leave it out, and where a "
-            f"causal model has padding at the end set the labels there to {IGNORED}"
+            "attention_mask cannot be read under torch.compile: leave it out, and if a causal "
+            f"model has padding at the end, set the labels there to {IGNORED}"
         )
     real = attention_mask != 0
     if bool(real.all()):
@@ -199,7 +199,7 @@ def _spans(blocks: Tensor) -> Iterator[tuple[Span, ...]]:
     """The runs of each row that are blocks.
 
     Raises:
-        NotImplementedError: a block in several pieces.
+        NotImplementedError: a block is not one run.
     """
     for ids in blocks.cpu():
         edges = [0, *(torch.nonzero(ids.diff()).flatten() + 1).tolist(), len(ids)]
@@ -212,11 +212,11 @@ def _spans(blocks: Tensor) -> Iterator[tuple[Span, ...]]:
         yield tuple(spans)
 
 
-# -- what a layer asks for
+# -- chunks and query scales of a layer
 
 
 def chunk_of(module: nn.Module) -> int | None:
-    """The size of the chunks that a layer's attention stays within; None without chunks."""
+    """Size of the chunks that limit a layer's attention; None without chunks."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     types = getattr(config, "layer_types", None)
     if not types or layer is None or types[layer] != "chunked_attention":
@@ -226,9 +226,9 @@ def chunk_of(module: nn.Module) -> int | None:
 
 
 def counts_rows(module: nn.Module) -> bool:
-    """Whether a layer scales its queries by their place among the rows that it is given.
+    """Whether a layer scales its queries by their index among its rows.
 
-    Llama 4's layers without RoPE do, as they are not told the positions.
+    Llama 4's layers without RoPE do, as they do not get the positions.
     """
     tuned = getattr(module, "attn_temperature_tuning", False)
     return (
@@ -239,13 +239,13 @@ def counts_rows(module: nn.Module) -> bool:
 
 
 def scaled_again(module: Any, q: Tensor, counted: Tensor, positions: Tensor) -> Tensor:
-    """Queries that were scaled by their place among rows, scaled by their positions instead.
+    """Replaces a layer's scale of queries, by their index among rows, with that by positions.
 
     Args:
         module: see `counts_rows`.
         q: (batch, rows, nheads, headdim).
-        counted: (rows,) positions as the layer counted them.
-        positions: (rows,) in the sequence, or in their documents.
+        counted: (rows,) positions that the layer used.
+        positions: (rows,) positions in the sequence, or in the documents.
     """
     before, after = (
         torch.log1p(torch.floor((x.float() + 1) / module.floor_scale)) * module.attn_scale + 1
@@ -259,7 +259,7 @@ def scaled_again(module: Any, q: Tensor, counted: Tensor, positions: Tensor) -> 
 
 @lru_cache(maxsize=64)
 def repeated(layout: SequenceLayout, batch: int) -> SequenceLayout:
-    """The layout of a batch whose rows stand one after another in one sequence."""
+    """The layout of a batch whose rows are concatenated to one sequence."""
     whole = layout
     for _ in range(batch - 1):
         whole = whole.followed_by(layout)
@@ -269,13 +269,13 @@ def repeated(layout: SequenceLayout, batch: int) -> SequenceLayout:
 @lru_cache(maxsize=256)
 def mask_of(seqlen: int, rows: tuple[Row, ...], rule: Rule, cuts: tuple[int, ...] | None,
             beyond_windows: bool) -> Mask:  # fmt: skip
-    """The mask of rows of a batch that stand one after another.
+    """The mask of a batch whose rows are concatenated.
 
     Args:
-        seqlen: of each.
+        seqlen: length of each row.
         rows: see `Told`.
-        rule: of the layer.
-        cuts: documents of all rows, if they are told.
+        rule: causality, window and chunk of the layer.
+        cuts: boundaries of documents, the same in all rows; None without documents.
         beyond_windows: see `Told`.
     """
     each = [_mask_of_row(seqlen, row, rule, cuts, beyond_windows) for row in rows]

@@ -1,9 +1,9 @@
-"""The functions of the package ring-flash-attn (0.1.8), as ring_attention: change the import.
+"""ring-flash-attn's functions (0.1.8) over ring_attention: only the import changes.
 
     from ring_flash_attn import zigzag_ring_flash_attn_func                          # before
     from ring_attn.integrations.ring_flash_attn import zigzag_ring_flash_attn_func   # after
 
-Names, parameters, their order and defaults, shapes and what is returned are those of that package:
+Names, parameters, their order and defaults, shapes and results are those of ring-flash-attn:
 
     ring_flash_attn_{func, kvpacked_func, qkvpacked_func}            rank r holds the r-th run
     zigzag_ring_flash_attn_{...}                                     chunks r and 2P-1-r
@@ -13,16 +13,15 @@ Names, parameters, their order and defaults, shapes and what is returned are tho
                                                                      documents split in runs
 
 The other two of its 21 functions, `substitute_hf_flash_attn` and `update_ring_flash_attn_params`,
-patch transformers and are refused with what to call instead: see `adapters`. `utils` has what rings
-of your own are made of.
+patch transformers; here they raise, and name the replacement: see `adapters`. `utils` has parts for
+writing your own ring.
 
-Differences, where the other's result is not what its parameters say: `window_size` counts global
-positions, not those within a shard; gradients have the dtypes of their inputs; every dtype, headdim
-and backend of `ring_attention` works, on CPUs too; the zigzag and stripe functions take
-`causal=False`. `dropout_p` and `alibi_slopes` are refused.
+Differences: `window_size` counts global positions, not positions within a shard; gradients have the
+dtypes of their inputs; every dtype, headdim and backend of `ring_attention` works, on CPUs too; the
+zigzag and stripe functions take `causal=False`. `dropout_p` and `alibi_slopes` are refused.
 
-torch.compile takes the nine functions without documents into a graph. Those over documents break
-the graph, because their plans follow from the values of `cu_seqlens`.
+torch.compile includes the nine functions without documents in a graph. The functions over documents
+break the graph, because their plans depend on the values of `cu_seqlens`.
 """
 
 from __future__ import annotations
@@ -66,9 +65,9 @@ from ring_attn.integrations.ring_flash_attn.adapters import (
 )
 from ring_attn.transport.debug import tell_refusal
 
-# What torch.compile says with fullgraph=True of functions that are left out of the graph.
+# Error of torch.compile with fullgraph=True for functions that are left out of the graph.
 _READS_DOCUMENTS = (
-    "the plans of all ranks follow from the values of cu_seqlens, and a graph knows none: compile "
+    "the plans of all ranks depend on the values of cu_seqlens, unknown in a graph: compile "
     "without fullgraph=True, or call ring_attn.ring_attention with the global cu_seqlens and a "
     "layout, which compiles whole"
 )
@@ -76,7 +75,7 @@ Function = Callable[..., Result]
 
 
 class _Options(NamedTuple):
-    """The parameters with which all of the functions end, in their order."""
+    """The last parameters of all functions, in their order."""
 
     dropout_p: float = 0.0
     softmax_scale: float | None = None
@@ -95,12 +94,12 @@ def llama3_flash_attn_prepare_cu_seqlens(
     """The documents of one rank's run of a packed sequence, for `llama3_flash_attn_varlen_func`.
 
     `cu_seqlens` has the boundaries in the whole sequence, whose length is a multiple of
-    `world_size`; `causal` is that of the call that follows.
+    `world_size`; `causal` must be the same in the later call.
 
     Returns:
         `(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice)`: boundaries of the
-        documents within the rank's rows, boundaries of the keys that they see, counted from the
-        first, the longest of each, and where those keys are in the sequence.
+        documents within the rank's rows; boundaries of their visible keys, counted from the first
+        key; the longest document of each; and the slice of these keys in the sequence.
 
     Example:
         >>> llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 3, 8]), True, 1, 2)
@@ -122,11 +121,11 @@ def llama3_flash_attn_prepare_cu_seqlens(
 def _attend(
     qkv: Qkv, options: _Options, documents: Tensor | None = None, **how: Unpack[How]
 ) -> Result:
-    """ring_attention with flash-attn's options, in a layout and by a strategy."""
-    given = Options(*options[:4], 0.0, *options[4:-1])
-    check_deterministic(qkv, given)
+    """Calls ring_attention with flash-attn's options; `how` has layout and strategy."""
+    flash_options = Options(*options[:4], 0.0, *options[4:-1])
+    check_deterministic(qkv, flash_options)
     how["group"] = options.group
-    return attend(qkv, given, documents, **how)
+    return attend(qkv, flash_options, documents, **how)
 
 
 def _longest(boundaries: Sequence[int]) -> int:
@@ -134,7 +133,7 @@ def _longest(boundaries: Sequence[int]) -> int:
 
 
 def _tells_refusal(function: Function) -> Function:
-    """Decorates a function of `(qkv, options, ...)`: other ranks hear of what it refuses."""
+    """Decorates a function of `(qkv, options, ...)`: its errors are reported to the other ranks."""
 
     @wraps(function)
     def call(qkv: Qkv, options: _Options, *args: Any, **kwargs: Any) -> Result:
@@ -152,7 +151,7 @@ def _tells_refusal(function: Function) -> Function:
 def _attend_split(
     qkv: Qkv, options: _Options, cu_seqlens: Tensor, max_seqlen: int, *, chunks: int
 ) -> Result:
-    """Attention within packed documents, each of which is split over all ranks."""
+    """Attention within packed documents that are each split over all ranks."""
     check_documents("", cu_seqlens, max_seqlen)
     boundaries = on_host("cu_seqlens", cu_seqlens)
     for name, x in zip("qkv", qkv, strict=True):
@@ -170,7 +169,7 @@ def _attend_split(
 def _split_documents(
     boundaries: tuple[int, ...], world_size: int, chunks: int
 ) -> tuple[SequenceLayout, Tensor]:
-    """The layout where a rank holds so many chunks of each document, and global boundaries."""
+    """The layout in which a rank holds `chunks` chunks of each document, and global boundaries."""
     parts: list[list[Segment]] = [[] for _ in range(world_size)]
     for start, stop in pairwise(boundaries):
         size, left = divmod(stop - start, chunks)
@@ -181,21 +180,21 @@ def _split_documents(
                 f"{list(boundaries)} with one of {stop - start} rows; pad it, or call "
                 "ring_attn.ring_attention with a layout, which takes any length"
             )
-        for rank, held in enumerate(parts):
-            mine = (rank, 2 * world_size - 1 - rank)[:chunks]
-            held += [Segment(start * world_size + chunk * size, size) for chunk in mine]
+        for rank, segments in enumerate(parts):
+            of_rank = (rank, 2 * world_size - 1 - rank)[:chunks]
+            segments += [Segment(start * world_size + chunk * size, size) for chunk in of_rank]
     return SequenceLayout.from_segments(parts), torch.tensor(boundaries) * world_size
 
 
 def _local_documents(
     boundaries: Sequence[int], causal: bool, rank: int, world_size: int
 ) -> tuple[list[int], list[int], slice]:
-    """Boundaries of one rank's queries and of the keys that they see, and where those keys are."""
+    """Boundaries of one rank's queries and of their visible keys, and the slice of these keys."""
     rows = boundaries[-1] // world_size
     first, end = rank * rows, (rank + 1) * rows
     left, right = bisect_left(boundaries, first), bisect_left(boundaries, end)
     if boundaries[left] != first:
-        left -= 1  # the document began on a rank before
+        left -= 1  # the document began on an earlier rank
     start, stop = boundaries[left], end if causal else boundaries[right]
     cu_q = [0, *(cut - first for cut in boundaries[left + 1 : right]), rows]
     cu_k = [*(cut - start for cut in boundaries[left:right]), stop - start]
@@ -205,7 +204,7 @@ def _local_documents(
 @left_out_of_graphs(_READS_DOCUMENTS)
 @_tells_refusal
 def _attend_gathered(qkv: Qkv, options: _Options, *local: Any) -> Result:
-    """Attention by all-gather over a sequence in equal runs, from one rank's own documents."""
+    """Attention by all-gather over a sequence in equal runs; each rank passes its documents."""
     cu_q, cu_k, max_seqlen_q, max_seqlen_k, heads_k_stride, keys = local
     check.check_tensors(*qkv, packed=True)
     rows, nheads_kv, _ = qkv[1].shape
@@ -223,59 +222,59 @@ def _attend_gathered(qkv: Qkv, options: _Options, *local: Any) -> Result:
     return _attend(qkv, options, documents, layout=layout, strategy=strategy)
 
 
-# cu_seqlens_q -> the rest of a rank's arguments -> all documents, and cu_seqlens_k, which is kept
-# so that no other tensor gets its id.
+# cu_seqlens_q -> a rank's other arguments -> all documents, and cu_seqlens_k, which is kept so that
+# no other tensor gets its id.
 _documents: Any = WeakTensorKeyDictionary()
 
 
 def _all_documents(
     cu_q: Tensor, cu_k: Tensor, keys: slice, rows: int, causal: bool, group: dist.ProcessGroup
 ) -> Tensor:
-    """Global boundaries of all documents but empty ones, which the ranks exchange once."""
+    """Global boundaries of all non-empty documents; collective for new arguments."""
     versions = [0 if x.is_inference() else x._version for x in (cu_q, cu_k)]
-    asked = (*versions, id(cu_k), keys.start, keys.stop, rows, causal, group)
+    arguments = (*versions, id(cu_k), keys.start, keys.stop, rows, causal, group)
     known: dict[Any, tuple[Tensor, Tensor]] = _documents.setdefault(cu_q, {})
-    if asked not in known:
+    if arguments not in known:
         reported: list[Any] = [None] * dist.get_world_size(group)
         own = {"q": cu_q.tolist(), "k": cu_k.tolist(), "keys": (keys.start, keys.stop)}
         dist.all_gather_object(reported, {"rows": rows, **own}, group=group)
-        known[asked] = (torch.tensor(_joined_documents(reported, causal)), cu_k)
-    return known[asked][0]
+        known[arguments] = (torch.tensor(_joined_documents(reported, causal)), cu_k)
+    return known[arguments][0]
 
 
 def _joined_documents(reported: Sequence[dict[str, Any]], causal: bool) -> list[int]:
-    """Boundaries of the whole sequence from those of every rank, which must fit one another."""
+    """Joins the boundaries of all ranks to those of the whole sequence; refuses contradictions."""
     rows, world_size = reported[0]["rows"], len(reported)
-    # The last of a rank may be only where its keys end; the next begins there, or is the end.
-    starts = {one["keys"][0] + cut for one in reported for cut in one["k"][:-1]}
+    # Leaves out a rank's last boundary: it may lie within a document, where the rank's keys end.
+    starts = {report["keys"][0] + cut for report in reported for cut in report["k"][:-1]}
     boundaries = sorted(starts | {rows * world_size})
 
-    def fits(rank: int, one: dict[str, Any]) -> bool:
-        if boundaries[0] != 0 or one["rows"] != rows:
+    def fits(rank: int, report: dict[str, Any]) -> bool:
+        if boundaries[0] != 0 or report["rows"] != rows:
             return False
         cu_q, cu_k, keys = _local_documents(boundaries, causal, rank, world_size)
-        given = (sorted(set(one["q"])), sorted(set(one["k"])), one["keys"])  # no empty documents
-        return given == (cu_q, cu_k, (keys.start, keys.stop))
+        reported_cuts = sorted(set(report["q"])), sorted(set(report["k"]))  # no empty documents
+        return (*reported_cuts, report["keys"]) == (cu_q, cu_k, (keys.start, keys.stop))
 
-    odd = [rank for rank, one in enumerate(reported) if not fits(rank, one)]
+    odd = [rank for rank, report in enumerate(reported) if not fits(rank, report)]
     if odd:
         raise ValueError(
-            "cu_seqlens_q, cu_seqlens_k and local_k_slice must be what "
-            "llama3_flash_attn_prepare_cu_seqlens gives every rank for one cu_seqlens of "
+            "cu_seqlens_q, cu_seqlens_k and local_k_slice must be the results of "
+            "llama3_flash_attn_prepare_cu_seqlens on every rank for one cu_seqlens of "
             f"{world_size} x {rows} positions and causal={causal}; those of ranks {odd} are not: "
             + "; ".join(f"rank {rank} has {reported[rank]}" for rank in odd[:2])
         )
     return boundaries
 
 
-# Parameters as they are written in signatures.
+# Parameters as text for signatures.
 _SPLIT = "cu_seqlens: Tensor, max_seqlen: int"
 _GATHERED = (
     "cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, "
     "heads_k_stride: int, local_k_slice: slice"
 )
 
-# For each name: what computes `(qkv, options, *documents)`, and the parameters over documents.
+# For each name: the function of `(qkv, options, *documents)`, and its parameters for documents.
 _FAMILIES: dict[str, tuple[Function, str]] = {
     "ring_flash_attn": (partial(_attend, layout="contiguous"), ""),
     "zigzag_ring_flash_attn": (partial(_attend, layout="zigzag"), ""),
@@ -285,20 +284,21 @@ _FAMILIES: dict[str, tuple[Function, str]] = {
     "llama3_flash_attn_varlen": (_attend_gathered, _GATHERED),
 }
 
-_DOCSTRING = """Attention of this rank's queries to all keys that they see.
+_DOCSTRING = """Attention of this rank's queries to all visible keys.
 
-Args, by the names that are in the signature:
-    q, k, v, kv, qkv: ({rows}, nheads, headdim), kv with a dim of 2 before the heads, qkv of 3.
-    cu_seqlens: global boundaries of the documents, divided by the ranks; zigzag needs an even
-        number of a document's rows on each rank.
+Args, as far as the signature has them:
+    q, k, v, kv, qkv: ({rows}, nheads, headdim); kv has a dim of 2 before the heads, qkv of 3.
+    cu_seqlens: global boundaries of the documents, divided by the number of ranks; zigzag needs an
+        even number of a document's rows on each rank.
     max_seqlen: rows of the longest document on this rank, or more.
-    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice: what
-        `llama3_flash_attn_prepare_cu_seqlens` gave for the same `causal`. Calls with new tensors
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, local_k_slice: results of
+        `llama3_flash_attn_prepare_cu_seqlens` for the same `causal`. Calls with new tensors
         exchange them between the ranks; so the tensors must be new on every rank, or on none.
-    heads_k_stride: KV heads that are gathered at a time; must divide nheads_kv.
-    causal, window_size: by global positions; with `causal` the right is 0 whatever is given.
-    dropout_p, alibi_slopes, deterministic: refused, the last where the backend cannot promise it.
-    group: a process group, or one axis of a mesh; the default group by default.
+    heads_k_stride: number of KV heads to gather at a time; must divide nheads_kv.
+    causal, window_size: by global positions; `causal` makes the right window 0.
+    dropout_p, alibi_slopes: refused.
+    deterministic: refused if the backend cannot promise it.
+    group: a process group, or one axis of a mesh; None is the default group.
 
 Returns:
     `out` ({rows}, nheads, headdim); with `return_attn_probs` `(out, lse, None)`, lse (batch,
@@ -307,7 +307,7 @@ Returns:
 
 
 def _function(family: str, form: str = "") -> Function:
-    """Makes the function of a family that takes q, k, v; or q, kv; or qkv."""
+    """Makes the function of a family for q, k, v; for q, kv; or for qkv."""
     _, documents = _FAMILIES[family]
     name = f"{family}_{form}packed_func" if form else f"{family}_func"
     options = parameters_of(_Options)
@@ -322,7 +322,7 @@ def _function(family: str, form: str = "") -> Function:
 def _call(
     family: str, form: str, tensors: tuple[Tensor, ...], options: _Options, *documents: Any
 ) -> Result:
-    """Computes a function of a family, whose last tensor may hold as many as its name has."""
+    """Unpacks the tensors, and calls the family's function."""
     try:
         qkv = unpacked(form, tensors, packed=bool(documents))
     except Exception as error:

@@ -1,4 +1,4 @@
-"""`ring_flash_attn.adapters`: its functions patch transformers for the process, and are refused."""
+"""`ring_flash_attn.adapters`: functions that patch transformers; all of them raise here."""
 
 from __future__ import annotations
 

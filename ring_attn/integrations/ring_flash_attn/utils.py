@@ -1,7 +1,7 @@
-"""`ring_flash_attn.utils`: what rings of your own are made of, over torch.distributed.
+"""`ring_flash_attn.utils`: parts for writing your own ring, over torch.distributed.
 
-Their messages carry no identity: ranks whose calls differ are not told apart, as they are in
-`ring_attention`. `get_default_args`, which reads flash-attn's private functions, is not here.
+Unlike in `ring_attention`, messages carry no identity, so calls that differ between ranks are not
+detected. `get_default_args`, which reads flash-attn's private functions, is left out.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ def update_out_and_lse(
     block_lse: Tensor,
     slice_: _Index | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to more keys, from that to some and that to a block of others.
+    """Merges the attention to a block of keys into the attention so far.
 
     Args:
-        out: (..., rows, nheads, headdim) float32 so far; None before the first block.
-        lse: (..., rows, nheads, 1) float32 so far.
-        block_out: (..., rows, nheads, headdim) of the block; any floating point dtype.
-        block_lse: (..., nheads, rows) of the block.
-        slice_: which part of `out` and `lse` the block is for; they are changed in place then.
+        out: (..., rows, nheads, headdim) float32, the output so far; None before the first block.
+        lse: (..., rows, nheads, 1) float32, the lse so far.
+        block_out: (..., rows, nheads, headdim), the block's output; any floating point dtype.
+        block_lse: (..., nheads, rows), the block's lse.
+        slice_: part of `out` and `lse` that the block covers; then both are changed in place.
 
     Returns:
-        `(out, lse)` of all. Rows that have seen nothing have out 0 and lse -inf.
+        The merged `(out, lse)`. Rows that have seen nothing have out 0 and lse -inf.
 
     Raises:
-        RuntimeError: a slice for the first block.
+        RuntimeError: the first block has a slice.
 
     Example:
         >>> half = torch.full((1, 1, 1), 2.0), torch.zeros(1, 1)
@@ -71,30 +71,30 @@ def update_out_and_lse(
 def flatten_varlen_lse(lse: Tensor, cu_seqlens: Tensor) -> Tensor:
     """(nheads, rows) of packed documents, from (documents, nheads, longest)."""
     lengths = [b - a for a, b in pairwise(check.check_cu_seqlens("cu_seqlens", cu_seqlens) or ())]
-    return torch.cat([one[:, :n] for one, n in zip(lse, lengths, strict=True)], 1)
+    return torch.cat([document[:, :n] for document, n in zip(lse, lengths, strict=True)], 1)
 
 
 def unflatten_varlen_lse(lse: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     """(documents, nheads, max_seqlen), padded with 0, from packed (rows, nheads, 1)."""
     runs = list(pairwise(check.check_cu_seqlens("cu_seqlens", cu_seqlens) or ()))
     padded = lse.new_zeros(len(runs), as_int("max_seqlen", max_seqlen), lse.size(-2))
-    for one, (start, stop) in zip(padded, runs, strict=True):
-        one[: stop - start] = lse[start:stop, :, 0]
+    for document, (start, stop) in zip(padded, runs, strict=True):
+        document[: stop - start] = lse[start:stop, :, 0]
     return padded.transpose(1, 2).contiguous()
 
 
 class RingComm:
-    """Sends tensors to the next rank while those of the rank before arrive.
+    """Sends tensors to the next rank, and receives those of the previous rank.
 
     Attributes:
-        rank: of this process in the group.
-        world_size: ranks of the group.
-        send_rank: the next, among all processes.
-        recv_rank: the one before, among all processes.
+        rank: rank of this process in the group.
+        world_size: number of ranks of the group.
+        send_rank: global rank of the next rank.
+        recv_rank: global rank of the previous rank.
     """
 
     def __init__(self, process_group: Group) -> None:
-        """A ring over a group; None is the default one."""
+        """Makes a ring over a group; None is the default group."""
         self._group = check.check_group(process_group)
         self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         around = ((self.rank + step) % self.world_size for step in (1, -1))
@@ -103,9 +103,9 @@ class RingComm:
         self._works: list[dist.Work] | None = None
 
     def send_recv(self, to_send: Tensor, recv_tensor: Tensor | None = None) -> Tensor:
-        """The tensor that will hold the other's after `wait`; nothing is sent before `commit`."""
+        """Queues an exchange; the returned tensor is received after `commit` and `wait`."""
         received = torch.empty_like(to_send) if recv_tensor is None else recv_tensor
-        # Alone, a rank is its own neighbour, to which no message can go.
+        # A single rank is its own neighbour, and cannot send to itself.
         if self.world_size == 1:
             return received.copy_(to_send)
         self._ops += (
@@ -121,19 +121,19 @@ class RingComm:
         k_buffer: Tensor | None = None,
         v_buffer: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Both tensors that will hold the other's, already on their way."""
-        arriving = self.send_recv(k, k_buffer), self.send_recv(v, v_buffer)
+        """Starts to exchange k and v; the returned tensors are received after `wait`."""
+        received = self.send_recv(k, k_buffer), self.send_recv(v, v_buffer)
         self.commit()
-        return arriving
+        return received
 
     def commit(self) -> None:
-        """Starts to send."""
+        """Starts the queued exchanges."""
         if self._works is not None:
             raise RuntimeError("commit must follow a wait, got a second commit: call wait between")
         self._works = dist.batch_isend_irecv(self._ops) if self._ops else []
 
     def wait(self) -> None:
-        """Returns when all has arrived."""
+        """Waits until everything has arrived."""
         if self._works is None:
             raise RuntimeError("wait must follow a commit, got none: call commit before")
         for work in self._works:
@@ -145,12 +145,12 @@ class AllGatherComm:
     """Gathers tensors of all ranks, several at a time."""
 
     def __init__(self, group: Group = None) -> None:
-        """Over a group; None is the default one."""
+        """Makes a gatherer over a group; None is the default group."""
         self._group = check.check_group(group)
         self._works: list[dist.Work | None] = []
 
     def all_gather(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
-        """Starts to gather: the output is the inputs of all ranks, one behind another in dim 0."""
+        """Starts to gather the inputs of all ranks, concatenated in dim 0, into the output."""
         self._works.append(
             dist.all_gather_into_tensor(
                 output_tensor, input_tensor, group=self._group, async_op=True
@@ -158,7 +158,7 @@ class AllGatherComm:
         )
 
     def wait(self) -> None:
-        """Returns when all outputs are there."""
+        """Waits until all outputs are complete."""
         for work in self._works:
             if work is not None:
                 work.wait()
