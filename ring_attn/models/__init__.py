@@ -1,1 +1,1 @@
-"""Attention modules, meshes and weight shards: ring attention inside a model."""
+"""Ring attention inside a model: attention modules, meshes and weight shards."""

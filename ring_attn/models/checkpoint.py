@@ -1,8 +1,8 @@
-"""Tensors of a safetensors checkpoint, of which the disk reads only the slices that are asked for.
+"""Reads slices of a safetensors checkpoint, and nothing else, from the disk.
 
-safetensors gives views of a mapped file. At each page that a reader touches, the system reads as
-much ahead as the disk's setting says: megabytes on some, several times the shard of a matrix. So
-the pages of a view are requested before anyone touches them, and nothing around them is read.
+safetensors returns views of a mapped file. At each page fault the system also reads ahead, on some
+disks megabytes, several times the shard of a matrix. So this module requests the pages of a view
+first (posix_fadvise), and the system reads nothing around them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor
 # The longest header that the format allows.
 _MAX_HEADER = 100_000_000
 
-# Linux takes at most so much of one request as it reads ahead by default.
+# Linux truncates a larger request to its default readahead.
 _AT_ONCE = 128 * 1024
 
 
 class Checkpoint:
-    """The tensors of a checkpoint by their names; each file is opened once, when it is needed.
+    """The tensors of a checkpoint by name; opens each file once, at its first use.
 
     Args:
         source: a `.safetensors` file, a `model.safetensors.index.json`, or the folder of either.
@@ -60,7 +60,7 @@ class Checkpoint:
         self._stack.close()
 
     def __getitem__(self, name: str) -> FileTensor:
-        """The tensor of that name, still in its file; KeyError with the nearest names."""
+        """The tensor of that name, not yet read; KeyError lists the nearest names."""
         if name not in self.files:
             near = difflib.get_close_matches(name, self.files, n=3, cutoff=0.0)
             raise KeyError(f"{self._source} has no tensor {name!r}; the nearest are {near}")
@@ -69,8 +69,8 @@ class Checkpoint:
     def _file(self, path: Path) -> _File:
         if path not in self._opened:
             if not path.is_file():
-                named = "" if path == self._source else f", which {self._source} names"
-                raise FileNotFoundError(f"there is no file {path}{named}")
+                by_index = "" if path == self._source else f", which {self._source} names"
+                raise FileNotFoundError(f"there is no file {path}{by_index}")
             with _naming(path):
                 self._opened[path] = _File(path, self._stack)
         return self._opened[path]
@@ -97,7 +97,7 @@ class _File:
 
         self.path, self.fd = path, os.open(path, os.O_RDONLY)
         stack.callback(os.close, self.fd)
-        # Read so, the header comes alone; safetensors then finds it in memory.
+        # RANDOM reads the header without readahead; safetensors then finds it in memory.
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
         length = int.from_bytes(os.pread(self.fd, 8, 0), "little")
@@ -115,7 +115,7 @@ class _File:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor in a file: safetensors' slices of it, and the position of its bytes."""
+    """A tensor in a file: safetensors' slice object `x`, and the position of its bytes."""
 
     x: Any
     shape: tuple[int, ...]
@@ -124,9 +124,9 @@ class FileTensor:
     nbytes: int
 
     def __getitem__(self, index: tuple[slice, ...], /) -> Tensor:
-        """A view of the mapped file, whose pages are requested; the last index is the cut."""
-        if hasattr(os, "posix_fadvise"):  # elsewhere more of the file is read
-            # safetensors looks at the first byte of the tensor, too.
+        """Requests the pages of a slice and returns a view of them; only the last index may cut."""
+        if hasattr(os, "posix_fadvise"):  # other systems read more of the file
+            # safetensors reads the tensor's first byte too.
             for start, length in [(self.start, 1), *self._pieces(index)]:
                 for at in range(start, start + length, _AT_ONCE):
                     size = min(_AT_ONCE, start + length - at)
@@ -136,7 +136,7 @@ class FileTensor:
         return part
 
     def _pieces(self, index: tuple[slice, ...]) -> Iterator[tuple[int, int]]:
-        """Start and length in the file of each run of bytes that is indexed."""
+        """Start and length in the file of each run of bytes of a slice."""
         if not index:
             yield self.start, self.nbytes
         elif self.nbytes:
@@ -149,20 +149,20 @@ class FileTensor:
 
 
 def _index_or_file(source: Path) -> Path:
-    """The index or the one file that a source is."""
+    """The index or the one file of a source."""
     if source.is_dir():
-        found = sorted(source.glob("*.safetensors"))
+        files = sorted(source.glob("*.safetensors"))
         for name in ("model.safetensors.index.json", "model.safetensors"):
             if (source / name).is_file():
                 return source / name
-        if not found:
+        if not files:
             raise FileNotFoundError(f"there is no safetensors file in {source}")
-        if len(found) > 1:
+        if len(files) > 1:
             raise ValueError(
-                f"{source} has {len(found)} safetensors files and no model.safetensors.index.json: "
-                "pass the file that is meant"
+                f"{source} has {len(files)} safetensors files and no model.safetensors.index.json: "
+                "pass one of the files"
             )
-        return found[0]
+        return files[0]
     if source.suffix not in (".safetensors", ".json"):
         raise ValueError(
             "source must be a .safetensors file, a model.safetensors.index.json or the folder of "
@@ -172,7 +172,7 @@ def _index_or_file(source: Path) -> Path:
 
 
 def _weight_map(index: Path, outside_folder: bool) -> dict[str, Path]:
-    """The file of each tensor by its name."""
+    """The file of each tensor, by the tensor's name."""
     if not index.is_file():
         raise FileNotFoundError(f"there is no file {index}")
     with _naming(index):
@@ -188,7 +188,7 @@ def _weight_map(index: Path, outside_folder: bool) -> dict[str, Path]:
     if strays:
         raise ValueError(
             f"{index} names files outside of its folder: {strays[:3]}; pass outside_folder=True if "
-            "the index is to be trusted"
+            "you trust the index"
         )
     return {name: files[file] for name, file in weight_map.items()}
 
@@ -198,8 +198,8 @@ def _is_safetensors_name(file: object) -> bool:
 
 
 def _strays(path: Path, index: Path) -> bool:
-    """Whether a file lies, behind all links, outside of the folder of the index."""
-    # An index that is a link has two: in the cache of the Hugging Face Hub it links to a blob, and
-    # the files that it names link to others beside that.
+    """Whether a file, with all links resolved, lies outside of the folder of the index."""
+    # An index that is a link has two folders. In the cache of the Hugging Face Hub the index and
+    # the files that it names are links to blobs in another folder.
     folders = os.path.realpath(index.parent), os.path.dirname(os.path.realpath(index))
     return not any(Path(os.path.realpath(path)).is_relative_to(folder) for folder in folders)

@@ -1,4 +1,4 @@
-"""DTensors of attention whose rows are split along a mesh: placements, lengths, local shards."""
+"""DTensors whose rows are split along a mesh: placements, lengths, local shards."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, placement_types
 
 from ring_attn.core.layout import Layouts, SequenceLayout
 
-# The placement of a dim that is split twice in another order; a subclass of Shard in some versions.
-# (isinstance, not type(): compilers of torch 2.11 do not know the type of a placement.)
+# The placement of a dim that is split twice, in another order; some versions derive it from Shard.
+# (isinstance, not type(): torch 2.11's compiler cannot trace the type of a placement.)
 _STRIDED: Any = getattr(placement_types, "_StridedShard", ())
 
 
 class Dims(NamedTuple):
-    """The dims of a tensor that are its rows and its heads."""
+    """The dims of a tensor's rows and of its heads."""
 
     seq: int
     head: int
@@ -44,7 +44,7 @@ class SplitRows:
         self._known_axes = {mesh: tuple(range(mesh.ndim))}
 
     def distributed(self, qkv: Sequence[Tensor], layouts: Layouts | None) -> list[Tensor]:
-        """Plain shards as DTensors of the whole; without layouts they are equally long."""
+        """DTensors of the whole sequence from plain shards; without layouts, from equal shards."""
         lengths = [x.size(self.seq_dim) * self.mesh.size() for x in qkv]
         if layouts is not None:
             for layout in layouts:
@@ -65,12 +65,12 @@ class SplitRows:
         return tensors
 
     def layout_of_lengths(
-        self, lengths: tuple[int, int], given: str | SequenceLayout | Layouts
+        self, lengths: tuple[int, int], requested: str | SequenceLayout | Layouts
     ) -> str | Layouts:
-        """Layout of queries and keys of such lengths, split as DTensor splits."""
-        if isinstance(given, str) and all(n % self.mesh.size() == 0 for n in lengths):
-            return given
-        pair = given if isinstance(given, tuple | list) else (given, given)
+        """The layout of queries and keys of these lengths; refuses shards other than DTensor's."""
+        if isinstance(requested, str) and all(n % self.mesh.size() == 0 for n in lengths):
+            return requested
+        pair = requested if isinstance(requested, tuple | list) else (requested, requested)
         layouts = []
         for seqlen, layout in zip(lengths, pair, strict=True):
             lens = _chunk_lens(seqlen, self.mesh)
@@ -87,18 +87,18 @@ class SplitRows:
         return layouts[0], layouts[1]
 
     def check_placements(self, qkv: Sequence[Tensor], dims: Dims) -> None:
-        """The style's axes split the rows and nothing else does; other axes split heads or batch.
+        """Checks that the style's axes split only rows, and other axes only heads or batch.
 
         Raises:
-            ValueError: placements under which a shard's attention would not be a shard of it.
+            ValueError: placements for which attention on shards would be wrong.
         """
         q = qkv[0]
-        assert isinstance(q, DTensor), "asked before"
+        assert isinstance(q, DTensor), "checked by the caller"
         dims.order(q.ndim)
         axes, mesh = self._axes(q.device_mesh), q.device_mesh
         num_shares = 1  # ranks among which the heads are split
         for name, x in zip("qkv", qkv, strict=True):
-            assert isinstance(x, DTensor), "asked before"
+            assert isinstance(x, DTensor), "checked by the caller"
             if x.device_mesh != mesh or x.placements != q.placements:
                 raise ValueError(
                     "q, k, v must be placed alike on one mesh, got q "
@@ -127,7 +127,7 @@ class SplitRows:
                 )
 
     def _axes(self, mesh: DeviceMesh) -> tuple[int, ...]:
-        """Which axes of a DTensor's mesh are those of the style."""
+        """The style's axes, as indices in a DTensor's mesh."""
         if mesh not in self._known_axes:
             self._known_axes[mesh] = self._find_axes(mesh)
         return self._known_axes[mesh]
@@ -150,7 +150,7 @@ class SplitRows:
 
 
 def rows_of(x: DTensor) -> Tensor:
-    """This rank's rows of an output that is a DTensor on the style's mesh."""
+    """This rank's rows of an output, a DTensor on the style's mesh."""
     dims = {_sharded_dim(p) for p in x.placements}
     if len(dims) != 1 or None in dims:
         raise ValueError(
@@ -172,7 +172,7 @@ def placed_as(out: Tensor, q: DTensor) -> DTensor:
 
 
 def _chunk_lens(seqlen: int, mesh: DeviceMesh) -> tuple[int, ...]:
-    """Rows of each rank where DTensor splits so many along all axes of a mesh, as torch.chunk."""
+    """Rows of each rank when DTensor splits `seqlen` along all axes of a mesh, like torch.chunk."""
     lens = [seqlen]
     for size in mesh.shape:
         lens = [
@@ -184,12 +184,12 @@ def _chunk_lens(seqlen: int, mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def _cuts(lens: Sequence[int]) -> list[int]:
-    """First position of each rank, and the end."""
+    """The first position of each rank, and the end."""
     return [*accumulate(lens, initial=0)]
 
 
 def _sharded_dim(placement: object) -> int | None:
-    """The dim that is split plainly along an axis of the mesh."""
+    """The dim of a plain Shard; None for other placements."""
     if isinstance(placement, Shard) and not isinstance(placement, _STRIDED):
         return placement.dim
     return None
@@ -198,13 +198,13 @@ def _sharded_dim(placement: object) -> int | None:
 def _from_local(
     x: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: Sequence[int]
 ) -> DTensor:
-    """A DTensor of that shape, whose dims have the order in memory of those of `x`."""
+    """A DTensor of that global shape, whose dims have the same order in memory as those of `x`."""
     even = list(x.shape)
     for axis, placement in enumerate(placements):
         dim = _sharded_dim(placement)
         if dim is not None:
             even[dim] *= mesh.size(axis)
-    # torch works it out itself, also for lengths that a compiler leaves open.
+    # torch infers even shapes itself, also for symbolic lengths.
     if even == list(shape):
         return DTensor.from_local(x, mesh, placements, run_check=False)
     if 0 in x.stride():

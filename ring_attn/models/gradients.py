@@ -1,10 +1,10 @@
-"""Sums gradients over the ranks that have parameters in common.
+"""Sums gradients over the ranks that share parameters.
 
-Every rank of a ring has the whole model and some rows of each sequence. Its backward pass gives the
-gradient of its own rows' loss, with respect to everything those rows saw, keys and values of other
-ranks included. The gradient of the whole sequence is the sum over the ring: `sync_gradients`.
+Every rank of a ring has the whole model and some rows of each sequence. Its backward computes the
+gradient of its own rows' loss, including the paths through other ranks' keys and values. The
+gradient of the whole sequence is the sum over the ring: `sync_gradients`.
 
-Not needed where `fully_shard` or DDP spans the ring: these reduce over their own ranks.
+If `fully_shard` or DDP spans the ring, they reduce the gradients, and this is not needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OPS = ("sum", "mean")
 
 BUCKET_BYTES = 32 << 20
 
-# Summed in float32: gloo does not add up 16-bit numbers, and a sum of many loses less.
+# 16-bit gradients are summed in float32: gloo cannot add 16-bit numbers, and errors are smaller.
 WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
@@ -40,31 +40,31 @@ def sync_gradients(
     """Replaces each gradient of a module by its sum, or mean, over the ranks of a group.
 
     Call it on every rank, between the last backward of a step and the clipping or the optimizer.
-    Gradients travel in the order of the parameters, packed into buckets of one dtype, the next one
-    packed while one is under way.
+    Gradients are sent in the order of the parameters, packed into buckets of one dtype; the next
+    bucket is packed while one is in flight.
 
-    Which of the two is right depends on the loss that each rank differentiates:
+    The right `op` depends on the loss that each rank differentiates:
 
         loss = losses.sum() / targets of the whole batch     "sum": uneven shards, ignored labels
         loss = losses.mean() of the rank's own rows          "mean": as many targets on every rank
 
     Args:
         module: a module, or parameters of any shapes in the same order on every rank.
-            float16 and bfloat16 gradients are added up in float32 and rounded once. Those of a
-            tensor-parallel DTensor are added up shard by shard. A parameter that has a gradient on
-            some ranks only counts as zero on the others, and gets one there; one that has none
-            anywhere keeps none.
-        group: the ranks that have these parameters in common: a process group, one axis of a mesh
-            such as `mesh["cp"]`, two such as `mesh["dp", "cp"]`, or None for the default group.
+            float16 and bfloat16 gradients are summed in float32 and rounded once. Gradients of a
+            tensor-parallel DTensor are summed shard by shard. If only some ranks have a gradient
+            for a parameter, it counts as zero on the others, and they get the sum too; a parameter
+            without a gradient on any rank keeps none.
+        group: the ranks that share these parameters: a process group, one axis of a mesh such as
+            `mesh["cp"]`, two such as `mesh["dp", "cp"]`, or None for the default group.
         op: "sum" or "mean".
-        bucket_bytes: size of a message, at most so many bytes if not a single gradient is larger.
+        bucket_bytes: most bytes of a message, unless a single gradient is larger.
 
     Raises:
-        ValueError: an op or size that cannot be, or a DTensor that is spread over ranks of the
-            group (its gradient is reduced by whoever made it so).
-        TypeError: something that is no tensor, or a gradient that is not floating point.
-        NotImplementedError: a sparse gradient.
-        RuntimeError: no process group, or one that cannot send the gradients' device.
+        ValueError: `op` is unknown, `bucket_bytes` is not positive, or a DTensor is spread over
+            ranks of the group (FSDP or tensor parallelism then reduces its gradient).
+        TypeError: `module` has something other than tensors, or a gradient is not floating point.
+        NotImplementedError: a gradient is sparse.
+        RuntimeError: there is no process group, or it cannot send the gradients' device.
 
     Example:
         >>> # a ring of one; under torchrun, init_process_group("gloo") is enough
@@ -89,22 +89,22 @@ def sync_gradients(
     if world_size == 1 or not parameters:
         return
     factor = 1.0 / world_size if op == "mean" else 1.0
-    under_way: _Bucket | None = None
+    in_flight: _Bucket | None = None
     with gradient_sync(parameters[0].device):
-        for some in _split(parameters, bucket_bytes):
-            bucket = _Bucket.start(some, process_group)
-            if under_way is not None:
-                under_way.finish(factor)
-            under_way = bucket
-        if under_way is not None:
-            under_way.finish(factor)
+        for run in _split(parameters, bucket_bytes):
+            bucket = _Bucket.start(run, process_group)
+            if in_flight is not None:
+                in_flight.finish(factor)
+            in_flight = bucket
+        if in_flight is not None:
+            in_flight.finish(factor)
 
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Gradients in an all-reduce, `work`, as one `flat` tensor.
+    """Gradients as one `flat` tensor, and their all-reduce, `work`.
 
-    After the gradients stands, for each parameter, the number of ranks that have one.
+    `flat` ends with the number of ranks that have a gradient, for each parameter.
     """
 
     parameters: list[Tensor]
@@ -130,7 +130,7 @@ class _Bucket:
         *parts, counts = self.flat.split(
             [*(_local(p).numel() for p in self.parameters), len(self.parameters)]
         )
-        # The counts are read, which waits for a GPU, only by a rank that needs them.
+        # Reading the counts synchronises a GPU, so only ranks that need them do.
         if any(parameter.grad is None for parameter in self.parameters):
             for parameter, count in zip(self.parameters, counts.tolist(), strict=True):
                 if parameter.grad is None and count:
@@ -142,7 +142,7 @@ class _Bucket:
 
 
 def _checked(module: nn.Module | Iterable[Tensor], group: dist.ProcessGroup) -> Iterator[Tensor]:
-    """The parameters that take gradients, each of them one that can be summed over the group."""
+    """The parameters that require gradients; refuses those that the group cannot sum."""
     named: Iterable[tuple[object, Tensor]] = (
         module.named_parameters() if isinstance(module, nn.Module) else enumerate(module)
     )
@@ -156,8 +156,8 @@ def _checked(module: nn.Module | Iterable[Tensor], group: dist.ProcessGroup) -> 
             raise TypeError(f"parameter {name} must be floating point, got {parameter.dtype}")
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise NotImplementedError(
-                f"the gradient of parameter {name} is {parameter.grad.layout}: only dense ones are "
-                "added up; make the embedding with sparse=False"
+                f"the gradient of parameter {name} is {parameter.grad.layout}: only dense "
+                "gradients are summed; make the embedding with sparse=False"
             )
         shared = sorted(others.intersection(_mesh_ranks(parameter)))
         if shared:
@@ -171,7 +171,7 @@ def _checked(module: nn.Module | Iterable[Tensor], group: dist.ProcessGroup) -> 
 
 
 def _split(parameters: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Runs of parameters of one device and dtype: every rank makes the same."""
+    """Runs of parameters of one device and dtype, the same on every rank."""
     bucket: list[Tensor] = []
     kind, size = None, 0
     for parameter in parameters:
@@ -187,7 +187,7 @@ def _split(parameters: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]
 
 
 def _local(x: Any) -> Tensor:
-    """This rank's part of a DTensor; a plain tensor as it is."""
+    """This rank's part of a DTensor; other tensors unchanged."""
     return x.to_local() if _is_dtensor(x) else x
 
 
@@ -197,7 +197,7 @@ def _mesh_ranks(x: Any) -> list[int]:
 
 
 def _is_dtensor(x: Any) -> bool:
-    # Imported here: `import ring_attn` does not need the second that DTensor takes.
+    # Imported here, as importing DTensor takes a second that `import ring_attn` can save.
     from torch.distributed.tensor import DTensor
 
     return isinstance(x, DTensor)

@@ -1,4 +1,4 @@
-"""Ulysses' exchange for any module: rows of all heads against all rows of some heads.
+"""Ulysses' exchange for any module: swaps some rows of all heads for all rows of some heads.
 
 (arXiv 2309.14509.)
 """
@@ -18,21 +18,21 @@ from ring_attn.core.layout import SequenceLayout
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """The exchange among the ranks of a group, for tensors with these dims of rows and heads."""
+    """Exchanges heads for rows in a group, for tensors with these dims of rows and heads."""
 
     group: dist.ProcessGroup
     seq_dim: int
     head_dim: int
 
     def to_heads(self, x: Tensor, layout: SequenceLayout) -> Tensor:
-        """This rank's rows of all heads -> all rows, in the order of positions, of its heads."""
+        """Swaps this rank's rows of all heads for all rows, in order of position, of its heads."""
         world_size = layout.world_size
         x = self._to_front(x).unflatten(1, (world_size, -1)).transpose(0, 1)
         x = _exchange(x.flatten(0, 1), self._own_rows(layout), layout.shard_lens, self.group)
         return self._back(layout.unshard(x.split(layout.shard_lens), dim=0))
 
     def to_rows(self, x: Tensor, layout: SequenceLayout) -> Tensor:
-        """The inverse of `to_heads`."""
+        """Inverts `to_heads`."""
         world_size, x = layout.world_size, self._to_front(x)
         x = torch.cat([layout.shard(x, rank, dim=0) for rank in range(world_size)])
         x = _exchange(x, layout.shard_lens, self._own_rows(layout), self.group)
@@ -49,13 +49,13 @@ class HeadExchange:
 
 
 class _Exchange(torch.autograd.Function):
-    """all_to_all of rows; its gradient goes the other way."""
+    """An all-to-all of rows; the backward is the opposite all-to-all."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, send: Sequence[int], recv: Sequence[int], group: dist.ProcessGroup
     ) -> Tensor:
-        """The rows that the ranks have for this one, in the order of the ranks."""
+        """Rows from all ranks for this rank, in the order of the ranks."""
         ctx.send, ctx.recv, ctx.group = send, recv, group
         out = x.new_empty(sum(recv), *x.shape[1:])
         dist.all_to_all_single(out, x.contiguous(), [*recv], [*send], group=group)
@@ -63,13 +63,13 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients, back where the rows came from; differentiable again."""
+        """Returns gradients to the ranks of the rows; differentiable again."""
         return _exchange(dout, ctx.recv, ctx.send, ctx.group), None, None, None
 
 
 def _exchange(
     x: Tensor, send: Sequence[int], recv: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Sends `send[r]` rows to rank r, in turn, and receives `recv[r]`."""
+    """Sends `send[r]` consecutive rows of `x` to each rank r, and receives `recv[r]`."""
     out: Tensor = _Exchange.apply(x, send, recv, group)
     return out

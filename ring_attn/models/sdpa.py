@@ -1,10 +1,10 @@
-"""torch's scaled_dot_product_attention as a ring: its arguments in ring_attention's, and routing.
+"""torch's scaled_dot_product_attention over ring_attention.
 
     sdpa_attention      ring_attention with the parameters of F.scaled_dot_product_attention
-    route_sdpa          within it, every F.scaled_dot_product_attention of this thread is that
+    route_sdpa          a context in which F.scaled_dot_product_attention is sdpa_attention
 
-Both take this rank's shards, plain tensors (batch, nheads, rows, headdim), and honour `is_causal`,
-`scale` and `enable_gqa`. `attn_mask` and `dropout_p` are refused: see `sdpa_attention`.
+Both take this rank's shards, plain tensors (batch, nheads, rows, headdim), and support `is_causal`,
+`scale` and `enable_gqa`, but not `attn_mask` and `dropout_p`.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ def sdpa_attention(
     """`torch.nn.functional.scaled_dot_product_attention` over a sequence that is split over ranks.
 
     Args:
-        query: (batch, nheads, rows, headdim), this rank's shard; any strides. Under autocast this
-            and the next two are rounded to its dtype, float64 excepted, as torch does.
+        query: (batch, nheads, rows, headdim), this rank's shard; any strides. As in torch, autocast
+            rounds query, key and value to its dtype, except float64.
         key: (batch, nheads_kv, rows_kv, headdim).
         value: (batch, nheads_kv, rows_kv, headdim_v).
         attn_mask: must be None.
         dropout_p: must be 0.
-        is_causal: in global positions. torch aligns the diagonal at the top left and ring_attention
-            at the bottom right, which is the same where queries and keys are as many.
+        is_causal: in global positions. torch aligns the diagonal at the top left, ring_attention at
+            the bottom right; for equally many queries and keys both are the same.
         scale: factor of the scores; `headdim ** -0.5` by default.
-        enable_gqa: that a KV head may serve several query heads.
-        **options: of `ring_attention`: group, layout, strategy, window_size and so on.
+        enable_gqa: whether a KV head may serve several query heads.
+        **options: options of `ring_attention`: group, layout, strategy, window_size and so on.
 
     Returns:
-        (batch, nheads, rows, headdim_v), this rank's rows; the strides are those of a transposed
+        (batch, nheads, rows, headdim_v), this rank's rows; a transposed view of a tensor
         (batch, rows, nheads, headdim_v).
 
     Raises:
-        ValueError: tensors of other than four dims, or heads that differ without `enable_gqa`.
+        ValueError: tensors do not have four dims, or numbers of heads differ without `enable_gqa`.
         NotImplementedError: an `attn_mask`, dropout, or `is_causal` with unequal numbers of queries
             and keys.
-        Exception: what `ring_attention` raises.
+        Exception: as `ring_attention`.
 
     Example:
         >>> # under torchrun --nproc-per-node 2, after init_process_group("gloo")
@@ -78,19 +78,19 @@ def sdpa_attention(
         raise NotImplementedError(
             f"dropout_p must be 0, got {dropout_p}: attention dropout is not built"
         )
-    given = {"query": query, "key": key, "value": value}
+    tensors = {"query": query, "key": key, "value": value}
 
-    # Made only for an error: a text of shapes would bind a compiled graph to them.
+    # Called only for an error: formatting shapes would specialise a compiled graph.
     def shapes() -> str:
-        return ", ".join(f"{name} {_shown(x)}" for name, x in given.items())
+        return ", ".join(f"{name} {_shown(x)}" for name, x in tensors.items())
 
-    for name, x in given.items():
+    for name, x in tensors.items():
         if isinstance(x, Tensor) and x.ndim != 4:
             raise ValueError(
                 f"query, key and value must be (batch, nheads, rows, headdim), got {shapes()}: "
                 f"pass {name} with 4 dims"
             )
-    if all(isinstance(x, Tensor) for x in given.values()):
+    if all(isinstance(x, Tensor) for x in tensors.values()):
         if query.size(1) != key.size(1) and not enable_gqa:
             raise ValueError(
                 f"query and key must have as many heads unless enable_gqa=True, got {shapes()}"
@@ -103,7 +103,7 @@ def sdpa_attention(
                 "ring_attn.ring_attention the last with the last; call that if it is what you mean"
             )
     q, k, v = (
-        as_autocast(x).transpose(1, 2) if isinstance(x, Tensor) else x for x in given.values()
+        as_autocast(x).transpose(1, 2) if isinstance(x, Tensor) else x for x in tensors.values()
     )
     out = ring_attention(q, k, v, causal=is_causal, softmax_scale=scale, **options)
     return out.transpose(1, 2)
@@ -112,20 +112,20 @@ def sdpa_attention(
 class route_sdpa(TorchFunctionMode):  # noqa: N801 - used as a context manager, like torch.no_grad
     """A context in which F.scaled_dot_product_attention of this thread is `sdpa_attention`.
 
-    A torch function mode: nothing is patched, however the caller got the function, and no other
-    thread sees it but those of a backward that is run inside. `nn.MultiheadAttention` and the
-    transformer layers of `torch.nn` are taken along with `need_weights=False`; with True they
-    compute attention without that function and are refused, as is `flex_attention`. A backward may
-    run outside, but not where it computes activations again (`torch.utils.checkpoint`): those would
-    not be routed, which torch finds and raises without `use_reentrant`. Kernels of other packages
-    that are called by themselves are not seen. `torch.compile` has the routing in the graph of
-    what is called inside, but for `nn.MultiheadAttention`, where it breaks the graph.
+    A torch function mode: it patches nothing, works however the caller imported the function, and
+    affects no other threads, except those of a backward that runs inside. `nn.MultiheadAttention`
+    and the transformer layers of `torch.nn` are routed if `need_weights=False`; with True they
+    compute attention by other functions, so they raise, as does `flex_attention`. A backward may
+    run outside, unless it recomputes activations (`torch.utils.checkpoint`): these would not be
+    routed, which torch detects if `use_reentrant=False`. Direct calls of other packages' kernels
+    are not routed. `torch.compile` includes the routing in graphs of functions called inside,
+    except for `nn.MultiheadAttention`, which breaks the graph.
 
     Args:
-        **options: of `ring_attention`: group, layout, strategy, window_size and so on.
+        **options: options of `ring_attention`: group, layout, strategy, window_size and so on.
 
     Raises:
-        NotImplementedError: inside, what `sdpa_attention` refuses, attention weights, and
+        NotImplementedError: inside, for calls that `sdpa_attention` refuses, attention weights, and
             `flex_attention`.
 
     Example:
@@ -139,7 +139,7 @@ class route_sdpa(TorchFunctionMode):  # noqa: N801 - used as a context manager, 
         self.options = options
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Called instead of the function; subclasses override it."""
+        """Replaces F.scaled_dot_product_attention; subclasses override it."""
         return sdpa_attention(*args, **{**kwargs, **self.options})
 
     def __torch_function__(
@@ -149,9 +149,9 @@ class route_sdpa(TorchFunctionMode):  # noqa: N801 - used as a context manager, 
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Called for every function of torch; the mode is off meanwhile, unless turned on here."""
+        """torch calls this for each of its functions, with the mode off."""
         kwargs = kwargs or {}
-        # Uncompiled, flex_attention compiles itself, and would hide the error in one of dynamo's.
+        # Uncompiled, flex_attention compiles itself, and would hide our error in one of dynamo's.
         if not torch.compiler.is_compiling() and _is_in_flex_attention(sys._getframe(1)):
             raise NotImplementedError(_NO_FLEX)
         if func is native_sdpa:
@@ -176,7 +176,7 @@ _NO_FLEX = (
 
 
 def _is_in_flex_attention(frame: FrameType | None) -> bool:
-    """Whether that function of torch, itself or by a helper in its file, called from there."""
+    """Whether a frame is torch's flex_attention, or a helper that it calls in its file."""
     while (
         frame is not None and frame.f_globals.get("__name__") == "torch.nn.attention.flex_attention"
     ):
@@ -186,7 +186,7 @@ def _is_in_flex_attention(frame: FrameType | None) -> bool:
     return False
 
 
-# What may call scaled_dot_product_attention: a backward where activations are computed again.
+# Functions that may call scaled_dot_product_attention; a backward may recompute activations.
 _WITH_CALLS_INSIDE = (
     F.multi_head_attention_forward,
     torch.autograd.backward,
@@ -196,13 +196,13 @@ _WITH_CALLS_INSIDE = (
 
 
 def _body_of(func: Any) -> Callable[..., Any]:
-    """The function without its first question, whether it is overridden.
+    """A copy of a function that skips its check for overrides.
 
-    The answer is yes while a mode is on, so that its body only ever runs with the mode off. A
-    tensor subclass that overrides one of these functions is not asked either.
+    While a mode is on, that check would call the mode again instead of the body. The copy also
+    ignores overrides by tensor subclasses.
     """
-    asked = [name for name in func.__globals__ if name.startswith("has_torch_function")]
-    scope = {**func.__globals__, **dict.fromkeys(asked, _never)}
+    checks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
+    scope = {**func.__globals__, **dict.fromkeys(checks, _never)}
     twin = FunctionType(func.__code__, scope, func.__name__, func.__defaults__)
     twin.__kwdefaults__ = func.__kwdefaults__
     return twin
@@ -213,14 +213,14 @@ def _never(*_: object) -> bool:
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """The tensor that scaled_dot_product_attention gets under autocast."""
+    """The tensor in the dtype that autocast gives scaled_dot_product_attention."""
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _lengths(query: Tensor, key: Tensor, layout: object) -> tuple[int, int]:
-    """Lengths of queries and keys of the whole sequences, up to a common factor."""
+    """Lengths of queries and keys to compare: global ones if known, else this rank's."""
     if isinstance(layout, (tuple, list)) and all(isinstance(x, SequenceLayout) for x in layout):
         return layout[0].seqlen, layout[1].seqlen
     return query.size(2), key.size(2)

@@ -1,21 +1,20 @@
 """`ContextParallel`: a torch `ParallelStyle` that spreads an attention module over a mesh.
 
-It is for a module whose forward takes q, k, v by heads and returns the attention of them: what is
-called core or inner attention. Each rank calls it with its rows and gets the output of its rows.
+The module's forward takes q, k, v by heads and returns their attention (core or inner attention).
+Each rank calls the module with its rows and gets the output of its rows.
 
-    inside      what the module's forward sees             what computes the attention
-    "global"    DTensors of the whole sequence's shape     its F.scaled_dot_product_attention,
-    "local"     plain tensors, this rank's rows              done by `ring_attention`
-    "whole"     plain tensors, all rows of some heads      the module, whatever it does (Ulysses)
-    replace=    it does not run                            `ring_attention` with these options
+    inside      the module's forward sees                  the attention is computed by
+    "global"    DTensors of the whole sequence's shape     F.scaled_dot_product_attention in the
+    "local"     plain tensors, this rank's rows              forward, run as `ring_attention`
+    "whole"     plain tensors, all rows of some heads      the module, in any way (Ulysses)
+    replace=    (the forward does not run)                 `ring_attention` with these options
 
-While a forward runs, and only there, `F.scaled_dot_product_attention` is `ring_attention`, by
-`models.sdpa.route_sdpa`. A forward that makes no such call is refused, since its attention would
-be that of a shard. Checkpoint the module, not parts within it: what is recomputed there is
-recomputed after the forward, and raises.
+Only during a forward, `models.sdpa.route_sdpa` runs `F.scaled_dot_product_attention` as
+`ring_attention`. A forward that never calls it raises, since it would attend within a shard only.
+Checkpoint the module, not parts of it: parts are recomputed after the forward, and raise.
 
-(The modes by degree, the Q exchange and the choice of dims are those of hyper-parallel's context
-parallelism of attention modules; the ring is added. Ulysses: arXiv 2309.14509.)
+(The modes by degree, the Q exchange and the choice of dims follow hyper-parallel's context
+parallelism of attention modules; the ring is new here. Ulysses: arXiv 2309.14509.)
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ Inside = Literal["global", "local", "whole"]
 Options = Mapping[str, Any]
 Key = int | str
 
-# The arguments of `ring_attention` that say what is computed; the others say how.
+# Arguments of `ring_attention` that change the result; the others choose how to compute it.
 OPTIONS = tuple(What.__annotations__)
 
-# An attribute of the class that a module gets when a style is applied to it.
+# An attribute that marks the class of a module with a style.
 _MARK = "_ring_attn_context_parallel"
 
 # (batch, heads, rows, headdim)
@@ -63,47 +62,44 @@ _SDPA_DIMS = Dims(seq=2, head=1)
 
 @dataclass(kw_only=True, eq=False)
 class ContextParallel(ParallelStyle):
-    """Attention of a module whose sequence is split across a mesh, as a style for its plan.
+    """A style, for a plan, that splits the sequence of an attention module across a mesh.
 
-    The module is called as before, with this rank's shards or with DTensors, and returns the same
-    form. Results and gradients are those of the module on the whole sequence.
+    Call the module as before, with this rank's shards or with DTensors; it returns the same form.
+    Results and gradients are those of the module on the whole sequence.
 
     Args:
-        strategy: how the ranks share the work, as for `ring_attention`.
-        degree: ranks, consecutive ones, that exchange heads for rows; between their groups "ring"
-            or "all_gather" runs. As many as the mesh has is Ulysses, 1 the strategy alone. For
-            "double_ring" it is the size of an inner ring. A mesh with two axes, such as (co, ds),
-            has it as the size of the last.
-        layout: which positions the ranks hold, as for `ring_attention`. With shards of different
-            lengths a `SequenceLayout`; DTensors that are "contiguous" have the lengths of
-            `torch.chunk`.
-        inside: what the module sees, see the table of this file. "global" tells the module the true
-            length; as its tensors are DTensors, what it mixes them with must be DTensors too.
-            "local" is for modules with parameters or buffers of their own, and for shards that are
-            not as long as those of `torch.chunk`. "whole" is for Ulysses: heads must divide by the
-            ranks, and the module may compute anything.
+        strategy: as for `ring_attention`.
+        degree: number of consecutive ranks that exchange heads for rows; between such groups "ring"
+            or "all_gather" runs. The size of the mesh means Ulysses, 1 means the strategy alone.
+            For "double_ring", the size of an inner ring. For a mesh with two axes, such as (co,
+            ds), it must be the size of the last.
+        layout: positions of each rank, as for `ring_attention`. Shards of different lengths need a
+            `SequenceLayout`; "contiguous" DTensors have the lengths of `torch.chunk`.
+        inside: tensors that the module sees, as in this file's table. With "global" it sees the
+            true length, but may combine its DTensors only with DTensors. "local" is for modules
+            with their own parameters or buffers, and for shards of other lengths than those of
+            `torch.chunk`. "whole" is for Ulysses: heads must divide by the ranks, and the module
+            may compute anything.
         replace: options of `ring_attention` (`causal`, `window_size`, `softmax_scale`, `softcap`,
-            `sinks`, `cu_seqlens`, `cu_seqlens_k`), or a function from the module to them, called
-            each time. The module's forward is not run then; a further argument that it is given and
-            that is not None is refused. It is for modules whose attention is not
+            `sinks`, `cu_seqlens`, `cu_seqlens_k`), or a function of the module that returns them,
+            called each time. Then the forward does not run, and calls may pass no other arguments
+            that are not None. For modules whose attention is not
             `F.scaled_dot_product_attention`, such as flex_attention or flash_attn.
-        seq_dim: the rows of q, k, v: 1 for (batch, rows, heads, headdim), 2 for (batch, heads,
-            rows, headdim), 0 for (rows, batch, heads, headdim). Plain tensors with "local" need
-            neither dim: `F.scaled_dot_product_attention` has its own.
-        head_dim: their heads: 2, 1, 2. The last dim is headdim.
-        qkv_indices: positions of q, k, v among the arguments of forward; by default those of
-            `qkv_names`, else 0, 1, 2.
-        qkv_names: their names as keywords; by default those that forward has at `qkv_indices`.
-        output_index: where forward returns a tuple or list, which element is the attention. With
-            "local" and "whole" it has the dims of q. Other elements of "global" that are DTensors
+        seq_dim: dim of the rows of q, k, v: 1 for (batch, rows, heads, headdim), 2 for (batch,
+            heads, rows, headdim), 0 for (rows, batch, heads, headdim). Plain tensors with "local"
+            need neither dim, as `F.scaled_dot_product_attention` fixes both.
+        head_dim: dim of the heads: 2, 1, 2 for these shapes. The last dim is headdim.
+        qkv_indices: positions of q, k, v in forward's arguments; by default those of `qkv_names`,
+            else 0, 1, 2.
+        qkv_names: keywords of q, k, v; by default forward's parameters at `qkv_indices`.
+        output_index: index of the attention if forward returns a tuple or list. With "local" and
+            "whole" the attention has the dims of q. With "global", other DTensors in the output
             must be split along the rows too; "whole" refuses other tensors.
-        backend: as for `ring_attention`.
-        same_bits: likewise.
-        transport: likewise.
+        backend, same_bits, transport: as for `ring_attention`.
 
     Raises:
-        ValueError: a choice that does not exist, dims or indices that are not distinct.
-        TypeError: a degree that is no int.
+        ValueError: a choice is unknown, or dims or indices are not distinct.
+        TypeError: `degree` is not an int.
     """
 
     strategy: str | Strategy = "ring"
@@ -154,28 +150,28 @@ class ContextParallel(ParallelStyle):
                 )
             if not callable(self.replace):
                 _check_options(self.replace)
-        given = {n: getattr(self, n) for n in ("backend", "same_bits", "transport")}
-        usual = {n: getattr(ContextParallel, n) for n in given}
-        if self.inside == "whole" and given != usual:
+        values = {n: getattr(self, n) for n in ("backend", "same_bits", "transport")}
+        defaults = {n: getattr(ContextParallel, n) for n in values}
+        if self.inside == "whole" and values != defaults:
             raise ValueError(
-                f"inside='whole' leaves the attention to the module: {list(given)} are for "
-                f"ring_attention, got {given}"
+                f"inside='whole' leaves the attention to the module: {list(values)} are for "
+                f"ring_attention, got {values}"
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Called by `parallelize_module`: gives the module a class with another forward."""
+        """Changes the module's class to one with another forward; for `parallelize_module`."""
         cls = type(module)
         if hasattr(cls, _MARK):
             raise ValueError(f"a ContextParallel style is applied to this {cls.__name__} already")
         if "forward" in vars(module):
             raise NotImplementedError(
-                f"this {cls.__name__} has a forward of its own, put in place of its class's; apply "
-                "ContextParallel before that"
+                f"this {cls.__name__} has a forward of its own, instead of its class's; apply "
+                "ContextParallel before that forward is set"
             )
         attention = _ParallelAttention(self, device_mesh, module)
 
-        # A subclass, as FSDP2 makes one: a function put in the module would be shared by its
-        # copies, and would call this one.
+        # A subclass, like FSDP2's. Copies of the module would share a forward set on the instance,
+        # which would call the original.
         @wraps(cls.forward)
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return attention.run(self, partial(cls.forward, self), args, kwargs)
@@ -192,17 +188,16 @@ def parallelize(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """torch's `parallelize_module`, but a key of the plan that matches no module is an error.
+    """torch's `parallelize_module`, but raises if a key of the plan matches no module.
 
-    torch only warns of it, and the module stays as it is. Here all keys are looked up before
-    anything is changed. A mesh with two axes is handed to `ContextParallel` in every version.
-    Returns `module`.
+    torch only warns. Here all keys are checked before any module changes, and `ContextParallel`
+    accepts a mesh with two axes in every version of torch. Returns `module`.
 
     Args:
         module: the model, changed in place.
-        device_mesh: of the styles: one axis, or two for `ContextParallel`.
-        plan: a style for `module` itself, or styles by name; "*" in a name stands for any part
-            between dots, "" for `module` itself.
+        device_mesh: mesh of the styles, with one axis, or two for `ContextParallel`.
+        plan: a style for `module`, or styles by name; "*" stands for any part of a name between
+            dots, "" for `module` itself.
         src_data_rank: as for `parallelize_module`.
 
     Example:
@@ -219,7 +214,7 @@ def parallelize(
         if not isinstance(style, ParallelStyle):
             raise TypeError(f"plan[{key!r}] must be a ParallelStyle, got {type(style).__name__}")
     targets = {key: _matches(module, key) for key in styles}
-    unmatched = [_with_nearest(key, module) for key, found in targets.items() if not found]
+    unmatched = [_with_nearest(key, module) for key, modules in targets.items() if not modules]
     if unmatched:
         raise ValueError(f"plan has keys that match no module: {', '.join(unmatched)}")
     for key, style in styles.items():
@@ -232,12 +227,12 @@ def parallelize(
 
 
 def _matches(module: nn.Module, key: str) -> list[nn.Module]:
-    """The modules that torch means by the key of a plan: each part of it is a pattern."""
-    found = [module]
+    """The modules that match a plan's key as in torch: each part of the key is a pattern."""
+    modules = [module]
     for token in key.split(".") if key else ():
-        children = (child for parent in found for child in parent.named_children())
-        found = [child for name, child in children if fnmatch(name, token)]
-    return found
+        children = (child for parent in modules for child in parent.named_children())
+        modules = [child for name, child in children if fnmatch(name, token)]
+    return modules
 
 
 def _with_nearest(key: str, module: nn.Module) -> str:
@@ -247,7 +242,7 @@ def _with_nearest(key: str, module: nn.Module) -> str:
 
 
 class _Shards(NamedTuple):
-    """q, k, v of this rank in their own order of dims, how all rows lie, and the way back."""
+    """This rank's q, k, v (dims unchanged), their layout, and a function that restores the form."""
 
     tensors: list[Tensor]
     layout: Layout
@@ -255,7 +250,7 @@ class _Shards(NamedTuple):
 
 
 class _ParallelAttention:
-    """A style on a mesh, for the modules of one class; holds no state of a call."""
+    """A style applied to a module on a mesh; stateless between calls."""
 
     def __init__(self, style: ContextParallel, mesh: DeviceMesh, module: nn.Module) -> None:
         if not isinstance(mesh, DeviceMesh):
@@ -272,7 +267,7 @@ class _ParallelAttention:
             "group": mesh, "strategy": self.strategy, "backend": style.backend,
             "same_bits": style.same_bits, "transport": style.transport,
         }  # fmt: skip
-        self.indices, self.names = _places_of_qkv(style, module)
+        self.indices, self.names = _parameters_of_qkv(style, module)
         _check_layout(style.layout, self.world_size)
         degree = self.strategy.ulysses_degree if isinstance(self.strategy, Strategy) else 1
         if style.inside == "whole" and degree != self.world_size:
@@ -297,8 +292,9 @@ class _ParallelAttention:
         _check_forms(qkv)
 
         def call(tensors: Sequence[Tensor]) -> Any:
-            given = {**arguments, **dict(zip(keys, tensors, strict=True))}
-            return forward(*(given[i] for i in range(len(args))), **{n: given[n] for n in kwargs})
+            changed = {**arguments, **dict(zip(keys, tensors, strict=True))}
+            positional = (changed[i] for i in range(len(args)))
+            return forward(*positional, **{name: changed[name] for name in kwargs})
 
         if self.style.replace is not None:
             others = [key for key in arguments if key not in keys and arguments[key] is not None]
@@ -331,20 +327,20 @@ class _ParallelAttention:
 
     def _attention_of(self, module: nn.Module, output: Any) -> Tensor:
         """The attention in the output of a forward."""
-        index, found = self.style.output_index, output
+        index, attention = self.style.output_index, output
         if isinstance(output, tuple | list):
             if not -len(output) <= index < len(output):
                 raise ValueError(
                     f"output_index {index} is not in the {len(output)} elements that "
                     f"{type(module).__name__} returned"
                 )
-            found = output[index]
-        if not isinstance(found, Tensor):
+            attention = output[index]
+        if not isinstance(attention, Tensor):
             raise TypeError(
                 f"{type(module).__name__} must return the attention as a tensor, or at "
-                f"output_index {index} of a tuple or list; got {type(found).__name__}"
+                f"output_index {index} of a tuple or list; got {type(attention).__name__}"
             )
-        return found
+        return attention
 
     def _with_attention(
         self, module: nn.Module, output: Any, change: Callable[[Tensor], Tensor]
@@ -359,7 +355,7 @@ class _ParallelAttention:
             return output._make(elements)
         return type(output)(elements)
 
-    # -- the module sees DTensors, or shards; its scaled_dot_product_attention is ours
+    # -- inside="global" and "local": scaled_dot_product_attention is ours
 
     def _captured(
         self,
@@ -391,8 +387,8 @@ class _ParallelAttention:
         output = self._captured(module, call, self.rows.distributed(qkv, layouts), layout)
         if not isinstance(self._attention_of(module, output), DTensor):
             raise TypeError(
-                f"{type(module).__name__} was given DTensors and returned a plain tensor; use "
-                "inside='local', where it is given its shard"
+                f"{type(module).__name__} got DTensors and returned a plain tensor; use "
+                "inside='local', which passes this rank's shard"
             )
         return tree_map_only(DTensor, rows_of, output)
 
@@ -407,7 +403,7 @@ class _ParallelAttention:
         is_causal: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """`F.scaled_dot_product_attention` of a sequence with that layout, for this rank's rows."""
+        """`F.scaled_dot_product_attention` over the whole sequence, for this rank's rows."""
         _check_forms([query, key, value])
         if isinstance(query, DTensor) != (self.style.inside == "global"):
             raise TypeError(
@@ -419,7 +415,7 @@ class _ParallelAttention:
         options = {**kwargs, **self.how, "layout": shards.layout}
         return shards.restore(sdpa_attention(q, k, v, attn_mask, dropout_p, is_causal, **options))
 
-    # -- the module does not run
+    # -- replace=
 
     def _replaced(self, module: nn.Module, qkv: list[Tensor], others: Sequence[Key]) -> Tensor:
         if others:
@@ -438,7 +434,7 @@ class _ParallelAttention:
         out = ring_attention(q, k, v, **how, **options)
         return shards.restore(out.permute([order.index(dim) for dim in range(out.ndim)]))
 
-    # -- the module sees all rows of some heads
+    # -- inside="whole"
 
     def _on_whole(self, module: nn.Module, call: Callable[..., Any], shards: _Shards) -> Any:
         layouts = self._resolved(shards.tensors, shards.layout)
@@ -487,10 +483,10 @@ class _ParallelAttention:
 
 
 class _Routed(route_sdpa):
-    """A context in which scaled_dot_product_attention is that of the whole sequence."""
+    """A context in which scaled_dot_product_attention covers the whole sequence."""
 
     def __init__(self, attention: _ParallelAttention, layout: Layout, calls: list[None]) -> None:
-        """Adds an element to `calls` with every call."""
+        """`calls` gets an element for every call."""
         super().__init__()
         self.attention, self.layout, self.calls = attention, layout, calls
 
@@ -530,10 +526,10 @@ def _strategy_on(mesh: DeviceMesh, style: ContextParallel) -> str | Strategy:
     return resolve_strategy(strategy, size, shape)
 
 
-def _places_of_qkv(
+def _parameters_of_qkv(
     style: ContextParallel, module: nn.Module
 ) -> tuple[tuple[int | None, ...], tuple[str | None, ...]]:
-    """Positions and names of q, k, v in forward; None where they have none."""
+    """Positions and names of q, k, v in forward; None for a parameter that lacks one."""
     parameters = inspect.signature(module.forward).parameters.values()
     positional = [
         p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
@@ -561,15 +557,15 @@ def _check_layout(layout: object, world_size: int) -> None:
     if isinstance(layout, str):
         SequenceLayout.from_name(layout, world_size, world_size)
         return
-    for one in check.check_layouts(layout):
-        if one.world_size != world_size:
+    for side in check.check_layouts(layout):
+        if side.world_size != world_size:
             raise ValueError(
-                f"layout {one} has another number of ranks than the mesh, {world_size}"
+                f"layout {side} has another number of ranks than the mesh, {world_size}"
             )
 
 
 def _check_options(options: Options) -> None:
-    """Refuses options that do not say what `ring_attention` computes."""
+    """Refuses options other than `OPTIONS`."""
     if not isinstance(options, Mapping):
         raise TypeError(
             f"replace must be options of ring_attention by name, got {type(options).__name__}"
@@ -580,7 +576,7 @@ def _check_options(options: Options) -> None:
 
 
 def _check_forms(qkv: Sequence[object]) -> None:
-    """Refuses all but tensors, of which all are DTensors or none."""
+    """Refuses anything but plain tensors only, or DTensors only."""
     for name, x in zip("qkv", qkv, strict=True):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")

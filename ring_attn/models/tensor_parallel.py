@@ -3,13 +3,13 @@
     x - q k v - attention - o -(sum over ranks)-      x - gate up - silu * - down -(sum over ranks)-
         column      own      row                          column      own     row
 
-    column parallel   q, k, v, gate, up: a rank has some of the outputs, whole heads of them
-    row parallel      o, down: a rank has the inputs that match those outputs; the ranks' results
+    column parallel   q, k, v, gate, up: a rank has some of the outputs, in whole heads
+    row parallel      o, down: a rank has the inputs that match these outputs; the ranks' results
                       are summed, one all-reduce after o and one after down
 
-torch's Linear keeps `[out, in]`, as do nearly all checkpoints on Hugging Face: `order="out_in"`,
+torch's Linear stores `[out, in]`, as do nearly all checkpoints on Hugging Face: `order="out_in"`,
 the default. GPT-2's Conv1D and the kernels of Flax are `[in, out]`: `order="in_out"`. Sizes are
-checked, but a square matrix does not show which it is.
+checked, but a wrong order of a square matrix goes undetected.
 
                          "out_in" [out, in]      "in_out" [in, out]
     column parallel      W[start:end, :]         W[:, start:end]
@@ -18,12 +18,12 @@ checked, but a square matrix does not show which it is.
     q k v (fused)     [ q0 q1 q2 q3 | k0 k1 | v0 v1 ]    rank 0 of 2: q0 q1, k0, v0
     grouped           [ q0 q1 k0 v0 | q2 q3 k1 v1 ]      rank 0 of 2: q0 q1 k0 v0
 
-A rank has the part of a column-parallel bias that belongs to its outputs. Rank 0 has all of a
-row-parallel bias and the others have `None` (no entry in a state dict): the sum over the ranks then
+A rank has the part of a column-parallel bias that belongs to its outputs. Rank 0 has the whole
+row-parallel bias, and other ranks have `None` (no entry in a state dict): so the sum over the ranks
 has the bias once, and only one rank trains it.
 
-Where there are fewer kv heads than ranks, `tp_size / num_kv_heads` consecutive ranks have the same
-kv head, and each computes the part of its gradient that comes from its own q heads: sum it over
+With fewer kv heads than ranks, `tp_size / num_kv_heads` consecutive ranks share a kv head. Each
+computes the part of the head's gradient from its own q heads: sum the parts over
 `TensorParallelConfig.kv_replica_ranks`.
 """
 
@@ -65,8 +65,8 @@ __all__ = [
     "unshard_state_dict",
 ]
 
-#: Projections of Llama-style models. A pattern is compared with the end of a parameter's name
-#: without `.weight` or `.bias`, part by part; the first pattern that fits counts.
+#: Projections of Llama-style models. A pattern must match the end of a parameter's name without
+#: `.weight` or `.bias`, part by part; the first matching pattern counts.
 LLAMA_TP_PLAN: Mapping[str, Kind] = {
     "q_proj": "q",
     "k_proj": "k",
@@ -82,7 +82,7 @@ LLAMA_TP_PLAN: Mapping[str, Kind] = {
 
 _ROW_PARALLEL = ("o", "down", "row")
 
-# Size of the dim that is cut, in words; other kinds may have any.
+# Size of the dim that is cut, for messages; kinds not listed may have any size.
 _CUT_SIZE = {
     "q": "num_heads * headdim",
     "o": "num_heads * headdim",
@@ -107,13 +107,13 @@ def shard_parameter(
         x: the whole weight, `(out, in)` or `(in, out)`, or its bias, `(out,)`; any dtype.
         kind: role of the parameter; see `Kind`.
         config: sizes of the model, and the rank.
-        order: of a weight: "out_in" as torch's Linear has it, or "in_out".
+        order: storage of a weight: "out_in" like torch's Linear, or "in_out".
 
     Returns:
         The part as a contiguous copy; None for the bias of a row-parallel layer on ranks above 0.
 
     Raises:
-        ValueError: an unknown kind or order, or a shape that does not fit the config.
+        ValueError: the kind or order is unknown, or the shape does not fit the config.
 
     Example:
         >>> config = TensorParallelConfig(0, 2, 4, 4, num_heads=2, num_kv_heads=2)
@@ -135,10 +135,10 @@ def unshard_parameter(
     *,
     order: Order = "out_in",
 ) -> Tensor:
-    """The whole weight or bias again, bit for bit: undoes `shard_parameter`.
+    """Joins the shards of a weight or bias, bit for bit: inverts `shard_parameter`.
 
-    `shards` are in the order of the ranks, with None where `shard_parameter` gives None. Raises
-    ValueError where they differ and must be equal: kv heads whose gradients were not summed.
+    `shards` are in the order of the ranks, with None where `shard_parameter` returned None. Raises
+    ValueError if replicated kv heads differ, as when their gradients were not summed.
     """
     _check_choices(kind, config, order)
     shards = checked_count(shards, config.tp_size)
@@ -148,8 +148,8 @@ def unshard_parameter(
     row_bias = kind in _ROW_PARALLEL and 0 in parts and parts[0].ndim == 1
     if [*parts] != ([0] if row_bias else [*range(config.tp_size)]):
         raise ValueError(
-            f"{kind!r} must be there on every rank, the bias of a row-parallel layer on rank 0 "
-            f"alone; got it on ranks {[*parts]} of {config.tp_size}"
+            f"{kind!r} must be on every rank, the bias of a row-parallel layer on rank 0 alone; "
+            f"got it on ranks {[*parts]} of {config.tp_size}"
         )
     dtypes = {x.dtype for x in parts.values()}
     if len(dtypes) > 1:
@@ -171,13 +171,13 @@ def shard_state_dict(
         state_dict: tensors of the whole model.
         config: sizes of the model, and the rank.
         plan: kinds by the ends of names, without `.weight` or `.bias`; `*` stands for any part.
-            `LLAMA_TP_PLAN | {"query_key_value": "grouped_qkv"}` adds to ours.
-        otherwise: kind of names that no pattern fits, such as "replicated"; None refuses them.
-        order: of all matrices that are cut.
+            `LLAMA_TP_PLAN | {"query_key_value": "grouped_qkv"}` extends the default.
+        otherwise: kind of names that match no pattern, such as "replicated"; None refuses them.
+        order: storage of all matrices that are cut.
 
     Raises:
-        ValueError: names that no pattern fits, wrong shapes, or tensors inside a module that is cut
-            that are neither its weight nor its bias (scales of quantised weights, adapters).
+        ValueError: a name matches no pattern, a shape is wrong, or a module that is cut has tensors
+            other than weight and bias (scales of quantised weights, adapters).
     """
     check_type("state_dict", state_dict, Mapping, "tensors by name")
     for name, x in state_dict.items():
@@ -193,9 +193,9 @@ def unshard_state_dict(
     otherwise: Kind | None = None,
     order: Order = "out_in",
 ) -> dict[str, Tensor]:
-    """The whole model again, from the state dicts of all ranks: undoes `shard_state_dict`.
+    """Joins the state dicts of all ranks to the whole model's: inverts `shard_state_dict`.
 
-    Raises KeyError for a parameter that rank 0 does not have, or another rank should have.
+    Raises KeyError if a rank lacks a parameter that it should have.
     """
     check_type("config", config, TensorParallelConfig)
     shards = checked_count(shards, config.tp_size)
@@ -223,26 +223,26 @@ def load_tp_shard(
     device: torch.device | str = "cpu",
     outside_folder: bool = False,
 ) -> Tensor | None:
-    """The rank's part of one tensor of a safetensors checkpoint; only that part is read.
+    """The rank's part of one tensor of a safetensors checkpoint; reads only this part.
 
     Args:
         source: a `.safetensors` file, a `model.safetensors.index.json`, or the folder of either.
-        name: name of the tensor in it.
+        name: name of the tensor.
         kind: as for `shard_parameter`.
         config: sizes of the model, and the rank.
         order: as for `shard_parameter`.
-        device: where the shard goes.
+        device: device of the result.
         outside_folder: whether an index may name files outside of its folder, by an absolute path,
-            by `..` or behind a link; only for an index that is trusted as a program is.
+            by `..` or through a link; only for an index that you trust like a program.
 
     Returns:
-        As `shard_parameter`, in the dtype of the file; memory of its own.
+        As `shard_parameter`, in the dtype of the file and in new memory.
 
     Raises:
-        KeyError: no tensor of that name; the message has the nearest ones.
-        ValueError: as `shard_parameter`; or a source that is no safetensors checkpoint, is damaged,
-            or has files outside of the folder of its index.
-        FileNotFoundError: no such file, or the index names one that is not there.
+        KeyError: no tensor has that name; the message lists the nearest names.
+        ValueError: as `shard_parameter`; or the source is not a safetensors checkpoint, is damaged,
+            or has files outside of its index's folder.
+        FileNotFoundError: the source, or a file that its index names, does not exist.
         ImportError: safetensors is not installed.
     """
     check_type("name", name, str)
@@ -261,7 +261,7 @@ def load_tp_state_dict(
     device: torch.device | str = "cpu",
     outside_folder: bool = False,
 ) -> dict[str, Tensor]:
-    """`shard_state_dict` of a safetensors checkpoint, of which only the rank's parts are read.
+    """`shard_state_dict` of a safetensors checkpoint; reads only the rank's parts.
 
     Arguments and errors are those of `load_tp_shard` and of `shard_state_dict`.
     """
@@ -292,11 +292,11 @@ def _shard(
 
 
 def _take(x: Tensor | FileTensor, dim: int, runs: _Runs) -> Tensor:
-    """Copies the positions `[start, end)` of a dim; without runs, everything."""
+    """Copies the runs of positions of a dim; without runs, everything."""
     parts = [x[(*[slice(None)] * dim, slice(*run))] for run in runs] or [x[()]]
     if len(parts) > 1:
         return torch.cat(parts, dim)
-    # A view of a file would keep all of it mapped, one of a tensor all of it alive.
+    # A view would keep the whole file mapped, or the whole tensor alive.
     return parts[0].clone(memory_format=torch.contiguous_format)
 
 
@@ -311,7 +311,7 @@ _Runs = Sequence[tuple[int, int]]
 def _checked_runs(
     name: str, shape: tuple[int, ...], kind: Kind, config: TensorParallelConfig, order: Order
 ) -> _Runs:
-    """Runs of the dim that is cut that the rank has, for a checked shape; () if nothing is cut."""
+    """The rank's runs of the dim to cut, () to cut nothing; refuses a wrong shape."""
     _check_choices(kind, config, order)
     if kind == "replicated":
         return ()
@@ -328,24 +328,24 @@ def _checked_runs(
         sizes = [("hidden_size", config.hidden_size)] * 2
         if not row_bias:
             sizes[dim] = (_CUT_SIZE[kind], whole)
-        for at, (size, (words, wanted)) in enumerate(zip(shape, sizes, strict=False)):
-            if size != wanted:
+        for at, (size, (formula, expected)) in enumerate(zip(shape, sizes, strict=False)):
+            if size != expected:
                 raise ValueError(
                     f"{name} of kind {kind!r}, to be cut over {config.tp_size} ranks, must have "
-                    f"{words} = {wanted} in dim {at} with order={order!r}, got shape {shape}"
+                    f"{formula} = {expected} in dim {at} with order={order!r}, got shape {shape}"
                 )
     return () if row_bias else runs
 
 
 def _size_and_runs(kind: Kind, config: TensorParallelConfig, size: int) -> tuple[int, _Runs]:
-    """Size of the dim that is cut, and the runs of it that the rank has.
+    """The expected size of the dim to cut, and the rank's runs of it.
 
-    `size` is that of the dim, for the kinds that may have any.
+    `size` is the dim's actual size, for kinds that may have any.
     """
     headdim, rank = config.local_q_size // config.local_heads, config.rank
     num_q, num_kv = config.local_q_size, config.local_kv_size
     q, kv = config.num_heads * headdim, config.num_kv_heads * headdim
-    kv_head = rank * config.num_kv_heads // config.tp_size  # the first of the rank
+    kv_head = rank * config.num_kv_heads // config.tp_size  # the rank's first
     of_q = (rank * num_q, (rank + 1) * num_q)
     of_kv = (kv_head * headdim, kv_head * headdim + num_kv)
     mlp = config.part(config.intermediate_size)
@@ -357,12 +357,12 @@ def _size_and_runs(kind: Kind, config: TensorParallelConfig, size: int) -> tuple
         case "qkv":
             return q + 2 * kv, (of_q, _moved(of_kv, q), _moved(of_kv, q + kv))
         case "grouped_qkv":
-            # Before the rank's q heads lie k and v of all groups before its own.
-            mine = _moved(of_q, 2 * kv_head * headdim)
+            # k and v of all earlier groups precede the rank's q heads.
+            q_heads = _moved(of_q, 2 * kv_head * headdim)
             if len(config.kv_replica_ranks) == 1:
-                return q + 2 * kv, ((mine[0], mine[1] + 2 * num_kv),)
+                return q + 2 * kv, ((q_heads[0], q_heads[1] + 2 * num_kv),)
             end = (kv_head + 1) * (q // config.num_kv_heads + 2 * headdim)
-            return q + 2 * kv, (mine, (end - 2 * headdim, end))
+            return q + 2 * kv, (q_heads, (end - 2 * headdim, end))
         case "gate" | "up" | "down":
             return config.intermediate_size, ((mlp.start, mlp.end),)
         case "gate_up":
@@ -383,7 +383,7 @@ def _moved(run: tuple[int, int], by: int) -> tuple[int, int]:
 def _assembled(
     parts: Mapping[int, Tensor], kind: Kind, config: TensorParallelConfig, order: Order
 ) -> Tensor:
-    """The whole of the parts by rank; positions of several ranks must have the same bits on all."""
+    """Joins the parts of all ranks; replicated positions must have the same bits on all of them."""
     first = parts[0]
     dim, shape = _cut_dim(first.ndim, kind, order), list(first.shape)
     row_bias = kind in _ROW_PARALLEL and first.ndim == 1
@@ -392,8 +392,8 @@ def _assembled(
     whole = first.new_empty(shape)
     runs = {}
     for rank, x in parts.items():
-        one = replace(config, rank=rank)
-        runs[rank] = _checked_runs("the whole", (*shape,), kind, one, order)
+        of_rank = replace(config, rank=rank)
+        runs[rank] = _checked_runs("the whole", (*shape,), kind, of_rank, order)
         pieces = [whole.narrow(dim, start, end - start) for start, end in runs[rank]]
         lengths = [piece.size(dim) for piece in pieces]
         expected = [*shape[:dim], sum(lengths), *shape[dim + 1 :]] if pieces else shape
@@ -406,39 +406,39 @@ def _assembled(
         if not _same_bits(_take(whole, dim, runs[rank]), x.to(whole.device)):
             raise ValueError(
                 f"rank {rank} has positions of dim {dim} that another rank has with different "
-                "values: parameters that several ranks have must stay equal, which takes gradients "
-                "summed over kv_replica_ranks"
+                "values: replicated parameters must stay equal, so sum their gradients over "
+                "kv_replica_ranks"
             )
     return whole
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Compares NaN and 8-bit floats, too."""
+    """Compares bits, so that NaN equals NaN, and 8-bit floats work."""
     return torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (a, b)))
 
 
 def _kinds(
     names: Iterable[str], plan: Mapping[str, Kind], otherwise: Kind | None
 ) -> dict[str, Kind]:
-    """The kind of each name by the plan, all of which must have one."""
+    """The kind of each name by the plan; refuses names without a kind."""
     check_type("plan", plan, Mapping, "kinds by the ends of names")
     for pattern, kind in plan.items():
         check_type("each pattern of plan", pattern, str, "the end of a name")
         check_one_of(f"plan[{pattern!r}]", kind, get_args(Kind))
     if otherwise is not None:
         check_one_of("otherwise", otherwise, get_args(Kind))
-    found = {name: _kind_of(name, plan) or otherwise for name in names}
-    unknown = [name for name, kind in found.items() if kind is None]
+    kinds = {name: _kind_of(name, plan) or otherwise for name in names}
+    unknown = [name for name, kind in kinds.items() if kind is None]
     if unknown:
         raise ValueError(
             f"no pattern of the plan fits {len(unknown)} names, such as {unknown[:3]}: add "
-            'patterns for them, or pass otherwise="replicated" where every rank is to have all'
+            'patterns for them, or pass otherwise="replicated" to keep them whole on every rank'
         )
-    return {name: kind for name, kind in found.items() if kind is not None}
+    return {name: kind for name, kind in kinds.items() if kind is not None}
 
 
 def _kind_of(name: str, plan: Mapping[str, Kind]) -> Kind | None:
-    """The kind of the first pattern that fits the end of a name; None where none fits."""
+    """The kind of the first pattern that matches the end of a name; None without a match."""
     path = name.split(".")
     if path[-1] in ("weight", "bias") and len(path) > 1:
         path.pop()
@@ -455,9 +455,9 @@ def _kind_of(name: str, plan: Mapping[str, Kind]) -> Kind | None:
 
 def _fitting(path: Sequence[str], plan: Mapping[str, Kind]) -> Kind | None:
     for pattern, kind in plan.items():
-        wanted = pattern.split(".")
-        ending = path[-len(wanted) :]
-        if len(ending) == len(wanted) and all(map(fnmatchcase, ending, wanted)):
+        parts = pattern.split(".")
+        ending = path[-len(parts) :]
+        if len(ending) == len(parts) and all(map(fnmatchcase, ending, parts)):
             return kind
     return None
 

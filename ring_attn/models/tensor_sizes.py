@@ -1,4 +1,4 @@
-"""Sizes of tensor parallelism: a model's, those of one rank's part, and of what is all-reduced."""
+"""Sizes in tensor parallelism: of a model, of one rank's part, and of the all-reduces."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import Tensor
 from ring_attn.core.sizes import all_reduce_bytes, transfer_seconds
 from ring_attn.core.values import as_int, as_tuple, check_int, check_one_of, check_tensor
 
-#: The role of a parameter, by which it is cut.
+#: The role of a parameter, which decides its cut.
 #:
 #:     q k v gate up     column parallel: whole heads, or a part of the intermediate size
-#:     o down            row parallel, likewise
-#:     qkv               q, k and v in one matrix, one after another (Phi-3, MPT, GPT-2)
+#:     o down            row parallel: the same, of the inputs
+#:     qkv               q, k and v concatenated in one matrix (Phi-3, MPT, GPT-2)
 #:     grouped_qkv       for each kv head its q heads, k and v (Megatron, GPT-NeoX, InternLM2)
-#:     gate_up           gate and up in one matrix, one after the other
-#:     heads             a number for each q head, as attention sinks
-#:     column row        any other: ceil-sized parts of its outputs (a vocabulary) or its inputs
+#:     gate_up           gate and up concatenated in one matrix
+#:     heads             one number per q head, such as attention sinks
+#:     column row        other layers: ceil-sized parts of outputs (a vocabulary) or of inputs
 #:     replicated        whole on every rank
 Kind = Literal[
     "q", "k", "v", "o", "gate", "up", "down", "qkv", "grouped_qkv", "gate_up", "heads",
     "column", "row", "replicated",
 ]  # fmt: skip
 
-#: How a matrix is stored: `[out, in]` as torch's Linear has it, or `[in, out]`.
+#: Storage of a matrix: `[out, in]` like torch's Linear, or `[in, out]`.
 Order = Literal["out_in", "in_out"]
 
 T = TypeVar("T")
@@ -35,10 +35,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TensorPartition:
-    """One rank's part of a tensor that is cut along a dim, as `torch.chunk` and DTensor cut it.
+    """One rank's part of a tensor that is cut along a dim, as by `torch.chunk` and DTensor.
 
-    All parts are `ceil(size / num_partitions)` long; where that does not divide, the last ones are
-    shorter or empty. ValueError for a dim that the shape does not have, or no such rank.
+    Parts are `ceil(size / num_partitions)` long; the last ones may be shorter or empty. ValueError
+    if the shape has no such dim, or `rank` is out of range.
 
     Example:
         >>> part = TensorPartition((128, 512), dim=0, num_partitions=4, rank=0)
@@ -82,7 +82,7 @@ class TensorPartition:
         return (*shape[: self.dim], self.end - self.start, *shape[self.dim + 1 :])
 
     def shard(self, x: Tensor) -> Tensor:
-        """Copies the part of a whole tensor; ValueError if `x` has another shape."""
+        """Copies the part out of a whole tensor; ValueError if `x` has another shape."""
         check_tensor("x", x)
         if tuple(x.shape) != self.global_shape:
             raise ValueError(f"x must have shape {self.global_shape}, got {tuple(x.shape)}")
@@ -98,9 +98,9 @@ class TensorPartition:
 
 
 class AllReduceCost(NamedTuple):
-    """All-reduces of a forward: bytes of one, their number, bytes and seconds of all.
+    """All-reduces of a forward: bytes of each, their number, total bytes and total seconds.
 
-    Bytes are those of the tensors: a ring sends `2 (tp_size - 1) / tp_size` times as many.
+    Bytes count the tensors; a ring all-reduce sends `2 (tp_size - 1) / tp_size` times as many.
     """
 
     nbytes: int
@@ -111,15 +111,15 @@ class AllReduceCost(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorParallelConfig:
-    """Sizes of a model, and of the part that one of `tp_size` ranks has.
+    """Sizes of a model, and of one rank's part.
 
     With a mesh: `TensorParallelConfig(mesh["tp"].get_local_rank(), mesh["tp"].size(), ...)`.
 
     Args:
         rank: rank within the tensor-parallel group.
-        tp_size: size of that group.
+        tp_size: size of the tensor-parallel group.
         hidden_size: size of the residual stream.
-        intermediate_size: size of the MLP; where it does not divide, parts are ceil-sized.
+        intermediate_size: size of the MLP; parts are ceil-sized.
         num_heads: q heads; a multiple of `tp_size`.
         num_kv_heads: kv heads; a multiple of `tp_size`, or a divisor of it (replicated).
         headdim: size of a head; `hidden_size / num_heads` by default.
@@ -152,8 +152,8 @@ class TensorParallelConfig:
             )
         if heads % ranks:
             raise ValueError(
-                f"num_heads must divide by tp_size, got {heads} heads over {ranks} ranks; heads "
-                "are not cut"
+                f"num_heads must divide by tp_size, got {heads} heads over {ranks} ranks; a head "
+                "cannot be cut"
             )
         if kv_heads % ranks and ranks % kv_heads:
             raise ValueError(
@@ -164,7 +164,7 @@ class TensorParallelConfig:
             if self.hidden_size % heads:
                 raise ValueError(
                     f"hidden_size must divide by num_heads, got {self.hidden_size} and {heads}; "
-                    "pass headdim where a model has its own"
+                    "pass headdim if it is not hidden_size / num_heads"
                 )
             object.__setattr__(self, "headdim", self.hidden_size // heads)
 
@@ -174,7 +174,7 @@ class TensorParallelConfig:
 
     @property
     def local_kv_heads(self) -> int:
-        """kv heads of the rank; 1 where they are replicated."""
+        """Number of kv heads of the rank; 1 if kv heads are replicated."""
         return max(1, self.num_kv_heads // self.tp_size)
 
     @property
@@ -184,22 +184,22 @@ class TensorParallelConfig:
 
     @property
     def local_kv_size(self) -> int:
-        """Outputs of the rank's k projection, and of its v."""
+        """Outputs of the rank's k projection; those of v are as many."""
         return self.local_kv_heads * (self.headdim or 0)
 
     @property
     def local_intermediate_size(self) -> int:
-        """Outputs of the rank's gate and up projections, inputs of its down."""
+        """Outputs of the rank's gate and up projections, and inputs of its down projection."""
         return self.part(self.intermediate_size).shape[0]
 
     @property
     def weight_fraction(self) -> float:
-        """Share of a matrix on each rank, where it divides and nothing is replicated."""
+        """Share of a matrix on each rank, if it divides evenly and nothing is replicated."""
         return 1.0 / self.tp_size
 
     @property
     def kv_replica_ranks(self) -> tuple[int, ...]:
-        """Ranks with the same kv heads, over which gradients of k and v projections are summed."""
+        """Ranks with the same kv heads; sum gradients of k and v projections over them."""
         num = max(1, self.tp_size // self.num_kv_heads)
         first = self.rank // num * num
         return tuple(range(first, first + num))
@@ -211,11 +211,10 @@ class TensorParallelConfig:
         return tuple(sorted(set(ranks)))
 
     def replicated_outputs(self, kind: Kind) -> slice:
-        """Positions in the shard's output dim that other ranks have too: replicated kv heads.
+        """The slice of the shard's output dim that is replicated kv heads.
 
-            weight.grad[config.replicated_outputs("qkv")]   summed over config.kv_replica_ranks
-
-        None for "replicated", whose gradients are the same on all ranks already.
+        Sum `weight.grad[config.replicated_outputs("qkv")]` over `config.kv_replica_ranks`.
+        Empty for "replicated", whose gradients are equal on all ranks already.
 
         Example:
             >>> config = TensorParallelConfig(0, 4, 64, 128, num_heads=8, num_kv_heads=2)
@@ -233,7 +232,7 @@ class TensorParallelConfig:
     def all_reduce_cost(
         self, seqlen: int, num_blocks: int, itemsize: int, gbit_per_s: float
     ) -> AllReduceCost:
-        """The all-reduces of a forward: two a block, of (seqlen, hidden_size) each."""
+        """The all-reduces of a forward: two per block, of (seqlen, hidden_size) each."""
         for name, value in (("seqlen", seqlen), ("num_blocks", num_blocks), ("itemsize", itemsize)):
             check_int(name, value, least=0)
         num = 2 * num_blocks if self.tp_size > 1 else 0
@@ -242,7 +241,7 @@ class TensorParallelConfig:
         return AllReduceCost(nbytes, num, total, transfer_seconds(total, gbit_per_s))
 
     def part(self, size: int) -> TensorPartition:
-        """The rank's part of any size: ceil-sized."""
+        """The rank's ceil-sized part of a dim of any size."""
         return TensorPartition((size,), 0, self.tp_size, self.rank)
 
 
@@ -253,7 +252,7 @@ def _check_rank(name: str, num: int, rank: int) -> None:
 
 
 def checked_count(shards: Sequence[T], num: int) -> tuple[T, ...]:
-    """Checks that there is one part of each of `num` ranks."""
+    """The shards as a tuple, checked to be `num`."""
     parts = as_tuple("shards", shards)
     if len(parts) != num:
         raise ValueError(f"shards must be the parts of all {num} ranks, got {len(parts)}")
@@ -261,7 +260,7 @@ def checked_count(shards: Sequence[T], num: int) -> tuple[T, ...]:
 
 
 def check_part(rank: int, x: Tensor, expected: Sequence[int], whole: str) -> None:
-    """Refuses a rank's part of another shape."""
+    """Refuses a rank's part with a shape other than expected."""
     if tuple(x.shape) != tuple(expected):
         raise ValueError(
             f"part of rank {rank} must have shape {tuple(expected)} of {whole}, got "
