@@ -1,16 +1,16 @@
-"""Time of decoding on one device: one query a sequence against a long cache of keys and values.
+"""Time of decoding on one device: one query per sequence and a long cache of keys and values.
 
-Decoding reads the cache once and computes next to nothing, so a time is held against the memory:
-GB/s is K and V over the time, and `% of copy` that over what a copy within the device moves, read
-and written. All run in turn within every repetition, with a cold L2.
+Decoding reads the cache once and computes almost nothing, so memory bandwidth limits it. GB/s is
+the bytes of K and V / time; `% of copy` compares that with the bytes that a copy within the device
+reads and writes. All run in turn within every repetition, with a cold L2.
 
-    parts          --backend: the keys in parts, side by side, as `tree_decode` has them
-    whole          the same backend as a forward: a program for each query head reads all keys
+    parts          --backend: the keys in parallel parts, as in `tree_decode`
+    whole          the same backend as a forward: a program per query head reads all keys
     torch-flash    scaled_dot_product_attention with FlashAttention 2
     cudnn          scaled_dot_product_attention with cuDNN
 
-Each result is held against float64 on the query heads of the first kv head. Exit status 1 where one
-of ours is wrong.
+Each result is compared with float64 on the query heads of the first kv head. The exit status is 1
+if one of ours is wrong.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Run = Callable[[], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting(OneDevice):
-    """The caches and repetitions of a run; `backend` is that of ours."""
+    """The caches and repetitions of a run; `backend` computes `OURS`."""
 
     seqlens: tuple[int, ...]
     batches: tuple[int, ...]
@@ -69,8 +69,8 @@ class Row:
     """Times of an implementation on a cache; None where there is no time.
 
     Attributes:
-        gbps: K and V over the median.
-        of_copy: that over what a copy moves.
+        gbps: GB/s: bytes of K and V / the median.
+        of_copy: `gbps` / the GB/s of a copy.
         ratio: greatest error / bound.
         note: why there is no time, or what is wrong.
     """
@@ -88,7 +88,7 @@ class Row:
 
 
 class Cache:
-    """The tensors of one case, and who computes with them."""
+    """The tensors of one case, and the implementations that run on them."""
 
     def __init__(self, setting: Setting, batch: int, seqlen: int) -> None:
         device, dtype, dim = setting.device, setting.dtype, setting.head_dim
@@ -111,7 +111,7 @@ class Cache:
         self._backend = get_backend(chosen.name)
 
     def runs(self) -> Iterator[tuple[str, Run]]:
-        """Every implementation by its name."""
+        """Every implementation, with its name."""
         backend = self._backend
         if decodes(backend):
             yield (
@@ -133,7 +133,7 @@ class Cache:
         return backend.finalize(state, self.q.dtype)[0]
 
     def ratio(self, out: Tensor) -> float:
-        """Greatest error / bound of the query heads of the first kv head of the first sequence."""
+        """Greatest error / bound of the query heads of the first kv head, in the first sequence."""
         group = self.q.size(2) // self.k.size(2)
         q, k, v = (x[:1, :, :n] for x, n in ((self.q, group), (self.k, 1), (self.v, 1)))
         oracle, plain = (f(q, k, v, self.mask)[0] for f in (dense_attention, plain_attention))
@@ -141,7 +141,7 @@ class Cache:
 
 
 class Decode(Report[Setting, Row]):
-    """Measures cache by cache, and saves the report after each."""
+    """Measures one cache after another, and saves the report after each."""
 
     def __init__(self, setting: Setting, outputs: Outputs | None = None) -> None:
         super().__init__(setting, outputs)
@@ -149,7 +149,7 @@ class Decode(Report[Setting, Row]):
         self.copy_gbps = copy_gbps(setting.device, self._watch)
 
     def run(self) -> None:
-        """The shortest caches first, as far as the budget goes."""
+        """Measures caches, the shortest first, until the budget is spent."""
         caches = list(product(self.setting.seqlens, self.setting.batches))
         with self.progress(sum(seqlen * batch for seqlen, batch in caches)) as begin:
             for seqlen, batch in caches:
@@ -163,7 +163,7 @@ class Decode(Report[Setting, Row]):
         self.save(last=True)
 
     def more(self) -> dict[str, Any]:
-        """The rate that times are held against."""
+        """The GB/s of a copy."""
         return {"copy_gbps": self.copy_gbps}
 
     def _case(self, batch: int, seqlen: int) -> list[Row]:
@@ -218,31 +218,31 @@ def copy_gbps(device: torch.device, watch: Watch) -> float | None:
 
 def table(rows: Sequence[Row], setting: Setting) -> Table:
     """A line for each implementation on each cache."""
-    found = new_table(
-        f"decoding, one query a sequence, {setting}",
+    lines = new_table(
+        f"decoding, one query per sequence, {setting}",
         ("cache", "batch", ""),
         ("us", "GB/s", "% of copy", "error / bound"),
         "note",
     )
     for row in rows:
-        found.add_row(
+        lines.add_row(
             format_size(row.seqlen), str(row.batch), row.name, show(row.median_us, ".4g"),
             show(row.gbps, ".4g"), show(row.of_copy, ".0%"), show(row.ratio, ".2f"), row.note,
         )  # fmt: skip
-    return found
+    return lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--seqlen", type=parse_sizes, help="of the cache (8k,32k,128k,1M; on a CPU 300,600)")
-    add("--batch", type=parse_sizes, help="sequences (1,8; on a CPU 1)")
-    add("--backend", help="of ours (triton; on a CPU auto)")
+    add("--seqlen", type=parse_sizes, help="cache lengths (8k,32k,128k,1M; on a CPU 300,600)")
+    add("--batch", type=parse_sizes, help="numbers of sequences (1,8; on a CPU 1)")
+    add("--backend", help="our backend (triton; on a CPU auto)")
     add("--iters", type=parse_size, default=ITERS, help=f"repetitions ({ITERS})")
     add_device_arguments(parser)
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    """The setting that the options describe; raises as `one_device` does."""
+    """The setting from the options; raises like `one_device`."""
     shared = one_device(args)
     gpu = shared.device.type == "cuda"
     seqlens: tuple[int, ...] = (8192, 32768, 131072, 1 << 20) if gpu else (300, 600)
@@ -259,7 +259,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, writes the JSON as it goes, prints the table; 1 if a result of ours is wrong."""
+    """Measures, saves the JSON after each cache, prints the table; 1 if one of ours is wrong."""
     bench = Decode(setting_of(args), Outputs.of(args))
     bench.run()
     return bench.finish([] if args.quiet else [table(bench.rows, bench.setting)], [])

@@ -1,8 +1,8 @@
-"""Packages of context parallelism that need GPUs, as `ring-attn bench ring` calls them.
+"""Packages of context parallelism that need GPUs, for `ring-attn bench ring`.
 
-Each is called as its own documentation has it: ring-flash-attn 0.1.7, yunchang 0.6,
-TransformerEngine 2, MagiAttention 1.1. None of them has been run here; the tests put modules of
-the same names and signatures in their places.
+Each is called as its documentation says: ring-flash-attn 0.1.7, yunchang 0.6, TransformerEngine 2,
+MagiAttention 1.1. None of them has been run here; the tests replace them by modules with the same
+names and signatures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class GpuPeer(Impl):
-    """A package with a function of q, k and v of a rank's rows, and autograd behind it."""
+    """A package with a differentiable function of a rank's rows of q, k and v."""
 
     module: str
     install: str
@@ -40,7 +40,7 @@ class GpuPeer(Impl):
 
     @classmethod
     def reason_against(cls, setting: Setting) -> str | None:
-        """Why the package cannot run this; None where it can."""
+        """Why the package cannot run the setting; None if it can."""
         if find_spec(cls.module) is None:
             return f"is not installed: {cls.install}"
         if rank_device().type != "cuda":
@@ -56,7 +56,7 @@ class GpuPeer(Impl):
         return None
 
     def layout_of(self, setting: Setting) -> SequenceLayout:
-        """Which rank has which positions."""
+        """The positions of each rank."""
         return setting.sequence
 
     def shard(self, x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class GpuPeer(Impl):
         return self.sequence.shard(x, dist.get_rank())
 
     def attention(self, setting: Setting) -> Attend:
-        """The function, once its package is set up."""
+        """Sets the package up, and returns its function."""
         raise NotImplementedError
 
     def forward(self) -> None:
@@ -92,7 +92,7 @@ class RingFlashAttn(GpuPeer):
 
 
 class Yunchang(GpuPeer):
-    """USP: Ulysses among all ranks where the kv heads divide by them, else a ring."""
+    """USP: Ulysses over all ranks if the kv heads divide by them, else a ring."""
 
     name = "yunchang"
     module = "yunchang"
@@ -117,7 +117,7 @@ class Yunchang(GpuPeer):
 
 
 class TransformerEngine(GpuPeer):
-    """NVIDIA's ring, its default way of communication."""
+    """NVIDIA's package with its default communication, a ring."""
 
     name = "transformer-engine"
     module = "transformer_engine"
@@ -137,7 +137,7 @@ class TransformerEngine(GpuPeer):
 
 
 class MagiAttention(GpuPeer):
-    """SandAI's dispatch of chunks; it says itself which rank has which rows."""
+    """SandAI's package, which dispatches chunks of rows to ranks itself."""
 
     name = "magi-attention"
     module = "magi_attention"
@@ -161,7 +161,7 @@ class MagiAttention(GpuPeer):
         return lambda q, k, v: self._api.calc_attn(q, k, v, self._key)[0]
 
     def shard(self, x: Tensor) -> Tensor:
-        """The rank's rows of one sequence, without the dim of the batch."""
+        """This rank's rows of one sequence, without a batch dim."""
         rows: Tensor = self._api.dispatch(x[0], self._key)
         return rows
 

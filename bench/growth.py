@@ -1,8 +1,8 @@
-"""How the time of attention grows with the length and with the ranks, beside the theory.
+"""Growth of attention's time with the length and the number of ranks, compared with the theory.
 
-Every length on every number of ranks is measured as by `ring-attn bench ring`; exponents are fitted
-to the medians. Dense attention takes time ~ seqlen^2, and ranks that share it evenly ~ ranks^-1,
-as long as each has a core, or a GPU, of its own.
+Measures every length on every number of ranks like `ring-attn bench ring`, and fits exponents to
+the medians. In theory dense attention takes time ~ seqlen^2, and ranks that share it evenly take
+~ ranks^-1, if each has its own core or GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Lengths and numbers of ranks, and what is the same for all."""
+    """Lengths, numbers of ranks, and the setting that all measurements share."""
 
     seqlens: tuple[int, ...]
     world_sizes: tuple[int, ...]
@@ -58,11 +58,11 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints times and exponents; 1 if a result is wrong.
 
     Raises:
-        ValueError: torchrun has started this.
+        ValueError: the process runs under torchrun.
     """
     if "RANK" in os.environ:
         raise ValueError(
-            "bench growth starts other numbers of ranks one after another, torchrun has started "
+            "bench growth starts several numbers of ranks in turn, and torchrun has started "
             f"{os.environ.get('WORLD_SIZE')}: run it without torchrun, or `bench ring` with it"
         )
     seqlens = args.seqlens or (QUICK_SEQLENS if args.quick else SEQLENS)
@@ -91,10 +91,10 @@ def measure(bench: Report[Sweep, Row], *, device: str | None) -> None:
         for seqlen, world_size in product(sweep.seqlens, sweep.world_sizes):
             setting = replace(sweep.each, seqlen=seqlen, world_size=world_size)
             begin(f"{seqlen} rows on {world_size} ranks", seqlen * seqlen)
-            found = run_ranks(
+            of_ranks = run_ranks(
                 ring.measure, world_size, setting, threads=setting.threads, device=device
             )
-            rows, failures = found[0]
+            rows, failures = of_ranks[0]
             bench.rows += [
                 Row(
                     row.impl, row.mode, world_size, seqlen, row.median_ms, row.p20_ms, row.p80_ms,

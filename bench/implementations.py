@@ -1,17 +1,17 @@
-"""Attention on one device as several packages have it: ours, torch's, flash-attn's.
+"""Attention on one device by several packages: ours, torch's, flash-attn's.
 
-    ours           ring_attn's forward and backward as a ring of one rank, with a backend of choice
+    ours           ring_attn's forward and backward on one rank, with a chosen backend
     torch-flash    scaled_dot_product_attention, SDPBackend.FLASH_ATTENTION: FlashAttention 2
     cudnn          scaled_dot_product_attention, SDPBackend.CUDNN_ATTENTION
-    flex           flex_attention under torch.compile(dynamic=False), as its documentation has it; a
-                   BlockMask and the kernel_options documented for causal; its own table of tiles
+    flex           flex_attention under torch.compile(dynamic=False), as documented, with a
+                   BlockMask, the kernel_options documented for causal, and its own tiles
     flash-attn     the package flash_attn: FlashAttention 2
     flash-attn-3   the package flash_attn_interface: FlashAttention 3
     flash-attn-4   the package flash_attn.cute: FlashAttention 4
 
-Grouped heads are never repeated. Each gets inputs in the layout that its documentation states, made
-before anything is timed: torch's (batch, heads, seqlen, dim), ours and flash-attn's (batch, seqlen,
-heads, dim). Peers go through autograd, ours through the driver's two functions.
+Grouped heads are never repeated. Each implementation gets inputs in its documented layout, made
+before the timing: torch (batch, heads, seqlen, dim), ours and flash-attn (batch, seqlen, heads,
+dim). Peers run under autograd, ours by the driver's two functions.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ FLASH_PACKAGES = {
 SDPA_BACKENDS = {"torch-flash": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
 IMPLEMENTATIONS = ("ours", *SDPA_BACKENDS, "flex", *FLASH_PACKAGES)
 
-# What FlexKernelOptions says a causal mask guarantees, so that checks can be left out.
+# Guarantees of a causal mask by FlexKernelOptions, which allow flex to skip checks.
 FLEX_CAUSAL = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
 
-# A reason is shown in one line of a table.
+# Most characters of a reason, which is one line of a table.
 REASON_CHARS = 160
 
 
@@ -79,11 +79,11 @@ class Problem:
 
     @property
     def area(self) -> int:
-        """Visible pairs of one head, exactly: a little more than half of the square if causal."""
+        """Exact number of visible pairs of one head."""
         return self.seqlen * (self.seqlen + 1) // 2 if self.causal else self.seqlen**2
 
     def flops(self, mode: str) -> int:
-        """Operations of "fwd" (4 x area x head_dim a head), "bwd" (2.5 times that) or "fwd_bwd"."""
+        """FLOPs of "fwd" (4 x area x head_dim per head), "bwd" (2.5 times that) or "fwd_bwd"."""
         backward = {"fwd": (False,), "bwd": (True,), "fwd_bwd": (False, True)}[mode]
         return sum(flops(self.area, self.spec, backward=back) for back in backward)
 
@@ -116,12 +116,12 @@ class Data:
 
 
 class Attention:
-    """An implementation of attention: forward, then backward of that forward.
+    """An implementation of attention: a forward, then its backward.
 
     Attributes:
-        name: of the implementation.
-        out: of the last forward; None before.
-        grads: of q, k and v, by the last backward.
+        name: name of the implementation.
+        out: output of the last forward; None before.
+        grads: gradients of q, k and v from the last backward.
     """
 
     name: str
@@ -142,7 +142,7 @@ class Attention:
         return [x.detach() for x in (self.out, *self.grads)]
 
     def release(self) -> None:
-        """Lets go of the last results."""
+        """Frees the last results."""
         self.out, self.grads = None, ()
 
 
@@ -165,7 +165,7 @@ class Alone:
 
 
 class Ours(Attention):
-    """The ring's driver with one rank: a backend as the whole attention."""
+    """The ring's driver on one rank: one backend computes the whole attention."""
 
     name = "ours"
 
@@ -191,11 +191,11 @@ class Peer(Attention):
     """A differentiable function of q, k, v under autograd.
 
     Args:
-        name: of the implementation.
+        name: name of the implementation.
         function: takes q, k, v and returns out.
         data: the inputs.
         heads_first: whether `function` takes and returns (batch, heads, seqlen, dim).
-        backward: whether gradients are wanted: the forward then keeps what they need.
+        backward: whether the forward saves tensors for a backward.
     """
 
     def __init__(
@@ -219,12 +219,12 @@ class Peer(Attention):
         self.grads = torch.autograd.grad(self.out, self._leaves, self._dout)
 
     def results(self) -> list[Tensor]:
-        found = super().results()
-        return [x.transpose(1, 2) for x in found] if self._heads_first else found
+        results = super().results()
+        return [x.transpose(1, 2) for x in results] if self._heads_first else results
 
 
 def unavailable(name: str, device: torch.device) -> str | None:
-    """Why an implementation can run nothing here; None where it can run something."""
+    """Why an implementation cannot run on this machine; None if it can."""
     package = FLASH_PACKAGES.get(name)
     if package and not _installed(package):
         return f"the package {package} is not installed"
@@ -234,7 +234,7 @@ def unavailable(name: str, device: torch.device) -> str | None:
 
 
 def make(name: str, problem: Problem, data: Data, *, backend: str, backward: bool) -> Attention:
-    """Builds one of IMPLEMENTATIONS on the data of a problem; its errors pass through."""
+    """Builds one of IMPLEMENTATIONS on a problem's data; errors of the package pass."""
     if name == "ours":
         return Ours(problem, data, backend)
     heads_first = name not in FLASH_PACKAGES
@@ -252,7 +252,7 @@ def _function(name: str, problem: Problem) -> Callable[..., Tensor]:
 
 
 def sdpa_by(backend: str, *, causal: bool, grouped: bool) -> Callable[..., Tensor]:
-    """torch's attention by one backend, over (batch, heads, rows, dim)."""
+    """torch's attention with one backend, over (batch, heads, rows, dim)."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     chosen = getattr(SDPBackend, backend)
@@ -293,7 +293,8 @@ def _sees(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
 def compiled_flex() -> Callable[..., Any]:
     """flex_attention under torch.compile, for one shape at a time.
 
-    Whole graphs only: past its limit of recompilations torch would run it uncompiled, in silence.
+    With fullgraph=True, as torch would otherwise silently run it uncompiled after too many
+    recompilations.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -302,14 +303,14 @@ def compiled_flex() -> Callable[..., Any]:
 
 
 def forget_compiled() -> None:
-    """Drops what was compiled for other shapes, so that their number has no limit."""
+    """Drops compiled code for other shapes, so that there is no limit of recompilations."""
     compiled_flex.cache_clear()
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
 
 def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Silences warnings: flex uncompiled, on a CPU, says at every call that it is slow."""
+    """Silences warnings: uncompiled flex warns at every call that it is slow."""
 
     def run(*args: Any, **options: Any) -> Any:
         with warnings.catch_warnings():
@@ -323,8 +324,8 @@ def _flash(package: str, causal: bool) -> Callable[..., Tensor]:
     function = import_module(package).flash_attn_func
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = function(q, k, v, causal=causal)
-        out: Tensor = found[0] if isinstance(found, tuple) else found  # some return lse too
+        result = function(q, k, v, causal=causal)
+        out: Tensor = result[0] if isinstance(result, tuple) else result  # some return lse too
         return out
 
     return run
@@ -339,12 +340,12 @@ def _installed(package: str) -> bool:
 
 
 def reason(error: Exception, warned: Sequence[str] = ()) -> str:
-    """The reason why a call cannot run, in a line.
+    """The reason why a call cannot run, in one line.
 
     Args:
-        error: what it raised.
-        warned: what was warned of before: `scaled_dot_product_attention` says there why a backend
-            cannot run a call, and then raises only that there is none.
+        error: the error of the call.
+        warned: earlier warnings: in these `scaled_dot_product_attention` says why a backend cannot
+            run a call, and its error says only that no backend can.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"

@@ -1,12 +1,12 @@
-"""Holds an implementation's results against float64, at any length, before it is timed.
+"""Compares an implementation's results with float64, at any length, before it is timed.
 
-Dense attention in float64 cannot be had at the lengths that are measured. So there are two checks,
-both with the bound of `ring_attn.testing`, whose yardstick is plain PyTorch in the same dtype:
+Dense attention in float64 is too large at the measured lengths. So there are two checks, both with
+the bound of `ring_attn.testing`, which follows from plain PyTorch's error in the same dtype:
 
-    whole    all of out, dq, dk, dv of a short sequence with the same heads, type and mask
-    sampled  at the measured size: dout is zero but for some rows of every head and batch entry, so
-             that these rows alone make up the gradients, exactly; out and dq of those rows, dk and
-             dv of some keys, and that dq is 0 everywhere else
+    whole    all of out, dq, dk, dv of a short sequence with the same heads, dtype and mask
+    sampled  at the measured size, with dout zero except in some rows of every head and batch entry,
+             which then alone determine the gradients, exactly: checks out and dq of these rows, dk
+             and dv of some keys, and that dq is 0 elsewhere
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from ring_attn.bench.implementations import Attention, Data, Problem
 from ring_attn.core.mask import Mask
 from ring_attn.testing import Inputs, Verdict, check, dense_gradients, plain_gradients
 
-# Length of the whole check, and how much of the measured length the sampled one looks at.
+# Length of the whole check; numbers of rows and keys of the sampled check.
 WHOLE_SEQLEN = 512
 SAMPLED_ROWS, SAMPLED_KEYS = 32, 256
 
 NAMES = ("out", "dq", "dk", "dv")
 
-# By result: what float64 gives, what plain PyTorch gives, and the terms of each sum.
+# For each result: float64's, plain PyTorch's, and the terms of each sum.
 Figures = Mapping[str, tuple[Tensor, Tensor, Tensor]]
 
 Make = Callable[[Problem, Data], Attention]
 
 
 class Judge:
-    """The oracle of a problem, against which every implementation is held."""
+    """The oracle of a problem, which checks every implementation."""
 
     def __init__(self, problem: Problem, data: Data, *, backward: bool, seed: int = 1) -> None:
         """
         Args:
-            problem: what is measured.
-            data: its inputs.
-            backward: whether gradients are judged too.
-            seed: of the rows, the keys and the short sequence.
+            problem: sizes, dtype and mask.
+            data: inputs of the problem.
+            backward: whether to check gradients too.
+            seed: seed for the rows, the keys and the short sequence.
         """
         self._problem, self._backward = problem, backward
         self._short = replace(problem, batch=1, seqlen=min(problem.seqlen, WHOLE_SEQLEN))
@@ -54,11 +54,11 @@ class Judge:
         self._sampled_data = _with_few_rows(data, self._rows)
 
     def prepare(self) -> None:
-        """Computes the oracle: an error here is no implementation's."""
+        """Computes the oracle, so that its errors are not taken for an implementation's."""
         _ = self._whole, self._sampled
 
     def whole(self, make: Make) -> list[Verdict]:
-        """Runs what `make` builds on the short sequence."""
+        """Checks an implementation on the short sequence."""
         got = self._run(make, self._short, self._short_data)
         return [
             check(f"{name} of {self._short.seqlen}", x, *self._whole[name])
@@ -66,15 +66,15 @@ class Judge:
         ]
 
     def sampled(self, make: Make) -> list[Verdict]:
-        """Runs what `make` builds at the measured size."""
+        """Checks an implementation at the measured size."""
         got = self._run(make, self._problem, self._sampled_data)
-        found = []
+        verdicts = []
         for name, x in zip(NAMES, got, strict=False):
             index = torch.tensor(self._keys if name in ("dk", "dv") else self._rows)
-            found.append(check(name, x[:, index.to(x.device)], *self._sampled[name]))
+            verdicts.append(check(name, x[:, index.to(x.device)], *self._sampled[name]))
         if self._backward:
-            found.append(_nothing_elsewhere(got[1], self._rows))
-        return found
+            verdicts.append(_zero_elsewhere(got[1], self._rows))
+        return verdicts
 
     def _run(self, make: Make, problem: Problem, data: Data) -> list[Tensor]:
         attention = make(problem, data)
@@ -89,7 +89,7 @@ class Judge:
 
     @cached_property
     def _sampled(self) -> Figures:
-        """The sampled rows, computed by batch entry and kv head to bound the memory of scores."""
+        """The sampled rows; one batch entry and kv head at a time, to bound the scores' memory."""
         problem, device = self._problem, self._problem.device
         group = problem.heads // problem.kv_heads
         mask = _of_rows(problem.mask, self._rows)
@@ -113,18 +113,18 @@ class TokenJudge:
     """The oracle of decoding: the last query of a problem against all keys."""
 
     def __init__(self, problem: Problem, data: Data) -> None:
-        """Computes nothing yet."""
+        """Takes the inputs; `prepare` computes the oracle."""
         q, k, v, dout = data.rows_first
         self._inputs = Inputs(q[:, -1:], k, v, dout[:, -1:])
         self._mask = Mask(1, problem.seqlen)
 
     def prepare(self) -> None:
-        """Computes the oracle: an error here is no implementation's."""
+        """Computes the oracle, so that its errors are not taken for an implementation's."""
         self._oracle = dense_gradients(*self._inputs, self._mask)
         self._plain = plain_gradients(*self._inputs, self._mask)
 
     def verdicts(self, out: Tensor, lse: Tensor) -> list[Verdict]:
-        """Holds out (batch, 1, heads, dim) and lse (batch, heads, 1)."""
+        """Checks out (batch, 1, heads, dim) and lse (batch, heads, 1)."""
         oracle, plain = self._oracle, self._plain
         return [
             check("out of a token", out, oracle.out, plain.out, oracle.terms["out"]),
@@ -133,23 +133,23 @@ class TokenJudge:
 
 
 def _of_rows(mask: Mask, rows: Sequence[int]) -> Mask:
-    """The mask of some of the queries, against all keys."""
+    """The mask of some queries against all keys."""
     slices = [
-        one.moved(at, 0) for at, row in enumerate(rows) for one in mask.rows(row, row + 1).slices
+        part.moved(at, 0) for at, row in enumerate(rows) for part in mask.rows(row, row + 1).slices
     ]
     return Mask.of(len(rows), mask.seqlen_k, slices)
 
 
 def _figures(inputs: Inputs, mask: Mask, keys: Tensor | None = None) -> Figures:
-    """The three tensors of every result; dk and dv are cut to `keys` if these are given."""
+    """The three tensors of every result; dk and dv only of `keys`, unless None."""
     oracle, plain = dense_gradients(*inputs, mask), plain_gradients(*inputs, mask)
-    found = {}
+    by_name = {}
     for name in NAMES:
         three = (getattr(oracle, name), getattr(plain, name), oracle.terms[name])
         if keys is not None and name in ("dk", "dv"):
             three = (three[0][:, keys], three[1][:, keys], three[2][:, keys])
-        found[name] = three
-    return found
+        by_name[name] = three
+    return by_name
 
 
 def _joined(parts: Sequence[Figures], dim: int) -> Figures:
@@ -160,7 +160,7 @@ def _joined(parts: Sequence[Figures], dim: int) -> Figures:
 
 
 def _sample(seqlen: int, count: int, generator: torch.Generator) -> tuple[int, ...]:
-    """First, last, and others by chance, in order; all where there are no more."""
+    """The first, the last, and random other positions, in order; all if there are no more."""
     chosen = torch.randperm(seqlen, generator=generator)[: max(count - 2, 0)]
     return tuple(sorted({0, seqlen - 1, *chosen.tolist()}))
 
@@ -173,8 +173,8 @@ def _with_few_rows(data: Data, rows: Sequence[int]) -> Data:
     return Data(Inputs(q, k, v, few))
 
 
-def _nothing_elsewhere(dq: Tensor, rows: Sequence[int]) -> Verdict:
-    """A row without dout has no dq, not even by rounding."""
+def _zero_elsewhere(dq: Tensor, rows: Sequence[int]) -> Verdict:
+    """Checks that dq is exactly 0 in rows without dout."""
     rest = dq.abs().amax((0, 2, 3))
     rest[torch.tensor(rows).to(rest.device)] = 0.0
     error = float(rest.max())

@@ -1,11 +1,10 @@
-"""Time of the attention kernels on one device, against torch's and flash-attn's, and of the ring.
+"""Time of our attention kernels on one device, compared with torch's and flash-attn's.
 
-Within every repetition all implementations run in turn, so that drift of the clocks hits them
-alike; each is checked against float64 before it is timed. The batch keeps the number of tokens at
---tokens (16k) up to that length, and is 1 beyond, as in FlashAttention's papers. Times are those of
-the device between events, with a cold L2 and the host ahead; medians, p20 and p80 over the
-repetitions. A forward keeps what its backward needs, unless --mode fwd. FLOPs are 4 x pairs x
-head_dim a head forward and 2.5 times that backward, by the exact number of visible pairs.
+All implementations run in turn within every repetition, so that clock drift affects all alike; each
+is checked against float64 before the timing. As in FlashAttention's papers, the batch is --tokens
+(16k) / length, at least 1. Times are the device's, between events, with a cold L2 and the host
+ahead; medians, p20 and p80 are over the repetitions. Unless --mode fwd, a forward saves tensors for
+its backward. FLOPs are 4 x visible pairs x head_dim per head forward, 2.5 times that backward.
 
     ours           triton (on a CPU auto) as the whole attention: deterministic, a ring of one rank
     torch-flash    scaled_dot_product_attention with FlashAttention 2
@@ -13,7 +12,7 @@ head_dim a head forward and 2.5 times that backward, by the exact number of visi
     flex           compiled flex_attention, with its own tiles
     flash-attn     flash_attn, where installed (flash-attn-3, flash-attn-4: interface, cute)
 
-Exit status 1 where a result of ours is wrong or a call of ours failed.
+The exit status is 1 if a result of ours is wrong or a call of ours failed.
 """
 
 from __future__ import annotations
@@ -63,16 +62,16 @@ from ring_attn.tools.arguments import (
 )
 from ring_attn.tools.launch import DEVICES
 
-# What is measured in each mode, and the stages of a call that it spans.
+# The modes of the rows for each --mode, and the stages of a call in each mode.
 MODES = {"fwd": ("fwd",), "fwd_bwd": ("fwd", "bwd", "fwd_bwd")}
 STAGES = {"fwd": slice(0, 1), "bwd": slice(1, 2), "fwd_bwd": slice(0, 2)}
 
 DEFAULT = ("ours", "torch-flash", "cudnn", "flex", *FLASH_PACKAGES)
 
-# A cell's repetitions end early once they have taken so long.
+# The time limit of a cell's repetitions.
 CELL_SECONDS = 4.0
 
-# What ours may raise without failing the run.
+# Errors of ours that do not fail the run.
 REFUSALS = (NotImplementedError, ImportError, torch.OutOfMemoryError)
 
 T = TypeVar("T")
@@ -105,7 +104,7 @@ QUICK_ON_CPU = replace(ON_CPU, seqlens=(256,), iters=2)
 
 @dataclass(frozen=True)
 class Setting:
-    """The cells of a run, and how they are measured."""
+    """The cells of a run, and the options of their measurement."""
 
     sizes: Sizes
     causal: tuple[bool, ...]
@@ -115,7 +114,7 @@ class Setting:
     budget: float | None
 
     def problems(self) -> Iterator[Problem]:
-        """Every cell, those of one table together."""
+        """Every cell; cells of one table are consecutive."""
         sizes = self.sizes
         for heads, kv_heads in sizes.heads:
             for head_dim in sizes.head_dims:
@@ -133,9 +132,9 @@ class Row:
     """Times of an implementation on a cell in a mode; None where there is no time.
 
     Attributes:
-        peak_share: tflops over the peak rate, 0 to 1.
+        peak_share: tflops / the peak rate, 0 to 1.
         host_ms: median of the host's time to enqueue forward (and backward).
-        max_ratio: greatest error / bound of its results; above 1 is wrong.
+        max_ratio: greatest error / bound of the results; above 1 is wrong.
         note: why there is no time, or what is wrong.
     """
 
@@ -169,30 +168,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seqlen", type=parse_sizes, help=f"lengths, such as 1k,8k ({lens}, doubling)")
     add("--head-dim", type=parse_sizes, help="head dims (128,64,256)")
     add("--heads", type=parse_heads, help="query heads / kv heads, such as 32/8,64/8")
-    add("--causal", action=argparse.BooleanOptionalAction, help="one of them alone; both if absent")
-    add("--dtype", type=parse_dtype, help="of the inputs (bfloat16; on a CPU float32)")
-    add("--tokens", type=parse_size, help="of a batch, up to that length (16k)")
+    add("--causal", action=argparse.BooleanOptionalAction, help="only one of them; default: both")
+    add("--dtype", type=parse_dtype, help="dtype of the inputs (bfloat16; on a CPU float32)")
+    add("--tokens", type=parse_size, help="tokens of a batch of shorter sequences (16k)")
     add("--mode", choices=tuple(MODES), default="fwd_bwd")
     add(
         "--implementations",
         default=",".join(DEFAULT),
-        help=f"comma-separated, of {', '.join(IMPLEMENTATIONS)}",
+        help=f"comma-separated, some of {', '.join(IMPLEMENTATIONS)} (default: all)",
     )
     add("--iters", type=parse_size, help=f"most repetitions of a cell ({FULL.iters})")
-    add("--budget", type=float, metavar="SECONDS", help="start no cell later")
-    add("--device", choices=DEVICES, help="default: cuda where there is one")
+    add("--budget", type=float, metavar="SECONDS", help="start no cell after this time")
+    add("--device", choices=DEVICES, help="default: cuda if there is a GPU")
     add_outputs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, writes the JSON as it goes, prints the tables; 1 if one of ours failed."""
+    """Measures, saves the JSON after each cell, prints the tables; 1 if one of ours failed."""
     bench = Bench(setting_of(args), Outputs.of(args))
     bench.run()
     return bench.finish([] if args.quiet else tables(bench.rows), bench.remarks())
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    """The setting that the options describe; defaults depend on --quick and the device."""
+    """The setting from the options; defaults depend on --quick and the device."""
     device = parse_device(args.device)
     names = tuple(dict.fromkeys(name for name in args.implementations.split(",") if name))
     for name in names:
@@ -218,7 +217,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
 
 @dataclass
 class Tried:
-    """The progress of an implementation on a cell."""
+    """An implementation on a cell, built and checked, or a note why it cannot run."""
 
     note: str = ""
     attention: Attention | None = None
@@ -226,7 +225,7 @@ class Tried:
 
 
 class Bench(Report[Setting, Row]):
-    """Measures cell by cell, and saves the report after each."""
+    """Measures one cell after another, and saves the report after each."""
 
     def __init__(self, setting: Setting, outputs: Outputs | None = None) -> None:
         super().__init__(setting, outputs)
@@ -245,7 +244,7 @@ class Bench(Report[Setting, Row]):
         self.peak = peak_tflops(name, setting.sizes.dtype)
 
     def run(self) -> None:
-        """Measures every cell that the budget has time for."""
+        """Measures cells until the budget is spent."""
         problems = list(self.setting.problems()) if self._names else []
         with self.progress(len(problems)) as begin:
             for problem in problems:
@@ -259,7 +258,7 @@ class Bench(Report[Setting, Row]):
         self.save(last=True)
 
     def remarks(self) -> list[str]:
-        """Remarks for below the tables: reasons, backend and peak; the last line counts cells."""
+        """Lines for below the tables: reasons, notes and peak; the last line counts cells."""
         lines = [f"{name}: {why}" for name, why in self.unavailable.items()] + notes(self.rows)
         if self.peak:
             lines.append(f"peak: {self.peak:.1f} TFLOP/s by the datasheet, dense")
@@ -268,14 +267,14 @@ class Bench(Report[Setting, Row]):
         return [*lines, f"{counts}, {len(self.failures)} failures"]
 
     def more(self) -> dict[str, Any]:
-        """The peak rate, and which implementations cannot run here."""
+        """The peak rate, and why implementations cannot run here."""
         return {
             "peak_tflops": self.peak,
             "unavailable": self.unavailable,
         }
 
     def _measure(self, problem: Problem) -> None:
-        """Builds, judges, then times all implementations that can run a cell."""
+        """Builds, checks, then times all implementations that can run a cell."""
         forget_compiled()
         free_memory(self.setting.device)
         try:
@@ -287,8 +286,8 @@ class Bench(Report[Setting, Row]):
         tried = {name: self._judged_attention(name, problem, data, judge) for name in self._names}
         del judge
         samples = self._time(tried, problem)
-        for name, one in tried.items():
-            self.rows += self._rows(name, problem, one, samples.get(name, []))
+        for name, trial in tried.items():
+            self.rows += self._rows(name, problem, trial, samples.get(name, []))
 
     def _data_and_judge(self, problem: Problem) -> tuple[Data, Judge]:
         """The inputs of a problem, and its prepared oracle."""
@@ -298,7 +297,7 @@ class Bench(Report[Setting, Row]):
         return data, judge
 
     def _judged_attention(self, name: str, problem: Problem, data: Data, judge: Judge) -> Tried:
-        """The short sequence is checked once for a table."""
+        """Checks an implementation, on the short sequence once per table, and builds it."""
 
         def build(problem: Problem, data: Data) -> Attention:
             return make(name, problem, data, backend=self.backend, backward=self._backward)
@@ -309,17 +308,17 @@ class Bench(Report[Setting, Row]):
             self._judged.add(key)
             return whole + judge.sampled(build)
 
-        found, note = self._attempt(name, problem, verdicts)
-        if found is None:
+        checked, note = self._attempt(name, problem, verdicts)
+        if checked is None:
             return Tried(note)
-        ratio, note = self._verdict(name, problem, found)
+        ratio, note = self._verdict(name, problem, checked)
         attention, failed = self._attempt(name, problem, lambda: build(problem, data))
         return Tried(failed or note, attention, ratio)
 
     def _verdict(
         self, name: str, problem: Problem, verdicts: Sequence[Verdict]
     ) -> tuple[float, str]:
-        """Greatest error / bound, and the error as a note; for ours it is a failure too."""
+        """Greatest error / bound, and a note on the first wrong result; ours are failures too."""
         wrong = [str(verdict) for verdict in verdicts if not verdict.ok]
         if name == "ours":
             self.failures += [f"{name}, {title(problem)}: {text}" for text in wrong]
@@ -327,12 +326,12 @@ class Bench(Report[Setting, Row]):
         return max(ratios), f"wrong: {wrong[0]}" if wrong else ""
 
     def _time(self, tried: dict[str, Tried], problem: Problem) -> dict[str, list[Sample]]:
-        """The samples of all that can run, forward and then backward."""
+        """Times all implementations that can run: forward, then backward."""
         calls = {}
-        for name, one in tried.items():
-            if one.attention is not None:
-                stages = [one.attention.forward, one.attention.backward]
-                calls[name] = Call(stages[: 1 + self._backward], one.attention.release)
+        for name, trial in tried.items():
+            if trial.attention is not None:
+                stages = [trial.attention.forward, trial.attention.backward]
+                calls[name] = Call(stages[: 1 + self._backward], trial.attention.release)
 
         def failed(name: str, error: Exception) -> None:
             tried[name].note = self._failed(name, problem, error, [])
@@ -342,17 +341,17 @@ class Bench(Report[Setting, Row]):
         )
 
     def _attempt(self, name: str, problem: Problem, call: Callable[[], T]) -> tuple[T | None, str]:
-        """The call's result and ""; or None and the reason where it cannot run."""
-        with warnings.catch_warnings(record=True) as said:
+        """The call's result and ""; or None and the reason why it cannot run."""
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
                 return call(), ""
             except Exception as error:
-                return None, self._failed(name, problem, error, said)
+                return None, self._failed(name, problem, error, warned)
 
-    def _failed(self, name: str, problem: Problem, error: Exception, said: Sequence[Any]) -> str:
-        """The note of a call that cannot run. Ours may refuse; any other error is a failure."""
-        why = reason(error, [str(warning.message) for warning in said])
+    def _failed(self, name: str, problem: Problem, error: Exception, warned: Sequence[Any]) -> str:
+        """The note of a call that raised; ours may raise `REFUSALS`, other errors are failures."""
+        why = reason(error, [str(warning.message) for warning in warned])
         if name == "ours" and not isinstance(error, REFUSALS):
             traceback.print_exception(error)
             self.failures.append(f"{name}, {title(problem)}: {why}")
@@ -394,7 +393,7 @@ class Bench(Report[Setting, Row]):
 
 
 def title(what: Row | Problem) -> str:
-    """Title of a table, or name of a cell."""
+    """The title of a row's table, or the name of a problem's cell."""
     heads = f"{what.heads}/{what.kv_heads} heads of {what.head_dim}"
     mask = "causal" if what.causal else "full"
     if isinstance(what, Row):
@@ -403,20 +402,22 @@ def title(what: Row | Problem) -> str:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """A table for each number of heads, head dim and mask: a line a length and implementation."""
-    found: list[Table] = []
+    """A table per number of heads, head dim and mask; a line per length and implementation."""
+    all_tables: list[Table] = []
     for key in dict.fromkeys(row.table for row in rows):
-        mine = [row for row in rows if row.table == key]
-        modes = [mode for mode in STAGES if any(row.mode == mode and row.samples for row in mine)]
+        of_table = [row for row in rows if row.table == key]
+        timed = {row.mode for row in of_table if row.samples}
+        modes = [mode for mode in STAGES if mode in timed]
         figures = [name for mode in modes for name in (mode, "TFLOP/s")]
         table = new_table(
-            f"{title(mine[0])}: ms (p20-p80), TFLOP/s (share of peak)",
+            f"{title(of_table[0])}: ms (p20-p80), TFLOP/s (share of peak)",
             ("batch x n", ""),
             (*figures, "error/bound"),
         )
-        for cell in dict.fromkeys((row.seqlen, row.batch, row.impl) for row in mine):
-            by_mode = {row.mode: row for row in mine if (row.seqlen, row.batch, row.impl) == cell}
+        for cell in dict.fromkeys((row.seqlen, row.batch, row.impl) for row in of_table):
             seqlen, batch, impl = cell
+            of_cell = [r for r in of_table if (r.seqlen, r.batch, r.impl) == cell]
+            by_mode = {row.mode: row for row in of_cell}
             first = next(iter(by_mode.values()))
             figures = [text for mode in modes for text in _figures(by_mode.get(mode))]
             if modes and not first.samples:
@@ -424,12 +425,12 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             table.add_row(
                 f"{batch} x {format_size(seqlen)}", impl, *figures, show(first.max_ratio, ".2f")
             )
-        found.append(table)
-    return found
+        all_tables.append(table)
+    return all_tables
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """A line for each reason why cells have no times, or are wrong."""
+    """A line for each note, with the cells that it concerns."""
     cells: dict[tuple[str, str], dict[str, None]] = {}
     for row in rows:
         if row.note:
@@ -447,5 +448,5 @@ def _figures(row: Row | None) -> list[str]:
 
 
 def _ms(x: float | None) -> str:
-    """Milliseconds with microseconds, or with four digits."""
+    """Milliseconds with three decimals, or with four digits."""
     return show(x, ".3f" if x is None or x < 10.0 else ".2f" if x < 100.0 else ".1f")

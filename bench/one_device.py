@@ -1,4 +1,4 @@
-"""The options that the benchmarks on one device share."""
+"""Options that the benchmarks on one device share."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `one_device`, and those of every command."""
     add = parser.add_argument
     add("--heads", type=parse_heads, help="query heads / kv heads (32/8; on a CPU 4/2)")
-    add("--head-dim", type=parse_size, help="128; on a CPU 16")
-    add("--dtype", type=parse_dtype, help="bfloat16; on a CPU float32")
-    add("--budget", type=float, metavar="SECONDS", help="start nothing later")
-    add("--device", choices=DEVICES, help="default: cuda where there is one")
+    add("--head-dim", type=parse_size, help="default: 128; on a CPU 16")
+    add("--dtype", type=parse_dtype, help="default: bfloat16; on a CPU float32")
+    add("--budget", type=float, metavar="SECONDS", help="start no measurement after this time")
+    add("--device", choices=DEVICES, help="default: cuda if there is a GPU")
     add_outputs(parser)
 
 
@@ -50,23 +50,23 @@ def parse_heads(text: str) -> tuple[tuple[int, int], ...]:
     """Query and kv heads: "32/8,16" is ((32, 8), (16, 16)).
 
     Raises:
-        argparse.ArgumentTypeError: anything else; argparse shows the text.
+        argparse.ArgumentTypeError: anything else.
     """
-    found = []
+    pairs = []
     for part in text.split(","):
         q, _, kv = part.partition("/")
         heads, kv_heads = parse_size(q), parse_size(kv or q)
         if heads % kv_heads:
             raise argparse.ArgumentTypeError(f"{part!r}: kv heads must divide the query heads")
-        found.append((heads, kv_heads))
-    return tuple(found)
+        pairs.append((heads, kv_heads))
+    return tuple(pairs)
 
 
 def parse_device(name: str | None) -> torch.device:
-    """The device by its name, or the GPU where there is one.
+    """The device of that name; None is the GPU if there is one, else the CPU.
 
     Raises:
-        ValueError: "cuda" where torch can use no GPU.
+        ValueError: "cuda" is requested, but torch can use no GPU.
     """
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -75,10 +75,10 @@ def parse_device(name: str | None) -> torch.device:
 
 
 def one_device(args: argparse.Namespace) -> OneDevice:
-    """The setting that the options describe; a CPU gets small sizes that only show that it works.
+    """The setting from the options; a CPU gets small sizes, only to test the benchmark.
 
     Raises:
-        ValueError: no such device, or several pairs of heads.
+        ValueError: the device does not exist, or there are several pairs of heads.
     """
     device = parse_device(args.device)
     gpu = device.type == "cuda"

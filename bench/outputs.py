@@ -1,6 +1,6 @@
-"""Files and checks that every benchmark has beside its JSON: CSV, a picture, a page, a comparison.
+"""Outputs of every benchmark besides its JSON: CSV, a picture, a page, a comparison.
 
-All read the rows as the JSON has them, so that those of an earlier run are read in the same way:
+All of them read rows as in the JSON, so that rows of an earlier run work too:
 
     impl  mode  seqlen    median_ms  p20_ms  p80_ms   ...
     key of the figure     the figure and its spread   not compared
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 Key = tuple[tuple[str, Any], ...]
 
-# Entries of a setting that do not change what is measured.
+# Entries of a setting that do not change the meaning of a figure.
 EFFORT = {"iters", "warmup", "budget", "repeats", "samples", "baselines", "implementations"}
 
-# Exponents of attention's time: in the length of a dense mask, and in the ranks that share it.
+# Exponents of attention's time: over the length, without a sparse mask, and over the ranks.
 THEORY = {"seqlen": 2.0, "world_size": -1.0}
 
 PICTURES = (".png", ".svg")
@@ -42,7 +42,7 @@ PICTURES = (".png", ".svg")
 
 @dataclass(frozen=True)
 class Outputs:
-    """The files that are asked for, the report of an earlier run, and whether only to sum up."""
+    """The requested files, the report of an earlier run, and whether to print only a summary."""
 
     json: Path | None = None
     csv: Path | None = None
@@ -56,8 +56,8 @@ class Outputs:
         """Reads the options, before anything is measured.
 
         Raises:
-            ValueError: a picture of another kind, or an earlier report that is none.
-            ImportError: a picture is asked for, and matplotlib is not installed.
+            ValueError: the picture has another suffix, or the earlier file is not a report.
+            ImportError: a picture is requested, but matplotlib is not installed.
         """
         if args.plot is not None and args.plot.suffix not in PICTURES:
             raise ValueError(f"--plot must end in one of {list(PICTURES)}, got {str(args.plot)!r}")
@@ -72,29 +72,29 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--csv", metavar="PATH", type=parse_report, help="write the rows here")
     add("--plot", metavar="PATH", type=parse_report, help="draw the figures as .png or .svg")
-    add("--report", metavar="PATH", type=parse_report, help="write one HTML page with all of it")
+    add("--report", metavar="PATH", type=parse_report, help="write one HTML page with everything")
     add(
         "--compare", metavar="OLD.json", type=Path,
-        help="exit with 1 where a figure is slower than there beyond the spread of both",
+        help="exit with 1 if a figure is slower than in OLD.json, beyond the spread of both",
     )  # fmt: skip
     add_common(parser)
 
 
 def read_report(path: Path) -> Mapping[str, Any]:
-    """The JSON of an earlier run; ValueError where it is none."""
+    """The JSON of an earlier run; ValueError if the file is not one."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        report = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"--compare cannot read {path}: {error}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("rows"), list):
+    if not isinstance(report, dict) or not isinstance(report.get("rows"), list):
         raise ValueError(f"--compare: {path} is not the JSON of a benchmark, it has no rows")
     try:
-        figures(found["rows"])
+        figures(report["rows"])
     except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
         raise ValueError(
             f"--compare: the rows of {path} are not a benchmark's: {error!r}"
         ) from None
-    return found
+    return report
 
 
 # -- figures
@@ -111,19 +111,19 @@ class Figure(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The key in words."""
+        """The key as text."""
         return label(self.key)
 
 
 def label(key: Key) -> str:
-    """The values of a key; a number or a flag has its name before it."""
+    """The values of a key as text; numbers and flags after their names."""
     words = (str(v) if isinstance(v, str) else f"{n} {v}".replace("_", " ") for n, v in key)
     return ", ".join(words)
 
 
 def figures(rows: Iterable[Row]) -> list[Figure]:
-    """The figures of rows that have a time."""
-    found = []
+    """The figures of all rows with a time."""
+    with_times = []
     for row in rows:
         median = next((name for name in row if name.startswith("median_")), "")
         if row.get(median) is None:
@@ -131,17 +131,17 @@ def figures(rows: Iterable[Row]) -> list[Figure]:
         unit = median.removeprefix("median_")
         names = list(row)
         first = next(i for i, name in enumerate(names) if name.endswith(f"_{unit}"))
-        # Names, sizes and flags; tables of configs and errors are no part of a key.
+        # A key is names, sizes and flags, not tables of configs or errors.
         key = tuple((n, row[n]) for n in names[:first] if isinstance(row[n], (str, int)))
         low, high = row.get(f"p20_{unit}"), row.get(f"p80_{unit}")
         if low is None or high is None:
             low, _, high = quantiles(row[f"samples_{unit}"])
-        found.append(Figure(key, unit, row[median], low, high))
-    return found
+        with_times.append(Figure(key, unit, row[median], low, high))
+    return with_times
 
 
 class Line(NamedTuple):
-    """Figures that differ in one size: the size's name, the others' key, and the exponent."""
+    """Figures that differ in one size, `over`; `key` is the rest of their keys."""
 
     over: str
     key: Key
@@ -149,7 +149,7 @@ class Line(NamedTuple):
 
     @property
     def exponent(self) -> float:
-        """Slope of the least squares fit of log time to log size."""
+        """Slope of the least-squares fit of log time to log size."""
         xs = [math.log(size) for size, _ in self.points]
         ys = [math.log(figure.median) for _, figure in self.points]
         x, y = (sum(values) / len(values) for values in (xs, ys))
@@ -158,30 +158,30 @@ class Line(NamedTuple):
         )
 
 
-def lines(found: Sequence[Figure]) -> list[Line]:
-    """Figures that differ in one size, joined over it."""
+def lines(all_figures: Sequence[Figure]) -> list[Line]:
+    """Joins figures that differ in one size only."""
     joined: dict[tuple[str, Key], dict[int, Figure]] = {}
-    for figure in found:
+    for figure in all_figures:
         for name, value in figure.key:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 others = tuple(entry for entry in figure.key if entry[0] != name)
                 joined.setdefault((name, others), {})[value] = figure
-    found_lines = [
+    over_sizes = [
         Line(name, key, tuple(sorted(points.items())))
         for (name, key), points in joined.items()
         if len(points) > 1
     ]
-    return sorted(found_lines, key=lambda line: line.over)
+    return sorted(over_sizes, key=lambda line: line.over)
 
 
-def growth_table(found: Sequence[Line]) -> Table:
-    """Fitted exponents beside those of the theory."""
+def growth_table(all_lines: Sequence[Line]) -> Table:
+    """Fitted exponents and those of the theory."""
     table = Table(title="growth: time ~ size ^ exponent", title_justify="left", box=None)
     for name in ("over", "of"):
         table.add_column(name)
     for name in ("sizes", "fitted", "theory"):
         table.add_column(name, justify="right")
-    for line in found:
+    for line in all_lines:
         sizes = f"{line.points[0][0]} .. {line.points[-1][0]}"
         theory = THEORY.get(line.over)
         table.add_row(
@@ -202,25 +202,25 @@ class Change(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Time now over time then."""
+        """Time now / time then."""
         return self.now.median / self.earlier.median
 
     @property
     def verdict(self) -> str:
-        """ "slower" or "faster" where the spreads do not overlap, else "same"."""
+        """ "slower" or "faster" if the spreads do not overlap, else "same"."""
         if self.now.low > self.earlier.high:
             return "slower"
         return "faster" if self.now.high < self.earlier.low else "same"
 
 
 def check_same(earlier: Mapping[str, Any], setting: Mapping[str, Any]) -> None:
-    """Refuses an earlier run that measured something else."""
+    """Refuses an earlier run with another setting."""
     then = _without_effort(earlier.get("setting", {}))
     now = _without_effort(json.loads(json.dumps(setting)))  # lists for tuples, as in a file
     differ = [name for name in then if name in now and then[name] != now[name]]
     if differ:
-        told = "; ".join(f"{name}: {then[name]} then, {now[name]} now" for name in differ)
-        raise ValueError(f"--compare: the earlier run measured something else: {told}")
+        changes = "; ".join(f"{name}: {then[name]} then, {now[name]} now" for name in differ)
+        raise ValueError(f"--compare: the earlier run had another setting: {changes}")
 
 
 def _without_effort(setting: Any) -> Any:
@@ -230,7 +230,7 @@ def _without_effort(setting: Any) -> Any:
 
 
 def compare(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """The figures that both runs have; ValueError where there is none."""
+    """Pairs of figures that both runs have; ValueError if there are none."""
     before = {figure.key: figure for figure in figures(earlier["rows"])}
     changes = [Change(before[f.key], f) for f in figures(now["rows"]) if f.key in before]
     if not changes:
@@ -239,7 +239,7 @@ def compare(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
 
 
 def comparison_title(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Names the entries of the machine that were others in the earlier run."""
+    """A title with the entries of the machine that differ from the earlier run."""
     machines = [json.loads(json.dumps(report.get("machine", {}))) for report in (earlier, now)]
     names = ("cpu", "cores", "devices", "versions")
     other = [name for name in names if machines[0].get(name) != machines[1].get(name)]
@@ -264,7 +264,7 @@ def changes_table(changes: Sequence[Change], title: str) -> Table:
 
 
 def to_csv(rows: Sequence[Row]) -> str:
-    """The rows; lists as JSON."""
+    """The rows as CSV, with lists as JSON."""
     text = io.StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(text, names, lineterminator="\n")
@@ -277,12 +277,12 @@ def to_csv(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def picture(found: Sequence[Figure], title: str) -> Picture:
-    """Lines over a size where there are several sizes, else bars; whiskers are the spread."""
+def picture(all_figures: Sequence[Figure], title: str) -> Picture:
+    """Draws lines over a size if several were measured, else bars; whiskers are the spread."""
     from matplotlib.figure import Figure as Picture
 
-    joined = lines(found)
-    unit = found[0].unit if found else ""
+    joined = lines(all_figures)
+    unit = all_figures[0].unit if all_figures else ""
     if joined:
         drawn = Picture(figsize=(9, 6), layout="constrained")
         axes = drawn.subplots()
@@ -303,11 +303,11 @@ def picture(found: Sequence[Figure], title: str) -> Picture:
         axes.minorticks_off()
         axes.legend(fontsize="small")
     else:
-        drawn = Picture(figsize=(9, 1.2 + 0.32 * len(found)), layout="constrained")
+        drawn = Picture(figsize=(9, 1.2 + 0.32 * len(all_figures)), layout="constrained")
         axes = drawn.subplots()
-        names = [figure.label for figure in found]
-        spread = [[f.median - f.low for f in found], [f.high - f.median for f in found]]
-        axes.barh(names, [f.median for f in found], xerr=spread, color="#4878a8", capsize=3)
+        names, medians = [f.label for f in all_figures], [f.median for f in all_figures]
+        spread = [[f.median - f.low for f in all_figures], [f.high - f.median for f in all_figures]]
+        axes.barh(names, medians, xerr=spread, color="#4878a8", capsize=3)
         axes.invert_yaxis()
         axes.set(xlabel=unit)
     axes.set_title(title, fontsize="medium", loc="left")
@@ -334,14 +334,14 @@ svg { max-width: 100%; height: auto }
 
 def to_page(title: str, report: Mapping[str, Any], tables: Sequence[Table] = ()) -> str:
     """Makes one self-contained HTML page: picture, tables, rows, machine, raw JSON."""
-    rows, found = report["rows"], figures(report["rows"])
+    rows, all_figures = report["rows"], figures(report["rows"])
     parts = [f"<h1>{html.escape(title)}</h1>"]
     parts.append(f"<pre>{html.escape(str(report.get('command', '')))}</pre>")
     failures = report.get("failures") or []
     parts += [f'<p class="failure">{html.escape(failure)}</p>' for failure in failures]
-    if found:
+    if all_figures:
         drawn = io.StringIO()
-        picture(found, "").savefig(drawn, format="svg")
+        picture(all_figures, "").savefig(drawn, format="svg")
         svg = drawn.getvalue()
         parts.append(svg[svg.index("<svg") :])
     for table in tables:

@@ -1,12 +1,12 @@
-"""Times `ring_attn.pack` against the usual layouts of a packed batch.
+"""Times `ring_attn.pack` and the usual layouts of a packed batch.
 
-    packed          ring_attn.pack: whole documents on a rank where they fit
+    packed          ring_attn.pack: documents whole on one rank if they fit
     zigzag          chunks r and 2P-1-r of the packed sequence, wherever documents begin
-    per document    chunks r and 2P-1-r of every document: one ring of all ranks for each
+    per document    chunks r and 2P-1-r of every document: every ring spans all ranks
 
-Batches are whole documents in the order in which they are drawn. On the CPU all ways are measured,
-in turn within every repetition; a time is that of the slowest rank for forward and backward. On
-described GPUs they are simulated, as by `ring-attn plan`.
+Batches are whole documents in random order. On the CPU all layouts are measured, in turn within
+every repetition; a time is the slowest rank's for forward and backward. For GPUs they are
+simulated, as by `ring-attn plan`.
 
     ring-attn bench placement --world-sizes 2,4 --json cpu.json
     ring-attn bench placement --world-sizes 8,64 --cluster h100 --json h100.json
@@ -43,7 +43,7 @@ from ring_attn.tools.texts import standard_library_files
 # A token of source code has about four bytes.
 BYTES_PER_TOKEN = 4
 
-# Tokens of a rank, and the sizes of heads, measured and simulated.
+# Tokens per rank, and (q heads, kv heads, headdim): measured on CPUs, simulated for GPUs.
 CPU_TOKENS, GPU_TOKENS = 8192, 32768
 CPU_HEADS, GPU_HEADS = (4, 2, 64), (32, 8, 128)
 BATCHES, ITERS, QUICK_TOKENS = 3, 5, 256
@@ -62,12 +62,12 @@ USUAL = (
 
 
 def library(draw: random.Random, _most: int) -> int:
-    """The standard library's files, tests left out, at four bytes a token."""
+    """Length of a random file of the standard library, without tests, at four bytes per token."""
     return -(-len(draw.choice(standard_library_files())) // BYTES_PER_TOKEN)
 
 
 def log_normal(mean: float, sigma: float, draw: random.Random, most: int) -> int:
-    """exp of a normal number, never more than `most`."""
+    """exp of a normally distributed number, at most `most`."""
     return min(most, int(draw.lognormvariate(mean, sigma)))
 
 
@@ -85,7 +85,7 @@ Timed = tuple[tuple[float, ...], float | None, str]
 
 @dataclass(frozen=True)
 class Setting:
-    """Batches and ranks; `cluster` names a device that is simulated, None measures here."""
+    """Batches and ranks; `cluster` names a device to simulate, None measures on this machine."""
 
     distributions: tuple[str, ...]
     world_sizes: tuple[int, ...]
@@ -100,13 +100,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """A way of computing a batch: figures of its layout, and its times.
+    """Balance and times of a batch in one layout with one strategy.
 
     Attributes:
-        work: the most visible pairs of a rank over the mean.
-        rows: the most rows of a rank over the mean.
-        sent_mb: by the rank that sends most, forward and backward, where it was simulated.
-        note: of a simulation, what it ran, or why there is no time.
+        work: the most visible pairs of a rank / the mean.
+        rows: the most rows of a rank / the mean.
+        sent_mb: megabytes of the rank that sends most, forward and backward; only if simulated.
+        note: strategy of a simulation, or why there is no time.
     """
 
     lengths: str
@@ -128,7 +128,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Way:
-    """A layout of a batch, with its documents in their order there, and strategies over it."""
+    """A layout of a batch, its boundaries of documents, and strategies to time."""
 
     name: str
     layout: SequenceLayout
@@ -137,7 +137,7 @@ class Way:
 
 
 def batch_of(name: str, tokens: int, longest: int, seed: int) -> list[int]:
-    """Documents that are drawn until the next does not fit; longer ones than `longest` never do."""
+    """Lengths of documents drawn until the next does not fit; none is longer than `longest`."""
     draw, lengths, most = random.Random(seed), list[int](), min(longest, tokens)
     while True:
         length = DISTRIBUTIONS[name](draw, tokens if name == "one" else most)
@@ -149,7 +149,7 @@ def batch_of(name: str, tokens: int, longest: int, seed: int) -> list[int]:
 
 
 def ways_of(lengths: Sequence[int], world_size: int) -> list[Way]:
-    """Every layout that is compared."""
+    """The layouts to compare."""
     cuts = tuple(accumulate(lengths, initial=0))
     packing = ring_attn.pack(lengths, world_size)
     zigzag = SequenceLayout.zigzag(cuts[-1], world_size)
@@ -157,30 +157,30 @@ def ways_of(lengths: Sequence[int], world_size: int) -> list[Way]:
     for start, length in zip(cuts, lengths, strict=False):
         shared = SequenceLayout.zigzag(length, world_size)
         for rank, part in enumerate(parts):
-            part += [Segment(start + one.start, one.length) for one in shared.segments(rank)]
-    each = SequenceLayout.from_segments(parts)
-    found = (packing.layout, packing.cu_seqlens), (zigzag, cuts), (each, cuts)
-    return [Way(name, *one, WAYS[name]) for name, one in zip(WAYS, found, strict=True)]
+            part += [Segment(start + s.start, s.length) for s in shared.segments(rank)]
+    per_document = SequenceLayout.from_segments(parts)
+    layouts = (packing.layout, packing.cu_seqlens), (zigzag, cuts), (per_document, cuts)
+    return [Way(name, *pair, WAYS[name]) for name, pair in zip(WAYS, layouts, strict=True)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--world-sizes", type=parse_sizes, default=(2, 4), help="numbers of ranks (2,4)")
-    add("--lengths", default=",".join(DISTRIBUTIONS), help="of documents (all)")
-    add("--tokens", type=parse_size, help=f"of a rank ({CPU_TOKENS}; simulated {GPU_TOKENS})")
+    add("--lengths", default=",".join(DISTRIBUTIONS), help="distributions of lengths (all)")
+    add("--tokens", type=parse_size, help=f"per rank ({CPU_TOKENS}; simulated {GPU_TOKENS})")
     add(
         "--longest",
         type=parse_size,
-        help=f"document ({4 * CPU_TOKENS}; simulated {4 * GPU_TOKENS})",
+        help=f"most tokens of a document ({4 * CPU_TOKENS}; simulated {4 * GPU_TOKENS})",
     )
-    add("--batches", type=parse_size, default=BATCHES, help=f"of each kind ({BATCHES})")
+    add("--batches", type=parse_size, default=BATCHES, help=f"per distribution ({BATCHES})")
     add("--iters", type=parse_size, default=ITERS, help=f"repetitions ({ITERS})")
-    add("--cluster", metavar="DEVICE", help="simulate ranks of these, nodes of 8: H100, B200")
+    add("--cluster", metavar="DEVICE", help="simulate nodes of 8 such GPUs: H100, B200")
     add_outputs(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures or simulates, and prints what the usual layouts take in units of the packed one."""
+    """Measures or simulates, and prints times of the usual layouts relative to the packed one."""
     names = tuple(name.strip() for name in args.lengths.split(","))
     for name in names:
         if name not in DISTRIBUTIONS:
@@ -202,7 +202,7 @@ def run(args: argparse.Namespace) -> int:
                 lengths = batch_of(name, tokens * world_size, setting.longest, seed)
                 bench.rows += rows_of(setting, name, seed, lengths, world_size)
                 bench.save()
-    if os.environ.get("RANK", "0") != "0":  # torchrun runs this in every rank
+    if os.environ.get("RANK", "0") != "0":  # torchrun runs this on every rank
         return 0
     bench.save(last=True)
     return bench.finish([] if args.quiet else [ratio_table(bench.rows)], [])
@@ -217,16 +217,16 @@ def rows_of(
         times: list[list[float]] = []
         run_ranks(measure, world_size, ways, setting.heads, setting.iters, threads=1, device="cpu",
                   on_part=times.extend)  # fmt: skip
-        found: list[Timed] = [(tuple(samples), None, "") for samples in times]
+        timed: list[Timed] = [(tuple(samples), None, "") for samples in times]
     else:
-        found = [simulated(setting, way, s, world_size) for way in ways for s in way.strategies]
-    rows, each = [], iter(found)
+        timed = [simulated(setting, way, s, world_size) for way in ways for s in way.strategies]
+    rows, in_turn = [], iter(timed)
     for way in ways:
         n = way.layout.seqlen
         mask = Mask(n, n, True, (-1, -1), way.cu_seqlens, way.cu_seqlens)
         balance = balance_of(way.layout, mask)
         for strategy in way.strategies:
-            samples, sent, note = next(each)
+            samples, sent, note = next(in_turn)
             rows.append(
                 Row(
                     name, seed, setting.cluster or "cpu", world_size, len(lengths), max(lengths), n,
@@ -238,7 +238,7 @@ def rows_of(
 
 
 def simulated(setting: Setting, way: Way, strategy: str, world_size: int) -> Timed:
-    """Milliseconds and megabytes by the planner; "auto" is the best of all its strategies."""
+    """Milliseconds and megabytes from the planner; "auto" is the best of all strategies."""
     nheads, nheads_kv, headdim = setting.heads
     try:
         choice = explain(
@@ -286,7 +286,7 @@ def _call(
 
 
 def ratio_table(rows: Sequence[Row]) -> Table:
-    """Times of the usual ways in units of the packed exchange, and the best of both sides."""
+    """Times of the usual layouts relative to the packed exchange, and of the best of both sides."""
     exchange = [("packed", "exchange")]
     every = [(way, strategy) for way, names in WAYS.items() for strategy in names]
     packed = [way for way in every if way[0] == "packed"]
@@ -298,10 +298,10 @@ def ratio_table(rows: Sequence[Row]) -> Table:
         tuple(columns),
     )
     for key in dict.fromkeys((row.lengths, row.machine, row.world_size) for row in rows):
-        mine = [row for row in rows if (row.lengths, row.machine, row.world_size) == key]
-        found = [ratios(mine, *column) for column in columns.values()]
-        middle = ((min(r), statistics.median(r), max(r)) if r else () for r in found)
-        table.add_row(*map(str, key), *(" ".join(show(x, ".2f") for x in m) for m in middle))
+        of_key = [row for row in rows if (row.lengths, row.machine, row.world_size) == key]
+        by_column = [ratios(of_key, *column) for column in columns.values()]
+        spreads = ((min(r), statistics.median(r), max(r)) if r else () for r in by_column)
+        table.add_row(*map(str, key), *(" ".join(show(x, ".2f") for x in s) for s in spreads))
     return table
 
 
@@ -309,14 +309,14 @@ Ways = Sequence[tuple[str, str]]
 
 
 def ratios(rows: Sequence[Row], ways: Ways, over: Ways) -> list[float]:
-    """Times of the best of some ways over those of the best of others, of each batch."""
+    """For each batch, the best time of `ways` / the best time of `over`."""
     times = {(row.seed, row.way, row.strategy): row.median_ms for row in rows}
-    found = []
+    of_batches = []
     for seed in dict.fromkeys(row.seed for row in rows):
         both = [
             [ms for way in side if (ms := times.get((seed, *way))) is not None]
             for side in (ways, over)
         ]
         if all(both):
-            found.append(min(both[0]) / min(both[1]))
-    return found
+            of_batches.append(min(both[0]) / min(both[1]))
+    return of_batches

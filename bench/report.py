@@ -1,4 +1,4 @@
-"""The one report of all benchmarks: JSON on disk that grows as they measure, and tables."""
+"""The report that all benchmarks share: a JSON file that grows during the run, and tables."""
 
 from __future__ import annotations
 
@@ -43,23 +43,22 @@ R = TypeVar("R")
 
 
 class Report(Generic[S, R]):
-    """The findings of one run so far.
+    """The results of one run so far.
 
     Attributes:
-        setting: what is measured, a dataclass with a `budget` in seconds or None.
+        setting: a dataclass that describes the measurements, maybe with a `budget` in seconds.
         rows: dataclasses, one for each line of the tables.
-        failures: what is wrong, in words.
+        failures: messages about wrong results.
     """
 
     def __init__(self, setting: S, outputs: Outputs | None = None) -> None:
         """
         Args:
-            setting: what is measured.
-            outputs: files; the JSON is written whenever the report is saved, the others when the
-                run is finished.
+            setting: describes the measurements.
+            outputs: files; `save` writes the JSON, `finish` the others.
 
         Raises:
-            ValueError: the earlier run of `outputs` measured something else.
+            ValueError: the earlier run of `outputs` has another setting.
         """
         self.setting = setting
         self._outputs = outputs or Outputs()
@@ -72,11 +71,11 @@ class Report(Generic[S, R]):
         write_if_interrupted(self._outputs.json, self.to_json)
 
     def more(self) -> dict[str, Any]:
-        """The entries of the JSON that only this kind of report has."""
+        """Additional entries of the JSON, for subclasses."""
         return {}
 
     def to_json(self) -> dict[str, Any]:
-        """The whole report."""
+        """All entries of the report."""
         rows: list[Any] = self.rows
         return {
             "machine": machine(),
@@ -90,7 +89,7 @@ class Report(Generic[S, R]):
         }
 
     def to_setting(self) -> dict[str, Any]:
-        """The setting, as JSON has it."""
+        """The setting as values for JSON."""
         setting: Any = self.setting
         plain: dict[str, Any] = _plain(asdict(setting))
         return plain
@@ -101,20 +100,20 @@ class Report(Generic[S, R]):
         return time.monotonic() - self._start
 
     def left(self) -> float:
-        """Seconds of the budget."""
+        """Seconds left of the budget; infinite without one."""
         setting: Any = self.setting
         return (math.inf if setting.budget is None else float(setting.budget)) - self.seconds
 
     @contextmanager
     def progress(self, total: float) -> Iterator[Callable[[str, float], None]]:
-        """Shows in a terminal, unless quiet, what is measured and the time left.
+        """Shows the current part and the time left, in a terminal and unless quiet.
 
         Yields:
-            A function that begins a part: its name, and its share of `total`.
+            A function to call at the start of a part, with its name and its share of `total`.
         """
         console = table_console()
-        another = os.environ.get("RANK", "0") != "0"  # torchrun runs this in every rank
-        hidden = self._outputs.quiet or another or not console.is_terminal
+        not_first = os.environ.get("RANK", "0") != "0"  # torchrun runs this on every rank
+        hidden = self._outputs.quiet or not_first or not console.is_terminal
         columns = (TextColumn("{task.description}, time left"), TimeRemainingColumn(compact=True))
         with Progress(*columns, console=console, disable=hidden, transient=True) as shown:
             task, done = shown.add_task("begins", total=total), 0.0
@@ -127,32 +126,32 @@ class Report(Generic[S, R]):
             yield begin
 
     def save(self, *, last: bool = False) -> None:
-        """Writes the report so far: a run that is killed leaves it."""
+        """Writes the report so far, which remains if the run is killed."""
         if last:
             self._states["after"] = gpu_state()
         if self._outputs.json:
             write_json(self._outputs.json, self.to_json())
 
     def finish(self, tables: Sequence[Table], last_lines: Sequence[str]) -> int:
-        """Prints tables, failures and last lines, and writes what else is asked for.
+        """Prints tables, failures and last lines, and writes the other files.
 
         Returns:
-            The exit status: 1 if something is wrong, or slower than in the earlier run.
+            The exit status: 1 if a result is wrong, or slower than in the earlier run.
         """
         console = table_console()
         console.print(*tables, *self._write_outputs())
         for failure in self.failures:
             console.print(failure, style="red", markup=False)
         for line in last_lines:
-            console.print(line, markup=False, soft_wrap=True)  # whole, to be pasted
+            console.print(line, markup=False, soft_wrap=True)  # no line breaks, for copy and paste
         return 1 if self.failures else 0
 
     def _write_outputs(self) -> list[Table]:
-        """Tables of growth and of changes; figures that are slower now are failures."""
+        """Writes the files; returns tables of growth and changes. Slower figures are failures."""
         now, outputs = self.to_json(), self._outputs
         title = " ".join(now["command"].split()[:3])
-        found = figures(now["rows"])
-        joined = lines(found)
+        all_figures = figures(now["rows"])
+        joined = lines(all_figures)
         tables = [growth_table(joined)] if joined else []
         if outputs.earlier is not None:
             changes = compare(outputs.earlier, now)
@@ -163,7 +162,7 @@ class Report(Generic[S, R]):
         if outputs.csv is not None:
             outputs.csv.write_text(to_csv(now["rows"]), encoding="utf-8")
         if outputs.plot is not None:
-            picture(found, title).savefig(outputs.plot)
+            picture(all_figures, title).savefig(outputs.plot)
         if outputs.page is not None:
             outputs.page.write_text(to_page(title, now, tables), encoding="utf-8")
         return tables
@@ -172,7 +171,7 @@ class Report(Generic[S, R]):
 def new_table(
     title: str, left: Sequence[str], right: Sequence[str], note: str | None = None
 ) -> Table:
-    """An empty table: columns of text, columns of figures, and a last one whose text may wrap."""
+    """An empty table: columns of text, columns of figures, and an optional wrapping column."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in left:
         table.add_column(name, no_wrap=True)
@@ -184,12 +183,12 @@ def new_table(
 
 
 def show(value: float | None, form: str) -> str:
-    """The value formatted; nothing where there is no value."""
+    """The value formatted; "" for None."""
     return "" if value is None else format(value, form)
 
 
 def _plain(value: Any) -> Any:
-    """dtypes and devices by their names, within dictionaries too."""
+    """Replaces dtypes and devices by their names, within dictionaries too."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, torch.dtype):

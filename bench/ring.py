@@ -1,15 +1,15 @@
-"""Time, waiting, bytes and memory of a ring against dense attention and torch's own ring.
+"""Time, waits, bytes and memory of a ring, compared with dense attention and torch's own ring.
 
-All implementations run in turn within every repetition, so that drift of the machine hits them
-alike. A time is that of the slowest rank; medians, p20 and p80 are over the repetitions. `wait_ms`
-is the host's time in waits for transfers, `peak_bytes` the most that a call holds beyond its
-inputs, `max_error` the greatest difference of out, dq, dk, dv from attention in float64.
+All implementations run in turn within every repetition, so that drift of the machine affects all
+alike. A time is the slowest rank's; medians, p20 and p80 are over the repetitions. `wait_ms` is the
+host's time in waits for transfers, `peak_bytes` the most bytes that a call holds beyond its inputs,
+`max_error` the greatest difference of out, dq, dk, dv from attention in float64.
 
     ours                     ring_attn.ring_attention on the ranks
     dense                    torch's attention in one process with all the ranks' threads
     torch-template           torch's private ring and its backward on the same ranks
-    ring-attention-pytorch   lucidrains' package on the same ranks, where it is installed
-    ring-flash-attn, yunchang, transformer-engine, magi-attention   likewise, on GPUs
+    ring-attention-pytorch   lucidrains' package on the same ranks, if installed
+    ring-flash-attn, yunchang, transformer-engine, magi-attention   the same, on GPUs
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, swept: bool = False) -> None:
-    """Adds the options; a sweep has lengths and numbers of ranks of its own."""
+    """Adds the options; a sweep has its own options for lengths and numbers of ranks."""
     add = parser.add_argument
     if not swept:
         add("--world-size", type=parse_size, default=2, help="ranks (default 2)")
@@ -106,18 +106,18 @@ def add_arguments(parser: argparse.ArgumentParser, *, swept: bool = False) -> No
     add("--layout", choices=LAYOUTS, default="zigzag")
     add("--mode", choices=tuple(MODES), default="fwd_bwd")
     add("--threads", type=parse_size, default=1, help="CPU threads of each rank (1)")
-    add("--device", choices=DEVICES, help="default: cuda where possible")
+    add("--device", choices=DEVICES, help="default: cuda if every rank can have a GPU")
     add("--iters", type=parse_size, help=f"timed repetitions ({ITERS})")
     add(
         "--baseline",
         default=",".join(BASELINES),
-        help=f"comma-separated, of {', '.join(BASELINES)}; empty for none",
+        help=f"comma-separated, some of {', '.join(BASELINES)} (default: all); empty for none",
     )
     add_outputs(parser)
 
 
 class Ring(Report[Setting, Row]):
-    """The rows of rank 0, and until they are there the samples that it has sent."""
+    """The rows of rank 0, and the samples that it sends during the run."""
 
     def __init__(self, setting: Setting, outputs: Outputs | None = None) -> None:
         super().__init__(setting, outputs)
@@ -131,7 +131,7 @@ class Ring(Report[Setting, Row]):
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the table, and writes the JSON; 1 if a result is wrong."""
     setting = setting_of(args)
-    # The profiler that counts memory greets on stderr, unless it is told before torch is imported.
+    # Silences messages of the memory profiler on stderr; ranks need it before they import torch.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     bench = Ring(setting, Outputs.of(args))
     with bench.progress(setting.warmup + setting.iters) as begin:
@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
             measure, args.world_size, setting, threads=args.threads, device=args.device,
             on_part=on_part,
         )[0]  # fmt: skip
-    if int(os.environ.get("RANK", 0)) != 0:  # torchrun runs this in every rank
+    if int(os.environ.get("RANK", 0)) != 0:  # torchrun runs this on every rank
         return 1 if bench.failures else 0
     bench.save(last=True)
     notes = (f"{row.impl}, {row.mode}: {row.note}" for row in bench.rows if row.note)
@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    """The setting that the options describe; --quick changes the defaults."""
+    """The setting from the options; --quick changes the defaults."""
     baselines = tuple(name for name in args.baseline.split(",") if name)
     for name in baselines:
         if name not in BASELINES:
@@ -172,7 +172,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
 
 
 def measure(setting: Setting) -> tuple[list[Row], list[str]]:
-    """Runs within every rank; rank 0 has the rows, and what was wrong."""
+    """Measures on every rank; returns rows and failures."""
     inputs = _inputs(setting)
     rows: list[Row] = []
     impls: list[Impl] = [Ours(setting, inputs)]
@@ -207,20 +207,20 @@ def _inputs(setting: Setting) -> list[Tensor]:
 
 
 def _timed(impls: Sequence[Impl], setting: Setting) -> dict[str, dict[str, list[Any]]]:
-    """Per implementation and mode: times of the slowest rank; stats of one repetition."""
-    found: dict[str, dict[str, list[Any]]] = {impl.name: {} for impl in impls}
+    """Figures of `_one` for each repetition, by implementation and mode."""
+    by_impl: dict[str, dict[str, list[Any]]] = {impl.name: {} for impl in impls}
     for repetition in range(setting.warmup + setting.iters):
         for impl in turned(impls, repetition):
             sample = _one(impl, setting.mode)
             send_part({"impl": impl.name, "ms": {mode: ms for mode, (ms, _, _) in sample.items()}})
             if repetition >= setting.warmup:
                 for mode, figures in sample.items():
-                    found[impl.name].setdefault(mode, []).append(figures)
-    return found
+                    by_impl[impl.name].setdefault(mode, []).append(figures)
+    return by_impl
 
 
 def _one(impl: Impl, mode: str) -> dict[str, tuple[float, float, int]]:
-    """(ms, wait ms, bytes sent) of one repetition in each mode, the greatest over the ranks."""
+    """(ms, wait ms, bytes sent) of one repetition by mode, each the greatest over the ranks."""
     marks = [_mark(impl)]
     impl.forward()
     marks.append(_mark(impl, barrier=False))
@@ -265,29 +265,28 @@ def _peak(impl: Impl, mode: str) -> int:
 class Judge:
     """Attention in float64 and in the inputs' dtype, by torch's fused operator, on rank 0.
 
-    The fused operator does not hold the scores, so this works at the lengths that are measured.
+    The fused operator does not store the scores, so it works at the measured lengths.
     """
 
     def __init__(self, setting: Setting, inputs: Sequence[Tensor]) -> None:
-        self._mine = dist.get_rank() == 0
-        if self._mine:
+        self._is_first = dist.get_rank() == 0
+        if self._is_first:
             with all_threads(setting):
                 self._oracle = self._dense(setting, [x.double() for x in inputs])
                 self._plain = self._dense(setting, inputs)
 
     def verdicts(self, impl: Impl, setting: Setting) -> list[Verdict]:
-        """Judges out and the gradients of one run; the same verdicts on every rank."""
+        """Checks out and the gradients of one run; the same verdicts on every rank."""
         impl.forward()
         if setting.mode != "fwd":
             impl.backward()
         got, names = impl.whole(), ("out", "dq", "dk", "dv")
-        found: list[list[Verdict]] = [[]]
-        if self._mine:
-            found[0] = [
-                check(*one) for one in zip(names, got, self._oracle, self._plain, strict=False)
-            ]
-        dist.broadcast_object_list(found, 0)
-        return found[0]
+        verdicts: list[list[Verdict]] = [[]]
+        if self._is_first:
+            results = zip(names, got, self._oracle, self._plain, strict=False)
+            verdicts[0] = [check(*result) for result in results]
+        dist.broadcast_object_list(verdicts, 0)
+        return verdicts[0]
 
     @staticmethod
     def _dense(setting: Setting, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -337,7 +336,7 @@ def _mask(setting: Setting) -> Mask:
 
 
 def _call(setting: Setting, rank: int = 0) -> Call:
-    """The plain data of our call on one rank."""
+    """Our call on one rank."""
     spec = AttentionSpec(
         rank_device().type, setting.dtype, 1, setting.heads, setting.kv_heads,
         setting.head_dim, setting.head_dim,
@@ -365,7 +364,7 @@ def _planned_peak(setting: Setting, mode: str) -> int:
 
 
 def _step_overhead(setting: Setting) -> Row:
-    """Host time of a step that has next to nothing to compute or send: 16 rows, 1 head of 16."""
+    """Host time of a step with almost nothing to compute or send: 16 rows, 1 head of 16."""
     rows, steps = 16, setting.world_size
     x = torch.randn(1, rows, 1, 16, device=rank_device(), dtype=setting.dtype)
     layout = SequenceLayout.contiguous(rows * setting.world_size, setting.world_size)
@@ -387,7 +386,7 @@ def _step_overhead(setting: Setting) -> Row:
 
 
 def _failures(rows: Iterable[Row], verdicts: Iterable[Verdict]) -> list[str]:
-    """Reasons to reject a measurement of ours: wrong results, or bytes that are not planned."""
+    """Reasons to reject our measurements: wrong results, or other bytes than planned."""
     wrong = [f"ours: {verdict}" for verdict in verdicts if not verdict.ok]
     return wrong + [
         f"ours, {row.mode}: sent {row.bytes_sent} bytes, the plan has {row.planned_bytes}"

@@ -1,4 +1,4 @@
-"""Attention over a sequence as several packages have it on the ranks of `ring-attn bench ring`."""
+"""Attention over a split sequence by several packages, for `ring-attn bench ring`."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Setting:
 
 
 class Impl(Attention):
-    """An implementation on the ranks, whose `stats` count what it sends."""
+    """An implementation on the ranks; `stats` counts the bytes that it sends."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.stats, self.sequence = setting, TransportStats(), setting.sequence
 
     @classmethod
     def reason_against(cls, setting: Setting) -> str | None:
-        """Why this cannot run; None where it can."""
+        """Why the implementation cannot run the setting; None if it can."""
         return None
 
     def whole(self) -> list[Tensor]:
@@ -66,7 +66,7 @@ class Impl(Attention):
 
 
 class Ours(Impl):
-    """`ring_attention` and autograd."""
+    """`ring_attention` under autograd."""
 
     name = "ours"
 
@@ -86,7 +86,7 @@ class Ours(Impl):
 
 
 class TorchTemplate(Impl):
-    """torch's private ring over its own flash operators, as its context_parallel calls it."""
+    """torch's private ring over its flash operators, called as by its context_parallel."""
 
     name = "torch-template"
 
@@ -107,7 +107,7 @@ class TorchTemplate(Impl):
 
     @classmethod
     def reason_against(cls, setting: Setting) -> str | None:
-        """Why torch's ring cannot run this, by its own source."""
+        """Why torch's ring cannot run the setting, according to its source."""
         if setting.layout not in ("contiguous", "zigzag"):
             return f"has no {setting.layout} order"
         if setting.layout == "zigzag" and not setting.causal:
@@ -140,7 +140,7 @@ class TorchTemplate(Impl):
 
 
 class RingAttentionPytorch(Impl):
-    """lucidrains' package, by its function for any device, in runs of positions."""
+    """lucidrains' package: its function for any device, in the contiguous layout."""
 
     name = "ring-attention-pytorch"
 
@@ -154,7 +154,7 @@ class RingAttentionPytorch(Impl):
 
     @classmethod
     def reason_against(cls, setting: Setting) -> str | None:
-        """By its own source."""
+        """Why the package cannot run the setting, according to its source."""
         if find_spec("ring_attention_pytorch") is None:
             return "is not installed: pip install ring-attention-pytorch"
         if setting.seqlen % setting.world_size:
@@ -164,7 +164,7 @@ class RingAttentionPytorch(Impl):
         return None
 
     def forward(self) -> None:
-        # The bucket of its modules.
+        # The default bucket_size of the package's modules.
         self.out = self._attention(
             *self.inputs, causal=self.setting.causal, bucket_size=512, ring_reduce_col=True,
             ring_size=self.setting.world_size,
@@ -182,24 +182,24 @@ class Dense(Impl):
 
     def __init__(self, setting: Setting, inputs: Sequence[Tensor]) -> None:
         super().__init__(setting)
-        self._mine = dist.get_rank() == 0
-        if self._mine:
+        self._is_first = dist.get_rank() == 0
+        if self._is_first:
             q, k, v, self._dout = (x.transpose(1, 2).contiguous() for x in inputs)
             self.inputs = [x.requires_grad_(setting.mode != "fwd") for x in (q, k, v)]
 
     def forward(self) -> None:
-        if self._mine:
+        if self._is_first:
             with all_threads(self.setting):
                 self.out = sdpa(self.inputs, self.setting)
 
     def backward(self) -> None:
-        if self._mine:
+        if self._is_first:
             assert self.out is not None, "forward comes first"
             with all_threads(self.setting):
                 self.grads = torch.autograd.grad(self.out, self.inputs, self._dout)
 
     def whole(self) -> list[Tensor]:
-        return [x.transpose(1, 2) for x in self.results()] if self._mine else []
+        return [x.transpose(1, 2) for x in self.results()] if self._is_first else []
 
 
 def sdpa(qkv: Sequence[Tensor], setting: Setting) -> Tensor:
@@ -211,7 +211,7 @@ def sdpa(qkv: Sequence[Tensor], setting: Setting) -> Tensor:
 
 @contextmanager
 def all_threads(setting: Setting) -> Iterator[None]:
-    """Gives this process the CPU threads of all ranks within the block."""
+    """Gives this process the CPU threads of all ranks within the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(setting.threads * setting.world_size)
     try:

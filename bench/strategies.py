@@ -1,8 +1,8 @@
-"""Every fixed strategy measured over many shapes, and how far auto's pick is from the best of them.
+"""Times every fixed strategy over many shapes, and compares auto's choice with the best of them.
 
-All strategies of a shape run in turn within every repetition, so that drift of the machine hits
-them alike; a time is that of the slowest rank for forward and backward, medians are over the
-repetitions. What auto picks is one of them, chosen from a calibration of this machine alone.
+All strategies of a shape run in turn within every repetition, so that drift of the machine affects
+all alike. A time is the slowest rank's for forward and backward; medians are over the repetitions.
+Auto chooses one of the strategies, from a calibration of this machine only.
 
     ring-attn calibrate --json machine.json
     ring-attn bench strategies --cluster machine.json --json strategies.json
@@ -44,17 +44,17 @@ from ring_attn.tools.calibrate import calibrate
 from ring_attn.tools.launch import run_ranks, send_part
 
 WORLD_SIZES = (2, 4)
-# Short calls vary most: a shape is repeated for so many seconds, within these bounds.
+# A shape is repeated for SECONDS, from ITERS to MOST_ITERS times: short calls vary most.
 ITERS, MOST_ITERS, SECONDS, WARMUP = 7, 35, 4.0, 1
 QUICK_ITERS = 2
 
-# Auto's pick is to be within this share of the best.
+# Auto's choice should be within this share of the best.
 SHARE = 0.10
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A call, apart from the number of ranks; the lengths of `documents` add up to `seqlen`."""
+    """A call without the number of ranks; the lengths of `documents` add up to `seqlen`."""
 
     name: str
     seqlen: int
@@ -106,7 +106,7 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Row:
-    """Times of a strategy over a shape; `predicted_ms` is None where it was not simulated."""
+    """Times of a strategy over a shape; `predicted_ms` is None if it was not simulated."""
 
     shape: str
     world_size: int
@@ -119,7 +119,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Setting:
-    """The calls that are measured; `iters` None is as many repetitions as take SECONDS."""
+    """The calls to measure; `iters` None repeats for SECONDS."""
 
     shapes: tuple[Shape, ...]
     world_sizes: tuple[int, ...]
@@ -130,7 +130,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Auto against the best fixed strategy over one shape."""
+    """Auto's choice and the best fixed strategy, over one shape."""
 
     shape: str
     world_size: int
@@ -141,43 +141,43 @@ class Verdict:
 
     @property
     def ratio(self) -> float:
-        """Auto's time over the best's: 1.0 is the best."""
+        """Auto's time / the best time."""
         return self.auto_ms / self.best_ms
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--world-sizes", type=parse_sizes, default=WORLD_SIZES, help="numbers of ranks (2,4)")
-    add("--shapes", help="only those with one of these words in their names, commas between")
+    add("--shapes", help="comma-separated words; only shapes with one of them in their names")
     add(
         "--iters",
         type=parse_size,
-        help=f"repetitions (as many as take {SECONDS:g} s, {ITERS} to {MOST_ITERS})",
+        help=f"repetitions (for {SECONDS:g} s, {ITERS} to {MOST_ITERS})",
     )
     add(
         "--cluster",
         metavar="FILE",
         type=parse_input,
-        help="of ring-attn calibrate; measured if absent",
+        help="a file of ring-attn calibrate; default: calibrates first",
     )
     add_outputs(parser)
 
 
 class Strategies(Report[Setting, Row]):
-    """The rows so far, and the clusters from whose descriptions auto chose."""
+    """The rows so far, and the clusters that auto used."""
 
     def __init__(self, setting: Setting, outputs: Outputs | None = None) -> None:
         super().__init__(setting, outputs)
         self.clusters: dict[str, Any] = {}
 
     def more(self) -> dict[str, Any]:
-        """Clusters, and auto against the best of each case."""
+        """The clusters, and the verdict on auto for each case."""
         verdicts = [{**asdict(v), "ratio": v.ratio} for v in judged(self.rows)]
         return {"clusters": self.clusters, "verdicts": verdicts}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, prints, and says in how many shapes auto is within 10 % of the best."""
+    """Measures, prints, and counts the cases with auto within 10 % of the best."""
     shapes = chosen_shapes(args.shapes, quick=args.quick)
     iters = args.iters or (QUICK_ITERS if args.quick else None)
     setting = Setting(shapes, args.world_sizes, iters, args.quick)
@@ -186,7 +186,7 @@ def run(args: argparse.Namespace) -> int:
         cluster = cluster_for(args.cluster, world_size, quick=args.quick)
         bench.clusters[str(world_size)] = to_json(cluster)
         sweep(bench, world_size, cluster)
-    if os.environ.get("RANK", "0") != "0":  # torchrun runs this in every rank
+    if os.environ.get("RANK", "0") != "0":  # torchrun runs this on every rank
         return 0
     bench.save(last=True)
     verdicts = judged(bench.rows)
@@ -201,13 +201,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen_shapes(words: str | None, *, quick: bool) -> tuple[Shape, ...]:
-    """The shapes that the options name; quick ones are an eighth as long.
+    """The shapes with one of the words in their names; quick ones are an eighth as long.
 
     Raises:
         ValueError: no shape has such a name.
     """
-    wanted = [word.strip() for word in words.split(",")] if words else [""]
-    shapes = [shape for shape in SHAPES if any(word in shape.name for word in wanted)]
+    separate = [word.strip() for word in words.split(",")] if words else [""]
+    shapes = [shape for shape in SHAPES if any(word in shape.name for word in separate)]
     if not shapes:
         raise ValueError(f"--shapes {words}: the names are {', '.join(s.name for s in SHAPES)}")
     return tuple(map(_shortened, shapes) if quick else shapes)
@@ -221,14 +221,14 @@ def _shortened(shape: Shape) -> Shape:
 
 
 def cluster_for(path: Path | None, world_size: int, *, quick: bool) -> Cluster:
-    """The cluster of the file, or one that is measured now."""
+    """The cluster from the file; without a file, measures it."""
     if path is not None:
         return load_cluster(path, world_size)
     return calibrate(world_size, quick=quick)
 
 
 def explained(shape: Shape, world_size: int, cluster: Cluster) -> Choice:
-    """The planner's view of a shape, with every strategy simulated."""
+    """The planner's choice for a shape, with every strategy simulated."""
     return explain(
         seqlen=shape.seqlen,
         world_size=world_size,
@@ -247,7 +247,7 @@ def explained(shape: Shape, world_size: int, cluster: Cluster) -> Choice:
 
 
 def sweep(bench: Strategies, world_size: int, cluster: Cluster) -> None:
-    """Adds the rows of one number of ranks, those of a shape as they come."""
+    """Adds the rows for one number of ranks, shape by shape."""
     setting = bench.setting
     choices = [explained(shape, world_size, cluster) for shape in setting.shapes]
     work = [
@@ -286,16 +286,16 @@ def _rows(shape: Shape, world_size: int, choice: Choice, times: list[list[float]
 
 
 def judged(rows: Sequence[Row]) -> list[Verdict]:
-    """Auto against the best, over each shape and number of ranks."""
-    found = []
+    """The verdicts on auto, for each shape and number of ranks."""
+    verdicts = []
     for shape, world_size in dict.fromkeys((row.shape, row.world_size) for row in rows):
-        some = [row for row in rows if (row.shape, row.world_size) == (shape, world_size)]
-        auto = next(row for row in some if row.is_auto)
-        best = min(some, key=lambda row: row.median_ms)
-        found.append(
+        of_case = [row for row in rows if (row.shape, row.world_size) == (shape, world_size)]
+        auto = next(row for row in of_case if row.is_auto)
+        best = min(of_case, key=lambda row: row.median_ms)
+        verdicts.append(
             Verdict(shape, world_size, auto.strategy, auto.median_ms, best.strategy, best.median_ms)
         )
-    return found
+    return verdicts
 
 
 def verdict_table(verdicts: Sequence[Verdict], rows: Sequence[Row]) -> Table:
@@ -306,9 +306,9 @@ def verdict_table(verdicts: Sequence[Verdict], rows: Sequence[Row]) -> Table:
         ("ms", "predicted", "best ms", "ratio", "ring"),
     )
     for v in verdicts:
-        mine = [row for row in rows if (row.shape, row.world_size) == (v.shape, v.world_size)]
-        auto = next(row for row in mine if row.is_auto)
-        ring = next((row.median_ms for row in mine if row.strategy == "ring"), None)
+        of_case = [row for row in rows if (row.shape, row.world_size) == (v.shape, v.world_size)]
+        auto = next(row for row in of_case if row.is_auto)
+        ring = next((row.median_ms for row in of_case if row.strategy == "ring"), None)
         table.add_row(
             v.shape, str(v.world_size), v.auto, v.best, show(v.auto_ms, ".1f"),
             show(auto.predicted_ms, ".1f"), show(v.best_ms, ".1f"), show(v.ratio, ".3f"),
@@ -354,9 +354,9 @@ def _measured(shape: Shape, strategies: Sequence[Strategy], iters: int | None) -
 
 
 def interleaved(calls: Sequence[Callable[[], None]], iters: int | None) -> list[list[float]]:
-    """The slowest rank's milliseconds of each call by repetition, all in turn in each; collective.
+    """The slowest rank's milliseconds, by call and repetition; calls run in turn; collective.
 
-    None is as many repetitions as take SECONDS.
+    `iters` None repeats for SECONDS.
     """
 
     def repeated(turns: range) -> list[list[float]]:
@@ -373,7 +373,7 @@ def interleaved(calls: Sequence[Callable[[], None]], iters: int | None) -> list[
 
     repeated(range(WARMUP))
     if iters is None:
-        # The slowest rank's times are the same on all: so is the number.
+        # All ranks have the slowest rank's times, so they choose the same number.
         (round_ms,) = map(sum, zip(*repeated(range(1)), strict=True))
         iters = min(max(int(1e3 * SECONDS / round_ms), ITERS), MOST_ITERS)
     return repeated(range(iters))

@@ -1,12 +1,12 @@
 """Time on a device: peak rates, clocks, and the timing of calls.
 
-On CUDA a time is that between two events on the stream, and the host is given a head start: before
-a call the L2 cache is overwritten, and a kernel spins for longer than the host took to enqueue the
-same call before. So what is measured is the device's time, unless the host takes tens of
-milliseconds and the device less. On a CPU it is the host's time.
+On CUDA a time is measured between two events on the stream, and the host gets a head start: before
+a call, the L2 cache is overwritten, and a kernel spins for longer than the host needed last time to
+enqueue the same call. So the time is the device's, unless the host needs tens of milliseconds and
+the device less. On a CPU the time is the host's.
 
-Calls that are compared run in turn within every repetition, so that drift of the clocks hits them
-alike; p20, median and p80 are over the repetitions.
+Compared calls run in turn within every repetition, so that clock drift affects all of them alike;
+p20, median and p80 are over the repetitions.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ring_attn.core.dtypes import HALF_DTYPES
 
 T = TypeVar("T")
 
-# Dense rates in float16 and bfloat16 with float32 accumulation, TFLOP/s, by part of the device's
-# name, the longer names first. NVIDIA's datasheets state them with sparsity, which is twice that:
-# H100 and H200 SXM 1979, H100 NVL and H200 NVL 1671, H100 PCIe 1513, GB200 5000, B200 4500. The
-# A100's is dense: 312.
+# Dense TFLOP/s in float16 and bfloat16 with float32 accumulation, by a part of the device's name,
+# longer names first. NVIDIA's datasheets state twice these rates, with sparsity: H100 and H200 SXM
+# 1979, H100 NVL and H200 NVL 1671, H100 PCIe 1513, GB200 5000, B200 4500. For the A100 they state
+# the dense rate: 312.
 PEAK_TFLOPS = {
     "H100 PCIe": 756.5,
     "H100 NVL": 835.5,
@@ -41,17 +41,17 @@ PEAK_TFLOPS = {
     "B200": 2250.0,
 }
 
-# Written before every call: larger than any L2.
+# Bytes to overwrite before every call: larger than any L2.
 FLUSH_BYTES = 256 << 20
 
-# Cycles of the kernel that spins while the host enqueues: about a millisecond at 2 GHz.
+# Cycles per millisecond, at 2 GHz, of the kernel that spins while the host enqueues.
 SPIN_CYCLES_PER_MS = 2_000_000
 
-# It spins for so many times what the host took, within these bounds: a first call has compiled.
+# The kernel spins for this multiple of the host's time, within these bounds: a first call compiles.
 HEAD_START_FACTOR, LEAST_HEAD_START_MS, MOST_HEAD_START_MS = 1.5, 1.0, 100.0
 
-# Repetitions end early once they have taken longer than they may, but not before so many. The first
-# only warms up, unless it takes so long that a start-up does not show.
+# Repetitions end at the time limit, but there are at least LEAST_ITERS. The first only warms up,
+# unless it takes longer than SLOW_MS, so that start-up costs are negligible.
 LEAST_ITERS, SLOW_MS = 2, 500.0
 
 # Fields of `nvidia-smi --query-gpu`.
@@ -68,7 +68,7 @@ STATE_FIELDS = (
 
 
 class HostWatch:
-    """Marks moments and tells the milliseconds between them, by the clock of the host: for CPUs."""
+    """The host's clock, for CPUs, where operators run synchronously."""
 
     def ready(self, head_start_ms: float) -> None:
         """Does nothing: a CPU has no queue."""
@@ -84,13 +84,13 @@ class HostWatch:
 
 
 class CudaWatch:
-    """Events on the current stream."""
+    """Events on the current CUDA stream."""
 
     def __init__(self) -> None:
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
 
     def ready(self, head_start_ms: float) -> None:
-        """Waits until the device is idle, empties its L2 cache and keeps it busy for a while."""
+        """Waits until the device is idle, flushes its L2 cache, and keeps it busy for that time."""
         torch.cuda.synchronize()
         self._flush.zero_()
         torch.cuda._sleep(int(head_start_ms * SPIN_CYCLES_PER_MS))
@@ -111,26 +111,26 @@ Watch = HostWatch | CudaWatch
 
 
 def head_start_ms(host_ms: float) -> float:
-    """Milliseconds that keep the host ahead with a call that took it `host_ms` before."""
+    """Milliseconds that keep the host ahead in a call that it enqueues in `host_ms`."""
     return min(max(LEAST_HEAD_START_MS, HEAD_START_FACTOR * host_ms), MOST_HEAD_START_MS)
 
 
 class Call(NamedTuple):
-    """Stages that are timed one by one, and an untimed function that cleans up after them."""
+    """Stages to time one by one, and an untimed function that cleans up after them."""
 
     stages: Sequence[Callable[[], object]]
     after: Callable[[], object] = lambda: None
 
 
 class Sample(NamedTuple):
-    """Milliseconds of one call: of each of its stages, and of the host for all of them."""
+    """Milliseconds of one call: of each stage, and of the host for all stages."""
 
     ms: tuple[float, ...]
     host_ms: float
 
 
 def time_call(watch: Watch, call: Call, host_ms: float) -> Sample:
-    """Runs a call, for which the host took `host_ms` the last time."""
+    """Times a call that the host enqueued in `host_ms` the last time."""
     watch.ready(head_start_ms(host_ms))
     start = time.perf_counter()
     marks = [watch.mark()]
@@ -140,7 +140,7 @@ def time_call(watch: Watch, call: Call, host_ms: float) -> Sample:
     took = 1e3 * (time.perf_counter() - start)
     watch.done()
     call.after()
-    return Sample(tuple(watch.ms(*two) for two in pairwise(marks)), took)
+    return Sample(tuple(watch.ms(*pair) for pair in pairwise(marks)), took)
 
 
 def time_in_turn(
@@ -154,12 +154,12 @@ def time_in_turn(
     """Times all calls in turn within every repetition.
 
     Args:
-        calls: by name.
-        watch: of the device.
-        iters: repetitions beside the one that warms up.
-        seconds: no repetition begins later, but for the first LEAST_ITERS.
-        failed: is told which call raised what; that call has no samples then. Without it the
-            error goes on.
+        calls: calls by name.
+        watch: the device's watch.
+        iters: number of repetitions after the warm-up.
+        seconds: time after which no repetition starts, except the first LEAST_ITERS.
+        failed: called with the name and the error of a call that raises, which then has no samples;
+            None lets the error pass.
 
     Returns:
         The samples of each call.
@@ -188,32 +188,32 @@ def time_in_turn(
 
 
 def turned(items: Sequence[T], turn: int) -> list[T]:
-    """The items from another one on at every turn: none always runs after the same other."""
+    """The items rotated by `turn`, so that no call always runs first."""
     start = turn % max(len(items), 1)
     return [*items[start:], *items[:start]]
 
 
 def watch_for(device: torch.device) -> Watch:
-    """The watch that tells a device's time."""
+    """The watch for a device."""
     return CudaWatch() if device.type == "cuda" else HostWatch()
 
 
 def peak_tflops(name: str, dtype: torch.dtype) -> float | None:
-    """The datasheet's dense rate of a device in 16 bits; None where the table has none."""
+    """The datasheet's dense rate of a device in 16 bits; None if unknown."""
     if dtype not in HALF_DTYPES:
         return None
     return next((rate for part, rate in PEAK_TFLOPS.items() if part in name), None)
 
 
 def free_memory(device: torch.device) -> None:
-    """Gives back the memory of what ran last, or of a call that failed."""
+    """Frees the memory of the last run, or of a failed call."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def gpu_state() -> dict[str, str] | None:
-    """Driver, clocks, power and temperature as nvidia-smi has them now; None where it is not."""
+    """Driver, clocks, power and temperature from nvidia-smi; None without nvidia-smi."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

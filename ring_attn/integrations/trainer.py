@@ -15,8 +15,8 @@ A whole program, for `torchrun --nproc-per-node 4 train.py`:
     trainer.train()
     trainer.save_model()
 
-The ranks of the group passed to `register` split each sequence; different groups are data parallel.
-With 8 ranks, of which each 4 consecutive ones share a sequence:
+The group given to `register` splits each sequence; different groups are data parallel. With 8
+ranks, of which each 4 consecutive ones share a sequence:
 
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "cp"))
     register(group=mesh["cp"], layout="zigzag")

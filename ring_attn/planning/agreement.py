@@ -145,8 +145,8 @@ def _gathered(
             transport.wait("shards")
     except RuntimeError as error:
         raise RuntimeError(
-            "strategy='auto': all ranks must take part in the first call with new arguments, and "
-            f"some did not: {error}"
+            "strategy='auto': the ranks choose together at the first call with new arguments, and "
+            f"some did not take part: {error}"
         ) from error
     parts = bytes(recv.cpu().tolist())
     return [
