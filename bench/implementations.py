@@ -157,11 +157,11 @@ class Alone:
 
     def post(self, channel: Channel, step: int, hop: Hop, send: Tensor, recv: Tensor) -> None:
         """Never called."""
-        raise RuntimeError("a ring of one rank has nobody to send to")
+        raise RuntimeError("a ring of one rank has no other rank to send to")
 
     def wait(self, channel: Channel) -> None:
         """Never called."""
-        raise RuntimeError("a ring of one rank has nobody to wait for")
+        raise RuntimeError("a ring of one rank has no other rank to wait for")
 
 
 class Ours(Attention):

@@ -10,7 +10,7 @@
 
 Parameters, the order of rows on the ranks and the restored buffers are as in torch. Unlike torch,
 this module runs on CPUs too, routes calls by a torch function mode instead of patching the process,
-takes lengths that the ranks do not divide, and refuses options that it does not honour.
+takes lengths that the ranks do not divide, and refuses options that it does not support.
 """
 
 from __future__ import annotations

@@ -278,7 +278,7 @@ def _tokens(kwargs: dict[str, Any]) -> Tensor:
 
 
 def _check_forward(kwargs: dict[str, Any], keyword: str) -> None:
-    """Refuses arguments of a forward that a split cache cannot honour."""
+    """Refuses arguments of a forward that a split cache does not support."""
     if kwargs.get(keyword) is not None:
         raise ValueError(f"{keyword} must be left out: the cache knows the layout")
     if kwargs.get("use_cache") is False:

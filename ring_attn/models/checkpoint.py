@@ -78,7 +78,7 @@ class Checkpoint:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Turns an error in the content of a file into a ValueError with the file's name."""
+    """Turns errors in a file's content into a ValueError with the file's name."""
     from safetensors import SafetensorError
 
     try:

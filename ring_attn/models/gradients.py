@@ -37,7 +37,7 @@ def sync_gradients(
     op: Literal["sum", "mean"] = "sum",
     bucket_bytes: int = BUCKET_BYTES,
 ) -> None:
-    """Replaces each gradient of a module by its sum, or mean, over the ranks of a group.
+    """Replaces each gradient of a module by its sum or mean over the ranks of a group.
 
     Call it on every rank, between the last backward of a step and the clipping or the optimizer.
     Gradients are sent in the order of the parameters, packed into buckets of one dtype; the next
@@ -52,7 +52,7 @@ def sync_gradients(
         module: a module, or parameters of any shapes in the same order on every rank.
             float16 and bfloat16 gradients are summed in float32 and rounded once. Gradients of a
             tensor-parallel DTensor are summed shard by shard. If only some ranks have a gradient
-            for a parameter, it counts as zero on the others, and they get the sum too; a parameter
+            for a parameter, it counts as zero on the others, and they get the result too; a parameter
             without a gradient on any rank keeps none.
         group: the ranks that share these parameters: a process group, one axis of a mesh such as
             `mesh["cp"]`, two such as `mesh["dp", "cp"]`, or None for the default group.

@@ -461,8 +461,8 @@ class _ParallelAttention:
         others = [] if isinstance(output, Tensor) else [x for x in output if x is not out]
         if any(isinstance(x, Tensor) for x in others):
             raise NotImplementedError(
-                f"with inside='whole' {type(module).__name__} may return no tensor beside the "
-                f"attention, as it would be that of some heads; got {len(others) + 1} elements"
+                f"with inside='whole' {type(module).__name__} may return no tensor besides the "
+                f"attention, as it would cover only some heads; got {len(others) + 1} elements"
             )
         return self._with_attention(module, output, partial(exchange.to_rows, layout=layouts[0]))
 
@@ -548,8 +548,10 @@ def _parameters_of_qkv(
     for name in style.qkv_names:
         if name not in {p.name for p in parameters} and inspect.Parameter.VAR_KEYWORD not in kinds:
             raise ValueError(f"qkv_names has {name!r}, which is no argument of {where}")
-    found = tuple(positional.index(n) if n in positional else None for n in style.qkv_names)
-    return found if style.qkv_indices is None else tuple(style.qkv_indices), tuple(style.qkv_names)
+    if style.qkv_indices is not None:
+        return tuple(style.qkv_indices), tuple(style.qkv_names)
+    by_name = tuple(positional.index(n) if n in positional else None for n in style.qkv_names)
+    return by_name, tuple(style.qkv_names)
 
 
 def _check_layout(layout: object, world_size: int) -> None:

@@ -72,8 +72,8 @@ def agreed_strategy(
             strided by other axes of a mesh spans more nodes.
 
     Raises:
-        ValueError: arguments differ (the ranks are listed), or rank 0 raised an error of that type;
-            every rank raises the same.
+        ValueError: arguments differ between ranks; the text lists these ranks.
+        Exception: rank 0's error, on every rank.
         RuntimeError: a rank did not take part in time.
     """
     if transport.world_size == 1:

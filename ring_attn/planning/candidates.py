@@ -105,7 +105,7 @@ def candidates_of(
 
 
 def _is_sparse(problem: Problem, layouts: Layouts) -> bool:
-    """Whether at least half of all pairs of ranks see nothing of each other."""
+    """Whether at least half of all pairs of ranks have no visible pairs."""
     try:
         seen = pair_work(*layouts, problem.mask).area > 0
     except (ValueError, NotImplementedError):

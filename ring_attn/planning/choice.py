@@ -202,7 +202,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The best candidate, and all others.
+    """The best candidate, and all others in order.
 
     Attributes:
         problem: the call and the ranks.
@@ -227,7 +227,7 @@ class Choice:
 
     @property
     def layout(self) -> SequenceLayout:
-        """Layout of the queries, and of the keys where both have the same length."""
+        """Layout of the queries, and of the keys if both have the same length."""
         return self.best.layouts[0]
 
     @cached_property

@@ -126,8 +126,8 @@ class Copies:
     """When copies start that run beside attention, on a device with streams.
 
     Attributes:
-        latency: seconds between the end of an operator and the start of the next on another stream,
-            as far as the links' latencies (of a small send and receive) do not include them.
+        latency: seconds between the end of an operator and the start of the next on another stream
+            that the links' latencies lack; those of a small send and receive include all of them.
         high_priority: whether a copy gets the next free multiprocessors; otherwise it queues behind
             the blocks of an attention kernel that was ready before it.
         buffers: number of buffers for a ring's shards: with 2 a copy waits for the attention before
@@ -324,7 +324,7 @@ def with_backend(cluster: Cluster, backend: str, spec: AttentionSpec) -> Cluster
 def compute_seconds(
     rate: Rate, area: torch.Tensor, rows: torch.Tensor, edge: torch.Tensor, per_pair: torch.Tensor
 ) -> torch.Tensor:
-    """float64 seconds of tiles; 0 where there are none.
+    """float64 seconds of tiles; 0 for tiles without visible pairs.
 
     Args:
         rate: rate of the direction.

@@ -309,7 +309,7 @@ def _with_memory(problem: Problem, candidate: Candidate) -> Candidate:
     if peak + inputs <= problem.memory_bytes:
         return candidate
     reason = (
-        f"needs {format_bytes(peak)} beside {format_bytes(inputs)} of inputs, a rank has "
+        f"needs {format_bytes(peak)} besides {format_bytes(inputs)} of inputs, a rank has "
         f"{format_bytes(int(problem.memory_bytes))}"
     )
     return replace(candidate, reason=reason, refused=True)
@@ -445,7 +445,7 @@ def _too_long(candidate: Candidate, steps: int) -> Candidate:
 
 
 def _of_each_name(candidates: Mapping[int, Candidate]) -> Iterator[int]:
-    """Of each name without a simulation the lowest bound, on the best layout if possible."""
+    """The lowest bound of each name without a simulation, on the best layout if possible."""
     best = min(candidates.values(), key=lambda c: c.seconds)
     for name in NAMES:
         of_name = {i: c for i, c in candidates.items() if c.family == name and not c.refused}

@@ -105,7 +105,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to compile a kernel.
+    """A kernel and the options that change its code.
 
     Attributes:
         kernel: "fwd", "hopper_fwd", "hopper_bwd", "dq", "dkdv", "delta", "decode", "part_table",

@@ -164,7 +164,7 @@ def write_json(path: Path | str, payload: dict[str, Any]) -> None:
 
 
 def write_if_interrupted(path: Path | None, payload: Callable[[], dict[str, Any]]) -> None:
-    """Makes every later interrupt write `payload()` to `path`, marked with the signal's name."""
+    """Makes later interrupts write `payload()` and the signal's name to `path`."""
 
     def save(signal_name: str) -> str | None:
         if path is None:

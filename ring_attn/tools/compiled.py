@@ -24,7 +24,7 @@ from ring_attn.tools.proxy_fences import missing_fences
 # A wavefront of CDNA has 64 lanes.
 WARP_SIZE = {"cuda": 32, "hip": 64}
 
-# Instructions that are counted in the machine code.
+# Instructions to count in the machine code.
 TMA = ("UTMALDG", "UTMASTG", "UTMAREDG")
 OPCODES = {
     "HGMMA": re.compile(r"\bHGMMA\b"),

@@ -537,7 +537,7 @@ def heading(what: Run, device: str) -> str:
     return (
         f"mesh {settings.axes}, {settings.axes.size} ranks on {device}, "
         f"{dtype_name(settings.dtype)}, {values}; {what.packed * 'whole files packed, '}"
-        "beside one process with dense attention"
+        "and one process with dense attention"
     )
 
 

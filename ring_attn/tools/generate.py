@@ -33,7 +33,7 @@ CHUNKS = (0.5, 0.85, 1.0)
 
 @dataclass(frozen=True)
 class Comparison:
-    """A generation from a sharded cache beside the greedy choices of one process.
+    """Compares a generation from a sharded cache with the greedy choices of one process.
 
     Attributes:
         context: the end of the prompt.

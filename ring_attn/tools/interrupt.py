@@ -100,7 +100,7 @@ def finish_command() -> None:
 
 
 def end_by(number: int) -> None:
-    """Ends the command as if it had received the signal; returns in any other process."""
+    """Ends the command as if it had received the signal; does nothing in other processes."""
     if _pipe is not None:
         os.write(_pipe, bytes([number]))
         time.sleep(2 * MOST_SECONDS)

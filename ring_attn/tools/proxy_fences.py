@@ -157,10 +157,10 @@ def _parse(ptx: str) -> tuple[list[Statement], list[tuple[int, ...]]]:
             scopes.pop()
             if not scopes:
                 break
-        elif found := STATEMENT.match(statement):
-            operands = " ".join(found["operands"].split())
-            guarded = found["guard"] is not None
-            statements.append(Statement(found["opcode"], operands, guarded, line, tuple(scopes)))
+        elif match := STATEMENT.match(statement):
+            operands = " ".join(match["operands"].split())
+            guarded = match["guard"] is not None
+            statements.append(Statement(match["opcode"], operands, guarded, line, tuple(scopes)))
     written = frozenset(
         register
         for ins in statements

@@ -505,7 +505,7 @@ def _extras(config: Config) -> dict[str, Any]:
 
 
 def table(rows: Sequence[Row], title: str) -> Table:
-    """Of each kind the fastest configs and the frozen one; the JSON has all."""
+    """The fastest configs of each kind, and the frozen one; the JSON has all."""
     shown_table = new_table(
         title, ("kind", "config"), ("ms", "p20-p80", "TFLOP/s", "x frozen", "error / bound")
     )

@@ -80,7 +80,7 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """A rank's part of a case, or the reason why it has none."""
+    """A rank's result of a case, or the reason for having none."""
 
     result: RankResult | None = None
     refused: str | None = None
