@@ -52,8 +52,8 @@ def sync_gradients(
         module: a module, or parameters of any shapes in the same order on every rank.
             float16 and bfloat16 gradients are summed in float32 and rounded once. Gradients of a
             tensor-parallel DTensor are summed shard by shard. If only some ranks have a gradient
-            for a parameter, it counts as zero on the others, and they get the result too; a parameter
-            without a gradient on any rank keeps none.
+            for a parameter, it counts as zero on the others, and they get the result too. A
+            parameter without a gradient on any rank keeps none.
         group: the ranks that share these parameters: a process group, one axis of a mesh such as
             `mesh["cp"]`, two such as `mesh["dp", "cp"]`, or None for the default group.
         op: "sum" or "mean".
