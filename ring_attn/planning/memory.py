@@ -2,7 +2,7 @@
 
 `machines.count` reads every tile of a rank's program. With many ranks this module simplifies the
 program: every step of a ring after the first gets the tiles of the shard with the most visible
-pairs, and every message the greatest length. For equal shards the peak is exact, else too high.
+pairs, and every message the greatest length. For equal shards the peak is exact, else a bit high.
 """
 
 from __future__ import annotations
