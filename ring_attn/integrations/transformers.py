@@ -231,7 +231,7 @@ class Registration:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        told: Told | None,
+        batch_mask: Told | None,
         rule: Rule,
         place: tuple[str | SequenceLayout | CacheStep, tuple[Tensor | None, Tensor | None]],
         options: AttentionOptions,
@@ -239,13 +239,14 @@ class Registration:
         """Attention by a mask of slices; see `attend`."""
         try:
             rank, rows, batch = dist.get_rank(check.check_group(self.group)), q.size(1), q.size(0)
-            cuts = check.check_cu_seqlens("cu_seq_lens_q", place[1][0])
-            placed = self._resolved(place[0], rows, cuts)
+            layout_or_step, documents = place
+            cuts = check.check_cu_seqlens("cu_seq_lens_q", documents[0])
+            placed = self._resolved(layout_or_step, rows, cuts)
             step = placed if isinstance(placed, CacheStep) else None
             whole = placed.cache if isinstance(placed, CacheStep) else placed
             seqlen = whole.seqlen
             past = seqlen - step.num_new(rows) if step else 0
-            _check_told(told, cuts, place[1], placed, (batch, seqlen))
+            _check_batch_mask(batch_mask, cuts, documents, placed, (batch, seqlen))
             if counts_rows(module):
                 counted = torch.arange(past, past + rows)
                 positions = _from_document(_positions(placed, rank, rows), cuts)
@@ -253,9 +254,10 @@ class Registration:
         except Exception as error:
             self._tell(error)
             raise
-        each = told.rows if told else ((seqlen, ()),)
+        each = batch_mask.rows if batch_mask else ((seqlen, ()),)
         each = each if len(set(each)) > 1 else each[:1]
-        mask = mask_of(seqlen, each, rule, cuts, told is not None and told.beyond_windows)
+        beyond_windows = batch_mask is not None and batch_mask.beyond_windows
+        mask = mask_of(seqlen, each, rule, cuts, beyond_windows)
         options["mask"] = mask.rows(past, seqlen) if step else mask
         if step and step.chunk is None:
             return tree_decode(q, k, v, layout=whole, **_for_decode(options))
@@ -520,8 +522,8 @@ def _for_decode(options: AttentionOptions) -> Any:
     return {name: x for name, x in options.items() if name in DECODE_OPTIONS}
 
 
-def _check_told(
-    told: Told | None,
+def _check_batch_mask(
+    batch_mask: Told | None,
     cuts: tuple[int, ...] | None,
     documents: tuple[Tensor | None, Tensor | None],
     placed: SequenceLayout | CacheStep,
@@ -530,17 +532,17 @@ def _check_told(
     """Refuses padding and images with a cache or documents, or for a part of the sequence."""
     if cuts != check.check_cu_seqlens("cu_seq_lens_k", documents[1]):
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be the same documents")
-    if told is None:
+    if batch_mask is None:
         return
-    if (len(told.rows), told.seqlen) != shape:
+    if (len(batch_mask.rows), batch_mask.seqlen) != shape:
         raise ValueError(
             f"attention_mask and token_type_ids must be those of the whole sequence, {shape}, got "
-            f"{(len(told.rows), told.seqlen)}: give every rank all of them, as "
+            f"{(len(batch_mask.rows), batch_mask.seqlen)}: give every rank all of them, as "
             "ring_attn.shard_batch does with attention_mask"
         )
     if isinstance(placed, CacheStep):
         raise NotImplementedError("images with a cache that is split over ranks are not built")
-    if cuts and any(length < told.seqlen for length, _ in told.rows):
+    if cuts and any(length < batch_mask.seqlen for length, _ in batch_mask.rows):
         raise ValueError(
             "cu_seq_lens_q says where documents end: leave attention_mask out, as rows after the "
             "last boundary are padding"
