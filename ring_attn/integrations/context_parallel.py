@@ -64,9 +64,8 @@ def as_load_balancer(layout: SequenceLayout, device: torch.device | str = "cpu")
     """Makes a load balancer for torch's context parallelism from a layout.
 
     torch's `_context_parallel_shard` and both `context_parallel_unshard` accept the balancer. Such
-    shards need `ring_attention(..., layout=layout)`, or a model run within
-    `models.sdpa.route_sdpa(group=mesh, layout=layout)`: torch's own attention supports only the
-    head-tail order.
+    shards need `ring_attention(..., layout=layout)`, or a model within `models.sdpa.route_sdpa`:
+    torch's own attention supports only the head-tail order.
 
     Args:
         layout: every rank must hold as many rows as torch gives it: `ceil(seqlen / world_size)`,

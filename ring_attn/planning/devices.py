@@ -51,8 +51,7 @@ class Device:
         window_forward: rate of attention with a window, if measured: a backend may split its tiles
             into strips.
         window_backward: the same for the backward.
-        architecture: key of `core.rates`, which has rates for each backend; "" uses only the rates
-            above.
+        architecture: key of `core.rates`, for each backend's rates; "" uses only those above.
     """
 
     name: str

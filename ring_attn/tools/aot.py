@@ -3,8 +3,7 @@
 A cell is one kernel, variant, configuration, head dim, dtype and architecture. A cell fails if the
 compiled kernel spills registers, needs more shared memory than the architecture has, uses no tensor
 cores, has products that may read before a proxy fence, has wgmma instructions that ptxas
-serialised, or is not warp-specialised though it should be. Nothing runs: speed and results stay
-untested.
+serialised, or is not warp-specialised though it should be. No kernel runs on a GPU or is timed.
 """
 
 from __future__ import annotations

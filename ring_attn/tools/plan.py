@@ -53,8 +53,7 @@ MOST_RANKS = 4096
 # Most rows, and bytes per row: more pairs (rows x rows) or bytes would overflow 64 bits.
 MOST_ROWS, MOST_ROW = 1 << 31, 1 << 26
 
-# MOST_MEETINGS limits documents x ranks^2: in a striped layout every shard has rows of every
-# document.
+# MOST_MEETINGS limits documents x ranks^2: every striped shard has rows of every document.
 MOST_HEADS, MOST_DOCUMENTS, MOST_MEETINGS = 4096, 1 << 16, 1 << 25
 
 # Most ranks whose programs --check checks, and most lines to print of a program or of faults.

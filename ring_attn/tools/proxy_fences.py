@@ -2,8 +2,7 @@
 
 Products of sm_90 and sm_100 (wgmma, tcgen05.mma) read shared memory through the asynchronous proxy.
 `cp.async` and `st.shared` write through the generic proxy, and products see these writes only after
-a fence.proxy.async; waits and barriers are not enough. Bulk copies write through the asynchronous
-proxy.
+a fence.proxy.async; waits and barriers are not enough. Bulk copies use the asynchronous proxy.
 """
 
 from __future__ import annotations
