@@ -202,10 +202,6 @@ class Cluster:
                 f"ports must be from 1 to node_size {self.node_size}, got {self.ports}"
             )
 
-    def between_bytes(self, sender: int, receiver: int) -> bool:
-        """Whether two ranks are in different nodes."""
-        return sender // self.node_size != receiver // self.node_size
-
 
 def _device(
     name: str, peak_flops: float, architecture: str, bandwidth: float, memory_bytes: float

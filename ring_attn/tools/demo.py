@@ -470,8 +470,10 @@ def squared_errors(x: Tensor, exact: Tensor, sizes: list[int]) -> Tensor:
 def _all_cores() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(num_cores())
-    yield
-    torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 # -- the text

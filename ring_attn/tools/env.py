@@ -30,8 +30,10 @@ PACKAGES = ("numpy", "triton", "flash-attn", "einops", "rich", "transformers")
 
 VARIABLES = (
     "RING_ATTN_AUTOTUNE",
+    "RING_ATTN_CLUSTER",
     "RING_ATTN_CONFIGS",
     "RING_ATTN_DEBUG",
+    "RING_ATTN_STATS",
     "OMP_NUM_THREADS",
     "CUDA_VISIBLE_DEVICES",
     "TRITON_INTERPRET",
@@ -41,6 +43,7 @@ VARIABLES = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
 )
 
 # Sizes of the sample for which backends are checked; every backend supports them.

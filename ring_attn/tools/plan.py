@@ -27,7 +27,13 @@ from ring_attn.machines.check import check_calls
 from ring_attn.machines.draw import draw
 from ring_attn.machines.time import Simulation, simulate
 from ring_attn.planning.choice import Candidate, Choice, Problem
-from ring_attn.planning.devices import Cluster, builtin_cluster, find_cluster, load_cluster
+from ring_attn.planning.devices import (
+    CLUSTER_VARIABLE,
+    Cluster,
+    builtin_cluster,
+    find_cluster,
+    load_cluster,
+)
 from ring_attn.planning.planner import call_of, explain, rated_cluster, schedule_for
 from ring_attn.strategies.registry import program_of
 from ring_attn.tools import plan_report as report
@@ -142,14 +148,13 @@ def run(args: argparse.Namespace) -> int:
             console.print(line, markup=False, highlight=False)
         console.print(too_many or report.steps_table(choice, rows))
     print(choice.reason)
-    if args.check and not checked(choice, quiet=args.quiet):
-        return 1
+    ok = not args.check or checked(choice, quiet=args.quiet)
     if args.plot is not None:
         report.plot(choice, simulations, args.plot)
     if args.json is not None:
         steps = [asdict(row) for row in rows]
         write_json(args.json, {"command": command_line(), **choice.to_dict(), "steps": steps})
-    return 0
+    return 0 if ok else 1
 
 
 def checked(choice: Choice, *, quiet: bool) -> bool:
@@ -266,12 +271,8 @@ def cluster_of(name: str | None, node_size: int | None, world_size: int) -> Clus
         OSError: the file cannot be read.
     """
     if name is None:
-        try:
-            cluster = find_cluster(None if torch.cuda.is_available() else "cuda", world_size)
-        except ValueError:
-            if torch.cuda.is_available():
-                raise
-            cluster = builtin_cluster("H100")
+        known = torch.cuda.is_available() or os.environ.get(CLUSTER_VARIABLE)
+        cluster = find_cluster(None, world_size) if known else builtin_cluster("H100")
     elif name.lower() in BUILTIN:
         cluster = builtin_cluster(BUILTIN[name.lower()])
     elif os.path.isdir(name):

@@ -154,10 +154,17 @@ def test_a_file_is_a_cluster(tmp_path: Path) -> None:
     assert command.cluster_of("A100", None, 8).device.name == "A100"
 
 
-def test_without_a_gpu_h100_is_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_h100_is_meant_unless_a_file_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("RING_ATTN_CLUSTER", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.cluster_of(None, None, 8).device.name == "H100"
+    path = tmp_path / "machine.json"
+    path.write_text("{damaged")
+    monkeypatch.setenv("RING_ATTN_CLUSTER", str(path))
+    with pytest.raises(ValueError, match="machine.json"):
+        command.cluster_of(None, None, 8)
 
 
 def test_documents_and_windows_are_parsed() -> None:
@@ -171,7 +178,7 @@ def test_documents_and_windows_are_parsed() -> None:
 
 
 def test_programs_are_checked_and_drawn(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     words = ["plan", *SMALL, "--strategy", "ring", "--layout", "zigzag", "--check"]
     assert cli.main(words) == 0
@@ -179,7 +186,7 @@ def test_programs_are_checked_and_drawn(
     assert "rank 0 of 4, backward" in text and "4 ranks: 0 faults" in text
     fault = Fault("message", 1, None, "planted")
     monkeypatch.setattr(command, "check_calls", lambda calls, backward: [fault])
-    assert cli.main([*words, "--quiet"]) == 1
-    assert str(fault) in capsys.readouterr().out
+    assert cli.main([*words, "--quiet", "--json", str(tmp_path / "plan.json")]) == 1
+    assert str(fault) in capsys.readouterr().out and (tmp_path / "plan.json").exists()
     assert cli.main(["plan", "--seqlen", "1M", "--world-size", "4096", "--check"]) != 0
     assert "128" in capsys.readouterr().err
