@@ -121,7 +121,7 @@ REFUSALS = {
     "padded prompts": (NotImplementedError, "the prompts of a batch must have one length"),
     "assisted": (NotImplementedError, "cannot be cropped: assisted generation is not built"),
     "failed before": (RuntimeError, "a forward with this cache has failed"),
-    "states": (NotImplementedError, "output_hidden_states: every rank has those of its own"),
+    "states": (NotImplementedError, "output_hidden_states"),
     "labels": (NotImplementedError, "labels with a KV cache"),
     "cached documents": (NotImplementedError, "cu_seq_lens_q with a KV cache"),
     "no layout": (TypeError, "sequence_layout must be a SequenceLayout or one of"),
