@@ -14,13 +14,11 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.sizes import flops
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
-from ring_attn.machines.actions import Schedule
-from ring_attn.machines.actions import schedule_of as of_call
+from ring_attn.machines.actions import schedule_of
 from ring_attn.machines.time import Simulation, simulate
 from ring_attn.planning.devices import Cluster, Copies, Device, Host, Link, Rate, builtin_cluster
 from ring_attn.strategies.base import Call
 
-Layouts = tuple[SequenceLayout, SequenceLayout]
 SPEC = AttentionSpec("cpu", torch.float32, 1, 4, 4, 16, 16)
 ROWS = 64
 RING = Strategy()
@@ -47,20 +45,15 @@ def simulated(
     *,
     kind: str = "contiguous",
     causal: bool = False,
+    window: int = -1,
+    backend: str = "reference",
     backward: bool = False,
     **options: Any,
 ) -> Simulation:
     layout = SequenceLayout.from_name(kind, ROWS * world_size, world_size)
-    mask = Mask(layout.seqlen, layout.seqlen, causal=causal)
-    schedule = schedule_of(strategy, SPEC, (layout, layout), mask, backward=backward)
-    return simulate(schedule, on, **options)
-
-
-def schedule_of(
-    strategy: Strategy, spec: AttentionSpec, layouts: Layouts, mask: Mask, *, backward: bool
-) -> Schedule:
-    call = Call(spec, layouts, mask, 0, strategy, 0.1, "reference")
-    return of_call(call, backward=backward)
+    mask = Mask(layout.seqlen, layout.seqlen, causal, (window, -1))
+    call = Call(SPEC, (layout, layout), mask, 0, strategy, 0.1, backend)
+    return simulate(schedule_of(call, backward=backward), on, **options)
 
 
 def step_seconds(speed: float = 1e9) -> float:
@@ -161,11 +154,11 @@ def test_collectives_take_what_was_measured_of_them(strategy: Strategy) -> None:
 def test_a_window_is_computed_at_its_own_rate(backward: bool) -> None:
     on = cluster()
     half = replace(on.device, window_forward=Rate(5e8), window_backward=Rate(5e8))
-    layout = SequenceLayout.contiguous(2 * ROWS, 2)
-    for left, factor in ((None, 1.0), (ROWS, 2.0)):
-        mask = Mask(2 * ROWS, 2 * ROWS, True, (-1 if left is None else left, 0))
-        schedule = schedule_of(RING, SPEC, (layout, layout), mask, backward=backward)
-        usual, halved = (simulate(schedule, replace(on, device=d)) for d in (on.device, half))
+    for window, factor in ((-1, 1.0), (ROWS, 2.0)):
+        usual, halved = (
+            simulated(replace(on, device=d), 2, causal=True, window=window, backward=backward)
+            for d in (on.device, half)
+        )
         assert torch.allclose(halved.compute, factor * usual.compute)
 
 
@@ -198,14 +191,11 @@ def test_kernels_that_carry_the_state_load_and_store_it() -> None:
     """The first of four steps stores it, the last loads it; others merge what they computed."""
     on = cluster(speed=float("inf"), inside=float("inf"))
     on = replace(on, device=replace(on.device, memory_bandwidth=1.0))
-    layout = SequenceLayout.contiguous(4 * ROWS, 4)
-    mask = Mask(layout.seqlen, layout.seqlen)
     state = ROWS * SPEC.nheads * (SPEC.headdim_v + 2) * 4
     acc = ROWS * SPEC.nheads * SPEC.headdim_v * 4
     packed = 2 * SPEC.kv_packet(ROWS).nbytes
     for backend, bytes_ in (("triton", 6 * state), ("reference", 3 * 5 * acc + 2 * acc)):
-        call = Call(SPEC, (layout, layout), mask, 0, RING, 0.1, backend)
-        found = simulate(of_call(call, backward=False), on)
+        found = simulated(on, backend=backend)
         assert found.finish.tolist() == pytest.approx([packed + bytes_] * 4)
 
 
@@ -233,7 +223,8 @@ def test_4096_ranks_in_seconds(strategy: Strategy) -> None:
     spec = AttentionSpec("cuda", torch.bfloat16, 1, 32, 8, 128, 128)
     mask = Mask(1 << 26, 1 << 26, causal=True)
     begin = time.process_time()
-    schedule = schedule_of(strategy, spec, (layout, layout), mask, backward=False)
+    call = Call(spec, (layout, layout), mask, 0, strategy, 0.1, "reference")
+    schedule = schedule_of(call, backward=False)
     h100 = builtin_cluster("H100")
     found = simulate(schedule, h100)
     # 5 s, and up to 12.5 s where the memory is the first that a virtual machine touches.
@@ -260,9 +251,7 @@ BY_BLOCKS = {
 
 @pytest.mark.parametrize(("blocks", "first", "buffers"), BY_BLOCKS)
 def test_overlap_is_that_of_a_model_of_blocks(blocks: int, first: bool, buffers: int) -> None:
-    step, layout = 8.23e-3 / 8, SequenceLayout.contiguous(8 * ROWS, 8)
-    call = Call(SPEC, (layout, layout), Mask(8 * ROWS, 8 * ROWS), 0, RING, 0.1, "triton")
-    schedule = of_call(call, backward=False)
+    step = 8.23e-3 / 8
     for copy, beyond in zip((0.15e-3, 0.75e-3), BY_BLOCKS[blocks, first, buffers], strict=True):
         bandwidth = message_seconds(1.0) / copy
         on = cluster(speed=step_seconds(1.0) / step, inside=bandwidth, between=bandwidth)
@@ -272,7 +261,7 @@ def test_overlap_is_that_of_a_model_of_blocks(blocks: int, first: bool, buffers:
             slowdown=blocks / 132,
             copies=Copies(4e-6, high_priority=first, buffers=buffers),
         )
-        found = simulate(schedule, on).seconds / (8 * step) - 1
+        found = simulated(on, 8, backend="triton").seconds / (8 * step) - 1
         if (first, buffers) == (False, 3):
             # There the first copy is ready with the first kernel; here what it sends is packed
             # before, and it is ready a launch later: behind that kernel.
