@@ -6,7 +6,8 @@ Each call gives a result, or an error of a promised kind that names the argument
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -93,100 +94,70 @@ def qkv() -> dict[str, torch.Tensor]:
     return {name: torch.ones(1, 6, heads, 8) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
 
 
-GOOD: dict[str, tuple[Callable[..., object], Mapping[str, object]]] = {
-    "select_backend": (select_backend, {**qkv(), "backend": "auto", "softcap": 0.0, "sinks": None}),
-    "explain": (explain, EXPLAIN),
-    "next_rank": (next_rank, {"layout": ZIGZAG, "block": 256}),
-    "shard_batch": (
-        shard_batch,
-        {"batch": {"labels": TOKENS}, "layout": ZIGZAG, "rank": 0, "dim": 1, "ignore_index": -100},
-    ),
-    "tensors of a batch": (
-        lambda **batch: shard_batch(batch, ZIGZAG, 1),
-        {"input_ids": TOKENS, "labels": TOKENS},
-    ),
-    "Strategy": (Strategy, defaults(Strategy)),
-    "ContextParallel": (ContextParallel, defaults(ContextParallel)),
+def shard_tensors(**batch: Any) -> object:
+    """Tensors of a batch."""
+    return shard_batch(batch, ZIGZAG, 1)
+
+
+def one_segment(**numbers: Any) -> object:
+    """A layout of it alone."""
+    return SequenceLayout.from_segments([[Segment(**numbers)]])
+
+
+GOOD = [
+    partial(select_backend, **qkv(), backend="auto", softcap=0.0, sinks=None),
+    partial(explain, **EXPLAIN),
+    partial(next_rank, layout=ZIGZAG, block=256),
+    partial(shard_batch, batch={"labels": TOKENS}, layout=ZIGZAG, rank=0, dim=1, ignore_index=-100),
+    partial(shard_tensors, input_ids=TOKENS, labels=TOKENS),
+    partial(Strategy, **defaults(Strategy)),
+    partial(ContextParallel, **defaults(ContextParallel)),
     # -- layouts
-    "contiguous": (SequenceLayout.contiguous, {"seqlen": 8, "world_size": 2}),
-    "zigzag": (SequenceLayout.zigzag, {"seqlen": 8, "world_size": 2}),
-    "boundaries": (SequenceLayout.boundaries, {"cuts": [0, 3, 8]}),
-    "from_segments": (SequenceLayout.from_segments, {"parts": [[Segment(0, 3)], [Segment(3, 3)]]}),
-    "a segment": (
-        lambda **numbers: SequenceLayout.from_segments([[Segment(**numbers)]]),
-        {"start": 0, "length": 3, "stride": 1},
-    ),
-    "SequenceLayout": (
-        SequenceLayout,
-        {"kind": "boundaries", "seqlen": 8, "world_size": 2, "cuts": (0, 3, 8), "parts": None},
-    ),
-    "appended": (ZIGZAG.appended, {"rank": 0, "count": 1}),
-    "followed_by": (ZIGZAG.followed_by, {"chunk": ZIGZAG}),
-    "segments": (ZIGZAG.segments, {"rank": 0}),
-    "merged": (ZIGZAG.merged, {"groups": [[0, 1]]}),
-    "shard": (ZIGZAG.shard, {"x": torch.ones(1, 12, 3), "rank": 0, "dim": 1}),
-    "unshard": (ZIGZAG.unshard, {"shards": [torch.ones(1, 6, 3)] * 2, "dim": 1}),
-    "mask_area": (ZIGZAG.mask_area, {"mask": CAUSAL}),
+    partial(SequenceLayout.contiguous, seqlen=8, world_size=2),
+    partial(SequenceLayout.zigzag, seqlen=8, world_size=2),
+    partial(SequenceLayout.boundaries, cuts=[0, 3, 8]),
+    partial(SequenceLayout.from_segments, parts=[[Segment(0, 3)], [Segment(3, 3)]]),
+    partial(one_segment, start=0, length=3, stride=1),
+    partial(SequenceLayout, kind="boundaries", seqlen=8, world_size=2, cuts=(0, 3, 8), parts=None),
+    partial(ZIGZAG.appended, rank=0, count=1),
+    partial(ZIGZAG.followed_by, chunk=ZIGZAG),
+    partial(ZIGZAG.segments, rank=0),
+    partial(ZIGZAG.merged, groups=[[0, 1]]),
+    partial(ZIGZAG.shard, x=torch.ones(1, 12, 3), rank=0, dim=1),
+    partial(ZIGZAG.unshard, shards=[torch.ones(1, 6, 3)] * 2, dim=1),
+    partial(ZIGZAG.mask_area, mask=CAUSAL),
     # -- balance
-    "balance_of": (balance.balance_of, {"layout": ZIGZAG, "work": CAUSAL}),
-    "by_area": (balance.by_area, {"mask": CAUSAL, "world_size": 2, "align": 1}),
-    "by_cost": (balance.by_cost, {"cost": [1.0, 2.0, 3.0], "world_size": 2, "align": 1}),
-    "by_separators": (
+    partial(balance.balance_of, layout=ZIGZAG, work=CAUSAL),
+    partial(balance.by_area, mask=CAUSAL, world_size=2, align=1),
+    partial(balance.by_cost, cost=[1.0, 2.0, 3.0], world_size=2, align=1),
+    partial(
         balance.by_separators,
-        {"token_ids": TOKENS[0], "separators": [3, 7], "world_size": 2, "max_balance": None},
+        token_ids=TOKENS[0], separators=[3, 7], world_size=2, max_balance=None,
     ),
-    "by_documents": (
+    partial(
         balance.by_documents,
-        {"cu_seqlens": [0, 4, 12], "world_size": 2, "window_size": (-1, -1), "max_balance": 1.05},
+        cu_seqlens=[0, 4, 12], world_size=2, window_size=(-1, -1), max_balance=1.05,
     ),
-    "by_memory": (
-        balance.by_memory,
-        {"seqlen": 12, "free_bytes": [100, 100], "bytes_per_token": 4, "align": 1},
-    ),
-    "halo": (balance.halo, {"layout": RUNS, "mask": CAUSAL, "rank": 0}),
-    "check_halo": (balance.check_halo, {"layout": RUNS, "mask": CAUSAL}),
-    "local_rows": (balance.local_rows, {"layout": RUNS, "rank": 0, "start": 0, "stop": 3}),
+    partial(balance.by_memory, seqlen=12, free_bytes=[100, 100], bytes_per_token=4, align=1),
+    partial(balance.halo, layout=RUNS, mask=CAUSAL, rank=0),
+    partial(balance.check_halo, layout=RUNS, mask=CAUSAL),
+    partial(balance.local_rows, layout=RUNS, rank=0, start=0, stop=3),
     # -- tensor parallelism
-    "TensorPartition": (
-        TensorPartition,
-        {"global_shape": (8, 3), "dim": 0, "num_partitions": 2, "rank": 0},
-    ),
-    "part of a partition": (PARTITION.shard, {"x": torch.ones(8, 3)}),
-    "whole of a partition": (PARTITION.unshard, {"shards": [torch.ones(4, 3)] * 2}),
-    "TensorParallelConfig": (TensorParallelConfig, {**vars(CONFIGS[0])}),
-    "all_reduce_cost": (
-        CONFIGS[0].all_reduce_cost,
-        {"seqlen": 3, "num_blocks": 2, "itemsize": 4, "gbit_per_s": 100.0},
-    ),
-    "shard_parameter": (
-        shard_parameter,
-        {"x": torch.ones(8, 8), "kind": "q", "config": CONFIGS[0], "order": "out_in"},
-    ),
-    "unshard_parameter": (
-        unshard_parameter,
-        {"shards": WEIGHTS, "kind": "q", "config": CONFIGS[0], "order": "out_in"},
-    ),
-    "shard_state_dict": (
-        shard_state_dict,
-        {"state_dict": MODEL, "config": CONFIGS[0], **OTHERWISE},
-    ),
-    "unshard_state_dict": (
-        unshard_state_dict,
-        {"shards": PARTS, "config": CONFIGS[0], **OTHERWISE},
-    ),
-}
+    partial(TensorPartition, global_shape=(8, 3), dim=0, num_partitions=2, rank=0),
+    partial(PARTITION.shard, x=torch.ones(8, 3)),
+    partial(PARTITION.unshard, shards=[torch.ones(4, 3)] * 2),
+    partial(TensorParallelConfig, **vars(CONFIGS[0])),
+    partial(CONFIGS[0].all_reduce_cost, seqlen=3, num_blocks=2, itemsize=4, gbit_per_s=100.0),
+    partial(shard_parameter, x=torch.ones(8, 8), kind="q", config=CONFIGS[0], order="out_in"),
+    partial(unshard_parameter, shards=WEIGHTS, kind="q", config=CONFIGS[0], order="out_in"),
+    partial(shard_state_dict, state_dict=MODEL, config=CONFIGS[0], **OTHERWISE),
+    partial(unshard_state_dict, shards=PARTS, config=CONFIGS[0], **OTHERWISE),
+]  # fmt: skip
 
 # What a message calls an argument that it does not name, since the value is right by itself.
 OTHER_WORDS = {
-    "length": "position",
-    "start": "position",
-    "stride": "position",
     "work": "costs",
-    "free_bytes": "free",
-    "bytes_per_token": "bytes a token",
     "global_shape": "shape",
-    "plan": "parameters",
-    "world_size": "ranks",
     "chunk": "layouts",
     "shards": "rank",
     "layout": "rows",
@@ -195,16 +166,14 @@ OTHER_WORDS = {
 }
 
 
-@pytest.mark.parametrize("name", GOOD)
-def test_wrong_values_are_named(name: str) -> None:
-    function, good = GOOD[name]
-    function(**good)
-    for argument in good:
+@pytest.mark.parametrize("call", GOOD, ids=lambda call: call.func.__qualname__)
+def test_wrong_values_are_named(call: partial[object]) -> None:
+    call()
+    for argument in call.keywords:
         words = {argument, OTHER_WORDS.get(argument, argument)}
         for what, wrong in WRONG.items():
-            arguments: dict[str, Any] = {**good, argument: wrong}
             try:
-                function(**arguments)
+                call(**{argument: wrong})
             except Exception as error:
                 assert type(error) in KINDS, (argument, what, error)
                 assert any(word in str(error) for word in words), (argument, what, error)
