@@ -15,41 +15,26 @@ from ring_attn.core.layout import LAYOUTS, Segment, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.tiles import ring_grid
 from ring_attn.core.work import PairWork, pair_work
+from ring_attn.testing import masks
 
 # Rows in all, at most: short, since every pair of ranks is compared with its part of the mask.
 MOST_ROWS = 60
 
 
-def random_segments(rng: random.Random, seqlen: int, ranks: int, stride: int) -> SequenceLayout:
-    """Runs of positions of one stride, in any order, on any ranks."""
-    segments = []
-    for remainder in range(min(stride, seqlen)):
-        rows = len(range(remainder, seqlen, stride))
-        cuts = sorted({0, rows, *(rng.randint(0, rows) for _ in range(rng.randint(0, 3)))})
-        segments += [
-            Segment(remainder + a * stride, b - a, stride)
-            for a, b in zip(cuts, cuts[1:], strict=False)
-        ]
-    rng.shuffle(segments)
-    parts: list[list[Segment]] = [[] for _ in range(ranks)]
-    for segment in segments:
-        rng.choice(parts).append(segment)
-    return SequenceLayout.from_segments(parts)
-
-
 def random_layout(rng: random.Random, seqlen: int, ranks: int, strided: bool) -> SequenceLayout:
+    """A named one, or runs of positions of one stride in any order, on any ranks."""
     if rng.random() < 0.5:
-        return random_segments(rng, seqlen, ranks, ranks if strided else 1)
-    names = [name for name in LAYOUTS if (name == "striped") == strided]
-    return SequenceLayout.from_name(rng.choice(names), seqlen, ranks)
-
-
-def random_mask(rng: random.Random, seqlen_q: int, seqlen_k: int) -> Mask:
-    window = rng.choice([(-1, -1), (rng.randint(0, 30), -1), (-1, 3), (5, 2), (0, 0)])
-    documents = rng.choice([1, 1, 2, 5])
-    inner = [sorted(rng.randint(0, n) for _ in range(documents - 1)) for n in (seqlen_q, seqlen_k)]
-    cu_seqlens = (0, *inner[0], seqlen_q), (0, *inner[1], seqlen_k)
-    return Mask(seqlen_q, seqlen_k, rng.random() < 0.5, window, *cu_seqlens)
+        names = [name for name in LAYOUTS if (name == "striped") == strided]
+        return SequenceLayout.from_name(rng.choice(names), seqlen, ranks)
+    stride = ranks if strided else 1
+    block = stride * rng.randint(1, 20)
+    runs = [
+        Segment(start, len(range(start, min(first + block, seqlen), stride)), stride)
+        for first in range(0, seqlen, block)
+        for start in range(first, min(first + stride, seqlen))
+    ]
+    rng.shuffle(runs)
+    return SequenceLayout.from_segments([runs[rank::ranks] for rank in range(ranks)])
 
 
 def run_of(seen: Tensor) -> tuple[int, int]:
@@ -82,14 +67,13 @@ def test_random_layouts_and_masks(
     rng = random.Random(f"{strided} {long} {chunk}")
     compared = 0
     while compared < 60:
-        ranks, seqlen = rng.randint(1, 6), rng.randint(1, MOST_ROWS)
-        seqlen_k = rng.choice([seqlen, rng.randint(1, MOST_ROWS)])
-        layouts = tuple(random_layout(rng, n, ranks, strided) for n in (seqlen, seqlen_k))
-        if layouts[0].stride != layouts[1].stride:
-            continue
-        mask = random_mask(rng, seqlen, seqlen_k)
-        assert_as_dense(pair_work.__wrapped__(*layouts, mask), layouts, mask)
-        compared += 1
+        ranks, mask = rng.randint(1, 6), rng.choice([*masks(rng.randint(1, MOST_ROWS)).values()])
+        layouts = tuple(
+            random_layout(rng, n, ranks, strided) for n in (mask.seqlen_q, mask.seqlen_k)
+        )
+        if layouts[0].stride == layouts[1].stride:
+            assert_as_dense(pair_work.__wrapped__(*layouts, mask), layouts, mask)
+            compared += 1
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
