@@ -1,4 +1,4 @@
-"""A strategy and a mask from outside the package: results, bytes, time and pictures come with them.
+"""A strategy from outside the package: results, bytes, time and pictures come with it.
 
 The strategy `star` sends each shard straight to every other rank, and gradients straight home. It
 is one function, written here as a newcomer would write it.
@@ -11,31 +11,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from ring_attn.core import program as ops
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
-from ring_attn.core.program import (
-    Array,
-    Attend,
-    Buffer,
-    Clear,
-    Copy,
-    Delta,
-    Differentiate,
-    Entry,
-    Finish,
-    Free,
-    New,
-    Op,
-    Pack,
-    Post,
-    Program,
-    Round,
-    Start,
-    Step,
-    Unpack,
-    View,
-    Wait,
-)
+from ring_attn.core.masks import chunked
 from ring_attn.core.ranks import Ranks
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import CORES, Strategy
@@ -47,101 +26,90 @@ from ring_attn.machines.draw import draw
 from ring_attn.machines.time import simulate
 from ring_attn.planning.devices import builtin_cluster
 from ring_attn.strategies import registry
-from ring_attn.strategies.base import Call, StrategyCode, input_arrays, result_arrays
+from ring_attn.strategies.base import (
+    Call,
+    StrategyCode,
+    differentiate,
+    input_arrays,
+    new_sums,
+    result_arrays,
+    rounded_sums,
+    sums_of,
+)
 from ring_attn.strategies.registry import make_call, program_of
 from ring_attn.testing import LAYOUTS, Case, run_all_ranks
 
-# -- the strategy
 
-
-def star(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> Program:
+def star(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> ops.Program:
     arrays = input_arrays(call.spec, ranks, backward=backward)
-    ops = tuple(_backward(call, ranks, arrays, rounded) if backward else _forward(call, ranks))
+    todo = tuple(_backward(call, ranks, arrays, rounded) if backward else _forward(call, ranks))
     saved = () if backward else ("q", "k", "v", "out", "lse")
-    return Program(ranks.world_size, ranks.rank, backward, ops, arrays, saved)
+    return ops.Program(ranks.world_size, ranks.rank, backward, todo, arrays, saved)
 
 
-def _shards(call: Call, ranks: Ranks) -> Iterator[tuple[list[Op], int, tuple]]:
+def _shards(call: Call, ranks: Ranks) -> Iterator[tuple[list[ops.Op], int, tuple]]:
     """Ops that bring the shard of the rank `by` before, and its tensors; the own one first."""
     grid = Grid(1, ranks.world_size)
     messages = ranks.moving_messages(grid, "kv", call.spec.kv_packet)
     message = [messages((0, by)) for by in range(ranks.world_size)]
     longest = max(m.nbytes for m in message) if ranks.rank is not None else 0
-    mine = Buffer("mine", longest)
-    yield [], 0, (View("k"), View("v"))
+    mine = ops.Buffer("mine", longest)
+    yield [], 0, (ops.View("k"), ops.View("v"))
     for by in range(1, ranks.world_size):
-        theirs = Buffer(f"shard {by}", longest)
+        theirs = ops.Buffer(f"shard {by}", longest)
         rows = ranks.moving(grid, "kv", (0, 0))
-        copies = (Copy(0, View("k", rows)), Copy(1, View("v", rows)))
+        copies = (ops.Copy(0, ops.View("k", rows)), ops.Copy(1, ops.View("v", rows)))
         hop, nbytes = ranks.hop(grid, (0, by)), message[0].nbytes
-        ops: list[Op] = [
-            Pack(mine, message[0], copies),
-            Post("shards", by, hop, mine, theirs, message[by], nbytes),
-            Wait("shards"),
-            Free((mine,)),
+        sends: list[ops.Op] = [
+            ops.Pack(mine, message[0], copies),
+            ops.Post("shards", by, hop, mine, theirs, message[by], nbytes),
+            ops.Wait("shards"),
+            ops.Free((mine,)),
         ]
-        yield ops, by, (Entry(theirs, 0), Entry(theirs, 1))
+        yield sends, by, (ops.Entry(theirs, 0), ops.Entry(theirs, 1))
 
 
-def _forward(call: Call, ranks: Ranks) -> Iterator[Op]:
+def _forward(call: Call, ranks: Ranks) -> Iterator[ops.Op]:
     spec, grid = call.spec, Grid(1, ranks.world_size)
     results = result_arrays(spec, ranks.rows("q"))
-    state = Array(spec.batch, ranks.rows("q"), spec.nheads, spec.headdim_v, spec.accum_dtype)
-    yield Start(View("q"), spec.headdim_v, state, slice(None))
-    for ops, by, (k, v) in _shards(call, ranks):
-        yield Step(f"step {by}", by)
-        yield from ops
-        yield Attend(ranks.tiles(grid, "kv", (0, by)), View("q"), k, v)
+    state = ops.Array(spec.batch, ranks.rows("q"), spec.nheads, spec.headdim_v, spec.accum_dtype)
+    yield ops.Start(ops.View("q"), spec.headdim_v, state, slice(None))
+    for sends, by, (k, v) in _shards(call, ranks):
+        yield ops.Step(f"step {by}", by)
+        yield from sends
+        yield ops.Attend(ranks.tiles(grid, "kv", (0, by)), ops.View("q"), k, v)
         if by:
-            yield Free((k.buffer,))
-    yield Finish("out", "lse", results["out"], results["lse"])
+            yield ops.Free((k.buffer,))
+    yield ops.Finish("out", "lse", results["out"], results["lse"])
 
 
-def _backward(call: Call, ranks: Ranks, arrays: dict[str, Array], rounded: bool) -> Iterator[Op]:
-    spec, grid = call.spec, Grid(1, ranks.world_size)
-    yield Delta(arrays["lse"])
-    for name in ("q", "k", "v"):
-        x = arrays[name]
-        yield New(f"d{name} sum", Array(x.batch, x.rows, x.heads, x.dim, spec.accum_dtype), True)
-    q_side = tuple(View(name) for name in ("q", "dout", "lse", "delta"))
-    for ops, by, kv in _shards(call, ranks):
-        yield Step(f"step {by}", by)
-        yield from ops
-        sums = Buffer(f"sums {by}", 0 if ranks.rank is None else 1 << 20)
-        messages = ranks.moving_messages(grid, "kv", spec.kv_grad_packet)
-        message = messages((0, by))
-        dkv: tuple = (View("dk sum"), View("dv sum"))
+def _backward(
+    call: Call, ranks: Ranks, arrays: dict[str, ops.Array], rounded: bool
+) -> Iterator[ops.Op]:
+    grid, grads = Grid(1, ranks.world_size), sums_of(call.spec, arrays)
+    messages = ranks.moving_messages(grid, "kv", call.spec.kv_grad_packet)
+    yield ops.Delta(arrays["lse"])
+    yield from new_sums(grads)
+    for sends, by, kv in _shards(call, ranks):
+        yield ops.Step(f"step {by}", by)
+        yield from sends
+        sums = ops.Buffer(f"sums {by}", 0 if ranks.rank is None else 1 << 20)
+        message, home = messages((0, by)), messages((0, 0))
+        dkv: tuple = (ops.View("dk sum"), ops.View("dv sum"))
         if by:
-            yield Clear(sums, message)
-            dkv = Entry(sums, 0), Entry(sums, 1)
-        tiles = ranks.tiles(grid, "kv", (0, by))
-        yield Differentiate("all", tiles, q_side, kv, View("dq sum"), dkv, View("out"))
+            yield ops.Clear(sums, message)
+            dkv = ops.Entry(sums, 0), ops.Entry(sums, 1)
+        yield differentiate("kv", ranks.tiles(grid, "kv", (0, by)), kv, dkv, own=not by)
         if by:
-            home = messages((0, 0))
-            theirs = Buffer(f"home {by}", sums.room)
-            rows = ranks.moving(grid, "kv", (0, 0))
-            hop = ranks.hop(grid, (0, -by))
-            yield Post("gradients", by, hop, sums, theirs, home, message.nbytes)
-            yield Wait("gradients")
-            yield Free((kv[0].buffer, sums))
-            names = ("dk sum", "dv sum")
-            yield Unpack(
-                theirs, home, tuple(Copy(i, View(n, rows), None, True) for i, n in enumerate(names))
-            )
-    dtype = spec.dtype if rounded else spec.accum_dtype
-    for name in ("v", "k", "q"):
-        x = arrays[name]
-        array = Array(x.batch, x.rows, x.heads, x.dim, dtype)
-        yield Round(View(f"d{name}"), View(f"d{name} sum"), array, scaled=name != "v")
-
-
-# -- the mask
-
-
-def chunked(seqlen: int, size: int) -> Mask:
-    """Causal within chunks of so many positions, as in layers of Llama 4."""
-    cuts = (*range(0, seqlen, size), seqlen)
-    return Mask(seqlen, seqlen, True, (-1, -1), cuts, cuts)
+            theirs = ops.Buffer(f"home {by}", sums.room)
+            hop, rows = ranks.hop(grid, (0, -by)), ranks.moving(grid, "kv", (0, 0))
+            yield ops.Post("gradients", by, hop, sums, theirs, home, message.nbytes)
+            yield ops.Wait("gradients")
+            yield ops.Free((kv[0].buffer, sums))
+            views = (ops.View("dk sum", rows), ops.View("dv sum", rows))
+            copies = tuple(ops.Copy(i, view, None, True) for i, view in enumerate(views))
+            yield ops.Unpack(theirs, home, copies)
+    yield from rounded_sums(grads, call.spec, rounded=rounded)
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +124,7 @@ def registered() -> Iterator[None]:
 @pytest.mark.parametrize("around", [1, 2])
 def test_results_are_right(layout: str, around: int) -> None:
     strategy = Strategy("star", ulysses_degree=around)
-    masks = ("causal", "window", "documents", "longer kv", "empty rows", chunked(61, 10))
+    masks = ("causal", "window", "documents", "longer kv", "empty rows", "chunked")
     for turn, mask in enumerate(masks):
         dtype = ("float32", "bfloat16")[turn % 2]
         case = Case(mask, layout, strategy, "reference", dtype, seqlen=61, batch=1, sinks=turn > 2)
