@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import count as numbers
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -82,20 +82,16 @@ def test_headers_of_more_exchanges_than_a_buffer_holds(wrong: int | None) -> Non
 class Lasting(LocalTransport):
     """A rank whose buffers stay from call to call."""
 
+    pools: ClassVar[dict[int, Pool]] = {}
+
     def pool(self, device: torch.device) -> Pool:
-        if not hasattr(self._exchange, "pools"):
-            self._exchange.pools = {}  # type: ignore[attr-defined]
-        pools = self._exchange.pools  # type: ignore[attr-defined]
-        return pools.setdefault(self._rank_of_all, Pool(device))
+        """By its number among all ranks, also as one of a group."""
+        return self.pools.setdefault(self._ranks[self.rank], Pool(device))
 
     def post(self, *given: Any, **options: Any) -> Any:
         """The end of the exchange, as a transport over streams returns it."""
         super().post(*given, **options)
         return object()
-
-    @property
-    def _rank_of_all(self) -> int:
-        return self._ranks[self.rank]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +111,7 @@ def test_layers_in_flight_hold_what_is_predicted(
 ) -> None:
     """The host is layers ahead of its device: each layer takes the buffers of the one before."""
     monkeypatch.setattr("ring_attn.transport.local.LocalTransport", Lasting)
+    monkeypatch.setattr(Lasting, "pools", {})
     layout = SequenceLayout.zigzag(4 * ROWS, 4)
     mask = Mask(4 * ROWS, 4 * ROWS, causal=True)
     inputs = random_qkv(seqlen_q=4 * ROWS, nheads=4, nheads_kv=4, headdim=16)
