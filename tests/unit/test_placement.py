@@ -173,8 +173,6 @@ def test_batches_are_cut_by_it() -> None:
         for i, n in enumerate(MIXED)
         for at in range(n)
     }
-    targets = sum(int((part["shift_labels"] != -100).sum()) for part in parts)
-    assert targets == sum(max(0, n - 1) for n in MIXED)
 
 
 def test_the_planner_takes_it() -> None:

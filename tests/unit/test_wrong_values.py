@@ -74,6 +74,7 @@ PARTS = [shard_state_dict(MODEL, config, otherwise="replicated") for config in C
 WEIGHTS = [shard_parameter(torch.ones(8, 8), "q", config) for config in CONFIGS]
 PARTITION = TensorPartition((8, 3), 0, 2, 0)
 TOKENS = torch.arange(12)[None]
+Q, KV = torch.ones(1, 6, 4, 8), torch.ones(1, 6, 2, 8)
 OTHERWISE = {"plan": LLAMA_TP_PLAN, "otherwise": "replicated", "order": "out_in"}
 
 
@@ -89,11 +90,6 @@ EXPLAIN = {
 }  # fmt: skip
 
 
-def qkv() -> dict[str, torch.Tensor]:
-    """4 heads of 8 over 2 of keys and values."""
-    return {name: torch.ones(1, 6, heads, 8) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
-
-
 def shard_tensors(**batch: Any) -> object:
     """Tensors of a batch."""
     return shard_batch(batch, ZIGZAG, 1)
@@ -105,7 +101,7 @@ def one_segment(**numbers: Any) -> object:
 
 
 GOOD = [
-    partial(select_backend, **qkv(), backend="auto", softcap=0.0, sinks=None),
+    partial(select_backend, q=Q, k=KV, v=KV, backend="auto", softcap=0.0, sinks=None),
     partial(explain, **EXPLAIN),
     partial(next_rank, layout=ZIGZAG, block=256),
     partial(shard_batch, batch={"labels": TOKENS}, layout=ZIGZAG, rank=0, dim=1, ignore_index=-100),
