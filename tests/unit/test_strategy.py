@@ -1,5 +1,8 @@
 """Strategies as values: names, degrees, and what does not go together."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from ring_attn.core.strategy import Strategy, family, label, resolve_strategy
@@ -41,46 +44,37 @@ def test_names_with_a_degree(name: str, degree: int, text: str) -> None:
     assert family(strategy, 8) == text.split()[0]
 
 
-@pytest.mark.parametrize(("name", "degree"), [("ulysses", 4), ("q_exchange", 2)])
-def test_degrees_that_a_name_cannot_have(name: str, degree: int) -> None:
-    with pytest.raises(ValueError, match=f"{name}.*got {degree}"):
-        Strategy.from_name(name, 8, degree)
-
-
 @pytest.mark.parametrize(
-    ("strategy", "world_size", "mesh", "error", "text"),
+    ("make", "arguments", "error", "text"),
     [
-        ("rings", 8, (), ValueError, "one of .*ring.*got 'rings'"),
-        (3, 8, (), TypeError, "got int"),
-        ("hybrid", 8, (), ValueError, r"Strategy\(ulysses_degree=...\) that divides 8"),
-        ("hybrid", 8, (8,), ValueError, "a mesh with two axes"),
-        ("double_ring", 8, (), ValueError, r"Strategy\(inner_degree=...\)"),
-        (Strategy(ulysses_degree=3), 8, (), ValueError, "ulysses_degree .*got 3 and 8"),
-        (Strategy(inner_degree=5), 8, (), ValueError, "inner_degree .*got 5 and 8"),
-        (Strategy("ring", 4, 4), 8, (), ValueError, "got 4 x 4 and 8"),
-        ("ring", 8, (4, 2), ValueError, "4 x 2 ranks needs"),
-        (Strategy(ulysses_degree=4), 8, (4, 2), ValueError, "4 x 2 ranks needs"),
+        (Strategy.from_name, ("ulysses", 8, 4), ValueError, "ulysses.*got 4"),
+        (Strategy.from_name, ("q_exchange", 8, 2), ValueError, "q_exchange.*got 2"),
+        # -- what does not fit the ranks
+        (resolve_strategy, ("rings", 8), ValueError, "one of .*ring.*got 'rings'"),
+        (resolve_strategy, (3, 8), TypeError, "got int"),
+        (resolve_strategy, ("hybrid", 8), ValueError, r"\(ulysses_degree=...\) that divides 8"),
+        (resolve_strategy, ("hybrid", 8, (8,)), ValueError, "a mesh with two axes"),
+        (resolve_strategy, ("double_ring", 8), ValueError, r"Strategy\(inner_degree=...\)"),
+        (resolve_strategy, (Strategy(ulysses_degree=3), 8), ValueError, "ulysses_degree .*3 and 8"),
+        (resolve_strategy, (Strategy(inner_degree=5), 8), ValueError, "inner_degree .*5 and 8"),
+        (resolve_strategy, (Strategy("ring", 4, 4), 8), ValueError, "got 4 x 4 and 8"),
+        (resolve_strategy, ("ring", 8, (4, 2)), ValueError, "4 x 2 ranks needs"),
+        (
+            resolve_strategy,
+            (Strategy(ulysses_degree=4), 8, (4, 2)),
+            ValueError,
+            "4 x 2 ranks needs",
+        ),
+        # -- what does not go together: core, ulysses_degree, inner_degree, exchange_q
+        (Strategy, ("star",), ValueError, "core must be one of .*'star'"),
+        (Strategy, ("ring", 0), ValueError, "ulysses_degree must be at least 1, got 0"),
+        (Strategy, ("ring", 1, 1, False, 2), NotImplementedError, "heads_per_chunk=2 .*'ring'"),
+        (Strategy, ("all_gather", 1, 2), NotImplementedError, "inner_degree=2"),
+        (Strategy, ("ring", 2, 1, True), NotImplementedError, "ulysses_degree=2"),
     ],
 )
-def test_what_does_not_fit_the_ranks(
-    strategy: object, world_size: int, mesh: tuple[int, ...], error: type[Exception], text: str
+def test_what_cannot_be_is_refused(
+    make: Callable[..., object], arguments: tuple[Any, ...], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
-        resolve_strategy(strategy, world_size, mesh)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"core": "star"}, ValueError, "core must be one of .*'star'"),
-        ({"ulysses_degree": 0}, ValueError, "ulysses_degree must be at least 1, got 0"),
-        ({"heads_per_chunk": 2}, NotImplementedError, "heads_per_chunk=2 .*'ring'"),
-        ({"core": "all_gather", "inner_degree": 2}, NotImplementedError, "inner_degree=2"),
-        ({"exchange_q": True, "ulysses_degree": 2}, NotImplementedError, "ulysses_degree=2"),
-    ],
-)
-def test_what_does_not_go_together(
-    arguments: dict[str, object], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        Strategy(**arguments)  # type: ignore[arg-type]
+        make(*arguments)

@@ -21,6 +21,7 @@ from ring_attn import (
     balance,
     explain,
     next_rank,
+    pack,
     select_backend,
     shard_batch,
 )
@@ -84,12 +85,6 @@ def defaults(function: Callable[..., object]) -> dict[str, object]:
     return {name: p.default for name, p in parameters.items() if p.default is not p.empty}
 
 
-EXPLAIN = {
-    **defaults(explain), "seqlen": 64, "world_size": 2, "nheads": 4, "nheads_kv": 2, "headdim": 8,
-    "layout": "contiguous", "strategies": ["ring"], "cluster": cpu_cluster(2),
-}  # fmt: skip
-
-
 def shard_tensors(**batch: Any) -> object:
     """Tensors of a batch."""
     return shard_batch(batch, ZIGZAG, 1)
@@ -102,7 +97,12 @@ def one_segment(**numbers: Any) -> object:
 
 GOOD = [
     partial(select_backend, q=Q, k=KV, v=KV, backend="auto", softcap=0.0, sinks=None),
-    partial(explain, **EXPLAIN),
+    partial(
+        explain, **defaults(explain) | {
+            "seqlen": 64, "world_size": 2, "nheads": 4, "nheads_kv": 2, "headdim": 8,
+            "layout": "contiguous", "strategies": ["ring"], "cluster": cpu_cluster(2),
+        }
+    ),
     partial(next_rank, layout=ZIGZAG, block=256),
     partial(shard_batch, batch={"labels": TOKENS}, layout=ZIGZAG, rank=0, dim=1, ignore_index=-100),
     partial(shard_tensors, input_ids=TOKENS, labels=TOKENS),
@@ -122,6 +122,7 @@ GOOD = [
     partial(ZIGZAG.shard, x=torch.ones(1, 12, 3), rank=0, dim=1),
     partial(ZIGZAG.unshard, shards=[torch.ones(1, 6, 3)] * 2, dim=1),
     partial(ZIGZAG.mask_area, mask=CAUSAL),
+    partial(pack, lengths=[9, 0, 3], world_size=2, **defaults(pack)),
     # -- balance
     partial(balance.balance_of, layout=ZIGZAG, work=CAUSAL),
     partial(balance.by_area, mask=CAUSAL, world_size=2, align=1),
