@@ -59,9 +59,6 @@ def test_of_some_cases_a_rank_has_no_rows() -> None:
             assert all(0 in layout.shard_lens for layout in case.build_layouts(world_size))
 
 
-# -- planted faults
-
-
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses", "q_exchange"])
 def test_a_message_that_is_lost_is_found(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was received is left as it was allocated."""
