@@ -29,17 +29,12 @@ NEED_RANKS = [
 NOT_IMPORTED = {"ring_attn.__main__"}
 
 
-def modules() -> list[str]:
-    found = (info.name for info in pkgutil.walk_packages(ring_attn.__path__, "ring_attn."))
-    return sorted(set(found) - NOT_IMPORTED)
-
-
 def examples() -> Iterator[doctest.DocTest]:
     finder = doctest.DocTestFinder(exclude_empty=True)
-    for name in modules():
-        for test in finder.find(import_module(name), name):
-            if test.examples:
-                yield test
+    for module in pkgutil.walk_packages(ring_attn.__path__, "ring_attn."):
+        if module.name not in NOT_IMPORTED:
+            found = finder.find(import_module(module.name), module.name)
+            yield from (test for test in found if test.examples)
 
 
 FOUND = {test.name: test for test in examples()}

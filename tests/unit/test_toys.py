@@ -131,12 +131,12 @@ def test_results_are_right(layout: str, around: int) -> None:
         assert not run_all_ranks(case, 4).failures
 
 
-def calls_of(mask: Mask, world_size: int = 4) -> list[Call]:
-    layout = SequenceLayout.zigzag(mask.seqlen_q, world_size)
+def calls_of(mask: Mask) -> list[Call]:
+    layout = SequenceLayout.zigzag(mask.seqlen_q, 4)
     spec = AttentionSpec("cpu", torch.bfloat16, 1, 4, 2, 16, 16)
     return [
         make_call(Strategy("star"), spec, (layout, layout), mask, rank, backend="reference")
-        for rank in range(world_size)
+        for rank in range(4)
     ]
 
 
