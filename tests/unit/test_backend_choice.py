@@ -60,68 +60,64 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]
     choose_backend.cache_clear()
 
 
+INSTALLED = {"flash-attn": "2.8.3.post2", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b22"}
+
+
 @pytest.mark.parametrize(
-    ("name", "spec", "reason"),
+    ("name", "spec", "installed", "reason"),
     [
-        ("reference", spec_of("cuda", torch.float32, 999), None),
-        ("reference", spec_of("cuda", softcap=30.0), None),
-        ("aten", spec_of("cuda", headdim=256), None),
-        ("aten", spec_of("cuda", torch.float32), "got torch.float32"),
-        ("aten", spec_of("cuda", headdim=257), "at most 256, got 257"),
-        ("aten", spec_of("cuda", headdim_v=300), "at most 256, got 300"),
-        ("aten", spec_of(softcap=30.0), "no softcap"),
-        ("aten", spec_of("cuda", softcap=30.0), "no softcap"),
-        ("cudnn", spec_of("cuda", torch.float16, 128, 128), None),
-        ("cudnn", spec_of(), "on cuda, got cpu"),
-        ("cudnn", spec_of("cuda", torch.float32), "float16 and bfloat16"),
-        ("cudnn", spec_of("cuda", headdim=136), "up to 128, got 136"),
-        ("cudnn", spec_of("cuda", headdim_v=136), "up to 128, got 136"),
-        ("cudnn", spec_of("cuda", softcap=30.0), "no softcap"),
-        ("flash_attn", spec_of("cuda"), None),
-        ("flash_attn", spec_of("cuda", softcap=30.0), None),
-        ("flash_attn", spec_of(), "on cuda, got cpu"),
-        ("flash_attn", spec_of("cuda", torch.float32), "got torch.float32"),
-        ("flash_attn", spec_of("cuda", headdim=264), "up to 256, got 264"),
-        ("flash_attn_3", spec_of("cuda", headdim=192, softcap=30.0), None),
-        ("flash_attn_3", spec_of("cuda", headdim=200), "up to 192, got 200"),
-        ("flash_attn_4", spec_of("cuda"), None),
-        ("flash_attn 2.7.4.post1", spec_of("cuda"), "at least 2.8.0, got 2.7.4.post1"),
-        ("flash_attn 2.8.3.post2+cu12torch2.8", spec_of("cuda"), None),
-        ("flash_attn_3 3.0.0b1", spec_of("cuda"), "at least 3.0.0, got 3.0.0b1"),
-        ("flash_attn_3 3.0.0+20260301.cu128", spec_of("cuda"), None),
-        ("flash_attn_4 4.0.0b12", spec_of("cuda"), "at least 4.0.0b13, got 4.0.0b12"),
-        ("flash_attn_4 4.0.0b13", spec_of("cuda"), None),
-        ("flash_attn_4 4.0", spec_of("cuda"), None),
-        ("flash_attn_4", spec_of("cuda", headdim_v=136), "up to 128, got 136"),
+        ("reference", spec_of("cuda", torch.float32, 999), {}, None),
+        ("reference", spec_of("cuda", softcap=30.0), {}, None),
+        ("aten", spec_of("cuda", headdim=256), {}, None),
+        ("aten", spec_of("cuda", torch.float32), {}, "got torch.float32"),
+        ("aten", spec_of("cuda", headdim=257), {}, "at most 256, got 257"),
+        ("aten", spec_of("cuda", headdim_v=300), {}, "at most 256, got 300"),
+        ("aten", spec_of(softcap=30.0), {}, "no softcap"),
+        ("aten", spec_of("cuda", softcap=30.0), {}, "no softcap"),
+        ("cudnn", spec_of("cuda", torch.float16, 128, 128), {}, None),
+        ("cudnn", spec_of("cuda"), {"cudnn": None}, "no cuDNN"),
+        ("cudnn", spec_of(), {}, "on cuda, got cpu"),
+        ("cudnn", spec_of("cuda", torch.float32), {}, "float16 and bfloat16"),
+        ("cudnn", spec_of("cuda", headdim=136), {}, "up to 128, got 136"),
+        ("cudnn", spec_of("cuda", headdim_v=136), {}, "up to 128, got 136"),
+        ("cudnn", spec_of("cuda", softcap=30.0), {}, "no softcap"),
+        ("flash_attn", spec_of("cuda"), {}, None),
+        ("flash_attn", spec_of("cuda", softcap=30.0), {}, None),
+        ("flash_attn", spec_of("cuda"), {"flash-attn": None}, "pip install 'ring-attn[flash]'"),
+        ("flash_attn", spec_of("cuda"), {"flash-attn": "2.7.4.post1"}, "2.8.0, got 2.7.4.post1"),
+        ("flash_attn", spec_of("cuda"), {"flash-attn": "2.8.3.post2+cu12torch2.8"}, None),
+        ("flash_attn", spec_of(), {}, "on cuda, got cpu"),
+        ("flash_attn", spec_of("cuda", torch.float32), {}, "got torch.float32"),
+        ("flash_attn", spec_of("cuda", headdim=264), {}, "up to 256, got 264"),
+        ("flash_attn_3", spec_of("cuda", headdim=192, softcap=30.0), {}, None),
+        ("flash_attn_3", spec_of("cuda", headdim=200), {}, "up to 192, got 200"),
+        ("flash_attn_3", spec_of("cuda"), {"flash-attn-3": "3.0.0b1"}, "3.0.0, got 3.0.0b1"),
+        ("flash_attn_3", spec_of("cuda"), {"flash-attn-3": "3.0.0+20260301.cu128"}, None),
+        ("flash_attn_4", spec_of("cuda", headdim_v=136), {}, "up to 128, got 136"),
+        ("flash_attn_4", spec_of("cuda"), {"flash-attn-4": "4.0.0b12"}, "4.0.0b13, got 4.0.0b12"),
+        ("flash_attn_4", spec_of("cuda"), {"flash-attn-4": "4.0.0b13"}, None),
+        ("flash_attn_4", spec_of("cuda"), {"flash-attn-4": "4.0"}, None),
     ],
 )
 def test_supports_says_why_not(
     name: str,
     spec: AttentionSpec,
+    installed: dict[str, str | None],
     reason: str | None,
     monkeypatch: pytest.MonkeyPatch,
     gpu: Callable[[int, int], None],
 ) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    installed = {"flash-attn": "2.8.3.post2", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b22"}
-    name, _, version = name.partition(" ")
-    monkeypatch.setattr(flash_attn, "_installed", lambda one: version or installed[one])
+    """On a GPU of Hopper, with everything installed but for what is said."""
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: "cudnn" not in installed)
+    monkeypatch.setattr(flash_attn, "_installed", (INSTALLED | installed).get)
     gpu(9, 0)
     got = get_backend(name).supports(spec)
     assert got is None if reason is None else reason in str(got)
 
 
-def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: False)
-    assert "no cuDNN" in str(get_backend("cudnn").supports(spec_of("cuda")))
-    monkeypatch.setattr(flash_attn, "_installed", lambda _: None)
-    backend = get_backend("flash_attn")
-    assert "pip install 'ring-attn[flash]'" in str(backend.supports(spec_of("cuda")))
-
-
 TRAINING = Purpose(backward=True)
 UNSURE = Purpose(backward=True, same_bits=False)
-FLASH = ("flash-attn", "flash-attn-3", "flash-attn-4")
+FLASH = tuple(INSTALLED)
 
 
 @pytest.mark.parametrize(
@@ -171,10 +167,8 @@ def test_auto_takes_the_fastest_that_can(
     gpu: Callable[[int, int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    versions = dict(zip(FLASH, ("2.8.3", "3.0.0", "4.0.0b22"), strict=True))
-    monkeypatch.setattr(
-        flash_attn, "_installed", lambda name: versions[name] if name in installed else None
-    )
+    found = {name: INSTALLED[name] for name in installed}
+    monkeypatch.setattr(flash_attn, "_installed", found.get)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     gpu(*gpu_of)
     choice = choose_backend(spec, purpose=purpose)
@@ -190,16 +184,13 @@ def test_every_world_size_has_the_same_backend(
 ) -> None:
     """And ranks with other GPUs have another, of which they tell each other as of any argument."""
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    mask, found = Mask(4096, 4096, causal=True), {}
-    for major in (8, 10):
+    mask = Mask(4096, 4096, causal=True)
+    for major, expected in ((8, "triton"), (10, "cudnn")):
         gpu(major, 0)
-        layouts = [SequenceLayout.zigzag(4096, world_size) for world_size in (1, 4, 32)]
-        calls = [
-            make_call(Strategy(), spec_of("cuda"), (one, one), mask, 0, backward=False)
-            for one in layouts
-        ]
-        found[major] = {call.backend for call in calls}
-    assert found == {8: {"triton"}, 10: {"cudnn"}}
+        for world_size in (1, 4, 32):
+            layout = SequenceLayout.zigzag(4096, world_size)
+            args = (Strategy(), spec_of("cuda"), (layout, layout), mask, 0)
+            assert make_call(*args, backward=False).backend == expected
 
 
 def test_why_says_what_was_compared_and_what_was_left_out(

@@ -51,10 +51,11 @@ def test_no_device_is_faster_than_its_peak(name: str) -> None:
     assert device.memory_bandwidth > LINKS["NVLink 5"].bandwidth
 
 
-def test_rows_and_edges_cost_columns_and_a_rank_without_tiles_nothing() -> None:
-    rate = Rate(2.0, launch=1.0, row_columns=3.0, edge_columns=5.0)
-    tiles = (torch.tensor(x) for x in ([10, 0], [2, 2], [1, 1], [4, 4]))  # area, rows, edge, pairs
-    assert compute_seconds(rate, *tiles).tolist() == [1 + (10 + 3 * 2 + 5) * 4 / 2, 0.0]
+def test_tiles_cost_a_launch_and_rows_and_edges_columns() -> None:
+    """And nothing where there are none."""
+    rate = Rate(10.0, 7.0, row_columns=3.0, edge_columns=5.0)
+    sizes = torch.tensor([[0, 100], [4, 4], [2, 2], [10, 10]])
+    assert compute_seconds(rate, *sizes).tolist() == [0, 7 + 100 + 3 * 4 + 5 * 2]
 
 
 @pytest.mark.parametrize(
@@ -102,20 +103,15 @@ def described(**changes: object) -> str:
     ("text", "says"),
     [
         ("{", "JSONDecodeError"),
-        ("[]", "list"),
         ('"clusters"', "str"),
-        ('{"clusters": {"1": {}}}', "device"),
         ('{"clusters": {}}', "min"),
         ('{"clusters": {"a": {}}}', "'a'"),
         ("[" * 20_000, "RecursionError"),
         (described().replace('"2"', '"0"'), "ranks must be at least 1, got 0"),
         (described().replace('"2"', f'"{"9" * 400}"'), "400 digits"),
         (described(**{"device.forward": None}), "forward of a Device must be Rate, got None"),
-        (described(**{"device.forward": "fast"}), "TypeError"),
-        (described(**{"device.forward.flops": -1.0}), "flops of a Rate must be positive, got -1.0"),
         (described(**{"device.forward.flops": 0}), "flops of a Rate must be positive, got 0"),
         (described(**{"device.forward.flops": float("nan")}), "finite, got NaN"),
-        (described(**{"device.forward.flops": float("inf")}), "finite, got Infinity"),
         (described(**{"device.forward.flops": 7e77}).replace("7e+77", "7e777"), "got 7e777"),
         (described(**{"device.forward.flops": 10**300}), "301 digits"),
         (described(**{"device.forward.flops": "685e12"}), "flops of a Rate must be int or float"),

@@ -1,4 +1,4 @@
-"""Bytes of an exchange of heads for rows, by Ulysses; whose rows Q-exchange gives a rank."""
+"""Whose rows a rank has after an exchange: heads for rows, by Ulysses, and Q-exchange's tails."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import Strategy
 from ring_attn.machines.count import bytes_sent, num_messages
-from ring_attn.planning.balance import balance_of
 from ring_attn.strategies.q_exchange import exchanged_layout
 from ring_attn.strategies.registry import make_call, program_of
+from ring_attn.strategies.ulysses import merge_groups
+from ring_attn.testing import LAYOUTS, layouts_of
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_group_of_all_ranks_has_its_rows_in_order(kind: str) -> None:
+    """Striped ones too. That each row of any group is there once: test_strategies."""
+    merged, _ = merge_groups(layouts_of(kind, Mask(61, 61), 4)[0], 4)
+    assert merged.position_ids(0).tolist() == list(range(61))
 
 
 def test_bytes_of_a_plain_case() -> None:
@@ -33,28 +41,17 @@ def test_bytes_of_a_plain_case() -> None:
         assert num_messages(backward) == 2
 
 
-# -- Q-exchange
-
-
-@pytest.mark.parametrize("world_size", range(1, 9))
-@pytest.mark.parametrize("seqlen", [0, 1, 7, 64, 97])
-def test_a_rank_has_its_head_and_its_partners_tail(seqlen: int, world_size: int) -> None:
-    given = SequenceLayout.contiguous(seqlen, world_size)
-    here = exchanged_layout(given)
-    everything = []
-    for rank in range(world_size):
-        mine, theirs = (given.position_ids(r).tolist() for r in (rank, world_size - 1 - rank))
-        expected = mine[: len(mine) - len(mine) // 2] + theirs[len(theirs) - len(theirs) // 2 :]
-        assert here.position_ids(rank).tolist() == sorted(expected)
-        everything += expected
-    assert sorted(everything) == list(range(seqlen))
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8, 64])
 @pytest.mark.parametrize("seqlen", [1024, 8192, 10_007])
 def test_causal_work_is_balanced(seqlen: int, world_size: int) -> None:
-    given, mask = SequenceLayout.contiguous(seqlen, world_size), Mask(seqlen, seqlen, causal=True)
+    mask = Mask(seqlen, seqlen, causal=True)
+    given = SequenceLayout.contiguous(seqlen, world_size)
+
+    def imbalance(layout: SequenceLayout) -> float:
+        areas = layout.mask_area(mask)
+        return max(areas) / (sum(areas) / world_size)
+
     # A shard, and so a half, may be a row longer than another's.
     row = 4 * seqlen / (sum(given.mask_area(mask)) / world_size)
-    assert 1 <= balance_of(exchanged_layout(given), mask).of_work <= 1 + row
-    assert balance_of(given, mask).of_work == pytest.approx(2 - 1 / world_size, abs=row)
+    assert 1 <= imbalance(exchanged_layout(given)) <= 1 + row
+    assert imbalance(given) == pytest.approx(2 - 1 / world_size, abs=row)

@@ -1,4 +1,4 @@
-"""The demo's model: positions, heads, causality, and losses that add up over shards."""
+"""The demo's model: positions, heads, causality, losses; shards of it: distributed/test_meshes."""
 
 from functools import partial
 
@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_attn import SequenceLayout, shard_batch
-from ring_attn.core.layout import LAYOUTS
 from ring_attn.core.mask import Mask
 from ring_attn.testing import check, plain_attention, random_qkv
 from ring_attn.testing import dense_attention as oracle_attention
@@ -33,11 +31,6 @@ def make_model() -> Transformer:
 
 def random_bytes(seqlen: int = SEQLEN) -> Tensor:
     return torch.randint(256, (2, seqlen), generator=torch.Generator().manual_seed(1))
-
-
-def reversed_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Plain PyTorch with its sums in another order: a yardstick of rounding."""
-    return plain_attention(q, k, v, Mask(q.size(1), k.size(1), causal=True))[0]
 
 
 def test_rope_turns_pairs_by_position_times_frequency() -> None:
@@ -84,44 +77,17 @@ def test_each_layer_may_have_an_attention_of_its_own() -> None:
         model(ids, positions, [dense_attention])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_in_any_order_have_the_logits_of_the_whole_sequence(layout: str) -> None:
-    ids, positions = random_bytes(), torch.arange(SEQLEN)[None]
-    cut = SequenceLayout.from_name(layout, SEQLEN, 3)
-    order = torch.cat([cut.position_ids(rank) for rank in range(3)])
-
-    def in_order(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        back = torch.argsort(order)
-        return dense_attention(q[:, back], k[:, back], v[:, back])[:, order]
-
-    got = make_model()(ids[:, order], order[None], in_order)
-    oracle = make_model(torch.float64)(ids, positions)[:, order]
-    plain = make_model()(ids, positions, reversed_attention)[:, order]
-    assert check("logits", got, oracle, plain).ok
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_of_shards_add_up_to_the_whole_loss(layout: str) -> None:
-    ids = random_bytes()
-    batch = {"input_ids": ids, "labels": ids}
-    logits = make_model()(ids, torch.arange(SEQLEN)[None])
-    num_targets = ids.numel() - ids.size(0)
-    whole = torch.nn.functional.cross_entropy(
-        logits[:, :-1].reshape(-1, 256).double(), ids[:, 1:].flatten()
+def test_loss_is_the_mean_cross_entropy_of_rows_with_a_label() -> None:
+    logits = make_model()(random_bytes(), torch.arange(SEQLEN)[None])
+    labels = random_bytes(SEQLEN + 1)[:, 1:]
+    labels[:, -1] = IGNORE_INDEX
+    losses = token_losses(logits, labels)
+    assert (losses[:, -1] == 0).all()
+    given = logits[:, :-1].reshape(-1, 256), labels[:, :-1].flatten()
+    plain, whole = (
+        torch.nn.functional.cross_entropy(x, given[1]) for x in (given[0], given[0].double())
     )
-    plain = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 256), ids[:, 1:].flatten())
-    cut = SequenceLayout.from_name(layout, SEQLEN, 3)
-    parts = []
-    for rank in range(3):
-        labels = shard_batch(batch, cut, rank)["shift_labels"]
-        parts.append(mean_loss(token_losses(cut.shard(logits, rank), labels), num_targets))
-    assert check("loss", torch.stack(parts).sum().float(), whole, plain).ok
-
-
-def test_a_row_without_label_has_no_loss() -> None:
-    labels = torch.tensor([[7, IGNORE_INDEX]])
-    losses = token_losses(torch.zeros(1, 2, 256), labels)
-    assert losses[0, 0] > 0 and losses[0, 1] == 0
+    assert check("loss", mean_loss(losses, given[1].numel()).float(), whole, plain).ok
 
 
 @pytest.mark.parametrize(

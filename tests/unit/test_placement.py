@@ -114,32 +114,22 @@ def test_documents_that_fit_stay_whole() -> None:
     assert giant.num_cut == 1 and giant.order[0] == 0
 
 
-def test_ten_thousand_documents_are_placed_in_time() -> None:
-    lengths = lognormal(10_000, seed=0)
-    start = time.process_time()
-    packing = pack(lengths, 64)
-    assert time.process_time() - start < 5.0  # 0.05 s where nothing else runs
-    assert packing.balance.of_work <= 1.05
-
-
+# Values of wrong types: test_wrong_values.
 @pytest.mark.parametrize(
-    ("error", "text", "lengths", "options"),
+    ("text", "lengths", "options"),
     [
-        (ValueError, "at least one document", [], {}),
-        (ValueError, r"each of lengths .* -1", [3, -1], {}),
-        (TypeError, "lengths", [3.5], {}),
-        (ValueError, "max_rows is 4, .* 2 ranks hold 8 of 10 rows: allow 5 rows, or 3 ranks",
+        ("at least one document", [], {}),
+        (r"each of lengths .* -1", [3, -1], {}),
+        ("max_rows is 4, .* 2 ranks hold 8 of 10 rows: allow 5 rows, or 3 ranks",
          [10], {"max_rows": 4}),
-        (ValueError, "max_rows is 8, .* 9 rows at most", [9, 7], {"max_rows": 8, "align": 16}),
-        (ValueError, "max_balance .* 0.5", [10], {"max_balance": 0.5}),
-        (ValueError, "align", [10], {"align": 0}),
-        (ValueError, "world_size", [10], {"world_size": 0}),
+        ("max_rows is 8, .* 9 rows at most", [9, 7], {"max_rows": 8, "align": 16}),
+        ("max_balance .* 0.5", [10], {"max_balance": 0.5}),
+        ("align", [10], {"align": 0}),
+        ("world_size", [10], {"world_size": 0}),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(
-    error: type[Exception], text: str, lengths: list[Any], options: dict[str, Any]
-) -> None:
-    with pytest.raises(error, match=text):
+def test_what_cannot_be_is_refused(text: str, lengths: list[int], options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=text):
         pack(lengths, **{"world_size": 2} | options)
 
 
@@ -175,14 +165,16 @@ def test_batches_are_cut_by_it() -> None:
     }
 
 
-def test_the_planner_takes_it() -> None:
-    packing = pack(lognormal(2000, seed=3), 64)
+def test_ten_thousand_documents_are_placed_and_planned_in_time() -> None:
     start = time.process_time()
+    packing = pack(lognormal(10_000, seed=0), 64)
+    placed = time.process_time()
+    assert placed - start < 5.0  # 0.05 s where nothing else runs
+    assert packing.balance.of_work <= 1.05
     choice = explain(
         seqlen=packing.layout.seqlen, world_size=64, nheads=32, nheads_kv=8, headdim=128,
         causal=True, cu_seqlens=packing.cu_seqlens, layout=packing.layout,
         cluster=builtin_cluster("H100"), strategies=["ring", "all_gather"],
     )  # fmt: skip
-    assert time.process_time() - start < 20.0  # 0.3 s where nothing else runs
-    assert choice.layouts == (packing.layout, packing.layout) and choice.best.seconds > 0
-    assert {c.layout_name for c in choice.candidates} == {"given"}
+    assert time.process_time() - placed < 20.0  # 1 s where nothing else runs
+    assert choice.layout == packing.layout and choice.best.seconds > 0

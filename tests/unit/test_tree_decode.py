@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,13 +11,13 @@ import torch
 from torch import Tensor
 
 from ring_attn import testing
-from ring_attn.core.layout import LAYOUTS, Segment, SequenceLayout
+from ring_attn.core.layout import LAYOUTS, SequenceLayout
 from ring_attn.core.mask import Mask
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.tiles import pair_tiles
 from ring_attn.decode import next_rank
 from ring_attn.machines import run as machine
-from ring_attn.strategies.tree_decode import decode_packet, decode_tiles, gather_numbers, make_call
+from ring_attn.strategies.tree_decode import decode_packet, decode_tiles, make_call
 from ring_attn.testing import (
     Inputs,
     dense_gradients,
@@ -27,7 +28,7 @@ from ring_attn.testing import (
 )
 from ring_attn.transport.local import LocalTransport, run_local
 from tests.bounds import assert_holds as assert_within
-from tests.bounds import expect
+from tests.bounds import expect, visible_pairs
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -53,61 +54,67 @@ def caches(seqlen: int, world_size: int) -> dict[str, SequenceLayout]:
     grown = SequenceLayout.contiguous(third, world_size)
     for position in range(third, seqlen):
         grown = grown.appended(position // 5 * 7 % world_size, 1)
-    return {**named, "on both ends": ends, "on the first": first, "grown": grown}
+    runs = [grown.segments(rank)[::-1] for rank in range(world_size)]
+    others = {"on both ends": ends, "on the first": first, "grown": grown}
+    return {**named, **others, "backwards": SequenceLayout.from_segments(runs)}
 
 
 def run(
     inputs: Inputs,
     mask: Mask,
     layout: SequenceLayout,
-    *,
-    sinks: Tensor | None = None,
-    softcap: float = 0.0,
-    softmax_scale: float | None = None,
     backend: str = "auto",
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> list[tuple[Tensor, Tensor, tuple[int, int]]]:
     """Every rank's out and lse, and what it has sent: messages and bytes."""
     q, k, v, _ = inputs
-    call = make_call(
-        AttentionSpec.of(q, k, v, softcap, sinks), softmax_scale=softmax_scale, backend=backend
-    )
+    spec = AttentionSpec.of(q, k, v, softcap, sinks)
+    call = make_call(spec, softmax_scale=scale, backend=backend)
 
     def work(rank: int, transport: LocalTransport) -> tuple[Tensor, Tensor, tuple[int, int]]:
         tiles = decode_tiles(layout.segments(rank), mask)
+        for tile in tiles:
+            seen = visible_pairs(tile)
+            assert seen.any(0).all() and seen.any(1).all()
         shards = (layout.shard(x, rank) for x in (k, v))
         out, lse = machine.decode(call, tiles, q, *shards, transport, sinks)
         return out, lse, (transport.stats.messages, transport.stats.bytes_sent)
 
+    plans = pair_tiles.cache_info()
     with poisoned_empty():
-        return run_local(layout.world_size, work)
+        results = run_local(layout.world_size, work)
+    assert pair_tiles.cache_info() == plans, "a token leaves a plan behind"
+    return results
 
 
 def assert_holds(
     mask: Mask,
     layouts: Sequence[SequenceLayout],
-    *,
-    with_sinks: bool = False,
-    softcap: float = 0.0,
-    softmax_scale: float | None = None,
     backend: str = "auto",
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    with_sinks: bool = False,
     **sizes: Any,
 ) -> None:
     """All ranks have the same bits, within the bound, for one message each."""
-    sizes = {"batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 8, **sizes}
+    sizes = {"batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 8} | sizes
     inputs = random_qkv(seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, **sizes)
-    scores = {"softcap": softcap, "sinks": random_sinks(4) if with_sinks else None}
-    oracle, plain = expect(inputs, mask, softmax_scale, **scores)
+    sinks = random_sinks(4) if with_sinks else None
+    oracle, plain = expect(inputs, mask, scale, softcap=softcap, sinks=sinks)
+    packet = decode_packet(AttentionSpec.of(*inputs[:3]), mask.seqlen_q)
     for layout in layouts:
-        results = run(inputs, mask, layout, softmax_scale=softmax_scale, backend=backend, **scores)
+        results = run(inputs, mask, layout, backend, scale, softcap, sinks)
         for out, lse, sent in results:
             assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
-            packet = decode_packet(AttentionSpec.of(*inputs[:3]), mask.seqlen_q)
             assert sent == (1, (layout.world_size - 1) * packet.nbytes)
         got = dict(zip(("out", "lse"), results[0][:2], strict=True))
         assert_within(got, oracle, plain, str(layout))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7, 16])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_holds_for_every_cache(mask: Mask, world_size: int) -> None:
     assert_holds(mask, list(caches(mask.seqlen_k, world_size).values()))
@@ -122,14 +129,11 @@ def test_holds_for_types_and_scores(dtype: torch.dtype, with_sinks: bool, softca
         assert_holds(MASKS[name], [layout], dtype=dtype, with_sinks=with_sinks, softcap=softcap)
 
 
-@pytest.mark.parametrize("nheads_kv", [1, 2, 4])
-@pytest.mark.parametrize("headdim_v", [5, 8, 16])
-def test_holds_for_heads_and_strides(nheads_kv: int, headdim_v: int) -> None:
-    for backend in ("aten", "reference"):
-        assert_holds(
-            MASKS["three tokens"], [caches(97, 4)["grown"]], nheads_kv=nheads_kv,
-            headdim_v=headdim_v, noncontiguous=True, softmax_scale=0.3, backend=backend,
-        )  # fmt: skip
+@pytest.mark.parametrize("backend", ["aten", "reference"])
+def test_holds_for_heads_and_strides(backend: str) -> None:
+    for nheads_kv, headdim_v in product((1, 2, 4), (5, 8, 16)):
+        sizes = {"nheads_kv": nheads_kv, "headdim_v": headdim_v, "noncontiguous": True}
+        assert_holds(MASKS["three tokens"], [caches(97, 4)["grown"]], backend, scale=0.3, **sizes)
 
 
 @pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning")
@@ -138,26 +142,18 @@ def test_holds_for_heads_and_strides(nheads_kv: int, headdim_v: int) -> None:
 def test_holds_with_our_kernels(dtype: torch.dtype) -> None:
     """In Triton's interpreter; once a rank holds nothing, and once tiles have a query each."""
     layouts = [SequenceLayout.boundaries([0, 61, 61, 97]), SequenceLayout.striped(97, 3)]
-    options = {"dtype": dtype, "headdim": 16, "with_sinks": True, "backend": "triton"}
-    assert_holds(MASKS["window of several"], layouts, **options)
-
-
-@pytest.mark.parametrize("world_size", [5, 7, 16])
-def test_the_tree_of_any_number_of_ranks(world_size: int) -> None:
-    assert_holds(MASKS["three tokens"], [SequenceLayout.contiguous(97, world_size)])
+    mask = MASKS["window of several"]
+    assert_holds(mask, layouts, "triton", dtype=dtype, headdim=16, with_sinks=True)
 
 
 def test_partial_results_are_not_rounded_to_the_type_of_q() -> None:
     """Eight parts that are each rounded to bfloat16 would be off by more than one rounding."""
-    q, k, v, dout = random_qkv(seqlen_q=1, seqlen_k=64, dtype=torch.bfloat16, headdim=8)
+    inputs = random_qkv(seqlen_q=1, seqlen_k=64, dtype=torch.bfloat16, headdim=8)
     mask = Mask(1, 64, causal=True)
-    whole, shared = (
-        run(Inputs(q, k, v, dout), mask, SequenceLayout.contiguous(64, n))[0] for n in (1, 8)
-    )
-    exact = dense_gradients(q, k, v, dout, mask).out
+    exact = dense_gradients(*inputs, mask).out
     # Half a unit in the last place, and what float32 leaves between the two sides of a tie.
     half = torch.finfo(torch.bfloat16).eps / 2 * (1 + 1e-4)
-    for out, _, _ in (whole, shared):
+    for out, _, _ in run(inputs, mask, SequenceLayout.contiguous(64, 8)):
         assert ((out.double() - exact).abs() <= half * exact.abs()).all()
 
 
@@ -167,27 +163,6 @@ def test_what_every_query_sees_is_one_tile() -> None:
     tiles = decode_tiles(layout.segments(0), Mask(1, 997, causal=True))
     assert [(tile.q, tile.kv) for tile in tiles] == [(slice(0, 1), slice(0, layout.shard_len(0)))]
     assert len(decode_tiles(layout.segments(0), Mask(3, 997, causal=True))) <= 3
-
-
-def test_numbers_are_gathered_in_one_message() -> None:
-    numbers = ((5, 1), (0, 0), (1 << 40, 3))
-
-    def work(rank: int, transport: LocalTransport) -> tuple[list[tuple[int, int]], int]:
-        found = gather_numbers(numbers[rank], torch.device("cpu"), transport)
-        return found, transport.stats.messages
-
-    assert run_local(3, work) == [([*numbers], 1)] * 3
-
-
-def test_decoding_leaves_no_plans_behind() -> None:
-    layout = SequenceLayout.contiguous(64, 3)
-    before = pair_tiles.cache_info()
-    inputs = random_qkv(seqlen_q=1, seqlen_k=64)
-    for _ in range(3):
-        run(inputs, Mask(1, layout.seqlen, causal=True), layout)
-        layout = layout.appended(next_rank(layout, block=1), 1)
-        inputs = random_qkv(seqlen_q=1, seqlen_k=layout.seqlen)
-    assert pair_tiles.cache_info() == before
 
 
 @pytest.mark.parametrize("kind", testing.LAYOUTS)
@@ -250,8 +225,3 @@ def test_the_next_rank_fills_up_what_is_least_full() -> None:
         assert next_rank(layout, block=64) == 2
         layout = layout.appended(2, 1)
     assert next_rank(layout, block=64) == 1
-
-
-def test_segments_of_one_position_take_part() -> None:
-    layout = SequenceLayout.from_segments([[Segment(4, 1), Segment(0, 2)], [Segment(2, 2)]])
-    assert_holds(Mask(2, 5, causal=True), [layout])
