@@ -158,7 +158,6 @@ def part_table(
         blocks=rows[:blocks],
         runs=rows[blocks:],
         num_blocks=blocks,
-        num_runs=parts.num_parts,
         num_cols=col_stop - col_start,
         has_lo=False,
         has_hi=False,

@@ -89,7 +89,6 @@ class StepTable:
         blocks: (num_blocks, 4) int32.
         runs: (num_runs, 4) int32.
         num_blocks: tasks per head.
-        num_runs: rows of `runs`.
         num_cols: distance from the first to the last column of the rectangles.
         has_lo: some run has a lower bound.
         has_hi: some run has an upper bound.
@@ -100,7 +99,6 @@ class StepTable:
     blocks: Tensor
     runs: Tensor
     num_blocks: int
-    num_runs: int
     num_cols: int
     has_lo: bool
     has_hi: bool
@@ -155,7 +153,6 @@ def make_step_table(
         blocks=blocks_there,
         runs=runs_there,
         num_blocks=len(blocks),
-        num_runs=len(runs),
         num_cols=max((r[3] for r in rectangles), default=0)
         - min((r[2] for r in rectangles), default=0),
         has_lo=any(r[4] is not None for r in rectangles),

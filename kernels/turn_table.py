@@ -100,7 +100,6 @@ def make_turn_table(
         blocks=blocks_there,
         runs=runs_there,
         num_blocks=len(blocks),
-        num_runs=len(runs),
         num_cols=max((r[3] for r in rectangles), default=0)
         - min((r[2] for r in rectangles), default=0),
         has_lo=any(r[4] is not None for r in rectangles),
