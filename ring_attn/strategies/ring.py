@@ -126,9 +126,10 @@ def check(call: Call) -> None:
 
 def why_not_same_bits(call: Call) -> str | None:
     """None if a ring has the same bits at every world size, else the reason why not."""
-    if not choose_gradients(call)[1]:
+    reason = _why_not_in_order(call)
+    if reason is None and not choose_gradients(call)[1]:
         return "gradients are added up: same_bits=False"
-    return _why_not_in_order(call)
+    return reason
 
 
 def _why_not_in_order(call: Call) -> str | None:

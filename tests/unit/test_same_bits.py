@@ -23,7 +23,7 @@ from ring_attn.strategies.registry import code_of, make_call, why_not_same_bits
 from ring_attn.strategies.ring import choose_gradients
 from ring_attn.testing import Layouts
 from tests.kernels.calls import DEVICE
-from tests.refusals import refused
+from tests.refusals import refused, says
 
 UNIT = TritonBackend.bits_unit
 N = 4 * UNIT
@@ -71,7 +71,7 @@ def test_why_not(name: str) -> None:
     with refused(NotImplementedError, f"same_bits=True|{reason}"):
         make(same_bits=True)
     for same_bits in (None, False):
-        assert why_not_same_bits(make(same_bits=same_bits)) is not None
+        assert says(str(why_not_same_bits(make(same_bits=same_bits))), reason)
 
 
 @pytest.mark.parametrize(
