@@ -1,4 +1,4 @@
-"""The names that are looked for in the CUDA wheels of torch are those that the code uses."""
+"""The names searched for in torch's CUDA wheels are the names that the code uses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def make(x: Any) -> Any:
 
 @pytest.fixture
 def wheels(tmp_path: Path) -> Wheels:
-    """Wheels with little in them."""
+    """Small stand-ins for wheels."""
     paths = tmp_path / "torch.whl", tmp_path / "nccl.whl"
     stub = """
 class ProcessGroupNCCL:

@@ -1,4 +1,4 @@
-"""Gathered shards: their tiles, and the records that they travel in."""
+"""Gathered shards: their tiles, and the records that carry the shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.bounds import painted
 def test_tiles_of_gathered_queries_hold_every_visible_pair_once(
     name: str, layout: str, world_size: int
 ) -> None:
-    """Those of gathered keys: test_strategies, where a call of every mask runs."""
+    """Gathered keys are covered by test_strategies, which runs every mask."""
     mask = masks(61)[name]
     q, kv = layouts_of(layout, mask, world_size)
     rows = max(q.shard_lens) + 2
@@ -46,7 +46,7 @@ def test_equal_contiguous_shards_are_one_tile(gathers: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_records_of_several_messages_are_tensors_that_kernels_load(dtype: torch.dtype) -> None:
-    """Of all their rows, and heads begin at multiples of 16 bytes."""
+    """A view has all messages' rows; its heads begin at multiples of 16 bytes."""
     dims = (5, 8, None, 1, None, 3)
     records = Records(2, 5, 3, tuple((dim, dtype if dim else torch.float32) for dim in dims))
     views = records.views(torch.zeros(3 * records.nbytes, dtype=torch.uint8))

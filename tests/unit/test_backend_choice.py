@@ -1,4 +1,4 @@
-"""Which backend runs a call: why not the others, and which one "auto" takes."""
+"""The choice of a backend: why a backend is refused, and which backend "auto" takes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -48,7 +48,7 @@ def test_on_cpu_aten_and_the_reference_run_everything(dtype: torch.dtype) -> Non
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
-    """Has torch say that there is a GPU of that compute capability."""
+    """Makes torch report a GPU of a given compute capability."""
 
     def pretend(major: int, minor: int) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -107,7 +107,7 @@ def test_supports_says_why_not(
     monkeypatch: pytest.MonkeyPatch,
     gpu: Callable[[int, int], None],
 ) -> None:
-    """On a GPU of Hopper, with everything installed but for what is said."""
+    """Simulates a Hopper GPU; everything is installed unless `installed` differs."""
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: "cudnn" not in installed)
     monkeypatch.setattr(flash_attn, "_installed", (INSTALLED | installed).get)
     gpu(9, 0)
@@ -129,24 +129,24 @@ FLASH = tuple(INSTALLED)
         ((9, 0), ("flash-attn",), Purpose(), spec_of("cuda"), "triton"),
         ((9, 0), FLASH, Purpose(), spec_of("cuda"), "flash_attn_3"),
         ((9, 0), FLASH[2:], Purpose(), spec_of("cuda"), "flash_attn_4"),
-        # A backward is to have the same bits twice: without flash-attn 3 ours alone has.
+        # Two backward runs must be bit-equal: without flash-attn 3, only Triton's are.
         ((9, 0), (), TRAINING, spec_of("cuda"), "triton"),
         ((9, 0), ("flash-attn",), TRAINING, spec_of("cuda"), "triton"),
         ((9, 0), FLASH, TRAINING, spec_of("cuda"), "flash_attn_3"),
         ((9, 0), (), UNSURE, spec_of("cuda"), "cudnn"),
         ((9, 0), FLASH, TRAINING._replace(same_bits=True), spec_of("cuda"), "triton"),
-        # cuDNN's windows are torch's flash, documents are many tiles, decoding is bound by memory.
+        # cuDNN leaves windows to torch's flash; documents are many tiles; memory bounds decoding.
         ((9, 0), (), Purpose(window=True), spec_of("cuda"), "triton"),
         ((9, 0), FLASH, Purpose(window=True), spec_of("cuda"), "flash_attn_3"),
         ((9, 0), FLASH, Purpose(several=True), spec_of("cuda"), "triton"),
         ((9, 0), FLASH, Purpose(decoding=True), spec_of("cuda"), "triton"),
-        # What the fastest do not take.
+        # Calls that the fastest refuse.
         ((9, 0), FLASH[:1], Purpose(), spec_of("cuda", softcap=30.0), "triton"),
         ((9, 0), FLASH, Purpose(), spec_of("cuda", torch.float32), "triton"),
         ((9, 0), (), Purpose(), spec_of("cuda", headdim=256), "triton"),
         ((9, 0), FLASH, TRAINING, spec_of("cuda", torch.float64), "reference"),
         ((9, 0), FLASH, TRAINING, spec_of("cuda", headdim=512), "reference"),
-        # Other architectures; without figures the order of preference.
+        # Other architectures; without rates, the order of preference.
         ((8, 0), FLASH, TRAINING, spec_of("cuda"), "triton"),
         ((10, 0), FLASH, TRAINING, spec_of("cuda"), "flash_attn_4"),
         ((10, 0), (), Purpose(), spec_of("cuda"), "cudnn"),
@@ -182,7 +182,7 @@ def test_auto_takes_the_fastest_that_can(
 def test_every_world_size_has_the_same_backend(
     gpu: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And ranks with other GPUs have another, of which they tell each other as of any argument."""
+    """The backend depends on the GPU, not on the number of ranks."""
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     mask = Mask(4096, 4096, causal=True)
     for major, expected in ((8, "triton"), (10, "cudnn")):
@@ -236,7 +236,7 @@ def test_a_named_backend_runs_or_raises_its_reason(
         choose_backend(spec_of(), "cudnn")
     with pytest.raises(NotImplementedError, match="backend='aten'.*no softcap"):
         choose_backend(spec_of(softcap=30.0), "aten")
-    # The package is optional: a spec that no other test asks for, for choices are cached.
+    # The package is optional. Choices are cached, so this spec occurs in no other test.
     monkeypatch.setattr(flash_attn, "_installed", lambda _: None)
     with pytest.raises(ImportError, match=r"pip install 'ring-attn\[flash\]'"):
         choose_backend(spec_of("cuda", headdim=72), "flash_attn")

@@ -1,7 +1,7 @@
 """Backends: every kind of tile, size, dtype and stride against dense attention in float64.
 
-The operators that need CUDA are stood in for by emulations of their documented behaviour, so that
-the arithmetic around them (windows from the bottom right corner, padding, conversions) is checked
+Emulations replace the operators that need CUDA, by their documented behaviour, so that the
+arithmetic around them (windows from the bottom right corner, padding, conversions) is checked
 without a GPU.
 """
 
@@ -43,7 +43,7 @@ from tests.bounds import (
 
 CPU_BACKENDS = ("reference", "aten")
 
-# -- what runs a backend, and what its results are held against
+# -- running a backend, and expected results
 
 Config = tuple[tuple[str, Any], ...]
 
@@ -52,7 +52,7 @@ Config = tuple[tuple[str, Any], ...]
 def case(
     mask: Mask, config: Config, softcap: float = 0.0, with_sinks: bool = False
 ) -> tuple[Inputs, Expected, Expected]:
-    """Inputs, the oracle and plain PyTorch; the gradient of the sinks is the ring's affair."""
+    """Inputs, oracle and plain PyTorch results, without dsinks, which the ring computes."""
     inputs = random_qkv(seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, **dict(config))
     sinks = sinks_of(inputs) if with_sinks else None
     oracle, plain = expect(inputs, mask, softcap=softcap, sinks=sinks)
@@ -69,7 +69,7 @@ def config(**sizes: Any) -> Config:
 
 
 def grid(mask: Mask, rows: int, cols: int) -> tuple[Tile, ...]:
-    """The same pairs in rectangles of so many rows and columns at most, as of many ranks."""
+    """Cuts a mask into tiles of at most `rows` x `cols`, as many ranks would."""
     tiles = []
     for tile in whole(mask):
         for q in range(0, mask.seqlen_q, rows):
@@ -93,7 +93,7 @@ def exercise(
     with_sinks: bool = False,
     rebuilds: Sequence[bool] = (False, True),
 ) -> None:
-    """With `out` at hand and rebuilt from delta, from memory that starts as NaN."""
+    """Checks results with `out` saved and `out` rebuilt from delta; memory starts as NaN."""
     inputs, oracle, plain = case(mask, sizes, softcap, with_sinks)
     sinks = sinks_of(inputs) if with_sinks else None
     for rebuild_out in rebuilds:
@@ -147,7 +147,7 @@ def test_aten_windows_about_the_size_of_a_masked_edge(window: tuple[int, int]) -
     exercise(get_backend("aten"), mask, config(nheads=1, headdim=8), [whole(mask)])
 
 
-# Some scores bent, and nearly all of them flat at the cap, where the slope is next to nothing.
+# One cap bends some scores; the other flattens nearly all, so that the slope is almost zero.
 SOFTCAPS = (2.0, 0.1)
 
 
@@ -164,13 +164,13 @@ def test_softcap_of_the_reference(name: str) -> None:
 @pytest.mark.parametrize("name", CPU_BACKENDS)
 @pytest.mark.sweep(2)
 def test_sinks(name: str, mask: Mask) -> None:
-    # aten's backward knows of no sinks: the lse that it is given has them in it.
+    # aten's backward has no sinks argument: its lse includes the sinks.
     cuts = ([whole(mask)], [[tile] for tile in grid(mask, 40, 33)])
     for turn, sizes in enumerate(("gqa", "float16", "float64", "large logits")):
         exercise(get_backend(name), mask, SIZES[sizes], cuts[turn % 2], with_sinks=True)
 
 
-# -- how the aten backends cut tiles for operators that know fewer masks
+# -- cutting tiles for aten operators that support fewer masks
 
 
 def all_tiles() -> Iterator[Tile]:
@@ -193,7 +193,7 @@ def assert_partition(tile: Tile, pieces: Sequence[Tile]) -> None:
 
 @pytest.mark.parametrize("edge", [1, 2, 3, 4, 16])
 def test_pieces_for_torchs_cpu_operator(edge: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes a mask or top-left causal, never both."""
+    """The operator takes a mask or top-left causal, never both."""
     monkeypatch.setattr(aten, "EDGE", edge)
     backend = aten.AtenBackend()
     for tile in all_tiles():
@@ -266,10 +266,10 @@ GQA, ODD = config(nheads=4, nheads_kv=2), config(headdim=13, headdim_v=21)
 
 
 def exercise_emulated(backend: Backend, mask: Mask) -> None:
-    """Tiles of one rank, of ranks with equal shards, and wide and high ones, as of unequal shards.
+    """Runs tiles of one rank and of equal shards, and the wide and high tiles of unequal shards.
 
-    FlashAttention 2 counts a bound of at least seqlen_k as none, though a tile with more rows than
-    columns may need it, and cannot leave one side alone unbounded there.
+    FlashAttention 2 ignores a bound of at least seqlen_k, though a tile with more rows than columns
+    may need that bound, and cannot leave just one side unbounded there.
     """
     exercise(backend, mask, GQA, [whole(mask)])
     exercise(backend, mask, ODD, [[tile] for tile in grid(mask, 32, 32)], rebuilds=[True])
@@ -277,7 +277,7 @@ def exercise_emulated(backend: Backend, mask: Mask) -> None:
     exercise(backend, mask, GQA, [grid(mask, 90, 20)], rebuilds=[True])
 
 
-# The newer packages differ in their arguments and their rules for windows alone.
+# The newer packages differ only in their arguments and in their rules for windows.
 NEWER, HARD = ("flash_attn_3", "flash_attn_4"), ("causal", "wide window", "empty rows")
 
 
@@ -324,7 +324,7 @@ def test_torchs_operators_on_emulated_cuda(
     windows = [tile.kind is MaskKind.WINDOW for tile in tiles]
     if name == "aten":
         assert used == ({"flash"} if tiles else set())
-    else:  # cuDNN takes all but windows
+    else:  # cuDNN takes every tile but windows
         assert ("flash" in used) == any(windows)
         assert "cudnn" in used or all(windows)
 
@@ -336,7 +336,7 @@ def test_flash_attns_inf_becomes_minus_inf(package: Backend) -> None:
     operator = emulated_cuda.FlashAttn2._flash_attn_forward(
         q, k, v, 0.0, 1.0, False, -1, 0, 0.0, None, False
     )
-    assert bool((operator[1][:, :, :2] == torch.inf).all())  # that of 4 has -inf
+    assert bool((operator[1][:, :, :2] == torch.inf).all())  # v4 gives -inf
     state = package.new_state(q, 8)
     package.forward(q, k, v, [tile], state, scores=Scores(1.0))
     out, lse = package.finalize(state, q.dtype)
@@ -345,7 +345,7 @@ def test_flash_attns_inf_becomes_minus_inf(package: Backend) -> None:
     assert bool((out[:, :2] == 0.0).all())
 
 
-# -- what stands in for `out` where only delta travels
+# -- `out` rebuilt where only delta travels
 
 
 def test_out_from_delta_is_exact_where_nothing_rounds() -> None:

@@ -1,4 +1,4 @@
-"""Layouts from content: never worse than the best of all partitions, and refused with numbers."""
+"""Layouts from content: as good as the best of all partitions; refusals name the numbers."""
 
 import math
 import random
@@ -90,7 +90,7 @@ def test_no_cuts_balance_the_area_better(mask: Mask, world_size: int, align: int
 @given(st.lists(st.one_of(st.integers(0, 9), st.floats(0, 1e30)), max_size=8), st.integers(1, 4))
 @example([5e-324, 5e-324, 1e-300, 3e-310], 2)
 @example([1e300, 1.0, 1e-300, 1e300], 3)
-@example([2.0**53, 1.0, 1.0, 2.0**53, 1.0], 2)  # in float64 1 is lost beside 2^53
+@example([2.0**53, 1.0, 1.0, 2.0**53, 1.0], 2)  # float64 cannot hold 2^53 + 1
 @example([0.0, 0.1, 0.2, 0.3, 0.0], 4)
 @example([2**62, 2**62, 2**62, 1], 2)
 def test_no_cuts_balance_costs_better(costs: list[float], world_size: int) -> None:
@@ -224,7 +224,7 @@ def test_no_cuts_within_the_limit_are_cheaper(
 def test_long_sequences_are_searched_in_part(
     cu: tuple[int, ...], world_size: int, align: int, drift: int
 ) -> None:
-    # What only sequences above 65536 positions, and above 160 ranks, meet.
+    # Lower limits reach code for over 65536 positions and 160 ranks.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(balance, "MAX_INNER_CUTS", 8)
         patch.setattr(partition, "MAX_DRIFT", drift)
@@ -301,7 +301,7 @@ def test_no_rank_holds_more_than_it_can(
     seqlen: int, free: list[int], bytes_per_token: int, align: int
 ) -> None:
     room = [one // bytes_per_token for one in free]
-    reached = {0}  # lengths from the first ranks on that end at a block, and whether that is all
+    reached = {0}  # lengths of the first ranks that end at a block, and whether they hold all rows
     fits = seqlen == 0
     for rows in room:
         fits |= any(done + rows >= seqlen for done in reached)
@@ -316,7 +316,7 @@ def test_no_rank_holds_more_than_it_can(
         assert rows <= most
     if align == 1 and sum(free):
         for rows, most, one in zip(layout.shard_lens, room, free, strict=True):
-            # In proportion, to the row; a rank that can take no part of a token passes it on.
+            # Within a row of its share, or more where other ranks cannot store a part of a token.
             share = seqlen * one / sum(free)
             assert rows > share - 1
             assert rows < share + 1 or sum(room) < sum(free) / bytes_per_token
@@ -331,9 +331,9 @@ def test_no_rank_holds_more_than_it_can(
         # Blocks of 128, and what remains on the last rank.
         (1000, [1 << 30, 1 << 30, 2 << 30], 4096, 128, (256, 256, 488)),
         (9, [7, 9, 4], 2, 1, (3, 4, 2)),  # full to the last row
-        # A tail that the last rank cannot take goes to one before.
+        # A tail too long for the last rank goes to an earlier rank.
         (11, [16, 16, 1], 1, 8, (8, 3, 0)),
-        # It can here, though a share in proportion would be less.
+        # Here the last rank can take the tail, above its proportional share.
         (17, [38, 5, 2], 1, 3, (15, 0, 2)),
     ],
 )
@@ -392,7 +392,7 @@ def test_the_halo_is_what_travels(cu: tuple[int, ...], window: Window) -> None:
 
 def test_shorter_overlaps_are_taken() -> None:
     check_halo(LAYOUT, Mask(97, 97, window_size=(14, 14)))
-    # Of documents on one rank each nothing overlaps, however long.
+    # Documents that each lie on one rank overlap nothing, however long.
     cu = (0, 20, 45, 60, 97)
     check_halo(LAYOUT, Mask(97, 97, True, (-1, -1), cu, cu))
 
@@ -420,7 +420,7 @@ def test_local_rows_are_those_positions(kind: str) -> None:
                     local_rows(layout, rank, start, stop)
 
 
-# Of rank 0 the positions from 3 on stand before those from 0 on.
+# Rank 0 holds positions 3 to 5 before positions 0 to 2.
 PARTS = SequenceLayout.from_segments([[Segment(3, 3), Segment(0, 3)], [Segment(6, 3)]])
 
 
@@ -432,7 +432,7 @@ def test_local_rows_of_a_segment() -> None:
 
 
 X, T = Mask(4, 4), torch.ones
-# Of what is of a wrong type: tests/unit/test_wrong_values.py.
+# Wrong types are tested in tests/unit/test_wrong_values.py.
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: by_area(X, 0), "world_size|1|0"),
     (lambda: by_area(X, 2, align=0), "align|1|0"),

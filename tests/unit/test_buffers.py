@@ -1,4 +1,4 @@
-"""The pool of message buffers, and the moments that a post waits for."""
+"""The pool of message buffers, and the events that a post waits for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROWS = 16
 
 @pytest.fixture
 def queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams on a CPU: moments are numbers."""
+    """Simulates streams on a CPU: numbers stand for events."""
     moments = numbers()
     monkeypatch.setattr(streams, "are_used", lambda device: True)
     monkeypatch.setattr(streams, "record", lambda device: next(moments))
@@ -51,14 +51,14 @@ def test_sizes_that_two_calls_have_not_taken_are_let_go(queued: None) -> None:
 
 
 def test_an_exchange_waits_for_the_last_uses_of_its_buffers() -> None:
-    """What is sent may be read by others meanwhile; what is received into may not be used."""
+    """Other exchanges may read a send buffer meanwhile; none may use a receive buffer."""
     send, recv, other = (Block(torch.empty(4)) for _ in range(3))
     assert last_uses(send, recv) == []
     one, two, three = (object() for _ in range(3))
     send.written, recv.written = one, two  # type: ignore[assignment]
     assert last_uses(send, recv) == [one, two]
     exchanged(send, recv, three)  # type: ignore[arg-type]
-    # Sent on, and to another rank at the same time.
+    # Received rows are sent on; `send` also goes to another rank.
     assert last_uses(recv, other) == [three]
     assert last_uses(send, other) == [one]
     assert last_uses(other, send) == [one, three]
@@ -66,7 +66,7 @@ def test_an_exchange_waits_for_the_last_uses_of_its_buffers() -> None:
 
 @pytest.mark.parametrize("wrong", [None, 0, 99, 199])
 def test_headers_of_more_exchanges_than_a_buffer_holds(wrong: int | None) -> None:
-    """200 gatherings of 3 headers: 85 fill a buffer but for a row, which is not compared."""
+    """Makes 200 gatherings of 3 headers; 85 fill a buffer but for one row, never compared."""
     headers, call = Headers(), Identity(1, 1, "forward", Agreement({}))
     with poisoned_empty():
         headers.begin(call, CPU, None, Pool(CPU))
@@ -85,11 +85,11 @@ class Lasting(LocalTransport):
     pools: ClassVar[dict[int, Pool]] = {}
 
     def pool(self, device: torch.device) -> Pool:
-        """By its number among all ranks, also as one of a group."""
+        """Pools are keyed by global rank, also within a group."""
         return self.pools.setdefault(self._ranks[self.rank], Pool(device))
 
     def post(self, *given: Any, **options: Any) -> Any:
-        """The end of the exchange, as a transport over streams returns it."""
+        """Returns an end of the exchange, as transports over streams do."""
         super().post(*given, **options)
         return object()
 
@@ -109,7 +109,7 @@ class Lasting(LocalTransport):
 def test_layers_in_flight_hold_what_is_predicted(
     queued: None, monkeypatch: pytest.MonkeyPatch, strategy: Strategy
 ) -> None:
-    """The host is layers ahead of its device: each layer takes the buffers of the one before."""
+    """The host runs layers ahead of its device; each layer reuses its predecessor's buffers."""
     monkeypatch.setattr("ring_attn.transport.local.LocalTransport", Lasting)
     monkeypatch.setattr(Lasting, "pools", {})
     layout = SequenceLayout.zigzag(4 * ROWS, 4)
@@ -131,7 +131,7 @@ def test_layers_in_flight_hold_what_is_predicted(
         return call, held, max((len(block.sent) for block in blocks), default=0)
 
     for rank, (call, held, sent) in enumerate(run_local(4, layers)):
-        # Ends of exchanges of earlier calls are not kept.
+        # Blocks forget the exchanges of earlier calls.
         assert sent <= 3, rank
         assert held[0] == held[1] == held[2], rank
         predicted: dict[int, int] = {}

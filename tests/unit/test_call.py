@@ -33,7 +33,7 @@ CALLS = [
 
 @pytest.mark.parametrize("call", CALLS)
 def test_text_says_everything(call: Request) -> None:
-    """As JSON, which another process reads: a graph is stored by one and loaded by another."""
+    """The text is JSON, since one process stores a graph and another process loads it."""
     assert set(json.loads(call.text)) == set(call._fields)
     again = Request.from_text(call.text)
     assert again == call

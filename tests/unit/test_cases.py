@@ -1,4 +1,4 @@
-"""The table of cases, and the harness that runs all ranks of one: planted faults are found."""
+"""The table of cases, and the harness that runs all ranks of a case and finds planted faults."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_strategies_of_cases() -> None:
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses", "q_exchange"])
 def test_a_message_that_is_lost_is_found(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was received is left as it was allocated."""
+    """The receive buffer stays as it was allocated."""
     wait = LocalTransport.wait
 
     def lose(self: LocalTransport, channel: Any) -> None:

@@ -1,4 +1,4 @@
-"""The command line: what it prints, how it ends, and the parsing that the subcommands share."""
+"""The command line: its output, its exit codes, and the parsing that subcommands share."""
 
 import argparse
 import json
@@ -193,7 +193,7 @@ def test_verify_in_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert cli.main(["verify", *words, "--strategy", "all_gather", "hybrid"]) == 0
     report = json.loads(path.read_text())
     count = len(testing.MASKS) + len(testing.SCORES)
-    # Two ranks have no divisor between 1 and all of them.
+    # Two ranks have no divisor besides 1 and 2.
     assert report["summary"] == {"passed": count, "failed": 0, "refused": count}
     for case in report["cases"]:
         assert (case["status"] == "refused") == (case["strategy"] == "hybrid")
@@ -212,7 +212,7 @@ def test_verify_of_a_backend_that_cannot_run_is_no_success(
 
 
 def wrong_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ring attention of which rank 0's values are a thousandth too large."""
+    """Ring attention in which rank 0's values are a thousandth too large."""
     q, k, v = args
     out, lse = ring_attn.ring_attention(
         q, k, v * (1.001 if dist.get_rank() == 0 else 1.0), **kwargs
@@ -264,7 +264,7 @@ def die_in_rank_1() -> None:
 def test_run_ranks_returns_results_of_all_and_hands_over_parts_of_rank_0(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.undo()  # by processes that are spawned, as without tests
+    monkeypatch.undo()  # in spawned processes, as outside of tests
     parts: list[tuple[int, int]] = []
     results = run_ranks(rank_and_threads, 2, threads=1, device="cpu", on_part=parts.append)
     assert results == [(0, 2, 1), (1, 2, 1)]

@@ -29,7 +29,7 @@ def sent(
     spec: AttentionSpec, layouts: Layouts, mask: Mask, rank: int, gradients: Any = None,
     *, backward: bool, inner_degree: int = 1,
 ) -> Sent:  # fmt: skip
-    """What a rank of a ring sends in one direction."""
+    """Bytes and messages that a ring's rank sends in one direction."""
     strategy = Strategy(inner_degree=inner_degree)
     call = Call(spec, layouts, mask, rank, strategy, 0.5, "reference", gradients=gradients)
     program = program_of(call, backward=backward)
@@ -40,12 +40,12 @@ def test_bytes_are_counted_step_by_step() -> None:
     mask = Mask(96, 96, causal=True)
     args = (spec_of(nheads_kv=2), layouts_of("zigzag", mask, 3), mask, 1)
     kv, grad = 2 * 64 * 2 * 2, 2 * 64 * 2 * 4
-    # Rank 1 sends its own 32 rows, then the half of rank 0's that others need; in the backward the
-    # gradients of that half, and then of rank 2's rows, homewards.
+    # Rank 1 sends its own 32 rows, then the needed half of rank 0's; in the backward it returns the
+    # gradients of that half and then of rank 2's rows.
     assert sent(*args, backward=False) == Sent((32 + 16) * kv, 2)
     backward = sent(*args, ("kv", False), backward=True)
     assert backward == Sent((32 + 16) * kv + (16 + 32) * grad, 4)
-    # In order, the gradients of its own 32 rows are one message more.
+    # In order, the gradients of rank 1's own 32 rows add a message.
     backward = sent(*args, ("kv", True), backward=True)
     assert backward == Sent((32 + 16) * kv + (32 + 16 + 32) * grad, 5)
     q, dq = 8 * (2 * 64 * 2 + 2 * 4), 8 * 64 * 4
@@ -59,7 +59,7 @@ def test_bytes_are_counted_step_by_step() -> None:
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_the_side_with_fewer_bytes_travels(dtype: torch.dtype, kind: str) -> None:
-    """Counted over all ranks; KV where both sides have as many."""
+    """Bytes are summed over all ranks; KV travels on a tie."""
     chosen = set()
     sizes = cycle(product((1, 2, 3), (8, 32, 128), (1, 2, 4, 8)))
     for mask, world_size in product(MASKS.values(), (1, 2, 6)):
@@ -91,7 +91,7 @@ def test_the_side_with_fewer_bytes_travels(dtype: torch.dtype, kind: str) -> Non
 
 
 def test_flops_count_each_headdim() -> None:
-    """By the rule of flash-attention's benchmarks where they are equal: tests/integration."""
+    """Equal head dims are compared with flash-attention's rule in tests/integration."""
     spec = AttentionSpec("cpu", torch.float32, 2, 8, 2, 10, 3)
     # q k^T and p v; then q k^T, do v^T, ds k, ds^T q and p^T do.
     assert flops(7, spec, backward=False) == 2 * 8 * 7 * 2 * (10 + 3)

@@ -49,7 +49,7 @@ def test_every_position_is_on_one_rank_in_order(layout: SequenceLayout) -> None:
         assert all(segment.length > 0 for segment in segments)
         assert sum((segment.positions().tolist() for segment in segments), []) == one
         assert len(segments) <= (2 if layout.kind == "zigzag" else 1)
-        # The rows of a shard are in the order of their positions: local causality is global's.
+        # Rows of a shard are in order of position, so local causality equals global causality.
         assert one == sorted(one)
         assert torch.equal(layout.position_ids(rank), layout.shard(everything, rank, dim=0))
 
@@ -157,7 +157,7 @@ ZIGZAG = SequenceLayout.zigzag(8, 2)
 X = torch.zeros(1, 8)
 
 
-# Of what is of a wrong type: tests/unit/test_wrong_values.py.
+# Wrong types are tested in tests/unit/test_wrong_values.py.
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -315,7 +315,7 @@ def test_a_new_layout_compiles_and_an_eager_look_changes_nothing(kind: str) -> N
     assert layout.kind == kind
     compiled, num_graphs = compile_cold(read, fullgraph=True)
     x = torch.randn(layout.seqlen, 2)
-    layout = COMPILED[kind]()  # of which nobody has asked anything
+    layout = COMPILED[kind]()  # a new layout without cached values
     got = compiled(x, layout)
     assert got.equal(read(x, layout)) and got.equal(compiled(x, layout))
     assert num_graphs() == 1

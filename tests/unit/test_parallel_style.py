@@ -22,14 +22,14 @@ from ring_attn.models.style import ContextParallel, parallelize
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
-    """Of this process alone."""
+    """Mesh of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
     dist.destroy_process_group()
 
 
 class Core(nn.Module):
-    """(batch, heads, rows, headdim)."""
+    """Attention of (batch, heads, rows, headdim)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def test_keys_are_torchs_patterns(mesh: DeviceMesh, key: str, expected: set[int]
 
 
 def test_a_key_of_part_of_the_layers_is_no_error(mesh: DeviceMesh, recwarn: Any) -> None:
-    """torch warns of each layer that a pattern's next part does not match."""
+    """torch warns of each layer for which a pattern's next part has no match."""
     whole = model()
     whole["layers"].append(nn.Identity())
     parallelize(whole, mesh, {"layers.*.core": style()})
@@ -128,7 +128,7 @@ def test_plans_that_are_none(mesh: DeviceMesh) -> None:
         parallelize(model(), mesh, {"head": "ring"})  # type: ignore[dict-item]
 
 
-# Of what is of a wrong type: tests/unit/test_wrong_values.py.
+# Wrong types are tested in tests/unit/test_wrong_values.py.
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -163,7 +163,7 @@ def test_only_calls_within_the_forward_are_ours(mesh: DeviceMesh) -> None:
     mask = torch.ones(9, 9, dtype=torch.bool)
     with pytest.raises(TypeError):
         core(*qkv(), scale="wrong")
-    # After a forward that raised too: a mask is only refused within.
+    # The route ends though the forward raised: SDPA takes a mask again.
     F.scaled_dot_product_attention(*qkv(), attn_mask=mask)
     other(*qkv())
     assert other.seen is Tensor
@@ -187,7 +187,7 @@ def test_what_the_style_cannot_be_applied_to(mesh: DeviceMesh) -> None:
 
 
 class Tempered(Core):
-    """A parameter of its own beside q: a plain tensor."""
+    """Multiplies q by its own parameter, a plain tensor."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
         return super().forward(q * self.temperature, k, v, scale)
@@ -205,7 +205,7 @@ def test_parameters_of_a_module_that_sees_its_shard(mesh: DeviceMesh) -> None:
 
 
 class Checkpointing(Core):
-    """Recomputes within its forward, where nobody stands in for SDPA any more by then."""
+    """Checkpoints within its forward; at recomputation SDPA is no longer routed."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
         out: Tensor = checkpoint(expected, q, k, v, use_reentrant=False)
@@ -221,7 +221,7 @@ def test_checkpoints_around_the_module_are_exact_and_within_it_an_error(mesh: De
     torch.testing.assert_close(got, want)
 
     core = parallelize(Checkpointing(), mesh, style())
-    # What torch's own SDPA says of DTensors on this device, or checkpoint of other saved tensors.
+    # torch's SDPA refuses DTensors on this device, or checkpoint finds other saved tensors.
     with pytest.raises((CheckpointError, NotImplementedError)):
         core(*leaves).sum().backward()
 

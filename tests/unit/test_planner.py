@@ -1,4 +1,4 @@
-"""The choice of a strategy: obvious on clusters made for it, deterministic, and explained."""
+"""The choice of a strategy: obvious on special clusters, deterministic, and explained."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def cluster(
     between: float = 1e15,
     memory: float = 0.0,
 ) -> Cluster:
-    """Devices without any cost but that of pairs, and links of these speeds in bytes/s."""
+    """Devices on which only pairs cost time, and links of given speeds in bytes/s."""
     rate = Rate(flops)
     device = Device("made", 1e15, rate, rate, 1e15, memory)
     return Cluster(device, node_size, Link("fast", latency, inside), Link("slow", latency, between))
@@ -119,7 +119,7 @@ def test_one_kv_head_is_gathered_at_once() -> None:
 
 
 def test_strategies_that_leave_few_kv_heads_to_a_launch_have_its_rate() -> None:
-    """Ours has another backward for these on an H100, about half as fast."""
+    """On an H100, launches of few kv heads run the portable backward, half as fast."""
     choice = plan(
         nheads_kv=8, layout="zigzag", effort="all", cluster=devices.builtin_cluster("H100")
     )
@@ -405,7 +405,7 @@ def test_a_built_in_cluster_is_that_of_the_device(monkeypatch: pytest.MonkeyPatc
 # -- arguments
 
 
-# Of what is of a wrong type: tests/unit/test_wrong_values.py.
+# Wrong types are tested in tests/unit/test_wrong_values.py.
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -443,7 +443,7 @@ SPEC = AttentionSpec("cpu", torch.float32, 1, 4, 2, 16, 16)
 def fail_to_agree(
     rank: int, transport: LocalTransport, *, nheads: int, error: type[Exception], text: str
 ) -> None:
-    """Ranks of which the second has that many heads choose together; each raises the error."""
+    """Ranks choose together, the second with `nheads` heads; each raises the error."""
     layout = SequenceLayout.zigzag(256, transport.world_size)
     spec = replace(SPEC, nheads=nheads) if rank == 1 else SPEC
     with pytest.raises(error, match=text):
