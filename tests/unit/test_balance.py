@@ -301,7 +301,7 @@ def test_no_rank_holds_more_than_it_can(
     seqlen: int, free: list[int], bytes_per_token: int, align: int
 ) -> None:
     room = [one // bytes_per_token for one in free]
-    reached = {0}  # lengths of the first ranks that end at a block, and whether they hold all rows
+    reached = {0}  # lengths that the first ranks can hold in whole blocks
     fits = seqlen == 0
     for rows in room:
         fits |= any(done + rows >= seqlen for done in reached)

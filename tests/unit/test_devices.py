@@ -1,4 +1,4 @@
-"""Devices and links as values: names, refusals, what a tile costs, and JSON there and back."""
+"""Devices and links as values: names, refusals, the cost of a tile, and JSON there and back."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_no_device_is_faster_than_its_peak(name: str) -> None:
 
 
 def test_tiles_cost_a_launch_and_rows_and_edges_columns() -> None:
-    """And nothing where there are none."""
+    """An empty tile costs nothing."""
     rate = Rate(10.0, 7.0, row_columns=3.0, edge_columns=5.0)
     sizes = torch.tensor([[0, 100], [4, 4], [2, 2], [10, 10]])
     assert compute_seconds(rate, *sizes).tolist() == [0, 7 + 100 + 3 * 4 + 5 * 2]
@@ -88,7 +88,7 @@ def test_the_nearest_number_of_ranks_is_loaded(tmp_path: Path) -> None:
 
 
 def described(**changes: object) -> str:
-    """A calibration of one number of ranks; "device.forward.flops" is where a change goes."""
+    """A calibration for 2 ranks as JSON; a change is keyed like "device.forward.flops"."""
     found = json.loads(json.dumps({"clusters": {"2": to_json(calibrated())}}))
     for path, value in changes.items():
         *parents, last = path.split(".")
@@ -132,7 +132,7 @@ def described(**changes: object) -> str:
         (described(copies={"buffers": 4}), "buffers must be 2 or 3, got 4"),
         (described(copies={"high_priority": 1}), "high_priority must be a bool, got 1"),
         (described(copies={"latency": -1.0}), "latency of a Copies"),
-        (described().replace('"2"', '"8": {}, "2"'), "device"),  # not of the ranks asked for
+        (described().replace('"2"', '"8": {}, "2"'), "device"),  # not for the requested ranks
         (described().encode("utf-16"), "UnicodeDecodeError"),
     ],
 )

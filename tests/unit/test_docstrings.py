@@ -1,4 +1,4 @@
-"""The examples in the docstrings do what they say."""
+"""The examples in docstrings print the documented output."""
 
 import doctest
 import pkgutil
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ring_attn
 
-# Examples that need two ranks; the last one says what rank 1 gets.
+# Examples that need two ranks; the last shows rank 1's output.
 NEED_RANKS = [
     "ring_attn.api.ring_attention",
     "ring_attn.api.tree_decode",
@@ -25,7 +25,7 @@ NEED_RANKS = [
     "ring_attn.neighbours.halo",
 ]
 
-# Importing it runs the command line.
+# Importing this module runs the command line.
 NOT_IMPORTED = {"ring_attn.__main__"}
 
 
@@ -46,7 +46,7 @@ def test_example(name: str) -> None:
 
 
 def run(example: doctest.DocTest) -> str:
-    """Differences between what an example prints and what it says."""
+    """Differences between an example's output and the documented one."""
     runner = doctest.DocTestRunner(optionflags=doctest.FAIL_FAST)
     report: list[str] = []
     torch.manual_seed(0)

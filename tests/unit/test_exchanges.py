@@ -1,4 +1,4 @@
-"""Whose rows a rank has after an exchange: heads for rows, by Ulysses, and Q-exchange's tails."""
+"""Rows that a rank has after an exchange: heads for rows, by Ulysses, and Q-exchange's tails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ring_attn.testing import LAYOUTS, layouts_of
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_group_of_all_ranks_has_its_rows_in_order(kind: str) -> None:
-    """Striped ones too. That each row of any group is there once: test_strategies."""
+    """test_strategies checks that each group has each of its rows once."""
     merged, _ = merge_groups(layouts_of(kind, Mask(61, 61), 4)[0], 4)
     assert merged.position_ids(0).tolist() == list(range(61))
 
@@ -31,7 +31,7 @@ def test_bytes_of_a_plain_case() -> None:
     for dtype, size in ((torch.float32, 4), (torch.bfloat16, 2)):
         spec = AttentionSpec("cpu", dtype, 1, 8, 4, 32, 32)
         call: Any = make_call(Strategy(ulysses_degree=4), spec, (layout, layout), Mask(64, 64), 1)
-        rows = 3 * 16  # to each of three others a quarter of the heads
+        rows = 3 * 16  # three other ranks each get a quarter of the heads
         there = rows * (2 + 1 + 1) * 32 * size
         back = rows * 2 * (32 * size + 4)
         assert bytes_sent(program_of(call, backward=False)) == there + back

@@ -1,4 +1,4 @@
-"""Heads shared among ranks: every one once, equal runs, no share too large, no needless cut."""
+"""Heads shared among ranks: each head once, equal runs, no share too large, no needless cut."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def test_every_head_once_in_order_and_no_share_too_large() -> None:
         assert set(holders) == set(range(nheads_kv))
         assert is_replicated(shares, nheads_kv) == (max(holders.values()) > 1)
         if -(-nheads_kv // degree) * group == longest:
-            # No cut within a group where shares are as equal without.
+            # A group is not cut where shares are as equal without a cut.
             assert not is_replicated(shares, nheads_kv), case
             assert all(len(share.runs) <= 1 for share in shares)
 
 
 def cost(sizes: tuple[int, ...], group: int) -> tuple[int, ...]:
-    """Written down once more: extra runs, kv heads that are cut, squares, kv heads sent."""
+    """Computes the cost independently: extra runs, cut kv heads, squares, kv heads sent."""
     stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     kvs = [
         [head // group for head in range(stop - n, stop)]

@@ -16,9 +16,9 @@ import ring_attn
 ROOT = Path(__file__).parents[2]
 PACKAGE = "ring_attn"
 
-# The one table of who may import whom, from the bottom. A unit is a module or folder of the
-# package, or a module of a folder that has a row of its own here. It may import its own siblings
-# (SIBLINGS restricts that) and the units named here, and nothing else of ours. Imports inside
+# The units that each unit may import, from the bottom up. A unit is a module or folder of the
+# package, or a module of a folder that has its own row here. A unit may import its siblings
+# (SIBLINGS restricts them) and the units of its row, and nothing else of ours. Imports inside
 # functions count.
 CORE = {
     "core", "core.dtypes", "core.values", "core.heads", "core.mask", "core.masks", "core.spec",
@@ -75,13 +75,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "neighbours": ENGINE | {"call", "transport.debug"},
     "connections": ENGINE | {"call"},
     "decode": ENGINE | {"call", "transport.debug"},
-    # The public functions: they make the call, which `ops` and `decode` run.
+    # The public functions make the call; `ops` and `decode` run it.
     "api": ENGINE | {"call", "ops", "decode", "transport.debug", "planning"},
     "models": API,
-    # `import ring_attn` itself: whoever imports it imports all that it exports.
+    # `import ring_attn` itself, which imports everything that it exports.
     "__init__": API | {"models", "tools.interrupt"},
     "integrations": PUBLIC - {"integrations"},
-    # The command line and what only it, the benchmarks and the tests use.
+    # The command line, and units used only by it, benchmarks and tests.
     "tools.interrupt": set(),
     "tools.texts": set(),
     "tools.launch": {"tools.interrupt"},
@@ -96,13 +96,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"tools.cli"},
 }
 
-# Folders in which siblings do not know each other: only these modules may be imported by all.
+# Folders whose modules may import no siblings but these.
 SIBLINGS = {
     "backends": {"base", "kept_launches", "triton_support"},
     "transport": {"base", "ranks", "streams", "buffers"},
 }
 
-# What may be imported outside a function: the base dependencies, and triton by kernels.
+# Allowed imports outside a function: the base dependencies, and triton by kernels.
 BASE_DEPENDENCIES = {"torch", "einops", "rich"}
 EXTRA_DEPENDENCIES = {"kernels": {"triton"}}
 
@@ -182,7 +182,7 @@ def unit_of(module: str) -> str:
 
 
 def violations(module: str, is_package: bool, source: str, known: set[str]) -> list[str]:
-    """What is wrong with one module's imports, in words."""
+    """Describes each forbidden import of a module."""
     unit = unit_of(module)
     if unit not in MAY_IMPORT:
         return [f"{module}: not in MAY_IMPORT: say there what it may import"]
@@ -224,7 +224,7 @@ def test_imports_go_one_way(module: str) -> None:
 
 
 def private_names(source: str) -> list[str]:
-    """Names of torch's in a module that begin with an underscore, as far as imports show them."""
+    """torch's names with a leading underscore in a module, as far as its imports show them."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
@@ -302,9 +302,9 @@ print(json.dumps([seconds, sorted(set(sys.modules) - before)]))
 
 
 def test_import_loads_nothing_optional_or_heavy_and_is_quick() -> None:
-    """After torch in a new interpreter: the CPU time that it adds, and the modules."""
+    """Measures, in a new interpreter after torch, added CPU time and modules."""
     seconds = []
-    # The machine may be busy, and its caches cold: the least of a few tries is the import's cost.
+    # A busy machine or cold caches add time, so the fastest of a few tries counts.
     while len(seconds) < 3 and min(seconds, default=1.0) > 0.5:
         command = [sys.executable, "-c", COLD_IMPORT]
         ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -316,7 +316,7 @@ def test_import_loads_nothing_optional_or_heavy_and_is_quick() -> None:
     assert min(seconds) < 0.5, f"import ring_attn adds {min(seconds):.2f} s to import torch"
 
 
-# Names that stood in `__all__` before the front of the package was ten names.
+# Names of `__all__` before the package exported only ten names.
 STILL_HERE = {
     "__version__", "balance", "next_rank", "profiling", "select_backend", "stats",
     "tensor_parallel", "unshard",

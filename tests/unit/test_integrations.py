@@ -1,4 +1,4 @@
-"""Names of other packages: signatures as they were read from them, orders of rows, refusals."""
+"""Names of other packages: signatures read from the packages, orders of rows, refusals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ RING_FLASH_ATTN_0_1_8 = {
     }.items()
 }
 
-# Read from flash-attn 2.8.3, flash_attn/flash_attn_interface.py; behind them stands what is ours.
+# Read from flash-attn 2.8.3, flash_attn/flash_attn_interface.py; our own options come after these.
 OPTIONS = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
     "alibi_slopes=None, deterministic=False, return_attn_probs=False"
@@ -141,7 +141,7 @@ PREPARED = [
 
 
 PREPARE = ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens
-# Of the adapters.
+# Refusal by the adapters.
 ELSEWHERE = (NotImplementedError, "transformers.register")
 
 
@@ -193,7 +193,7 @@ def test_what_cannot_be_is_refused(
 
 @pytest.mark.parametrize("rows", [slice(None), slice(3, None)], ids=["all", "slice"])
 def test_blocks_of_keys_are_put_together(rows: slice) -> None:
-    """Against one block of all keys; some rows see nothing, others nothing of one block."""
+    """Compares with dense attention; some rows see no key, others none of one block."""
     inputs = random_qkv(batch=2, seqlen_q=7, seqlen_k=20, nheads=3, headdim=8)
     seen = torch.ones(7, 20, dtype=torch.bool)
     seen[-1], seen[3, :12], seen[: rows.start, 12:] = False, False, False
@@ -262,7 +262,7 @@ def test_sdpa_arguments_that_are_refused(
 
 
 def test_layouts_tell_the_lengths_of_queries_and_keys() -> None:
-    """Equal rows on this rank are no equal sequences."""
+    """Equal shards on one rank do not imply equal sequences."""
     pair = (SequenceLayout.boundaries([0, 6, 12]), SequenceLayout.boundaries([0, 6, 15]))
     with pytest.raises(NotImplementedError, match="as many queries as keys, got 12 and 15"):
         sdpa_attention(X, X, X, is_causal=True, layout=pair)
@@ -277,7 +277,7 @@ def test_route_is_off_where_it_ends() -> None:
 
 
 def test_flex_attention_is_refused_compiled_or_not() -> None:
-    """Compiled by its operator: the function around it compiles first, which takes seconds."""
+    """The operator stands for the compiled function, whose compilation takes seconds."""
     from torch._higher_order_ops.flex_attention import flex_attention as operator
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -297,7 +297,7 @@ def test_flex_attention_is_refused_compiled_or_not() -> None:
     ],
 )
 def test_deterministic_is_promised_or_refused(backend: str, told: bool, refused: bool) -> None:
-    """On CUDA, by the backend that would run and by what torch is told; simulated."""
+    """Depends, on simulated CUDA, on the backend and on torch's deterministic setting."""
     qkv = (mock.Mock(device=torch.device("cuda")),) * 3
     options = flash_attn.Options(deterministic=True)
     choice = BackendChoice(backend, {})

@@ -1,4 +1,4 @@
-"""Layouts: who holds which positions, what shards look like, and batches cut for training."""
+"""Layouts: the positions of each rank, shards, and batches cut for training."""
 
 from collections.abc import Callable
 from itertools import product

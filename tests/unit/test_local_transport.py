@@ -16,7 +16,7 @@ def test_grad_mode_is_the_callers() -> None:
 
 
 class Broken(Exception):
-    """What a rank fails with here."""
+    """The error of a failing rank."""
 
 
 @pytest.mark.timeout(30)

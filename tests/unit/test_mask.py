@@ -36,7 +36,7 @@ DOCUMENTS = [
 
 
 def sees(mask: Mask, i: int, j: int) -> bool:
-    """flash-attention's predicate, document by document, in positions counted from its start."""
+    """flash-attention's predicate; positions are counted from the start of their document."""
     assert mask.arguments is not None
     causal, (left, right), cu_q, cu_k = mask.arguments
     cu_q, cu_k = cu_q or (0, mask.seqlen_q), cu_k or (0, mask.seqlen_k)
@@ -56,7 +56,7 @@ OF_DOCUMENTS = [
     Mask(cu_q[-1], cu_k[-1], causal, window, cu_q, cu_k)
     for (cu_q, cu_k), causal, window in product(DOCUMENTS, (False, True), WINDOWS)
 ]
-# Rows behind the last document, of queries, of keys, of both; and nothing else.
+# Rows after the last document: queries, keys, both; and no document with rows.
 OF_DOCUMENTS += [
     Mask(seqlen_q, seqlen_k, causal, (2, -1), cu_q, cu_k)
     for seqlen_q, seqlen_k, cu_q, cu_k in (
@@ -80,7 +80,7 @@ def test_flash_arguments_are_the_predicate() -> None:
 
 
 def random_masks(seed: int) -> Iterator[Mask]:
-    """Slices here and there that share no pair."""
+    """Masks of random slices that share no pair."""
     draw = random.Random(seed)
     for _ in range(150):
         rows, cols = draw.randint(1, 12), draw.randint(1, 12)
@@ -185,7 +185,7 @@ def test_docstrings_draw_what_is_made(function: Any) -> None:
 
 
 def test_constructors_at_all_small_sizes() -> None:
-    """Against what their words say."""
+    """Compares with the definitions."""
     for n, size in product(range(8), range(1, 9)):
         i, j = torch.arange(n)[:, None], torch.arange(n)
         assert torch.equal(masks.chunked(n, size).dense(), (j <= i) & (i // size == j // size))
@@ -262,7 +262,7 @@ def test_slices_that_share_a_pair_are_refused_by_name() -> None:
     first, second = (0, 4, 0, 4, None, 0), (2, 6, 1, 3)
     with pytest.raises(ValueError, match=r"q 0:4, k 0:4.* and .*q 2:6, k 1:3.* query 2 with key 1"):
         masks.from_slices(6, 6, [first, second])
-    # Of one rectangle, and of one band, but of no pair.
+    # Slices that overlap as rectangles but share no pair.
     apart = masks.from_slices(6, 6, [(0, 6, 0, 6, None, -2), (0, 6, 0, 6, 0, 1), (0, 6, 0, 6, 3)])
     assert len(apart.slices) == 3 and apart.area == 10 + 11 + 6
 
@@ -299,7 +299,7 @@ def test_equal_masks_are_one_key() -> None:
         "seqlen_q": 2000, "seqlen_k": 2000, "causal": True, "window_size": (5, -1),
         "cu_seqlens_q": cuts, "cu_seqlens_k": cuts,
     }  # fmt: skip
-    # A window that is wider than the documents hides nothing; two ways to say causal are one.
+    # A window wider than the documents hides nothing; both spellings of causal are equal.
     same = [Mask(**fields), Mask(**fields | {"window_size": (6, -1)}), masks.chunked(2000, 2)]
     assert len({*same}) == 1 and len({*map(hash, same)}) == 1
     assert (

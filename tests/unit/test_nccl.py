@@ -1,6 +1,6 @@
-"""NCCL's kernels in every order: places that calls need, alone and beside other traffic.
+"""NCCL's kernels in every order: places for kernels that calls need, alone and beside others.
 
-NCCL_LAUNCH_ORDER_IMPLICIT=1 makes one place enough for every job here.
+With NCCL_LAUNCH_ORDER_IMPLICIT=1, one place is enough for every job here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ring_attn.strategies.registry import program_of
 from tests.nccl_model import Launch, Line, Moment, Ranks, others, places_needed, search
 from tests.unit.test_programs import calls_of, spec_of
 
-# Strategy, layout, and what travels in the backward.
+# Strategy, layout, and the side that travels in the backward.
 CALLS: dict[str, tuple[Strategy, str, tuple[Traveller, bool] | None]] = {
     "ring, KV travels": (Strategy(), "zigzag", ("kv", False)),
     "ring, Q travels": (Strategy(), "zigzag", ("q", False)),
@@ -50,10 +50,10 @@ class Job:
     """One rank of a training or decoding job.
 
     Args:
-        rank: in the job.
+        rank: the rank within the job.
         ring: the ranks that share a sequence.
-        tp: those that share its heads.
-        fsdp: those that share parameters.
+        tp: the ranks that share its heads.
+        fsdp: the ranks that share parameters.
     """
 
     def __init__(self, rank: int, ring: Ranks, *, tp: Ranks = (), fsdp: Ranks = ()) -> None:
@@ -61,7 +61,7 @@ class Job:
         self._rank, self._ring, self._tp, self._fsdp = rank, ring, tp, fsdp
 
     def attention(self, program: Program) -> None:
-        """A call, with tensor parallel between the gathering and scattering of its rows."""
+        """A call between two collectives of tensor parallel, which gather and scatter rows."""
         self._tensor_parallel()
         self.line.run(program, self._rank, self._ring)
         self._tensor_parallel()
@@ -73,9 +73,9 @@ class Job:
     def train(self, forward: Program, backward: Program, layers: int) -> None:
         """A forward and a backward of some layers.
 
-        As FSDP2 without explicit prefetching: in the forward the host is ahead, and a gathering
-        waits only for the use of the one before the last. In the backward the next gathering is
-        launched before a layer's backward, and compute waits for a scattering before the next.
+        Mimics FSDP2 without explicit prefetching. In the forward the host is ahead: a gathering
+        waits only for the use of the gathering two layers before. In the backward the next
+        gathering precedes a layer's backward, and compute waits for a scattering before the next.
         """
         line = self.line
         free = before = line.now
@@ -145,7 +145,7 @@ def alone(name: str, n: int, layers: int = 3, *, fsdp: bool = False) -> list[Lin
 
 
 def with_tp(name: str, layers: int = 3, *, fsdp: bool = False) -> list[Line]:
-    """4 ranks: two heads' halves by two shards."""
+    """4 ranks: two halves of the heads by two shards."""
     programs, lines = directions(name, 2), []
     for rank in range(4):
         ring, tp = (rank % 2, rank % 2 + 2), (rank - rank % 2, rank - rank % 2 + 1)
@@ -167,7 +167,7 @@ def with_pipeline(name: str, batches: int = 3) -> list[Line]:
 
 
 def decoding(n: int, *, tp: bool = False, tokens: int = 3) -> list[Line]:
-    """Tokens of tree decoding on n ranks, each twice with `tp`."""
+    """Tree decoding of tokens on n ranks, or 2 n with `tp`."""
     call, lines = tree_decode.make_call(spec_of(), backend="reference"), []
     width = 2 if tp else 1
     for rank in range(n * width):
@@ -181,9 +181,9 @@ def decoding(n: int, *, tp: bool = False, tokens: int = 3) -> list[Line]:
     return lines
 
 
-# -- facts: the fewest places from which on no order of the devices ends in a deadlock
+# -- facts: the fewest places with which no order of the devices deadlocks
 
-# By 2, 3 and 4 ranks that share a sequence; 0 where the strategy takes no such number.
+# For 2, 3 and 4 ranks that share a sequence; 0 where the strategy does not take that number.
 ALONE = {
     "ring, KV travels": (1, 2, 2),
     "ring, Q travels": (1, 2, 2),
@@ -210,7 +210,7 @@ BESIDE_FSDP = {
     "hybrid": (0, 0, 3),
     "hybrid, all_gather": (0, 0, 3),
 }
-# 2 x 2 ranks: beside tensor parallel, that and FSDP2, and a pipeline.
+# 2 x 2 ranks: with tensor parallel; with it and FSDP2; with a pipeline.
 BESIDE_OTHERS = {
     "ring, KV travels": (1, 2, 1),
     "ring, Q travels": (1, 2, 1),
@@ -222,7 +222,7 @@ BESIDE_OTHERS = {
     "ulysses": (1, 2, 1),
 }
 
-# Millions of states.
+# Searches of millions of states.
 LONG = {("exchange", 4), ("double ring", 4)}
 
 
@@ -272,7 +272,7 @@ def test_decoding_needs_one_place() -> None:
 
 
 def exchanges(*orders: str) -> list[Line]:
-    """Ranks that launch kernels of communicators among all of them, in these orders."""
+    """Ranks that launch kernels of shared communicators, each in its own order."""
     lines, everyone = [], tuple(range(len(orders)))
     for rank, order in enumerate(orders):
         lines.append(Line())
@@ -282,7 +282,7 @@ def exchanges(*orders: str) -> list[Line]:
 
 
 def test_one_place_and_two_communicators_deadlock_where_orders_differ() -> None:
-    """On the devices, unless launches keep the order; of the hosts, then too."""
+    """Equal host orders deadlock unless devices keep them; opposite ones even then."""
     alike, opposite = exchanges("ab", "ab"), exchanges("ab", "ba")
     assert search(alike, 1).deadlock in ([{"a"}, {"b"}], [{"b"}, {"a"}])
     assert search(alike, 1, in_order=True).deadlock is None

@@ -1,4 +1,4 @@
-"""Peak memory of a call: what is measured is what is predicted, and a ring's does not grow."""
+"""Peak memory of a call is as predicted, and a ring's peak does not grow with the ranks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from ring_attn.strategies.tree_decode import program as decode_program
 from ring_attn.transport.base import TransportStats
 from ring_attn.transport.buffers import Pool
 
-# What the issue asks: within 5 % of the prediction.
+# The issue demands peaks within 5 % of the prediction.
 SHARE = 0.05
 ROWS = 128
 
-# What travels back, and whether its gradients are continued rank by rank.
+# The side that travels in the backward, and whether gradients are continued rank by rank.
 ORDERS: dict[str, tuple[Traveller, bool]] = {
     "kv": ("kv", False),
     "q": ("q", False),
@@ -41,7 +41,7 @@ ORDERS: dict[str, tuple[Traveller, bool]] = {
 
 
 class Echo:
-    """A transport of any number of ranks that brings zeros."""
+    """A transport, for any number of ranks, that delivers zeros."""
 
     def __init__(self, world_size: int, rank: int = 0) -> None:
         self.world_size, self.rank = world_size, rank
@@ -106,7 +106,7 @@ def measured(call: Call, *, backward: bool) -> int:
 def test_nothing_grows_with_the_ranks(
     order: str, inner_degree: int, world_sizes: tuple[int, ...]
 ) -> None:
-    """Eight times the length and the steps, with the same rows on each rank."""
+    """Compares more and fewer ranks with the same rows on each rank."""
     options: dict[str, Any] = {"order": order, "causal": False, "inner_degree": inner_degree}
     calls = [call_of(world_size, **options) for world_size in world_sizes]
     for backward in (False, True):
@@ -116,7 +116,7 @@ def test_nothing_grows_with_the_ranks(
 
 
 class Idle(AtenBackend):
-    """Computes nothing and takes no memory: what is left is the strategy's own. Folds in order."""
+    """Computes nothing and takes no memory, so only the strategy's is measured. Folds in order."""
 
     in_order = True
     bits_unit = 128
@@ -137,7 +137,7 @@ class Idle(AtenBackend):
 
 
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every module takes the idle backend."""
+    """Makes every module use the idle backend."""
     modules = ("strategies.ring", "strategies.all_gather", "machines.run", "machines.count")
     for module in modules:
         monkeypatch.setattr(f"ring_attn.{module}.get_backend", lambda _: Idle())
@@ -220,7 +220,7 @@ def test_every_strategy_holds_what_is_predicted(
         calls = [replace(call, gradients=("kv", in_order)) for call in calls]
     if bare:
         idle(monkeypatch)
-    # By tiles the last rank or group, by heads the first of a group.
+    # The last rank or group has most tiles, the first rank of a group most heads.
     fullest = {0, world_size - strategy.ulysses_degree, world_size - 1}
 
     for backward in (False, True):
@@ -234,7 +234,7 @@ def test_every_strategy_holds_what_is_predicted(
 
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels take no memory; Triton's interpreter does."""
+    """Skips kernels, since Triton's interpreter takes memory."""
     monkeypatch.setattr(KeptLaunches, "run", lambda *_: None)
 
 
@@ -244,7 +244,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_leave_what_is_predicted(
     world_size: int, nheads_kv: int, order: str, no_kernels: None
 ) -> None:
-    """To less than one lse: results are made in the last step, and lse in base 2 for a backward."""
+    """Peaks agree within one lse: results come last, and a backward has a base-2 lse."""
     call = replace(call_of(world_size, nheads_kv=nheads_kv, order=order), backend="triton")
     for backward in (False, True):
         most = measured(call, backward=backward)
@@ -295,7 +295,7 @@ def test_decoding_holds_what_is_predicted(
     sinks: bool,
     no_kernels: None,
 ) -> None:
-    """Most is held in the attention to many keys, or in the merge of many ranks."""
+    """The peak is in the attention to many keys, or in the merge of many ranks."""
     q = torch.zeros(batch, 4, 8, 64, dtype=dtype)
     k, v = torch.zeros(2, batch, keys, 2, 64, dtype=dtype)
     given = torch.zeros(8) if sinks else None
