@@ -1,4 +1,4 @@
-"""`pack`: bounds of the placement against the dense mask, and what works with its layouts."""
+"""`pack`: bounds of the placement against the dense mask, and uses of its layouts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mask_of(packing: Packing, causal: bool = True, window: tuple[int, int] = (-1
 
 
 def crossing(packing: Packing, mask: Mask) -> tuple[int, ...]:
-    """Keys of other ranks that each rank's queries see, counted in the dense mask."""
+    """Counts, in the dense mask, other ranks' keys that each rank's queries see."""
     dense, found = mask.dense(), []
     for rank in range(packing.layout.world_size):
         mine = packing.layout.position_ids(rank)
@@ -69,7 +69,7 @@ def test_figures_are_those_of_the_dense_mask(
     assert packing.balance == balance_of(packing.layout, mask)
     assert packing.crossing == crossing(packing, mask)
     assert max(packing.balance.rows) <= 2 * most
-    # Ranks begin and end within a document at multiples of `align` only.
+    # Cuts within a document are at multiples of `align` only.
     for rank in range(world_size):
         for one in packing.layout.segments(rank):
             for at in (one.start, one.start + one.length):
@@ -114,7 +114,7 @@ def test_documents_that_fit_stay_whole() -> None:
     assert giant.num_cut == 1 and giant.order[0] == 0
 
 
-# Values of wrong types: test_wrong_values.
+# Wrong types are tested in test_wrong_values.
 @pytest.mark.parametrize(
     ("text", "lengths", "options"),
     [
@@ -133,7 +133,7 @@ def test_what_cannot_be_is_refused(text: str, lengths: list[int], options: dict[
         pack(lengths, **{"world_size": 2} | options)
 
 
-# -- what works with it
+# -- uses of a packing
 
 
 @pytest.mark.parametrize("strategy", ["ring", "exchange", "all_gather", "ulysses"])

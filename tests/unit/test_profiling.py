@@ -1,4 +1,4 @@
-"""Figures, ranges and traces of calls: what is measured, and that nothing is done when off."""
+"""Figures, ranges and traces of calls; when profiling is off, nothing is done."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def nothing_collected(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ring_call(rank: int, transport: LocalTransport, *, backward: bool = True) -> Tensor:
-    """One rank's forward and backward, as a strategy is called."""
+    """Runs one rank's forward and backward."""
     layout = SequenceLayout.contiguous(SEQLEN, transport.world_size)
     inputs = random_qkv(seqlen_q=SEQLEN, nheads=2, nheads_kv=1, headdim=8)
     q, k, v, dout = (layout.shard(x, rank) for x in inputs)
@@ -49,7 +49,7 @@ def ring_call(rank: int, transport: LocalTransport, *, backward: bool = True) ->
 
 
 def call_alone(*, backward: bool = True) -> None:
-    """The call of a ring of one, in this thread."""
+    """Runs the call of a one-rank ring in this thread."""
     transports: list[LocalTransport] = []
     run_local(1, lambda rank, transport: transports.append(transport))
     ring_call(0, transports[0], backward=backward)
@@ -67,7 +67,7 @@ def test_stats_are_those_of_the_last_forward_and_what_followed() -> None:
             with gradient_sync():
                 threading.Event().wait(0.01)
     measured = stats()
-    assert stats() == measured  # still there, and the same
+    assert stats() == measured  # reading leaves the figures unchanged
     assert measured.forward is not None and measured.backward is not None
     for figures in (measured.forward, measured.backward):
         assert 0.0 < figures.compute_s <= figures.seconds
@@ -94,7 +94,7 @@ def test_stats_are_those_of_the_last_forward_and_what_followed() -> None:
 
 
 def test_times_are_worked_out_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in the call: on CUDA the host would wait for the device."""
+    """Reading clocks within a call would make the host wait for CUDA."""
     asked: list[tuple[int, int]] = []
     clock = type(profiling._clock_of(CPU))
     note_calls(monkeypatch, clock, "seconds", lambda _, *moments: asked.append(moments))
@@ -147,14 +147,14 @@ def test_memory_is_that_of_the_call() -> None:
     if not profiling.reset_resident_peak():
         pytest.skip("this system does not let a process reset its peak")
     kept = torch.ones(32 * MIB, dtype=torch.uint8)
-    # Mapped by hand: malloc may have as much that was freed and that it keeps.
+    # mmap, since malloc may reuse as much memory that was freed before.
     with collect(), observe("forward", CPU, TransportStats()), mmap.mmap(-1, 64 * MIB) as passing:
         torch.frombuffer(passing, dtype=torch.uint8).fill_(1)
     figures = stats().forward
     assert figures is not None and figures.start_bytes is not None
     assert figures.peak_bytes is not None and figures.device_bytes is not None
     assert figures.start_bytes > kept.nbytes
-    # What is mapped is counted page by page, and by some kernels a few pages late.
+    # The system counts mapped memory by pages, and some kernels a few pages late.
     assert 60 * MIB < figures.peak_bytes - figures.start_bytes == figures.call_bytes < 96 * MIB
     assert figures.pressure == figures.peak_bytes / figures.device_bytes < 1.0
 

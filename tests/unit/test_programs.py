@@ -1,4 +1,4 @@
-"""Programs: without a fault for every strategy, layout and mask; planted faults are found."""
+"""Programs have no fault for any strategy, layout and mask; planted faults are found."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ORDERS: tuple[tuple[Traveller, bool] | None, ...] = (
 
 
 def strategies(world_size: int) -> list[Strategy]:
-    """Every strategy that so many ranks can have."""
+    """Every strategy for a number of ranks."""
     divisors = [d for d in range(2, world_size + 1) if world_size % d == 0]
     return [
         Strategy(),
@@ -75,7 +75,7 @@ def calls_of(
     spec: AttentionSpec | None = None,
     gradients: tuple[Traveller, bool] | None = None,
 ) -> list[Call]:
-    """The calls of all ranks; none where the strategy does not take the layout."""
+    """The calls of all ranks; empty if the strategy refuses the layout."""
     layouts = layouts_of(layout, mask, world_size)
     try:
         return [
@@ -90,7 +90,7 @@ def calls_of(
 
 
 def every_call(world_size: int) -> Iterator[list[Call]]:
-    """Strategies, layouts and masks in turn, every pair of them."""
+    """Calls of every strategy, layout and mask, with heads and dtypes in turn."""
     for strategy, layout in product(strategies(world_size), LAYOUTS):
         for turn, mask in enumerate(MASKS.values()):
             heads = ((4, 2), (3, 3), (4, 1), (6, 3), (5, 1))[turn % 5]
@@ -139,7 +139,7 @@ def test_programs_of_every_rank_are_those_of_each(world_size: int) -> None:
 
 # -- planted faults
 
-# Changes a list of ops, at one of them.
+# Changes a list of ops at one index.
 Edit = Callable[[list[Any], int], object]
 
 
@@ -149,7 +149,7 @@ def programs_of(strategy: Strategy, *, backward: bool, world_size: int = 4) -> l
 
 
 def edited(program: Program, kind: type, edit: Edit, nth: int = 0) -> Program:
-    """The program with an edit at the nth op of a kind."""
+    """Edits a program at the nth op of a kind."""
     ops = list(program.ops)
     edit(ops, [i for i, op in enumerate(ops) if isinstance(op, kind)][nth])
     return replace(program, ops=tuple(ops))
@@ -168,7 +168,7 @@ def changed(change: Callable[[Any], Op]) -> Edit:
 
 
 def behind(other: type) -> Edit:
-    """Swaps the op with the first of another kind after it."""
+    """Swaps an op with the next op of another kind."""
 
     def swap(ops: list[Op], at: int) -> None:
         b = next(i for i in range(at + 1, len(ops)) if isinstance(ops[i], other))
@@ -181,7 +181,7 @@ def to_itself(op: Post) -> Op:
     return op._replace(route=Hop((op.route.send_to + 1) % 4, op.route.recv_from))
 
 
-# In the backward or not, the kind of fault, and the op that is edited: how, and which of its kind.
+# Whether backward, the kind of fault, the kind of op to edit, the edit, and its nth op.
 PLANTED: dict[str, tuple[Any, ...]] = {
     "a wait is left out": (False, "order", Wait, left_out),
     "a wait too many": (False, "order", Wait, doubled),

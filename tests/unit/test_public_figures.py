@@ -1,10 +1,10 @@
 """Signs of published comparisons of a ring with an all-gather, as the planner predicts them.
 
 vllm-omni issue 5092: (all-gather - ring) / all-gather, in percent; one gathering before all of the
-attention, and a ring whose steps are merged by torch's operators, which is how a backend that does
-not carry the state is simulated. Their GPUs and kernels are not known: an H100 with 24 heads of 128
-stands for them, so signs are compared, not sizes. What was predicted before anything was compared
-is in bench/results/public_figures.json.
+attention, and a ring whose steps are merged by torch's operators, as we simulate a backend that
+does not carry the state. Their GPUs and kernels are unknown: an H100 with 24 heads of 128 stands
+for them, so signs are compared, not sizes. Predictions made before any comparison are in
+bench/results/public_figures.json.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NVLINK, PCIE = builtin_cluster("H100"), builtin_cluster("H100", inside="PCIe 4")
 
 # cluster, ranks, kv heads of 24 -> percent by length
 PUBLISHED = {
-    ("NVLink", 2, 24): (-20, -4, -0.1, -0.1),  # the last two are told as "-0"
+    ("NVLink", 2, 24): (-20, -4, -0.1, -0.1),  # the last two are published as "-0"
     ("NVLink", 4, 24): (-99, -52, -10, -3),
     ("NVLink", 4, 3): (-253, -68, -18, -8),
     ("PCIe", 2, 24): (3, 14, 28, 29),
@@ -31,11 +31,11 @@ CELLS = {
     for seqlen, percent in zip(SEQLENS, row, strict=True)
 }
 
-# Three transfers, one after another over PCIe, cost more there than here.
+# Three transfers in turn over PCIe cost more than we predict.
 WRONG = ("PCIe", 4, 6, 8192)
 
-# Over PCIe ours is another all-gather: it hides some heads' gathering under others' attention,
-# all of it, where a ring of two hides its one exchange under the half: all of that from 64k rows.
+# Over PCIe our all-gather differs: all attention hides the gathering of later heads, while in a
+# ring of two half of the attention hides the one exchange, entirely from 64k rows on.
 OURS = [
     cell for cell in CELLS if cell[1] == 4 and cell[0] == "NVLink" or cell[:2] == ("PCIe", 2)
     and cell[3] > 32768
@@ -45,7 +45,7 @@ Cell = tuple[str, int, int, int]
 
 
 def fastest(cell: Cell, backend: str, strategy: str | Strategy) -> float:
-    """Seconds of the fastest degree of a strategy."""
+    """Predicts seconds of a strategy's fastest degree."""
     link, world_size, kv_heads, seqlen = cell
     choice = explain(
         seqlen=seqlen, world_size=world_size, nheads=24, nheads_kv=kv_heads, headdim=128,
@@ -71,6 +71,6 @@ def test_sign_of_what_overlap_is_worth(cell: Cell) -> None:
 
 @pytest.mark.parametrize("cell", OURS, ids=str)
 def test_sign_for_our_own_kernels(cell: Cell) -> None:
-    """They carry the state, and gather some heads under the attention of others."""
+    """Our kernels carry the state; some heads' gathering overlaps others' attention."""
     ring, gathered = (fastest(cell, "triton", name) for name in ("ring", "all_gather"))
     assert (gathered - ring) * CELLS[cell] > 0

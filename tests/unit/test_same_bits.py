@@ -1,6 +1,6 @@
 """When a call keeps the bits of one process, and when gradients travel on: by plans alone.
 
-That it then does: tests/kernels/test_same_bits.py.
+tests/kernels/test_same_bits.py compares the bits.
 """
 
 from functools import partial
@@ -28,13 +28,13 @@ from tests.refusals import refused, says
 UNIT = TritonBackend.bits_unit
 N = 4 * UNIT
 CAUSAL = Mask(N, N, causal=True)
-# As where KV travels anyway, and where the Q side would cost fewer bytes.
+# With few kv heads KV travels anyway; with many, the Q side costs fewer bytes.
 FEW_KV_HEADS = AttentionSpec(DEVICE, torch.float16, 1, 4, 1, 64, 64)
 MANY_KV_HEADS = AttentionSpec(DEVICE, torch.float16, 1, 4, 4, 64, 64)
 
 
 def cut(*starts: int) -> Layouts:
-    """Contiguous shards that start there."""
+    """Contiguous shards from given starts."""
     layout = SequenceLayout.boundaries([0, *starts, N])
     return layout, layout
 
@@ -135,9 +135,9 @@ def test_only_backends_in_order_say_so() -> None:
 def test_a_step_waits_for_gradients_after_it_has_computed_dq(
     in_one_pass: bool, step: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the last rank, which sees all others: what hides the transfer of dk and dv is dq.
+    """The last rank, which sees all others, hides the transfer of dk and dv under dq.
 
-    A backend that makes all gradients in one pass waits before: two take more than the transfer.
+    A one-pass backend waits first, since two passes cost more than the transfer.
     """
     monkeypatch.setattr(ring, "MANY_ROWS", 0)
     monkeypatch.setattr(TritonBackend, "in_one_pass", lambda backend, spec: in_one_pass)
@@ -163,7 +163,7 @@ def test_a_step_waits_for_gradients_after_it_has_computed_dq(
 def test_heads_that_have_another_kernel_by_themselves(
     strategy: Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the backward in Gluon, which calls of few kv heads do not have."""
+    """Simulates the Gluon backward, which calls of few kv heads do not use."""
     layout = SequenceLayout.contiguous(4 * UNIT, 2)
     mask = Mask(4 * UNIT, 4 * UNIT, causal=True)
     spec = AttentionSpec("cpu", torch.float16, 1, 8, 4, 64, 64)

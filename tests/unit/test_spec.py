@@ -1,4 +1,4 @@
-"""Messages: tensors side by side in one buffer, aligned, and none in another's bytes."""
+"""Messages: tensors side by side in one buffer, aligned and without overlap."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ packets = st.lists(
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(packets, st.integers(0, 40))
 def test_what_is_written_is_read_back(packet: Packet, spare: int) -> None:
-    """Aligned, without more padding than that needs; no message is without bytes."""
+    """Tensors are aligned with the least padding; no message has zero bytes."""
     buffer = torch.zeros(packet.nbytes + spare, dtype=torch.uint8)
     values = [
         torch.randint(1, 100, shape).to(dtype)
@@ -31,7 +31,7 @@ def test_what_is_written_is_read_back(packet: Packet, spare: int) -> None:
         assert (view.shape, view.dtype) == (value.shape, value.dtype)
         assert view.is_contiguous()
         view.copy_(value)
-    # As a message: only nbytes arrive, in another buffer.
+    # Like a message, only nbytes arrive, in another buffer.
     received = buffer[: packet.nbytes].clone()
     assert all(map(torch.equal, packet.views(received), values))
     assert all(offset % ALIGNMENT == 0 for offset in packet.offsets)

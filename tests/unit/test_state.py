@@ -1,6 +1,6 @@
-"""The running state: gaps, unseen rows, 16-bit parts, sinks; whose memory a fold takes.
+"""The running state: gaps, unseen rows, 16-bit parts, sinks; the memory that a fold adopts.
 
-That merging in any order is one softmax: test_backends.py and test_strategies.py, by results.
+test_backends.py and test_strategies.py check that merging in any order gives one softmax.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def test_a_gap_leaves_the_larger_side_alone(gap: float, larger_first: bool) -> N
     s, v = scores_and_values()
     small, large = chunks(s, v, 12, 12)
     for shift in (gap, -gap):
-        # The whole gap above, or the other side the whole gap below.
+        # One side is the whole gap above the other, or the whole gap below.
         parts = [small, (large[0], large[1] + shift, large[2])]
         winner = parts[1] if shift > 0 else parts[0]
         got = folded(parts[::-1] if larger_first else parts)

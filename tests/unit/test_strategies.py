@@ -1,7 +1,7 @@
 """Every strategy, forward and backward, with all ranks in this process.
 
-Results are held against dense attention in float64, what is sent against what is counted, and
-memory that is allocated starts as NaN.
+Results are compared with dense attention in float64, and sent bytes with counted bytes; allocated
+memory starts as NaN.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ring_attn.transport.local import LocalTransport, run_local
 from tests.refusals import refused
 
 RING, GATHER = Strategy(), Strategy("all_gather")
-# World sizes and what they run.
+# World sizes and strategy of each name.
 STRATEGIES: dict[str, tuple[tuple[int, ...], Strategy]] = {
     "ring": ((1, 2, 3, 4), RING),
     "double ring": ((4, 8), Strategy(inner_degree=2)),
@@ -63,7 +63,7 @@ STRATEGIES: dict[str, tuple[tuple[int, ...], Strategy]] = {
 }
 GRID = [(name, ranks) for name, (sizes, _) in STRATEGIES.items() for ranks in sizes]
 
-# Replicated kv heads, groups of heads that ranks cut, ranks without heads, head dims of no load.
+# Replicated kv heads, groups cut by ranks, ranks without heads, head dims that no load fits.
 HEADS = (
     Heads(4, 2, 8, 8),
     Heads(4, 1, 8, 8),
@@ -96,7 +96,7 @@ def table(layout: str, strategy: Strategy) -> Iterator[Case]:
 
 
 def assert_holds(case: Case, world_size: int) -> AllRanks:
-    """The results are within their bounds, and what is sent is what is counted."""
+    """Checks that results are within bounds and sent bytes equal counted bytes."""
     return assert_ran(run_all_ranks(case, world_size), calls_of(case, world_size))
 
 
@@ -116,7 +116,7 @@ def calls_of(case: Case, world_size: int) -> list[Any]:
 
 
 def counted(call: Call, *, backward: bool) -> Sent:
-    """What the call's program sends in one direction."""
+    """Counts what a program sends in one direction."""
     program = program_of(call, backward=backward)
     return Sent(bytes_sent(program), num_messages(program))
 
@@ -133,8 +133,8 @@ def test_every_mask(name: str, world_size: int, layout: str) -> None:
         with pytest.raises(NotImplementedError, match=f"for a contiguous layout, got {layout}"):
             run_all_ranks(Case("causal", layout, strategy), world_size)
         return
-    # Of four layouts each has other masks, and all of them at other places of the grid: with each
-    # strategy and world size, and with each layout, there is every mask. The slow test has more.
+    # Each of four layouts runs another quarter of the masks, which shifts along the grid, so every
+    # mask meets each strategy and world size, and each layout. The slow test runs more.
     turn = GRID.index((name, world_size)) + LAYOUTS.index(layout)
     for case in list(table(layout, strategy))[turn % 4 :: 4]:
         ran = assert_holds(case, world_size)
@@ -149,13 +149,13 @@ def test_the_whole_table(name: str, world_size: int, layout: str) -> None:
     if strategy.exchange_q and layout in ("zigzag", "striped"):
         return
     every = list(cases(backends=("reference", "auto"), layouts=[layout], strategies=["ring"]))
-    # A sixth in each of the strategies and world sizes.
+    # Each strategy and world size runs a sixth.
     for case in every[GRID.index((name, world_size)) % 6 :: 6]:
         ran = run_all_ranks(replace(case, strategy=strategy), world_size)
         assert not ran.failures
 
 
-# What travels in the backward, and whether its gradients are continued rank by rank.
+# The side that travels in the backward, and whether gradients are continued rank by rank.
 @pytest.mark.parametrize("gradients", [("kv", False), ("q", False), ("kv", True)], ids=str)
 @pytest.mark.parametrize("name", ["ring", "double ring", "q_exchange ring"])
 @pytest.mark.sweep(2)
@@ -189,7 +189,7 @@ def test_odd_lengths_and_large_logits(seqlen: int, name: str) -> None:
 
 
 def test_segments_in_any_order() -> None:
-    """Nine runs, of a strided sequence its three residues in thirds, dealt to ranks anyhow."""
+    """Deals nine runs to ranks at random: in stride 1, or in stride 3 by residue and third."""
     runs = {
         1: [Segment(20 * first, 20) for first in range(9)],
         3: [Segment(first, 20, 3) for first in (0, 1, 2, 60, 61, 62, 120, 121, 122)],
@@ -205,7 +205,7 @@ def test_segments_in_any_order() -> None:
 
 
 def test_few_keys_in_stride() -> None:
-    """Queries in stride 4 and keys of one row or none to a rank: still one band."""
+    """Queries in stride 4 with at most one key on a rank are still one band."""
     for name, seqlen_k in product(("ring", "all_gather", "hybrid"), range(5)):
         assert_holds(Case(Mask(13, seqlen_k, True), "striped", STRATEGIES[name][1]), 4)
 
@@ -254,16 +254,16 @@ def test_the_error_does_not_grow_with_the_ranks(layout: str, dtype: str, backend
         case = Case("causal", layout, RING, backend, dtype, heads, seqlen=512, batch=1)
         alone, errors = (rms_errors(case, ranks) for ranks in (1, 8))
         for name in RESULTS:
-            # The promise of the design: within 10 % of the error of one rank.
+            # The design promises at most 1.1 times the error of one rank.
             assert errors[name] <= 1.1 * alone[name], (name, nheads_kv, errors, alone)
 
 
-# -- what is kept for the backward
+# -- tensors kept for the backward
 
 
 @pytest.mark.parametrize(("name", "world_size"), GRID)
 def test_what_is_kept_and_when_it_is_rounded(name: str, world_size: int) -> None:
-    """No message is kept, nothing kept or given is written to, gradients are rounded once."""
+    """No message is kept, inputs and kept tensors stay unchanged, gradients are rounded once."""
     for heads in (Heads(9, 3, 8, 8), Heads(4, 1, 8, 8)):
         case = Case("causal", "contiguous", STRATEGIES[name][1], "aten", "bfloat16", heads, 61)
         run_local(world_size, partial(keep, case, calls_of(case, world_size)))
@@ -345,7 +345,7 @@ def test_gradients_in_order_need_a_backend_that_folds_in_order() -> None:
 def test_what_is_under_way_while_a_step_is_computed(
     strategy: Strategy, expected_steps: list[str]
 ) -> None:
-    """Three steps forward and three backward: whether shards, and whether gradients are."""
+    """Notes, at three steps forward and three backward, if shards or gradients travel."""
     for call in calls_of(Case("full", "contiguous", strategy, heads=Heads(3, 3, 8, 8)), 3):
         seen, under_way = [], set()
         programs = [program_of(call, backward=backward) for backward in (False, True)]

@@ -1,4 +1,4 @@
-"""Strategies as values: names, degrees, and what does not go together."""
+"""Strategies as values: names, degrees, and invalid combinations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +49,7 @@ def test_names_with_a_degree(name: str, degree: int, text: str) -> None:
     [
         (Strategy.from_name, ("ulysses", 8, 4), ValueError, "ulysses.*got 4"),
         (Strategy.from_name, ("q_exchange", 8, 2), ValueError, "q_exchange.*got 2"),
-        # -- what does not fit the ranks
+        # -- strategies that do not fit the ranks
         (resolve_strategy, ("rings", 8), ValueError, "one of .*ring.*got 'rings'"),
         (resolve_strategy, (3, 8), TypeError, "got int"),
         (resolve_strategy, ("hybrid", 8), ValueError, r"\(ulysses_degree=...\) that divides 8"),
@@ -65,7 +65,7 @@ def test_names_with_a_degree(name: str, degree: int, text: str) -> None:
             ValueError,
             "4 x 2 ranks needs",
         ),
-        # -- what does not go together: core, ulysses_degree, inner_degree, exchange_q
+        # -- invalid options: core, ulysses_degree, inner_degree, exchange_q
         (Strategy, ("star",), ValueError, "core must be one of .*'star'"),
         (Strategy, ("ring", 0), ValueError, "ulysses_degree must be at least 1, got 0"),
         (Strategy, ("ring", 1, 1, False, 2), NotImplementedError, "heads_per_chunk=2 .*'ring'"),

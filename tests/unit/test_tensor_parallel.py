@@ -25,14 +25,14 @@ from ring_attn.models.tensor_parallel import (
 from tests.bounds import same_bits
 from tests.refusals import refused
 
-# (tp_size, kv heads) of 12 q heads: each rank some kv heads, one, and one of several ranks.
+# (tp_size, kv heads) for 12 q heads; ranks have several kv heads, one, or share one.
 GRIDS = [(1, 4), (2, 12), (2, 1), (3, 6), (3, 1), (4, 4), (4, 2), (4, 1)]
 HEADS, HEADDIM, HIDDEN, INTERMEDIATE = 12, 4, 40, 101
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def config_of(tp_size: int, kv_heads: int, rank: int = 0) -> TensorParallelConfig:
-    """An odd intermediate size, and q outputs that are not as many as the hidden size."""
+    """Has an odd intermediate size, and a number of q outputs unlike the hidden size."""
     return TensorParallelConfig(rank, tp_size, HIDDEN, INTERMEDIATE, HEADS, kv_heads, HEADDIM)
 
 
@@ -104,7 +104,7 @@ def test_cost() -> None:
 def test_parts_are_ceil_sized_as_those_of_torch(size: int, num: int) -> None:
     parts = [TensorPartition((5, size), 1, num, rank) for rank in range(num)]
     x = torch.arange(5 * size).view(5, size)
-    chunks = [*x.chunk(num, 1)] + [x[:, :0]] * num  # torch gives fewer where some are empty
+    chunks = [*x.chunk(num, 1)] + [x[:, :0]] * num  # torch gives no empty chunks
     shards = [part.shard(x) for part in parts]
     assert all(map(torch.equal, shards, chunks))
     assert [tuple(shard.shape) for shard in shards] == [part.shape for part in parts]
@@ -146,11 +146,11 @@ def test_what_cannot_be_is_refused(make: Any, words: str) -> None:
         make() if callable(make) else TensorParallelConfig(**SIZES | make)
 
 
-# -- shards of every kind, against what einops says of the same heads
+# -- shards of every kind, against positions from the order of the heads
 
 
 def expected_outputs(kind: Kind, config: TensorParallelConfig) -> Tensor:
-    """Positions of the cut dim that the rank is to have, from the order of the heads."""
+    """Positions along the cut dim that the rank should have, from the order of heads."""
     rank, kv_heads = config.rank, config.num_kv_heads
     if kind in ("gate", "up", "gate_up", "down"):
         part = -(-INTERMEDIATE // config.tp_size)
@@ -158,7 +158,7 @@ def expected_outputs(kind: Kind, config: TensorParallelConfig) -> Tensor:
         return torch.cat([mine, INTERMEDIATE + mine]) if kind == "gate_up" else mine
     group, local = HEADS // kv_heads, HEADS // config.tp_size
     heads = range(rank * local, (rank + 1) * local)
-    used = sorted({head // group for head in heads})  # what those q heads see
+    used = sorted({head // group for head in heads})  # kv heads of those q heads
 
     def whole(count: int, start: int = 0) -> Tensor:
         return torch.arange(start, start + count * HEADDIM).view(count, HEADDIM)
@@ -272,7 +272,7 @@ def test_a_shape_that_does_not_fit(
 
 
 def drifted(kind: Kind) -> list[Tensor]:
-    """Four parts of which the last has another value where rank 2 has the same kv head."""
+    """Four parts; the last differs from rank 2's in a kv head that both have."""
     config = config_of(4, 2)
     parts = parts_of(torch.randn(outputs_and_inputs(kind, 2)), kind, config)
     parts[3][config.replicated_outputs(kind)][-1, -1] += 1.0
@@ -309,7 +309,7 @@ def test_parts_that_do_not_fit(
         unshard_parameter(parts, kind, config)
 
 
-# -- kv heads that several ranks have
+# -- replicated kv heads
 
 
 def test_which_ranks_share_kv_heads() -> None:
@@ -388,7 +388,7 @@ def test_the_first_pattern_that_fits_counts() -> None:
     plan: dict[str, Kind] = {"layers.*.cross.q_proj": "replicated", **LLAMA_TP_PLAN}
     part = shard_state_dict(x, config, plan)
     assert [len(y) for y in part.values()] == [48, 24, 24]
-    # A pattern fits whole parts of a name only.
+    # A pattern matches only whole parts of a name.
     with pytest.raises(ValueError, match="my_q_proj"):
         shard_state_dict({"my_q_proj.weight": w}, config)
     with pytest.raises(ValueError, match="q_proj.*'colwise'"):
