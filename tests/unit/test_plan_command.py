@@ -1,4 +1,4 @@
-"""`ring-attn plan`: what it prints, writes and draws."""
+"""`ring-attn plan`: its output, files and pictures."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ def test_the_drawing_has_a_bar_for_each_rank_and_lane() -> None:
     drawn: Any = report.figure(choice, simulations)
     mask, timeline = drawn.axes[:2]
     assert len(mask.images) == 1
-    # The shards on the diagonal are cut, and paler.
+    # The mask cuts shards on the diagonal, which are paler.
     assert mask.images[0].get_alpha().diagonal().tolist() == [0.5] * 4
-    # Of each rank: attention, moves, shards, gradients.
+    # Each rank has four bars: attention, moves, shards, gradients.
     assert len(timeline.collections) == 4 * 4
     assert [tick.get_text() for tick in timeline.get_yticklabels()] == [
         f"rank {i}" for i in range(4)

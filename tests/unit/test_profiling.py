@@ -56,7 +56,7 @@ def call_alone(*, backward: bool = True) -> None:
 
 
 def test_stats_are_those_of_the_last_forward_and_what_followed() -> None:
-    with profile(activities=[ProfilerActivity.CPU]), gradient_sync():  # which collect nothing
+    with profile(activities=[ProfilerActivity.CPU]), gradient_sync():  # neither collects figures
         call_alone()
     with pytest.raises(RuntimeError, match="RING_ATTN_STATS=1"):
         stats()

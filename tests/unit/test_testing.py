@@ -1,4 +1,4 @@
-"""The oracle against torch; the bound against defects, which it sees, and mere rounding."""
+"""The oracle against torch; the bound, which detects defects and permits mere rounding."""
 
 import math
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from tests.refusals import refused
 MASKS = masks(33)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# softcap and sinks. The cap is of the size of the scores, so that it bends most of them.
+# softcap and sinks. The cap is about as large as the scores, so that it bends most of them.
 SCORES: dict[str, dict[str, Any]] = {
     "usual": {},
     "softcap": {"softcap": 2.0},
@@ -65,8 +65,8 @@ def textbook(
 ) -> Expected:
     """The backward of flash-attention's paper, p = exp(s - lse) and delta, in float32 at least.
 
-    `other_order`: the backward's scores are summed over the dims from the last to the first, as by
-    a kernel of its own, so that they round otherwise than those that lse is made of.
+    `other_order`: the backward sums scores over the dims from the last to the first, like a
+    separate kernel, so that its scores round differently from the forward's, which made lse.
     """
     dtype, wide = inputs.q.dtype, torch.promote_types(inputs.q.dtype, torch.float32)
     q, k, v, dout = (x.to(wide) for x in inputs)
@@ -143,7 +143,7 @@ def test_rows_that_see_nothing(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MASKS)
 def test_a_right_algorithm_holds(name: str, dtype: torch.dtype) -> None:
-    """Scores with usual and large logits in turn."""
+    """Alternates usual and large logits."""
     mask, first = MASKS[name], list(MASKS).index(name)
     for turn, scores in enumerate(SCORES.values(), first + DTYPES.index(dtype)):
         inputs = inputs_for(mask, dtype, large_logits=turn % 2 == 1)
@@ -155,10 +155,10 @@ def test_a_right_algorithm_holds(name: str, dtype: torch.dtype) -> None:
 def test_large_logits_that_round_otherwise_in_the_backward_hold(
     dtype: torch.dtype, seed: int
 ) -> None:
-    """Rows of one key, where p is an error of s and lse alone; out below float16's normal numbers.
+    """Rows of one key, where only errors of s and lse move p; `out` is subnormal in float16.
 
-    Bounds that counted lse by its own size, not by that of the products in it, or a subnormal out
-    by its relative error, were too narrow here.
+    Bounds were too narrow here if they took lse's error from lse, not from the products in it, or
+    gave a subnormal `out` a relative error.
     """
     sinks = random_sinks(4, seed=seed)
     for name, scores in (
@@ -173,7 +173,7 @@ def test_large_logits_that_round_otherwise_in_the_backward_hold(
 
 
 def ten_bits(x: Tensor) -> Tensor:
-    """float32 as TF32 tensor cores read it."""
+    """Truncates float32 as TF32 tensor cores do."""
     return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
@@ -182,7 +182,7 @@ def without_head_0(dout: Tensor) -> Tensor:
 
 
 def changed(name: str, **by: Any) -> Callable[..., Expected]:
-    """Right but for one result, of which some elements have another value."""
+    """Makes a defect: one result has wrong values at some indices of a dim."""
 
     def defect(inputs: Inputs, mask: Mask, right: Expected) -> Expected:
         x = getattr(right, name)
@@ -192,7 +192,7 @@ def changed(name: str, **by: Any) -> Callable[..., Expected]:
 
 
 BOTH = SCORES["both"]
-# Scores, what goes wrong, and which results it is to be seen in.
+# Scores, the defect, and the results in which it must be detected.
 DEFECTS: dict[str, tuple[dict[str, Any], Callable[..., Expected], set[str]]] = {
     "TF32 products": (
         {},
@@ -309,7 +309,7 @@ def test_inputs_are_what_they_are_named_for() -> None:
     large = random_qkv(seqlen_q=64, large_logits=True)
     lse = dense_attention(*large[:3], Mask(64, 64))[1]
     assert lse.max() > 89  # exp overflows float32 there
-    # One takes no weight; the others are alike in every dtype.
+    # One sink takes no weight; all sinks are alike in every dtype.
     sinks = random_sinks(6, seed=3)
     assert sinks[0] < -9000 and sinks[1:].abs().max() < 20
     assert all(random_sinks(6, dtype=d, seed=3).double().equal(sinks.double()) for d in DTYPES)

@@ -1,7 +1,7 @@
-"""Plans: every visible pair computed once, of rows of which no more travel than are needed.
+"""Plans compute every visible pair once, and move no more rows than are needed.
 
-The plan is pure data, so it is held against the dense mask for every rank of every layout. That
-every message is received by whom it was sent to: test_programs.py.
+A plan is pure data, so it is compared with the dense mask for every rank of every layout.
+test_programs.py checks that every message reaches its receiver.
 """
 
 import time
@@ -53,7 +53,7 @@ def masks(seqlen_q: int, seqlen_k: int) -> Iterator[Mask]:
 
 
 def check_tile(tile: Tile) -> None:
-    """Nothing of a tile is idle, and what is said of it is so."""
+    """Checks that no row, column or bound is idle, and that the kind is right."""
     visible = visible_pairs(tile)
     assert bool(visible.any(0).all()), f"a column without a visible pair: {tile}"
     assert bool(visible.any(1).all()), f"a row without a visible pair: {tile}"
@@ -127,7 +127,7 @@ def check_everything(layout_q: SequenceLayout, layout_kv: SequenceLayout, mask: 
 
 
 def check_step(index: int, step: RingStep, visible: Tensor, travels: Traveller) -> None:
-    """The tiles, counted from the first row that is held, cover what is visible, and no more."""
+    """Checks that tiles, counted from the first held row, cover exactly the visible pairs."""
     held = visible[:, step.rows] if travels == "kv" else visible[step.rows]
     assert int(held.sum()) == int(visible.sum()), "a row that is needed does not travel"
     assert torch.equal(painted(step.tiles, *held.shape), held.long())
@@ -142,7 +142,7 @@ def check_step(index: int, step: RingStep, visible: Tensor, travels: Traveller) 
 def check_rows_that_travel(
     plan: Plan, visible: dict[tuple[int, int], Tensor], travels: Traveller
 ) -> None:
-    """From the first to the last row that any other rank needs, of each source alike."""
+    """Checks that rows travel from the first to the last that another rank needs."""
     for step in plan[1:]:
         needed = torch.zeros(0, dtype=torch.bool)
         for (r, s), pairs in visible.items():
@@ -197,7 +197,7 @@ def test_make_tile_is_the_band_in_its_bounding_box() -> None:
             assert torch.equal(count, visible.long()), (q, kv, lo, hi)
 
 
-# -- what the design promises of particular layouts
+# -- promises of the design for particular layouts
 
 
 @cache
@@ -243,7 +243,7 @@ def test_a_window_makes_as_many_hops_as_it_is_shards_wide(world_size: int, chunk
 
 
 def test_distances_that_nobody_needs_are_jumped_over() -> None:
-    # Two documents of two shards each: neighbours talk, and nobody beyond them.
+    # Two documents of two shards each: only neighbours exchange rows.
     layout = SequenceLayout.contiguous(16, 4)
     mask = Mask(16, 16, False, (-1, -1), (0, 8, 16), (0, 8, 16))
     assert needed_displacements(layout, layout, mask) == ((0, 0), (0, 1), (0, 3))
@@ -282,7 +282,7 @@ def test_layouts_and_mask_must_fit() -> None:
 
 
 def test_a_program_is_made_quickly() -> None:
-    # One rank needs to know which distances all 64 need. Process time: other work does not count.
+    # One rank computes the distances that all 64 need. Process time excludes other processes.
     n, world_size = 2**20, 64
     layout, mask = SequenceLayout.zigzag(n, world_size), Mask(n, n, causal=True)
     start = time.process_time()
@@ -294,7 +294,7 @@ def test_a_program_is_made_quickly() -> None:
 
 
 def test_a_program_of_many_documents_is_made_quickly() -> None:
-    """As each new packed batch needs one, on every rank."""
+    """Each new packed batch needs a program on every rank."""
     n, world_size = 2**20, 64
     cuts = torch.randint(1, n, (1999,), generator=torch.Generator().manual_seed(0))
     documents = (0, *sorted(cuts.tolist()), n)

@@ -1,4 +1,4 @@
-"""The simulation on schedules whose times can be told by hand, and at 4096 ranks."""
+"""The simulation of schedules whose times are computable by hand, and at 4096 ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cluster(
     latency: float = 0.0,
     **options: Any,
 ) -> Cluster:
-    """Passes over memory take no time; a node is 4 ranks."""
+    """A cluster with nodes of 4 ranks and infinite memory bandwidth."""
     device = Device("toy", 2 * speed, Rate(speed), Rate(speed), float("inf"))
     links = (Link("wire", latency, inside), Link("cable", latency, between))
     return Cluster(device, 4, *links, **options)
@@ -57,7 +57,7 @@ def simulated(
 
 
 def step_seconds(speed: float = 1e9) -> float:
-    """A full tile of one shard with another."""
+    """Seconds of a full tile of two shards."""
     return flops(ROWS * ROWS, SPEC, backward=False) / speed
 
 
@@ -76,7 +76,7 @@ def test_messages_that_are_faster_than_compute_are_hidden() -> None:
 def test_what_of_a_message_outlasts_compute_is_exposed() -> None:
     bandwidth = message_seconds(1.0) / (3 * step_seconds())
     found = simulated(cluster(inside=bandwidth))
-    # Three hops of three steps' time each, and the last step.
+    # Three hops, each as long as three steps, and the last step.
     assert found.seconds == pytest.approx(10 * step_seconds())
     assert found.exposed.tolist() == pytest.approx([6 * step_seconds()] * 4)
     assert found.late.tolist() == [0.0] * 4
@@ -112,7 +112,7 @@ def test_the_slow_link_between_nodes_is_named() -> None:
     assert (slowest.sender, slowest.receiver) in {(3, 4), (7, 0)}
     assert str(slowest).startswith("cable between nodes, rank ")
     double = simulated(cluster(between=bandwidth), 8, Strategy(inner_degree=4))
-    # The message between nodes has the time of a round, of four steps.
+    # The message between nodes overlaps a round of four steps.
     assert double.seconds == pytest.approx(8 * step_seconds())
     assert found.seconds > 2 * double.seconds
 
@@ -127,7 +127,7 @@ def test_ranks_share_the_ports_of_their_node() -> None:
 
 @pytest.mark.parametrize("steps_long", [0.5, 1.0, 4.0])
 def test_compute_is_slower_under_a_transfer(steps_long: float) -> None:
-    """At half the speed while a message is on its way, and at full speed after it."""
+    """Compute runs at half speed during a message, and at full speed after it."""
     bandwidth = message_seconds(1.0) / (steps_long * step_seconds())
     found = simulated(cluster(inside=bandwidth, slowdown=0.5))
     slowed = min(steps_long, 2.0) * step_seconds()
@@ -163,7 +163,7 @@ def test_a_window_is_computed_at_its_own_rate(backward: bool) -> None:
 
 
 def test_a_device_waits_for_its_host() -> None:
-    """Of a host's time what is longer than compute is waited for, in the order of the actions."""
+    """A device waits for host time beyond its compute time, in the order of the actions."""
     fast = cluster(speed=float("inf"), inside=float("inf"))
     host = Host(launch=3.0, copy=0.25, post=5.0, wait=1.0)
     found = simulated(replace(fast, host=host))
@@ -173,13 +173,13 @@ def test_a_device_waits_for_its_host() -> None:
     assert found.late.tolist() == found.exposed.tolist() == [0.0] * 4
     slow = cluster(speed=flops(ROWS * ROWS, SPEC, backward=False) / 100.0, inside=float("inf"))
     found = simulated(replace(slow, host=host))
-    # The host is ahead from the second launch on: only the first waits for it.
+    # The host is ahead from the second launch on; only the first launch waits.
     assert found.host.tolist() == pytest.approx([0.25 + 5 + 3] * 4)
     assert found.seconds == pytest.approx(0.25 + 5 + 3 + 4 * 100)
 
 
 def test_a_peer_that_posts_late_is_waited_for() -> None:
-    """Ranks with more tiles post later: others wait for them, and not for their own host."""
+    """Ranks with more tiles post later; other ranks wait for them, not for their own hosts."""
     on = cluster(speed=float("inf"), inside=float("inf"), host=Host(launch=1.0))
     found = simulated(on, causal=True)
     assert found.seconds == pytest.approx(4.0)
@@ -188,7 +188,7 @@ def test_a_peer_that_posts_late_is_waited_for() -> None:
 
 
 def test_kernels_that_carry_the_state_load_and_store_it() -> None:
-    """The first of four steps stores it, the last loads it; others merge what they computed."""
+    """The first of four steps stores the state, the last loads it; other backends merge."""
     on = cluster(speed=float("inf"), inside=float("inf"))
     on = replace(on, device=replace(on.device, memory_bandwidth=1.0))
     state = ROWS * SPEC.nheads * (SPEC.headdim_v + 2) * 4
@@ -227,7 +227,7 @@ def test_4096_ranks_in_seconds(strategy: Strategy) -> None:
     schedule = schedule_of(call, backward=False)
     h100 = builtin_cluster("H100")
     found = simulate(schedule, h100)
-    # 5 s, and up to 12.5 s where the memory is the first that a virtual machine touches.
+    # 5 s, and up to 12.5 s where a virtual machine touches its memory for the first time.
     assert time.process_time() - begin < 30
     total = flops((1 << 26) * ((1 << 26) + 1) // 2, spec, backward=False)
     assert float(schedule.flops.sum()) == pytest.approx(total, rel=1e-9)
@@ -236,8 +236,8 @@ def test_4096_ranks_in_seconds(strategy: Strategy) -> None:
     assert most / 2 < found.share_of_peak < most
 
 
-# Time beyond compute alone, in per cent, of 8 steps of 1 ms whose copies take 0.15 or 0.75 ms: by a
-# model of 132 multiprocessors that places every block of attention and every one of a copy.
+# Extra time over compute, in per cent, of 8 steps of 1 ms with copies of 0.15 or 0.75 ms, by a
+# model of 132 multiprocessors that places every block of attention and of copies.
 BY_BLOCKS = {
     # thread blocks of a copy, whether copies come first, shard buffers
     (32, False, 2): (6, 40),
@@ -263,8 +263,8 @@ def test_overlap_is_that_of_a_model_of_blocks(blocks: int, first: bool, buffers:
         )
         found = simulated(on, 8, backend="triton").seconds / (8 * step) - 1
         if (first, buffers) == (False, 3):
-            # There the first copy is ready with the first kernel; here what it sends is packed
-            # before, and it is ready a launch later: behind that kernel.
+            # In the model the first copy is ready with the first kernel; here its shard is packed
+            # first, so the copy is ready a launch later, after that kernel.
             assert on.copies is not None
             found -= (copy - on.copies.block) / (8 * step)
         assert 100 * found == pytest.approx(beyond, abs=2)

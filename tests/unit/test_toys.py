@@ -1,4 +1,4 @@
-"""A strategy from outside the package: results, bytes, time and pictures come with it.
+"""A strategy from outside the package gets results, bytes, time and pictures.
 
 The strategy `star` sends each shard straight to every other rank, and gradients straight home. It
 is one function, written here as a newcomer would write it.
@@ -48,7 +48,7 @@ def star(call: Call, ranks: Ranks, *, backward: bool, rounded: bool = True) -> o
 
 
 def _shards(call: Call, ranks: Ranks) -> Iterator[tuple[list[ops.Op], int, tuple]]:
-    """Ops that bring the shard of the rank `by` before, and its tensors; the own one first."""
+    """Yields receive ops, distance `by` and tensors of each shard, its own shard first."""
     grid = Grid(1, ranks.world_size)
     messages = ranks.moving_messages(grid, "kv", call.spec.kv_packet)
     message = [messages((0, by)) for by in range(ranks.world_size)]

@@ -1,4 +1,4 @@
-"""Shards from safetensors files: the right ones, in their dtype, and only their bytes are read."""
+"""Shards from safetensors files: right values and dtypes; only the shards' bytes are read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def model_of(dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
 
 
 def save_in_two(model: dict[str, Tensor], folder: Path) -> Path:
-    """Two files and their index, as Hugging Face saves a large model."""
+    """Saves two files and an index, as Hugging Face saves a large model."""
     weight_map = {}
     for number, names in enumerate((list(model)[::2], list(model)[1::2]), start=1):
         file = f"model-{number:05}-of-00002.safetensors"
@@ -71,7 +71,7 @@ def save_in_two(model: dict[str, Tensor], folder: Path) -> Path:
 def test_a_model_from_files(where: str, tmp_path: Path) -> None:
     model, source = model_of(), tmp_path
     if where == "the hub":
-        # There the index and the files are links to blobs, all in one folder.
+        # In Hugging Face's cache the index and files are links to blobs in one folder.
         source, blobs = tmp_path / "snapshots" / "main", tmp_path / "blobs"
         source.mkdir(parents=True)
         blobs.mkdir()
@@ -118,7 +118,7 @@ def test_every_dtype_and_order(
         "grouped_qkv": (48 + 8 * kv_heads, 40),
         "gate_up": (202, 40),
         "down": (40, 101),
-        "column": (3, 7),  # of 4 ranks the last has nothing
+        "column": (3, 7),  # the last of 4 ranks has nothing
     }
     shapes = {kind: size if order == "out_in" else size[::-1] for kind, size in sizes.items()}
     model = {kind: torch.randn(shape).mul(50).to(dtype) for kind, shape in shapes.items()}
@@ -141,7 +141,7 @@ def test_a_shard_goes_to_a_device(tmp_path: Path) -> None:
 
 
 def test_a_shard_outlives_its_file(tmp_path: Path) -> None:
-    """It is no view of the mapped file, which may be written anew."""
+    """A shard is no view of the mapped file, which may be rewritten."""
     path, model = tmp_path / "x.safetensors", {"w": torch.randn(48, 40)}
     save_file(model, path)
     for kind in ("q", "replicated"):
@@ -177,9 +177,9 @@ def pages_in_memory(path: Path) -> set[int]:
 
 
 def drop_from_memory(path: Path) -> None:
-    """Writes the file out and takes it from the page cache: what is there later has been read.
+    """Flushes a file and evicts it from the page cache, so that pages found later were read.
 
-    Where that cannot be done, on a file system in memory, nothing can be measured.
+    Skips the test where eviction is impossible, as on a file system in memory.
     """
     with open(path, "r+b") as file:
         os.fsync(file.fileno())
@@ -197,7 +197,7 @@ def drop_from_memory(path: Path) -> None:
         ("grouped_qkv", (4096 + 2 * 1024, 512)),
         ("gate_up", (2 * 4096, 512)),
         ("row", (4, MIB)),  # a piece of each long row
-        ("o", (512, 4096)),  # rows of two pages, of which one or both are needed
+        ("o", (512, 4096)),  # rows of two pages; a rank needs one or both
     ],
 )
 def test_only_the_pages_of_the_shard_are_read(
@@ -209,7 +209,7 @@ def test_only_the_pages_of_the_shard_are_read(
     indices = shard_parameter(w, kind, config).flatten()
     w = w.to(torch.int16).view(torch.bfloat16)
     others = {"before": torch.zeros(MIB), "z": torch.zeros(MIB)}
-    # As long a header as that of a large model.
+    # A header as long as a large model's.
     save_file({"w": w, **others}, path, metadata={"note": "x" * 300_000})
 
     drop_from_memory(path)
@@ -222,16 +222,16 @@ def test_only_the_pages_of_the_shard_are_read(
     of_shard = {*((start + indices * 2) // mmap.PAGESIZE).unique().tolist()}
     needed = of_shard | {start // mmap.PAGESIZE, *range(-(-header // mmap.PAGESIZE))}
     assert needed <= read
-    # Not even one request of the usual read-ahead, 128 KiB, besides.
+    # Extra pages are less than one usual read-ahead request, 128 KiB.
     assert len(read - needed) * mmap.PAGESIZE < 128 * 1024
     if kind != "o":
         assert len(of_shard) * mmap.PAGESIZE <= shard.nbytes + 8 * mmap.PAGESIZE < w.nbytes // 4
-    # It is a measure: the file, now read whole, is there whole.
+    # The measure works: the whole file, now read, is in the cache.
     assert len(pages_in_memory(path)) * mmap.PAGESIZE >= w.nbytes
     assert same_bits(shard, shard_parameter(w, kind, config))
 
 
-# -- what is wrong is said
+# -- errors name the fault
 
 
 def test_a_tensor_that_does_not_fit_is_named(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def lost_file(folder: Path) -> Path:
 
 
 def index(text: str) -> Callable[[Path], Path]:
-    """Makes an index of that text."""
+    """Makes an index with given text."""
 
     def make(folder: Path) -> Path:
         (folder / "i.json").write_text(text, encoding="latin-1")
@@ -292,7 +292,7 @@ def wrong_file(folder: Path) -> Path:
 
 
 def damaged(content: bytes, random: Random) -> bytes:
-    """A file of which one thing is wrong: cut off, a bit or a byte of the header, its length."""
+    """Damages a file once: cuts it off, or changes a bit, a byte or the length of its header."""
     header = 8 + int.from_bytes(content[:8], "little")
     at = random.randrange(header)
     before, after, byte = content[:at], content[at + 1 :], random.randbytes(1)
@@ -317,7 +317,7 @@ def test_a_damaged_file_is_named_or_read_as_safetensors_reads_it(tmp_path: Path)
             assert str(path) in str(error)
             refused += 1
             continue
-        # Another letter in a name, or another dtype of that size: no reader can know.
+        # No reader can detect a changed letter in a name, or another dtype of equal size.
         with safetensors.safe_open(path, "pt") as file:
             assert {*got} == {*file.keys()}
             for name, x in got.items():
@@ -328,14 +328,14 @@ def test_a_damaged_file_is_named_or_read_as_safetensors_reads_it(tmp_path: Path)
 
 
 def beside(index: Path, file: str) -> Path:
-    """An index like that one, which has its first tensors in another file."""
+    """Rewrites an index so that it lists every second tensor, all in one file."""
     names = [name for at, name in enumerate(SHAPES) if at % 2 == 0]
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
     return index
 
 
 def moved(folder: Path) -> tuple[Path, Path]:
-    """An index in a folder of its own, and its first file in another."""
+    """Separates an index from its first file, in two folders."""
     for name in ("here", "there"):
         (folder / name).mkdir()
     index = save_in_two(model_of(), folder / "here")

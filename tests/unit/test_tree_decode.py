@@ -1,4 +1,4 @@
-"""Decoding with all ranks in this process: results, bits, messages, tiles; how a cache grows."""
+"""Decoding with all ranks in this process: results, bits, messages, tiles, growing caches."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MASKS = {
 
 
 def caches(seqlen: int, world_size: int) -> dict[str, SequenceLayout]:
-    """Uneven ones: by name, all on one rank, and one that has grown here and there."""
+    """Uneven caches: named layouts, all on one rank, grown token by token, and others."""
     third = seqlen // 3
     named = {name: SequenceLayout.from_name(name, seqlen, world_size) for name in LAYOUTS}
     ends = SequenceLayout.boundaries([0, *[third] * (world_size - 1), seqlen])
@@ -68,7 +68,7 @@ def run(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> list[tuple[Tensor, Tensor, tuple[int, int]]]:
-    """Every rank's out and lse, and what it has sent: messages and bytes."""
+    """Every rank's out and lse, and its numbers of sent messages and bytes."""
     q, k, v, _ = inputs
     spec = AttentionSpec.of(q, k, v, softcap, sinks)
     call = make_call(spec, softmax_scale=scale, backend=backend)
@@ -99,7 +99,7 @@ def assert_holds(
     with_sinks: bool = False,
     **sizes: Any,
 ) -> None:
-    """All ranks have the same bits, within the bound, for one message each."""
+    """Checks that ranks have equal bits, within the bound, from one message each."""
     sizes = {"batch": 2, "nheads": 4, "nheads_kv": 2, "headdim": 8} | sizes
     inputs = random_qkv(seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, **sizes)
     sinks = random_sinks(4) if with_sinks else None
@@ -140,18 +140,18 @@ def test_holds_for_heads_and_strides(backend: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.sweep(2)
 def test_holds_with_our_kernels(dtype: torch.dtype) -> None:
-    """In Triton's interpreter; once a rank holds nothing, and once tiles have a query each."""
+    """In one layout a rank holds nothing; in the other, tiles have one query each."""
     layouts = [SequenceLayout.boundaries([0, 61, 61, 97]), SequenceLayout.striped(97, 3)]
     mask = MASKS["window of several"]
     assert_holds(mask, layouts, "triton", dtype=dtype, headdim=16, with_sinks=True)
 
 
 def test_partial_results_are_not_rounded_to_the_type_of_q() -> None:
-    """Eight parts that are each rounded to bfloat16 would be off by more than one rounding."""
+    """Eight parts, each rounded to bfloat16, would err by more than one rounding."""
     inputs = random_qkv(seqlen_q=1, seqlen_k=64, dtype=torch.bfloat16, headdim=8)
     mask = Mask(1, 64, causal=True)
     exact = dense_gradients(*inputs, mask).out
-    # Half a unit in the last place, and what float32 leaves between the two sides of a tie.
+    # Half a unit in the last place, and a float32 error for near ties.
     half = torch.finfo(torch.bfloat16).eps / 2 * (1 + 1e-4)
     for out, _, _ in run(inputs, mask, SequenceLayout.contiguous(64, 8)):
         assert ((out.double() - exact).abs() <= half * exact.abs()).all()

@@ -1,4 +1,4 @@
-"""Turns of an exchange: every pair that needs rows has one turn, and exactly those rows travel."""
+"""Turns of an exchange: each pair that needs rows has one turn; exactly the needed rows travel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LENGTHS = (40, 3, 90, 11, 64, 64, 7, 33, 128, 5, 21, 46)
 
 
 def placed(world_size: int) -> tuple[Mask, SequenceLayout]:
-    """Documents, each on two ranks that are far apart, in pieces that lie among others."""
+    """Puts the halves of each document on distant ranks, among pieces of other documents."""
     parts: list[list[Segment]] = [[] for _ in range(world_size)]
     start = 0
     for number, length in enumerate(LENGTHS):
@@ -54,7 +54,7 @@ def sides(name: str, world_size: int) -> Iterator[tuple[Mask, Any]]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", [*masks(61), "placed"])
 def test_rows_are_those_that_see(name: str, world_size: int, travels: Any) -> None:
-    """Against the dense mask: numbers of rows, and what each rank sends to each in its turns."""
+    """Compares numbers of rows, and the rows sent from rank to rank, with the dense mask."""
     for mask, layouts in sides(name, world_size):
         assert_exact(mask, layouts, world_size, travels)
 
@@ -87,7 +87,7 @@ def assert_exact(mask: Mask, layouts: Any, world_size: int, travels: Any) -> Non
 
 
 def test_few_turns() -> None:
-    """Of all pairs as many as distances; of few pairs about as many as one rank has partners."""
+    """All pairs need a turn per distance; few pairs need about a turn per partner of a rank."""
     layout = SequenceLayout.zigzag(64, 16)
     assert len(turns_of(layout, layout, Mask(64, 64), "kv")) == 15
     mask, layout = placed(12)
@@ -108,7 +108,7 @@ def test_a_rank_holds_no_more_with_more_ranks() -> None:
 
 
 def test_nothing_but_what_is_needed_is_sent() -> None:
-    """Of documents in two halves, which lie anywhere, the first is sent to the second."""
+    """Each document's first half is sent to its second half, wherever both lie."""
     mask, layout = placed(8)
     nbytes = 0
     for rank in range(8):

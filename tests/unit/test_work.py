@@ -17,12 +17,12 @@ from ring_attn.core.tiles import ring_grid
 from ring_attn.core.work import PairWork, pair_work
 from ring_attn.testing import masks
 
-# Rows in all, at most: short, since every pair of ranks is compared with its part of the mask.
+# Most rows of a sequence: few, since every pair of ranks is compared with its part of the mask.
 MOST_ROWS = 60
 
 
 def random_layout(rng: random.Random, seqlen: int, ranks: int, strided: bool) -> SequenceLayout:
-    """A named one, or runs of positions of one stride in any order, on any ranks."""
+    """Picks a named layout, or deals shuffled runs of one stride to the ranks."""
     if rng.random() < 0.5:
         names = [name for name in LAYOUTS if (name == "striped") == strided]
         return SequenceLayout.from_name(rng.choice(names), seqlen, ranks)
@@ -38,7 +38,7 @@ def random_layout(rng: random.Random, seqlen: int, ranks: int, strided: bool) ->
 
 
 def run_of(seen: Tensor) -> tuple[int, int]:
-    """The run of rows around all that are True; 0, 0 if none is."""
+    """The shortest run of rows with all True ones; (0, 0) if none is True."""
     rows = seen.nonzero().flatten().tolist()
     return (rows[0], rows[-1] + 1) if rows else (0, 0)
 
@@ -55,7 +55,7 @@ def assert_as_dense(work: PairWork, layouts: tuple[SequenceLayout, ...], mask: M
             assert run == run_of(visible.any(dim)), where
 
 
-# Small sizes reach the dense tables only with a shorter LONG, and several chunks with less in each.
+# Small sizes use dense tables only if LONG is small, and several chunks only if chunks are small.
 @pytest.mark.parametrize(("long", "chunk"), [(1, 1 << 16), (2, 7), (99, 7)])
 @pytest.mark.parametrize("strided", [False, True])
 def test_random_layouts_and_masks(
@@ -80,7 +80,7 @@ def test_random_layouts_and_masks(
 def test_tables_of_many_ranks_are_those_of_single_pairs(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Edges too, which no dense mask shows: with LONG out of reach all pairs are computed alone."""
+    """Also compares edges, which no dense mask shows; a large LONG computes each pair alone."""
     layout = SequenceLayout.from_name(name, 1000, 150)
     masks = [Mask(1000, 1000, causal) for causal in (False, True)]
     masks += [Mask(1000, 1000, True, (700, 0)), Mask(1000, 1000, False, (20, 300))]
@@ -101,7 +101,7 @@ def test_edges() -> None:
     layout = SequenceLayout.contiguous(10, 2)
     work = pair_work(layout, layout, Mask(10, 10, causal=True))
     assert work.area.tolist() == [[15, 0], [25, 15]] and work.edge.tolist() == [[4, 0], [0, 4]]
-    # A window narrower than the stride: nothing is seen of other ranks, so nothing is cut there.
+    # With a window narrower than the stride, other ranks' keys are unseen and have no edges.
     striped = SequenceLayout.striped(12, 3)
     work = pair_work(striped, striped, Mask(12, 12, window_size=(0, 0)))
     assert work.area.tolist() == [[4, 0, 0], [0, 4, 0], [0, 0, 4]]
@@ -110,7 +110,7 @@ def test_edges() -> None:
 
 @pytest.mark.parametrize("degree", [1, 2, 3])
 def test_by_displacement(degree: int) -> None:
-    """Entries of the tables, in the order of displacements."""
+    """Compares `by_displacement` with entries of the tables."""
     layout = SequenceLayout.zigzag(53, 6)
     work, grid = pair_work(layout, layout, Mask(53, 53, True, (17, 0))), ring_grid(6, degree)
     for travels, table in (("kv", work.area), ("q", work.area.t())):
@@ -121,7 +121,7 @@ def test_by_displacement(degree: int) -> None:
 
 
 def test_a_thousand_ranks_take_no_time() -> None:
-    """Process time of this thread: other work does not count."""
+    """Measures this thread's CPU time, without other work."""
     layout, mask = SequenceLayout.zigzag(1 << 18, 1024), Mask(1 << 18, 1 << 18, causal=True)
     start = time.thread_time()
     work = pair_work(layout, layout, mask)
@@ -130,7 +130,7 @@ def test_a_thousand_ranks_take_no_time() -> None:
 
 
 def test_many_documents_that_are_all_cut_take_no_time() -> None:
-    """With dense tables ten times as much."""
+    """Dense tables would take ten times as long."""
     size, parts = 8192, [[] for _ in range(64)]
     for start in range(0, 200 * size, size):
         for rank, part in enumerate(parts):

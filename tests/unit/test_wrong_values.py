@@ -80,18 +80,18 @@ OTHERWISE = {"plan": LLAMA_TP_PLAN, "otherwise": "replicated", "order": "out_in"
 
 
 def defaults(function: Callable[..., object]) -> dict[str, object]:
-    """Every argument of a function that has a default, with that."""
+    """Maps each argument that has a default to its default."""
     parameters = inspect.signature(function).parameters
     return {name: p.default for name, p in parameters.items() if p.default is not p.empty}
 
 
 def shard_tensors(**batch: Any) -> object:
-    """Tensors of a batch."""
+    """Shards a batch given as keywords."""
     return shard_batch(batch, ZIGZAG, 1)
 
 
 def one_segment(**numbers: Any) -> object:
-    """A layout of it alone."""
+    """Layout of a single segment."""
     return SequenceLayout.from_segments([[Segment(**numbers)]])
 
 
@@ -151,7 +151,7 @@ GOOD = [
     partial(unshard_state_dict, shards=PARTS, config=CONFIGS[0], **OTHERWISE),
 ]  # fmt: skip
 
-# What a message calls an argument that it does not name, since the value is right by itself.
+# Words of a message in place of an argument's name, where the value is valid by itself.
 OTHER_WORDS = {
     "work": "costs",
     "global_shape": "shape",
