@@ -237,7 +237,7 @@ def test_pieces_for_flash_are_windows_that_it_can_state(name: str) -> None:
         pieces = list(BACKENDS[name].pieces(tile, "cuda"))
         assert_partition(tile, pieces)
         for piece in pieces:
-            if name == "cudnn" and piece.kind is not MaskKind.WINDOW:  # cuDNN takes it
+            if name == "cudnn" and piece.kind is not MaskKind.WINDOW:  # cuDNN takes this piece
                 assert piece.kind is MaskKind.FULL or piece.corner_band == Band(None, 0)
                 assert piece.kind is MaskKind.FULL or piece.rows == piece.cols
                 continue

@@ -328,7 +328,7 @@ def test_no_rank_holds_more_than_it_can(
     [
         (1000, [1 << 30, 1 << 30, 2 << 30], 4096, 1, (250, 250, 500)),
         (1000, [0, 3 << 30, 1 << 30], 4096, 1, (0, 750, 250)),
-        # Blocks of 128, and what remains on the last rank.
+        # Blocks of 128; the last rank takes the rest.
         (1000, [1 << 30, 1 << 30, 2 << 30], 4096, 128, (256, 256, 488)),
         (9, [7, 9, 4], 2, 1, (3, 4, 2)),  # full to the last row
         # A tail too long for the last rank goes to an earlier rank.

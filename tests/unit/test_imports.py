@@ -106,13 +106,13 @@ SIBLINGS = {
 BASE_DEPENDENCIES = {"torch", "einops", "rich"}
 EXTRA_DEPENDENCIES = {"kernels": {"triton"}}
 
-# Names that our folders would have if they were imported past the package.
+# Folders that must never be imported by their top-level names.
 NEVER_TOP_LEVEL = {"kernels", "bench", "tests"}
 
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module: its full name, and whether it is imported with the module itself."""
+    """An imported module: its full name, and whether importing the importer loads it."""
 
     name: str
     line: int

@@ -1,5 +1,5 @@
-"""Masks: flash-attention's against the predicate of its documentation, pair by pair; all others
-against the drawings in their docstrings and against one another."""
+"""Masks: flash-attention's are compared with its documented predicate, pair by pair; other masks
+with the drawings in their docstrings and with each other."""
 
 from __future__ import annotations
 

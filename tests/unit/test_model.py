@@ -1,4 +1,4 @@
-"""The demo's model: positions, heads, causality, losses; shards of it: distributed/test_meshes."""
+"""The demo's model: positions, heads, causality, losses (distributed/test_meshes shards it)."""
 
 from functools import partial
 

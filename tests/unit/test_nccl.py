@@ -1,4 +1,4 @@
-"""NCCL's kernels in every order: places for kernels that calls need, alone and beside others.
+"""NCCL's kernels in every order: places that calls need on a device, alone and beside others.
 
 With NCCL_LAUNCH_ORDER_IMPLICIT=1, one place is enough for every job here.
 """
@@ -35,7 +35,7 @@ CALLS: dict[str, tuple[Strategy, str, tuple[Traveller, bool] | None]] = {
 }
 
 
-# -- jobs: what all hosts launch
+# -- jobs: the launches of all hosts
 
 
 def directions(name: str, world_size: int) -> list[tuple[Program, Program]]:

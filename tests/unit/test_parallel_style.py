@@ -1,4 +1,4 @@
-"""ContextParallel and parallelize in one process: plans, options, and what is left alone."""
+"""ContextParallel and parallelize in one process: plans, options, untouched modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a call keeps the bits of one process, and when gradients travel on: by plans alone.
+"""Plans show when a call keeps the bits of one process, and when gradients are continued.
 
 tests/kernels/test_same_bits.py compares the bits.
 """

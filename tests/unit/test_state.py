@@ -29,7 +29,7 @@ def scores_and_values() -> tuple[Tensor, Tensor]:
 
 
 def partial(s: Tensor, v: Tensor) -> Part:
-    """(acc, m, l) of some keys, as a backend computes it."""
+    """Computes (acc, m, l) of some keys, as a backend does."""
     m = s.amax(-1)
     p = (s - m.unsqueeze(-1)).exp()
     return torch.einsum("bhij,bjhd->bihd", p, v), m, p.sum(-1)
@@ -95,7 +95,7 @@ def test_a_sink_far_off_takes_all_or_nothing(gap: float) -> None:
     assert bool(got[0].isfinite().all()) and bool(got[1].isfinite().all())
 
 
-# -- what a fold owns
+# -- tensors that a fold adopts
 
 
 def test_later_and_partial_folds_leave_the_callers_tensors_alone() -> None:
