@@ -1,11 +1,11 @@
-"""Looks into the CUDA wheels of torch, and of the NCCL that each asks for, for what is used here.
+"""Looks up every private name used here in torch's CUDA wheels and in the NCCL that each requires.
 
     python -m tests.abi --json bench/results/abi.json        (`make abi`)
 
 Nothing of a wheel is imported or unpacked, so this needs no GPU. Names come from the code that uses
 them: `ring_attn/torch_private.py`, calls of communicators in `ring_attn/transport`, and NCCL's
-variables anywhere. Of a method it is known then that it is bound, not what it does. This package
-itself calls nothing of CUDA's driver: torch and Triton do.
+variables anywhere. A method that is found is known to be bound; its behaviour is not checked. This
+package itself never calls CUDA's driver: torch and Triton do.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MEMBERS = (
 
 
 class Name(NamedTuple):
-    """Something of torch's or NCCL's.
+    """A name that belongs to torch or NCCL.
 
     Attributes:
         kind: "module" for a name of one of torch's modules, with dots; "method" of an object of
@@ -98,7 +98,7 @@ def private_names(source: str) -> Iterator[Name]:
 
 
 def communicator_names(sources: list[str]) -> Iterator[Name]:
-    """Methods of whatever has no type there: torch has none for its communicators."""
+    """Methods called on objects without a type: torch has no types for its communicators."""
     trees = [ast.parse(source) for source in sources]
     nodes = [node for tree in trees for node in ast.walk(tree)]
     untyped = {
@@ -118,7 +118,7 @@ def communicator_names(sources: list[str]) -> Iterator[Name]:
 
 
 def variables(source: str) -> Iterator[Name]:
-    """Variables of the environment that are NCCL's or of torch's use of it."""
+    """Environment variables of NCCL, and of torch's use of NCCL."""
     for torch, name in re.findall(r"\"((?:TORCH_)?)(NCCL_[A-Z_]+)\"", source):
         yield Name("torch variable" if torch else "NCCL variable", torch + name)
 
@@ -127,14 +127,14 @@ def variables(source: str) -> Iterator[Name]:
 
 
 class Wheels:
-    """torch's wheel and that of its NCCL."""
+    """A torch wheel and the wheel of its NCCL."""
 
     def __init__(self, torch: Path, nccl: Path) -> None:
         self._torch, self._nccl = ZipFile(torch), ZipFile(nccl)
         self._files = set(self._torch.namelist())
 
     def where(self, name: Name) -> str | None:
-        """The file that has it; None if none has."""
+        """The file that has the name; None if no file has it."""
         match name.kind:
             case "module":
                 return self._in_modules(name.name.split("."))
@@ -151,7 +151,7 @@ class Wheels:
         raise ValueError(name.kind)
 
     def _in_modules(self, parts: list[str]) -> str | None:
-        """The longest part of the name that is a module; the next is a name in it."""
+        """The file of the longest prefix that is a module, if it defines the rest of the name."""
         for length in range(len(parts), 0, -1):
             file = self._module(parts[:length])
             if file is None:
@@ -160,7 +160,7 @@ class Wheels:
                 return file
             if not self._defines(file, parts[length], frozenset()):
                 return None
-            # What is left are members of a class.
+            # The remaining parts are members of a class.
             rest = [self._method(part) for part in parts[length + 1 :]]
             return None if None in rest else file
         return None
@@ -184,7 +184,7 @@ class Wheels:
 
     @cache  # noqa: B019
     def _top_level(self, file: str) -> tuple[set[str], set[str]]:
-        """Names that a module defines or imports, and modules that it imports all names of."""
+        """Names that a module defines or imports, and modules that it star-imports."""
         names, stars = set(), set()
         left: list[ast.AST] = [ast.parse(self._torch.read(file))]
         while left:
@@ -225,7 +225,7 @@ class Wheels:
         return header if wanted in [field.lower() for field in fields] else None
 
     def _in_library(self, wheel: ZipFile, file: str, name: str) -> str | None:
-        """The library, where a string ends with the name: linkers let strings share their ends."""
+        """The library if one of its strings ends with the name: linkers merge equal string ends."""
         wanted, tail = name.encode() + b"\0", b""
         with wheel.open(file) as library:
             while block := library.read(1 << 24):
@@ -236,7 +236,7 @@ class Wheels:
 
 
 def download(requirement: str, folder: Path) -> Path:
-    """A wheel by pip, which is asked for this build: `===` leaves out those with a local label."""
+    """Downloads a wheel by pip; `===` in the requirement excludes builds with a local label."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", requirement]
     command += ["--only-binary", ":all:", "--python-version", PYTHON, "--platform", LINUX]
     command += ["--platform", LINUX.replace("28", "18"), "--dest", str(folder)]
@@ -245,7 +245,7 @@ def download(requirement: str, folder: Path) -> Path:
 
 
 def nccl_of(torch: Path) -> str:
-    """The requirement of NCCL in a wheel of torch."""
+    """The NCCL requirement of a torch wheel."""
     with ZipFile(torch) as wheel:
         file = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
         found = re.search(r"Requires-Dist: (nvidia-nccl-\w+)==([\d.]+)", wheel.read(file).decode())

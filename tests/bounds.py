@@ -25,7 +25,7 @@ from ring_attn.testing import (
     poisoned_empty,
 )
 
-# Those of the table, and a window in which whole blocks are visible.
+# The masks of the table, and a window in which whole blocks are visible.
 MASKS = masks(97) | {"wide window": Mask(97, 97, window_size=(60, 40))}
 
 
@@ -53,10 +53,10 @@ def run(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Expected:
-    """Forward and backward of one rank, the tiles dealt over some steps; inputs are unchanged.
+    """Runs one rank's forward and backward, one step per list of tiles; asserts unchanged inputs.
 
-    With `rebuild_out` the backward has delta in place of `out`; with `say_last` the last step of
-    the forward is told that it is. Memory starts as NaN.
+    With `rebuild_out` the backward gets delta but no `out`; with `say_last` the forward's last
+    step is called with `last=True`. Memory starts as NaN.
     """
     q, k, v, dout = inputs
     before = [x.clone() for x in inputs]
@@ -81,7 +81,7 @@ def run(
 def assert_holds(
     got: Expected | Mapping[str, Tensor], oracle: Expected, plain: Expected, where: object = ""
 ) -> None:
-    """Every result within its bound; a mapping has some of them by name."""
+    """Asserts each result within its bound; a mapping may hold only some results, by name."""
     if isinstance(got, Expected):
         verdicts = check_all(got, oracle, plain)
     else:
@@ -93,13 +93,13 @@ def assert_holds(
 
 
 def assert_close(name: str, got: Tensor, oracle: Tensor, plain: Tensor) -> None:
-    """A result that is no attention's, within the bound of `check`."""
+    """Asserts a result other than attention's within the bound of `check`."""
     verdict = check(name, got, oracle, plain)
     assert verdict.ok, str(verdict)
 
 
 def visible_pairs(tile: Tile) -> Tensor:
-    """(rows, cols) booleans of a tile, by the words of its definition."""
+    """(rows, cols) booleans of a tile, written as its definition states them."""
     i, j = (torch.arange(rows.start, rows.stop) for rows in (tile.q, tile.kv))
     offsets = j - i[:, None]
     lo, hi = tile.band
@@ -120,7 +120,7 @@ def painted(tiles: Sequence[Tile], rows: int, cols: int) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """NaN is NaN, and 8-bit floats have no comparison."""
+    """Compares bits: NaN equals NaN, and 8-bit floats have no comparison."""
     bits = (x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b))
     return a.dtype == b.dtype and torch.equal(*bits)
 

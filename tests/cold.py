@@ -13,10 +13,10 @@ from ring_attn.core import layout
 def compile_cold(
     fn: Callable[..., Any], backend: str = "eager", **options: Any
 ) -> tuple[Callable[..., Any], Callable[[], int]]:
-    """The compiled function, and how many graphs with an operation in them it has by now.
+    """The compiled function, and a function that counts its graphs with operations so far.
 
-    What is compiled must see layouts that are new, and come before the eager call it is held
-    against: a value that an eager call has kept hides what dynamo cannot trace.
+    Call the compiled function with new layouts, and before the eager call that it is compared
+    with: a value cached by an eager call hides code that dynamo cannot trace.
     """
     from torch._dynamo.testing import CompileCounterWithBackend  # loads the compiler
 
@@ -25,7 +25,7 @@ def compile_cold(
     counter = CompileCounterWithBackend(backend)
 
     def num_graphs() -> int:
-        # Not counted: a graph without any operation, which holds what is constant.
+        # A graph without any operation only holds constants, and is not counted.
         return sum(any("call" in node.op for node in made.graph.nodes) for made in counter.graphs)
 
     return torch.compile(fn, backend=counter, **options), num_graphs

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-# Triton decides between interpreter and compiler when it is imported, which parts of torch do
-# behind one's back: so this stands before any test module. Child processes inherit it.
+# Triton decides between interpreter and compiler when it is imported, and parts of torch import
+# it silently: so the variable is set before any test module. Child processes inherit it.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Every client of torch's store looks up its host's name. A name server that loses the question
-# would take 5 s, which is longer than the timeouts of these tests: none is asked, /etc/hosts
-# remains, and torch's warning that a name is unknown is not shown.
+# Every client of torch's store looks up its host's name. A name server that drops the query costs
+# 5 s, longer than the timeouts of these tests: so only /etc/hosts is used, and torch's warning
+# about an unknown name is hidden.
 os.environ["RES_OPTIONS"] = "attempts:0"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
@@ -28,7 +28,7 @@ from tests.distributed.pool import Pool, Pools, forked_rank, forkserver
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks all tests of the folder `distributed`, and what `make test` leaves out of a sweep."""
+    """Marks tests of the folder `distributed` as dist, and cases left out of a sweep as slow."""
     cases: Counter[tuple[Path, str]] = Counter()
     for item in items:
         if item.path.parent.name == "distributed":
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands fork their processes, in a tenth of the time; two tests undo it."""
+    """Makes commands fork their processes, which is ten times faster; two tests undo the patch."""
     for module in (launch, processes):
         monkeypatch.setattr(module, "get_context", lambda method: forkserver())
     monkeypatch.setattr(launch, "_rank_main", forked_rank)
@@ -51,7 +51,7 @@ def forked_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test of `on_ranks` in its processes, with the arguments that it takes."""
+    """Runs a test marked `on_ranks` on all its ranks, with the test's arguments."""
     mark = pyfuncitem.get_closest_marker("on_ranks")
     if mark is None:
         return None
@@ -63,7 +63,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Runs the tests of `ranks` twice: as on a CPU, and as on a device with streams.
 
-    The second is slow but for tests that are marked `queued`; of those marked `gloo` there is none.
+    The second run is slow unless the test is marked `queued`; `gloo` tests have only the first.
     """
     if "ranks" in metafunc.fixturenames:
         mark = metafunc.definition.get_closest_marker
@@ -99,7 +99,7 @@ def fresh_ranks() -> Iterator[Callable[..., Pool]]:
 
 @pytest.fixture(scope="session")
 def one_thread() -> Iterator[None]:
-    """One thread for torch, as in the ranks: operators add up in another order with more."""
+    """One thread for torch, as in the ranks: more threads change the order of sums."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

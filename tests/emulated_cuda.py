@@ -26,7 +26,7 @@ def dense_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float,
     seen: Tensor, softcap: float = 0.0, into: tuple[Tensor, ...] = (),
 ) -> list[Tensor]:  # fmt: skip
-    """dq, dk, dv, which are copied where they are wanted."""
+    """dq, dk, dv; also copied into the tensors of `into`."""
     dtype, (dout, q, k, v, out) = q.dtype, (x.float() for x in (dout, q, k, v, out))
     delta = (dout * out).sum(-1).transpose(1, 2)
     grads = textbook_backward(q, k, v, dout, lse, delta, seen, scale, softcap)
@@ -76,13 +76,13 @@ def cudnn_visible(rows: int, cols: int, is_causal: bool) -> Tensor:
 
 
 def require_kernel_shapes(*tensors: Tensor) -> None:
-    """Asserts what the CUDA kernels insist on."""
+    """Asserts the shapes and strides that the CUDA kernels require."""
     assert len({x.size(-1) for x in tensors}) == 1, "one headdim"
     assert tensors[0].size(-1) % 8 == 0, "headdim in multiples of 8"
     assert all(x.stride(-1) == 1 for x in tensors), "a contiguous headdim"
 
 
-# Stands for results of the operators that nobody uses.
+# Placeholder for operator results that the backends ignore.
 UNUSED = torch.zeros(0)
 
 
@@ -237,7 +237,7 @@ class TorchOnCuda:
 
 
 class PretendCuda(TorchFunctionMode):
-    """Tensors say that they are on CUDA; what is made on CUDA is made on the CPU."""
+    """Makes tensors report device CUDA, and creates CUDA tensors on the CPU instead."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func == torch.Tensor.device.__get__:

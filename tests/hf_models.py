@@ -1,4 +1,4 @@
-"""Tiny models of Hugging Face's families with random weights, and a float64 that is one."""
+"""Tiny random models of Hugging Face's families, and a way to run them wholly in float64."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ VOCAB = 97
 WINDOW = 16
 IMAGE, IMAGE_TOKENS = VOCAB - 1, 25  # more than a window
 
-# Weights so large that scores differ: with the usual ones all keys weigh about the same, and a key
-# too many or too few is not seen.
+# Weights so large that scores differ: with the usual weights all keys count about the same, and a
+# test would not notice a key too many or too few.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.15,
 }
 GQA: dict[str, Any] = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
-# Gemma scales its embeddings up: tied to the head, all that it says is the last word again.
+# Gemma scales its embeddings up: with a tied head it would only repeat the last token.
 GEMMA = GQA | {"query_pre_attn_scalar": 24, "tie_word_embeddings": False}
 ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 YARN = {
@@ -84,7 +84,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-# What honours all that the family's attention has: sdpa knows no softcap and no sinks.
+# Attention that supports every option of the family: sdpa has neither softcap nor sinks.
 YARDSTICKS = dict.fromkeys(("gemma2", "gpt_oss", "llama4", "gemma3_images"), "eager")
 
 
@@ -113,7 +113,7 @@ def make_model(family: str, implementation: str, **changes: Any) -> Any:
 
 
 def make_batch(seqlen: int, family: str = "llama", padded: bool = False) -> dict[str, Tensor]:
-    """Two sequences, some of whose labels do not count; with padding at their ends, or images."""
+    """Two sequences with some ignored labels; optionally padded at their ends, or with images."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(VOCAB, (2, seqlen), generator=generator)
     batch = {"input_ids": ids}
@@ -134,13 +134,13 @@ def make_batch(seqlen: int, family: str = "llama", padded: bool = False) -> dict
 
 
 def yardstick(family: str, **changes: Any) -> Any:
-    """The model as one process runs it: by sdpa, or eager where sdpa leaves something out."""
+    """The one-process model: with sdpa, or eager attention where sdpa lacks an option."""
     return make_model(family, YARDSTICKS.get(family, "sdpa"), **changes)
 
 
 @contextmanager
 def all_in_float64() -> Iterator[None]:
-    """What models compute in float32 whatever their dtype (norms, RoPE, loss) is float64 here."""
+    """Computes in float64 what models always compute in float32 (norms, RoPE, loss)."""
     with (
         mock.patch.object(torch, "float32", torch.float64),
         mock.patch.object(torch, "float", torch.float64),

@@ -1,4 +1,4 @@
-"""A tiny training by transformers' Trainer, in one process and on ranks, and what is left of it."""
+"""Tiny trainings by transformers' Trainer, in one process and on ranks, and their results."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ NUM_STEPS = 4
 
 
 def texts(num: int) -> list[dict[str, Tensor]]:
-    """Token ids of different lengths, odd ones among them."""
+    """Token ids of different lengths, some of them odd."""
     generator = torch.Generator().manual_seed(5)
     lengths = torch.randint(13, 47, (num,), generator=generator).tolist()
     return [{"input_ids": torch.randint(VOCAB, (n,), generator=generator)} for n in lengths]
 
 
 def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A batch with padding at the end, and some labels that do not count."""
+    """A batch with padding at the end, and some ignored labels."""
     ids = [row["input_ids"] for row in rows]
     pad = torch.nn.utils.rnn.pad_sequence
     batch = {
@@ -55,7 +55,7 @@ COLLATORS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """What a training leaves: logged numbers by name, the first gradients, weights at the end."""
+    """Results of a training: logged numbers by name, the first gradients, the final weights."""
 
     logged: dict[str, Tensor]
     gradients: dict[str, Tensor]
@@ -63,7 +63,7 @@ class Run:
 
 
 class Notes(transformers.TrainerCallback):
-    """Keeps the gradients of the first step, clipped as they are."""
+    """Keeps the clipped gradients of the first step."""
 
     def __init__(self) -> None:
         self.gradients: dict[str, Tensor] = {}
@@ -74,13 +74,13 @@ class Notes(transformers.TrainerCallback):
 
 
 def whole(x: Any) -> Tensor:
-    """A tensor that FSDP2 may have spread."""
+    """The whole tensor, gathered if FSDP2 has sharded it."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x.detach()
 
 
 @contextmanager
 def as_torchrun() -> Iterator[None]:
-    """The environment that accelerate knows its ranks by."""
+    """Sets the environment variables from which accelerate reads its ranks."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     with mock.patch.dict(os.environ, names | {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}):
@@ -136,7 +136,7 @@ def trained(trainer: Any, logged: tuple[str, ...] = LOGGED, **options: Any) -> R
 
 
 def plainly(make: Callable[[Any, Path], Any], out: Path, model: Any = None) -> tuple[Any, Any]:
-    """What make(model, folder) gives in one process, in float64 and in float32."""
+    """Results of make(model, folder) in one process, in float64 and in float32."""
     model = make_model("llama", "sdpa") if model is None else model
     exact, default = copy.deepcopy(model), torch.get_default_dtype()
     with all_in_float64():
@@ -159,7 +159,7 @@ def assert_same_run(got: Run, oracle: Run, plain: Run) -> None:
 
 @contextmanager
 def split_model(layout: str = "zigzag", dp: int = 1, family: str = "llama") -> Iterator[Any]:
-    """A model on sequences that are split, in `dp` groups with batches of their own."""
+    """A model on split sequences, in `dp` groups that each have their own batches."""
     mesh = init_device_mesh("cpu", (dp, dist.get_world_size() // dp), mesh_dim_names=("dp", "cp"))
     with as_torchrun(), register(group=mesh["cp"], layout=layout):
         yield make_model(family, "ring_attn")

@@ -42,12 +42,12 @@ Ranks = tuple[int, ...]
 States = NDArray[np.uint8]
 
 
-# A moment of a rank's streams: how many kernels of each communicator have ended.
+# A moment of a rank's streams: the number of ended kernels of each communicator.
 Moment = dict[Hashable, int]
 
 
 def last(moments: Iterable[Moment]) -> Moment:
-    """The moment when all of them are past."""
+    """The moment when all the given moments are past."""
     found: Moment = {}
     for moment in moments:
         for communicator, count in moment.items():
@@ -59,11 +59,11 @@ class Launch(NamedTuple):
     """A kernel that a host launches.
 
     Attributes:
-        communicator: whose kernel.
-        turn: its number among those of the communicator on this rank.
-        sends: ranks that it sends to.
-        receives: ranks that it receives from.
-        after: the moment from which on it may start.
+        communicator: the kernel's communicator.
+        turn: the kernel's number among the communicator's kernels on this rank.
+        sends: ranks that the kernel sends to.
+        receives: ranks that the kernel receives from.
+        after: the earliest moment at which the kernel may start.
     """
 
     communicator: Hashable
@@ -74,15 +74,15 @@ class Launch(NamedTuple):
 
     @property
     def end(self) -> Moment:
-        """The moment when it has ended."""
+        """The moment when the kernel has ended."""
         return {self.communicator: self.turn + 1}
 
 
 class Line:
-    """The order of one rank's host: the kernels that it launches, what compute waits for.
+    """One rank's host program: the kernels launched, and the moment that compute waits for.
 
     Attributes:
-        launches: in order.
+        launches: the kernels, in order.
         now: the moment to which the compute stream has been made to wait so far.
     """
 
@@ -90,13 +90,13 @@ class Line:
         self.launches: list[Launch] = []
         self.now: Moment = {}
         self._turns: Counter[Hashable] = Counter()
-        # Message buffers that are free, by their room: the moments of their last uses.
+        # Last uses of the free message buffers, by the buffers' room.
         self._free: dict[int, deque[Uses]] = defaultdict(deque)
 
     def launch(
         self, communicator: Hashable, sends: Ranks, receives: Ranks, after: Moment | None = None
     ) -> Launch:
-        """Adds a kernel, by default behind all that compute has been given so far."""
+        """Adds a kernel, by default behind everything that compute waits for so far."""
         after = self.now if after is None else after
         turn = self._turns[communicator]
         self._turns[communicator] += 1
@@ -117,10 +117,10 @@ class Line:
         """Adds the exchanges of a call, each behind the last uses of its two buffers.
 
         Args:
-            program: of `rank`.
+            program: the program of `rank`.
             rank: this rank.
-            ranks: those of the program.
-            begun: when the call began, of a program within another.
+            ranks: the ranks of the program.
+            begun: for a program within another: the moment when the call began.
         """
         begun = self.now if begun is None else begun
         pending: dict[Hashable, Launch] = {}
@@ -130,7 +130,7 @@ class Line:
                 self.run(op.program, rank, _some(ranks, op.ranks), begun)
             elif isinstance(op, Post | Wait):
                 members = _some(ranks, op.ranks)
-                # As `transport.ranks.media.Nccl`: one communicator for a channel of some ranks.
+                # As in `transport.ranks.media.Nccl`: a communicator for each channel and ranks.
                 communicator = members, op.channel
                 if isinstance(op, Wait):
                     self.wait(pending.pop(communicator))
@@ -155,7 +155,7 @@ class Line:
                     self._give([op.buffer], held)
 
     def _take(self, buffer: Buffer, held: dict[str, Uses]) -> Uses:
-        """As `transport.buffers.Pool`: the one that has been free longest is taken first."""
+        """As in `transport.buffers.Pool`: takes the buffer that has been free longest."""
         if buffer.name not in held:
             free = self._free[buffer.room]
             held[buffer.name] = free.popleft() if free else Uses(self.now)
@@ -163,7 +163,7 @@ class Line:
 
     def _give(self, buffers: Iterable[Buffer], held: dict[str, Uses]) -> None:
         for buffer in buffers:
-            if buffer.name in held:  # else no memory was taken
+            if buffer.name in held:  # otherwise no memory was taken
                 self._free[buffer.room].append(held.pop(buffer.name))
 
 
@@ -188,21 +188,21 @@ def _some(ranks: Ranks, chosen: Ranks | None) -> Ranks:
 
 
 def others(members: Ranks, rank: int) -> Ranks:
-    """The members without that rank."""
+    """All members but that rank."""
     return tuple(member for member in members if member != rank)
 
 
 class Needed:
-    """Numbers of kernels that others must have come to, for each kernel of a stream."""
+    """For each kernel of a stream: the kernel numbers that other streams must have reached."""
 
     def __init__(self, needs: Sequence[dict[int, int]]) -> None:
-        """Takes, for each kernel, the least number of each stream that it needs."""
+        """Takes, for each kernel, the least number that it needs of each stream."""
         self._streams = sorted(set().union(*needs))
         rows = [[need.get(stream, 0) for stream in self._streams] for need in needs]
         self._least = np.array([*rows, [0] * len(self._streams)], np.uint8)
 
     def met(self, numbers: States, kernels: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
-        """Whether, in each state, the kernel of that number has what it needs; -1 needs nothing."""
+        """Whether, in each state, the needs of the numbered kernel are met; kernel -1 has none."""
         met: NDArray[np.bool_] = (numbers[:, self._streams] >= self._least[kernels]).all(1)
         return met
 
@@ -213,12 +213,12 @@ class Devices:
     States are (n, streams) numbers of the kernels that have started.
 
     Attributes:
-        streams: rank and communicator.
+        streams: (rank, communicator) of each stream.
         end: the state in which everything has started.
     """
 
     def __init__(self, lines: Sequence[Line], places: int, *, in_order: bool) -> None:
-        """Takes the hosts' orders, the places of a device, and whether launches keep the order."""
+        """Takes the hosts' orders, places per device, and whether kernels start in launch order."""
         self._places, self._in_order = places, in_order
         kernels: dict[tuple[int, Hashable], list[int]] = defaultdict(list)
         for rank, line in enumerate(lines):
@@ -251,11 +251,11 @@ class Devices:
         return running
 
     def ready(self, states: States, *, reduced: bool) -> NDArray[np.bool_]:
-        """Streams whose next kernel may start; with `reduced` only as many as reach every deadlock.
+        """Streams whose next kernel may start; `reduced` keeps enough to reach every deadlock.
 
-        Starts on two devices do not hinder each other, so one device alone is looked at where
-        nothing that happens elsewhere gives it another choice: where the host's order decides, or
-        all its idle streams are ready. A running kernel leaves its place to the next of its stream.
+        Starts on two devices do not hinder each other. So one device is tried alone if no start
+        elsewhere changes its choices: if the host's order decides, or all its idle streams are
+        ready. A running kernel leaves its place to the next kernel of its stream.
         Where all idle streams have room there is no choice at all.
         """
         running = self.running(states)
@@ -307,12 +307,12 @@ def _peers(lines: Sequence[Line]) -> dict[tuple[int, Hashable, int], list[tuple[
 
 
 class Search(NamedTuple):
-    """The outcome of all orders.
+    """Result of a search over all orders.
 
     Attributes:
         deadlock: communicators whose kernels hold the places for ever, by rank; None where every
             order ends.
-        num_states: that were looked at.
+        num_states: the number of states visited.
     """
 
     deadlock: list[set[Hashable]] | None
@@ -325,10 +325,10 @@ def search(
     """Tries every order in which the devices may start kernels.
 
     Args:
-        lines: by rank.
-        places: of each device.
+        lines: one Line for each rank.
+        places: the number of places of each device.
         in_order: kernels of a device start in the order of their launch.
-        reduced: leaves out orders that lead where others lead.
+        reduced: skips orders that reach the same states as other orders.
     """
     devices = Devices(lines, places, in_order=in_order)
     states, num_states = np.zeros((1, len(devices.end)), np.uint8), 1
@@ -351,7 +351,7 @@ def search(
 
 
 def places_needed(lines: Sequence[Line]) -> int:
-    """The fewest places from which on no order ends in a deadlock."""
+    """The least number of places with which no order ends in a deadlock."""
     most = max(len({launch.communicator for launch in line.launches}) for line in lines)
     for places in range(most, 0, -1):
         if search(lines, places).deadlock is not None:

@@ -15,7 +15,7 @@ def says(text: str, words: str) -> bool:
 
 @contextmanager
 def refused(error: type[Exception], words: str) -> Iterator[None]:
-    """Holds that the block raises that error, with all words in its message."""
+    """Asserts that the block raises that error, with all words in its message."""
     with pytest.raises(error) as caught:
         yield
     assert caught.type is error and says(str(caught.value), words), (words, caught.value)

@@ -39,31 +39,31 @@ PRELOAD = [
     "ring_attn.testing",
     "ring_attn.tools.launch",
 ]
-# Where a test module has loaded transformers: loading it takes longer than starting ten ranks.
+# Preloaded if a test module has loaded transformers: the import takes longer than ten ranks' start.
 PRELOAD_TRANSFORMERS = [
     "transformers.models.llama.modeling_llama",
     "transformers.trainer",
     "ring_attn.integrations.trainer",
 ]
 
-# Seconds for a call, of which a rank that waits for another one gives up somewhat earlier.
+# Seconds for a call; a rank that waits for another rank gives up somewhat earlier.
 TIMEOUT = 60.0
 GROUP_TIMEOUT = 45.0
-# Once a rank has failed the others soon fail too, or wait for it: no use in waiting with them.
+# Seconds that the other ranks get once a rank has failed: they soon fail too, or wait in vain.
 GRACE = 5.0
-# Threads of each group of gloo's wake up 100 times a second: after 137 groups four ranks took 60 %
-# of a core to do nothing. torch keeps meshes of groups that are destroyed, so ranks are replaced.
+# The threads of each gloo group wake up 100 times a second: with 137 groups four idle ranks took
+# 60 % of a core. torch keeps meshes of destroyed groups, so the ranks are replaced.
 MOST_GROUPS = 16
-# From the order to stop to the signal that makes a process stop.
+# Seconds from the request to stop until a process is stopped by a signal.
 STOP = 5.0
 
 
 def on_ranks(world_size: int, **options: float) -> Callable[[Callable[..., None]], Any]:
-    """Has each of so many ranks run a test, which has to hold on all of them.
+    """Runs a test on each of `world_size` ranks; the test must pass on all of them.
 
     Args:
-        world_size: how many; they are those of the fixture `ranks`.
-        options: of `Pool.run`.
+        world_size: how many ranks of the fixture `ranks`.
+        options: options of `Pool.run`.
     """
 
     def mark(test: Callable[..., None]) -> Any:
@@ -73,7 +73,7 @@ def on_ranks(world_size: int, **options: float) -> Callable[[Callable[..., None]
 
 
 def everyone(value: Any) -> list[Any]:
-    """The values of all ranks."""
+    """Gathers the values of all ranks."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -85,7 +85,7 @@ class RankError(AssertionError):
 
 @dataclass(frozen=True)
 class Ended:
-    """How a call ended; `alone` says that no error came up while another one was handled."""
+    """How a call ended; `alone` if the error was not raised while another was being handled."""
 
     error: type[BaseException] | None
     text: str
@@ -94,7 +94,7 @@ class Ended:
 
 
 def ended(call: Callable[[], object]) -> Ended:
-    """Runs a call and says how it ended, also where it is to fail."""
+    """Runs a call and returns how it ended, whether it ran or raised."""
     error, start = None, time.monotonic()
     try:
         call()
@@ -109,7 +109,7 @@ def ended(call: Callable[[], object]) -> Ended:
 
 @dataclass(frozen=True)
 class Answer:
-    """A rank's value or traceback, and how many groups there are by now."""
+    """A rank's value or traceback, and the rank's present number of groups."""
 
     value: Any = None
     error: str | None = None
@@ -128,7 +128,7 @@ _rank_main = launch._rank_main
 
 
 def forked_rank(*args: Any) -> None:
-    """A rank of a command, whose parent is the server and not the command."""
+    """Runs a command's rank; its parent process is the fork server, not the command."""
     server = mock.Mock(pid=os.getppid())
     with mock.patch.object(interrupt, "parent_process", return_value=server):
         _rank_main(*args)
@@ -143,9 +143,9 @@ class Pool:
         """Starts the processes; returns before they are ready.
 
         Args:
-            world_size: how many.
-            group_timeout: of the default process group, in seconds.
-            queued: CPU tensors are treated as CUDA's (`queued`).
+            world_size: the number of processes.
+            group_timeout: timeout of the default process group, in seconds.
+            queued: treats CPU tensors as CUDA's (module `queued`).
         """
         self.world_size = world_size
         context = forkserver()
@@ -169,7 +169,7 @@ class Pool:
         return [process.pid or 0 for process in self._processes]
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
-        """Calls `fn(*args)` on every rank, for what the ranks return, in their order.
+        """Calls `fn(*args)` on every rank; returns the ranks' results in rank order.
 
         `fn` is on the top level of a module. A RankError has tracebacks; the pool is then closed.
         """
@@ -177,14 +177,14 @@ class Pool:
         return self.results(timeout=timeout)
 
     def start(self, fn: Callable[..., Any], *args: Any) -> None:
-        """The first half of `run`."""
+        """First half of `run`: sends the call to every rank."""
         source = sys.modules[fn.__module__].__file__
         message = (fn.__module__, source, pickle.dumps((fn, args)))
         for pipe in self._pipes:
             pipe.send(message)
 
     def results(self, lost: Collection[int] = (), *, timeout: float = TIMEOUT) -> list[Any]:
-        """The second half of `run`; None for the ranks in `lost`, which a test stops or kills."""
+        """Second half of `run`: results, None for ranks in `lost`, which a test stops or kills."""
         answers: dict[int, Answer] = {}
         waiting = set(range(self.world_size)) - set(lost)
         deadline = time.monotonic() + timeout
@@ -219,8 +219,8 @@ class Pool:
     def close(self, *, now: bool = False, lost: Collection[int] = ()) -> list[int | None]:
         """Ends the processes and returns their exit codes, negative where a signal was needed.
 
-        The signal comes when a process has not ended by itself, with `now` at once; the ranks in
-        `lost` are stopped and not waited for.
+        A process that has not ended by itself gets the signal, at once if `now`; the ranks in
+        `lost` are stopped, so nothing waits for them.
         """
         self.closed = True
         if not now:
@@ -250,7 +250,7 @@ class Pools:
         self._pools: dict[int, Pool] = {}
 
     def __call__(self, world_size: int) -> Pool:
-        """The pool of that size; a new one where the last has failed or has too many groups."""
+        """The pool of that size; a new pool if the last has failed or has too many groups."""
         pool = self._pools.get(world_size)
         if pool is not None and not pool.closed and pool.num_groups > MOST_GROUPS:
             pool.close()
@@ -267,12 +267,12 @@ class Pools:
 def _work(
     rank: int, world_size: int, port: int, group_timeout: float, queued: bool, pipe: Connection
 ) -> None:
-    """A rank's process: joins the group, then does what it is sent until it is sent None."""
+    """Main function of a rank: joins the group, then runs the calls it receives until None."""
     torch.set_num_threads(1)
     # The host's name need not resolve to an address that reaches this machine.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if not torch.cuda.is_available():
-        # Before anything imports triton, which some functions of torch do: then it is too late.
+        # Must be set before triton is imported, which some functions of torch do.
         os.environ.setdefault("TRITON_INTERPRET", "1")
     dist.init_process_group(
         "gloo",

@@ -1,9 +1,9 @@
 """CPU tensors treated as CUDA's: streams, events, and communicators in NCCL's place, over gloo.
 
-Operators run at once, as ever. What a stream of exchanges is given behind an exchange is done when
-somebody waits for it, in the order of that stream; then the host waits, where CUDA's would not. So
-every line that is for devices with streams runs, in processes of their own, without a GPU; that no
-order of streams is missing is not seen here, but on the deferred device (`tests/deferred`).
+Operators run at once, as ever. Work queued behind an exchange runs, in its stream's order, when
+something waits for it; the host then blocks, unlike CUDA's host. So every line for devices with
+streams runs without a GPU, in separate processes. A missing wait between streams is not noticed
+here, but on the deferred device (`tests/deferred`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COPIES = (torch.ops.aten.copy_.default,)
 
 
 class Stream:
-    """A queue; that of the computation is always empty, as its operators run at once."""
+    """A queue of work; the compute stream's is always empty, as its operators run at once."""
 
     def __init__(self) -> None:
         self.num_done = 0
@@ -37,7 +37,7 @@ class Stream:
         self._queue: deque[tuple[Callable[[], object], bool]] = deque()
 
     def give(self, work: Callable[[], object], *, blocks: bool) -> None:
-        """Has it done behind what is queued; on the stream of the computation at once."""
+        """Queues the work behind earlier work; on the compute stream runs it at once."""
         if self is _computation:
             work()
         else:
@@ -48,7 +48,7 @@ class Stream:
         return self.num_done + len(self._queue)
 
     def do(self, num: int) -> None:
-        """Does what has been given up to that number, and what needs no wait behind it."""
+        """Runs the first `num` items given, and all following items up to the next that blocks."""
         was_busy, self.is_busy = self.is_busy, True
         try:
             while self._queue and (self.num_done < num or not self._queue[0][1]):
@@ -131,7 +131,7 @@ class Work:
 
 
 class Communicator:
-    """The part of torch's ProcessGroupNCCL that is used; messages are matched by their order."""
+    """The used part of torch's ProcessGroupNCCL; messages are matched by their order."""
 
     Options = staticmethod(lambda: SimpleNamespace(config=SimpleNamespace()))
 
@@ -142,7 +142,7 @@ class Communicator:
         self._group: Work | None = None
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Connected from the start."""
+        """Does nothing: gloo is connected from the start."""
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
         with self._started() as work:
@@ -180,11 +180,11 @@ class Communicator:
         self._gloo.close()
 
     def shutdown(self) -> None:
-        """Nothing is left to release."""
+        """Does nothing: there is nothing to release."""
 
     @contextmanager
     def _started(self) -> Iterator[Work]:
-        """An operation, behind what its stream has been given, in the group where there is one."""
+        """Starts an operation behind its stream's earlier work, in the open group if any."""
         stream = current()
         stream.do(stream.num_given)
         yield self._group or Work()
@@ -209,7 +209,7 @@ class Communicator:
 
 
 class Clock(profiling._HostClock):
-    """The host's clock, which can also be asked when an exchange has ended."""
+    """The host's clock, which also tells when an exchange has ended."""
 
     def mark_behind(self, follow: Callable[[Any], bool]) -> Any:
         side = Stream()

@@ -1,4 +1,4 @@
-"""`strategy="auto"` between processes: exact, agreed on once, the same on ranks that differ."""
+"""`strategy="auto"` between processes: exact, agreed on once, the same choice on all ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MASK = Mask(4096, 4096, causal=True)
 
 
 def clusters() -> tuple[Cluster, Cluster]:
-    """On one, where every step costs a second, gathering is best; on the other a ring."""
+    """Two clusters: gathering is best in the first, where a step costs a second; then a ring."""
     usual = cpu_cluster(2)
     device = usual.device
     steps = replace(device, forward=replace(device.forward, launch=1.0))
@@ -44,7 +44,7 @@ def clusters() -> tuple[Cluster, Cluster]:
 
 
 def choose_on(path: Path, calls: int = 2, headdim: int = 16) -> tuple[Strategy, int, int]:
-    """A rank's choice with its own file, messages of the first call, and of the rest."""
+    """A rank's choice with its own file; messages sent by the first choice, and by the rest."""
     os.environ[devices.CLUSTER_VARIABLE] = str(path)
     transport = open_p2p(dist.group.WORLD, TransportOptions(timeout=20.0))
     spec = replace(SPEC, headdim=headdim)
@@ -79,7 +79,7 @@ def test_ranks_with_other_files_do_what_rank_0_says(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_an_error_is_the_same_on_all_ranks(tmp_path: Path) -> None:
-    """Rank 1 has a file, rank 0 has none: both hear of it, and can go on."""
+    """Rank 1 has a file, rank 0 has none: both raise, and both can go on."""
     path = tmp_path / f"{dist.get_rank()}.json"
     if dist.get_rank() == 1:
         write(path, clusters()[0])
@@ -94,7 +94,7 @@ def test_an_error_is_the_same_on_all_ranks(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_rank_that_does_not_come_is_a_timeout() -> None:
-    """Rank 1 has formed the ring, and does not come to choose."""
+    """Rank 1 has formed the ring, but does not take part in the choice."""
     transport = open_p2p(dist.new_group(), TransportOptions(timeout=1.5))
     if dist.get_rank() == 1:
         return
@@ -134,7 +134,7 @@ def test_auto_is_exact_and_agrees_once(
 
 @on_ranks(4)
 def test_the_planner_hears_of_nodes() -> None:
-    """On the first rank of each ring; between neighbours along the nodes lie the other ranks.
+    """The first rank of each ring plans, with the number of its ring's ranks that share a node.
 
     The machine has two nodes of two ranks.
     """
@@ -165,7 +165,7 @@ def test_debug_names_what_differs_before_the_ranks_choose() -> None:
 
 @on_ranks(2)
 def test_debug_tells_an_error_of_one_rank_to_the_others() -> None:
-    """Rank 1 finds an error where "auto" looks at the whole call."""
+    """Rank 1 raises when "auto" checks the whole call; rank 0 is told of rank 1's error."""
     q = torch.randn(1, 8 - dist.get_rank(), 4, 8)
     documents = torch.tensor([0, 16], dtype=torch.int32)
     told = ("rank 1 raised ValueError|7", "7")[dist.get_rank()]

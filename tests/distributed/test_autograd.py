@@ -26,7 +26,7 @@ def same(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
 
 
 def _ring(name: str, heads: Heads = HEADS["gqa"]) -> tuple[Callable[..., Any], Inputs]:
-    """A causal call of that strategy, and this rank's shards, which require a gradient."""
+    """A causal call with that strategy, and this rank's shards, which require gradients."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     case = Case("causal", "contiguous" if name == "q_exchange" else "zigzag", heads=heads, batch=1)
     layout, _ = case.build_layouts(world_size)
@@ -37,7 +37,7 @@ def _ring(name: str, heads: Heads = HEADS["gqa"]) -> tuple[Callable[..., Any], I
 
 
 def calls_in_flight(name: str) -> None:
-    """Two forwards, then their backwards in either order, against one after the other."""
+    """Two forwards, then both backwards in either order: same bits as one call after the other."""
     (ring, a), (_, b) = _ring(name), _ring(name, Heads(4, 1, 16, 16))
 
     def both(order: str) -> dict[str, tuple[Tensor, ...]]:
@@ -52,7 +52,7 @@ def calls_in_flight(name: str) -> None:
 
 
 def double_backward_is_refused(name: str) -> None:
-    """Whether dout is a constant, depends on the inputs, or is a leaf that requires a gradient."""
+    """Refused if dout is a constant, depends on the inputs, or is a leaf with a gradient."""
     ring, (q, k, v, dout) = _ring(name)
     sinks = torch.zeros(q.size(2), requires_grad=True)
     for wrt in (q, k, v, sinks):
@@ -62,14 +62,14 @@ def double_backward_is_refused(name: str) -> None:
             assert grad.requires_grad
             with pytest.raises(NotImplementedError, match="differentiable once"):
                 grad.sum().backward()
-    # Asked for and not used, it changes nothing.
+    # `create_graph=True` without a second backward changes nothing.
     (kept,) = torch.autograd.grad(ring(q, k, v), q, dout, create_graph=True)
     (usual,) = torch.autograd.grad(ring(q, k, v), q, dout)
     assert torch.equal(kept, usual) and not usual.requires_grad
 
 
 def lse_takes_no_gradient(name: str) -> None:
-    """lse is a constant to autograd, and out beside it is not."""
+    """lse is a constant to autograd, while out is differentiable."""
     ring, (q, k, v, dout) = _ring(name)
     out, lse = ring(q, k, v, return_lse=True)
     assert out.requires_grad and not lse.requires_grad
@@ -82,7 +82,7 @@ def lse_takes_no_gradient(name: str) -> None:
 
 
 def sinks_keep_their_dtype(name: str) -> None:
-    """Their gradient has the dtype of the sinks, whatever that of q is; the others are the same."""
+    """The sinks' gradient has the sinks' dtype, which changes no other gradient."""
     ring, (q, k, v, dout) = _ring(name)
     found = []
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -94,9 +94,9 @@ def sinks_keep_their_dtype(name: str) -> None:
 
 
 def saves_five_tensors(name: str) -> None:
-    """q, k, v as they were passed, out, lse: no buffer of the communication, nor a view of one.
+    """Saves q, k, v as passed, out and lse, none in a communication buffer or a view of one.
 
-    And the number of the call, for its backward.
+    A sixth tensor is the number of the call, for its backward.
     """
     ring, (q, k, v, _) = _ring(name)
     saved: list[Tensor] = []
@@ -115,7 +115,7 @@ def saves_five_tensors(name: str) -> None:
 
 
 def some_inputs_without_gradient(name: str) -> None:
-    """Every choice of inputs gets the bits of all three; with none there is no graph."""
+    """Any subset of inputs gets the gradient bits of the full call; no inputs, no graph."""
     ring, (q, k, v, dout) = _ring(name)
     usual = torch.autograd.grad(ring(q, k, v), (q, k, v), dout)
     for chosen in range(8):
@@ -134,7 +134,7 @@ def some_inputs_without_gradient(name: str) -> None:
 
 
 def graphs_that_are_kept(name: str) -> None:
-    """A second backward gives the same; and the gradient of a sum, of stride 0, that of ones."""
+    """A second backward has the same bits; a dout with stride 0, from a sum, those of ones."""
     ring, (q, k, v, dout) = _ring(name)
     out = ring(q, k, v)
     ones = torch.ones_like(dout)
@@ -146,7 +146,7 @@ def graphs_that_are_kept(name: str) -> None:
 
 
 def the_ring_has_its_own_groups(name: str) -> None:
-    """One transport for each group and options; collectives of the caller run between its steps."""
+    """One transport for each group and options; the caller's collectives run between its steps."""
     world = dist.group.WORLD
     assert world is not None
     ring, (q, k, v, _) = _ring(name)
@@ -157,7 +157,7 @@ def the_ring_has_its_own_groups(name: str) -> None:
     before = other.stats.messages
     assert torch.equal(usual, ring(q, k, v, transport=TransportOptions(timeout=20)))
     assert other.stats.messages - before == dist.get_world_size() - 1
-    # An unfinished collective on the caller's group does not stand in the way.
+    # An unfinished collective on the caller's group does not block the ring.
     x = torch.full((1000,), float(dist.get_rank() + 1))
     work = dist.all_reduce(x, async_op=True)
     assert torch.equal(usual, ring(q, k, v))
@@ -174,7 +174,7 @@ EVERYWHERE: tuple[Callable[[str], None], ...] = (
     some_inputs_without_gradient,
     graphs_that_are_kept,
 )
-# These look at what a ring keeps and connects; others keep heads apart.
+# These check the tensors and connections of a ring; other strategies split by heads.
 OF_THE_RING = (saves_five_tensors, the_ring_has_its_own_groups)
 
 

@@ -42,8 +42,8 @@ ROWS = SEQLEN // 2
 Arguments = dict[str, Any]
 
 
-# What takes the place of good arguments, or makes it on the rank; the error; and what its message
-# names, between bars.
+# Replacements for good arguments, or a function that makes them on the rank; the error; and the
+# words of its message, between bars.
 Bad = tuple[Arguments | Callable[[], Arguments], type[Exception], str]
 Table = dict[str, Bad]
 
@@ -66,12 +66,12 @@ def x(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> T
 
 
 def good() -> Arguments:
-    """q, k, v of a rank: 4 heads of 8 over 2 of keys and values."""
+    """q, k, v of a rank: 4 query heads and 2 kv heads of headdim 8."""
     return {"q": x(1, ROWS, 4, 8), "k": x(1, ROWS, 2, 8), "v": x(1, ROWS, 2, 8)}
 
 
 def packed(*cu_seqlens: int, **arguments: Any) -> Arguments:
-    """The same without a batch, and documents."""
+    """Good arguments without a batch dim, and document boundaries."""
     tensors = {name: tensor[0] for name, tensor in good().items()}
     return {**tensors, "cu_seqlens": ints(*cu_seqlens), **arguments}
 
@@ -104,7 +104,7 @@ def inference(*shape: int) -> Tensor:
 
 
 def with_tangent(*shape: int) -> Tensor:
-    """A dual tensor; the level that it is of is left at the end of the table."""
+    """A dual tensor; its level is left at the end of the table."""
     return forward_ad.make_dual(x(*shape), torch.ones(shape))
 
 
@@ -163,7 +163,7 @@ OPTIONS: Table = {
     "mask and window": value_error("mask|window", mask=masks.causal(SEQLEN), window_size=(3, 0)),
     "mask of torch": type_error("mask must be|Mask", mask=x(SEQLEN, SEQLEN).bool()),
     "scale nan": value_error("softmax_scale|finite|nan", softmax_scale=float("nan")),
-    # Operators that mask scores before they scale them make NaN of -inf * 0, +inf of -inf * -0.2.
+    # Operators that mask scores before scaling them turn -inf * 0 into NaN, -inf * -0.2 into +inf.
     "scale 0": value_error("softmax_scale|positive|0", softmax_scale=0.0),
     "scale negative": value_error("positive|-0.2", softmax_scale=-0.2),
     "scale of a smaller exponent": value_error("softmax_scale|1e-46", softmax_scale=1e-46),
@@ -231,8 +231,8 @@ DOCUMENTS: Table = {
     "one boundary": value_error("cu_seqlens|two boundaries|(1,)", packed(SEQLEN)),
     "not from 0": value_error("cu_seqlens|start at 0|2", packed(2, SEQLEN)),
     "decreasing": value_error("cu_seqlens|not decrease|8 then 5", packed(0, 8, 5, SEQLEN)),
-    # With a name the length is cu_seqlens' own: what does not fit is this rank's number of rows,
-    # padding too.
+    # With a layout's name, cu_seqlens sets the length: a rank with another number of rows is
+    # refused, even if its additional rows are padding.
     "padding with a name": value_error(
         "must have 4 rows|got 6|padding|SequenceLayout", packed(0, SEQLEN - 4)
     ),
@@ -319,7 +319,7 @@ if importlib.util.find_spec("flash_attn") is None:
 
 @contextmanager
 def no_communication() -> Iterator[None]:
-    """Within it, whatever starts to communicate raises."""
+    """Makes everything raise that starts to communicate."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("communication before the checks")
@@ -334,20 +334,20 @@ def no_communication() -> Iterator[None]:
 
 
 def arguments_of(name: str) -> Arguments:
-    """Those of an entry of the table."""
+    """Good arguments with the changes of an entry of the table."""
     changes = TABLE[name][0]
     return {**good(), **(changes() if callable(changes) else changes)}
 
 
 def is_as_told(name: str, got: Ended) -> bool:
-    """Whether the error is that of the entry, and its message names the facts."""
+    """Whether the call raised the entry's error, with all its words in the message."""
     _, error, words = TABLE[name]
     return got.error is error and says(got.text, words)
 
 
 @on_ranks(2)
 def test_bad_arguments() -> None:
-    """Every entry of the table; and no transport is made for it."""
+    """Every entry of the table raises its error, and makes no transport."""
     before = set(p2p._transports)
     with forward_ad.dual_level():
         for name in TABLE:
@@ -362,7 +362,7 @@ def test_bad_arguments() -> None:
 
 @on_ranks(2)
 def test_good_arguments_run() -> None:
-    """So that each entry of the table fails by what it changes, and the refusal works."""
+    """Good arguments run, so each entry fails by its change; `no_communication` does refuse."""
     out = ring_attention(**good())
     stats = p2p.open_p2p(dist.group.WORLD, TransportOptions()).stats  # type: ignore[arg-type]
     before = stats.messages
@@ -375,7 +375,7 @@ def test_good_arguments_run() -> None:
 
 @on_ranks(2)
 def test_non_member() -> None:
-    """Rank 1 is not in the group, and says so instead of leaving rank 0 to wait."""
+    """Rank 1, which is not in the group, raises an error instead of leaving rank 0 waiting."""
     group = dist.new_group([0])
     got = ended(lambda: ring_attention(**good(), group=group))
     if dist.get_rank() == 0:
@@ -433,9 +433,9 @@ BACKENDS = ["options: cudnn on cpu", "options: unknown backend"]
 
 
 def test_bad_tensors_without_a_process_group() -> None:
-    """What is wrong with the tensors is said first: no launcher is needed to find it.
+    """Bad tensors are reported first, so that finding the mistake needs no launcher.
 
-    `select_backend` also says why it is not that backend.
+    `select_backend` also reports why the named backend cannot run the call.
     """
     calls = [
         *product((ring_attention, select_backend), TENSORS),

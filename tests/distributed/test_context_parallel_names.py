@@ -1,7 +1,7 @@
 """The names of torch's context parallelism over gloo: its shards and rules, dense attention's rows.
 
-Where torch's own functions run on a CPU (sharding and unsharding) they are what ours are held
-against; its attention does not.
+Sharding and unsharding are compared with torch's own functions, which run on a CPU; torch's
+attention does not.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _meshes: dict[tuple[int, ...], DeviceMesh] = {}
 
 
 def mesh_of(*shape: int) -> DeviceMesh:
-    """One for each shape, as every mesh makes process groups; the world by default."""
+    """The mesh of a shape, cached because each mesh makes process groups; the world by default."""
     shape = shape or (dist.get_world_size(),)
     if shape not in _meshes:
         axes = ("a", "b")[: len(shape)]
@@ -54,7 +54,7 @@ def mesh_of(*shape: int) -> DeviceMesh:
 
 @contextmanager
 def torch_options(**values: Any) -> Iterator[Any]:
-    """torch's own switches for a while: its functions change them and leave them so."""
+    """Sets torch's own switches, and restores them at the end: torch's functions change them."""
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
     options = _attention._cp_options
@@ -83,7 +83,7 @@ class Case:
 
 CASES = [
     Case(52, nheads_kv=2, scale=0.5),
-    # Not 2 x ranks: runs in order, as long as torch makes them.
+    # Not a multiple of 2 x ranks: contiguous runs, of the lengths that torch makes.
     Case(50, rotate="alltoall", nheads_kv=2),
     Case(51, causal=False),
     Case(8, world_size=3, nheads_kv=1),
@@ -92,9 +92,9 @@ CASES = [
 
 
 def run_case(case: Case) -> tuple[Tensor, ...]:
-    """This rank's positions, and the rows of out, dq, dk, dv that they are of.
+    """This rank's positions, and the rows of out, dq, dk, dv at these positions.
 
-    A backward outside of the context has the bits of one inside.
+    A backward outside of the context has the bits of a backward inside.
     """
     set_rotate_method(case.rotate)
     try:
@@ -130,7 +130,7 @@ def test_attention_inside_is_dense_attention(ranks: Any, one_thread: None, case:
 
 @on_ranks(2)
 def test_shards_are_those_of_torch() -> None:
-    """In the order and the lengths that torch's own functions give, and whole again after it."""
+    """Shards have the order and lengths of torch's own functions; unshard restores the whole."""
     mesh = mesh_of()
     for seqlen in (52, 50, 51):
         for enabled in (True, False):
@@ -153,7 +153,7 @@ def test_shards_are_those_of_torch() -> None:
 
 @on_ranks(2)
 def test_buffers_are_restored() -> None:
-    """The same tensors, memory and strides; but for those that are to stay shards."""
+    """Buffers get back values, memory and strides, except buffers that shall stay shards."""
     mesh = mesh_of()
     base = torch.randn(5, 8, 3)
     strided, kept, left = base.transpose(0, 1), torch.randn(8), torch.randn(8)
@@ -175,7 +175,7 @@ def test_buffers_are_restored() -> None:
 
 @on_ranks(2)
 def test_a_restored_buffer_in_a_backward_raises() -> None:
-    """What autograd kept of it is gone: an error, as with torch's, and none if it stays."""
+    """Raises as with torch, because the saved shard is gone; no error if the shard stays."""
     mesh, weight = mesh_of(), torch.ones(3, requires_grad=True)
     for stays in (False, True):
         x = torch.randn(8, 3)
@@ -191,7 +191,7 @@ def test_a_restored_buffer_in_a_backward_raises() -> None:
 
 @on_ranks(2)
 def test_only_inside_and_only_this_function() -> None:
-    """Nothing is replaced, and another thread has what it had."""
+    """The function object stays the same, and other threads get plain attention."""
     q = torch.randn(1, 2, 6, 8)
     function, plain = F.scaled_dot_product_attention, F.scaled_dot_product_attention(q, q, q)
     with context_parallel(mesh_of()):
@@ -205,7 +205,7 @@ def test_only_inside_and_only_this_function() -> None:
 
 @on_ranks(2)
 def test_unshard_takes_balancers_of_torch() -> None:
-    """Also those that differ within a batch; ours are in the next test."""
+    """Balancers of torch, also one that differs within a batch; ours are in the next test."""
     from torch.distributed.tensor.experimental import _attention as theirs
 
     mesh, rank = mesh_of(), dist.get_rank()
@@ -219,14 +219,14 @@ def test_unshard_takes_balancers_of_torch() -> None:
         context_parallel_unshard(mesh, [x[:1, :, :8]], [2], per_document)
     with pytest.raises(ValueError, match="one dim for each buffer, got 0 for 1"):
         context_parallel_unshard(mesh, [x], [])
-    # Runs of any lengths come without one.
+    # Runs of any lengths need no balancer.
     parts = x[..., :11] if rank == 0 else x[..., 11:]
     assert context_parallel_unshard(mesh, [parts], [2])[0].equal(x)
 
 
 @on_ranks(2)
 def test_our_layouts_are_balancers() -> None:
-    """Of shard and unshard, torch's and ours; and attention over such shards."""
+    """torch's shard and unshard, and our unshard, take our layouts; attention takes the shards."""
     mesh, rank = mesh_of(), dist.get_rank()
     pieces = [[Segment(0, 3), Segment(9, 5)], [Segment(3, 6), Segment(14, 2)]]
     whole = torch.randn(3, 2, 4, 16, 8, generator=torch.Generator().manual_seed(0)).unbind()
@@ -247,7 +247,7 @@ def test_our_layouts_are_balancers() -> None:
 
 @on_ranks(2)
 def test_rotate_methods_are_strategies() -> None:
-    """What is called, by name."""
+    """Each rotate method calls ring_attention with the strategy of the same communication."""
     q = torch.randn(1, 2, 6, 8)
     asked = []
     with mock.patch.object(
@@ -263,7 +263,7 @@ def test_rotate_methods_are_strategies() -> None:
 
 @on_ranks(2)
 def test_dtensors_are_taken_apart() -> None:
-    """Those of torch's contract; the output is plain. Others are refused."""
+    """DTensors sharded by rows, as torch requires, give a plain output; others are refused."""
     mesh, rank = mesh_of(), dist.get_rank()
     q = torch.randn(1, 2, 6, 8, generator=torch.Generator().manual_seed(rank))
     with context_parallel(mesh):
@@ -283,7 +283,7 @@ def test_dtensors_are_taken_apart() -> None:
 
 @on_ranks(2)
 def test_autocast_rounds_as_torch_does() -> None:
-    """To its dtype, but not float64."""
+    """Autocast rounds inputs to its dtype, but leaves float64."""
     q, k, v = torch.randn(3, 1, 2, 6, 8, generator=torch.Generator().manual_seed(0)).unbind()
     with context_parallel(mesh_of()):
         expected = F.scaled_dot_product_attention(*(x.bfloat16() for x in (q, k, v)))
@@ -335,8 +335,8 @@ def test_layers_of_torch_are_taken_along() -> None:
 
 @on_ranks(2)
 def test_activations_computed_again_need_the_context() -> None:
-    """Inside they are routed again; outside torch finds that they are others, and says so."""
-    # As many rows as heads: the shapes alone would not tell.
+    """Recomputed inside the context they are routed again; outside torch raises CheckpointError."""
+    # As many rows as heads: so shapes alone do not show the difference.
     x = torch.randn(1, 6, 6, 8, requires_grad=True)
 
     def layer(x: Tensor) -> Tensor:
@@ -359,12 +359,12 @@ def test_activations_computed_again_need_the_context() -> None:
 
 @on_ranks(2)
 def test_compiled_code_is_routed_too() -> None:
-    """What was compiled outside is compiled again inside, without a break, and is not kept."""
+    """Code compiled outside is recompiled inside, as one graph; outside the first graph is used."""
 
     def layer(x: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(x, x, x, is_causal=True).sin()
 
-    # Head-tail on two ranks, and runs, the second of which is shorter.
+    # Head-tail on two ranks, and contiguous runs of which the second is shorter.
     for seqlen in (44, 43):
         generator = torch.Generator().manual_seed(seqlen)
         x = torch.randn(1, 2, seqlen, 8, generator=generator)
@@ -387,7 +387,7 @@ def test_compiled_code_is_routed_too() -> None:
 
 @on_ranks(2)
 def test_refusals() -> None:
-    """Before anything is changed, and by name."""
+    """Each refusal names the argument, and comes before any buffer is changed."""
     mesh, x = mesh_of(), torch.randn(2, 8)
     one: dict[str, Any] = {"buffers": [x], "buffer_seq_dims": [1]}
     unequal: dict[str, Any] = {"buffers": [x, x.clone()], "buffer_seq_dims": [1, 0]}
@@ -409,6 +409,6 @@ def test_refusals() -> None:
         q = torch.randn(1, 2, 6, 8)
         with pytest.raises(NotImplementedError, match="flex_attention is not routed"):
             flex_attention(q, q, q)
-        # Without a mask every length goes.
+        # Without a mask every length is allowed.
         out = F.scaled_dot_product_attention(q, q[:, :, 1:], q[:, :, 1:])
         assert out.shape == q.shape

@@ -41,12 +41,12 @@ def assert_exact(got: Results, inputs: Any, mask: Mask, **scores: Any) -> None:
 
 
 def grow(dtype: torch.dtype, tokens: int, num_calls: int) -> list[tuple[Results, int, int]]:
-    """Decodes `tokens` a call against a cache that starts with 20 rows on the last rank."""
+    """Decodes `tokens` per call; the cache starts with 20 rows on the last rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ends = open_p2p(dist.group.WORLD, TransportOptions())
     layout = SequenceLayout.boundaries([0] * world_size + [20])
     q, k, v, _ = random_qkv(seqlen_q=tokens, seqlen_k=20, dtype=dtype, **SIZES)
-    # At their first call of a kind the ranks tell each other heads and headdim.
+    # At the first call of each kind the ranks exchange heads and headdim.
     tree_decode(q, layout.shard(k, rank), layout.shard(v, rank), layout=layout)
     calls = []
     for step in range(num_calls):
@@ -114,7 +114,7 @@ def test_any_mask(ranks: Pools, world_size: int, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["aten", "reference"])
 def test_sizes_of_mla(ranks: Pools, backend: str) -> None:
-    """576 and 512, one head of the cache for all; the kernels say what they take."""
+    """headdims 576 and 512 with one kv head; Triton's refusal names the headdims it supports."""
     mask = Mask(2, 33, causal=True)
     inputs = random_qkv(seqlen_q=2, seqlen_k=33, **MLA)
     for got in ranks(2).run(decoded, mask, MLA, backend):
@@ -127,7 +127,7 @@ def test_sizes_of_mla(ranks: Pools, backend: str) -> None:
 @pytest.mark.parametrize("starts_full", [True, False])
 @on_ranks(3)
 def test_none_stands_for_no_rows(starts_full: bool) -> None:
-    """In a cache that fills rank by rank; with other heads and headdim than the queries have."""
+    """None as k and v of a rank whose cache is empty, while the cache fills rank by rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group()
     ends = open_p2p(group, TransportOptions())
@@ -154,7 +154,7 @@ LENGTHS: tuple[tuple[int, dict[str, Any], int], ...] = (
 
 @on_ranks(3)
 def test_lengths_are_asked_for_where_the_mask_needs_them() -> None:
-    """Ranks that hold one run each, without a layout."""
+    """Ranks that hold one run each exchange their lengths only if the mask needs them."""
     rows, ends = (40, 0, 31), open_p2p(dist.group.WORLD, TransportOptions())
     for tokens, options, messages in LENGTHS:
         q, k, v, _ = inputs = random_qkv(seqlen_q=tokens, seqlen_k=sum(rows), **SIZES)
@@ -222,7 +222,7 @@ REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
 
 @on_ranks(2)
 def test_a_bad_call_raises_before_anything_is_sent() -> None:
-    """All are refused before a message is sent."""
+    """Refuses every bad call before a message is sent."""
     good = dict(zip("qkv", random_qkv(seqlen_q=1, seqlen_k=5), strict=False))
     ends = open_p2p(dist.group.WORLD, TransportOptions())
     ends.stats.reset()
@@ -234,7 +234,7 @@ def test_a_bad_call_raises_before_anything_is_sent() -> None:
 
 @on_ranks(2)
 def test_ranks_with_different_queries_are_named() -> None:
-    """In debug mode a rank whose queries are its own is found."""
+    """Debug mode names the rank whose queries differ."""
     torch.manual_seed(dist.get_rank())
     q, kv = torch.randn(1, 1, 4, 32), torch.zeros(1, 5, 4, 32)
     named = "ranks disagree on the call; values of q: rank 1 has"
@@ -256,7 +256,7 @@ def test_three_ranks_generate_what_one_process_does(kind: str) -> None:
     assert len(set(result.text)) > 5, "a text of one byte would hide a mistake"
     assert result.equal and result.first_difference is None
     assert result.greatest_difference < result.smallest_margin / 2
-    # The last token is not fed back.
+    # The last token is not fed to the model.
     assert sum(result.rows) == NUM_PROMPT + NUM_TOKENS - 1
     assert max(result.rows) - min(result.rows) <= generate.BLOCK
     assert everyone(result) == [result] * 3
@@ -264,7 +264,7 @@ def test_three_ranks_generate_what_one_process_does(kind: str) -> None:
 
 @on_ranks(2)
 def test_a_compiled_model_decodes_between_graphs() -> None:
-    """Graphs around tree_decode: each token has the bits of eager; a whole graph is refused."""
+    """With graph breaks at tree_decode each token has the bits of eager; fullgraph is refused."""
 
     def layer(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
         return tree_decode(q * 2, k, v, layout=layout).relu()

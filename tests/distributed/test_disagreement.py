@@ -1,8 +1,8 @@
 """Ranks that are not in the same call: all of them raise, none computes.
 
-With RING_ATTN_DEBUG=1 every rank is told who differs in which argument before anything is sent;
-without it the messages tell. Each trial has a process group of its own in the same four processes,
-which would not outlive a message that is longer than its buffer.
+With RING_ATTN_DEBUG=1 every rank learns which rank differs in which argument before anything is
+sent; otherwise the messages show it. Each trial has its own process group in the same four
+processes; a group does not survive a message that is longer than its buffer.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ def documents(*boundaries: int) -> Tensor:
     return torch.tensor([0, *boundaries, SEQLEN], dtype=torch.int32)
 
 
-# -- two ways to call, of which the odd rank takes the second, with the same bytes where possible
+# -- two ways to call: the odd rank uses the second, with as many bytes where possible
 
 USUAL: Arguments = {"causal": True, "softmax_scale": 0.25, "layout": "contiguous"}
 SINKS = torch.tensor([0.5, -1.0, 0.0, 2.0])
 WITH_GRADIENT = torch.zeros(4, requires_grad=True)
 BOUNDARIES = SequenceLayout.boundaries([0, 5, 11, 17, SEQLEN - 1])
 
-# name -> what all ranks but the odd one add to `USUAL`, what that one adds, and what all are told
-# if it is rank 1 and they compare their arguments.
+# name -> arguments added to `USUAL` by most ranks, arguments added by the odd rank, and the error
+# in debug mode if the odd rank is rank 1.
 DIFFERENT: dict[str, tuple[Arguments, Arguments, str]] = {
     "dtype of one size": (
         {"dtype": torch.float16},
@@ -109,7 +109,7 @@ DIFFERENT: dict[str, tuple[Arguments, Arguments, str]] = {
     "strategy": ({}, {"strategy": "all_gather"}, "strategy: rank 1 has"),
 }
 
-# Others, told in debug mode: without it they are like those above.
+# More differences for debug mode: without it they behave like the differences above.
 COMPARED: dict[str, tuple[Arguments, Arguments, str]] = {
     "batch": ({}, {"batch": 2}, "batch: rank 1 has 2, the other 3 have 1"),
     "nheads": ({}, {"nheads": 8}, "nheads: rank 1 has 8, the other 3 have 4"),
@@ -134,7 +134,7 @@ COMPARED: dict[str, tuple[Arguments, Arguments, str]] = {
         "causal: rank 1 has False; softmax_scale: rank 1 has 0.5",
     ),
 }
-# More arguments differ, or are said to.
+# Differences for which the error names more arguments than those listed.
 MORE = ("rows", "more rows", "layout", "documents", "documents of keys", "softcap", "sinks",
         "gradient of the sinks", "strategy", "heads and headdim")  # fmt: skip
 
@@ -179,7 +179,7 @@ def skipped_forward(group: Group, odd: bool, **arguments: Any) -> None:
 
 
 def refused(group: Group, odd: bool, **arguments: Any) -> None:
-    """The odd rank's first call is refused on that rank; all go on with the next one."""
+    """The odd rank's first call is refused on that rank only; all ranks make the next call."""
     if odd:
         with pytest.raises(ValueError):
             call(group, **{**arguments, "softcap": -1.0})
@@ -189,7 +189,7 @@ def refused(group: Group, odd: bool, **arguments: Any) -> None:
 
 
 def late(group: Group, odd: bool, **arguments: Any) -> None:
-    """The odd rank comes when the others have given up."""
+    """The odd rank makes its call when the other ranks have given up."""
     call(group, **arguments)
     if odd:
         time.sleep(3.0)
@@ -197,7 +197,7 @@ def late(group: Group, odd: bool, **arguments: Any) -> None:
 
 
 def backwards_swapped(group: Group, odd: bool, **arguments: Any) -> None:
-    """Two equal layers, whose backwards the odd rank runs in another order."""
+    """The odd rank runs the backwards of two equal layers in another order."""
     transport = TransportOptions(timeout=TIMEOUT)
     given = {**USUAL, "transport": transport, "group": group, **arguments}
     outs = [ring_attention(*tensors(), **given) for _ in range(2)]
@@ -206,7 +206,7 @@ def backwards_swapped(group: Group, odd: bool, **arguments: Any) -> None:
 
 
 def backward_left_out(group: Group, odd: bool, **arguments: Any) -> None:
-    """The odd rank goes on with the next forward."""
+    """The odd rank skips its backward and makes the next forward."""
     transport = TransportOptions(timeout=TIMEOUT)
     given = {**USUAL, "transport": transport, "group": group, **arguments}
     out = ring_attention(*tensors(), **given)
@@ -273,14 +273,14 @@ def check(ranks: Pools, strategy: str, odd_rank: int, names: list[str]) -> None:
     for name in names:
         told = [one[name] for one in results]
         if strategy == "auto" and all(one.error is ValueError for one in told):
-            continue  # the ranks were told when they chose
+            continue  # the ranks raised while they chose
         assert all(one.error is RuntimeError for one in told), (strategy, name, told)
         assert all(one.seconds < 3 * TIMEOUT for one in told), (strategy, name, told)
-        # On a busy machine ranks may not even meet in time, which is an error on all of them, too;
-        # test_failures holds how rings are formed.
+        # On a busy machine ranks may not even meet in time, which also raises on all of them;
+        # test_failures tests how rings are formed.
         met = not any("could not form the ring" in one.text for one in told)
         if name != "late" and met:
-            # Somebody has seen why, and told the others.
+            # Some rank has seen the reason, and told the others.
             assert all("call differs" in one.text for one in told), (strategy, name, told)
 
 
@@ -290,9 +290,9 @@ def check(ranks: Pools, strategy: str, odd_rank: int, names: list[str]) -> None:
 @pytest.mark.parametrize("strategy", [*(name for name in STRATEGIES if name != "auto"), "decode"])
 @on_ranks(WORLD_SIZE)
 def test_headers_where_there_are_no_tags(strategy: str) -> None:
-    """The device compares, and the host hears of it at the next call, on all ranks.
+    """The device compares headers; at the next call all hosts raise if they differed.
 
-    Calls that agree; and after one in which rank 1 has other sinks, the next.
+    Tries calls that agree, and a call after one in which rank 1 had other sinks.
     """
     with mock.patch.object(media.Gloo, "honours_tags", False):
         groups = [dist.new_group() for _ in range(2)]
@@ -328,7 +328,7 @@ def names_of(strategy: str) -> list[str]:
     ],
 )
 def test_values_and_moments(ranks: Pools, strategy: str) -> None:
-    """Differences that no size shows, and one that makes a message longer than its buffer."""
+    """Differences that change no size, and one that makes a message longer than its buffer."""
     if strategy == "decode":
         names = ["values of sinks", "queries"]
     else:
@@ -340,7 +340,7 @@ def test_values_and_moments(ranks: Pools, strategy: str) -> None:
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "decode"])
 def test_every_difference(ranks: Pools, strategy: str, half: int) -> None:
-    """Half of them on the first rank, half on the last, others in the next strategy."""
+    """Tries half of the differences on the first rank, half on the last; strategies swap them."""
     turn = len(strategy) + half
     check(ranks, strategy, 3 * (turn % 2), names_of(strategy)[half::2])
 
@@ -373,7 +373,7 @@ def test_every_rank_is_told_who_differs_in_what() -> None:
         assert (got.error, stats.messages) == (ValueError, before), (name, got)
         told = arguments[2].split("; ")
         assert all(part in got.text for part in told), (name, got.text)
-        # Only what differs is named; documents and rows take other arguments with them.
+        # Only differing arguments are named; documents and rows change other arguments too.
         named = {part.partition(":")[0] for part in got.text.split("; ")[1:]}
         expected = {part.partition(":")[0] for part in told}
         assert named >= expected and (named == expected or name in MORE), (name, named)
@@ -383,14 +383,14 @@ def test_every_rank_is_told_who_differs_in_what() -> None:
 
 @on_ranks(WORLD_SIZE)
 def test_all_ranks_differ() -> None:
-    """Every rank is told of all values."""
+    """Every rank's error lists all values."""
     with debug(), refused_by_name(ValueError, "1.0|2.0|3.0|4.0"):
         call(None, softmax_scale=1.0 + dist.get_rank())
 
 
 @on_ranks(WORLD_SIZE)
 def test_ranks_that_agree_run() -> None:
-    """With the check they compare once a call; without it, which is the default, never."""
+    """With the check the ranks compare once a call; by default they never do."""
     layout, other = SequenceLayout.boundaries([0, 3, 3, 20, SEQLEN]), TransportOptions(timeout=20)
     calls = ({}, {"layout": layout}, {"cu_seqlens": documents(5, 11)}, {"transport": other})
     for value in ("1", "yes", None, "0", ""):
@@ -430,13 +430,13 @@ def test_off_by_default_and_without_effect() -> None:
 @pytest.mark.parametrize("kind", ["call", "decode", "refused"])
 @on_ranks(WORLD_SIZE)
 def test_the_check_keeps_the_timeout(kind: str) -> None:
-    """Rank 1 does not come; the group itself would wait for much longer."""
+    """Rank 1 makes no call: the check stops at its timeout, long before the group's."""
     group = dist.new_group()
     if dist.get_rank() == ODD:
         return
     options = TransportOptions(timeout=1.5)
     x = torch.ones(1, 4, 2, 8)
-    # An error of this rank, too, waits no longer for the others to be told.
+    # A rank with an error of its own waits no longer to tell the others.
     bad = {"softcap": -1.0} if kind == "refused" else {}
     run = tree_decode if kind == "decode" else ring_attention
     with debug():

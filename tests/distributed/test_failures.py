@@ -1,6 +1,6 @@
 """A peer that dies, stops, or is late: an error in time, never a hang.
 
-Where a process is lost, or the world's group, the test has processes of its own; else a group.
+A test that loses a process or the world's group has its own processes; others a group.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TIMEOUT = 3
 OPTIONS = TransportOptions(timeout=TIMEOUT)
 Group = dist.ProcessGroup | None
 
-# A rank waits for at most one peer for all of the timeout, and for another one that does the same.
+# A rank waits at most one timeout for a peer, which itself may wait one timeout for another peer.
 IN_TIME = 2 * TIMEOUT
 
 MESSAGE = re.compile(
@@ -58,14 +58,14 @@ def with_a_victim(
 ) -> tuple[Ended, Ended, int]:
     """A good call, one in which the victim sends itself a signal, and another call.
 
-    The third is the number of exchanges that the last one has started: messages of the call that
-    failed are under way, which it would take for its own.
+    The third result is the number of exchanges started by the last call, which would mistake
+    messages of the failed call, still under way, for its own.
 
     Args:
-        strategy: of the calls.
-        victim: the rank.
+        strategy: strategy of the calls.
+        victim: the rank that signals itself.
         sent: the signal.
-        at: in place of which exchange of the call.
+        at: index of the exchange before which the signal is sent.
     """
     call = partial(layer, strategy=strategy)
     call()
@@ -122,15 +122,15 @@ def test_a_peer_that_is_gone(
         assert first.error is RuntimeError and first.seconds < IN_TIME, (rank, first)
         found = MESSAGE.match(first.text)
         assert found and "restart" in first.text, (rank, first)
-        if isinstance(strategy, str):  # else ranks are numbered among two
+        if isinstance(strategy, str):  # otherwise ranks are numbered among two
             assert int(found["rank"]) == rank and found["peer"] == found["world"], (rank, first)
         if strategy == "ring":
-            # The rank that would have received says whom it has missed.
+            # The rank that waited to receive names the missing peer.
             near = {victim} if rank == 1 else {rank - 1, (rank + 1) % world_size}
             assert int(found["peer"]) in near, (rank, first)
         assert "has failed before and cannot go on" in second.text and second.seconds < 0.5
         assert second.error is RuntimeError and exchanges == 0, (rank, exchanges, second)
-    # The survivors come to their end by themselves.
+    # The survivors end by themselves.
     assert pool.close(lost=[victim]) == [-signal.SIGKILL, *(0 for _ in survivors)]
 
 
@@ -162,7 +162,7 @@ def test_a_late_peer_is_waited_for(fresh_ranks: Callable[..., Any]) -> None:
 
 
 def killed_while_connecting(victim: int) -> Ended:
-    """A rank that goes between the roll-call and the connections."""
+    """Kills a rank between the roll-call and the connections."""
     if dist.get_rank() == victim:
         connect = media.connect_gloo
 
@@ -184,7 +184,7 @@ def test_a_rank_that_dies_while_the_ring_is_formed(fresh_ranks: Callable[..., An
 
 @on_ranks(3)
 def test_a_rank_that_comes_late_to_the_first_call() -> None:
-    """It comes when the others have given up."""
+    """Rank 1 makes its first call when the others have given up."""
     group, late = dist.new_group(), dist.get_rank() == 1
     if late:
         time.sleep(TIMEOUT + 1)
@@ -199,9 +199,9 @@ def test_a_rank_that_comes_late_to_the_first_call() -> None:
 
 @on_ranks(3)
 def test_nobody_leaves_before_all_are_connected() -> None:
-    """Ranks that raise because their calls differ would close connections that are being made.
+    """A rank that raised early would close connections that its peers are still making.
 
-    One rank is slower than its peers to see that it is connected; rank 0's call differs.
+    Rank 2 connects later than its peers; rank 0's call differs.
     """
     seconds = TIMEOUT / 2
     group, rank, connect = dist.new_group(), dist.get_rank(), dist.ProcessGroupGloo
@@ -232,7 +232,7 @@ def test_a_rank_that_cannot_connect_is_not_waited_for() -> None:
 
 
 def after_a_new_start() -> None:
-    """The process group is destroyed and made again: the ring makes new groups of its own."""
+    """Destroys the process group and makes it again: the ring makes new groups too."""
     layout = SequenceLayout.zigzag(31, dist.get_world_size())
     x = torch.randn(1, 31, 2, 8, generator=torch.Generator().manual_seed(0))
     shard = layout.shard(x, dist.get_rank())

@@ -1,7 +1,7 @@
 """An exception in the middle of a call: an error on every rank then and later, never a result.
 
-Something is raised at every event of a call (each exchange posted, each wait, each computation), on
-every choice of ranks, and all ranks catch it and call again.
+Raises at each event of a call (each exchange posted, each wait, each computation), on every choice
+of ranks; all ranks catch the error and call again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TIMEOUT = 10.0
 Group = dist.ProcessGroup
 
 CASES = [*NAMES, "decode"]
-# Made here: an interrupt within our constructors would not be one within a call.
+# Made here, because an interrupt within our constructors is not within a call.
 STRATEGIES = {name: strategy_of(name, WORLD_SIZE) for name in NAMES}
 OPTIONS = TransportOptions(timeout=TIMEOUT)
 SOON = TransportOptions(timeout=8.0)
@@ -103,9 +103,9 @@ def trial(case: str, group: Group, expected: list[Tensor]) -> tuple[Ended, bool]
 
 
 def trials(case: str, chosen: list[tuple[int, tuple[int, ...]]]) -> list[tuple[Any, Any]]:
-    """Each trial in a group of its own: the call with the fault, and a call after it.
+    """Runs each trial in its own group: the call with the fault, then another call.
 
-    A fault is an event and ranks; a rank with fewer events has it at its last one.
+    A fault is an event and ranks; a rank with fewer events raises at its last event.
     """
     with events() as counted:
         expected = run(case, dist.new_group())
@@ -137,7 +137,7 @@ def check(ranks: Pools, case: str, chosen: list[tuple[int, tuple[int, ...]]]) ->
                 # Another rank's fault may have come before this rank's own.
                 assert first.error in (Fault, RuntimeError), where
             else:
-                # What was complete on this rank before the fault is right.
+                # A call that was complete on this rank before the fault has right results.
                 assert first.error is RuntimeError or is_right, where
             assert second.error is RuntimeError, where
             assert first.seconds < TIMEOUT and second.seconds < TIMEOUT, where
@@ -153,10 +153,10 @@ def test_a_fault_anywhere_on_one_rank(ranks: Pools, case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_faults_on_several_ranks(ranks: Pools, case: str) -> None:
-    """Every event, each with one choice of ranks after another; all of them take 17 minutes."""
+    """Raises at every event, each with another choice of ranks; all choices take 17 minutes."""
     number = max(ranks(WORLD_SIZE).run(count_events, case))
     choices = [odd for n in (1, 2, 3) for odd in combinations(range(WORLD_SIZE), n)]
-    # 14 choices, taken in steps of 5: neighbouring events have other ranks and other numbers.
+    # 14 choices in steps of 5: neighbouring events have other ranks, and other numbers of ranks.
     check(ranks, case, [(at, choices[5 * at % len(choices)]) for at in range(number)])
 
 
@@ -164,10 +164,10 @@ def test_faults_on_several_ranks(ranks: Pools, case: str) -> None:
 
 
 def is_inside(frame: FrameType | None) -> bool:
-    """Whether an interrupt here is in a call, not in what a user does between calls.
+    """Whether an interrupt at this frame is inside a call, not between two calls.
 
-    On the line of the function's own name nothing of it has run yet, nor in the decorator that
-    leaves it out of graphs: to the ranks that is an interrupt before the call.
+    On the first line of a function, and in the decorator that keeps it out of graphs, nothing of
+    the call has run: to the ranks such an interrupt is before the call.
     """
     while frame is not None:
         code = frame.f_code
@@ -179,7 +179,7 @@ def is_inside(frame: FrameType | None) -> bool:
 
 
 def interrupted_batches(case: str, after_s: float, odd_rank: int) -> list[str]:
-    """One batch after another; the odd rank is interrupted in one, and goes on with the next."""
+    """Runs batch after batch; the odd rank, interrupted in one batch, continues with the next."""
     num_batches = 40
     reference = dist.new_group()
     expected = [run(case, reference, batch) for batch in range(num_batches)]
@@ -193,7 +193,7 @@ def interrupted_batches(case: str, after_s: float, odd_rank: int) -> list[str]:
     before = signal.signal(signal.SIGALRM, interrupt)
     log = []
     if dist.get_rank() == odd_rank:
-        # Again and again until it meets a call.
+        # The timer fires again until it hits a call.
         signal.setitimer(signal.ITIMER_REAL, after_s, 0.0007)
     for batch in range(num_batches):
         try:
@@ -220,7 +220,7 @@ def interrupted_batches(case: str, after_s: float, odd_rank: int) -> list[str]:
 def test_interrupts(ranks: Pools, case: str, after_s: float) -> None:
     for rank, log in enumerate(ranks(WORLD_SIZE).run(interrupted_batches, case, after_s, 2)):
         assert "WRONG" not in log, (rank, log)
-        # Once a rank has been interrupted no rank gets anything any more.
+        # Once a rank has been interrupted, every later call raises on every rank.
         assert log[-1] == "error", (rank, log)
         first = next(i for i, one in enumerate(log) if one != "right")
         assert set(log[first + 1 :]) == {"error"}, (rank, log)

@@ -17,12 +17,12 @@ from tests.cold import compile_cold
 from tests.distributed.pool import on_ranks
 from tests.refusals import refused
 
-# Documents of queries and of keys, an empty one among them, and rows behind the last.
+# Documents of queries and of keys: one has no queries, and rows follow the last document.
 CU_Q, CU_K, ROWS = (0, 20, 20, 47), (0, 26, 30, 57), 53
 
 
 class Call(NamedTuple):
-    """A function, without `flash_attn` and `func`, the number of ranks, and what it computes."""
+    """A function's name without `flash_attn` and `func`, the number of ranks, and the case."""
 
     function: str
     world_size: int
@@ -36,7 +36,7 @@ def documents(cu_k: tuple[int, ...] = CU_K, **options: Any) -> Mask:
 
 WINDOW, FULL_WINDOW = Mask(ROWS, ROWS, True, (9, 4)), Mask(ROWS, ROWS, False, (5, 3))
 EQUAL = Heads(4, 4, 16, 16)
-# Every function; of what they take each thing in some; one process takes padding with a name.
+# Every function, and every option in some call; padding with a layout's name needs one process.
 CALLS = [
     Call("", 2, Case(WINDOW, "zigzag")),
     Call("kvpacked_", 3, Case(FULL_WINDOW, "striped")),
@@ -51,12 +51,12 @@ CALLS = [
 
 
 def said_of(call: Call) -> Any:
-    """flash-attention's arguments of its mask."""
+    """The mask as arguments of flash-attention."""
     return call.case.build_mask().arguments
 
 
 def arguments_of(call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
-    """By position, as far as `return_attn_probs`."""
+    """Positional arguments up to `return_attn_probs`."""
     tensors, said = [q, k, v], said_of(call)
     if "kvpacked" in call.function:
         first = 0 if "qkv" in call.function else 1
@@ -113,7 +113,7 @@ def test_shards_give_rows_of_dense_attention(ranks: Any, one_thread: None, call:
 
 @on_ranks(2)
 def test_refusals() -> None:
-    """Arguments that are given and not honoured are refused on every rank."""
+    """Unsupported arguments are refused on every rank."""
     x, cu = torch.randn(12, 2, 8), torch.tensor([0, 10, 24])
     good = (x, x, x, cu, cu, 14, 14)
     kv, varlen = torch.stack((x, x), 1), names.flash_attn_varlen_func
@@ -142,7 +142,7 @@ def test_refusals() -> None:
 
 @on_ranks(2)
 def test_functions_compile_whole() -> None:
-    """With documents too: the bits of eager."""
+    """Compiled whole, also with documents, with the bits of eager."""
     for call in (CALLS[0], CALLS[3]):
         given = arguments_of(call, *shards_of(call, 2)[:3])
         given = [int(x) if isinstance(x, numpy.integer) else x for x in given]

@@ -21,7 +21,7 @@ SHAPES = [(3, 5), (7,), (), (0, 4), (2, 2, 2)]
 
 
 def gradient(rank: int, index: int, dtype: torch.dtype) -> Tensor:
-    """Another one for every rank and parameter; exact in any order of adding up."""
+    """A gradient that differs by rank and parameter; sums are exact in any order."""
     generator = torch.Generator().manual_seed(100 * rank + index)
     return torch.randint(-8, 9, SHAPES[index], generator=generator).to(dtype)
 
@@ -35,7 +35,7 @@ def parameters_of(rank: int, dtype: torch.dtype) -> list[Tensor]:
 
 @on_ranks(3)
 def test_over_the_default_group() -> None:
-    """By dtype, operation and size of the buckets."""
+    """Syncs with every dtype, operation and bucket size."""
     sums = product((torch.float64, torch.float32, torch.bfloat16), ("sum",), (1, 64, 1 << 20))
     for dtype, op, bucket_bytes in (*sums, (torch.float64, "mean", 64)):
         parameters = parameters_of(dist.get_rank(), dtype)
@@ -51,7 +51,7 @@ def test_over_the_default_group() -> None:
 
 @on_ranks(3)
 def test_16_bits_are_added_up_in_32() -> None:
-    """256 + 1 + 1 in bfloat16, whose neighbours are 2 apart there."""
+    """256 + 1 + 1 in bfloat16, whose values there are 2 apart, is 258."""
     parameter = torch.zeros((), dtype=torch.bfloat16, requires_grad=True)
     parameter.grad = torch.tensor((256.0, 1.0, 1.0)[dist.get_rank()], dtype=torch.bfloat16)
     sync_gradients([parameter])
@@ -59,7 +59,7 @@ def test_16_bits_are_added_up_in_32() -> None:
 
 
 class Two(nn.Module):
-    """A layer that only some ranks use, one that none does, and one that is frozen."""
+    """A module with a layer used by some ranks only, an unused layer, and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_shards_of_tensor_parallelism() -> None:
     parameter = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(0)]))
     parameter.grad = DTensor.from_local(torch.full((2, 3), 1.0 + rank), mesh["tp"], [Shard(0)])
     sync_gradients([parameter], mesh["cp"])
-    # Ranks 0 and 2 have the upper half, 1 and 3 the lower.
+    # Ranks 0 and 2 have the upper half, ranks 1 and 3 the lower half.
     halves = torch.tensor([4.0, 6.0]).repeat_interleave(2)[:, None]
     assert torch.equal(parameter.grad.full_tensor(), halves.expand(4, 3))
     replicated = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Replicate()]))
@@ -113,7 +113,7 @@ def test_shards_of_tensor_parallelism() -> None:
 
 @on_ranks(4)
 def test_what_fsdp_has_summed_is_refused() -> None:
-    """In a rank: FSDP over dp and cp sums by itself."""
+    """FSDP over dp and cp has summed the gradients itself; syncing them again is refused."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     model = fully_shard(nn.Linear(3, 4), mesh=mesh["dp", "cp"]._flatten("dp_cp"))
     model(torch.ones(2, 3)).sum().backward()

@@ -40,14 +40,14 @@ Group = dist.ProcessGroup | DeviceMesh | None
 
 
 def inputs_of(ring: int) -> Inputs:
-    """Each ring has a sequence of its own, so that a mix-up shows."""
+    """The inputs of a ring; each ring has its own sequence, so that a mix-up shows."""
     return random_qkv(seqlen_q=SEQLEN, nheads=4, nheads_kv=2, headdim=16, seed=ring)
 
 
 def run_ring(
     ring: int, group: Group, strategy: str | Strategy = "ring", layout: str = "zigzag"
 ) -> Expected:
-    """This rank's part in a ring, gathered within the ring."""
+    """Runs this rank's part in a ring; returns results gathered within the ring."""
     process_group = group.get_group() if isinstance(group, DeviceMesh) else group
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     split = SequenceLayout.from_name(layout, SEQLEN, world_size)
@@ -73,14 +73,14 @@ def expected(ring: int) -> tuple[Expected, Expected]:
 
 
 def assert_exact(results: list[tuple[int, Expected]]) -> None:
-    """Gathered results, each against the oracle of its ring's sequence."""
+    """Checks gathered results, each against the oracle of its ring's sequence."""
     for i, (ring, whole) in enumerate(results):
         assert_holds(whole, *expected(ring), (i, ring))
 
 
 @on_ranks(4)
 def test_groups_that_only_their_members_make() -> None:
-    """The ring's own groups must be made likewise; two rings at the same time."""
+    """Two rings at the same time, whose groups, internal ones too, are made by members only."""
     ring = dist.get_rank() // 2
     members = [2 * ring, 2 * ring + 1]
     group = dist.new_group(members, use_local_synchronization=True)
@@ -98,7 +98,7 @@ def test_an_axis_of_a_mesh(axis: str) -> None:
 
 @on_ranks(3)
 def test_a_mesh_with_one_axis_is_the_ring() -> None:
-    """In the order of its ranks."""
+    """The ring has the order of the mesh's ranks."""
     assert_exact([(0, run_ring(0, DeviceMesh("cpu", [2, 0, 1], mesh_dim_names=("cp",))))])
 
 
@@ -125,7 +125,7 @@ def test_group_of_unsorted_ranks() -> None:
 @NEEDS_ORDER
 @on_ranks(4)
 def test_decoding_and_sums_in_a_group_of_unsorted_ranks() -> None:
-    """Decoding and sums of gradients in a group whose order is its own."""
+    """Decoding and sums of gradients in a group whose ranks are not sorted."""
     group = dist.new_group(UNSORTED, sort_ranks=False)
     rank = dist.get_rank(group)
     q, k, v, _ = inputs_of(0)
@@ -144,18 +144,19 @@ def test_decoding_and_sums_in_a_group_of_unsorted_ranks() -> None:
 
 @on_ranks(4)
 def test_other_ranks_take_no_part() -> None:
-    """The members call; the others do not, and are not waited for."""
+    """Only members make the call, and they do not wait for other ranks."""
     for ring, members in enumerate(([1, 2], [3, 0, 2], [1])):
-        group = dist.new_group(members)  # which sorts them
+        group = dist.new_group(members)  # new_group sorts the ranks
         if dist.get_rank() in members:
             assert_exact([(ring, run_ring(ring, group))])
 
 
 @on_ranks(3)
 def test_ranks_that_have_made_other_groups_before() -> None:
-    """Ranks 0 and 1 have made a group that rank 2 is not in; now all three are a ring, and two are.
+    """Ranks 0 and 1 have made a group without rank 2; then rings of three and of two ranks run.
 
-    torch names a group that only its members make after the number of groups that a process has.
+    torch names a group made by its members only after the process's number of groups, which
+    differs here.
     """
     pair = dist.new_group([0, 1])
     assert_exact([(0, run_ring(0, None))])
@@ -173,8 +174,8 @@ def held_by_the_process() -> tuple[int, int]:
 
 @on_ranks(4)
 def test_everything_goes_with_the_group() -> None:
-    """Connections, threads and transports are gone when the group is, after any number of calls."""
-    run_ring(0, None)  # what the process keeps for all groups
+    """Destroying a group frees its connections, threads and transports, after any calls."""
+    run_ring(0, None)  # opens what the process keeps for all groups
     before, transports = held_by_the_process(), len(p2p._transports)
     for _ in range(2):
         group = dist.new_group()
@@ -186,7 +187,7 @@ def test_everything_goes_with_the_group() -> None:
             x = torch.ones(1, 2, 2, 8)
             ring_attention(x, x, x, group=group, transport=TransportOptions(timeout=timeout))
         if not streams.are_used(torch.device("cpu")):
-            # Over NCCL each part of the group has communicators of its own.
+            # Over NCCL each part of the group has its own communicators.
             now = held_by_the_process()
             assert now[0] <= held[0] and now[1] <= held[1], (held, now)
         dist.destroy_process_group(group)
@@ -201,7 +202,7 @@ def test_everything_goes_with_the_group() -> None:
 
 
 def connections() -> list[str]:
-    """What the ring of the world is connected by after a call."""
+    """Media by which the ring of the world is connected after a call."""
     world = dist.group.WORLD
     assert world is not None
     ring_attention(*(torch.ones(1, 3, 2, 8) for _ in range(3)))
@@ -215,7 +216,7 @@ def test_a_ring_of_one_makes_no_connections(ranks: Any) -> None:
 
 @on_ranks(4)
 def test_torch_makes_no_groups_for_a_ring() -> None:
-    """With init_process_group(device_id=...) it would split them off, which needs all ranks."""
+    """With init_process_group(device_id=...) torch splits groups off, which needs all ranks."""
     for strategy in ("ring", "double_ring", "hybrid", "auto"):
         group = dist.new_group()
         with mock.patch.object(
@@ -234,7 +235,7 @@ DEVICE = torch.device("cuda", 0)
 
 @on_ranks(4)
 def test_a_mesh_with_two_axes_is_not_split_off_the_world() -> None:
-    """What torch sees of the world's device while it flattens a mesh that is not the world."""
+    """The world's bound device is hidden while torch flattens a mesh smaller than the world."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "outer", "inner"))
     whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     seen: list[object] = []
@@ -264,7 +265,7 @@ def test_a_mesh_with_two_axes_is_not_split_off_the_world() -> None:
 
 @on_ranks(2)
 def test_threads_on_two_groups() -> None:
-    """First calls on two groups from two threads, while the user makes groups of their own."""
+    """First calls on two groups from two threads, while the user makes other groups."""
     groups = [dist.new_group() for _ in range(2)]
     with ThreadPoolExecutor(2) as threads:
         rings = [threads.submit(run_ring, i, group) for i, group in enumerate(groups)]
@@ -292,7 +293,7 @@ def test_two_threads_on_one_group() -> None:
 
 
 def forked_child() -> str:
-    """What a child process that was forked from a rank is told."""
+    """The error that a child process forked from a rank gets."""
     run_ring(0, None)
     read, write = os.pipe()
     pid = os.fork()

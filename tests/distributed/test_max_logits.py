@@ -19,7 +19,7 @@ from tests.refusals import refused
 SEQLEN, HEADDIM, SCALE = 45, 16, 0.3
 SPANS = masks.spans(SEQLEN, [(3, 9), (20, 33)])
 NOTHING = masks.from_slices(SEQLEN, SEQLEN, [])
-# Name -> the mask and the arguments that say it.
+# Name -> the mask, and the arguments that describe it.
 MASKS: dict[str, tuple[Mask, dict[str, Any]]] = {
     "causal": (masks.causal(SEQLEN), {"causal": True}),
     "window": (masks.window(SEQLEN, 5, 0), {"causal": True, "window_size": (5, 0)}),
@@ -36,9 +36,9 @@ def strategies(world_size: int) -> list[Strategy]:
 
 
 def greatest(backend: str, heads: int, heads_kv: int) -> None:
-    """Each strategy with each mask and each layout, and each mask with each layout.
+    """Checks each strategy with each mask; the layouts take turns.
 
-    In the interpreter one strategy for each mask, forward only.
+    In the interpreter: one strategy for each mask, forward only.
     """
     rank, world_size, whole = dist.get_rank(), dist.get_world_size(), backend == "reference"
     torch.manual_seed(3)
@@ -47,10 +47,10 @@ def greatest(backend: str, heads: int, heads_kv: int) -> None:
     scores = SCALE * torch.einsum(
         "bihd,bjhd->bhij", q.double(), k.double().repeat_interleave(heads // heads_kv, 2)
     )
-    # Every product and every sum of a score is rounded once, and so is the factor, in base 2 twice.
+    # Each product and sum of a score is rounded once, the factor once, or twice in base 2.
     norms = q.double().norm(dim=-1).max() * k.double().norm(dim=-1).max()
     bound = (HEADDIM + 4) * torch.finfo(torch.float32).eps * SCALE * float(norms)
-    sinks = torch.full((heads,), 50.0)  # no score
+    sinks = torch.full((heads,), 50.0)  # sinks are not scores
     for (s, strategy), (m, (mask, arguments)) in product(
         enumerate(strategies(world_size)), enumerate(MASKS.values())
     ):

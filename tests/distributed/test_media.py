@@ -1,4 +1,4 @@
-"""NCCL's communicators, with a class in NCCL's place that writes down how it is made."""
+"""NCCL's communicators, with a class in NCCL's place that records how it is made."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def groups_of(kind: str) -> tuple[dist.ProcessGroup, list[int]]:
     if kind == "mesh":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
         return mesh["cp"].get_group(), [rank // 2 * 2, rank // 2 * 2 + 1]
-    # Ranks of pipeline stages have made other numbers of groups, and only members make these.
+    # Pipeline stages have made different numbers of groups; only members make these groups.
     members = [0, 1] if rank < 2 else [2, 3]
     for _ in range(rank // 2):
         dist.new_group(members, use_local_synchronization=True)
@@ -76,9 +76,9 @@ KINDS = (("world", True), ("subgroup", False), ("mesh", True), ("stages", True))
 
 
 def made_for(kind: str, eager: bool) -> list[str]:
-    """Names of the communicators of two channels, each asked for twice, and of one with an option.
+    """Names of the communicators of two channels, one asked for twice, and of one with an option.
 
-    None is split off another one, whatever init_process_group was told.
+    No communicator is split off another one, even if the world is bound to a device.
     """
     group, members = groups_of(kind)
     world = dist.group.WORLD
@@ -117,7 +117,7 @@ def test_communicators_are_made_by_their_members(fresh_ranks: Any) -> None:
 
 
 def test_communicators_end_with_their_owner() -> None:
-    """They are shut down when nobody holds them any more, and aborted when the ring fails."""
+    """Communicators are shut down once nothing holds them, and aborted when the ring fails."""
     store = dist.HashStore()
     Recorder.made.clear()
     with (
@@ -134,7 +134,7 @@ def test_communicators_end_with_their_owner() -> None:
 
 
 def test_several_operations_are_one_group() -> None:
-    """What NCCL starts one by one could wait for each other."""
+    """Operations start as one NCCL group: started one by one they could wait for each other."""
     log: list[str] = []
     communicator = mock.Mock()
     communicator._start_coalescing.side_effect = lambda: log.append("start")
@@ -149,14 +149,14 @@ def test_several_operations_are_one_group() -> None:
 
 
 class Work:
-    """An exchange that the device has been given."""
+    """An exchange queued on the device."""
 
     def wait(self) -> None:
-        """As on CUDA: nothing blocks the host."""
+        """Does nothing: on CUDA too the host is not blocked."""
 
 
 def test_a_late_exchange_is_named() -> None:
-    """The device has begun the second exchange and not ended it; the host has posted a third."""
+    """The device is in the second exchange, while the host has posted a third."""
     streams = mock.Mock(pinned=lambda x: x)
     with mock.patch.multiple(progress, streams=streams), mock.patch.object(media, "streams"):
         lane = Lane((1, 4, 6), "gradients", 0.0, None, None, CPU, progress.Progress(CPU))
@@ -188,7 +188,7 @@ def test_numbers_of_exchanges_begin_again() -> None:
 @pytest.mark.gloo
 @on_ranks(2)
 def test_the_watch_names_step_peer_and_channel() -> None:
-    """Rank 0's watch says it, rank 1 reads it, and the next call raises it."""
+    """Rank 0's watch reports a late exchange, rank 1 reads the report, the next call raises it."""
     group, x = dist.new_group(), torch.ones(1, 2, 2, 8)
     ring_attention(x, x, x, group=group)
     shared, rank = rank_group(group), dist.get_rank()

@@ -1,8 +1,8 @@
 """The demo's model on (pp, dp, cp, tp) meshes: losses and gradients of one process, in float64.
 
-Rounding is held against itself: float64 rounds as float32 does, 2^-29 times as much, and the
-optimizer feeds either back as strongly. So what float32 does to the model in one process, scaled,
-is what float64 may do to it there and, twice, on the mesh. A mistake is millions of times that.
+Bounds come from float32: float64 rounds in the same way, 2^-29 times as much, and the optimizer
+amplifies both alike. So the scaled error of float32 in one process is allowed for float64 there
+and, twice, for float64 on the mesh. A mistake is millions of times larger.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
 STEPS = 2
-# From the roundings of float32 to those of float64; the oracle has its own as well.
+# Factor from float32's rounding errors to float64's; and the oracle's own relative rounding.
 SCALE = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 ROUNDING = torch.finfo(torch.float64).eps / 2
 
@@ -65,12 +65,12 @@ class Trained:
 
 @lru_cache(maxsize=1)
 def some_text() -> Tensor:
-    """Real text, not so much that sending it to the ranks would take time."""
+    """Real text, short enough to be sent to the ranks quickly."""
     return standard_library_text()[: 1 << 18].clone()
 
 
 def trained(trainer: Twin | MeshTrainer, text: Tensor, steps: int = STEPS) -> Trained:
-    """Either kind, on the same batches."""
+    """Trains either kind of trainer on the same batches."""
     settings = trainer.settings
     batches = sample_batches(text, settings.seqlen, settings.seed, settings.batch)
     results = trainer.results_of(next(batches))
@@ -81,7 +81,7 @@ def trained(trainer: Twin | MeshTrainer, text: Tensor, steps: int = STEPS) -> Tr
 
 @lru_cache(maxsize=16)
 def open_mesh(axes: Axes) -> DeviceMesh:
-    """In a rank: as few groups as there are meshes."""
+    """The mesh in a rank, cached so that each mesh makes its groups only once."""
     return axes.mesh("cpu")
 
 
@@ -91,12 +91,12 @@ def train_on_mesh(settings: Settings, text: Tensor, steps: int = STEPS) -> Train
 
 @lru_cache(maxsize=8)
 def train_alone(settings: Settings) -> Trained:
-    """One process, dense attention; only the settings that it depends on may differ."""
+    """Trains in one process with dense attention; `settings` keep the defaults of mesh options."""
     return trained(Twin(settings, CPU), some_text())
 
 
 def verdicts_of(mesh: Trained, settings: Settings) -> list[Verdict]:
-    """The mesh in float64 against one process in float64, by one process in float32."""
+    """Compares mesh and one process in float64; one process in float32 sets the bounds."""
     alone = replace(
         settings, axes=Axes(), microbatches=1, schedule="1f1b", fsdp=False, strategy="ring",
         layout="zigzag",
@@ -126,7 +126,7 @@ def assert_holds(results: list[Trained], settings: Settings) -> None:
     assert all(verdict.ok for verdict in verdicts), [str(verdict) for verdict in verdicts]
 
 
-# Each axis and option is in a case that is not slow.
+# Each axis and option occurs in a case that is not slow.
 OTHER_FORMS = ("pp2-cp2-1f1b", "cp2-tp2-mha-ulysses")
 CASES = {
     "pp2-cp2-1f1b": settings_for("pp=2,cp=2", microbatches=4, layout="contiguous"),
@@ -177,7 +177,7 @@ def test_all_axes_at_once(fresh_ranks: Any) -> None:
 
 
 def order_of_work(settings: Settings, text: Tensor) -> str:
-    """In a rank: F0 where a microbatch goes forward through its stage 0, B0 backward, and so on."""
+    """A rank's events: F0 is a microbatch's forward through the rank's stage 0, B0 its backward."""
     trainer = MeshTrainer(settings, open_mesh(settings.axes), CPU)
     events: list[str] = []
 
@@ -189,7 +189,7 @@ def order_of_work(settings: Settings, text: Tensor) -> str:
     for name, stage in trainer.stages.named_children():
         stage.register_forward_hook(partial(note, name))
     batches = sample_batches(text, settings.seqlen, settings.seed, settings.batch)
-    trainer.step(next(batches))  # in the first one torch finds out about shapes
+    trainer.step(next(batches))  # in the first step torch infers shapes
     events.clear()
     trainer.step(next(batches))
     return " ".join(events)
@@ -214,7 +214,7 @@ def test_ranks_of_a_ring_work_in_one_order(ranks: Any, schedule: str) -> None:
 
 
 def run_demo(settings: Settings, text: Tensor, options: dict[str, Any]) -> Report | None:
-    """In a rank; with options of the attention that one process does not have."""
+    """Runs the demo in a rank; only the mesh's attention gets `options`."""
     mistaken = partial(on_mesh.ring_attention, **options)
     with (
         mock.patch.object(on_mesh, "ring_attention", mistaken),

@@ -25,7 +25,7 @@ SIDES = ((0, 0), (3, 0), (0, 2), (2, 1), (40, 40))
 
 
 def layouts(seqlen: int, world_size: int) -> list[SequenceLayout]:
-    """Every layout, and one of segments that lie anywhere."""
+    """Every named layout, and one of scattered segments."""
     named = [layouts_of(name, Mask(seqlen, seqlen), world_size)[0] for name in LAYOUTS]
     cuts = [*range(0, seqlen, 5), seqlen]
     parts: list[list[Segment]] = [[] for _ in range(world_size)]
@@ -35,7 +35,7 @@ def layouts(seqlen: int, world_size: int) -> list[SequenceLayout]:
 
 
 def expected(x: Tensor, layout: SequenceLayout, rank: int, left: int, right: int) -> list[Tensor]:
-    """Each run with what is around it, from the whole (batch, seqlen, ...)."""
+    """Each run of a rank with its neighbouring rows, cut from the whole (batch, seqlen, ...)."""
     positions = layout.position_ids(rank)
     starts = [i for i in range(len(positions)) if i == 0 or positions[i] != positions[i - 1] + 1]
     if not len(positions):
@@ -62,7 +62,7 @@ def values_and_gradients(seqlen: int) -> None:
                     for run, w in zip(*of, strict=True))  # fmt: skip
         (dwhole,) = torch.autograd.grad(total, whole)
         assert torch.equal(dx, layout.shard(dwhole, rank))
-        # Differentiated again, it brings what is around once more.
+        # The derivative of the backward is the halo of its argument.
         back = torch.autograd.grad(dx, weights[rank], x)
         assert all(torch.equal(a, b) for a, b in zip(back, runs, strict=True))
 

@@ -23,14 +23,14 @@ from ring_attn.transport.p2p import open_p2p
 from tests.cold import compile_cold
 from tests.distributed.pool import on_ranks
 
-# Compiled code is the same on every device: not again as on one with streams.
+# Compiled code is the same on every device: no second run as on a device with streams.
 pytestmark = pytest.mark.gloo
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
 
 def inputs(rows: int, *, heads: int = HEADS, kv_heads: int = KV_HEADS) -> list[Tensor]:
-    """q, k, v of this rank, the same for the same sizes."""
+    """q, k, v of this rank; equal sizes give equal values."""
     torch.manual_seed(1000 * rows + dist.get_rank())
     return [torch.randn(1, rows, n, DIM, requires_grad=True) for n in (heads, kv_heads, kv_heads)]
 
@@ -44,12 +44,12 @@ def results(fn: Callable[..., Tensor], x: list[Tensor]) -> list[Tensor]:
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Bit by bit."""
+    """Whether all bits are equal."""
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def counted(fn: Callable[[], object]) -> int:
-    """Messages of this rank in a call."""
+    """Number of messages of this rank in a call."""
     stats = open_p2p(dist.group.WORLD, TransportOptions()).stats  # type: ignore[arg-type]
     before = stats.messages
     fn()
@@ -60,15 +60,15 @@ STRATEGIES = ("ring", "all_gather", "ulysses", "q_exchange")
 
 
 def block(options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A little around the attention, for the compiler to fuse; exactly rounded, in any order."""
+    """Attention between operations that the compiler can fuse without changing a bit."""
     return ring_attention(q * 2, k * 0.5, v + 1, **options).relu()
 
 
 @pytest.mark.parametrize(
     ("backend", "name"),
     [
-        ("aot_eager", "ring"),  # all of them: test_opcheck
-        # The compiler that users have: code is generated around the operator.
+        ("aot_eager", "ring"),  # all strategies: test_opcheck
+        # The default compiler of users, which generates code around the operator.
         pytest.param("inductor", "all_gather", marks=pytest.mark.slow),
         pytest.param("inductor", "q_exchange", marks=pytest.mark.slow),
     ],
@@ -102,7 +102,7 @@ LAYOUTS: dict[str, Callable[[], SequenceLayout]] = {
 @pytest.mark.slow
 @on_ranks(2)
 def test_compiles_with_options() -> None:
-    """Layouts that are new, documents, sinks, a window and a mesh reach the operator."""
+    """New layouts, documents, sinks, a window and a mesh reach the operator."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     runs, segments = LAYOUTS.values()
     cases: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
@@ -130,7 +130,7 @@ CHANGES: dict[str, list[Any]] = {
 @pytest.mark.parametrize("name", CHANGES)
 @on_ranks(2)
 def test_options_are_constants_of_a_graph(name: str) -> None:
-    """A number that torch would take for a symbol has a graph for each of its values."""
+    """Each value of a numeric option gets its own graph, even with dynamic=True."""
 
     def attend(value: Any, *x: Tensor) -> Tensor:
         return ring_attention(*x, causal=True, backend="reference", **{name: value})
@@ -143,7 +143,7 @@ def test_options_are_constants_of_a_graph(name: str) -> None:
 
 @on_ranks(2)
 def test_graphs_of_several_layouts() -> None:
-    """Where lengths are symbols a layout's numbers are; made inside, it is a part of the graph."""
+    """With symbolic lengths a passed layout's numbers are symbols; one made inside is traced."""
     rank = dist.get_rank()
 
     def attend(layout: SequenceLayout, *x: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def test_graphs_of_several_layouts() -> None:
     def attend_zigzag(*x: Tensor) -> Tensor:
         return attend(SequenceLayout.zigzag(2 * x[0].size(1), 2), *x)
 
-    # By default torch takes for a symbol what has changed once.
+    # By default torch makes a number that has changed once a symbol.
     for dynamic, expected in ((None, 2), (True, 1)):
         compiled, num_graphs = compile_cold(attend, fullgraph=True, dynamic=dynamic)
         for cuts in ([0, 9, 20], [0, 11, 20], [0, 7, 20]):
@@ -170,7 +170,7 @@ def test_graphs_of_several_layouts() -> None:
 
 @on_ranks(2)
 def test_boundaries_are_those_of_the_forward() -> None:
-    """A loader may use its tensors again, as between the micro-batches of a pipeline."""
+    """The backward uses the forward's boundaries, even if a loader has overwritten the tensor."""
     layout = SequenceLayout.contiguous(20, 2)
     x = inputs(10)
     grads = []
@@ -185,7 +185,7 @@ def test_boundaries_are_those_of_the_forward() -> None:
 
 @on_ranks(2)
 def test_auto_stands_between_graphs() -> None:
-    """The choice between graphs has the bits of eager; in one graph it is refused."""
+    """ "auto" with a graph break has the bits of eager; with fullgraph it is refused."""
     x, auto = inputs(4), partial(ring_attention, strategy="auto")
     compiled, _ = compile_cold(auto)
     assert torch.equal(compiled(*x), auto(*x))
@@ -213,9 +213,9 @@ def test_selective_checkpoint_does_not_run_the_ring_twice(name: str) -> None:
 
 @on_ranks(2)
 def test_opcheck() -> None:
-    """Every one of torch's checks succeeds, for every strategy, forward and backward.
+    """All of torch's operator checks pass, for every strategy, forward and backward.
 
-    Of schema, autograd, fakes, and under a compiler.
+    torch checks the schema, autograd, fake tensors, and compilation.
     """
     from ring_attn import ops
 
@@ -231,7 +231,7 @@ def test_opcheck() -> None:
             results(partial(ring_attention, **options), inputs(6))
         for name, called in operators.items():
             args = called.call_args.args
-            if name == "attention_backward":  # is not differentiated
+            if name == "attention_backward":  # has no derivative
                 args = tree_map_only(Tensor, Tensor.detach, args)
             checks = torch.library.opcheck(getattr(torch.ops.ring_attn, name).default, args)
             assert set(checks.values()) == {"SUCCESS"}, (name, options)

@@ -39,7 +39,7 @@ ORDERS = {"BSHD": (0, 1, 2, 3), "BHSD": (0, 2, 1, 3), "SBHD": (1, 0, 2, 3)}
 
 
 class Answer(NamedTuple):
-    """As models return it that can return weights."""
+    """The output of models that can also return attention weights."""
 
     weights: None
     attention: Tensor
@@ -59,7 +59,7 @@ class Core(nn.Module):
         to_bhsd = {"BSHD": (0, 2, 1, 3), "BHSD": (0, 1, 2, 3), "SBHD": (1, 2, 0, 3)}[self.order]
         q, k, v = (x.permute(to_bhsd) for x in (q, k, v))
         out = self.attend(q, k, v).permute([to_bhsd.index(dim) for dim in range(4)])
-        if self.returns == "flat":  # heads in one dim, as the projection that follows wants them
+        if self.returns == "flat":  # heads in one dim, as the next projection needs
             batch, rows = self.seen[:2]
             return out.reshape(batch, rows, -1)
         others = {"list": [out, None], "two": (out, q), "transposed": out.transpose(1, 2)}
@@ -71,7 +71,7 @@ class Core(nn.Module):
 
 
 class Eager(Core):
-    """Attention that is no function of torch's, with kv heads repeated."""
+    """Attention without an attention function of torch, with repeated kv heads."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x.repeat_interleave(q.size(1) // k.size(1), 1) for x in (k, v))
@@ -81,7 +81,7 @@ class Eager(Core):
 
 
 class Never(nn.Module):
-    """It has another attention, which is not run."""
+    """A module whose own attention must not run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Never(nn.Module):
 
 
 class Case(NamedTuple):
-    """A way to call: order of dims, plain or DTensor, and in what the output is returned."""
+    """A way to call: order of dims, plain or DTensor, and the container of the output."""
 
     order: str = "BSHD"
     form: str = "plain"
@@ -108,14 +108,14 @@ CASES = [
     Case("SBHD", "DTensor", "tensor"),
 ]
 CHUNKS = SequenceLayout.boundaries([0, 25, 50, 75, 97])  # as torch.chunk splits 97 rows
-NESTED = SequenceLayout.boundaries([0, 25, 49, 73, 97])  # 49 + 48, and each in two
+NESTED = SequenceLayout.boundaries([0, 25, 49, 73, 97])  # halves of 49 and 48 rows, each in two
 ZIGZAG = SequenceLayout.zigzag(97, 4)
 HALVES = SequenceLayout.contiguous(UNEVEN, 2)  # 49 and 48
 UNEVEN_DTENSOR = [Case("BHSD", "DTensor", "tuple")]
 
 
 class Calls(NamedTuple):
-    """Calls of a module with the same options; how rows lie that are not named there."""
+    """Calls of a module with the same options; `rows` is the layout if options have none."""
 
     options: dict[str, Any]
     cases: list[Case] = CASES
@@ -159,7 +159,7 @@ CALLS = {
         [Case(form="DTensor", returns="Answer")],
         module=Eager,
     ),
-    # The module joins heads by the shape that it sees.
+    # The module joins heads by the shape of its inputs.
     "reshapes": Calls({"layout": HALVES}, [Case(returns="flat")]),
 }
 
@@ -219,7 +219,7 @@ def call_core(returns: str, core: nn.Module, q: Tensor, k: Tensor, v: Tensor) ->
 
 
 def run_calls(name: str) -> list[dict[str, Tensor]]:
-    """Each case of a strategy, on this rank."""
+    """This rank's results of each case."""
     options, cases, _, module = calls = CALLS[name]
     layout, mesh = calls.layout, mesh_of(*options.get("mesh", (dist.get_world_size(),)))
     results = []
@@ -294,7 +294,7 @@ def test_a_module_compiles_with_a_new_layout(name: str, form: str) -> None:
 
 
 class Cross(nn.Module):
-    """Every query sees every key, of another length; kv heads are given as they are."""
+    """Cross attention: every query sees every key; kv heads are not repeated."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
@@ -310,13 +310,13 @@ class Odd(NamedTuple):
 
     @property
     def inputs(self) -> Inputs:
-        """Three heads, which two ranks cannot share evenly, and one of keys and values."""
+        """Three query heads, which two ranks cannot share evenly, and one kv head."""
         rows = {"seqlen_q": self.mask.seqlen_q, "seqlen_k": self.mask.seqlen_k}
         return random_qkv(batch=2, nheads=3, nheads_kv=1, headdim=8, **rows)
 
     @property
     def layouts(self) -> tuple[SequenceLayout, SequenceLayout]:
-        """Of queries and of keys."""
+        """Layouts of queries and of keys."""
         rows = self.mask.seqlen_q, self.mask.seqlen_k
         given = self.style.get("layout", tuple(SequenceLayout.contiguous(n, 2) for n in rows))
         return given if isinstance(given, tuple) else (given, given)
@@ -382,7 +382,7 @@ def test_other_lengths_heads_and_functions(ranks: Any, one_thread: None, name: s
 def test_rows_and_heads_over_two_axes() -> None:
     """q, k, v are DTensors on (cp, tp), rows over one axis and heads over the other.
 
-    A kv head that only one of the ranks has is refused.
+    A kv head on only one of the ranks is refused.
     """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
     core = parallelize_module(Core("BHSD"), mesh["cp"], ContextParallel(seq_dim=2, head_dim=1))
@@ -418,7 +418,7 @@ def plain_qkv(
 
 
 class NoAttention(nn.Module):
-    """An attention module by its arguments only."""
+    """A module with an attention module's arguments, but no attention."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return q + k + v
@@ -446,12 +446,12 @@ GROUPED = partial(plain_qkv, heads=4, heads_kv=2)
 
 
 def returning(form: str) -> dict[str, Any]:
-    """A module that returns its output so, and tensors that it takes."""
+    """A module that returns its output in the given form, and input tensors for it."""
     qkv = partial(sharded, 1) if form == "transposed" else partial(plain_qkv, heads=2)
     return {"module": partial(Core, returns=form), "qkv": qkv}
 
 
-# The style, what the message has, and the rest of the call.
+# The style, words of the message, and the rest of the call.
 ERRORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "degree": ({"degree": 3}, "degree|3 and 2", {}),
     "degree 0": ({"degree": 0}, "degree|at least 1|0", {}),
@@ -492,7 +492,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "options of a function": ({"replace": lambda module: {"group": None}}, "['group']", {}),
 }  # fmt: skip
 
-# What is wrong with what a module returns, once it has run.
+# Mistakes in a module's output, found once it has run.
 AFTER = ("output_index", "output type", "local and dims")
 
 

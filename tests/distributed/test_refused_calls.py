@@ -21,7 +21,7 @@ from tests.refusals import refused
 
 @on_ranks(2)
 def test_scores_are_finite_at_their_bounds() -> None:
-    """Results and gradients, at the bounds of softmax_scale and softcap."""
+    """Results and gradients are finite at the bounds of softmax_scale and softcap."""
     torch.manual_seed(0)
     for scale, softcap in product((2.0**-63, 2.0**63), (0.0, 2.0**-63, 2.0**63)):
         tensors = {name: torch.randn_like(one).requires_grad_() for name, one in good().items()}
@@ -34,7 +34,7 @@ def test_scores_are_finite_at_their_bounds() -> None:
 
 @on_ranks(2)
 def test_transforms_are_refused() -> None:
-    """Transforms of torch.func and forward-mode differentiation, which the operators have not."""
+    """Refuses transforms of torch.func and forward-mode differentiation."""
     tensors = good()
 
     def attend(q: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def test_transforms_are_refused() -> None:
 
 @on_ranks(2)
 def test_transforms_of_the_backward_are_refused() -> None:
-    """The same of the gradient that a backward is given."""
+    """Refuses the same transforms of the gradient passed to a backward."""
     q = good()["q"].requires_grad_()
     out = ring_attention(**{**good(), "q": q})
     ones = torch.ones_like(out)
@@ -116,7 +116,7 @@ def test_lost_groups_are_named() -> None:
 
 @on_ranks(2)
 def test_capture_is_refused() -> None:
-    """Calls on tensors that say they are on a GPU, whose stream is captured."""
+    """Refuses calls on tensors that report a GPU whose stream is being captured."""
     q, k, v = (one.requires_grad_() for one in good().values())
     layout = ring_attn.SequenceLayout.contiguous(2 * q.size(1), 2)
     backward = ring_attention(q, k, v).sum()

@@ -1,6 +1,6 @@
 """The names of ring-flash-attn over gloo: its shards go in, and dense attention's rows come out.
 
-Who holds what is written down here as that package's tests do it, by chunks, without our layouts.
+Each rank's rows are computed here by chunks, as in that package's tests, without our layouts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Case:
         return "varlen" in self.family
 
     def documents(self) -> tuple[int, ...]:
-        """Global boundaries, of lengths that the function takes."""
+        """Global boundaries of documents, with lengths that the function accepts."""
         if self.family.startswith("llama3"):
             return (0, 7, 8, 28, 40, 60)
         unit = self.world_size * (2 if self.family.startswith("zigzag") else 1)
@@ -75,11 +75,11 @@ class Case:
         return Mask(seqlen, seqlen, self.causal, self.window, cu, cu)
 
 
-# Each family packed and not; and what the signature offers, in turn.
+# Each family packed and not; the options of the signature in turn.
 CASES = [
     Case("ring_flash_attn"),
     Case("ring_flash_attn", "kvpacked_"),
-    # flash-attention takes no notice of the right side where it is causal.
+    # flash-attention ignores the right side of a causal window.
     Case("zigzag_ring_flash_attn", window=(9, 9)),
     Case("zigzag_ring_flash_attn", "qkvpacked_", causal=False),
     Case("stripe_flash_attn", window=(9, 0)),
@@ -116,14 +116,14 @@ def own_positions(case: Case, rank: int) -> Tensor:
 
 
 def own_arguments(case: Case, rank: int) -> list[Any]:
-    """What stands between the tensors and dropout_p."""
+    """Positional arguments between the tensors and dropout_p."""
     if not case.is_packed:
         return []
     return arguments_of(case, torch.tensor(case.documents(), dtype=torch.int32), rank)
 
 
 def arguments_of(case: Case, cu: Tensor, rank: int) -> list[Any]:
-    """Those for documents with these global boundaries."""
+    """Positional arguments for documents with these global boundaries."""
     if not case.family.startswith("llama3"):
         local = cu // case.world_size
         return [local, int(local.diff().max())]
@@ -195,7 +195,7 @@ def llama3_tensors() -> list[Tensor]:
 
 @on_ranks(2)
 def test_llama3_tells_documents_once() -> None:
-    """Exchanges after each call: two layers, other documents, recomputed activations."""
+    """Counts exchanges after each call: two layers, other documents, recomputed activations."""
     rank, counts = dist.get_rank(), []
     gather = dist.all_gather_object
     with mock.patch.object(dist, "all_gather_object", side_effect=gather) as exchange:
@@ -205,7 +205,7 @@ def test_llama3_tells_documents_once() -> None:
             LLAMA3.function(*tensors, *arguments, causal=True)
             counts.append(exchange.call_count)
         changed = first[0]
-        changed.add_(0)  # might have other values now
+        changed.add_(0)  # torch now assumes that the values have changed
         LLAMA3.function(*tensors, *first, causal=True)
         counts.append(exchange.call_count)
         arguments = own_arguments(LLAMA3, rank)
@@ -224,7 +224,7 @@ def test_llama3_tells_documents_once() -> None:
 
 @on_ranks(2)
 def test_llama3_arguments_that_do_not_fit() -> None:
-    """Where a rank's arguments do not go with those of the others every rank says the same."""
+    """If a rank's arguments do not fit the other ranks', every rank raises the same error."""
     rank = dist.get_rank()
     for what in ("documents", "causal", "slice"):
         cu = torch.tensor(LLAMA3.documents())
@@ -240,7 +240,7 @@ def test_llama3_arguments_that_do_not_fit() -> None:
 
 @on_ranks(2)
 def test_refusals() -> None:
-    """Arguments that are given and not honoured are refused on every rank."""
+    """Unsupported arguments are refused on every rank."""
     varlen = Case("zigzag_ring_flash_attn_varlen")
     kvpacked = replace(varlen, packing="kvpacked_")
     cu, most = own_arguments(varlen, 0)
@@ -285,7 +285,7 @@ def test_a_group_of_some_ranks() -> None:
 
 @on_ranks(3)
 def test_a_ring_of_ones_own() -> None:
-    """What `utils` has: neighbours' tensors, twice, and those of all ranks."""
+    """The classes of `utils` pass tensors between neighbours, and gather from all ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ring = utils.RingComm(None)
     k = torch.full((2, 3), float(rank))
@@ -309,7 +309,7 @@ def test_a_ring_of_ones_own() -> None:
 @pytest.mark.gloo
 @on_ranks(2)
 def test_a_refusal_of_one_rank_reaches_the_others() -> None:
-    """A single rank's argument is bad: the others hear of it."""
+    """A single rank's argument is bad: the error reaches the other ranks."""
     varlen = Case("zigzag_ring_flash_attn_varlen")
     cu, most = own_arguments(varlen, 0)
     x, group = torch.randn(int(cu[-1]), 2, 8), dist.new_group()
@@ -339,10 +339,10 @@ PACKED.append(LLAMA3)
 def test_functions_over_documents_stand_between_graphs(
     case: Case, inside: bool, backend: str, scalars: bool
 ) -> None:
-    """Two graphs for all batches; that before the call once more, when a size is a symbol.
+    """All batches share two graphs; the graph before the call is remade if a size is a symbol.
 
-    Each batch has the bits of eager, gradients too. llama3's arguments are made inside of the
-    compiled function, too; with `capture_scalar_outputs` dynamo traces what is read from tensors.
+    Each batch has the bits of eager, gradients too. llama3's arguments are also made inside the
+    compiled function; with `capture_scalar_outputs` dynamo traces numbers read from tensors.
     """
     rank, seqlen = dist.get_rank(), case.documents()[-1]
 
@@ -370,7 +370,7 @@ def test_functions_over_documents_stand_between_graphs(
 
 @on_ranks(2)
 def test_one_graph_over_documents_is_refused_with_what_to_call() -> None:
-    """`fullgraph=True`."""
+    """The refusal of `fullgraph=True` names `ring_attention` instead."""
     for case in PACKED:
         x = [y[0, : case.documents()[-1] // 2] for y in case.inputs()[:3]]
         arguments = arguments_of(case, torch.tensor(case.documents()), dist.get_rank())
@@ -382,7 +382,7 @@ def test_one_graph_over_documents_is_refused_with_what_to_call() -> None:
 
 @on_ranks(2)
 def test_functions_without_documents_compile_whole() -> None:
-    """With what they take beyond ring_attention."""
+    """Whole graphs also with options that ring_attention lacks."""
     for family in ("ring_flash_attn", "zigzag_ring_flash_attn", "stripe_flash_attn"):
         case = Case(family, "qkvpacked_")
         x = packed(case, *(y[:, :26].requires_grad_() for y in case.inputs()[:3]))

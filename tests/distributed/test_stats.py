@@ -1,4 +1,4 @@
-"""stats() and trace over gloo: what is measured of every strategy is what its plan has."""
+"""stats() and trace over gloo: the measured counts of every strategy equal its plan's."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SEQLEN = 97
 MASK = Mask(SEQLEN, SEQLEN, causal=True)
 SIZES = {"batch": 2, "nheads": 6, "nheads_kv": 2, "headdim": 16, "headdim_v": 8}
 
-# Of one direction: bytes sent, messages, steps, merges.
+# Counts of one direction: bytes sent, messages, steps, merges.
 Counts = tuple[int, int, int, int]
 
 
 def planned(program: Program) -> Counts:
-    """What a program holds."""
+    """Counts of a program."""
     steps = merges = 0
     for op in program.ops:
         if isinstance(op, Inner):
@@ -46,7 +46,7 @@ def planned(program: Program) -> Counts:
 
 
 def run_measured(kind: str, strategy: str | Strategy) -> tuple[Stats, list[Counts], list[float]]:
-    """A call with its backward on this rank: stats, what is planned, and seconds around it."""
+    """Runs a call and its backward on this rank: stats, planned counts, and measured seconds."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     layout = SequenceLayout.from_name(kind, SEQLEN, world_size)
     q, k, v, dout = (layout.shard(x, rank) for x in random_qkv(seqlen_q=SEQLEN, **SIZES))
@@ -65,7 +65,7 @@ def run_measured(kind: str, strategy: str | Strategy) -> tuple[Stats, list[Count
 
 
 def assert_adds_up(figures: Figures | None, seconds: float, *, queued: bool) -> Figures:
-    """Parts are less than the whole, and the whole is less than what is around it."""
+    """Asserts that the parts' times fit into the call's, and the call's into `seconds`."""
     assert figures is not None
     assert figures.compute_s > 0.0
     assert figures.compute_s + figures.wait_s + figures.post_s <= figures.seconds <= seconds
@@ -102,7 +102,7 @@ def test_what_is_measured_is_what_is_planned(ranks: Pools, name: str) -> None:
             got = assert_adds_up(figures, seconds[i], queued=ranks.queued)
             assert (got.bytes_sent, got.messages, got.steps, got.merges) == counts[i]
             received[i] += got.bytes_received
-    # What one sends another receives.
+    # Bytes that a rank sends are received by another rank.
     assert received == [sum(counts[i][0] for _, counts, _ in everyone) for i in (0, 1)]
     assert min(received) > 0
 
@@ -119,7 +119,7 @@ def test_decoding_is_measured() -> None:
     figures = assert_adds_up(stats().forward, seconds, queued=queued)
     nbytes = decode_packet(AttentionSpec.of(q, k, v), 1).nbytes
     assert (figures.bytes_sent, figures.bytes_received, figures.messages) == (nbytes, nbytes, 1)
-    # A tile of the rank's rows, and two partial results.
+    # Merges one tile of the rank's rows, and two partial results.
     assert (figures.steps, figures.merges) == (0, 3)
     assert stats().backward is None
 
@@ -145,5 +145,5 @@ def test_every_rank_writes_its_trace(tmp_path: Path) -> None:
         expected = {"forward", "backward", "delta", "finalize", *names.split()}
         operators = {"ring_attn::attention", "ring_attn::attention_backward"}
         assert {*found} - operators == {f"ring_attn::{name}" for name in expected}
-        # Calls within a call have no range of their own.
+        # Calls within a call have no separate range.
         assert found.count("ring_attn::forward") == 1

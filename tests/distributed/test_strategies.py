@@ -1,6 +1,6 @@
-"""Every strategy between processes: the results, bits and messages of the same call in one process.
+"""Every strategy between processes has the bits and messages of the same call in one process.
 
-And in Triton's interpreter, on meshes with two axes, with a batch dim and other odd inputs.
+Also in Triton's interpreter, on meshes with two axes, with a batch dim and other odd inputs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ring_attn.testing import (
 )
 from tests.distributed.pool import on_ranks
 
-# With numbers of ranks, among which the cases are dealt out; of one number, half in each layout.
+# Numbers of ranks of each strategy; the cases are dealt out among these numbers and the layouts.
 SIZES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("ring", "all_gather", "exchange", "q_exchange"), (1, 2, 3, 4)),
     "ulysses": (2, 3, 4),
@@ -68,7 +68,7 @@ def test_as_in_one_process(
         got = assert_as_in_one_process(ranks, every[turn], 1)
         assert got.sent == ((Sent(0, 0), Sent(0, 0)),)
         return
-    # The same cases without processes: tests/unit/test_strategies.py; here a part of them.
+    # A part of the cases: tests/unit/test_strategies.py has all of them, without processes.
     step = 2 * max(2, len(sizes))
     for case in every[(2 * sizes.index(world_size) + turn) % step :: step]:
         assert_as_in_one_process(ranks, case, world_size)
@@ -129,7 +129,7 @@ def test_a_mesh_with_two_axes_gives_the_degree() -> None:
 
 # -- triton
 
-# Where there is a GPU the interpreter has to be asked for.
+# On a machine with a GPU the interpreter must be requested.
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
     reason="CPU tensors need TRITON_INTERPRET=1 on a machine with a GPU",
@@ -148,7 +148,7 @@ SHARED = Heads(2, 1, 20, 16)
     ids=str,
 )
 def test_triton(ranks: Any, one_thread: None, world_size: int, case: Case) -> None:
-    """How masks and options combine: tests/kernels/test_options.py, in one process."""
+    """Some cases between processes; tests/kernels/test_options.py combines masks and options."""
     case = replace(case, backend="triton", seqlen=61, batch=1)
     assert not run_all_ranks(case, world_size, ranks(world_size).run).failures
 

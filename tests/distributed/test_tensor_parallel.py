@@ -49,7 +49,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 def run_block(folder: str, kv_heads: int) -> tuple[Tensor, dict[str, Tensor]]:
     """This rank's rows of the block's output, and the whole gradients.
 
-    The two parts of the block are in one process, where sums of their outputs are the all-reduces.
+    Both parts of the block are in one process, where sums of their outputs replace all-reduces.
     """
     rank, configs = dist.get_rank(), [tp_config(kv_heads, part) for part in range(2)]
     one, other = parts = [block(kv_heads) for _ in configs]

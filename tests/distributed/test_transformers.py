@@ -53,7 +53,7 @@ class How(NamedTuple):
     Attributes:
         padded: there is padding at the end.
         computed_again: activation checkpointing runs the ring again in the backward; the layout
-            travels with the call, and the name that is registered is another one.
+            travels with the call, and differs from the registered layout.
     """
 
     family: str
@@ -78,7 +78,7 @@ def sharded_step(how: How) -> Step:
         part: dict[str, Any] = shard_batch(with_images(model, batch), layout, rank)
         if types is not None:
             part["token_type_ids"] = types
-        if seqlen % world_size:  # else the name is enough
+        if seqlen % world_size:  # otherwise the name is enough
             part["sequence_layout"] = layout
         if family == "bert":  # predicts the token itself; its head divides by this rank's labels
             del part["shift_labels"]
@@ -95,7 +95,7 @@ def sharded_step(how: How) -> Step:
 
 
 def with_images(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with embeddings, which a rank's rows can be cut from, where it has images."""
+    """The batch; one with images gets embeddings, from which a rank's rows can be cut."""
     if "pixel_values" not in batch:
         return batch
     features = model.get_image_features(batch["pixel_values"]).pooler_output
@@ -135,7 +135,7 @@ def logits_of(model: Any, ids: Tensor, autocast: bool, **options: Any) -> Tensor
 
 
 def both(model: Any, call: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """What the call gives of the model in float64, and of the model as it is."""
+    """Results of the call for the model in float64, and for the model as it is."""
     with torch.no_grad():
         plain = call(model)
         with all_in_float64():
@@ -154,7 +154,7 @@ def sharded_logits(changes: dict[str, Any], autocast: bool) -> Tensor:
     ("changes", "autocast"), [({"is_causal": False}, False), ({}, True)], ids=["both ways", "cast"]
 )
 def test_other_models(ranks: Pools, changes: dict[str, Any], autocast: bool) -> None:
-    """A decoder that looks both ways, and one under autocast."""
+    """A decoder with bidirectional attention, and a decoder under autocast."""
     got = SequenceLayout.zigzag(SEQLEN, 2).unshard(ranks(2).run(sharded_logits, changes, autocast))
     model, ids = yardstick("llama", **changes), make_batch(SEQLEN)["input_ids"]
     plain = logits_of(model, ids, autocast)
@@ -168,7 +168,7 @@ DOCUMENTS = (0, 31, 40, 71, SEQLEN)
 
 
 def packed_logits(family: str, kind: str, restart: bool) -> Tensor:
-    """Logits of documents one after another, on this rank's rows."""
+    """Logits of packed documents, on this rank's rows."""
     layout = SequenceLayout.from_name(kind, SEQLEN, dist.get_world_size())
     batch = {"input_ids": make_batch(SEQLEN)["input_ids"][:1]}
     if restart:
@@ -207,7 +207,7 @@ def make_prompt() -> Tensor:
 
 
 def generate(model: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """Tokens and the logits that they were chosen by."""
+    """Tokens, and the logits from which they were chosen."""
     model.generation_config.eos_token_id = None
     out = model.generate(
         make_prompt(), max_new_tokens=NUM_TOKENS, output_logits=True, return_dict_in_generate=True,
@@ -217,7 +217,7 @@ def generate(model: Any, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 def generate_sharded(family: str, kind: str, options: dict[str, Any]) -> Generated:
-    """From a prompt that is split and a cache that grows on both ranks."""
+    """Generates from a split prompt, with a cache that grows on both ranks."""
     with register(layout=kind) as ring:
         model = make_model(family, "ring_attn")
         cache = ring.cache(model, block=4)
@@ -270,7 +270,7 @@ def test_other_ways_to_generate(
 
 
 def in_two_turns(model: Any, **options: Any) -> Tensor:
-    """A text, more of a prompt behind it, and its continuation, from one cache."""
+    """Generates a text, appends more prompt, and generates again, with one cache."""
     options |= {"do_sample": False, "max_new_tokens": 5}
     first = model.generate(make_prompt(), **options)
     more = make_batch(SEQLEN)["input_ids"][:, NUM_PROMPT : NUM_PROMPT + 9]
@@ -278,12 +278,12 @@ def in_two_turns(model: Any, **options: Any) -> Tensor:
 
 
 def beams(model: Any, **options: Any) -> Tensor:
-    """The best of three texts, whose caches change places."""
+    """Generates by a search with three beams, which reorders the cache."""
     return model.generate(make_prompt(), max_new_tokens=9, num_beams=3, do_sample=False, **options)
 
 
 def sharded(run: Callable[..., Tensor]) -> Tensor:
-    """With a copy of a model that has another cache, and hooks, already."""
+    """Runs a copy of a model that already has another cache, and hooks."""
     with register(layout="zigzag") as ring:
         model = copy.deepcopy(make_model("llama", "ring_attn"))
         ring.cache(model)
@@ -301,7 +301,7 @@ def test_a_cache_goes_on_and_is_reordered(ranks: Pools, run: Callable[..., Tenso
 
 
 def own_loop(rows: tuple[int, ...], embeddings: bool) -> Tensor:
-    """Logits of all rows from forwards with so many new rows, as a loop of one's own makes them."""
+    """Logits of all rows from a hand-written loop of forwards with these numbers of new rows."""
     with register(layout="contiguous") as ring, torch.no_grad():
         model = make_model("qwen3", "ring_attn")
         cache, found = ring.cache(model, block=3), []
@@ -315,7 +315,7 @@ def own_loop(rows: tuple[int, ...], embeddings: bool) -> Tensor:
 
 @pytest.mark.parametrize("embeddings", [False, True], ids=["ids", "embeddings"])
 def test_forwards_of_any_length_give_all_logits(ranks: Pools, embeddings: bool) -> None:
-    """Of 3 rows and of 1, which all ranks compute, and of 7 and 20, which they split."""
+    """Forwards of up to 3 rows, which every rank computes, and of 7 and 20, which ranks split."""
     rows = (3, 7, 1, 1, 20, 2)
     ids = make_prompt()[:, : sum(rows)]
     oracle, plain = both(yardstick("qwen3"), lambda model: model(ids).logits)

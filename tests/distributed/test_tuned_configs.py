@@ -1,4 +1,4 @@
-"""RING_ATTN_CONFIGS over gloo: one file on all ranks is used; ranks with others are named."""
+"""RING_ATTN_CONFIGS over gloo: a file shared by all ranks is used; ranks that differ are named."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASE = Case("causal", backend="triton", heads=Heads(2, 1, 16, 16), seqlen=90, ba
 
 @contextmanager
 def configs(path: Path | None) -> Iterator[None]:
-    """Within it this rank has that file, and backends are chosen anew."""
+    """Gives this rank that file, and makes it choose backends anew."""
     from ring_attn.backends import choose_backend
 
     choose_backend.cache_clear()
@@ -68,7 +68,7 @@ def test_all_ranks_use_the_file(ranks: Any, tmp_path: Path, one_thread: None) ->
 
 
 def with_another_file(paths: list[Path | None]) -> tuple[str, bool]:
-    """What is said, and whether anything was computed."""
+    """The error's message, and whether anything was computed."""
     x, group = torch.randn(1, 8, 2, 16), dist.new_group()
     with (
         configs(paths[dist.get_rank()]),
