@@ -436,7 +436,7 @@ def test_the_check_keeps_the_timeout(kind: str) -> None:
         return
     options = TransportOptions(timeout=1.5)
     x = torch.ones(1, 4, 2, 8)
-    # A rank with an error of its own waits no longer to tell the others.
+    # A rank with an error also waits no longer than the timeout to tell the others.
     bad = {"softcap": -1.0} if kind == "refused" else {}
     run = tree_decode if kind == "decode" else ring_attention
     with debug():

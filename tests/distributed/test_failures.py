@@ -1,6 +1,6 @@
 """A peer that dies, stops, or is late: an error in time, never a hang.
 
-A test that loses a process or the world's group has its own processes; others a group.
+A test that loses a process or the world's group has its own processes; others a new group.
 """
 
 from __future__ import annotations
