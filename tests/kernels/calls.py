@@ -1,4 +1,4 @@
-"""What the kernel tests share: attention by launches of one's own choice, and the blocks it takes.
+"""Shared by the kernel tests: attention by chosen launches, and the blocks that it loads.
 
 `attend` is forward and backward by the kernels alone, each step in a launch of its own, over memory
 that starts as NaN. `Recorder` sees in the interpreter which blocks a kernel loads and masks;
@@ -31,7 +31,7 @@ from ring_attn.strategies.ring import ring_steps
 from ring_attn.testing import Expected, Inputs, poisoned_empty, random_qkv
 from tests.bounds import MASKS, whole
 
-# As tests/kernels/conftest.py has settled it.
+# tests/kernels/conftest.py has set it.
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 
 # In the interpreter bfloat16 arithmetic is wrong without a word. On a GPU every case compiles
@@ -44,7 +44,7 @@ Step = Sequence[Tile]
 
 
 def blocks(rows: int, cols: int) -> Config:
-    """A config with blocks of so many q rows and kv rows."""
+    """A config with blocks of the given numbers of q rows and kv rows."""
     return Config(rows, cols, 4, 1)
 
 
@@ -162,7 +162,7 @@ def forward(
 
 
 def empty_state(inputs: Inputs, sinks: Tensor | None = None, *, carried: bool = True) -> Carried:
-    """A state and results of NaN; without acc, m, l where nothing is carried."""
+    """A state and results filled with NaN; without acc, m, l unless `carried`."""
     batch, rows, nheads, _ = inputs.q.shape
     device = inputs.q.device
     with poisoned_empty():
@@ -176,7 +176,7 @@ def empty_state(inputs: Inputs, sinks: Tensor | None = None, *, carried: bool = 
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:
-    """The default softmax_scale for None."""
+    """The softmax_scale; for None, the default."""
     return q.size(3) ** -0.5 if scale is None else scale
 
 
@@ -239,7 +239,7 @@ def attend(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Expected:
-    """Forward and backward; the gradient of the sinks is not the kernels'."""
+    """Runs forward and backward, without the gradient of the sinks: no kernel computes it."""
     scores = {"scale": scale, "softcap": softcap}
     out, lse = forward(inputs, steps, config, sinks=sinks, **scores)
     statistics = statistics_of(out, inputs.dout, lse)
@@ -251,7 +251,7 @@ def attend(
 
 
 def without_sinks(expected: Expected) -> Expected:
-    """Without the gradient of the sinks, which is the ring's affair."""
+    """Drops the gradient of the sinks, which the ring computes and no kernel does."""
     return replace(expected, dsinks=None)
 
 
@@ -260,14 +260,14 @@ def without_sinks(expected: Expected) -> Expected:
 
 @dataclass
 class Seen:
-    """Blocks by (program, first column): how often their rows are loaded and their pairs masked."""
+    """Counts, by (program, first column) of a block, how often it is loaded and masked."""
 
     loaded: Counter[tuple[int, int]]
     masked: Counter[tuple[int, int]]
 
 
 def record(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> Seen:
-    """Records what the kernels of a module do from here on; in the interpreter alone."""
+    """Records from here on the blocks that a module's kernels load and mask (interpreter only)."""
     seen = Seen(Counter(), Counter())
     load_block, visible_pairs = module.load_block, module.visible_pairs
     latest = (-1, -1)
@@ -288,10 +288,10 @@ def record(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> Seen:
 
 
 def blocks_of(table: StepTable, dense: Tensor, block_cols: int, heads: int) -> Seen:
-    """The blocks that hold a visible pair and those of them that hold a masked one, by the mask.
+    """The blocks to load (with a visible pair) and to mask (with a masked pair, too), by the mask.
 
     Args:
-        table: for its blocks of rows alone.
+        table: only its blocks of rows are read.
         dense: (rows, cols) booleans of the step.
         block_cols: columns of a block; those beyond the last are masked.
         heads: programs for each block of rows.
@@ -313,6 +313,6 @@ def times(counts: Counter[tuple[int, int]], factor: int) -> Counter[tuple[int, i
 
 
 def patched_select(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
-    """Makes one config that of every kernel, whatever the call."""
+    """Makes every kernel use this config."""
     select: Callable[..., Config] = lambda *args, **kwargs: config  # noqa: E731
     monkeypatch.setattr("ring_attn.kernels.configs.select", select)

@@ -1,4 +1,4 @@
-"""A launch that is repeated asks the driver for just what the same launch made anew asks for.
+"""A repeated launch passes the driver the same grid, function and arguments as a new launch.
 
 Kernels are compiled and launched to nowhere (stub_driver.py), so this runs in a process without
 TRITON_INTERPRET, of test_repeats.py: `python -m tests.kernels.repeats FOLDER`.
@@ -35,7 +35,7 @@ from tests.kernels.stub_driver import StubDriver, install
 ROWS, HEADS, KV_HEADS, DIM = 97, 4, 2, 16
 SCORES = Scores(0.25)
 
-# By the backend, with tensors; gives those that the backend has made for it.
+# Runs a backend on tensors; returns the tensors that the backend made.
 Call = Callable[[TritonBackend, "Tensors"], dict[str, Tensor | None]]
 
 
@@ -45,7 +45,7 @@ WHOLE_BLOCKS = whole(Mask(256, 256))
 
 @dataclass
 class Tensors:
-    """What the calls take; the addresses of no two are alike."""
+    """The calls' tensors; each has an address of its own."""
 
     dtype: torch.dtype = torch.bfloat16
     offset: int = 0  # elements from an address that is a multiple of 64 bytes
@@ -79,7 +79,7 @@ def forward(*lasts: bool, tiles: tuple[Tile, ...] = CAUSAL, sinks: bool = False)
         for last in lasts:
             before = dict(vars(state.carried))
             backend.forward(x.q, x.k, x.v, tiles, state, scores=SCORES, last=last)
-        # The last step lets go of what the first one made.
+        # The last step drops the tensors that the first step made.
         made = vars(state.carried).items()
         return {name: before[name] if y is None else y for name, y in made}
 
@@ -87,7 +87,7 @@ def forward(*lasts: bool, tiles: tuple[Tile, ...] = CAUSAL, sinks: bool = False)
 
 
 def gradients(*names: str, tiles: tuple[Tile, ...] = CAUSAL, scores: Scores = SCORES) -> Call:
-    """Of the gradients dq, dk and dv those named."""
+    """A backward that computes only the named gradients among dq, dk and dv."""
 
     def call(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
         dq, dk, dv = (getattr(x, name) if name in names else None for name in ("dq", "dk", "dv"))
@@ -98,7 +98,7 @@ def gradients(*names: str, tiles: tuple[Tile, ...] = CAUSAL, scores: Scores = SC
 
 
 def grad(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
-    """All gradients in one launch, with turns that are made for it."""
+    """Computes all gradients in one launch, whose turns the backend makes."""
     made, zeros = list[Tensor](), torch.zeros
     with (
         mock.patch.object(torch, "zeros", lambda *a, **k: made.append(zeros(*a, **k)) or made[-1]),
@@ -114,7 +114,7 @@ def delta(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
 
 
 def merge(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
-    """Of one query's results of 5 ranks, as they are gathered: out and lse in one message."""
+    """Merges one query's results from 5 ranks, gathered with out and lse in one message."""
     spec = AttentionSpec.of(x.q, x.k, x.v)
     everyone = Gathered(decode_packet(spec, 1), 5)
     out, lse = everyone.views(torch.zeros(everyone.nbytes, dtype=torch.uint8))
@@ -127,7 +127,7 @@ def merge(backend: TritonBackend, x: Tensors) -> dict[str, Tensor | None]:
 
 
 TABLES = "blocks runs"
-# Each with its launches, and the tensors that the last of them takes.
+# Each call with its number of launches, and the tensors of its last launch.
 CALLS: list[tuple[Call, int, str]] = [
     (forward(True), 1, f"q k v out lse {TABLES}"),
     (forward(True, sinks=True), 1, f"q k v out lse sinks {TABLES}"),
@@ -147,13 +147,13 @@ IN_GLUON: list[tuple[Call, int, str]] = [
 
 
 class Watched:
-    """A backend whose launches are looked at."""
+    """A backend whose launches are recorded."""
 
     def __init__(self, stub: StubDriver) -> None:
         self._stub, self.backend = stub, TritonBackend()
 
     def seen(self, call: Call, x: Tensors) -> tuple[list[Any], int]:
-        """The last launch of a call, addresses by name, and how many launches were made anew."""
+        """The last launch of a call, names for addresses, and the number of new launches."""
         made = list[Launch]()
         run = Launch.run
         with mock.patch.object(Launch, "run", lambda launch: made.append(launch) or run(launch)):
@@ -176,7 +176,7 @@ def last_compiled(call: Call, x: Tensors) -> Any:
 
 
 def check(stub: StubDriver, call: Call, launches: int, tensors: str, **sizes: int) -> None:
-    """Holds what a repetition launches against what a new backend launches."""
+    """Compares a repeated launch with that of a new backend."""
     first, second = Tensors(**sizes), Tensors(**sizes)
     stub.watch(None)
     stub.watch(last_compiled(call, first))
@@ -198,7 +198,7 @@ def check_changes(stub: StubDriver) -> None:
         (gradients("dq", tiles=FULL), x, 1),
         (usual, Tensors(heads_first=True), 1),
         (usual, Tensors(torch.float16), 1),
-        # An address that is no multiple of 16 has a kernel of its own, and is never repeated.
+        # An address that is no multiple of 16 needs another kernel, whose launch is never repeated.
         (usual, Tensors(offset=1), 1),
         (usual, Tensors(offset=1), 1),
         (usual, x, 0),
@@ -208,9 +208,9 @@ def check_changes(stub: StubDriver) -> None:
 
 
 def check_decoding(stub: StubDriver) -> None:
-    """A second token, whose cache is longer, brings nothing from the host.
+    """Decoding a second token, with a longer cache, copies nothing from the host.
 
-    One query's table is written by a launch; that of two is made on the host, and seen here.
+    For one query a launch writes the table; for two queries the host makes it, and copies show.
     """
     from_host = {"aten::lift_fresh", "aten::to", "aten::_to_copy", "aten::_local_scalar_dense"}
     stub.watch(None)
@@ -227,7 +227,7 @@ def check_decoding(stub: StubDriver) -> None:
 
 
 def check_kept() -> None:
-    """Launches that are kept have a bound, and hold no tensors of a call that is over."""
+    """The number of kept launches is bounded, and they hold no tensors of finished calls."""
     backend, x, kept = TritonBackend(), Tensors(), []
     with mock.patch("ring_attn.backends.kept_launches.MOST_KEPT", 3):
         for n in range(1, 6):

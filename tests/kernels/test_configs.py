@@ -1,4 +1,4 @@
-"""The tables of configs: what may stand in them, and what is searched, in which order."""
+"""The tables of configs: their limits, and the search space and its order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = ("fwd", "fwd_whole", "dkdv", "dkdv_whole", "dkdv_softcap", "dq", "dq_who
 @pytest.mark.parametrize("arch", configs.ARCHITECTURES)
 @pytest.mark.parametrize("kernel", configs.FOLDED)
 def test_whole_steps_have_the_columns_of_any_other(arch: str, kernel: str) -> None:
-    """Or a ring, most of whose steps are whole, would not add up as one rank does."""
+    """Otherwise a ring, most of whose steps are whole, would sum in another order than one rank."""
     for headdim, dtype in product((16, 80, *HEADDIMS), DTYPES):
         kinds = (kernel, f"{kernel}_whole")
         found = [configs.frozen(kind, arch, headdim, dtype) for kind in kinds]
@@ -34,7 +34,7 @@ def test_whole_steps_have_the_columns_of_any_other(arch: str, kernel: str) -> No
 
 
 def test_both_forwards_of_sm_90_have_the_same_columns() -> None:
-    """So their bits are the same, too (test_hopper_fwd.py)."""
+    """Equal columns give equal bits (test_hopper_fwd.py)."""
     for headdim, (config, *_) in configs.GLUON.items():
         assert config.BLOCK_N == configs.frozen("fwd", "sm_90", headdim, torch.float16).BLOCK_N
 
@@ -52,7 +52,7 @@ def test_blocks_divide_the_unit_of_the_bits(kind: str, arch: str) -> None:
 @pytest.mark.parametrize("arch", configs.ARCHITECTURES)
 @pytest.mark.parametrize("kind", [*KINDS, "decode"])
 def test_what_is_searched(kind: str, arch: str) -> None:
-    """Tiles first, then, on Hopper, the orders of their tasks."""
+    """The search tries tiles first, then, on Hopper, the orders of their tasks."""
     for headdim in (80, *HEADDIMS):
         found = configs.search_space(kind, arch, headdim, torch.bfloat16)
         assert found[0] == configs.frozen(kind, arch, headdim, torch.bfloat16)
@@ -168,7 +168,7 @@ def test_files_that_are_refused(
 def test_what_is_no_file_is_refused_before_a_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: Callable[..., Path]
 ) -> None:
-    """By the choice of the backend, which names no other in its place."""
+    """Choosing the backend fails, rather than falling back to another backend."""
     spec = AttentionSpec("cpu", torch.float32, 1, 2, 2, 16, 16)
     path = tmp_path / "text.json"
     path.write_text("{")

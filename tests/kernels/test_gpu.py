@@ -1,6 +1,6 @@
-"""What only a GPU can show: every tile config there, a hundred times, and the bits of a ring.
+"""Tests that need a GPU: every tile config, a hundred repeats, and the bits of a ring.
 
-The configs are the frozen ones of the architecture that is here. Where there is no GPU the tests
+The configs are the frozen configs of this GPU's architecture. Where there is no GPU the tests
 are listed for sm_90 and skipped.
 """
 
@@ -83,7 +83,7 @@ def same(a: Expected, b: Expected) -> bool:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("headdim", HEADDIMS)
 def test_every_config_against_float64(headdim: int, name: str, dtype: torch.dtype) -> None:
-    """In one launch of each kernel, and in two that continue each other to the same bits."""
+    """One launch of each kernel is right, and two that continue each other have the same bits."""
     mask = CASES[name]
     inputs = random_inputs(mask, 8, 2, headdim, dtype)
     once = run(portable(headdim), inputs, [whole(mask)])
@@ -95,9 +95,9 @@ def test_every_config_against_float64(headdim: int, name: str, dtype: torch.dtyp
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("headdim", HEADDIMS)
 def test_repeats_are_bit_equal(headdim: int, causal: bool) -> None:
-    """More programs than an H100 has places for, so that blocks meet others each time.
+    """Launches more programs than an H100 runs at once, so that their timing varies.
 
-    Once in another order of tasks: that of a cache as small as what the case takes.
+    One run has another order of tasks: the order for an L2 cache of 1 MiB.
     """
     mask = Mask(2048, 2048, causal=causal)
     inputs = random_inputs(mask, 32, 8, headdim, torch.bfloat16)
@@ -112,7 +112,7 @@ def test_repeats_are_bit_equal(headdim: int, causal: bool) -> None:
 def test_offsets_beyond_32_bits() -> None:
     """q and out have more than 2^31 elements; a window keeps the work small.
 
-    The last queries and keys are held against dense attention among themselves.
+    The last queries and keys are compared with dense attention over them alone.
     """
     seqlen, tail, left = 140_000, 512, 64
     if torch.cuda.get_device_properties(0).total_memory < 60 << 30:
@@ -130,7 +130,7 @@ def test_offsets_beyond_32_bits() -> None:
     ends = Inputs(*(x[:, -tail:] for x in inputs))
     small = Mask(tail, tail, causal=True, window_size=(left, -1))
     oracle, plain = expect(ends, small)
-    # The first rows of the tail see keys before it; the keys that they see get other gradients.
+    # The tail's first rows see keys before the tail, so the gradients of their keys differ, too.
     kept = {"out": (1, tail - left), "lse": (2, tail - left), "dq": (1, tail - left)}
     kept |= {"dk": (1, tail - 2 * left), "dv": (1, tail - 2 * left)}
     for name, (dim, rows) in kept.items():
@@ -140,7 +140,7 @@ def test_offsets_beyond_32_bits() -> None:
 
 
 def test_the_search_for_the_fastest_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RING_ATTN_AUTOTUNE=1 times candidates over scratch results, and what it takes is right."""
+    """RING_ATTN_AUTOTUNE=1 times candidates on scratch results; the chosen configs are right."""
     monkeypatch.setenv("RING_ATTN_AUTOTUNE", "1")
     searched: list[str] = []
     search: Callable[..., Config] = configs.search
@@ -185,7 +185,7 @@ def test_every_strategy_holds_and_repeats(name: str, mask: Mask, backend: str) -
         assert got.differing(run_all_ranks(case, WORLD_SIZE, device=DEVICE)) == []
 
 
-# As many KV heads as ranks: Ulysses keeps the bits only where none is on two of them.
+# As many KV heads as ranks: Ulysses keeps the bits only if no KV head is on two ranks.
 BITS = [
     *(("ring", (*heads, dim, dim)) for heads in ((8, 2), (4, 4)) for dim in HEADDIMS),
     ("all_gather", (8, 8, 128, 128)),

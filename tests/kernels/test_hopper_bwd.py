@@ -1,6 +1,6 @@
-"""The backward in Gluon of sm_90: its turns, and its PTX, executed in orders that are drawn.
+"""The backward in Gluon of sm_90: its turns, and its PTX, executed in random orders.
 
-Several CTAs run at once, and warpgroups of each (`ptx/`), so that their turns are put to the test.
+Several CTAs run at once, and warpgroups of each (`ptx/`), so that the turns matter.
 test_ptx.py has the masks, types and steps of a ring by way of the backend.
 """
 
@@ -44,8 +44,8 @@ def table_of(tiles: Step, block_cols: int = 64, block_rows: int = ROWS) -> TurnT
 
 
 def visits_of(table: TurnTable, block_cols: int) -> Iterator[tuple[int, int, list[int], int]]:
-    """Visits in the order of tasks: number of the run from 1, block of columns, run, whose turn is
-    before."""
+    """Visits in the order of tasks: the run's number from 1, block of columns, run, the number of
+    the run whose turn is before."""
     runs, pieces = table.runs.tolist(), table.pieces.tolist()
     for _, _, first, last in table.blocks.tolist()[: table.num_blocks]:
         for index in range(first, last):
@@ -60,9 +60,9 @@ def visits_of(table: TurnTable, block_cols: int) -> Iterator[tuple[int, int, lis
 @pytest.mark.parametrize("block_rows", [16, 128])
 @pytest.mark.parametrize("block_cols", [8, 64])
 def test_a_visit_waits_for_the_one_before(block_rows: int, block_cols: int) -> None:
-    """The one before is of an earlier task, or of the same: nobody waits for ever.
+    """Each visit waits for a visit of an earlier task, or of the same task: no deadlock.
 
-    All pairs are in some visit.
+    The visits hold every visible pair once.
     """
     for name, mask in (SMALL_MASKS | MASKS).items():
         tiles = whole(mask)
@@ -84,7 +84,7 @@ def test_a_visit_waits_for_the_one_before(block_rows: int, block_cols: int) -> N
 
 
 def sums_of_rows(table: TurnTable, block_cols: int) -> dict[int, list[tuple[int, ...]]]:
-    """The kv rows of each sum that is added to a row of dq, on the grid, in the order of turns."""
+    """For each row of dq, the kv rows of each sum added to it, in the order of turns."""
     found = defaultdict[int, list[tuple[int, ...]]](list)
     for _, col, (c0, c1, lo, hi, r0, r1, *_), _ in visits_of(table, block_cols):
         for q in range(max(c0, col * block_cols), min(c1, (col + 1) * block_cols)):
@@ -96,7 +96,7 @@ def sums_of_rows(table: TurnTable, block_cols: int) -> dict[int, list[tuple[int,
 
 @pytest.mark.parametrize("name", [*SMALL_MASKS, *MASKS])
 def test_a_row_has_the_same_sums_wherever_the_sequence_is_cut(name: str) -> None:
-    """Its queries, as all-gather has them, and its keys in the folding order."""
+    """Cuts the queries, as all-gather does, and the keys, in the folding order."""
     mask = (SMALL_MASKS | MASKS)[name]
     block_rows, block_cols = 32, 16
     tiles = whole(mask)
@@ -125,7 +125,7 @@ def test_a_row_has_the_same_sums_wherever_the_sequence_is_cut(name: str) -> None
 def test_turns_are_in_the_workspace(
     headdim: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the backward are, of calls that have the kernel."""
+    """The workspace holds turns only in the backward, of calls that use this kernel."""
     mask = Mask(257, 257, causal=True)
     q, k, v, _ = inputs_of(mask, headdim, nheads=4, batch=batch)
     backend, spec = TritonBackend(), AttentionSpec.of(q, k, v)
@@ -152,7 +152,7 @@ def launch_of(
     parts: str = "q kv",
     grads: Sequence[Tensor] | None = None,
 ) -> tuple[Launch, list[Tensor]]:
-    """The launch of a step, and the gradients to which it adds, without the scale."""
+    """The launch of a step, and the unscaled gradients to which the launch adds."""
     q, k, v, dout = inputs
     oracle, _ = expect(inputs, mask)
     delta = (oracle.out * dout.double()).sum(-1).transpose(1, 2)
@@ -226,7 +226,7 @@ def test_heads(nheads: int, nheads_kv: int, batch: int) -> None:
     [(64, 129, 1), *(pytest.param(x, 300, 4, marks=pytest.mark.slow) for x in (64, 128))],
 )
 def test_bits_do_not_depend_on_time_steps_or_halves(headdim: int, rows: int, seeds: int) -> None:
-    """In several orders of CTAs and warpgroups; keys cut on the grid; each half by itself."""
+    """Tries several orders of CTAs and warpgroups, cut keys, and dq or dk and dv alone."""
     mask = Mask(rows, rows + 85, causal=True)
     inputs = inputs_of(mask, headdim)
     alone = backward(inputs, mask, seed=None)
@@ -267,7 +267,7 @@ def test_what_a_document_holds_does_not_reach_its_neighbours(bad: float) -> None
 def found(
     headdim: int, pattern: str, new: str, seeds: Sequence[int] = (0,), mask: Mask | None = None
 ) -> list[Any]:
-    """The fault, or whether the bits are others, of each match that is replaced and each seed."""
+    """For each replaced match and each seed, the fault, or whether the bits differ."""
     mask = mask or Mask(260, 260, causal=True)
     inputs = inputs_of(mask, headdim)
     launch, clean = launch_of(inputs, mask)
@@ -292,7 +292,7 @@ WAIT = r"mbarrier\.try_wait(.*) complete, (.*), (%r\d+|\d);"
 
 @in_interpreter
 def test_turns_that_are_not_waited_for_change_bits() -> None:
-    """The adder goes on whatever it finds."""
+    """Adds without waiting for the turn."""
     turn = r"(acquire\.b32(?:.*\n)+?\s*setp\.ne\.b32\s+%p\d+, (%r\d+)), %r\d+;"
     faults = found(64, turn, r"\1, \2;", range(4), Mask(128, 512))
     assert any(fault is True for fault in faults), faults
@@ -306,7 +306,7 @@ def test_a_turn_that_is_not_given_on_is_a_deadlock() -> None:
 
 @in_interpreter
 def test_a_turn_is_given_on_after_what_all_lanes_have_added() -> None:
-    """The executor takes lanes of a warp as ordered; on a GPU they meet before one gives it on."""
+    """The executor keeps lanes in order; a GPU needs a warp barrier before the turn is passed."""
     ptx = launching.compiled(launch_of(inputs_of(mask := Mask(128, 128)), mask)[0], "sm_90").ptx
     [after] = re.findall(r"relaxed\.add(?!.*relaxed\.add)(.*)release\.exch", ptx, re.DOTALL)
     [before] = re.findall(r"gpu\.acquire(.*?)relaxed\.add", ptx, re.DOTALL)

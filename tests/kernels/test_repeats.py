@@ -1,4 +1,4 @@
-"""Launches that are repeated are those made anew: `repeats.py`, over a stand-in of the driver."""
+"""Repeated launches equal new launches: runs `repeats.py` over a stub of the driver."""
 
 from __future__ import annotations
 
