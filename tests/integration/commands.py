@@ -1,4 +1,4 @@
-"""The options of a subcommand, without running it."""
+"""Parses the options of a subcommand without running it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 def options_of(command: ModuleType, words: str) -> argparse.Namespace:
-    """Parses the words by the module's own options."""
+    """Parses words by the options of a subcommand's module."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     return parser.parse_args(words.split())

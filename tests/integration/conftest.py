@@ -14,7 +14,7 @@ from ring_attn.tools.cli import main
 
 @pytest.fixture
 def report_of(tmp_path: Path) -> Callable[..., Any]:
-    """`report_of(words, status=0)` is the JSON of a command, which ends with that status."""
+    """`report_of(words, status=0)` runs a command, checks its status and returns its JSON."""
 
     def run(words: str, status: int = 0) -> Any:
         path = tmp_path / "report.json"

@@ -1,4 +1,4 @@
-"""`ring-attn bench ring`: the report has what it promises, and is checked before it is believed."""
+"""`ring-attn bench ring`: the report is complete, and its results are checked."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_bad_options_are_refused(
 ) -> None:
     try:
         status = main(["bench", *words.split()])
-    except SystemExit as exit:  # argparse's own
+    except SystemExit as exit:  # raised by argparse
         status = int(exit.code or 0)
     assert status == 2
     assert message in capsys.readouterr().err

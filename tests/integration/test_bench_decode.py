@@ -1,4 +1,4 @@
-"""`bench.decode` on a CPU, in the interpreter: who is timed, and what counts as wrong."""
+"""`bench.decode` on a CPU, in the interpreter: timed implementations, and wrong results."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def test_every_implementation_is_timed_and_checked(report_of: Any) -> None:
             continue
         assert 0.0 < row["p20_us"] <= row["median_us"] <= row["p80_us"]
         assert row["ratio"] <= 1.0 and row["of_copy"] is None
-        nbytes = 2 * seqlen * 16 * 4  # K and V of one head of 16, float32
+        nbytes = 2 * seqlen * 16 * 4  # K and V of one head of dim 16, float32
         assert row["gbps"] == pytest.approx(nbytes / row["median_us"] / 1e3)
 
 

@@ -1,4 +1,4 @@
-"""`ring-attn bench kernel` on a CPU: its figures, its report, and what it says it cannot do."""
+"""`ring-attn bench kernel` on a CPU: its figures, its report, and its notes on failures."""
 
 import math
 import sys
@@ -34,7 +34,7 @@ def setting(words: str) -> kernel.Setting:
 
 
 class Steps:
-    """A watch whose marks are a millisecond apart, then two, then three; and a host that stands."""
+    """A stub clock whose marks are 1, then 2, then 3 ms apart; host time stands still."""
 
     def __init__(self) -> None:
         self._next = self._gap = self.now = 0.0
@@ -68,7 +68,7 @@ def test_figures_of_a_row_by_hand(causal: bool, monkeypatch: pytest.MonkeyPatch)
     assert (fwd.median_ms, bwd.median_ms, both.median_ms) == (1.0, 2.0, 3.0)
     assert (fwd.p20_ms, fwd.p80_ms, fwd.samples) == (1.0, 1.0, 3)
     assert fwd.batch == 2
-    # Two products of 2 x 16 operations for each pair, of 4 heads and 2 batch entries, in a ms.
+    # Two products of 2 x 16 operations a pair, for 4 heads and 2 batch entries, in 1 ms.
     tflops = 4 * 16 * 4 * 2 * (64 * 65 // 2 if causal else 64 * 64) / 1e9
     assert fwd.tflops == pytest.approx(tflops)
     assert bwd.tflops == pytest.approx(2.5 * tflops / 2)
@@ -90,7 +90,7 @@ def test_the_device_waits_for_as_long_as_the_host_needs(
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
     samples = timing.time_in_turn({"ours": timing.Call([enqueue])}, clock, 2)["ours"]
     assert clock.head_starts == pytest.approx([timing.LEAST_HEAD_START_MS, *[head_start] * 2])
-    # The warm-up is no sample.
+    # The warm-up is not among the samples.
     assert [sample.host_ms for sample in samples] == pytest.approx([host_ms] * 2)
 
 
@@ -246,7 +246,7 @@ def test_peak_rates_by_name() -> None:
     [
         (0, (1, 95, 3, 0)),
         (1, (0, 95, 0, 0)),
-        (1, (1, 50, 3, 0)),  # a row without dout, or a sampled one: wrong either way
+        (1, (1, 50, 3, 0)),  # a row without dout, or a sampled row: wrong either way
         (2, (1, 40, 1, 3)),
         (3, (0, 0, 0, 15)),
     ],
@@ -267,7 +267,7 @@ def test_the_judge_sees_one_wrong_element(which: int, place: tuple[int, ...], si
 
 
 def test_flash_attn_packages_are_called_with_rows_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a stand-in that has the signature of flash_attn_func, and returns lse too."""
+    """Calls a stand-in with the signature of flash_attn_func, which returns a pair."""
 
     def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, None]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

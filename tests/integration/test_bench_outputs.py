@@ -94,7 +94,7 @@ def test_what_is_no_report_is_refused(content: str, tmp_path: Path) -> None:
 
 
 def read(page: str) -> ElementTree.Element:
-    """The page as XML, which every tag but one of a meta makes whole."""
+    """Parses the page as XML, without the doctype and the meta tags, which XML refuses."""
     return ElementTree.fromstring(re.sub("<!doctype html>|<meta [^>]*>", "", page))
 
 

@@ -1,4 +1,4 @@
-"""`ring-attn bench placement`: its layouts, and what it reports on sizes that take seconds."""
+"""`ring-attn bench placement`: its layouts, and its report on sizes that take seconds."""
 
 from __future__ import annotations
 

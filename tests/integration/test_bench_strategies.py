@@ -1,4 +1,4 @@
-"""`ring-attn bench strategies`: what it measures and reports, on sizes that take seconds."""
+"""`ring-attn bench strategies`: its measurements and report, on sizes that take seconds."""
 
 from __future__ import annotations
 

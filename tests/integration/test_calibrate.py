@@ -1,4 +1,4 @@
-"""`ring-attn calibrate` writes a cluster that is read back."""
+"""`ring-attn calibrate` writes a cluster file that can be read back."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`ring-attn demo` from its options to its report, on ranks of its own."""
+"""`ring-attn demo` from its options to its report, on ranks that it starts."""
 
 import argparse
 import json
@@ -45,7 +45,7 @@ def dense_losses(what: Run, dtype: torch.dtype) -> torch.Tensor:
 def test_ring_trains_and_generates_as_one_process_does(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()  # processes that are spawned: what they print is seen
+    monkeypatch.undo()  # spawned processes, whose output is captured
     path, traces = tmp_path / "demo.json", tmp_path / "traces"
     words = f"--steps 3 --nproc 2 --seqlen 65 --generate 32 --json {path} --profile {traces}"
     args = parsed(f"{TINY} {words}")
@@ -74,7 +74,7 @@ def test_ring_trains_and_generates_as_one_process_does(
     generation = report["generation"]
     assert generation["equal"] and generation["first_difference"] is None
     assert generation["greatest_difference"] < generation["smallest_margin"]
-    # 33 bytes of prompt; the last of 32 is not fed back.
+    # 33 bytes of prompt; the last of 32 new tokens is not fed back.
     assert sum(generation["rows"]) == 33 + 31 and min(generation["rows"]) > 0
 
     printed = capfd.readouterr().out

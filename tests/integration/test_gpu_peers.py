@@ -1,7 +1,7 @@
-"""The adapters of packages that need GPUs, over stand-ins with those packages' signatures.
+"""The adapters of packages that need GPUs, over stand-ins with the packages' signatures.
 
-A stand-in attends by `ring_attention` in the order of rows that its package documents: where an
-adapter cuts, calls or puts together in another way, its results are wrong.
+A stand-in calls `ring_attention` with the order of rows that its package documents: an adapter
+that cuts, calls or joins in another way has wrong results.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ STAND_INS = {
 
 
 def judged(peer: type[GpuPeer], setting: Setting) -> list[Verdict]:
-    """Verdicts on out, dq, dk, dv of an adapter, against float64."""
+    """Verdicts on an adapter's out, dq, dk, dv against float64."""
     inputs, before = ring._inputs(setting), {*sys.modules}
     with mock.patch.object(torch.cuda, "Stream", SimpleNamespace):
         STAND_INS[peer.name]()
@@ -139,7 +139,7 @@ def judged(peer: type[GpuPeer], setting: Setting) -> list[Verdict]:
         try:
             return ring.Judge(setting, inputs).verdicts(peer(setting, inputs), setting)
         finally:
-            # The stand-ins alone: modules of ours that were loaded with them have to stay.
+            # Removes only the stand-ins: our modules that were loaded after them must stay.
             for name in made:
                 del sys.modules[name]
 

@@ -1,4 +1,4 @@
-"""Signals end a command in one line, with what it has measured, and leave nothing behind."""
+"""A signal ends a command with one line and its rows so far, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TINY += ["--steps", "1000000"]
 
 
 class Started:
-    """A command in a session of its own; all its processes are known by a variable."""
+    """A command in a session of its own; an environment variable marks all its processes."""
 
     def __init__(self, words: list[str], folder: Path) -> None:
         self.folder = folder / "temporary"
@@ -44,7 +44,7 @@ class Started:
         )
 
     def running(self) -> list[int]:
-        """Its processes that have not ended."""
+        """The command's processes that have not ended."""
         found = []
         for entry in Path("/proc").iterdir():
             try:
@@ -55,20 +55,20 @@ class Started:
         return found
 
     def wait_for(self, reached: Callable[[], bool], seconds: float = 60.0) -> None:
-        """Returns once it is so, or the command has ended."""
+        """Waits until `reached()` is true or the command has ended."""
         deadline = time.monotonic() + seconds
         while not reached() and self.process.poll() is None:
             assert time.monotonic() < deadline, "the command did not come so far"
             time.sleep(0.005)
 
     def wait_for_row(self) -> None:
-        """Returns when the demo has shown a step: a line of titles comes before it."""
+        """Waits until the demo has shown its first step, after a line of titles."""
         assert self.process.stdout is not None
         while self.process.stdout.readline().split()[:1] != ["0"]:
             assert self.process.poll() is None
 
     def ended(self) -> tuple[int, str]:
-        """Its exit status and what it said on stderr; nothing of it is left."""
+        """Waits for the end: exit status and stderr; checks that no process or file is left."""
         _, said = self.process.communicate(timeout=60)
         deadline = time.monotonic() + 30
         while self.running():
@@ -133,9 +133,9 @@ def test_a_signal_to_all_ranks_leaves_what_was_measured(
 @pytest.mark.dist
 @pytest.mark.slow
 def test_ranks_end_with_a_process_that_is_killed(start: Callable[[list[str]], Started]) -> None:
-    # In the place of a rank `sleep` runs, which shows that its parent has handed over all it must:
-    # to a rank that is still being started, multiprocessing's own EOFError is the end. A rank
-    # that left at once would break connections that the other one is still making.
+    # Each rank becomes `sleep`, which shows that its parent has started it: a rank that
+    # is still starting would end with multiprocessing's own EOFError. A rank first sleeps 1 s:
+    # leaving at once would break connections that the other rank is still making.
     work = "import os, time; time.sleep(1); os.execlp('sleep', 'sleep', '600')"
     ranks = f'run_ranks(exec, 2, "{work}")'
     command = start(["-c", f"from ring_attn.tools.launch import run_ranks; {ranks}"])

@@ -1,8 +1,8 @@
-"""The package works from a wheel, an sdist, an editable install and uninstalled from the root.
+"""The package works from a wheel, an sdist, an editable install and the uninstalled sources.
 
-Everything is built from a copy of the sources and installed into an environment of its own, without
-the network. That environment sees the packages of this one, and a stand-in for Hugging Face's
-package `kernels`, which our folder of that name must leave alone.
+Everything is built from a copy of the sources and installed into a new environment, without the
+network. The new environment sees the packages of the running one, and a stand-in for Hugging Face's
+package `kernels`, which our folder `kernels` must not shadow.
 """
 
 import json
@@ -26,8 +26,8 @@ SOURCES = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "ring_attn", "k
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """Runs a command to its end; what it wrote is in the error if it fails."""
-    # PYTHONPATH would make the checkout importable, where the installed package is meant.
+    """Runs a command to its end and returns its stdout; if it fails, raises with its output."""
+    # PYTHONPATH would import the checkout instead of the installed package.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     result = subprocess.run(
         [str(part) for part in command],
@@ -42,7 +42,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 def python_files(root: Path) -> set[str]:
-    """The package's Python files below a root, through links."""
+    """The package's Python files below a root; follows links."""
     return {
         str(Path(folder, name).relative_to(root))
         for folder, _, names in os.walk(root / "ring_attn", followlinks=True)
@@ -53,7 +53,7 @@ def python_files(root: Path) -> set[str]:
 
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what is built from, links kept, so that nothing is left in the checkout."""
+    """A copy of the sources, with links kept, so that a build leaves nothing in the checkout."""
     copy = tmp_path_factory.mktemp("sources")
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in SOURCES:
@@ -74,7 +74,7 @@ class Built:
 
 @pytest.fixture(scope="session")
 def built(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """The sdist, and the wheel from the sdist: what `make wheel` makes."""
+    """Builds the sdist, and the wheel from the sdist, as `make wheel` does."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, cwd=sources)
     (sdist,) = folder.glob("*.tar.gz")
@@ -84,7 +84,7 @@ def built(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 @dataclass
 class Environment:
-    """A bare virtual environment that sees this one's packages behind its own."""
+    """A bare virtual environment; its own packages come before those of the running one."""
 
     bin: Path
     site_packages: Path
@@ -95,7 +95,7 @@ class Environment:
         run(*pip, *flags, *what, cwd=self.site_packages)
 
     def probe(self, cwd: Path) -> dict[str, str]:
-        """Imports the package, finds every module of `kernels` and `bench`, and says from where."""
+        """Imports the package, finds every module of `kernels` and `bench`; returns their paths."""
         return json.loads(run(self.bin / "python", "-c", PROBE, cwd=cwd))
 
 
@@ -120,8 +120,8 @@ def environment(tmp_path: Path) -> Environment:
     venv.create(tmp_path / "venv", symlinks=True)
     binaries = tmp_path / "venv" / "bin"
     site_packages = tmp_path / "venv" / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
-    # Folders named in a .pth file are searched, but their own .pth files are not read: the editable
-    # install of this checkout stays out of sight.
+    # Folders named in a .pth file are searched, but their own .pth files are not read, so the
+    # editable install of this checkout is not found.
     parents = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (site_packages / "parent.pth").write_text("\n".join(sorted(parents)))
     hugging_face = site_packages / "kernels"
@@ -131,7 +131,7 @@ def environment(tmp_path: Path) -> Environment:
 
 
 def check_works(environment: Environment, sources: Path, cwd: Path, home: Path) -> None:
-    """Every module of ours is found and lies under `home`, and `kernels` is not ours."""
+    """Checks that all our modules lie under `home`, and that `kernels` is Hugging Face's."""
     found = environment.probe(cwd)
     foreign = Path(found.pop("kernels"))
     assert foreign == environment.site_packages / "kernels" / "__init__.py"

@@ -1,4 +1,4 @@
-"""The README says what is so: its figures, `explain`'s output, its example, commands and paths."""
+"""The README is true: its figures, `explain`'s output, its example, commands and paths."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def code(language: str) -> list[str]:
 
 
 def figures() -> str:
-    """The table of the committed measurement."""
+    """The README's table of the committed measurement."""
     measured = json.loads(FIGURES.read_text())
     rows: dict[tuple[str, str], dict[str, Any]] = {
         (row["impl"], row["mode"]): row for row in measured["rows"]
@@ -69,7 +69,7 @@ def figures() -> str:
 
 
 def explained() -> str:
-    """The first lines of an explanation, and its reason."""
+    """The first lines of `explain`'s output, and its reason."""
     choice = ring_attn.explain(
         seqlen=131072,
         world_size=16,
@@ -100,7 +100,7 @@ def test_example(tmp_path: Path) -> None:
     four_lines, setup = code("python")[:2]
     after = four_lines.split("\n\n", 1)[1]
     example = tmp_path / "example.py"
-    # A rank prints by one write, so that lines of several ranks are not mixed.
+    # Each rank prints with one write, so that lines of several ranks are not mixed.
     example.write_text(setup + after + 'print(f"{rank} {tuple(out.shape)}\\n", end="")\n')
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", str(example)]
     done = subprocess.run(run, capture_output=True, text=True, timeout=240)

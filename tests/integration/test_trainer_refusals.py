@@ -1,4 +1,4 @@
-"""Batches of a trainer on split sequences, and what it refuses."""
+"""Batches of a trainer on split sequences, and the trainers and batches that are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def batch_of(**tensors: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("more", [{}, {"position_ids": [[0, 1, 2]]}])
 def test_a_single_row_that_is_left_of_a_batch_has_no_documents(more: dict[str, Any]) -> None:
-    """Batches of documents: tests/integration/test_trainers.py."""
+    """tests/integration/test_trainers.py has batches of documents."""
     left = {"attention_mask": [[1, 1, 1], [0, 0, 0]], "labels": [[5, 6, 7], [-100] * 3]}
     rows, others = integration._as_documents(batch_of(**left, **more))
     assert rows["input_ids"].tolist() == [[5, 6, 7]] and not others
@@ -128,7 +128,7 @@ PARALLEL = "accelerator.parallelism_config"
 
 
 def trainer_like(**changes: Any) -> Any:
-    """As much of a Trainer as is looked at, with nothing wrong but the changes."""
+    """A mock Trainer, right in all checked attributes except the changes."""
     args: dict[str, Any] = {
         "label_smoothing_factor": 0,
         "neftune_noise_alpha": None,

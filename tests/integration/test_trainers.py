@@ -1,4 +1,4 @@
-"""Trainers on split sequences: losses, gradients, checkpoints as in one process."""
+"""Trainers on split sequences have the losses, gradients, checkpoints of one process."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trainers")
 
 
-# What makes the class of a trainer from another one; in one process it is that one itself.
+# Maps a trainer class to the class to train with; in one process, to the same class.
 Of = Callable[[Any], Any]
 
 
 def usual(model: Any, out: Path, of: Of, collate: str = "padded", **options: Any) -> Run:
-    """Accumulation, clipping, evaluation before and after; lengths that 2 does not divide."""
+    """Trains with accumulation, clipping, evaluation before and after, and odd lengths."""
     args = arguments(str(out), **options)
     return trained(make_trainer(model, args, of(transformers.Trainer), collate))
 
 
 def in_groups(model: Any, out: Path, of: Of) -> Run:
-    """Batches of two texts, and of six to evaluate: of all groups of two ranks together."""
+    """All groups of two ranks together train on batches of two texts and evaluate six."""
     dp = dist.get_world_size() // 2 if dist.is_initialized() else 1
     batch = {"per_device_train_batch_size": 2 // dp, "per_device_eval_batch_size": 6 // dp}
     args = arguments(str(out), **batch)
@@ -68,7 +68,7 @@ def in_groups(model: Any, out: Path, of: Of) -> Run:
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Texts in one order, as a file gives them."""
+    """Texts in a fixed order, as from a file."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         yield from texts(12)
@@ -83,9 +83,9 @@ TRL_LOGGED = (*LOGGED, "entropy", "mean_token_accuracy", "eval_entropy", "num_to
 
 
 def supervised(model: Any, out: Path, of: Of, **options: Any) -> Run:
-    """TRL's trainer; its tokenizer knows w0, w1, ...
+    """Trains with TRL's trainer; its tokenizer knows w0, w1, ...
 
-    It has numbers of its own of batches, of which 3 ranks may have fewer samples than ranks.
+    TRL reports statistics of batches, which may have fewer samples than the 3 ranks.
     """
     from datasets import Dataset
     from tokenizers import Tokenizer, models
@@ -98,7 +98,7 @@ def supervised(model: Any, out: Path, of: Of, **options: Any) -> Run:
         eos_token="w1",
     )
     rows = [[{"input_ids": x["input_ids"].tolist()} for x in texts(n)] for n in (31, 7)]
-    half = {"bf16": False, "gradient_checkpointing": False}  # TRL's defaults are the other way
+    half = {"bf16": False, "gradient_checkpointing": False}  # TRL's defaults are True
     trainer = of(SFTTrainer)(
         model=model,
         args=arguments(str(out), SFTConfig, **{"max_length": 64} | half | options),
@@ -110,7 +110,7 @@ def supervised(model: Any, out: Path, of: Of, **options: Any) -> Run:
 
 
 class Training(NamedTuple):
-    """A training of a model, and how its sequences are split (`split_model`)."""
+    """A training of a model; `where` holds the options of `split_model`."""
 
     run: Callable[..., Run]
     world_size: int = 2
@@ -145,7 +145,7 @@ def on_split(name: str, out: Path) -> Run:
 
 @lru_cache
 def in_one_process(name: str, out: Path) -> tuple[Run, Run]:
-    """In float64 and in float32."""
+    """The training in one process: in float64 and in float32."""
     training = TRAININGS[name]
     model = yardstick(training.where.get("family", "llama"))
     return plainly(lambda model, to: training.run(model, to, lambda one: one), out, model)
@@ -167,7 +167,7 @@ def test_training_as_in_one_process(ranks: Pools, out: Path, name: str) -> None:
 
 
 def saved_and_resumed(out: Path) -> tuple[Run, Run]:
-    """A run that saves, and one that goes on from its middle."""
+    """A run that saves checkpoints, and a run resumed from its middle."""
     saving = {"save_strategy": "steps", "save_steps": NUM_STEPS // 2}
     found = []
     for checkpoint in (None, str(out / f"checkpoint-{NUM_STEPS // 2}")):
@@ -179,7 +179,7 @@ def saved_and_resumed(out: Path) -> tuple[Run, Run]:
 
 
 def test_checkpoints(ranks: Pools, out: Path) -> None:
-    """One rank saves what one process would; who goes on from it ends with the same bits."""
+    """A checkpoint equals that of one process; a run resumed from it ends with the same bits."""
     oracle, plain = in_one_process("padded", out)
     for uninterrupted, resumed in ranks(2).run(saved_and_resumed, out / "saved"):
         assert_same_run(uninterrupted, oracle, plain)
@@ -192,7 +192,7 @@ def test_checkpoints(ranks: Pools, out: Path) -> None:
 
 
 class Twisted(torch.utils.data.IterableDataset):
-    """Texts that begin with another one on each rank."""
+    """Texts that begin with a different text on each rank."""
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         yield from texts(12)[dist.get_rank() :]
@@ -211,7 +211,7 @@ def test_ranks_that_do_not_split_the_same_are_refused(out: Path) -> None:
 @pytest.mark.slow
 @on_ranks(3)
 def test_a_group_must_be_neighbours() -> None:
-    """Ranks 0 and 2 of 3: not next to each other, and 2 does not divide 3."""
+    """Refuses ranks 0 and 2 of 3: they are not adjacent, and 2 does not divide 3."""
     group = dist.new_group([0, 2])
     if dist.get_rank() != 1:
         with as_torchrun(), register(group=group), refused(ValueError, "[0, 2]"):
@@ -231,7 +231,7 @@ def test_predictions_are_refused(out: Path) -> None:
 
 
 def fully_sharded(out: Path) -> tuple[Run, set[type]]:
-    """FSDP2 as transformers loads it; accelerate has none on CPUs."""
+    """Trains with FSDP2 as loaded by transformers; accelerate has no FSDP2 on CPUs."""
     with as_torchrun(), register(layout="zigzag"):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             out / "weights",
@@ -274,7 +274,7 @@ BEFORE = """
 
 @pytest.mark.slow
 def test_the_program_of_the_docstring(tmp_path: Path) -> None:
-    """Under torchrun, on 3 ranks."""
+    """Runs the docstring's program under torchrun on 3 ranks."""
     text = integration.__doc__ or ""
     start, end = text.index("    from transformers"), text.index("\n\nThe group given")
     program = textwrap.dedent(BEFORE) + textwrap.dedent(text[start:end])

@@ -1,4 +1,4 @@
-"""What transformers is told by registering, and what its models may not ask for; no processes."""
+"""Registering with transformers: masks, options and refusals, without other processes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_without_transformers_the_extra_is_named() -> None:
 
 
 def made_mask(make: str, implementation: str = "ring_attn", **options: Any) -> Any:
-    """The mask that a model of transformers gets of ours, or of its own."""
+    """The mask that transformers makes for a model, by our implementation or another."""
     with register():
         config = transformers.Llama4TextConfig(**options.pop("config", {}))
         config._attn_implementation = implementation
@@ -91,7 +91,7 @@ WINDOW = {"config": {"sliding_window": 4}}
 CHUNKS = {"config": {"attention_chunk_size": 5}}
 PADDING = torch.tensor([[1] * 12, [1] * 7 + [0] * 5])
 LEFT = PADDING.flip(1)
-# Two images that touch, one longer than the window; and one at the end.
+# Two adjacent images, one longer than the window; and one at the end.
 BLOCKS = torch.tensor([[-1, 0, 0, 1, 1, 1, 1, 1, 1, -1, -1, -1], [-1] * 7 + [4] * 5])
 APART = torch.tensor([[0] * 3 + [-1] * 6 + [0] * 3] * 2)
 IMAGES, SLIDING_OVERLAY = (
@@ -202,7 +202,7 @@ def test_under_compile_unions_and_padding_are_refused() -> None:
 
 
 def attend(config: dict[str, Any], **options: Any) -> Any:
-    """The attention function as a module with such a config calls it."""
+    """Calls the attention function as a module with this config does."""
     module = SimpleNamespace(config=SimpleNamespace(**config), is_causal=True, layer_idx=0)
     x = torch.zeros(1, 2, 6, 8)
     with register() as ring:
@@ -253,7 +253,7 @@ def test_a_keyword_that_is_declared_may_reach_the_attention() -> None:
         (True, False, False, 6, False),
         (True, False, False, 1, False),
         (True, None, False, 6, False),
-        (True, None, False, 1, True),  # the model says so of every single row
+        (True, None, False, 1, True),  # some models pass False for any single row
         (True, None, True, 1, True),
     ],
 )

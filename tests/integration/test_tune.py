@@ -1,4 +1,4 @@
-"""`ring-attn tune`: what is searched, checked, timed and recommended, on a CPU."""
+"""`ring-attn tune` on a CPU: its search, checks, timings and recommendations."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def setting(words: str) -> tune.Setting:
 
 
 def tuning(words: str, monkeypatch: pytest.MonkeyPatch, *space: Config) -> Tuning:
-    """A run over these configs and the interpreter's own, which is the frozen one."""
+    """A run over these configs and the interpreter's config, which is the frozen one."""
     monkeypatch.setattr("ring_attn.kernels.configs.search_space", lambda *kind: space)
     return Tuning(setting(words))
 
@@ -55,7 +55,7 @@ def test_our_kernels_in_other_configs_are_an_attention(causal: bool) -> None:
 
 @pytest.mark.slow
 def test_a_search_on_a_cpu(report_of: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """The whole command, with a process that builds."""
+    """Runs the whole command, with one building process."""
     report = report_of(f"tune {TINY} --kernels dq --jobs 1")
     assert [row["kind"] for row in report["rows"]] == ["dq", "dq_whole"]
     for one in report["rows"]:
@@ -75,7 +75,7 @@ def test_a_search_on_a_cpu(report_of: Any, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_candidates_that_cannot_or_must_not_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One does not compile, one is wrong, one is not the same twice; the frozen one stays."""
+    """One config fails to compile, one is wrong, one varies from run to run; the frozen stays."""
     wrong, restless = Config(64, 32, 4, 1), Config(32, 64, 4, 1)
     forward, one = Kernels.forward, Kernels.one
 
@@ -99,7 +99,7 @@ def test_candidates_that_cannot_or_must_not_be_taken(monkeypatch: pytest.MonkeyP
     bench = tuning(f"{TINY} --kernels fwd", monkeypatch, *space)
     bench._search("fwd", math.inf)
     rows = {row.name: row for row in bench.rows}
-    assert len(rows) == 5  # two that differ in their notes are one
+    assert len(rows) == 5  # two configs that differ only in their notes count once
     assert "not built" in rows["48x64 4w 1s"].note
     assert (rows["64x32 4w 1s"].max_ratio or 0) > 1
     assert "1 equal runs of 2" in rows["32x64 4w 1s"].note
@@ -111,7 +111,7 @@ def test_candidates_that_cannot_or_must_not_be_taken(monkeypatch: pytest.MonkeyP
 
 
 def test_decoding_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token; a config that is wrong is found."""
+    """Decodes one token; a wrong config is found."""
     wrong, one = Config(16, 16, 4, 1), Kernels._decode
 
     def wrongly(self: Kernels) -> list[Tensor]:
@@ -125,7 +125,7 @@ def test_decoding_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     frozen, small, bad = bench.rows
     assert frozen.frozen and not frozen.note and 0 < (frozen.max_ratio or 0) <= 1
     assert small.samples and small.tflops and not small.note
-    # Two products of 2 x pairs x head_dim a head.
+    # Two products of 2 x pairs x head_dim operations a head.
     ms = small.median_ms or 0.0
     assert small.tflops == pytest.approx(2 * 2 * 300 * 16 * 2 / ms / 1e9)
     assert bad.wrong and bad.note.startswith("lse of a token")
@@ -202,10 +202,10 @@ def test_the_best_of_a_kernel_folds_blocks_of_one_length() -> None:
     ]
     assert [one.config for one in best(rows)] == [wide, wide]
     assert [one.name for one in best([*rows[:3], row("fwd", narrow, 0.95)])] == [label(narrow)] * 2
-    # A kind that was not timed keeps the frozen config, whose blocks the other has to have.
+    # A kind without timings keeps the frozen config, and the other kind must share its blocks.
     assert [one.name for one in best(rows[:2])] == [label(wide)]
     assert best([]) == []
-    # Two configs of the forward in Gluon cannot both be taken.
+    # Only one config of the forward in Gluon can be taken.
     gluon = [replace(r, gluon=True, name=f"gluon {r.name}") for r in (rows[1], rows[3])]
     other = replace(gluon[1], name="gluon other", config=replace(narrow, num_stages=3), speed=9.0)
     taken = best([*rows, *gluon, other])
@@ -219,7 +219,7 @@ def test_configs_in_words() -> None:
 def test_what_is_found_is_compared_and_used_by_way_of_a_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Our whole attention runs in the configs of the file while it is timed, and not later."""
+    """While timed, our whole attention runs in the file's configs; afterwards it does not."""
     found, used = Config(32, 32, 4, 1), list[Config]()
     path = tmp_path / "tune.json"
     bench = Tuning(setting(f"{TINY} --kernels dq"), Outputs(json=path))

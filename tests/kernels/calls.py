@@ -1,8 +1,8 @@
 """Shared by the kernel tests: attention by chosen launches, and the blocks that it loads.
 
 `attend` is forward and backward by the kernels alone, each step in a launch of its own, over memory
-that starts as NaN. `Recorder` sees in the interpreter which blocks a kernel loads and masks;
-`blocks_of` says from the dense mask which it has to.
+that starts as NaN. `record` counts in the interpreter the blocks that a kernel loads and masks;
+`blocks_of` counts from the dense mask the blocks that it must load and mask.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from tests.bounds import MASKS, whole
 # tests/kernels/conftest.py has set it.
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 
-# In the interpreter bfloat16 arithmetic is wrong without a word. On a GPU every case compiles
-# kernels of its own, a second each, so there it is the one type: test_gpu.py tries float16 too.
+# In the interpreter bfloat16 arithmetic is silently wrong. On a GPU every case compiles its own
+# kernels, a second each, so bfloat16 is the only dtype there; test_gpu.py tries float16, too.
 DTYPES = (torch.float32, torch.float16) if DEVICE == "cpu" else (torch.bfloat16,)
 
 in_interpreter = pytest.mark.skipif(DEVICE != "cpu", reason="looks into the interpreter")

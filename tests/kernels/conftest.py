@@ -1,4 +1,4 @@
-"""Kernel tests run on the GPU where there is one, and else in Triton's interpreter."""
+"""Runs kernel tests on the GPU if there is one, else in Triton's interpreter."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,10 +9,10 @@ import torch
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> Iterator[None]:
-    """Takes a third off the time: triton.language is patched once a launch and module.
+    """Saves a third of the time: patches triton.language once for each launch and module.
 
-    The interpreter does it again for every call of a helper, where all is patched already. A triton
-    that is made otherwise is left as it is.
+    The interpreter patches it again for every call of a helper, without need. A triton
+    without these internals stays as it is.
     """
     with pytest.MonkeyPatch.context() as monkeypatch:
         if not torch.cuda.is_available():

@@ -1,7 +1,7 @@
-"""Launches on a GPU that is not here: programs are placed on SMs in order, as SMs become free.
+"""Simulates launches without a GPU: programs are placed on SMs in order, as SMs become free.
 
-A program has an SM to itself, as the configs of an H100 have by their registers, and takes its
-pairs of blocks, by the launch's own step table, times a cost. So what is simulated is how evenly
+A program has an SM to itself, as the registers of H100 configs require, and takes its
+pairs of blocks, by the launch's step table, times a cost. So the simulation shows how evenly
 work is spread: memory, caches and the start of a program are not in it.
 """
 
@@ -22,12 +22,12 @@ from tests.kernels.calls import Step, kv_table, q_table
 
 SMS = 132  # of an H100
 
-# The times of each program's tasks.
+# For each program, the times of its tasks.
 Programs = Sequence[Iterator[float]]
 
 
 def launch(kernel: str, tiles: Step, rows: int, heads: tuple[int, int], config: Config) -> Launch:
-    """The launch of "fwd", "dq" or "dkdv" over shards of so many rows, of head dim 128."""
+    """The launch of "fwd", "dq" or "dkdv" over shards of `rows` rows, of head dim 128."""
 
     def rows_of(heads: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(1, rows, heads, 128, dtype=dtype, device="meta")
@@ -59,7 +59,7 @@ def task_times(launch: Launch, cost: float = 1.0) -> list[float]:
 
 
 def _visits(row_start: int, row_stop: int, run: Sequence[int], cols: int) -> int:
-    """Blocks of columns of a run that hold a visible pair."""
+    """Number of a run's blocks of columns that hold a visible pair."""
     start, stop, lo, hi = run
     return max(0, -(-min(stop, row_stop + hi) // cols) - max(start, row_start + lo) // cols)
 
@@ -83,12 +83,12 @@ def makespan(*launches: Programs, held: int = 0, until: float = 0.0) -> float:
     """When the last program ends.
 
     Args:
-        launches: beside each other, on streams of their own, in this order.
-        held: SMs that copies have from the start.
-        until: when copies give these back.
+        launches: run concurrently, on streams of their own, in this order.
+        held: number of SMs that copies hold from the start.
+        until: the time when copies free these SMs.
     """
     waiting = chain.from_iterable(launches)
-    # (when it is free, SM, its program)
+    # (time when the SM is free, SM, its program)
     sms = [(until if sm < held else 0.0, sm, iter(())) for sm in range(SMS)]
     heapq.heapify(sms)
     end = 0.0

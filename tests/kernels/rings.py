@@ -1,4 +1,4 @@
-"""A ring of the triton backend in this process, over any tensors, for the kernel tests."""
+"""Runs a ring of the triton backend in this process, over any tensors, for the kernel tests."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def ring(
     travels: Traveller | None = None,
     strided: bool = False,
 ) -> Expected:
-    """Forward and backward of all ranks, put together; all memory starts as NaN.
+    """Joins the results of all ranks, forward and backward; all memory starts as NaN.
 
-    With `travels` that side travels in the backward, whatever `make_call` chooses.
+    `travels` overrides `make_call`'s choice of the side that travels in the backward.
     """
     spec = AttentionSpec.of(*inputs[:3], softcap, sinks)
 

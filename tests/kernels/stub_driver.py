@@ -1,6 +1,6 @@
 """Triton's CUDA driver over a stub of libcuda: kernels are compiled for sm_90, launched to nowhere.
 
-`install` is for a process of its own, before any kernel runs: a driver is chosen once. Tensors stay
+Call `install` in a separate process before any kernel runs: a driver is chosen once. Tensors stay
 on the CPU; their addresses go through Triton's launcher as those of a GPU would.
 """
 
@@ -27,7 +27,7 @@ class _Launch(ctypes.Structure):
 
 
 class StubDriver:
-    """What was launched last, and how often anything was."""
+    """Reports the last launch and the number of launches."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -38,11 +38,11 @@ class StubDriver:
         return int(self._library.stub_count())
 
     def watch(self, compiled: Any) -> None:
-        """From now on arguments are read by the signature of this compiled kernel; of None none."""
+        """Reads later launches' arguments by this kernel's signature; for None, reads none."""
         sizes: list[int] = []
         for kind in compiled.src.signature.values() if compiled else ():
             if kind.startswith("tensordesc"):
-                # Its address, with which the stub's begins, and shape and strides beside it.
+                # The address, at the start of the stub's descriptor; then shape and strides.
                 rank = kind.split("[")[1].split("]")[0].count(",") + 1
                 sizes += [8, *rank * [4], *rank * [8]]
             elif kind != "constexpr":
@@ -65,7 +65,7 @@ def install(folder: Path) -> StubDriver:
     words = ["gcc", "-O1", "-w", "-shared", "-fPIC", f"-I{include}", "-Wl,-soname,libcuda.so.1"]
     subprocess.run([*words, "-o", str(library), str(SOURCE)], check=True)
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
-    # By its soname every later dlopen finds this one.
+    # Every later dlopen of this soname finds this library.
     loaded = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
     from triton.backends.nvidia.driver import CudaDriver

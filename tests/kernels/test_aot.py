@@ -1,4 +1,4 @@
-"""`ring-attn aot`: each rule fails the kernel that breaks it and no other; the command tells."""
+"""`ring-attn aot`: each rule fails only the kernel that breaks it, and the command reports it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_compiling(*words: str) -> str:
-    """What Python prints with those words, in a process where kernels are compiled."""
+    """The output of Python with these arguments, in a process where kernels are compiled."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, *words],
@@ -84,7 +84,7 @@ def test_the_command_compiles_our_kernels(tmp_path: Path) -> None:
 def test_head_dims_of_v_are_its_own() -> None:
     for cell in aot.cells("sm_90", "192/128", "bfloat16"):
         constants = cell.launch().constants
-        if cell.variant.kernel == "part_table":  # of positions alone
+        if cell.variant.kernel == "part_table":  # its table depends only on positions
             continue
         assert constants["HEAD_DIM_V"] == 128 and constants.get("HEAD_DIM", 192) == 192
 
@@ -123,7 +123,7 @@ UNFENCED = {"missing_fences": ("line 7: wgmma", "line 9: wgmma")}
         ({"spill_bytes": 8}, "sm_90", {}, "spills"),
         ({"spill_bytes": 8}, "sm_90", {"spills": True}, None),
         ({"spill_bytes": 8, "looping_spills": 1}, "sm_90", {"spills": True}, "spills"),
-        # Exponentials can be told to stand beside products.
+        # A rule can demand that exponentials stand beside products.
         ({"hidden": ()}, "sm_90", {"overlaps": True}, "no exponentials"),
         ({"hidden": (66, 0)}, "sm_90", {"overlaps": True}, "no exponentials"),
         ({"hidden": (66, 64)}, "sm_90", {"overlaps": True}, None),
@@ -140,7 +140,7 @@ def test_rules(
 
 @pytest.fixture
 def one_bad_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler gives two rows, of which one is wrong."""
+    """Makes the compiler return two rows, one of them wrong."""
     good = aot.Row(
         "fwd", "middle full", "sm_90", 64, "float16", "64x64", 4, 2, "", GOOD, ()
     )  # fmt: skip

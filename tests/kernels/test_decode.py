@@ -31,7 +31,7 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "LEAST_PART", SHORT)
 
 
-# -- which rows see what
+# -- visible pairs
 
 
 def bounds() -> st.SearchStrategy[int | None]:
@@ -64,7 +64,7 @@ def test_rows_of_parts_see_what_the_queries_see(
     ("first", "last", "programs", "sms", "expected"),
     [
         (0, 1, 1, 132, Parts(0, 256, 1)),
-        (0, 131072, 8, 132, Parts(0, 4096, 32)),  # 33 wanted: 3972 is no multiple of 128
+        (0, 131072, 8, 132, Parts(0, 4096, 32)),  # not 33: 131072 / 33 is no multiple of 128
         (0, 131072, 512, 132, Parts(0, 131072, 1)),
         (1000, 1300, 1, 132, Parts(896, 256, 2)),
     ],
@@ -77,7 +77,7 @@ def test_parts_fill_the_gpu(
     assert parts.start <= first and last <= parts.start + parts.num_parts * parts.length
 
 
-# In the interpreter it warns; numpy warns of the NaN.
+# The interpreter makes the backend warn; numpy warns of NaN.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning"),
     pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning"),
@@ -107,7 +107,7 @@ MASKS = {
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.sweep(2)
 def test_against_float64(name: str, heads: tuple[int, int], short_parts: None) -> None:
-    """The dtypes, softcap, and keys and values without a stride of 1 in turn; and run twice."""
+    """Takes dtypes, softcap, and keys and values without a stride of 1 in turn; runs twice."""
     mask, turn = MASKS[name], list(MASKS).index(name) + heads[0] // 2
     dtype, softcap = DTYPES[turn % len(DTYPES)], (0.0, 2.0)[turn // 2 % 2]
     inputs = inputs_for(mask, nheads=heads[0], nheads_kv=heads[1], headdim=20, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The kernels against float64; what they carry on over launches; and the blocks that they take."""
+"""The kernels against float64; their state between launches; and the blocks that they load."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from tests.kernels.calls import (
     without_sinks,
 )
 
-# Of numpy, in the interpreter: tanh of large scores, in the branch that is not taken, and the
-# exponentials of pairs that are masked after it.
+# numpy warns in the interpreter: for tanh of large scores, in the branch not taken, and for
+# exponentials of pairs that are masked later.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow encountered:RuntimeWarning", "ignore:invalid value:RuntimeWarning"
 )
@@ -55,7 +55,7 @@ pytestmark = pytest.mark.filterwarnings(
 def exercise(
     mask: Mask, config: Config, sizes: dict[str, object], *cuts: int, **scores: object
 ) -> None:
-    """Forward and backward; keys are cut into a launch each."""
+    """Runs forward and backward, with one launch for each part of the keys."""
     inputs = inputs_for(mask, **sizes)
     got = attend(inputs, cut_keys(mask, *cuts), config, **scores)
     assert_holds(got, *map(without_sinks, expect(inputs, mask, **scores)))
@@ -67,7 +67,7 @@ def exercise(
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.sweep(2)
 def test_masks(name: str) -> None:
-    """The dtypes in turn; test_options.py draws options with either."""
+    """Takes the dtypes in turn; test_options.py draws options with any dtype."""
     mask, dtype = MASKS[name], DTYPES[list(MASKS).index(name) % len(DTYPES)]
     config = blocks(64, 32) if dtype == torch.float32 else blocks(64, 64)
     exercise(mask, config, {"dtype": dtype})
@@ -117,7 +117,7 @@ def test_softcap(softcap: float) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sinks(dtype: torch.dtype) -> None:
-    """They join the denominators once; the backward needs of them but their lse."""
+    """Sinks join the denominators once; the backward needs only the lse that includes them."""
     sizes, sinks = {"dtype": dtype, "nheads": 2}, random_sinks(2, device=DEVICE)
     for name, cuts in (("causal", (16, 32)), ("empty rows", ()), ("no keys", ())):
         exercise(MASKS[name], LARGE, sizes, *cuts, sinks=sinks)
@@ -163,7 +163,7 @@ def test_rows_and_keys_without_a_pair_have_no_gradient() -> None:
 
 
 def test_what_a_step_does_not_hold_is_not_read() -> None:
-    """NaN in every row that lies in no rectangle, in q, k, v, dout, lse and delta."""
+    """Puts NaN into every row of q, k, v, dout, lse and delta that lies in no rectangle."""
     mask = Mask(97, 97, True, (-1, -1), (0, 40, 70, 97), (0, 40, 70, 97))
     middle = whole(mask)[1:2]
     assert (middle[0].q, middle[0].kv) == (slice(40, 70), slice(40, 70))
@@ -282,7 +282,7 @@ def launch(inputs: Inputs, state: flash_fwd.Carried, tiles: Step, first: bool, l
 
 
 def test_who_writes_what() -> None:
-    """acc, m, l by all launches but the last; out and lse by the last alone."""
+    """The last launch writes only out and lse; every other launch writes only acc, m and l."""
     mask = MASKS["longer kv"]
     inputs = inputs_for(mask)
     steps = cut_keys(mask, 48, 96)
@@ -290,7 +290,7 @@ def test_who_writes_what() -> None:
     carried, results = (state.acc, state.m, state.l), (state.out, state.lse)
     for step in range(2):
         launch(inputs, state, steps[step], first=step == 0, last=False)
-        # The rows that have seen nothing so far are as good as written.
+        # Rows that have seen nothing so far are written, too.
         assert not any(bool(x.isnan().any()) for x in carried)
         assert all(bool(x.isnan().all()) for x in results)
     before = [x.clone() for x in carried]
@@ -379,7 +379,7 @@ def test_gradients_take_blocks_with_visible_pairs_and_mask_where_one_is_hidden(
 
 
 def count(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[int]:
-    """How often a function is called from here on: once for each block of scores."""
+    """Counts calls of a function from here on: one call for each block of scores."""
     counted, function = [0], getattr(module, name)
 
     def wrapped(*args: object, **kwargs: object) -> object:
@@ -399,7 +399,7 @@ def inputs_of(dense: Tensor) -> tuple[Inputs, tuple[Tensor, Tensor]]:
 
 @in_interpreter
 def test_products_have_the_bits_of_a_row_and_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever they lie in a block: by a BLAS they may not, as by this one."""
+    """A row's bits do not depend on its place in a block; with this BLAS they would."""
 
     def blas(a: np.ndarray, b: np.ndarray, **_: Any) -> np.ndarray:
         half = len(a) // 2

@@ -1,7 +1,7 @@
 """The forward in Gluon of sm_90 over blocks so short that every buffer is used again and again.
 
-Its PTX is executed (`ptx/`), warpgroups in an order that is drawn, and held against float64; on
-such a GPU it runs. test_ptx.py has the configs that are used.
+Its PTX is executed (`ptx/`), warpgroups in random order, and compared with float64; on an sm_90
+GPU it runs. test_ptx.py has the configs in use.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def on_hopper(test: Any) -> Any:
 REPEATS = 50
 
 SMALL = Config(128, 32, 4, 2, programs_per_sm=1)
-# The config of head dim 128, as it is used.
+# The config that head dim 128 uses.
 GLUON = configs.GLUON[128][0]
 DOCUMENTS = (0, 40, 160, 257)
 
-# On the grid of 32 columns or not, one block or several, fewer rows than a consumer has.
+# Cuts on or off the grid of 32 columns, one block or several, fewer rows than a consumer has.
 MASKS = {
     "full": Mask(257, 257),
     "whole blocks": Mask(128, 96),
@@ -91,7 +91,7 @@ def forward(
     seed: int = 0,
     **how: Any,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse, each step in a launch of its own: its PTX on the CPU, else on the GPU."""
+    """out and lse, one launch for each step: by its PTX on the CPU, else on the GPU."""
     q, k, v, _ = inputs
     state = empty_state(inputs, sinks, carried=len(steps) > 1)
     for index, tiles in enumerate(steps):
@@ -128,7 +128,7 @@ QUICK = ("one row", "window", "documents of other lengths")
     "name", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in MASKS if x not in QUICK)]
 )
 def test_masks(name: str) -> None:
-    """In one order of warpgroups, and in another without turns."""
+    """Runs one order of warpgroups, and another one without turns."""
     mask = MASKS[name]
     inputs = inputs_for(mask)
     got = forward(inputs, [whole(mask)], seed=len(name))
@@ -186,7 +186,7 @@ def test_programs_and_order_do_not_change_bits() -> None:
 @in_interpreter
 @pytest.mark.slow
 def test_the_portable_forward_has_the_same_bits() -> None:
-    """Over blocks of one length; it writes what was folded where a call ends without keys."""
+    """The two agree over equal blocks, also where the portable one ends a call without keys."""
     mask = MASKS["causal"]
     inputs, sinks = inputs_for(mask, headdim=128), random_sinks(2)
     q, k, v, _ = inputs
@@ -225,7 +225,7 @@ def test_what_a_document_holds_does_not_reach_its_neighbours(bad: float) -> None
 
 @in_interpreter
 def test_all_steps_of_a_call_have_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever a step's tensors lie; the portable one may end a call without keys."""
+    """Strides do not change the kernel; only a last step without keys takes the portable one."""
     launches = list[Launch]()
     monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(Launch, "run", lambda launch: launches.append(launch))
@@ -266,12 +266,12 @@ for cell in aot.cells("sm_90", "64", "bfloat16"):
 
 
 def test_it_compiles_as_it_is_meant_to() -> None:
-    """On any machine: without spills, specialised, every exponential beside a product."""
+    """Compiles on any machine: no spills, specialised, every exponential beside a product."""
     row = json.loads(run_compiling("-c", COMPILE))
     assert row["failures"] == []
     opcodes = row["report"]["opcodes"]
     assert opcodes["USETMAXREG"] and opcodes["UTMALDG"] and opcodes["HGMMA"]
-    # Two loops, of masked blocks and of whole ones, for each of two consumers: 64 rows x 128
+    # Two loops, for masked blocks and whole blocks, in each of two consumers: 64 rows x 128
     # columns over 128 threads.
     assert len(row["report"]["hidden"]) == 4 and min(row["report"]["hidden"]) >= 64
 
@@ -308,7 +308,7 @@ AGAINST_FLOAT64 = [
 
 
 def name_of(x: object) -> str:
-    """Of a parameter, for the test's name."""
+    """Names a parameter, for the test's name."""
     return f"{x.BLOCK_M}x{x.BLOCK_N}-s{x.num_stages}" if isinstance(x, Config) else str(x)
 
 
@@ -324,7 +324,7 @@ def on_device(mask: Mask, headdim: int, **sizes: Any) -> Inputs:
 @on_hopper
 @pytest.mark.parametrize(("headdim", "config", "name"), AGAINST_FLOAT64, ids=name_of)
 def test_on_hopper_against_float64(headdim: int, config: Config, name: str) -> None:
-    """With sinks, and the types in turn."""
+    """Takes the dtypes in turn, with sinks."""
     mask = CASES[name]
     dtype = torch.float16 if name == "causal, whole blocks" else torch.bfloat16
     inputs, sinks = on_device(mask, headdim, dtype=dtype), random_sinks(8, device="cuda")
@@ -343,7 +343,7 @@ def test_on_hopper_against_float64(headdim: int, config: Config, name: str) -> N
 @pytest.mark.parametrize("name", ["causal, whole blocks", "full"])
 @pytest.mark.parametrize(("headdim", "config"), EVERY_CONFIG, ids=name_of)
 def test_on_hopper_repeats_are_bit_equal(headdim: int, config: Config, name: str) -> None:
-    """With more tasks than a GPU has places for."""
+    """Launches more tasks than a GPU runs at once."""
     mask = replace(CASES[name], seqlen_q=2048, seqlen_k=2048)
     inputs = on_device(mask, headdim, nheads=32, nheads_kv=8)
     first = forward(inputs, [whole(mask)], config)
@@ -355,7 +355,7 @@ def test_on_hopper_repeats_are_bit_equal(headdim: int, config: Config, name: str
 @on_hopper
 @pytest.mark.parametrize("headdim", configs.GLUON)
 def test_on_hopper_a_document_does_not_reach_its_neighbours(headdim: int) -> None:
-    """Its rows are cleared in shared memory, where they lie as only the device has them."""
+    """Its rows are cleared in shared memory, whose true layout only the device has."""
     bounds = (0, 300, 777, 1000)
     mask = Mask(1000, 1000, True, (-1, -1), bounds, bounds)
     inputs = on_device(mask, headdim)

@@ -41,18 +41,18 @@ STEPS = steps()
 
 
 def slowdown(times: list[float], grid: Callable[..., Programs], held: int, share: float) -> float:
-    """The time over that of work spread evenly, beside copies on `held` SMs for a share of it."""
+    """The time over the time of evenly spread work; copies hold `held` SMs for a share of it."""
     even = sum(times) / SMS
     return makespan(grid(times), held=held, until=share * even) / even
 
 
 def persistent(times: list[float]) -> Programs:
-    """The forward in Gluon: a program that finds no SM comes last, with what is left."""
+    """The forward in Gluon: a program that finds no SM starts last and takes remaining tasks."""
     return counter(times, SMS - SMS // SMS_PER_COPY)
 
 
 def fixed(times: list[float]) -> Programs:
-    """Likewise with a share of the tasks for each program."""
+    """As `persistent`, but each program has a fixed share of the tasks."""
     return static(times, SMS - SMS // SMS_PER_COPY)
 
 
@@ -78,11 +78,11 @@ BESIDE["gluon"] = [(8, 1.0), (16, 0.3), (16, 1.0)]
 def test_beside_copies(
     kernel: str, step: str, grid: Callable[..., Programs], expected: tuple[float, ...]
 ) -> None:
-    """Tasks that are drawn lose nothing against even work.
+    """Programs that draw their tasks lose no time against evenly spread work.
 
-    The 124 programs in Gluon, evenly over 124 and 116 SMs, would take 1.06 and 1.14. A margin of 8
-    SMs, which a persistent grid leaves for copies that begin later, costs it 10 % where there are
-    none: so the portable kernels have a program a task.
+    The 124 programs in Gluon, evenly over 124 and 116 SMs, would take 1.06 and 1.14. Without
+    copies, the 8 SMs that a persistent grid leaves for later copies cost 10 %, so the portable
+    kernels have a program a task.
     """
     config = {"portable": FWD, "gluon": GLUON[128][0]}[kernel]
     times = task_times(launch("fwd", STEPS[step], ROWS, (32, 8), config))
@@ -104,9 +104,9 @@ def test_causal_alone(rows: int, expected: tuple[float, float]) -> None:
 def backward(
     step: str, heads: tuple[int, int], headdim: int, *, few: bool
 ) -> tuple[list[float], list[float], float]:
-    """The times of tasks of dk and dv, and of dq, and that of their work spread evenly.
+    """Times of the tasks of dk and dv, and of dq; and the time of all their work spread evenly.
 
-    4 products and 3; with `few` in the shorter blocks that are taken where programs are few. Their
+    4 products and 3; with `few`, dk and dv take the shorter blocks for few programs. Their
     pairs cost as much: without a mask, compiled by triton 3.7.1 for 128 dims, a warp's loop has 389
     instructions for 64 x 64 with four warps, 386 for 64 x 128 with eight, and the same products
     (wgmma of 64 x 64 and 64 x 128).
@@ -141,7 +141,7 @@ def test_how_full_a_backward_is(
     after: float,
     beside_copies: float,
 ) -> None:
-    """Even time over simulated time: dk and dv, then dq; dq beside dk and dv; and with 8 SMs less.
+    """Even time over simulated time: dk and dv, then dq; all at once; and all on 8 SMs less.
 
     One kv head of 4096 rows has 64 blocks of 64 rows, fewer than SMs: dk and dv alone take as long
     as 1.18 times all of the step's work spread evenly.
@@ -160,7 +160,7 @@ def test_how_full_a_backward_is(
 
 
 def test_short_blocks_fold_over_the_same_rows() -> None:
-    """So a row's sums, and their bits, are those of long blocks; where they are not, long ones."""
+    """Short blocks fold over the same rows, so bits are equal; otherwise long blocks are taken."""
     for (arch, headdim), few in FEW.items():
         config = frozen("dkdv", arch, headdim, BF16)
         assert filling(config, 131, 132, few) == few != config

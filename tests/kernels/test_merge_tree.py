@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarn
 def results(
     sets: int, *, batch: int = 1, rows: int = 3, nheads: int = 2, headdim_v: int = 20
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of every set, as ranks gather them: side by side, a gap behind each."""
+    """out and lse of every set, laid out as ranks gather them: side by side, a gap after each."""
     generator = torch.Generator().manual_seed(sets)
     shapes = (batch, rows, nheads, headdim_v), (batch, nheads, rows)
     sizes = [torch.Size(shape).numel() for shape in shapes]
@@ -32,7 +32,7 @@ def results(
 
 
 def hide(out: Tensor, lse: Tensor, hidden: Tensor) -> None:
-    """Makes (sets, rows) see nothing."""
+    """Gives the hidden (sets, rows) results of rows that see nothing."""
     out.masked_fill_(hidden[:, None, :, None, None], 0.0)
     lse.masked_fill_(hidden[:, None, None, :], -torch.inf)
 
@@ -55,7 +55,7 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 def weighed(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """One softmax over all sets and the sink: out, lse, and the weights of the sets."""
     scores = lse
-    if sinks is not None:  # a set more
+    if sinks is not None:  # the sink counts as one more set
         scores = torch.cat((lse, sinks.to(lse.dtype).view(1, 1, -1, 1).expand_as(lse[:1])))
     root = scores.logsumexp(0)
     weights = (lse - root.masked_fill(root == -torch.inf, 0.0)).exp()
@@ -66,7 +66,7 @@ def assert_holds(out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dt
     got = merge(out, lse, sinks, dtype)
     wide_out, wide_lse = out.double(), lse.double()
     exact_out, exact_lse, p = weighed(wide_out, wide_lse, sinks)
-    # Another order, so that the error of a sum of two is not that of the kernel.
+    # Another order, so that even a sum of two has another error than the kernel's.
     plain_out, plain_lse, _ = weighed(out.flip(0), lse.flip(0), sinks)
     out_terms = (p.transpose(2, 3).unsqueeze(-1) * wide_out.abs()).sum(0)
     sizes = [x.abs().masked_fill(x == -torch.inf, 0.0) for x in (wide_lse, exact_lse)]
@@ -82,7 +82,7 @@ def assert_holds(out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dt
 @pytest.mark.parametrize("sets", SETS)
 @pytest.mark.sweep(3)
 def test_against_float64(sets: int, dtype: torch.dtype) -> None:
-    """A row sees nothing, another nothing in every other set; with sinks and without."""
+    """One row sees nothing, another sees nothing in every other set; with and without sinks."""
     out, lse = results(sets, batch=2)
     hidden = torch.zeros(sets, 3, dtype=torch.bool, device=DEVICE)
     hidden[:, 0] = True
@@ -115,7 +115,7 @@ def test_gaps_between_sets(gap: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
 def test_types_of_sinks(dtype: torch.dtype) -> None:
-    """The values are those of a bfloat16: no type rounds them."""
+    """The sinks are bfloat16 values, which no type rounds."""
     out, lse = results(3)
     given = random_sinks(2, dtype=dtype, device=DEVICE)
     wide, got = merge(out, lse, given.float()), merge(out, lse, given.repeat(2, 1).t()[:, 0])
@@ -126,7 +126,7 @@ def test_types_of_sinks(dtype: torch.dtype) -> None:
 
 
 def exact_weights(sets: int) -> tuple[Tensor, Tensor]:
-    """Weights are 1 and 0 in float32: what is rounded are the sums alone, in their order."""
+    """Sets whose weights are 1 or 0 in float32: only the sums round, so their order shows."""
     out, lse = results(sets, rows=5, headdim_v=64)
     lse[:] = 3.0
     generator = torch.Generator().manual_seed(sets)

@@ -20,12 +20,12 @@ from tests.kernels.rings import ring
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:backend='triton' on CPU:UserWarning"),
-    # Of numpy, in the interpreter: branches that are not taken, and pairs that are masked later.
+    # numpy warns in the interpreter, for branches not taken and pairs that are masked later.
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
 ]
 
-# Large heads in small blocks alone, which fit into a GPU.
+# Large heads only in small blocks, which fit into a GPU.
 SMALL_BLOCKS = ((32, 32), (16, 64))
 BLOCKS = (*SMALL_BLOCKS, (64, 16), (64, 32), (64, 64), (128, 32))
 
@@ -46,7 +46,7 @@ def masks(draw: st.DrawFn) -> Mask:
 
 @st.composite
 def layouts(draw: st.DrawFn, mask: Mask) -> Layouts:
-    """Any two of one number of ranks."""
+    """Any two layouts with the same number of ranks."""
     world_size = draw(st.integers(1, 4))
     if draw(st.booleans()):
         q, k = (SequenceLayout.striped(n, world_size) for n in (mask.seqlen_q, mask.seqlen_k))
@@ -86,7 +86,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
         "softcap": draw(st.sampled_from((0.0, 0.0, 0.5, 2.0, 30.0))),
         "blocks": draw(st.sampled_from(SMALL_BLOCKS if large else BLOCKS)),
         "layouts": draw(layouts(mask)),
-        # None: as `make_call` has it, gradients continued in place.
+        # None: `make_call` chooses the side, and gradients are continued in place.
         "travels": draw(st.sampled_from(("kv", "q", None))),
         "strided": draw(st.booleans()),
     }

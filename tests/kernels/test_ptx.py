@@ -1,6 +1,6 @@
 """The kernels' PTX, executed: against float64, and with planted faults.
 
-`ptx/` has the executor. It says nothing of speed, nor of what ptxas makes of the PTX.
+`ptx/` has the executor, which shows neither speed nor the code that ptxas makes of the PTX.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MASKS = {
     "window": Mask(ROWS, ROWS, causal=True, window_size=(100, -1)),
     "documents": Mask(ROWS, ROWS, True, (-1, -1), (0, 40, 170, ROWS), (0, 40, 170, ROWS)),
 }
-# Kernels of two architectures, of which sm_90 has some in Gluon; and the portable ones there.
+# Kernels of sm_80 and sm_90, of which sm_90 has some in Gluon; and sm_90's portable kernels.
 KERNELS = ("sm_80", "sm_90", "sm_90 portable")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -51,7 +51,7 @@ Execute = Callable[[str], list[Launch]]
 
 @pytest.fixture
 def execute(monkeypatch: pytest.MonkeyPatch) -> Execute:
-    """From `execute(arch)` on, launches have the architecture's configs, and their PTX runs."""
+    """`execute(arch)` gives later launches the architecture's configs and executes their PTX."""
 
     def start(arch: str) -> list[Launch]:
         executed = list[Launch]()
@@ -82,7 +82,7 @@ def assert_all_hold(inputs: Inputs, mask: Mask, got: Expected, **scores: object)
 
 
 def backend(kernels: str, headdim: int, softcap: float = 0.0) -> TritonBackend:
-    """Naming a config of the portable kernels rules out those in Gluon."""
+    """Names a config of the portable kernels, which rules out kernels in Gluon."""
     arch = arch_of(kernels)
     if kernels == "sm_90" and headdim in configs.GLUON_BWD and not softcap:
         return TritonBackend({"gluon_bwd": configs.GLUON_BWD[headdim]})  # also of few heads
@@ -100,7 +100,7 @@ def slow(*values: object) -> object:
 
 
 def cases() -> Iterator[object]:
-    """All kernels, masks and head dims; types in turn; one step and three, for sm_80 in turn."""
+    """All kernels, masks, head dims; dtypes in turn; one and three steps (sm_80: in turn)."""
     quick = {("sm_80", "causal", 64, True), ("sm_90", "documents", 64, False)}
     each = product((64, 128), MASKS, KERNELS, (True, False))
     for i, (headdim, name, kernels, several) in enumerate(each):
@@ -175,7 +175,7 @@ def test_decode_and_merge(
 
 @dataclass(frozen=True)
 class Target:
-    """A compiled launch to plant faults into, and what the clean one has written."""
+    """A compiled launch to plant faults into, and the result of a clean run."""
 
     launch: Launch
     code: launching.Compiled
@@ -185,7 +185,7 @@ class Target:
     def plant(
         self, pattern: str, new: str, index: int = 0, seed: int | None = None
     ) -> list[NotFenced]:
-        """Executes it with the index-th match of a pattern replaced; the missing fences."""
+        """Replaces the index-th match of a pattern and executes the launch: the missing fences."""
         found = list(re.finditer(pattern, self.code.ptx))[index]
         self.result.zero_()
         return launching.execute(
@@ -196,7 +196,7 @@ class Target:
         )
 
     def faults(self, pattern: str, new: str, *seeds: int) -> list[Fault | None]:
-        """Findings with each match replaced in turn, with one of the seeds after the other."""
+        """Findings with each match replaced in turn, each run with the next of the seeds."""
         found = list[Fault | None]()
         for index in range(len(re.findall(pattern, self.code.ptx))):
             try:
@@ -211,7 +211,7 @@ class Target:
 
 @cache
 def target(name: str) -> Target:
-    """A kernel of one step over blocks enough that every buffer is used again."""
+    """A kernel of one step, with so many blocks that every buffer is used again."""
     arch = "sm_80" if name in ("fwd", "dq", "dkdv") else "sm_90"
     kernels = "sm_90 portable" if name.startswith("sm_90 ") else arch
     mask = Mask(128, 160) if name == "hopper" else TARGET_MASK
@@ -243,23 +243,23 @@ FENCE = r"fence\.proxy\.async[\w.:]*;"
 COPY = r"(cp\.async\.cg\.shared\.global \[ %r\d+ \+) 0"
 PRODUCTS = r"wgmma\.{}\.sync\.aligned( \d)?;"
 
-# What is replaced in a kernel, by what, and of how many replacements at least what is found.
+# Pattern, replacement, the fault to find, and the least share of replacements that cause it.
 FAULTS: dict[str, tuple[str, str, type[Fault], float]] = {
-    # The compiler has put some barriers where another one follows.
+    # Some of the compiler's barriers are redundant: another barrier follows.
     "barriers": (BARRIER, "", Race, 0.8),
     "copies": (r"cp\.async\.wait_group\s+\d+;", "cp.async.wait_group 9;", NotWaited, 0.0),
-    # Offsets of 16-bit elements counted as of 32-bit ones; of copies into shared memory.
+    # Offsets of 16-bit elements scaled for 32-bit elements; and of copies into shared memory.
     "strides": (r"(m(?:ad|ul)\.wide\.s32\s+%rd\d+, %r\d+), 2([,;])", r"\1, 4\2", OutOfBounds, 0.0),
     "shared": (COPY, r"\1 262144", OutOfBounds, 1.0),
 }
 FAULTS_IN_GLUON: dict[str, tuple[str, str, type[Fault], float]] = {
     "parity": (WAIT, OTHER_PARITY, Fault, 1.0),
-    # Who takes turns does so for speed alone.
+    # Some waits are for turns, which serve speed only.
     "waits": (WAIT, "mov.pred complete, -1;", NotWaited, 0.5),
     "no arrival": (ARRIVAL, "", Fault, 1.0),
     "two arrivals": (ARRIVAL, r"\1 \1", Fault, 1.0),
     "bytes": (EXPECTED, r"\1, 64;", Deadlock, 1.0),
-    # One thread says that a buffer is free, of 4 warps that read it.
+    # 4 warps read a buffer, and one thread announces that it is free.
     "barriers": (BARRIER, "", NotWaited, 0.2),
     "products' wait": (
         PRODUCTS.format("wait_group"),
@@ -268,10 +268,10 @@ FAULTS_IN_GLUON: dict[str, tuple[str, str, type[Fault], float]] = {
         1.0,
     ),
     "products' group": (PRODUCTS.format("commit_group"), "", Fault, 1.0),
-    # Of two products in a row, whose registers nothing else changes, one fence is enough.
+    # One fence is enough for two successive products whose registers nothing else changes.
     "products' fence": (PRODUCTS.format("fence"), "", Fault, 0.75),
 }
-# Before the first copy, whose mbarrier is new; behind the zeros around a document.
+# Fences before the first copy, whose mbarrier is new, and after the zeros around a document.
 FAULTS_BY_KERNEL = {
     **dict.fromkeys(("fwd", "dq", "dkdv"), FAULTS),
     "hopper": FAULTS_IN_GLUON,
@@ -293,7 +293,7 @@ PLANTED = [
 def test_planted_faults_are_found(
     kernel: str, pattern: str, new: str, fault: type[Fault], share: float
 ) -> None:
-    """Whatever the order in which warpgroups run."""
+    """Faults are found in any order of warpgroups."""
     found = target(kernel).faults(pattern, new, *(range(3) if kernel == "hopper" else ()))
     assert sum(isinstance(one, fault) for one in found) >= max(1, share * len(found)), found
 
@@ -319,7 +319,7 @@ def test_a_wrong_address_is_seen_in_the_result(kernel: str, pattern: str, new: s
 
 @pytest.mark.parametrize("kernel", ["fwd", slow("dq"), slow("dkdv")])
 def test_proxy_fences_deleted_are_missed(kernel: str) -> None:
-    """Products for sm_90 read what `cp.async` has written: the kernels fence it themselves."""
+    """Products for sm_90 read data that `cp.async` wrote, so the kernels themselves fence it."""
     clean = target(f"sm_90 {kernel}")
     edit = functools.partial(re.sub, FENCE, "")
     found = launching.execute(clean.launch, clean.code, edit)

@@ -1,6 +1,6 @@
-"""What the executor of PTX (`ptx/`) makes of hard numbers, and what it refuses, against the ISA.
+"""The executor of PTX (`ptx/`) against the ISA: hard numbers, and refused instructions.
 
-That all other instructions do what they must is seen in the results of kernels (test_ptx.py).
+The results of kernels (test_ptx.py) show that all other instructions are right.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.kernels.ptx.lines import run
 from tests.kernels.ptx.scalar import DTYPES, RULES
 
 NAN, INF = 0x7FC00000, 0x7F800000
-# Of each size in bytes of a result.
+# By the size of a result in bytes.
 REGISTERS = {1: "%p1", 2: "%rs1", 4: "%r10", 8: "%rd3"}
 
 
@@ -79,7 +79,7 @@ def test_bits(opcode: str, operands: tuple[int, ...], expected: int) -> None:
 
 
 def test_threads_part_and_meet_again() -> None:
-    """A loop of as many passes as the thread has number, and a warp's exchange behind it."""
+    """Thread n makes n passes of a loop; after it the warp exchanges values."""
     ran = run("""
         mov.b32 %r1, 0;
         mov.b32 %r2, 0;
@@ -121,7 +121,7 @@ def test_rows_of_a_strided_tensor_are_all_that_is_there() -> None:
 
 SOME = "setp.lt.u32 %p1, %r0, 9; @%p1 bra out;"
 
-# Its text, how many threads run it, and what is told.
+# The text, the number of threads, the fault and its message.
 REFUSED: list[tuple[str, int, type[Fault], str]] = [
     ("ld.global.b32 %r1, [%rd2 + 16];", 32, OutOfBounds, "thread 0 is outside every allocation"),
     ("ld.global.b32 %r1, [%rd2 + -4];", 32, OutOfBounds, "outside every allocation of global"),

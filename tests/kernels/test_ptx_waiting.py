@@ -1,4 +1,4 @@
-"""Waits, barriers and fences of what runs on by itself: where one is left out that is found.
+"""Waits, barriers and fences of asynchronous instructions: the executor finds omitted ones.
 
 The results of kernels (test_ptx.py) show that those instructions do what they must.
 """
@@ -13,7 +13,7 @@ from tests.kernels.ptx.lines import run
 
 
 def outcome(body: str, **options: object) -> int | Fault:
-    """The fault that ends a kernel, or how many fences it lacks."""
+    """The fault that ends a kernel, or the number of missing fences."""
     try:
         return run(body, **options).missing_fences
     except Fault as fault:
@@ -41,7 +41,7 @@ def waits(parity: int, name: str = "again") -> str:
 @pytest.mark.parametrize(
     ("body", "threads", "told"),
     [
-        (ALL + waits(1), 32, ""),  # a fresh one has completed the phase of parity 1
+        (ALL + waits(1), 32, ""),  # a new mbarrier has completed the phase of parity 1
         (ALL + ARRIVE + waits(0) + ARRIVE + waits(1, "more"), 32, ""),
         (ALL + waits(0), 32, "try_wait"),
         (ALL + ARRIVE + waits(1), 32, "try_wait"),
@@ -65,7 +65,7 @@ READ = "shl.b32 %r1, %r0, 2; ld.shared.b32 %r2, [%r1 + 2048];"
         (ONE, 2048, READ, NotWaited),
         (ONE, 2032, waits(0) + READ, Deadlock),
         (ONE.replace("fence.proxy", "// fence.proxy"), 2048, waits(0), 1),
-        # Over what threads have read: the copy needs a barrier since, and a fence.
+        # Overwriting data that threads have read: the copy needs a later barrier and a fence.
         (ONE + READ + "bar.sync 0;", 2048, waits(0), 1),
         (ONE + READ, 2048, waits(0), Race),
     ],
@@ -141,7 +141,7 @@ def test_wgmma_is_waited_for(old: str, new: str, told: str) -> None:
 @pytest.mark.parametrize(
     ("high", "low", "told"),
     [
-        # 128 of each thread: one warpgroup can have 168 once the other has gone down to 88.
+        # 128 registers a thread: one warpgroup can take 168 once the other has released all but 88.
         ("dec 88", "inc 168", ""),
         ("dec 88", "inc 176", "setmaxnreg.inc"),
         ("dec 88", "inc 120", "warps have"),

@@ -1,4 +1,4 @@
-"""Where a strategy has the bits of one process at every world size; and where it has others.
+"""Which calls have the bits of one process at every world size, and which have others.
 
 ring         causal, contiguous shards that start at multiples of a block
 all_gather   such shards, any mask
@@ -38,13 +38,13 @@ SHARED = Heads(2, 1, 16, 16)
 
 @pytest.fixture(autouse=True)
 def long_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter a block of 128 x 128 costs little more than one of 64 x 64."""
+    """Takes blocks of 128 x 128: in the interpreter they cost little more than 64 x 64."""
     if DEVICE == "cpu":
         patched_select(monkeypatch, blocks(SHARD, SHARD))
 
 
 def sequence(mask: Mask, world_size: int) -> Layouts:
-    """Shards that start at multiples of SHARD; the last is short where the length is none."""
+    """Shards that start at multiples of SHARD; the last is short if the length is no multiple."""
 
     def layout_of(seqlen: int) -> SequenceLayout:
         longest = -(-seqlen // (SHARD * world_size)) * SHARD
@@ -58,7 +58,7 @@ def causal(seqlen: int) -> Mask:
 
 
 def run(mask: Mask, world_size: int, layout: Any = None, **options: Any) -> AllRanks:
-    """One rank, the whole sequence, is a ring of one."""
+    """Runs all ranks; a single rank with the whole sequence is a ring of one."""
     usual = {"strategy": "ring", "heads": ONE_HEAD, "same_bits": True, "batch": 1}
     case = Case(mask, layout or sequence(mask, world_size), backend="triton", **(usual | options))
     ran = run_all_ranks(case, world_size, device=DEVICE)
@@ -68,7 +68,7 @@ def run(mask: Mask, world_size: int, layout: Any = None, **options: Any) -> AllR
 
 # -- rings and gatherings
 
-# Rows of the last shard, and what else.
+# Rows of the last shard, and other options.
 OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "float16, softcap, sinks": (SHARD, {"dtype": "float16", "softcap": 2.0, "sinks": True}),
     "float32 gqa": (104, {"heads": SHARED}),
@@ -97,7 +97,7 @@ def test_causal_rings_and_gatherings(name: str, world_size: int) -> None:
         got = run(mask, world_size, strategy=strategy, **options)
         assert got.differing(alone) == [], strategy
         if "sinks" in options:
-            # Summed over the ranks, by the caller.
+            # The caller sums this gradient over the ranks.
             assert torch.allclose(got.whole.dsinks, alone.whole.dsinks)
 
 
@@ -178,7 +178,7 @@ def test_ulysses(name: str, world_size: int, layout: str, monkeypatch: pytest.Mo
 
 
 def test_a_hybrid_has_them_where_its_ring_has() -> None:
-    """Two groups of two ranks; what matters is where a group's rows start, not a rank's."""
+    """Two groups of two ranks: bits depend on where a group's rows start, not where a rank's do."""
     layout = SequenceLayout.boundaries([0, 50, 128, 130, 140])
     heads = Heads(2, 2, 16, 16)
     got = run(causal(140), 4, (layout, layout), strategy=Strategy(ulysses_degree=2), heads=heads)
@@ -201,7 +201,7 @@ def test_gradients_that_are_added_up_have_other_sums() -> None:
     assert run(causal(512), 2, strategy="all_gather", same_bits=False).differing(alone) == [
         "dk", "dv",
     ]  # fmt: skip
-    # In a ring the Q side travels for one KV head to a query head, and KV for fewer.
+    # In a ring the Q side travels if each query head has a KV head, and KV if there are fewer.
     assert "dq" in run(causal(512), 4, same_bits=False).differing(alone)
     few = (run(causal(512), p, heads=SHARED, same_bits=False) for p in (4, 1))
     assert next(few).differing(next(few)) == ["dk", "dv"]
@@ -226,7 +226,7 @@ def test_the_call_says_what_it_has() -> None:
     assert says((8, 2), "contiguous", 2, causal(1024))
     assert not says((8, 4), "contiguous", 2, window)
     assert not says((8, 4), "zigzag", 2, causal(1024))
-    # Two ranks without heads know it too.
+    # The two ranks without heads give the same answer.
     assert says((2, 2), "striped", 4, window)
     assert says((8, 4), "contiguous", 1, causal(512)) and not says((8, 4), "zigzag", 1, causal(512))
 

@@ -1,4 +1,4 @@
-"""The tables that launches run on, against dense masks, over every kind of step."""
+"""The step tables of launches against dense masks, over every kind of step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.bounds import painted
 from tests.kernels.calls import DEVICE, rectangles
 
 BLOCKS = ((16, 16), (32, 16), (16, 64), (64, 32))
-# Rows in whole blocks, and both sides of a window within a block and beyond, besides the table's.
+# Besides the shared masks: rows in whole blocks, and a window on the left only.
 MASKS = masks(97) | {
     "whole blocks": Mask(128, 128, causal=True),
     "left window": Mask(97, 97, window_size=(40, -1)),
@@ -97,7 +97,7 @@ def test_there_are_steps_of_every_kind() -> None:
 
 
 def visited(table: StepTable, cols: Tensor, block_cols: int) -> int:
-    """Blocks of columns with a visible pair; two runs that meet within one both visit it."""
+    """Number of visits to blocks of columns; a block where two runs meet is visited by both."""
     found = 0
     for start, stop, first, last in rows_of(table):
         rows = torch.arange(start, stop)[:, None]
@@ -110,9 +110,9 @@ def visited(table: StepTable, cols: Tensor, block_cols: int) -> int:
 
 @pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 def test_tables_hold_the_visible_pairs_once(blocks: tuple[int, int]) -> None:
-    """Blocks of rows are cut where rectangles begin and end, and visit what holds a pair.
+    """Cuts blocks of rows where rectangles begin and end; they visit all visible pairs.
 
-    Where every row is written they also have the rows that see nothing.
+    Where every row is written, the blocks also hold the rows that see nothing.
     """
     block_rows, block_cols = blocks
     for case in CASES:
@@ -173,7 +173,7 @@ def test_nothing_to_do_is_no_blocks() -> None:
 
 @triton.jit
 def _ranges(runs_ptr, rows_ptr, ranges_ptr, BLOCK_COLS: tl.constexpr):
-    """column_range of each case."""
+    """Writes the column_range of each case."""
     i = tl.program_id(0)
     row_start, row_stop = tl.load(rows_ptr + 2 * i), tl.load(rows_ptr + 2 * i + 1)
     found = column_range(row_start, row_stop, load_run(runs_ptr, i), BLOCK_COLS)
@@ -183,7 +183,7 @@ def _ranges(runs_ptr, rows_ptr, ranges_ptr, BLOCK_COLS: tl.constexpr):
 
 @pytest.mark.parametrize(("block_rows", "block_cols"), [(32, 16), (16, 64)])
 def test_column_range_is_the_visible_blocks(block_rows: int, block_cols: int) -> None:
-    """Those with a visible pair, and those of them without a hidden one."""
+    """Outer bounds: blocks with a visible pair; inner bounds: blocks with visible pairs only."""
     found: set[tuple[int, ...]] = set()
     for case in CASES:
         table = table_of(case, (block_rows, block_cols))

@@ -1,4 +1,4 @@
-"""Which program does which task: every task once, in the order asked for, to the same bits."""
+"""The schedule: every task is done once, in the requested order, with the same bits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.kernels.calls import (
 
 @triton.jit
 def log_kernel(out_ptr, num_blocks, heads_together):
-    """(block, head) of every task, by its number."""
+    """Writes (block, head) of every task at the task's number."""
     task = tl.program_id(0)
     block, head = block_and_head(task, num_blocks, heads_together)
     tl.store(out_ptr + 2 * task, block)
@@ -67,8 +67,8 @@ def schedule(config: Config, tiles: Step, *, num_heads: int, heads_per_kv: int) 
 @pytest.mark.parametrize(
     ("kilobytes", "num_heads", "heads_per_kv", "together"),
     [
-        (0, 32, 4, 32),  # not asked for
-        (1, 32, 4, 4),  # nothing fits: one kv head, with all that read it
+        (0, 32, 4, 32),  # no grouping requested
+        (1, 32, 4, 4),  # no kv head fits: one kv head, with all its query heads
         (9.7, 32, 4, 4),
         (19.4, 32, 4, 8),
         (30, 32, 4, 8),  # 3 of 8 kv heads would leave groups of 3, 3 and 2
@@ -99,7 +99,7 @@ def test_what_a_schedule_depends_on() -> None:
         steps = (whole(mask), *cut_keys(mask, 48))
         found = [programs(columns * 100, 0, tiles, 4, 1) for tiles in steps]
         assert [one.heads_together for one in found] == together
-    # Without columns or heads there is nothing to divide by.
+    # Without columns or heads the schedule avoids a division by zero.
     assert programs(1000, 1, (), 4, 2) == (0, 0, 4, 4)
     assert programs(1000, 1, whole(mask), 0, 2)[:1] == (0,)
     # A persistent grid has no more programs than tasks.
@@ -112,7 +112,7 @@ def test_what_a_schedule_depends_on() -> None:
 
 
 def results(inputs: Inputs, mask: Mask, config: Config, *stats: Tensor) -> list[Tensor]:
-    """Of all kernels, in two launches each, of which the second continues the first."""
+    """Results of all kernels, each in two launches, of which the second continues the first."""
     args, keys = (inputs, *stats), cut_keys(mask, 32)
     got = [*forward(inputs, keys, config), grad_q(*args, keys, config)]
     return [*got, *grad_kv(*args, cut_rows(mask, 32), config)]
@@ -134,7 +134,7 @@ def test_no_schedule_changes_a_bit(mask: Mask, batch: int, heads: tuple[int, int
     stats = statistics_of(out, inputs.dout, lse)
     expected = results(inputs, mask, config, *stats)
     assert torch.equal(expected[0], out)
-    # By heads, and by two: K and V of one of 63 columns and 16 dims in float32 are 8 KB.
+    # One head together, or two: K and V of a head (63 columns, 16 dims, float32) are 8 KB.
     for l2_bytes in (1, 17_000):
         got = results(inputs, mask, replace(config, l2_bytes=l2_bytes), *stats)
         assert all(map(torch.equal, got, expected)), l2_bytes

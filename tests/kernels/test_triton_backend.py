@@ -1,4 +1,4 @@
-"""The triton backend: what it takes, what it says, the tables it keeps, and shards at the edge."""
+"""The triton backend: accepted calls, messages, kept tables, and shards of extreme sizes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def same(a: Expected, b: Expected) -> bool:
     return all(torch.equal(getattr(a, name), getattr(b, name)) for name in RESULTS)
 
 
-# -- what it takes
+# -- accepted calls
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_on_a_cpu_it_runs_only_by_name() -> None:
 @in_interpreter
 def test_triton_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None if name == "triton" else object())
-    # A spec that nothing else asks for: choices are cached.
+    # No other test has this spec: choices are cached.
     spec = replace(SPEC, headdim=77)
     with pytest.raises(ImportError, match=r"triton is not installed \(pip install triton\)"):
         choose_backend(spec, "triton")
@@ -96,7 +96,7 @@ def test_triton_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a call is to run."""
+    """The machine on which a call would run."""
 
     device: str = "cuda"
     capability: tuple[int, int] = (9, 0)
@@ -114,12 +114,12 @@ MACHINES = [
     (Machine(capability=(7, 5)), "compute capability 8.0 or newer"),
     (Machine(capability=(8, 0)), None),
     (Machine(), None),
-    # The compiler leaves out fences.
+    # This compiler omits fences.
     (Machine(capability=(10, 0)), "3.6 leaves out proxy fences"),
     (Machine(capability=(10, 3)), "3.6 leaves out proxy fences"),
     (Machine(capability=(10, 0), triton="3.7.1"), None),
     (Machine(capability=(12, 1)), None),
-    # What was set for tests must not slow a program down in silence.
+    # A variable set for tests must not silently slow down a program.
     (Machine(interpret=True), "TRITON_INTERPRET=1 is set"),
     (Machine(interpret=True, explicit=True), None),
     (replace(INTERPRETED, numpy=None), "needs numpy, which is not installed"),
@@ -199,7 +199,7 @@ def test_the_last_launch_lets_go_of_the_state() -> None:
 
 
 def test_strides_that_mean_nothing() -> None:
-    """A column of a parameter as sinks, and rows of one element that lie apart."""
+    """Takes a column of a parameter as sinks, and rows of one element with gaps between them."""
     mask = MASKS["causal"]
     inputs, layouts = inputs_for(mask, nheads=3, headdim=1), layouts_of("contiguous", mask, 1)
     column = torch.tensor([[1.0, 9.0], [2.0, 9.0], [-1.0, 9.0]], device=DEVICE)[:, 0]
@@ -219,7 +219,7 @@ SIZES = [(1, 97, 97), (1, 0, 40), (1, 40, 0), (1, 0, 0), (0, 9, 9)]
 def test_nothing_to_do(
     batch: int, rows: int, keys: int, sinks: tuple[float, float] | None, say_last: bool
 ) -> None:
-    """Without batch, rows, keys or tiles."""
+    """Calls without batch, rows, keys or tiles give zeros."""
     inputs = inputs_for(Mask(rows, keys), batch=batch, nheads=2, headdim_v=24)
     given = None if sinks is None else torch.tensor(sinks, device=DEVICE)
     lse = torch.tensor(sinks or (-torch.inf, -torch.inf), device=DEVICE)
@@ -255,7 +255,7 @@ def test_backward_is_its_two_halves_in_place() -> None:
 
 @pytest.mark.parametrize("name", ["causal", "documents"])
 def test_short_blocks_where_programs_are_few(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of dk and dv, whose bits they keep; not where the caller has named a config."""
+    """Short blocks keep the bits of dk and dv, and are not used if the caller names a config."""
     mask, long, short = MASKS[name], blocks(64, 64), blocks(64, 32)
     inputs = inputs_for(mask, nheads=4, nheads_kv=2, dtype=DTYPES[-1])
     monkeypatch.setattr("ring_attn.kernels.configs.few_programs", lambda *_: short)
@@ -275,7 +275,7 @@ def test_short_blocks_where_programs_are_few(name: str, monkeypatch: pytest.Monk
 
 
 def test_a_launch_is_made_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making it may time candidates: neither that nor its run is outside of `enqueue`."""
+    """Making a launch may time candidates, so both making and running are within `enqueue`."""
     monkeypatch.setattr(kept_launches, "enqueue", lambda run, argument, device: (None, None))
     kept_launches.KeptLaunches().run(((),), (torch.zeros(1, 1, 1, 1),), (), make=pytest.fail)
 
@@ -288,7 +288,7 @@ def test_tables_are_made_once_for_a_plan() -> None:
     inputs, steps = inputs_for(mask), cut_keys(mask, 32, 64)
     first = run(backend, inputs, steps)
     kept = len(backend._launches.tables)
-    # Three steps, of which the first and the last are for all rows; dq's; dk's and dv's.
+    # Three steps, each for the forward (first and last: all rows), for dq, and for dk and dv.
     assert kept <= 9
     assert same(run(backend, inputs, steps), first)
     assert same(run(backend, inputs_for(mask), steps), first)
@@ -301,7 +301,7 @@ def test_the_tables_that_are_kept_have_a_bound(monkeypatch: pytest.MonkeyPatch) 
     latest = whole(Mask(33, 33))
     kept = backend._table(latest, config, device)
     for seqlen in range(1, 40):
-        # Nobody else holds these tiles: another tuple may take over their place in memory.
+        # Nothing else holds these tiles, so another tuple may reuse their address.
         table = backend._table(whole_again(seqlen), config, device)
         assert int(table.blocks[:, 1].max()) == seqlen
         assert backend._table(latest, config, device) is kept, "used again and again, it stays"

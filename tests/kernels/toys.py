@@ -1,4 +1,4 @@
-"""Small kernels that the compile check must judge, each for one reason.
+"""Small kernels for the compile check, each a test of one rule.
 
 They are compiled, so this runs in a process without TRITON_INTERPRET, of test_aot.py:
 `python -m tests.kernels.toys`.
@@ -39,7 +39,7 @@ def product(
 
 @triton.jit
 def specialized(a, b, c, size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The same from descriptors, in a loop that asks to be warp-specialised."""
+    """The same product from descriptors, in a loop marked for warp specialisation."""
     a_rows = tl.make_tensor_descriptor(a, [size, size], [size, 1], [BLOCK_M, BLOCK_K])
     b_rows = tl.make_tensor_descriptor(b, [size, size], [size, 1], [BLOCK_K, BLOCK_N])
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -99,7 +99,7 @@ NO_PRODUCT = "no tensor-core instruction"
 
 
 def toys() -> Iterator[tuple[str, str, Launch, Expected, tuple[str, ...]]]:
-    """Name, architecture, launch, what is expected of it, and how each failure begins."""
+    """Name, architecture, launch, expectations, and the beginning of each failure."""
     usual = Expected()
     small = product_launch((64, 64, 64), 4, 3)
     for arch in ("sm_80", "sm_90", "sm_100", "gfx942"):
@@ -130,7 +130,7 @@ def toys() -> Iterator[tuple[str, str, Launch, Expected, tuple[str, ...]]]:
 
 
 def die_at_one(cell: Cell) -> Row:
-    """Takes its process down for the cell with head dim 1; for others, a row that says which."""
+    """Kills its process for a cell with head dim 1; for any other cell, returns the cell's row."""
     if cell.head_dim == 1:
         os._exit(3)
     return Row("toy", "", cell.arch, cell.head_dim, cell.dtype, "", 4, 1, "", None, ())
@@ -150,7 +150,7 @@ def main() -> None:
         assert {x for x in ("HMMA", *PRODUCTS.values()) if report.opcodes[x]} == {opcode}
         assert report.registers > 16 and report.shared_bytes > 0
     # 16-byte copies need an aligned pointer, rows that divide by 16, and a stride known to be 1;
-    # the other operand has all of it.
+    # the other operand meets all three conditions.
     kinds = ("good sm_80", "strided", "not aligned")
     good, strided, apart = (reports[name].opcodes["LDGSTS"] for name in kinds)
     assert good == 2 * strided == 2 * apart > 0
