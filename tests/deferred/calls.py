@@ -27,9 +27,9 @@ class Layers:
         """Makes the shards of all ranks, before anything is recorded.
 
         Args:
-            case: of each layer; the queries of the next are the sum of queries and `out`.
+            case: case of each layer; the next layer's queries are `query + out`.
             world_size: number of ranks.
-            layers: how many.
+            layers: number of layers.
         """
         self.case, self.world_size, self.layers = case, world_size, layers
         mask, layouts = case.build_mask(), case.build_layouts(world_size)
@@ -52,7 +52,7 @@ class Layers:
         }
 
     def __call__(self, rank: int, recorder: Recorder) -> None:
-        """Runs a rank's part; the backward in a thread of its own, as on CUDA."""
+        """Runs a rank's part; its backward runs in a thread of its own, as on CUDA."""
         *given, dout = (x.clone() for x in self._shards[rank])
         if self._sinks is not None:
             given.append(self._sinks.clone())
@@ -84,7 +84,7 @@ class Layers:
 
 
 def in_thread(recorder: Recorder, work: Callable[[], Any]) -> Any:
-    """The result of `work`, which a thread of autograd does on the stream of the forward."""
+    """The result of `work`, run in a new thread on the forward's stream, as autograd does."""
     results: list[Any] = []
     errors: list[BaseException] = []
 

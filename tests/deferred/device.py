@@ -5,10 +5,10 @@
         ...                        # operators, streams, events, exchanges of one rank
     Program([recorder, ...])       # see `program`: races, and runs in any order
 
-An operator runs when it is called, for the sizes of its results alone: what an exchange would have
-brought is not there. The record has what a device would do: operators in the order of their
-streams, and memory that is used anew as soon as it is given back. Whatever the host would have to
-wait for is an error: the host never knows how far the device has got.
+An operator runs when it is called, but only to give its results their sizes: the values from an
+exchange are missing. The record has what a device would do: operators in the order of their
+streams, and memory that is used anew as soon as it is freed. An operator that would make the host
+wait for the device is an error: the host never knows how far the device has got.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_attn import ops
 
-# A write that is meant to meet readers: they have the old bytes or the new ones.
+# A write that may race with reads by design: a reader sees the old bytes or the new ones.
 OVERWRITE = "overwrite"
 
-# Operators whose result only gives memory, or that the host would wait for.
+# Operators that only allocate memory, and operators that would make the host wait.
 ALLOCATE = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 SYNCHRONISE = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"}
 READ_BY_HOST = {"tolist", "numpy", "cpu", "__array__"}
@@ -42,7 +42,7 @@ class HostSyncError(AssertionError):
 
 
 class PlantedError(Exception):
-    """An error that a test has asked for."""
+    """An error that a test has planted."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Ref:
     dtype: torch.dtype
 
     def of(self, memories: Sequence[Tensor]) -> Tensor:
-        """The tensor, in other memories."""
+        """The same tensor within the given memories."""
         whole = memories[self.memory][self.offset :]
         whole = whole[: whole.numel() // self.dtype.itemsize * self.dtype.itemsize]
         return whole.view(self.dtype).as_strided(self.shape, self.stride)
@@ -72,12 +72,12 @@ class Node:
     """An entry of a stream.
 
     Attributes:
-        what: for messages.
-        after: nodes of the rank that must be done before.
-        reads: what it reads.
-        writes: what it writes.
-        run: does it, in the memories of the rank; None for a transfer.
-        stream: that it is in; None for the next user of a memory.
+        what: name of the node in messages.
+        after: nodes of the rank that must be done before this node starts.
+        reads: tensors that the node reads.
+        writes: tensors that the node writes.
+        run: executes the node in the memories of the rank; None for a transfer.
+        stream: the stream that has the node; None for the next user of a memory.
     """
 
     what: str
@@ -89,7 +89,7 @@ class Node:
 
     @property
     def touches(self) -> list[Ref]:
-        """Everything that it reads and writes."""
+        """All tensors that the node reads or writes."""
         return self.reads + self.writes
 
 
@@ -105,12 +105,12 @@ class Transfer(Node):
     """A group of operations of a communicator.
 
     Attributes:
-        communicator: its name, the same on all members.
-        member: this rank among them.
-        sends: in the order in which they were started; receives likewise.
-        sums: where all that is received is summed, in the order of the ranks.
-        aborted: the communicator was aborted before anybody knew that it ended.
-        cut_after: what had happened before.
+        communicator: name of the communicator, the same on all members.
+        member: number of this rank in the communicator.
+        sends: parts to send, in the order of their start; likewise `receives`.
+        sums: pairs of a target and the received parts that are summed there, in rank order.
+        aborted: the communicator was aborted before the host knew the transfer to be over.
+        cut_after: nodes that the host knew to be over before the abort.
     """
 
     communicator: str = ""
@@ -129,7 +129,7 @@ class Event:
         self.after = after
 
     def query(self) -> bool:
-        """False: the device may be as late as it likes."""
+        """False: the host never knows how far the device has got."""
         return False
 
     def synchronize(self) -> None:
@@ -154,10 +154,10 @@ class Memory:
     """Memory of a rank.
 
     Attributes:
-        nbytes: its size.
-        initial: what is there from the start; None for memory that is taken later.
-        stream: that it is taken for.
-        on_device: an operator has touched it together with memory of the device.
+        nbytes: size of the memory.
+        initial: bytes at the start; None for memory that an operator allocates.
+        stream: stream that the memory is allocated on; None if `initial` is set.
+        on_device: the memory is the device's, or an operator used it with such memory.
     """
 
     nbytes: int
@@ -167,20 +167,20 @@ class Memory:
 
 
 class Recorder(TorchDispatchMode):
-    """Everything that one rank gives its device."""
+    """Records the work that one rank queues on its device."""
 
     def __init__(self, fail_at: int = 0) -> None:
-        """Records nothing yet.
+        """Starts with an empty record.
 
         Args:
-            fail_at: number of the operator on tensors of the device that raises, from 1.
+            fail_at: number, from 1, of the device operator that raises; 0 for none.
         """
         super().__init__()
         self.nodes: list[Node] = []
         self.memories: list[Memory] = []
         self.results: dict[str, tuple[Ref, Node]] = {}
-        self.stream = Stream()  # the current one
-        self.num_ops = 0  # on tensors of the device
+        self.stream = Stream()  # the current stream
+        self.num_ops = 0  # operators on tensors of the device
         self._fail_at = fail_at
         self._ids: dict[int, int] = {}
         self._ended: tuple[Node, ...] = ()
@@ -204,18 +204,18 @@ class Recorder(TorchDispatchMode):
         return self.stream
 
     def pinned(self, x: Tensor) -> Tensor:
-        """A copy in memory of the host, which is there at once, that the device uses."""
+        """Copies a tensor at once, on the host, for use by the device."""
         copy = torch.from_numpy(_bytes_of(x).copy()).view(x.dtype).view(x.shape)
         self.given(copy)
         return copy
 
     def given(self, *tensors: Tensor) -> None:
-        """Takes tensors for the device's: the host has others, which look the same."""
+        """Marks tensors as the device's; all others are the host's, though all are on the CPU."""
         for x in tensors:
             self.memories[self._memory(x)].on_device = True
 
     def _on_device(self, refs: Iterable[Ref]) -> bool:
-        """Whether a tensor is the device's: one that met another of the device's is."""
+        """Whether any of the tensors is the device's; if so, marks all of them as the device's."""
         memories = [self.memories[ref.memory] for ref in refs]
         found = any(memory.on_device for memory in memories)
         for memory in memories:
@@ -223,12 +223,12 @@ class Recorder(TorchDispatchMode):
         return found
 
     def stop(self) -> None:
-        """Ends the record: what is given back later is not in it, nor what the host worked on."""
+        """Ends the record, and removes the operators on tensors of the host."""
         self._active = False
         count = -1
         while count != (count := sum(memory.on_device for memory in self.memories)):
             kept = {node: (node,) for node in self.nodes if self._on_device(node.touches)}
-        # Nodes that are left out hand on what they come after.
+        # Successors of a removed node come after its predecessors instead.
         through = dict[Node, tuple[Node, ...]]()
         for node in self.nodes:
             node.after = tuple(dict.fromkeys(x for one in node.after for x in through[one]))
@@ -238,7 +238,7 @@ class Recorder(TorchDispatchMode):
     # -- entries
 
     def queue(self, node: Node, stream: Stream | None = None) -> None:
-        """Appends to a stream, by default the current one; `node.after` may have more."""
+        """Appends a node to a stream, by default the current stream; keeps its own `after`."""
         if self._on_device(node.touches):
             self.num_ops += 1
             if self.num_ops == self._fail_at:
@@ -257,15 +257,15 @@ class Recorder(TorchDispatchMode):
 
     @property
     def ended(self) -> tuple[Node, ...]:
-        """The nodes of which the host knows that they are over."""
+        """Nodes that the host knows to be over."""
         return self._ended
 
     def end(self, nodes: Iterable[Node]) -> None:
-        """The host knows that nothing of these nodes happens any more."""
+        """Notes that the host knows these nodes to be over."""
         self._ended = (*self._ended, *nodes)
 
     def result(self, name: str, x: Tensor) -> None:
-        """Has a tensor's value, as of now, among the results of the rank."""
+        """Adds the current value of a tensor to the results of the rank."""
         copy = torch.empty_like(x, memory_format=torch.contiguous_format)
         copy.copy_(x)
         self.given(copy)
@@ -273,12 +273,12 @@ class Recorder(TorchDispatchMode):
         self._kept.append(copy)
 
     def ref(self, x: Tensor) -> Ref:
-        """Which bytes a tensor has."""
+        """The bytes of a tensor: its memory, offset, shape and strides."""
         offset = x.storage_offset() * x.element_size()
         return Ref(self._memory(x), offset, tuple(x.shape), x.stride(), x.dtype)
 
     def _memory(self, x: Tensor) -> int:
-        """The memory of a tensor; one that no operator has made is given from the start."""
+        """The memory of a tensor; if no operator made the tensor, its bytes are initial."""
         storage = x.untyped_storage()
         if storage.data_ptr() not in self._ids:
             self._adopt(x, storage.nbytes(), None)
@@ -299,14 +299,14 @@ class Recorder(TorchDispatchMode):
         memory = self.memories[number]
         if not self._active or memory.stream is None:
             return
-        # Nothing waits for this: it is the next user of the memory.
+        # The node stands for the next user of the memory; no other node waits for it.
         node = Node(f"the next user of memory {number}", (), [], [self._whole(number)])
         node.run = _poison(number)
         node.after = tuple(dict.fromkeys((*memory.stream.tail, *self._ended)))
         self.nodes.append(node)
 
     def scratch(self, like: Ref) -> Ref:
-        """Memory of the device itself, for a tensor of that size."""
+        """Allocates memory of the device for a tensor like `like`."""
         self.memories.append(Memory(like.nbytes, np.zeros(like.nbytes, np.uint8), None))
         self.memories[-1].on_device = True
         return replace(like, memory=len(self.memories) - 1, offset=0)
@@ -352,7 +352,7 @@ class Recorder(TorchDispatchMode):
 
 
 class HostReads(TorchFunctionMode):
-    """Refuses what reads a tensor of the device without an operator."""
+    """Raises where Python reads a tensor of the device without an operator."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -414,7 +414,7 @@ def _poison(number: int) -> Callable[[Sequence[Tensor]], object]:
 
 
 def _replay(func: Any, recorded: Any, made: dict[int, Ref]) -> Callable[[Sequence[Tensor]], object]:
-    """Does an operator again, in other memories."""
+    """A function that executes a recorded operator in other memories."""
 
     def run(memories: Sequence[Tensor]) -> None:
         args, kwargs = _mapped(lambda x: x.of(memories) if isinstance(x, Ref) else x, recorded)

@@ -1,9 +1,9 @@
 """The records of all ranks: which accesses can race, and runs in any order.
 
     program = Program(recorders)
-    program.races()                # touches of the same bytes that nothing puts in order
-    program.run(schedule)          # the results of one order, on memory that is poison at first
-    program.stuck()                # what can never run
+    program.races()                # unordered accesses to the same bytes
+    program.run(schedule)          # the results of one order; fresh memory is poison
+    program.stuck()                # nodes that can never finish
 
 A message travels in pieces, through a queue between the ranks: a piece is read at any moment after
 its sender has started, and written at any moment after that and after its receiver has started.
@@ -77,7 +77,7 @@ class Program:
     # -- every order at once
 
     def _before(self) -> dict[Node, int]:
-        """All nodes that are done before a node starts, as bits; of those that ever start."""
+        """For every node that ever starts, as bits: the nodes that are done before."""
         before: dict[Node, int] = {}
         done: dict[Node, int] = {}
         waiting = list(self.nodes)
@@ -111,7 +111,7 @@ class Program:
         return [f"rank {self.rank_of[node]}: {node.what}" for node in self._never]
 
     def races(self) -> list[str]:
-        """Accesses to the same bytes, at least one of them a write, of which none is first."""
+        """Pairs of accesses to the same bytes, at least one a write, in no fixed order."""
         before = self._before()
         accesses: dict[tuple[int, int], list[tuple[Node, Ref, bool]]] = defaultdict(list)
         for node in before:
@@ -136,7 +136,7 @@ class Program:
     # -- one order
 
     def run(self, schedule: Schedule) -> list[dict[str, Tensor]]:
-        """The results of all ranks that are ever there, in the order that a schedule chooses."""
+        """The results that all ranks reach, in the order that a schedule chooses."""
         run = Run(self)
         while ready := run.ready():
             run.do(schedule(run, ready))
@@ -161,9 +161,9 @@ class Action:
 
     Attributes:
         kind: "node", a piece of a message to "read" or "write", or to "abort" a communicator.
-        node: that is begun, or whose piece it is; a transfer of the communicator.
-        message: of the piece.
-        number: of the piece.
+        node: node to start, transfer of the piece, or a transfer of the aborted communicator.
+        message: message of the piece.
+        number: number of the piece in its message.
     """
 
     kind: str
@@ -202,11 +202,11 @@ class Run:
         self._ready |= {Action("abort", node): None for node in ready}
 
     def ready(self) -> list[Action]:
-        """Everything that can be done next."""
+        """All actions that are possible next."""
         return list(self._ready)
 
     def do(self, action: Action) -> None:
-        """Does it."""
+        """Performs an action."""
         del self._ready[action]
         node, message = action.node, action.message
         if action.kind == "abort":
@@ -226,7 +226,7 @@ class Run:
             self._finish(node)
             return
         for message in self.program.incoming[node]:
-            # A device may use the memory that it receives into as it likes.
+            # The contents of a receive buffer are undefined until the message is complete.
             self._view(node, message.target).fill_(0xFF)
             self._offer(message)
         for target, _ in node.sums:
@@ -239,7 +239,7 @@ class Run:
         return self.program.rank_of[node], node.communicator
 
     def _abort(self, node: Transfer) -> None:
-        """Ends all that is under way on a communicator of a rank, and all that comes to it."""
+        """Ends all transfers on a communicator of a rank: those under way, and later ones."""
         place = self._place(node)
         self._aborted.add(place)
         for one in self.program.transfers:
@@ -299,11 +299,11 @@ class Run:
         return x.view(-1).view(torch.uint8)
 
     def is_sent(self, node: Transfer) -> bool:
-        """Whether all that a transfer sends has left."""
+        """Whether all messages of a transfer have left."""
         return all(self._read[message] == PIECES for message in self.program.outgoing[node])
 
     def results(self) -> list[dict[str, Tensor]]:
-        """By rank and name, where the device has got there."""
+        """Results by rank and name, of those that the device has reached."""
         results = []
         for rank, memories in zip(self.program.ranks, self.memories, strict=True):
             made = {
@@ -316,7 +316,7 @@ class Run:
 
 
 def in_host_order(run: Run, ready: list[Action]) -> Action:
-    """Takes the action that a host has asked for first."""
+    """Takes the action whose node a host has queued first."""
     number = run.program.number
     return min(ready, key=lambda action: (number[action.node], action.number))
 

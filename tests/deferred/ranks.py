@@ -2,7 +2,7 @@
 
     program = record(4, work)      # work(rank, recorder) on every rank, as if it were in a process
 
-No rank meets another one: the host of a rank never waits for others, once all have come.
+Ranks do not meet: no host waits for another, and every roll-call finds all ranks present.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Work:
         self._recorder, self._transfer = recorder, transfer
 
     def wait(self) -> bool:
-        """The current stream waits."""
+        """Makes the current stream wait for the group."""
         self._recorder.stream.wait_event(Event((self._transfer,)))
         return True
 
 
 class Communicator:
-    """The part of torch's ProcessGroupNCCL that is used: records transfers on a stream of its own.
+    """Stands for torch's ProcessGroupNCCL; records transfers on a stream of its own.
 
-    As torch's does, it makes its stream wait for the current one at each start. It keeps no buffer.
+    As in torch, each start makes that stream wait for the current stream. Keeps no buffer alive.
     """
 
     Options = staticmethod(lambda: SimpleNamespace(config=SimpleNamespace()))
@@ -54,7 +54,7 @@ class Communicator:
         self._transfers: list[Transfer] = []
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Connects to nothing."""
+        """Does nothing: there is nothing to connect to."""
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
         return self._add(sends=[(x, peer) for x in tensors])
@@ -84,13 +84,13 @@ class Communicator:
         return self._start(transfer)
 
     def abort(self) -> None:
-        """Ends what is under way; it takes part in nothing that happens later."""
+        """Marks all transfers of the communicator as aborted, and as over."""
         for transfer in self._transfers:
             transfer.aborted, transfer.cut_after = True, self.recorder.ended
         self.recorder.end(self._transfers)
 
     def shutdown(self) -> None:
-        """Nothing is left to release."""
+        """Does nothing: there is nothing to release."""
 
     def _new(self) -> Transfer:
         return Transfer("", (), [], [], communicator=self._name, member=self._rank)
@@ -128,7 +128,7 @@ class Communicator:
 
 @contextmanager
 def device_of(recorder: Recorder) -> Iterator[None]:
-    """Everything in this thread goes to a recorded device."""
+    """Records all operators, streams and transfers of this thread on a device."""
     places = {
         "are_used": lambda device: True,
         "new": lambda device: Stream(),
@@ -151,7 +151,7 @@ def device_of(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def rank_of(rank: int, world_size: int) -> Iterator[None]:
-    """This process is a rank of a group in which all others come to each roll-call at once."""
+    """Makes this process a rank of a group whose other ranks answer each roll-call at once."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     meet = lambda store, name, *_: name  # noqa: E731
     try:
@@ -170,13 +170,13 @@ def rank_of(rank: int, world_size: int) -> Iterator[None]:
 def record_rank(
     rank: int, world_size: int, work: Callable[[int, Recorder], object], fail_at: int = 0
 ) -> Recorder:
-    """What `work(rank, recorder)` gives the device of a rank.
+    """Records the work that `work(rank, recorder)` queues on the device of a rank.
 
     Args:
-        rank: of `world_size`.
+        rank: number of the rank, below `world_size`.
         world_size: number of ranks.
-        work: its results are those that it hands to `recorder.result`.
-        fail_at: number of the operator that raises, from 1.
+        work: passes its results to `recorder.result`.
+        fail_at: number of the operator that raises, from 1; 0 for none.
     """
     recorder = Recorder(fail_at)
     with rank_of(rank, world_size), device_of(recorder):
@@ -186,5 +186,5 @@ def record_rank(
 
 
 def record(world_size: int, work: Callable[[int, Recorder], object]) -> Program:
-    """What all ranks give their devices."""
+    """Records the work of all ranks."""
     return Program([record_rank(rank, world_size, work) for rank in range(world_size)])

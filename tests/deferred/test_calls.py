@@ -29,7 +29,7 @@ def case_of(strategy: str, mask: str, **options: Any) -> Case:
 
 
 def check(layers: Layers, orders: int = 2) -> None:
-    """Holds all orders against each other, and against ranks that do everything at once."""
+    """Asserts that all orders have the same bits, and one layer those of a plain run."""
     program = layers.record()
     assert program.races() == []
     assert program.stuck() == [] and not program.unmatched
@@ -41,7 +41,7 @@ def check(layers: Layers, orders: int = 2) -> None:
         assert all(torch.equal(getattr(whole, x), getattr(plain, x)) for x in RESULTS)
 
 
-# By turns, so that all strategies meet ranks with nothing to send and ranks with much.
+# Masks vary, so that some ranks have nothing to send and others have much.
 QUICK = {
     "ring": ("causal", 4),
     "double_ring": ("documents window", 4),
@@ -62,12 +62,12 @@ def test_every_strategy(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 def test_two_layers_are_under_way(strategy: str) -> None:
-    """Buffers of one call are those of the next, which the host makes long before the device."""
+    """The second call reuses buffers of the first, which is still running on the device."""
     check(Layers(case_of(strategy, "causal", heads="mha"), 2, layers=2))
 
 
 class Decoding:
-    """A token over a cache of 7 rows; where nobody tells their layout the ranks ask."""
+    """Decodes a token over a cache of 7 rows; if not `told` the layout, ranks exchange it."""
 
     def __init__(self, *, told: bool) -> None:
         self.layout, self.told = SequenceLayout.contiguous(7, 3), told
@@ -104,7 +104,7 @@ def test_decode_that_asks_for_lengths_waits() -> None:
         record(3, Decoding(told=False))
 
 
-# Each mask with two strategies, by turns.
+# Each mask with two strategies, which vary.
 PAIRS = [(list(QUICK)[(i + more) % len(QUICK)], m) for i, m in enumerate(MASKS) for more in (0, 3)]
 
 
@@ -125,7 +125,7 @@ def post_at_once(self: Lane, step: int, peer: int, start: Any, after: Any) -> Ev
 
 
 def send_a_copy(self: P2PTransport, *given: Any, after: Any = None) -> Event | None:
-    """The memory of the copy is given back as soon as the exchange is posted."""
+    """Sends a copy, whose memory is freed as soon as the exchange is posted."""
     channel, step, hop, send, recv = given
     return POST(self, channel, step, hop, send.clone(), recv)
 
@@ -137,7 +137,7 @@ def record_elsewhere(self: machine.Run) -> None:
 
 RUN, POST, NOTE_USES = Lane.run, P2PTransport.post, machine.Run._note_uses
 
-# What is left out or done wrong -> where, and how.
+# Name of a fault -> object, attribute and faulty function to patch.
 FAULTS: dict[str, tuple[object, str, object]] = {
     "a wait": (P2PTransport, "wait", wait_for_nothing),
     "what a post waits for": (Lane, "run", post_at_once),
@@ -149,7 +149,7 @@ FAULTS: dict[str, tuple[object, str, object]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str) -> None:
-    # The second layer's buffers are those of the first: nothing but their last uses is waited for.
+    # The second layer reuses the first layer's buffers, and waits for their last uses alone.
     layers = Layers(case_of("ring", "causal"), 3, layers=2)
     right = layers.record().run(in_host_order)
     with mock.patch.object(*FAULTS[fault]):

@@ -1,4 +1,4 @@
-"""The deferred device on programs of a few operators; test_calls.py plants faults into calls."""
+"""Tests the deferred device on small programs; test_calls.py plants faults into calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def connected(recorder: Recorder, rank: int, name: str = "ring") -> Communicator
 def test_the_host_waits_for_nothing(read: Callable[[Tensor], object]) -> None:
     def work(_: int, recorder: Recorder) -> None:
         given = torch.tensor([2.0])
-        assert given.item() == 2.0  # the host's own
+        assert given.item() == 2.0  # a tensor of the host
         recorder.given(given)
         with pytest.raises(HostSyncError):
             read(given + 1)
@@ -37,7 +37,7 @@ def test_the_host_waits_for_nothing(read: Callable[[Tensor], object]) -> None:
 
 
 def test_a_collective_needs_all_its_ranks() -> None:
-    """What a rank has before the collective that is stuck it has all the same."""
+    """A rank keeps the results that it had before the stuck collective."""
 
     def work(rank: int, recorder: Recorder) -> None:
         x, sums, everyone = torch.full((2,), float(rank)), torch.empty(1), torch.empty(4)
@@ -53,7 +53,7 @@ def test_a_collective_needs_all_its_ranks() -> None:
 
 
 def test_parts_of_a_tensor_are_told_apart() -> None:
-    """Two streams that write to heads of their own do not race, though the rows interleave."""
+    """Two streams that write to different columns do not race, though the bytes interleave."""
 
     def work(_: int, recorder: Recorder, *, apart: bool) -> None:
         x, side = torch.zeros(3, 4), streams.new(CPU)

@@ -1,4 +1,4 @@
-"""An error at any operator of one rank: what the devices of all ranks do afterwards."""
+"""Tests what the devices of all ranks do after an error at any operator of one rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INSIDE = {"_attention", "_attention_backward"}
 
 
 class Heard:
-    """Layers of a rank, and whether its device has met messages of another call."""
+    """Runs a rank's layers; adds whether its device met messages of another call."""
 
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
@@ -57,7 +57,7 @@ class Failing:
 
 
 def compared(results: Results, right: Results) -> tuple[set[int], set[int]]:
-    """Ranks with wrong results, and ranks whose hosts will hear of it."""
+    """Ranks with wrong results, and ranks whose hosts will hear of the error."""
     wrong = {
         rank
         for rank, some in enumerate(results)
@@ -68,7 +68,7 @@ def compared(results: Results, right: Results) -> tuple[set[int], set[int]]:
 
 
 def sweep(strategy: str, every: int, orders: int) -> int:
-    """How many errors inside of calls have been tried."""
+    """Plants an error at every `every`-th operator; returns how many were inside calls."""
     layers = Heard(Layers(case_of(strategy, "causal"), RANKS))
     ranks = [record_rank(rank, RANKS, layers) for rank in range(RANKS)]
     right, tried = Program(ranks).run(in_host_order), 0
@@ -87,7 +87,7 @@ def sweep(strategy: str, every: int, orders: int) -> int:
 
 
 def cut_off(program: Program, channel: str, seed: int) -> Schedule:
-    """An order in which a channel is aborted when all is sent and not all has come; others last."""
+    """An order that aborts `channel` after its last send, if possible before its last receive."""
     base = at_random(seed)
     last = [x for x in program.transfers if x.aborted and channel in x.communicator][-1]
 
@@ -106,9 +106,9 @@ def cut_off(program: Program, channel: str, seed: int) -> Schedule:
 
 
 def test_channels_are_aborted_one_after_the_other() -> None:
-    """A rank that fails at the end of its backward hands wrong gradients to nobody unheard.
+    """If a rank fails at the end of its backward, ranks with wrong gradients hear of the error.
 
-    Its device goes on when the shards are cut off, and sends what it computes from nothing.
+    Once its shards are cut off, its device goes on, and sends gradients of missing shards.
     """
     for spoils in (True, False):
         layers = Heard(Layers(case_of("ring", "causal"), RANKS))
@@ -124,7 +124,7 @@ def test_channels_are_aborted_one_after_the_other() -> None:
 
 
 def test_an_error_leaves_no_wrong_result() -> None:
-    """No memory that was given back is written; other ranks have their results, or hear of it."""
+    """Nothing races with freed memory; ranks have right results, or hear of the error."""
     assert sweep("ring", every=31, orders=2) > 5
 
 

@@ -1,4 +1,4 @@
-"""Transfers run beside the attention before them, whatever the host has posted; dq beside dk."""
+"""Transfers overlap with attention that the host queued before them; dq overlaps with dk."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tests.deferred.test_calls import RUN, case_of, check
 
 
 def behind_attention(program: Program) -> list[tuple[int, int]]:
-    """For the shards of the second layer's forward: operators of that layer that they are behind.
+    """Pairs of counts for each transfer of shards in the second layer's forward.
 
-    With the number of operators that the host had given by then.
+    The layer's operators that it waits for, and those that the host had queued by then.
     """
     nodes, before = program.ranks[0].nodes, program._before()
     streams = Counter(node.stream for node in nodes if node.stream is not None)
     compute = streams.most_common(1)[0][0]
     places = [i for i, node in enumerate(nodes) if isinstance(node, Transfer)]
-    # Three exchanges connect, three are the first layer's.
+    # The first three exchanges connect; the next three belong to the first layer.
     first, *others = places[6:9]
     found = []
     for place in others:
@@ -64,7 +64,7 @@ def backward(self: Any, inputs: Any, tiles: Any, gradients: Any, *, scores: Any)
 
 @contextmanager
 def in_halves() -> Iterator[None]:
-    """A backend that computes dq, and dk and dv, apart."""
+    """Makes the reference backend compute dq apart from dk and dv."""
     with (
         mock.patch.object(ReferenceBackend, "backward", backward),
         mock.patch.object(machine, "folds_in_order", lambda backend: True),
