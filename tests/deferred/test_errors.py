@@ -87,7 +87,10 @@ def sweep(strategy: str, every: int, orders: int) -> int:
 
 
 def cut_off(program: Program, channel: str, seed: int) -> Schedule:
-    """An order that aborts `channel` after its last send, if possible before its last receive."""
+    """An order that aborts `channel` after its last send, if possible before its last receive.
+
+    Aborts of other channels come last.
+    """
     base = at_random(seed)
     last = [x for x in program.transfers if x.aborted and channel in x.communicator][-1]
 

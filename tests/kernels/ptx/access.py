@@ -1,4 +1,4 @@
-"""Loads and stores, barriers of a CTA, and what lanes of a warp pass to each other."""
+"""Loads and stores, barriers of a CTA, and exchanges between lanes of a warp."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load_param(machine: Machine, ins: Instruction) -> Run:
     kind = DTYPES[ins.opcode.split(".")[2]]
     value = np.array([machine.args[operand.base]], np.uint64).view(kind)[:1]
     register = machine.register(str(target))
-    # A signed one is extended by its sign.
+    # A signed value is sign-extended.
     wide = value.astype(f"{'i' if kind.kind == 'i' else 'u'}{register.itemsize}")
     bits = value.view(register.dtype) if value.itemsize == register.itemsize else wide
     return lambda where: np.copyto(register, bits.view(register.dtype), where=where)
@@ -56,7 +56,7 @@ def convert_param(machine: Machine, ins: Instruction) -> Run:
 def load(machine: Machine, ins: Instruction) -> Run:
     memory, count, kind = _access(machine, ins)
     targets = [machine.register(str(x)) for x in vector(ins.operands[0])]
-    # Into a wider register: extended.
+    # A wider register takes the extended value.
     wide = [f"{DTYPES[kind].kind.replace('f', 'u')}{x.itemsize}" for x in targets]
     base, offset = address_of(machine, ins, ins.operands[1])
     width = DTYPES[kind].itemsize
@@ -103,7 +103,7 @@ def store(machine: Machine, ins: Instruction) -> Run:
 
 
 def _access(machine: Machine, ins: Instruction) -> tuple[Any, int, str]:
-    """The memory, the elements of a thread and their type."""
+    """The memory of an access, the number of elements per thread, and their type."""
     found = ACCESS.fullmatch(ins.opcode)
     if found is None:
         raise Unsupported(ins)
@@ -119,7 +119,7 @@ def _access(machine: Machine, ins: Instruction) -> tuple[Any, int, str]:
 
 @handles(r"mov\.b(32|64)")
 def pack(machine: Machine, ins: Instruction) -> Run:
-    """Between a register and its parts in braces, the lowest first."""
+    """Splits a register into the parts in braces, lowest first; or joins such parts."""
     target, source = ins.operands
     if isinstance(target, tuple):
         parts = [machine.register(str(x)) for x in target]
@@ -144,7 +144,7 @@ def pack(machine: Machine, ins: Instruction) -> Run:
 
 @handles(r"ld\.global\.gpu\.acquire\.b32")
 def acquire(machine: Machine, ins: Instruction) -> Run:
-    """Who loads a value again that nobody has changed waits until somebody does."""
+    """A load that would give the same value as its last run waits until the value changes."""
     target = machine.target(ins, ins.operands[0], "b32")
     base, offset = address_of(machine, ins, ins.operands[1])
     words = machine.memory.words[4]
@@ -171,7 +171,7 @@ def acquire(machine: Machine, ins: Instruction) -> Run:
 
 @handles(r"(atom|red)\.global\.gpu\.(relaxed|release)\.(add|exch)(\.v4)?\.[bsuf]32")
 def atomic(machine: Machine, ins: Instruction) -> Run:
-    """Thread after thread; floats that are subnormal become zeros."""
+    """Updates memory thread after thread; subnormal floats become zeros."""
     _, _, _, _, operation, *_, kind = ins.opcode.split(".")
     *results, address, values = ins.operands
     targets = [machine.target(ins, x, kind) for x in vector(results[0])] if results else []
@@ -187,7 +187,7 @@ def atomic(machine: Machine, ins: Instruction) -> Run:
         size = 4 * len(sources)
         index = machine.memory.locate(ins, addresses, size, lanes) // 4
         for i, source in enumerate(sources):
-            # At one address a thread finds what the one before has left.
+            # Threads at the same address each see the result of the thread before.
             for lane, at in zip(lanes, index + i, strict=True):
                 old, new = words[at].copy(), source[lane]
                 if operation == "add":
@@ -204,7 +204,7 @@ def atomic(machine: Machine, ins: Instruction) -> Run:
 
 @handles(r"shfl\.sync\.(bfly|idx)\.b32")
 def shuffle(machine: Machine, ins: Instruction) -> Run:
-    """ISA: the source lane is taken from the segment that c's upper bits cut out."""
+    """Reads a lane of the segment that the upper bits of operand c select, as in the ISA."""
     target = machine.target(ins, ins.operands[0], "b32")
     value, b, c = (machine.source(ins, x, "u32") for x in ins.operands[1:4])
     _need_all_lanes(machine, ins, ins.operands[4])
@@ -223,7 +223,7 @@ def shuffle(machine: Machine, ins: Instruction) -> Run:
 
 @handles(r"elect\.sync")
 def elect(machine: Machine, ins: Instruction) -> Run:
-    """The first lane is elected: which one it is the ISA leaves open."""
+    """Elects the first lane; the ISA allows any lane."""
     pair, members = ins.operands
     _need_all_lanes(machine, ins, members)
     leader = machine.target(ins, vector(pair)[0], "b32")
@@ -240,7 +240,7 @@ def elect(machine: Machine, ins: Instruction) -> Run:
 
 @handles(r"bar\.warp\.sync")
 def warp_barrier(machine: Machine, ins: Instruction) -> Run:
-    """Lanes of a warp are taken as ordered, so that nothing is left to do."""
+    """Does nothing: lanes of a warp always count as ordered here."""
     _need_all_lanes(machine, ins, ins.operands[0])
     return lambda where: None
 
@@ -252,9 +252,9 @@ def _need_all_lanes(machine: Machine, ins: Instruction, members: Operand) -> Non
 
 @handles(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32")
 def set_registers(machine: Machine, ins: Instruction) -> Run:
-    """Registers go to the CTA's pool and come out of it, where a warp may have to wait for them.
+    """Returns registers to the CTA's pool, or takes registers, and waits until enough are free.
 
-    Warps of a warpgroup must execute the same ones: here, of the same numbers in the same order.
+    Warps of a warpgroup must make the same requests in the same order.
     """
     grows, count = ".inc." in ins.opcode, int(str(ins.operands[0]), 0)
 
@@ -289,7 +289,7 @@ def set_registers(machine: Machine, ins: Instruction) -> Run:
 
 @handles(r"(bar|barrier)(\.cta)?\.sync(\.aligned)?")
 def barrier(machine: Machine, ins: Instruction) -> Run:
-    """Opens when as many threads as it counts have come: all of the CTA, or the second operand."""
+    """Waits until enough threads have come: all of the CTA, or the count in the second operand."""
     number = int(str(ins.operands[0]), 0)
     count = int(str(ins.operands[1]), 0) if len(ins.operands) == 2 else machine.num_threads
 
@@ -301,7 +301,7 @@ def barrier(machine: Machine, ins: Instruction) -> Run:
             raise Fault(ins, f"{len(come) * LANES} threads come to a barrier of {count}")
         if len(come) * LANES == count:
             machine.clocks.barrier(come)
-            # Those that came before look whether it is still theirs.
+            # A new list tells the waiting warps that the barrier is open.
             machine.barriers[number] = []
         raise Wait(ins, lambda: machine.barriers[number] is not here, lambda: None)
 

@@ -1,6 +1,6 @@
-"""mbarriers, and bulk tensor copies, which complete them.
+"""mbarriers, and bulk tensor copies, which complete mbarriers.
 
-A copy lands at once; that nobody may look before its mbarrier says so is the shadow's affair.
+A copy writes at once; the shadow (`races`) reports accesses that did not wait for its mbarrier.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tests.kernels.ptx.machine import Array, Machine, Run, Wait, Where, handles
 from tests.kernels.ptx.parse import Address, Instruction, Operand
 
 CHUNK = 16
-# Names of the one CTA's memory, since clusters here have no other.
+# All these names mean the CTA's own memory, since clusters here have one CTA.
 SHARED = r"\.shared(::cta|::cluster)?"
 
 
 def swizzle(address: Array) -> Array:
-    """Where the byte at an address stands when rows of 128 bytes are swizzled."""
+    """The address of a byte after swizzling of 128-byte rows."""
     return address ^ (address >> 7 & 7) << 4
 
 
@@ -31,11 +31,11 @@ class TensorMap:
     """A tensor as bulk copies see it.
 
     Attributes:
-        address: of the first element.
-        shape: the last dimension is contiguous.
-        strides: in elements.
+        address: address of the first element.
+        shape: shape of the tensor; the last dimension is contiguous.
+        strides: strides in elements.
         width: bytes of an element.
-        box: what one copy copies.
+        box: shape of the part that one copy copies.
         swizzle: bytes of a swizzled row.
     """
 
@@ -65,14 +65,14 @@ class TensorMap:
 @dataclass
 class Mbarrier:
     """Attributes:
-    number: of its agent.
+    number: number of the mbarrier; gives its agent in `races`.
     expected: arrivals of a phase.
-    arrivals: those of this phase that are to come.
-    num_bytes: those of this phase that are to come.
-    phase: phases that are complete.
-    coming: what those know that have arrived in this phase or before.
-    known: likewise in complete phases.
-    made: by this instruction.
+    arrivals: arrivals that this phase still lacks.
+    num_bytes: bytes that this phase still lacks.
+    phase: number of complete phases.
+    coming: clocks known to the warps that have arrived so far.
+    known: the same clocks at the end of the last complete phase.
+    made: instruction that made the mbarrier.
     """
 
     number: int
@@ -86,16 +86,16 @@ class Mbarrier:
 
     @property
     def missing(self) -> str:
-        """Arrivals and bytes that are to come before the phase is complete, in words."""
+        """Text of the arrivals and bytes that the phase still lacks."""
         return f"mbarrier {self.number} lacks {self.arrivals} arrivals and {self.num_bytes} bytes"
 
     def check_idle(self) -> None:
-        """Raises where a phase was begun and not completed."""
+        """Raises if a phase has begun and is not complete."""
         if self.arrivals != self.expected or self.num_bytes:
             raise Fault(self.made, f"at the end {self.missing}")
 
     def complete(self, machine: Machine) -> None:
-        """Begins the next phase if nothing is to come in this one."""
+        """Begins the next phase if this phase lacks nothing."""
         if self.arrivals or self.num_bytes:
             return
         self.phase += 1
@@ -107,7 +107,7 @@ class Mbarrier:
 
 
 def find(machine: Machine, ins: Instruction, operand: Operand) -> Any:
-    """A function from threads to the mbarrier of all of them; they must see that it was made."""
+    """A function from threads to their common mbarrier; its making must be ordered before."""
     base, offset = address_of(machine, ins, operand)
 
     def found(lanes: Array, *, proxy: bool = False) -> Mbarrier:
@@ -145,7 +145,7 @@ def initialise(machine: Machine, ins: Instruction) -> Run:
 
 @handles(rf"mbarrier\.arrive(\.expect_tx)?{SHARED}\.b64")
 def arrive(machine: Machine, ins: Instruction) -> Run:
-    """Every thread that executes it arrives once; with expect_tx bytes are to come."""
+    """Each thread arrives once; expect_tx adds to the bytes that the phase lacks."""
     mbarrier = find(machine, ins, ins.operands[1])
     expects = "expect_tx" in ins.opcode
     if ins.operands[0] != "_" or len(ins.operands) != 2 + expects:
@@ -171,7 +171,7 @@ def arrive(machine: Machine, ins: Instruction) -> Run:
 
 @handles(rf"mbarrier\.try_wait\.parity{SHARED}\.b64")
 def wait(machine: Machine, ins: Instruction) -> Run:
-    """Returns when the phase of that parity is complete; the ISA lets it return before, too."""
+    """Waits until the phase of that parity is complete; the ISA allows an earlier return."""
     done = machine.target(ins, ins.operands[0], "pred")
     mbarrier = find(machine, ins, ins.operands[1])
     parity = machine.source(ins, ins.operands[2], "u32")
@@ -196,7 +196,7 @@ def wait(machine: Machine, ins: Instruction) -> Run:
 
 @handles(rf"cp\.async\.bulk\.tensor\.[1-5]d{SHARED}\.global\.mbarrier::complete_tx::bytes")
 def copy(machine: Machine, ins: Instruction) -> Run:
-    """A box of a tensor; what lies outside the tensor is copied as zeros."""
+    """Copies a box of a tensor; elements outside the tensor are zeros."""
     to, offset = address_of(machine, ins, ins.operands[0])
     source = ins.operands[1]
     if not isinstance(source, Address):

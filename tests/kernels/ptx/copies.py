@@ -1,6 +1,6 @@
-"""`cp.async`: copies of 4 to 16 bytes a thread, in groups that a warp commits and waits for.
+"""`cp.async`: copies of 4 to 16 bytes per thread, in groups that a warp commits and awaits.
 
-The bytes land at once; that nobody may touch them before the wait is the shadow's affair.
+A copy writes at once; the shadow (`races`) reports accesses to its bytes before the wait.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.kernels.ptx.parse import Instruction
 
 @handles(r"cp\.async\.(cg|ca)\.shared\.global")
 def copy(machine: Machine, ins: Instruction) -> Run:
-    """ISA: of `cp-size` bytes the first `src-size` are read, the others are zeros."""
+    """Writes `cp-size` bytes: the first `src-size` from the source, then zeros, as in the ISA."""
     to, to_offset = address_of(machine, ins, ins.operands[0])
     source, offset = address_of(machine, ins, ins.operands[1])
     size = int(str(ins.operands[2]), 0)

@@ -6,7 +6,7 @@ from tests.kernels.ptx.parse import Instruction
 
 
 class Fault(Exception):
-    """An instruction does what it must not."""
+    """An instruction is used wrongly."""
 
     def __init__(self, instruction: Instruction, reason: str) -> None:
         super().__init__(f"{reason}: {instruction}")
@@ -21,7 +21,7 @@ class Unsupported(Fault):
 
 
 class OutOfBounds(Fault):
-    """An address outside every allocation, or not aligned."""
+    """An address is outside every allocation, or not aligned."""
 
 
 class Race(Fault):
@@ -29,11 +29,11 @@ class Race(Fault):
 
 
 class NotWaited(Race):
-    """An access to what an asynchronous operation may still read or write."""
+    """An access to bytes that an asynchronous operation may still read or write."""
 
 
 class NotFenced(Race):
-    """An access by the asynchronous proxy, ordered but for a proxy fence."""
+    """An access by the asynchronous proxy that is ordered, but lacks a proxy fence."""
 
 
 class Deadlock(Fault):

@@ -1,6 +1,6 @@
-"""Launches run from their PTX: compiled in a process of its own, executed here on CPU tensors.
+"""Runs launches from their PTX: another process compiles them, this one executes on CPU tensors.
 
-This process has Triton's interpreter (TRITON_INTERPRET=1), in which nothing can be compiled.
+This process uses Triton's interpreter (TRITON_INTERPRET=1), which cannot compile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.kernels.ptx.machine import Machine
 from tests.kernels.ptx.memory import GlobalMemory
 from tests.kernels.ptx.parse import parse
 
-# As in CUtensorMapSwizzle.
+# Bytes of a swizzled row for each value of CUtensorMapSwizzle.
 SWIZZLE_BYTES = (0, 32, 64, 128)
 
 
@@ -35,10 +35,10 @@ class Compiled:
     """A compiled launch.
 
     Attributes:
-        ptx: its text.
-        shared_bytes: of a CTA.
-        signature: type of each argument by name, "constexpr" for those that are compiled in.
-        descriptors: of each tensor descriptor, in order: box, swizzle and the like.
+        ptx: text of the kernel.
+        shared_bytes: bytes of shared memory of a CTA.
+        signature: type of each argument by name; "constexpr" for compile-time constants.
+        descriptors: box, swizzle and the like of each tensor descriptor, in order.
     """
 
     ptx: str
@@ -51,23 +51,23 @@ Edit = Callable[[str], str]
 
 
 def run(launch: Launch, arch: str, seed: int | None = None) -> list[NotFenced]:
-    """Executes a launch as compiled for `arch`, such as "sm_80"."""
+    """Compiles a launch for `arch`, such as "sm_80", and executes it; see `execute`."""
     return execute(launch, compiled(launch, arch), seed=seed)
 
 
 def execute(
     launch: Launch, code: Compiled, edit: Edit = str, seed: int | None = None
 ) -> list[NotFenced]:
-    """Executes a compiled launch; its tensors have the results.
+    """Executes a compiled launch; writes results to the tensors of the launch.
 
     Args:
-        launch: over CPU tensors.
-        code: what has become of it.
-        edit: of the PTX, to plant a fault.
-        seed: of the order in which warpgroups run.
+        launch: launch over CPU tensors.
+        code: the compiled launch.
+        edit: changes the PTX, to plant a fault.
+        seed: draws the order in which warpgroups run.
 
     Returns:
-        The proxy fences that are missing.
+        The missing proxy fences.
     """
     values = {**launch.args, **launch.constants}
     tensors = [x if isinstance(x, Tensor) else getattr(x, "base", None) for x in values.values()]
@@ -93,7 +93,7 @@ def execute(
             args[next(params)] = memory.address(value)
         else:
             args[next(params)] = _bits(value, kind)
-    args |= dict.fromkeys(params, 0)  # scratch, of which our kernels need none
+    args |= dict.fromkeys(params, 0)  # scratch memory, which our kernels do not need
     machine = Machine(kernel, args, memory, code.shared_bytes, tensor_maps, seed)
     machine.run(launch.grid)
     memory.write_back()
@@ -110,7 +110,7 @@ def _bits(value: Any, kind: str) -> int:
 
 
 def compiled(launch: Launch, arch: str) -> Compiled:
-    """The launch, compiled as Triton would for such a GPU."""
+    """Compiles a launch as Triton would for a GPU of this architecture."""
     kernel = launch.kernel.fn
     name = f"{kernel.__module__}:{kernel.__name__}"
     return _compiler().submit(_compile, replace(launch, kernel=name), arch).result()
@@ -126,7 +126,7 @@ def _compiler() -> ProcessPoolExecutor:
 
 
 def _compile(launch: Launch, arch: str) -> Compiled:
-    """In the process that compiles."""
+    """Compiles a launch; runs in the other process."""
     from ring_attn.tools.compiled import compiled_kernel
 
     module, name = launch.kernel.split(":")

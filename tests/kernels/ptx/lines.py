@@ -21,7 +21,7 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Ran:
-    """What a kernel has left: (threads, words) of uint32, and its missing fences."""
+    """Results of a run: uint32 of (threads, words), and the number of missing fences."""
 
     words: Array
     missing_fences: int
@@ -37,9 +37,9 @@ def run(
     head: str = "",
     tensor: Tensor | None = None,
 ) -> Ran:
-    """Runs PTX in which %rd1 is the address of `words` words of each thread, %rd2 of `inputs`.
+    """Runs PTX; %rd1 is the address of `words` output words of the thread, %rd2 of `inputs`.
 
-    %r0 is the thread, and [tensor_map] describes `tensor`, of which one copy takes all.
+    %r0 is the thread, and [tensor_map] describes `tensor`, which one copy takes as a whole.
     """
     out = torch.zeros(threads, words, dtype=torch.int32)
     inputs = torch.zeros(4, dtype=torch.int32) if inputs is None else inputs

@@ -1,16 +1,16 @@
 """Runs a parsed kernel: all threads of a CTA that stand at one instruction execute it together.
 
 A virtual register is an array over the threads of the CTA. Threads that part at a branch become
-groups with a place of their own; those that meet again at the start of a basic block are one group
-again, and the group whose place comes first in the text goes first: of all groups, or with a seed
-of a warpgroup that is drawn before every basic block. A group that waits (barrier, mbarrier) lets
-the others run; where nobody can go on, a Deadlock names who waits for what. One CTA runs after the
-other. Races within a warp, between CTAs and in global memory are not seen, nor is what ptxas makes
-of the PTX.
+separate groups; groups that meet at the start of a basic block merge. The group whose block comes
+first in the text runs next: among all groups, or, with a seed, among the groups of a warpgroup that
+is drawn before every block. A group that waits (barrier, mbarrier) lets other groups run; if no
+group can go on, a Deadlock names the waiting warps. CTAs run one after the other, or, with a seed,
+a few by turns. Not checked: races within a warp, between CTAs and in global memory, and the code
+that ptxas makes of the PTX.
 
-Instructions are looked up in RULES (`scalar`) and, by a pattern of their opcode, in HANDLERS, to
-which `access`, `matrix`, `copies`, `bulk` and `wgmma` add theirs. Each is made a function of the
-mask of its threads once, before anything runs; what is not known is refused there.
+Instructions are looked up in RULES (`scalar`) and, by a pattern of their opcode, in HANDLERS, which
+`access`, `matrix`, `copies`, `bulk` and `wgmma` fill. Before the run, each instruction becomes a
+function of the mask of its threads; an unknown instruction is refused then.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.kernels.ptx.races import Clocks
 from tests.kernels.ptx.scalar import DTYPES, RULES, Rule
 
 Array = NDArray[Any]
-# Of the threads that execute: all, or those that are True.
+# The threads that execute an instruction: True for all threads, or a mask.
 Where = Any
 Run = Callable[[Where], None]
 Handler = Callable[["Machine", Instruction], Run]
@@ -40,13 +40,13 @@ Handler = Callable[["Machine", Instruction], Run]
 HANDLERS: list[tuple[re.Pattern[str], Handler]] = []
 LANES = 32
 WARPGROUP = 128
-# Within 32 bits, since compilers keep addresses of parameters in them.
+# Below 2**32, since compilers keep addresses of parameters in 32 bits.
 PARAM_BASE = 1 << 24
 PARAM_SIZE = 1 << 12
 
 
 def handles(pattern: str) -> Callable[[Handler], Handler]:
-    """Makes a function that of all opcodes which match."""
+    """Registers a function as the handler of all opcodes that match."""
 
     def add(handler: Handler) -> Handler:
         HANDLERS.append((re.compile(pattern), handler))
@@ -56,7 +56,7 @@ def handles(pattern: str) -> Callable[[Handler], Handler]:
 
 
 class Wait(Exception):
-    """Ends a group's turn until `ready()`; then the group goes on behind the instruction."""
+    """Ends a group's turn until `ready()`; then `done()` runs, and the group goes on."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Wait(Exception):
 
 @dataclass(eq=False)
 class Group:
-    """Threads at one place."""
+    """Threads that stand at the same block."""
 
     mask: Array
     at: int
@@ -82,14 +82,14 @@ class Group:
 
 @dataclass
 class Block:
-    """Instructions that are executed together, and the next place of those of its threads."""
+    """A basic block: instructions, their functions, and the branch at its end."""
 
     instructions: list[Instruction] = field(default_factory=list)
     ops: list[Run] = field(default_factory=list)
     end: Instruction | None = None
 
 
-# Instructions that end a block.
+# Instructions that end a block: branches, and instructions that may wait.
 BRANCH = re.compile(r"bra(\.uni)?|brx\.idx|ret")
 WAITING = re.compile(
     r"(bar|barrier)(\.cta)?\.sync(\.aligned)?|mbarrier\.try_wait\..*|setmaxnreg\.inc\..*"
@@ -97,7 +97,7 @@ WAITING = re.compile(
 )
 
 
-# CTAs that run at once with a seed, and turns after which the machine goes to another one.
+# With a seed: CTAs that run by turns, and blocks that a CTA runs before the next CTA.
 TOGETHER = 3
 TURNS = 40
 
@@ -124,12 +124,12 @@ class Machine:
     ) -> None:
         """
         Args:
-            kernel: parsed.
+            kernel: parsed kernel.
             args: bits of each parameter.
-            memory: with all tensors.
-            shared_bytes: of a CTA.
-            tensor_maps: of bulk copies, by parameter.
-            seed: of the order in which warpgroups run, of several CTAs at once; None is that of
+            memory: global memory with all tensors.
+            shared_bytes: bytes of shared memory of a CTA.
+            tensor_maps: tensor maps of bulk copies, by parameter.
+            seed: draws the order of warpgroups, of several CTAs by turns; None for the order of
                 the text, one CTA after the other.
         """
         self.random = None if seed is None else random.Random(seed)
@@ -153,7 +153,7 @@ class Machine:
         self.symbols = {"global_smem": SHARED_BASE, **addresses}
         self.tensor_maps = {addresses[name]: x for name, x in (tensor_maps or {}).items()}
         self.missing_fences: dict[Instruction, NotFenced] = {}
-        # Registers of products under way: the last group of each warp that has them.
+        # For registers of pending products: the last product group of each warp that uses them.
         self.pending_reads: dict[str, Array] = {}
         self.pending: dict[str, Array] = {}
         self._new_cta()
@@ -162,7 +162,7 @@ class Machine:
     # -- operands
 
     def register(self, name: str) -> Array:
-        """The bits of a declared register, an element a thread."""
+        """The bits of a declared register, one element per thread."""
         if name not in self.registers:
             declared = self.kernel.registers
             bits = declared[name if name in declared else name.rstrip("0123456789")]
@@ -181,7 +181,7 @@ class Machine:
             return np.full(self.num_threads, self.symbols[operand], dtype)
         if operand[0] == "%" or "#" in operand:
             found = self.register(operand).view(dtype)
-            # Of a wider register the lower part.
+            # The lower part of a wider register.
             return found[:: found.size // self.num_threads]
         value = _constant(operand)
         if dtype == np.bool_:
@@ -190,7 +190,7 @@ class Machine:
         return np.full(self.num_threads, bits, f"u{dtype.itemsize}").view(dtype)
 
     def target(self, ins: Instruction, operand: Operand, kind: str) -> Array:
-        """A register as elements of a type; "_" takes what nobody wants."""
+        """A register as elements of a type; "_" discards the result."""
         if operand == "_":
             return np.zeros(self.num_threads, DTYPES[kind])
         if not isinstance(operand, str) or operand[0] != "%" and "#" not in operand:
@@ -201,7 +201,7 @@ class Machine:
         return found.view(DTYPES[kind])
 
     def warps(self, ins: Instruction, where: Where) -> Array:
-        """Numbers of the warps that execute, each of them whole."""
+        """Numbers of the warps that execute; raises if only a part of a warp does."""
         if where is True:
             return np.arange(self.num_warps)
         lanes = np.reshape(where, (-1, LANES))
@@ -217,7 +217,7 @@ class Machine:
     # -- preparation
 
     def _make_blocks(self) -> Iterator[Block]:
-        """Cuts the text where threads may come to, part or wait; sets the places of labels."""
+        """Cuts the text at labels, branches and waits; sets the places of labels."""
         self.places: dict[str, int] = {}
         used = {
             x for ins in self.kernel.instructions if ins.opcode[:3] == "bra" for x in ins.operands
@@ -328,9 +328,9 @@ class Machine:
         self.shared = SharedMemory(self.shared_bytes, self.clocks, self.missing_fences)
         self.barriers: dict[int, list[Array]] = {}
         self.mbarriers: dict[int, Any] = {}
-        # The address and value that a load in a loop has found at last.
+        # For each polling load: its last address, and the value there.
         self.acquired: dict[Instruction, tuple[int, int]] = {}
-        # Registers of a thread of each warp, and what it has asked for.
+        # For each warp: registers per thread, and all its requests to change their number.
         self.owned = np.full(self.num_warps, self.kernel.max_registers)
         self.asked: list[list[tuple[bool, int]]] = [[] for _ in range(self.num_warps)]
         self.pending.clear()
@@ -339,10 +339,10 @@ class Machine:
             register.view(np.uint8)[:] = 0xFF if register.dtype != np.bool_ else 1
 
     def _run_cta(self, *, at_once: bool) -> bool:
-        """Runs until the CTA ends or, with a seed, for some turns; whether it goes on later.
+        """Runs until the CTA ends or, with a seed, is interrupted; returns whether it must go on.
 
         Args:
-            at_once: no other CTA can go on: this one must.
+            at_once: no CTA was ready: if this CTA still waits, that is a deadlock.
         """
         turns = TURNS if self.random is not None else -1
         while self.groups:
@@ -408,7 +408,7 @@ class Machine:
             self._branch(group, block.end)
 
     def _check_pending(self, ins: Instruction, where: Where) -> None:
-        """Nobody touches what a product under way writes, or changes what it reads."""
+        """Raises if an instruction uses results of a pending product, or changes its operands."""
         if ins.opcode.startswith("wgmma"):
             return
         for i, operand in enumerate(ins.operands):
@@ -417,7 +417,7 @@ class Machine:
                     raise Fault(ins, f"{name} belongs to a wgmma that has not been waited for")
 
     def is_pending(self, name: object, where: Where, *, changed: bool) -> bool:
-        """Whether a product under way writes a register, or also reads it where it is `changed`."""
+        """Whether a pending product writes the register or, if it is `changed`, reads it."""
         last = self.pending.get(name)  # type: ignore[call-overload]
         if last is None and changed:
             last = self.pending_reads.get(name)  # type: ignore[call-overload]

@@ -1,10 +1,10 @@
 """Matrix instructions of a warp: `ldmatrix`, `stmatrix` and `mma.sync`.
 
-Layouts are those of the ISA, "Matrix Fragments for mma.m16n8k16": lane 4 g + t of a warp has of A
-rows g and g + 8, columns 2 t, 2 t + 1 and those 8 further; of B the same with rows and columns
-exchanged; of C and D rows g and g + 8, columns 2 t and 2 t + 1.
+Layouts follow the ISA, "Matrix Fragments for mma.m16n8k16". Lane 4 g + t of a warp holds, of A,
+rows g and g + 8, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9; of B, half of that, with rows and
+columns exchanged: column g alone; of C and D, rows g and g + 8, columns 2 t and 2 t + 1.
 
-Products are exact and added up in float32, in an order that is numpy's: the ISA gives none.
+Products are exact; numpy adds them up in float32 in its own order, since the ISA gives none.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ LANE = np.arange(LANES)
 
 
 def halves_to_f32(bits: Array, kind: str) -> Array:
-    """16-bit elements of packed registers, widened: the last axis is twice as long."""
+    """Widens the 16-bit elements of packed registers; the last axis becomes twice as long."""
     halves = np.ascontiguousarray(bits).view(np.uint16)
     return bf16_to_f32(halves) if kind == "bf16" else halves.view(np.float16).astype(np.float32)
 
 
 def fragments(registers: Sequence[Array], kind: str) -> Array:
-    """A: four registers a lane as (warps, 16, 16)."""
+    """A as (warps, 16, 16), from four registers per lane."""
     # Axes: (upper or lower 8 columns, rows), warp, g, t, element.
     x = halves_to_f32(np.stack(registers), kind).reshape(2, 2, -1, 8, 4, 2)
     return x.transpose(2, 1, 3, 0, 4, 5).reshape(-1, 16, 16)
 
 
 def fragments_b(registers: Sequence[Array], kind: str) -> Array:
-    """B: two registers a lane as (warps, 16, 8)."""
+    """B as (warps, 16, 8), from two registers per lane."""
     x = halves_to_f32(np.stack(registers), kind).reshape(2, -1, 8, 4, 2)
     return x.transpose(1, 0, 3, 4, 2).reshape(-1, 16, 8)
 
 
 def accumulators(registers: Sequence[Array]) -> Array:
-    """C: four float32 for every 8 columns as (warps, 16, columns)."""
+    """C as (warps, 16, columns), from four float32 per lane for every 8 columns."""
     x = np.stack(registers).reshape(-1, 2, 2, registers[0].size // LANES, 8, 4)
     return x.transpose(3, 1, 4, 0, 5, 2).reshape(x.shape[3], 16, -1)
 
 
 def to_accumulators(x: Array) -> Array:
-    """The inverse: (registers, threads)."""
+    """The inverse of `accumulators`: (registers, threads)."""
     warps, _, cols = x.shape
     parts = x.reshape(warps, 2, 8, cols // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)
     return parts.reshape(cols // 2, warps * LANES)
@@ -84,8 +84,8 @@ MATRICES = re.compile(
 
 @handles(r"ldmatrix\.sync\.aligned\.m8n8\.x[124](\.trans)?\.shared\.b16")
 def load_matrices(machine: Machine, ins: Instruction) -> Run:
-    """Lanes 8 i to 8 i + 7 have the addresses of the rows of matrix i; lane l gets of each matrix
-    elements 2 (l % 4) and the next of row l // 4, or of that column where transposed."""
+    """Loads matrices; lanes 8 i to 8 i + 7 have the row addresses of matrix i. Lane l gets elements
+    2 (l % 4) and 2 (l % 4) + 1 of row l // 4 of each matrix, or of column l // 4 if transposed."""
     num, transposed = _matrices(ins, ins.operands[0])
     targets = [machine.target(ins, x, "b32") for x in vector(ins.operands[0])]
     base, offset = address_of(machine, ins, ins.operands[1])
@@ -134,6 +134,6 @@ def _matrices(ins: Instruction, data: Operand) -> tuple[int, bool]:
 
 
 def _rows(warps: Array, num: int) -> tuple[Array, Any]:
-    """Threads that give addresses, and all threads, of the warps."""
+    """Threads of the warps that give row addresses, and all threads of the warps."""
     first = warps[:, None] * LANES
     return (first + np.arange(8 * num)).ravel(), (first + LANE).ravel()

@@ -1,4 +1,4 @@
-"""Global and shared memory: bytes with bounds, and for shared memory the accesses so far."""
+"""Global and shared memory with checks of bounds; shared memory also notes its accesses."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from tests.kernels.ptx.races import GRANULE, Clocks, Shadow
 Array = NDArray[Any]
 
 GLOBAL_BASE = 1 << 36
-# The system's first KiB is no kernel's.
+# The first KiB is reserved for the system.
 SHARED_BASE = 1 << 10
-# Between tensors, and where tensors and shared memory begin.
+# Alignment of tensors and of shared memory; also the gap after each tensor.
 ALIGNMENT = 1 << 10
 
 
 class Memory:
-    """Bytes from an address on, of which some are there."""
+    """Bytes from an address on, of which some are accessible."""
 
     def __init__(self, name: str, base: int, num_bytes: int) -> None:
         self.name = name
         self.base = base
         self.bytes = np.zeros(-(-num_bytes // 16) * 16, np.uint8)
         self.words = {size: self.bytes.view(f"u{size}") for size in (1, 2, 4, 8)}
-        # Where the run of bytes ends that are there, for each of them; 0 for the others.
+        # For each accessible byte, the end of its accessible run; 0 for other bytes.
         self.stop = np.zeros(self.bytes.size, np.int64)
 
     def locate(self, ins: Instruction, address: Array, size: int, lanes: Array) -> Array:
-        """Offsets of `size` bytes at each address; OutOfBounds names the first that fails."""
+        """Offsets of `size` bytes at each address; OutOfBounds names the first bad address."""
         offset = address - self.base
         inside = (offset >= 0) & (offset < self.stop.size)
         inside &= self.stop[np.where(inside, offset, 0)] >= offset + size
@@ -51,7 +51,7 @@ class Memory:
 
 
 class GlobalMemory(Memory):
-    """Copies of tensors; only their own elements are there, not what lies between them."""
+    """Copies of tensors; only their elements are accessible, not the bytes between."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._starts: dict[int, int] = {}
@@ -83,7 +83,7 @@ class GlobalMemory(Memory):
         return self.base + start + x.storage_offset() * x.element_size()
 
     def write_back(self) -> None:
-        """Copies all bytes to the tensors."""
+        """Copies all bytes back to the tensors."""
         for start, raw in self._storages:
             raw[:] = self.bytes[start : start + raw.size]
 
@@ -114,14 +114,14 @@ class SharedMemory(Memory):
         self.shadow.on_write(ins, at, of, writer=of, clock=clock, proxy=False)
 
     def copied(self, ins: Instruction, offset: Array, size: int, warps: Array) -> None:
-        """Notes writes by `cp.async`, in the group that the warp has open."""
+        """Notes writes by `cp.async`, in the open group of the warp."""
         at, of = _granules(offset, size, warps)
         clock = self.clocks.copy_groups[of] + 1
         writer = self.clocks.copies_of(of)
         self.shadow.on_write(ins, at, of, writer=writer, clock=clock, proxy=False)
 
     def multiplied(self, ins: Instruction, offset: Array, group: int) -> None:
-        """Notes reads of 16 bytes each by `wgmma`, which all four warps must be allowed."""
+        """Notes reads of 16 bytes by `wgmma`; all four warps must know the last writes."""
         at, _ = _granules(offset, 16, offset)
         for warp in range(4 * group, 4 * group + 4):
             warps = np.full(at.shape, warp)
@@ -130,7 +130,7 @@ class SharedMemory(Memory):
             self.shadow.on_read(ins, at, warps, reader=reader, clock=clock, proxy=True)
 
     def landed(self, ins: Instruction, offset: Array, warp: int, mbarrier: int, phase: int) -> None:
-        """Notes writes of 16 bytes each by a bulk copy that `warp` has started."""
+        """Notes writes of 16 bytes by a bulk copy that `warp` has started."""
         at, _ = _granules(offset, 16, offset)
         warps = np.full(at.shape, warp)
         writer = np.full(at.shape, self.clocks.mbarriers + mbarrier)

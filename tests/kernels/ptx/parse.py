@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 
 class Address(NamedTuple):
-    """[base + offset], and the coordinates that a tensor copy has beside it."""
+    """An address [base + offset]; in a tensor copy, also its coordinates."""
 
     base: str
     offset: int
     coords: tuple[Operand, ...] = ()
 
 
-# A name or an immediate; {a, b}, as also a|b is given; an address.
+# A name or an immediate; a tuple for {a, b} or a|b; or an address.
 Operand = str | tuple["Operand", ...] | Address
 
 
@@ -25,11 +25,11 @@ class Instruction:
     """One instruction; `str` is its text.
 
     Attributes:
-        opcode: with all modifiers, such as "add.s32".
-        operands: destinations first.
+        opcode: opcode with all modifiers, such as "add.s32".
+        operands: operands, destinations first.
         guard: the predicate after @, without its "!".
-        negated: whether the guard has one.
-        line: of the text.
+        negated: whether the guard has a "!".
+        line: number of the line in the text.
     """
 
     opcode: str
@@ -49,13 +49,13 @@ class Kernel:
     """A parsed entry.
 
     Attributes:
-        params: (name, bytes) in order.
-        num_threads: of a CTA.
-        max_registers: of a thread, where the kernel says.
+        params: (name, bytes) of each parameter, in order.
+        num_threads: threads of a CTA.
+        max_registers: `.maxnreg`, the most registers of a thread; 0 where it is missing.
         registers: bits by name, 1 for predicates; "%r" stands for all of `%r<n>`.
-        instructions: in the order of the text.
-        labels: index of the instruction behind each.
-        targets: lists of labels for `brx.idx`, by their own label.
+        instructions: instructions in the order of the text.
+        labels: for each label, the index of the next instruction.
+        targets: lists of labels for `brx.idx`, by the label of the list.
     """
 
     params: list[tuple[str, int]] = field(default_factory=list)
@@ -84,7 +84,7 @@ def bits_of(kind: str) -> int:
 
 
 def parse(text: str) -> Kernel:
-    """The one kernel of a module; ValueError where the text is not understood."""
+    """Parses the only kernel of a module; ValueError for unknown syntax."""
     text = DIRECTIVE.sub("", COMMENT.sub("", text))
     head = ENTRY.search(text)
     if head is None:
@@ -106,7 +106,7 @@ def parse(text: str) -> Kernel:
 def _parse_body(kernel: Kernel, text: str, at: int) -> None:
     """Reads statements up to the brace that closes the kernel.
 
-    A name that is declared within inner braces gets their number, so that it is no other's.
+    A name that is declared in inner braces gets the number of the braces, to be unique.
     """
     scopes, num_scopes = [0], 0
     line, counted = 1, 0
@@ -125,7 +125,7 @@ def _parse_body(kernel: Kernel, text: str, at: int) -> None:
         if text[at] == "{":
             num_scopes += 1
             scopes.append(num_scopes)
-            closing = text.index("}", at)  # labels may be used before they stand
+            closing = text.index("}", at)  # labels may be used before their line
             local[num_scopes] = set(re.findall(r"^\s*(\w+):", text[at + 1 : closing], re.MULTILINE))
             at += 1
         elif text[at] == "}":
@@ -167,7 +167,7 @@ def _instruction(statement: str, line: int) -> Instruction:
 
 
 def _split(text: str) -> Iterator[str]:
-    """The parts between commas that stand in no bracket."""
+    """Splits text at the commas outside brackets."""
     depth, start = 0, 0
     for i, letter in enumerate(text):
         depth += (letter in "[{") - (letter in "]}")

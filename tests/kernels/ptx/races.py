@@ -7,12 +7,12 @@ An agent is what accesses shared memory at a time of its own:
     products         one for the part of each warp in its warpgroup's `wgmma`, counted in groups
     bulk copies      one for each mbarrier, counted in phases
 
-Each has a clock. `seen[w, a]` is how far warp w knows agent a to be: a barrier makes its warps know
-what each of them does, a wait makes its warp know what it has waited for. `fenced` is the same for
-what lies before a proxy fence. Shared memory has, for every two bytes, the agent and clock of the
-last write, and the clock of each agent's last read. An access that does not know one of these is a
-fault, in whatever order this machine has run them. A missing proxy fence is noted, and the kernel
-runs on: compilers forget it, and what else is wrong is to be seen.
+Each agent has a clock. `seen[w, a]` is the last clock of agent a that warp w knows: a barrier
+shares the knowledge of its warps, a wait adds the awaited clock. `fenced` is the same for accesses
+before a proxy fence. Shared memory has, for every two bytes, the agent and clock of the last write,
+and the clock of each agent's last read. An access by a warp that does not know these clocks is a
+fault, in whatever order this machine has run them. A missing proxy fence is only noted, and the
+kernel runs on to show other faults: compilers forget such fences.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_MBARRIERS = 64
 
 
 class Clocks:
-    """What every warp knows of every agent."""
+    """The clocks of all agents that every warp knows."""
 
     def __init__(self, num_warps: int) -> None:
         self.num_warps = num_warps
@@ -44,7 +44,7 @@ class Clocks:
         self.seen[self.warps, self.warps] = 1
         self.fenced = self.seen.copy()
         self.fenced[:] = 0
-        # Groups of copies and of products that were committed, and of products that are done.
+        # Committed groups of copies, committed groups of products, and groups of products done.
         self.copy_groups = np.zeros(num_warps, np.int32)
         self.product_groups = np.zeros(num_warps, np.int32)
         self.products_done = np.zeros(num_warps, np.int32)
@@ -53,18 +53,18 @@ class Clocks:
         return self.num_warps + warps
 
     def barrier(self, warps: Array) -> None:
-        """All that one of the warps knows, each of them knows."""
+        """Shares the knowledge of each of the warps with all of them."""
         for clocks in (self.seen, self.fenced):
             clocks[warps] = clocks[warps].max(0)
         self.seen[warps, warps] += 1
 
     def fence(self, warps: Array) -> None:
-        """What the warps know lies before a proxy fence; what they do from here on does not."""
+        """Puts the accesses that the warps know, but no later access, before a proxy fence."""
         self.fenced[warps] = self.seen[warps]
         self.seen[warps, warps] += 1
 
     def release(self, warps: Array) -> tuple[Array, Array]:
-        """What the warps know, together; what they do from here on is not in it."""
+        """The common knowledge of the warps, without their later accesses."""
         known = self.seen[warps].max(0), self.fenced[warps].max(0)
         self.seen[warps, warps] += 1
         return known
@@ -74,7 +74,7 @@ class Clocks:
             clocks[warps] = np.maximum(clocks[warps], other)
 
     def wait_copies(self, warps: Array, most: int) -> None:
-        """All but the last `most` groups of copies of each warp are done."""
+        """Notes that all but the last `most` groups of copies of each warp are done."""
         agents = self.copies_of(warps)
         done = self.copy_groups[warps] - most
         self.seen[warps, agents] = np.maximum(self.seen[warps, agents], done)
@@ -96,22 +96,22 @@ class Shadow:
         granules = -(-num_bytes // GRANULE)
         self.writer = np.zeros(granules, np.int32)
         self.written = np.zeros(granules, np.int32)
-        # What reads: warps, and their products.
+        # Agents that read: warps, and their products.
         self.read = np.zeros((2 * clocks.num_warps, granules), np.int32)
         self.readers = np.r_[: clocks.num_warps, clocks.products : clocks.mbarriers]
 
     def on_read(
         self, ins: Instruction, at: Array, warps: Array, *, reader: Array, clock: Array, proxy: bool
     ) -> None:
-        """Granules are read.
+        """Notes reads of granules; raises if a warp does not know the last write.
 
         Args:
-            ins: by this instruction.
+            ins: instruction that reads.
             at: granules.
-            warps: of each, the warp that must know its last write.
+            warps: for each granule, the warp that must know its last write.
             reader: row of `read`.
-            clock: of the reader.
-            proxy: in the asynchronous proxy.
+            clock: clock of the reader.
+            proxy: the asynchronous proxy reads.
         """
         self._know_writer(ins, at, warps, "read", proxy)
         self.read[reader, at] = clock
@@ -119,7 +119,7 @@ class Shadow:
     def on_write(
         self, ins: Instruction, at: Array, warps: Array, *, writer: Array, clock: Array, proxy: bool
     ) -> None:
-        """Granules are written; arguments as of `on_read`."""
+        """Notes writes of granules; arguments as for `on_read`."""
         self._know_writer(ins, at, warps, "written", proxy)
         for row, agent in enumerate(self.readers):
             agents = np.full(at.shape, agent)
@@ -143,7 +143,7 @@ class Shadow:
         before: str,
         proxy: bool,
     ) -> None:
-        """The warps know that the agents, which have `before` read or written, are so far."""
+        """Raises if a warp does not know the clock of its agent, which `before` read or wrote."""
         unknown = clock > self.clocks.seen[warps, agents]
         if unknown.any():
             i = int(np.argmax(unknown))

@@ -1,10 +1,10 @@
-"""Instructions of one thread's registers: `RULES` has the type and function of each by its opcode.
+"""Instructions on registers of one thread: `RULES` maps each opcode to its types and function.
 
-Integers wrap. Floats are IEEE's; of fma the sum is rounded to float64 before it is to float32, and
-nothing else is fused, which ptxas may do.
-`ex2.approx` and `div.full` give the value that is nearest to the true one, where the ISA allows 2
-units in the last place; of two zeros `min` and `max` give either. Opcodes are whole: with a
-modifier that is not here an instruction is refused.
+Integers wrap. Floats follow IEEE; fma rounds its sum to float64 and then to float32. Nothing else
+is fused, though ptxas may do so.
+`ex2.approx` and `div.full` give the value nearest to the true one, where the ISA allows an error
+of 2 units in the last place; `min` and `max` of two zeros give either zero. Keys are whole opcodes:
+an instruction with an unknown modifier is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BITS = ("b16", "b32", "b64")
 
 
 class Rule(NamedTuple):
-    """Types of the result and of the sources, and the function from these to that."""
+    """Types of result and sources, and the function that computes the result."""
 
     result: str
     sources: tuple[str, ...]
@@ -65,12 +65,12 @@ def f32_to_f16_bits(x: Array) -> Array:
 
 
 def _pair(convert: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
-    """Two halves: the first operand is the upper one."""
+    """Packs two halves; the first operand is the upper half."""
     return lambda a, b: convert(a).astype(np.uint32) << 16 | convert(b)
 
 
 def flush(x: Array) -> Array:
-    """Subnormal numbers become zeros of their sign."""
+    """Replaces subnormal numbers by zeros of the same sign."""
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
 
 
@@ -79,7 +79,7 @@ def _ftz(function: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def _in_float64(function: Callable[..., Any]) -> Callable[..., Array]:
-    """Computed in float64 and rounded."""
+    """Makes a function compute in float64 and round to float32."""
     return lambda *sources: function(*(x.astype(np.float64) for x in sources)).astype(np.float32)
 
 
@@ -87,7 +87,7 @@ def _in_float64(function: Callable[..., Any]) -> Callable[..., Array]:
 
 
 def divide(a: Array, b: Array) -> Array:
-    """The quotient without its fraction; by zero all bits are set."""
+    """The quotient rounded toward zero; all bits are set where the divisor is zero."""
     quotient = np.trunc(a / np.where(b == 0, 1, b).astype(np.float64))  # exact for 32 bits
     return np.where(b == 0, -1, quotient).astype(np.int64)
 
@@ -102,7 +102,7 @@ def _wide_product(kind: str) -> Callable[[Array, Array], Array]:
 
 
 def _extract(kind: str) -> Callable[..., Array]:
-    """bfe: `length` bits from bit `start`, with the sign of the last one where signed."""
+    """bfe: extracts `length` bits from bit `start`; signed kinds sign-extend the last bit."""
 
     def extract(a: Array, start: Array, length: Array) -> Array:
         start, length = (np.asarray(x & 255, np.int64) for x in (start, length))
@@ -110,7 +110,7 @@ def _extract(kind: str) -> Callable[..., Array]:
         value = (np.asarray(a, np.int64) >> np.minimum(start, 63)) & ((1 << taken) - 1)
         if kind[0] == "u":
             return value
-        # Beyond the last bit stands that of the highest one that there is.
+        # A field that reaches beyond bit 31 takes bit 31 as its sign.
         top = np.minimum(start + length - 1, 31)
         sign = (np.asarray(a, np.int64) >> top) & (length > 0)
         return value - (sign << taken)

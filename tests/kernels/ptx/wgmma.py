@@ -1,8 +1,8 @@
-"""`wgmma`: products of a warpgroup, with operands in shared memory that descriptors describe.
+"""`wgmma`: products of a warpgroup; descriptors describe the operands in shared memory.
 
-A product is done at once, but until its group has been waited for nobody may touch its registers
-(`Machine.is_pending`), nor write the shared memory that it reads (the shadow). Products are exact
-and added up in float32; for D see `matrix`: a warp has the fragments of 16 of the 64 rows.
+A product is computed at once, but until a wait for its group it is a fault to touch its registers
+(`Machine.is_pending`) or to write the shared memory that it reads (`races`). Products are exact and
+added up in float32. Each warp holds 16 of the 64 rows of D, as fragments (see `matrix`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.kernels.ptx.parse import Instruction, Operand
 
 THREADS = 128
 DEPTH = 16
-# Bytes of a swizzled row, which bits 62 and 63 of a descriptor say, and its elements.
+# Bytes of a swizzled row, as bits 62 and 63 of a descriptor state, and elements of the row.
 WIDTH, ELEMENTS = 128, 64
 
 
@@ -29,10 +29,10 @@ WIDTH, ELEMENTS = 128, 64
 def offsets(descriptor: int, rows: int, transposed: bool) -> tuple[Array, Array]:
     """Addresses of the elements (rows, DEPTH) that a descriptor describes, and of their chunks.
 
-    ISA, "Matrix descriptor" and "Strides": rows are M or N. A group is 8 swizzled rows of bytes. If
-    K is contiguous (not transposed) these are 8 rows of the matrix, and the stride offset leads
-    from one group to the next. Else they are 8 steps of K, the stride offset leads to the next 8,
-    and the leading offset to the next rows of the matrix.
+    See the ISA, "Matrix descriptor" and "Strides". Rows are M or N; a group is 8 swizzled rows of
+    bytes. If K is contiguous (not transposed), a group has 8 rows of the matrix, and the stride
+    offset leads to the next group. Else a group has 8 steps of K, the stride offset leads to the
+    next 8 steps, and the leading offset to the next rows of the matrix.
     """
     start, leading, stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
     row, k = np.arange(rows)[:, None], np.arange(DEPTH)[None, :]
@@ -118,7 +118,7 @@ def _groups(machine: Machine, ins: Instruction, where: Where) -> list[int]:
 
 
 def _need_fence(machine: Machine, ins: Instruction, names: set[Operand]) -> None:
-    """A wgmma.fence stands after whatever else changes the registers, in the same block."""
+    """Raises unless, in the same block, a wgmma.fence follows other changes of the registers."""
     for before in reversed(machine.block.instructions[:-1]):
         if before.opcode == "wgmma.fence.sync.aligned":
             return
@@ -130,7 +130,7 @@ def _need_fence(machine: Machine, ins: Instruction, names: set[Operand]) -> None
 
 @handles(r"wgmma\.fence\.sync\.aligned")
 def fence(machine: Machine, ins: Instruction) -> Run:
-    """Checked at the wgmma behind it."""
+    """Does nothing: the wgmma after the fence checks for it (`_need_fence`)."""
     return lambda where: None
 
 
