@@ -1,4 +1,4 @@
-"""A device that queues operators on streams, recorded: who touches which bytes, after whom.
+"""Records a device with streams: which operators use which bytes, in which order.
 
     recorder = Recorder()
     with recorder:
@@ -223,7 +223,7 @@ class Recorder(TorchDispatchMode):
         return found
 
     def stop(self) -> None:
-        """Ends the record, and removes the operators on tensors of the host."""
+        """Ends the record: drops operators on the host's tensors, ignores memory freed later."""
         self._active = False
         count = -1
         while count != (count := sum(memory.on_device for memory in self.memories)):
@@ -238,7 +238,7 @@ class Recorder(TorchDispatchMode):
     # -- entries
 
     def queue(self, node: Node, stream: Stream | None = None) -> None:
-        """Appends a node to a stream, by default the current stream; keeps its own `after`."""
+        """Appends a node to a stream, by default the current stream; extends `node.after`."""
         if self._on_device(node.touches):
             self.num_ops += 1
             if self.num_ops == self._fail_at:
@@ -327,7 +327,7 @@ class Recorder(TorchDispatchMode):
         refs = [self.ref(x) for x in given]
         if name in SYNCHRONISE and self._on_device(refs):
             raise HostSyncError(f"the host would wait for {func}")
-        # The arguments as they are now: an operator may change sizes in place.
+        # Record the arguments before the call: an operator may change sizes in place.
         recorded = _mapped(lambda x: self.ref(x) if _has_bytes(x) else x, (args, kwargs))
         out = func(*args, **kwargs)
         outs = _leaves(out)

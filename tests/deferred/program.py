@@ -5,8 +5,8 @@
     program.run(schedule)          # the results of one order; fresh memory is poison
     program.stuck()                # nodes that can never finish
 
-A message travels in pieces, through a queue between the ranks: a piece is read at any moment after
-its sender has started, and written at any moment after that and after its receiver has started.
+A message travels in pieces, through a queue between the ranks: each piece is read at any
+time after the sender starts, and written at any later time after the receiver starts.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ class Run:
         return all(self._read[message] == PIECES for message in self.program.outgoing[node])
 
     def results(self) -> list[dict[str, Tensor]]:
-        """Results by rank and name, of those that the device has reached."""
+        """Results that the devices have reached, by rank and name."""
         results = []
         for rank, memories in zip(self.program.ranks, self.memories, strict=True):
             made = {
@@ -322,7 +322,7 @@ def in_host_order(run: Run, ready: list[Action]) -> Action:
 
 
 def at_random(seed: int) -> Schedule:
-    """Streams and messages that are fast or slow for a while, by chance."""
+    """Chooses actions at random; a stream or a message stays fast or slow for a while."""
     rng = random.Random(seed)
     speeds: dict[object, float] = {}
 

@@ -1,6 +1,6 @@
-"""Which accesses to shared memory are ordered: clocks of agents, as in FastTrack (PLDI 2009).
+"""Finds unordered accesses to shared memory by clocks of agents, as in FastTrack (PLDI 2009).
 
-An agent is what accesses shared memory at a time of its own:
+Agents access shared memory, each at its own time:
 
     warps            of the CTA; lanes of a warp are taken as ordered among themselves
     copies           one agent for the `cp.async` of each warp, counted in groups
@@ -32,7 +32,7 @@ MOST_MBARRIERS = 64
 
 
 class Clocks:
-    """The clocks of all agents that every warp knows."""
+    """For each warp, the clock of each agent that the warp knows."""
 
     def __init__(self, num_warps: int) -> None:
         self.num_warps = num_warps
@@ -86,7 +86,7 @@ class Clocks:
 
 
 class Shadow:
-    """Who has read and written each granule of shared memory, and when."""
+    """Agents and clocks of the last reads and the last write of each granule."""
 
     def __init__(
         self, num_bytes: int, clocks: Clocks, missing_fences: dict[Instruction, NotFenced]
