@@ -171,7 +171,7 @@ def acquire(machine: Machine, ins: Instruction) -> Run:
 
 @handles(r"(atom|red)\.global\.gpu\.(relaxed|release)\.(add|exch)(\.v4)?\.[bsuf]32")
 def atomic(machine: Machine, ins: Instruction) -> Run:
-    """Updates memory thread after thread; subnormal floats become zeros."""
+    """Updates memory at one address per thread; subnormal floats become zeros."""
     _, _, _, _, operation, *_, kind = ins.opcode.split(".")
     *results, address, values = ins.operands
     targets = [machine.target(ins, x, kind) for x in vector(results[0])] if results else []
@@ -186,15 +186,16 @@ def atomic(machine: Machine, ins: Instruction) -> Run:
         addresses = base[lanes].astype(np.int64) + offset
         size = 4 * len(sources)
         index = machine.memory.locate(ins, addresses, size, lanes) // 4
+        if np.unique(index).size < index.size:
+            raise Unsupported(ins, "by several threads at one address")
         for i, source in enumerate(sources):
-            # Threads at the same address each see the result of the thread before.
-            for lane, at in zip(lanes, index + i, strict=True):
-                old, new = words[at].copy(), source[lane]
-                if operation == "add":
-                    new = flush(flush(old) + flush(new)) if kind == "f32" else old + new
-                words[at] = new
-                if targets:
-                    targets[i][lane] = old
+            at = index + i
+            old, new = words[at], source[lanes]
+            if operation == "add":
+                new = flush(flush(old) + flush(new)) if kind == "f32" else old + new
+            words[at] = new
+            if targets:
+                targets[i][lanes] = old
 
     return run
 

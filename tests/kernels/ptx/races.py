@@ -121,9 +121,11 @@ class Shadow:
     ) -> None:
         """Notes writes of granules; arguments as for `on_read`."""
         self._know_writer(ins, at, warps, "written", proxy)
-        for row, agent in enumerate(self.readers):
-            agents = np.full(at.shape, agent)
-            self._know(ins, at, warps, agents, self.read[row, at], "written", "read", proxy)
+        readers = np.repeat(self.readers, at.size)
+        at_of, warps_of = (np.tile(x, len(self.readers)) for x in (at, warps))
+        self._know(
+            ins, at_of, warps_of, readers, self.read[:, at].ravel(), "written", "read", proxy
+        )
         self.writer[at] = writer
         self.written[at] = clock
 
