@@ -28,7 +28,6 @@ from rich.table import Table
 from torch import Tensor
 
 from ring_attn.backends import Purpose, choose_backend, get_backend
-from ring_attn.backends.base import decodes
 from ring_attn.bench.implementations import SDPA_BACKENDS, reason, sdpa_by
 from ring_attn.bench.one_device import OneDevice, add_device_arguments, one_device
 from ring_attn.bench.outputs import Outputs
@@ -113,7 +112,7 @@ class Cache:
     def runs(self) -> Iterator[tuple[str, Run]]:
         """Every implementation, with its name."""
         backend = self._backend
-        if decodes(backend):
+        if backend.decodes:
             yield (
                 "parts",
                 lambda: backend.decode(self.q, self.k, self.v, self._tiles, scores=self._scores)[0],

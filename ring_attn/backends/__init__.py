@@ -14,13 +14,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import NamedTuple
 
-from ring_attn.backends.base import (
-    Backend,
-    TileBackend,
-    architecture,
-    decodes,
-    folds_in_order,
-)
+from ring_attn.backends.base import Backend, architecture
 from ring_attn.core.mask import Mask
 from ring_attn.core.rates import attained, rates_of
 from ring_attn.core.sizes import merged_bytes
@@ -95,7 +89,7 @@ def get_backend(name: str) -> Backend:
 def bits_unit(name: str) -> int | None:
     """The backend's `bits_unit`, in positions; None if it does not fold in order."""
     backend = get_backend(name)
-    return backend.bits_unit if folds_in_order(backend) else None
+    return backend.bits_unit if backend.in_order else None
 
 
 @lru_cache(maxsize=1024)
@@ -174,11 +168,11 @@ def _exclusions(
 ) -> Iterator[tuple[Callable[[Backend], bool], str]]:
     """Rules (unfit, why) that exclude backends, unless no backend would remain."""
     if purpose.same_bits:
-        yield lambda backend: not folds_in_order(backend), "it has no fixed order of summation"
+        yield lambda backend: not backend.in_order, "it has no fixed order of summation"
     if purpose.decoding:
-        yield lambda backend: not decodes(backend), "it has no kernel for decoding"
+        yield lambda backend: not backend.decodes, "it has no kernel for decoding"
     if purpose.several:
         # Documents make hundreds of tiles per step, each with a launch and a merge.
-        yield lambda backend: isinstance(backend, TileBackend), "it takes slices one by one"
+        yield lambda backend: backend.tile_by_tile, "it takes slices one by one"
     if purpose.backward and purpose.same_bits is not False and spec.device_type == "cuda":
         yield lambda backend: not backend.deterministic, "no two runs of its backward are equal"

@@ -23,18 +23,16 @@ from torch import Tensor
 
 from ring_attn.backends.base import (
     NO_MAX_LOGITS,
-    Gradients,
-    TileBackend,
+    OperatorBackend,
+    Tiles,
     band_mask,
     equal_headdims,
     flash_pieces,
     flash_window,
-    out_from_delta,
     tile_within,
 )
 from ring_attn.core.dtypes import HALF_DTYPES
 from ring_attn.core.spec import AttentionSpec, Scores
-from ring_attn.core.state import State
 from ring_attn.core.tiles import Band, MaskKind, Tile
 
 aten = torch.ops.aten
@@ -46,57 +44,24 @@ CONTIGUOUS = torch.contiguous_format
 
 NO_SOFTCAP = "torch's fused attention has no softcap"
 
-QSide = tuple[Tensor, Tensor, Tensor, Tensor]
 
+class AtenBackend(OperatorBackend):
+    """Torch's flash attention, on CPU and CUDA.
 
-class AtenBackend(TileBackend):
-    """Torch's flash attention, on CPU and CUDA."""
+    On CPU 16-bit inputs are computed in float32: the operator's forward is no faster in bfloat16,
+    and with float32 outputs the error of a ring equals the error of one pass.
+    """
 
     name = "aten"
     # On CUDA it adds dq by atomics, except under torch.use_deterministic_algorithms.
     deterministic = False
 
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
-        """None for CPU up to float64, and for CUDA in 16-bit types with headdim up to 256."""
         if spec.device_type == "cpu":
             return _refused(spec)
         return _cuda_reason(spec, "flash")
 
-    def q_side(
-        self, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None
-    ) -> QSide:
-        """q, dout, lse and an `out` from which the operator forms delta."""
-        if out is None:
-            out = out_from_delta(dout, delta, _compute_dtype(dout))
-        return q, dout, lse, out
-
-    def forward_tile(
-        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, scores: Scores
-    ) -> None:
-        """Computes each piece of the tile by one operator call; on CPU 16-bit inputs in float32.
-
-        The CPU operator's forward is no faster in bfloat16, and with float32 outputs the error of
-        a ring equals the error of one pass.
-        """
-        for piece in self.pieces(tile, q.device.type):
-            # A separate function frees a piece's copies before the next piece is copied.
-            state.fold(piece.q, *self._forward_piece(q, k, v, piece, scores.softmax_scale))
-
-    def backward_tile(
-        self,
-        side: QSide,
-        k: Tensor,
-        v: Tensor,
-        tile: Tile,
-        gradients: Gradients,
-        scores: Scores,
-    ) -> None:
-        """Computes each piece of the tile by one operator call."""
-        for piece in self.pieces(tile, k.device.type):
-            self._backward_piece(side, k, v, piece, gradients, scores.softmax_scale)
-
     def pieces(self, tile: Tile, device_type: str) -> Iterator[Tile]:
-        """Splits the tile into rectangles that the device's operator computes in one call each."""
         if device_type != "cpu":
             yield from flash_pieces(tile)
         elif tile.kind is MaskKind.WINDOW:
@@ -104,100 +69,63 @@ class AtenBackend(TileBackend):
         else:
             yield from _causal_pieces(tile)
 
-    def _forward_piece(
-        self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        (q,) = _computable(q[:, piece.q])
-        k, v = _computable_kv(k[:, piece.kv], v[:, piece.kv])
-        return self._forward(q, k, v, piece, scale)
+    def compute_dtype(self, x: Tensor) -> torch.dtype:
+        return _compute_dtype(x)
 
-    def _backward_piece(
-        self,
-        side: QSide,
-        k: Tensor,
-        v: Tensor,
-        piece: Tile,
-        totals: Gradients,
-        scale: float,
-    ) -> None:
-        q, dout, lse, out = side
-        q, dout, out = _computable(q[:, piece.q], dout[:, piece.q], out[:, piece.q])
-        k, v = _computable_kv(k[:, piece.kv], v[:, piece.kv])
-        lse = lse[:, :, piece.q].contiguous()
-        grads = self._backward(dout, q, k, v, out, lse, piece, scale)
-        for total, grad, rows in zip(totals, grads, (piece.q, piece.kv, piece.kv), strict=True):
-            total[:, rows] += grad
-
-    def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, scale: float
+    def forward_piece(
+        self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        """`out` (batch, rows, nheads, headdim_v) and `lse` (batch, nheads, rows) of a piece."""
-        headdim_v = v.size(-1)
-        if q.device.type == "cpu":
-            q, k, v = equal_headdims(q, k, v, multiple=1)
+        cpu = q.device.type == "cpu"
+        q, k, v = equal_headdims(*_computable(q), *_computable_kv(k, v), multiple=1 if cpu else 8)
+        if cpu:
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
                 *_heads_first(q, k, v), 0.0, piece.kind is MaskKind.CAUSAL,
-                attn_mask=_dense_mask(piece, q), scale=scale,
+                attn_mask=_dense_mask(piece, q), scale=scores.softmax_scale,
             )  # fmt: skip
-            return out.transpose(1, 2)[..., :headdim_v], lse
-        q, k, v = equal_headdims(q, k, v, multiple=8)
+            return out.transpose(1, 2), lse
         left, right = flash_window(piece)
         out, lse, *_ = aten._flash_attention_forward(
             q, k, v, None, None, q.size(1), k.size(1), 0.0, False, False,
-            scale=scale, window_size_left=left, window_size_right=right,
+            scale=scores.softmax_scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
-        return out[..., :headdim_v], lse
+        return out, lse
 
-    def _backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        piece: Tile,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of one piece, (batch, rows, heads, dim)."""
-        headdim, headdim_v = q.size(-1), v.size(-1)
+    def backward_piece(
+        self, tensors: Sequence[Tensor], piece: Tile, scores: Scores
+    ) -> Sequence[Tensor]:
+        dout, q, k, v, out, lse = tensors
         cpu = q.device.type == "cpu"
-        q, k, v, dout, out = equal_headdims(q, k, v, dout, out, multiple=1 if cpu else 8)
+        (dout, q, out), (k, v) = _computable(dout, q, out), _computable_kv(k, v)
+        dout, q, k, v, out = equal_headdims(dout, q, k, v, out, multiple=1 if cpu else 8)
         if cpu:
             grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *_heads_first(dout, q, k, v, out), lse, 0.0, piece.kind is MaskKind.CAUSAL,
-                attn_mask=_dense_mask(piece, q), scale=scale,
+                attn_mask=_dense_mask(piece, q), scale=scores.softmax_scale,
             )  # fmt: skip
-            dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
-        else:
-            left, right = flash_window(piece)
-            rng_state = torch.zeros(2, dtype=torch.int64, device=q.device)  # read for dropout only
-            dq, dk, dv = aten._flash_attention_backward(
-                dout, q, k, v, out, lse, None, None, q.size(1), k.size(1), 0.0, False,
-                rng_state, rng_state,
-                scale=scale, window_size_left=left, window_size_right=right,
-            )  # fmt: skip
-        return dq[..., :headdim], dk[..., :headdim], dv[..., :headdim_v]
-
-    def folded(self, spec: AttentionSpec, tiles: Sequence[Tile]) -> Iterator[Tile]:
-        """The pieces of the tiles."""
-        for tile in tiles:
-            yield from self.pieces(tile, spec.device_type)
+            return [grad.transpose(1, 2) for grad in grads]
+        left, right = flash_window(piece)
+        rng_state = torch.zeros(2, dtype=torch.int64, device=q.device)  # read for dropout only
+        gradients: tuple[Tensor, ...] = aten._flash_attention_backward(
+            dout, q, k, v, out, lse, None, None, q.size(1), k.size(1), 0.0, False,
+            rng_state, rng_state, scale=scores.softmax_scale, window_size_left=left,
+            window_size_right=right,
+        )  # fmt: skip
+        return gradients
 
     def workspace_bytes(
         self,
         spec: AttentionSpec,
-        tiles: Sequence[Tile],
+        tiles: Tiles,
         *,
         backward: bool = False,
-        rebuilds_out: bool = False,
+        rebuilds: bool = False,
     ) -> int:
         """Bytes of the largest piece's outputs and copies, and of the CPU operator's scratch."""
         most = 0
         for tile in tiles:
             for piece in self.pieces(tile, spec.device_type):
-                most = max(most, _piece_bytes(spec, piece, backward, rebuilds_out))
-        if rebuilds_out and tiles:
+                most = max(most, _piece_bytes(spec, piece, backward, rebuilds))
+        if rebuilds and tiles:
             rows = max(tile.q.stop for tile in tiles) * spec.nheads * spec.batch
             cpu = spec.device_type == "cpu"
             most += rows * spec.headdim_v * (spec.accum_dtype if cpu else spec.dtype).itemsize
@@ -210,7 +138,6 @@ class CudnnBackend(AtenBackend):
     name = "cudnn"
 
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
-        """None for CUDA in float16 and bfloat16 with headdim up to 128."""
         if spec.device_type == "cuda" and not torch.backends.cudnn.is_available():
             return "this torch has no cuDNN"
         return cudnn_reason(spec)
@@ -223,42 +150,31 @@ class CudnnBackend(AtenBackend):
             else:
                 yield from _square_causal_pieces(piece)
 
-    def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, scale: float
+    def forward_piece(
+        self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         if piece.kind is MaskKind.WINDOW:
-            return super()._forward(q, k, v, piece, scale)
-        headdim_v = v.size(-1)
-        q, k, v = equal_headdims(q, k, v, multiple=8)
+            return super().forward_piece(q, k, v, piece, scores)
+        q, k, v = equal_headdims(*_computable(q, k, v), multiple=8)
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             *_heads_first(q, k, v), None, True, 0.0, piece.kind is MaskKind.CAUSAL, False,
-            scale=scale,
+            scale=scores.softmax_scale,
         )  # fmt: skip
-        return out.transpose(1, 2)[..., :headdim_v], lse.reshape(q.size(0), q.size(2), q.size(1))
+        return out.transpose(1, 2), lse.reshape(q.size(0), q.size(2), q.size(1))
 
-    def _backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        piece: Tile,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward_piece(
+        self, tensors: Sequence[Tensor], piece: Tile, scores: Scores
+    ) -> Sequence[Tensor]:
         if piece.kind is MaskKind.WINDOW:
-            return super()._backward(dout, q, k, v, out, lse, piece, scale)
-        headdim, headdim_v = q.size(-1), v.size(-1)
-        q, k, v, dout, out = equal_headdims(q, k, v, dout, out, multiple=8)
+            return super().backward_piece(tensors, piece, scores)
+        *inputs, lse = tensors
+        dout, q, k, v, out = equal_headdims(*_computable(*inputs), multiple=8)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # read for dropout only
         grads = aten._scaled_dot_product_cudnn_attention_backward(
             *_heads_first(dout, q, k, v, out), lse.unsqueeze(-1), seed, seed, None, None, None,
-            q.size(1), k.size(1), 0.0, piece.kind is MaskKind.CAUSAL,
-            scale=scale,
+            q.size(1), k.size(1), 0.0, piece.kind is MaskKind.CAUSAL, scale=scores.softmax_scale,
         )  # fmt: skip
-        dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
-        return dq[..., :headdim], dk[..., :headdim], dv[..., :headdim_v]
+        return [grad.transpose(1, 2) for grad in grads]
 
 
 def cudnn_reason(spec: AttentionSpec) -> str | None:

@@ -1,13 +1,13 @@
-"""The backend protocol: a forward folds a step's tiles into a state, a backward adds gradients.
+"""The backend: a forward folds a step's tiles into a state, a backward adds gradients.
 
 A backend gets the whole local tensors and all tiles of a step; it may compute the tiles one by one
-(`TileBackend`) or together. It never communicates and knows nothing of ranks.
+or together. It never communicates and knows nothing of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,8 @@ from ring_attn.core.dtypes import accum_dtype
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import State, merge_tree
 from ring_attn.core.tiles import MaskKind, Tile, make_tile
+
+Tiles = Sequence[Tile]
 
 
 class BackwardInputs(NamedTuple):
@@ -44,47 +46,64 @@ class BackwardInputs(NamedTuple):
 Gradients = tuple[Tensor, Tensor, Tensor]
 SomeGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
+# q, dout, lse and a fourth tensor, from which `backward_tile` has delta.
+QSide = tuple[Tensor, Tensor, Tensor, Tensor]
 
-class Backend(Protocol):
+
+class Backend:
     """Computes a call's steps; tensors are (batch, rows, heads, dim) with any strides.
 
-    Each backend has its own type of state: `new_state` makes it, steps pass it on, and `finalize`
-    consumes it.
+    A state passes from step to step: `new_state` makes it, and `finalize` consumes it. By default
+    the tiles of a step are computed one by one, in `forward_tile` and `backward_tile`, and folded
+    into a `core.state.State`. A backend that computes them together replaces all methods.
 
     Attributes:
         name: as in `PREFERENCE`.
-        in_order: the backend is an `InOrderBackend`.
+        tile_by_tile: each tile takes launches and a merge of its own.
+        in_order: results have the same bits however the tiles are spread over calls, if the calls
+            come in folding order, accumulate in place into one state and one set of gradients, and
+            are cut at multiples of `bits_unit` positions.
+        bits_unit: see `in_order`.
+        decodes: `decode` is another algorithm, for a few queries against many keys.
         carries_state: its kernels load and store the state; the last one writes out and lse.
         deterministic: two runs of a backward on CUDA have the same bits; on CPUs they always do.
         converts_lse: `row_statistics` makes a new lse, and does not return its argument.
     """
 
     name: str
-    in_order: bool
-    carries_state: bool
-    deterministic: bool
-    converts_lse: bool
+    tile_by_tile = True
+    in_order = False
+    bits_unit = 1
+    decodes = False
+    carries_state = False
+    deterministic = True
+    converts_lse = False
 
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
         """None if this backend can run the call on this machine, else the reason why not.
 
         `explicit`: the user asked for this backend by name; test-only backends refuse other calls.
         """
-        ...
+        raise NotImplementedError
+
+    def in_one_pass(self, spec: AttentionSpec) -> bool:
+        """Whether one pass for all gradients is faster than one for dq and one for dk and dv."""
+        return not self.in_order
 
     def new_state(self, q: Tensor, headdim_v: int, sinks: Tensor | None = None) -> Any:
         """The empty state of q's rows.
 
         `sinks`, (nheads,) in the state's dtype, are added to the denominators once, at the end.
         """
-        ...
+        batch, rows, nheads, _ = q.shape
+        return State((batch, rows, nheads, headdim_v), accum_dtype(q.dtype), q.device, sinks)
 
     def forward(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tiles: Sequence[Tile],
+        tiles: Tiles,
         state: Any,
         *,
         scores: Scores,
@@ -94,14 +113,17 @@ class Backend(Protocol):
 
         `last`: no more tiles follow, so the kernel may write out and lse at once.
         """
-        ...
+        for tile in tiles:
+            self.forward_tile(q, k, v, tile, state, scores)
+        return state
 
     def finalize(self, state: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """`out` in dtype, and `lse` (batch, nheads, rows), which includes the sinks.
 
         A row that attends to no key has lse -inf, or its sink.
         """
-        ...
+        results: tuple[Tensor, Tensor] = state.finalize(dtype)
+        return results
 
     def merge(
         self, out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype
@@ -110,14 +132,20 @@ class Backend(Protocol):
 
         May overwrite `out` and `lse`, which are contiguous except in the first dim.
         """
-        ...
+        return merge_tree(out, lse, sinks, dtype)
 
     def max_logits(self, state: Any) -> Tensor:
         """(nheads,) greatest score so far, read before `finalize`; -inf if no key was seen.
 
         Called only on backends that support a spec with `max_logits`, and only without `last`.
         """
-        ...
+        return greatest(state.m)
+
+    def decode(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, *, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """`out` and `lse`, in the state's dtype, of all queries over all tiles of a call."""
+        raise NotImplementedError
 
     def row_statistics(self, out: Tensor, dout: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """lse in the form that `backward` reads, and delta = rowsum(dO * O); once per call.
@@ -125,95 +153,180 @@ class Backend(Protocol):
         All are (batch, nheads, rows) in the state's dtype. The argument `lse` is a natural
         logarithm.
         """
-        ...
+        wide = accum_dtype(out.dtype)
+        return lse, (out.to(wide) * dout.to(wide)).sum(-1).transpose(1, 2).contiguous()
 
     def backward(
         self,
         inputs: BackwardInputs,
-        tiles: Sequence[Tile],
-        gradients: Gradients,
+        tiles: Tiles,
+        gradients: SomeGradients,
         *,
         scores: Scores,
         out: Tensor | None = None,
     ) -> None:
         """Adds the tiles' gradients, dq and dk without the factor of `gradient_factor`.
 
+        Only a backend that is `in_order` takes dq alone, or dk and dv alone, with the same bits.
         `out` is None on ranks that do not own the q rows: there an operator that needs `out`
         instead of delta builds one by `out_from_delta`.
         """
-        ...
+        q, k, v, dout, lse, delta = inputs
+        side = self.q_side(q, dout, lse, delta, out)
+        for tile in tiles:
+            self.backward_tile(side, k, v, tile, cast(Gradients, gradients), scores)
 
     def gradient_factor(self, scores: Scores) -> float:
         """The factor by which the caller multiplies dq and dk, once after all steps."""
-        ...
+        return 1.0
 
     def forward_bytes(
-        self, spec: AttentionSpec, rows: int, steps: Sequence[Sequence[Tile]], *, last: bool = True
+        self, spec: AttentionSpec, rows: int, steps: Sequence[Tiles], *, last: bool = True
     ) -> int:
         """Peak bytes of state, results and workspace of all steps; `rows` counts q rows.
 
         Without `last` more steps follow.
         """
-        ...
+        statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
+        acc = statistics * spec.headdim_v
+        most, first = 0, True
+        for tiles in steps:
+            for part in self.folded(spec, tiles):
+                # The state adopts the first part's output if that has all rows. Each later merge
+                # needs four more statistics than the two of the state.
+                state = statistics if first and part.rows == rows else acc + 6 * statistics
+                most = max(most, state + self.workspace_bytes(spec, [part]))
+                first = False
+        rounded = acc // 2 if spec.dtype != spec.accum_dtype else 0
+        return max(most, acc + 4 * statistics + rounded)
 
     def merge_bytes(self, spec: AttentionSpec, rows: int, num_sets: int) -> int:
         """Peak bytes of results and workspace of `merge`; `rows` counts q rows."""
-        ...
+        statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
+        acc = statistics * spec.headdim_v
+        # The messages of all ranks do not form one tensor along the batch.
+        copied = num_sets * (acc + statistics) if min(spec.batch, num_sets) > 1 else 0
+        rounded = acc // 2 if spec.dtype != spec.accum_dtype else 0
+        root = acc + max(rounded + 3 * statistics, (6 if spec.sinks else 4) * statistics)
+        level = num_sets // 2 * 4 * statistics
+        return copied + num_sets * statistics + max(level, root)
+
+    def decode_bytes(self, spec: AttentionSpec, rows: int, tiles: Tiles) -> int:
+        """Peak bytes of results and workspace of `decode`."""
+        raise NotImplementedError
 
     def workspace_bytes(
         self,
         spec: AttentionSpec,
-        tiles: Sequence[Tile],
+        tiles: Tiles,
         *,
         backward: bool = False,
-        rebuilds_out: bool = False,
+        rebuilds: bool = False,
     ) -> int:
         """Peak bytes that this backend allocates in one step, beside the arguments.
 
-        `rebuilds_out`: a backward whose `out` is None.
+        `rebuilds`: a backward whose `out` is None, and so is rebuilt.
         """
-        ...
+        raise NotImplementedError
 
+    # -- for backends that compute the tiles one by one
 
-class InOrderBackend(Backend, Protocol):
-    """A backend whose results have the same bits however the tiles are spread over calls.
+    def folded(self, spec: AttentionSpec, tiles: Tiles) -> Iterator[Tile]:
+        """The tiles, or their parts, in the units folded into the state."""
+        yield from tiles
 
-    That holds if the calls come in folding order, accumulate in place into one state and one set
-    of gradients, and are cut at multiples of `bits_unit` positions.
-    """
+    def q_side(
+        self, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None
+    ) -> QSide:
+        """The tensors of the q rows as `backward_tile` reads them, made once per step."""
+        return q, dout, lse, delta
 
-    bits_unit: int
-
-    def backward(
-        self,
-        inputs: BackwardInputs,
-        tiles: Sequence[Tile],
-        gradients: SomeGradients,
-        *,
-        scores: Scores,
-        out: Tensor | None = None,
+    def forward_tile(
+        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, scores: Scores
     ) -> None:
-        """Adds to dq, or to dk and dv, or to all three; the bits are the same either way."""
-        ...
+        """Folds one tile."""
+        raise NotImplementedError
+
+    def backward_tile(
+        self, side: QSide, k: Tensor, v: Tensor, tile: Tile, gradients: Gradients, scores: Scores
+    ) -> None:
+        """Adds one tile's gradients."""
+        raise NotImplementedError
 
 
-def folds_in_order(backend: Backend) -> TypeGuard[InOrderBackend]:
-    """Whether the backend is an `InOrderBackend`."""
-    return backend.in_order
+class OperatorBackend(Backend):
+    """A backend that computes each piece of a tile by one call of a fused operator.
 
-
-def in_one_pass(backend: Backend, spec: AttentionSpec) -> bool:
-    """Whether one pass for all gradients is faster than one for dq and one for dk and dv.
-
-    By default true for backends that cannot compute the gradients separately.
+    The operators read `out` instead of delta.
     """
-    decide = getattr(backend, "in_one_pass", None)
-    return not folds_in_order(backend) if decide is None else bool(decide(spec))
+
+    def pieces(self, tile: Tile, device_type: str) -> Iterator[Tile]:
+        """Splits the tile into rectangles that the device's operator computes in one call each."""
+        return flash_pieces(tile)
+
+    def compute_dtype(self, x: Tensor) -> torch.dtype:
+        """The dtype of the operator's inputs."""
+        return x.dtype
+
+    def forward_piece(
+        self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        """`out` of a piece, perhaps with more dims, and `lse` (batch, nheads, rows)."""
+        raise NotImplementedError
+
+    def backward_piece(
+        self, tensors: Sequence[Tensor], piece: Tile, scores: Scores
+    ) -> Sequence[Tensor]:
+        """dq, dk, dv of a piece, perhaps with more dims, from its dout, q, k, v, out and lse."""
+        raise NotImplementedError
+
+    def folded(self, spec: AttentionSpec, tiles: Tiles) -> Iterator[Tile]:
+        for tile in tiles:
+            yield from self.pieces(tile, spec.device_type)
+
+    def q_side(
+        self, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None
+    ) -> QSide:
+        """q, dout, lse and an `out` from which the operator forms delta."""
+        if out is None:
+            out = out_from_delta(dout, delta, self.compute_dtype(dout))
+        return q, dout, lse, out
+
+    def forward_tile(
+        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, scores: Scores
+    ) -> None:
+        for piece in self.pieces(tile, q.device.type):
+            self._fold_piece(q, k, v, piece, state, scores)
+
+    def _fold_piece(
+        self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, state: State, scores: Scores
+    ) -> None:
+        # A function, which frees a piece's copies before the next piece is copied.
+        parts = q[:, piece.q], k[:, piece.kv], v[:, piece.kv]
+        out, lse = self.forward_piece(*parts, piece, scores)
+        state.fold(piece.q, out[..., : v.size(-1)], lse)
+
+    def backward_tile(
+        self, side: QSide, k: Tensor, v: Tensor, tile: Tile, gradients: Gradients, scores: Scores
+    ) -> None:
+        for piece in self.pieces(tile, k.device.type):
+            self._add_piece(side, k, v, piece, gradients, scores)
+
+    def _add_piece(
+        self, side: QSide, k: Tensor, v: Tensor, piece: Tile, gradients: Gradients, scores: Scores
+    ) -> None:
+        q, dout, lse, out = side
+        q, dout, out = q[:, piece.q], dout[:, piece.q], out[:, piece.q]
+        lse, k, v = lse[:, :, piece.q].contiguous(), k[:, piece.kv], v[:, piece.kv]
+        grads = self.backward_piece((dout, q, k, v, out, lse), piece, scores)
+        sides = (piece.q, piece.kv, piece.kv)
+        for total, grad, rows in zip(gradients, grads, sides, strict=True):
+            total[:, rows] += grad[..., : total.size(-1)]
 
 
 def why_not_alike(backend: Backend, whole: AttentionSpec, part: AttentionSpec) -> str | None:
     """Why heads computed in parts have other bits than heads computed together, or None."""
-    if in_one_pass(backend, whole) == in_one_pass(backend, part):
+    if backend.in_one_pass(whole) == backend.in_one_pass(part):
         return None
     return (
         f"{part.nheads_kv} of {whole.nheads_kv} kv heads are computed at a time, and backend "
@@ -229,161 +342,6 @@ def architecture() -> str:
         return str(torch.cuda.get_device_properties().gcnArchName).split(":")[0]
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"
-
-
-class DecodingBackend(Backend, Protocol):
-    """A backend with another algorithm for a few queries against many keys."""
-
-    def decode(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], *, scores: Scores
-    ) -> tuple[Tensor, Tensor]:
-        """`out` and `lse`, in the state's dtype, of all queries over all tiles of a call."""
-        ...
-
-    def decode_bytes(self, spec: AttentionSpec, rows: int, tiles: Sequence[Tile]) -> int:
-        """Peak bytes of results and workspace of `decode`."""
-        ...
-
-
-def decodes(backend: Backend) -> TypeGuard[DecodingBackend]:
-    """Whether the backend is a `DecodingBackend`."""
-    return hasattr(backend, "decode")
-
-
-class TileBackend:
-    """A backend that computes the tiles one by one, in `forward_tile` and `backward_tile`."""
-
-    name: str
-    in_order = False
-    carries_state = False
-    deterministic = True
-    converts_lse = False
-
-    def new_state(self, q: Tensor, headdim_v: int, sinks: Tensor | None = None) -> State:
-        """The empty state of q's rows."""
-        batch, rows, nheads, _ = q.shape
-        return State((batch, rows, nheads, headdim_v), accum_dtype(q.dtype), q.device, sinks)
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tiles: Sequence[Tile],
-        state: State,
-        *,
-        scores: Scores,
-        last: bool = False,
-    ) -> State:
-        """Folds the tiles of one step into the state, in their order."""
-        for tile in tiles:
-            self.forward_tile(q, k, v, tile, state, scores)
-        return state
-
-    def finalize(self, state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`out` in dtype and `lse` (batch, nheads, rows)."""
-        return state.finalize(dtype)
-
-    def merge(
-        self, out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """`merge_tree`."""
-        return merge_tree(out, lse, sinks, dtype)
-
-    def max_logits(self, state: State) -> Tensor:
-        """(nheads,) greatest maximum of any row."""
-        return greatest(state.m)
-
-    def row_statistics(self, out: Tensor, dout: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """lse as it is, and delta = rowsum(dO * O)."""
-        wide = accum_dtype(out.dtype)
-        return lse, (out.to(wide) * dout.to(wide)).sum(-1).transpose(1, 2).contiguous()
-
-    def backward(
-        self,
-        inputs: BackwardInputs,
-        tiles: Sequence[Tile],
-        gradients: Gradients,
-        *,
-        scores: Scores,
-        out: Tensor | None = None,
-    ) -> None:
-        """Adds the tiles' gradients."""
-        q, k, v, dout, lse, delta = inputs
-        side = self.q_side(q, dout, lse, delta, out)
-        for tile in tiles:
-            self.backward_tile(side, k, v, tile, gradients, scores)
-
-    def gradient_factor(self, scores: Scores) -> float:
-        """1: every tile's gradients are scaled already."""
-        return 1.0
-
-    def forward_bytes(
-        self, spec: AttentionSpec, rows: int, steps: Sequence[Sequence[Tile]], *, last: bool = True
-    ) -> int:
-        """Peak bytes of `State`, its merges and a tile's results."""
-        statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
-        acc = statistics * spec.headdim_v
-        most, first = 0, True
-        for tiles in steps:
-            for part in self.folded(spec, tiles):
-                # The state adopts the first part's output if that has all rows. Each later merge
-                # needs four more statistics than the two of the state.
-                state = statistics if first and part.rows == rows else acc + 6 * statistics
-                most = max(most, state + self.workspace_bytes(spec, [part]))
-                first = False
-        rounded = acc // 2 if spec.dtype != spec.accum_dtype else 0
-        return max(most, acc + 4 * statistics + rounded)
-
-    def merge_bytes(self, spec: AttentionSpec, rows: int, num_sets: int) -> int:
-        """Peak bytes of `merge_tree`, at its first level or at its root."""
-        statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
-        acc = statistics * spec.headdim_v
-        # The messages of all ranks do not form one tensor along the batch.
-        copied = num_sets * (acc + statistics) if min(spec.batch, num_sets) > 1 else 0
-        rounded = acc // 2 if spec.dtype != spec.accum_dtype else 0
-        root = acc + max(rounded + 3 * statistics, (6 if spec.sinks else 4) * statistics)
-        level = num_sets // 2 * 4 * statistics
-        return copied + num_sets * statistics + max(level, root)
-
-    def folded(self, spec: AttentionSpec, tiles: Sequence[Tile]) -> Iterator[Tile]:
-        """The tiles, or their parts, in the units folded into the state."""
-        yield from tiles
-
-    def workspace_bytes(
-        self,
-        spec: AttentionSpec,
-        tiles: Sequence[Tile],
-        *,
-        backward: bool = False,
-        rebuilds_out: bool = False,
-    ) -> int:
-        """Peak bytes of one step, beside the arguments."""
-        raise NotImplementedError
-
-    def q_side(
-        self, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, dout, lse and delta as `backward_tile` reads them, made once per step."""
-        return q, dout, lse, delta
-
-    def forward_tile(
-        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, scores: Scores
-    ) -> None:
-        """Folds one tile."""
-        raise NotImplementedError
-
-    def backward_tile(
-        self,
-        side: tuple[Tensor, Tensor, Tensor, Tensor],
-        k: Tensor,
-        v: Tensor,
-        tile: Tile,
-        gradients: Gradients,
-        scores: Scores,
-    ) -> None:
-        """Adds one tile's gradients."""
-        raise NotImplementedError
 
 
 NO_MAX_LOGITS = "returns lse but no maximum: return_max_logits needs triton or reference"

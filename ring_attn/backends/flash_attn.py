@@ -14,7 +14,7 @@ inputs.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -23,27 +23,22 @@ from torch import Tensor
 
 from ring_attn.backends.base import (
     NO_MAX_LOGITS,
-    Gradients,
-    TileBackend,
+    OperatorBackend,
+    Tiles,
     architecture,
     equal_headdims,
-    flash_pieces,
     flash_window,
-    out_from_delta,
 )
 from ring_attn.core.dtypes import HALF_DTYPES
 from ring_attn.core.spec import AttentionSpec, Scores
-from ring_attn.core.state import State
 from ring_attn.core.tiles import Tile
 
 # Major, minor, patch and beta; RELEASED sorts a release after all of its betas.
 Version = tuple[int, int, int, int]
 RELEASED = 1 << 30
 
-QSide = tuple[Tensor, Tensor, Tensor, Tensor]
 
-
-class FlashAttnBackend(TileBackend):
+class FlashAttnBackend(OperatorBackend):
     """FlashAttention 2 from the package flash-attn.
 
     Attributes:
@@ -52,6 +47,9 @@ class FlashAttnBackend(TileBackend):
         oldest: oldest supported version; earlier versions have other arguments or results.
         architectures: GPUs for which the package has kernels; empty means all.
         most_headdim: largest supported headdim.
+        names: of the operators for forward and backward.
+        options: arguments of both operators, beside tensors, window and scores.
+        forward_options: further arguments of the forward.
     """
 
     name = "flash_attn"
@@ -60,6 +58,9 @@ class FlashAttnBackend(TileBackend):
     oldest: Version = (2, 8, 0, 0)
     architectures: tuple[str, ...] = ()
     most_headdim = 256
+    names = ("_flash_attn_forward", "_flash_attn_backward")
+    options: Mapping[str, Any] = {"dropout_p": 0.0, "causal": False, "alibi_slopes": None}
+    forward_options: Mapping[str, Any] = {"return_softmax": False}
 
     def operators(self) -> Any:
         """The namespace of the package's operators."""
@@ -68,7 +69,6 @@ class FlashAttnBackend(TileBackend):
         return torch.ops.flash_attn
 
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
-        """None for CUDA, float16 or bfloat16, headdim up to `most_headdim`, with the package."""
         installed = _installed(self.package)
         if installed is None:
             return f"the package {self.package} is not installed: {self.install}"
@@ -88,99 +88,52 @@ class FlashAttnBackend(TileBackend):
             return f"{self.package} takes headdim up to {self.most_headdim}, got {headdim}"
         return NO_MAX_LOGITS if spec.max_logits else None
 
-    def q_side(
-        self, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None
-    ) -> QSide:
-        """q, dout, lse and an `out` from which the operator forms delta."""
-        return q, dout, lse, out_from_delta(dout, delta, dout.dtype) if out is None else out
+    def arguments(self, piece: Tile, scores: Scores) -> dict[str, Any]:
+        """Arguments of both operators that are no tensors."""
+        left, right = flash_window(piece)
+        window = {"window_size_left": left, "window_size_right": right}
+        return {**self.options, **window, **vars(scores)}
 
-    def forward_tile(
-        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, state: State, scores: Scores
-    ) -> None:
-        """Computes each piece by one call; lse +inf of rows without keys becomes -inf."""
-        for piece in flash_pieces(tile):
-            self._forward_piece(q, k, v, piece, state, scores)
-
-    def _forward_piece(
-        self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, state: State, scores: Scores
-    ) -> None:
-        headdim_v = v.size(-1)
-        inputs = equal_headdims(q[:, piece.q], k[:, piece.kv], v[:, piece.kv], multiple=8)
-        out, lse = self.call_forward(inputs, flash_window(piece), scores)
-        lse = lse.masked_fill(lse == torch.inf, -torch.inf)
-        state.fold(piece.q, out[..., :headdim_v], lse)
-
-    def backward_tile(
-        self,
-        side: QSide,
-        k: Tensor,
-        v: Tensor,
-        tile: Tile,
-        gradients: Gradients,
-        scores: Scores,
-    ) -> None:
-        """Computes each piece by one deterministic call."""
-        for piece in flash_pieces(tile):
-            self._backward_piece(side, k, v, piece, gradients, scores)
-
-    def _backward_piece(
-        self,
-        side: QSide,
-        k: Tensor,
-        v: Tensor,
-        piece: Tile,
-        gradients: Gradients,
-        scores: Scores,
-    ) -> None:
-        q, dout, lse, out = side
-        tensors = equal_headdims(
-            dout[:, piece.q], q[:, piece.q], k[:, piece.kv], v[:, piece.kv], out[:, piece.q],
-            multiple=8,
-        )  # fmt: skip
-        grads = [torch.empty_like(x) for x in tensors[1:4]]
-        lse = lse[:, :, piece.q].contiguous()
-        self.call_backward((*tensors, lse), grads, flash_window(piece), scores)
-        sides = (piece.q, piece.kv, piece.kv)
-        for total, grad, rows in zip(gradients, grads, sides, strict=True):
-            total[:, rows] += grad[..., : total.size(-1)]
-
-    def call_forward(
-        self, qkv: Sequence[Tensor], window: tuple[int, int], scores: Scores
+    def forward_piece(
+        self, q: Tensor, k: Tensor, v: Tensor, piece: Tile, scores: Scores
     ) -> tuple[Tensor, Tensor]:
-        """`out` and `lse` of a piece."""
-        out, lse, *_ = self.operators()._flash_attn_forward(
-            *qkv, dropout_p=0.0, causal=False, window_size_left=window[0],
-            window_size_right=window[1], alibi_slopes=None, return_softmax=False, **vars(scores),
-        )  # fmt: skip
-        return out, lse
+        """Changes lse +inf of rows without keys to -inf."""
+        operator = getattr(self.operators(), self.names[0])
+        options = {**self.arguments(piece, scores), **self.forward_options}
+        out, lse, *_ = operator(*equal_headdims(q, k, v, multiple=8), **options)
+        return out, lse.masked_fill(lse == torch.inf, -torch.inf)
+
+    def backward_piece(
+        self, tensors: Sequence[Tensor], piece: Tile, scores: Scores
+    ) -> Sequence[Tensor]:
+        *inputs, lse = tensors
+        dout, q, k, v, out = equal_headdims(*inputs, multiple=8)
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        options = {**self.arguments(piece, scores), "deterministic": True}
+        operator = getattr(self.operators(), self.names[1])
+        self.call_backward(operator, (dout, q, k, v, out, lse), grads, options)
+        return grads
 
     def call_backward(
-        self,
-        inputs: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        window: tuple[int, int],
-        scores: Scores,
+        self, operator: Any, inputs: Sequence[Tensor], grads: Sequence[Tensor], options: Any
     ) -> None:
-        """Writes dq, dk and dv of a piece."""
-        self.operators()._flash_attn_backward(
-            *inputs, *grads, dropout_p=0.0, causal=False, window_size_left=window[0],
-            window_size_right=window[1], alibi_slopes=None, deterministic=True, **vars(scores),
-        )  # fmt: skip
+        """Writes dq, dk and dv."""
+        operator(*inputs, *grads, **options)
 
     def workspace_bytes(
         self,
         spec: AttentionSpec,
-        tiles: Sequence[Tile],
+        tiles: Tiles,
         *,
         backward: bool = False,
-        rebuilds_out: bool = False,
+        rebuilds: bool = False,
     ) -> int:
         """Bytes of the largest tile's outputs, and of a rebuilt `out`."""
         dim, most = max(spec.headdim, spec.headdim_v), 0
         for tile in tiles:
             q_rows, kv_rows = tile.rows * spec.nheads, tile.cols * spec.nheads_kv
             rows = q_rows + 2 * kv_rows if backward else q_rows
-            rows += max(t.q.stop for t in tiles) * spec.nheads if rebuilds_out else 0
+            rows += max(t.q.stop for t in tiles) * spec.nheads if rebuilds else 0
             most = max(most, rows * dim * spec.dtype.itemsize + q_rows * 4)
         return most * spec.batch
 
@@ -194,35 +147,14 @@ class FlashAttn3Backend(FlashAttnBackend):
     oldest = (3, 0, 0, RELEASED)
     architectures = ("sm_90",)
     most_headdim = 192  # above it the backward is not deterministic
+    names = ("fwd", "bwd")
+    options = {"is_causal": False}
+    forward_options = {"num_splits": 1}
 
     def operators(self) -> Any:
-        """The namespace of the package's operators."""
         import flash_attn_interface  # noqa: F401 - registers them
 
         return torch.ops.flash_attn_3
-
-    def call_forward(
-        self, qkv: Sequence[Tensor], window: tuple[int, int], scores: Scores
-    ) -> tuple[Tensor, Tensor]:
-        """`out` and `lse` of a piece."""
-        out, lse, *_ = self.operators().fwd(
-            *qkv, is_causal=False, window_size_left=window[0], window_size_right=window[1],
-            num_splits=1, **vars(scores),
-        )  # fmt: skip
-        return out, lse
-
-    def call_backward(
-        self,
-        inputs: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        window: tuple[int, int],
-        scores: Scores,
-    ) -> None:
-        """Writes dq, dk and dv of a piece."""
-        self.operators().bwd(
-            *inputs, *grads, is_causal=False, window_size_left=window[0],
-            window_size_right=window[1], deterministic=True, **vars(scores),
-        )  # fmt: skip
 
 
 class FlashAttn4Backend(FlashAttnBackend):
@@ -234,41 +166,25 @@ class FlashAttn4Backend(FlashAttnBackend):
     oldest = (4, 0, 0, 13)
     architectures = ("sm_90", "sm_100")
     most_headdim = 128
+    names = ("_flash_attn_fwd", "_flash_attn_bwd")
+    options = {"causal": False}
+    forward_options = {"return_lse": True}
 
     def operators(self) -> Any:
-        """The namespace of the package's operators."""
         from flash_attn.cute import interface
 
         return interface
 
-    def call_forward(
-        self, qkv: Sequence[Tensor], window: tuple[int, int], scores: Scores
-    ) -> tuple[Tensor, Tensor]:
-        """`out` and `lse` of a piece."""
-        out, lse, *_ = self.operators()._flash_attn_fwd(
-            *qkv, causal=False, window_size_left=_or_none(window[0]),
-            window_size_right=_or_none(window[1]), return_lse=True, **vars(scores),
-        )  # fmt: skip
-        return out, lse
+    def arguments(self, piece: Tile, scores: Scores) -> dict[str, Any]:
+        window = zip(("window_size_left", "window_size_right"), flash_window(piece), strict=True)
+        unbounded = {name: None for name, size in window if size < 0}
+        return super().arguments(piece, scores) | unbounded
 
     def call_backward(
-        self,
-        inputs: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        window: tuple[int, int],
-        scores: Scores,
+        self, operator: Any, inputs: Sequence[Tensor], grads: Sequence[Tensor], options: Any
     ) -> None:
-        """Writes dq, dk and dv of a piece."""
         (dout, q, k, v, out, lse), (dq, dk, dv) = inputs, grads
-        self.operators()._flash_attn_bwd(
-            q, k, v, out, dout, lse, causal=False, window_size_left=_or_none(window[0]),
-            window_size_right=_or_none(window[1]), deterministic=True, dq=dq, dk=dk, dv=dv,
-            **vars(scores),
-        )  # fmt: skip
-
-
-def _or_none(side: int) -> int | None:
-    return None if side < 0 else side
+        operator(q, k, v, out, dout, lse, dq=dq, dk=dk, dv=dv, **options)
 
 
 def _installed(package: str) -> str | None:

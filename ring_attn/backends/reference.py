@@ -6,25 +6,22 @@ for tests, and for calls that all other backends refuse. 16-bit inputs are compu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from ring_attn.backends.base import Gradients, TileBackend, band_mask
+from ring_attn.backends.base import Backend, Gradients, QSide, Tiles, band_mask
 from ring_attn.core.spec import AttentionSpec, Scores
 from ring_attn.core.state import State
 from ring_attn.core.tiles import Tile
 
 
-class ReferenceBackend(TileBackend):
+class ReferenceBackend(Backend):
     """Computes scores, mask, exponentials and sums exactly as in the equations."""
 
     name = "reference"
 
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
-        """None: this backend runs every call."""
         return None
 
     def forward_tile(
@@ -43,13 +40,7 @@ class ReferenceBackend(TileBackend):
         )
 
     def backward_tile(
-        self,
-        side: tuple[Tensor, Tensor, Tensor, Tensor],
-        k: Tensor,
-        v: Tensor,
-        tile: Tile,
-        gradients: Gradients,
-        scores: Scores,
+        self, side: QSide, k: Tensor, v: Tensor, tile: Tile, gradients: Gradients, scores: Scores
     ) -> None:
         """p = exp(s - lse), ds = p (do v^T - delta) scale; dv = p^T do, dq = ds k, dk = ds^T q.
 
@@ -76,10 +67,10 @@ class ReferenceBackend(TileBackend):
     def workspace_bytes(
         self,
         spec: AttentionSpec,
-        tiles: Sequence[Tile],
+        tiles: Tiles,
         *,
         backward: bool = False,
-        rebuilds_out: bool = False,
+        rebuilds: bool = False,
     ) -> int:
         """Bytes of the largest tile's score matrices, and of copies of its K and V.
 

@@ -22,12 +22,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ring_attn.backends.base import BackwardInputs, SomeGradients, architecture, greatest
+from ring_attn.backends.base import (
+    Backend,
+    BackwardInputs,
+    SomeGradients,
+    Tiles,
+    architecture,
+    greatest,
+)
 from ring_attn.backends.kept_launches import KeptLaunches, enqueue
 from ring_attn.backends.triton_support import why_not
 from ring_attn.core.rates import GLUON_BWD_KV_HEADS, takes_gluon_bwd
 from ring_attn.core.spec import AttentionSpec, Scores
-from ring_attn.core.tiles import MaskKind, Tile
+from ring_attn.core.tiles import MaskKind
 
 if TYPE_CHECKING:
     from ring_attn.kernels.configs import Config
@@ -62,16 +69,17 @@ class TritonState:
     out_dtype: torch.dtype | None = None
 
 
-class TritonBackend:
+class TritonBackend(Backend):
     """One launch per step in the forward; in the backward one for dq and one for dk and dv."""
 
     name = "triton"
+    tile_by_tile = False
     in_order = True
-    carries_state = True
-    deterministic = True
-    converts_lse = True
     # A multiple of every config's blocks.
     bits_unit = 128
+    decodes = True
+    carries_state = True
+    converts_lse = True
 
     def __init__(self, configs: Mapping[str, Config] | None = None) -> None:
         """Imports no kernels; the first call does.
@@ -84,11 +92,9 @@ class TritonBackend:
         self._configs = configs or {}
 
     def supports(self, spec: AttentionSpec, *, explicit: bool = False) -> str | None:
-        """None for float16, bfloat16 and float32, head dims up to 256, on GPUs from sm_80."""
         return why_not(spec, explicit=explicit)
 
     def new_state(self, q: Tensor, headdim_v: int, sinks: Tensor | None = None) -> TritonState:
-        """See `Backend.new_state`."""
         from ring_attn.kernels.flash_fwd import Carried
 
         sinks = None if sinks is None else sinks.contiguous()
@@ -101,7 +107,7 @@ class TritonBackend:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tiles: Sequence[Tile],
+        tiles: Tiles,
         state: TritonState,
         *,
         scores: Scores,
@@ -137,7 +143,6 @@ class TritonBackend:
         return state
 
     def finalize(self, state: TritonState, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`out` and `lse` as the last launch wrote them."""
         q, carried = state.q, state.carried
         if carried.out is None:
             # No launch had `last`: this rank may have had no tiles.
@@ -150,7 +155,6 @@ class TritonBackend:
     def merge(
         self, out: Tensor, lse: Tensor, sinks: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Merges the whole tree in one launch."""
         from ring_attn.kernels.merge_tree import merge_tree_launch
 
         root_out = out.new_empty(out.shape[1:], dtype=dtype)
@@ -171,7 +175,7 @@ class TritonBackend:
         return greatest(state.carried.m) * math.log(2.0)
 
     def decode(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile], *, scores: Scores
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, *, scores: Scores
     ) -> tuple[Tensor, Tensor]:
         """`out` float32 and `lse` of a few queries; reads the keys in parallel parts."""
         from ring_attn.kernels import decode
@@ -203,7 +207,7 @@ class TritonBackend:
         )  # fmt: skip
         return out, lse
 
-    def decode_bytes(self, spec: AttentionSpec, rows: int, tiles: Sequence[Tile]) -> int:
+    def decode_bytes(self, spec: AttentionSpec, rows: int, tiles: Tiles) -> int:
         """Bytes of the results, and of each part's queries and state."""
         group = spec.nheads // spec.nheads_kv
         statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
@@ -234,7 +238,7 @@ class TritonBackend:
     def backward(
         self,
         inputs: BackwardInputs,
-        tiles: Sequence[Tile],
+        tiles: Tiles,
         gradients: SomeGradients,
         *,
         scores: Scores,
@@ -264,7 +268,7 @@ class TritonBackend:
     def _in_turns(
         self,
         inputs: BackwardInputs,
-        tiles: Sequence[Tile],
+        tiles: Tiles,
         gradients: SomeGradients,
         scores: Scores,
     ) -> bool:
@@ -300,7 +304,7 @@ class TritonBackend:
         return scores.softmax_scale
 
     def forward_bytes(
-        self, spec: AttentionSpec, rows: int, steps: Sequence[Sequence[Tile]], *, last: bool = True
+        self, spec: AttentionSpec, rows: int, steps: Sequence[Tiles], *, last: bool = True
     ) -> int:
         """Bytes of out and lse in the last step; of acc, m and l if several steps have tiles."""
         statistics = spec.batch * rows * spec.nheads * spec.accum_dtype.itemsize
@@ -319,10 +323,10 @@ class TritonBackend:
     def workspace_bytes(
         self,
         spec: AttentionSpec,
-        tiles: Sequence[Tile],
+        tiles: Tiles,
         *,
         backward: bool = False,
-        rebuilds_out: bool = False,
+        rebuilds: bool = False,
     ) -> int:
         """Bytes of the turn counters of the backward in Gluon; other kernels need no workspace."""
         if not (backward and tiles and self.in_one_pass(spec)):
@@ -337,7 +341,7 @@ class TritonBackend:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tiles: Sequence[Tile],
+        tiles: Tiles,
         carried: Carried,
         scores: Scores,
         first: bool,
@@ -370,7 +374,7 @@ class TritonBackend:
         return launch(config, carried)
 
     def _dq_launch(
-        self, inputs: BackwardInputs, tiles: Sequence[Tile], dq: Tensor, scores: Scores
+        self, inputs: BackwardInputs, tiles: Tiles, dq: Tensor, scores: Scores
     ) -> Launch:
         from ring_attn.kernels.flash_bwd import dq_launch
 
@@ -391,7 +395,7 @@ class TritonBackend:
     def _dkdv_launch(
         self,
         inputs: BackwardInputs,
-        tiles: Sequence[Tile],
+        tiles: Tiles,
         dk: Tensor,
         dv: Tensor,
         scores: Scores,
@@ -421,7 +425,7 @@ class TritonBackend:
         return launch(config, dk, dv)
 
     def _parts(
-        self, q: Tensor, tiles: Sequence[Tile], rows: int, heads: int, headdim_v: int
+        self, q: Tensor, tiles: Tiles, rows: int, heads: int, headdim_v: int
     ) -> tuple[Config, Parts]:
         """The config and the parts of the keys, for `rows` rows of each of `heads` kv heads."""
         from ring_attn.kernels import decode, tuned
@@ -478,7 +482,7 @@ class TritonBackend:
 
     def _table(
         self,
-        tiles: Sequence[Tile],
+        tiles: Tiles,
         config: Config,
         device: torch.device,
         *,
@@ -501,7 +505,7 @@ class TritonBackend:
 
     def _part_table(
         self,
-        tiles: Sequence[Tile],
+        tiles: Tiles,
         config: Config,
         device: torch.device,
         rows: int,
@@ -529,13 +533,13 @@ class TritonBackend:
         return self._launches.table(tiles, (blocks, device, rows, group, parts), make)
 
 
-def _kind(kernel: str, tiles: Sequence[Tile]) -> str:
+def _kind(kernel: str, tiles: Tiles) -> str:
     """The kind of a kernel's config; steps of one unmasked tile have the kind `*_whole`."""
     whole = len(tiles) == 1 and tiles[0].kind is MaskKind.FULL
     return f"{kernel}_whole" if whole else kernel
 
 
-def _rectangles(tiles: Sequence[Tile]) -> list[Rectangle]:
+def _rectangles(tiles: Tiles) -> list[Rectangle]:
     return [
         (tile.q.start, tile.q.stop, tile.kv.start, tile.kv.stop, tile.band.lo, tile.band.hi)
         for tile in tiles

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ring_attn.backends import get_backend
-from ring_attn.backends.base import Backend, decodes
+from ring_attn.backends.base import Backend
 from ring_attn.core.messages import Gathered, Message, Number, Records
 from ring_attn.core.program import (
     Add,
@@ -252,7 +252,6 @@ class Memory:
         self._make(op.lse, op.lse_array)
 
     def _decode(self, op: Decode) -> None:
-        assert decodes(self.backend)
         rows = self.arrays[op.q.name].rows
         taken = self.backend.decode_bytes(self.spec, rows, op.tiles)
         self.most = max(self.most, self.held + taken)
@@ -285,7 +284,7 @@ class Memory:
             key = id(op.tiles), spec, rebuilds
             if key not in self._asked:
                 self._asked[key] = self.backend.workspace_bytes(
-                    spec, op.tiles, backward=True, rebuilds_out=rebuilds
+                    spec, op.tiles, backward=True, rebuilds=rebuilds
                 )
             taken = self._asked[key]
         self.most = max(self.most, self.held + copied + taken)

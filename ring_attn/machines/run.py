@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ring_attn.backends import get_backend
-from ring_attn.backends.base import Backend, BackwardInputs, decodes, folds_in_order, in_one_pass
+from ring_attn.backends.base import Backend, BackwardInputs
 from ring_attn.core.messages import Message
 from ring_attn.core.program import (
     Add,
@@ -495,7 +495,6 @@ class Run:
             )  # fmt: skip
 
     def decode(self, op: Decode) -> None:
-        assert decodes(self.backend)
         q, k, v = self.get(op.q), self.get(op.k), self.get(op.v)
         with self._part("attend", len(op.tiles)):
             out, lse = self.backend.decode(q, k, v, op.tiles, scores=self.scores)
@@ -533,8 +532,8 @@ class Run:
         dk, dv = (None, None) if op.dkv is None else map(self.get, op.dkv)
         backend = self.backend
         with self._part("attend", len(op.tiles)):
-            whole = op.part == "all" and in_one_pass(backend, self.spec)
-            if folds_in_order(backend) and not whole:
+            whole = op.part == "all" and backend.in_one_pass(self.spec)
+            if backend.in_order and not whole:
                 add = partial(backend.backward, inputs, op.tiles, scores=self.scores)
                 q_half, kv_half = partial(add, (dq, None, None)), partial(add, (None, dk, dv))
                 halves = {"q": (q_half,), "kv": (kv_half,), "all": (kv_half, q_half)}

@@ -8,7 +8,6 @@ import torch
 
 from ring_attn import check
 from ring_attn.backends import get_backend
-from ring_attn.backends.base import folds_in_order
 from ring_attn.core.layout import LAYOUTS, Layouts, SequenceLayout
 from ring_attn.core.spec import AttentionSpec
 from ring_attn.core.strategy import NAMES, Strategy, family
@@ -152,7 +151,7 @@ def _balanced(problem: Problem) -> Layouts:
     """Boundaries with equal mask area, on a grid; each block is weighed by its middle row."""
     mask, world_size, backend = problem.mask, problem.world_size, get_backend(problem.backend)
     step = -(-mask.seqlen_q // BALANCE_POSITIONS)
-    if folds_in_order(backend) and mask.seqlen_q >= 8 * backend.bits_unit * world_size:
+    if backend.in_order and mask.seqlen_q >= 8 * backend.bits_unit * world_size:
         step = -(-step // backend.bits_unit) * backend.bits_unit
     starts = torch.arange(0, mask.seqlen_q, step)
     rows = torch.full_like(starts, step)

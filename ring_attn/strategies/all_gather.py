@@ -40,7 +40,7 @@ from typing import NamedTuple
 import torch
 
 from ring_attn.backends import bits_unit, get_backend
-from ring_attn.backends.base import folds_in_order, why_not_alike
+from ring_attn.backends.base import why_not_alike
 from ring_attn.core import order
 from ring_attn.core.messages import Gathered, Parcels, Records
 from ring_attn.core.program import (
@@ -127,8 +127,7 @@ def _shard_rows(call: Call, gathers: Traveller) -> int:
     longest = max(call.layouts[1 if gathers == "kv" else 0].shard_lens)
     if call.world_size > 1 and in_one_place(call):
         # The backend's grid of blocks begins at row 0 of the gathered tensor.
-        backend = get_backend(call.backend)
-        unit = backend.bits_unit if folds_in_order(backend) else 1
+        unit = get_backend(call.backend).bits_unit
         longest = -(-longest // unit) * unit
     return max(longest, 1)
 

@@ -59,7 +59,6 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from ring_attn.backends import bits_unit, get_backend
-from ring_attn.backends.base import folds_in_order, in_one_pass
 from ring_attn.core import order
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -152,7 +151,7 @@ def choose_gradients(call: Call) -> tuple[Traveller, bool]:
     travels = choose_traveller(call.spec, *call.layouts, call.mask)
     grid = ring_grid(call.world_size, call.strategy.inner_degree)
     plain = grid.outer == 1 and not call.mask.has_windows
-    in_order = folds_in_order(get_backend(call.backend)) and plain and travels == "kv"
+    in_order = get_backend(call.backend).in_order and plain and travels == "kv"
     return travels, call.same_bits is None and in_order
 
 
@@ -479,7 +478,7 @@ class _InOrder(_Sums):
         self._home = self.buffer("sums home")
         call = steps.call
         rows = max(call.layouts[1].shard_lens) * call.spec.batch * call.spec.nheads_kv
-        apart = not in_one_pass(get_backend(call.backend), call.spec)
+        apart = not get_backend(call.backend).in_one_pass(call.spec)
         self._split = apart and rows >= MANY_ROWS
 
     def held(self, index: int) -> tuple[Operand, ...]:

@@ -28,7 +28,6 @@ from functools import lru_cache
 import torch
 
 from ring_attn.backends import Purpose, choose_backend, get_backend
-from ring_attn.backends.base import decodes
 from ring_attn.core.layout import Segment
 from ring_attn.core.mask import Mask, Slice
 from ring_attn.core.messages import Gathered
@@ -99,7 +98,7 @@ def program(
     spec, q = call.spec, View("q")
     out, lse = _partial(spec, rows)
     ops: list[Op]
-    if tiles and decodes(get_backend(call.backend)):
+    if tiles and get_backend(call.backend).decodes:
         ops = [Decode(tiles, q, View("k"), View("v"))]
     else:
         # In the type of the state: the root of the tree rounds once.

@@ -11,7 +11,6 @@ from unittest import mock
 import torch
 
 from ring_attn.backends.reference import ReferenceBackend
-from ring_attn.machines import run as machine
 from ring_attn.transport import streams
 from ring_attn.transport.ranks.media import Lane
 from tests.deferred.calls import Layers
@@ -67,8 +66,8 @@ def in_halves() -> Iterator[None]:
     """Makes the reference backend compute dq apart from dk and dv."""
     with (
         mock.patch.object(ReferenceBackend, "backward", backward),
-        mock.patch.object(machine, "folds_in_order", lambda backend: True),
-        mock.patch.object(machine, "in_one_pass", lambda backend, spec: False),
+        mock.patch.object(ReferenceBackend, "in_order", True),
+        mock.patch.object(ReferenceBackend, "in_one_pass", lambda *_: False),
     ):
         yield
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ring_attn import backends
-from ring_attn.backends.base import folds_in_order
 from ring_attn.backends.triton import TritonBackend
 from ring_attn.core.layout import SequenceLayout
 from ring_attn.core.mask import Mask
@@ -125,7 +124,7 @@ def test_gradients_are_continued_where_kv_travels_anyway(change: dict[str, Any])
 
 def test_only_backends_in_order_say_so() -> None:
     for name in backends.PREFERENCE:
-        assert folds_in_order(backends.get_backend(name)) == (name == "triton")
+        assert backends.get_backend(name).in_order == (name == "triton")
 
 
 @pytest.mark.parametrize(
