@@ -24,17 +24,16 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_attn.core.program import Channel, Hop
+from ring_attn.core.program import Channel
 from ring_attn.core.spec import TransportOptions
 from ring_attn.torch_private import coalesced, group_timeout
 from ring_attn.transport import streams
-from ring_attn.transport.base import After, Agreement, TransportStats, check_ranks
+from ring_attn.transport.base import After, Agreement, Parts, Ranks, Transport, TransportStats
 from ring_attn.transport.buffers import Pool
 from ring_attn.transport.ranks.group import RankGroup, Waiting, describe_error, rank_group
 from ring_attn.transport.ranks.identity import Identity, checksum, message_tag
@@ -46,7 +45,6 @@ PREPARE_S = 600.0
 
 RECEIVE, SEND = "receive from", "send to"
 Started = tuple[dist.Work, str, int]
-Parts = list[tuple[int, Tensor]]
 
 
 @dataclass(slots=True)
@@ -61,12 +59,12 @@ class Pending:
     """
 
     step: int
-    works: list[tuple[dist.Work, str, int]]
+    works: list[Started]
     end: Event | None
     finish: Callable[[], None] | None
 
 
-class P2PTransport:
+class P2PTransport(Transport):
     """Exchanges between processes: one symmetric send and receive a step; collectives."""
 
     def __init__(
@@ -74,7 +72,7 @@ class P2PTransport:
         shared: RankGroup,
         options: TransportOptions,
         timeout_s: float,
-        members: tuple[int, ...] | None = None,
+        members: Ranks | None = None,
         stats: TransportStats | None = None,
     ) -> None:
         """Makes no connections: the ranks make them together at the first call.
@@ -86,14 +84,9 @@ class P2PTransport:
             members: ranks of the group that take part; all by default.
             stats: counts to add to; new by default.
         """
-        self._members = members or tuple(range(shared.world_size))
-        self.rank = self._members.index(shared.rank)
-        self.world_size = len(self._members)
-        self.stats = stats or TransportStats()
+        super().__init__(members or tuple(range(shared.world_size)), shared.rank, stats)
         self._shared, self._options, self._timeout_s = shared, options, timeout_s
         self._scope = zlib.crc32(repr(self._members).encode())
-        self._subs: dict[tuple[int, ...], P2PTransport] = {}
-        self._pending: dict[Channel, Pending] = {}
 
     @contextmanager
     def call(
@@ -141,97 +134,12 @@ class P2PTransport:
         finally:
             shared.end()
 
-    def post(
-        self,
-        channel: Channel,
-        step: int,
-        hop: Hop,
-        send: Tensor,
-        recv: Tensor,
-        *,
-        after: After = None,
-    ) -> Event | None:
-        """Starts one exchange of uint8 buffers; neither may be touched before `wait`."""
-        return self._exchange(channel, step, [(hop.recv_from, recv)], [(hop.send_to, send)], after)
-
-    def all_gather(
-        self, channel: Channel, step: int, send: Tensor, recv: Tensor, *, after: After = None
-    ) -> Event | None:
-        """Starts to gather all ranks' `send`, (n,) uint8, in rank order: (world_size * n,)."""
-        if self._alone(recv, send):
-            return None
-        if streams.are_used(send.device):
-            nbytes = 2 * ((self.world_size - 1) * send.nbytes,)
-
-            def start(nccl: Any) -> None:
-                nccl._allgather_base(recv, send)
-
-            return self._collective(channel, step, nbytes, send.device, start, after)
-        parts = recv.chunk(self.world_size)
-        parts[self.rank].copy_(send)
-        receives = [(r, parts[r]) for r in self._others]
-        return self._exchange(channel, step, receives, [(r, send) for r in self._others])
-
-    def reduce_scatter(
-        self, channel: Channel, step: int, send: Tensor, recv: Tensor, *, after: After = None
-    ) -> Event | None:
-        """Starts to sum all ranks' `send`, (world_size * n,); rank r receives the r-th chunk.
-
-        A CPU sums in rank order; NCCL chooses its own order.
-        """
-        if self._alone(recv, send):
-            return None
-        if streams.are_used(send.device):
-            nbytes = 2 * ((self.world_size - 1) * recv.nbytes,)
-
-            def start(nccl: Any) -> None:
-                nccl._reduce_scatter_base(recv, send)
-
-            return self._collective(channel, step, nbytes, send.device, start, after)
-        parts = list(send.chunk(self.world_size))
-        received = {r: torch.empty_like(recv) for r in self._others}
-
-        def add() -> None:
-            recv.zero_()
-            for rank in range(self.world_size):
-                recv.add_(received.get(rank, parts[self.rank]))
-
-        receives = [(r, part.view(torch.uint8)) for r, part in received.items()]
-        sends = [(r, parts[r].view(torch.uint8)) for r in self._others]
-        return self._exchange(channel, step, receives, sends, finish=add)
-
-    def all_to_all(
-        self,
-        channel: Channel,
-        step: int,
-        send: Tensor,
-        send_counts: Sequence[int],
-        recv: Tensor,
-        recv_counts: Sequence[int],
-        *,
-        after: After = None,
-    ) -> Event | None:
-        """Starts to send each rank its part, and to receive each rank's part; counts in bytes."""
-        if self._alone(recv, send):
-            return None
-        mine = self.rank
-        if streams.are_used(send.device):
-            nbytes = (send.nbytes - send_counts[mine], recv.nbytes - recv_counts[mine])
-
-            def start(nccl: Any) -> None:
-                nccl.alltoall_base(recv, send, list(recv_counts), list(send_counts))
-
-            return self._collective(channel, step, nbytes, send.device, start, after)
-        outgoing, incoming = send.split(list(send_counts)), recv.split(list(recv_counts))
-        incoming[mine].copy_(outgoing[mine])
-        receives = [(r, incoming[r]) for r in self._others]
-        return self._exchange(channel, step, receives, [(r, outgoing[r]) for r in self._others])
-
     def wait(self, channel: Channel) -> None:
         """Waits for the exchange; a RuntimeError names step, peer and timeout if it fails."""
         if self.world_size == 1:
             return
-        pending, start = self._pending.pop(channel), time.monotonic()
+        pending: Pending = self._pending.pop(channel)
+        start = time.monotonic()
         if pending.end is not None:
             streams.wait(pending.end)
             return
@@ -246,8 +154,7 @@ class P2PTransport:
         self.stats.wait_s += time.monotonic() - start
 
     def follow(self, channel: Channel, stream: Stream) -> bool:
-        """See `Transport.follow`."""
-        pending = self._pending.get(channel)
+        pending: Pending | None = self._pending.get(channel)
         if pending is None or pending.end is None:
             return False
         stream.wait_event(pending.end)
@@ -285,69 +192,37 @@ class P2PTransport:
         ready.wait(PREPARE_S)
         shared.prepared.add(kind)
 
-    def sub(self, ranks: tuple[int, ...]) -> P2PTransport:
-        """The transport among some of these ranks; if one transport fails, both fail."""
-        if ranks not in self._subs:
-            check_ranks(ranks, self.rank, self.world_size)
-            members = tuple(self._members[rank] for rank in ranks)
-            self._subs[ranks] = (
-                self
-                if members == self._members
-                else P2PTransport(self._shared, self._options, self._timeout_s, members, self.stats)
-            )
-        return self._subs[ranks]
-
-    def _forget(self) -> None:
-        """Releases the buffers of all pending exchanges: no `wait` will come."""
-        self._pending.clear()
-        for sub in self._subs.values():
-            if sub is not self:
-                sub._forget()
-
-    @property
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.world_size) if rank != self.rank]
-
-    def _alone(self, recv: Tensor, send: Tensor) -> bool:
-        """Whether the world size is 1; then copies `send` to `recv`, which is the collective."""
-        if self.world_size == 1:
-            recv.copy_(send)
-        return self.world_size == 1
+    def _among(self, members: Ranks) -> P2PTransport:
+        return P2PTransport(self._shared, self._options, self._timeout_s, members, self.stats)
 
     def _exchange(
         self,
         channel: Channel,
         step: int,
-        receives: Parts,
         sends: Parts,
-        after: After = None,
+        receives: Parts,
+        after: After,
         finish: Callable[[], None] | None = None,
     ) -> Event | None:
-        """Starts one batch of messages from and to other ranks."""
-        device = sends[0][1].device
-        medium = self._shared.medium(device, self._timeout_s)
+        device, peer = sends[0][1].device, receives[0][0]
+        medium, headers = self._shared.medium(device, self._timeout_s), self._shared.headers
         nbytes = sum(x.nbytes for _, x in sends), sum(x.nbytes for _, x in receives)
+        begun: list[Event] = []
         if not medium.honours_tags:
-            headers, begun = self._shared.headers.incoming(len(receives))
-            own = self._shared.headers.outgoing
-            rows = headers.unbind()
-            receives = receives + [(r, x) for (r, _), x in zip(receives, rows, strict=True)]
-            sends = sends + [(r, own) for r, _ in sends]
-            after = None if after is None else [*after, *begun]
-
-        # Receives first: `wait` takes the works in this order, and compute needs the received data.
-        peer = receives[0][0]
+            rows, begun = headers.incoming(len(receives))
+            receives = receives + [(r, row) for (r, _), row in zip(receives, rows, strict=True)]
+            sends = sends + [(r, headers.outgoing) for r, _ in sends]
         if isinstance(medium, Gloo):
-            tagged = partial(self._send_tagged, medium, channel, step, receives, sends)
+            tagged = partial(self._send_tagged, medium, channel, step, sends, receives)
             return self._start(channel, step, peer, nbytes, tagged, finish)
         lane = self._lane(channel, device)
-        together = partial(_send_together, lane.communicator, receives, sends)
-        return self._start(
-            channel, step, peer, nbytes, partial(lane.run, step, peer, together, after)
-        )
+        nccl = lane.communicator
+        starts = [partial(nccl.recv, [x], r, 0) for r, x in receives]
+        starts += [partial(nccl.send, [x], r, 0) for r, x in sends]
+        return self._start_on_lane(lane, step, peer, nbytes, starts, after, begun)
 
     def _send_tagged(
-        self, gloo: Gloo, channel: Channel, step: int, receives: Parts, sends: Parts
+        self, gloo: Gloo, channel: Channel, step: int, sends: Parts, receives: Parts
     ) -> list[Started]:
         # A medium without tags tells messages apart only by their order.
         seed = self._shared.seed ^ self._scope if gloo.honours_tags else 0
@@ -355,29 +230,56 @@ class P2PTransport:
         def tag(x: Tensor) -> int:
             return message_tag(seed, channel, step, x.nbytes)
 
+        # Receives first: `wait` takes the works in this order, and compute needs received data.
         works = [(gloo.receive(x, self._members[r], tag(x)), RECEIVE, r) for r, x in receives]
         works += [(gloo.send(x, self._members[r], tag(x)), SEND, r) for r, x in sends]
         return works
 
     def _collective(
         self,
+        kind: str,
         channel: Channel,
         step: int,
-        nbytes: tuple[int, int],
-        device: torch.device,
-        start: Callable[[Any], object],
+        send: Tensor,
+        recv: Tensor,
         after: After,
+        counts: tuple[list[int], list[int]] | None = None,
     ) -> Event | None:
         """Starts one of NCCL's collectives, together with an all-gather of the headers."""
-        lane, headers = self._lane(channel, device), self._shared.headers
+        if self.world_size == 1:
+            recv.copy_(send)
+            return None
+        if not streams.are_used(send.device):
+            return super()._collective(kind, channel, step, send, recv, after, counts)
+        lane, headers = self._lane(channel, send.device), self._shared.headers
         nccl = lane.communicator
-        (incoming, begun), own = headers.incoming(self.world_size), headers.outgoing
-        starts = [partial(start, nccl), partial(nccl._allgather_base, incoming.view(-1), own)]
-        peer, together = self._others[0], partial(coalesced, nccl, starts)
+        incoming, begun = headers.incoming(self.world_size)
+        if counts is not None:
+            start = partial(nccl.alltoall_base, recv, send, counts[1], counts[0])
+            nbytes = send.nbytes - counts[0][self.rank], recv.nbytes - counts[1][self.rank]
+        else:
+            name = {"all_gather": "_allgather_base", "reduce_scatter": "_reduce_scatter_base"}[kind]
+            start = partial(getattr(nccl, name), recv, send)
+            nbytes = 2 * ((self.world_size - 1) * min(send.nbytes, recv.nbytes),)
+        starts = [start, partial(nccl._allgather_base, incoming.view(-1), headers.outgoing)]
+        peer = int(self.rank == 0)
+        return self._start_on_lane(lane, step, peer, nbytes, starts, after, begun)
+
+    def _start_on_lane(
+        self,
+        lane: Lane,
+        step: int,
+        peer: int,
+        nbytes: tuple[int, int],
+        starts: Sequence[Callable[[], object]],
+        after: After,
+        begun: list[Event],
+    ) -> Event | None:
+        """Starts NCCL's operations as one exchange, behind the events `begun` too."""
+        together = partial(coalesced, lane.communicator, starts)
         after = None if after is None else [*after, *begun]
-        return self._start(
-            channel, step, peer, nbytes, partial(lane.run, step, peer, together, after)
-        )
+        run = partial(lane.run, step, peer, together, after)
+        return self._start(lane.channel, step, peer, nbytes, run)
 
     def _lane(self, channel: Channel, device: torch.device) -> Lane:
         medium = self._shared.medium(device, self._timeout_s)
@@ -439,13 +341,6 @@ class P2PTransport:
         )
         shared.fail(text)
         return RuntimeError(f"{text}. Nothing is kept between calls: restart from a checkpoint")
-
-
-def _send_together(nccl: Any, receives: Parts, sends: Parts) -> dist.Work:
-    """Starts all messages of an exchange as one operation."""
-    starts = [partial(nccl.recv, [x], r, 0) for r, x in receives]
-    starts += [partial(nccl.send, [x], r, 0) for r, x in sends]
-    return coalesced(nccl, starts)
 
 
 _transports: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[TransportOptions, P2PTransport]] = (

@@ -86,7 +86,7 @@ class Lasting(LocalTransport):
 
     def pool(self, device: torch.device) -> Pool:
         """Pools are keyed by global rank, also within a group."""
-        return self.pools.setdefault(self._ranks[self.rank], Pool(device))
+        return self.pools.setdefault(self._members[self.rank], Pool(device))
 
     def post(self, *given: Any, **options: Any) -> Any:
         """Returns an end of the exchange, as transports over streams do."""

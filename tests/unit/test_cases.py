@@ -62,7 +62,7 @@ def test_a_message_that_is_lost_is_found(strategy: str, monkeypatch: pytest.Monk
     def lose(self: LocalTransport, channel: Any) -> None:
         pending = self._pending[channel]
         if self.rank == 1:
-            pending.take = lambda *_: None
+            pending.receives = [(rank, x.clone()) for rank, x in pending.receives]
         wait(self, channel)
 
     monkeypatch.setattr(LocalTransport, "wait", lose)
