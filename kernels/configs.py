@@ -65,6 +65,11 @@ class Config:
     l2_bytes: int = 0
     programs_per_sm: int = 0
 
+    @property
+    def options(self) -> dict[str, int]:
+        """The options of a launch."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
 
 # Compute capability -> column of the table. Others use sm_86, for GPUs with 99 KiB of shared memory
 # per program (sm_86, sm_89, sm_120). sm_80 and sm_87 have 163 KiB, sm_90 and sm_100 have 227 KiB.

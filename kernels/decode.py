@@ -284,7 +284,7 @@ def merge_parts_launch(
             "BLOCK_DV": block_dim(headdim_v),
             "BLOCK_P": min(MERGED_AT_ONCE, triton.next_power_of_2(num_parts)),
         },
-        {"num_warps": MERGE.num_warps, "num_stages": MERGE.num_stages},
+        MERGE.options,
     )
 
 

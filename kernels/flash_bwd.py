@@ -27,9 +27,6 @@ Dao, arXiv 2307.08691.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,15 +34,18 @@ from torch import Tensor
 from .configs import Config
 from .flash_fwd import (
     block_dim,
+    constants,
     in_units,
     load_block,
     load_rows,
     offset_of,
     offset_unit,
     offsets_in_block,
-    score_scales,
+    pointers,
+    scales,
     store_rows,
     store_stats,
+    strides,
 )
 from .launch import Launch
 from .online_softmax import LOG2E, tanh
@@ -114,73 +114,6 @@ def _load_stats(ptrs, cols, run, MASKED: tl.constexpr):
     return tl.load(ptrs)
 
 
-@triton.jit
-def _dkdv_blocks(
-    dk,
-    dv,
-    k,
-    v,
-    q_ptr,
-    dout_ptr,
-    minus_lse_ptr,
-    delta_ptr,
-    stride_qm: tl.constexpr,
-    stride_qh,
-    stride_dm: tl.constexpr,
-    stride_dh,
-    num_rows,
-    rows,
-    span,
-    run,
-    inner_scale,
-    outer_scale,
-    GROUP: tl.constexpr,
-    UNIT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    HAS_LO: tl.constexpr,
-    HAS_HI: tl.constexpr,
-    RAGGED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):
-    """Adds dk and dv of the q blocks [first, last) of a run, of every head of the group.
-
-    dk k (BLOCK_N, BLOCK_D), dv v (BLOCK_N, BLOCK_DV), rows (BLOCK_N,) of kv. Blocks are the outer
-    loop and heads the inner one, as a ring brings its q rows in this order.
-    """
-    first, full_first, full_last, last = span
-    for i in range((last - first) * GROUP):
-        t = first * GROUP + i
-        block = t // GROUP
-        start = block * BLOCK_M
-        head = t % GROUP
-        cols = start + tl.arange(0, BLOCK_M)
-        stats = (head * num_rows + start) + tl.arange(0, BLOCK_M)
-        q_head = q_ptr + offset_of(head, stride_qh, UNIT)
-        q = load_block(q_head, start, run, stride_qm, HEAD_DIM, BLOCK_D, BLOCK_M, RAGGED)
-        dout_head = dout_ptr + offset_of(head, stride_dh, UNIT)
-        dout = load_block(dout_head, start, run, stride_dm, HEAD_DIM_V, BLOCK_DV, BLOCK_M, RAGGED)
-        proxy_fence()
-        kq = tl.dot(k, tl.trans(q), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
-        minus_lse = _load_stats(minus_lse_ptr + stats, cols, run, RAGGED)
-        p, slope = _probabilities(kq, minus_lse[None, :], inner_scale, outer_scale, SOFTCAP)
-        if HAS_LO or HAS_HI or RAGGED:
-            if (block < full_first) | (block >= full_last):
-                visible = visible_pairs(rows[:, None], cols[None, :], run, HAS_LO, HAS_HI)
-                p = tl.where(visible, p, 0.0)
-        # Row statistics are loaded late and dv is added late: with 64 x 128 blocks of 128 dims this
-        # order fits into the registers of sm_90; other tried orders spill.
-        dp = tl.dot(v, tl.trans(dout), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
-        delta = _load_stats(delta_ptr + stats, cols, run, RAGGED)
-        ds = p * (dp - delta[None, :]) * slope
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
-    return dk, dv
-
-
 @triton.jit(do_not_specialize=["num_blocks", "heads_together"])
 def flash_dkdv_kernel(
     q_ptr,
@@ -225,7 +158,11 @@ def flash_dkdv_kernel(
     RAGGED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Adds to dk, dv of one block of kv rows of one kv head; columns are q rows."""
+    """Adds to dk, dv of one block of kv rows of one kv head; columns are q rows.
+
+    Blocks of columns are the outer loop and heads the inner one, as a ring brings its q rows in
+    this order.
+    """
     block, index = block_and_head(tl.program_id(0), num_blocks, heads_together)
     batch = index // nheads_kv
     kv_head = index % nheads_kv
@@ -253,65 +190,37 @@ def flash_dkdv_kernel(
     rows = row_start + tl.arange(0, BLOCK_N)
     for j in range(first_run, last_run):
         run = load_run(runs_ptr, j)
-        span = column_range(row_start, row_stop, run, BLOCK_M)
-        dk, dv = _dkdv_blocks(
-            dk, dv, k, v, q_heads, dout_heads, minus_lse_heads, delta_heads, stride_qm,
-            stride_qh, stride_dm, stride_dh, num_rows, rows, span, run, inner_scale,
-            outer_scale, GROUP, UNIT, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_M, HAS_LO,
-            HAS_HI, RAGGED, SOFTCAP,
-        )  # fmt: skip
+        first, full_first, full_last, last = column_range(row_start, row_stop, run, BLOCK_M)
+        for i in range((last - first) * GROUP):
+            t = first * GROUP + i
+            q_block = t // GROUP
+            start = q_block * BLOCK_M
+            of_group = t % GROUP
+            cols = start + tl.arange(0, BLOCK_M)
+            stats = (of_group * num_rows + start) + tl.arange(0, BLOCK_M)
+            q_head = q_heads + offset_of(of_group, stride_qh, UNIT)
+            q = load_block(q_head, start, run, stride_qm, HEAD_DIM, BLOCK_D, BLOCK_M, RAGGED)
+            dout = load_block(
+                dout_heads + offset_of(of_group, stride_dh, UNIT), start, run, stride_dm,
+                HEAD_DIM_V, BLOCK_DV, BLOCK_M, RAGGED,
+            )  # fmt: skip
+            proxy_fence()
+            kq = tl.dot(k, tl.trans(q), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
+            minus_lse = _load_stats(minus_lse_heads + stats, cols, run, RAGGED)
+            p, slope = _probabilities(kq, minus_lse[None, :], inner_scale, outer_scale, SOFTCAP)
+            if HAS_LO or HAS_HI or RAGGED:
+                if (q_block < full_first) | (q_block >= full_last):
+                    visible = visible_pairs(rows[:, None], cols[None, :], run, HAS_LO, HAS_HI)
+                    p = tl.where(visible, p, 0.0)
+            # Row statistics are loaded late and dv is added late: with 64 x 128 blocks of 128 dims
+            # this order fits into the registers of sm_90; other tried orders spill.
+            dp = tl.dot(v, tl.trans(dout), input_precision="ieee")  # (BLOCK_N, BLOCK_M)
+            delta = _load_stats(delta_heads + stats, cols, run, RAGGED)
+            ds = p * (dp - delta[None, :]) * slope
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     store_rows(dk_head, dk, row_start, row_stop, nheads_kv * HEAD_DIM, HEAD_DIM, BLOCK_D)
     store_rows(dv_head, dv, row_start, row_stop, nheads_kv * HEAD_DIM_V, HEAD_DIM_V, BLOCK_DV)
-
-
-@triton.jit
-def _dq_blocks(
-    dq,
-    q,
-    dout,
-    minus_lse,
-    delta,
-    k_ptr,
-    v_ptr,
-    stride_kn,
-    stride_vn,
-    rows,
-    span,
-    run,
-    inner_scale,
-    outer_scale,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_LO: tl.constexpr,
-    HAS_HI: tl.constexpr,
-    RAGGED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):
-    """Adds dq of the kv blocks [first, last) of a run, from the last down.
-
-    dq q (BLOCK_M, BLOCK_D), dout (BLOCK_M, BLOCK_DV), minus_lse delta rows (BLOCK_M,).
-    """
-    first, full_first, full_last, last = span
-    for i in range(last - first):
-        block = last - 1 - i
-        start = block * BLOCK_N
-        k = load_block(k_ptr, start, run, stride_kn, HEAD_DIM, BLOCK_D, BLOCK_N, RAGGED)
-        v = load_block(v_ptr, start, run, stride_vn, HEAD_DIM_V, BLOCK_DV, BLOCK_N, RAGGED)
-        proxy_fence()
-        qk = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
-        p, slope = _probabilities(qk, minus_lse[:, None], inner_scale, outer_scale, SOFTCAP)
-        if HAS_LO or HAS_HI or RAGGED:
-            if (block < full_first) | (block >= full_last):
-                cols = start + tl.arange(0, BLOCK_N)
-                visible = visible_pairs(rows[:, None], cols[None, :], run, HAS_LO, HAS_HI)
-                p = tl.where(visible, p, 0.0)
-        dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
-        ds = p * (dp - delta[:, None]) * slope
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    return dq
 
 
 @triton.jit(do_not_specialize=["num_blocks", "heads_together"])
@@ -383,12 +292,23 @@ def flash_dq_kernel(
     rows = row_start + tl.arange(0, BLOCK_M)
     for j in range(first_run, last_run):
         run = load_run(runs_ptr, j)
-        span = column_range(row_start, row_stop, run, BLOCK_N)
-        dq = _dq_blocks(
-            dq, q, dout, minus_lse, delta, k_head, v_head, stride_kn, stride_vn, rows, span, run,
-            inner_scale, outer_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N,
-            HAS_LO, HAS_HI, RAGGED, SOFTCAP,
-        )  # fmt: skip
+        first, full_first, full_last, last = column_range(row_start, row_stop, run, BLOCK_N)
+        for i in range(last - first):
+            kv_block = last - 1 - i
+            start = kv_block * BLOCK_N
+            k = load_block(k_head, start, run, stride_kn, HEAD_DIM, BLOCK_D, BLOCK_N, RAGGED)
+            v = load_block(v_head, start, run, stride_vn, HEAD_DIM_V, BLOCK_DV, BLOCK_N, RAGGED)
+            proxy_fence()
+            qk = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
+            p, slope = _probabilities(qk, minus_lse[:, None], inner_scale, outer_scale, SOFTCAP)
+            if HAS_LO or HAS_HI or RAGGED:
+                if (kv_block < full_first) | (kv_block >= full_last):
+                    cols = start + tl.arange(0, BLOCK_N)
+                    visible = visible_pairs(rows[:, None], cols[None, :], run, HAS_LO, HAS_HI)
+                    p = tl.where(visible, p, 0.0)
+            dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
+            ds = p * (dp - delta[:, None]) * slope
+            dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
 
     store_rows(dq_head, dq, row_start, row_stop, nheads * HEAD_DIM, HEAD_DIM, BLOCK_D)
 
@@ -411,12 +331,8 @@ def delta_launch(
         delta_kernel,
         (triton.cdiv(num_rows, config.BLOCK_M) * batch * nheads,),
         {
-            "out_ptr": out,
-            "dout_ptr": dout,
-            "lse_ptr": lse,
-            "minus_lse_ptr": minus_lse,
-            "delta_ptr": delta,
-            **_strides(o=out, d=dout),
+            **pointers(out=out, dout=dout, lse=lse, minus_lse=minus_lse, delta=delta),
+            **strides(o=out, d=dout),
             "num_rows": num_rows,
             "nheads": nheads,
         },
@@ -426,7 +342,7 @@ def delta_launch(
             "BLOCK_DV": block_dim(headdim_v),
             "BLOCK_M": config.BLOCK_M,
         },
-        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        config.options,
     )
 
 
@@ -467,37 +383,22 @@ def dkdv_launch(
         table, config, q.device, num_heads=batch * nheads_kv, heads_per_kv=1,
         bytes_per_column=nheads // nheads_kv * (headdim + v.size(3)) * q.element_size(),
     )  # fmt: skip
-    strides = _strides(q=q, k=k, v=v, d=dout)
+    steps = strides(q=q, k=k, v=v, d=dout)
     # Row strides as constants save 12 of 398 instructions of the loop, and on sm_100 20 spilled
     # bytes. In the other kernels they make ptxas aim at fewer registers, and spill.
-    rows = {
-        name: strides.pop(name) for name in ("stride_qm", "stride_kn", "stride_vn", "stride_dm")
-    }
+    known = constants((q, k, v, dout), table, config, softcap)
+    known |= {f"stride_{x}": steps.pop(f"stride_{x}") for x in ("qm", "kn", "vn", "dm")}
     args = {
-        "q_ptr": q,
-        "k_ptr": k,
-        "v_ptr": v,
-        "dout_ptr": dout,
-        "minus_lse_ptr": minus_lse,
-        "delta_ptr": delta,
-        "dk_ptr": dk,
-        "dv_ptr": dv,
-        "blocks_ptr": table.blocks,
-        "runs_ptr": table.runs,
-        **strides,
+        **pointers(q=q, k=k, v=v, dout=dout, minus_lse=minus_lse, delta=delta, dk=dk, dv=dv),
+        **pointers(blocks=table.blocks, runs=table.runs),
+        **steps,
         "num_rows": num_rows,
         "num_rows_kv": k.size(1),
         "nheads_kv": nheads_kv,
         **schedule.args,
-        **_scales(softmax_scale, softcap),
+        **scales(softmax_scale, softcap),
     }
-    return Launch(
-        flash_dkdv_kernel,
-        (schedule.num_tasks,),
-        args,
-        {**rows, **_constants(q, k, v, dout, table, config, softcap)},
-        {"num_warps": config.num_warps, "num_stages": config.num_stages},
-    )
+    return Launch(flash_dkdv_kernel, (schedule.num_tasks,), args, known, config.options)
 
 
 def dq_launch(
@@ -514,20 +415,11 @@ def dq_launch(
     softmax_scale: float,
     softcap: float = 0.0,
 ) -> Launch:
-    """The launch that adds one step's dq (without softmax_scale); see `dkdv_launch` for strides.
+    """The launch that adds one step's dq (without softmax_scale); arguments as in `dkdv_launch`.
 
     Args:
-        q: (batch, rows, nheads, headdim).
-        k: (batch, rows_kv, nheads_kv, headdim).
-        v: (batch, rows_kv, nheads_kv, headdim_v).
-        dout: (batch, rows, nheads, headdim_v).
-        minus_lse: (batch, nheads, rows).
-        delta: (batch, nheads, rows).
         dq: shape of q, float32, contiguous; added to.
         table: table of q rows x kv rows, descending.
-        config: tile sizes, warps and stages.
-        softmax_scale: positive.
-        softcap: 0 means none.
     """
     batch, num_rows, nheads, headdim = q.shape
     schedule = make_schedule(
@@ -535,64 +427,13 @@ def dq_launch(
         bytes_per_column=(headdim + v.size(3)) * k.element_size(),
     )  # fmt: skip
     args = {
-        "q_ptr": q,
-        "k_ptr": k,
-        "v_ptr": v,
-        "dout_ptr": dout,
-        "minus_lse_ptr": minus_lse,
-        "delta_ptr": delta,
-        "dq_ptr": dq,
-        "blocks_ptr": table.blocks,
-        "runs_ptr": table.runs,
-        **_strides(q=q, k=k, v=v, d=dout),
+        **pointers(q=q, k=k, v=v, dout=dout, minus_lse=minus_lse, delta=delta, dq=dq),
+        **pointers(blocks=table.blocks, runs=table.runs),
+        **strides(q=q, k=k, v=v, d=dout),
         "num_rows": num_rows,
         "nheads": nheads,
         **schedule.args,
-        **_scales(softmax_scale, softcap),
+        **scales(softmax_scale, softcap),
     }
-    return Launch(
-        flash_dq_kernel,
-        (schedule.num_tasks,),
-        args,
-        _constants(q, k, v, dout, table, config, softcap),
-        {"num_warps": config.num_warps, "num_stages": config.num_stages},
-    )
-
-
-def _strides(**tensors: Tensor) -> dict[str, int]:
-    """stride_{letter}{axis}: axes are b (batch), m (q rows) or n (kv rows), and h (heads)."""
-    return {
-        f"stride_{name}{axis}": stride
-        for name, x in tensors.items()
-        for axis, stride in zip(f"b{'n' if name in 'kv' else 'm'}h", x.stride(), strict=False)
-    }
-
-
-def _scales(softmax_scale: float, softcap: float) -> dict[str, float]:
-    inner_scale, outer_scale = score_scales(softmax_scale, softcap)
-    return {"inner_scale": inner_scale, "outer_scale": outer_scale}
-
-
-def _constants(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    table: StepTable,
-    config: Config,
-    softcap: float,
-) -> Mapping[str, Any]:
-    return {
-        "GROUP": q.size(2) // k.size(2),
-        "UNIT": offset_unit(q, k, v, dout),
-        "HEAD_DIM": q.size(3),
-        "HEAD_DIM_V": v.size(3),
-        "BLOCK_D": block_dim(q.size(3)),
-        "BLOCK_DV": block_dim(v.size(3)),
-        "BLOCK_M": config.BLOCK_M,
-        "BLOCK_N": config.BLOCK_N,
-        "HAS_LO": table.has_lo,
-        "HAS_HI": table.has_hi,
-        "RAGGED": table.ragged,
-        "SOFTCAP": softcap != 0.0,
-    }
+    known = constants((q, k, v, dout), table, config, softcap)
+    return Launch(flash_dq_kernel, (schedule.num_tasks,), args, known, config.options)

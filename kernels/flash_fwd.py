@@ -25,8 +25,10 @@ Dao et al., arXiv 2205.14135 and 2307.08691; ring use, Liu et al., arXiv 2310.01
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -128,60 +130,6 @@ def load_block(
 
 
 @triton.jit
-def _fold_blocks(
-    acc,
-    m_i,
-    l_i,
-    q,
-    k_ptr,
-    v_ptr,
-    stride_kn,
-    stride_vn,
-    rows,
-    span,
-    run,
-    inner_scale,
-    outer_scale,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HAS_LO: tl.constexpr,
-    HAS_HI: tl.constexpr,
-    RAGGED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-):
-    """Folds the blocks [first, last) of a run of keys, from the last down.
-
-    One loop with a branch for masked blocks, not three loops: the pipeline is filled once per run,
-    and on sm_90 with 128 x 128 blocks three loop bodies spilled registers.
-
-    acc (BLOCK_M, BLOCK_DV), m_i l_i (BLOCK_M,), q (BLOCK_M, BLOCK_D), rows (BLOCK_M,).
-    """
-    MASKED: tl.constexpr = HAS_LO or HAS_HI or RAGGED
-    first, full_first, full_last, last = span
-    for i in range(last - first):
-        block = last - 1 - i
-        start = block * BLOCK_N
-        k = load_block(k_ptr, start, run, stride_kn, HEAD_DIM, BLOCK_D, BLOCK_N, RAGGED)
-        proxy_fence()
-        qk = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
-        if SOFTCAP:
-            qk = outer_scale * tanh(qk * inner_scale)
-        if MASKED:
-            if (block < full_first) | (block >= full_last):
-                cols = start + tl.arange(0, BLOCK_N)
-                visible = visible_pairs(rows[:, None], cols[None, :], run, HAS_LO, HAS_HI)
-                qk = tl.where(visible, qk, float("-inf"))
-        v = load_block(v_ptr, start, run, stride_vn, HEAD_DIM_V, BLOCK_DV, BLOCK_N, RAGGED)
-        proxy_fence()
-        qk_scale = 1.0 if SOFTCAP else inner_scale
-        acc, m_i, l_i = online_softmax_update(acc, m_i, l_i, qk, v, qk_scale, MASKED=MASKED)
-    return acc, m_i, l_i
-
-
-@triton.jit
 def _state_offsets(batch, head, num_rows, nheads, HEAD_DIM_V: tl.constexpr):
     """Offsets of a head in (batch, rows, nheads, HEAD_DIM_V) and in (batch, nheads, rows)."""
     row = batch.to(tl.int64) * num_rows * nheads * HEAD_DIM_V + head * HEAD_DIM_V
@@ -232,7 +180,12 @@ def flash_fwd_kernel(
     SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Folds the keys that one block of q rows of one head sees into its state."""
+    """Folds the keys that one block of q rows of one head sees into its state.
+
+    One loop over a run's blocks with a branch for masked blocks, not three loops: the pipeline is
+    filled once per run, and on sm_90 with 128 x 128 blocks three loop bodies spilled registers.
+    """
+    MASKED: tl.constexpr = HAS_LO or HAS_HI or RAGGED
     block, index = block_and_head(tl.program_id(0), num_blocks, heads_together)
     batch = index // nheads
     head = index % nheads
@@ -261,12 +214,24 @@ def flash_fwd_kernel(
     rows = row_start + tl.arange(0, BLOCK_M)
     for j in range(first_run, last_run):
         run = load_run(runs_ptr, j)
-        span = column_range(row_start, row_stop, run, BLOCK_N)
-        acc, m_i, l_i = _fold_blocks(
-            acc, m_i, l_i, q, k_head, v_head, stride_kn, stride_vn, rows, span, run,
-            inner_scale, outer_scale, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, BLOCK_N,
-            HAS_LO, HAS_HI, RAGGED, SOFTCAP,
-        )  # fmt: skip
+        first, full_first, full_last, last = column_range(row_start, row_stop, run, BLOCK_N)
+        for i in range(last - first):
+            kv_block = last - 1 - i
+            start = kv_block * BLOCK_N
+            k = load_block(k_head, start, run, stride_kn, HEAD_DIM, BLOCK_D, BLOCK_N, RAGGED)
+            proxy_fence()
+            qk = tl.dot(q, tl.trans(k), input_precision="ieee")  # (BLOCK_M, BLOCK_N)
+            if SOFTCAP:
+                qk = outer_scale * tanh(qk * inner_scale)
+            if MASKED:
+                if (kv_block < full_first) | (kv_block >= full_last):
+                    cols = start + tl.arange(0, BLOCK_N)
+                    visible = visible_pairs(rows[:, None], cols[None, :], run, HAS_LO, HAS_HI)
+                    qk = tl.where(visible, qk, float("-inf"))
+            v = load_block(v_head, start, run, stride_vn, HEAD_DIM_V, BLOCK_DV, BLOCK_N, RAGGED)
+            proxy_fence()
+            qk_scale = 1.0 if SOFTCAP else inner_scale
+            acc, m_i, l_i = online_softmax_update(acc, m_i, l_i, qk, v, qk_scale, MASKED=MASKED)
 
     row, stat = _state_offsets(batch, head, num_rows, nheads, HEAD_DIM_V)
     stride = nheads * HEAD_DIM_V
@@ -328,6 +293,47 @@ def offset_unit(*tensors: Tensor) -> int:
     return 8 if any(x % 16 for x in strides) and not any(x % 8 for x in strides) else 1
 
 
+def pointers(**tensors: Tensor | None) -> dict[str, Tensor | None]:
+    """Tensors as arguments of a kernel."""
+    return {f"{name}_ptr": x for name, x in tensors.items()}
+
+
+def strides(**tensors: Tensor) -> dict[str, int]:
+    """stride_{letter}{axis}: axes are b (batch), m (q rows) or n (kv rows), and h (heads)."""
+    return {
+        f"stride_{name}{axis}": stride
+        for name, x in tensors.items()
+        for axis, stride in zip(f"b{'n' if name in 'kv' else 'm'}h", x.stride(), strict=False)
+    }
+
+
+def scales(softmax_scale: float, softcap: float) -> dict[str, float]:
+    """`score_scales` as arguments of a kernel."""
+    inner_scale, outer_scale = score_scales(softmax_scale, softcap)
+    return {"inner_scale": inner_scale, "outer_scale": outer_scale}
+
+
+def constants(
+    tensors: Sequence[Tensor], table: StepTable, config: Config, softcap: float
+) -> dict[str, Any]:
+    """Constants of every portable kernel; the first of the tensors are q, k and v."""
+    q, k, v = tensors[:3]
+    return {
+        "GROUP": q.size(2) // k.size(2),
+        "UNIT": offset_unit(*tensors),
+        "HEAD_DIM": q.size(3),
+        "HEAD_DIM_V": v.size(3),
+        "BLOCK_D": block_dim(q.size(3)),
+        "BLOCK_DV": block_dim(v.size(3)),
+        "BLOCK_M": config.BLOCK_M,
+        "BLOCK_N": config.BLOCK_N,
+        "HAS_LO": table.has_lo,
+        "HAS_HI": table.has_hi,
+        "RAGGED": table.ragged,
+        "SOFTCAP": softcap != 0.0,
+    }
+
+
 @cache
 def block_dim(headdim: int) -> int:
     """The power of two that holds a head dim; at least 16, as tl.dot requires."""
@@ -363,58 +369,27 @@ def forward_launch(
         last: write out and lse, and store no state.
     """
     batch, num_rows, nheads, headdim = q.shape
-    group = nheads // k.size(2)
-    inner_scale, outer_scale = score_scales(softmax_scale, softcap)
     schedule = make_schedule(
-        table, config, q.device, num_heads=batch * nheads, heads_per_kv=group,
+        table, config, q.device, num_heads=batch * nheads, heads_per_kv=nheads // k.size(2),
         bytes_per_column=(headdim + v.size(3)) * k.element_size(),
     )  # fmt: skip
     return Launch(
         flash_fwd_kernel,
         (schedule.num_tasks,),
         {
-            "q_ptr": q,
-            "k_ptr": k,
-            "v_ptr": v,
-            "acc_ptr": state.acc,
-            "m_ptr": state.m,
-            "l_ptr": state.l,
-            "out_ptr": state.out,
-            "lse_ptr": state.lse,
-            "sinks_ptr": state.sinks,
-            "blocks_ptr": table.blocks,
-            "runs_ptr": table.runs,
-            "stride_qb": q.stride(0),
-            "stride_qm": q.stride(1),
-            "stride_qh": q.stride(2),
-            "stride_kb": k.stride(0),
-            "stride_kn": k.stride(1),
-            "stride_kh": k.stride(2),
-            "stride_vb": v.stride(0),
-            "stride_vn": v.stride(1),
-            "stride_vh": v.stride(2),
+            **pointers(q=q, k=k, v=v, acc=state.acc, m=state.m, l=state.l, out=state.out),
+            **pointers(lse=state.lse, sinks=state.sinks, blocks=table.blocks, runs=table.runs),
+            **strides(q=q, k=k, v=v),
             "num_rows": num_rows,
             "nheads": nheads,
             **schedule.args,
-            "inner_scale": inner_scale,
-            "outer_scale": outer_scale,
+            **scales(softmax_scale, softcap),
         },
         {
-            "GROUP": group,
-            "UNIT": offset_unit(q, k, v),
-            "HEAD_DIM": headdim,
-            "HEAD_DIM_V": v.size(3),
-            "BLOCK_D": block_dim(headdim),
-            "BLOCK_DV": block_dim(v.size(3)),
-            "BLOCK_M": config.BLOCK_M,
-            "BLOCK_N": config.BLOCK_N,
+            **constants((q, k, v), table, config, softcap),
             "FIRST": first,
             "LAST": last,
-            "HAS_LO": table.has_lo,
-            "HAS_HI": table.has_hi,
-            "RAGGED": table.ragged,
-            "SOFTCAP": softcap != 0.0,
             "HAS_SINKS": state.sinks is not None,
         },
-        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        config.options,
     )

@@ -576,7 +576,7 @@ def bwd_launch(
             "DQ": dq is not None,
             "DKV": dk is not None,
         },
-        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        config.options,
     )
 
 

@@ -567,5 +567,5 @@ def hopper_launch(
             "HAS_SINKS": state.sinks is not None,
             "PING_PONG": ping_pong,
         },
-        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        config.options,
     )

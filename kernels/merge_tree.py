@@ -169,5 +169,5 @@ def merge_tree_launch(
             "HEAD_DIM_V": headdim_v,
             "BLOCK_DV": block_dim(headdim_v),
         },
-        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        config.options,
     )
