@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import Config
-from .flash_fwd import block_dim
+from .flash_fwd import block_dim, pointers
 from .launch import Launch
 from .online_softmax import online_softmax_finalize, online_softmax_merge, softmax_pivot
 from .step_table import COLUMNS, UNBOUNDED, Rectangle, StepTable
@@ -269,11 +269,7 @@ def merge_parts_launch(
         merge_parts_kernel,
         (num_rows * group * batch * nheads_kv,),
         {
-            "acc_ptr": acc,
-            "m_ptr": m,
-            "l_ptr": l,
-            "out_ptr": out,
-            "lse_ptr": lse,
+            **pointers(acc=acc, m=m, l=l, out=out, lse=lse),
             "num_parts": num_parts,
             "num_rows": num_rows,
             "nheads_kv": nheads_kv,

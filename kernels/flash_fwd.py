@@ -327,9 +327,7 @@ def constants(
         "BLOCK_DV": block_dim(v.size(3)),
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
-        "HAS_LO": table.has_lo,
-        "HAS_HI": table.has_hi,
-        "RAGGED": table.ragged,
+        **table.constants,
         "SOFTCAP": softcap != 0.0,
     }
 

@@ -116,23 +116,17 @@ def issue_output(p, v_buffers, stage, acc):
 
 
 @gluon.jit
-def mask_scores(
-    s,
-    rows,
-    start,
-    stop,
-    lo,
-    hi,
-    HAS_LO: gl.constexpr,
-    HAS_HI: gl.constexpr,
-    RAGGED: gl.constexpr,
-):
+def mask_scores(s, rows, first, run, FLAGS: gl.constexpr):
     """s (ROWS, BLOCK_N) with -inf where a row does not see a column; see `visible_pairs`.
 
-    rows (ROWS,), start and stop of the run are relative to the block's first column. A column is
-    split into a multiple of 8, which is a constant in each thread, and the rest: whole column
-    numbers would occupy registers over all loops.
+    rows (ROWS,), `first` the block's first column. A column is split into a multiple of 8, which is
+    a constant in each thread, and the rest: whole column numbers would occupy registers over all
+    loops.
     """
+    HAS_LO: gl.constexpr = FLAGS[0]
+    HAS_HI: gl.constexpr = FLAGS[1]
+    RAGGED: gl.constexpr = FLAGS[2]
+    rows, start, stop, lo, hi = rows - first, run[0] - first, run[1] - first, run[2], run[3]
     BLOCK_N: gl.constexpr = s.shape[1]
     LAYOUT: gl.constexpr = s.type.layout
     s = s.reshape([ROWS, BLOCK_N // 8, 8])
@@ -155,36 +149,21 @@ def mask_scores(
 
 
 @gluon.jit
-def softmax(
-    s,
-    m_i,
-    l_i,
-    rows,
-    start,
-    run,
-    scales,
-    FLAGS: gl.constexpr,
-    MASK: gl.constexpr,
-):
+def softmax(s, m_i, l_i, rows, start, run, scales, FLAGS: gl.constexpr, MASK: gl.constexpr):
     """`online_softmax_update` without its product: returns p, alpha, m_i and l_i.
 
     s (ROWS, BLOCK_N) raw products, m_i l_i rows (ROWS,), all float32 but rows. MASK: this block has
     a mask. FLAGS (HAS_LO, HAS_HI, RAGGED, SOFTCAP): properties of any block of the launch. scales:
     from `score_scales`.
     """
-    HAS_LO: gl.constexpr = FLAGS[0]
-    HAS_HI: gl.constexpr = FLAGS[1]
-    RAGGED: gl.constexpr = FLAGS[2]
     SOFTCAP: gl.constexpr = FLAGS[3]
     inner_scale, outer_scale = scales
     if SOFTCAP:
         s = outer_scale * tanh(s * inner_scale)
     qk_scale = 1.0 if SOFTCAP else inner_scale
     if MASK:
-        s = mask_scores(
-            s, rows - start, run[0] - start, run[1] - start, run[2], run[3], HAS_LO, HAS_HI, RAGGED
-        )
-    MASKED: gl.constexpr = HAS_LO or HAS_HI or RAGGED
+        s = mask_scores(s, rows, start, run, FLAGS)
+    MASKED: gl.constexpr = FLAGS[0] or FLAGS[1] or FLAGS[2]
     m_new = gl.maximum(m_i, gl.max(s, 1) * qk_scale)
     pivot = softmax_pivot(m_new) if MASKED else m_new
     alpha = gl.exp2(m_i - pivot)

@@ -51,7 +51,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .configs import Config
-from .flash_fwd import score_scales
+from .flash_fwd import pointers, score_scales
 from .hopper_blocks import (
     ROWS,
     await_empty,
@@ -200,9 +200,6 @@ def _visit(
     k_buffers, v_buffers, q_buffers, dout_buffers = buffers[:4]
     statistic_buffers, ds_buffers, dq_buffers = buffers[4:]
     q_full, q_empty, dout_full, dout_empty, ds_full, dq_full, dq_empty = barriers[2:9]
-    HAS_LO: gl.constexpr = FLAGS[0]
-    HAS_HI: gl.constexpr = FLAGS[1]
-    RAGGED: gl.constexpr = FLAGS[2]
     PARTIAL: gl.constexpr = FLAGS[3]
     BLOCK_M: gl.constexpr = q_buffers.shape[2]
     HEAD_DIM: gl.constexpr = k_buffers.shape[4]
@@ -227,11 +224,7 @@ def _visit(
         if MASK:
             # Loaded at every visit: kept during the loop, a run would take the products' registers.
             run = load_visited(runs_ptr, run_index + opaque_zero(t))
-            start = t // GROUP * BLOCK_M
-            s = mask_scores(
-                s, rows - start, run[0] - start, run[1] - start, run[2], run[3], HAS_LO, HAS_HI,
-                RAGGED,
-            )  # fmt: skip
+            s = mask_scores(s, rows, t // GROUP * BLOCK_M, run, FLAGS)
         p = gl.exp2(gl.fma(s, scale, minus_lse))
         if MASK and PARTIAL:
             inside = (rows >= run[4]) & (rows < run[5])
@@ -521,15 +514,9 @@ def bwd_launch(
     """The launch that adds one step's dq and dk (without softmax_scale) and dv.
 
     Args:
-        q: (batch, rows, nheads, headdim); q, k, v, dout as from `hopper_fwd.copyable`.
-        k: (batch, rows_kv, nheads_kv, headdim).
-        v: likewise.
-        dout: shape of q.
-        minus_lse: (batch, nheads, rows) float32, contiguous, in base 2; over all keys of all steps.
-        delta: (batch, nheads, rows) float32, contiguous.
+        q: q, k, v, dout as from `hopper_fwd.copyable`; tensors as in `flash_bwd.dkdv_launch`.
         dq: shape of q, float32, contiguous; added to. None leaves its product out.
         dk: shape of k, likewise; None if dv is None.
-        dv: likewise.
         turns: `num_turns` int32 zeros.
         table: table for this config's blocks.
         config: BLOCK_N 128, BLOCK_M 128 for 64 dims and 64 for 128, 4 warps (of a consumer).
@@ -550,15 +537,8 @@ def bwd_launch(
             "k_desc": block_descriptor(k, ROWS.value),
             "v_desc": block_descriptor(v, ROWS.value),
             "dout_desc": block_descriptor(dout, config.BLOCK_M),
-            "minus_lse_ptr": minus_lse,
-            "delta_ptr": delta,
-            "dq_ptr": dq,
-            "dk_ptr": dk,
-            "dv_ptr": dv,
-            "turns_ptr": turns,
-            "blocks_ptr": table.blocks,
-            "runs_ptr": table.runs,
-            "pieces_ptr": table.pieces,
+            **pointers(minus_lse=minus_lse, delta=delta, dq=dq, dk=dk, dv=dv, turns=turns),
+            **pointers(blocks=table.blocks, runs=table.runs, pieces=table.pieces),
             **schedule.args,
             "num_rows": num_rows,
             "num_rows_kv": k.size(1),
@@ -569,9 +549,7 @@ def bwd_launch(
             "GROUP": nheads // nheads_kv,
             "BLOCK_M": config.BLOCK_M,
             "STAGES": config.num_stages,
-            "HAS_LO": table.has_lo,
-            "HAS_HI": table.has_hi,
-            "RAGGED": table.ragged,
+            **table.constants,
             "PARTIAL": table.partial,
             "DQ": dq is not None,
             "DKV": dk is not None,

@@ -53,7 +53,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .configs import Config
-from .flash_fwd import Carried, score_scales
+from .flash_fwd import Carried, pointers, scales
 from .hopper_blocks import (
     ROWS,
     as_operand,
@@ -204,13 +204,9 @@ def _fold_blocks(
     turn,
     begin,
     end,
-    q,
-    buffers,
-    barriers,
-    rows,
+    folding,
     last,
     run,
-    scales,
     INDEX: gl.constexpr,
     FLAGS: gl.constexpr,
     MASK: gl.constexpr,
@@ -221,6 +217,7 @@ def _fold_blocks(
     At the start acc (ROWS, HEAD_DIM_V) lacks the product of p (ROWS, BLOCK_N), the weights of the
     previous block, with its V, which is in buffer `v_stage`; at the end, that of the last block.
     """
+    q, buffers, barriers, rows, scores = folding
     q_buffers, k_buffers, v_buffers = buffers[:3]
     q_full, q_empty, k_full, k_empty, v_full, v_empty, turns = barriers[:7]
     CONSUMERS: gl.constexpr = turns.shape[0]
@@ -236,7 +233,7 @@ def _fold_blocks(
         s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(k_empty.index(k_stage), count=1)
         start = (last - 1 - i) * BLOCK_N
-        p_next, alpha, m_i, l_i = softmax(s, m_i, l_i, rows, start, run, scales, FLAGS, MASK)
+        p_next, alpha, m_i, l_i = softmax(s, m_i, l_i, rows, start, run, scores, FLAGS, MASK)
         # The loop inside this wait also keeps ptxas from moving the softmax below the next wait;
         # nothing else does.
         next_stage = await_full(v_buffers, v_full, use)
@@ -258,13 +255,9 @@ def _fold_run(
     use,
     turn,
     span,
-    q,
-    buffers,
-    barriers,
-    rows,
+    folding,
     run,
     last_run,
-    scales,
     INDEX: gl.constexpr,
     FLAGS: gl.constexpr,
     PING_PONG: gl.constexpr,
@@ -274,6 +267,7 @@ def _fold_run(
     Masked blocks have separate loops: a branch between a product's start and its end would make
     ptxas wait there. After the scores of a task's last run (`last_run`) Q is released.
     """
+    q, buffers, barriers, rows, scores = folding
     q_buffers, k_buffers, v_buffers = buffers[:3]
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers[:6]
     HAS_LO: gl.constexpr = FLAGS[0]
@@ -288,7 +282,7 @@ def _fold_run(
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_empty.index(k_stage), count=1)
     start = (last - 1) * BLOCK_N
-    p, alpha, m_i, l_i = softmax(s, m_i, l_i, rows, start, run, scales, FLAGS, MASKED)
+    p, alpha, m_i, l_i = softmax(s, m_i, l_i, rows, start, run, scores, FLAGS, MASKED)
     v_stage = await_full(v_buffers, v_full, use)
     acc = rescale(acc, alpha)
     p = as_operand(p, v_buffers, acc)
@@ -299,17 +293,17 @@ def _fold_run(
     below = gl.maximum(last - full_first, above)
     if MASKED:
         acc, p, m_i, l_i, v_stage, use, turn = _fold_blocks(
-            acc, p, m_i, l_i, v_stage, use, turn, 1, above, q, buffers, barriers, rows, last, run,
-            scales, INDEX, FLAGS, True, PING_PONG,
+            acc, p, m_i, l_i, v_stage, use, turn, 1, above, folding, last, run,
+            INDEX, FLAGS, True, PING_PONG,
         )  # fmt: skip
     acc, p, m_i, l_i, v_stage, use, turn = _fold_blocks(
-        acc, p, m_i, l_i, v_stage, use, turn, above, below, q, buffers, barriers, rows, last, run,
-        scales, INDEX, FLAGS, False, PING_PONG,
+        acc, p, m_i, l_i, v_stage, use, turn, above, below, folding, last, run,
+        INDEX, FLAGS, False, PING_PONG,
     )  # fmt: skip
     if HAS_LO or RAGGED:
         acc, p, m_i, l_i, v_stage, use, turn = _fold_blocks(
-            acc, p, m_i, l_i, v_stage, use, turn, below, last - first, q, buffers, barriers, rows,
-            last, run, scales, INDEX, FLAGS, True, PING_PONG,
+            acc, p, m_i, l_i, v_stage, use, turn, below, last - first, folding, last, run,
+            INDEX, FLAGS, True, PING_PONG,
         )  # fmt: skip
 
     mbarrier.arrive(q_empty.index(INDEX), count=1, pred=last_run)
@@ -330,7 +324,7 @@ def _consume(
     PING_PONG: gl.constexpr,
 ):
     """Computes the INDEX-th 64 rows of every task of this program."""
-    context, state, num_rows, scales = to_fold
+    context, state, num_rows, scores = to_fold
     buffers, barriers, work, num_tasks = context[:4]
     q_buffers, k_buffers, v_buffers, drawn = buffers
     q_full = barriers[0]
@@ -366,13 +360,14 @@ def _consume(
             mbarrier.wait(q_full.index(INDEX), parity)
             parity ^= 1
         rows = row + gl.arange(0, ROWS, S_ROWS)
+        folding = (q, buffers, barriers, rows, scores)
         for i in range(first_run, last_run):
             run = load_run(runs_ptr, i)
             span = column_range(row_start, row_stop, run, BLOCK_N)
             if span[3] > span[0]:
                 acc, m_i, l_i, use, turn = _fold_run(
-                    acc, m_i, l_i, use, turn, span, q, buffers, barriers, rows, run,
-                    i == last_run - 1, scales, INDEX, FLAGS, PING_PONG,
+                    acc, m_i, l_i, use, turn, span, folding, run, i == last_run - 1,
+                    INDEX, FLAGS, PING_PONG,
                 )  # fmt: skip
 
         # Computed again: pointers kept during the loops would take registers from the products.
@@ -508,22 +503,13 @@ def hopper_launch(
     """The launch that folds one step, as `forward_launch`, for calls that `takes_gluon` allows.
 
     Args:
-        q: (batch, rows, nheads, headdim); q, k, v as from `copyable`, k and v with rows.
-        k: (batch, rows_kv, nheads_kv, headdim).
-        v: (batch, rows_kv, nheads_kv, headdim_v).
-        state: allocated by the caller: acc, m, l unless first and last; out and lse if last; and
-            the counter.
-        table: descending, for this config's blocks; if first or last, with blocks for all rows.
+        q: q, k, v as from `copyable`, k and v with rows.
+        state: also with the counter.
         config: BLOCK_M 128 or 192, 4 warps (of a consumer), and at least 2 stages.
-        softmax_scale: positive.
-        softcap: 0 means none.
-        first: start from the empty state, and load none.
-        last: write out and lse, and store no state.
         ping_pong: consumers take turns.
     """
     batch, num_rows, nheads, headdim = q.shape
     group = nheads // k.size(2)
-    inner_scale, outer_scale = score_scales(softmax_scale, softcap)
     schedule = make_schedule(
         table, config, q.device, num_heads=batch * nheads, heads_per_kv=group,
         bytes_per_column=(headdim + v.size(3)) * k.element_size(),
@@ -535,23 +521,15 @@ def hopper_launch(
             "q_desc": block_descriptor(q, ROWS.value),
             "k_desc": block_descriptor(k, config.BLOCK_N),
             "v_desc": block_descriptor(v, config.BLOCK_N),
-            "acc_ptr": state.acc,
-            "m_ptr": state.m,
-            "l_ptr": state.l,
-            "out_ptr": state.out,
-            "lse_ptr": state.lse,
-            "sinks_ptr": state.sinks,
-            "counter_ptr": state.counter,
-            "blocks_ptr": table.blocks,
-            "runs_ptr": table.runs,
-            "num_tasks": schedule.num_blocks * schedule.num_heads,
+            **pointers(acc=state.acc, m=state.m, l=state.l, out=state.out, lse=state.lse),
+            **pointers(sinks=state.sinks, counter=state.counter),
+            **pointers(blocks=table.blocks, runs=table.runs),
+            "num_tasks": schedule.num_tasks,
             "num_programs": schedule.num_programs,
-            "num_blocks": schedule.num_blocks,
-            "heads_together": schedule.heads_together,
+            **schedule.args,
             "num_rows": num_rows,
             "nheads": nheads,
-            "inner_scale": inner_scale,
-            "outer_scale": outer_scale,
+            **scales(softmax_scale, softcap),
         },
         {
             "GROUP": group,
@@ -560,9 +538,7 @@ def hopper_launch(
             "STAGES": config.num_stages,
             "FIRST": first,
             "LAST": last,
-            "HAS_LO": table.has_lo,
-            "HAS_HI": table.has_hi,
-            "RAGGED": table.ragged,
+            **table.constants,
             "SOFTCAP": softcap != 0.0,
             "HAS_SINKS": state.sinks is not None,
             "PING_PONG": ping_pong,

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import Config
-from .flash_fwd import block_dim
+from .flash_fwd import block_dim, pointers
 from .launch import Launch
 from .online_softmax import softmax_pivot
 
@@ -110,16 +110,9 @@ def merge_tree_kernel(
     dims = tl.arange(0, BLOCK_DV)
 
     acc, m, l = _state(
-        out_ptr + first,
-        lse_ptr + statistic,
-        out_stride,
-        lse_stride,
-        num_sets,
-        tl.zeros((), tl.int32),
-        LEVELS,
-        HEAD_DIM_V,
-        BLOCK_DV,
-    )
+        out_ptr + first, lse_ptr + statistic, out_stride, lse_stride, num_sets,
+        tl.zeros((), tl.int32), LEVELS, HEAD_DIM_V, BLOCK_DV,
+    )  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head).to(tl.float32)
         acc, m, l = _merged(acc, m, l, tl.zeros_like(acc), sink, 1.0)
@@ -152,11 +145,7 @@ def merge_tree_launch(
         merge_tree_kernel,
         (batch * num_rows * nheads,),
         {
-            "out_ptr": out,
-            "lse_ptr": lse,
-            "root_out_ptr": root_out,
-            "root_lse_ptr": root_lse,
-            "sinks_ptr": sinks,
+            **pointers(out=out, lse=lse, root_out=root_out, root_lse=root_lse, sinks=sinks),
             "num_sets": num_sets,
             "num_rows": num_rows,
             "nheads": nheads,

@@ -105,6 +105,11 @@ class StepTable:
     ragged: bool
     visits: int
 
+    @property
+    def constants(self) -> dict[str, bool]:
+        """Constants of a kernel that masks."""
+        return {"HAS_LO": self.has_lo, "HAS_HI": self.has_hi, "RAGGED": self.ragged}
+
 
 def transposed(rectangles: Sequence[Rectangle]) -> list[Rectangle]:
     """The rectangles with rows and columns exchanged."""
