@@ -225,8 +225,11 @@ FOLDED = {"fwd": "BLOCK_N", "dkdv": "BLOCK_M", "dq": "BLOCK_N"}
 BUCKETS = (64, 128, 256)
 
 # Configs that a search tries beside the frozen ones; configs too large for the device are skipped.
-TILES: dict[str, tuple[Config, ...]] = {
+# With 4 warps a multiprocessor runs two programs at once, and the softmax of one overlaps the
+# products of the other.
+SEARCHED: dict[str, tuple[Config, ...]] = {
     "fwd": (
+        Config(128, 64, 4, 2),
         Config(128, 128, 8, 2),
         Config(128, 128, 8, 3),
         Config(128, 64, 8, 2),
@@ -263,69 +266,6 @@ TILES: dict[str, tuple[Config, ...]] = {
         Config(16, 32, 4, 4),
         Config(16, 32, 2, 4),
     ),
-}
-
-# The same for sm_90, the most promising first. With 4 warps a multiprocessor runs two programs at
-# once, and the softmax of one overlaps the products of the other.
-HOPPER_TILES: dict[tuple[str, int], tuple[Config, ...]] = {
-    ("fwd", 64): (
-        Config(128, 64, 4, 2),
-        Config(64, 64, 4, 2),
-        Config(64, 128, 4, 2),
-        Config(128, 64, 4, 3),
-        Config(128, 128, 8, 2),
-    ),
-    ("fwd", 128): (
-        Config(64, 64, 4, 2),
-        Config(128, 32, 4, 2),
-        Config(128, 128, 8, 2),
-        Config(128, 64, 8, 3),
-        Config(64, 64, 4, 1),
-    ),
-    ("fwd", 256): (
-        Config(64, 16, 4, 2),
-        Config(64, 32, 4, 2),
-        Config(128, 64, 8, 2),
-    ),
-    ("dkdv", 64): (
-        Config(64, 64, 4, 2),
-        Config(128, 128, 8, 2),
-        Config(32, 128, 4, 2),
-        Config(64, 128, 8, 2),
-    ),
-    ("dkdv", 128): (
-        Config(32, 64, 4, 2),
-        Config(64, 128, 8, 2),
-        Config(64, 64, 4, 2),
-        Config(64, 64, 8, 2),
-        Config(32, 128, 8, 2),
-    ),
-    ("dkdv", 256): (
-        Config(32, 32, 4, 1),
-        Config(16, 32, 4, 2),
-    ),
-    ("dq", 64): (
-        Config(64, 64, 4, 2),
-        Config(64, 128, 4, 2),
-        Config(128, 64, 8, 2),
-    ),
-    ("dq", 128): (
-        Config(64, 64, 4, 2),
-        Config(128, 128, 8, 2),
-        Config(128, 64, 8, 2),
-        Config(64, 32, 4, 2),
-    ),
-    ("dq", 256): (
-        Config(64, 16, 4, 2),
-        Config(32, 32, 4, 2),
-    ),
-}
-
-SEARCHED: dict[tuple[str, str, int], tuple[Config, ...]] = {
-    (arch, kernel, size): HOPPER_TILES.get((kernel, size), tiles) if arch == "sm_90" else tiles
-    for arch in ARCHITECTURES
-    for kernel, tiles in TILES.items()
-    for size in BUCKETS
 }
 
 # On sm_90 a search tries this many of the first configs also with heads in groups of L2_BYTES.
@@ -428,8 +368,8 @@ def search_space(kind: str, arch: str, headdim: int, dtype: torch.dtype) -> tupl
     if kind == "gluon_bwd":
         return (GLUON_BWD[bucket(headdim)],)
     first = frozen(kind, arch, headdim, dtype)
-    others = SEARCHED.get((arch, _base(kind), bucket(headdim)))
-    if dtype == torch.float32 or others is None:
+    others = SEARCHED.get(_base(kind))
+    if dtype == torch.float32 or others is None or arch not in ARCHITECTURES:
         return (first,)
     tiles = _distinct(first, *others)
     if arch != "sm_90" or kind == "decode":
