@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -193,10 +194,10 @@ class TritonBackend(Backend):
 
         def fold() -> Launch:
             table = self._part_table(tiles, config, q.device, rows, group, parts)
+            state = Carried(acc, m, l)
             return forward_launch(
-                packed, k, v, Carried(acc, m, l), table, config, first=True, last=False,
-                softmax_scale=scores.softmax_scale, softcap=scores.softcap,
-            )  # fmt: skip
+                packed, k, v, state, table, config, first=True, last=False, **vars(scores)
+            )
 
         out, lse = _float32(q, batch, rows, nheads, v.size(3)), _float32(q, batch, nheads, rows)
         call = (tiles, "decode", group, parts, scores)
@@ -250,16 +251,14 @@ class TritonBackend(Backend):
             return
         q, k, v, dout, *stats = map(_unit_stride, inputs)
         inputs = BackwardInputs(q, k, v, dout, *stats)
-        if dq is not None:
-            self._launches.run(
-                (tiles, "dq", scores), (q, k, v, dout), (*stats, dq),
-                lambda: self._dq_launch(inputs, tiles, dq, scores),
-            )  # fmt: skip
-        if dk is not None and dv is not None:
-            self._launches.run(
-                (tiles, "dkdv", scores), (q, k, v, dout), (*stats, dk, dv),
-                lambda: self._dkdv_launch(inputs, tiles, dk, dv, scores),
-            )  # fmt: skip
+        sums = {
+            "dq": [] if dq is None else [dq],
+            "dkdv": [] if dk is None or dv is None else [dk, dv],
+        }
+        for kernel, added in sums.items():
+            if added:
+                make = partial(self._backward_launch, kernel, inputs, tiles, added, scores)
+                self._launches.run((tiles, kernel, scores), (q, k, v, dout), (*stats, *added), make)
 
     def in_one_pass(self, spec: AttentionSpec) -> bool:
         """Whether the call uses the backward in Gluon, which computes all gradients at once."""
@@ -363,66 +362,44 @@ class TritonBackend(Backend):
 
         def launch(config: Config, carried: Carried) -> Launch:
             table = self._table(tiles, config, q.device, num_rows=num_rows)
-            return make(
-                q, k, v, carried, table, config, softmax_scale=scores.softmax_scale,
-                softcap=scores.softcap, first=first, last=last,
-            )  # fmt: skip
+            return make(q, k, v, carried, table, config, first=first, last=last, **vars(scores))
 
         call = (q.shape, k.shape, tiles and tiles[0].kind, first, last, scores)
         kind = "gluon" if gluon else _kind("fwd", tiles)
         config = self._config(kind, q, v, call, lambda config: launch(config, carried.copy()))
         return launch(config, carried)
 
-    def _dq_launch(
-        self, inputs: BackwardInputs, tiles: Tiles, dq: Tensor, scores: Scores
-    ) -> Launch:
-        from ring_attn.kernels.flash_bwd import dq_launch
-
-        q, k, v, *_ = inputs
-
-        def launch(config: Config, dq: Tensor) -> Launch:
-            table = self._table(tiles, config, q.device)
-            return dq_launch(
-                *inputs, dq, table, config,
-                softmax_scale=scores.softmax_scale, softcap=scores.softcap,
-            )  # fmt: skip
-
-        call = (q.shape, k.shape, tiles[0].kind, scores)
-        kind = "dq_softcap" if scores.softcap else _kind("dq", tiles)
-        config = self._config(kind, q, v, call, lambda config: launch(config, dq.clone()))
-        return launch(config, dq)
-
-    def _dkdv_launch(
+    def _backward_launch(
         self,
+        kernel: str,
         inputs: BackwardInputs,
         tiles: Tiles,
-        dk: Tensor,
-        dv: Tensor,
+        gradients: Sequence[Tensor],
         scores: Scores,
     ) -> Launch:
+        """The launch of "dq" or "dkdv"."""
         from ring_attn.kernels import configs
-        from ring_attn.kernels.flash_bwd import dkdv_launch
+        from ring_attn.kernels.flash_bwd import dkdv_launch, dq_launch
         from ring_attn.kernels.tasks import num_sms
 
         q, k, v, *_ = inputs
+        kv_rows = kernel == "dkdv"
+        make: Callable[..., Launch] = dkdv_launch if kv_rows else dq_launch
 
-        def launch(config: Config, dk: Tensor, dv: Tensor) -> Launch:
-            table = self._table(tiles, config, q.device, kv_rows=True)
-            return dkdv_launch(
-                *inputs, dk, dv, table, config,
-                softmax_scale=scores.softmax_scale, softcap=scores.softcap,
-            )  # fmt: skip
+        def launch(config: Config, gradients: Sequence[Tensor]) -> Launch:
+            table = self._table(tiles, config, q.device, kv_rows=kv_rows)
+            return make(*inputs, *gradients, table, config, **vars(scores))
 
         call = (q.shape, k.shape, tiles[0].kind, scores)
-        kind = "dkdv_softcap" if scores.softcap else _kind("dkdv", tiles)
+        kind = f"{kernel}_softcap" if scores.softcap else _kind(kernel, tiles)
         config = self._config(
-            kind, q, v, call, lambda config: launch(config, dk.clone(), dv.clone())
+            kind, q, v, call, lambda config: launch(config, [x.clone() for x in gradients])
         )
-        if kind not in self._configs:
+        if kv_rows and kind not in self._configs:
             blocks = self._table(tiles, config, q.device, kv_rows=True).num_blocks
             programs, few = blocks * k.size(0) * k.size(2), configs.few_programs(q, v.size(3))
             config = configs.filling(config, programs, num_sms(q.device), few)
-        return launch(config, dk, dv)
+        return launch(config, gradients)
 
     def _parts(
         self, q: Tensor, tiles: Tiles, rows: int, heads: int, headdim_v: int
