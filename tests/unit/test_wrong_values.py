@@ -30,10 +30,8 @@ from ring_attn.core.mask import Mask
 from ring_attn.models.tensor_parallel import (
     LLAMA_TP_PLAN,
     TensorParallelConfig,
-    TensorPartition,
     shard_parameter,
     shard_state_dict,
-    unshard_parameter,
     unshard_state_dict,
 )
 from ring_attn.planning.devices import cpu_cluster
@@ -72,8 +70,6 @@ CAUSAL = Mask(12, 12, causal=True, window_size=(2, 0))
 CONFIGS = [TensorParallelConfig(rank, 2, 8, 16, num_heads=4, num_kv_heads=2) for rank in (0, 1)]
 MODEL = {"a.q_proj.weight": torch.ones(8, 8), "norm": torch.ones(3)}
 PARTS = [shard_state_dict(MODEL, config, otherwise="replicated") for config in CONFIGS]
-WEIGHTS = [shard_parameter(torch.ones(8, 8), "q", config) for config in CONFIGS]
-PARTITION = TensorPartition((8, 3), 0, 2, 0)
 TOKENS = torch.arange(12)[None]
 Q, KV = torch.ones(1, 6, 4, 8), torch.ones(1, 6, 2, 8)
 OTHERWISE = {"plan": LLAMA_TP_PLAN, "otherwise": "replicated", "order": "out_in"}
@@ -140,21 +136,16 @@ GOOD = [
     partial(balance.check_halo, layout=RUNS, mask=CAUSAL),
     partial(balance.local_rows, layout=RUNS, rank=0, start=0, stop=3),
     # -- tensor parallelism
-    partial(TensorPartition, global_shape=(8, 3), dim=0, num_partitions=2, rank=0),
-    partial(PARTITION.shard, x=torch.ones(8, 3)),
-    partial(PARTITION.unshard, shards=[torch.ones(4, 3)] * 2),
     partial(TensorParallelConfig, **vars(CONFIGS[0])),
-    partial(CONFIGS[0].all_reduce_cost, seqlen=3, num_blocks=2, itemsize=4, gbit_per_s=100.0),
     partial(shard_parameter, x=torch.ones(8, 8), kind="q", config=CONFIGS[0], order="out_in"),
-    partial(unshard_parameter, shards=WEIGHTS, kind="q", config=CONFIGS[0], order="out_in"),
     partial(shard_state_dict, state_dict=MODEL, config=CONFIGS[0], **OTHERWISE),
     partial(unshard_state_dict, shards=PARTS, config=CONFIGS[0], **OTHERWISE),
 ]  # fmt: skip
 
 # Words of a message in place of an argument's name, where the value is valid by itself.
 OTHER_WORDS = {
+    "state_dict": "a must be a torch.Tensor",
     "work": "costs",
-    "global_shape": "shape",
     "chunk": "layouts",
     "shards": "rank",
     "layout": "rows",
